@@ -1,0 +1,289 @@
+//! Factor rules: an operation in index notation.
+//!
+//! A matmul is `(b,m,k),(b,k,n)->(b,m,n)|sum k`; a reshape that joins two dimensions is
+//! `(i,j,k)->((i j),k)`. A factor may be divided over mesh axes; then every dimension that holds it
+//! is divided the same way, and a result that lacks it is left as a partial value. All of shardc's
+//! sharding follows from these rules: legal strategies, layouts, validity, resharding, cost.
+//!
+//! The idea is Shardy's (`docs/propagation.md`, "sharding rule"); partial sums, linear sets and
+//! reductions other than sums are added.
+
+use crate::entity::FactorId;
+use crate::mesh::{AxisId, Mesh};
+use crate::sharding::{Choice, ReduceKind, Sharding, Strategy};
+use std::fmt;
+
+/// Whether a factor may be divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FactorKind {
+    /// It may be divided over any axes whose extent divides its size.
+    Parallel,
+    /// Every coordinate needs all of it.
+    Whole,
+}
+
+/// One index of the notation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Factor {
+    /// The name, unique in the rule: `b`, `m`, `vocab`.
+    pub name: String,
+    /// How many values the index takes.
+    pub size: u64,
+    /// Whether it may be divided.
+    pub kind: FactorKind,
+    /// For each result that lacks the factor (by result index), how the terms combine.
+    pub reduce: Vec<(usize, ReduceKind)>,
+}
+
+/// The factors of each dimension of one operand or result, outermost first.
+pub type Dims = Vec<Vec<usize>>;
+
+/// The rule of one node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FactorRule {
+    /// The factors; everything else refers to them by index.
+    pub factors: Vec<Factor>,
+    /// Per operand, per dimension, its factors. A dimension of size 1 may have none.
+    pub operands: Vec<Dims>,
+    /// Per result, per dimension, its factors.
+    pub results: Vec<Dims>,
+    /// Sets of operands in which the operation is jointly linear: if all of one set are partial
+    /// sums over an axis and the rest are whole, the results are partial sums over it.
+    pub linear: Vec<Vec<usize>>,
+}
+
+impl FactorRule {
+    /// Adds a factor that may be divided.
+    pub fn parallel(&mut self, name: impl Into<String>, size: u64) -> usize {
+        self.push(name.into(), size, FactorKind::Parallel)
+    }
+
+    /// Adds a factor that every coordinate needs whole.
+    pub fn whole(&mut self, name: impl Into<String>, size: u64) -> usize {
+        self.push(name.into(), size, FactorKind::Whole)
+    }
+
+    /// Adds a factor that may be divided and that result `result` reduces.
+    pub fn reduced(&mut self, name: impl Into<String>, size: u64, result: usize, kind: ReduceKind) -> usize {
+        let factor = self.push(name.into(), size, FactorKind::Parallel);
+        self.factors[factor].reduce.push((result, kind));
+        factor
+    }
+
+    fn push(&mut self, name: String, size: u64, kind: FactorKind) -> usize {
+        self.factors.push(Factor { name, size, kind, reduce: Vec::new() });
+        self.factors.len() - 1
+    }
+
+    /// The factor of a name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.factors.iter().position(|factor| factor.name == name)
+    }
+
+    /// The layout operand `index` must have under a strategy.
+    pub fn operand_sharding(&self, index: usize, strategy: &Strategy) -> Sharding {
+        let mut sharding = dims_sharding(&self.operands[index], strategy);
+        for (axis, set) in &strategy.pass {
+            if self.linear.get(*set).is_some_and(|set| set.contains(&index)) {
+                sharding.add_partial(*axis, ReduceKind::Sum);
+            }
+        }
+        sharding
+    }
+
+    /// The layout result `index` has under a strategy.
+    pub fn result_sharding(&self, index: usize, strategy: &Strategy) -> Sharding {
+        let mut sharding = dims_sharding(&self.results[index], strategy);
+        for (factor, axes) in &strategy.factors {
+            let reduce = self.factors[*factor].reduce.iter().find(|(result, _)| *result == index);
+            if let Some((_, kind)) = reduce {
+                axes.iter().for_each(|axis| sharding.add_partial(*axis, *kind));
+            }
+        }
+        for axis in strategy.pass.keys() {
+            sharding.add_partial(*axis, ReduceKind::Sum);
+        }
+        sharding
+    }
+
+    /// Whether every result that lacks the factor says how to reduce it.
+    fn is_reducible(&self, factor: usize) -> bool {
+        self.results.iter().enumerate().all(|(index, dims)| {
+            let held = dims.iter().flatten().any(|held| *held == factor);
+            held || self.factors[factor].reduce.iter().any(|(result, _)| *result == index)
+        })
+    }
+
+    /// Why a strategy is not legal for this rule on this mesh, if it is not.
+    pub fn check(&self, strategy: &Strategy, mesh: &Mesh) -> Result<(), String> {
+        let mut seen = Vec::new();
+        for (factor, axes) in &strategy.factors {
+            let Some(declared) = self.factors.get(*factor) else {
+                return Err(format!("the rule {self} has no factor {factor}"));
+            };
+            let extent = mesh.extent(axes.iter().copied());
+            if declared.kind == FactorKind::Whole && extent > 1 {
+                return Err(format!("factor `{}` of {self} cannot be divided", declared.name));
+            }
+            if !self.is_reducible(*factor) && extent > 1 {
+                return Err(format!("a result of {self} lacks `{}` and cannot reduce it", declared.name));
+            }
+            if !declared.size.is_multiple_of(extent) {
+                return Err(format!("factor `{}` of size {} does not divide into {extent} parts", declared.name, declared.size));
+            }
+            seen.extend(axes.iter().copied());
+        }
+        for (axis, set) in &strategy.pass {
+            if *set >= self.linear.len() {
+                return Err(format!("the rule {self} has no linear set {set}"));
+            }
+            seen.push(*axis);
+        }
+        let count = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        if seen.len() != count {
+            return Err("an axis is given two choices".to_string());
+        }
+        self.check_order(strategy, mesh)
+    }
+
+    /// A dimension of several factors is divided into contiguous parts only if each factor before
+    /// a divided one is divided completely.
+    fn check_order(&self, strategy: &Strategy, mesh: &Mesh) -> Result<(), String> {
+        for factors in self.operands.iter().chain(&self.results).flatten() {
+            let mut whole_before: Option<usize> = None;
+            for factor in factors {
+                let extent = mesh.extent(strategy.axes(*factor).iter().copied());
+                if let Some(before) = whole_before.filter(|_| extent > 1) {
+                    let (name, before) = (&self.factors[*factor].name, &self.factors[before].name);
+                    return Err(format!("`{name}` lies inside `{before}`, which is not divided completely"));
+                }
+                if extent < self.factors[*factor].size {
+                    whole_before = whole_before.or(Some(*factor));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every legal way to add one axis to a strategy, replication first, then the factors in
+    /// order, then the linear sets.
+    pub fn choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
+        let mut choices = vec![Choice::Replicate];
+        let factors = (0..self.factors.len()).map(Choice::Factor);
+        let sets = (0..self.linear.len()).map(Choice::Pass);
+        choices.extend(factors.chain(sets).filter(|choice| self.check(&given.with(axis, *choice), mesh).is_ok()));
+        choices
+    }
+
+    /// The text of a strategy: `m=dp.mb n=tp`, and `pass0=tp` for partial sums passed through.
+    pub fn strategy_text(&self, strategy: &Strategy, mesh: &Mesh) -> String {
+        let factors = strategy.factors.iter().filter(|(_, axes)| !axes.is_empty());
+        let mut parts: Vec<_> = factors
+            .map(|(factor, axes)| crate::sharding::axes_text(axes, mesh, &format!("{}=", self.factors[*factor].name)))
+            .collect();
+        parts.extend(strategy.pass.iter().map(|(axis, set)| format!("pass{set}={}", mesh.axis(*axis).name)));
+        parts.join(" ")
+    }
+
+    /// Reads what [`strategy_text`](Self::strategy_text) wrote.
+    pub fn parse_strategy(&self, text: &str, mesh: &Mesh) -> Result<Strategy, String> {
+        let mut strategy = Strategy::default();
+        for part in text.split_whitespace() {
+            let (name, axes) = part.split_once('=').ok_or_else(|| format!("`{part}` is not FACTOR=AXIS.AXIS"))?;
+            for axis in axes.split('.') {
+                let id = mesh.find(axis).ok_or_else(|| format!("the mesh {mesh} has no axis `{axis}`"))?;
+                let set = name.strip_prefix("pass").and_then(|set| set.parse().ok());
+                match (self.find(name), set) {
+                    (Some(factor), _) => strategy.factors.entry(factor).or_default().push(id),
+                    (None, Some(set)) => drop(strategy.pass.insert(id, set)),
+                    (None, None) => return Err(format!("the rule {self} has no factor `{name}`")),
+                }
+            }
+        }
+        Ok(strategy)
+    }
+
+    /// A factor's id, for tables keyed by factor.
+    pub fn id(factor: usize) -> FactorId {
+        FactorId::from_u32(factor as u32)
+    }
+}
+
+fn dims_sharding(dims: &Dims, strategy: &Strategy) -> Sharding {
+    let axes = |factors: &Vec<usize>| factors.iter().flat_map(|factor| strategy.axes(*factor)).copied().collect();
+    Sharding { dims: dims.iter().map(axes).collect(), partial: Vec::new() }
+}
+
+impl fmt::Display for FactorRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dim = |factors: &Vec<usize>| {
+            let names: Vec<_> = factors.iter().map(|factor| self.factors[*factor].name.as_str()).collect();
+            match names.len() {
+                0 => "1".to_string(),
+                1 => names[0].to_string(),
+                _ => format!("({})", names.join(" ")),
+            }
+        };
+        let tensor = |dims: &Dims| format!("({})", dims.iter().map(dim).collect::<Vec<_>>().join(","));
+        let list = |tensors: &[Dims]| tensors.iter().map(tensor).collect::<Vec<_>>().join(",");
+        write!(f, "{}->{}", list(&self.operands), list(&self.results))?;
+        for factor in self.factors.iter().filter(|factor| !factor.reduce.is_empty()) {
+            write!(f, "|{} {}", factor.reduce[0].1.name(), factor.name)?;
+        }
+        let whole: Vec<_> = self.factors.iter().filter(|factor| factor.kind == FactorKind::Whole).collect();
+        for factor in whole {
+            write!(f, "|whole {}", factor.name)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::AxisKind;
+
+    fn matmul() -> FactorRule {
+        let mut rule = FactorRule::default();
+        let m = rule.parallel("m", 8);
+        let n = rule.parallel("n", 6);
+        let k = rule.reduced("k", 4, 0, ReduceKind::Sum);
+        rule.operands = vec![vec![vec![m], vec![k]], vec![vec![k], vec![n]]];
+        rule.results = vec![vec![vec![m], vec![n]]];
+        rule.linear = vec![vec![0], vec![1]];
+        rule
+    }
+
+    #[test]
+    fn a_divided_reduction_leaves_a_partial_sum() {
+        let mut mesh = Mesh::default();
+        mesh.push("dp", 2, AxisKind::Space);
+        mesh.push("tp", 2, AxisKind::Space);
+        let rule = matmul();
+        assert_eq!(rule.to_string(), "(m,k),(k,n)->(m,n)|sum k");
+        let strategy = rule.parse_strategy("m=dp k=tp", &mesh).unwrap();
+        assert_eq!(rule.check(&strategy, &mesh), Ok(()));
+        let result = rule.result_sharding(0, &strategy);
+        assert_eq!(result.dim_text(0, &mesh), "@dp");
+        assert_eq!(result.partial_text(&mesh), "/sum(tp)");
+        assert_eq!(rule.strategy_text(&strategy, &mesh), "m=dp k=tp");
+    }
+
+    #[test]
+    fn an_inner_factor_needs_the_outer_one_divided_completely() {
+        let mut mesh = Mesh::default();
+        mesh.push("dp", 4, AxisKind::Space);
+        mesh.push("tp", 2, AxisKind::Space);
+        let mut rule = FactorRule::default();
+        let (b, s) = (rule.parallel("b", 4), rule.parallel("s", 6));
+        rule.operands = vec![vec![vec![b], vec![s]]];
+        rule.results = vec![vec![vec![b, s]]];
+        let alone = rule.parse_strategy("s=tp", &mesh).unwrap();
+        assert!(rule.check(&alone, &mesh).is_err());
+        let both = rule.parse_strategy("b=dp s=tp", &mesh).unwrap();
+        assert_eq!(rule.check(&both, &mesh), Ok(()));
+        assert_eq!(rule.result_sharding(0, &both).dim_text(0, &mesh), "@dp.tp");
+    }
+}

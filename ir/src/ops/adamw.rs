@@ -1,0 +1,50 @@
+//! One AdamW update (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019,
+//! algorithm 2, in PyTorch's arrangement).
+
+use super::{OpDef, arity, elementwise_rule, expect_shape, expect_type};
+use crate::factor::FactorRule;
+use crate::types::{DType, TensorType};
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// From operands `parameter`, `gradient`, `m`, `v`, and the f32 scalars `gradient_scale`,
+/// `learning_rate` and `step` (1 in the first step): the new `parameter`, `m` and `v`.
+///
+/// ```text
+/// g = gradient * gradient_scale
+/// p = parameter * (1 - learning_rate * weight_decay)
+/// m = beta1 * m + (1 - beta1) * g
+/// v = beta2 * v + (1 - beta2) * g²
+/// p = p - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Adamw {
+    /// The decay of the first moment.
+    pub beta1: f64,
+    /// The decay of the second moment.
+    pub beta2: f64,
+    /// The number added to the root.
+    pub eps: f64,
+    /// The decoupled weight decay.
+    pub weight_decay: f64,
+}
+
+impl OpDef for Adamw {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 7)?;
+        let parameter = &operands[0];
+        for (what, ty) in ["the gradient", "m", "v"].iter().zip(&operands[1..4]) {
+            expect_shape(what, ty, &parameter.shape)?;
+        }
+        for (what, ty) in ["the gradient's scale", "the learning rate", "the step"].iter().zip(&operands[4..]) {
+            expect_type(what, ty, &TensorType::scalar(DType::F32))?;
+        }
+        Ok(vec![parameter.clone(), operands[2].clone(), operands[3].clone()])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        elementwise_rule(operands, results, Vec::new())
+    }
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        Flops(15.0 * operands[0].elements() as f64)
+    }
+}

@@ -1,0 +1,151 @@
+//! Tensor contraction of two operands, in Einstein notation.
+//!
+//! `mk,kn->mn` is a matrix product, `bsk,kn->bsn` a linear layer, `bsk,bsn->kn` the gradient of
+//! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
+//! tensors, once in each; its factor rule is the notation itself.
+
+use super::{OpDef, arity, expect_float};
+use crate::factor::{Dims, FactorRule};
+use crate::sharding::ReduceKind;
+use crate::types::TensorType;
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// A contraction. The result may be declared with a wider element type than the operands', in
+/// which the products are then summed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Matmul {
+    /// The notation: one letter per index. The plain matrix product if it is not given.
+    #[serde(default = "plain", skip_serializing_if = "is_plain")]
+    pub spec: String,
+}
+
+const PLAIN: &str = "mk,kn->mn";
+
+fn plain() -> String {
+    PLAIN.to_string()
+}
+
+fn is_plain(spec: &str) -> bool {
+    spec == PLAIN
+}
+
+/// Which kind each index of a contraction is, in the order in which the tensors hold them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MatmulDims {
+    /// In all three tensors.
+    pub batch: Vec<char>,
+    /// In the first operand and the result.
+    pub m: Vec<char>,
+    /// In the second operand and the result.
+    pub n: Vec<char>,
+    /// In both operands, summed.
+    pub k: Vec<char>,
+}
+
+impl Matmul {
+    /// A contraction of this notation.
+    pub fn new(spec: impl Into<String>) -> Self {
+        Self { spec: spec.into() }
+    }
+
+    /// The plain matrix product, `mk,kn->mn`.
+    pub fn plain() -> Self {
+        Self::new(PLAIN)
+    }
+
+    /// The letters of the first operand, the second operand and the result.
+    pub fn letters(&self) -> Result<[Vec<char>; 3], String> {
+        let wrong = || format!("`{}` is not of the form `mk,kn->mn`", self.spec);
+        let (operands, result) = self.spec.split_once("->").ok_or_else(wrong)?;
+        let (lhs, rhs) = operands.split_once(',').ok_or_else(wrong)?;
+        let tensors = [lhs, rhs, result].map(|letters| letters.chars().collect::<Vec<char>>());
+        for letters in &tensors {
+            let mut sorted = letters.clone();
+            sorted.sort_unstable();
+            sorted.dedup();
+            if sorted.len() != letters.len() || !sorted.iter().all(char::is_ascii_alphabetic) {
+                return Err(wrong());
+            }
+        }
+        for letter in tensors.iter().flatten() {
+            if tensors.iter().filter(|tensor| tensor.contains(letter)).count() < 2 {
+                return Err(format!("index `{letter}` of `{}` is in one tensor only", self.spec));
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// The kinds of the indices.
+    pub fn dims(&self) -> Result<MatmulDims, String> {
+        let [lhs, rhs, result] = self.letters()?;
+        let mut dims = MatmulDims::default();
+        for letter in &lhs {
+            match (rhs.contains(letter), result.contains(letter)) {
+                (true, true) => dims.batch.push(*letter),
+                (true, false) => dims.k.push(*letter),
+                _ => dims.m.push(*letter),
+            }
+        }
+        dims.n = rhs.iter().filter(|letter| !lhs.contains(letter)).copied().collect();
+        Ok(dims)
+    }
+
+    /// The size of every letter, from the operands.
+    pub fn sizes(&self, operands: &[TensorType]) -> Result<Vec<(char, u64)>, String> {
+        let letters = self.letters()?;
+        let mut sizes: Vec<(char, u64)> = Vec::new();
+        for (ty, letters) in operands.iter().zip(&letters) {
+            if ty.rank() != letters.len() {
+                return Err(format!("`{}` does not fit operand {ty}", self.spec));
+            }
+            for (letter, size) in letters.iter().zip(&ty.shape) {
+                match sizes.iter().find(|(known, _)| known == letter) {
+                    Some((_, known)) if known != size => {
+                        return Err(format!("index `{letter}` of `{}` is both {known} and {size}", self.spec));
+                    }
+                    Some(_) => {}
+                    None => sizes.push((*letter, *size)),
+                }
+            }
+        }
+        Ok(sizes)
+    }
+}
+
+fn size_of(sizes: &[(char, u64)], letter: char) -> u64 {
+    sizes.iter().find(|(known, _)| *known == letter).map_or(1, |(_, size)| *size)
+}
+
+impl OpDef for Matmul {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 2)?;
+        expect_float(&operands[0])?;
+        expect_float(&operands[1])?;
+        let sizes = self.sizes(operands)?;
+        let shape: Vec<u64> = self.letters()?[2].iter().map(|letter| size_of(&sizes, *letter)).collect();
+        Ok(vec![TensorType::new(super::float_or(declared, 0, operands[0].dtype), shape)])
+    }
+
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let mut rule = FactorRule { linear: vec![vec![0], vec![1]], ..FactorRule::default() };
+        let (Ok(letters), Ok(sizes)) = (self.letters(), self.sizes(operands)) else { return rule };
+        for (letter, size) in &sizes {
+            if letters[2].contains(letter) {
+                rule.parallel(letter.to_string(), *size);
+            } else {
+                rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
+            }
+        }
+        let index = |letter: &char| sizes.iter().position(|(known, _)| known == letter).unwrap_or(0);
+        let dims = |letters: &[char]| letters.iter().map(|letter| vec![index(letter)]).collect::<Dims>();
+        rule.operands = vec![dims(&letters[0]), dims(&letters[1])];
+        rule.results = vec![dims(&letters[2])];
+        rule
+    }
+
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        let sizes = self.sizes(operands).unwrap_or_default();
+        Flops(2.0 * sizes.iter().map(|(_, size)| *size as f64).product::<f64>())
+    }
+}

@@ -1,0 +1,410 @@
+//! The operations. One file per operation (or per family of elementwise operations): its meaning,
+//! shape rule, factor rule, FLOPs, bytes and derivative.
+//!
+//! To add one: write its file, add it to the list at the end of this one, give it a kernel in each
+//! runtime and a golden test. Nothing else names it.
+//!
+//! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local
+//! in a program; [`OpDef::localize`] turns one into the other.
+
+mod adamw;
+mod attention;
+mod binary;
+mod broadcast;
+mod cast;
+mod concat;
+mod constant;
+mod cross_entropy;
+mod embedding;
+mod gather;
+mod gradient;
+mod layer_norm;
+mod leaf;
+mod matmul;
+mod pad;
+mod random;
+mod reduce;
+mod reshape;
+mod rms_norm;
+mod rotary;
+mod select;
+mod slice;
+mod softmax;
+mod sum_squares;
+mod swiglu;
+mod transpose;
+mod unary;
+
+pub use adamw::Adamw;
+pub use attention::{Attention, AttentionGrad};
+pub use binary::{Binary, BinaryKind, Compare, CompareKind};
+pub use broadcast::Broadcast;
+pub use cast::Cast;
+pub use concat::Concat;
+pub use constant::{Constant, Iota, Literal};
+pub use cross_entropy::{CrossEntropy, CrossEntropyGrad};
+pub use embedding::{Embedding, EmbeddingGrad};
+pub use gather::{Gather, ScatterAdd};
+pub use gradient::{Gradient, GradientError};
+pub use layer_norm::{LayerNorm, LayerNormGrad};
+pub use leaf::{Input, Parameter, State};
+pub use matmul::{Matmul, MatmulDims};
+pub use pad::Pad;
+pub use random::{Distribution, Random};
+pub use reduce::{Reduce, ReduceOp};
+pub use reshape::Reshape;
+pub use rms_norm::{RmsNorm, RmsNormGrad};
+pub use rotary::Rotary;
+pub use select::Select;
+pub use slice::Slice;
+pub use softmax::Softmax;
+pub use sum_squares::SumSquares;
+pub use swiglu::{Swiglu, SwigluGrad};
+pub use transpose::Transpose;
+pub use unary::{Affine, Unary, UnaryGrad, UnaryKind};
+
+use crate::factor::{Dims, FactorRule};
+use crate::types::{DType, TensorType};
+use crate::units::{Bytes, Flops};
+use serde::{Deserialize, Serialize};
+
+/// An operation that cannot be applied as asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{op}: {message}")]
+pub struct OpError {
+    /// The operation's name in the text form.
+    pub op: String,
+    /// What is wrong, and what would be right.
+    pub message: String,
+}
+
+impl OpError {
+    /// An error of this operation.
+    pub fn new(op: &Op, message: impl Into<String>) -> Self {
+        Self { op: op.name().to_string(), message: message.into() }
+    }
+}
+
+/// The part of an operand or a result that one coordinate of the mesh holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The global shape.
+    pub shape: Vec<u64>,
+    /// Per dimension, the first index and the length held here.
+    pub slice: Vec<(u64, u64)>,
+}
+
+/// What every operation defines.
+pub trait OpDef {
+    /// The types of the results. `declared` holds the result types where the text or the builder
+    /// gives them: operations whose result the operands do not determine take them from there.
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String>;
+
+    /// The operation in index notation, for these types. Called only on types that
+    /// [`infer`](Self::infer) accepted.
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule;
+
+    /// Arithmetic operations; by default one per result element.
+    fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
+        Flops(results.iter().map(|ty| ty.elements() as f64).sum())
+    }
+
+    /// Bytes that must move through memory: by default each operand read once, each result
+    /// written once.
+    fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        operands.iter().chain(results).map(TensorType::bytes).sum()
+    }
+
+    /// Adds the nodes of the derivative; see [`Gradient`].
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        Err(gradient.not_differentiable())
+    }
+
+    /// The operation as one coordinate runs it, where an index has a meaning beyond its tensor
+    /// (a vocabulary entry, a random counter); `None` where it does not.
+    fn localize(&self, _operands: &[Part], _results: &[Part]) -> Option<Op> {
+        None
+    }
+
+    /// Whether the operation is a leaf.
+    fn is_leaf(&self) -> bool {
+        false
+    }
+}
+
+macro_rules! ops {
+    ($($(#[$doc:meta])* $name:literal $variant:ident,)*) => {
+        /// One operation with its attributes.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        pub enum Op {
+            $($(#[$doc])* #[serde(rename = $name)] $variant($variant),)*
+        }
+
+        impl Op {
+            /// The names of the operations that are not of an elementwise family.
+            pub const NAMES: &'static [&'static str] = &[$($name),*];
+
+            fn def(&self) -> &dyn OpDef {
+                match self { $(Op::$variant(op) => op,)* }
+            }
+
+            fn variant_name(&self) -> &'static str {
+                match self { $(Op::$variant(_) => $name,)* }
+            }
+
+            fn attributes_value(&self) -> Result<serde_json::Value, serde_json::Error> {
+                match self { $(Op::$variant(op) => serde_json::to_value(op),)* }
+            }
+
+            fn from_variant(name: &str, attributes: serde_json::Value) -> Option<Result<Self, serde_json::Error>> {
+                match name {
+                    $($name => Some(serde_json::from_value::<$variant>(attributes).map(Op::$variant)),)*
+                    _ => None,
+                }
+            }
+        }
+
+        $(impl From<$variant> for Op {
+            fn from(op: $variant) -> Self {
+                Op::$variant(op)
+            }
+        })*
+    };
+}
+
+ops! {
+    /// A batch tensor, or a scalar that changes from step to step.
+    "input" Input,
+    /// A trained (or frozen) tensor of the model.
+    "parameter" Parameter,
+    /// A tensor of the optimizer.
+    "state" State,
+    /// One number everywhere.
+    "constant" Constant,
+    /// Given numbers.
+    "literal" Literal,
+    /// The index along a dimension.
+    "iota" Iota,
+    /// Counter-based random numbers.
+    "random" Random,
+    /// An elementwise function of one operand.
+    "unary" Unary,
+    /// The derivative of an elementwise function, times the cotangent.
+    "unary_grad" UnaryGrad,
+    /// `scale * x + offset`.
+    "affine" Affine,
+    /// An elementwise function of two operands.
+    "binary" Binary,
+    /// An elementwise comparison.
+    "compare" Compare,
+    /// One operand or another, by a mask.
+    "select" Select,
+    /// Another element type.
+    "cast" Cast,
+    /// The same elements in another shape.
+    "reshape" Reshape,
+    /// The dimensions in another order.
+    "transpose" Transpose,
+    /// More dimensions, or copies along them.
+    "broadcast" Broadcast,
+    /// A contiguous part.
+    "slice" Slice,
+    /// More elements at the borders.
+    "pad" Pad,
+    /// Operands one after the other.
+    "concat" Concat,
+    /// A reduction over dimensions.
+    "reduce" Reduce,
+    /// A tensor contraction.
+    "matmul" Matmul,
+    /// Rows of a table.
+    "embedding" Embedding,
+    /// The gradient of a table.
+    "embedding_grad" EmbeddingGrad,
+    /// Elements by index along a dimension.
+    "gather" Gather,
+    /// The transpose of a gather.
+    "scatter_add" ScatterAdd,
+    /// Softmax over the last dimension.
+    "softmax" Softmax,
+    /// Layer normalization over the last dimension.
+    "layer_norm" LayerNorm,
+    /// Its derivative.
+    "layer_norm_grad" LayerNormGrad,
+    /// Root-mean-square normalization over the last dimension.
+    "rms_norm" RmsNorm,
+    /// Its derivative.
+    "rms_norm_grad" RmsNormGrad,
+    /// Rotary position embedding.
+    "rotary" Rotary,
+    /// `silu(gate) * up`.
+    "swiglu" Swiglu,
+    /// Its derivative.
+    "swiglu_grad" SwigluGrad,
+    /// Scaled dot-product attention.
+    "attention" Attention,
+    /// Its derivative.
+    "attention_grad" AttentionGrad,
+    /// The two halves of the cross-entropy of logits.
+    "cross_entropy" CrossEntropy,
+    /// Their derivative.
+    "cross_entropy_grad" CrossEntropyGrad,
+    /// The sum of the squares of all elements.
+    "sum_squares" SumSquares,
+    /// One AdamW update.
+    "adamw" Adamw,
+}
+
+impl Op {
+    /// The name in the text form: the variant's, or the function's for elementwise families
+    /// (`exp`, `add`, `lt`, `gelu_grad`).
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Unary(op) => op.kind.name(),
+            Op::UnaryGrad(op) => op.kind.grad_name(),
+            Op::Binary(op) => op.kind.name(),
+            Op::Compare(op) => op.kind.name(),
+            Op::Reduce(op) => op.kind.name(),
+            _ => self.variant_name(),
+        }
+    }
+
+    /// The attributes in the order of declaration, without those that the name already says.
+    pub fn attributes(&self) -> Vec<(String, serde_json::Value)> {
+        let value = self.attributes_value().unwrap_or_default();
+        let serde_json::Value::Object(map) = value else { return Vec::new() };
+        let named = !Self::NAMES.contains(&self.name());
+        map.into_iter().filter(|(key, _)| !(named && key == "kind")).collect()
+    }
+
+    /// The operation of a name and its attributes.
+    pub fn from_text(name: &str, mut attributes: serde_json::Map<String, serde_json::Value>) -> Result<Self, String> {
+        let (variant, kind) = match name {
+            _ if UnaryKind::from_name(name).is_some() => ("unary", Some(name)),
+            _ if name.strip_suffix("_grad").and_then(UnaryKind::from_name).is_some() => {
+                ("unary_grad", name.strip_suffix("_grad"))
+            }
+            _ if BinaryKind::from_name(name).is_some() => ("binary", Some(name)),
+            _ if CompareKind::from_name(name).is_some() => ("compare", Some(name)),
+            _ if ReduceOp::from_name(name).is_some() => ("reduce", Some(name)),
+            _ => (name, None),
+        };
+        if let Some(kind) = kind {
+            attributes.insert("kind".to_string(), kind.into());
+        }
+        match Self::from_variant(variant, serde_json::Value::Object(attributes)) {
+            Some(op) => op.map_err(|error| format!("attributes of `{name}`: {error}")),
+            None => Err(format!("unknown operation `{name}`")),
+        }
+    }
+}
+
+impl OpDef for Op {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        self.def().infer(operands, declared)
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        self.def().rule(operands, results)
+    }
+    fn flops(&self, operands: &[TensorType], results: &[TensorType]) -> Flops {
+        self.def().flops(operands, results)
+    }
+    fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        self.def().bytes(operands, results)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        self.def().gradient(gradient)
+    }
+    fn localize(&self, operands: &[Part], results: &[Part]) -> Option<Op> {
+        self.def().localize(operands, results)
+    }
+    fn is_leaf(&self) -> bool {
+        self.def().is_leaf()
+    }
+}
+
+impl Op {
+    /// [`OpDef::infer`] with the operation named in the error.
+    pub fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, OpError> {
+        self.def().infer(operands, declared).map_err(|message| OpError::new(self, message))
+    }
+}
+
+// Helpers that the operations' files share.
+
+fn arity(operands: &[TensorType], count: usize) -> Result<(), String> {
+    if operands.len() == count {
+        return Ok(());
+    }
+    Err(format!("takes {count} operands, not {}", operands.len()))
+}
+
+fn same_type(operands: &[TensorType]) -> Result<(), String> {
+    match operands.windows(2).find(|pair| pair[0] != pair[1]) {
+        Some(pair) => Err(format!("operands {} and {} differ", pair[0], pair[1])),
+        None => Ok(()),
+    }
+}
+
+fn expect_float(ty: &TensorType) -> Result<(), String> {
+    if ty.dtype.is_float() { Ok(()) } else { Err(format!("takes floating-point operands, not {ty}")) }
+}
+
+fn expect_type(what: &str, actual: &TensorType, expected: &TensorType) -> Result<(), String> {
+    if actual == expected { Ok(()) } else { Err(format!("{what} is {actual}; it must be {expected}")) }
+}
+
+fn expect_shape(what: &str, actual: &TensorType, expected: &[u64]) -> Result<(), String> {
+    if actual.shape == expected {
+        return Ok(());
+    }
+    let expected = actual.with_shape(expected);
+    Err(format!("{what} is {actual}; it must be {expected}"))
+}
+
+fn declared_one(declared: &[TensorType]) -> Result<TensorType, String> {
+    match declared {
+        [ty] => Ok(ty.clone()),
+        _ => Err(format!("needs its one result type declared, not {}", declared.len())),
+    }
+}
+
+const NAMES: [&str; 8] = ["i", "j", "k", "l", "m", "n", "o", "p"];
+
+/// The name of dimension `index`: `i`, `j`, …, `p`, `d8`, ….
+fn dim_name(index: usize) -> String {
+    NAMES.get(index).map_or_else(|| format!("d{index}"), ToString::to_string)
+}
+
+/// One parallel factor per dimension, named `i`, `j`, …; the first `count` dimensions.
+fn dim_factors(rule: &mut FactorRule, shape: &[u64]) -> Vec<usize> {
+    shape.iter().enumerate().map(|(index, size)| rule.parallel(dim_name(index), *size)).collect()
+}
+
+fn single(factors: &[usize]) -> Dims {
+    factors.iter().map(|factor| vec![*factor]).collect()
+}
+
+/// The rule of an operation whose operands and results all have one shape (operands of rank 0 are
+/// scalars that every coordinate needs).
+fn elementwise_rule(operands: &[TensorType], results: &[TensorType], linear: Vec<Vec<usize>>) -> FactorRule {
+    let mut rule = FactorRule::default();
+    let factors = dim_factors(&mut rule, &results[0].shape);
+    let dims = |ty: &TensorType| if ty.rank() == 0 { Vec::new() } else { single(&factors) };
+    rule.operands = operands.iter().map(dims).collect();
+    rule.results = results.iter().map(dims).collect();
+    rule.linear = linear;
+    rule
+}
+
+fn is_zero(value: &u64) -> bool {
+    *value == 0
+}
+
+fn is_false(value: &bool) -> bool {
+    !*value
+}
+
+fn float_or(declared: &[TensorType], index: usize, fallback: DType) -> DType {
+    declared.get(index).map_or(fallback, |ty| ty.dtype)
+}

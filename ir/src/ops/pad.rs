@@ -1,0 +1,47 @@
+//! More elements at the borders.
+
+use super::{OpDef, arity, dim_name, single};
+use crate::factor::FactorRule;
+use crate::types::TensorType;
+use serde::{Deserialize, Serialize};
+
+/// `low[i]` elements before and `high[i]` after each dimension `i`, all equal to `value`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pad {
+    /// How many elements before, per dimension.
+    pub low: Vec<u64>,
+    /// How many elements after, per dimension.
+    pub high: Vec<u64>,
+    /// The new elements.
+    pub value: f64,
+}
+
+impl OpDef for Pad {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        let ty = &operands[0];
+        if self.low.len() != ty.rank() || self.high.len() != ty.rank() {
+            return Err(format!("pads {} dimensions of {ty}", self.low.len()));
+        }
+        let shape: Vec<u64> = ty.shape.iter().zip(&self.low).zip(&self.high).map(|((size, low), high)| size + low + high).collect();
+        Ok(vec![ty.with_shape(shape)])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        let linear = if self.value == 0.0 { vec![vec![0]] } else { Vec::new() };
+        let mut rule = FactorRule { linear, ..FactorRule::default() };
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        for (dim, (part, whole)) in operands[0].shape.iter().zip(&results[0].shape).enumerate() {
+            if whole == part {
+                let factor = rule.parallel(dim_name(dim), *whole);
+                from.push(factor);
+                to.push(factor);
+            } else {
+                from.push(rule.whole(format!("{}_part", dim_name(dim)), *part));
+                to.push(rule.whole(dim_name(dim), *whole));
+            }
+        }
+        rule.operands = vec![single(&from)];
+        rule.results = vec![single(&to)];
+        rule
+    }
+}

@@ -1,0 +1,82 @@
+//! Counter-based random numbers.
+//!
+//! Element `i` (row-major over the *global* shape) of stream `s` is a function of `(seed, s, i)`
+//! and of the optional operand, so every shard makes the same numbers whatever the plan. The
+//! generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+//! SC11): key `seed`, counter `(i / 4, s)`, lane `i % 4`.
+
+use super::{Op, OpDef, Part, declared_one, dim_factors, single};
+use crate::factor::FactorRule;
+use crate::types::TensorType;
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// What the numbers are distributed as.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Distribution {
+    /// Normal.
+    Normal {
+        /// The mean.
+        mean: f64,
+        /// The standard deviation.
+        std: f64,
+    },
+    /// Uniform over `[low, high)`.
+    Uniform {
+        /// The lower bound.
+        low: f64,
+        /// The upper bound.
+        high: f64,
+    },
+    /// 1 with probability `p`, else 0.
+    Bernoulli {
+        /// The probability of 1.
+        p: f64,
+    },
+}
+
+/// Random numbers of the declared type. An optional scalar integer operand (the step) makes the
+/// numbers differ from step to step.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Random {
+    /// The distribution.
+    pub distribution: Distribution,
+    /// The stream: unique to this node in its graph.
+    pub stream: u64,
+    /// The run's seed.
+    pub seed: u64,
+    /// The global shape, if this is a shard.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub global: Vec<u64>,
+    /// The first index per dimension of this shard in the global shape.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub start: Vec<u64>,
+}
+
+impl OpDef for Random {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        match operands {
+            [] => {}
+            [step] if step.rank() == 0 && step.dtype.is_int() => {}
+            _ => return Err("takes nothing, or one integer scalar".to_string()),
+        }
+        Ok(vec![declared_one(declared)?])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        let mut rule = FactorRule::default();
+        let factors = dim_factors(&mut rule, &results[0].shape);
+        rule.operands = operands.iter().map(|_| Vec::new()).collect();
+        rule.results = vec![single(&factors)];
+        rule
+    }
+    fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
+        Flops(20.0 * results[0].elements() as f64)
+    }
+    fn localize(&self, _operands: &[Part], results: &[Part]) -> Option<Op> {
+        let part = &results[0];
+        let global = if self.global.is_empty() { part.shape.clone() } else { self.global.clone() };
+        let start = part.slice.iter().map(|(start, _)| *start).collect();
+        Some(Random { global, start, ..self.clone() }.into())
+    }
+}

@@ -1,0 +1,80 @@
+//! Reductions over dimensions.
+
+use super::{OpDef, arity, dim_name};
+use crate::factor::FactorRule;
+use crate::sharding::ReduceKind;
+use crate::types::{DType, TensorType};
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// Which reduction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ReduceOp {
+    /// The sum.
+    #[serde(rename = "reduce_sum")]
+    Sum,
+    /// The maximum.
+    #[serde(rename = "reduce_max")]
+    Max,
+}
+
+impl ReduceOp {
+    /// The name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "reduce_sum",
+            Self::Max => "reduce_max",
+        }
+    }
+
+    /// The reduction of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Sum, Self::Max].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// The operand reduced over some dimensions, which disappear. A sum may be declared with a wider
+/// element type than its operand's, in which it is then computed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reduce {
+    /// Which reduction.
+    pub kind: ReduceOp,
+    /// The dimensions, increasing.
+    pub dims: Vec<usize>,
+}
+
+impl OpDef for Reduce {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        let ty = &operands[0];
+        let increasing = self.dims.windows(2).all(|pair| pair[0] < pair[1]);
+        if !increasing || self.dims.iter().any(|dim| *dim >= ty.rank()) || ty.dtype == DType::Bool {
+            return Err(format!("cannot reduce dimensions {:?} of {ty}", self.dims));
+        }
+        let kept = (0..ty.rank()).filter(|dim| !self.dims.contains(dim)).map(|dim| ty.shape[dim]);
+        Ok(vec![TensorType::new(super::float_or(declared, 0, ty.dtype), kept.collect::<Vec<_>>())])
+    }
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let mut rule = FactorRule::default();
+        let kind = if self.kind == ReduceOp::Sum { ReduceKind::Sum } else { ReduceKind::Max };
+        if self.kind == ReduceOp::Sum {
+            rule.linear = vec![vec![0]];
+        }
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        for (dim, size) in operands[0].shape.iter().enumerate() {
+            if self.dims.contains(&dim) {
+                from.push(vec![rule.reduced(dim_name(dim), *size, 0, kind)]);
+            } else {
+                let factor = rule.parallel(dim_name(dim), *size);
+                from.push(vec![factor]);
+                to.push(vec![factor]);
+            }
+        }
+        rule.operands = vec![from];
+        rule.results = vec![to];
+        rule
+    }
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        Flops(operands[0].elements() as f64)
+    }
+}

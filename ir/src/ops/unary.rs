@@ -1,0 +1,151 @@
+//! Elementwise functions of one operand, their derivatives, and `scale * x + offset`.
+
+use super::{OpDef, arity, elementwise_rule, expect_float, same_type};
+use crate::factor::FactorRule;
+use crate::types::{DType, TensorType};
+use serde::{Deserialize, Serialize};
+
+macro_rules! unary_kinds {
+    ($($(#[$doc:meta])* $variant:ident $name:literal $grad:literal,)*) => {
+        /// Which function.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+        pub enum UnaryKind { $($(#[$doc])* #[serde(rename = $name)] $variant,)* }
+
+        impl UnaryKind {
+            /// Every function.
+            pub const ALL: &'static [UnaryKind] = &[$(Self::$variant),*];
+            /// The name in the text form.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name,)* }
+            }
+            /// The name of the derivative in the text form.
+            pub fn grad_name(self) -> &'static str {
+                match self { $(Self::$variant => $grad,)* }
+            }
+        }
+    };
+}
+
+unary_kinds! {
+    /// `-x`
+    Neg "neg" "neg_grad",
+    /// `|x|`
+    Abs "abs" "abs_grad",
+    /// -1, 0 or 1
+    Sign "sign" "sign_grad",
+    /// `e^x`
+    Exp "exp" "exp_grad",
+    /// The natural logarithm.
+    Log "log" "log_grad",
+    /// `log(1 + x)`
+    Log1p "log1p" "log1p_grad",
+    /// The square root.
+    Sqrt "sqrt" "sqrt_grad",
+    /// `1 / sqrt(x)`
+    Rsqrt "rsqrt" "rsqrt_grad",
+    /// `1 / x`
+    Recip "recip" "recip_grad",
+    /// Sine.
+    Sin "sin" "sin_grad",
+    /// Cosine.
+    Cos "cos" "cos_grad",
+    /// Hyperbolic tangent.
+    Tanh "tanh" "tanh_grad",
+    /// The error function.
+    Erf "erf" "erf_grad",
+    /// `1 / (1 + e^-x)`
+    Sigmoid "sigmoid" "sigmoid_grad",
+    /// `max(x, 0)`
+    Relu "relu" "relu_grad",
+    /// `x Φ(x)` (Hendrycks and Gimpel, "Gaussian error linear units").
+    Gelu "gelu" "gelu_grad",
+    /// GELU with Φ approximated by a tanh, as GPT-2 uses it.
+    GeluTanh "gelu_tanh" "gelu_tanh_grad",
+    /// `x sigmoid(x)`
+    Silu "silu" "silu_grad",
+    /// Towards minus infinity.
+    Floor "floor" "floor_grad",
+    /// Towards infinity.
+    Ceil "ceil" "ceil_grad",
+    /// To the nearest, ties to even.
+    Round "round" "round_grad",
+    /// Logical not.
+    Not "not" "not_grad",
+}
+
+impl UnaryKind {
+    /// The function of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|kind| kind.name() == name)
+    }
+
+    /// Whether the function is linear.
+    pub fn is_linear(self) -> bool {
+        self == Self::Neg
+    }
+}
+
+/// `f(x)`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Unary {
+    /// Which function.
+    pub kind: UnaryKind,
+}
+
+/// `f'(x) * dy`, from operands `dy` and `x` (the function's operand).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnaryGrad {
+    /// The derivative of which function.
+    pub kind: UnaryKind,
+}
+
+/// `scale * x + offset`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Affine {
+    /// The factor.
+    pub scale: f64,
+    /// The summand.
+    pub offset: f64,
+}
+
+impl OpDef for Unary {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        match self.kind {
+            UnaryKind::Not if operands[0].dtype != DType::Bool => return Err(format!("takes bool, not {}", operands[0])),
+            UnaryKind::Neg | UnaryKind::Abs | UnaryKind::Sign | UnaryKind::Not => {}
+            _ => expect_float(&operands[0])?,
+        }
+        Ok(vec![operands[0].clone()])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        let linear = if self.kind.is_linear() { vec![vec![0]] } else { Vec::new() };
+        elementwise_rule(operands, results, linear)
+    }
+}
+
+impl OpDef for UnaryGrad {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 2)?;
+        same_type(operands)?;
+        expect_float(&operands[0])?;
+        Ok(vec![operands[0].clone()])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        elementwise_rule(operands, results, vec![vec![0]])
+    }
+}
+
+impl OpDef for Affine {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        if operands[0].dtype == DType::Bool {
+            return Err("takes numbers, not bool".to_string());
+        }
+        Ok(vec![operands[0].clone()])
+    }
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        let linear = if self.offset == 0.0 { vec![vec![0]] } else { Vec::new() };
+        elementwise_rule(operands, results, linear)
+    }
+}

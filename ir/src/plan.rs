@@ -1,0 +1,221 @@
+//! A plan: the graph of a whole training step, annotated with how it is spread.
+//!
+//! Every node has a [`Strategy`] over the axes of one [`Mesh`]; the layout of each operand and
+//! result follows from it by the node's factor rule, and the strategy of a leaf is the layout in
+//! which it is stored. Where a value is made in one layout and read in another, lowering inserts
+//! the cheapest conversion. So a plan needs to say little, and none of its parts can contradict
+//! another:
+//!
+//! * data parallel: factor `b` over `dp`; gradient accumulation: factor `b` over the time axis `mb`;
+//! * ZeRO-1: optimizer state and parameters stored over `dp`; ZeRO-2: gradients reduced to their
+//!   shard in every microbatch ([`Plan::reduce_in_loop`]); ZeRO-3: gathered parameters are dropped
+//!   after each use ([`Plan::transient`]);
+//! * tensor parallel: factors of matmuls over `tp`; and so on.
+//!
+//! Recomputation is in the graph: a recomputed node is a second node with role
+//! [`Role::Recompute`](crate::Role::Recompute).
+
+use crate::entity::{NodeId, SecondaryMap, ValueId};
+use crate::factor::FactorRule;
+use crate::graph::Graph;
+use crate::mesh::Mesh;
+use crate::sharding::{Sharding, Strategy};
+use crate::units::{Bytes, Flops, Seconds};
+use serde::{Deserialize, Serialize};
+
+/// Where a value lies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Space {
+    /// The memory of the rank's device.
+    #[default]
+    Device,
+    /// Page-locked memory of the rank's host.
+    Host,
+    /// The host's disk.
+    Disk,
+}
+
+impl Space {
+    /// The name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+            Self::Disk => "disk",
+        }
+    }
+
+    /// The space of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Device, Self::Host, Self::Disk].into_iter().find(|space| space.name() == name)
+    }
+}
+
+/// What a byte of a rank's memory is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Category {
+    /// Parameters: stored, and copies in other layouts or precisions that live through the step.
+    Parameter,
+    /// Accumulated gradients.
+    Gradient,
+    /// Optimizer state.
+    Optimizer,
+    /// Values of the forward and backward pass, inputs included.
+    Activation,
+    /// Copies made for collectives and transfers, and libraries' workspaces.
+    Buffer,
+}
+
+impl Category {
+    /// Every category, in the order of reports.
+    pub const ALL: [Category; 5] = [Self::Parameter, Self::Gradient, Self::Optimizer, Self::Activation, Self::Buffer];
+
+    /// The name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Parameter => "parameter",
+            Self::Gradient => "gradient",
+            Self::Optimizer => "optimizer",
+            Self::Activation => "activation",
+            Self::Buffer => "buffer",
+        }
+    }
+
+    /// The category of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|category| category.name() == name)
+    }
+}
+
+/// Bytes per rank at the peak, by category.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// See [`Category::Parameter`].
+    pub parameters: Bytes,
+    /// See [`Category::Gradient`].
+    pub gradients: Bytes,
+    /// See [`Category::Optimizer`].
+    pub optimizer: Bytes,
+    /// See [`Category::Activation`].
+    pub activations: Bytes,
+    /// See [`Category::Buffer`].
+    pub buffers: Bytes,
+}
+
+impl Memory {
+    /// All of it.
+    pub fn total(&self) -> Bytes {
+        self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+    }
+
+    /// The bytes of a category.
+    pub fn category(&mut self, category: Category) -> &mut Bytes {
+        match category {
+            Category::Parameter => &mut self.parameters,
+            Category::Gradient => &mut self.gradients,
+            Category::Optimizer => &mut self.optimizer,
+            Category::Activation => &mut self.activations,
+            Category::Buffer => &mut self.buffers,
+        }
+    }
+}
+
+/// What a plan is predicted to need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Prediction {
+    /// One optimizer step.
+    pub step: Seconds,
+    /// Of it, matrix products and attention.
+    pub matmul: Seconds,
+    /// Of it, everything bound by memory bandwidth or launches.
+    pub memory_bound: Seconds,
+    /// Of it, communication that no computation hides.
+    pub exposed_communication: Seconds,
+    /// Communication in all, hidden or not.
+    pub communication: Seconds,
+    /// Of the step, the optimizer's update.
+    pub optimizer: Seconds,
+    /// Model FLOPs of the step over all ranks: recomputation not counted, causal attention at half.
+    pub flops: Flops,
+    /// The share of the devices' peak rate that the model FLOPs reach.
+    pub mfu: f64,
+    /// Memory per rank at the peak.
+    pub memory: Memory,
+}
+
+/// A plan that was considered and not chosen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    /// Its choices, as pins would say them: `dp=2,tp=2,zero=1,microbatch=1,recompute=none`.
+    pub choice: String,
+    /// Its predicted step time.
+    pub step: Seconds,
+    /// Its predicted memory per rank.
+    pub memory: Bytes,
+    /// Why it lost.
+    pub reason: String,
+}
+
+/// What was asked for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Request {
+    /// The model, as the user named it.
+    pub model: String,
+    /// The cluster, as the user named it.
+    pub cluster: String,
+    /// Sequences per step over all ranks.
+    pub batch: u64,
+    /// Tokens per sequence (0 where the model has none).
+    pub seq: u64,
+    /// The precision of the computation: `fp32`, `bf16`.
+    pub precision: String,
+    /// The memory bound per rank.
+    pub device_memory: Bytes,
+    /// What the user fixed.
+    pub pins: String,
+}
+
+/// An annotated graph; see the [module](self).
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// The training step: forward, backward, recomputation and optimizer, with global sizes.
+    pub graph: Graph,
+    /// The axes.
+    pub mesh: Mesh,
+    /// Per node, what it does with each axis; a leaf's is its layout in storage.
+    pub strategies: SecondaryMap<NodeId, Strategy>,
+    /// Values of which copies in another layout are made at each use and dropped after it, instead
+    /// of being kept through the step.
+    pub transient: SecondaryMap<ValueId, bool>,
+    /// Whether gradients are reduced over the ranks in every microbatch, before they are
+    /// accumulated, instead of once after all of them.
+    pub reduce_in_loop: bool,
+    /// What was asked for.
+    pub request: Request,
+    /// The choices, as pins would say them.
+    pub choice: String,
+    /// What it will need.
+    pub prediction: Prediction,
+    /// What it was preferred to, best first.
+    pub alternatives: Vec<Alternative>,
+}
+
+impl Plan {
+    /// The layout in which a value is made, or stored if it is a leaf.
+    pub fn sharding(&self, value: ValueId) -> Sharding {
+        let value = self.graph.value(value);
+        self.rule(value.def).result_sharding(value.index, &self.strategies[value.def])
+    }
+
+    /// The layout in which operand `index` of a node is read.
+    pub fn operand_sharding(&self, node: NodeId, index: usize) -> Sharding {
+        self.rule(node).operand_sharding(index, &self.strategies[node])
+    }
+
+    /// A node's rule.
+    pub fn rule(&self, node: NodeId) -> FactorRule {
+        self.graph.rule(node)
+    }
+}

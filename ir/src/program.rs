@@ -1,0 +1,241 @@
+//! A program: what one rank runs in one training step.
+//!
+//! Instructions lie in *sections*, straight lines of code; [`Program::order`] says which section
+//! runs when, and for which microbatch. Gradient accumulation is one section run once per
+//! microbatch between a prologue and an epilogue; a pipeline schedule is an order over forward and
+//! backward sections. Within a section instructions are listed in the order in which they are
+//! issued, each on one [`Stream`]; streams run concurrently, and `after` lists the instructions of
+//! other streams that must have finished first.
+//!
+//! Every buffer has a fixed offset in the arena of its memory space. Buffers may overlap where
+//! their lifetimes do not, or where one is a view of the other (a reshape, an update in place).
+//! Nothing is allocated in a step.
+//!
+//! Collectives are flat: an all-gather concatenates the operands of the group's ranks in the order
+//! of the group, whatever their shape. Where a layout conversion is along an inner dimension, the
+//! transposes around it are instructions of their own. A collective with several operands is one
+//! bucket: each operand has its own result, and the runtime starts them together.
+
+use crate::entity::{BufferId, NodeId, PrimaryMap, SectionId, ValueId};
+use crate::ops::Op;
+use crate::plan::{Category, Space};
+use crate::sharding::ReduceKind;
+use crate::types::TensorType;
+use crate::units::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// A queue of instructions that run one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stream {
+    /// Kernels of the device.
+    Compute,
+    /// Collectives and point-to-point messages.
+    Communication,
+    /// Copies from host to device.
+    HostToDevice,
+    /// Copies from device to host.
+    DeviceToHost,
+    /// Kernels of the host.
+    HostCompute,
+    /// Reads and writes of the disk.
+    Disk,
+}
+
+impl Stream {
+    /// Every stream.
+    pub const ALL: [Stream; 6] =
+        [Self::Compute, Self::Communication, Self::HostToDevice, Self::DeviceToHost, Self::HostCompute, Self::Disk];
+
+    /// The name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::Communication => "communication",
+            Self::HostToDevice => "host_to_device",
+            Self::DeviceToHost => "device_to_host",
+            Self::HostCompute => "host_compute",
+            Self::Disk => "disk",
+        }
+    }
+
+    /// The stream of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|stream| stream.name() == name)
+    }
+}
+
+/// What an instruction does.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Runs an operation on this rank's shards. A result may share its operand's bytes where the
+    /// buffers say so: `adamw` updates in place, a reshape is a view.
+    Compute(Op),
+    /// `result = reduction over the group of the operands`, elementwise.
+    AllReduce {
+        /// The reduction: a sum or a maximum.
+        reduce: ReduceKind,
+        /// The index of the group in [`Program::groups`].
+        group: usize,
+    },
+    /// `result = the operands of the group's ranks, concatenated`.
+    AllGather {
+        /// The index of the group.
+        group: usize,
+    },
+    /// `result = this rank's part of the reduction of the operands`, cut into equal parts.
+    ReduceScatter {
+        /// The reduction: a sum or a maximum.
+        reduce: ReduceKind,
+        /// The index of the group.
+        group: usize,
+    },
+    /// Part `i` of the operand goes to the group's rank `i`; the result holds the parts received.
+    AllToAll {
+        /// The index of the group.
+        group: usize,
+    },
+    /// Sends the operand.
+    Send {
+        /// The receiving rank.
+        peer: u64,
+    },
+    /// Receives the result.
+    Receive {
+        /// The sending rank.
+        peer: u64,
+    },
+    /// `result += operand`; in the first microbatch `result = operand`.
+    Accumulate,
+    /// Copies the operand into the result, perhaps in another memory space.
+    Copy,
+    /// Fills the result with this rank's part, for this microbatch, of an input.
+    Feed {
+        /// The index of the input in [`Program::inputs`].
+        input: usize,
+    },
+}
+
+/// One instruction.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Instruction {
+    /// What it does.
+    pub action: Action,
+    /// The buffers it reads.
+    pub operands: Vec<BufferId>,
+    /// The buffers it writes.
+    pub results: Vec<BufferId>,
+    /// Where it runs.
+    pub stream: Stream,
+    /// Instructions of this section, on other streams, that must have finished before it starts.
+    pub after: Vec<usize>,
+    /// The node of the plan's graph it came from.
+    pub source: Option<NodeId>,
+}
+
+/// A place in an arena.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Buffer {
+    /// The local type.
+    pub ty: TensorType,
+    /// The arena.
+    pub space: Space,
+    /// The first byte in the arena; a multiple of 256.
+    pub offset: u64,
+    /// What it is for.
+    pub category: Category,
+    /// The value of the plan's graph it holds.
+    pub value: Option<ValueId>,
+}
+
+/// A straight line of code.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Section {
+    /// The name: `prologue`, `microbatch`, `epilogue`.
+    pub name: String,
+    /// The instructions, in the order of issue.
+    pub instructions: Vec<Instruction>,
+}
+
+/// One run of a section.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Run {
+    /// Which section.
+    pub section: SectionId,
+    /// For which microbatch.
+    pub microbatch: u64,
+}
+
+/// A tensor that the caller gives to each step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Feed {
+    /// The name.
+    pub name: String,
+    /// The global type.
+    pub ty: TensorType,
+    /// Per microbatch, this rank's part: per dimension, the first index and the length.
+    pub slices: Vec<Vec<(u64, u64)>>,
+}
+
+/// A tensor that outlives the step: a parameter or an optimizer state.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Slot {
+    /// The name.
+    pub name: String,
+    /// Where it lies between steps.
+    pub buffer: BufferId,
+    /// The global type.
+    pub ty: TensorType,
+    /// This rank's part: per dimension, the first index and the length.
+    pub slice: Vec<(u64, u64)>,
+    /// Whether it is a parameter, else an optimizer state.
+    pub is_parameter: bool,
+    /// The number an optimizer state starts at.
+    pub init: f64,
+}
+
+/// A value that the caller reads after the step; every rank holds the whole of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reading {
+    /// The name: `loss`, `grad_norm`.
+    pub name: String,
+    /// Where it lies after the step.
+    pub buffer: BufferId,
+}
+
+/// The program of one rank; see the [module](self).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Program {
+    /// The rank.
+    pub rank: u64,
+    /// The number of ranks.
+    pub ranks: u64,
+    /// The bytes of each arena.
+    pub arenas: Vec<(Space, Bytes)>,
+    /// The buffers.
+    pub buffers: PrimaryMap<BufferId, Buffer>,
+    /// The sections.
+    pub sections: PrimaryMap<SectionId, Section>,
+    /// The step: which section runs when.
+    pub order: Vec<Run>,
+    /// The groups of ranks that collectives refer to; each holds this rank.
+    pub groups: Vec<Vec<u64>>,
+    /// The inputs.
+    pub inputs: Vec<Feed>,
+    /// What outlives the step.
+    pub slots: Vec<Slot>,
+    /// What the caller reads.
+    pub readings: Vec<Reading>,
+}
+
+impl Program {
+    /// The bytes of an arena.
+    pub fn arena(&self, space: Space) -> Bytes {
+        self.arenas.iter().find(|(known, _)| *known == space).map_or(Bytes(0), |(_, bytes)| *bytes)
+    }
+
+    /// Every instruction, in the order of the text.
+    pub fn instructions(&self) -> impl Iterator<Item = &Instruction> {
+        self.sections.values().flat_map(|section| &section.instructions)
+    }
+}

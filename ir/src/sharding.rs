@@ -1,0 +1,209 @@
+//! How a value lies over the mesh, and what a node does with each axis.
+//!
+//! A [`Sharding`] lists, per dimension, the axes that divide it (outermost first), and the axes
+//! over which the value is a *partial* result: each coordinate holds one term, and the value is
+//! their reduction. An axis that appears nowhere holds copies.
+//!
+//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; the extents of a
+//! dimension's axes divide its size, so every shard of a value has one shape.
+
+use crate::mesh::{AxisId, AxisSet, Mesh};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// How the terms of a partial value combine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceKind {
+    /// Their sum.
+    Sum,
+    /// Their maximum.
+    Max,
+    /// The logarithm of the sum of their exponentials.
+    LogSumExp,
+}
+
+impl ReduceKind {
+    /// The name in the text form.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Max => "max",
+            Self::LogSumExp => "logsumexp",
+        }
+    }
+
+    /// The kind of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Sum, Self::Max, Self::LogSumExp].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// The layout of one value over the axes of a mesh.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Sharding {
+    /// Per dimension, the axes that divide it, outermost first.
+    pub dims: Vec<Vec<AxisId>>,
+    /// The axes over which the value is a partial result, in the order of their ids.
+    pub partial: Vec<(AxisId, ReduceKind)>,
+}
+
+impl Sharding {
+    /// The layout in which every coordinate holds the whole value of this rank.
+    pub fn replicated(rank: usize) -> Self {
+        Self { dims: vec![Vec::new(); rank], partial: Vec::new() }
+    }
+
+    /// The axes that divide some dimension.
+    pub fn dim_axes(&self) -> AxisSet {
+        self.dims.iter().flatten().copied().collect()
+    }
+
+    /// The axes over which the value is partial.
+    pub fn partial_axes(&self) -> AxisSet {
+        self.partial.iter().map(|(axis, _)| *axis).collect()
+    }
+
+    /// The reduction over an axis, if the value is partial over it.
+    pub fn partial_over(&self, axis: AxisId) -> Option<ReduceKind> {
+        self.partial.iter().find(|(partial, _)| *partial == axis).map(|(_, kind)| *kind)
+    }
+
+    /// The dimension that an axis divides.
+    pub fn dim_of(&self, axis: AxisId) -> Option<usize> {
+        self.dims.iter().position(|axes| axes.contains(&axis))
+    }
+
+    /// Adds a partial axis, keeping the order.
+    pub fn add_partial(&mut self, axis: AxisId, kind: ReduceKind) {
+        self.partial.push((axis, kind));
+        self.partial.sort_unstable();
+    }
+
+    /// The same layout with no partial axis.
+    pub fn resolved(&self) -> Self {
+        Self { dims: self.dims.clone(), partial: Vec::new() }
+    }
+
+    /// The shape one coordinate holds. Call [`check`](Self::check) first: a size that does not
+    /// divide is rounded down.
+    pub fn local_shape(&self, shape: &[u64], mesh: &Mesh) -> Vec<u64> {
+        let extents = self.dims.iter().map(|axes| mesh.extent(axes.iter().copied()));
+        shape.iter().zip(extents).map(|(size, extent)| size / extent).collect()
+    }
+
+    /// The part of the value that a coordinate holds: per dimension, its first index and its length.
+    pub fn slice(&self, shape: &[u64], mesh: &Mesh, coordinates: &[u64]) -> Vec<(u64, u64)> {
+        let mut parts = Vec::with_capacity(shape.len());
+        for (size, axes) in shape.iter().zip(&self.dims) {
+            let (mut index, mut extent) = (0, 1);
+            for axis in axes {
+                index = index * mesh.size(*axis) + coordinates[axis.0 as usize];
+                extent *= mesh.size(*axis);
+            }
+            parts.push((index * (size / extent), size / extent));
+        }
+        parts
+    }
+
+    /// Why this layout is not legal for a value of this shape on this mesh, if it is not.
+    pub fn check(&self, shape: &[u64], mesh: &Mesh) -> Result<(), String> {
+        if self.dims.len() != shape.len() {
+            return Err(format!("the layout has {} dimensions and the value {}", self.dims.len(), shape.len()));
+        }
+        let mut seen = AxisSet::EMPTY;
+        let partial = self.partial.iter().map(|(axis, _)| *axis);
+        for axis in self.dims.iter().flatten().copied().chain(partial) {
+            if axis.0 as usize >= mesh.axes.len() {
+                return Err(format!("axis {} is not of this mesh", axis.0));
+            }
+            if seen.contains(axis) {
+                return Err(format!("axis `{}` appears twice", mesh.axis(axis).name));
+            }
+            seen = seen.with(axis);
+        }
+        for (dim, (size, axes)) in shape.iter().zip(&self.dims).enumerate() {
+            let extent = mesh.extent(axes.iter().copied());
+            if size % extent != 0 {
+                return Err(format!("dimension {dim} of size {size} does not divide into {extent} parts"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The text of one dimension's axes: `@dp.mb`, or nothing.
+    pub fn dim_text(&self, dim: usize, mesh: &Mesh) -> String {
+        axes_text(self.dims.get(dim).map_or(&[], Vec::as_slice), mesh, "@")
+    }
+
+    /// The text of the partial axes: `/sum(tp)`, or nothing.
+    pub fn partial_text(&self, mesh: &Mesh) -> String {
+        let mut text = String::new();
+        for (axis, kind) in &self.partial {
+            let _ = write!(text, "/{}({})", kind.name(), mesh.axis(*axis).name);
+        }
+        text
+    }
+}
+
+/// `prefix` and the names of the axes joined by dots; nothing if there is no axis.
+pub fn axes_text(axes: &[AxisId], mesh: &Mesh, prefix: &str) -> String {
+    if axes.is_empty() {
+        return String::new();
+    }
+    let names: Vec<_> = axes.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
+    format!("{prefix}{}", names.join("."))
+}
+
+/// What a node does with one axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Choice {
+    /// Every coordinate computes the same.
+    Replicate,
+    /// The coordinates divide this factor (its index in the node's rule).
+    Factor(usize),
+    /// The operands of this linear set (its index in the node's rule) are partial sums over the
+    /// axis, and so are the results.
+    Pass(usize),
+}
+
+/// What a node does with every axis of the mesh; axes that are not named are replicated.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Strategy {
+    /// Per factor (its index in the node's rule), the axes that divide it, outermost first.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub factors: BTreeMap<usize, Vec<AxisId>>,
+    /// Per axis whose partial sums pass through, the index of the linear set in the node's rule.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub pass: BTreeMap<AxisId, usize>,
+}
+
+impl Strategy {
+    /// What this strategy does with an axis.
+    pub fn choice(&self, axis: AxisId) -> Choice {
+        if let Some(set) = self.pass.get(&axis) {
+            return Choice::Pass(*set);
+        }
+        let factor = self.factors.iter().find(|(_, axes)| axes.contains(&axis));
+        factor.map_or(Choice::Replicate, |(factor, _)| Choice::Factor(*factor))
+    }
+
+    /// The strategy that also does `choice` with `axis`, as the innermost axis of its factor.
+    pub fn with(&self, axis: AxisId, choice: Choice) -> Self {
+        let mut strategy = self.clone();
+        match choice {
+            Choice::Replicate => {}
+            Choice::Factor(factor) => strategy.factors.entry(factor).or_default().push(axis),
+            Choice::Pass(set) => {
+                strategy.pass.insert(axis, set);
+            }
+        }
+        strategy
+    }
+
+    /// The axes of a factor, outermost first.
+    pub fn axes(&self, factor: usize) -> &[AxisId] {
+        self.factors.get(&factor).map_or(&[], Vec::as_slice)
+    }
+}

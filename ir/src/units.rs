@@ -1,0 +1,114 @@
+//! Quantities that cross crates: never a bare number.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Div, Mul, Sub};
+
+macro_rules! quantity {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl Add for $name {
+            type Output = Self;
+            fn add(self, other: Self) -> Self {
+                Self(self.0 + other.0)
+            }
+        }
+        impl Sub for $name {
+            type Output = Self;
+            fn sub(self, other: Self) -> Self {
+                Self(self.0 - other.0)
+            }
+        }
+        impl AddAssign for $name {
+            fn add_assign(&mut self, other: Self) {
+                self.0 += other.0;
+            }
+        }
+        impl Mul<$inner> for $name {
+            type Output = Self;
+            fn mul(self, factor: $inner) -> Self {
+                Self(self.0 * factor)
+            }
+        }
+        impl Div<$inner> for $name {
+            type Output = Self;
+            fn div(self, divisor: $inner) -> Self {
+                Self(self.0 / divisor)
+            }
+        }
+        impl Sum for $name {
+            fn sum<I: Iterator<Item = Self>>(values: I) -> Self {
+                values.fold(Self::default(), Add::add)
+            }
+        }
+    };
+}
+
+quantity! {
+    /// A time in seconds.
+    Seconds(f64)
+}
+quantity! {
+    /// Floating-point operations (a multiply-add counts as two).
+    Flops(f64)
+}
+quantity! {
+    /// A size in bytes.
+    Bytes(u64)
+}
+
+impl Eq for Bytes {}
+impl PartialOrd<u64> for Bytes {
+    fn partial_cmp(&self, other: &u64) -> Option<std::cmp::Ordering> {
+        self.0.partial_cmp(other)
+    }
+}
+impl PartialEq<u64> for Bytes {
+    fn eq(&self, other: &u64) -> bool {
+        self.0 == *other
+    }
+}
+
+impl Ord for Bytes {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.cmp(&other.0)
+    }
+}
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0;
+        match seconds.abs() {
+            s if s >= 1.0 || s == 0.0 => write!(f, "{seconds:.2} s"),
+            s if s >= 1e-3 => write!(f, "{:.2} ms", seconds * 1e3),
+            _ => write!(f, "{:.2} us", seconds * 1e6),
+        }
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+        for (name, size) in UNITS {
+            if self.0 >= size {
+                return write!(f, "{:.2} {name}", self.0 as f64 / size as f64);
+            }
+        }
+        write!(f, "{} B", self.0)
+    }
+}
+
+impl fmt::Display for Flops {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            n if n >= 1e12 => write!(f, "{:.2} TFLOP", n / 1e12),
+            n if n >= 1e9 => write!(f, "{:.2} GFLOP", n / 1e9),
+            n => write!(f, "{n:.0} FLOP"),
+        }
+    }
+}
