@@ -129,7 +129,10 @@ impl FactorRule {
                 return Err(format!("a result of {self} lacks `{}` and cannot reduce it", declared.name));
             }
             if !declared.size.is_multiple_of(extent) {
-                return Err(format!("factor `{}` of size {} does not divide into {extent} parts", declared.name, declared.size));
+                return Err(format!(
+                    "factor `{}` of size {} does not divide into {extent} parts",
+                    declared.name, declared.size
+                ));
             }
             seen.extend(axes.iter().copied());
         }

@@ -34,7 +34,8 @@ pub struct AttentionGrad {
 
 /// The sizes `b, s, h, d, t, kv, e`.
 fn sizes(q: &TensorType, k: &TensorType, v: &TensorType) -> Result<[u64; 7], String> {
-    let wrong = || format!("takes q [b, s, h, d], k [b, t, kv, d], v [b, t, kv, e] with kv dividing h, not {q}, {k}, {v}");
+    let wrong =
+        || format!("takes q [b, s, h, d], k [b, t, kv, d], v [b, t, kv, e] with kv dividing h, not {q}, {k}, {v}");
     for ty in [q, k, v] {
         expect_float(ty)?;
         if ty.rank() != 4 || ty.dtype != q.dtype {

@@ -21,9 +21,11 @@ impl OpDef for Broadcast {
             return Err(format!("{from} with dims {:?} cannot become {to}", self.dims));
         }
         let increasing = self.dims.windows(2).all(|pair| pair[0] < pair[1]);
-        let fits = self.dims.iter().zip(&from.shape).all(|(dim, size)| {
-            to.shape.get(*dim).is_some_and(|target| target == size || *size == 1)
-        });
+        let fits = self
+            .dims
+            .iter()
+            .zip(&from.shape)
+            .all(|(dim, size)| to.shape.get(*dim).is_some_and(|target| target == size || *size == 1));
         if !increasing || !fits {
             return Err(format!("{from} with dims {:?} cannot become {to}", self.dims));
         }

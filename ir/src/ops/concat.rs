@@ -33,12 +33,15 @@ impl OpDef for Concat {
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule { linear: vec![(0..operands.len()).collect()], ..FactorRule::default() };
-        let shared: Vec<usize> = results[0]
-            .shape
-            .iter()
-            .enumerate()
-            .map(|(dim, size)| if dim == self.dim { rule.whole(dim_name(dim), *size) } else { rule.parallel(dim_name(dim), *size) })
-            .collect();
+        let shared: Vec<usize> =
+            results[0]
+                .shape
+                .iter()
+                .enumerate()
+                .map(|(dim, size)| {
+                    if dim == self.dim { rule.whole(dim_name(dim), *size) } else { rule.parallel(dim_name(dim), *size) }
+                })
+                .collect();
         for (index, ty) in operands.iter().enumerate() {
             let mut own = shared.clone();
             own[self.dim] = rule.whole(format!("{}_{index}", dim_name(self.dim)), ty.shape[self.dim]);

@@ -32,7 +32,9 @@ pub struct CrossEntropyGrad {
 
 fn check(logits: &TensorType, labels: &TensorType) -> Result<TensorType, String> {
     expect_float(logits)?;
-    let Some((_, leading)) = logits.shape.split_last() else { return Err(format!("takes logits […, v], not {logits}")) };
+    let Some((_, leading)) = logits.shape.split_last() else {
+        return Err(format!("takes logits […, v], not {logits}"));
+    };
     expect_shape("labels", labels, leading)?;
     if !labels.dtype.is_int() {
         return Err(format!("takes integer labels, not {labels}"));

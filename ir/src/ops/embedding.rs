@@ -27,7 +27,11 @@ pub struct EmbeddingGrad {
 
 /// The factors shared by both: `v`, `d` and those of the ids.
 fn factors(rule: &mut FactorRule, table: &TensorType, ids: &TensorType, forward: bool) -> (usize, usize, Vec<usize>) {
-    let v = if forward { rule.reduced("v", table.shape[0], 0, ReduceKind::Sum) } else { rule.parallel("v", table.shape[0]) };
+    let v = if forward {
+        rule.reduced("v", table.shape[0], 0, ReduceKind::Sum)
+    } else {
+        rule.parallel("v", table.shape[0])
+    };
     let d = rule.parallel("d", table.shape[1]);
     let id = |(index, size): (usize, &u64)| {
         let name = super::dim_name(index);

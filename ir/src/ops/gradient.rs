@@ -65,7 +65,12 @@ impl Gradient<'_> {
     }
 
     /// Adds a node that came from the forward node; gives its first result.
-    pub fn add(&mut self, op: impl Into<Op>, operands: &[ValueId], declared: &[TensorType]) -> Result<ValueId, GradientError> {
+    pub fn add(
+        &mut self,
+        op: impl Into<Op>,
+        operands: &[ValueId],
+        declared: &[TensorType],
+    ) -> Result<ValueId, GradientError> {
         Ok(self.add_many(op, operands, declared)?[0])
     }
 

@@ -26,7 +26,9 @@ impl OpDef for LayerNorm {
         arity(operands, 3)?;
         let x = &operands[0];
         expect_float(x)?;
-        let Some((row, leading)) = x.shape.split_last() else { return Err(format!("needs a dimension to normalize, not {x}")) };
+        let Some((row, leading)) = x.shape.split_last() else {
+            return Err(format!("needs a dimension to normalize, not {x}"));
+        };
         expect_shape("gamma", &operands[1], &[*row])?;
         expect_type("beta", &operands[2], &operands[1])?;
         let statistic = TensorType::new(DType::F32, leading);
@@ -50,7 +52,9 @@ impl OpDef for LayerNormGrad {
         arity(operands, 5)?;
         let (x, gamma) = (&operands[1], &operands[2]);
         expect_shape("the cotangent", &operands[0], &x.shape)?;
-        let Some((row, leading)) = x.shape.split_last() else { return Err(format!("needs a dimension to normalize, not {x}")) };
+        let Some((row, leading)) = x.shape.split_last() else {
+            return Err(format!("needs a dimension to normalize, not {x}"));
+        };
         expect_shape("gamma", gamma, &[*row])?;
         let statistic = TensorType::new(DType::F32, leading);
         expect_type("the mean", &operands[3], &statistic)?;

@@ -23,7 +23,8 @@ impl OpDef for Pad {
         if self.low.len() != ty.rank() || self.high.len() != ty.rank() {
             return Err(format!("pads {} dimensions of {ty}", self.low.len()));
         }
-        let shape: Vec<u64> = ty.shape.iter().zip(&self.low).zip(&self.high).map(|((size, low), high)| size + low + high).collect();
+        let shape: Vec<u64> =
+            ty.shape.iter().zip(&self.low).zip(&self.high).map(|((size, low), high)| size + low + high).collect();
         Ok(vec![ty.with_shape(shape)])
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {

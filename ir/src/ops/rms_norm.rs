@@ -26,7 +26,9 @@ impl OpDef for RmsNorm {
         arity(operands, 2)?;
         let x = &operands[0];
         expect_float(x)?;
-        let Some((row, leading)) = x.shape.split_last() else { return Err(format!("needs a dimension to normalize, not {x}")) };
+        let Some((row, leading)) = x.shape.split_last() else {
+            return Err(format!("needs a dimension to normalize, not {x}"));
+        };
         expect_shape("gamma", &operands[1], &[*row])?;
         Ok(vec![x.clone(), TensorType::new(DType::F32, leading)])
     }
@@ -47,7 +49,9 @@ impl OpDef for RmsNormGrad {
         arity(operands, 4)?;
         let (x, gamma) = (&operands[1], &operands[2]);
         expect_shape("the cotangent", &operands[0], &x.shape)?;
-        let Some((row, leading)) = x.shape.split_last() else { return Err(format!("needs a dimension to normalize, not {x}")) };
+        let Some((row, leading)) = x.shape.split_last() else {
+            return Err(format!("needs a dimension to normalize, not {x}"));
+        };
         expect_shape("gamma", gamma, &[*row])?;
         expect_type("the reciprocal root mean square", &operands[3], &TensorType::new(DType::F32, leading))?;
         Ok(vec![x.clone(), TensorType::new(DType::F32, [*row])])

@@ -19,7 +19,12 @@ impl OpDef for Slice {
         arity(operands, 1)?;
         let ty = &operands[0];
         let ranks = self.start.len() == ty.rank() && self.limit.len() == ty.rank();
-        let inside = self.start.iter().zip(&self.limit).zip(&ty.shape).all(|((start, limit), size)| start <= limit && limit <= size);
+        let inside = self
+            .start
+            .iter()
+            .zip(&self.limit)
+            .zip(&ty.shape)
+            .all(|((start, limit), size)| start <= limit && limit <= size);
         if !ranks || !inside {
             return Err(format!("{:?}..{:?} is not inside {ty}", self.start, self.limit));
         }

@@ -20,8 +20,7 @@ impl OpDef for SumSquares {
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
         let shape = operands[0].shape.iter().enumerate();
-        let factors: Vec<_> =
-            shape.map(|(dim, size)| rule.reduced(dim_name(dim), *size, 0, ReduceKind::Sum)).collect();
+        let factors: Vec<_> = shape.map(|(dim, size)| rule.reduced(dim_name(dim), *size, 0, ReduceKind::Sum)).collect();
         rule.operands = vec![single(&factors)];
         rule.results = vec![Vec::new()];
         rule

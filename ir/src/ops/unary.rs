@@ -112,7 +112,9 @@ impl OpDef for Unary {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 1)?;
         match self.kind {
-            UnaryKind::Not if operands[0].dtype != DType::Bool => return Err(format!("takes bool, not {}", operands[0])),
+            UnaryKind::Not if operands[0].dtype != DType::Bool => {
+                return Err(format!("takes bool, not {}", operands[0]));
+            }
             UnaryKind::Neg | UnaryKind::Abs | UnaryKind::Sign | UnaryKind::Not => {}
             _ => expect_float(&operands[0])?,
         }
