@@ -1,1 +1,3 @@
-//! Placeholder.
+//! Runs what the compiler made.
+
+pub mod mapped;

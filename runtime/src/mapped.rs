@@ -1,0 +1,38 @@
+//! Files mapped into memory, read only: data of any size without reading it whole.
+
+use memmap2::Mmap;
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::path::Path;
+
+/// A file's bytes. Like every program that maps its input, it relies on nobody cutting the file
+/// short while it runs.
+#[derive(Debug)]
+pub struct MappedFile(Option<Mmap>);
+
+impl MappedFile {
+    /// Maps a file.
+    #[expect(unsafe_code, reason = "mapping a file is a promise about other processes")]
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        if metadata.len() == 0 {
+            return Ok(Self(None));
+        }
+        // SAFETY: the mapping is read only and outlives no borrow of it. A concurrent truncation
+        // ends the process with SIGBUS; it cannot make it read other memory.
+        let map = unsafe { Mmap::map(&file)? };
+        Ok(Self(Some(map)))
+    }
+}
+
+impl Deref for MappedFile {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.0.as_deref().unwrap_or_default()
+    }
+}
