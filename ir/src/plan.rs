@@ -178,7 +178,7 @@ pub struct Request {
 }
 
 /// An annotated graph; see the [module](self).
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// The training step: forward, backward, recomputation and optimizer, with global sizes.
     pub graph: Graph,

@@ -94,11 +94,8 @@ mod tests {
         check(&[4, 6, 8], &[24, 8], "(i,j,k)->((i j),k)");
         check(&[24, 8], &[4, 6, 8], "((i j),k)->(i,j,k)");
         check(&[4, 8], &[1, 4, 8, 1], "(i,j)->(1,i,j,1)");
-        check(
-            &[4, 6],
-            &[8, 3],
-            "((i j))->(1)".replace("((i j))->(1)", "(i,j)->(k,l)|whole i|whole j|whole k|whole l").as_str(),
-        );
+        check(&[4, 6], &[8, 3], "(i,(j k))->((i j),k)");
+        check(&[4, 6], &[3, 8], "(i,j)->(k,l)|whole i|whole j|whole k|whole l");
         check(&[2, 3, 4], &[6, 2, 2], "(i,j,(k l))->((i j),k,l)");
     }
 }

@@ -1,1 +1,77 @@
-//! x
+//! The text forms of a [`Graph`](crate::Graph), a [`Plan`](crate::Plan) and a
+//! [`Program`](crate::Program), and the plan file.
+//!
+//! ```text
+//! graph @mlp {
+//!   %0: f32[8,4] = input "x"
+//!   %1: f32[4,2] = parameter "up.weight"
+//!   %2: f32[8,2] = matmul %0, %1 at "up"
+//!   %3: f32[] = sum_squares %2
+//!   %4: f32[8,2] = affine %2 {offset=0.0, scale=2.0} grad_of %3
+//!   return loss %3
+//!   return update "up.weight" %1 = %1
+//! }
+//! ```
+//!
+//! A plan is the same text with a `mesh` line, layouts in the types and ` by FACTOR=AXES` after
+//! the nodes. `;` starts a comment. Values may be named by words (`%query`); printing numbers them.
+//!
+//! Invariants: `parse(print(x)) == x` for everything the verifiers accept; a parser never panics,
+//! and gathers every finding of a text, at most one per line.
+
+mod cursor;
+mod graph_parse;
+mod graph_print;
+mod plan_file;
+mod program_parse;
+mod program_print;
+
+pub use plan_file::{PLAN_SCHEMA, PLAN_VERSION, PlanFileError};
+
+use crate::ops::{BinaryKind, CompareKind, Op, ReduceOp, UnaryKind};
+
+/// Every name that an operation can have in the text.
+pub fn op_names() -> Vec<&'static str> {
+    let families = ["unary", "unary_grad", "binary", "compare", "reduce"];
+    let mut names: Vec<&str> = Op::NAMES.iter().copied().filter(|name| !families.contains(name)).collect();
+    names.extend(UnaryKind::ALL.iter().map(|kind| kind.name()));
+    names.extend(UnaryKind::ALL.iter().map(|kind| kind.grad_name()));
+    names.extend(BinaryKind::ALL.iter().map(|kind| kind.name()));
+    names.extend(CompareKind::ALL.iter().map(|kind| kind.name()));
+    names.extend([ReduceOp::Sum, ReduceOp::Max].map(ReduceOp::name));
+    names
+}
+
+/// `; did you mean …?` with the nearest of some names, if one is near.
+fn suggestion(name: &str, known: &[&str]) -> String {
+    let nearest = known.iter().map(|other| (distance(name, other), *other)).min();
+    match nearest.filter(|(distance, other)| *distance <= 1 + other.len() / 3) {
+        Some((_, other)) => format!("; did you mean `{other}`?"),
+        None => String::new(),
+    }
+}
+
+/// The Levenshtein distance.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, left) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, right) in b.iter().enumerate() {
+            let substitution = diagonal + usize::from(left != *right);
+            diagonal = row[j + 1];
+            row[j + 1] = substitution.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// A string as the text shows it.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+/// Whether a string is a word, which needs no quotes.
+fn is_word(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(cursor::is_word_char)
+}

@@ -1,0 +1,287 @@
+//! The plan file: a plan as versioned JSON.
+//!
+//! It holds the request, the choice, the mesh, the prediction, the alternatives and the annotated
+//! graph in its text form, one line per array element, so that a person can read it and a diff of
+//! two is a diff of two texts. Keys are sorted. `hash` is the SHA-256 of everything else, written
+//! without white space; a file that was edited by hand fails it. The format is published as a JSON
+//! schema ([`PLAN_SCHEMA`]).
+
+use super::cursor::Cursor;
+use crate::diagnostic::Diagnostics;
+use crate::plan::Plan;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+/// The version of the plan file's format.
+pub const PLAN_VERSION: u64 = 1;
+
+/// The JSON schema of the plan file.
+pub const PLAN_SCHEMA: &str = include_str!("plan.schema.json");
+
+const AGAIN: &str = "make the plan again with `shardc plan … -o FILE`";
+
+/// Why a plan file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanFileError {
+    /// The file ends too early.
+    #[error("the plan file is cut short: it ends at line {line}, inside the JSON; copy it again, or {AGAIN}")]
+    Cut {
+        /// The last line.
+        line: usize,
+    },
+    /// The file is not JSON.
+    #[error("this is not a plan file: {message}; {AGAIN}")]
+    NotJson {
+        /// What the JSON parser says.
+        message: String,
+    },
+    /// The file is of another version.
+    #[error(
+        "the plan file has version {found}, made by shardc {shardc}; this is shardc {ours} and reads version {PLAN_VERSION}; {AGAIN}",
+        ours = env!("CARGO_PKG_VERSION")
+    )]
+    Version {
+        /// The file's version.
+        found: String,
+        /// The version of shardc that wrote it.
+        shardc: String,
+    },
+    /// The contents are not those that were hashed.
+    #[error(
+        "the plan file was changed after it was made: its hash says {found}, its contents {actual}; {AGAIN}, with `--pin` to fix a choice"
+    )]
+    Hash {
+        /// What the file says.
+        found: String,
+        /// What its contents give.
+        actual: String,
+    },
+    /// A part is missing or of the wrong form.
+    #[error("`{key}` of the plan file: {message}; {AGAIN}")]
+    Content {
+        /// The key.
+        key: &'static str,
+        /// What is wrong.
+        message: String,
+    },
+    /// The annotated graph cannot be read.
+    #[error("the graph of the plan file cannot be read; {AGAIN}\n{found}")]
+    Graph {
+        /// What is wrong, with the lines of the graph's text.
+        found: Diagnostics,
+    },
+}
+
+impl Plan {
+    /// The plan file's text.
+    pub fn to_json(&self) -> String {
+        let mut content = self.content();
+        let hash = hash_of(&content);
+        content.insert("hash".to_string(), hash.into());
+        // Values without maps of other keys than strings always serialize.
+        let text = serde_json::to_string_pretty(&Value::Object(content)).unwrap_or_default();
+        text + "\n"
+    }
+
+    /// The SHA-256 of the plan's contents, in hexadecimal. All ranks compare it before they start.
+    pub fn hash(&self) -> String {
+        hash_of(&self.content())
+    }
+
+    fn content(&self) -> Map<String, Value> {
+        let text = self.to_string();
+        let part = |value: serde_json::Result<Value>| value.unwrap_or_default();
+        let content = json!({
+            "version": PLAN_VERSION,
+            "shardc": env!("CARGO_PKG_VERSION"),
+            "request": part(serde_json::to_value(&self.request)),
+            "choice": self.choice,
+            "mesh": part(serde_json::to_value(&self.mesh)),
+            "prediction": part(serde_json::to_value(self.prediction)),
+            "alternatives": part(serde_json::to_value(&self.alternatives)),
+            "graph": text.lines().collect::<Vec<_>>(),
+        });
+        match content {
+            Value::Object(content) => content,
+            _ => Map::new(),
+        }
+    }
+
+    /// Reads a plan file. The plan is not verified: that is [`verify::plan`](crate::verify::plan)'s.
+    ///
+    /// # Errors
+    /// See [`PlanFileError`].
+    pub fn from_json(text: &str) -> Result<Self, PlanFileError> {
+        if let Err(error) = serde_json::from_str::<serde::de::IgnoredAny>(text) {
+            return Err(match error.is_eof() {
+                true => PlanFileError::Cut { line: error.line() },
+                false => PlanFileError::NotJson { message: error.to_string() },
+            });
+        }
+        // The cursor reads numbers exactly, so the contents hash to what they were written from.
+        let value = Cursor::document(text).json().map_err(|message| PlanFileError::NotJson { message })?;
+        let Value::Object(mut content) = value else {
+            return Err(PlanFileError::NotJson { message: "it holds no object".to_string() });
+        };
+        let version = content.get("version").cloned().unwrap_or_default();
+        if version != Value::from(PLAN_VERSION) {
+            let shardc = content.get("shardc").and_then(Value::as_str).unwrap_or("of an unknown version");
+            return Err(PlanFileError::Version { found: version.to_string(), shardc: shardc.to_string() });
+        }
+        let found: String = take(&mut content, "hash")?;
+        let actual = hash_of(&content);
+        if found != actual {
+            return Err(PlanFileError::Hash { found, actual });
+        }
+        let lines: Vec<String> = take(&mut content, "graph")?;
+        let mut plan: Plan = lines.join("\n").parse().map_err(|found| PlanFileError::Graph { found })?;
+        if take::<crate::Mesh>(&mut content, "mesh")? != plan.mesh {
+            let message = "it is not the mesh of the graph".to_string();
+            return Err(PlanFileError::Content { key: "mesh", message });
+        }
+        plan.request = take(&mut content, "request")?;
+        plan.choice = take(&mut content, "choice")?;
+        plan.prediction = take(&mut content, "prediction")?;
+        plan.alternatives = take(&mut content, "alternatives")?;
+        Ok(plan)
+    }
+}
+
+fn take<T: DeserializeOwned>(content: &mut Map<String, Value>, key: &'static str) -> Result<T, PlanFileError> {
+    let Some(value) = content.remove(key) else {
+        return Err(PlanFileError::Content { key, message: "it is missing".to_string() });
+    };
+    serde_json::from_value(value).map_err(|error| PlanFileError::Content { key, message: error.to_string() })
+}
+
+fn hash_of(content: &Map<String, Value>) -> String {
+    let mut text = String::new();
+    write_canonical(&mut text, content);
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Compact JSON with sorted keys, whatever order the map keeps.
+fn write_canonical(text: &mut String, map: &Map<String, Value>) {
+    let mut keys: Vec<_> = map.keys().collect();
+    keys.sort_unstable();
+    text.push('{');
+    for key in keys {
+        text.push_str(&format!("{}:", Value::from(key.as_str())));
+        write_value(text, &map[key]);
+        text.push(',');
+    }
+    text.push('}');
+}
+
+fn write_value(text: &mut String, value: &Value) {
+    match value {
+        Value::Object(map) => write_canonical(text, map),
+        Value::Array(items) => {
+            text.push('[');
+            for item in items {
+                write_value(text, item);
+                text.push(',');
+            }
+            text.push(']');
+        }
+        other => text.push_str(&other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Alternative;
+    use crate::units::{Bytes, Seconds};
+
+    const TEXT: &str = "graph @step {
+  mesh dp=2,time mb=2
+  reduce_in_loop
+  %0: f32[8@dp.mb,4] = input \"x\" by i=dp.mb
+  %1: f32[4@dp,2] transient = parameter \"w\" by i=dp
+  %2: f32[8@dp.mb,2] = matmul %0, %1 by m=dp.mb
+  %3: f32[]/sum(dp)/sum(mb) = sum_squares %2 by i=dp.mb
+  return loss %3
+}
+";
+
+    fn plan() -> Plan {
+        let mut plan: Plan = TEXT.parse().unwrap();
+        plan.choice = "dp=2".to_string();
+        plan.prediction.step = Seconds(0.1 + 0.2);
+        plan.prediction.mfu = 1e-7 / 3.0;
+        let (choice, reason) = ("tp=2".to_string(), "slower: \"tp\"".to_string());
+        plan.alternatives.push(Alternative { choice, reason, step: Seconds(0.7), memory: Bytes(7) });
+        plan
+    }
+
+    #[test]
+    fn files_round_trip() {
+        let plan = plan();
+        let text = plan.to_json();
+        let read = Plan::from_json(&text).unwrap();
+        assert_eq!(read, plan);
+        assert_eq!(read.to_json(), text);
+        assert_eq!(plan.to_string(), TEXT);
+        assert!(text.contains(&plan.hash()));
+    }
+
+    #[track_caller]
+    fn check_error(text: &str, expect: &str) {
+        let error = Plan::from_json(text).unwrap_err().to_string();
+        assert!(error.contains(expect), "{error}");
+    }
+
+    #[test]
+    fn bad_files_are_told_apart() {
+        let text = plan().to_json();
+        check_error(&text[..text.len() / 2], "cut short: it ends at line");
+        check_error("", "cut short");
+        check_error("not a plan", "not a plan file");
+        check_error(&text.replace("\"version\": 1", "\"version\": 2"), "has version 2, made by shardc");
+        check_error(&text.replace("dp=2", "dp=4"), "was changed after it was made");
+        check_error("{\"version\": 1}", "`hash` of the plan file: it is missing");
+        let mut content = plan().content();
+        content.remove("choice");
+        content.insert("hash".to_string(), hash_of(&content).into());
+        check_error(&Value::Object(content).to_string(), "`choice` of the plan file: it is missing");
+    }
+
+    /// As much of JSON schema as the plan file's uses.
+    fn conforms(value: &Value, schema: &Value, at: &str) {
+        let is = |name: &str| match name {
+            "object" => value.is_object(),
+            "array" => value.is_array(),
+            "string" => value.is_string(),
+            "integer" => value.is_u64(),
+            "number" => value.is_number(),
+            _ => panic!("{at}: type {name}"),
+        };
+        if let Some(name) = schema.get("type").and_then(Value::as_str) {
+            assert!(is(name), "{at} is no {name}");
+        }
+        if let Some(constant) = schema.get("const") {
+            assert_eq!(value, constant, "{at}");
+        }
+        if let Some(allowed) = schema.get("enum").and_then(Value::as_array) {
+            assert!(allowed.contains(value), "{at}");
+        }
+        for key in schema.get("required").and_then(Value::as_array).into_iter().flatten() {
+            assert!(value.get(key.as_str().unwrap()).is_some(), "{at} lacks {key}");
+        }
+        for (key, part) in value.as_object().into_iter().flatten() {
+            let inner = schema.get("properties").and_then(|properties| properties.get(key));
+            conforms(part, inner.unwrap_or_else(|| panic!("{at}: the schema lacks {key}")), &format!("{at}.{key}"));
+        }
+        for item in value.as_array().into_iter().flatten() {
+            conforms(item, &schema["items"], &format!("{at}[]"));
+        }
+    }
+
+    #[test]
+    fn files_conform_to_the_schema() {
+        let schema: Value = serde_json::from_str(PLAN_SCHEMA).unwrap();
+        conforms(&serde_json::from_str(&plan().to_json()).unwrap(), &schema, "plan");
+    }
+}
