@@ -1,0 +1,197 @@
+//! The command line: verbs, flags and their help.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use shardc::learning_rate::Decay;
+use std::path::PathBuf;
+
+/// Compiles a training step for many devices, and runs it.
+#[derive(Debug, Parser)]
+#[command(
+    name = "shardc",
+    version,
+    propagate_version = true,
+    subcommand_required = true,
+    arg_required_else_help = true
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+    /// Print one JSON document to stdout instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Log more to stderr: -v passes and times, -vv everything.
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// The verbs.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// List the built-in models, their parameters and where their sizes come from.
+    Models,
+    /// Choose how to spread a model's training step, and predict what it takes.
+    Plan(PlanArgs),
+    /// Show a plan file, or one value of it.
+    Explain(ExplainArgs),
+    /// Check a plan: statically, then on CPU ranks against one device, on a shrunken model.
+    Verify(VerifyArgs),
+    /// Train a model by the plan that is best, or by a plan file.
+    Train(Box<TrainArgs>),
+    /// Memory by precision and ZeRO stage, without a device.
+    Estimate(EstimateArgs),
+    /// Check what this machine has for running plans.
+    Check(CheckArgs),
+}
+
+/// What is planned: the model, the devices, the batch.
+#[derive(Debug, Args)]
+pub struct RequestArgs {
+    /// `cpu:N`, `cuda:N`, `h100:8x16` (per node x nodes) or a TOML file.
+    #[arg(long, value_name = "CLUSTER")]
+    pub cluster: Option<String>,
+    /// Sequences per step over all ranks.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub batch: Option<u64>,
+    /// Tokens per sequence.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub seq: Option<u64>,
+    /// Precision of the computation; weights and optimizer state are always kept in fp32.
+    #[arg(long, value_enum)]
+    pub precision: Option<PrecisionArg>,
+    /// Bound on the memory of each rank: `24GiB`, `800MB`.
+    #[arg(long, value_name = "SIZE")]
+    pub device_memory: Option<String>,
+    /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=full`.
+    #[arg(long, value_name = "CHOICES")]
+    pub pin: Option<String>,
+    /// Write the graph after every pass as DIR/NN.name.ir.
+    #[arg(long, value_name = "DIR")]
+    pub dump_to: Option<PathBuf>,
+}
+
+/// The precisions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PrecisionArg {
+    /// IEEE binary32 throughout.
+    Fp32,
+    /// bfloat16, with fp32 master weights.
+    Bf16,
+}
+
+/// `shardc plan`.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// A built-in name (see `shardc models`) or a Hugging Face directory.
+    pub model: String,
+    #[command(flatten)]
+    pub request: RequestArgs,
+    /// Write the plan file.
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+/// `shardc explain`.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// The plan file.
+    pub plan: PathBuf,
+    /// A value (`%12`), a parameter's name or a part of a module path.
+    pub value: Option<String>,
+}
+
+/// `shardc verify`.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// The plan file.
+    pub plan: PathBuf,
+    /// Only the static checks.
+    #[arg(long)]
+    pub static_only: bool,
+}
+
+/// `shardc train`.
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// A built-in name, a Hugging Face directory or a plan file.
+    pub model: String,
+    #[command(flatten)]
+    pub request: RequestArgs,
+    /// A text file, a token file (.bin, or .bin/.idx of Megatron-LM) or exact batches (.safetensors).
+    #[arg(long, value_name = "PATH")]
+    pub data: PathBuf,
+    /// A tokenizer.json for a text file; without one, tokens are bytes.
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<PathBuf>,
+    /// Steps to train.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub steps: u64,
+    /// Seed of the initial weights and of the order of the samples.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    #[command(flatten)]
+    pub optimizer: OptimizerArgs,
+    /// Write one line of JSON per step.
+    #[arg(long, value_name = "FILE")]
+    pub metrics: Option<PathBuf>,
+    /// Write the trained model as a Hugging Face directory.
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+}
+
+/// The optimizer and the learning rate.
+#[derive(Debug, Args)]
+pub struct OptimizerArgs {
+    /// The update rule.
+    #[arg(long, value_enum, default_value_t = OptimizerArg::Adamw)]
+    pub optimizer: OptimizerArg,
+    /// The highest learning rate.
+    #[arg(long, default_value_t = 1e-3)]
+    pub lr: f64,
+    /// The learning rate at the end of a cosine or linear schedule.
+    #[arg(long, default_value_t = 0.0)]
+    pub min_lr: f64,
+    /// Steps of linear warm-up.
+    #[arg(long, default_value_t = 0)]
+    pub warmup: u64,
+    /// How the rate falls after the warm-up.
+    #[arg(long, value_enum, default_value_t = Decay::Constant)]
+    pub schedule: Decay,
+    /// Decay rates of the moments.
+    #[arg(long, value_delimiter = ',', num_args = 1..=2, default_values_t = [0.9, 0.95], value_name = "B1,B2")]
+    pub betas: Vec<f64>,
+    /// Added to the root of the second moment.
+    #[arg(long, default_value_t = 1e-8)]
+    pub eps: f64,
+    /// Decoupled weight decay, of every parameter.
+    #[arg(long, default_value_t = 0.1)]
+    pub weight_decay: f64,
+    /// Largest global norm of the gradients; 0 does not clip.
+    #[arg(long, default_value_t = 1.0)]
+    pub clip_grad_norm: f64,
+}
+
+/// The update rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OptimizerArg {
+    /// Adam with decoupled weight decay.
+    Adamw,
+}
+
+/// `shardc estimate`.
+#[derive(Debug, Args)]
+pub struct EstimateArgs {
+    /// A built-in name or a Hugging Face directory.
+    pub model: String,
+    /// Data-parallel ranks over which ZeRO shards.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    pub ranks: u64,
+}
+
+/// `shardc check`.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// What must be there: `cpu:N` or `cuda:N`.
+    #[arg(long, value_name = "CLUSTER", default_value = "cpu:1")]
+    pub cluster: String,
+}

@@ -1,0 +1,2 @@
+//! The `shardc` command: flags in, reports out.
+pub mod args;

@@ -1,0 +1,145 @@
+//! Exact batches: a safetensors file with a tensor `NAME.STEP` for every input and step.
+
+use crate::error::DataError;
+use safetensors::{Dtype, SafeTensors};
+use shardc_ir::{DType, HostTensor, TensorType};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The batches of every step, in memory.
+pub struct ExactBatches {
+    path: PathBuf,
+    steps: Vec<BTreeMap<String, HostTensor>>,
+}
+
+impl ExactBatches {
+    /// Reads a file. Steps count from 0 without a gap, and all have the same tensors.
+    pub fn open(path: &Path) -> Result<Self, DataError> {
+        let wrong = |what: String| DataError::Malformed { path: path.to_path_buf(), what };
+        let bytes = std::fs::read(path).map_err(|source| DataError::Io { path: path.to_path_buf(), source })?;
+        if bytes.is_empty() {
+            return Err(DataError::Empty { path: path.to_path_buf() });
+        }
+        let file =
+            SafeTensors::deserialize(&bytes).map_err(|error| wrong(format!("not a safetensors file: {error}")))?;
+        let mut steps: BTreeMap<u64, BTreeMap<String, HostTensor>> = BTreeMap::new();
+        for (full, view) in file.iter() {
+            let (name, step) = full
+                .rsplit_once('.')
+                .and_then(|(name, step)| Some((name, step.parse::<u64>().ok()?)))
+                .ok_or_else(|| wrong(format!("tensor `{full}` is not named NAME.STEP")))?;
+            let dtype = element_type(view.dtype())
+                .ok_or_else(|| wrong(format!("tensor `{full}` has type {:?}, which no input has", view.dtype())))?;
+            let shape: Vec<u64> = view.shape().iter().map(|size| *size as u64).collect();
+            let tensor = HostTensor { ty: TensorType::new(dtype, shape), bytes: view.data().to_vec() };
+            steps.entry(step).or_default().insert(name.to_string(), tensor);
+        }
+        for (expected, step) in steps.keys().enumerate() {
+            if expected as u64 != *step {
+                return Err(wrong(format!("it has step {step} but not step {expected}")));
+            }
+        }
+        let steps: Vec<_> = steps.into_values().collect();
+        let Some(first) = steps.first() else { return Err(DataError::Empty { path: path.to_path_buf() }) };
+        for (step, tensors) in steps.iter().enumerate() {
+            for (name, tensor) in first {
+                match tensors.get(name) {
+                    None => return Err(wrong(format!("step {step} has no tensor `{name}`"))),
+                    Some(other) if other.ty != tensor.ty => {
+                        return Err(wrong(format!("`{name}.{step}` is {}, `{name}.0` is {}", other.ty, tensor.ty)));
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        Ok(Self { path: path.to_path_buf(), steps })
+    }
+
+    /// The number of steps.
+    pub fn steps(&self) -> u64 {
+        self.steps.len() as u64
+    }
+
+    /// The batch and the sequence length: the shape of `input_ids`, else of the first tensor with
+    /// two dimensions.
+    pub fn shape(&self) -> Option<(u64, u64)> {
+        let first = self.steps.first()?;
+        let ids = first.get("input_ids").or_else(|| first.values().find(|tensor| tensor.ty.rank() == 2))?;
+        match ids.ty.shape[..] {
+            [batch, seq] => Some((batch, seq)),
+            _ => None,
+        }
+    }
+
+    /// Checks that every input is there, with its type, and that tokens are of the vocabulary.
+    pub fn check(&self, inputs: &[(String, TensorType)], vocab: Option<u64>) -> Result<(), DataError> {
+        for (step, tensors) in self.steps.iter().enumerate() {
+            select(&self.path, tensors, step as u64, inputs)?;
+            if let (Some(vocab), Some(ids)) = (vocab, tensors.get("input_ids")) {
+                check_tokens(&self.path, ids, vocab)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The tensors of a step.
+    pub fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<BTreeMap<String, HostTensor>, DataError> {
+        match self.steps.get(step as usize) {
+            Some(tensors) => select(&self.path, tensors, step, inputs),
+            None => Err(DataError::TooFewSteps { path: self.path.clone(), steps: self.steps(), step }),
+        }
+    }
+}
+
+fn select(
+    path: &Path,
+    tensors: &BTreeMap<String, HostTensor>,
+    step: u64,
+    inputs: &[(String, TensorType)],
+) -> Result<BTreeMap<String, HostTensor>, DataError> {
+    let mut batch = BTreeMap::new();
+    for (name, expected) in inputs {
+        let path = path.to_path_buf();
+        let Some(tensor) = tensors.get(name) else {
+            let known = tensors.keys().cloned().collect::<Vec<_>>().join(", ");
+            return Err(DataError::MissingInput { path, input: name.clone(), known });
+        };
+        if tensor.ty != *expected {
+            let (input, ty, expected) = (format!("{name}.{step}"), tensor.ty.clone(), expected.clone());
+            return Err(DataError::WrongType { path, input, ty, expected });
+        }
+        batch.insert(name.clone(), tensor.clone());
+    }
+    Ok(batch)
+}
+
+fn check_tokens(path: &Path, ids: &HostTensor, vocab: u64) -> Result<(), DataError> {
+    if ids.ty.dtype != DType::I64 {
+        return Ok(());
+    }
+    let (tokens, _) = ids.bytes.as_chunks::<8>();
+    let token = |bytes: &[u8; 8]| i64::from_le_bytes(*bytes);
+    match tokens
+        .iter()
+        .map(token)
+        .enumerate()
+        .find(|(_, token)| u64::try_from(*token).is_ok_and(|token| token >= vocab) || *token < 0)
+    {
+        None => Ok(()),
+        Some((position, token)) => {
+            Err(DataError::BeyondVocabulary { path: path.to_path_buf(), token, position: position as u64, vocab })
+        }
+    }
+}
+
+fn element_type(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::BF16 => DType::Bf16,
+        Dtype::F16 => DType::F16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::BOOL => DType::Bool,
+        _ => return None,
+    })
+}

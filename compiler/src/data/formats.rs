@@ -1,0 +1,200 @@
+//! Which kind of token file a path is, and how its tokens lie in it.
+//!
+//! | file | told by | tokens |
+//! |---|---|---|
+//! | Megatron-LM `.bin` + `.idx` | a sibling `.idx` that starts with `MMIDIDX` | as the index says |
+//! | llm.c `.bin` | the magic number of its 1024-byte header | `u16` or `u32` |
+//! | nanoGPT `.bin` | the ending, and none of the above | `u16` |
+//! | text | anything else | bytes, or by a `tokenizer.json` |
+//!
+//! Sources: `megatron/core/datasets/indexed_dataset.py`, llm.c `dev/data/data_common.py`, nanoGPT
+//! `data/*/prepare.py`.
+
+use super::tokens::{Piece, Tokens, Width};
+use crate::error::DataError;
+use shardc_runtime::mapped::MappedFile;
+use std::path::Path;
+
+const MEGATRON_MAGIC: &[u8] = b"MMIDIDX\0\0";
+const LLMC_HEADER_BYTES: u64 = 256 * 4;
+
+/// Opens a token file of any kind; see the [module](self).
+pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Tokens, DataError> {
+    let (bin, idx) = (path.with_extension("bin"), path.with_extension("idx"));
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    if extension == "idx" || (extension == "bin" && idx.exists()) {
+        return open_megatron(&bin, &idx);
+    }
+    if extension == "bin" {
+        return open_bin(path);
+    }
+    match tokenizer {
+        None => Ok(Tokens::mapped(map(path)?, Width::U8, 0)),
+        Some(tokenizer) => tokenize(path, tokenizer),
+    }
+}
+
+fn map(path: &Path) -> Result<MappedFile, DataError> {
+    MappedFile::open(path).map_err(|source| DataError::Io { path: path.to_path_buf(), source })
+}
+
+fn malformed(path: &Path, what: impl Into<String>) -> DataError {
+    DataError::Malformed { path: path.to_path_buf(), what: what.into() }
+}
+
+/// A token file of llm.c, else of nanoGPT, which has no header.
+fn open_bin(path: &Path) -> Result<Tokens, DataError> {
+    let file = map(path)?;
+    let word = |index: usize| file.get(index * 4..index * 4 + 4).map(le_u32);
+    let width = match (word(0), word(1)) {
+        (Some(20240520), Some(1)) => Width::U16,
+        (Some(20240801), Some(7)) => Width::U32,
+        (Some(magic @ (20240520 | 20240801)), Some(version)) => {
+            return Err(malformed(path, format!("llm.c header {magic} has version {version}, which is not known")));
+        }
+        _ if file.len() % 2 != 0 => {
+            return Err(malformed(path, "a nanoGPT token file holds 16-bit tokens, but its size is odd"));
+        }
+        _ => return Ok(Tokens::mapped(file, Width::U16, 0)),
+    };
+    let declared = u64::from(word(2).unwrap_or(0));
+    let tokens = Tokens::mapped(file, width, LLMC_HEADER_BYTES);
+    if tokens.len() != declared {
+        return Err(malformed(path, format!("its header declares {declared} tokens, but it holds {}", tokens.len())));
+    }
+    Ok(tokens)
+}
+
+/// An indexed dataset of Megatron-LM. Its sequences follow one another in the stream.
+fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
+    let (index, file) = (map(idx)?, map(bin)?);
+    let cut = || malformed(idx, "the index is cut short");
+    let field = |at: usize, len: usize| index.get(at..at + len).ok_or_else(cut);
+    if !index.starts_with(MEGATRON_MAGIC) {
+        return Err(malformed(idx, "it does not start with MMIDIDX, as a Megatron-LM index does"));
+    }
+    let version = le_u64(field(9, 8)?);
+    if version != 1 {
+        return Err(malformed(idx, format!("index version {version} is not known; version 1 is")));
+    }
+    let width = match field(17, 1)?[0] {
+        1 => Width::U8,
+        4 => Width::I32,
+        5 => Width::I64,
+        8 => Width::U16,
+        code => return Err(malformed(idx, format!("dtype code {code} is not one of 1, 4, 5, 8"))),
+    };
+    let sequences = le_u64(field(18, 8)?) as usize;
+    let lengths_at = 18 + 16;
+    let lengths = field(lengths_at, sequences.checked_mul(4).ok_or_else(cut)?)?;
+    let offsets = field(lengths_at + sequences * 4, sequences.checked_mul(8).ok_or_else(cut)?)?;
+    let (mut pieces, mut position): (Vec<Piece>, u64) = (Vec::new(), 0);
+    for (length, offset) in lengths.chunks_exact(4).zip(offsets.chunks_exact(8)) {
+        let (len, offset) = (u64::from(le_u32(length)), le_u64(offset));
+        let end = len.checked_mul(width.bytes()).and_then(|bytes| offset.checked_add(bytes));
+        if end.is_none_or(|end| end > file.len() as u64) {
+            let (bytes, at) = (file.len(), offset);
+            return Err(malformed(
+                bin,
+                format!("the index has {len} tokens at byte {at}, but the file ends at {bytes}"),
+            ));
+        }
+        match pieces.last_mut() {
+            Some(last) if last.offset + last.len * width.bytes() == offset => last.len += len,
+            _ => pieces.push(Piece { position, offset, len }),
+        }
+        position += len;
+    }
+    Ok(Tokens::Mapped { file, width, pieces, len: position })
+}
+
+fn tokenize(path: &Path, tokenizer: &Path) -> Result<Tokens, DataError> {
+    let io = |source| DataError::Io { path: path.to_path_buf(), source };
+    let wrong = |error: tokenizers::Error| malformed(tokenizer, format!("not a usable tokenizer.json: {error}"));
+    let bytes = std::fs::read(path).map_err(io)?;
+    let text = String::from_utf8(bytes)
+        .map_err(|error| malformed(path, format!("byte {} is not UTF-8", error.utf8_error().valid_up_to())))?;
+    let tokenizer = tokenizers::Tokenizer::from_file(tokenizer).map_err(wrong)?;
+    Ok(Tokens::Owned(tokenizer.encode_fast(text, false).map_err(wrong)?.get_ids().to_vec()))
+}
+
+/// The first four bytes as a number.
+fn le_u32(bytes: &[u8]) -> u32 {
+    bytes.iter().take(4).rev().fold(0, |number, byte| number << 8 | u32::from(*byte))
+}
+
+/// The first eight bytes as a number.
+fn le_u64(bytes: &[u8]) -> u64 {
+    bytes.iter().take(8).rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    fn check(name: &str, bytes: &[u8], index: Option<&[u8]>, expect: Result<&[u32], &str>) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        if let Some(index) = index {
+            fs::write(path.with_extension("idx"), index).unwrap();
+        }
+        match (open(&path, None), expect) {
+            (Ok(tokens), Ok(expect)) => {
+                let mut read = Vec::new();
+                tokens.read(0, tokens.len(), &mut read);
+                assert_eq!(read, expect);
+                if let Some(last) = expect.len().checked_sub(1) {
+                    let mut read = Vec::new();
+                    tokens.read(last as u64, 1, &mut read);
+                    assert_eq!(read, expect[last..]);
+                }
+            }
+            (Err(error), Err(expect)) => assert!(error.to_string().contains(expect), "{error}"),
+            (Ok(tokens), Err(expect)) => panic!("{} tokens, but expected: {expect}", tokens.len()),
+            (Err(error), Ok(_)) => panic!("{error}"),
+        }
+    }
+
+    fn llmc(magic: i32, version: i32, count: i32, tokens: &[u8]) -> Vec<u8> {
+        let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|word| word.to_le_bytes()).collect();
+        bytes.resize(1024, 0);
+        bytes.extend_from_slice(tokens);
+        bytes
+    }
+
+    fn megatron(dtype: u8, sequences: &[(i32, i64)]) -> Vec<u8> {
+        let mut bytes = MEGATRON_MAGIC.to_vec();
+        bytes.extend_from_slice(&1u64.to_le_bytes());
+        bytes.push(dtype);
+        bytes.extend_from_slice(&(sequences.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(&1u64.to_le_bytes());
+        bytes.extend(sequences.iter().flat_map(|(length, _)| length.to_le_bytes()));
+        bytes.extend(sequences.iter().flat_map(|(_, offset)| offset.to_le_bytes()));
+        bytes.extend([0i64, sequences.len() as i64].iter().flat_map(|document| document.to_le_bytes()));
+        bytes
+    }
+
+    #[test]
+    fn files_are_told_apart() {
+        check("a.txt", b"Az", None, Ok(&[65, 122]));
+        check("a.bin", &[1, 0, 2, 1], None, Ok(&[1, 258]));
+        check("a.bin", &[1, 0, 2], None, Err("size is odd"));
+        check("a.bin", &llmc(20240520, 1, 2, &[7, 0, 1, 1]), None, Ok(&[7, 257]));
+        check("a.bin", &llmc(20240801, 7, 1, &[7, 0, 1, 0]), None, Ok(&[65543]));
+        check("a.bin", &llmc(20240801, 7, 2, &[7, 0, 1, 0]), None, Err("declares 2 tokens, but it holds 1"));
+        check("a.bin", &llmc(20240801, 9, 1, &[7, 0, 1, 0]), None, Err("version 9"));
+    }
+
+    #[test]
+    fn megatron_sequences_may_lie_anywhere() {
+        let bytes = [1, 0, 2, 0, 3, 0, 4, 0];
+        check("a.bin", &bytes, Some(&megatron(8, &[(1, 0), (3, 2)])), Ok(&[1, 2, 3, 4]));
+        check("a.bin", &bytes, Some(&megatron(8, &[(2, 4), (2, 0)])), Ok(&[3, 4, 1, 2]));
+        check("a.bin", &bytes, Some(&megatron(8, &[(3, 4)])), Err("the file ends at 8"));
+        check("a.bin", &bytes, Some(&megatron(6, &[(2, 4)])), Err("dtype code 6"));
+        check("a.bin", &bytes, Some(&megatron(8, &[(2, 4)])[..40]), Err("cut short"));
+        check("a.bin", &bytes, Some(b"something else"), Err("MMIDIDX"));
+    }
+}

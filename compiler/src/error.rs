@@ -1,0 +1,185 @@
+//! What can go wrong, and whose turn it is then.
+//!
+//! Every error names the value, the place and, in [`Error::fix`], what to do about it. The exit
+//! code of the command line follows from the kind: 1 a run or a check failed, 2 wrong usage (a
+//! wrong model, file, flag or request), 3 no plan fits. A bug of the compiler is a kind of its own.
+
+use shardc_ir::TensorType;
+use shardc_ir::text::PlanFileError;
+use std::path::PathBuf;
+
+/// What can be wrong with the data of a run.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// The file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// There is no token in it.
+    #[error("{}: the file is empty", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It is not what it should be.
+    #[error("{}: {what}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+    /// It does not hold one sequence.
+    #[error("{}: {tokens} tokens are too few for one sequence of {seq}", path.display())]
+    TooShort {
+        /// The file.
+        path: PathBuf,
+        /// The number of its tokens.
+        tokens: u64,
+        /// The tokens of a sequence.
+        seq: u64,
+    },
+    /// A token that the model does not know.
+    #[error("{}: token {token} at position {position} is beyond the vocabulary of {vocab}", path.display())]
+    BeyondVocabulary {
+        /// The file.
+        path: PathBuf,
+        /// The token.
+        token: i64,
+        /// Its index in the file.
+        position: u64,
+        /// The size of the vocabulary.
+        vocab: u64,
+    },
+    /// The model has an input that tokens cannot feed.
+    #[error("{}: tokens cannot feed input `{input}` of type {ty}; they make {expected}", path.display())]
+    NotTokens {
+        /// The file.
+        path: PathBuf,
+        /// The input.
+        input: String,
+        /// Its type.
+        ty: TensorType,
+        /// What tokens make.
+        expected: TensorType,
+    },
+    /// The batches lack an input.
+    #[error("{}: no tensors for input `{input}`; it has {known}", path.display())]
+    MissingInput {
+        /// The file.
+        path: PathBuf,
+        /// The input.
+        input: String,
+        /// The names it has.
+        known: String,
+    },
+    /// A tensor of a batch has another type than the input.
+    #[error("{}: `{input}` is {ty}, but the model takes {expected}", path.display())]
+    WrongType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        input: String,
+        /// Its type.
+        ty: TensorType,
+        /// What the model takes.
+        expected: TensorType,
+    },
+    /// A step that the file does not hold.
+    #[error("{}: it holds {steps} steps, from 0; step {step} is not one of them", path.display())]
+    TooFewSteps {
+        /// The file.
+        path: PathBuf,
+        /// The number of steps it holds.
+        steps: u64,
+        /// The step asked for.
+        step: u64,
+    },
+}
+
+impl DataError {
+    /// What to do about it.
+    pub fn fix(&self) -> String {
+        match self {
+            Self::Io { .. } => "check the path and its permissions".into(),
+            Self::Empty { .. } => "give --data a file that holds text or tokens".into(),
+            Self::Malformed { .. } => {
+                "--data takes a text file, a token file (.bin of nanoGPT or llm.c, .bin/.idx of Megatron-LM) or batches \
+                 (.safetensors with tensors NAME.STEP)"
+                    .into()
+            }
+            Self::TooShort { tokens, .. } => format!("give more data, or --seq {tokens} or less"),
+            Self::BeyondVocabulary { .. } => {
+                "tokenize the data with the model's own tokenizer (--tokenizer tokenizer.json for a text file)".into()
+            }
+            Self::NotTokens { .. } => "give exact batches: a safetensors file with tensors NAME.STEP".into(),
+            Self::MissingInput { input, .. } => format!("add tensors `{input}.0`, `{input}.1`, ... to the file"),
+            Self::WrongType { .. } => "make the tensor of the type and shape that the model takes".into(),
+            Self::TooFewSteps { steps, .. } => format!("ask for --steps {steps} or less"),
+        }
+    }
+}
+
+/// Everything that can end a command.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The request makes no sense.
+    #[error("{message}")]
+    Request {
+        /// The value, the place and what is wrong.
+        message: String,
+        /// What to do about it.
+        fix: String,
+    },
+    /// A file cannot be read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The data is wrong.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The plan file is wrong.
+    #[error("{}: {source}", path.display())]
+    PlanFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: PlanFileError,
+    },
+    /// A bug of the compiler.
+    #[error("internal error, please report it with the output of --dump-to: {0}")]
+    Bug(String),
+}
+
+impl Error {
+    /// A request that makes no sense.
+    pub fn request(message: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self::Request { message: message.into(), fix: fix.into() }
+    }
+
+    /// The exit code of the command line.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } => 2,
+            Self::Bug(_) => 1,
+        }
+    }
+
+    /// What to do about it, if there is more to say than the error does.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Request { fix, .. } => (!fix.is_empty()).then(|| fix.clone()),
+            Self::Data(error) => Some(error.fix()),
+            Self::Io { .. } => Some("check the path, its permissions and the space on the disk".into()),
+            Self::PlanFile { .. } | Self::Bug(_) => None,
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The record of a run: one line of JSON per step.
+
+use crate::error::Error;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// What one step did.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// The step, from 0.
+    pub step: u64,
+    /// The loss before the update.
+    pub loss: f64,
+    /// The global norm of the gradients, before clipping.
+    pub grad_norm: f64,
+    /// The learning rate.
+    pub learning_rate: f64,
+    /// The measured time in seconds.
+    pub step_s: f64,
+    /// Tokens of the global batch over the measured time.
+    pub tokens_per_s: f64,
+    /// Bytes taken on the fullest device.
+    pub peak_device_bytes: u64,
+    /// The time the plan predicts, in seconds.
+    pub predicted_step_s: f64,
+}
+
+/// A file of steps.
+pub struct MetricsFile {
+    path: PathBuf,
+    file: BufWriter<File>,
+}
+
+impl MetricsFile {
+    /// Makes the file anew.
+    pub fn create(path: &Path) -> Result<Self, Error> {
+        let path = path.to_path_buf();
+        match File::create(&path) {
+            Ok(file) => Ok(Self { path, file: BufWriter::new(file) }),
+            Err(source) => Err(Error::Io { path, source }),
+        }
+    }
+
+    /// Appends a step; it is on disk when this returns, so that a run can be followed.
+    pub fn write(&mut self, step: &StepMetrics) -> Result<(), Error> {
+        let line = serde_json::to_string(step).map_err(|error| Error::Bug(error.to_string()))?;
+        let written = writeln!(self.file, "{line}").and_then(|()| self.file.flush());
+        written.map_err(|source| Error::Io { path: self.path.clone(), source })
+    }
+}
