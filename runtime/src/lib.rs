@@ -1,3 +1,96 @@
 //! Runs what the compiler made.
+//!
+//! * [`cpu`]: every rank is a thread of this process, kernels on Burn's Flex backend, collectives
+//!   in shared memory. Any plan for N devices runs on any machine. [`interpret`] runs a whole
+//!   graph on one device without a plan: what every plan must agree with.
+//!
+//! Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
+//! graphs and programs.
 
+pub mod cpu;
 pub mod mapped;
+pub mod random;
+
+pub use cpu::interpret::{evaluate_part, interpret};
+
+use shardc_ir::ops::OpError;
+use shardc_ir::{Bytes, HostTensor, TensorType};
+use std::collections::BTreeMap;
+
+/// All ranks of one run that this process drives.
+pub trait Runtime {
+    /// Writes a rank's part of a slot (a parameter or an optimizer state).
+    fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError>;
+
+    /// Reads a rank's part of a slot.
+    fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError>;
+
+    /// Runs one step on all ranks. `feeds` holds every input whole, by name; the readings (`loss`,
+    /// `grad_norm`) come back as they are, finite or not.
+    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError>;
+
+    /// The bytes of the arenas actually taken: the largest rank's.
+    fn peak_bytes(&self) -> Bytes;
+
+    /// Names the first tensor of the last step that is not finite, if the backend can find it out:
+    /// the rank, the instruction and the buffer. Slots are left as they are.
+    fn first_non_finite(&mut self) -> Result<Option<String>, RuntimeError> {
+        Ok(None)
+    }
+}
+
+/// Why something cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    /// The caller did not give a tensor.
+    #[error("`{name}` is needed and was not given")]
+    Missing {
+        /// The name of the input, parameter or state.
+        name: String,
+    },
+    /// The caller gave a tensor of another type.
+    #[error("`{name}` is {actual}; it must be {expected}")]
+    WrongType {
+        /// The name of the input, slot or parameter.
+        name: String,
+        /// What was given.
+        actual: TensorType,
+        /// What is needed.
+        expected: TensorType,
+    },
+    /// No slot, output or rank of that name.
+    #[error("there is no {what} `{name}`")]
+    Unknown {
+        /// `slot`, `output`, `rank`.
+        what: &'static str,
+        /// The name.
+        name: String,
+    },
+    /// An operation that has no kernel for these types, or whose operands' values it refuses.
+    #[error("{op}: {message}")]
+    Kernel {
+        /// The operation's name in the text form.
+        op: String,
+        /// What is wrong.
+        message: String,
+    },
+    /// An operation was built wrongly: a compiler bug.
+    #[error(transparent)]
+    Op(#[from] OpError),
+    /// Programs that no compiler pass should make: a compiler bug.
+    #[error("malformed program: {0}")]
+    Program(String),
+    /// A rank failed; all ranks ended.
+    #[error("rank {rank}, {at}: {message}")]
+    Rank {
+        /// The first rank that failed.
+        rank: u64,
+        /// The section, the instruction and its buffers.
+        at: String,
+        /// What went wrong there.
+        message: String,
+    },
+    /// A device, a driver or a library of a device refuses.
+    #[error("{0}")]
+    Device(String),
+}
