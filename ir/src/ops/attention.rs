@@ -5,7 +5,7 @@
 //! 2023). The row statistic `lse` (log of the sum of exponentials of the scaled scores) is what the
 //! backward pass needs to make the probabilities again (Dao et al., "FlashAttention", 2022).
 
-use super::{OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
 use crate::factor::{Dims, FactorRule};
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -86,6 +86,16 @@ impl OpDef for Attention {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(score_flops([&operands[0], &operands[1], &operands[2]], self.causal))
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if gradient.cotangents[1].is_some() {
+            return Err(gradient.not_differentiable());
+        }
+        let dy = gradient.cotangent(0)?;
+        let read = [&[dy], gradient.operands.as_slice(), gradient.results.as_slice()].concat();
+        let parts = gradient.add_many(AttentionGrad { causal: self.causal, scale: self.scale }, &read, &[])?;
+        gradient.set_parts(&parts)?;
+        Ok(())
     }
 }
 

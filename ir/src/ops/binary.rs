@@ -1,6 +1,7 @@
 //! Elementwise functions of two operands of one type, and comparisons.
 
-use super::{OpDef, arity, elementwise_rule, same_type};
+use super::{Affine, Gradient, GradientError, OpDef, Select, Unary, UnaryKind, arity, elementwise_rule, same_type};
+use crate::entity::ValueId;
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -113,6 +114,76 @@ impl OpDef for Binary {
         };
         elementwise_rule(operands, results, linear)
     }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if !gradient.needed.contains(&true) {
+            return Ok(());
+        }
+        let dy = gradient.cotangent(0)?;
+        for index in [0, 1] {
+            if gradient.needed[index]
+                && let Some(part) = self.derivative(gradient, dy, index)?
+            {
+                let part = gradient.sum_to_scalar(part, index)?;
+                gradient.set(index, part);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Binary {
+    /// The cotangent of operand `index`, in the shape of the result. At a tie, `max` and `min` give
+    /// it to the first operand.
+    fn derivative(
+        &self,
+        gradient: &mut Gradient<'_>,
+        dy: ValueId,
+        index: usize,
+    ) -> Result<Option<ValueId>, GradientError> {
+        use BinaryKind::{Add, And, Div, Max, Min, Mul, Or, Pow, Rem, Sub};
+        let (a, b, y) = (gradient.operands[0], gradient.operands[1], gradient.results[0]);
+        let made = match (self.kind, index) {
+            (Add, _) | (Sub | Rem, 0) => dy,
+            (Sub, _) => gradient.scale(dy, -1.0)?,
+            (Mul, 0) => gradient.binary(Mul, dy, b)?,
+            (Mul, _) => gradient.binary(Mul, dy, a)?,
+            (Div, 0) => gradient.binary(Div, dy, b)?,
+            (Div, _) => {
+                let product = gradient.binary(Mul, dy, y)?;
+                let quotient = gradient.binary(Div, product, b)?;
+                gradient.scale(quotient, -1.0)?
+            }
+            (Rem, _) => {
+                let quotient = gradient.binary(Div, a, b)?;
+                let whole = gradient.add(Unary { kind: UnaryKind::Floor }, &[quotient], &[])?;
+                let product = gradient.binary(Mul, dy, whole)?;
+                gradient.scale(product, -1.0)?
+            }
+            (Pow, 0) => {
+                let exponent = gradient.add(Affine { scale: 1.0, offset: -1.0 }, &[b], &[])?;
+                let power = gradient.binary(Pow, a, exponent)?;
+                let slope = gradient.binary(Mul, power, b)?;
+                gradient.binary(Mul, dy, slope)?
+            }
+            (Pow, _) => {
+                // 0^b does not move with b; the logarithm alone would make it 0 times infinity.
+                let (log, zero) =
+                    (gradient.add(Unary { kind: UnaryKind::Log }, &[a], &[])?, gradient.constant_like(a, 0.0)?);
+                let at_zero = gradient.add(Compare { kind: CompareKind::Eq }, &[a, zero], &[])?;
+                let log = gradient.add(Select {}, &[at_zero, zero, log], &[])?;
+                let slope = gradient.binary(Mul, y, log)?;
+                gradient.binary(Mul, dy, slope)?
+            }
+            (Max | Min, _) => {
+                let kind = if self.kind == Max { CompareKind::Ge } else { CompareKind::Le };
+                let (first, zero) = (gradient.add(Compare { kind }, &[a, b], &[])?, gradient.constant_like(dy, 0.0)?);
+                let sides = if index == 0 { [first, dy, zero] } else { [first, zero, dy] };
+                gradient.add(Select {}, &sides, &[])?
+            }
+            (And | Or, _) => return Ok(None),
+        };
+        Ok(Some(made))
+    }
 }
 
 impl OpDef for Compare {
@@ -121,5 +192,9 @@ impl OpDef for Compare {
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         elementwise_rule(operands, results, Vec::new())
+    }
+    fn gradient(&self, _gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        // A step: the derivative is zero wherever it exists.
+        Ok(())
     }
 }

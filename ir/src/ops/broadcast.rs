@@ -1,6 +1,6 @@
 //! More dimensions, or copies along them.
 
-use super::{OpDef, arity, declared_one, dim_factors};
+use super::{Gradient, GradientError, OpDef, arity, declared_one, dim_factors};
 use crate::factor::{Dims, FactorRule};
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -43,5 +43,18 @@ impl OpDef for Broadcast {
         rule.operands = vec![from];
         rule.results = vec![factors.iter().map(|factor| vec![*factor]).collect()];
         rule
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let (from, to) = (gradient.operand_type(0), gradient.graph.ty(dy).clone());
+        let kept = |dim: usize| {
+            self.dims.iter().zip(&from.shape).any(|(to_dim, size)| *to_dim == dim && *size == to.shape[dim])
+        };
+        let dims: Vec<usize> = (0..to.rank()).filter(|dim| !kept(*dim)).collect();
+        let dtype = gradient.wanted_dtype(0);
+        let sum = gradient.sum(dy, dims, dtype)?;
+        let dx = gradient.reshape(sum, &from.shape)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

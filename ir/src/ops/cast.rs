@@ -1,6 +1,6 @@
 //! Another element type.
 
-use super::{OpDef, arity, declared_one, elementwise_rule, expect_shape};
+use super::{Gradient, GradientError, OpDef, arity, declared_one, elementwise_rule, expect_shape};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -22,5 +22,11 @@ impl OpDef for Cast {
         let (from, to) = (operands[0].dtype, results[0].dtype);
         let widens = from.is_float() && to.is_float() && from.size() <= to.size();
         elementwise_rule(operands, results, if widens { vec![vec![0]] } else { Vec::new() })
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, dtype) = (gradient.cotangent(0)?, gradient.wanted_dtype(0));
+        let dx = gradient.cast(dy, dtype)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! Operands one after the other.
 
-use super::{OpDef, dim_name, single};
+use super::{Gradient, GradientError, OpDef, Slice, dim_name, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -49,5 +49,20 @@ impl OpDef for Concat {
         }
         rule.results = vec![single(&shared)];
         rule
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let mut first = 0;
+        for index in 0..gradient.operands.len() {
+            let part = gradient.operand_type(index);
+            let (mut start, mut limit) = (vec![0; part.rank()], part.shape.clone());
+            (start[self.dim], limit[self.dim]) = (first, first + part.shape[self.dim]);
+            first = limit[self.dim];
+            if gradient.needed[index] {
+                let slice = gradient.add(Slice { start, limit }, &[dy], &[])?;
+                gradient.set(index, slice);
+            }
+        }
+        Ok(())
     }
 }

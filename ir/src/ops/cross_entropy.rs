@@ -5,7 +5,9 @@
 //! log-sum-exp and the second a partial sum (the parallel cross-entropy of Shoeybi et al.,
 //! "Megatron-LM", 2019, section 3).
 
-use super::{Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_type, is_zero, single};
+use super::{
+    Gradient, GradientError, Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_type, is_zero, single,
+};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -62,6 +64,14 @@ impl OpDef for CrossEntropy {
     }
     fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
         Some(CrossEntropy { start: self.start + operands[0].slice.last()?.0 }.into())
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (logits, labels, lse) = (gradient.operands[0], gradient.operands[1], gradient.results[0]);
+        let (dlse, dpicked) = (gradient.cotangent(0)?, gradient.cotangent(1)?);
+        let read = [logits, labels, lse, dlse, dpicked];
+        let dlogits = gradient.add(CrossEntropyGrad { start: self.start }, &read, &[])?;
+        gradient.set(0, dlogits);
+        Ok(())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Rows of a table, and the gradient of the table.
 
-use super::{Op, OpDef, Part, arity, declared_one, expect_shape, is_zero};
+use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, is_zero};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -68,6 +68,13 @@ impl OpDef for Embedding {
     }
     fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
         Some(Embedding { start: self.start + operands[0].slice[0].0 }.into())
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, ids) = (gradient.cotangent(0)?, gradient.operands[1]);
+        let table = gradient.operand_type(0).with_dtype(gradient.wanted_dtype(0));
+        let dtable = gradient.add(EmbeddingGrad { start: self.start }, &[dy, ids], &[table])?;
+        gradient.set(0, dtable);
+        Ok(())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Elements by index along a dimension, and the transpose of that.
 
-use super::{OpDef, arity, declared_one, dim_name, expect_shape, single};
+use super::{Gradient, GradientError, OpDef, arity, declared_one, dim_name, expect_shape, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::{Bytes, Flops};
@@ -61,6 +61,13 @@ impl OpDef for Gather {
     fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         operands[1].bytes() + results[0].bytes() * 2
     }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, index) = (gradient.cotangent(0)?, gradient.operands[1]);
+        let whole = gradient.operand_type(0).with_dtype(gradient.wanted_dtype(0));
+        let dx = gradient.add(ScatterAdd { dim: self.dim }, &[dy, index], &[whole])?;
+        gradient.set(0, dx);
+        Ok(())
+    }
 }
 
 impl OpDef for ScatterAdd {
@@ -78,5 +85,13 @@ impl OpDef for ScatterAdd {
         rule.operands = vec![single(&index), single(&index)];
         rule.results = vec![single(&whole)];
         rule
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, index) = (gradient.cotangent(0)?, gradient.operands[1]);
+        let dx = gradient.add(Gather { dim: self.dim }, &[dy, index], &[])?;
+        let dtype = gradient.operand_type(0).dtype;
+        let dx = gradient.cast(dx, dtype)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Layer normalization over the last dimension (Ba, Kiros and Hinton, 2016), and its derivative.
 
 use super::softmax::rows;
-use super::{OpDef, arity, expect_float, expect_shape, expect_type, single};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -44,6 +44,16 @@ impl OpDef for LayerNorm {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(8.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if gradient.cotangents[1].is_some() || gradient.cotangents[2].is_some() {
+            return Err(gradient.not_differentiable());
+        }
+        let (dy, x, gamma) = (gradient.cotangent(0)?, gradient.operands[0], gradient.operands[1]);
+        let (mean, rstd) = (gradient.results[1], gradient.results[2]);
+        let parts = gradient.add_many(LayerNormGrad {}, &[dy, x, gamma, mean, rstd], &[])?;
+        gradient.set_parts(&parts)?;
+        Ok(())
     }
 }
 

@@ -4,7 +4,7 @@
 //! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
 //! tensors, once in each; its factor rule is the notation itself.
 
-use super::{OpDef, arity, expect_float};
+use super::{Gradient, GradientError, OpDef, arity, expect_float};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -147,5 +147,21 @@ impl OpDef for Matmul {
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         let sizes = self.sizes(operands).unwrap_or_default();
         Flops(2.0 * sizes.iter().map(|(_, size)| *size as f64).product::<f64>())
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let (a, b) = (gradient.operands[0], gradient.operands[1]);
+        let Some((operands, result)) = self.spec.split_once("->") else { return Ok(()) };
+        let Some((lhs, rhs)) = operands.split_once(',') else { return Ok(()) };
+        let swapped = [([dy, b], format!("{result},{rhs}->{lhs}")), ([a, dy], format!("{lhs},{result}->{rhs}"))];
+        for (index, (pair, spec)) in swapped.into_iter().enumerate() {
+            if gradient.needed[index] {
+                // Products of 16-bit weights' gradients are summed, and kept, in 32 bits.
+                let ty = gradient.operand_type(index).with_dtype(gradient.wanted_dtype(index));
+                let part = gradient.add(Matmul::new(spec), &pair, &[ty])?;
+                gradient.set(index, part);
+            }
+        }
+        Ok(())
     }
 }

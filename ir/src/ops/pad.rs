@@ -1,6 +1,6 @@
 //! More elements at the borders.
 
-use super::{OpDef, arity, dim_name, single};
+use super::{Gradient, GradientError, OpDef, Slice, arity, dim_name, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -44,5 +44,12 @@ impl OpDef for Pad {
         rule.operands = vec![single(&from)];
         rule.results = vec![single(&to)];
         rule
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, part) = (gradient.cotangent(0)?, gradient.operand_type(0));
+        let limit = part.shape.iter().zip(&self.low).map(|(size, low)| size + low).collect();
+        let dx = gradient.add(Slice { start: self.low.clone(), limit }, &[dy], &[])?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

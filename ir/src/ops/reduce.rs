@@ -1,6 +1,6 @@
 //! Reductions over dimensions.
 
-use super::{OpDef, arity, dim_name};
+use super::{BinaryKind, Compare, CompareKind, Gradient, GradientError, OpDef, arity, dim_name};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -76,5 +76,27 @@ impl OpDef for Reduce {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (x, ty) = (gradient.operands[0], gradient.operand_type(0));
+        let dy = gradient.cotangent(0)?;
+        let dy = gradient.cast(dy, ty.dtype)?;
+        let kept: Vec<usize> = (0..ty.rank()).filter(|dim| !self.dims.contains(dim)).collect();
+        if self.kind == ReduceOp::Sum {
+            let dx = gradient.broadcast(dy, kept, &ty.shape)?;
+            gradient.set(0, dx);
+            return Ok(());
+        }
+        // Elements that tie for the maximum share its cotangent equally.
+        let y = gradient.results[0];
+        let y = gradient.broadcast(y, kept.clone(), &ty.shape)?;
+        let largest = gradient.add(Compare { kind: CompareKind::Eq }, &[x, y], &[])?;
+        let largest = gradient.cast(largest, ty.dtype)?;
+        let count = gradient.sum(largest, self.dims.clone(), ty.dtype)?;
+        let share = gradient.binary(BinaryKind::Div, dy, count)?;
+        let share = gradient.broadcast(share, kept, &ty.shape)?;
+        let dx = gradient.binary(BinaryKind::Mul, largest, share)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

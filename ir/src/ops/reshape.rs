@@ -1,6 +1,6 @@
 //! The same elements in another shape.
 
-use super::{OpDef, arity, declared_one, dim_name};
+use super::{Gradient, GradientError, OpDef, arity, declared_one, dim_name};
 use crate::factor::{Dims, FactorRule};
 use crate::types::TensorType;
 use crate::units::{Bytes, Flops};
@@ -32,6 +32,13 @@ impl OpDef for Reshape {
     }
     fn bytes(&self, _operands: &[TensorType], _results: &[TensorType]) -> Bytes {
         Bytes(0)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let shape = gradient.operand_type(0).shape;
+        let dx = gradient.reshape(dy, &shape)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }
 

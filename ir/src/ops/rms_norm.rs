@@ -2,7 +2,7 @@
 //! derivative.
 
 use super::softmax::rows;
-use super::{OpDef, arity, expect_float, expect_shape, expect_type, single};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -41,6 +41,16 @@ impl OpDef for RmsNorm {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(5.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if gradient.cotangents[1].is_some() {
+            return Err(gradient.not_differentiable());
+        }
+        let (dy, x, gamma, rstd) =
+            (gradient.cotangent(0)?, gradient.operands[0], gradient.operands[1], gradient.results[1]);
+        let parts = gradient.add_many(RmsNormGrad {}, &[dy, x, gamma, rstd], &[])?;
+        gradient.set_parts(&parts)?;
+        Ok(())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama.
 
-use super::{OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -42,5 +42,14 @@ impl OpDef for Rotary {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(3.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if gradient.needed[1] || gradient.needed[2] {
+            return Err(gradient.not_differentiable());
+        }
+        let (dy, cos, sin) = (gradient.cotangent(0)?, gradient.operands[1], gradient.operands[2]);
+        let dx = gradient.add(Rotary { inverse: !self.inverse }, &[dy, cos, sin], &[])?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! One operand or another, by a mask.
 
-use super::{OpDef, arity, elementwise_rule, expect_shape, same_type};
+use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_shape, same_type};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -21,5 +21,16 @@ impl OpDef for Select {
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         elementwise_rule(operands, results, vec![vec![1, 2]])
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (mask, dy) = (gradient.operands[0], gradient.cotangent(0)?);
+        let zero = gradient.constant_like(dy, 0.0)?;
+        for (index, sides) in [(1, [mask, dy, zero]), (2, [mask, zero, dy])] {
+            if gradient.needed[index] {
+                let part = gradient.add(Select {}, &sides, &[])?;
+                gradient.set(index, part);
+            }
+        }
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! A contiguous part.
 
-use super::{OpDef, arity, dim_name, single};
+use super::{Gradient, GradientError, OpDef, Pad, arity, dim_name, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -54,5 +54,12 @@ impl OpDef for Slice {
         let cut = |dim: usize| self.limit[dim] - self.start[dim] != part.shape[dim];
         let limit = (0..self.limit.len()).map(|dim| if cut(dim) { self.limit[dim] } else { part.slice[dim].1 });
         Some(Slice { start: self.start.clone(), limit: limit.collect() }.into())
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, whole) = (gradient.cotangent(0)?, gradient.operand_type(0));
+        let high = whole.shape.iter().zip(&self.limit).map(|(size, limit)| size - limit).collect();
+        let dx = gradient.add(Pad { low: self.start.clone(), high, value: 0.0 }, &[dy], &[])?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

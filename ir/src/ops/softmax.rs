@@ -1,8 +1,8 @@
 //! Softmax over the last dimension.
 
-use super::{OpDef, arity, dim_name, expect_float, single};
+use super::{BinaryKind, Gradient, GradientError, OpDef, arity, dim_name, expect_float, single};
 use crate::factor::FactorRule;
-use crate::types::TensorType;
+use crate::types::{DType, TensorType};
 use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +28,20 @@ impl OpDef for Softmax {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(5.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        // dx = y (dy - sum(y dy)), in f32.
+        let (dy, y, ty) = (gradient.cotangent(0)?, gradient.results[0], gradient.operand_type(0));
+        let (dy, y) = (gradient.cast(dy, DType::F32)?, gradient.cast(y, DType::F32)?);
+        let last = ty.rank() - 1;
+        let product = gradient.binary(BinaryKind::Mul, dy, y)?;
+        let total = gradient.sum(product, vec![last], DType::F32)?;
+        let total = gradient.broadcast(total, (0..last).collect(), &ty.shape)?;
+        let centred = gradient.binary(BinaryKind::Sub, dy, total)?;
+        let dx = gradient.binary(BinaryKind::Mul, y, centred)?;
+        let dx = gradient.cast(dx, ty.dtype)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }
 

@@ -1,6 +1,6 @@
 //! The sum of the squares of all elements: a term of the global gradient norm.
 
-use super::{OpDef, arity, dim_name, expect_float, single};
+use super::{BinaryKind, Gradient, GradientError, OpDef, arity, dim_name, expect_float, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -27,5 +27,13 @@ impl OpDef for SumSquares {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(2.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, x, ty) = (gradient.cotangent(0)?, gradient.operands[0], gradient.operand_type(0));
+        let twice = gradient.scale(dy, 2.0)?;
+        let twice = gradient.cast(twice, ty.dtype)?;
+        let dx = gradient.binary(BinaryKind::Mul, x, twice)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! SwiGLU's product (Shazeer, "GLU variants improve transformer", 2020), and its derivative.
 
-use super::{OpDef, arity, elementwise_rule, expect_float, same_type};
+use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, same_type};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -26,6 +26,12 @@ impl OpDef for Swiglu {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(5.0 * operands[0].elements() as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, gate, up) = (gradient.cotangent(0)?, gradient.operands[0], gradient.operands[1]);
+        let parts = gradient.add_many(SwigluGrad {}, &[dy, gate, up], &[])?;
+        gradient.set_parts(&parts)?;
+        Ok(())
     }
 }
 

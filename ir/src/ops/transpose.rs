@@ -1,6 +1,6 @@
 //! The dimensions in another order.
 
-use super::{OpDef, arity, dim_factors, single};
+use super::{Gradient, GradientError, OpDef, arity, dim_factors, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -33,5 +33,15 @@ impl OpDef for Transpose {
     }
     fn flops(&self, _operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(0.0)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let mut permutation = vec![0; self.permutation.len()];
+        for (to, from) in self.permutation.iter().enumerate() {
+            permutation[*from] = to;
+        }
+        let dx = gradient.add(Transpose { permutation }, &[dy], &[])?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

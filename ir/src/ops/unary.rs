@@ -1,6 +1,6 @@
 //! Elementwise functions of one operand, their derivatives, and `scale * x + offset`.
 
-use super::{OpDef, arity, elementwise_rule, expect_float, same_type};
+use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, same_type};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -124,6 +124,24 @@ impl OpDef for Unary {
         let linear = if self.kind.is_linear() { vec![vec![0]] } else { Vec::new() };
         elementwise_rule(operands, results, linear)
     }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        use UnaryKind::{Ceil, Floor, Neg, Not, Round, Sign};
+        let dy = gradient.cotangent(0)?;
+        match self.kind {
+            // Steps: their derivative is zero wherever it exists.
+            Sign | Floor | Ceil | Round | Not => {}
+            Neg => {
+                let dx = gradient.scale(dy, -1.0)?;
+                gradient.set(0, dx);
+            }
+            kind => {
+                let x = gradient.operands[0];
+                let dx = gradient.add(UnaryGrad { kind }, &[dy, x], &[])?;
+                gradient.set(0, dx);
+            }
+        }
+        Ok(())
+    }
 }
 
 impl OpDef for UnaryGrad {
@@ -149,5 +167,11 @@ impl OpDef for Affine {
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         let linear = if self.offset == 0.0 { vec![vec![0]] } else { Vec::new() };
         elementwise_rule(operands, results, linear)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let dy = gradient.cotangent(0)?;
+        let dx = gradient.scale(dy, self.scale)?;
+        gradient.set(0, dx);
+        Ok(())
     }
 }

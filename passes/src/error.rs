@@ -1,0 +1,70 @@
+//! What can go wrong in a pass: what the user's model or options cause, apart from what is a bug.
+
+use shardc_ir::ops::{GradientError, OpError};
+
+/// A pass that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum PassError {
+    /// Something the user can change.
+    #[error(transparent)]
+    User(#[from] UserError),
+    /// A bug of the compiler.
+    #[error("internal error in `{pass}`, please report it with the output of --dump-to: {message}")]
+    Bug {
+        /// The pass.
+        pass: &'static str,
+        /// What was wrong.
+        message: String,
+    },
+}
+
+/// What a user's model or options cause.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum UserError {
+    /// There is no output of this name.
+    #[error("the graph has no output `{name}`; it has {}", known.join(", "))]
+    NoOutput {
+        /// The name asked for.
+        name: String,
+        /// The names there are.
+        known: Vec<String>,
+    },
+    /// The loss is not one floating-point number.
+    #[error("the loss must be one floating-point number, not {ty}")]
+    LossNotScalar {
+        /// Its type.
+        ty: String,
+    },
+    /// The loss depends on operations that have no derivative.
+    #[error("the loss cannot be differentiated:{}", nodes.iter().map(|node| format!("\n  {node}")).collect::<String>())]
+    NotDifferentiable {
+        /// Each such node.
+        nodes: Vec<GradientError>,
+    },
+    /// The loss depends on no trained parameter.
+    #[error("the loss depends on no trained parameter: there is nothing to train")]
+    NothingToTrain,
+    /// A leaf has a name that a pass needs.
+    #[error("`{name}` is the name of an input of the training step; give the model's another name")]
+    ReservedName {
+        /// The name.
+        name: String,
+    },
+    /// An option is out of its range.
+    #[error("{option} is {value}; it must be {range}")]
+    OutOfRange {
+        /// The option.
+        option: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it may be.
+        range: &'static str,
+    },
+}
+
+impl PassError {
+    /// An ill-formed node that a pass made: always a bug.
+    pub fn ill_formed(pass: &'static str) -> impl Fn(OpError) -> Self {
+        move |error| Self::Bug { pass, message: error.to_string() }
+    }
+}

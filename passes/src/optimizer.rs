@@ -1,0 +1,189 @@
+//! Adds the optimizer's update to a differentiated graph, so that one step is one graph.
+//!
+//! The global gradient norm and the clipping follow PyTorch's `clip_grad_norm_`, the update its
+//! `AdamW`. No gradient is scaled by itself: the loss's scale and the clipping coefficient are one
+//! scalar that the update applies.
+
+use crate::differentiate::Differentiated;
+use crate::error::{PassError, UserError};
+use serde::{Deserialize, Serialize};
+use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Unary, UnaryKind};
+use shardc_ir::{DType, Graph, Op, OutputKind, Role, TensorType, ValueId};
+
+/// The name of the input that holds the learning rate of the step, an f32 scalar.
+pub const LEARNING_RATE: &str = "learning_rate";
+/// The name of the input that holds the number of the step, 1 in the first, an f32 scalar.
+pub const STEP: &str = "step";
+/// The name of the output that holds the norm of all gradients before clipping.
+pub const GRAD_NORM: &str = "grad_norm";
+
+/// What PyTorch's `clip_grad_norm_` adds to the norm before it divides by it.
+const CLIP_EPS: f64 = 1e-6;
+
+/// Which optimizer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizerKind {
+    /// Adam with decoupled weight decay; see [`Adamw`].
+    AdamW {
+        /// The decay of the first moment.
+        beta1: f64,
+        /// The decay of the second moment.
+        beta2: f64,
+        /// The number added to the root of the second moment.
+        eps: f64,
+        /// The decoupled weight decay, of every trained parameter.
+        weight_decay: f64,
+    },
+}
+
+/// How to update the parameters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OptimizerConfig {
+    /// Which optimizer.
+    pub kind: OptimizerKind,
+    /// The largest norm of all gradients together; larger ones are scaled down to it.
+    pub clip_grad_norm: Option<f64>,
+}
+
+impl Default for OptimizerConfig {
+    /// AdamW as language models are trained with it (Touvron et al., "LLaMA", 2023, section 2.3).
+    fn default() -> Self {
+        let kind = OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        Self { kind, clip_grad_norm: Some(1.0) }
+    }
+}
+
+/// Adds the inputs [`LEARNING_RATE`] and [`STEP`], the moments `NAME.m` and `NAME.v` of each
+/// parameter `NAME` with a gradient, and the updates. The outputs are then the scalar results of
+/// before (the loss), [`GRAD_NORM`], and the updates; what only other results needed is dropped.
+///
+/// # Errors
+/// If nothing is trained, an option is out of its range, or an input of the model has one of the
+/// two names.
+pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -> Result<Graph, PassError> {
+    check(&differentiated, config)?;
+    let Differentiated { mut graph, gradients, scale, .. } = differentiated;
+    let OptimizerKind::AdamW { beta1, beta2, eps, weight_decay } = config.kind;
+    let scalar = TensorType::scalar(DType::F32);
+    let scalars = graph.outputs.iter().filter(|output| graph.ty(output.value).elements() == 1).cloned().collect();
+    graph.outputs = scalars;
+
+    let mut builder = Builder { graph: &mut graph, path: String::new() };
+    let learning_rate = builder.add(Input { name: LEARNING_RATE.into() }, &[], std::slice::from_ref(&scalar))?;
+    let step = builder.add(Input { name: STEP.into() }, &[], std::slice::from_ref(&scalar))?;
+    let norm = builder.norm(&gradients, scale)?;
+    let scale = match config.clip_grad_norm {
+        Some(max_norm) => builder.clip(norm, max_norm, scale)?,
+        None => scale,
+    };
+    builder.graph.output(GRAD_NORM, norm, OutputKind::Result);
+    for (parameter, gradient) in gradients {
+        let (name, path) = parameter_name(builder.graph, parameter);
+        builder.path = path;
+        let ty = builder.graph.ty(parameter).with_dtype(DType::F32);
+        let mut leaves = vec![parameter];
+        for moment in ["m", "v"] {
+            let state = State { name: format!("{name}.{moment}"), init: 0.0 };
+            leaves.push(builder.add(state, &[], std::slice::from_ref(&ty))?);
+        }
+        let operands = [parameter, gradient, leaves[1], leaves[2], scale, learning_rate, step];
+        let updated = builder.add_many(Adamw { beta1, beta2, eps, weight_decay }, &operands, &[])?;
+        for (leaf, (value, suffix)) in leaves.into_iter().zip(updated.into_iter().zip(["", ".m", ".v"])) {
+            builder.graph.output(format!("{name}{suffix}"), value, OutputKind::Update(leaf));
+        }
+    }
+    graph.rebuild(|_, _, _| Ok(false)).map_err(PassError::ill_formed("add_optimizer"))
+}
+
+/// Everything a user could have got wrong.
+fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<(), UserError> {
+    if differentiated.gradients.is_empty() {
+        return Err(UserError::NothingToTrain);
+    }
+    for (_, node) in differentiated.graph.leaves() {
+        match &node.op {
+            Op::Input(input) if input.name == LEARNING_RATE || input.name == STEP => {
+                return Err(UserError::ReservedName { name: input.name.clone() });
+            }
+            _ => {}
+        }
+    }
+    let OptimizerKind::AdamW { beta1, beta2, eps, weight_decay } = config.kind;
+    let decay = "at least 0 and below 1";
+    for (option, value, range, good) in [
+        ("beta1", beta1, decay, (0.0..1.0).contains(&beta1)),
+        ("beta2", beta2, decay, (0.0..1.0).contains(&beta2)),
+        ("eps", eps, "at least 0", eps >= 0.0),
+        ("the weight decay", weight_decay, "at least 0", weight_decay >= 0.0),
+    ] {
+        if !good || !value.is_finite() {
+            return Err(UserError::OutOfRange { option, value, range });
+        }
+    }
+    match config.clip_grad_norm {
+        Some(value) if !(value > 0.0 && value.is_finite()) => {
+            Err(UserError::OutOfRange { option: "the largest gradient norm", value, range: "above 0" })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The name and the module path of a parameter.
+fn parameter_name(graph: &Graph, parameter: ValueId) -> (String, String) {
+    let node = graph.def(parameter);
+    let name = if let Op::Parameter(parameter) = &node.op { parameter.name.clone() } else { parameter.to_string() };
+    (name, node.path.clone())
+}
+
+/// Adds nodes of the optimizer.
+struct Builder<'a> {
+    graph: &'a mut Graph,
+    /// The module path that they get.
+    path: String,
+}
+
+impl Builder<'_> {
+    fn add_many(
+        &mut self,
+        op: impl Into<Op>,
+        operands: &[ValueId],
+        declared: &[TensorType],
+    ) -> Result<Vec<ValueId>, PassError> {
+        let node = self.graph.add_as(op.into(), operands, declared, self.path.clone(), Role::Optimizer);
+        node.map(|node| self.graph.node(node).results.clone()).map_err(PassError::ill_formed("add_optimizer"))
+    }
+
+    fn add(&mut self, op: impl Into<Op>, operands: &[ValueId], declared: &[TensorType]) -> Result<ValueId, PassError> {
+        Ok(self.add_many(op, operands, declared)?[0])
+    }
+
+    /// The norm of all gradients of the loss: `sqrt(sum of squares) * |scale|`.
+    fn norm(&mut self, gradients: &[(ValueId, ValueId)], scale: ValueId) -> Result<ValueId, PassError> {
+        let mut total = None;
+        for (parameter, gradient) in gradients {
+            self.path = parameter_name(self.graph, *parameter).1;
+            let squares = self.add(SumSquares {}, &[*gradient], &[])?;
+            self.path.clear();
+            total = Some(match total {
+                Some(total) => self.add(Binary { kind: BinaryKind::Add }, &[total, squares], &[])?,
+                None => squares,
+            });
+        }
+        let total = total.ok_or(UserError::NothingToTrain)?;
+        let root = self.add(Unary { kind: UnaryKind::Sqrt }, &[total], &[])?;
+        let size = self.add(Unary { kind: UnaryKind::Abs }, &[scale], &[])?;
+        self.add(Binary { kind: BinaryKind::Mul }, &[root, size], &[])
+    }
+
+    /// `scale * min(1, max_norm / (norm + 1e-6))`
+    fn clip(&mut self, norm: ValueId, max_norm: f64, scale: ValueId) -> Result<ValueId, PassError> {
+        let scalar = [TensorType::scalar(DType::F32)];
+        let norm = self.add(Affine { scale: 1.0, offset: CLIP_EPS }, &[norm], &[])?;
+        let largest = self.add(Constant { value: max_norm }, &[], &scalar)?;
+        let ratio = self.add(Binary { kind: BinaryKind::Div }, &[largest, norm], &[])?;
+        let one = self.add(Constant { value: 1.0 }, &[], &scalar)?;
+        let coefficient = self.add(Binary { kind: BinaryKind::Min }, &[ratio, one], &[])?;
+        self.add(Binary { kind: BinaryKind::Mul }, &[scale, coefficient], &[])
+    }
+}
