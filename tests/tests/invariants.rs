@@ -1,0 +1,98 @@
+//! The invariants of ARCHITECTURE.md that a program can check.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const CRATES: [&str; 7] = ["ir", "models", "passes", "runtime", "compiler", "tests", "bench"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Every Rust file of a crate's folder.
+fn sources(krate: &str) -> Vec<PathBuf> {
+    let mut stack = vec![root().join(krate)];
+    let mut files = Vec::new();
+    while let Some(dir) = stack.pop() {
+        for entry in fs::read_dir(&dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                stack.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    files
+}
+
+#[test]
+fn imports_run_one_way() {
+    let below = ["shardc-ir", "shardc-models", "shardc-passes", "shardc-runtime"];
+    let all = ["shardc-ir", "shardc-models", "shardc-passes", "shardc-runtime", "shardc"];
+    let allowed: BTreeMap<&str, &[&str]> = BTreeMap::from([
+        ("ir", &[] as &[&str]),
+        ("models", &below[..1]),
+        ("passes", &below[..1]),
+        ("runtime", &below[..1]),
+        ("compiler", &below),
+        ("tests", &all),
+        ("bench", &all),
+    ]);
+    for krate in CRATES {
+        let manifest = fs::read_to_string(root().join(krate).join("Cargo.toml")).unwrap();
+        let dependencies = manifest.split_once("[dependencies]").map_or("", |(_, rest)| rest);
+        let dependencies = dependencies.split("[dev-dependencies]").next().unwrap_or_default();
+        let names = dependencies.lines().filter_map(|line| line.split(['.', ' ', '=']).next());
+        for name in names.filter(|name| name.starts_with("shardc")) {
+            assert!(allowed[krate].contains(&name), "`{krate}` must not depend on `{name}`");
+        }
+    }
+}
+
+#[test]
+fn only_runtime_is_unsafe() {
+    for file in CRATES.into_iter().filter(|krate| *krate != "runtime").flat_map(sources) {
+        let text = fs::read_to_string(&file).unwrap();
+        let keyword = concat!("un", "safe ");
+        let line = text.lines().position(|line| {
+            let code = line.split("//").next().unwrap_or_default();
+            ["{", "fn", "impl"].iter().any(|next| code.contains(&format!("{keyword}{next}")))
+        });
+        assert!(line.is_none(), "{}:{}", file.display(), line.unwrap_or(0) + 1);
+    }
+}
+
+#[test]
+fn ir_and_passes_see_neither_burn_nor_cuda() {
+    for krate in ["ir", "passes"] {
+        let manifest = fs::read_to_string(root().join(krate).join("Cargo.toml")).unwrap();
+        let dependencies = manifest.split("[dev-dependencies]").next().unwrap_or_default();
+        for banned in ["burn", "cubecl", "cudarc"] {
+            assert!(!dependencies.contains(banned), "`{krate}` must not depend on {banned}");
+        }
+    }
+}
+
+#[test]
+fn files_are_short_and_say_what_they_are() {
+    for file in CRATES.into_iter().flat_map(sources) {
+        let text = fs::read_to_string(&file).unwrap();
+        let lines = text.lines().count();
+        assert!(lines <= 600, "{} has {lines} lines; 600 is the limit", file.display());
+        assert!(text.starts_with("//!"), "{} does not open with what it is for", file.display());
+    }
+}
+
+#[test]
+fn passes_are_called_in_one_place() {
+    let names = ["differentiate(", "add_optimizer(", "lower_precision(", "raise("];
+    for file in sources("compiler/src").into_iter().filter(|file| !file.ends_with("pipeline.rs")) {
+        let text = fs::read_to_string(&file).unwrap();
+        for name in names {
+            assert!(!text.contains(name), "{} calls `{name}`: only pipeline.rs may", file.display());
+        }
+    }
+}
