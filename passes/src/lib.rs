@@ -8,5 +8,6 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod optimizer;
+pub mod precision;
 
 pub use error::{PassError, UserError};
