@@ -3,11 +3,17 @@
 //! Each pass is a pure function in a file of its own, named by a verb phrase. The driver holds the
 //! one list of them and the reasons for their order.
 
+pub mod cluster;
+pub mod cost;
 pub mod differentiate;
 #[cfg(test)]
 mod differentiate_tests;
 pub mod error;
+pub mod fold;
 pub mod optimizer;
-pub mod precision;
+pub mod search;
+#[cfg(test)]
+mod search_tests;
+pub mod shard;
 
 pub use error::{PassError, UserError};

@@ -1,0 +1,371 @@
+//! The cluster: which devices there are, how they are linked, and how fast each thing is.
+//!
+//! A cluster is `nodes` equal hosts of `per_node` equal devices. Everything the cost model needs is
+//! in the device's [`Profile`], a JSON file in which each figure stands with its source. Forms that
+//! a user may write:
+//!
+//! * `cpu:4`, `cuda:2`: ranks of this host (the caller says which profile its GPUs have);
+//! * `h100:8x16`: 8 devices per node times 16 nodes, of a shipped profile;
+//! * a TOML file that names a profile and replaces any of its figures.
+
+use serde::{Deserialize, Serialize};
+use shardc_ir::units::Bytes;
+use std::collections::BTreeMap;
+
+/// Why a cluster cannot be used; the message names the value and says what would be right.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClusterError {
+    /// The text is not of a form we read.
+    #[error(
+        "`{0}` is not a cluster: write `cpu:N`, `cuda:N`, `h100:8x16` (per node x nodes) or the path of a TOML file"
+    )]
+    Form(String),
+    /// No profile has this name.
+    #[error("unknown device `{name}`; did you mean `{nearest}`? known devices are {known}")]
+    UnknownDevice {
+        /// What was written.
+        name: String,
+        /// The closest known name.
+        nearest: String,
+        /// All of them.
+        known: String,
+    },
+    /// A count is not a positive number.
+    #[error("`{text}` in cluster `{cluster}` is not a number of devices: it must be a whole number from 1 to 1048576")]
+    Count {
+        /// The offending part.
+        text: String,
+        /// The whole text.
+        cluster: String,
+    },
+    /// A figure cannot be right.
+    #[error("cluster figure `{figure}` is {value}: it must be {expect}")]
+    Figure {
+        /// Its name.
+        figure: String,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        expect: &'static str,
+    },
+    /// The file cannot be read as a cluster.
+    #[error("cluster file `{path}`: {message}")]
+    File {
+        /// Its path.
+        path: String,
+        /// What is wrong.
+        message: String,
+    },
+}
+
+/// One figure of a profile.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Figure {
+    /// The number, in the unit its name says (bytes, seconds, FLOP/s, bytes/s; a share where it says none).
+    pub value: f64,
+    /// Where it comes from.
+    pub source: String,
+}
+
+macro_rules! profile {
+    ($($(#[$doc:meta])* $field:ident,)*) => {
+        /// What one device and its links can do.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct Profile {
+            /// The name: `h100`.
+            pub name: String,
+            /// `cpu` or `cuda`.
+            pub kind: String,
+            $($(#[$doc])* pub $field: Figure,)*
+        }
+
+        impl Profile {
+            /// The names of all figures.
+            pub const FIGURES: &'static [&'static str] = &[$(stringify!($field)),*];
+
+            /// Every figure with its name.
+            pub fn figures(&self) -> Vec<(&'static str, &Figure)> {
+                vec![$((stringify!($field), &self.$field)),*]
+            }
+
+            /// A figure by its name.
+            pub fn figure_mut(&mut self, name: &str) -> Option<&mut Figure> {
+                match name {
+                    $(stringify!($field) => Some(&mut self.$field),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+profile! {
+    /// Memory of one device.
+    memory_bytes,
+    /// Of it, what the driver and the libraries keep for themselves.
+    reserved_bytes,
+    /// Dense matmul rate in bf16, FLOP/s.
+    peak_bf16,
+    /// Dense matmul rate in fp16, FLOP/s.
+    peak_f16,
+    /// Dense matmul rate in fp32, FLOP/s.
+    peak_f32,
+    /// Device memory, bytes/s by the datasheet.
+    memory_bandwidth,
+    /// The share of it that a kernel reaches.
+    memory_efficiency,
+    /// The share of the peak rate that a large matmul reaches.
+    matmul_efficiency,
+    /// A matmul of depth `k` runs at `k / (k + ramp)` of that.
+    matmul_ramp,
+    /// Elements of the result that one multiprocessor makes at a time.
+    matmul_tile,
+    /// Multiprocessors of one device.
+    multiprocessors,
+    /// The share of the peak rate that attention reaches, forward.
+    attention_forward,
+    /// A sequence of `s` runs at `s / (s + ramp)` of that.
+    attention_forward_ramp,
+    /// The share of the peak rate that attention reaches, backward.
+    attention_backward,
+    /// A sequence of `s` runs at `s / (s + ramp)` of that.
+    attention_backward_ramp,
+    /// The factor for heads narrower than 128.
+    attention_narrow,
+    /// Time to start one kernel.
+    launch_seconds,
+    /// Bytes/s one device moves to the others of its node, in one direction.
+    link_bandwidth,
+    /// Time of one hop within a node.
+    link_latency,
+    /// Devices of one node.
+    devices_per_node,
+    /// Bytes/s one device moves to other nodes, in one direction.
+    node_bandwidth,
+    /// Time of one hop between nodes.
+    node_latency,
+    /// Time to start one collective.
+    collective_launch,
+    /// Bytes/s between a device and its host.
+    host_bandwidth,
+    /// Memory of one host.
+    host_memory_bytes,
+}
+
+const PROFILES: [&str; 10] = [
+    include_str!("../profiles/a100-40.json"),
+    include_str!("../profiles/a100-80.json"),
+    include_str!("../profiles/b200.json"),
+    include_str!("../profiles/cpu.json"),
+    include_str!("../profiles/h100.json"),
+    include_str!("../profiles/h200.json"),
+    include_str!("../profiles/l40s.json"),
+    include_str!("../profiles/rtx3090.json"),
+    include_str!("../profiles/rtx4090.json"),
+    include_str!("../profiles/v100.json"),
+];
+
+impl Profile {
+    /// The shipped profiles, by name.
+    pub fn shipped() -> BTreeMap<String, Profile> {
+        let read = |text: &&str| serde_json::from_str::<Profile>(text).ok();
+        PROFILES.iter().filter_map(read).map(|profile| (profile.name.clone(), profile)).collect()
+    }
+
+    /// The shipped profile of a name.
+    pub fn find(name: &str) -> Result<Profile, ClusterError> {
+        let mut shipped = Self::shipped();
+        if let Some(profile) = shipped.remove(name) {
+            return Ok(profile);
+        }
+        let nearest = shipped.keys().min_by_key(|known| edit_distance(known, name)).cloned().unwrap_or_default();
+        let known = shipped.keys().cloned().collect::<Vec<_>>().join(", ");
+        Err(ClusterError::UnknownDevice { name: name.to_string(), nearest, known })
+    }
+}
+
+/// Devices, equal in each of `nodes` equal nodes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cluster {
+    /// As the user wrote it.
+    pub name: String,
+    /// Devices of one node.
+    pub per_node: u64,
+    /// Nodes.
+    pub nodes: u64,
+    /// The device.
+    pub device: Profile,
+}
+
+/// The TOML form.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClusterFile {
+    device: String,
+    per_node: i64,
+    nodes: Option<i64>,
+    #[serde(default)]
+    figures: BTreeMap<String, f64>,
+}
+
+impl Cluster {
+    /// Reads a cluster in one of the forms of the [module](self). `cuda` names the profile of this
+    /// host's GPUs (`h200` where the caller does not know better).
+    pub fn parse(text: &str, cuda: &str) -> Result<Cluster, ClusterError> {
+        if text.ends_with(".toml") {
+            let file = |message: String| ClusterError::File { path: text.to_string(), message };
+            let contents = std::fs::read_to_string(text).map_err(|error| file(error.to_string()))?;
+            return Self::from_toml(text, &contents);
+        }
+        let (device, count) = text.split_once(':').ok_or_else(|| ClusterError::Form(text.to_string()))?;
+        let number = |part: &str| {
+            let bad = || ClusterError::Count { text: part.to_string(), cluster: text.to_string() };
+            part.parse::<u64>().ok().filter(|count| (1..=1 << 20).contains(count)).ok_or_else(bad)
+        };
+        let mut profile = Profile::find(if device == "cuda" { cuda } else { device })?;
+        let (per_node, nodes) = match count.split_once('x') {
+            Some((per_node, nodes)) => (number(per_node)?, number(nodes)?),
+            None => (number(count)?, 1),
+        };
+        if profile.kind == "cpu" {
+            share_host_memory(&mut profile, per_node);
+        }
+        Self { name: text.to_string(), per_node, nodes, device: profile }.checked()
+    }
+
+    /// Reads the TOML form:
+    ///
+    /// ```text
+    /// device = "h100"          # a shipped profile
+    /// per_node = 8
+    /// nodes = 16
+    /// [figures]                # replaces figures of the profile
+    /// node_bandwidth = 2.0e10
+    /// ```
+    pub fn from_toml(path: &str, contents: &str) -> Result<Cluster, ClusterError> {
+        let fail = |message: String| ClusterError::File { path: path.to_string(), message };
+        let file: ClusterFile = toml::from_str(contents).map_err(|error| fail(error.to_string()))?;
+        let count = |value: i64| {
+            let bad = || ClusterError::Count { text: value.to_string(), cluster: path.to_string() };
+            u64::try_from(value).ok().filter(|count| (1..=1 << 20).contains(count)).ok_or_else(bad)
+        };
+        let mut device = Profile::find(&file.device)?;
+        for (name, value) in file.figures {
+            let known = || fail(format!("unknown figure `{name}`; known are {}", Profile::FIGURES.join(", ")));
+            *device.figure_mut(&name).ok_or_else(known)? = Figure { value, source: path.to_string() };
+        }
+        Self { name: path.to_string(), per_node: count(file.per_node)?, nodes: count(file.nodes.unwrap_or(1))?, device }
+            .checked()
+    }
+
+    /// The number of ranks.
+    pub fn ranks(&self) -> u64 {
+        self.per_node * self.nodes
+    }
+
+    /// The memory a plan may use on each rank, unless the user says less.
+    pub fn usable_memory(&self) -> Bytes {
+        Bytes((self.device.memory_bytes.value - self.device.reserved_bytes.value).max(0.0) as u64)
+    }
+
+    fn checked(self) -> Result<Self, ClusterError> {
+        for (name, figure) in self.device.figures() {
+            let may_be_zero = name.ends_with("latency") || name.ends_with("ramp") || name.starts_with("reserved");
+            let value = figure.value;
+            let expect = match value {
+                _ if !value.is_finite() => "a finite number",
+                _ if may_be_zero && value < 0.0 => "zero or more",
+                _ if !may_be_zero && value <= 0.0 => "more than zero",
+                _ => continue,
+            };
+            return Err(ClusterError::Figure { figure: name.to_string(), value: value.to_string(), expect });
+        }
+        Ok(self)
+    }
+}
+
+/// CPU ranks are threads of one host, so each has its share of the host's memory.
+fn share_host_memory(profile: &mut Profile, ranks: u64) {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kilobytes = total.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse::<f64>().ok());
+    if let Some(kilobytes) = kilobytes {
+        let source = "MemTotal of this host".to_string();
+        profile.host_memory_bytes = Figure { value: kilobytes * 1024.0, source };
+    }
+    let value = profile.host_memory_bytes.value * 0.8 / ranks as f64;
+    profile.memory_bytes = Figure { value, source: "four fifths of the host's memory, over its ranks".to_string() };
+}
+
+/// Levenshtein distance, for suggestions.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, to) in b.iter().enumerate() {
+            let change = diagonal + usize::from(from != *to);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, expect: &str) {
+        let text = match Cluster::parse(text, "h200") {
+            Ok(cluster) => format!("{} {}x{}", cluster.device.name, cluster.per_node, cluster.nodes),
+            Err(error) => error.to_string(),
+        };
+        assert!(text.contains(expect), "{text}");
+    }
+
+    #[test]
+    fn forms() {
+        check("cpu:4", "cpu 4x1");
+        check("cuda:2", "h200 2x1");
+        check("h100:8x16", "h100 8x16");
+        check("a100-40:8", "a100-40 8x1");
+        check("h10:8", "unknown device `h10`; did you mean `h100`?");
+        check("h100:0", "`0` in cluster `h100:0` is not a number of devices");
+        check("h100:8x-1", "`-1`");
+        check("h100", "is not a cluster");
+    }
+
+    #[test]
+    fn every_profile_is_read_and_sound() {
+        assert_eq!(Profile::shipped().len(), PROFILES.len());
+        for name in Profile::shipped().keys() {
+            Cluster::parse(&format!("{name}:2"), "h200").unwrap();
+        }
+    }
+
+    #[track_caller]
+    fn check_toml(contents: &str, expect: &str) {
+        let text = match Cluster::from_toml("c.toml", contents) {
+            Ok(cluster) => format!("{} ranks, {} B/s", cluster.ranks(), cluster.device.node_bandwidth.value),
+            Err(error) => error.to_string(),
+        };
+        assert!(text.contains(expect), "{text}");
+    }
+
+    #[test]
+    fn files() {
+        check_toml(
+            "device = \"h100\"\nper_node = 8\nnodes = 2\n[figures]\nnode_bandwidth = 2e10",
+            "16 ranks, 20000000000 B/s",
+        );
+        check_toml("device = \"h100\"\nper_node = -8", "`-8` in cluster `c.toml`");
+        check_toml(
+            "device = \"h100\"\nper_node = 8\n[figures]\nlink_bandwidth = 0.0",
+            "`link_bandwidth` is 0: it must be more",
+        );
+        check_toml("device = \"h100\"\nper_node = 8\n[figures]\nlink = 1.0", "unknown figure `link`");
+    }
+}

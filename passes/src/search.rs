@@ -1,0 +1,440 @@
+//! The search: one plan out of all, by seconds under the memory bound.
+//!
+//! Meshes (data ranks x tensor ranks x microbatches) are enumerated; for each, tensor parallelism is
+//! solved exactly on the folded graph ([`shard`](crate::shard)); ZeRO stages and recomputation are
+//! then arithmetic on its sums ([`estimate`]). Only the winner becomes an annotated plan
+//! ([`build`]). The order of candidates, and so the result, is deterministic.
+
+pub mod build;
+pub mod estimate;
+pub mod liveness;
+pub mod pins;
+
+pub use pins::{Pins, Recompute};
+
+use crate::cluster::Cluster;
+use crate::shard::prepare::prepare;
+use crate::shard::tensor::{Placed, Prepared, place_axis};
+use estimate::Shape;
+use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
+use shardc_ir::{AxisId, AxisKind, Bytes, Choice, Flops, Graph, Mesh, Plan, Seconds, Strategy};
+
+/// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A pin cannot be kept.
+    #[error("pin `{pin}`: {message}")]
+    Pin {
+        /// The pin.
+        pin: String,
+        /// Why, and what would do.
+        message: String,
+    },
+    /// No mesh divides the batch.
+    #[error("a batch of {batch} does not divide over the {ranks} ranks of the cluster: {message}")]
+    Batch {
+        /// Sequences per step.
+        batch: u64,
+        /// Ranks.
+        ranks: u64,
+        /// What would do.
+        message: String,
+    },
+    /// Nothing fits in the device's memory.
+    #[error("no plan fits in {bound} per rank{pins}: the nearest, {choice}, needs {needed} ({breakdown}); {fix}")]
+    Infeasible {
+        /// The memory bound.
+        bound: Bytes,
+        /// The pins, as part of a sentence.
+        pins: String,
+        /// The candidate that needs the least.
+        choice: String,
+        /// What it needs.
+        needed: Bytes,
+        /// By category.
+        breakdown: String,
+        /// What would help.
+        fix: String,
+    },
+    /// A defect of shardc.
+    #[error("bug in the planner: {0}")]
+    Bug(String),
+}
+
+/// One point of the search space.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// Data ranks.
+    pub dp: u64,
+    /// Tensor ranks, as the sizes of their axes.
+    pub tp: Vec<u64>,
+    /// Sequences per data rank per microbatch.
+    pub microbatch: u64,
+    /// ZeRO stage.
+    pub zero: u64,
+    /// Recomputation.
+    pub recompute: Recompute,
+    /// What it is predicted to need.
+    pub prediction: Prediction,
+}
+
+impl Candidate {
+    /// The choices, as pins would say them.
+    pub fn choice(&self) -> String {
+        let (tp, recompute) = (self.tp.iter().product::<u64>(), self.recompute);
+        format!("dp={},tp={tp},zero={},microbatch={},recompute={recompute}", self.dp, self.zero, self.microbatch)
+    }
+
+    /// The mesh, without axes of one coordinate.
+    pub fn mesh(&self, batch: u64) -> Mesh {
+        make_mesh(self.dp, batch / (self.dp * self.microbatch), &self.tp)
+    }
+}
+
+/// Asks whether a finished plan fits: its exact memory per rank, from lowering and allocation.
+pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Memory, String>;
+
+/// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
+/// device's usable memory if that is 0). `graph` is a whole training step, without recomputation.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search(graph: &Graph, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Plan, PlanError> {
+    search_confirmed(graph, cluster, request, pins, None)
+}
+
+/// [`search`], where the memory of a finished plan is confirmed before it is chosen.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search_confirmed(
+    graph: &Graph,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    confirm: Option<Confirm<'_>>,
+) -> Result<Plan, PlanError> {
+    pins.check(cluster.ranks(), request.batch)?;
+    let mut request = request.clone();
+    if request.device_memory == 0 {
+        request.device_memory = cluster.usable_memory();
+    }
+    let prepared = prepare(graph, request.batch);
+    let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
+    sort(&mut candidates);
+    let bound = request.device_memory;
+    let mut refused: Vec<(usize, Memory)> = Vec::new();
+    for (index, candidate) in candidates.iter().enumerate() {
+        if candidate.prediction.memory.total() > bound {
+            continue;
+        }
+        let mut plan = build::build(&prepared, cluster, &request, candidate)?;
+        if let Some(confirm) = confirm {
+            let memory = confirm(&plan).map_err(PlanError::Bug)?;
+            plan.prediction.memory = memory;
+            if memory.total() > bound {
+                refused.push((index, memory));
+                if refused.len() >= 6 {
+                    break;
+                }
+                continue;
+            }
+        }
+        plan.alternatives = alternatives(&candidates, index, &refused, bound);
+        return Ok(plan);
+    }
+    Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster))
+}
+
+/// Every candidate the pins allow.
+fn enumerate(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+) -> Result<Vec<Candidate>, PlanError> {
+    let (ranks, batch) = (cluster.ranks(), request.batch);
+    let flops = model_flops(prepared.graph);
+    let widest = (2 * cluster.per_node).max(8);
+    let mut candidates = Vec::new();
+    for tp in divisors(ranks) {
+        let dp = ranks / tp;
+        let is_pinned = pins.tp == Some(tp) || pins.dp == Some(dp);
+        let refused = pins.tp.is_some_and(|pin| pin != tp) || pins.dp.is_some_and(|pin| pin != dp);
+        if refused || (!is_pinned && tp > widest) || !batch.is_multiple_of(dp) {
+            continue;
+        }
+        let per_rank = batch / dp;
+        let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
+        for microbatch in sizes {
+            let mut solved = Vec::new();
+            for pieces in splits(tp) {
+                let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
+                let Some((placed, shape)) = solve(prepared, &mesh, cluster)? else { continue };
+                extend(&mut solved, &placed, &shape, flops, request.device_memory, pins, (dp, &pieces, microbatch));
+            }
+            candidates.extend(solved);
+        }
+    }
+    if candidates.is_empty() {
+        let message = match pins.microbatch {
+            Some(microbatch) => format!("no data degree takes microbatches of {microbatch}; pin another microbatch"),
+            None => format!("use a multiple of {ranks}, or more tensor ranks"),
+        };
+        return Err(PlanError::Batch { batch, ranks, message });
+    }
+    Ok(candidates)
+}
+
+/// Adds the ZeRO stages and recomputations of a placed mesh.
+fn extend(
+    candidates: &mut Vec<Candidate>,
+    placed: &Placed<'_>,
+    shape: &Shape,
+    flops: Flops,
+    bound: Bytes,
+    pins: &Pins,
+    (dp, pieces, microbatch): (u64, &[u64], u64),
+) {
+    let microbatches = placed.microbatches;
+    for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
+        // With one microbatch stage 2 is stage 1.
+        if zero == 2 && microbatches == 1 && pins.zero.is_none() {
+            continue;
+        }
+        let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
+        let choices = match pins.recompute {
+            Some(recompute) => vec![recompute],
+            None if fits(Recompute::None) => vec![Recompute::None],
+            None => match least_blocks(shape.blocks, |count| fits(Recompute::Blocks(count))) {
+                Some(count) if count < shape.blocks => vec![Recompute::None, Recompute::Blocks(count)],
+                _ => vec![Recompute::None, Recompute::All],
+            },
+        };
+        for recompute in choices {
+            let prediction = shape.predict(placed, zero, recompute, flops);
+            candidates.push(Candidate { dp, tp: pieces.to_vec(), microbatch, zero, recompute, prediction });
+        }
+    }
+}
+
+/// The fewest recomputed blocks that fit, by bisection; `None` if not even all do.
+fn least_blocks(blocks: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    if !fits(blocks) {
+        return None;
+    }
+    let (mut low, mut high) = (0, blocks);
+    while low + 1 < high {
+        let middle = low.midpoint(high);
+        if fits(middle) { high = middle } else { low = middle }
+    }
+    Some(high)
+}
+
+/// Places the batch on dp and mb, and solves the tensor axes; `None` if the batch does not divide.
+fn solve<'a>(
+    prepared: &Prepared<'_>,
+    mesh: &'a Mesh,
+    cluster: &'a Cluster,
+) -> Result<Option<(Placed<'a>, Shape)>, PlanError> {
+    let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
+    let mut conversions = Vec::new();
+    for axis in mesh.family("tp") {
+        conversions.extend(place_axis(prepared, &mut placed, axis).1);
+    }
+    let shape = Shape::new(prepared, &placed, &conversions);
+    Ok(Some((placed, shape)))
+}
+
+/// The strategies with the batch divided over dp and mb; `None` where some node's batch does not divide.
+fn place_batch<'a>(
+    prepared: &Prepared<'_>,
+    mesh: &'a Mesh,
+    cluster: &'a Cluster,
+) -> Result<Option<Placed<'a>>, PlanError> {
+    let axes: Vec<AxisId> = mesh.ids().filter(|axis| mesh.axis(*axis).family() != "tp").collect();
+    let mut strategies = Vec::with_capacity(prepared.rules.len());
+    for (choice, rule) in prepared.batch.iter().zip(&prepared.rules) {
+        let add = |strategy: Strategy, axis: &AxisId| strategy.with(*axis, *choice);
+        let strategy = axes.iter().fold(Strategy::default(), add);
+        if rule.check(&strategy, mesh).is_err() {
+            return Ok(None);
+        }
+        strategies.push(strategy);
+    }
+    let is_looped = |class: usize| matches!(prepared.batch[class], Choice::Factor(_));
+    let resolved = |maker: usize, result: usize| {
+        let sharding = prepared.rules[maker].result_sharding(result, &strategies[maker]);
+        sharding.partial.iter().any(|(axis, _)| mesh.is_time(*axis))
+    };
+    // A value summed over microbatches exists only after the last of them.
+    for flow in prepared.flows.iter().filter(|flow| resolved(flow.maker, flow.result)) {
+        if flow.readers.iter().any(|(reader, _, _)| is_looped(*reader)) {
+            return Ok(None);
+        }
+    }
+    Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches() }))
+}
+
+/// The ways to make a tensor degree of axes: one axis, and its prime pieces, so that a dimension that
+/// divides only in part (two key/value heads over four ranks) can take one of them.
+fn splits(tp: u64) -> Vec<Vec<u64>> {
+    let mut pieces = Vec::new();
+    let (mut rest, mut prime) = (tp, 2);
+    while rest > 1 {
+        while rest.is_multiple_of(prime) {
+            pieces.push(prime);
+            rest /= prime;
+        }
+        prime += 1;
+    }
+    match pieces.len() {
+        0 => vec![Vec::new()],
+        1 => vec![pieces],
+        _ => vec![vec![tp], pieces],
+    }
+}
+
+fn make_mesh(dp: u64, microbatches: u64, tp: &[u64]) -> Mesh {
+    let mut mesh = Mesh::default();
+    for (name, size, kind) in [("dp", dp, AxisKind::Space), ("mb", microbatches, AxisKind::Time)] {
+        if size > 1 {
+            mesh.push(name, size, kind);
+        }
+    }
+    for (index, size) in tp.iter().enumerate() {
+        let name = if index == 0 { "tp".to_string() } else { format!("tp_{index}") };
+        mesh.push(name, *size, AxisKind::Space);
+    }
+    mesh
+}
+
+fn divisors(number: u64) -> Vec<u64> {
+    (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
+}
+
+/// The model's FLOPs of one step: recomputation does not count.
+fn model_flops(graph: &Graph) -> Flops {
+    let nodes = graph.nodes().filter(|(_, node)| !matches!(node.role, shardc_ir::Role::Recompute(_)));
+    nodes.map(|(id, node)| crate::cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id))).sum()
+}
+
+/// By step time; what is equal within a thousandth by the simpler choice.
+fn sort(candidates: &mut [Candidate]) {
+    candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
+    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.tp.len(), c.tp.iter().product::<u64>());
+    // The best and its near-ties, simplest first.
+    let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
+    let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);
+    candidates[..ties].sort_by_key(simplicity);
+}
+
+/// The runners-up, best first, and why each lost.
+fn alternatives(
+    candidates: &[Candidate],
+    chosen: usize,
+    refused: &[(usize, Memory)],
+    bound: Bytes,
+) -> Vec<Alternative> {
+    let winner = &candidates[chosen].prediction;
+    let mut seen = vec![candidates[chosen].choice()];
+    let (mut list, mut unfit) = (Vec::new(), 0);
+    for (index, candidate) in candidates.iter().enumerate() {
+        let choice = candidate.choice();
+        if seen.contains(&choice) {
+            continue;
+        }
+        seen.push(choice.clone());
+        let prediction = &candidate.prediction;
+        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
+        let memory = confirmed.unwrap_or(prediction.memory);
+        let reason = if memory.total() > bound {
+            // The fastest that do not fit say what memory costs; more of them say no more.
+            unfit += 1;
+            if unfit > 4 {
+                continue;
+            }
+            let (name, bytes) = largest(&memory);
+            format!("needs {} of {bound} ({name} {bytes})", memory.total())
+        } else {
+            slower(prediction, winner)
+        };
+        list.push(Alternative { choice, step: prediction.step, memory: memory.total(), reason });
+        if list.len() == 12 {
+            break;
+        }
+    }
+    list
+}
+
+/// By how much a plan is slower, and what makes it so.
+fn slower(prediction: &Prediction, winner: &Prediction) -> String {
+    let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
+    let parts = [
+        ("communication", prediction.exposed_communication, winner.exposed_communication),
+        ("matmuls", prediction.matmul, winner.matmul),
+        ("memory traffic and launches", prediction.memory_bound, winner.memory_bound),
+        ("the update", prediction.optimizer, winner.optimizer),
+    ];
+    let worst = parts.iter().max_by(|a, b| (a.1.0 - a.2.0).total_cmp(&(b.1.0 - b.2.0)));
+    match worst {
+        Some((name, own, best)) if own.0 > best.0 => {
+            format!("{percent:.1}% slower: {} more in {name}", Seconds(own.0 - best.0))
+        }
+        _ => "as fast, and less simple".to_string(),
+    }
+}
+
+fn parts(memory: &Memory) -> [(&'static str, Bytes); 5] {
+    [
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("buffers", memory.buffers),
+    ]
+}
+
+fn largest(memory: &Memory) -> (&'static str, Bytes) {
+    parts(memory).into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default()
+}
+
+fn infeasible(
+    candidates: &[Candidate],
+    refused: &[(usize, Memory)],
+    bound: Bytes,
+    pins: &Pins,
+    batch: u64,
+    cluster: &Cluster,
+) -> PlanError {
+    let memory = |index: usize| {
+        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
+        confirmed.unwrap_or(candidates[index].prediction.memory)
+    };
+    let Some(nearest) = (0..candidates.len()).min_by_key(|index| memory(*index).total()) else {
+        return PlanError::Bug("no candidate at all".to_string());
+    };
+    let needs = memory(nearest);
+    let breakdown = parts(&needs).map(|(name, bytes)| format!("{name} {bytes}")).join(", ");
+    let is_pinned = *pins != Pins::default();
+    let mut fixes = vec![format!("give each rank {}", needs.total())];
+    if is_pinned {
+        fixes.push("drop a pin".to_string());
+    }
+    if largest(&needs).0 == "activations" && candidates[nearest].microbatch > 1 {
+        fixes.push("use smaller microbatches".to_string());
+    }
+    if largest(&needs).0 != "activations" {
+        fixes.push(format!("use more than {} ranks", cluster.ranks()));
+    } else {
+        fixes.push(format!("use shorter sequences or fewer of them than {batch}"));
+    }
+    PlanError::Infeasible {
+        bound,
+        pins: if is_pinned { " under these pins".to_string() } else { String::new() },
+        choice: candidates[nearest].choice(),
+        needed: needs.total(),
+        breakdown,
+        fix: fixes.join(", or "),
+    }
+}

@@ -1,0 +1,87 @@
+//! Makes the annotated plan of one candidate.
+
+use super::{Candidate, PlanError, place_batch};
+use crate::cluster::Cluster;
+use crate::shard::tensor::{Prepared, place_axis};
+use crate::shard::zero::shard_storage;
+use shardc_ir::ops::Op;
+use shardc_ir::plan::Request;
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Plan, SecondaryMap, Strategy};
+
+/// Solves the candidate's mesh again and writes every node's strategy down.
+pub fn build(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    candidate: &Candidate,
+) -> Result<Plan, PlanError> {
+    let mesh = candidate.mesh(request.batch);
+    let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
+    let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
+    for axis in mesh.family("tp") {
+        place_axis(prepared, &mut placed, axis);
+    }
+    let graph = prepared.graph.clone();
+    let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
+    for (id, _) in graph.nodes() {
+        strategies[id] = placed.strategies[prepared.folded.class[id]].clone();
+    }
+    let axes = mesh.family("dp");
+    if candidate.zero >= 1 && !axes.is_empty() {
+        shard_storage(&graph, &mesh, &mut strategies, &axes);
+    }
+    check(&graph, &mesh, &strategies)?;
+    let mut plan = Plan {
+        graph,
+        strategies,
+        reduce_in_loop: candidate.zero >= 2,
+        request: request.clone(),
+        choice: candidate.choice(),
+        prediction: candidate.prediction,
+        mesh,
+        ..Plan::default()
+    };
+    if candidate.zero == 3 {
+        mark_transient(&mut plan);
+    }
+    Ok(plan)
+}
+
+/// Every strategy must be legal; anything else is our own mistake.
+fn check(graph: &Graph, mesh: &shardc_ir::Mesh, strategies: &SecondaryMap<NodeId, Strategy>) -> Result<(), PlanError> {
+    for (id, node) in graph.nodes() {
+        let rule = graph.rule(id);
+        rule.check(&strategies[id], mesh).map_err(|message| {
+            let strategy = rule.strategy_text(&strategies[id], mesh);
+            PlanError::Bug(format!("{id} ({} of `{}`) with {strategy}: {message}", node.op.name(), node.path))
+        })?;
+    }
+    Ok(())
+}
+
+/// ZeRO-3: what is gathered over dp is gathered at each use: the cast of a parameter, or the
+/// parameter itself where a node of the loop reads it as it is.
+fn mark_transient(plan: &mut Plan) {
+    let axes = plan.mesh.family("dp");
+    let mut transient = Vec::new();
+    for (id, node) in plan.graph.nodes() {
+        for value in &node.operands {
+            let def = plan.graph.def(*value);
+            let is_copy =
+                matches!(def.op, Op::Cast(_)) && matches!(plan.graph.def(def.operands[0]).op, Op::Parameter(_));
+            let strategy = &plan.strategies[plan.graph.value(*value).def];
+            let is_divided = axes.iter().any(|axis| strategy.choice(*axis) != Choice::Replicate);
+            let is_read = !matches!(node.op, Op::Cast(_) | Op::Adamw(_)) || is_copy;
+            if (is_copy || matches!(def.op, Op::Parameter(_)))
+                && is_divided
+                && is_read
+                && !plan.graph.node(id).op.is_leaf()
+            {
+                transient.push(*value);
+            }
+        }
+    }
+    for value in transient {
+        plan.transient[value] = true;
+    }
+}

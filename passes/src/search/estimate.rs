@@ -1,0 +1,259 @@
+//! Time and memory of one candidate, from the sums over the classes of a placed mesh.
+//!
+//! A [`Shape`] holds what the tensor-parallel solution of one mesh needs: seconds per microbatch and
+//! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
+
+use super::liveness::Liveness;
+use super::pins::Recompute;
+use crate::cost::collective::{self, Collective, Group};
+use crate::cost::{self, Bound};
+use crate::fold::block_of;
+use crate::shard::tensor::{Conversion, Placed, Prepared};
+use crate::shard::zero::storage_dim;
+use shardc_ir::ops::Op;
+use shardc_ir::plan::{Memory, Prediction};
+use shardc_ir::{Bytes, Flops, Role, Seconds};
+
+/// Bytes of one communication bucket.
+const BUCKET: f64 = 128.0 * 1024.0 * 1024.0;
+
+/// Seconds, split by what bounds them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Split {
+    matmul: f64,
+    memory: f64,
+    communication: f64,
+}
+
+impl Split {
+    fn total(&self) -> f64 {
+        self.matmul + self.memory + self.communication
+    }
+}
+
+/// The sums of one placed mesh.
+#[derive(Debug)]
+pub struct Shape {
+    forward: Split,
+    backward: Split,
+    /// The forward pass of the nodes of one block.
+    block: Split,
+    /// Once per step: casts, the norm.
+    once: Split,
+    /// The update with whole storage, and how many there are.
+    update: f64,
+    /// Bytes of stored parameters: those whose storage dp can divide, and those it cannot.
+    stored: [u64; 2],
+    /// Bytes of optimizer state, likewise.
+    state: [u64; 2],
+    /// Bytes of gradients, likewise.
+    gradient: [u64; 2],
+    /// Bytes of casts of parameters, and of parameters read without one, that dp can divide.
+    casts: [u64; 2],
+    bare: u64,
+    /// Blocks of the model.
+    pub blocks: u64,
+    liveness: Liveness,
+    /// The largest copy made for one conversion.
+    largest_copy: u64,
+    data: Group,
+    microbatches: u64,
+}
+
+impl Shape {
+    /// Sums a placed mesh up.
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion]) -> Self {
+        let axes = placed.mesh.family("dp");
+        let mut shape = Self {
+            forward: Split::default(),
+            backward: Split::default(),
+            block: Split::default(),
+            once: Split::default(),
+            update: 0.0,
+            stored: [0; 2],
+            state: [0; 2],
+            gradient: [0; 2],
+            casts: [0; 2],
+            bare: 0,
+            blocks: prepared.block_count(),
+            liveness: Liveness::new(prepared, placed, conversions),
+            largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
+            data: Group::new(placed.mesh, &axes, placed.cluster),
+            microbatches: placed.microbatches,
+        };
+        for class in 0..prepared.rules.len() {
+            shape.add_class(prepared, placed, class);
+        }
+        for conversion in conversions {
+            let seconds = conversion.seconds * conversion.count as f64;
+            shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
+            if shape.is_in_block(prepared, conversion.reader) && prepared.role(conversion.reader) == Role::Forward {
+                shape.block.communication += seconds / shape.blocks as f64;
+            }
+        }
+        shape
+    }
+
+    fn is_in_block(&self, prepared: &Prepared<'_>, class: usize) -> bool {
+        let node = prepared.graph.node(prepared.folded.classes[class].node);
+        block_of(prepared.graph, node).is_some()
+    }
+
+    /// The part of the step that a value made by one class for another belongs to.
+    fn part(&mut self, prepared: &Prepared<'_>, maker: usize, reader: usize) -> &mut Split {
+        match prepared.role(reader) {
+            _ if !prepared.in_loop(maker) || !prepared.in_loop(reader) => &mut self.once,
+            Role::Forward => &mut self.forward,
+            _ => &mut self.backward,
+        }
+    }
+
+    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) {
+        let strategy = &placed.strategies[class];
+        let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
+        let op = prepared.op(class);
+        let count = prepared.folded.classes[class].members.len() as u64;
+        let (seconds, bound) = cost::node_seconds(op, &operands, &results, &placed.cluster.device);
+        let seconds = seconds.0 * count as f64;
+        let bytes = results.first().map_or(0, |ty| ty.bytes().0) * count;
+        let axes = placed.mesh.family("dp");
+        let extent = placed.mesh.extent(axes.iter().copied());
+        let divides = |class: usize| {
+            let node = prepared.graph.node(prepared.folded.classes[class].node);
+            let ty = prepared.graph.ty(node.results[0]);
+            storage_dim(ty, &placed.strategies[class], placed.mesh, extent).is_some()
+        };
+        match op {
+            Op::Adamw(_) => {
+                self.update += seconds;
+                self.gradient[usize::from(!divides(class))] += operands[1].bytes().0 * count;
+            }
+            Op::Parameter(_) => {
+                self.stored[usize::from(!divides(class))] += bytes;
+                let casts = |node: &Op| matches!(node, Op::Cast(_) | Op::Adamw(_));
+                let readers = prepared.flows.iter().filter(|flow| flow.maker == class).flat_map(|flow| &flow.readers);
+                if divides(class) && readers.into_iter().any(|(reader, _, _)| !casts(prepared.op(*reader))) {
+                    self.bare += bytes;
+                }
+            }
+            Op::State(_) => self.state[usize::from(!divides(class))] += bytes,
+            Op::Cast(_) if prepared.is_parameter[class] => {
+                self.casts[usize::from(!divides(class))] += bytes;
+                self.once.memory += seconds;
+            }
+            _ => {
+                let is_in_block = self.is_in_block(prepared, class);
+                let part = self.part(prepared, class, class);
+                let add = |part: &mut Split, seconds: f64| match bound {
+                    Bound::Matmul => part.matmul += seconds,
+                    Bound::Memory => part.memory += seconds,
+                };
+                add(part, seconds);
+                if is_in_block && prepared.in_loop(class) && prepared.role(class) == Role::Forward {
+                    let blocks = self.blocks as f64;
+                    add(&mut self.block, seconds / blocks);
+                }
+            }
+        }
+    }
+
+    /// The blocks that are computed again.
+    pub fn recomputed(&self, recompute: Recompute) -> u64 {
+        match recompute {
+            Recompute::None => 0,
+            Recompute::Blocks(count) => count.min(self.blocks),
+            Recompute::All => self.blocks,
+        }
+    }
+
+    /// Memory per rank.
+    pub fn memory(&self, zero: u64, recompute: Recompute) -> Memory {
+        let data = self.data.size();
+        let stored = |bytes: [u64; 2]| if zero >= 1 { bytes[0] / data + bytes[1] } else { bytes[0] + bytes[1] };
+        // Copies that live through the step: casts, and gathered parameters without one.
+        let bare = if zero >= 1 && data > 1 { self.bare } else { 0 };
+        let copies = match zero {
+            3 => self.casts[0] / data + self.casts[1],
+            _ => self.casts[0] + self.casts[1] + bare,
+        };
+        // Stage 2 reduces in the loop; with one microbatch the end of the loop is where stage 1 does.
+        let is_reduced = zero >= 2 || (zero >= 1 && self.microbatches == 1);
+        let gradients =
+            if is_reduced { self.gradient[0] / data + self.gradient[1] } else { self.gradient.iter().sum() };
+        let gathered = if zero == 3 { 2 * (self.casts[0] + bare) / self.blocks.max(1) } else { 0 };
+        let bucket =
+            if data > 1 { (BUCKET as u64).min(self.gradient.iter().sum::<u64>() / self.blocks.max(1)) } else { 0 };
+        Memory {
+            parameters: Bytes(stored(self.stored) + copies),
+            gradients: Bytes(gradients),
+            optimizer: Bytes(stored(self.state)),
+            activations: Bytes(self.liveness.peak(self.recomputed(recompute))),
+            buffers: Bytes(gathered + bucket + self.largest_copy),
+        }
+    }
+
+    /// Time and memory of a step.
+    pub fn predict(&self, placed: &Placed<'_>, zero: u64, recompute: Recompute, flops: Flops) -> Prediction {
+        let cluster = placed.cluster;
+        let (data, microbatches) = (self.data.size(), self.microbatches as f64);
+        let again = self.recomputed(recompute) as f64;
+        let forward = self.forward.total();
+        let backward = self.backward.total() + again * self.block.total();
+        let bytes = |pair: [u64; 2]| (pair[0] + pair[1]) as f64;
+        // Buckets each pay a collective's start.
+        let run = |kind: Collective, bytes: f64| {
+            let buckets = (bytes / BUCKET).ceil().max(1.0);
+            let seconds = collective::seconds(kind, bytes / buckets, self.data, cluster).0;
+            if bytes > 0.0 { (buckets * seconds, seconds) } else { (0.0, 0.0) }
+        };
+        // What a computation beside it does not hide, the last bucket at least.
+        let exposed = |(all, last): (f64, f64), beside: f64| (all - 0.9 * beside).max(last.min(all));
+        let gathered = (self.casts[0] + self.bare) as f64;
+        let (mut communication, mut shown) = (0.0, 0.0);
+        let mut add = |time: (f64, f64), beside: f64, times: f64| {
+            communication += times * time.0;
+            shown += times * exposed(time, beside);
+        };
+        let gradients = bytes(self.gradient);
+        let gather = run(Collective::AllGather, gathered);
+        match zero {
+            _ if data == 1 => {}
+            0 => add(run(Collective::AllReduce, gradients), backward, 1.0),
+            1 => {
+                add(run(Collective::ReduceScatter, gradients), backward, 1.0);
+                add(gather, 0.0, 1.0);
+            }
+            2 => {
+                add(run(Collective::ReduceScatter, gradients), backward, microbatches);
+                add(gather, 0.0, 1.0);
+            }
+            _ => {
+                let reduce = run(Collective::ReduceScatter, gradients);
+                add(gather, forward, microbatches);
+                add((gather.0 + reduce.0, gather.1 + reduce.1), backward, microbatches);
+            }
+        }
+        let device = &cluster.device;
+        let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
+        let accumulate = if self.microbatches > 1 { 3.0 * gradients / bandwidth * microbatches } else { 0.0 };
+        let update = if zero >= 1 { self.update / data as f64 } else { self.update };
+        let tensor = self.forward.communication + self.backward.communication + again * self.block.communication;
+        let tensor = tensor * microbatches + self.once.communication;
+        let matmul = (self.forward.matmul + self.backward.matmul + again * self.block.matmul) * microbatches;
+        let memory = (self.forward.memory + self.backward.memory + again * self.block.memory) * microbatches;
+        let memory_bound = memory + self.once.memory + self.once.matmul + accumulate;
+        let step = matmul + memory_bound + tensor + shown + update;
+        let peak = device.peak_bf16.value.max(device.peak_f32.value) * cluster.ranks() as f64;
+        Prediction {
+            step: Seconds(step),
+            matmul: Seconds(matmul),
+            memory_bound: Seconds(memory_bound),
+            exposed_communication: Seconds(tensor + shown),
+            communication: Seconds(tensor + communication),
+            optimizer: Seconds(update),
+            flops,
+            mfu: flops.0 / (step * peak),
+            memory: self.memory(zero, recompute),
+        }
+    }
+}

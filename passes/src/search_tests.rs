@@ -1,0 +1,237 @@
+//! The search on a Llama-like training step built by hand.
+
+use crate::cluster::Cluster;
+use crate::differentiate::differentiate;
+use crate::optimizer::{OptimizerConfig, add_optimizer};
+use crate::search::{Pins, search};
+use shardc_ir::ops::*;
+use shardc_ir::plan::Request;
+use shardc_ir::{Bytes, DType, Graph, Op, OutputKind, Plan, Role, TensorType, ValueId};
+
+/// The sizes of a model and its batch.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub layers: u64,
+    pub batch: u64,
+    pub seq: u64,
+    pub hidden: u64,
+    pub heads: u64,
+    pub kv: u64,
+    pub ffn: u64,
+    pub vocab: u64,
+}
+
+struct Builder {
+    graph: Graph,
+    dtype: DType,
+}
+
+impl Builder {
+    fn add(&mut self, op: impl Into<Op>, operands: &[ValueId], declared: &[TensorType], path: &str) -> ValueId {
+        let node = self.graph.add_as(op.into(), operands, declared, path.to_string(), Role::Forward).unwrap();
+        self.graph.node(node).results[0]
+    }
+
+    fn parameter(&mut self, name: &str, shape: &[u64]) -> ValueId {
+        let path = name.rsplit_once('.').map_or("", |(path, _)| path).to_string();
+        let ty = TensorType::new(DType::F32, shape);
+        let leaf = self.add(Parameter { name: name.into(), frozen: false }, &[], &[ty.clone()], &path);
+        if self.dtype == DType::F32 { leaf } else { self.add(Cast {}, &[leaf], &[ty.with_dtype(self.dtype)], &path) }
+    }
+
+    fn linear(&mut self, x: ValueId, name: &str, out: u64) -> ValueId {
+        let hidden = *self.graph.ty(x).shape.last().unwrap();
+        let weight = self.parameter(&format!("{name}.weight"), &[hidden, out]);
+        self.add(Matmul::new("bsk,kn->bsn"), &[x, weight], &[], name)
+    }
+
+    fn norm(&mut self, x: ValueId, name: &str) -> ValueId {
+        let hidden = *self.graph.ty(x).shape.last().unwrap();
+        let gamma = self.parameter(&format!("{name}.gamma"), &[hidden]);
+        self.add(RmsNorm { eps: 1e-5 }, &[x, gamma], &[], name)
+    }
+
+    fn split(&mut self, x: ValueId, heads: u64, tables: Option<[ValueId; 2]>, path: &str) -> ValueId {
+        let ty = self.graph.ty(x).clone();
+        let shape = [ty.shape[0], ty.shape[1], heads, ty.shape[2] / heads];
+        let x = self.add(Reshape {}, &[x], &[ty.with_shape(shape)], path);
+        tables.map_or(x, |[cos, sin]| self.add(Rotary { inverse: false }, &[x, cos, sin], &[], path))
+    }
+
+    fn block(&mut self, x: ValueId, index: u64, sizes: Sizes, tables: [ValueId; 2]) -> ValueId {
+        let path = format!("blocks.{index}");
+        let d = sizes.hidden / sizes.heads;
+        let y = self.norm(x, &format!("{path}.attention_norm"));
+        let attention = format!("{path}.attention");
+        let q = self.linear(y, &format!("{attention}.query"), sizes.hidden);
+        let k = self.linear(y, &format!("{attention}.key"), sizes.kv * d);
+        let v = self.linear(y, &format!("{attention}.value"), sizes.kv * d);
+        let q = self.split(q, sizes.heads, Some(tables), &attention);
+        let k = self.split(k, sizes.kv, Some(tables), &attention);
+        let v = self.split(v, sizes.kv, None, &attention);
+        let o = self.add(Attention { causal: true, scale: (d as f64).powf(-0.5) }, &[q, k, v], &[], &attention);
+        let merged = self.graph.ty(x).clone();
+        let o = self.add(Reshape {}, &[o], &[merged], &attention);
+        let o = self.linear(o, &format!("{attention}.output"), sizes.hidden);
+        let x = self.add(Binary { kind: BinaryKind::Add }, &[x, o], &[], &path);
+        let y = self.norm(x, &format!("{path}.mlp_norm"));
+        let gate = self.linear(y, &format!("{path}.mlp.gate"), sizes.ffn);
+        let up = self.linear(y, &format!("{path}.mlp.up"), sizes.ffn);
+        let y = self.add(Swiglu {}, &[gate, up], &[], &format!("{path}.mlp"));
+        let y = self.linear(y, &format!("{path}.mlp.down"), sizes.hidden);
+        self.add(Binary { kind: BinaryKind::Add }, &[x, y], &[], &path)
+    }
+}
+
+/// The training step of a Llama-like model.
+pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
+    let mut b = Builder { graph: Graph::new("llama"), dtype };
+    let rows = TensorType::new(DType::I64, [sizes.batch, sizes.seq]);
+    let ids = b.add(Input { name: "ids".into() }, &[], &[rows.clone()], "");
+    let labels = b.add(Input { name: "labels".into() }, &[], &[rows.clone()], "");
+    let half = TensorType::new(DType::F32, [sizes.seq, sizes.hidden / sizes.heads / 2]);
+    let tables = [0.5, 0.25].map(|value| b.add(Constant { value }, &[], &[half.clone()], ""));
+    let table = b.parameter("embedding.weight", &[sizes.vocab, sizes.hidden]);
+    let mut x = b.add(Embedding { start: 0 }, &[table, ids], &[], "embedding");
+    for index in 0..sizes.layers {
+        x = b.block(x, index, sizes, tables);
+    }
+    let x = b.norm(x, "norm");
+    let logits = b.linear(x, "head", sizes.vocab);
+    let entropy = b.graph.add(CrossEntropy { start: 0 }, &[logits, labels], &[]).unwrap();
+    let [lse, picked] = b.graph.node(entropy).results[..] else { unreachable!() };
+    let rows = b.add(Binary { kind: BinaryKind::Sub }, &[lse, picked], &[], "");
+    let sum = b.add(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[rows], &[], "");
+    let scale = 1.0 / (sizes.batch * sizes.seq) as f64;
+    let loss = b.add(Affine { scale, offset: 0.0 }, &[sum], &[], "");
+    b.graph.output("loss", loss, OutputKind::Result);
+    add_optimizer(differentiate(&b.graph, "loss").unwrap(), &OptimizerConfig::default()).unwrap()
+}
+
+pub(crate) const SMALL: Sizes =
+    Sizes { layers: 4, batch: 8, seq: 2048, hidden: 4096, heads: 32, kv: 8, ffn: 14336, vocab: 128256 };
+
+fn request(sizes: Sizes, memory: u64) -> Request {
+    Request { batch: sizes.batch, seq: sizes.seq, device_memory: Bytes(memory << 30), ..Request::default() }
+}
+
+fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> Result<Plan, String> {
+    let graph = llama(sizes, dtype);
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
+    search(&graph, &cluster, &request(sizes, memory), &pins).map_err(|error| error.to_string())
+}
+
+/// Every node of a path with its strategy.
+fn strategies(plan: &Plan, path: &str) -> String {
+    let mut text = String::new();
+    for (id, node) in plan.graph.nodes().filter(|(_, node)| node.path.starts_with(path)) {
+        let rule = plan.rule(id);
+        let role = format!("{:?}", node.role);
+        let role = role.split('(').next().unwrap();
+        text += &format!(
+            "{role} {} {} [{}]\n",
+            node.path,
+            node.op.name(),
+            rule.strategy_text(&plan.strategies[id], &plan.mesh)
+        );
+    }
+    text
+}
+
+/// The strategies of the nodes of a path, one line per operation and role, in the order of the graph.
+#[track_caller]
+fn check_strategies(plan: &Plan, path: &str, expect: &[&str]) {
+    let text = strategies(plan, path);
+    for line in expect {
+        assert!(text.contains(line), "no `{line}` in\n{text}");
+    }
+}
+
+/// Column then row parallel, vocabulary parallel, with no rule that says so.
+#[test]
+fn tensor_parallelism_is_megatrons() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "tp=8,microbatch=1").unwrap();
+    check_strategies(
+        &plan,
+        "blocks.1",
+        &[
+            "Forward blocks.1.attention_norm rms_norm [i=mb j=tp]",
+            "Forward blocks.1.attention.query matmul [b=mb n=tp]",
+            "Forward blocks.1.attention attention [b=mb kv=tp]",
+            "Forward blocks.1.attention.output parameter [i=tp]",
+            "Forward blocks.1.attention.output matmul [b=mb k=tp]",
+            "Forward blocks.1 add [i=mb j=tp]",
+            "Forward blocks.1.mlp.gate matmul [b=mb n=tp]",
+            "Forward blocks.1.mlp swiglu [i=mb k=tp]",
+            "Forward blocks.1.mlp.down matmul [b=mb k=tp]",
+            "Optimizer blocks.1.mlp.down adamw [i=tp]",
+        ],
+    );
+    check_strategies(&plan, "head", &["Forward head matmul [b=mb n=tp]"]);
+    let entropy = plan.graph.nodes().find(|(_, node)| matches!(node.op, Op::CrossEntropy(_))).unwrap().0;
+    assert_eq!(plan.rule(entropy).strategy_text(&plan.strategies[entropy], &plan.mesh), "i=mb v=tp");
+}
+
+const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
+
+#[track_caller]
+fn check(cluster: &str, pins: &str, expect: &str) {
+    let text = plan(TINY, DType::F32, cluster, 1, pins)
+        .map_or_else(|error| error, |plan| format!("{} {}", plan.mesh, plan.choice));
+    assert!(text.contains(expect), "{text}");
+}
+
+#[test]
+fn pinned_plans() {
+    check("cpu:1", "", "dp=1,tp=1,zero=0");
+    for zero in 0..4 {
+        check("cpu:4", &format!("dp=4,zero={zero},microbatch=1"), &format!("dp=4,time mb=3 dp=4,tp=1,zero={zero}"));
+    }
+    check("cpu:4", "tp=2,dp=2,zero=3", "dp=2,tp=2,zero=3");
+    check("cpu:4", "tp=4", "tp=2,tp_1=2 dp=1,tp=4,zero=0");
+    check("cpu:6", "dp=3,tp=2", "dp=3,tp=2");
+    check("cpu:5", "tp=1", "a batch of 12 does not divide over 5 data ranks");
+    check("cpu:5", "tp=5,microbatch=5", "a batch of 12 does not divide into 1 data ranks times microbatches of 5");
+}
+
+/// Every combination is legal, node by node (the plan's builder checks it).
+#[test]
+fn every_degree_is_planned() {
+    for (cluster, degrees) in [("cpu:2", vec![1, 2]), ("cpu:4", vec![1, 2, 4]), ("cpu:6", vec![1, 2, 3, 6])] {
+        for tp in degrees {
+            for zero in 0..4 {
+                check(cluster, &format!("tp={tp},zero={zero}"), &format!("tp={tp},zero={zero}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn zero_divides_storage_over_dp() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "tp=2,zero=3,microbatch=1").unwrap();
+    check_strategies(
+        &plan,
+        "blocks.1.mlp.gate",
+        &[
+            "parameter [i=dp j=tp]",
+            "cast [i=dp j=tp]",
+            "Forward blocks.1.mlp.gate matmul [b=dp.mb n=tp]",
+            "sum_squares [i=dp j=tp]",
+            "adamw [i=dp j=tp]",
+        ],
+    );
+    let transient = |op: &str| {
+        let nodes = plan.graph.nodes().filter(|(_, node)| node.path == "blocks.1.mlp.gate" && node.op.name() == op);
+        nodes.map(|(_, node)| plan.transient[node.results[0]]).collect::<Vec<_>>()
+    };
+    assert_eq!((transient("cast"), transient("parameter")), (vec![true], vec![false]));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_would() {
+    let error = plan(SMALL, DType::Bf16, "h100:2", 2, "").unwrap_err();
+    for part in ["no plan fits in 2.00 GiB per rank", "needs", "parameters", "give each rank"] {
+        assert!(error.contains(part), "{error}");
+    }
+}

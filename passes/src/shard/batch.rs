@@ -1,0 +1,112 @@
+//! Which factor of each node is the batch.
+//!
+//! Data parallelism and microbatches divide the batch: dimension 0 of the inputs. That dimension is
+//! followed through the factor rules: a node that reads it divided divides the same factor; a
+//! reduction over it (a weight's gradient, the sum of losses) leaves a partial sum, which linear
+//! operations pass on. A second sweep, from the readers back, divides what is made from nothing
+//! (masks, the seed of the gradient), so that no rank makes the whole batch of it.
+
+use crate::fold::Folded;
+use shardc_ir::ops::Op;
+use shardc_ir::{Choice, FactorKind, FactorRule, Graph, NodeId, OpDef, ReduceKind, SecondaryMap, ValueId};
+use std::collections::HashMap;
+
+/// How a value lies along the batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Whole,
+    Dim(usize),
+    Partial,
+}
+
+/// What every node does with an axis that divides the batch.
+pub fn batch_choices(graph: &Graph, folded: &Folded, rules: &[FactorRule], batch: u64) -> SecondaryMap<NodeId, Choice> {
+    let mut choices = SecondaryMap::with_default(Choice::Replicate);
+    let mut states: HashMap<ValueId, State> = HashMap::new();
+    for (id, node) in graph.nodes() {
+        let rule = &rules[folded.class[id]];
+        let choice = match &node.op {
+            Op::Input(_) if graph.ty(node.results[0]).shape.first() == Some(&batch) => Choice::Factor(0),
+            _ if is_source(&node.op) => Choice::Replicate,
+            _ => forward_choice(rule, &node.operands.iter().map(|value| states[value]).collect::<Vec<_>>()),
+        };
+        choices[id] = choice;
+        for (index, value) in node.results.iter().enumerate() {
+            states.insert(*value, result_state(rule, index, choice));
+        }
+    }
+    divide_sources(graph, folded, rules, &mut choices);
+    choices
+}
+
+fn forward_choice(rule: &FactorRule, operands: &[State]) -> Choice {
+    for (index, state) in operands.iter().enumerate() {
+        if let State::Dim(dim) = state
+            && let Some(factor) = outermost(&rule.operands[index], *dim)
+            && divisible(rule, factor)
+        {
+            return Choice::Factor(factor);
+        }
+    }
+    let partial = |index: &usize| operands[*index] == State::Partial;
+    let count = (0..operands.len()).filter(partial).count();
+    let divided = operands.iter().any(|state| matches!(state, State::Dim(_)));
+    let set =
+        rule.linear.iter().position(|set| count > 0 && set.iter().filter(|index| partial(index)).count() == count);
+    match set {
+        Some(set) if !divided => Choice::Pass(set),
+        _ => Choice::Replicate,
+    }
+}
+
+fn outermost(dims: &[Vec<usize>], dim: usize) -> Option<usize> {
+    dims.get(dim).and_then(|factors| factors.first()).copied()
+}
+
+/// Whether a factor may be divided, as far as its kind and its reductions go.
+fn divisible(rule: &FactorRule, factor: usize) -> bool {
+    let held = |dims: &Vec<Vec<usize>>| dims.iter().flatten().any(|held| *held == factor);
+    let reduces = |result: usize| rule.factors[factor].reduce.iter().any(|(index, _)| *index == result);
+    rule.factors[factor].kind == FactorKind::Parallel
+        && rule.results.iter().enumerate().all(|(index, dims)| held(dims) || reduces(index))
+}
+
+fn result_state(rule: &FactorRule, index: usize, choice: Choice) -> State {
+    match choice {
+        Choice::Replicate => State::Whole,
+        Choice::Pass(_) => State::Partial,
+        Choice::Factor(factor) => {
+            let dim = rule.results[index].iter().position(|factors| factors.contains(&factor));
+            let partial =
+                rule.factors[factor].reduce.iter().any(|(result, kind)| *result == index && *kind == ReduceKind::Sum);
+            dim.map_or(if partial { State::Partial } else { State::Whole }, State::Dim)
+        }
+    }
+}
+
+/// From the readers back: what all readers want divided is made divided.
+fn divide_sources(graph: &Graph, folded: &Folded, rules: &[FactorRule], choices: &mut SecondaryMap<NodeId, Choice>) {
+    let users = graph.users();
+    let updated: Vec<ValueId> = graph.outputs.iter().map(|output| output.value).collect();
+    for (id, node) in graph.nodes().rev() {
+        if choices[id] != Choice::Replicate || node.op.is_leaf() || node.results.len() != 1 {
+            continue;
+        }
+        let (value, rule) = (node.results[0], &rules[folded.class[id]]);
+        let wanted = |(user, index): &(NodeId, usize)| {
+            let Choice::Factor(factor) = choices[*user] else { return None };
+            rules[folded.class[*user]].operands[*index].iter().position(|dims| dims.first() == Some(&factor))
+        };
+        let Some(readers) = users.get(&value) else { continue };
+        let Some(dim) = readers.first().and_then(wanted) else { continue };
+        let all = readers.iter().all(|reader| wanted(reader) == Some(dim)) && !updated.contains(&value);
+        if let Some(factor) = outermost(&rule.results[0], dim).filter(|factor| all && divisible(rule, *factor)) {
+            choices[id] = Choice::Factor(factor);
+        }
+    }
+}
+
+/// Whether the operation has no operands.
+fn is_source(op: &Op) -> bool {
+    op.is_leaf() || matches!(op, Op::Constant(_) | Op::Literal(_) | Op::Iota(_) | Op::Random(_))
+}

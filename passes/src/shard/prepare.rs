@@ -1,0 +1,102 @@
+//! Everything about a graph that the search needs and that no mesh changes.
+
+use super::batch::batch_choices;
+use super::tensor::{Flow, Prepared};
+use crate::fold::{Folded, fold};
+use shardc_ir::ops::Op;
+use shardc_ir::{Graph, NodeId, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
+/// the inputs.
+pub fn prepare(graph: &Graph, batch: u64) -> Prepared<'_> {
+    let folded = fold(graph);
+    let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
+    let choices = batch_choices(graph, &folded, &rules, batch);
+    let key = |id: NodeId| match choices[id] {
+        shardc_ir::Choice::Replicate => (0, 0),
+        shardc_ir::Choice::Factor(factor) => (1, factor),
+        shardc_ir::Choice::Pass(set) => (2, set),
+    };
+    let folded = folded.split(key);
+    let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
+    let batch = folded.classes.iter().map(|class| choices[class.node]).collect();
+    let parameters = parameter_values(graph);
+    let gradients = gradient_values(graph);
+    let first = |class: usize| graph.node(folded.classes[class].node);
+    let count = folded.classes.len();
+    let is_parameter = (0..count).map(|class| first(class).results.iter().all(|value| parameters.contains(value)));
+    let is_gradient = (0..count).map(|class| first(class).results.iter().any(|value| gradients.contains(value)));
+    let weight = (0..count).map(|class| {
+        let node = first(class);
+        if !matches!(node.op, Op::Matmul(_) | Op::Embedding(_) | Op::EmbeddingGrad(_)) {
+            return None;
+        }
+        let matrix = |value: &ValueId| graph.ty(*value).rank() >= 2;
+        let operand = node.operands.iter().position(|value| parameters.contains(value) && matrix(value));
+        let result = node.results.iter().position(|value| gradients.contains(value) && matrix(value));
+        operand.map(|index| (false, index)).or(result.map(|index| (true, index)))
+    });
+    let (is_parameter, is_gradient, weight) = (is_parameter.collect(), is_gradient.collect(), weight.collect());
+    let tied = ties(graph, &folded);
+    let flows = flows(graph, &folded);
+    Prepared { graph, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded }
+}
+
+/// Parameters and what is made of one parameter alone: casts, reshapes, transposes.
+fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
+    let mut values = BTreeSet::new();
+    for (_, node) in graph.nodes() {
+        let shape = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_));
+        let copy = shape && node.operands.iter().all(|value| values.contains(value));
+        if copy || matches!(node.op, Op::Parameter(_)) {
+            values.extend(node.results.iter().copied());
+        }
+    }
+    values
+}
+
+/// What updates read as gradients, and what those are made of by casts, views and sums.
+fn gradient_values(graph: &Graph) -> BTreeSet<ValueId> {
+    let mut values = BTreeSet::new();
+    for (_, node) in graph.nodes().rev() {
+        if let Op::Adamw(_) = node.op {
+            values.insert(node.operands[1]);
+        }
+        let linear = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Binary(_) | Op::Affine(_));
+        if linear && node.results.iter().any(|value| values.contains(value)) {
+            values.extend(node.operands.iter().copied());
+        }
+    }
+    values
+}
+
+/// A parameter, its state and its update share one strategy.
+fn ties(graph: &Graph, folded: &Folded) -> Vec<usize> {
+    let mut tied: Vec<usize> = (0..folded.classes.len()).collect();
+    for (index, class) in folded.classes.iter().enumerate() {
+        let node = graph.node(class.node);
+        if let Op::Adamw(_) = node.op {
+            for operand in [0, 2, 3] {
+                tied[folded.class[graph.value(node.operands[operand]).def]] = index;
+            }
+        }
+    }
+    tied
+}
+
+fn flows(graph: &Graph, folded: &Folded) -> Vec<Flow> {
+    let mut readers: BTreeMap<(usize, usize), BTreeMap<(usize, usize), usize>> = BTreeMap::new();
+    for (id, node) in graph.nodes() {
+        for (operand, value) in node.operands.iter().enumerate() {
+            let value = graph.value(*value);
+            let flow = readers.entry((folded.class[value.def], value.index)).or_default();
+            *flow.entry((folded.class[id], operand)).or_default() += 1;
+        }
+    }
+    let flow = |((maker, result), readers): ((usize, usize), BTreeMap<(usize, usize), usize>)| {
+        let readers = readers.into_iter().map(|((reader, operand), count)| (reader, operand, count)).collect();
+        Flow { maker, result, readers }
+    };
+    readers.into_iter().map(flow).collect()
+}

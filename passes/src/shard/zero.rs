@@ -1,0 +1,96 @@
+//! ZeRO: where parameters, gradients and optimizer state are stored over the data axes.
+//!
+//! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
+//! gradient divide one dimension over dp, inside what tensor parallelism divides already, so that
+//! gathering over dp gives the tensor-parallel shard. The cast of a parameter is made on the shard,
+//! so that the gather moves the smaller type. A parameter of which no dimension divides stays whole
+//! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
+//! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
+//! [`Plan::transient`](shardc_ir::Plan::transient)).
+
+use shardc_ir::ops::Op;
+use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
+/// divides with nothing outside it, so that a gather needs no transpose, else the first that divides.
+pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64) -> Option<usize> {
+    let part = |dim: usize| ty.shape[dim] / mesh.extent(strategy.axes(dim).iter().copied());
+    let divides = |dim: &usize| part(*dim).is_multiple_of(extent) && part(*dim) > 0;
+    let outermost = |dim: &usize| (0..*dim).all(|outer| part(outer) == 1);
+    let dims = || (0..ty.rank()).filter(divides);
+    dims().find(outermost).or_else(|| dims().next())
+}
+
+/// Adds the data axes to the storage of every trained parameter, where a dimension divides.
+pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>, axes: &[AxisId]) {
+    let mut gradients: BTreeMap<ValueId, NodeId> = BTreeMap::new();
+    let mut leaves: BTreeMap<ValueId, NodeId> = BTreeMap::new();
+    for (id, node) in graph.nodes() {
+        if !matches!(node.op, Op::Adamw(_)) {
+            continue;
+        }
+        let Some(dim) =
+            storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, mesh.extent(axes.iter().copied()))
+        else {
+            continue;
+        };
+        let divided =
+            axes.iter().fold(strategies[id].clone(), |strategy, axis| strategy.with(*axis, Choice::Factor(dim)));
+        for operand in [0, 2, 3] {
+            strategies[graph.value(node.operands[operand]).def] = divided.clone();
+        }
+        strategies[id] = divided;
+        gradients.insert(node.operands[1], id);
+        leaves.insert(node.operands[0], id);
+    }
+    for (id, node) in graph.nodes() {
+        let source = match &node.op {
+            Op::Cast(_) => leaves.get(&node.operands[0]),
+            Op::SumSquares(_) => gradients.get(&node.operands[0]),
+            _ => None,
+        };
+        let Some(update) = source.copied() else { continue };
+        let stored = strategies[update].clone();
+        let own = std::mem::replace(&mut strategies[id], stored);
+        if let Op::SumSquares(_) = node.op {
+            // What else the sum divides (a gradient that every tensor rank holds) it divides inside.
+            let ty = graph.ty(node.operands[0]);
+            for (dim, axis) in own.factors.iter().flat_map(|(dim, axes)| axes.iter().map(move |axis| (*dim, *axis))) {
+                let taken = strategies[id].factors.values().flatten().any(|other| *other == axis);
+                let with = strategies[id].with(axis, Choice::Factor(dim));
+                let extent = mesh.extent(with.axes(dim).iter().copied());
+                if !taken && ty.shape[dim].is_multiple_of(extent) {
+                    strategies[id] = with;
+                }
+            }
+        }
+    }
+    pass_scalars(graph, mesh, strategies, axes);
+}
+
+/// The squares are partial sums over the data axes now; their sum passes them on, so that one
+/// reduction of one number serves them all.
+fn pass_scalars(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>, axes: &[AxisId]) {
+    for axis in axes.iter().copied().filter(|axis| !mesh.is_time(*axis)) {
+        let mut partial: BTreeSet<ValueId> = BTreeSet::new();
+        for (id, node) in graph.nodes() {
+            let sums = matches!(node.op, Op::SumSquares(_)) && strategies[id].choice(axis) != Choice::Replicate;
+            if !sums && !node.operands.iter().any(|value| partial.contains(value)) {
+                continue;
+            }
+            let rule = graph.rule(id);
+            let reads = |set: &Vec<usize>| set.iter().any(|index| partial.contains(&node.operands[*index]));
+            let all = |set: &Vec<usize>| {
+                (0..node.operands.len()).all(|index| set.contains(&index) || !partial.contains(&node.operands[index]))
+            };
+            let set = rule.linear.iter().position(|set| reads(set) && all(set));
+            if let Some(set) = set.filter(|_| strategies[id].choice(axis) == Choice::Replicate) {
+                strategies[id] = strategies[id].with(axis, Choice::Pass(set));
+                partial.extend(node.results.iter().copied());
+            } else if sums {
+                partial.extend(node.results.iter().copied());
+            }
+        }
+    }
+}
