@@ -11,6 +11,7 @@ mod differentiate_tests;
 pub mod error;
 pub mod fold;
 pub mod optimizer;
+pub mod precision;
 pub mod search;
 #[cfg(test)]
 mod search_tests;

@@ -1,0 +1,174 @@
+//! Lowers a forward graph to mixed precision: bf16 compute with f32 master parameters.
+//!
+//! Where PyTorch would run under `autocast` with parameters kept in f32 by FSDP's mixed precision,
+//! this pass makes the casts part of the graph, before differentiation, so gradients of parameters
+//! come back through them in f32.
+//!
+//! * Parameters stay f32 leaves; each has one cast to bf16, next to it.
+//! * Matmuls, attention, norms, embeddings and elementwise operations on activations compute in
+//!   bf16, and so the residual stream is bf16. Kernels work in f32 inside.
+//! * Exponentials, logarithms, powers, roots and reciprocals that no composite operation took in
+//!   give f32, as under `autocast`, and what they reach stays f32 until the next matmul or norm.
+//! * Values that no parameter reaches (positions, masks, rotary tables, counts) stay as they are;
+//!   where an activation meets one, that one is cast.
+//! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
+
+use crate::error::PassError;
+use serde::{Deserialize, Serialize};
+use shardc_ir::ops::{BinaryKind, Cast, OpError, UnaryKind};
+use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
+use std::collections::HashMap;
+
+/// The element type of the forward and backward computation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// f32 throughout: the graph as it is.
+    Fp32,
+    /// bf16 with f32 parameters, optimizer states, gradients of parameters and loss.
+    #[default]
+    Bf16,
+}
+
+/// The graph in another precision; see the [module](self).
+pub fn lower_precision(graph: &Graph, precision: Precision) -> Result<Graph, PassError> {
+    if precision == Precision::Fp32 {
+        return Ok(graph.clone());
+    }
+    let mut lowering = Lowering { from: graph, reached: reached(graph), casts: HashMap::new() };
+    let mut lowered = graph
+        .rebuild(|to, id, map| lowering.node(to, id, map).map(|()| true))
+        .map_err(PassError::ill_formed("lower_precision"))?;
+    for index in 0..lowered.outputs.len() {
+        let value = lowered.outputs[index].value;
+        let ty = lowered.ty(value).clone();
+        if ty.rank() == 0 && ty.dtype == DType::Bf16 {
+            let path = lowered.def(value).path.clone();
+            let f32 = ty.with_dtype(DType::F32);
+            let cast = lowered.add_as(Cast {}.into(), &[value], &[f32], path, Role::Forward);
+            let cast = cast.map_err(PassError::ill_formed("lower_precision"))?;
+            lowered.outputs[index].value = lowered.result(cast);
+        }
+    }
+    Ok(lowered)
+}
+
+/// Per value, whether it is a float that a parameter, trained or frozen, reaches.
+fn reached(graph: &Graph) -> Vec<bool> {
+    let mut reached = vec![false; graph.value_count()];
+    for (_, node) in graph.nodes() {
+        let any = matches!(node.op, Op::Parameter(_)) || node.operands.iter().any(|operand| reached[operand.index()]);
+        for result in &node.results {
+            reached[result.index()] = any && graph.ty(*result).dtype.is_float();
+        }
+    }
+    reached
+}
+
+/// In which element type an operation computes.
+enum Class {
+    /// In bf16, whatever its operands come in.
+    Narrow,
+    /// In f32, whatever its operands come in.
+    Wide,
+    /// In the widest element type of the operands that parameters reach.
+    Follow,
+    /// Each operand as it comes; the results by their own rule.
+    AsIs,
+}
+
+fn class(op: &Op, result: &TensorType) -> Class {
+    use UnaryKind::{Exp, Log, Log1p, Recip, Rsqrt, Sqrt};
+    match op {
+        Op::Matmul(_)
+        | Op::Attention(_)
+        | Op::RmsNorm(_)
+        | Op::LayerNorm(_)
+        | Op::Embedding(_)
+        | Op::Rotary(_)
+        | Op::Swiglu(_) => Class::Narrow,
+        Op::Unary(unary) if matches!(unary.kind, Exp | Log | Log1p | Recip | Rsqrt | Sqrt) => Class::Wide,
+        Op::Binary(binary) if binary.kind == BinaryKind::Pow => Class::Wide,
+        Op::CrossEntropy(_) | Op::SumSquares(_) | Op::Cast(_) => Class::AsIs,
+        Op::Reduce(_) if result.rank() == 0 => Class::AsIs,
+        _ => Class::Follow,
+    }
+}
+
+struct Lowering<'a> {
+    from: &'a Graph,
+    reached: Vec<bool>,
+    /// Values of the new graph in other element types.
+    casts: HashMap<(ValueId, DType), ValueId>,
+}
+
+impl Lowering<'_> {
+    /// Adds what a node becomes.
+    fn node(&mut self, to: &mut Graph, id: NodeId, map: &mut HashMap<ValueId, ValueId>) -> Result<(), OpError> {
+        let node = self.from.node(id);
+        if node.op.is_leaf() || !node.results.iter().chain(&node.operands).any(|value| self.reached[value.index()]) {
+            to.copy_node(self.from, id, map)?;
+            return Ok(());
+        }
+        let result = self.from.ty(node.results[0]);
+        let dtype = match class(&node.op, result) {
+            Class::Narrow => Some(DType::Bf16),
+            Class::Wide => Some(DType::F32),
+            Class::Follow => Some(self.followed(to, id, map)),
+            Class::AsIs => None,
+        };
+        let mut operands = Vec::new();
+        for (index, operand) in node.operands.iter().enumerate() {
+            let table = matches!(node.op, Op::Rotary(_)) && index > 0;
+            let target = dtype.filter(|_| !table && self.from.ty(*operand).dtype == DType::F32);
+            operands.push(self.cast(to, map[operand], target)?);
+        }
+        let types = self.from.result_types(id);
+        let declared: Vec<TensorType> = match &node.op {
+            Op::Cast(_) => types,
+            Op::Reshape(_) | Op::Broadcast(_) | Op::Matmul(_) | Op::Reduce(_) | Op::ScatterAdd(_) => {
+                let narrow = |ty: &TensorType| match dtype {
+                    Some(dtype) if ty.dtype == DType::F32 => ty.with_dtype(dtype),
+                    _ => ty.clone(),
+                };
+                types.iter().map(narrow).collect()
+            }
+            _ => Vec::new(),
+        };
+        let copy = to.add_as(node.op.clone(), &operands, &declared, node.path.clone(), node.role)?;
+        for (old, new) in node.results.iter().zip(to.node(copy).results.clone()) {
+            map.insert(*old, new);
+        }
+        Ok(())
+    }
+
+    /// The widest element type of the operands that parameters reach; a parameter counts as bf16.
+    fn followed(&self, to: &Graph, id: NodeId, map: &HashMap<ValueId, ValueId>) -> DType {
+        let operands = self.from.node(id).operands.iter().filter(|operand| self.reached[operand.index()]);
+        let wide = |operand: &ValueId| {
+            !matches!(self.from.def(*operand).op, Op::Parameter(_)) && to.ty(map[operand]).dtype == DType::F32
+        };
+        if operands.into_iter().any(wide) { DType::F32 } else { DType::Bf16 }
+    }
+
+    /// The value in an element type: itself, an earlier cast, the constant anew, or a cast.
+    fn cast(&mut self, to: &mut Graph, value: ValueId, dtype: Option<DType>) -> Result<ValueId, OpError> {
+        let ty = to.ty(value).clone();
+        let Some(dtype) = dtype.filter(|dtype| *dtype != ty.dtype) else { return Ok(value) };
+        if let Some(known) = self.casts.get(&(value, dtype)) {
+            return Ok(*known);
+        }
+        let node = to.def(value);
+        let (path, role) = (node.path.clone(), node.role);
+        let cast = match &node.op {
+            Op::Constant(constant) => {
+                let constant = constant.clone().into();
+                to.add_as(constant, &[], &[ty.with_dtype(dtype)], path, role)?
+            }
+            _ => to.add_as(Cast {}.into(), &[value], &[ty.with_dtype(dtype)], path, role)?,
+        };
+        let cast = to.result(cast);
+        self.casts.insert((value, dtype), cast);
+        Ok(cast)
+    }
+}
