@@ -11,7 +11,8 @@ pub mod cpu;
 pub mod mapped;
 pub mod random;
 
-pub use cpu::interpret::{evaluate_part, interpret};
+pub use cpu::CpuRuntime;
+pub use cpu::interpret::{compute_op, evaluate_part, interpret};
 
 use shardc_ir::ops::OpError;
 use shardc_ir::{Bytes, HostTensor, TensorType};

@@ -31,6 +31,11 @@ impl AlignedBytes {
         Self { start, length }
     }
 
+    /// The first byte, for the views of an arena.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
     fn layout(length: usize) -> Option<Layout> {
         Layout::from_size_align(length, ALIGNMENT).ok().filter(|layout| layout.size() > 0)
     }

@@ -20,6 +20,8 @@ mod normalize;
 mod reduce;
 mod rotary;
 
+pub(super) use adamw::update as adamw_in_place;
+
 use half::{bf16, f16};
 use shardc_ir::{DType, Op, TensorType};
 use std::borrow::Cow;
