@@ -38,7 +38,8 @@ impl FromStr for Plan {
         let mut parser = Parser::default();
         parser.read(text);
         if parser.mesh_line.is_none() {
-            parser.found.push(place(1), "a plan needs a `mesh` line, like `mesh dp=2,time mb=4,tp=2`");
+            let header = parser.header_line.max(1);
+            parser.found.push(place(header), "a plan needs a `mesh` line, like `mesh dp=2,time mb=4,tp=2`");
         }
         parser.found.finish(parser.plan)
     }
@@ -70,6 +71,7 @@ impl From<String> for Stop {
 struct Parser<'a> {
     plan: Plan,
     names: HashMap<&'a str, (Known, usize)>,
+    header_line: usize,
     mesh_line: Option<usize>,
     found: Diagnostics,
 }
@@ -100,6 +102,7 @@ impl<'a> Parser<'a> {
                 Err(Stop::Wrong(cursor.expected("nothing after the closing `}`")))
             } else if !opened {
                 opened = true;
+                self.header_line = line_number;
                 self.header(&mut cursor).map_err(Stop::Wrong)
             } else if cursor.eat("}") {
                 closed = true;

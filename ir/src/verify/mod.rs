@@ -1,1 +1,15 @@
-//! x
+//! The verifiers. Each gathers every finding, and gives facts that the next phase asks for: a plan
+//! can be lowered only as a [`VerifiedPlan`], programs can be run only as [`VerifiedPrograms`], and
+//! only this module makes them.
+//!
+//! The invariants of each phase stand at the top of its verifier's file.
+
+mod graph;
+mod lockstep;
+mod memory;
+mod plan;
+mod program;
+
+pub use graph::{GraphFacts, graph};
+pub use plan::{Conversion, Phase, PlanFacts, VerifiedPlan, plan};
+pub use program::{ProgramFacts, VerifiedPrograms, program};

@@ -1,0 +1,344 @@
+//! The verifier of the programs of all ranks of one step.
+//!
+//! Invariants of one program (here):
+//! * every reference (buffer, group, input, section, instruction) exists; `after` points back;
+//! * a buffer begins at a multiple of 256 and lies inside its arena; slots do not overlap;
+//! * an instruction's buffers have the types its action needs; a compute instruction's are what the
+//!   operation infers from its operands;
+//! * the part of a slot or a feed is inside its global type, and has its buffer's shape.
+//!
+//! Of its execution (`memory`): a section starts when everything of the run before it is done, and
+//!
+//! * what is read was written, and nothing else was written over it since; views (a reshape, a
+//!   contiguous slice) share their operand's bytes, and updates in place are elementwise;
+//! * two instructions of different streams that touch the same bytes, of which one writes, are
+//!   ordered by `after`;
+//! * after the step every slot holds its next value, and every reading its result.
+//!
+//! Of all ranks together (`lockstep`): each rank of a group enters the group's collectives in the
+//! same order with the same sizes, and every send meets its receive, so that no rank waits forever.
+//! The ranks agree on inputs, slots and readings, and their parts cover each of them.
+
+use super::{lockstep, memory};
+use crate::diagnostic::Diagnostics;
+use crate::entity::BufferId;
+use crate::plan::Space;
+use crate::program::{Action, Instruction, Program};
+use crate::types::TensorType;
+use crate::units::Bytes;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Deref;
+
+/// The multiple at which buffers begin.
+pub const ALIGNMENT: u64 = 256;
+
+/// What is known of programs that were verified.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProgramFacts {
+    /// Per memory space, the bytes of the largest arena of any rank.
+    pub arenas: BTreeMap<Space, Bytes>,
+    /// Collectives and messages that the ranks enter in one step, each counted once.
+    pub rendezvous: u64,
+}
+
+/// The programs of all ranks of a step, which [`program`] found valid; rank `i` is at index `i`.
+#[derive(Clone, Debug)]
+pub struct VerifiedPrograms<'a> {
+    programs: &'a [Program],
+    facts: ProgramFacts,
+}
+
+impl VerifiedPrograms<'_> {
+    /// What the verifier found out.
+    pub fn facts(&self) -> &ProgramFacts {
+        &self.facts
+    }
+}
+
+impl Deref for VerifiedPrograms<'_> {
+    type Target = [Program];
+    fn deref(&self) -> &[Program] {
+        self.programs
+    }
+}
+
+/// Verifies the programs of all ranks of a step, in the order of the ranks.
+///
+/// # Errors
+/// Every violation of the invariants. Execution is looked at only if each program is sound by
+/// itself.
+pub fn program(programs: &[Program]) -> Result<VerifiedPrograms<'_>, Diagnostics> {
+    let mut found = Diagnostics::default();
+    for (index, program) in programs.iter().enumerate() {
+        let place = format!("rank {}", program.rank);
+        if program.rank != index as u64 || program.ranks != programs.len() as u64 {
+            let said = format!("says it is rank {} of {}", program.rank, program.ranks);
+            found.push(&place, format!("{said}; it is program {index} of {}", programs.len()));
+        }
+        check_structure(program, &mut found);
+    }
+    found.finish(())?;
+    let mut found = Diagnostics::default();
+    for program in programs {
+        memory::check(program, &mut found);
+    }
+    check_agreement(programs, &mut found);
+    let rendezvous = lockstep::check(programs, &mut found);
+    let mut facts = ProgramFacts { rendezvous, ..ProgramFacts::default() };
+    for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
+        let largest = facts.arenas.entry(*space).or_default();
+        *largest = (*largest).max(*bytes);
+    }
+    found.finish(VerifiedPrograms { programs, facts })
+}
+
+/// The place of an instruction, as findings show it.
+pub(super) fn instruction_place(program: &Program, section: crate::SectionId, index: usize) -> String {
+    format!("rank {}, section {}, instruction {index}", program.rank, program.sections[section].name)
+}
+
+/// The order without the third and later of equal runs that follow each other: microbatches after
+/// the second leave everything as the second does.
+pub(super) fn short_order(program: &Program) -> Vec<crate::program::Run> {
+    let mut order: Vec<crate::program::Run> = Vec::new();
+    for run in &program.order {
+        let repeats = order.iter().rev().take_while(|other| other.section == run.section).count();
+        if repeats < 2 {
+            order.push(*run);
+        }
+    }
+    order
+}
+
+fn check_structure(program: &Program, found: &mut Diagnostics) {
+    let rank = program.rank;
+    let mut spaces = BTreeSet::new();
+    for (space, _) in program.arenas.iter().filter(|(space, _)| !spaces.insert(*space)) {
+        found.push(format!("rank {rank}"), format!("has two {} arenas", space.name()));
+    }
+    for (id, buffer) in &program.buffers {
+        let place = format!("rank {rank}, {id}");
+        let arena = program.arena(buffer.space);
+        if !buffer.offset.is_multiple_of(ALIGNMENT) {
+            found.push(&place, format!("begins at {}, which is no multiple of {ALIGNMENT}", buffer.offset));
+        }
+        let end = buffer.offset.checked_add(buffer.ty.bytes().0);
+        if end.is_none_or(|end| end > arena.0) {
+            let (bytes, space) = (buffer.ty.bytes().0, buffer.space.name());
+            let begin = buffer.offset;
+            found.push(&place, format!("{bytes} bytes at {begin} do not fit the {space} arena of {} bytes", arena.0));
+        }
+    }
+    check_groups(program, found);
+    check_interface(program, found);
+    for (section, body) in &program.sections {
+        for (index, instruction) in body.instructions.iter().enumerate() {
+            let checked =
+                check_references(program, instruction, index).and_then(|()| check_types(program, instruction));
+            if let Err(message) = checked {
+                found.push(instruction_place(program, section, index), message);
+            }
+        }
+    }
+    for run in program.order.iter().filter(|run| !program.sections.is_valid(run.section)) {
+        found.push(format!("rank {rank}, order"), format!("{} does not exist", run.section));
+    }
+}
+
+fn check_groups(program: &Program, found: &mut Diagnostics) {
+    for (index, group) in program.groups.iter().enumerate() {
+        let place = format!("rank {}, group {index}", program.rank);
+        let unique: BTreeSet<_> = group.iter().collect();
+        if unique.len() != group.len() || group.iter().any(|rank| *rank >= program.ranks) {
+            found.push(&place, format!("{group:?} are not different ranks below {}", program.ranks));
+        }
+        if !group.contains(&program.rank) {
+            found.push(&place, format!("{group:?} does not hold this rank"));
+        }
+    }
+}
+
+/// Why a part is not one of a tensor of this type, held in this buffer, if it is not.
+fn part_fits(ty: &TensorType, slice: &[(u64, u64)], buffer: Option<&TensorType>) -> Result<(), String> {
+    let inside = slice.len() == ty.rank()
+        && slice
+            .iter()
+            .zip(&ty.shape)
+            .all(|((first, length), size)| first.checked_add(*length).is_some_and(|end| end <= *size));
+    if !inside {
+        return Err(format!("the part {slice:?} is not inside {ty}"));
+    }
+    let part = ty.with_shape(slice.iter().map(|(_, length)| *length).collect::<Vec<_>>());
+    match buffer {
+        Some(buffer) if *buffer != part => Err(format!("its part is {part}, but its buffer {buffer}")),
+        _ => Ok(()),
+    }
+}
+
+fn check_interface(program: &Program, found: &mut Diagnostics) {
+    let rank = program.rank;
+    let microbatches = program.order.iter().map(|run| run.microbatch + 1).max().unwrap_or(1);
+    for (index, input) in program.inputs.iter().enumerate() {
+        let place = format!("rank {rank}, input \"{}\"", input.name);
+        let feeds = program.instructions().any(|instruction| instruction.action == Action::Feed { input: index });
+        if feeds && input.slices.len() as u64 != microbatches {
+            found.push(
+                &place,
+                format!("has parts for {} microbatches; the step has {microbatches}", input.slices.len()),
+            );
+        }
+        for slice in &input.slices {
+            if let Err(message) = part_fits(&input.ty, slice, None) {
+                found.push(&place, message);
+            }
+        }
+    }
+    let mut names = BTreeSet::new();
+    for slot in &program.slots {
+        let place = format!("rank {rank}, slot \"{}\"", slot.name);
+        if !names.insert(&slot.name) {
+            found.push(&place, "there are two slots of this name");
+        }
+        let checked = match program.buffers.get(slot.buffer) {
+            Some(buffer) => part_fits(&slot.ty, &slot.slice, Some(&buffer.ty)),
+            None => Err(format!("{} does not exist", slot.buffer)),
+        };
+        if let Err(message) = checked {
+            found.push(&place, message);
+        }
+    }
+    for reading in program.readings.iter().filter(|reading| !program.buffers.is_valid(reading.buffer)) {
+        found.push(format!("rank {rank}, reading \"{}\"", reading.name), format!("{} does not exist", reading.buffer));
+    }
+}
+
+fn check_references(program: &Program, instruction: &Instruction, index: usize) -> Result<(), String> {
+    let mut buffers = instruction.operands.iter().chain(&instruction.results);
+    if let Some(buffer) = buffers.find(|buffer| !program.buffers.is_valid(**buffer)) {
+        return Err(format!("{buffer} does not exist"));
+    }
+    if let Some(after) = instruction.after.iter().find(|after| **after >= index) {
+        return Err(format!("waits for instruction {after}, which is not before it"));
+    }
+    match instruction.action {
+        Action::AllReduce { group, .. }
+        | Action::AllGather { group }
+        | Action::ReduceScatter { group, .. }
+        | Action::AllToAll { group }
+            if group >= program.groups.len() =>
+        {
+            Err(format!("group {group} does not exist"))
+        }
+        Action::Send { peer } | Action::Receive { peer } if peer >= program.ranks || peer == program.rank => {
+            Err(format!("rank {peer} is no other rank"))
+        }
+        Action::Feed { input } if input >= program.inputs.len() => Err(format!("input {input} does not exist")),
+        _ => Ok(()),
+    }
+}
+
+fn check_types(program: &Program, instruction: &Instruction) -> Result<(), String> {
+    let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
+    let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+    let group = |index: usize| program.groups[index].len() as u64;
+    // (operands for each result, elements of an operand times this, elements of a result times that)
+    let (pairs, grows, shrinks) = match &instruction.action {
+        Action::Compute(op) => {
+            let inferred = op.infer(&operands, &results).map_err(|error| error.to_string())?;
+            let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            return match inferred == results {
+                true => Ok(()),
+                false => Err(format!("{} makes {}, not {}", op.name(), list(&inferred), list(&results))),
+            };
+        }
+        Action::Send { .. } => return count("send", &operands, 1, &results, 0),
+        Action::Receive { .. } => return count("receive", &operands, 0, &results, 1),
+        Action::Feed { input } => {
+            count("feed", &operands, 0, &results, 1)?;
+            let input = &program.inputs[*input];
+            return input.slices.iter().try_for_each(|slice| part_fits(&input.ty, slice, results.first()));
+        }
+        Action::Copy => return same("copy", &operands, &results),
+        Action::Accumulate => {
+            count("accumulate", &operands, 1, &results, 1)?;
+            let wide = results[0].dtype.is_float() && operands[0].dtype.size() <= results[0].dtype.size();
+            let fits = operands[0].shape == results[0].shape && (wide || operands[0] == results[0]);
+            return if fits { Ok(()) } else { Err(format!("cannot accumulate {} into {}", operands[0], results[0])) };
+        }
+        Action::AllReduce { .. } => return same("all_reduce", &operands, &results),
+        Action::AllToAll { group: index } => {
+            if let Some(ty) = operands.iter().find(|ty| !ty.elements().is_multiple_of(group(*index))) {
+                return Err(format!("{ty} does not divide into {} parts", group(*index)));
+            }
+            (operands.len(), 1, 1)
+        }
+        Action::AllGather { group: index } => (operands.len(), group(*index), 1),
+        Action::ReduceScatter { group: index, .. } => (operands.len(), 1, group(*index)),
+    };
+    if pairs == 0 || results.len() != pairs {
+        return Err(format!("has {} operands and {} results; each operand has its own result", pairs, results.len()));
+    }
+    for (operand, result) in operands.iter().zip(&results) {
+        if operand.dtype != result.dtype || operand.elements() * grows != result.elements() * shrinks {
+            return Err(format!("{operand} does not become {result} over this group"));
+        }
+    }
+    Ok(())
+}
+
+fn count(
+    what: &str,
+    operands: &[TensorType],
+    takes: usize,
+    results: &[TensorType],
+    makes: usize,
+) -> Result<(), String> {
+    if operands.len() == takes && results.len() == makes {
+        return Ok(());
+    }
+    let (has, gives) = (operands.len(), results.len());
+    Err(format!("{what} has {takes} operands and {makes} results, not {has} and {gives}"))
+}
+
+fn same(what: &str, operands: &[TensorType], results: &[TensorType]) -> Result<(), String> {
+    let flat = |ty: &TensorType| (ty.dtype, ty.elements());
+    if !operands.is_empty() && operands.iter().map(flat).eq(results.iter().map(flat)) {
+        return Ok(());
+    }
+    Err(format!("{what} gives each operand's elements to its own result"))
+}
+
+/// What the ranks must agree on, and whether their parts cover it.
+fn check_agreement(programs: &[Program], found: &mut Diagnostics) {
+    let Some(first) = programs.first() else { return };
+    for program in &programs[1..] {
+        let place = format!("rank {}", program.rank);
+        let inputs = |program: &Program| {
+            program.inputs.iter().map(|input| (input.name.clone(), input.ty.clone())).collect::<Vec<_>>()
+        };
+        let slots = |program: &Program| {
+            program.slots.iter().map(|slot| (slot.name.clone(), slot.ty.clone())).collect::<Vec<_>>()
+        };
+        let readings =
+            |program: &Program| program.readings.iter().map(|reading| reading.name.clone()).collect::<Vec<_>>();
+        if inputs(program) != inputs(first) {
+            found.push(&place, "its inputs are not those of rank 0");
+        }
+        if slots(program) != slots(first) {
+            found.push(&place, "its slots are not those of rank 0");
+        }
+        if readings(program) != readings(first) {
+            found.push(&place, "its readings are not those of rank 0");
+        }
+    }
+    let covers = |ty: &TensorType, slices: BTreeSet<&Vec<(u64, u64)>>| {
+        let volume = |slice: &&Vec<(u64, u64)>| slice.iter().map(|(_, length)| *length).product::<u64>();
+        slices.iter().map(volume).sum::<u64>() >= ty.elements()
+    };
+    for (index, slot) in first.slots.iter().enumerate() {
+        let parts = programs.iter().filter_map(|program| program.slots.get(index).map(|slot| &slot.slice)).collect();
+        if !covers(&slot.ty, parts) {
+            found.push(format!("slot \"{}\"", slot.name), "the ranks' parts do not cover it");
+        }
+    }
+}
