@@ -1,0 +1,263 @@
+//! Properties of the text forms, the factor rules and the layouts, on random graphs and meshes.
+
+use proptest::prelude::*;
+use shardc_ir::mesh::AxisKind;
+use shardc_ir::ops::{
+    Affine, Binary, BinaryKind, Broadcast, Cast, Concat, Input, Matmul, Pad, Parameter, Reduce, ReduceOp, Reshape,
+    Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
+};
+use shardc_ir::{
+    Choice, DType, Graph, Mesh, NodeId, OutputKind, Plan, Program, Role, Sharding, Strategy as NodeStrategy,
+    TensorType, ValueId, verify,
+};
+
+/// A source of choices: the numbers that proptest made, and makes smaller.
+struct Choices<'a>(std::iter::Cycle<std::slice::Iter<'a, u32>>);
+
+impl<'a> Choices<'a> {
+    fn new(numbers: &'a [u32]) -> Self {
+        Self(numbers.iter().cycle())
+    }
+
+    fn below(&mut self, count: usize) -> usize {
+        self.0.next().map_or(0, |number| *number as usize % count.max(1))
+    }
+
+    fn of<T: Clone>(&mut self, items: &[T]) -> T {
+        items[self.below(items.len())].clone()
+    }
+}
+
+const SIZES: [u64; 5] = [1, 2, 4, 6, 12];
+
+fn shape(choices: &mut Choices<'_>) -> Vec<u64> {
+    (0..1 + choices.below(3)).map(|_| choices.of(&SIZES)).collect()
+}
+
+/// Adds one random node; leaves where no other fits.
+fn add_node(graph: &mut Graph, index: usize, choices: &mut Choices<'_>) {
+    let values: Vec<ValueId> = graph.values().map(|(id, _)| id).collect();
+    if values.is_empty() || choices.below(5) == 0 {
+        let ty = TensorType::new(choices.of(&[DType::F32, DType::Bf16]), shape(choices));
+        let name = format!("leaf \"{index}\"; {}", choices.of(&["a", "b.c", "ü"]));
+        let added = match choices.below(2) {
+            0 => graph.add(Input { name }, &[], &[ty]),
+            _ => graph.add(Parameter { name, frozen: choices.below(2) == 0 }, &[], &[ty]),
+        };
+        added.unwrap();
+        return;
+    }
+    let x = choices.of(&values);
+    let ty = graph.ty(x).clone();
+    let rank = ty.rank();
+    let number = choices.below(1000) as f64 / 7.0;
+    let all: Vec<usize> = (0..rank).collect();
+    let reversed: Vec<usize> = all.iter().rev().copied().collect();
+    let ones = vec![1; rank];
+    let added = match choices.below(12) {
+        0 => graph.add(Unary { kind: choices.of(&[UnaryKind::Exp, UnaryKind::Neg, UnaryKind::Gelu]) }, &[x], &[]),
+        1 => graph.add(Binary { kind: choices.of(&[BinaryKind::Add, BinaryKind::Mul, BinaryKind::Div]) }, &[x, x], &[]),
+        2 => graph.add(Affine { scale: number, offset: 1.0 / (1.0 + number) }, &[x], &[]),
+        3 => graph.add(Reshape {}, &[x], &[ty.with_shape([ty.elements()])]),
+        4 => graph.add(Transpose { permutation: reversed }, &[x], &[]),
+        5 => graph.add(Reduce { kind: choices.of(&[ReduceOp::Sum, ReduceOp::Max]), dims: all }, &[x], &[]),
+        6 if rank == 2 => graph.add(Matmul::new("mk,nk->mn"), &[x, x], &[]),
+        7 if rank > 0 => graph.add(Softmax {}, &[x], &[]),
+        8 => graph.add(SumSquares {}, &[x], &[]),
+        9 => graph.add(
+            Broadcast { dims: (1..=rank).collect() },
+            &[x],
+            &[ty.with_shape([&[3], ty.shape.as_slice()].concat())],
+        ),
+        10 => graph.add(Cast {}, &[x], &[ty.with_dtype(DType::F16)]),
+        11 if rank > 0 => graph.add(Concat { dim: choices.below(rank) }, &[x, x], &[]),
+        12 => graph.add(Slice { start: vec![0; rank], limit: ty.shape.clone() }, &[x], &[]),
+        _ => graph.add(Pad { low: ones.clone(), high: ones, value: number }, &[x], &[]),
+    };
+    // Sizes must stay small; a node that cannot be added is left out.
+    let Ok(id) = added else { return };
+    let role = match choices.below(5) {
+        0 => Role::Backward(NodeId::from_u32(choices.below(id.as_u32() as usize) as u32)),
+        1 => Role::Recompute(NodeId::from_u32(choices.below(id.as_u32() as usize) as u32)),
+        2 => Role::Optimizer,
+        _ => Role::Forward,
+    };
+    graph.annotate(id, choices.of(&["", "blocks.0", "a \"b\"; c"]), role);
+}
+
+fn graph(numbers: &[u32]) -> Graph {
+    let mut choices = Choices::new(numbers);
+    let mut graph = Graph::new(choices.of(&["step", "a b", ""]));
+    for index in 0..numbers.len().min(24) / 2 + 1 {
+        add_node(&mut graph, index, &mut choices);
+    }
+    let values: Vec<ValueId> = graph.values().map(|(id, _)| id).collect();
+    graph.output("loss", choices.of(&values), OutputKind::Result);
+    graph.output("update", choices.of(&values), OutputKind::Result);
+    let leaf = graph.leaves().map(|(value, _)| value).next().unwrap();
+    graph.output("l \"0\"", leaf, OutputKind::Update(leaf));
+    graph
+}
+
+fn mesh(choices: &mut Choices<'_>) -> Mesh {
+    let mut mesh = Mesh::default();
+    for name in ["dp", "mb", "tp", "tp_1"].into_iter().take(choices.below(5)) {
+        let kind = if name == "mb" { AxisKind::Time } else { AxisKind::Space };
+        mesh.push(name, choices.of(&[1, 2, 3, 4]), kind);
+    }
+    mesh
+}
+
+/// A strategy made of choices that the rule offers, axis by axis.
+fn strategy(plan: &Plan, node: NodeId, choices: &mut Choices<'_>) -> NodeStrategy {
+    let rule = plan.rule(node);
+    plan.mesh.ids().fold(NodeStrategy::default(), |strategy, axis| {
+        let choice: Choice = choices.of(&rule.choices(&strategy, axis, &plan.mesh));
+        strategy.with(axis, choice)
+    })
+}
+
+fn plan(numbers: &[u32]) -> Plan {
+    let mut choices = Choices::new(numbers);
+    let mut plan = Plan { graph: graph(numbers), mesh: mesh(&mut choices), ..Plan::default() };
+    for node in plan.graph.nodes().map(|(id, _)| id).collect::<Vec<_>>() {
+        plan.strategies[node] = strategy(&plan, node, &mut choices);
+    }
+    for value in plan.graph.values().map(|(id, _)| id).collect::<Vec<_>>() {
+        if choices.below(4) == 0 {
+            plan.transient[value] = true;
+        }
+    }
+    plan.reduce_in_loop = choices.below(2) == 0;
+    plan.prediction.step.0 = choices.below(1000) as f64 / 7.0;
+    plan
+}
+
+/// Every index of a shape exactly once over the coordinates of the axes that divide it.
+fn check_tiling(shape: &[u64], sharding: &Sharding, mesh: &Mesh) {
+    let mut counts = vec![0u64; shape.iter().product::<u64>() as usize];
+    for rank in 0..mesh.ranks() {
+        for microbatch in 0..mesh.microbatches() {
+            let slice = sharding.slice(shape, mesh, &mesh.coordinates(rank, microbatch));
+            let local: Vec<u64> = slice.iter().map(|(_, length)| *length).collect();
+            assert_eq!(local, sharding.local_shape(shape, mesh));
+            for index in 0..local.iter().product::<u64>() {
+                let (mut rest, mut at, mut stride) = (index, 0, 1);
+                for dim in (0..shape.len()).rev() {
+                    at += (slice[dim].0 + rest % local[dim]) * stride;
+                    rest /= local[dim];
+                    stride *= shape[dim];
+                }
+                counts[at as usize] += 1;
+            }
+        }
+    }
+    let divided: u64 = mesh.extent(sharding.dim_axes().iter());
+    let copies = mesh.ranks() * mesh.microbatches() / divided;
+    assert!(counts.iter().all(|count| *count == copies), "{shape:?} by {sharding:?}: {counts:?}");
+}
+
+fn numbers() -> impl Strategy<Value = Vec<u32>> {
+    prop::collection::vec(any::<u32>(), 1..80)
+}
+
+const PROGRAM: &str = r#"program rank 0 of 1 {
+  arena device 4096
+  group 0 = 0
+  $0: f32[4,4] device+0 parameter %1
+  $1: f32[4,4] device+256 buffer
+  input "x": f32[4,4] = [0+2,0+4] [2+2,0+4]
+  slot state "w": f32[4,4] = $0 [0+4,0+4] from 0.5
+  reading "loss" = $1
+  section main {
+    0: $1 = all_reduce $0 sum over 0 on communication from node3
+    1: $1 = compute affine $0 {scale=2.0, offset=1.0} on compute after 0
+  }
+  order main 0
+}
+"#;
+
+/// A text with some characters replaced, removed or doubled.
+fn mutated(text: &str, mutations: &[(u32, u32)]) -> String {
+    const ALPHABET: &[char] =
+        &['%', '$', '{', '}', '[', ']', '"', '=', ',', ':', '@', '/', '.', '0', '9', '-', 'é', '\n', '\\', ';'];
+    let mut text: Vec<char> = text.chars().collect();
+    for (at, what) in mutations {
+        if text.is_empty() {
+            break;
+        }
+        let at = *at as usize % text.len();
+        let new = ALPHABET[(*what / 4) as usize % ALPHABET.len()];
+        match what % 4 {
+            0 => drop(text.remove(at)),
+            1 => text[at] = new,
+            2 => text.insert(at, new),
+            _ => text.truncate(text.len() - at % 8),
+        }
+    }
+    text.into_iter().collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 192, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn graphs_round_trip(numbers in numbers()) {
+        let graph = graph(&numbers);
+        let text = graph.to_string();
+        match text.parse::<Graph>() {
+            Ok(read) => prop_assert_eq!(read, graph, "{}", text),
+            Err(found) => prop_assert!(false, "{}\n{}", found, text),
+        }
+    }
+
+    #[test]
+    fn plans_round_trip(numbers in numbers()) {
+        let plan = plan(&numbers);
+        let text = plan.to_string();
+        match text.parse::<Plan>() {
+            Ok(read) => prop_assert_eq!(read.to_string(), text),
+            Err(found) => prop_assert!(false, "{}\n{}", found, text),
+        }
+        prop_assert_eq!(Plan::from_json(&plan.to_json()).unwrap(), plan);
+    }
+
+    #[test]
+    fn offered_choices_are_legal_and_their_layouts_tile(numbers in numbers()) {
+        let plan = plan(&numbers);
+        for (id, node) in plan.graph.nodes() {
+            let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
+            prop_assert_eq!(rule.check(strategy, &plan.mesh), Ok(()));
+            for (index, value) in node.results.iter().enumerate() {
+                let (shape, sharding) = (&plan.graph.ty(*value).shape, rule.result_sharding(index, strategy));
+                prop_assert_eq!(sharding.check(shape, &plan.mesh), Ok(()));
+                if shape.iter().product::<u64>() < 1000 {
+                    check_tiling(shape, &sharding, &plan.mesh);
+                }
+            }
+            for (index, value) in node.operands.iter().enumerate() {
+                let sharding = rule.operand_sharding(index, strategy);
+                prop_assert_eq!(sharding.check(&plan.graph.ty(*value).shape, &plan.mesh), Ok(()));
+            }
+        }
+    }
+
+    #[test]
+    fn parsers_and_verifiers_never_panic(
+        numbers in numbers(),
+        mutations in prop::collection::vec((any::<u32>(), any::<u32>()), 1..12),
+    ) {
+        let plan = plan(&numbers);
+        if let Ok(graph) = mutated(&plan.graph.to_string(), &mutations).parse::<Graph>() {
+            drop(verify::graph(&graph));
+        }
+        if let Ok(plan) = mutated(&plan.to_string(), &mutations).parse::<Plan>() {
+            drop(verify::plan(&plan));
+        }
+        if let Ok(program) = mutated(PROGRAM, &mutations).parse::<Program>() {
+            drop(verify::program(&[program]));
+        }
+        drop(Plan::from_json(&mutated(&plan.to_json(), &mutations)));
+        drop(verify::plan(&plan));
+    }
+}
