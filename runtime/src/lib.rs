@@ -9,6 +9,7 @@
 
 pub mod cpu;
 pub mod mapped;
+pub mod probe;
 pub mod random;
 
 pub use cpu::CpuRuntime;
