@@ -5,7 +5,8 @@
 //! microbatch between a prologue and an epilogue; a pipeline schedule is an order over forward and
 //! backward sections. Within a section instructions are listed in the order in which they are
 //! issued, each on one [`Stream`]; streams run concurrently, and `after` lists the instructions of
-//! other streams that must have finished first.
+//! other streams that must have finished first. A run of a section starts when the run before it
+//! has finished on every stream, so `after` never reaches into another section.
 //!
 //! Every buffer has a fixed offset in the arena of its memory space. Buffers may overlap where
 //! their lifetimes do not, or where one is a view of the other (a reshape, an update in place).

@@ -3,6 +3,7 @@
 //! Each pass is a pure function in a file of its own, named by a verb phrase. The driver holds the
 //! one list of them and the reasons for their order.
 
+pub mod allocate;
 pub mod cluster;
 pub mod cost;
 pub mod differentiate;
@@ -10,8 +11,11 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod fold;
+pub mod lower;
 pub mod optimizer;
 pub mod precision;
+pub mod reshard;
+pub mod schedule;
 pub mod search;
 #[cfg(test)]
 mod search_tests;

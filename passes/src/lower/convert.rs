@@ -1,0 +1,295 @@
+//! Conversions: which copy of a value a reader gets, and what makes it.
+
+use super::collective::Site;
+use super::{Hint, LowerError, Lowering, Place};
+use crate::reshard::{Step, priced_path, rough_cost};
+use shardc_ir::plan::Category;
+use shardc_ir::program::{Action, Stream};
+use shardc_ir::{AxisSet, BufferId, Mesh, NodeId, OpDef, Role, SecondaryMap, Sharding, TensorType, ValueId};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Forward, backward (with recomputation) or optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    Forward,
+    Backward,
+    Optimizer,
+}
+
+/// One layout in which a value is at hand.
+#[derive(Clone, Debug)]
+struct Copy {
+    sharding: Sharding,
+    buffer: BufferId,
+    place: Place,
+    /// The block for which it was made, if it is transient.
+    block: Option<u32>,
+}
+
+type Priced = Option<(f64, Rc<Vec<Step>>)>;
+
+/// Every copy of every value, and what was looked up on the way.
+#[derive(Default)]
+pub(super) struct Copies {
+    of: SecondaryMap<ValueId, Vec<Copy>>,
+    accumulators: HashMap<BufferId, BufferId>,
+    paths: HashMap<(TensorType, Sharding, Sharding), Priced>,
+    blocks: HashMap<(String, Phase), u32>,
+}
+
+impl Copies {
+    /// Records the buffer in which a node leaves its result.
+    pub(super) fn made(&mut self, value: ValueId, sharding: Sharding, buffer: BufferId, place: Place) {
+        self.of[value].push(Copy { sharding, buffer, place, block: None });
+    }
+
+    fn path(&mut self, ty: &TensorType, from: &Sharding, to: &Sharding, mesh: &Mesh) -> Priced {
+        let key = (ty.clone(), from.clone(), to.clone());
+        let search = || {
+            let found = priced_path(ty, from, to, mesh, &|step, local| rough_cost(step, local, mesh));
+            found.map(|(cost, steps)| (cost, Rc::new(steps)))
+        };
+        self.paths.entry(key).or_insert_with(search).clone()
+    }
+}
+
+/// The module path up to and including its first numeric component; all of it if there is none.
+pub fn block_of(path: &str) -> &str {
+    let mut end = 0;
+    for part in path.split('.') {
+        end += part.len();
+        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {
+            return &path[..end];
+        }
+        end += 1;
+    }
+    path
+}
+
+/// The layout over space alone, or over time alone.
+fn without_time(sharding: &Sharding, time: AxisSet) -> Sharding {
+    let mut rest = sharding.clone();
+    rest.partial.retain(|(axis, _)| !time.contains(*axis));
+    rest
+}
+
+impl Lowering<'_> {
+    /// The buffer in which `reader` (a node, or the outputs) finds a value in a layout; made now if it
+    /// is not at hand.
+    pub(super) fn operand(
+        &mut self,
+        value: ValueId,
+        to: &Sharding,
+        reader: Option<NodeId>,
+    ) -> Result<BufferId, LowerError> {
+        let block = self.block(reader);
+        let at = reader.map_or_else(|| self.last_place(), |node| self.places[node]);
+        let own = self.plan.transient[value].then_some(block);
+        let visible = |copy: &&Copy| copy.place <= at && (copy.block.is_none() || copy.block == own);
+        let copies: Vec<Copy> = self.copies.of[value].iter().filter(visible).cloned().collect();
+        if let Some(copy) = copies.iter().find(|copy| copy.sharding == *to && self.is_readable(copy, at)) {
+            return Ok(copy.buffer);
+        }
+        if let Some(buffer) = self.make_again(value, to, at)? {
+            return Ok(buffer);
+        }
+        let ty = self.plan.graph.ty(value).clone();
+        let mut best: Option<(f64, Rc<Vec<Step>>, Copy)> = None;
+        for copy in &copies {
+            if !self.is_readable(copy, at) {
+                continue;
+            }
+            let found = self.copies.path(&ty, &copy.sharding, to, self.mesh);
+            let Some((cost, steps)) = found else { continue };
+            if best.as_ref().is_none_or(|(known, ..)| cost < *known) {
+                best = Some((cost, steps, copy.clone()));
+            }
+        }
+        if let Some((_, steps, copy)) = best {
+            return Ok(self.run_steps(value, copy, &steps, own, at, reader));
+        }
+        if !self.accumulate_for(value, to, reader, &copies)? {
+            let reason = self.why_not(value, to);
+            return Err(self.no_conversion(value, &self.made_as(value), to, reader, reason));
+        }
+        // The accumulator is a copy now, of the layout itself or of one that has a path to it.
+        self.operand(value, to, reader)
+    }
+
+    /// A copy made in the loop can be read behind it only if it does not depend on the microbatch.
+    fn is_readable(&self, copy: &Copy, at: Place) -> bool {
+        let over_time = |axis| self.time.contains(axis);
+        let varies = copy.sharding.dims.iter().flatten().copied().any(over_time)
+            || copy.sharding.partial.iter().any(|(axis, _)| over_time(*axis));
+        !(varies && at == Place::Epilogue)
+    }
+
+    fn block(&mut self, reader: Option<NodeId>) -> u32 {
+        let (path, phase) = match reader.map(|node| self.plan.graph.node(node)) {
+            None => ("", Phase::Optimizer),
+            Some(node) => {
+                let phase = match node.role {
+                    Role::Forward => Phase::Forward,
+                    Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
+                    Role::Optimizer => Phase::Optimizer,
+                };
+                (block_of(&node.path), phase)
+            }
+        };
+        let next = self.copies.blocks.len() as u32;
+        *self.copies.blocks.entry((path.to_string(), phase)).or_insert(next)
+    }
+
+    /// A value that is made from nothing is made again in the layout itself.
+    fn make_again(&mut self, value: ValueId, to: &Sharding, at: Place) -> Result<Option<BufferId>, LowerError> {
+        let def = self.plan.graph.value(value).def;
+        let node = self.plan.graph.node(def);
+        if node.op.is_leaf() || !node.operands.is_empty() || node.results.len() != 1 || !to.partial.is_empty() {
+            return Ok(None);
+        }
+        let ty = self.local_type(self.plan.graph.ty(value), to);
+        let Ok(op) = self.local_op(def, node, &[], std::slice::from_ref(to)) else { return Ok(None) };
+        let buffer = self.draft.buffer(ty, self.category(value));
+        self.draft.buffers[buffer].value = Some(value);
+        self.check_types(def, &op, &[], &[buffer])?;
+        self.draft.push(at, Action::Compute(op), vec![], vec![buffer], Stream::Compute, Some(def), Hint::None);
+        self.copies.made(value, to.clone(), buffer, at);
+        Ok(Some(buffer))
+    }
+
+    /// Emits the steps, and records where they end.
+    fn run_steps(
+        &mut self,
+        value: ValueId,
+        from: Copy,
+        steps: &[Step],
+        own: Option<u32>,
+        at: Place,
+        reader: Option<NodeId>,
+    ) -> BufferId {
+        let def = self.plan.graph.value(value).def;
+        // What does not depend on the microbatch is converted once, unless the copies shall be dropped.
+        let hoist = own.is_none() && from.place == Place::Prologue && at == Place::Microbatch;
+        let place = if hoist { Place::Prologue } else { at };
+        let for_optimizer = reader.is_none_or(|node| self.plan.graph.node(node).role == Role::Optimizer);
+        let block = self.block(reader);
+        let hint = |step: &Step| match step {
+            Step::AllGather { .. } if self.weights[def] && !for_optimizer => Hint::Prefetch(block),
+            _ if step.is_reduction() && for_optimizer => Hint::Bucket,
+            _ => Hint::None,
+        };
+        let hints: Vec<Hint> = steps.iter().map(hint).collect();
+        let category = match self.category(value) {
+            Category::Parameter if own.is_some() => Category::Buffer,
+            category => category,
+        };
+        let (mut buffer, mut sharding) = (from.buffer, from.sharding);
+        for (index, (step, hint)) in steps.iter().zip(hints).enumerate() {
+            let last = index + 1 == steps.len();
+            let category = if last { category } else { Category::Buffer };
+            buffer = self.emit(step, buffer, Site { place, source: Some(def), hint, category });
+            sharding = step.apply(&sharding);
+            self.copies.of[value].push(Copy { sharding: sharding.clone(), buffer, place, block: own });
+        }
+        self.draft.buffers[buffer].value.get_or_insert(value);
+        buffer
+    }
+
+    /// Accumulates a value that is partial over time: whole over the ranks first if the plan says so or
+    /// if that only makes it smaller, else as it is. Whether there is a new accumulator.
+    fn accumulate_for(
+        &mut self,
+        value: ValueId,
+        to: &Sharding,
+        reader: Option<NodeId>,
+        copies: &[Copy],
+    ) -> Result<bool, LowerError> {
+        let over_time = |axes: &[shardc_ir::AxisId]| axes.iter().any(|axis| self.time.contains(*axis));
+        let fail = |this: &Self, from: &Sharding, reason| this.no_conversion(value, from, to, reader, reason);
+        let Some(copy) = copies.iter().find(|copy| copy.sharding.partial_axes().iter().any(|axis| over_time(&[axis])))
+        else {
+            return Err(fail(self, &self.made_as(value), self.why_not(value, to)));
+        };
+        if to.dims.iter().any(|axes| over_time(axes)) || to.partial.iter().any(|(axis, _)| over_time(&[*axis])) {
+            return Err(fail(self, &copy.sharding, "a sum over microbatches cannot be divided over them"));
+        }
+        if copy.sharding.dims.iter().any(|axes| over_time(axes)) {
+            return Err(fail(self, &copy.sharding, "a value divided over microbatches cannot be read after them"));
+        }
+        let reader_place = reader.map_or(Place::Epilogue, |node| self.places[node]);
+        if reader_place != Place::Epilogue {
+            return Err(fail(self, &copy.sharding, "a sum over microbatches can be read only after all of them"));
+        }
+        let over: Vec<_> = copy.sharding.partial.iter().copied().filter(|(axis, _)| over_time(&[*axis])).collect();
+        if over.iter().any(|(_, kind)| *kind != shardc_ir::ReduceKind::Sum) {
+            return Err(fail(self, &copy.sharding, "only sums are accumulated over microbatches"));
+        }
+        let mut in_loop = to.clone();
+        over.iter().for_each(|(axis, kind)| in_loop.add_partial(*axis, *kind));
+        let ty = self.plan.graph.ty(value).clone();
+        let Some((_, steps)) = self.copies.path(&ty, &copy.sharding, &in_loop, self.mesh) else {
+            return Err(fail(self, &copy.sharding, self.why_not(value, to)));
+        };
+        let shrinks = steps.iter().all(|step| matches!(step, Step::Slice { .. }));
+        let (source, sharding) = if self.plan.reduce_in_loop || shrinks {
+            (self.run_steps(value, copy.clone(), &steps, None, Place::Microbatch, reader), in_loop)
+        } else {
+            (copy.buffer, copy.sharding.clone())
+        };
+        Ok(self.accumulate(value, source, &without_time(&sharding, self.time)))
+    }
+
+    fn accumulate(&mut self, value: ValueId, source: BufferId, sharding: &Sharding) -> bool {
+        if self.copies.accumulators.contains_key(&source) {
+            return false;
+        }
+        let category = match self.category(value) {
+            Category::Activation | Category::Gradient => Category::Gradient,
+            other => other,
+        };
+        let total = self.draft.buffer(self.draft.buffers[source].ty.clone(), category);
+        self.draft.buffers[total].value = Some(value);
+        let def = Some(self.plan.graph.value(value).def);
+        let (operands, results) = (vec![source], vec![total]);
+        self.draft.push(Place::Microbatch, Action::Accumulate, operands, results, Stream::Compute, def, Hint::None);
+        self.copies.accumulators.insert(source, total);
+        self.copies.made(value, sharding.clone(), total, Place::Epilogue);
+        true
+    }
+
+    fn why_not(&self, value: ValueId, to: &Sharding) -> &'static str {
+        let made = self.made_as(value);
+        let divided = |sharding: &Sharding| sharding.dims.iter().flatten().any(|axis| self.time.contains(*axis));
+        match (divided(&made), divided(to)) {
+            (true, _) => "its division over microbatches cannot change",
+            (false, true) => "a value that is the same in all microbatches cannot be divided over them",
+            _ => "there is no way between these layouts",
+        }
+    }
+
+    fn no_conversion(
+        &self,
+        value: ValueId,
+        from: &Sharding,
+        to: &Sharding,
+        reader: Option<NodeId>,
+        reason: &'static str,
+    ) -> LowerError {
+        let text = |sharding: &Sharding| {
+            let dims = sharding.dims.iter().enumerate();
+            let sizes = &self.plan.graph.ty(value).shape;
+            let dims: Vec<_> =
+                dims.map(|(dim, _)| format!("{}{}", sizes[dim], sharding.dim_text(dim, self.mesh))).collect();
+            format!("[{}]{}", dims.join(","), sharding.partial_text(self.mesh))
+        };
+        LowerError::NoConversion {
+            value,
+            path: self.plan.graph.def(value).path.clone(),
+            from: text(from),
+            to: text(to),
+            reader: reader.map_or("an output".to_string(), |node| node.to_string()),
+            reason,
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Results that may share the bytes of what they replace.
+//!
+//! * An update whose value is copied into its slot at the end of the step is made in the slot itself,
+//!   if nothing touches the slot in between (so `adamw` works in place, and a parameter is gathered
+//!   straight into its slot);
+//! * an all-reduce works in place if nothing reads its operand afterwards.
+
+use super::{Draft, StorageId};
+use shardc_ir::ops::Op;
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, SecondaryMap};
+use std::collections::BTreeSet;
+
+/// A place of an instruction: its section and its index.
+type Position = (usize, usize);
+
+/// Who touches each storage, in order.
+struct Accesses(Vec<Vec<Position>>);
+
+impl Accesses {
+    fn of(draft: &Draft) -> Self {
+        let mut accesses = vec![Vec::new(); draft.storages as usize];
+        for (section, items) in draft.sections.iter().enumerate() {
+            for (index, item) in items.iter().enumerate() {
+                for buffer in item.instruction.operands.iter().chain(&item.instruction.results) {
+                    let list = &mut accesses[draft.storage[*buffer].0 as usize];
+                    if list.last() != Some(&(section, index)) {
+                        list.push((section, index));
+                    }
+                }
+            }
+        }
+        Self(accesses)
+    }
+
+    fn get(&self, storage: StorageId) -> &[Position] {
+        &self.0[storage.0 as usize]
+    }
+}
+
+/// Lets results share storages where it is safe; drops the copies that become empty.
+pub(crate) fn share_storages(draft: &mut Draft) {
+    let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
+    kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
+    update_in_place(draft, &kept);
+    reduce_in_place(draft, &kept);
+}
+
+fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
+    let accesses = Accesses::of(draft);
+    let mut dropped: BTreeSet<Position> = BTreeSet::new();
+    let mut renamed: SecondaryMap<BufferId, Option<StorageId>> = SecondaryMap::new();
+    let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
+    for (section, items) in draft.sections.iter().enumerate() {
+        for (index, item) in items.iter().enumerate().filter(|(_, item)| item.instruction.action == Action::Copy) {
+            let [source, target] =
+                [item.instruction.operands[0], item.instruction.results[0]].map(|buffer| draft.storage[buffer]);
+            let Some(&(first_section, writer)) = accesses.get(source).first() else { continue };
+            if first_section != section || kept.contains(&source) || targets[source.0 as usize].is_some() {
+                continue;
+            }
+            let between = |at: &&Position| **at >= (section, writer) && **at < (section, index);
+            let mut touched = accesses.get(target).iter().filter(between);
+            let free = match (touched.next(), touched.next()) {
+                (None, _) => true,
+                (Some(at), None) => {
+                    *at == (section, writer) && works_in_place(draft, &items[writer].instruction, source, target)
+                }
+                _ => false,
+            };
+            if free {
+                targets[source.0 as usize] = Some(target);
+                dropped.insert((section, index));
+            }
+        }
+    }
+    for id in draft.buffers.keys() {
+        renamed[id] = targets[draft.storage[id].0 as usize];
+    }
+    for id in draft.buffers.keys() {
+        if let Some(target) = renamed[id] {
+            draft.storage[id] = target;
+        }
+    }
+    for (section, items) in draft.sections.iter_mut().enumerate() {
+        let mut index = 0;
+        items.retain(|_| {
+            index += 1;
+            !dropped.contains(&(section, index - 1))
+        });
+    }
+}
+
+/// Whether an instruction may write its result `source` over its operand `target`: `adamw` may, each
+/// result over the operand it replaces.
+fn works_in_place(draft: &Draft, instruction: &Instruction, source: StorageId, target: StorageId) -> bool {
+    let Action::Compute(Op::Adamw(_)) = instruction.action else { return false };
+    let position = |buffers: &[BufferId], storage| {
+        let mut found = buffers.iter().enumerate().filter(|(_, buffer)| draft.storage[**buffer] == storage);
+        found.next().filter(|_| found.next().is_none()).map(|(index, _)| index)
+    };
+    let pair = (position(&instruction.results, source), position(&instruction.operands, target));
+    matches!(pair, (Some(0), Some(0)) | (Some(1), Some(2)) | (Some(2), Some(3)))
+}
+
+fn reduce_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
+    let accesses = Accesses::of(draft);
+    let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
+    for (section, items) in draft.sections.iter().enumerate() {
+        for (index, item) in items.iter().enumerate() {
+            let Action::AllReduce { .. } = item.instruction.action else { continue };
+            for (operand, result) in item.instruction.operands.iter().zip(&item.instruction.results) {
+                let (operand, result) = (draft.storage[*operand], draft.storage[*result]);
+                let once = item.instruction.operands.iter().filter(|id| draft.storage[**id] == operand).count() == 1;
+                let here = (section, index);
+                let local = accesses.get(operand).first().is_some_and(|first| first.0 == section);
+                let last = accesses.get(operand).last() == Some(&here);
+                let fresh = accesses.get(result).first() == Some(&here);
+                let free = !kept.contains(&operand) && !kept.contains(&result) && operand != result;
+                if local && last && fresh && free && once {
+                    targets[result.0 as usize] = Some(operand);
+                }
+            }
+        }
+    }
+    for id in draft.buffers.keys() {
+        let mut storage = draft.storage[id];
+        while let Some(target) = targets[storage.0 as usize] {
+            storage = target;
+        }
+        draft.storage[id] = storage;
+    }
+}

@@ -1,0 +1,358 @@
+//! Lowering: from a plan to the program of one rank.
+//!
+//! Nodes fall into three sections by what they read: the *prologue* does not depend on the
+//! microbatch, the *microbatch* section runs once per microbatch, the *epilogue* reads what was
+//! accumulated. With one microbatch everything is one section, so that reductions of gradients may
+//! overlap the backward pass. Where a value is made in one layout and read in another, a conversion
+//! ([`crate::reshard`]) is inserted before its first reader, or, if it reduces a partial value, behind
+//! its maker; readers of one layout share it. Then [`crate::schedule`] moves and merges collectives,
+//! and [`crate::allocate`] gives every buffer its offset.
+//!
+//! Invariants: the instructions of all ranks have the same order, actions and types; only the numbers
+//! in attributes, groups and slices differ. A value that is partial over time is read by later nodes
+//! only through its accumulator.
+
+mod collective;
+mod convert;
+mod draft;
+mod in_place;
+mod section;
+
+pub use draft::{Draft, Hint, Item, Place, StorageId};
+
+use crate::allocate::allocate;
+use crate::reshard::normalize;
+use crate::schedule::schedule;
+use convert::Copies;
+pub use convert::block_of;
+pub(crate) use in_place::share_storages;
+use section::place_nodes;
+use shardc_ir::ops::{Op, OpError, Part};
+use shardc_ir::plan::{Category, Space};
+use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
+use shardc_ir::{
+    AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
+    Sharding, TensorType, ValueId,
+};
+
+/// Why a plan cannot be lowered. A verified plan raises only what concerns time axes.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum LowerError {
+    /// A value has no conversion to the layout in which it is read.
+    #[error("{value} (from `{path}`) lies as {from} and is read as {to} by {reader}: {reason}")]
+    NoConversion {
+        /// The value.
+        value: ValueId,
+        /// The module of its node.
+        path: String,
+        /// Its layout.
+        from: String,
+        /// The layout in which it is read.
+        to: String,
+        /// Who reads it.
+        reader: String,
+        /// What stands against it.
+        reason: &'static str,
+    },
+    /// An operation would need other attributes in every microbatch.
+    #[error("{node} ({op}, from `{path}`) would be another operation in every microbatch; keep it whole over `mb`")]
+    VariesByMicrobatch {
+        /// The node.
+        node: NodeId,
+        /// The operation.
+        op: String,
+        /// Its module.
+        path: String,
+    },
+    /// An operation's local types do not fit: a bug of its factor rule or of the plan.
+    #[error("{node} does not fit its shards: a bug of the compiler")]
+    IllFormed {
+        /// The node.
+        node: NodeId,
+        /// What is wrong.
+        source: OpError,
+    },
+}
+
+/// The program of one rank. The plan must have been verified.
+pub fn lower_rank(plan: &Plan, rank: u64) -> Result<Program, LowerError> {
+    let mut draft = draft_rank(plan, rank)?;
+    schedule(&mut draft);
+    Ok(allocate(draft))
+}
+
+/// The programs of all ranks, in their order.
+pub fn lower_all(plan: &Plan) -> Result<Vec<Program>, LowerError> {
+    (0..plan.mesh.ranks()).map(|rank| lower_rank(plan, rank)).collect()
+}
+
+/// The layouts of one node's operands and results, without axes of size 1.
+struct Layouts {
+    operands: Vec<Sharding>,
+    results: Vec<Sharding>,
+}
+
+/// A plan on its way to the program of one rank, before scheduling and allocation.
+pub fn draft_rank(plan: &Plan, rank: u64) -> Result<Draft, LowerError> {
+    let mut lowering = Lowering::new(plan, rank);
+    let mut deferred: Vec<NodeId> = Vec::new();
+    for (id, node) in plan.graph.nodes() {
+        // Sums of the gradient norm wait until something large needs them, so that the scalars
+        // they read are reduced in one collective.
+        let reads_deferred = node.operands.iter().any(|value| deferred.contains(&plan.graph.value(*value).def));
+        let reads_norm = node.operands.iter().any(|v| matches!(plan.graph.def(*v).op, Op::SumSquares(_)));
+        let scalar = node.results.iter().all(|value| plan.graph.ty(*value).rank() == 0);
+        if node.role == Role::Optimizer && scalar && (reads_norm || reads_deferred) {
+            deferred.push(id);
+            continue;
+        }
+        if reads_deferred {
+            for id in std::mem::take(&mut deferred) {
+                lowering.node(id)?;
+            }
+        }
+        lowering.node(id)?;
+    }
+    for id in deferred {
+        lowering.node(id)?;
+    }
+    lowering.finish()
+}
+
+struct Lowering<'a> {
+    plan: &'a Plan,
+    mesh: &'a Mesh,
+    rank: u64,
+    coordinates: Vec<u64>,
+    /// The time axes of more than one microbatch.
+    time: AxisSet,
+    places: SecondaryMap<NodeId, Place>,
+    /// Nodes that depend on parameters and constants alone.
+    weights: SecondaryMap<NodeId, bool>,
+    layouts: PrimaryMap<NodeId, Layouts>,
+    users: std::collections::HashMap<ValueId, Vec<(NodeId, usize)>>,
+    copies: Copies,
+    draft: Draft,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(plan: &'a Plan, rank: u64) -> Self {
+        let mesh = &plan.mesh;
+        let time: AxisSet = mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect();
+        let mut layouts: PrimaryMap<NodeId, Layouts> = PrimaryMap::new();
+        let mut weights: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+        for (id, node) in plan.graph.nodes() {
+            let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
+            let operand = |index| normalize(&rule.operand_sharding(index, strategy), mesh);
+            let result = |index| normalize(&rule.result_sharding(index, strategy), mesh);
+            layouts.push(Layouts {
+                operands: (0..node.operands.len()).map(operand).collect(),
+                results: (0..node.results.len()).map(result).collect(),
+            });
+            let of_weights = node.operands.iter().all(|value| weights[plan.graph.value(*value).def]);
+            weights[id] = !matches!(node.op, Op::Input(_)) && of_weights;
+        }
+        Self {
+            plan,
+            mesh,
+            rank,
+            coordinates: mesh.coordinates(rank, 0),
+            time,
+            places: place_nodes(plan, time),
+            weights,
+            layouts,
+            users: plan.graph.users(),
+            copies: Copies::default(),
+            draft: Draft::new(rank, mesh),
+        }
+    }
+
+    /// The layout in which a value is made.
+    fn made_as(&self, value: ValueId) -> Sharding {
+        let value = self.plan.graph.value(value);
+        self.layouts[value.def].results[value.index].clone()
+    }
+
+    fn local_type(&self, ty: &TensorType, sharding: &Sharding) -> TensorType {
+        ty.with_shape(sharding.local_shape(&ty.shape, self.mesh))
+    }
+
+    fn part(&self, ty: &TensorType, sharding: &Sharding, coordinates: &[u64]) -> Part {
+        Part { shape: ty.shape.clone(), slice: sharding.slice(&ty.shape, self.mesh, coordinates) }
+    }
+
+    fn category(&self, value: ValueId) -> Category {
+        let def = self.plan.graph.value(value).def;
+        let node = self.plan.graph.node(def);
+        let read_by_optimizer = || {
+            let users = self.users.get(&value);
+            users.is_some_and(|users| users.iter().any(|(user, _)| self.plan.graph.node(*user).role == Role::Optimizer))
+        };
+        match node.op {
+            Op::State(_) => Category::Optimizer,
+            _ if self.weights[def] && !node.operands.is_empty() || matches!(node.op, Op::Parameter(_)) => {
+                Category::Parameter
+            }
+            _ if matches!(node.role, Role::Backward(_)) && read_by_optimizer() => Category::Gradient,
+            _ => Category::Activation,
+        }
+    }
+
+    /// Lowers one node.
+    fn node(&mut self, id: NodeId) -> Result<(), LowerError> {
+        let node = self.plan.graph.node(id);
+        if node.op.is_leaf() {
+            return self.leaf(id, node);
+        }
+        let (operand_layouts, result_layouts) = (self.layouts[id].operands.clone(), self.layouts[id].results.clone());
+        let mut operands = Vec::with_capacity(node.operands.len());
+        for (value, layout) in node.operands.iter().zip(&operand_layouts) {
+            operands.push(self.operand(*value, layout, Some(id))?);
+        }
+        let place = self.places[id];
+        let op = self.local_op(id, node, &operand_layouts, &result_layouts)?;
+        let mut results = Vec::with_capacity(node.results.len());
+        for (value, layout) in node.results.iter().zip(&result_layouts) {
+            let ty = self.local_type(self.plan.graph.ty(*value), layout);
+            let category = self.category(*value);
+            let buffer = if matches!(op, Op::Reshape(_)) {
+                self.draft.view(operands[0], ty)
+            } else {
+                self.draft.buffer(ty, category)
+            };
+            self.draft.buffers[buffer].value = Some(*value);
+            results.push(buffer);
+            self.copies.made(*value, layout.clone(), buffer, place);
+        }
+        if !matches!(op, Op::Reshape(_)) {
+            self.check_types(id, &op, &operands, &results)?;
+            self.draft.push(place, Action::Compute(op), operands, results, Stream::Compute, Some(id), Hint::None);
+        }
+        node.results.iter().try_for_each(|value| self.resolve_early(*value))
+    }
+
+    /// Converts a partial value behind its maker, where a reader needs it whole: the terms die early
+    /// and the reduction may run beside what follows.
+    fn resolve_early(&mut self, value: ValueId) -> Result<(), LowerError> {
+        let made = self.made_as(value);
+        if made.partial.is_empty() || self.plan.transient[value] {
+            return Ok(());
+        }
+        for (user, index) in self.users.get(&value).cloned().unwrap_or_default() {
+            let wanted = self.layouts[user].operands[index].clone();
+            if wanted != made && wanted.partial.len() < made.partial.len() {
+                self.operand(value, &wanted, Some(user))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn local_op(&self, id: NodeId, node: &Node, operands: &[Sharding], results: &[Sharding]) -> Result<Op, LowerError> {
+        let at = |coordinates: &[u64]| {
+            let graph = &self.plan.graph;
+            let part = |(value, layout): (&ValueId, &Sharding)| self.part(graph.ty(*value), layout, coordinates);
+            let operands: Vec<Part> = node.operands.iter().zip(operands).map(part).collect();
+            let results: Vec<Part> = node.results.iter().zip(results).map(part).collect();
+            node.op.localize(&operands, &results).unwrap_or_else(|| node.op.clone())
+        };
+        let op = at(&self.coordinates);
+        if !self.time.is_empty() && op != node.op {
+            let others = 1..self.mesh.microbatches();
+            if others.into_iter().any(|microbatch| at(&self.mesh.coordinates(self.rank, microbatch)) != op) {
+                let (op, path) = (node.op.name().to_string(), node.path.clone());
+                return Err(LowerError::VariesByMicrobatch { node: id, op, path });
+            }
+        }
+        Ok(op)
+    }
+
+    fn check_types(
+        &self,
+        node: NodeId,
+        op: &Op,
+        operands: &[BufferId],
+        results: &[BufferId],
+    ) -> Result<(), LowerError> {
+        let types =
+            |buffers: &[BufferId]| buffers.iter().map(|id| self.draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
+        let (operands, declared) = (types(operands), types(results));
+        let made = op.infer(&operands, &declared).map_err(|source| LowerError::IllFormed { node, source })?;
+        if made != declared {
+            let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let source = OpError::new(op, format!("a shard is {}, not {}", list(&made), list(&declared)));
+            return Err(LowerError::IllFormed { node, source });
+        }
+        Ok(())
+    }
+
+    fn leaf(&mut self, id: NodeId, node: &Node) -> Result<(), LowerError> {
+        let value = node.results[0];
+        let (ty, layout) = (self.plan.graph.ty(value).clone(), self.made_as(value));
+        let category = self.category(value);
+        let buffer = self.draft.buffer(self.local_type(&ty, &layout), category);
+        self.draft.buffers[buffer].value = Some(value);
+        let place = self.places[id];
+        let slice = self.part(&ty, &layout, &self.coordinates).slice;
+        let slot = |name: &str, init: f64, is_parameter| Slot {
+            name: name.to_string(),
+            buffer,
+            ty: ty.clone(),
+            slice: slice.clone(),
+            is_parameter,
+            init,
+        };
+        match &node.op {
+            Op::Parameter(parameter) => self.draft.slots.push(slot(&parameter.name, 0.0, true)),
+            Op::State(state) => self.draft.slots.push(slot(&state.name, state.init, false)),
+            Op::Input(input) => {
+                let coordinates = |microbatch| self.mesh.coordinates(self.rank, microbatch);
+                let part = |microbatch| self.part(&ty, &layout, &coordinates(microbatch)).slice;
+                let slices = (0..self.mesh.microbatches()).map(part).collect();
+                self.draft.inputs.push(Feed { name: input.name.clone(), ty: ty.clone(), slices });
+                let action = Action::Feed { input: self.draft.inputs.len() - 1 };
+                self.draft.push(place, action, vec![], vec![buffer], Stream::HostToDevice, Some(id), Hint::None);
+            }
+            _ => {}
+        }
+        self.copies.made(value, layout, buffer, place);
+        Ok(())
+    }
+
+    /// Readings and updates.
+    fn finish(mut self) -> Result<Draft, LowerError> {
+        for output in &self.plan.graph.outputs {
+            let buffer = match output.kind {
+                OutputKind::Result => {
+                    let whole = Sharding::replicated(self.plan.graph.ty(output.value).rank());
+                    let buffer = self.output_copy(output, &whole)?;
+                    self.draft.readings.push(Reading { name: output.name.clone(), buffer });
+                    continue;
+                }
+                OutputKind::Update(leaf) => self.output_copy(output, &self.made_as(leaf))?,
+            };
+            let Some(slot) = self.draft.slots.iter().find(|slot| slot.name == output.name).map(|slot| slot.buffer)
+            else {
+                continue;
+            };
+            if self.draft.storage[slot] != self.draft.storage[buffer] {
+                let source = Some(self.plan.graph.value(output.value).def);
+                let place = self.last_place();
+                self.draft.push(place, Action::Copy, vec![buffer], vec![slot], Stream::Compute, source, Hint::None);
+            }
+        }
+        self.draft.microbatches = self.mesh.microbatches();
+        Ok(self.draft)
+    }
+
+    fn output_copy(&mut self, output: &Output, layout: &Sharding) -> Result<BufferId, LowerError> {
+        self.operand(output.value, layout, None)
+    }
+
+    /// Where outputs are read.
+    fn last_place(&self) -> Place {
+        if self.time.is_empty() { Place::Microbatch } else { Place::Epilogue }
+    }
+}
+
+/// The buffers of device memory; other spaces come with offloading.
+pub(crate) const SPACE: Space = Space::Device;

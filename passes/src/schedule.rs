@@ -1,0 +1,239 @@
+//! The schedule: collectives merged into buckets, gathers of weights issued ahead.
+//!
+//! Lowering emits instructions in the order of the graph, each collective where its operand is
+//! ready (reductions) or needed (gathers). Here
+//!
+//! * the gathers of weights of one block become one instruction, issued when the block before begins
+//!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
+//!   2023, section 3.3.2);
+//! * reductions for the optimizer wait for others until there are enough bytes for one collective
+//!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3).
+//!
+//! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
+//! the result depends on nothing that differs between ranks.
+
+use crate::lower::{Draft, Hint, Item, StorageId};
+use shardc_ir::program::Action;
+use shardc_ir::{BufferId, ReduceKind};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// The bytes of the operands of a bucket at which it is closed.
+const BUCKET_BYTES: u64 = 32 << 20;
+
+/// Moves and merges collectives in every section.
+pub fn schedule(draft: &mut Draft) {
+    for section in 0..draft.sections.len() {
+        let items = std::mem::take(&mut draft.sections[section]);
+        let items = prefetch(draft, items);
+        draft.sections[section] = bucket(draft, items);
+    }
+}
+
+/// What may be merged with what: one kind of collective over one group.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Gather(usize),
+    Reduce(ReduceKind, usize),
+    Scatter(ReduceKind, usize),
+}
+
+fn kind(action: &Action) -> Option<Kind> {
+    match action {
+        Action::AllGather { group } => Some(Kind::Gather(*group)),
+        Action::AllReduce { reduce, group } => Some(Kind::Reduce(*reduce, *group)),
+        Action::ReduceScatter { reduce, group } => Some(Kind::Scatter(*reduce, *group)),
+        _ => None,
+    }
+}
+
+/// Adds the operands and results of a collective to one of the same kind.
+fn merge(into: &mut Item, item: Item) {
+    into.instruction.operands.extend(item.instruction.operands);
+    into.instruction.results.extend(item.instruction.results);
+}
+
+/// Issues the gathers of each block's weights where the block before has issued its own.
+fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
+    let mut first: BTreeMap<u32, usize> = BTreeMap::new();
+    let mut order: Vec<(usize, u32)> = Vec::new();
+    for (at, item) in items.iter().enumerate() {
+        if let Hint::Prefetch(block) = item.hint {
+            first.entry(block).or_insert_with(|| {
+                order.push((at, block));
+                at
+            });
+        }
+    }
+    if order.is_empty() {
+        return items;
+    }
+    // Where each block's gathers go: to the first gather of the block before.
+    let mut target: BTreeMap<u32, usize> = BTreeMap::new();
+    for (index, (_, block)) in order.iter().enumerate() {
+        target.insert(*block, order[index.saturating_sub(1)].0);
+    }
+    let writers = writers(draft, &items);
+    // (position, 0 = what the gather reads, 1 = the gathers, 2 = the rest, where it stood)
+    let mut keys: Vec<(usize, u8, usize)> = (0..items.len()).map(|at| (at, 2, at)).collect();
+    for (at, item) in items.iter().enumerate() {
+        let Hint::Prefetch(block) = item.hint else { continue };
+        let to = target[&block];
+        if hoist(draft, &items, &writers, &mut keys, at, to) {
+            keys[at] = (to, 1, at);
+        }
+    }
+    let mut moved: Vec<(usize, Item)> = items.into_iter().enumerate().collect();
+    moved.sort_by_key(|(at, _)| keys[*at]);
+    merge_gathers(moved)
+}
+
+/// Per storage, where it is written, in order.
+fn writers(draft: &Draft, items: &[Item]) -> HashMap<StorageId, Vec<usize>> {
+    let mut writers: HashMap<StorageId, Vec<usize>> = HashMap::new();
+    for (at, item) in items.iter().enumerate() {
+        for result in &item.instruction.results {
+            writers.entry(draft.storage[*result]).or_default().push(at);
+        }
+    }
+    writers
+}
+
+/// Moves what makes the operands of instruction `at` before position `to`, if that is possible.
+fn hoist(
+    draft: &Draft,
+    items: &[Item],
+    writers: &HashMap<StorageId, Vec<usize>>,
+    keys: &mut [(usize, u8, usize)],
+    at: usize,
+    to: usize,
+) -> bool {
+    let mut needed = Vec::new();
+    let mut open = vec![at];
+    while let Some(next) = open.pop() {
+        for operand in &items[next].instruction.operands {
+            let written = writers.get(&draft.storage[*operand]).map_or(&[][..], Vec::as_slice);
+            for writer in written.iter().copied().filter(|writer| *writer >= to && *writer < next) {
+                let local = matches!(items[writer].instruction.action, Action::Compute(_));
+                if !local || written.len() > 1 {
+                    return false;
+                }
+                needed.push(writer);
+                open.push(writer);
+            }
+        }
+    }
+    for writer in needed {
+        if keys[writer] > (to, 0, writer) {
+            keys[writer] = (to, 0, writer);
+        }
+    }
+    true
+}
+
+/// Merges gathers of one block and one group that follow each other.
+fn merge_gathers(items: Vec<(usize, Item)>) -> Vec<Item> {
+    let mut merged: Vec<Item> = Vec::with_capacity(items.len());
+    let mut run = 0;
+    for (_, item) in items {
+        let Hint::Prefetch(_) = item.hint else {
+            run = merged.len() + 1;
+            merged.push(item);
+            continue;
+        };
+        let same =
+            |other: &Item| other.hint == item.hint && kind(&other.instruction.action) == kind(&item.instruction.action);
+        match (run..merged.len()).find(|index| same(&merged[*index])) {
+            Some(index) => merge(&mut merged[index], item),
+            None => merged.push(item),
+        }
+    }
+    merged
+}
+
+/// A bucket that waits for more.
+struct Open {
+    collective: Item,
+    /// Accumulations of its results, which follow it.
+    deferred: Vec<Item>,
+    bytes: u64,
+    /// How many instructions lie before it.
+    at: usize,
+    reads: BTreeSet<StorageId>,
+    writes: BTreeSet<StorageId>,
+}
+
+/// Merges reductions that may wait.
+fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
+    let mut open: BTreeMap<Kind, Open> = BTreeMap::new();
+    let mut out: Vec<Item> = Vec::with_capacity(items.len());
+    let mut placed: Vec<(usize, Item)> = Vec::new();
+    let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
+    let storages = |buffers: &[BufferId]| buffers.iter().map(|id| draft.storage[*id]).collect::<BTreeSet<_>>();
+    let mut close = |bucket: Open, out: &mut Vec<Item>| {
+        placed.push((bucket.at, bucket.collective));
+        out.extend(bucket.deferred);
+    };
+    for item in items {
+        let (reads, writes) = (storages(&item.instruction.operands), storages(&item.instruction.results));
+        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket);
+        let meets = |bucket: &Open| {
+            reads.iter().chain(&writes).any(|storage| bucket.writes.contains(storage))
+                || writes.iter().any(|storage| bucket.reads.contains(storage))
+        };
+        let met: Vec<Kind> = open.iter().filter(|(_, bucket)| meets(bucket)).map(|(kind, _)| *kind).collect();
+        if let ([only], Action::Accumulate) = (met.as_slice(), &item.instruction.action)
+            && let Some(bucket) = open.get_mut(only)
+            && writes.iter().all(|storage| !bucket.reads.contains(storage))
+        {
+            bucket.reads.extend(reads);
+            bucket.writes.extend(writes);
+            bucket.deferred.push(item);
+            continue;
+        }
+        for kind in met {
+            if let Some(bucket) = open.remove(&kind) {
+                close(bucket, &mut out);
+            }
+        }
+        let Some(kind) = own else {
+            out.push(item);
+            continue;
+        };
+        let size = bytes(&item.instruction.operands);
+        match open.get_mut(&kind) {
+            Some(bucket) => {
+                merge(&mut bucket.collective, item);
+                bucket.bytes += size;
+                bucket.at = out.len();
+                bucket.reads.extend(reads);
+                bucket.writes.extend(writes);
+            }
+            None => {
+                let (deferred, at) = (Vec::new(), out.len());
+                open.insert(kind, Open { collective: item, deferred, bytes: size, at, reads, writes });
+            }
+        }
+        if open.get(&kind).is_some_and(|bucket| bucket.bytes >= BUCKET_BYTES)
+            && let Some(bucket) = open.remove(&kind)
+        {
+            close(bucket, &mut out);
+        }
+    }
+    std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut out));
+    insert_at(out, placed)
+}
+
+/// Inserts each item before the instruction of its position; those of one position in their order.
+fn insert_at(items: Vec<Item>, mut placed: Vec<(usize, Item)>) -> Vec<Item> {
+    placed.sort_by_key(|(at, _)| *at);
+    let mut out = Vec::with_capacity(items.len() + placed.len());
+    let mut placed = placed.into_iter().peekable();
+    for (at, item) in items.into_iter().enumerate() {
+        while let Some((_, collective)) = placed.next_if(|(position, _)| *position <= at) {
+            out.push(collective);
+        }
+        out.push(item);
+    }
+    out.extend(placed.map(|(_, item)| item));
+    out
+}
