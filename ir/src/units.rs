@@ -74,6 +74,7 @@ impl PartialEq<u64> for Bytes {
     }
 }
 
+#[expect(clippy::derive_ord_xor_partial_ord, reason = "both compare the one number")]
 impl Ord for Bytes {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.0.cmp(&other.0)

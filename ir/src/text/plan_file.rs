@@ -125,7 +125,7 @@ impl Plan {
             return Err(PlanFileError::NotJson { message: "it holds no object".to_string() });
         };
         let version = content.get("version").cloned().unwrap_or_default();
-        if version != Value::from(PLAN_VERSION) {
+        if version != PLAN_VERSION {
             let shardc = content.get("shardc").and_then(Value::as_str).unwrap_or("of an unknown version");
             return Err(PlanFileError::Version { found: version.to_string(), shardc: shardc.to_string() });
         }
