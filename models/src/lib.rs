@@ -1,1 +1,15 @@
-//! Placeholder.
+//! The front end: Burn modules and Hugging Face directories become graphs.
+//!
+//! * [`trace`]: any Burn module and a loss become a [`Model`]: a graph on one device with global
+//!   shapes, the initialisers as a second graph, and the names of the parameters.
+//! * [`zoo`]: language models, written as ordinary Burn modules.
+//!
+//! Nothing is ever computed here and no parameter is ever held: a model of any size traces in
+//! seconds. Burn's types do not leave this crate.
+
+pub mod dropout;
+pub mod trace;
+pub mod zoo;
+
+pub use dropout::Dropout;
+pub use trace::{Batch, Model, TraceError, trace};

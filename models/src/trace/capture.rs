@@ -1,0 +1,240 @@
+//! Runs a module on Burn's capture device and collects what it did.
+
+use super::model::TraceError;
+use burn::backend::Capture;
+use burn::backend::ir::OperationIr;
+use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData, TensorId};
+use shardc_ir::{DType, TensorType};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// The inputs of one step, and its results beside the loss. The loss function asks it for every
+/// tensor of the batch, by name and global shape, and records what it wants to see after a step.
+pub struct Batch {
+    device: Device,
+    pub(super) inputs: Vec<(String, TensorType, TensorId)>,
+    pub(super) results: Vec<(String, TensorId)>,
+    // Results are kept alive: a tensor that is dropped may be overwritten in place.
+    kept: Vec<Box<dyn Any>>,
+    pub(super) mistakes: Vec<String>,
+}
+
+/// The id by which the capture device knows a tensor.
+macro_rules! id {
+    ($tensor:expr) => {
+        $tensor.try_into_primitive::<Capture>().map(|tensor| tensor.id()).map_err(|error| format!("{error:?}"))
+    };
+}
+
+impl Batch {
+    fn new(device: &Device) -> Self {
+        let (inputs, results, kept, mistakes) = Default::default();
+        Self { device: device.clone(), inputs, results, kept, mistakes }
+    }
+
+    /// An input of floating-point numbers (f32).
+    pub fn float<const D: usize>(&mut self, name: &str, shape: [usize; D]) -> Tensor<D> {
+        let tensor = Tensor::<D>::empty(shape, &self.device);
+        let id = id!(tensor.clone());
+        self.declare(name, DType::F32, &shape, id);
+        tensor
+    }
+
+    /// An input of 64-bit integers: token ids, labels.
+    pub fn int<const D: usize>(&mut self, name: &str, shape: [usize; D]) -> Tensor<D, Int> {
+        let tensor = Tensor::<D, Int>::empty(shape, &self.device);
+        let id = id!(tensor.clone());
+        self.declare(name, DType::I64, &shape, id);
+        tensor
+    }
+
+    /// An input of booleans: a mask.
+    pub fn bool<const D: usize>(&mut self, name: &str, shape: [usize; D]) -> Tensor<D, Bool> {
+        let tensor = Tensor::<D, Bool>::empty(shape, &self.device);
+        let id = id!(tensor.clone());
+        self.declare(name, DType::Bool, &shape, id);
+        tensor
+    }
+
+    fn declare(&mut self, name: &str, dtype: DType, shape: &[usize], id: Result<TensorId, String>) {
+        if self.inputs.iter().any(|(known, _, _)| known == name) {
+            self.mistakes.push(format!("input `{name}` is declared twice"));
+        }
+        let shape: Vec<u64> = shape.iter().map(|size| *size as u64).collect();
+        match id {
+            Ok(id) => self.inputs.push((name.to_string(), TensorType::new(dtype, shape), id)),
+            Err(error) => self.mistakes.push(format!("input `{name}`: {error}")),
+        }
+    }
+
+    /// Declares a result beside the loss, such as the logits.
+    pub fn result<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) {
+        if name == "loss" || self.results.iter().any(|(known, _)| known == name) {
+            self.mistakes.push(format!("result `{name}` is declared twice"));
+        }
+        match id!(tensor.clone()) {
+            Ok(id) => self.results.push((name.to_string(), id)),
+            Err(error) => self.mistakes.push(format!("result `{name}`: {error}")),
+        }
+        self.kept.push(Box::new(tensor));
+    }
+
+    /// The device on which the module lives, for tensors that the loss makes itself.
+    pub fn device(&self) -> Device {
+        self.device.clone()
+    }
+}
+
+/// One parameter as the module holds it.
+pub(super) struct Slot {
+    /// The module path.
+    pub name: String,
+    /// Burn's identity of the parameter: equal where a parameter is shared.
+    pub param: ParamId,
+    /// The tensor.
+    pub tensor: TensorId,
+    /// Whether it is not trained.
+    pub frozen: bool,
+}
+
+/// What a capture recorded.
+pub(super) struct Captured {
+    /// The operations in order.
+    pub operations: Vec<OperationIr>,
+    /// The data of tensors that were given, not computed.
+    pub values: BTreeMap<TensorId, TensorData>,
+    /// The parameters in the order of the module's fields.
+    pub slots: Vec<Slot>,
+    /// The inputs.
+    pub inputs: Vec<(String, TensorType, TensorId)>,
+    /// The results, the loss first.
+    pub results: Vec<(String, TensorId)>,
+}
+
+#[derive(Default)]
+struct Parameters {
+    path: Vec<String>,
+    containers: Vec<String>,
+    slots: Vec<Slot>,
+    dropouts: Vec<String>,
+    mistakes: Vec<String>,
+}
+
+impl Parameters {
+    fn push(&mut self, param: ParamId, tensor: Result<TensorId, String>, frozen: bool) {
+        let name = self.path.join(".");
+        match tensor {
+            Ok(tensor) => self.slots.push(Slot { name, param, tensor, frozen }),
+            Err(error) => self.mistakes.push(format!("parameter `{name}`: {error}")),
+        }
+    }
+}
+
+impl ModuleVisitor for Parameters {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.push(param.id, id!(param.base()), !is_trained(param));
+    }
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.push(param.id, id!(param.base()), true);
+    }
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.push(param.id, id!(param.base()), true);
+    }
+    fn visit_flag(&mut self, flag: &Param<Flag>) {
+        // Burn's own dropout does nothing without Burn's autodiff, which capture does not have.
+        if self.containers.last().is_some_and(|name| name == "Struct:Dropout") && flag.is_enabled() {
+            self.dropouts.push(self.path[..self.path.len().saturating_sub(1)].join("."));
+        }
+    }
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.path.push(name.to_string());
+        self.containers.push(container.to_string());
+    }
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+        self.containers.pop();
+    }
+}
+
+/// Whether a parameter is to be trained. Burn keeps that privately and tells it only to a tensor
+/// that can have gradients, so a stand-in is asked.
+fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    let (id, _, mapper) = param.clone().consume();
+    let stand_in = Tensor::<D>::zeros([1; D], &Device::flex());
+    Param::from_mapped_value(id, stand_in, mapper).train().base().is_require_grad()
+}
+
+/// The paths of Burn dropout layers that would drop something, given all of them in order. Their
+/// probability is a private matter of Burn's display.
+fn silent_dropouts(display: &str, paths: Vec<String>) -> Vec<String> {
+    let probabilities: Vec<f64> = display
+        .split("Dropout {")
+        .skip(1)
+        .filter_map(|rest| rest.trim_start().strip_prefix("prob:"))
+        .map(|rest| {
+            rest.trim_start().chars().take_while(|c| c.is_ascii_digit() || ".e-".contains(*c)).collect::<String>()
+        })
+        .map(|number| number.parse().unwrap_or(1.0))
+        .collect();
+    if probabilities.len() != paths.len() {
+        return if probabilities.iter().any(|p| *p > 0.0) { paths } else { Vec::new() };
+    }
+    paths.into_iter().zip(probabilities).filter(|(_, p)| *p > 0.0).map(|(path, _)| path).collect()
+}
+
+/// Runs constructor and loss on a capture device.
+pub(super) fn capture<M: Module + Display>(
+    init: impl FnOnce(&Device) -> M,
+    loss: impl FnOnce(&M, &mut Batch) -> Tensor<1>,
+) -> Result<Captured, TraceError> {
+    let device = Device::capture();
+    let (mut batch, mut parameters) = (Batch::new(&device), Parameters::default());
+    let mut dropouts = Vec::new();
+    // A module that is used wrongly panics inside Burn; its message is the user's error.
+    let run = catch_unwind(AssertUnwindSafe(|| {
+        device.capture_scope(|scope| {
+            let mut model = init(&device);
+            if model.devices().iter().any(|other| *other != device) {
+                model = model.to_device(&device);
+            }
+            model.visit(&mut parameters);
+            if !parameters.dropouts.is_empty() {
+                dropouts = silent_dropouts(&model.to_string(), std::mem::take(&mut parameters.dropouts));
+            }
+            let loss = loss(&model, &mut batch);
+            match id!(loss.clone()) {
+                Ok(id) => batch.results.insert(0, ("loss".to_string(), id)),
+                Err(error) => batch.mistakes.push(format!("the loss: {error}")),
+            }
+            let mut outputs: Vec<TensorId> = Vec::new();
+            for (_, id) in &batch.results {
+                if !outputs.contains(id) {
+                    outputs.push(*id);
+                }
+            }
+            scope.complete([], outputs)
+        })
+    }));
+    let message = |panic: Box<dyn Any + Send>| {
+        let text = panic.downcast_ref::<String>().cloned();
+        text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default()
+    };
+    let captured = run.map_err(|panic| TraceError::Module(message(panic)))?;
+    let captured = captured.map_err(|error| TraceError::Module(error.to_string()))?;
+    if !dropouts.is_empty() {
+        return Err(TraceError::SilentDropout(dropouts));
+    }
+    if let Some(mistake) = parameters.mistakes.into_iter().chain(batch.mistakes).next() {
+        return Err(TraceError::Module(mistake));
+    }
+    Ok(Captured {
+        operations: captured.graph.operations,
+        values: captured.values,
+        slots: parameters.slots,
+        inputs: batch.inputs,
+        results: batch.results,
+    })
+}

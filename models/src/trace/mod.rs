@@ -1,0 +1,24 @@
+//! Records what a Burn module computes and turns it into a graph.
+//!
+//! Burn's capture device records operations without running them. [`capture`] runs the module's
+//! constructor and its loss there; [`paths`] finds out which module each operation belongs to;
+//! [`convert`] turns Burn's operations into ours by means of a [`build::Builder`], which simplifies
+//! as it goes.
+//!
+//! Invariants of a [`Model`]: inputs come first in its graph, in the order in which the loss asked
+//! for them, then every parameter in the order of the module's fields (used or not); `loss` is a
+//! scalar; every parameter has either an output of its name in `init` or an entry in `values`.
+
+mod activation;
+mod attention;
+mod build;
+mod capture;
+mod constants;
+mod convert;
+mod model;
+mod numeric;
+mod paths;
+mod shapes;
+
+pub use capture::Batch;
+pub use model::{Model, TraceError, Unsupported, trace};

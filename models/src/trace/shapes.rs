@@ -1,0 +1,223 @@
+//! Operations that move elements: reshapes, slices, joins, lookups.
+
+use super::build::Built;
+use super::convert::Converter;
+use burn::backend::ir::{
+    BaseOperationIr, CatOpIr, GatherOpIr, ReduceDimOpIr, RepeatDimOpIr, ScatterOpIr, SelectOpIr, SliceAssignOpIr,
+    TensorIr,
+};
+use burn::tensor::{IndexingUpdateOp, Slice};
+use shardc_ir::ops::{
+    BinaryKind, Broadcast, CompareKind, Concat, CrossEntropy, Embedding, Gather, ReduceOp, ScatterAdd, UnaryKind,
+};
+use shardc_ir::{DType, ValueId};
+
+/// The range of a slice of a dimension, if it is contiguous.
+fn range(slice: &Slice, size: u64) -> Option<(u64, u64)> {
+    let size = size as isize;
+    let place = |index: isize| if index < 0 { (index + size).max(0) } else { index.min(size) };
+    let (start, end) = (place(slice.start), place(slice.end.unwrap_or(size)));
+    (slice.step == 1 && start <= end).then_some((start as u64, end as u64))
+}
+
+impl Converter<'_> {
+    /// Converts an operation that exists for every kind of tensor; `None` if we have nothing for it.
+    pub(super) fn base(&mut self, op: &BaseOperationIr) -> Option<Built> {
+        use BaseOperationIr as Base;
+        Some(match op {
+            Base::Reshape(op) => self.unary_shape(&op.input, &op.out, |c, x, shape| c.b.reshape(x, shape)),
+            Base::Expand(op) => self.unary_shape(&op.input, &op.out, |c, x, shape| c.b.broadcast(x, shape)),
+            Base::SwapDims(op) => {
+                let mut permutation: Vec<usize> = (0..op.input.shape.len()).collect();
+                permutation.swap(op.dim1, op.dim2);
+                self.value(&op.input).and_then(|x| self.b.transpose(x, &permutation))
+            }
+            Base::Permute(op) => self.value(&op.input).and_then(|x| self.b.transpose(x, &op.axes)),
+            Base::Slice(op) => {
+                let sizes = self.sizes(&op.tensor);
+                let ranges: Option<Vec<_>> = whole_or(&op.ranges, &sizes).collect();
+                let ranges = ranges?;
+                self.value(&op.tensor).and_then(|x| self.slice(x, &ranges))
+            }
+            Base::SliceAssign(op) => return self.slice_assign(op),
+            Base::Select(op) => self.index_select(op),
+            Base::MaskWhere(op) => self.mask_where(&op.tensor, &op.mask, &op.value, &op.out),
+            Base::MaskFill(op) => self.mask_fill(&op.tensor, &op.mask, op.value.elem(), &op.out),
+            Base::Gather(op) => self.gather(op),
+            Base::Scatter(op) => return self.scatter(op),
+            Base::Equal(op) => self.comparison(CompareKind::Eq, op),
+            Base::NotEqual(op) => self.comparison(CompareKind::Ne, op),
+            Base::EqualElem(op) => self.comparison_with(CompareKind::Eq, op),
+            Base::NotEqualElem(op) => self.comparison_with(CompareKind::Ne, op),
+            Base::RepeatDim(op) => self.repeat(op),
+            Base::Cat(op) => self.cat(op),
+            Base::Cast(op) => self.cast(&op.input, &op.out),
+            Base::Empty(op) | Base::Zeros(op) => self.filled(0.0, &op.out),
+            Base::Ones(op) => self.filled(1.0, &op.out),
+            Base::Any(op) => self.any(&op.input, None, &op.out, false),
+            Base::All(op) => self.any(&op.input, None, &op.out, true),
+            Base::AnyDim(op) => self.any_dim(op, false),
+            Base::AllDim(op) => self.any_dim(op, true),
+            _ => return None,
+        })
+    }
+
+    fn unary_shape(
+        &mut self,
+        input: &TensorIr,
+        out: &TensorIr,
+        apply: impl FnOnce(&mut Self, ValueId, &[u64]) -> Built,
+    ) -> Built {
+        let (x, shape) = (self.value(input)?, self.sizes(out));
+        apply(self, x, &shape)
+    }
+
+    /// A contiguous part.
+    pub(super) fn slice(&mut self, x: ValueId, ranges: &[(u64, u64)]) -> Built {
+        let sizes = self.b.shape(x);
+        if ranges.iter().zip(&sizes).all(|((start, end), size)| *start == 0 && end == size) {
+            return Ok(x);
+        }
+        let (start, limit) = ranges.iter().copied().unzip();
+        self.b.emit(shardc_ir::ops::Slice { start, limit }, &[x], &[])
+    }
+
+    fn slice_assign(&mut self, op: &SliceAssignOpIr) -> Option<Built> {
+        let sizes = self.sizes(&op.tensor);
+        let ranges: Option<Vec<_>> = whole_or(&op.ranges, &sizes).collect();
+        let ranges = ranges?;
+        let run = |c: &mut Self| {
+            let (x, value) = (c.value(&op.tensor)?, c.value(&op.value)?);
+            let inner: Vec<u64> = ranges.iter().map(|(start, end)| end - start).collect();
+            let value = c.b.broadcast(value, &inner)?;
+            c.assign(x, &ranges, value, 0)
+        };
+        Some(run(self))
+    }
+
+    /// `x` with a part replaced: along each dimension what is before, the part, what is after.
+    fn assign(&mut self, x: ValueId, ranges: &[(u64, u64)], value: ValueId, dim: usize) -> Built {
+        let sizes = self.b.shape(x);
+        let Some(&(start, end)) = ranges.get(dim) else { return Ok(value) };
+        let cut = |from: u64, to: u64| -> Vec<(u64, u64)> {
+            (0..sizes.len()).map(|other| if other == dim { (from, to) } else { (0, sizes[other]) }).collect()
+        };
+        let part = self.slice(x, &cut(start, end))?;
+        let mut pieces = vec![self.assign(part, ranges, value, dim + 1)?];
+        if start > 0 {
+            pieces.insert(0, self.slice(x, &cut(0, start))?);
+        }
+        if end < sizes[dim] {
+            pieces.push(self.slice(x, &cut(end, sizes[dim]))?);
+        }
+        if pieces.len() == 1 { Ok(pieces[0]) } else { self.b.emit(Concat { dim }, &pieces, &[]) }
+    }
+
+    /// Rows along a dimension: a lookup in the tensor as a table.
+    fn index_select(&mut self, op: &SelectOpIr) -> Built {
+        let (x, ids) = (self.value(&op.tensor)?, self.value(&op.indices)?);
+        let shape = self.b.shape(x);
+        let mut order: Vec<usize> = (0..shape.len()).collect();
+        order.remove(op.dim);
+        order.insert(0, op.dim);
+        let front = self.b.transpose(x, &order)?;
+        let rest: u64 = order[1..].iter().map(|dim| shape[*dim]).product();
+        let table = self.b.reshape(front, &[shape[op.dim], rest])?;
+        let rows = self.b.emit(Embedding { start: 0 }, &[table, ids], &[])?;
+        let mut sizes: Vec<u64> = order.iter().map(|dim| shape[*dim]).collect();
+        sizes[0] = self.b.shape(ids)[0];
+        let rows = self.b.reshape(rows, &sizes)?;
+        let mut back = vec![0; order.len()];
+        for (at, dim) in order.iter().enumerate() {
+            back[*dim] = at;
+        }
+        self.b.transpose(rows, &back)
+    }
+
+    fn mask_where(&mut self, x: &TensorIr, mask: &TensorIr, value: &TensorIr, out: &TensorIr) -> Built {
+        let (x, mask, value) = (self.value(x)?, self.value(mask)?, self.value(value)?);
+        self.b.select(mask, value, x, &self.sizes(out))
+    }
+
+    fn mask_fill(&mut self, x: &TensorIr, mask: &TensorIr, number: f64, out: &TensorIr) -> Built {
+        let (x, mask) = (self.value(x)?, self.value(mask)?);
+        let ty = self.b.ty(x).with_shape(self.sizes(out));
+        let value = self.b.constant(number, ty.clone())?;
+        self.b.select(mask, value, x, &ty.shape)
+    }
+
+    /// A gather; of the logarithm of a softmax, by labels, it is a cross-entropy.
+    fn gather(&mut self, op: &GatherOpIr) -> Built {
+        let (x, index) = (self.value(&op.tensor)?, self.value(&op.indices)?);
+        let shape = self.b.shape(index);
+        let logits = self.log_softmax.get(&x).copied();
+        if let Some(logits) = logits.filter(|_| op.dim + 1 == shape.len() && shape.last() == Some(&1)) {
+            let labels = self.b.reshape(index, &shape[..op.dim])?;
+            let halves = self.b.emit_all(CrossEntropy { start: 0 }, &[logits, labels], &[])?;
+            let loss = self.b.binary(BinaryKind::Sub, halves[1], halves[0])?;
+            return self.b.reshape(loss, &shape);
+        }
+        self.b.emit(Gather { dim: op.dim }, &[x, index], &[])
+    }
+
+    fn scatter(&mut self, op: &ScatterOpIr) -> Option<Built> {
+        if op.update != IndexingUpdateOp::Add {
+            return None;
+        }
+        let run = |c: &mut Self| {
+            let (x, index, value) = (c.value(&op.tensor)?, c.value(&op.indices)?, c.value(&op.value)?);
+            let ty = c.b.ty(x);
+            let added = c.b.emit(ScatterAdd { dim: op.dim }, &[value, index], &[ty])?;
+            c.b.binary(BinaryKind::Add, x, added)
+        };
+        Some(run(self))
+    }
+
+    /// A dimension repeated: a new dimension in front of it, copied, then merged.
+    fn repeat(&mut self, op: &RepeatDimOpIr) -> Built {
+        let x = self.value(&op.tensor)?;
+        let (shape, times) = (self.b.shape(x), op.times as u64);
+        if shape[op.dim] == 1 {
+            return self.b.broadcast(x, &self.sizes(&op.out));
+        }
+        let mut wide = shape.clone();
+        wide.insert(op.dim, times);
+        let dims = (0..wide.len()).filter(|dim| *dim != op.dim).collect();
+        let ty = self.b.ty(x).with_shape(wide);
+        let copies = self.b.emit(Broadcast { dims }, &[x], &[ty])?;
+        self.b.reshape(copies, &self.sizes(&op.out))
+    }
+
+    fn cat(&mut self, op: &CatOpIr) -> Built {
+        let parts: Result<Vec<ValueId>, _> = op.tensors.iter().map(|tensor| self.value(tensor)).collect();
+        let parts = parts?;
+        if let [only] = parts[..] {
+            return Ok(only);
+        }
+        self.b.emit(Concat { dim: op.dim }, &parts, &[])
+    }
+
+    fn any_dim(&mut self, op: &ReduceDimOpIr, all: bool) -> Built {
+        self.any(&op.input, Some(op.axis), &op.out, all)
+    }
+
+    /// Whether any (or all) elements are not zero.
+    fn any(&mut self, input: &TensorIr, dim: Option<usize>, out: &TensorIr, all: bool) -> Built {
+        let x = self.value(input)?;
+        let mut mask = self.b.cast(x, DType::Bool)?;
+        if all {
+            mask = self.b.unary(UnaryKind::Not, mask)?;
+        }
+        let count = self.b.cast(mask, DType::I32)?;
+        let most = match dim {
+            Some(dim) => self.b.reduce(ReduceOp::Max, count, &[dim])?,
+            None => self.b.reduce_all(ReduceOp::Max, count, &self.sizes(out))?,
+        };
+        self.b.compare_number(if all { CompareKind::Eq } else { CompareKind::Gt }, most, 0.0)
+    }
+}
+
+/// The ranges of a slice, whole where none is given.
+fn whole_or<'a>(ranges: &'a [Slice], sizes: &'a [u64]) -> impl Iterator<Item = Option<(u64, u64)>> + 'a {
+    sizes.iter().enumerate().map(|(dim, size)| ranges.get(dim).map_or(Some((0, *size)), |slice| range(slice, *size)))
+}
