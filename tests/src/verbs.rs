@@ -4,6 +4,10 @@
 //! expects, or the findings. Arguments that a verb does not know are an error of the case.
 
 use shardc_ir::{Diagnostics, Graph, OpDef, Plan, Program, verify};
+use shardc_passes::PassError;
+use shardc_passes::differentiate::differentiate as differentiated;
+use shardc_passes::optimizer::{OptimizerConfig, add_optimizer as optimized};
+use shardc_passes::precision::{Precision, lower_precision as lowered};
 
 /// A verb: the case's text and the words after the verb give the expected text or findings.
 pub type Verb = fn(&str, &[&str]) -> Result<String, Diagnostics>;
@@ -17,6 +21,11 @@ pub const VERBS: &[(&str, Verb)] = &[
     ("plan-verify", plan_verify),
     ("program-print", program_print),
     ("program-verify", program_verify),
+    ("lower-precision", |text, _| pass(text, |graph| lowered(graph, Precision::Bf16))),
+    ("differentiate", |text, _| pass(text, |graph| Ok(differentiated(graph, "loss")?.graph))),
+    ("add-optimizer", |text, _| {
+        pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
+    }),
 ];
 
 /// A finding about the case as a whole.
@@ -24,6 +33,15 @@ pub fn complain(message: impl Into<String>) -> Diagnostics {
     let mut found = Diagnostics::default();
     found.push("case", message);
     found
+}
+
+/// Runs a pass on the case's graph; what goes in and what comes out is verified.
+fn pass(text: &str, run: impl Fn(&Graph) -> Result<Graph, PassError>) -> Result<String, Diagnostics> {
+    let graph: Graph = text.parse()?;
+    verify::graph(&graph)?;
+    let result = run(&graph).map_err(|error| complain(error.to_string()))?;
+    verify::graph(&result)?;
+    Ok(result.to_string())
 }
 
 fn no_arguments(arguments: &[&str]) -> Result<(), Diagnostics> {
