@@ -117,8 +117,8 @@ fn signature(graph: &Graph, block: &str, nodes: &[NodeId]) -> String {
         };
         text.push_str(&format!("{role} {op}("));
         for value in &node.operands {
-            let place = places.get(value).map_or("outside", String::as_str);
-            let operand = graph.ty(recomputed(graph, *value));
+            let place = places.get(&recomputed(graph, *value)).map_or("outside", String::as_str);
+            let operand = graph.ty(*value);
             text.push_str(&format!("{place}:{operand},"));
         }
         for ty in graph.result_types(*id) {

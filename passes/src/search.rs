@@ -17,7 +17,7 @@ use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared, place_axis};
 use estimate::Shape;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
-use shardc_ir::{AxisId, AxisKind, Bytes, Choice, Flops, Graph, Mesh, Plan, Seconds, Strategy};
+use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy};
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
 #[derive(Debug, thiserror::Error)]
@@ -91,36 +91,45 @@ impl Candidate {
     }
 }
 
-/// Asks whether a finished plan fits: its exact memory per rank, from lowering and allocation.
+/// The exact memory per rank of a finished plan, from lowering and allocation.
 pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Memory, String>;
+
+/// The graph with the forward pass of some blocks (by name: `blocks.3`) computed again.
+pub type Rematerialize<'a> = &'a dyn Fn(&Graph, &dyn Fn(&str) -> bool) -> Result<Graph, String>;
+
+/// What the search calls on.
+#[derive(Clone, Copy, Default)]
+pub struct Hooks<'a> {
+    /// Confirms that a plan fits before it is chosen; without it the estimate decides.
+    pub confirm: Option<Confirm<'a>>,
+    /// Recomputes blocks; without it no plan recomputes.
+    pub rematerialize: Option<Rematerialize<'a>>,
+}
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation.
 ///
 /// # Errors
 /// See [`PlanError`].
-pub fn search(graph: &Graph, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Plan, PlanError> {
-    search_confirmed(graph, cluster, request, pins, None)
-}
-
-/// [`search`], where the memory of a finished plan is confirmed before it is chosen.
-///
-/// # Errors
-/// See [`PlanError`].
-pub fn search_confirmed(
+pub fn search(
     graph: &Graph,
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
-    confirm: Option<Confirm<'_>>,
+    hooks: Hooks<'_>,
 ) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
+    let may_recompute = hooks.rematerialize.is_some();
+    if let Some(recompute) = pins.recompute.filter(|recompute| *recompute != Recompute::None && !may_recompute) {
+        let message = "recomputation is not available here; pin recompute=none or leave it out".to_string();
+        return Err(PlanError::Pin { pin: format!("recompute={recompute}"), message });
+    }
     let mut request = request.clone();
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
     let prepared = prepare(graph, request.batch);
-    let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
+    let mut candidates = enumerate(&prepared, cluster, &request, pins, may_recompute)?;
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
@@ -128,8 +137,8 @@ pub fn search_confirmed(
         if candidate.prediction.memory.total() > bound {
             continue;
         }
-        let mut plan = build::build(&prepared, cluster, &request, candidate)?;
-        if let Some(confirm) = confirm {
+        let mut plan = build::build(&prepared, cluster, &request, candidate, hooks.rematerialize)?;
+        if let Some(confirm) = hooks.confirm {
             let memory = confirm(&plan).map_err(PlanError::Bug)?;
             plan.prediction.memory = memory;
             if memory.total() > bound {
@@ -152,6 +161,7 @@ fn enumerate(
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
+    may_recompute: bool,
 ) -> Result<Vec<Candidate>, PlanError> {
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let flops = model_flops(prepared.graph);
@@ -168,12 +178,18 @@ fn enumerate(
         let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
         for microbatch in sizes {
             let mut solved = Vec::new();
-            for pieces in splits(tp) {
+            for pieces in splits(prepared, tp) {
                 let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
                 let Some((placed, shape)) = solve(prepared, &mesh, cluster)? else { continue };
-                extend(&mut solved, &placed, &shape, flops, request.device_memory, pins, (dp, &pieces, microbatch));
+                let point = Point { dp, tp: &pieces, microbatch, flops, bound: request.device_memory, may_recompute };
+                extend(&mut solved, &placed, &shape, pins, &point);
             }
+            // A larger microbatch needs more memory: where none fits, none of the larger ones will.
+            let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
             candidates.extend(solved);
+            if !fits {
+                break;
+            }
         }
     }
     if candidates.is_empty() {
@@ -186,34 +202,33 @@ fn enumerate(
     Ok(candidates)
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh.
-fn extend(
-    candidates: &mut Vec<Candidate>,
-    placed: &Placed<'_>,
-    shape: &Shape,
+/// One placed mesh, and what its candidates share.
+struct Point<'a> {
+    dp: u64,
+    tp: &'a [u64],
+    microbatch: u64,
     flops: Flops,
     bound: Bytes,
-    pins: &Pins,
-    (dp, pieces, microbatch): (u64, &[u64], u64),
-) {
-    let microbatches = placed.microbatches;
+    may_recompute: bool,
+}
+
+/// Adds the ZeRO stages and recomputations of a placed mesh.
+fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, pins: &Pins, point: &Point<'_>) {
+    let Point { dp, microbatch, flops, bound, .. } = *point;
     for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
         // With one microbatch stage 2 is stage 1.
-        if zero == 2 && microbatches == 1 && pins.zero.is_none() {
+        if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
             continue;
         }
         let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
-        let choices = match pins.recompute {
-            Some(recompute) => vec![recompute],
-            None if fits(Recompute::None) => vec![Recompute::None],
-            None => match least_blocks(shape.blocks, |count| fits(Recompute::Blocks(count))) {
-                Some(count) if count < shape.blocks => vec![Recompute::None, Recompute::Blocks(count)],
-                _ => vec![Recompute::None, Recompute::All],
-            },
-        };
+        let mut choices = vec![pins.recompute.unwrap_or(Recompute::None)];
+        if pins.recompute.is_none() && point.may_recompute && !fits(Recompute::None) {
+            let least = least_blocks(shape.blocks, |count| fits(Recompute::Blocks(count)));
+            choices.push(least.filter(|count| *count < shape.blocks).map_or(Recompute::All, Recompute::Blocks));
+        }
         for recompute in choices {
             let prediction = shape.predict(placed, zero, recompute, flops);
-            candidates.push(Candidate { dp, tp: pieces.to_vec(), microbatch, zero, recompute, prediction });
+            candidates.push(Candidate { dp, tp: point.tp.to_vec(), microbatch, zero, recompute, prediction });
         }
     }
 }
@@ -276,9 +291,9 @@ fn place_batch<'a>(
     Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches() }))
 }
 
-/// The ways to make a tensor degree of axes: one axis, and its prime pieces, so that a dimension that
-/// divides only in part (two key/value heads over four ranks) can take one of them.
-fn splits(tp: u64) -> Vec<Vec<u64>> {
+/// The ways to make a tensor degree of axes: one axis; and, where some factor divides only in part
+/// (two key/value heads over four ranks), its prime pieces, so that it can take one of them.
+fn splits(prepared: &Prepared<'_>, tp: u64) -> Vec<Vec<u64>> {
     let mut pieces = Vec::new();
     let (mut rest, mut prime) = (tp, 2);
     while rest > 1 {
@@ -288,9 +303,18 @@ fn splits(tp: u64) -> Vec<Vec<u64>> {
         }
         prime += 1;
     }
+    let takes_a_part = |size: u64| !size.is_multiple_of(tp) && pieces.iter().any(|piece| size.is_multiple_of(*piece));
+    let is_divided_in_part = prepared.rules.iter().zip(&prepared.batch).any(|(rule, batch)| {
+        let factors = rule.factors.iter().enumerate();
+        let mut others = factors.filter(|(index, factor)| {
+            *batch != Choice::Factor(*index) && factor.kind == FactorKind::Parallel && factor.size > 1
+        });
+        others.any(|(_, factor)| takes_a_part(factor.size))
+    });
     match pieces.len() {
         0 => vec![Vec::new()],
         1 => vec![pieces],
+        _ if !is_divided_in_part => vec![vec![tp]],
         _ => vec![vec![tp], pieces],
     }
 }

@@ -3,7 +3,7 @@
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
-use crate::search::{Pins, search};
+use crate::search::{Hooks, Pins, search};
 use shardc_ir::ops::*;
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, DType, Graph, Op, OutputKind, Plan, Role, TensorType, ValueId};
@@ -119,7 +119,7 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> R
     let graph = llama(sizes, dtype);
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
-    search(&graph, &cluster, &request(sizes, memory), &pins).map_err(|error| error.to_string())
+    search(&graph, &cluster, &request(sizes, memory), &pins, Hooks::default()).map_err(|error| error.to_string())
 }
 
 /// Every node of a path with its strategy.

@@ -1,15 +1,40 @@
 //! Makes the annotated plan of one candidate.
 
-use super::{Candidate, PlanError, place_batch};
+use super::liveness::block_order;
+use super::{Candidate, PlanError, Recompute, Rematerialize, place_batch};
 use crate::cluster::Cluster;
+use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Prepared, place_axis};
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Plan, SecondaryMap, Strategy};
 
-/// Solves the candidate's mesh again and writes every node's strategy down.
+/// Solves the candidate's mesh again, on the graph with its recomputation, and writes every node's
+/// strategy down. A recomputed node is of its original's class, so it takes its strategy.
 pub fn build(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    candidate: &Candidate,
+    rematerialize: Option<Rematerialize<'_>>,
+) -> Result<Plan, PlanError> {
+    let count = match candidate.recompute {
+        Recompute::None => 0,
+        Recompute::Blocks(count) => count,
+        Recompute::All => u64::MAX,
+    };
+    if count == 0 {
+        return annotate(prepared, cluster, request, candidate);
+    }
+    let rematerialize = rematerialize.ok_or_else(|| PlanError::Bug("no recomputation to call on".to_string()))?;
+    let order = block_order(prepared.graph);
+    let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
+    let graph = rematerialize(prepared.graph, &chosen).map_err(PlanError::Bug)?;
+    annotate(&prepare(&graph, request.batch), cluster, request, candidate)
+}
+
+fn annotate(
     prepared: &Prepared<'_>,
     cluster: &Cluster,
     request: &Request,
