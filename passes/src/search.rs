@@ -108,10 +108,33 @@ pub struct Hooks<'a> {
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation.
+/// Memory is estimated; [`search_confirmed`] asks for the exact figure.
 ///
 /// # Errors
 /// See [`PlanError`].
-pub fn search(
+pub fn search(graph: &Graph, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Plan, PlanError> {
+    search_with(graph, cluster, request, pins, Hooks::default())
+}
+
+/// [`search`], where the memory of a finished plan is confirmed before it is chosen.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search_confirmed(
+    graph: &Graph,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    confirm: Option<Confirm<'_>>,
+) -> Result<Plan, PlanError> {
+    search_with(graph, cluster, request, pins, Hooks { confirm, ..Hooks::default() })
+}
+
+/// [`search`], with all that it may call on.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search_with(
     graph: &Graph,
     cluster: &Cluster,
     request: &Request,

@@ -3,7 +3,7 @@
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
-use crate::search::{Hooks, Pins, search};
+use crate::search::{Pins, search};
 use shardc_ir::ops::*;
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, DType, Graph, Op, OutputKind, Plan, Role, TensorType, ValueId};
@@ -119,7 +119,7 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> R
     let graph = llama(sizes, dtype);
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
-    search(&graph, &cluster, &request(sizes, memory), &pins, Hooks::default()).map_err(|error| error.to_string())
+    search(&graph, &cluster, &request(sizes, memory), &pins).map_err(|error| error.to_string())
 }
 
 /// Every node of a path with its strategy.
@@ -233,5 +233,27 @@ fn what_does_not_fit_is_refused_with_what_would() {
     let error = plan(SMALL, DType::Bf16, "h100:2", 2, "").unwrap_err();
     for part in ["no plan fits in 2.00 GiB per rank", "needs", "parameters", "give each rank"] {
         assert!(error.contains(part), "{error}");
+    }
+}
+
+/// What the search makes, lowering takes, for all ranks.
+#[test]
+fn every_plan_is_lowered() {
+    let pinned = [
+        ("cpu:1", "microbatch=1"),
+        ("cpu:4", "dp=4,zero=0"),
+        ("cpu:4", "dp=4,zero=1,microbatch=1"),
+        ("cpu:4", "dp=4,zero=2,microbatch=1"),
+        ("cpu:4", "dp=4,zero=3,microbatch=1"),
+        ("cpu:4", "dp=2,tp=2,zero=3"),
+        ("cpu:4", "tp=4"),
+        ("cpu:6", "dp=3,tp=2,microbatch=2"),
+        ("cpu:6", "tp=6,microbatch=3"),
+    ];
+    for (cluster, pins) in pinned {
+        for dtype in [DType::F32, DType::Bf16] {
+            let plan = plan(TINY, dtype, cluster, 1, pins).unwrap();
+            crate::lower::lower_all(&plan).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
+        }
     }
 }
