@@ -109,7 +109,8 @@ impl OpDef for Binary {
         let linear = match self.kind {
             BinaryKind::Add | BinaryKind::Sub if equal_ranks => vec![vec![0, 1]],
             BinaryKind::Mul => vec![vec![0], vec![1]],
-            BinaryKind::Div => vec![vec![0]],
+            // Integer division truncates each term.
+            BinaryKind::Div if operands[0].dtype.is_float() => vec![vec![0]],
             _ => Vec::new(),
         };
         elementwise_rule(operands, results, linear)

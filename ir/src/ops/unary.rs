@@ -165,7 +165,9 @@ impl OpDef for Affine {
         Ok(vec![operands[0].clone()])
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
-        let linear = if self.offset == 0.0 { vec![vec![0]] } else { Vec::new() };
+        // A fraction of an integer is truncated, term by term.
+        let exact = operands[0].dtype.is_float() || self.scale.fract() == 0.0;
+        let linear = if self.offset == 0.0 && exact { vec![vec![0]] } else { Vec::new() };
         elementwise_rule(operands, results, linear)
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
