@@ -6,6 +6,13 @@
 
 use shardc_ir::TensorType;
 use shardc_ir::text::PlanFileError;
+use shardc_models::TraceError;
+use shardc_models::zoo::ZooError;
+use shardc_passes::PassError;
+use shardc_passes::cluster::ClusterError;
+use shardc_passes::lower::LowerError;
+use shardc_passes::search::PlanError;
+use shardc_runtime::RuntimeError;
 use std::path::PathBuf;
 
 /// What can be wrong with the data of a run.
@@ -154,9 +161,58 @@ pub enum Error {
         /// Why.
         source: PlanFileError,
     },
+    /// The cluster is wrong.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// There is no such model, or its sizes make no sense.
+    #[error(transparent)]
+    Zoo(ZooError),
+    /// The model cannot be traced.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
+    /// A pass refuses the model or an option, or has a bug.
+    #[error(transparent)]
+    Pass(#[from] PassError),
+    /// There is no plan.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The plan cannot be lowered.
+    #[error(transparent)]
+    Lower(#[from] LowerError),
+    /// The runtime failed.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// The numbers of a step are not finite.
+    #[error("step {step}: loss {loss}, gradient norm {grad_norm}{}", first_text(.first.as_deref()))]
+    NotFinite {
+        /// The step, from 0.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+        /// Its gradient norm.
+        grad_norm: f64,
+        /// The first tensor that is not finite: its rank, instruction and module.
+        first: Option<String>,
+    },
+    /// A check found something.
+    #[error("{0}")]
+    Check(String),
     /// A bug of the compiler.
     #[error("internal error, please report it with the output of --dump-to: {0}")]
     Bug(String),
+}
+
+fn first_text(first: Option<&str>) -> String {
+    first.map(|first| format!("; the first tensor that is not finite: {first}")).unwrap_or_default()
+}
+
+impl From<ZooError> for Error {
+    fn from(error: ZooError) -> Self {
+        match error {
+            ZooError::Trace(error) => Self::Trace(error),
+            other => Self::Zoo(other),
+        }
+    }
 }
 
 impl Error {
@@ -168,8 +224,13 @@ impl Error {
     /// The exit code of the command line.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } => 2,
-            Self::Bug(_) => 1,
+            Self::Plan(PlanError::Infeasible { .. }) => 3,
+            Self::Plan(PlanError::Bug(_)) | Self::Pass(PassError::Bug { .. }) | Self::Trace(TraceError::Bug { .. }) => {
+                1
+            }
+            Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
+            Self::Zoo(_) | Self::Trace(_) | Self::Pass(_) | Self::Plan(_) => 2,
+            Self::Lower(_) | Self::Runtime(_) | Self::NotFinite { .. } | Self::Check(_) | Self::Bug(_) => 1,
         }
     }
 
@@ -179,7 +240,11 @@ impl Error {
             Self::Request { fix, .. } => (!fix.is_empty()).then(|| fix.clone()),
             Self::Data(error) => Some(error.fix()),
             Self::Io { .. } => Some("check the path, its permissions and the space on the disk".into()),
-            Self::PlanFile { .. } | Self::Bug(_) => None,
+            Self::Zoo(ZooError::Unknown { .. }) => Some(
+                "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),
+            ),
+            Self::NotFinite { .. } => Some("lower --lr, raise --warmup, or look at the data of that step".into()),
+            _ => None,
         }
     }
 }

@@ -1,9 +1,37 @@
 //! The driver of shardc: the one list of passes, the library's public face and the reports.
+//!
+//! ```no_run
+//! use shardc::{Batch, Cluster, Options};
+//! # fn main() -> Result<(), shardc::Error> {
+//! let model = shardc::NamedModel::find("llama-tiny")?;
+//! let cluster = Cluster::parse("cpu:4", "h200")?;
+//! let compiled = shardc::compile(&model, Batch { batch: 8, seq: 128 }, &cluster, &Options::default())?;
+//! println!("{}", shardc::report::plan_text(compiled.plan()));
+//! # Ok(())
+//! # }
+//! ```
 
+pub mod compile;
 pub mod data;
 pub mod error;
+pub mod estimate;
 pub mod learning_rate;
 pub mod metrics;
+pub mod model;
 pub mod nearest;
+pub mod options;
+pub mod pipeline;
+pub mod report;
+pub mod save;
+pub mod train;
 
+pub use compile::{Compiled, Trace, compile};
 pub use error::{DataError, Error};
+pub use learning_rate::{Decay, LearningRate};
+pub use metrics::StepMetrics;
+pub use model::NamedModel;
+pub use options::{Batch, Options};
+pub use shardc_passes::cluster::Cluster;
+pub use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
+pub use shardc_passes::precision::Precision;
+pub use train::{FromInitialisers, TrainOptions, Trainer, Weights};

@@ -6,7 +6,16 @@
 mod cli;
 
 use clap::Parser;
+use std::process::ExitCode;
 
-fn main() {
-    let _ = cli::args::Cli::parse();
+fn main() -> ExitCode {
+    let cli = cli::args::Cli::parse();
+    cli::log::start(cli.verbose);
+    match cli::run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            cli::log::report(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
 }

@@ -1,2 +1,109 @@
 //! The `shardc` command: flags in, reports out.
+
 pub mod args;
+mod inspect;
+pub mod log;
+mod request;
+mod train;
+
+use args::{Cli, ExplainArgs, PlanArgs, Verb};
+use serde_json::{Value, json};
+use shardc::{Error, NamedModel, report};
+use shardc_ir::Plan;
+use std::io::Write;
+use std::path::Path;
+
+/// Runs the command.
+pub fn run(cli: Cli) -> Result<(), Error> {
+    match cli.verb {
+        Verb::Models => models(cli.json),
+        Verb::Plan(args) => plan(&args, cli.json),
+        Verb::Explain(args) => explain(&args, cli.json),
+        Verb::Estimate(args) => inspect::print_estimate(&args, cli.json),
+        Verb::Check(args) => inspect::check(&args, cli.json),
+        Verb::Train(args) => train::train(&args, cli.json),
+    }
+}
+
+/// Writes to stdout. Whoever reads it may stop reading.
+fn print(text: &str) {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
+fn print_json(value: &Value) {
+    print(&format!("{value:#}\n"));
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Error> {
+    std::fs::write(path, text).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+}
+
+fn models(json: bool) -> Result<(), Error> {
+    let entries = shardc_models::zoo::list();
+    if json {
+        let row = |entry: &shardc_models::zoo::Entry| json!({"name": entry.name, "parameters": entry.parameters, "source": entry.source});
+        print_json(&entries.iter().map(row).collect());
+        return Ok(());
+    }
+    for entry in entries {
+        print(&format!("{:14} {:>18}  {}\n", entry.name, thousands(entry.parameters), entry.source));
+    }
+    Ok(())
+}
+
+fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
+    let model = NamedModel::find(&args.model)?;
+    let cluster = request::cluster(args.request.cluster.as_deref())?;
+    let batch = request::batch(&args.request, None, &model)?;
+    let options = request::options(&args.request, request::default_precision(&cluster))?;
+    let compiled = shardc::compile(&model, batch, &cluster, &options)?;
+    if let Some(path) = &args.output {
+        write(path, &compiled.plan().to_json())?;
+    }
+    print_plan(compiled.plan(), json);
+    Ok(())
+}
+
+fn print_plan(plan: &Plan, json: bool) {
+    match json {
+        true => print_json(&json!({
+            "request": plan.request,
+            "choice": plan.choice,
+            "mesh": plan.mesh,
+            "prediction": plan.prediction,
+            "alternatives": plan.alternatives,
+            "hash": plan.hash(),
+        })),
+        false => print(&report::plan_text(plan)),
+    }
+}
+
+fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
+    let plan = request::plan_file(&args.plan)?;
+    match &args.value {
+        None => print_plan(&plan, json),
+        Some(what) => {
+            let text = report::explain_value(&plan, what).map_err(|message| {
+                Error::request(message, "`shardc explain PLAN` shows the plan; --dump-to its graph")
+            })?;
+            match json {
+                true => print_json(&json!(text.lines().collect::<Vec<_>>())),
+                false => print(&text),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A number with a comma between thousands.
+fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}

@@ -1,0 +1,126 @@
+//! `shardc estimate` and `shardc check`: what a model needs, and what this machine has.
+
+use super::args::{CheckArgs, EstimateArgs};
+use super::{print, print_json, request};
+use serde_json::{Value, json};
+use shardc::estimate::estimate;
+use shardc::{Error, NamedModel};
+use shardc_ir::Bytes;
+use shardc_runtime::probe;
+
+/// Memory by precision and ZeRO stage.
+pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
+    let model = NamedModel::find(&args.model)?;
+    let rows = estimate(model.config.parameters(), args.ranks);
+    if json {
+        print_json(
+            &json!({"model": args.model, "parameters": model.config.parameters(), "ranks": args.ranks, "rows": rows}),
+        );
+        return Ok(());
+    }
+    print(&format!("{}: {} parameters\n", args.model, super::thousands(model.config.parameters())));
+    print(&format!("per rank, {} data ranks; activations come on top (see `shardc plan`)\n\n", args.ranks));
+    print(&format!(
+        "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
+        "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total"
+    ));
+    for row in rows {
+        print(&format!(
+            "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
+            row.precision,
+            row.optimizer,
+            row.zero,
+            row.parameters.to_string(),
+            row.gradients.to_string(),
+            row.state.to_string(),
+            row.total().to_string()
+        ));
+    }
+    Ok(())
+}
+
+/// One line of the table of `shardc check`.
+struct Line {
+    name: String,
+    found: Result<String, String>,
+    fix: String,
+    is_needed: bool,
+}
+
+/// What this machine has for running plans.
+pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
+    let cluster = request::cluster(Some(&args.cluster))?;
+    let is_cuda = cluster.device.kind == "cuda";
+    let mut lines = vec![cores(), memory()];
+    let optional = ["cuDNN"];
+    lines.extend(probe::libraries().into_iter().map(|finding| Line {
+        name: finding.name.to_string(),
+        found: finding.found,
+        fix: finding.fix.to_string(),
+        is_needed: is_cuda && !optional.contains(&finding.name),
+    }));
+    lines.push(gpus(if is_cuda { cluster.ranks() } else { 0 }));
+    let unmet: Vec<&Line> = lines.iter().filter(|line| line.is_needed && line.found.is_err()).collect();
+    match json {
+        true => print_json(&lines.iter().map(line_json).collect()),
+        false => lines.iter().for_each(|line| print(&line_text(line))),
+    }
+    if unmet.is_empty() {
+        return Ok(());
+    }
+    let names = unmet.iter().map(|line| line.name.as_str()).collect::<Vec<_>>().join(", ");
+    Err(Error::Check(format!("{} needs what this machine lacks: {names}", args.cluster)))
+}
+
+fn line_text(line: &Line) -> String {
+    match &line.found {
+        Ok(found) => format!("✓ {:12} {found}\n", line.name),
+        Err(why) => {
+            let mark = if line.is_needed { "✗" } else { "–" };
+            format!("{mark} {:12} {why}\n  {:12} {}\n", line.name, "", line.fix)
+        }
+    }
+}
+
+fn line_json(line: &Line) -> Value {
+    json!({
+        "name": line.name,
+        "ok": line.found.is_ok(),
+        "needed": line.is_needed,
+        "found": line.found.as_ref().unwrap_or_else(|why| why),
+        "fix": line.found.is_err().then_some(&line.fix),
+    })
+}
+
+fn cores() -> Line {
+    let cores = std::thread::available_parallelism();
+    let found = cores.map(|cores| format!("{cores} cores")).map_err(|error| error.to_string());
+    Line { name: "CPU".into(), found, fix: String::new(), is_needed: true }
+}
+
+fn memory() -> Line {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| -> Option<Bytes> {
+        let line = info.lines().find_map(|line| line.strip_prefix(name))?;
+        let kilobytes: u64 = line.trim_start_matches(':').trim().trim_end_matches("kB").trim().parse().ok()?;
+        Some(Bytes(kilobytes * 1024))
+    };
+    let found = match (field("MemTotal"), field("MemAvailable")) {
+        (Some(total), Some(available)) => Ok(format!("{total}, {available} available")),
+        _ => Err("/proc/meminfo does not say".into()),
+    };
+    Line { name: "memory".into(), found, fix: "give --device-memory where it matters".into(), is_needed: false }
+}
+
+fn gpus(needed: u64) -> Line {
+    let found = match probe::gpus() {
+        Err(why) => Err(format!("no GPU can be asked for: {why}")),
+        Ok(gpus) if (gpus.len() as u64) < needed.max(1) => Err(format!("{} of {} GPUs", gpus.len(), needed.max(1))),
+        Ok(gpus) => {
+            let names = gpus.iter().map(|gpu| format!("{} ({})", gpu.name, Bytes(gpu.memory)));
+            Ok(names.collect::<Vec<_>>().join(", "))
+        }
+    };
+    let fix = "ask for fewer GPUs, or make more visible (CUDA_VISIBLE_DEVICES)".to_string();
+    Line { name: "GPUs".into(), found, fix, is_needed: needed > 0 }
+}

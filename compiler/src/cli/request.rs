@@ -1,0 +1,155 @@
+//! From flags to what the library takes.
+
+use super::args::{OptimizerArgs, PrecisionArg, RequestArgs};
+use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
+use shardc_ir::{Bytes, Plan};
+use std::path::Path;
+
+/// Sequences per step where neither a flag nor the data says.
+const DEFAULT_BATCH: u64 = 8;
+/// Tokens per sequence where neither a flag nor the data says.
+const DEFAULT_SEQ: u64 = 256;
+
+/// The cluster of a flag. `cuda:N` takes the profile of this host's GPUs, where it is known.
+pub fn cluster(text: Option<&str>) -> Result<Cluster, Error> {
+    let text = text.unwrap_or("cpu:1");
+    let profile = match text.starts_with("cuda") {
+        true => cuda_profile(),
+        false => "h200",
+    };
+    Ok(Cluster::parse(text, profile)?)
+}
+
+/// The shipped profile that is nearest to this host's first GPU.
+fn cuda_profile() -> &'static str {
+    let gpus = shardc_runtime::probe::gpus().unwrap_or_default();
+    let name = gpus.first().map(|gpu| gpu.name.to_uppercase()).unwrap_or_default();
+    let known = [
+        ("H200", "h200"),
+        ("H100", "h100"),
+        ("B200", "b200"),
+        ("A100-SXM4-40", "a100-40"),
+        ("A100-PCIE-40", "a100-40"),
+        ("A100", "a100-80"),
+        ("L40S", "l40s"),
+        ("4090", "rtx4090"),
+        ("3090", "rtx3090"),
+        ("V100", "v100"),
+    ];
+    known.iter().find(|(part, _)| name.contains(part)).map_or("h200", |(_, profile)| profile)
+}
+
+/// The batch: what the data fixes, else the flags, else a default.
+///
+/// # Errors
+/// A flag that contradicts the data.
+pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) -> Result<Batch, Error> {
+    if let Some((batch, seq)) = fixed {
+        for (flag, asked, is) in [("--batch", args.batch, batch), ("--seq", args.seq, seq)] {
+            if let Some(asked) = asked.filter(|asked| *asked != is) {
+                let message = format!("{flag} {asked} contradicts the data, whose batches are {batch} x {seq}");
+                return Err(Error::request(message, format!("leave {flag} out")));
+            }
+        }
+        return Ok(Batch { batch, seq });
+    }
+    let longest = model.positions().unwrap_or(u64::MAX);
+    Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: args.seq.unwrap_or(DEFAULT_SEQ.min(longest)) })
+}
+
+/// The options of a compilation.
+pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error> {
+    let precision = match args.precision {
+        None => default,
+        Some(PrecisionArg::Fp32) => Precision::Fp32,
+        Some(PrecisionArg::Bf16) => Precision::Bf16,
+    };
+    Ok(Options {
+        precision,
+        optimizer: OptimizerConfig::default(),
+        pins: args.pin.clone().unwrap_or_default(),
+        device_memory: args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?,
+        dump_to: args.dump_to.clone(),
+    })
+}
+
+/// The precision where no flag says: fp32 on CPU ranks, bf16 on devices that are made for it.
+pub fn default_precision(cluster: &Cluster) -> Precision {
+    match cluster.device.kind.as_str() {
+        "cpu" => Precision::Fp32,
+        _ => Precision::Bf16,
+    }
+}
+
+/// The optimizer.
+pub fn optimizer(args: &OptimizerArgs) -> Result<OptimizerConfig, Error> {
+    let [beta1, beta2] = args.betas[..] else {
+        let given = args.betas.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        return Err(Error::request(format!("--betas {given}: it takes two numbers"), "write --betas 0.9,0.95"));
+    };
+    let kind = OptimizerKind::AdamW { beta1, beta2, eps: args.eps, weight_decay: args.weight_decay };
+    Ok(OptimizerConfig { kind, clip_grad_norm: (args.clip_grad_norm != 0.0).then_some(args.clip_grad_norm) })
+}
+
+/// The learning rate of every step.
+pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, Error> {
+    for (flag, rate) in [("--lr", args.lr), ("--min-lr", args.min_lr)] {
+        if !(rate.is_finite() && rate >= 0.0) {
+            return Err(Error::request(format!("{flag} is {rate}; it must be a number that is at least 0"), ""));
+        }
+    }
+    if args.min_lr > args.lr {
+        let message = format!("--min-lr {} is above --lr {}", args.min_lr, args.lr);
+        return Err(Error::request(message, "the rate falls from --lr to --min-lr"));
+    }
+    let (rate, min_rate, warmup, decay) = (args.lr, args.min_lr, args.warmup, args.schedule);
+    Ok(LearningRate { rate, min_rate, warmup, decay, steps })
+}
+
+/// Reads a plan file and verifies it.
+pub fn plan_file(path: &Path) -> Result<Plan, Error> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    let plan = Plan::from_json(&text).map_err(|source| Error::PlanFile { path: path.to_path_buf(), source })?;
+    match shardc_ir::verify::plan(&plan) {
+        Ok(_) => Ok(plan),
+        Err(found) => Err(Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()))),
+    }
+}
+
+/// A size in bytes: `24GiB`, `800MB`, `1000000`.
+fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
+    let wrong = || Error::request(format!("{flag} {text}: not a size"), "write 24GiB, 800MB or a number of bytes");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: f64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "tb" => 1e12,
+        "kib" | "k" => 1024.0,
+        "mib" | "m" => 1048576.0,
+        "gib" | "g" => 1073741824.0,
+        "tib" | "t" => 1099511627776.0,
+        _ => return Err(wrong()),
+    };
+    let number: f64 = digits.trim().parse().map_err(|_| wrong())?;
+    let bytes = number * unit;
+    if bytes.is_finite() && (1.0..1e18).contains(&bytes) { Ok(Bytes(bytes as u64)) } else { Err(wrong()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        let check =
+            |text: &str, expect: Option<u64>| assert_eq!(size("--x", text).ok().map(|size| size.0), expect, "{text}");
+        check("24GiB", Some(24 << 30));
+        check("1.5 KB", Some(1500));
+        check("77", Some(77));
+        check("-1GB", None);
+        check("GB", None);
+        check("1QB", None);
+    }
+}

@@ -1,0 +1,209 @@
+//! `shardc train`.
+
+use super::args::TrainArgs;
+use super::{print, print_json, request};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
+use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
+use shardc::metrics::MetricsFile;
+use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer};
+use std::io::IsTerminal;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Steps that are left out of the mean time: the first touch the memory.
+const WARM: usize = 1;
+
+/// Trains, and prints a summary.
+pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
+    let learning_rate = request::learning_rate(&args.optimizer, args.steps)?;
+    let (model, compiled, data) = prepare(args)?;
+    let inputs = &compiled.model.inputs;
+    data.check(inputs, Some(model.vocabulary()))?;
+    if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
+        let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
+        return Err(Error::request(message, format!("ask for --steps {steps} or less")));
+    }
+    let mut metrics = args.metrics.as_deref().map(MetricsFile::create).transpose()?;
+    if !json {
+        eprintln!("{}", shardc::report::plan_text(compiled.plan()));
+    }
+    let options = TrainOptions { learning_rate, seed: args.seed };
+    let weights = model.weights()?;
+    let mut trainer = compiled.start(weights.as_ref(), options)?;
+    let stop = interrupt();
+    let bar = progress(args.steps);
+    let mut steps: Vec<StepMetrics> = Vec::new();
+    let mut failed = None;
+    while (steps.len() as u64) < args.steps && !stop.load(Ordering::Relaxed) {
+        let batch = data.batch(steps.len() as u64, inputs)?;
+        match trainer.step(batch) {
+            Ok(step) => {
+                show(&bar, &step, args.steps);
+                if let Some(file) = &mut metrics {
+                    file.write(&step)?;
+                }
+                steps.push(step);
+            }
+            Err(error) => {
+                failed = Some(error);
+                break;
+            }
+        }
+    }
+    bar.finish_and_clear();
+    summarize(&compiled, &steps, args.steps, stop.load(Ordering::Relaxed), json);
+    match failed {
+        Some(error) => Err(error),
+        None => save(args.save.as_deref(), &model, &mut trainer),
+    }
+}
+
+/// The model, its plan and its data.
+fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
+    let exact = is_exact(&args.data).then(|| open_batches(&args.data)).transpose()?;
+    let fixed = exact.as_ref().and_then(Data::shape);
+    let (model, compiled) = match args.model.ends_with(".json") {
+        true => planned(args, fixed)?,
+        false => {
+            let model = NamedModel::find(&args.model)?;
+            let cluster = request::cluster(args.request.cluster.as_deref())?;
+            let batch = request::batch(&args.request, fixed, &model)?;
+            let mut options = request::options(&args.request, request::default_precision(&cluster))?;
+            options.optimizer = request::optimizer(&args.optimizer)?;
+            let compiled = shardc::compile(&model, batch, &cluster, &options)?;
+            (model, compiled)
+        }
+    };
+    let request = &compiled.plan().request;
+    let data = match exact {
+        Some(data) => data,
+        None => {
+            let (batch, seq, vocab, seed) = (request.batch, request.seq, model.vocabulary(), args.seed);
+            let config = StreamConfig { batch, seq, vocab, seed };
+            open_stream(&args.data, args.tokenizer.as_deref(), config)?
+        }
+    };
+    Ok((model, compiled, data))
+}
+
+/// The plan of a file, and its model traced again.
+fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, Compiled), Error> {
+    let path = Path::new(&args.model);
+    let plan = request::plan_file(path)?;
+    let asked = &plan.request;
+    let flags = &args.request;
+    let contradiction = |flag: &str, given: String, planned: &str| {
+        let message = format!("{flag} {given} contradicts the plan, which is for {planned}");
+        Err(Error::request(message, format!("leave {flag} out, or make another plan")))
+    };
+    if let Some(given) = flags.cluster.as_ref().filter(|given| **given != asked.cluster) {
+        return contradiction("--cluster", given.clone(), &asked.cluster);
+    }
+    for (flag, given, planned) in [("--batch", flags.batch, asked.batch), ("--seq", flags.seq, asked.seq)] {
+        if let Some(given) = given.filter(|given| *given != planned) {
+            return contradiction(flag, given.to_string(), &planned.to_string());
+        }
+    }
+    if flags.pin.is_some() || flags.precision.is_some() || flags.device_memory.is_some() {
+        let message = "--pin, --precision and --device-memory are choices that the plan file has made";
+        return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
+    }
+    if let Some((batch, seq)) = fixed.filter(|fixed| *fixed != (asked.batch, asked.seq)) {
+        let planned = format!("batches of {} x {}", asked.batch, asked.seq);
+        return contradiction("--data", format!("with batches of {batch} x {seq}"), &planned);
+    }
+    let model = NamedModel::find(&asked.model)?;
+    let traced = shardc::Trace::trace(&model, Batch { batch: asked.batch, seq: asked.seq })?;
+    Ok((model, Compiled::from_plan(traced, plan)))
+}
+
+/// Set when the user asks to stop; the step in progress is finished first.
+fn interrupt() -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = stop.clone();
+    let set = ctrlc::set_handler(move || {
+        // The second time, the user means it.
+        if flag.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+        eprintln!("\nstopping at the end of this step; once more to stop at once");
+    });
+    if let Err(error) = set {
+        tracing::warn!("Ctrl-C will stop without a summary: {error}");
+    }
+    stop
+}
+
+fn progress(steps: u64) -> ProgressBar {
+    let target = match std::io::stderr().is_terminal() {
+        true => ProgressDrawTarget::stderr(),
+        false => ProgressDrawTarget::hidden(),
+    };
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} {eta}");
+    let bar = ProgressBar::with_draw_target(Some(steps), target);
+    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
+    bar.set_position(step.step + 1);
+    bar.set_message(format!("loss {:.4} {:.0} tokens/s", step.loss, step.tokens_per_s));
+    // Off a terminal a run is followed by its lines: about twenty of them, and the last.
+    let every = (steps / 20).max(1);
+    if bar.is_hidden() && (step.step.is_multiple_of(every) || step.step + 1 == steps) {
+        let StepMetrics { step, loss, grad_norm, step_s, tokens_per_s, .. } = step;
+        eprintln!(
+            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s"
+        );
+    }
+}
+
+/// What the run did, measured beside predicted.
+fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bool, json: bool) {
+    let prediction = &compiled.plan().prediction;
+    let timed = if steps.len() > WARM { &steps[WARM..] } else { steps };
+    let mut times: Vec<f64> = timed.iter().map(|step| step.step_s).collect();
+    times.sort_by(f64::total_cmp);
+    let step_s = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
+    let tokens_per_s = compiled.tokens_per_step() as f64 / step_s;
+    let mfu = prediction.mfu * prediction.step.0 / step_s;
+    let peak = steps.last().map_or(0, |step| step.peak_device_bytes);
+    let (first, last) = (steps.first().map(|step| step.loss), steps.last().map(|step| step.loss));
+    if json {
+        print_json(&json!({
+            "steps": steps.len(),
+            "stopped": stopped,
+            "first_loss": first,
+            "last_loss": last,
+            "step_s": step_s,
+            "predicted_step_s": prediction.step,
+            "tokens_per_s": tokens_per_s,
+            "mfu": mfu,
+            "predicted_mfu": prediction.mfu,
+            "peak_device_bytes": peak,
+            "predicted_device_bytes": prediction.memory.total(),
+            "choice": compiled.plan().choice,
+        }));
+        return;
+    }
+    let why = if stopped { ", stopped by the user" } else { "" };
+    print(&format!("\n{} of {asked} steps{why}\n", steps.len()));
+    let (Some(first), Some(last)) = (first, last) else { return };
+    print(&format!("loss         {first:.4} -> {last:.4}\n"));
+    print("                 measured   predicted\n");
+    let row =
+        |name: &str, measured: String, predicted: String| print(&format!("{name:12} {measured:>12} {predicted:>12}\n"));
+    row("step", shardc_ir::Seconds(step_s).to_string(), prediction.step.to_string());
+    let predicted_rate = compiled.tokens_per_step() as f64 / prediction.step.0;
+    row("tokens/s", format!("{tokens_per_s:.0}"), format!("{predicted_rate:.0}"));
+    row("MFU", format!("{:.1}%", mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
+    row("peak memory", shardc_ir::Bytes(peak).to_string(), prediction.memory.total().to_string());
+}
+
+fn save(dir: Option<&Path>, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {
+    let Some(dir) = dir else { return Ok(()) };
+    model.save(dir, &trainer.parameters()?)?;
+    print(&format!("saved to {}\n", dir.display()));
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! Memory of parameters, gradients and optimizer state, without a device or a trace.
+//!
+//! What shardc keeps per parameter: an fp32 master copy (4 bytes), beside it a bf16 copy while a
+//! step runs (2 bytes) in bf16; an fp32 gradient (4 bytes); AdamW's two fp32 moments (8 bytes).
+//! ZeRO-1 shards the optimizer state and the master copy over the data ranks, ZeRO-2 the
+//! gradients, ZeRO-3 every copy of the parameters (Rajbhandari et al., "ZeRO", SC 2020).
+
+use serde::Serialize;
+use shardc_ir::Bytes;
+
+/// The bytes of one rank under one choice.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// `fp32` or `bf16`.
+    pub precision: &'static str,
+    /// `adamw`, or `none` for inference.
+    pub optimizer: &'static str,
+    /// The ZeRO stage.
+    pub zero: u64,
+    /// Master parameters and copies.
+    pub parameters: Bytes,
+    /// Gradients.
+    pub gradients: Bytes,
+    /// Optimizer state.
+    pub state: Bytes,
+}
+
+impl Row {
+    /// All of it.
+    pub fn total(&self) -> Bytes {
+        self.parameters + self.gradients + self.state
+    }
+}
+
+/// Every precision, optimizer and ZeRO stage, for a number of parameters over `ranks` data ranks.
+pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
+    let ranks = ranks.max(1);
+    let mut rows = Vec::new();
+    for precision in ["fp32", "bf16"] {
+        let is_mixed = precision == "bf16";
+        let whole = Bytes(parameters * if is_mixed { 2 } else { 4 });
+        rows.push(Row {
+            precision,
+            optimizer: "none",
+            zero: 0,
+            parameters: whole,
+            gradients: Bytes(0),
+            state: Bytes(0),
+        });
+        for zero in 0..=3 {
+            let share = |bytes: u64, from_stage: u64| {
+                Bytes(if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes })
+            };
+            // In fp32 the master is the working copy: from stage 1 on, the shard is kept beside the
+            // gathered copy, and from stage 3 on only the shard is.
+            let working = if is_mixed { 2 } else { 4 };
+            let master = share(4, 1);
+            let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(working, 3) };
+            let copy = if !is_mixed && zero == 3 { Bytes(0) } else { copy };
+            let (gradients, state) = (share(4, 2), share(8, 1));
+            rows.push(Row { precision, optimizer: "adamw", zero, parameters: master + copy, gradients, state });
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_divides_what_its_stage_says() {
+        let check = |precision: &str, zero: u64, expect: u64| {
+            let rows = estimate(1000, 10);
+            let row =
+                rows.iter().find(|row| row.precision == precision && row.zero == zero && row.optimizer == "adamw");
+            assert_eq!(row.map(|row| row.total().0), Some(expect), "{precision} zero {zero}");
+        };
+        check("fp32", 0, 16_000);
+        check("fp32", 1, 400 + 4000 + 4000 + 800);
+        check("fp32", 2, 400 + 4000 + 400 + 800);
+        check("fp32", 3, 400 + 400 + 800);
+        check("bf16", 0, 18_000);
+        check("bf16", 1, 400 + 2000 + 4000 + 800);
+        check("bf16", 3, 400 + 200 + 400 + 800);
+    }
+}

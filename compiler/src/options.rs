@@ -1,0 +1,38 @@
+//! What a compilation is asked for, beside the model and the cluster.
+
+use shardc_ir::Bytes;
+use shardc_passes::optimizer::OptimizerConfig;
+use shardc_passes::precision::Precision;
+use std::path::PathBuf;
+
+/// The sizes of the global batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Sequences (or samples) per step over all ranks.
+    pub batch: u64,
+    /// Tokens per sequence; 0 where the model has none.
+    pub seq: u64,
+}
+
+/// How to compile.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The precision of the computation.
+    pub precision: Precision,
+    /// The optimizer and gradient clipping.
+    pub optimizer: OptimizerConfig,
+    /// The choices that are fixed, as `--pin` takes them: `dp=2,tp=2,zero=1`; all else is searched.
+    pub pins: String,
+    /// A bound on the memory of each rank; the device's own if there is none.
+    pub device_memory: Option<Bytes>,
+    /// A directory for the graph after every pass.
+    pub dump_to: Option<PathBuf>,
+}
+
+/// The name of a precision in requests: `fp32`, `bf16`.
+pub fn precision_name(precision: Precision) -> &'static str {
+    match precision {
+        Precision::Fp32 => "fp32",
+        Precision::Bf16 => "bf16",
+    }
+}
