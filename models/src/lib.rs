@@ -3,11 +3,13 @@
 //! * [`trace`]: any Burn module and a loss become a [`Model`]: a graph on one device with global
 //!   shapes, the initialisers as a second graph, and the names of the parameters.
 //! * [`zoo`]: language models, written as ordinary Burn modules.
+//! * [`hf`]: Hugging Face directories, read part by part and written so that a failure spoils nothing.
 //!
 //! Nothing is ever computed here and no parameter is ever held: a model of any size traces in
 //! seconds. Burn's types do not leave this crate.
 
 pub mod dropout;
+pub mod hf;
 pub mod trace;
 pub mod zoo;
 

@@ -1,0 +1,213 @@
+//! `config.json`, of transformers 5 (`rope_parameters`) and before (`rope_theta`, `rope_scaling`).
+
+use super::{HfError, io};
+use crate::zoo::{Config, Gpt2Config, LlamaConfig, RopeScaling};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// An object of the file, with where it is for errors.
+struct Fields<'a> {
+    path: &'a Path,
+    prefix: &'a str,
+    map: &'a Map<String, Value>,
+}
+
+impl<'a> Fields<'a> {
+    fn get(&self, field: &str) -> Option<&'a Value> {
+        self.map.get(field).filter(|value| !value.is_null())
+    }
+
+    fn missing(&self, field: &str) -> HfError {
+        HfError::MissingField { path: self.path.to_path_buf(), field: format!("{}{field}", self.prefix) }
+    }
+
+    fn wrong(&self, field: &str, what: &str) -> HfError {
+        let message = format!("field `{}{field}` must be {what}, not {}", self.prefix, self.map[field]);
+        HfError::Malformed { path: self.path.to_path_buf(), message }
+    }
+
+    fn unsupported(&self, message: String) -> HfError {
+        HfError::Unsupported { path: self.path.to_path_buf(), message }
+    }
+
+    fn optional_size(&self, field: &str) -> Result<Option<usize>, HfError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_u64().map(|size| Some(size as usize)).ok_or_else(|| self.wrong(field, "a whole number"))
+    }
+
+    fn size(&self, field: &str) -> Result<usize, HfError> {
+        self.optional_size(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    fn optional_number(&self, field: &str) -> Result<Option<f64>, HfError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_f64().map(Some).ok_or_else(|| self.wrong(field, "a number"))
+    }
+
+    fn number(&self, field: &str) -> Result<f64, HfError> {
+        self.optional_number(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    fn flag(&self, field: &str, fallback: bool) -> Result<bool, HfError> {
+        let Some(value) = self.get(field) else { return Ok(fallback) };
+        value.as_bool().ok_or_else(|| self.wrong(field, "true or false"))
+    }
+
+    /// Refuses an option that is set to anything but what we do.
+    fn only(&self, field: &str, allowed: &[Value]) -> Result<(), HfError> {
+        match self.get(field) {
+            Some(value) if !allowed.contains(value) => {
+                let known: Vec<String> = allowed.iter().map(ToString::to_string).collect();
+                Err(self.unsupported(format!("`{field}` is {value}; supported: {}", known.join(", "))))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+pub(super) fn read(path: &Path) -> Result<Config, HfError> {
+    let text = std::fs::read_to_string(path).map_err(io(path))?;
+    let malformed = |message: String| HfError::Malformed { path: path.to_path_buf(), message };
+    let value: Value = serde_json::from_str(&text).map_err(|error| malformed(format!("not JSON: {error}")))?;
+    let map = value.as_object().ok_or_else(|| malformed("not a JSON object".to_string()))?;
+    let fields = Fields { path, prefix: "", map };
+    match fields.get("model_type").and_then(Value::as_str) {
+        Some("gpt2") => gpt2(&fields).map(Config::Gpt2),
+        Some("llama") => llama(&fields).map(Config::Llama),
+        Some(other) => Err(fields.unsupported(format!("architecture `{other}`; supported: gpt2, llama"))),
+        None => Err(fields.missing("model_type")),
+    }
+}
+
+fn gpt2(fields: &Fields<'_>) -> Result<Gpt2Config, HfError> {
+    fields.only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
+    fields.only("add_cross_attention", &[json!(false)])?;
+    fields.only("scale_attn_weights", &[json!(true)])?;
+    fields.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
+    fields.only("tie_word_embeddings", &[json!(true)])?;
+    for dropout in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
+        let probability = fields.optional_number(dropout)?.unwrap_or(0.0);
+        if probability > 0.0 {
+            tracing::warn!("`{dropout}` is {probability}; the model is trained without dropout");
+        }
+    }
+    let width = fields.size("n_embd")?;
+    Ok(Gpt2Config {
+        layers: fields.size("n_layer")?,
+        width,
+        heads: fields.size("n_head")?,
+        hidden: fields.optional_size("n_inner")?.unwrap_or(4 * width),
+        vocabulary: fields.size("vocab_size")?,
+        positions: fields.size("n_positions")?,
+        eps: fields.optional_number("layer_norm_epsilon")?.unwrap_or(1e-5),
+        init_std: fields.optional_number("initializer_range")?.unwrap_or(0.02),
+    })
+}
+
+fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
+    fields.only("hidden_act", &[json!("silu")])?;
+    fields.only("attention_bias", &[json!(false)])?;
+    fields.only("mlp_bias", &[json!(false)])?;
+    let (width, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
+    let (rope_theta, rope_scaling) = rope(fields)?;
+    Ok(LlamaConfig {
+        layers: fields.size("num_hidden_layers")?,
+        width,
+        heads,
+        kv_heads: fields.optional_size("num_key_value_heads")?.unwrap_or(heads),
+        head_width: fields.optional_size("head_dim")?.unwrap_or(width / heads.max(1)),
+        hidden: fields.size("intermediate_size")?,
+        vocabulary: fields.size("vocab_size")?,
+        positions: fields.optional_size("max_position_embeddings")?.unwrap_or(2048),
+        rope_theta,
+        rope_scaling,
+        eps: fields.optional_number("rms_norm_eps")?.unwrap_or(1e-6),
+        tied: fields.flag("tie_word_embeddings", false)?,
+        init_std: fields.optional_number("initializer_range")?.unwrap_or(0.02),
+    })
+}
+
+/// The base of the rotary frequencies and their scaling.
+fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
+    let outer = fields.optional_number("rope_theta")?;
+    let object = |field| fields.get(field).and_then(Value::as_object).map(|map| (field, map));
+    let Some((field, map)) = object("rope_parameters").or_else(|| object("rope_scaling")) else {
+        return Ok((outer.unwrap_or(10_000.0), None));
+    };
+    let prefix = format!("{field}.");
+    let rope = Fields { path: fields.path, prefix: &prefix, map };
+    let theta = rope.optional_number("rope_theta")?.or(outer).unwrap_or(10_000.0);
+    let kind = rope.get("rope_type").or_else(|| rope.get("type")).and_then(Value::as_str).unwrap_or("default");
+    let scaling = match kind {
+        "default" => None,
+        "llama3" => Some(RopeScaling {
+            factor: rope.number("factor")?,
+            low: rope.number("low_freq_factor")?,
+            high: rope.number("high_freq_factor")?,
+            original: rope.number("original_max_position_embeddings")?,
+        }),
+        other => return Err(fields.unsupported(format!("rotary type `{other}`; supported: default, llama3"))),
+    };
+    Ok((theta, scaling))
+}
+
+/// The text of a `config.json`.
+pub(super) fn write(config: &Config) -> String {
+    let value = match config {
+        Config::Gpt2(c) => json!({
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.0,
+            "dtype": "float32",
+            "embd_pdrop": 0.0,
+            "initializer_range": c.init_std,
+            "layer_norm_epsilon": c.eps,
+            "model_type": "gpt2",
+            "n_ctx": c.positions,
+            "n_embd": c.width,
+            "n_head": c.heads,
+            "n_inner": c.hidden,
+            "n_layer": c.layers,
+            "n_positions": c.positions,
+            "resid_pdrop": 0.0,
+            "tie_word_embeddings": true,
+            "vocab_size": c.vocabulary,
+        }),
+        Config::Llama(c) => {
+            let rope = match &c.rope_scaling {
+                None => json!({ "rope_theta": c.rope_theta, "rope_type": "default" }),
+                Some(scaling) => json!({
+                    "factor": scaling.factor,
+                    "high_freq_factor": scaling.high,
+                    "low_freq_factor": scaling.low,
+                    "original_max_position_embeddings": scaling.original as u64,
+                    "rope_theta": c.rope_theta,
+                    "rope_type": "llama3",
+                }),
+            };
+            json!({
+                "architectures": ["LlamaForCausalLM"],
+                "attention_bias": false,
+                "attention_dropout": 0.0,
+                "dtype": "float32",
+                "head_dim": c.head_width,
+                "hidden_act": "silu",
+                "hidden_size": c.width,
+                "initializer_range": c.init_std,
+                "intermediate_size": c.hidden,
+                "max_position_embeddings": c.positions,
+                "mlp_bias": false,
+                "model_type": "llama",
+                "num_attention_heads": c.heads,
+                "num_hidden_layers": c.layers,
+                "num_key_value_heads": c.kv_heads,
+                "rms_norm_eps": c.eps,
+                "rope_parameters": rope,
+                "rope_theta": c.rope_theta,
+                "tie_word_embeddings": c.tied,
+                "vocab_size": c.vocabulary,
+            })
+        }
+    };
+    format!("{value:#}\n")
+}

@@ -1,0 +1,250 @@
+//! Reads parts of parameters from safetensors files.
+
+use super::layout::{prefix, tensors};
+use super::{HfError, io};
+use crate::zoo::Config;
+use serde_json::Value;
+use shardc_ir::tensor::for_each_row;
+use shardc_ir::{DType, HostTensor, TensorType};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// The longest header that is believed; the format's own limit.
+const HEADER_LIMIT: u64 = 100_000_000;
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    file: File,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Debug)]
+struct Place {
+    shard: usize,
+    offset: u64,
+    ty: TensorType,
+}
+
+/// Where a parameter lies.
+#[derive(Clone, Debug)]
+struct Source {
+    place: Place,
+    transposed: bool,
+    /// The parameter's first index along the tensor's last dimension.
+    column: u64,
+    shape: Vec<u64>,
+}
+
+/// The weights of a directory, open but not read.
+#[derive(Debug)]
+pub struct HfWeights {
+    config: Config,
+    shards: Vec<Shard>,
+    sources: BTreeMap<String, Source>,
+}
+
+impl HfWeights {
+    pub(super) fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
+        let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
+        for path in shard_paths(dir)? {
+            let file = File::open(&path).map_err(io(&path))?;
+            read_header(&path, &file, shards.len(), &mut places)?;
+            shards.push(Shard { path, file });
+        }
+        let mut sources = BTreeMap::new();
+        for tensor in tensors(config) {
+            let full = if tensor.outside { tensor.name.clone() } else { format!("{}{}", prefix(config), tensor.name) };
+            // Files of the bare inner model have no prefix.
+            let place = places.get(&full).or_else(|| places.get(&tensor.name));
+            let missing = || HfError::MissingTensor { path: dir.to_path_buf(), tensor: full.clone() };
+            let place: &Place = place.ok_or_else(missing)?;
+            if place.ty.shape != tensor.shape {
+                return Err(HfError::WrongShape {
+                    path: shards[place.shard].path.clone(),
+                    tensor: full,
+                    actual: place.ty.shape.clone(),
+                    expected: tensor.shape,
+                });
+            }
+            let mut shape = tensor.shape.clone();
+            let last = shape.len() - 1;
+            shape[last] /= tensor.parameters.len() as u64;
+            let width = shape[last];
+            if tensor.transposed {
+                shape.reverse();
+            }
+            for (index, parameter) in tensor.parameters.into_iter().enumerate() {
+                let column = index as u64 * width;
+                let (place, transposed, shape) = (place.clone(), tensor.transposed, shape.clone());
+                sources.insert(parameter, Source { place, transposed, column, shape });
+            }
+        }
+        Ok(Self { config: config.clone(), shards, sources })
+    }
+
+    /// The sizes of the model.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The names of the parameters.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.sources.keys().map(String::as_str)
+    }
+
+    /// A part of a parameter in f32: per dimension, the first index and the length.
+    ///
+    /// # Errors
+    ///
+    /// A parameter that there is not, a part outside it, a file that cannot be read.
+    pub fn read(&self, name: &str, slice: &[(u64, u64)]) -> Result<HostTensor, HfError> {
+        let wrong = |message: String| HfError::Parameter { name: name.to_string(), message };
+        let source = self.sources.get(name).ok_or_else(|| wrong("the files have none of this name".to_string()))?;
+        let inside = slice.len() == source.shape.len()
+            && slice
+                .iter()
+                .zip(&source.shape)
+                .all(|((first, length), size)| first.checked_add(*length).is_some_and(|end| end <= *size));
+        if !inside {
+            return Err(wrong(format!("part {slice:?} is not inside {:?}", source.shape)));
+        }
+        let mut part = slice.to_vec();
+        if source.transposed {
+            part.reverse();
+        }
+        if let Some((first, _)) = part.last_mut() {
+            *first += source.column;
+        }
+        let numbers = self.read_part(&source.place, &part)?;
+        let shape: Vec<u64> = part.iter().map(|(_, length)| *length).collect();
+        let tensor = HostTensor::from_f32(shape, &numbers);
+        Ok(if source.transposed { transpose(&tensor) } else { tensor })
+    }
+
+    /// A parameter as a whole, in f32.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub fn read_whole(&self, name: &str) -> Result<HostTensor, HfError> {
+        let shape = self.sources.get(name).map(|source| source.shape.clone()).unwrap_or_default();
+        let whole: Vec<(u64, u64)> = shape.iter().map(|size| (0, *size)).collect();
+        self.read(name, &whole)
+    }
+
+    fn read_part(&self, place: &Place, part: &[(u64, u64)]) -> Result<Vec<f32>, HfError> {
+        let shard = &self.shards[place.shard];
+        let (mut numbers, mut buffer, mut failure) = (Vec::new(), Vec::new(), None);
+        for_each_row(&place.ty, part, |offset, length| {
+            if failure.is_some() {
+                return;
+            }
+            buffer.resize(length, 0u8);
+            match shard.file.read_exact_at(&mut buffer, place.offset + offset as u64) {
+                Ok(()) => widen(place.ty.dtype, &buffer, &mut numbers),
+                Err(error) => failure = Some(error),
+            }
+        });
+        match failure {
+            Some(error) => Err(HfError::Io { path: shard.path.clone(), error }),
+            None => Ok(numbers),
+        }
+    }
+}
+
+fn widen(dtype: DType, bytes: &[u8], numbers: &mut Vec<f32>) {
+    match dtype {
+        DType::Bf16 => {
+            numbers.extend(bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()));
+        }
+        DType::F16 => numbers.extend(bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32())),
+        _ => numbers.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+    }
+}
+
+/// The transpose of a matrix of f32.
+pub(super) fn transpose(matrix: &HostTensor) -> HostTensor {
+    let [rows, columns] = [0, 1].map(|dim| matrix.ty.shape[dim] as usize);
+    let mut result = HostTensor::zeros(matrix.ty.with_shape([columns as u64, rows as u64]));
+    for row in 0..rows {
+        for column in 0..columns {
+            let (from, to) = ((row * columns + column) * 4, (column * rows + row) * 4);
+            result.bytes[to..to + 4].copy_from_slice(&matrix.bytes[from..from + 4]);
+        }
+    }
+    result
+}
+
+/// The files of a directory: those of the index, or the single one.
+fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, HfError> {
+    let index = dir.join("model.safetensors.index.json");
+    if !index.exists() {
+        return Ok(vec![dir.join("model.safetensors")]);
+    }
+    let malformed = |message: String| HfError::Malformed { path: index.clone(), message };
+    let text = std::fs::read_to_string(&index).map_err(io(&index))?;
+    let value: Value = serde_json::from_str(&text).map_err(|error| malformed(format!("not JSON: {error}")))?;
+    let map = value.get("weight_map").and_then(Value::as_object);
+    let map = map.ok_or_else(|| malformed("`weight_map` is missing".to_string()))?;
+    let names: BTreeSet<&str> = map.values().filter_map(Value::as_str).collect();
+    if let Some(name) = names.iter().find(|name| Path::new(name).components().count() != 1 || name.starts_with('.')) {
+        return Err(malformed(format!("`{name}` is not the name of a file in this directory")));
+    }
+    Ok(names.into_iter().map(|name| dir.join(name)).collect())
+}
+
+/// Reads where the tensors of a file lie, and checks that the file is long enough for them.
+fn read_header(path: &Path, file: &File, shard: usize, places: &mut BTreeMap<String, Place>) -> Result<(), HfError> {
+    let malformed = |message: String| HfError::Malformed { path: path.to_path_buf(), message };
+    let size = file.metadata().map_err(io(path))?.len();
+    let mut length = [0; 8];
+    if size < 8 {
+        return Err(malformed(format!("{size} bytes are no safetensors file")));
+    }
+    file.read_exact_at(&mut length, 0).map_err(io(path))?;
+    let length = u64::from_le_bytes(length);
+    if length > HEADER_LIMIT {
+        return Err(malformed("no safetensors file: the length of its header makes no sense".to_string()));
+    }
+    if 8 + length > size {
+        return Err(malformed(format!("truncated: the header alone is {length} bytes, the file {size}")));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact_at(&mut header, 8).map_err(io(path))?;
+    let header: Value = serde_json::from_slice(&header).map_err(|error| malformed(format!("bad header: {error}")))?;
+    let header = header.as_object().ok_or_else(|| malformed("bad header: not an object".to_string()))?;
+    for (name, entry) in header.iter().filter(|(name, _)| *name != "__metadata__") {
+        let (ty, start, end) = parse_entry(entry).map_err(|what| malformed(format!("tensor `{name}`: {what}")))?;
+        let Some(ty) = ty else { continue };
+        if start.checked_add(ty.bytes().0) != Some(end) {
+            return Err(malformed(format!("tensor `{name}`: {ty} does not take {start}..{end}")));
+        }
+        if end > size - 8 - length {
+            let there = size - 8 - length;
+            return Err(malformed(format!("truncated: tensor `{name}` ends at byte {end} of {there}")));
+        }
+        places.insert(name.clone(), Place { shard, offset: 8 + length + start, ty });
+    }
+    Ok(())
+}
+
+/// The type (`None` if it is of a kind that no parameter has) and the bytes of a tensor.
+fn parse_entry(entry: &Value) -> Result<(Option<TensorType>, u64, u64), String> {
+    let dtype = entry.get("dtype").and_then(Value::as_str).ok_or("no `dtype`")?;
+    let list = |field: &str| -> Option<Vec<u64>> {
+        entry.get(field).and_then(Value::as_array)?.iter().map(Value::as_u64).collect()
+    };
+    let shape = list("shape").ok_or("no `shape`")?;
+    let offsets = list("data_offsets").filter(|list| list.len() == 2).ok_or("no `data_offsets`")?;
+    shape.iter().try_fold(8u64, |product, size| product.checked_mul(*size)).ok_or("its size makes no sense")?;
+    let dtype = match dtype {
+        "F32" => Some(DType::F32),
+        "BF16" => Some(DType::Bf16),
+        "F16" => Some(DType::F16),
+        _ => None,
+    };
+    Ok((dtype.map(|dtype| TensorType::new(dtype, shape)), offsets[0], offsets[1]))
+}

@@ -1,0 +1,176 @@
+//! Tracing modules of one's own.
+
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv1d, Conv1dConfig};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Tensor, TensorData};
+use shardc_ir::{DType, Op, OpDef, TensorType};
+use shardc_models::dropout::DropoutConfig;
+use shardc_models::{Dropout, Model, TraceError, trace};
+
+fn names(model: &Model) -> Vec<String> {
+    let parameters = model.graph.leaves().filter_map(|(_, node)| match &node.op {
+        Op::Parameter(p) => Some(format!("{}{}", p.name, if p.frozen { " frozen" } else { "" })),
+        _ => None,
+    });
+    parameters.collect()
+}
+
+fn operations(model: &Model) -> Vec<&str> {
+    model.graph.nodes().map(|(_, node)| node).filter(|node| !node.op.is_leaf()).map(|node| node.op.name()).collect()
+}
+
+#[derive(Module, Debug)]
+struct Everything {
+    table: Embedding,
+    hidden: Linear,
+    shared: Param<Tensor<2>>,
+    again: Param<Tensor<2>>,
+    fixed: Param<Tensor<1>>,
+    given: Param<Tensor<1>>,
+    idle: Linear,
+    dropout: Dropout,
+}
+
+fn everything(device: &Device) -> Everything {
+    let linear = LinearConfig::new(4, 4);
+    let hidden = linear.init(device);
+    let shared = hidden.weight.clone();
+    let given = Tensor::<1>::from_data(TensorData::from([1.0f32, 2.0, 3.0, 4.0]), device);
+    Everything {
+        table: EmbeddingConfig::new(10, 4).init(device),
+        again: shared.clone(),
+        shared,
+        hidden,
+        fixed: burn::nn::Initializer::Ones.init([4], device).set_require_grad(false),
+        given: Param::from_tensor(given),
+        idle: linear.init(device),
+        dropout: DropoutConfig::new(0.25).init(),
+    }
+}
+
+#[test]
+fn leaves() {
+    let model = trace("everything", everything, |model, batch| {
+        let ids = batch.int("ids", [2, 3]);
+        let keep = batch.bool("keep", [2, 3]);
+        let weight = batch.float("weight", [2, 3]);
+        let x = model.hidden.forward(model.table.forward(ids));
+        let x = model.dropout.forward(x).matmul(model.again.val().unsqueeze());
+        let x = x * model.fixed.val().unsqueeze() + model.given.val().unsqueeze();
+        let x = x.sum_dim(2).reshape([2, 3]) * weight;
+        x.mask_fill(keep.bool_not(), 0.0).mean()
+    })
+    .unwrap();
+    let expect = ["table.weight", "hidden.weight", "hidden.bias", "fixed frozen", "given", "idle.weight", "idle.bias"];
+    assert_eq!(names(&model), expect);
+    assert_eq!(model.unused, ["idle.weight", "idle.bias"]);
+    let tied = [("shared", "hidden.weight"), ("again", "hidden.weight")];
+    assert_eq!(model.tied, tied.map(|(name, owner)| (name.to_string(), owner.to_string())));
+    assert_eq!(model.parameters, 40 + 20 + 4 + 20);
+    assert_eq!(model.values.keys().collect::<Vec<_>>(), ["given"]);
+    let inputs = [("ids", DType::I64), ("keep", DType::Bool), ("weight", DType::F32)];
+    let inputs = inputs.map(|(name, dtype)| (name.to_string(), TensorType::new(dtype, [2, 3])));
+    assert_eq!(model.inputs, inputs);
+    let initialisers: Vec<&str> = model.init.outputs.iter().map(|output| output.name.as_str()).collect();
+    assert_eq!(initialisers, ["table.weight", "hidden.weight", "hidden.bias", "fixed", "idle.weight", "idle.bias"]);
+    // Dropout reads the number of the step.
+    let random = model.graph.nodes().map(|(_, node)| node).find(|node| matches!(node.op, Op::Random(_))).unwrap();
+    assert_eq!(random.operands.len(), 1);
+    let loss = model.graph.find_output("loss").unwrap();
+    assert_eq!(model.graph.ty(loss.value), &TensorType::scalar(DType::F32));
+}
+
+#[test]
+fn streams_are_unique() {
+    let model = trace("streams", everything, |model, _| model.hidden.weight.val().sum()).unwrap();
+    let streams = model.init.nodes().filter_map(|(_, node)| match &node.op {
+        Op::Random(random) => Some(random.stream),
+        _ => None,
+    });
+    let mut streams: Vec<u64> = streams.collect();
+    let count = streams.len();
+    streams.sort_unstable();
+    streams.dedup();
+    assert_eq!((streams.len(), count), (5, 5));
+}
+
+#[derive(Module, Debug)]
+struct Unsupported {
+    inner: Inner,
+    last: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Inner {
+    conv: Conv1d,
+}
+
+#[test]
+fn every_unsupported_operation_is_listed() {
+    let init = |device: &Device| Unsupported {
+        inner: Inner { conv: Conv1dConfig::new(3, 3, 1).init(device) },
+        last: LinearConfig::new(8, 8).init(device),
+    };
+    let error = trace("unsupported", init, |model, batch| {
+        let x = model.inner.conv.forward(batch.float("x", [2, 3, 8]));
+        model.last.forward(x).cumsum(1).mean()
+    });
+    let Err(TraceError::Unsupported(list)) = error else { panic!("{error:?}") };
+    let list: Vec<(&str, &str)> = list.iter().map(|op| (op.operation.as_str(), op.path.as_str())).collect();
+    assert_eq!(list, [("conv1d", "inner.conv"), ("cum_sum", "")]);
+}
+
+#[derive(Module, Debug)]
+struct Dropping {
+    layer: Linear,
+    dropout: burn::nn::Dropout,
+}
+
+#[test]
+fn mistakes_of_the_user() {
+    let init = |device: &Device| LinearConfig::new(4, 4).init(device);
+    let error = trace("shapes", init, |model, batch| model.forward(batch.float("x", [2, 5])).mean());
+    assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("expected 4")), "{error:?}");
+    let error = trace("scalar", init, |model, batch| model.forward(batch.float("x", [2, 4])).flatten::<1>(0, 1));
+    assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("one number")), "{error:?}");
+    let error =
+        trace("twice", init, |model, batch| model.forward(batch.float("x", [2, 4]) + batch.float("x", [2, 4])).mean());
+    assert!(matches!(&error, Err(TraceError::Module(message)) if message.contains("twice")), "{error:?}");
+    let init = |probability: f64| {
+        move |device: &Device| Dropping {
+            layer: LinearConfig::new(4, 4).init(device),
+            dropout: burn::nn::DropoutConfig::new(probability).init(),
+        }
+    };
+    let loss = |model: &Dropping, batch: &mut shardc_models::Batch| {
+        model.dropout.forward(model.layer.forward(batch.float("x", [2, 4]))).mean()
+    };
+    let error = trace("dropping", init(0.1), loss);
+    assert!(matches!(&error, Err(TraceError::SilentDropout(paths)) if paths[..] == ["dropout"]), "{error:?}");
+    assert!(trace("dropping", init(0.0), loss).is_ok());
+}
+
+#[track_caller]
+fn check(loss: impl FnOnce(Tensor<3>) -> Tensor<1>, expect: &str) {
+    let init = |device: &Device| LinearConfig::new(4, 4).with_bias(false).init(device);
+    let model = trace("check", init, |_, batch| loss(batch.float("x", [2, 3, 4]))).unwrap();
+    assert_eq!(operations(&model).join(" "), expect);
+}
+
+#[test]
+fn simplifies() {
+    use burn::tensor::activation::{gelu, gelu_approximate, log_softmax, silu, softmax};
+    check(|x| gelu_approximate(x).sum(), "gelu_tanh reduce_sum");
+    check(|x| gelu(x).sum(), "gelu reduce_sum");
+    check(|x| silu(x).sum(), "silu reduce_sum");
+    check(|x| softmax(x, 2).sum(), "softmax reduce_sum");
+    check(|x| softmax(x, 1).sum(), "transpose softmax transpose reduce_sum");
+    check(|x| log_softmax(x, 2).mean(), "reduce_max broadcast sub exp reduce_sum log broadcast sub reduce_sum affine");
+    check(|x| ((x * 2.0 + 1.0) * 3.0).sum(), "affine reduce_sum");
+    check(|x| x.swap_dims(0, 1).swap_dims(0, 1).sum(), "reduce_sum");
+    check(|x| x.clone().matmul(x.swap_dims(1, 2)).sum(), "matmul reduce_sum");
+    check(|x| x.powf_scalar(2.0).sum().sqrt(), "mul reduce_sum sqrt");
+    check(|x| x.slice([0..1, 0..3, 0..4]).repeat_dim(0, 2).sum(), "slice reshape broadcast reduce_sum");
+    check(|x| x.var(2).sum(), "reduce_sum affine broadcast sub mul reduce_sum affine reduce_sum");
+}
