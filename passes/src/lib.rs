@@ -14,6 +14,7 @@ pub mod fold;
 pub mod lower;
 pub mod optimizer;
 pub mod precision;
+pub mod raise;
 pub mod reshard;
 pub mod schedule;
 pub mod search;

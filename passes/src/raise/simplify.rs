@@ -1,0 +1,171 @@
+//! Removes nodes that do nothing, or that their neighbour can do.
+
+use super::{Fired, Report};
+use shardc_ir::ops::{Affine, BinaryKind, Broadcast, Constant, Matmul, OpError, Reshape, Transpose};
+use shardc_ir::{Graph, NodeId, Op, ValueId};
+use std::collections::HashMap;
+
+/// The graph without pairs of transposes and of reshapes, affine functions of affine functions,
+/// casts, reshapes and products that change nothing, layouts of constants, and transposes next to
+/// contractions.
+pub fn simplify(graph: &Graph, report: &mut Report) -> Result<Graph, OpError> {
+    let users = graph.users();
+    let mut uses: HashMap<ValueId, usize> = users.into_iter().map(|(value, users)| (value, users.len())).collect();
+    for output in &graph.outputs {
+        *uses.entry(output.value).or_default() += 1;
+    }
+    let simplified = graph.rebuild(|to, id, map| {
+        let once = |value: ValueId| uses.get(&value) == Some(&1);
+        let mut site = Site { to, from: graph, id };
+        let operands: Vec<ValueId> = graph.node(id).operands.iter().map(|operand| map[operand]).collect();
+        let single = graph.node(id).operands.first().is_some_and(|operand| once(*operand));
+        let Some((rule, value)) = site.simpler(&operands, single)? else { return Ok(false) };
+        map.insert(graph.result(id), value);
+        report.fired.push(Fired { rule: rule.to_string(), path: graph.node(id).path.clone(), explanation: Vec::new() });
+        Ok(true)
+    })?;
+    simplified.rebuild(|_, _, _| Ok(false))
+}
+
+struct Site<'a> {
+    to: &'a mut Graph,
+    from: &'a Graph,
+    id: NodeId,
+}
+
+type Simpler = Result<Option<(&'static str, ValueId)>, OpError>;
+
+impl Site<'_> {
+    fn add(&mut self, op: impl Into<Op>, operands: &[ValueId], declare: bool) -> Result<ValueId, OpError> {
+        let node = self.from.node(self.id);
+        let declared = if declare { self.from.result_types(self.id) } else { Vec::new() };
+        let added = self.to.add_as(op.into(), operands, &declared, node.path.clone(), node.role)?;
+        Ok(self.to.result(added))
+    }
+
+    /// The number that a value holds everywhere.
+    fn number(&self, value: ValueId) -> Option<f64> {
+        match &self.to.def(value).op {
+            Op::Constant(constant) => Some(constant.value),
+            _ => None,
+        }
+    }
+
+    /// The rule that fired, and the value in the place of the node's. `single`: nothing else reads
+    /// the node's first operand.
+    fn simpler(&mut self, operands: &[ValueId], single: bool) -> Simpler {
+        let node = self.from.node(self.id);
+        let ty = self.from.ty(self.from.result(self.id)).clone();
+        let done = |rule, value| Ok(Some((rule, value)));
+        if let (Op::Reshape(_) | Op::Broadcast(_) | Op::Cast(_), [x]) = (&node.op, operands) {
+            if *self.to.ty(*x) == ty {
+                return done("identity", *x);
+            }
+            let number = self.number(*x).filter(|_| ty.dtype.is_float() && self.to.ty(*x).dtype.is_float());
+            if let Some(value) = number {
+                return done("layout_of_constant", self.add(Constant { value }, &[], true)?);
+            }
+        }
+        match (&node.op, operands) {
+            (Op::Reshape(_), [x]) if matches!(self.to.def(*x).op, Op::Reshape(_)) => {
+                let source = self.to.def(*x).operands[0];
+                if *self.to.ty(source) == ty {
+                    return done("reshapes", source);
+                }
+                done("reshapes", self.add(Reshape {}, &[source], true)?)
+            }
+            (Op::Broadcast(op), [x]) => {
+                let Op::Broadcast(inner) = &self.to.def(*x).op else { return Ok(None) };
+                let dims = inner.dims.iter().map(|dim| op.dims[*dim]).collect();
+                let source = self.to.def(*x).operands[0];
+                done("broadcasts", self.add(Broadcast { dims }, &[source], true)?)
+            }
+            (Op::Transpose(op), [x]) => self.transpose(&op.permutation.clone(), *x, single),
+            (Op::Affine(op), [x]) => {
+                if (op.scale, op.offset) == (1.0, 0.0) {
+                    return done("identity", *x);
+                }
+                let Op::Affine(inner) = &self.to.def(*x).op else { return Ok(None) };
+                if !ty.dtype.is_float() {
+                    return Ok(None);
+                }
+                let both = Affine { scale: op.scale * inner.scale, offset: op.scale * inner.offset + op.offset };
+                let source = self.to.def(*x).operands[0];
+                done("affines", self.add(both, &[source], false)?)
+            }
+            (Op::Binary(op), [a, b]) => {
+                for (number, other) in [(*b, *a), (*a, *b)] {
+                    let unit = match op.kind {
+                        BinaryKind::Mul => 1.0,
+                        BinaryKind::Add => 0.0,
+                        BinaryKind::Div if other == *a => 1.0,
+                        BinaryKind::Sub if other == *a => 0.0,
+                        _ => continue,
+                    };
+                    if self.number(number) == Some(unit) && *self.to.ty(other) == ty {
+                        return done("identity", other);
+                    }
+                }
+                Ok(None)
+            }
+            (Op::Matmul(op), [a, b]) => self.matmul(&op.clone(), [*a, *b]),
+            _ => Ok(None),
+        }
+    }
+
+    /// A transpose of a transpose, or of a contraction that nothing else reads.
+    fn transpose(&mut self, permutation: &[usize], x: ValueId, single: bool) -> Simpler {
+        if is_identity(permutation) {
+            return Ok(Some(("identity", x)));
+        }
+        let inner = self.to.def(x).clone();
+        match &inner.op {
+            Op::Transpose(first) => {
+                let both: Vec<usize> = permutation.iter().map(|dim| first.permutation[*dim]).collect();
+                let source = inner.operands[0];
+                if is_identity(&both) {
+                    return Ok(Some(("transposes", source)));
+                }
+                Ok(Some(("transposes", self.add(Transpose { permutation: both }, &[source], false)?)))
+            }
+            Op::Matmul(first) if single => {
+                let Ok([a, b, c]) = first.letters() else { return Ok(None) };
+                let c = permutation.iter().map(|dim| c[*dim]).collect::<Vec<char>>();
+                let spec = format!("{},{}->{}", text(&a), text(&b), text(&c));
+                let made = self.add(Matmul::new(spec), &inner.operands, true)?;
+                Ok(Some(("transpose_of_matmul", made)))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A contraction of transposes.
+    fn matmul(&mut self, op: &Matmul, operands: [ValueId; 2]) -> Simpler {
+        let Ok([a, b, c]) = op.letters() else { return Ok(None) };
+        let mut tensors = [a, b];
+        let (mut read, mut changed) = (operands, false);
+        for (letters, value) in tensors.iter_mut().zip(&mut read) {
+            let node = self.to.def(*value);
+            if let Op::Transpose(transpose) = &node.op {
+                let mut before = letters.clone();
+                for (to, from) in transpose.permutation.iter().enumerate() {
+                    before[*from] = letters[to];
+                }
+                (*letters, *value, changed) = (before, node.operands[0], true);
+            }
+        }
+        if !changed {
+            return Ok(None);
+        }
+        let spec = format!("{},{}->{}", text(&tensors[0]), text(&tensors[1]), text(&c));
+        Ok(Some(("matmul_of_transpose", self.add(Matmul::new(spec), &read, true)?)))
+    }
+}
+
+fn is_identity(permutation: &[usize]) -> bool {
+    permutation.iter().enumerate().all(|(index, dim)| index == *dim)
+}
+
+fn text(letters: &[char]) -> String {
+    letters.iter().collect()
+}

@@ -1,0 +1,131 @@
+//! What is recovered, from the text of what a trace decomposes.
+
+use super::{Report, raise};
+use shardc_ir::{Graph, OpDef};
+
+/// Raises the text of nodes of which `%y` is the output, with the types of leaves given in it.
+fn raised(body: &str) -> (Graph, Report) {
+    let text = format!("graph @case {{\n{body}\n  return y %y\n}}\n");
+    let graph: Graph = text.parse().unwrap_or_else(|error| panic!("{text}\n{error}"));
+    raise(&graph).unwrap()
+}
+
+/// The names of the operations, leaves apart.
+fn ops(graph: &Graph) -> Vec<String> {
+    graph.nodes().filter(|(_, node)| !node.op.is_leaf()).map(|(_, node)| node.op.name().to_string()).collect()
+}
+
+fn check(body: &str, expected: &[&str]) {
+    let (graph, report) = raised(body);
+    assert_eq!(ops(&graph), expected, "{graph}\n{report:?}");
+}
+
+#[test]
+fn root_mean_square_norm() {
+    let leaves = "%x: f32[2,3,8] = input \"x\"\n%g: f32[8] = parameter \"g\"\n%s: f32[2,3,8] = mul %x, %x\n\
+                  %t: f32[2,3] = reduce_sum %s {dims=[2]}\n%m: f32[2,3] = affine %t {offset=1e-5, scale=0.125}\n\
+                  %gs: f32[2,3,8] = broadcast %g {dims=[2]}\n";
+    let by_root = "%r: f32[2,3] = rsqrt %m\n%rs: f32[2,3,8] = broadcast %r {dims=[0,1]}\n%n: f32[2,3,8] = mul %x, %rs\n\
+                   %y: f32[2,3,8] = mul %n, %gs";
+    check(&format!("{leaves}{by_root}"), &["rms_norm"]);
+    let quotient = "%r: f32[2,3] = sqrt %m\n%rs: f32[2,3,8] = broadcast %r {dims=[0,1]}\n%n: f32[2,3,8] = div %x, %rs\n\
+                    %y: f32[2,3,8] = mul %gs, %n";
+    let (graph, report) = raised(&format!("{leaves}{quotient}"));
+    assert_eq!(ops(&graph), ["rms_norm"], "{graph}");
+    assert!(report.fired[0].explanation.len() > 2, "{report:?}");
+}
+
+#[test]
+fn layer_norm() {
+    check(
+        "%x: f32[3,8] = input \"x\"\n%g: f32[8] = parameter \"g\"\n%b: f32[8] = parameter \"b\"\n\
+         %t: f32[3] = reduce_sum %x {dims=[1]}\n%m: f32[3] = affine %t {offset=0.0, scale=0.125}\n\
+         %ms: f32[3,8] = broadcast %m {dims=[0]}\n%c: f32[3,8] = sub %x, %ms\n%s: f32[3,8] = mul %c, %c\n\
+         %u: f32[3] = reduce_sum %s {dims=[1]}\n%v: f32[3] = affine %u {offset=1e-5, scale=0.125}\n\
+         %r: f32[3] = sqrt %v\n%rs: f32[3,8] = broadcast %r {dims=[0]}\n%n: f32[3,8] = div %c, %rs\n\
+         %gs: f32[3,8] = broadcast %g {dims=[1]}\n%p: f32[3,8] = mul %n, %gs\n\
+         %bs: f32[3,8] = broadcast %b {dims=[1]}\n%y: f32[3,8] = add %p, %bs",
+        &["layer_norm"],
+    );
+}
+
+#[test]
+fn gated_activation() {
+    check(
+        "%a: f32[3,8] = input \"a\"\n%b: f32[3,8] = input \"b\"\n%s: f32[3,8] = silu %a\n%y: f32[3,8] = mul %b, %s",
+        &["swiglu"],
+    );
+    check(
+        "%a: f32[3,8] = input \"a\"\n%b: f32[3,8] = input \"b\"\n%s: f32[3,8] = sigmoid %a\n\
+         %t: f32[3,8] = mul %a, %s\n%y: f32[3,8] = mul %t, %b",
+        &["swiglu"],
+    );
+}
+
+#[test]
+fn rotary_in_halves() {
+    check(
+        "%x: f32[2,3,4,8] = input \"x\"\n%cos: f32[3,4] = input \"cos\"\n%sin: f32[3,4] = input \"sin\"\n\
+         %c: f32[2,3,4,4] = broadcast %cos {dims=[1,3]}\n%s: f32[2,3,4,4] = broadcast %sin {dims=[1,3]}\n\
+         %l: f32[2,3,4,4] = slice %x {limit=[2,3,4,4], start=[0,0,0,0]}\n\
+         %r: f32[2,3,4,4] = slice %x {limit=[2,3,4,8], start=[0,0,0,4]}\n\
+         %lc: f32[2,3,4,4] = mul %l, %c\n%rs: f32[2,3,4,4] = mul %r, %s\n%a: f32[2,3,4,4] = sub %lc, %rs\n\
+         %rc: f32[2,3,4,4] = mul %r, %c\n%ls: f32[2,3,4,4] = mul %l, %s\n%b: f32[2,3,4,4] = add %rc, %ls\n\
+         %y: f32[2,3,4,8] = concat %a, %b {dim=3}",
+        &["rotary"],
+    );
+}
+
+#[test]
+fn causal_attention_with_grouped_queries() {
+    check(
+        "%q: f32[2,3,4,8] = input \"q\"\n%k: f32[2,3,2,8] = input \"k\"\n%v: f32[2,3,2,8] = input \"v\"\n\
+         %q1: f32[2,4,3,8] = transpose %q {permutation=[0,2,1,3]}\n\
+         %k1: f32[2,2,3,8] = transpose %k {permutation=[0,2,1,3]}\n\
+         %k2: f32[2,2,2,3,8] = broadcast %k1 {dims=[0,1,3,4]}\n%k3: f32[2,4,3,8] = reshape %k2\n\
+         %v1: f32[2,2,3,8] = transpose %v {permutation=[0,2,1,3]}\n\
+         %v2: f32[2,2,2,3,8] = broadcast %v1 {dims=[0,1,3,4]}\n%v3: f32[2,4,3,8] = reshape %v2\n\
+         %s: f32[2,4,3,3] = matmul %q1, %k3 {spec=\"bhsd,bhtd->bhst\"}\n\
+         %t: f32[2,4,3,3] = affine %s {offset=0.0, scale=0.35}\n\
+         %i: i64[3,3] = iota {dim=0}\n%j: i64[3,3] = iota {dim=1}\n%m: bool[3,3] = gt %j, %i\n\
+         %mm: bool[2,4,3,3] = broadcast %m {dims=[2,3]}\n%h: f32[2,4,3,3] = constant {value=\"-inf\"}\n\
+         %u: f32[2,4,3,3] = select %mm, %h, %t\n%w: f32[2,4,3,3] = softmax %u\n\
+         %o: f32[2,4,3,8] = matmul %w, %v3 {spec=\"bhst,bhte->bhse\"}\n\
+         %y: f32[2,3,4,8] = transpose %o {permutation=[0,2,1,3]}",
+        &["attention"],
+    );
+}
+
+#[test]
+fn a_mask_of_another_kind_is_left_alone() {
+    let (graph, report) = raised(
+        "%q: f32[2,4,3,8] = input \"q\"\n%s: f32[2,4,3,3] = matmul %q, %q {spec=\"bhsd,bhtd->bhst\"}\n\
+         %i: i64[3,3] = iota {dim=0}\n%j: i64[3,3] = iota {dim=1}\n%m: bool[3,3] = ge %j, %i\n\
+         %mm: bool[2,4,3,3] = broadcast %m {dims=[2,3]}\n%h: f32[2,4,3,3] = constant {value=\"-inf\"}\n\
+         %u: f32[2,4,3,3] = select %mm, %h, %s\n%w: f32[2,4,3,3] = softmax %u\n\
+         %y: f32[2,4,3,8] = matmul %w, %q {spec=\"bhst,bhte->bhse\"}",
+    );
+    assert!(report.fired.is_empty(), "{report:?}\n{graph}");
+}
+
+#[test]
+fn transposes_go_into_contractions() {
+    let (graph, _) = raised(
+        "%x: f32[3,4] = input \"x\"\n%w: f32[5,4] = parameter \"w\"\n%t: f32[4,5] = transpose %w {permutation=[1,0]}\n\
+         %z: f32[3,5] = matmul %x, %t\n%y: f32[5,3] = transpose %z {permutation=[1,0]}",
+    );
+    assert_eq!(ops(&graph), ["matmul"]);
+    let text = graph.to_string();
+    assert!(text.contains("mk,nk->nm"), "{text}");
+}
+
+#[test]
+fn pairs_go() {
+    check(
+        "%x: f32[3,4] = input \"x\"\n%a: f32[4,3] = transpose %x {permutation=[1,0]}\n\
+         %b: f32[3,4] = transpose %a {permutation=[1,0]}\n%c: f32[12] = reshape %b\n%d: f32[3,4] = reshape %c\n\
+         %one: f32[] = constant {value=1.0}\n%e: f32[3,4] = mul %d, %one\n\
+         %f: f32[3,4] = affine %e {offset=1.0, scale=2.0}\n%y: f32[3,4] = affine %f {offset=0.0, scale=3.0}",
+        &["affine"],
+    );
+}
