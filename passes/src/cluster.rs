@@ -147,6 +147,8 @@ profile! {
     node_latency,
     /// Time to start one collective.
     collective_launch,
+    /// Of the time of a collective that computation hides, the share that the computation loses to it.
+    overlap_loss,
     /// Bytes/s between a device and its host.
     host_bandwidth,
     /// Memory of one host.

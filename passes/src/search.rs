@@ -156,8 +156,11 @@ pub fn search_with(
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
+    // By how much the exact memory of refused plans exceeds the estimate: others will exceed theirs as well.
+    let mut excess = 1.0f64;
     for (index, candidate) in candidates.iter().enumerate() {
-        if candidate.prediction.memory.total() > bound {
+        let estimate = candidate.prediction.memory.total();
+        if estimate.0 as f64 * excess > bound.0 as f64 || refused.len() >= MOST_REFUSED {
             continue;
         }
         let mut plan = build::build(&prepared, cluster, &request, candidate, hooks.rematerialize)?;
@@ -166,9 +169,7 @@ pub fn search_with(
             plan.prediction.memory = memory;
             if memory.total() > bound {
                 refused.push((index, memory));
-                if refused.len() >= 6 {
-                    break;
-                }
+                excess = excess.max(memory.total().0 as f64 / estimate.0.max(1) as f64);
                 continue;
             }
         }
@@ -177,6 +178,9 @@ pub fn search_with(
     }
     Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster))
 }
+
+/// How many plans may turn out not to fit before the search gives up.
+const MOST_REFUSED: usize = 8;
 
 /// Every candidate the pins allow.
 fn enumerate(
@@ -246,7 +250,10 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, p
         let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
         let mut choices = vec![pins.recompute.unwrap_or(Recompute::None)];
         if pins.recompute.is_none() && point.may_recompute && !fits(Recompute::None) {
-            let least = least_blocks(shape.blocks, |count| fits(Recompute::Blocks(count)));
+            // A few percent are left for what the estimate does not see.
+            let bound = bound.0 as f64 * 0.97;
+            let fits = |count| shape.memory(zero, Recompute::Blocks(count)).total().0 as f64 <= bound;
+            let least = least_blocks(shape.blocks, fits);
             choices.push(least.filter(|count| *count < shape.blocks).map_or(Recompute::All, Recompute::Blocks));
         }
         for recompute in choices {

@@ -14,8 +14,8 @@ use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Role, Seconds};
 
-/// Bytes of one communication bucket.
-const BUCKET: f64 = 128.0 * 1024.0 * 1024.0;
+/// Bytes of one communication bucket, as the schedule closes them.
+const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -176,10 +176,19 @@ impl Shape {
             3 => self.casts[0] / data + self.casts[1],
             _ => self.casts[0] + self.casts[1] + bare,
         };
-        // Stage 2 reduces in the loop; with one microbatch the end of the loop is where stage 1 does.
-        let is_reduced = zero >= 2 || (zero >= 1 && self.microbatches == 1);
-        let gradients =
-            if is_reduced { self.gradient[0] / data + self.gradient[1] } else { self.gradient.iter().sum() };
+        let whole: u64 = self.gradient.iter().sum();
+        let reduced = self.gradient[0] / data + self.gradient[1];
+        let (activations, gradients) = if self.microbatches > 1 {
+            // The accumulators, and the gradient that is being added.
+            let accumulators = if zero >= 2 { reduced } else { whole };
+            let peak = self.liveness.peak(self.recomputed(recompute), 0.0).0;
+            // In the loop, two buckets wait: one fills while one is reduced.
+            let waiting = if zero >= 2 && data > 1 { whole.min(2 * BUCKET as u64) } else { 0 };
+            (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
+        } else {
+            let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
+            self.liveness.peak(self.recomputed(recompute), kept)
+        };
         let gathered = if zero == 3 { 2 * (self.casts[0] + bare) / self.blocks.max(1) } else { 0 };
         let bucket =
             if data > 1 { (BUCKET as u64).min(self.gradient.iter().sum::<u64>() / self.blocks.max(1)) } else { 0 };
@@ -187,7 +196,7 @@ impl Shape {
             parameters: Bytes(stored(self.stored) + copies),
             gradients: Bytes(gradients),
             optimizer: Bytes(stored(self.state)),
-            activations: Bytes(self.liveness.peak(self.recomputed(recompute))),
+            activations: Bytes(activations),
             buffers: Bytes(gathered + bucket + self.largest_copy),
         }
     }
@@ -211,8 +220,9 @@ impl Shape {
         let gathered = (self.casts[0] + self.bare) as f64;
         let (mut communication, mut shown) = (0.0, 0.0);
         let mut add = |time: (f64, f64), beside: f64, times: f64| {
+            let bare = exposed(time, beside);
             communication += times * time.0;
-            shown += times * exposed(time, beside);
+            shown += times * (bare + (time.0 - bare) * cluster.device.overlap_loss.value);
         };
         let gradients = bytes(self.gradient);
         let gather = run(Collective::AllGather, gathered);

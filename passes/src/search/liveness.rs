@@ -1,8 +1,9 @@
-//! The activations' peak: which values of a microbatch live at the same time.
+//! The peak of activations and gradients: which values of a microbatch live at the same time.
 //!
 //! Nodes run in the order of the graph. A value lives from its node to its last reader, through
 //! views of it. Where a block is computed again, its values live once in the forward pass, up to
-//! their last reader there, and again from the start of the block's backward pass.
+//! their last reader there, and again from the start of the block's backward pass. A gradient lives
+//! from its node to the end; with several microbatches its accumulator lives through all of them.
 
 use crate::cost::is_view;
 use crate::fold::block_of;
@@ -27,6 +28,8 @@ struct Life {
 #[derive(Debug)]
 pub struct Liveness {
     lives: Vec<Life>,
+    /// Where each gradient is made, and its bytes.
+    gradients: Vec<(usize, u64)>,
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
@@ -62,6 +65,7 @@ impl Liveness {
         let mut lives: Vec<Life> = Vec::new();
         let mut life: BTreeMap<ValueId, usize> = BTreeMap::new();
         let mut backward = vec![usize::MAX; order.len()];
+        let mut gradients = Vec::new();
         for (id, node) in graph.nodes() {
             let (class, position) = (prepared.folded.class[id], id.index());
             if let (Role::Backward(_), Some(block)) = (node.role, block(id)) {
@@ -80,8 +84,10 @@ impl Liveness {
                     }
                 }
             }
-            let counts = prepared.in_loop(class) && !prepared.is_gradient[class] && !prepared.is_parameter[class];
-            if !counts {
+            if prepared.in_loop(class) && prepared.is_gradient[class] && !is_view(&node.op) {
+                gradients.push((position, sizes[class].iter().sum()));
+            }
+            if !prepared.in_loop(class) || prepared.is_gradient[class] || prepared.is_parameter[class] {
                 continue;
             }
             if is_view(&node.op)
@@ -99,15 +105,17 @@ impl Liveness {
                 lives.push(Life { bytes, made: position, last: position, last_forward: position, block });
             }
         }
-        Self { lives, backward, positions: graph.node_count() }
+        Self { lives, gradients, backward, positions: graph.node_count() }
     }
 
-    /// The most bytes at one time, if the first `recomputed` blocks are computed again.
-    pub fn peak(&self, recomputed: u64) -> u64 {
-        let mut change = vec![0i64; self.positions + 2];
+    /// The most bytes of activations and of gradients at one time, if the first `recomputed` blocks
+    /// are computed again. Of each gradient, `kept` stays from the moment it is made.
+    pub fn peak(&self, recomputed: u64, kept: f64) -> (u64, u64) {
+        // Per position, the change of activations and of gradients.
+        let mut change = vec![(0i64, 0i64); self.positions + 2];
         let mut add = |bytes: u64, from: usize, to: usize| {
-            change[from] += bytes as i64;
-            change[to + 1] -= bytes as i64;
+            change[from].0 += bytes as i64;
+            change[to + 1].0 -= bytes as i64;
         };
         for life in &self.lives {
             let start = life.block.filter(|block| *block < recomputed).map(|block| self.backward[block as usize]);
@@ -119,11 +127,23 @@ impl Liveness {
                 None => add(life.bytes, life.made, life.last),
             }
         }
-        let sums = change.iter().scan(0i64, |sum, change| {
-            *sum += change;
-            Some(*sum)
-        });
-        sums.max().unwrap_or(0).max(0) as u64
+        for (made, bytes) in &self.gradients {
+            change[*made].1 += (*bytes as f64 * kept) as i64;
+        }
+        let mut now = (0i64, 0i64);
+        let mut most = (0i64, 0i64);
+        for (activations, gradients) in change {
+            now = (now.0 + activations, now.1 + gradients);
+            if now.0 + now.1 > most.0 + most.1 {
+                most = now;
+            }
+        }
+        (most.0.max(0) as u64, most.1.max(0) as u64)
+    }
+
+    /// The bytes of the largest gradient.
+    pub fn largest_gradient(&self) -> u64 {
+        self.gradients.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0)
     }
 }
 
