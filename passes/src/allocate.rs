@@ -18,7 +18,7 @@
 use crate::lower::{Draft, Item, Place, SPACE, share_storages};
 use shardc_ir::plan::Memory;
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
-use shardc_ir::{BufferId, Bytes, PrimaryMap, Program};
+use shardc_ir::{BufferId, Bytes, Op, PrimaryMap, Program};
 use std::collections::{BTreeMap, HashMap};
 
 /// What offsets are multiples of.
@@ -171,6 +171,9 @@ fn access_ends(draft: &Draft, items: &[Item]) -> Vec<usize> {
     let mut open: BTreeMap<Stream, Vec<usize>> = BTreeMap::new();
     for (at, item) in items.iter().enumerate() {
         let stream = item.instruction.stream;
+        if draft.is_view(&item.instruction) {
+            continue;
+        }
         if stream == Stream::Compute {
             for operand in &item.instruction.operands {
                 let Some(&from) = writer.get(&draft.storage[*operand].0) else { continue };
@@ -278,7 +281,10 @@ fn find_waits(buffers: &Buffers, instructions: &mut [Instruction]) {
         let instruction = &instructions[at];
         let stream = instruction.stream as usize;
         let mut needed: Clock = [0; STREAMS];
-        for (ids, writes) in [(&instruction.operands, false), (&instruction.results, true)] {
+        let is_view = matches!(instruction.action, Action::Compute(Op::Reshape(_)))
+            && buffers[instruction.operands[0]].offset == buffers[instruction.results[0]].offset;
+        let touches = [(&instruction.operands, false), (&instruction.results, true)];
+        for (ids, writes) in touches.into_iter().filter(|_| !is_view) {
             for id in ids {
                 let (offset, bytes) = (buffers[*id].offset, buffers[*id].ty.bytes().0);
                 note(&mut ranges, offset, offset + bytes, at, stream, writes, &mut needed);

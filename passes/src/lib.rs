@@ -12,14 +12,17 @@ mod differentiate_tests;
 pub mod error;
 pub mod fold;
 pub mod lower;
+#[cfg(test)]
+mod lower_tests;
 pub mod optimizer;
 pub mod precision;
 pub mod raise;
+pub mod rematerialize;
 pub mod reshard;
 pub mod schedule;
 pub mod search;
 #[cfg(test)]
-mod search_tests;
+pub(crate) mod search_tests;
 pub mod shard;
 
 pub use error::{PassError, UserError};

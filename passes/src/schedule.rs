@@ -114,7 +114,8 @@ fn hoist(
             let written = writers.get(&draft.storage[*operand]).map_or(&[][..], Vec::as_slice);
             for writer in written.iter().copied().filter(|writer| *writer >= to && *writer < next) {
                 let local = matches!(items[writer].instruction.action, Action::Compute(_));
-                if !local || written.len() > 1 {
+                let is_real = |at: &&usize| !draft.is_view(&items[**at].instruction);
+                if !local || written.iter().filter(is_real).count() > 1 {
                     return false;
                 }
                 needed.push(writer);

@@ -79,7 +79,7 @@ fn slice(draft: &mut Draft, operand: BufferId, dim: usize, count: u64, at: u64, 
 fn exchange(draft: &mut Draft, operand: BufferId, first: u64, second: u64, site: Site) -> BufferId {
     let whole = ty(draft, operand);
     let rest = whole.elements() / (first * second).max(1);
-    let view = draft.view(operand, whole.with_shape([first, second, rest]));
+    let view = draft.view(operand, whole.with_shape([first, second, rest]), site.place, site.source);
     let result = draft.buffer(whole.with_shape([second, first, rest]), site.category);
     let op = Transpose { permutation: vec![1, 0, 2] };
     push(draft, Action::Compute(op.into()), &[view], result, site);
@@ -105,7 +105,7 @@ fn all_gather(draft: &mut Draft, operand: BufferId, dim: usize, axes: &[AxisId],
     let stacked = draft.buffer(part.with_shape([n, before, part.elements() / before]), Category::Buffer);
     push(draft, action, &[operand], stacked, site);
     let result = exchange(draft, stacked, n, before, site);
-    draft.view(result, whole)
+    draft.view(result, whole, site.place, site.source)
 }
 
 fn reduce_scatter(
@@ -143,7 +143,7 @@ fn all_to_all(draft: &mut Draft, operand: BufferId, from: usize, to: usize, axes
     }
     let target = ty(draft, result);
     let result = exchange(draft, result, n, lead, site);
-    draft.view(result, target)
+    draft.view(result, target, site.place, site.source)
 }
 
 fn all_reduce(draft: &mut Draft, operand: BufferId, axes: &[AxisId], reduce: ReduceKind, site: Site) -> BufferId {

@@ -4,6 +4,7 @@
 //! place in an arena.
 
 use super::SPACE;
+use shardc_ir::ops::{Op, Reshape};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Reading, Slot, Stream};
 use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType};
@@ -100,15 +101,23 @@ impl Draft {
         id
     }
 
-    /// A buffer of another shape on the storage of `of`.
-    pub fn view(&mut self, of: BufferId, ty: TensorType) -> BufferId {
+    /// A buffer of another shape on the storage of `of`, declared by a reshape that moves nothing.
+    pub fn view(&mut self, of: BufferId, ty: TensorType, place: Place, source: Option<NodeId>) -> BufferId {
         if self.buffers[of].ty == ty {
             return of;
         }
         let buffer = Buffer { ty, ..self.buffers[of].clone() };
         let id = self.buffers.push(buffer);
         self.storage[id] = self.storage[of];
+        let action = Action::Compute(Reshape {}.into());
+        self.push(place, action, vec![of], vec![id], Stream::Compute, source, Hint::None);
         id
+    }
+
+    /// Whether an instruction only declares a view: it touches no bytes.
+    pub fn is_view(&self, instruction: &Instruction) -> bool {
+        matches!(instruction.action, Action::Compute(Op::Reshape(_)))
+            && self.storage[instruction.operands[0]] == self.storage[instruction.results[0]]
     }
 
     /// Adds an instruction at the end of a section.

@@ -216,7 +216,7 @@ impl<'a> Lowering<'a> {
             let ty = self.local_type(self.plan.graph.ty(*value), layout);
             let category = self.category(*value);
             let buffer = if matches!(op, Op::Reshape(_)) {
-                self.draft.view(operands[0], ty)
+                self.draft.view(operands[0], ty, place, Some(id))
             } else {
                 self.draft.buffer(ty, category)
             };

@@ -1,0 +1,100 @@
+//! Plans of the search, lowered for every rank and verified as programs.
+
+use crate::allocate::memory;
+use crate::cluster::Cluster;
+use crate::lower::{LowerError, lower_all, lower_rank};
+use crate::rematerialize::rematerialize;
+use crate::search::{Pins, search};
+use crate::search_tests::{SMALL, Sizes, llama};
+use shardc_ir::plan::{Request, Space};
+use shardc_ir::program::Action;
+use shardc_ir::{Bytes, DType, Plan, Program, verify};
+
+const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
+
+fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Plan {
+    let mut graph = llama(sizes, dtype);
+    if recompute {
+        graph = rematerialize(&graph, &|_| true).expect("a graph");
+    }
+    let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
+    let pins = Pins::parse(pins).expect("pins");
+    let (batch, seq) = (sizes.batch, sizes.seq);
+    let request = Request { batch, seq, device_memory: Bytes(1 << 40), ..Request::default() };
+    search(&graph, &cluster, &request, &pins).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Lowers for all ranks and verifies; gives the program of rank 0.
+#[track_caller]
+fn check(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Program {
+    let plan = plan(sizes, dtype, cluster, pins, recompute);
+    let programs = lower_all(&plan).unwrap_or_else(|error| panic!("{pins}: {error}"));
+    if let Err(found) = verify::program(&programs) {
+        let some: Vec<_> = found.0.iter().take(8).map(ToString::to_string).collect();
+        panic!("{pins}: {} findings\n{}", found.0.len(), some.join("\n"));
+    }
+    let program = programs.into_iter().next().expect("a rank");
+    assert_eq!(memory(&program).total(), program.arena(Space::Device), "{pins}");
+    program
+}
+
+#[test]
+fn plans_of_the_search_are_lowered() {
+    for (cluster, pins) in [
+        ("cpu:1", "microbatch=12"),
+        ("cpu:1", "microbatch=3"),
+        ("cpu:4", "dp=4,zero=0,microbatch=3"),
+        ("cpu:4", "dp=4,zero=0,microbatch=1"),
+        ("cpu:4", "dp=4,zero=1,microbatch=1"),
+        ("cpu:4", "dp=4,zero=2,microbatch=1"),
+        ("cpu:4", "dp=4,zero=2,microbatch=3"),
+        ("cpu:4", "dp=4,zero=3,microbatch=1"),
+        ("cpu:4", "dp=4,zero=3,microbatch=3"),
+        ("cpu:4", "tp=4"),
+        ("cpu:4", "tp=2,dp=2,zero=3"),
+        ("cpu:6", "dp=3,tp=2"),
+    ] {
+        for dtype in [DType::F32, DType::Bf16] {
+            check(TINY, dtype, cluster, pins, dtype == DType::F32);
+        }
+    }
+}
+
+fn count(program: &Program, wanted: impl Fn(&Action) -> bool) -> usize {
+    program.instructions().filter(|instruction| wanted(&instruction.action)).count()
+}
+
+#[test]
+fn gradients_are_reduced_in_buckets() {
+    let program = check(TINY, DType::F32, "cpu:4", "dp=4,zero=0,microbatch=3", false);
+    // All gradients are far below a bucket: one for them, one for the loss.
+    assert!(count(&program, |action| matches!(action, Action::AllReduce { .. })) <= 3, "{program}");
+    assert_eq!(count(&program, |action| matches!(action, Action::Copy)), 0);
+}
+
+#[test]
+fn weights_are_gathered_by_block_and_direction() {
+    let program = check(TINY, DType::F32, "cpu:4", "dp=4,zero=3,microbatch=3", false);
+    let gathers = count(&program, |action| matches!(action, Action::AllGather { .. }));
+    // Two blocks, embedding, head, final norm, forward and backward.
+    assert!((6..=12).contains(&gathers), "{gathers}");
+}
+
+#[test]
+fn packing_of_a_large_model_is_tight() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", "tp=2,dp=4,zero=1,microbatch=1", false);
+    let program = lower_rank(&plan, 3).expect("a program");
+    let found = memory(&program);
+    let waste = program.arena(Space::Device).0 as f64 - (found.total().0 - found.buffers.0) as f64;
+    assert!(waste >= 0.0 && found.parameters.0 > 0 && found.optimizer.0 > 0 && found.activations.0 > 0);
+}
+
+#[test]
+fn a_value_of_one_microbatch_is_not_read_after_it() {
+    let mut plan = plan(TINY, DType::F32, "cpu:1", "microbatch=3", false);
+    let logits = plan.graph.nodes().find(|(_, node)| node.path == "head" && node.op.name() == "matmul");
+    let logits = logits.expect("a head").1.results[0];
+    plan.graph.output("logits", logits, shardc_ir::OutputKind::Result);
+    let error = lower_rank(&plan, 0).expect_err("logits are divided over microbatches");
+    assert!(matches!(error, LowerError::NoConversion { .. }), "{error}");
+}
