@@ -29,7 +29,11 @@ pub fn libraries() -> Vec<Finding> {
     vec![
         library("CUDA driver", "install NVIDIA's driver, and give the container access to it", driver_version),
         library("NVRTC", "install CUDA's nvrtc library (cuda-nvrtc, or pip install nvidia-cuda-nvrtc)", nvrtc_version),
-        library("cuBLASLt", "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas)", cublaslt_version),
+        library(
+            "cuBLASLt",
+            "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas)",
+            cublaslt_version,
+        ),
         library("NCCL", "install NCCL (libnccl2, or pip install nvidia-nccl-cu13)", nccl_version),
         library("cuDNN", "install cuDNN 9 (libcudnn9-cuda-13, or pip install nvidia-cudnn-cu13)", cudnn_version),
     ]

@@ -81,8 +81,9 @@ pub fn distribute(distribution: Distribution, block: [u32; 4]) -> [f32; 4] {
     }
 }
 
-/// Fills a shard of shape `shape` of the operation's global tensor, row-major.
-pub fn fill(op: &Random, step: Option<u64>, shape: &[u64], out: &mut [f32]) {
+/// Fills the rows from `first_row` of a shard of shape `shape` of the operation's global tensor,
+/// row-major; as many as `out` holds.
+pub fn fill(op: &Random, step: Option<u64>, shape: &[u64], first_row: usize, out: &mut [f32]) {
     let whole = op.global.is_empty();
     let global: &[u64] = if whole { shape } else { &op.global };
     let zeros = vec![0; shape.len()];
@@ -98,7 +99,7 @@ pub fn fill(op: &Random, step: Option<u64>, shape: &[u64], out: &mut [f32]) {
     }
     // The cached block serves the elements that share it, within a row and across rows.
     let mut cached = (u64::MAX, [0.0; 4]);
-    for (index, out) in out.chunks_mut(row).enumerate() {
+    for (index, out) in (first_row..).zip(out.chunks_mut(row)) {
         let (mut rest, mut first) = (index as u64, start.last().copied().unwrap_or(0));
         for dim in (0..shape.len().saturating_sub(1)).rev() {
             first += (start[dim] + rest % shape[dim]) * strides[dim];
@@ -135,7 +136,7 @@ mod tests {
         let check = |distribution, mean: f64, variance: f64| {
             let op = Random { distribution, stream: 3, seed: 7, global: vec![], start: vec![] };
             let mut out = vec![0.0; 40_000];
-            fill(&op, None, &[200, 200], &mut out);
+            fill(&op, None, &[200, 200], 0, &mut out);
             let actual = out.iter().map(|x| f64::from(*x)).sum::<f64>() / 4e4;
             let spread = out.iter().map(|x| (f64::from(*x) - actual).powi(2)).sum::<f64>() / 4e4;
             assert!((actual - mean).abs() < 0.02 && (spread - variance).abs() < 0.03, "{actual} {spread}");
@@ -150,10 +151,10 @@ mod tests {
         let distribution = Distribution::Normal { mean: 0.0, std: 1.0 };
         let op = Random { distribution, stream: 1, seed: 9, global: vec![], start: vec![] };
         let mut whole = vec![0.0; 5 * 7];
-        fill(&op, Some(3), &[5, 7], &mut whole);
+        fill(&op, Some(3), &[5, 7], 0, &mut whole);
         let shard = Random { global: vec![5, 7], start: vec![2, 3], ..op };
         let mut part = vec![0.0; 2 * 4];
-        fill(&shard, Some(3), &[2, 4], &mut part);
+        fill(&shard, Some(3), &[2, 4], 0, &mut part);
         assert_eq!(part[..4], whole[2 * 7 + 3..3 * 7]);
         assert_eq!(part[4..], whole[3 * 7 + 3..4 * 7]);
     }

@@ -15,7 +15,7 @@ use super::memory::AlignedBytes;
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::{DType, TensorType};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Which collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,11 +45,13 @@ impl From<String> for Interrupt {
     }
 }
 
-/// Where a posted operand lies.
-#[derive(Clone, Copy)]
+/// Where a posted operand lies: in memory that outlives the step, or in memory that it owns a share
+/// of. So a rank that ends early leaves nothing behind that others must not read.
+#[derive(Clone)]
 struct Posted {
     start: *const u8,
     length: usize,
+    _owner: Option<Arc<AlignedBytes>>,
 }
 
 // SAFETY: a posted pointer is read only between the two waits of its meeting, while its owner waits
@@ -58,12 +60,16 @@ unsafe impl Send for Posted {}
 
 impl Posted {
     fn of(bytes: &[u8]) -> Self {
-        Self { start: bytes.as_ptr(), length: bytes.len() }
+        Self { start: bytes.as_ptr(), length: bytes.len(), _owner: None }
+    }
+
+    fn owned(bytes: &Arc<AlignedBytes>) -> Self {
+        Self { start: bytes.as_ptr(), length: bytes.len(), _owner: Some(bytes.clone()) }
     }
 
     /// # Safety
     /// Between the meeting's two waits, see above.
-    unsafe fn bytes<'a>(self) -> &'a [u8] {
+    unsafe fn bytes(&self) -> &[u8] {
         // SAFETY: the owner's operand lives and is not written until the meeting's last wait.
         unsafe { std::slice::from_raw_parts(self.start, self.length) }
     }
@@ -242,7 +248,7 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// Runs one collective over a bucket of operands. A result may overlap its operand.
+    /// Runs one collective over a bucket of operands, whose memory must outlive the exchange.
     pub fn collective(
         &mut self,
         kind: Kind,
@@ -259,23 +265,11 @@ impl Member<'_> {
             Kind::AllReduce(reduce) => {
                 let mut own = Vec::new();
                 for (index, operand) in operands.iter().enumerate() {
-                    let part = parts(index);
-                    own.push(reduce_part(reduce, operand.ty, &part, share(operand.ty, place, group.len()))?);
+                    let part = share(operand.ty, place, group.len());
+                    own.push(Arc::new(reduce_part(reduce, operand.ty, &parts(index), part)?));
                 }
-                let pieces = own.iter().map(|piece| Posted::of(piece)).collect();
-                let pieces = self.meet_pieces(group, kind, pieces)?;
-                for (index, result) in results.iter_mut().enumerate() {
-                    let size = result.ty.dtype.size() as usize;
-                    for (member, posts) in pieces.iter().enumerate() {
-                        let (first, length) = share(result.ty, member, group.len());
-                        // SAFETY: the pieces live until the `arrive` below.
-                        let piece = unsafe { posts[index].bytes() };
-                        result.bytes[first * size..(first + length) * size].copy_from_slice(piece);
-                    }
-                }
-                self.arrive(group)?;
-                drop(own);
-                return Ok(());
+                let pieces = self.meet_pieces(group, kind, own.iter().map(Posted::owned).collect())?;
+                join_pieces(&pieces, results);
             }
             Kind::AllGather => {
                 for (index, result) in results.iter_mut().enumerate() {
@@ -324,6 +318,19 @@ impl Member<'_> {
         let state = self.exchange.lock();
         let posts = state.meetings.get(group).map(|meeting| meeting.posts.clone()).unwrap_or_default();
         Ok(posts.into_iter().flatten().map(|(_, posts)| posts).collect())
+    }
+}
+
+/// Writes every member's pieces one after the other.
+fn join_pieces(pieces: &[Vec<Posted>], results: &mut [ViewMut<'_>]) {
+    for (index, result) in results.iter_mut().enumerate() {
+        let size = result.ty.dtype.size() as usize;
+        for (member, posts) in pieces.iter().enumerate() {
+            let (first, length) = share(result.ty, member, pieces.len());
+            // SAFETY: a piece is not written after it was posted, and the post owns a share of it.
+            let piece = unsafe { posts[index].bytes() };
+            result.bytes[first * size..(first + length) * size].copy_from_slice(piece);
+        }
     }
 }
 

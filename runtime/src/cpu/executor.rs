@@ -23,6 +23,9 @@ pub struct Rank {
     /// What it runs.
     pub program: Arc<Program>,
     arenas: BTreeMap<Space, AlignedBytes>,
+    /// Copies of the current instruction's operands. They stay until the next one, because after
+    /// an error other ranks may still read them in a collective.
+    copies: Vec<Option<AlignedBytes>>,
     /// What the last step made that is not finite.
     pub watch: Watch,
     /// Where the last step is or ended: the text of the instruction.
@@ -58,7 +61,8 @@ impl Rank {
         check(&program)?;
         let arenas = program.arenas.iter().map(|(space, bytes)| (*space, AlignedBytes::zeros(bytes.0 as usize)));
         let arenas = arenas.collect();
-        let mut rank = Self { program: Arc::new(program), arenas, watch: Watch::default(), at: String::new() };
+        let mut rank =
+            Self { program: Arc::new(program), arenas, copies: Vec::new(), watch: Watch::default(), at: String::new() };
         for index in 0..rank.program.slots.len() {
             let (buffer, init) = (rank.program.slots[index].buffer, rank.program.slots[index].init);
             if !rank.program.slots[index].is_parameter && init != 0.0 {
@@ -156,7 +160,7 @@ impl Rank {
             }
         }
         let operands: Vec<Range> = instruction.operands.iter().map(|id| self.range(*id)).collect();
-        let copies: Vec<Option<AlignedBytes>> = instruction
+        self.copies = instruction
             .operands
             .iter()
             .zip(&operands)
@@ -179,7 +183,7 @@ impl Rank {
             unsafe { start.add(range.first as usize) }
         };
         let operand = |(index, range): (usize, &Range)| -> &[u8] {
-            match &copies[index] {
+            match &self.copies[index] {
                 Some(copy) => copy,
                 // SAFETY: inside the arena, initialised, and overlapping no result.
                 None => unsafe { std::slice::from_raw_parts(start(range), range.length as usize) },

@@ -1,6 +1,6 @@
 //! Memory aligned for any element type: arenas, and tensors outside of one.
 //!
-//! This is the only place of the CPU backend with `unsafe` besides the executor's views.
+//! Besides this, `unsafe` is in the views of the executor and in the posts of the collectives.
 #![allow(unsafe_code)]
 
 use shardc_ir::{HostTensor, TensorType};
@@ -9,6 +9,10 @@ use std::ptr::NonNull;
 
 /// Arenas and their buffers start at multiples of this.
 pub const ALIGNMENT: usize = 256;
+
+/// Gives the start of an empty block its alignment, which views of elements ask for.
+#[repr(align(256))]
+struct Aligned;
 
 /// A block of bytes, zero at first, that starts at a multiple of [`ALIGNMENT`].
 pub struct AlignedBytes {
@@ -24,7 +28,9 @@ unsafe impl Sync for AlignedBytes {}
 impl AlignedBytes {
     /// `length` zeros. Pages that are never touched take no memory.
     pub fn zeros(length: usize) -> Self {
-        let Some(layout) = Self::layout(length) else { return Self { start: NonNull::dangling(), length: 0 } };
+        let Some(layout) = Self::layout(length) else {
+            return Self { start: NonNull::<Aligned>::dangling().cast(), length: 0 };
+        };
         // SAFETY: the layout has a size greater than zero.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };

@@ -9,6 +9,8 @@ mod executor;
 pub mod interpret;
 mod kernels;
 mod memory;
+#[cfg(test)]
+mod tests;
 mod watch;
 
 use crate::{Runtime, RuntimeError};

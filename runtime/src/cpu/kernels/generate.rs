@@ -1,6 +1,6 @@
 //! Values made from nothing.
 
-use super::{View, ViewMut};
+use super::{Context, View, ViewMut, by_rows};
 use crate::random;
 use shardc_ir::ops::{Constant, Iota, Literal, Random};
 
@@ -26,11 +26,19 @@ pub(super) fn iota(op: &Iota, result: &mut ViewMut<'_>) -> Result<(), String> {
     numbers(result, |index| (op.start as usize + index / inner % size) as f64)
 }
 
-pub(super) fn random(op: &Random, operands: &[View<'_>], result: &mut ViewMut<'_>) -> Result<(), String> {
+pub(super) fn random(
+    op: &Random,
+    context: Context,
+    operands: &[View<'_>],
+    result: &mut ViewMut<'_>,
+) -> Result<(), String> {
     let step = match operands.first() {
         Some(step) => step.i64s()?.first().map(|step| *step as u64),
         None => None,
     };
     let shape = result.ty.shape.clone();
-    result.write_f32(|out| random::fill(op, step, &shape, out))
+    let row = shape.last().map_or(1, |size| *size as usize);
+    result.write_f32(|out| {
+        by_rows(context, row, 16 * row, out, |first, out| random::fill(op, step, &shape, first, out));
+    })
 }

@@ -63,7 +63,6 @@ pub(super) fn contract(
     }
     let lhs = operand(lhs, &lhs_letters, [&batch, &m, &k])?;
     let rhs = operand(rhs, &rhs_letters, [&batch, &k, &n])?;
-    let [_, rows, columns] = [rhs.dims()[0], lhs.dims()[1], rhs.dims()[2]];
     let products = product(context, lhs, rhs)?;
     let made: Vec<char> = [&batch[..], &m, &n].concat();
     if made == result_letters {
@@ -71,7 +70,6 @@ pub(super) fn contract(
     }
     // Move the product's dimensions where the result wants them.
     let values = products.concat();
-    debug_assert_eq!(values.len() % (rows * columns).max(1), 0);
     let sizes: Vec<u64> = made
         .iter()
         .filter_map(|letter| result_letters.iter().position(|l| l == letter))
@@ -99,19 +97,16 @@ fn product(context: Context, lhs: Tensor<3>, rhs: Tensor<3>) -> Result<Vec<Vec<f
     let ([batch, rows, inner], columns) = (lhs.dims(), rhs.dims()[2]);
     let dim = usize::from(batch == 1);
     let units = if batch == 1 { rows } else { batch };
-    let work = rows * inner * columns * batch / units;
+    let work = (rows * inner * columns * batch / units).max(1);
     // Thin pieces would spend their time in packing the other operand.
-    let parts = context.parts(if batch == 1 { units.div_ceil(32) } else { units }, work.saturating_mul(16) / 32);
+    let grain = if batch == 1 { 32 } else { 1 };
+    let parts = context.parts(units.div_ceil(grain), work.saturating_mul(grain));
     let chunk = units.div_ceil(parts);
     let (lhs, rhs) = (&lhs, &rhs);
     by_units(context, units.div_ceil(chunk), usize::MAX, |part| {
         let (start, length) = (part * chunk, chunk.min(units - part * chunk));
         let lhs = lhs.clone().narrow(dim, start, length);
         let rhs = if batch == 1 { rhs.clone() } else { rhs.clone().narrow(0, start, length) };
-        if length == 1 && batch > 1 || batch == 1 {
-            // One matrix: the two-dimensional product takes any strides.
-            return elements(lhs.squeeze_dim::<2>(0).matmul(rhs.squeeze_dim::<2>(0)));
-        }
         elements(lhs.matmul(rhs))
     })
 }

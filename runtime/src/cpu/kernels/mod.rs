@@ -3,7 +3,7 @@
 //! Every kernel computes in f32 (integers exactly, in 64 bits) and rounds once to the result's
 //! element type; dot products and sums accumulate in f32 or wider. Matrix products run on Burn's
 //! Flex backend; what is bound by memory is a loop over slices. A kernel may use
-//! [`Context::threads`] threads; its result does not depend on how many.
+//! [`Context::threads`] threads, and scratch memory of its own.
 //!
 //! Operands and results never overlap: the caller copies an operand that does
 //! (see [`super::executor`]), except for `adamw`, which updates in place.
@@ -19,6 +19,8 @@ mod movement;
 mod normalize;
 mod reduce;
 mod rotary;
+#[cfg(test)]
+mod tests;
 
 pub(super) use adamw::update as adamw_in_place;
 
@@ -151,7 +153,7 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Constant(op) => generate::constant(op, &mut results[0]),
         Op::Literal(op) => generate::literal(op, &mut results[0]),
         Op::Iota(op) => generate::iota(op, &mut results[0]),
-        Op::Random(op) => generate::random(op, operands, &mut results[0]),
+        Op::Random(op) => generate::random(op, context, operands, &mut results[0]),
         Op::Unary(op) => elementwise::unary(op.kind, context, operands[0], &mut results[0]),
         Op::UnaryGrad(op) => elementwise::unary_grad(op.kind, context, operands[0], operands[1], &mut results[0]),
         Op::Affine(op) => elementwise::affine(op, operands[0], &mut results[0]),

@@ -1,0 +1,257 @@
+//! The kernels against naive references, in f32 and bf16.
+
+use crate::compute_op;
+use half::bf16;
+use shardc_ir::ops::*;
+use shardc_ir::{DType, HostTensor, Op, TensorType};
+
+/// Numbers between -1 and 1, other ones for every stream.
+fn numbers(stream: u64, count: usize) -> Vec<f32> {
+    let block = |index| crate::random::block([1, 2], stream, index).map(|x| (x >> 8) as f32 / 8_388_608.0 - 1.0);
+    (0..count.div_ceil(4) as u64).flat_map(block).take(count).collect()
+}
+
+fn random(stream: u64, shape: &[u64]) -> HostTensor {
+    HostTensor::from_f32(shape, &numbers(stream, shape.iter().product::<u64>() as usize))
+}
+
+fn narrow(tensor: &HostTensor) -> HostTensor {
+    let bytes = floats(tensor).iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
+    HostTensor { ty: tensor.ty.with_dtype(DType::Bf16), bytes }
+}
+
+fn floats(tensor: &HostTensor) -> Vec<f32> {
+    match tensor.ty.dtype {
+        DType::Bf16 => tensor.bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+        _ => tensor.bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
+    }
+}
+
+#[track_caller]
+fn run(op: impl Into<Op>, operands: &[HostTensor], declared: &[TensorType]) -> Vec<HostTensor> {
+    let op = op.into();
+    compute_op(&op, operands, declared).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[track_caller]
+fn close(actual: &[f32], expect: &[f64], tolerance: f64) {
+    assert_eq!(actual.len(), expect.len());
+    for (index, (actual, expect)) in actual.iter().zip(expect).enumerate() {
+        let difference = (f64::from(*actual) - expect).abs();
+        assert!(difference <= tolerance * (1.0 + expect.abs()), "element {index} is {actual}, not {expect}");
+    }
+}
+
+/// A contraction by its definition: a sum over all indices.
+fn naive_contraction(op: &Matmul, lhs: &HostTensor, rhs: &HostTensor) -> Vec<f64> {
+    let letters = op.letters().unwrap_or_else(|error| panic!("{error}"));
+    let sizes = op.sizes(&[lhs.ty.clone(), rhs.ty.clone()]).unwrap_or_else(|error| panic!("{error}"));
+    let (a, b) = (floats(lhs), floats(rhs));
+    let size = |letter: &char| sizes.iter().find(|(l, _)| l == letter).map_or(1, |(_, size)| *size as usize);
+    let mut out = vec![0.0; letters[2].iter().map(size).product()];
+    let total: usize = sizes.iter().map(|(_, size)| *size as usize).product();
+    for mut rest in 0..total {
+        let mut at = std::collections::BTreeMap::new();
+        for (letter, size) in &sizes {
+            at.insert(*letter, rest % *size as usize);
+            rest /= *size as usize;
+        }
+        let place = |letters: &[char]| letters.iter().fold(0, |place, letter| place * size(letter) + at[letter]);
+        out[place(&letters[2])] += f64::from(a[place(&letters[0])]) * f64::from(b[place(&letters[1])]);
+    }
+    out
+}
+
+#[test]
+fn contractions() {
+    let check = |spec: &str, lhs: &[u64], rhs: &[u64]| {
+        let op = Matmul::new(spec);
+        let (lhs, rhs) = (random(1, lhs), random(2, rhs));
+        close(
+            &floats(&run(op.clone(), &[lhs.clone(), rhs.clone()], &[])[0]),
+            &naive_contraction(&op, &lhs, &rhs),
+            1e-6,
+        );
+        let (lhs, rhs) = (narrow(&lhs), narrow(&rhs));
+        let expect = naive_contraction(&op, &lhs, &rhs);
+        let made = run(op.clone(), &[lhs.clone(), rhs.clone()], &[]);
+        assert_eq!(made[0].ty.dtype, DType::Bf16);
+        close(&floats(&made[0]), &expect, 1e-2);
+        // Declared in f32, the products are not rounded to bf16.
+        let wide = made[0].ty.with_dtype(DType::F32);
+        close(&floats(&run(op, &[lhs, rhs], &[wide])[0]), &expect, 1e-6);
+    };
+    check("mk,kn->mn", &[3, 5], &[5, 4]);
+    check("mk,kn->nm", &[3, 5], &[5, 4]);
+    check("km,nk->mn", &[5, 3], &[4, 5]);
+    check("bsk,kn->bsn", &[2, 3, 5], &[5, 4]);
+    check("bsk,bsn->kn", &[2, 3, 5], &[2, 3, 4]);
+    check("bshd,bthd->bhst", &[2, 3, 2, 4], &[2, 5, 2, 4]);
+    check("bhst,bthd->bshd", &[2, 2, 3, 5], &[2, 5, 2, 4]);
+    check("bshd,hdn->bsn", &[2, 3, 2, 4], &[2, 4, 5]);
+    check("bskj,jkn->bsn", &[2, 3, 4, 5], &[5, 4, 2]);
+    check("k,k->", &[7], &[7]);
+    check("m,n->mn", &[3], &[4]);
+    check("bk,bk->b", &[3, 4], &[3, 4]);
+    // Large enough for several threads.
+    check("mk,kn->mn", &[130, 64], &[64, 48]);
+}
+
+/// One query's attention by its definition; the output and the log-sum-exp.
+fn naive_attention(causal: bool, scale: f64, q: &HostTensor, k: &HostTensor, v: &HostTensor) -> (Vec<f64>, Vec<f64>) {
+    let [b, s, h, d] = [0, 1, 2, 3].map(|dim| q.ty.shape[dim] as usize);
+    let (t, kv, e) = (k.ty.shape[1] as usize, k.ty.shape[2] as usize, v.ty.shape[3] as usize);
+    let [q, k, v] = [q, k, v].map(|x| floats(x).into_iter().map(f64::from).collect::<Vec<_>>());
+    let (mut o, mut lse) = (vec![0.0; b * s * h * e], vec![0.0; b * h * s]);
+    for (batch, head, row) in (0..b * h * s).map(|at| (at / (h * s), at / s % h, at % s)) {
+        let of = |key: usize| (batch * t + key) * kv + head / (h / kv);
+        let query = ((batch * s + row) * h + head) * d;
+        let seen = if causal { row + 1 + t - s } else { t };
+        let score = |key: usize| (0..d).map(|at| q[query + at] * k[of(key) * d + at]).sum::<f64>() * scale;
+        let total: f64 = (0..seen).map(|key| score(key).exp()).sum();
+        lse[(batch * h + head) * s + row] = total.ln();
+        for at in 0..e {
+            let out = &mut o[((batch * s + row) * h + head) * e + at];
+            *out = (0..seen).map(|key| score(key).exp() / total * v[of(key) * e + at]).sum();
+        }
+    }
+    (o, lse)
+}
+
+#[test]
+fn attention_and_its_derivative() {
+    let check = |causal: bool, [b, s, h, d, t, kv, e]: [u64; 7]| {
+        let (q, k, v) = (random(1, &[b, s, h, d]), random(2, &[b, t, kv, d]), random(3, &[b, t, kv, e]));
+        let scale = 0.6;
+        let made = run(Attention { causal, scale }, &[q.clone(), k.clone(), v.clone()], &[]);
+        let (o, lse) = naive_attention(causal, scale, &q, &k, &v);
+        close(&floats(&made[0]), &o, 1e-5);
+        close(&floats(&made[1]), &lse, 1e-5);
+        let narrowed = [narrow(&q), narrow(&k), narrow(&v)];
+        close(&floats(&run(Attention { causal, scale }, &narrowed, &[])[0]), &o, 3e-2);
+        if s > 8 {
+            return;
+        }
+        // The derivative of the sum of o * weights, by central differences.
+        let weights = random(4, &[b, s, h, e]);
+        let operands = [weights.clone(), q.clone(), k.clone(), v.clone(), made[0].clone(), made[1].clone()];
+        let grads = run(AttentionGrad { causal, scale }, &operands, &[]);
+        let dot = |x: [&HostTensor; 3]| -> f64 {
+            let (o, _) = naive_attention(causal, scale, x[0], x[1], x[2]);
+            o.iter().zip(floats(&weights)).map(|(o, w)| o * f64::from(w)).sum()
+        };
+        for (which, grad) in grads.iter().enumerate() {
+            let count = grad.ty.elements() as usize;
+            let difference = |at: usize| {
+                let moved = |by: f32| {
+                    let mut x = [q.clone(), k.clone(), v.clone()];
+                    let mut values = floats(&x[which]);
+                    values[at] += by;
+                    x[which] = HostTensor::from_f32(x[which].ty.shape.clone(), &values);
+                    dot([&x[0], &x[1], &x[2]])
+                };
+                (moved(1.0 / 256.0) - moved(-1.0 / 256.0)) * 128.0
+            };
+            close(&floats(grad), &(0..count).map(difference).collect::<Vec<_>>(), 1e-4);
+        }
+    };
+    check(false, [2, 3, 2, 2, 3, 2, 2]);
+    check(true, [1, 3, 4, 2, 3, 2, 3]);
+    check(true, [1, 2, 2, 3, 4, 1, 2]);
+    // More queries than one block.
+    check(true, [1, 300, 1, 4, 300, 1, 4]);
+    check(false, [1, 300, 1, 4, 20, 1, 4]);
+}
+
+/// Every function's derivative against central differences of the function, in f64 by way of f32.
+#[test]
+fn derivatives_of_elementwise_functions() {
+    use super::elementwise::{derivative, function};
+    for kind in UnaryKind::ALL.iter().copied() {
+        let (f, derivative) = (function(kind), derivative(kind));
+        for x in [0.3f32, 0.7, 1.6, 2.4] {
+            let step = 1.0 / 128.0;
+            let expect = (f(x + step) - f(x - step)) / (2.0 * step);
+            let actual = derivative(x);
+            assert!((actual - expect).abs() < 2e-3 * (1.0 + expect.abs()), "{kind:?} at {x}: {actual}, {expect}");
+        }
+    }
+}
+
+#[test]
+fn values_of_elementwise_functions() {
+    let check = |kind, x: &[f32], expect: &[f64]| {
+        let x = HostTensor::from_f32([x.len() as u64], x);
+        close(&floats(&run(Unary { kind }, &[x], &[])[0]), expect, 1e-6);
+    };
+    // Values of PyTorch's functions in f64.
+    check(UnaryKind::Gelu, &[-1.0, 0.5, 2.0], &[-0.158_655_253_931_457, 0.345_731_230_636_909, 1.954_499_736_103_642]);
+    check(UnaryKind::GeluTanh, &[-1.0, 0.5, 2.0], &[-0.158_808_009_2, 0.345_714_010_3, 1.954_597_694_1]);
+    check(UnaryKind::Silu, &[-1.0, 2.0], &[-0.268_941_421_369_995, 1.761_594_155_955_765]);
+    check(UnaryKind::Erf, &[0.5, -1.0], &[0.520_499_877_813_047, -0.842_700_792_949_715]);
+    check(UnaryKind::Round, &[0.5, 1.5, -2.5], &[0.0, 2.0, -2.0]);
+    check(UnaryKind::Sign, &[-3.0, 0.0, 2.0], &[-1.0, 0.0, 1.0]);
+}
+
+#[test]
+fn remainders_have_the_sign_of_the_divisor() {
+    let (a, b) = (HostTensor::from_i64([4], &[7, -7, 7, -7]), HostTensor::from_i64([4], &[3, 3, -3, -3]));
+    let made = run(Binary { kind: BinaryKind::Rem }, &[a, b], &[]);
+    assert_eq!(made[0], HostTensor::from_i64([4], &[1, 2, -2, -1]));
+    let (a, b) = (HostTensor::from_f32([2], &[7.0, -7.0]), HostTensor::from_f32([2], &[-3.0, 3.0]));
+    assert_eq!(floats(&run(Binary { kind: BinaryKind::Rem }, &[a, b], &[])[0]), [-2.0, 2.0]);
+}
+
+#[test]
+fn a_nan_is_not_lost_in_a_maximum() {
+    let x = HostTensor::from_f32([3], &[1.0, f32::NAN, 2.0]);
+    assert!(floats(&run(Reduce { kind: ReduceOp::Max, dims: vec![0] }, &[x.clone()], &[])[0])[0].is_nan());
+    assert!(floats(&run(Unary { kind: UnaryKind::Relu }, &[x], &[])[0])[1].is_nan());
+}
+
+#[test]
+fn cross_entropy_is_stable_and_ignores_labels_outside() {
+    let logits = HostTensor::from_f32([3, 2], &[1000.0, 998.0, 0.0, 0.0, -1.0, 1.0]);
+    let labels = HostTensor::from_i64([3], &[0, -1, 5]);
+    let made = run(CrossEntropy { start: 4 }, &[logits.clone(), labels.clone()], &[]);
+    close(&floats(&made[0]), &[1000.126_928_011, 0.693_147_181, 1.126_928_011], 1e-6);
+    assert_eq!(floats(&made[1]), [0.0, 0.0, 1.0]);
+    let ones = HostTensor::from_f32([3], &[1.0; 3]);
+    let minus = HostTensor::from_f32([3], &[-1.0; 3]);
+    let operands = [logits, labels, made[0].clone(), ones, minus];
+    let grad = run(CrossEntropyGrad { start: 4 }, &operands, &[]);
+    close(&floats(&grad[0]), &[0.880_797, 0.119_203, 0.5, 0.5, 0.119_203, 0.880_797 - 1.0], 1e-4);
+}
+
+#[test]
+fn adamw_is_the_published_update() {
+    let tensor = |x: f32| HostTensor::from_f32([1], &[x]);
+    let scalar = |x: f32| HostTensor::from_f32([], &[x]);
+    let op = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+    let operands = [tensor(2.0), tensor(3.0), tensor(0.5), tensor(0.25), scalar(0.5), scalar(0.01), scalar(2.0)];
+    let made = run(op, &operands, &[]);
+    let (m, v) = (0.9 * 0.5 + 0.1 * 1.5, 0.99 * 0.25 + 0.01 * 2.25f64);
+    let (m_hat, v_hat) = (m / (1.0 - 0.81), v / (1.0 - 0.9801));
+    close(&floats(&made[0]), &[2.0 * (1.0 - 0.001) - 0.01 * m_hat / (v_hat.sqrt() + 1e-8)], 1e-6);
+    close(&floats(&made[1]), &[m], 1e-6);
+    close(&floats(&made[2]), &[v], 1e-6);
+}
+
+#[test]
+fn normalizations() {
+    let (x, gamma, beta) = (random(1, &[4, 6]), random(2, &[6]), random(3, &[6]));
+    let (values, scale, shift) = (floats(&x), floats(&gamma), floats(&beta));
+    let rows = values.chunks_exact(6);
+    let (mut layer, mut rms) = (Vec::new(), Vec::new());
+    for row in rows {
+        let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / 6.0;
+        let square = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / 6.0;
+        for (at, x) in row.iter().map(|x| f64::from(*x)).enumerate() {
+            let (scale, shift) = (f64::from(scale[at]), f64::from(shift[at]));
+            layer.push((x - mean) / (square - mean * mean + 1e-5).sqrt() * scale + shift);
+            rms.push(x / (square + 1e-5).sqrt() * scale);
+        }
+    }
+    close(&floats(&run(LayerNorm { eps: 1e-5 }, &[x.clone(), gamma.clone(), beta], &[])[0]), &layer, 1e-5);
+    close(&floats(&run(RmsNorm { eps: 1e-5 }, &[x, gamma], &[])[0]), &rms, 1e-5);
+}
