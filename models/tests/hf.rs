@@ -111,7 +111,7 @@ fn a_failed_save_leaves_the_previous_one() {
 fn check(spoil: impl FnOnce(&Path), expect: &[&str]) {
     let dir = copy("llama");
     spoil(dir.path());
-    let error = open(dir.path(), 4, 32).err().expect("it must not open").to_string();
+    let error = open(dir.path(), 4, 32).expect_err("it must not open").to_string();
     for part in expect {
         assert!(error.contains(part), "`{error}` does not say `{part}`");
     }
@@ -137,7 +137,8 @@ fn says_what_is_wrong() {
     );
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), &["model.layers.2.", "in no file"]);
     check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""), &["rotary type `yarn`"]);
-    check(|dir| edit(dir, "\"num_attention_heads\": 4", "\"num_attention_heads\": \"four\""), &["whole number"]);
+    check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 200000"), &["field `num_hidden"]);
+    check(|dir| edit(dir, "\"num_attention_heads\": 4", "\"num_attention_heads\": \"four\""), &["a whole number"]);
     for length in [4, 100, 100_000] {
         let cut = |dir: &Path| {
             let path = dir.join("model.safetensors");

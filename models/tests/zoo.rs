@@ -79,5 +79,6 @@ fn errors() {
     let error = build("lama-8b", 1, 8).unwrap_err().to_string();
     assert!(error.contains("`lama-8b`") && error.contains("llama-8b"), "{error}");
     assert!(build("gpt2-124m", 1, 2048).unwrap_err().to_string().contains("1024 positions"));
+    assert!(build("llama-tiny", usize::MAX, 8).unwrap_err().to_string().contains("too large"));
     assert!(build("llama-tiny", 0, 8).unwrap_err().to_string().contains("empty"));
 }

@@ -5,6 +5,12 @@ use crate::zoo::{Config, Gpt2Config, LlamaConfig, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
+/// No size of a model is beyond this.
+const SIZE_LIMIT: u64 = 1 << 28;
+
+/// No model has this many layers.
+const LAYER_LIMIT: usize = 1 << 16;
+
 /// An object of the file, with where it is for errors.
 struct Fields<'a> {
     path: &'a Path,
@@ -32,11 +38,18 @@ impl<'a> Fields<'a> {
 
     fn optional_size(&self, field: &str) -> Result<Option<usize>, HfError> {
         let Some(value) = self.get(field) else { return Ok(None) };
-        value.as_u64().map(|size| Some(size as usize)).ok_or_else(|| self.wrong(field, "a whole number"))
+        let size = value.as_u64().filter(|size| *size <= SIZE_LIMIT);
+        size.map(|size| Some(size as usize)).ok_or_else(|| self.wrong(field, "a whole number of sensible size"))
     }
 
     fn size(&self, field: &str) -> Result<usize, HfError> {
         self.optional_size(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// A number of layers, of which a mistaken one would fill the memory with names.
+    fn layers(&self, field: &str) -> Result<usize, HfError> {
+        let layers = self.size(field)?;
+        if layers < LAYER_LIMIT { Ok(layers) } else { Err(self.wrong(field, "a sensible number of layers")) }
     }
 
     fn optional_number(&self, field: &str) -> Result<Option<f64>, HfError> {
@@ -93,7 +106,7 @@ fn gpt2(fields: &Fields<'_>) -> Result<Gpt2Config, HfError> {
     }
     let width = fields.size("n_embd")?;
     Ok(Gpt2Config {
-        layers: fields.size("n_layer")?,
+        layers: fields.layers("n_layer")?,
         width,
         heads: fields.size("n_head")?,
         hidden: fields.optional_size("n_inner")?.unwrap_or(4 * width),
@@ -111,7 +124,7 @@ fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
     let (width, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
     let (rope_theta, rope_scaling) = rope(fields)?;
     Ok(LlamaConfig {
-        layers: fields.size("num_hidden_layers")?,
+        layers: fields.layers("num_hidden_layers")?,
         width,
         heads,
         kv_heads: fields.optional_size("num_key_value_heads")?.unwrap_or(heads),

@@ -71,7 +71,7 @@ impl Converter<'_> {
         }
         if op.options.is_causal {
             let square = TensorType::new(DType::I64, [ty.shape[2], ty.shape[3]]);
-            let row = self.b.emit(Iota { dim: 0, start: 0 }, &[], &[square.clone()])?;
+            let row = self.b.emit(Iota { dim: 0, start: 0 }, &[], std::slice::from_ref(&square))?;
             let column = self.b.emit(Iota { dim: 1, start: 0 }, &[], &[square])?;
             let future = self.b.compare(CompareKind::Gt, column, row)?;
             scores = self.b.select(future, hidden, scores, &ty.shape)?;

@@ -85,7 +85,7 @@ pub(super) fn add(builder: &mut Builder, data: &TensorData, values: &mut BTreeMa
     }
     let name = format!("constant.{}", values.keys().filter(|name| name.starts_with("constant.")).count());
     let tensor = host_tensor(data).ok_or_else(unknown)?;
-    let leaf = builder.emit(Parameter { name: name.clone(), frozen: true }, &[], &[tensor.ty.clone()])?;
+    let leaf = builder.emit(Parameter { name: name.clone(), frozen: true }, &[], std::slice::from_ref(&tensor.ty))?;
     values.insert(name, tensor);
     builder.cast(leaf, kind)
 }

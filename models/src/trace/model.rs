@@ -131,13 +131,13 @@ struct Slots {
     /// Name, tensor, frozen.
     owners: Vec<(String, TensorId, bool)>,
     /// The name of every tensor that is a parameter.
-    names: HashMap<TensorId, String>,
+    names: BTreeMap<TensorId, String>,
     tied: Vec<(String, String)>,
 }
 
 impl Slots {
     fn new(all: &[Slot]) -> Self {
-        let mut slots = Self { owners: Vec::new(), names: HashMap::new(), tied: Vec::new() };
+        let mut slots = Self { owners: Vec::new(), names: BTreeMap::new(), tied: Vec::new() };
         let mut known: HashMap<ParamId, usize> = HashMap::new();
         for slot in all {
             let shared = known.get(&slot.param).copied();
@@ -189,7 +189,7 @@ fn forward_graph<'a>(
     });
     let operations: Vec<&OperationIr> = order.iter().map(|index| &captured.operations[*index]).collect();
     for (name, ty, id) in &captured.inputs {
-        let value = converter.b.emit(Input { name: name.clone() }, &[], &[ty.clone()])?;
+        let value = converter.b.emit(Input { name: name.clone() }, &[], std::slice::from_ref(ty))?;
         converter.map.insert(*id, value);
     }
     let types = parameter_types(captured, makers, slots)?;

@@ -9,7 +9,7 @@
 
 use burn::backend::ir::{BaseOperationIr, OperationIr};
 use burn::tensor::TensorId;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// The module path of a parameter: its name without the last component.
 pub(super) fn module_of(parameter: &str) -> &str {
@@ -47,7 +47,7 @@ fn is_view(operation: &OperationIr) -> bool {
 }
 
 /// The path of each operation, given in program order; `parameters` are the names by tensor.
-pub(super) fn attribute(operations: &[&OperationIr], parameters: &HashMap<TensorId, String>) -> Vec<String> {
+pub(super) fn attribute(operations: &[&OperationIr], parameters: &BTreeMap<TensorId, String>) -> Vec<String> {
     let mut explicit: Vec<Option<String>> = vec![None; operations.len()];
     let mut views: HashMap<TensorId, String> = HashMap::new();
     for (index, operation) in operations.iter().enumerate() {
@@ -110,8 +110,8 @@ fn tails(
 ) -> Vec<bool> {
     let mut makers: HashMap<TensorId, usize> = HashMap::new();
     let first = gap.start.saturating_sub(1);
-    for index in first..gap.end {
-        makers.extend(operations[index].outputs().map(|tensor| (tensor.id, index)));
+    for (index, operation) in operations.iter().enumerate().take(gap.end).skip(first) {
+        makers.extend(operation.outputs().map(|tensor| (tensor.id, index)));
     }
     let alone = |maker: usize| {
         let readers = readers(maker);
