@@ -10,6 +10,7 @@ use shardc_models::{Model, TraceError};
 use shardc_passes::cluster::Cluster;
 use shardc_runtime::{CpuRuntime, Runtime};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 /// What can be compiled: whatever can be traced for a batch. A function of the batch is one:
@@ -40,6 +41,7 @@ pub struct Compiled {
     pub model: Model,
     plan: Plan,
     programs: OnceLock<Vec<Program>>,
+    dump_to: Option<PathBuf>,
 }
 
 /// Compiles a model's training step for a cluster: traces it, chooses a plan and checks it.
@@ -61,13 +63,13 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         pins: options.pins.clone(),
     };
     let plan = pipeline::plan(&model, &request, cluster, options)?;
-    Ok(Compiled::from_plan(model, plan))
+    Ok(Compiled { dump_to: options.dump_to.clone(), ..Compiled::from_plan(model, plan) })
 }
 
 impl Compiled {
     /// A plan that was made before, with its model traced again.
     pub fn from_plan(model: Model, plan: Plan) -> Self {
-        Self { model, plan, programs: OnceLock::new() }
+        Self { model, plan, programs: OnceLock::new(), dump_to: None }
     }
 
     /// The plan.
@@ -80,7 +82,7 @@ impl Compiled {
         if let Some(programs) = self.programs.get() {
             return Ok(programs);
         }
-        let programs = pipeline::programs(&self.plan, None)?;
+        let programs = pipeline::programs(&self.plan, self.dump_to.as_deref())?;
         Ok(self.programs.get_or_init(|| programs))
     }
 

@@ -7,6 +7,7 @@
 use shardc_ir::TensorType;
 use shardc_ir::text::PlanFileError;
 use shardc_models::TraceError;
+use shardc_models::hf::HfError;
 use shardc_models::zoo::ZooError;
 use shardc_passes::PassError;
 use shardc_passes::cluster::ClusterError;
@@ -167,6 +168,9 @@ pub enum Error {
     /// There is no such model, or its sizes make no sense.
     #[error(transparent)]
     Zoo(ZooError),
+    /// A Hugging Face directory cannot be read or written.
+    #[error(transparent)]
+    Hf(HfError),
     /// The model cannot be traced.
     #[error(transparent)]
     Trace(#[from] TraceError),
@@ -206,6 +210,15 @@ fn first_text(first: Option<&str>) -> String {
     first.map(|first| format!("; the first tensor that is not finite: {first}")).unwrap_or_default()
 }
 
+impl From<HfError> for Error {
+    fn from(error: HfError) -> Self {
+        match error {
+            HfError::Model(error) => error.into(),
+            other => Self::Hf(other),
+        }
+    }
+}
+
 impl From<ZooError> for Error {
     fn from(error: ZooError) -> Self {
         match error {
@@ -229,7 +242,7 @@ impl Error {
                 1
             }
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
-            Self::Zoo(_) | Self::Trace(_) | Self::Pass(_) | Self::Plan(_) => 2,
+            Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) | Self::Plan(_) => 2,
             Self::Lower(_) | Self::Runtime(_) | Self::NotFinite { .. } | Self::Check(_) | Self::Bug(_) => 1,
         }
     }

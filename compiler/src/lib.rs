@@ -22,7 +22,6 @@ pub mod nearest;
 pub mod options;
 pub mod pipeline;
 pub mod report;
-pub mod save;
 pub mod train;
 
 pub use compile::{Compiled, Trace, compile};

@@ -3,12 +3,12 @@
 use crate::compile::Trace;
 use crate::error::Error;
 use crate::options::Batch;
-use crate::train::{FromInitialisers, Weights};
-use shardc_ir::HostTensor;
+use crate::train::{FromInitialisers, Trainer, Weights};
+use shardc_ir::{HostTensor, TensorType};
 use shardc_models::Model;
-use shardc_models::zoo::{self, Config, Entry};
-use std::collections::BTreeMap;
-use std::path::Path;
+use shardc_models::hf::{self, HfError, HfWeights};
+use shardc_models::zoo::{self, Config};
+use std::path::{Path, PathBuf};
 
 /// A model that a user named.
 #[derive(Clone, Debug)]
@@ -17,21 +17,29 @@ pub struct NamedModel {
     pub name: String,
     /// Its sizes.
     pub config: Config,
+    dir: Option<PathBuf>,
 }
 
 impl NamedModel {
-    /// The model of a name.
+    /// The model of a name, or of a directory with a `config.json`.
     ///
     /// # Errors
     /// An unknown name, with the nearest one; a directory that is not a model of a known family.
     pub fn find(name: &str) -> Result<Self, Error> {
-        let entries = zoo::list();
-        match entries.iter().find(|entry| entry.name == name) {
-            Some(Entry { config, .. }) => Ok(Self { name: name.to_string(), config: config.clone() }),
-            None => {
-                Err(zoo::build(name, 1, 2).err().map_or_else(|| Error::Bug(format!("no entry `{name}`")), Into::into))
-            }
+        if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
+            return Ok(Self { name: name.to_string(), config: entry.config, dir: None });
         }
+        let dir = Path::new(name);
+        if dir.is_dir() {
+            return Ok(Self { name: name.to_string(), config: hf::read_config(dir)?, dir: Some(dir.to_path_buf()) });
+        }
+        // Whatever looks like a path was meant as one.
+        if name.contains(['/', '\\']) {
+            let source = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(Error::Io { path: dir.to_path_buf(), source });
+        }
+        let error = zoo::build(name, 1, 2).err();
+        Err(error.map_or_else(|| Error::Bug(format!("model `{name}` is listed and not found")), Error::from))
     }
 
     /// The number of tokens it knows.
@@ -40,13 +48,37 @@ impl NamedModel {
     }
 
     /// Its weights: those of the directory, or none.
+    ///
+    /// # Errors
+    /// A file that is missing or cut short, a tensor of another shape.
     pub fn weights(&self) -> Result<Box<dyn Weights>, Error> {
-        Ok(Box::new(FromInitialisers))
+        match &self.dir {
+            None => Ok(Box::new(FromInitialisers)),
+            Some(dir) => Ok(Box::new(HfWeights::open(dir, &self.config)?)),
+        }
     }
 
-    /// Writes the trained parameters.
-    pub fn save(&self, dir: &Path, parameters: &BTreeMap<String, HostTensor>) -> Result<(), Error> {
-        crate::save::save_tensors(dir, &self.name, parameters)
+    /// A tokenizer that lies beside the weights.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        self.dir.as_ref().map(|dir| dir.join("tokenizer.json")).filter(|path| path.is_file())
+    }
+
+    /// Writes the trained parameters as a Hugging Face directory. A parameter at a time is gathered
+    /// from the ranks, and what was there before stays until all of it is on the disk.
+    pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>) -> Result<(), Error> {
+        let mut failed = None;
+        let saved = hf::save(dir, &self.config, |name| {
+            trainer.gather(name).map_err(|error| {
+                let message = error.to_string();
+                failed = Some(error);
+                HfError::Parameter { name: name.to_string(), message }
+            })
+        });
+        match (saved, failed) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Some(error)) => Err(error),
+            (Err(error), None) => Err(error.into()),
+        }
     }
 
     /// The longest sequence it can be given, where positions are learned.
@@ -60,12 +92,19 @@ impl NamedModel {
 
 impl Trace for NamedModel {
     fn trace(&self, batch: Batch) -> Result<Model, Error> {
-        let name: String =
-            self.name.chars().map(|c| if c.is_alphanumeric() || "-._".contains(c) { c } else { '_' }).collect();
+        // The graph's name is a word of the text form.
+        let is_word = |letter: char| letter.is_ascii_alphanumeric() || "-._".contains(letter);
+        let name: String = self.name.chars().map(|letter| if is_word(letter) { letter } else { '_' }).collect();
         Ok(zoo::build_config(&name, &self.config, batch.batch as usize, batch.seq as usize)?)
     }
 
     fn name(&self) -> Option<String> {
         Some(self.name.clone())
+    }
+}
+
+impl Weights for HfWeights {
+    fn part(&self, name: &str, _: &TensorType, slice: &[(u64, u64)]) -> Result<Option<HostTensor>, Error> {
+        Ok(Some(self.read(name, slice)?))
     }
 }

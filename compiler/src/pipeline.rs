@@ -14,7 +14,9 @@ use shardc_passes::differentiate::differentiate;
 use shardc_passes::lower::{lower_all, lower_rank};
 use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::lower_precision;
-use shardc_passes::search::{Pins, search_confirmed};
+use shardc_passes::raise::raise;
+use shardc_passes::rematerialize::rematerialize;
+use shardc_passes::search::{Hooks, Pins, search_with};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -23,6 +25,10 @@ use std::time::Instant;
 pub fn plan(model: &Model, request: &Request, cluster: &Cluster, options: &Options) -> Result<Plan, Error> {
     let mut stage = Stage::new(options.dump_to.as_deref())?;
     let graph = stage.graph("trace", || Ok(model.graph.clone()))?;
+
+    // First, because every later pass does better on few large operations than on many small ones:
+    // a composite operation has a derivative, a factor rule and a kernel of its own.
+    let graph = stage.graph("raise", || Ok(raise(&graph)?.0))?;
 
     // Before differentiation, so that gradients pass back through the casts and those of
     // parameters arrive in f32; after raising, because patterns are written without casts.
@@ -42,7 +48,10 @@ pub fn plan(model: &Model, request: &Request, cluster: &Cluster, options: &Optio
         Ok(program) => Ok(memory(&program)),
         Err(error) => Err(error.to_string()),
     };
-    let plan = stage.run("search", || Ok(search_confirmed(&graph, cluster, request, &pins, Some(&confirm))?))?;
+    let rematerialize =
+        |graph: &Graph, blocks: &dyn Fn(&str) -> bool| rematerialize(graph, blocks).map_err(|error| error.to_string());
+    let hooks = Hooks { confirm: Some(&confirm), rematerialize: Some(&rematerialize) };
+    let plan = stage.run("search", || Ok(search_with(&graph, cluster, request, &pins, hooks)?))?;
     stage.check_plan("search", &plan)?;
     Ok(plan)
 }
@@ -54,7 +63,10 @@ pub fn programs(plan: &Plan, dump_to: Option<&Path>) -> Result<Vec<Program>, Err
     stage.number = AFTER_SEARCH;
     let programs = stage.run("lower", || Ok(lower_all(plan)?))?;
     stage.dump("lower", programs.first().into_iter())?;
-    verify::program(&programs).map_err(|found| Error::Bug(format!("after lower: {found}")))?;
+    match verify::program(&programs) {
+        Ok(_) => {}
+        Err(found) => return Err(Error::Bug(format!("after lower: {found}"))),
+    }
     Ok(programs)
 }
 

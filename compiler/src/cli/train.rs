@@ -82,7 +82,8 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
         None => {
             let (batch, seq, vocab, seed) = (request.batch, request.seq, model.vocabulary(), args.seed);
             let config = StreamConfig { batch, seq, vocab, seed };
-            open_stream(&args.data, args.tokenizer.as_deref(), config)?
+            let tokenizer = args.tokenizer.clone().or_else(|| model.tokenizer());
+            open_stream(&args.data, tokenizer.as_deref(), config)?
         }
     };
     Ok((model, compiled, data))
@@ -203,7 +204,7 @@ fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bo
 
 fn save(dir: Option<&Path>, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {
     let Some(dir) = dir else { return Ok(()) };
-    model.save(dir, &trainer.parameters()?)?;
+    model.save(dir, trainer)?;
     print(&format!("saved to {}\n", dir.display()));
     Ok(())
 }

@@ -47,7 +47,13 @@ pub struct HfWeights {
 }
 
 impl HfWeights {
-    pub(super) fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
+    /// The weights of a directory, for a model of these sizes. Every tensor is looked up and its
+    /// shape compared; no numbers are read yet.
+    ///
+    /// # Errors
+    ///
+    /// A file that is missing, cut short or malformed; a tensor that is missing or of another shape.
+    pub fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
         let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
         for path in shard_paths(dir)? {
             let file = File::open(&path).map_err(io(&path))?;
