@@ -94,18 +94,6 @@ impl Candidate {
 /// The exact memory per rank of a finished plan, from lowering and allocation.
 pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Memory, String>;
 
-/// The graph with the forward pass of some blocks (by name: `blocks.3`) computed again.
-pub type Rematerialize<'a> = &'a dyn Fn(&Graph, &dyn Fn(&str) -> bool) -> Result<Graph, String>;
-
-/// What the search calls on.
-#[derive(Clone, Copy, Default)]
-pub struct Hooks<'a> {
-    /// Confirms that a plan fits before it is chosen; without it the estimate decides.
-    pub confirm: Option<Confirm<'a>>,
-    /// Recomputes blocks; without it no plan recomputes.
-    pub rematerialize: Option<Rematerialize<'a>>,
-}
-
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation.
 /// Memory is estimated; [`search_confirmed`] asks for the exact figure.
@@ -113,7 +101,7 @@ pub struct Hooks<'a> {
 /// # Errors
 /// See [`PlanError`].
 pub fn search(graph: &Graph, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Plan, PlanError> {
-    search_with(graph, cluster, request, pins, Hooks::default())
+    search_confirmed(graph, cluster, request, pins, None)
 }
 
 /// [`search`], where the memory of a finished plan is confirmed before it is chosen.
@@ -127,32 +115,13 @@ pub fn search_confirmed(
     pins: &Pins,
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
-    search_with(graph, cluster, request, pins, Hooks { confirm, ..Hooks::default() })
-}
-
-/// [`search`], with all that it may call on.
-///
-/// # Errors
-/// See [`PlanError`].
-pub fn search_with(
-    graph: &Graph,
-    cluster: &Cluster,
-    request: &Request,
-    pins: &Pins,
-    hooks: Hooks<'_>,
-) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
-    let may_recompute = hooks.rematerialize.is_some();
-    if let Some(recompute) = pins.recompute.filter(|recompute| *recompute != Recompute::None && !may_recompute) {
-        let message = "recomputation is not available here; pin recompute=none or leave it out".to_string();
-        return Err(PlanError::Pin { pin: format!("recompute={recompute}"), message });
-    }
     let mut request = request.clone();
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
     let prepared = prepare(graph, request.batch);
-    let mut candidates = enumerate(&prepared, cluster, &request, pins, may_recompute)?;
+    let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
@@ -163,8 +132,8 @@ pub fn search_with(
         if estimate.0 as f64 * excess > bound.0 as f64 || refused.len() >= MOST_REFUSED {
             continue;
         }
-        let mut plan = build::build(&prepared, cluster, &request, candidate, hooks.rematerialize)?;
-        if let Some(confirm) = hooks.confirm {
+        let mut plan = build::build(&prepared, cluster, &request, candidate)?;
+        if let Some(confirm) = confirm {
             let memory = confirm(&plan).map_err(PlanError::Bug)?;
             plan.prediction.memory = memory;
             if memory.total() > bound {
@@ -188,7 +157,6 @@ fn enumerate(
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
-    may_recompute: bool,
 ) -> Result<Vec<Candidate>, PlanError> {
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let flops = model_flops(prepared.graph);
@@ -208,7 +176,7 @@ fn enumerate(
             for pieces in splits(prepared, tp) {
                 let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
                 let Some((placed, shape)) = solve(prepared, &mesh, cluster)? else { continue };
-                let point = Point { dp, tp: &pieces, microbatch, flops, bound: request.device_memory, may_recompute };
+                let point = Point { dp, tp: &pieces, microbatch, flops, bound: request.device_memory };
                 extend(&mut solved, &placed, &shape, pins, &point);
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
@@ -236,7 +204,6 @@ struct Point<'a> {
     microbatch: u64,
     flops: Flops,
     bound: Bytes,
-    may_recompute: bool,
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh.
@@ -249,7 +216,7 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, p
         }
         let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
         let mut choices = vec![pins.recompute.unwrap_or(Recompute::None)];
-        if pins.recompute.is_none() && point.may_recompute && !fits(Recompute::None) {
+        if pins.recompute.is_none() && !fits(Recompute::None) {
             // A few percent are left for what the estimate does not see.
             let bound = bound.0 as f64 * 0.97;
             let fits = |count| shape.memory(zero, Recompute::Blocks(count)).total().0 as f64 <= bound;

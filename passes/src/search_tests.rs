@@ -247,12 +247,15 @@ fn every_plan_is_lowered() {
         ("cpu:4", "dp=4,zero=3,microbatch=1"),
         ("cpu:4", "dp=2,tp=2,zero=3"),
         ("cpu:4", "tp=4"),
+        ("cpu:4", "dp=2,tp=2,microbatch=1,recompute=block"),
+        ("cpu:2", "zero=3,recompute=1"),
         ("cpu:6", "dp=3,tp=2,microbatch=2"),
         ("cpu:6", "tp=6,microbatch=3"),
     ];
     for (cluster, pins) in pinned {
         for dtype in [DType::F32, DType::Bf16] {
             let plan = plan(TINY, dtype, cluster, 1, pins).unwrap();
+            shardc_ir::verify::plan(&plan).map(drop).unwrap_or_else(|found| panic!("{pins} {dtype}: {found}"));
             crate::lower::lower_all(&plan).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
         }
     }

@@ -5,8 +5,9 @@
 //! * every strategy is legal by its node's factor rule ([`FactorRule::check`]), and the layouts that
 //!   follow from it are legal for the values ([`Sharding::check`]);
 //! * where a value is made in one layout and read in another, the conversion exists: over space
-//!   axes everything but making a partial value from a whole one; over time axes nothing but
-//!   resolving a partial sum (into an accumulator) and taking a microbatch's part of a whole value;
+//!   axes everything but making a partial value from a whole one, unless it is a sum (one coordinate
+//!   keeps the value, the others hold zeros); over time axes nothing but resolving a partial sum (into
+//!   an accumulator) and taking a microbatch's part of a whole value;
 //! * a partial value over a time axis is a sum, because accumulators add;
 //! * parameters and states are not divided over time;
 //! * order: say that a value is *resolved* over a time axis where a node reads it without the axis
@@ -226,7 +227,8 @@ impl Checker<'_> {
     fn convertible(&self, value: ValueId, from: &Sharding, to: &Sharding) -> Result<(), String> {
         let mesh = &self.plan.mesh;
         for (axis, kind) in &to.partial {
-            if from.partial_over(*axis) != Some(*kind) {
+            let isolates = *kind == ReduceKind::Sum && !mesh.is_time(*axis);
+            if from.partial_over(*axis) != Some(*kind) && !isolates {
                 let (axis, kind) = (&mesh.axis(*axis).name, kind.name());
                 return Err(format!("it must be a partial {kind} over `{axis}`, and {value} is none"));
             }

@@ -1,8 +1,9 @@
 //! Makes the annotated plan of one candidate.
 
 use super::liveness::block_order;
-use super::{Candidate, PlanError, Recompute, Rematerialize, place_batch};
+use super::{Candidate, PlanError, Recompute, place_batch};
 use crate::cluster::Cluster;
+use crate::rematerialize::rematerialize;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Prepared, place_axis};
 use crate::shard::zero::shard_storage;
@@ -17,7 +18,6 @@ pub fn build(
     cluster: &Cluster,
     request: &Request,
     candidate: &Candidate,
-    rematerialize: Option<Rematerialize<'_>>,
 ) -> Result<Plan, PlanError> {
     let count = match candidate.recompute {
         Recompute::None => 0,
@@ -27,10 +27,9 @@ pub fn build(
     if count == 0 {
         return annotate(prepared, cluster, request, candidate);
     }
-    let rematerialize = rematerialize.ok_or_else(|| PlanError::Bug("no recomputation to call on".to_string()))?;
     let order = block_order(prepared.graph);
     let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
-    let graph = rematerialize(prepared.graph, &chosen).map_err(PlanError::Bug)?;
+    let graph = rematerialize(prepared.graph, &chosen).map_err(|error| PlanError::Bug(error.to_string()))?;
     annotate(&prepare(&graph, request.batch), cluster, request, candidate)
 }
 
