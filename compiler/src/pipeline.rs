@@ -15,8 +15,7 @@ use shardc_passes::lower::{lower_all, lower_rank};
 use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::lower_precision;
 use shardc_passes::raise::raise;
-use shardc_passes::rematerialize::rematerialize;
-use shardc_passes::search::{Hooks, Pins, search_with};
+use shardc_passes::search::{Pins, search_confirmed};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -48,10 +47,7 @@ pub fn plan(model: &Model, request: &Request, cluster: &Cluster, options: &Optio
         Ok(program) => Ok(memory(&program)),
         Err(error) => Err(error.to_string()),
     };
-    let rematerialize =
-        |graph: &Graph, blocks: &dyn Fn(&str) -> bool| rematerialize(graph, blocks).map_err(|error| error.to_string());
-    let hooks = Hooks { confirm: Some(&confirm), rematerialize: Some(&rematerialize) };
-    let plan = stage.run("search", || Ok(search_with(&graph, cluster, request, &pins, hooks)?))?;
+    let plan = stage.run("search", || Ok(search_confirmed(&graph, cluster, request, &pins, Some(&confirm))?))?;
     stage.check_plan("search", &plan)?;
     Ok(plan)
 }
