@@ -66,6 +66,7 @@ fn assemble(draft: Draft, arena: Bytes) -> Program {
     program
 }
 
+type Sections = [Vec<Instruction>; 3];
 type Buffers = PrimaryMap<BufferId, shardc_ir::program::Buffer>;
 
 /// Drops buffers that nothing names, and numbers the rest in their order.
@@ -74,7 +75,7 @@ fn drop_unused(
     sections: [Vec<Item>; 3],
     slots: &[shardc_ir::program::Slot],
     readings: &[shardc_ir::program::Reading],
-) -> (Buffers, ([Vec<Instruction>; 3], HashMap<BufferId, BufferId>)) {
+) -> (Buffers, (Sections, HashMap<BufferId, BufferId>)) {
     let mut sections = sections.map(|items| items.into_iter().map(|item| item.instruction).collect::<Vec<_>>());
     let mut used = vec![false; buffers.len()];
     let mut mark = |id: BufferId| used[id.as_u32() as usize] = true;
@@ -338,11 +339,11 @@ fn note(
             gaps.push((covered, *offset));
         }
         covered = touched.end;
-        for other in 0..STREAMS {
+        for (other, needed) in needed.iter_mut().enumerate() {
             let reads = if writes { touched.reads[other] } else { 0 };
             // An instruction does not wait for itself, as where it works in place.
             let last = [touched.write[other], reads].into_iter().filter(|m| *m != mark).max().unwrap_or(0);
-            needed[other] = needed[other].max(last);
+            *needed = (*needed).max(last);
         }
         if !writes {
             touched.reads[stream] = mark;
@@ -402,7 +403,8 @@ pub fn memory(program: &Program) -> Memory {
         touch(id, first);
     }
     program.readings.iter().for_each(|reading| touch(reading.buffer, first));
-    for (from, to, section) in spans.iter().filter(|(_, _, section)| section.name == Place::Microbatch.name()) {
+    let repeated = spans.iter().find(|(_, _, section)| section.name == Place::Microbatch.name());
+    if let Some((from, to, section)) = repeated {
         let accumulators = section.instructions.iter().filter(|i| i.action == Action::Accumulate);
         for id in accumulators.flat_map(|i| &i.results) {
             touch(*id, *from);
@@ -413,7 +415,6 @@ pub fn memory(program: &Program) -> Memory {
                 (*start, *end) = ((*start).min(*from), (*end).max(*to));
             }
         }
-        break;
     }
     peak_by_category(program, &lives)
 }
