@@ -122,7 +122,7 @@ impl Compiled {
             Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
             _ => Err(Error::request(
                 format!("cluster `{cluster}` cannot be run from here"),
-                "train on cpu:N or cuda:N; a described cluster such as h100:8x16 is for planning",
+                "train on cpu:N; a described cluster such as h100:8x16 is for planning",
             )),
         }
     }

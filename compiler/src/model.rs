@@ -42,6 +42,11 @@ impl NamedModel {
         Err(error.map_or_else(|| Error::Bug(format!("model `{name}` is listed and not found")), Error::from))
     }
 
+    /// A model of these sizes, with weights from the initialisers.
+    pub fn from_config(name: &str, config: Config) -> Self {
+        Self { name: name.to_string(), config, dir: None }
+    }
+
     /// The number of tokens it knows.
     pub fn vocabulary(&self) -> u64 {
         self.config.vocabulary() as u64

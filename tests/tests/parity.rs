@@ -1,0 +1,175 @@
+//! Training under every family of plans equals what Hugging Face transformers computed: ten steps
+//! of losses and gradient norms, and the gradients of the first step.
+
+use safetensors::SafeTensors;
+use serde_json::Value;
+use shardc::data::{Data, open_batches};
+use shardc::{Batch, Cluster, Compiled, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions};
+use shardc_ir::HostTensor;
+use shardc_models::hf;
+use shardc_models::zoo::{Config, LlamaConfig};
+use std::fs;
+use std::path::PathBuf;
+
+fn fixture(model: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures/hf").join(model)
+}
+
+fn options(pins: &str) -> Options {
+    Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() }
+}
+
+/// The optimizer of the fixtures is the default one; the learning rate is constant.
+fn training(steps: u64) -> TrainOptions {
+    let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: shardc::Decay::Constant, steps };
+    TrainOptions { learning_rate, seed: 1 }
+}
+
+fn train(model: &NamedModel, compiled: &Compiled, data: &Data, steps: u64) -> Vec<StepMetrics> {
+    let weights = model.weights().unwrap();
+    let mut trainer = compiled.start(weights.as_ref(), training(steps)).unwrap();
+    let batch = |step| data.batch(step, &compiled.model.inputs).unwrap();
+    (0..steps).map(|step| trainer.step(batch(step)).unwrap()).collect()
+}
+
+#[track_caller]
+fn close(what: &str, actual: f64, expected: f64, tolerance: f64) {
+    let error = (actual - expected).abs() / expected.abs().max(1e-30);
+    assert!(error < tolerance, "{what}: {actual}, expected {expected}: off by {error:.1e}");
+}
+
+/// Ten steps against `train.json`.
+#[track_caller]
+fn check(name: &str, cluster: &str, pins: &str) {
+    let dir = fixture(name);
+    let model = NamedModel::find(dir.to_str().unwrap()).unwrap();
+    let data = open_batches(&dir.join("batches.safetensors")).unwrap();
+    let (batch, seq) = data.shape().unwrap();
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(pins)).unwrap();
+    for pin in pins.split(',').filter(|pin| !pin.is_empty() && !pin.starts_with("recompute")) {
+        assert!(compiled.plan().choice.contains(pin), "{pins} gave {}", compiled.plan().choice);
+    }
+    let steps = train(&model, &compiled, &data, 10);
+    let expected: Value = serde_json::from_str(&fs::read_to_string(dir.join("train.json")).unwrap()).unwrap();
+    for (index, step) in steps.iter().enumerate() {
+        let at = |key: &str| expected[key][index].as_f64().unwrap();
+        close(&format!("{name} {pins} loss {index}"), step.loss, at("losses"), 1e-4);
+        close(&format!("{name} {pins} norm {index}"), step.grad_norm, at("grad_norms"), 1e-3);
+        // What was allocated is what was planned.
+        assert_eq!(step.peak_device_bytes, compiled.plan().prediction.memory.total().0, "{name} {pins}");
+    }
+}
+
+/// Both architectures under a plan.
+#[track_caller]
+fn check_both(cluster: &str, pins: &str) {
+    check("llama", cluster, pins);
+    check("gpt2", cluster, pins);
+}
+
+#[test]
+fn one_rank() {
+    check_both("cpu:1", "");
+}
+
+#[test]
+fn data_parallel_with_zero() {
+    for zero in 0..=3 {
+        check_both("cpu:4", &format!("dp=4,zero={zero}"));
+    }
+}
+
+#[test]
+fn tensor_parallel() {
+    check_both("cpu:4", "tp=4");
+    check_both("cpu:4", "tp=2,dp=2");
+    check_both("cpu:4", "tp=2,dp=2,zero=3");
+}
+
+#[test]
+fn gradient_accumulation() {
+    check_both("cpu:2", "microbatch=1");
+    check_both("cpu:2", "dp=2,zero=2,microbatch=1");
+}
+
+#[test]
+fn recomputation() {
+    check_both("cpu:1", "recompute=full");
+    check_both("cpu:4", "dp=2,tp=2,zero=3,recompute=full,microbatch=1");
+}
+
+#[test]
+fn free_choice() {
+    check_both("cpu:4", "");
+}
+
+/// The gradients of the first step: without clipping, a tenth of each is in the first moment.
+#[track_caller]
+fn check_gradients(name: &str, cluster: &str, pins: &str) {
+    let dir = fixture(name);
+    let model = NamedModel::find(dir.to_str().unwrap()).unwrap();
+    let data = open_batches(&dir.join("batches.safetensors")).unwrap();
+    let (batch, seq) = data.shape().unwrap();
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let mut options = options(pins);
+    options.optimizer.clip_grad_norm = None;
+    let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options).unwrap();
+    let weights = model.weights().unwrap();
+    let mut trainer = compiled.start(weights.as_ref(), training(1)).unwrap();
+    trainer.step(data.batch(0, &compiled.model.inputs).unwrap()).unwrap();
+    let saved = tempfile::tempdir().unwrap();
+    hf::save(saved.path(), &model.config, |name| {
+        let moment = trainer.gather(&format!("{name}.m")).unwrap();
+        let gradient: Vec<f32> = floats(&moment.bytes).into_iter().map(|value| value / (1.0 - 0.9)).collect();
+        Ok(HostTensor::from_f32(moment.ty.shape, &gradient))
+    })
+    .unwrap();
+    let (actual, expected) =
+        (fs::read(saved.path().join("model.safetensors")).unwrap(), fs::read(dir.join("grads.safetensors")).unwrap());
+    let (actual, expected) = (SafeTensors::deserialize(&actual).unwrap(), SafeTensors::deserialize(&expected).unwrap());
+    for (tensor, view) in expected.iter() {
+        let (mine, theirs) = (floats(actual.tensor(tensor).unwrap().data()), floats(view.data()));
+        let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+        for (mine, theirs) in mine.iter().zip(&theirs) {
+            assert!((mine - theirs).abs() <= 1e-4 * largest, "{name} {pins} {tensor}: {mine}, expected {theirs}");
+        }
+    }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+#[test]
+fn gradients_of_the_first_step() {
+    for name in ["llama", "gpt2"] {
+        check_gradients(name, "cpu:1", "");
+        check_gradients(name, "cpu:4", "tp=2,dp=2,zero=1");
+    }
+}
+
+/// Three data ranks times two tensor ranks, where little divides.
+#[test]
+fn odd_sizes_equal_one_device() {
+    let mut config = LlamaConfig::new([3, 96, 6, 2, 160, 320]);
+    config.tied = true;
+    let model = NamedModel::from_config("odd", Config::Llama(config));
+    let run = |cluster: &str, pins: &str| {
+        let cluster = Cluster::parse(cluster, "h200").unwrap();
+        let compiled = shardc::compile(&model, Batch { batch: 3, seq: 24 }, &cluster, &options(pins)).unwrap();
+        let tokens = |step: u64| (0..72u64).map(|at| ((at * 7919 + step * 104_729) % 320) as i64).collect::<Vec<_>>();
+        let weights = model.weights().unwrap();
+        let mut trainer = compiled.start(weights.as_ref(), training(10)).unwrap();
+        let feed = |step| HostTensor::from_i64([3, 24], &tokens(step));
+        let batch = |step| compiled.model.inputs.iter().map(|(name, _)| (name.clone(), feed(step))).collect();
+        (0..10).map(|step| trainer.step(batch(step)).unwrap()).collect::<Vec<_>>()
+    };
+    let expected = run("cpu:1", "");
+    for pins in ["dp=3,tp=2", "dp=3,tp=2,zero=3", "dp=3,tp=2,zero=1,recompute=full"] {
+        for (step, expected) in run("cpu:6", pins).iter().zip(&expected) {
+            close(&format!("{pins} loss {}", step.step), step.loss, expected.loss, 1e-4);
+            close(&format!("{pins} norm {}", step.step), step.grad_norm, expected.grad_norm, 1e-3);
+        }
+    }
+}
