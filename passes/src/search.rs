@@ -127,9 +127,17 @@ pub fn search_confirmed(
     let mut refused: Vec<(usize, Memory)> = Vec::new();
     // By how much the exact memory of refused plans exceeds the estimate: others will exceed theirs as well.
     let mut excess = 1.0f64;
-    for (index, candidate) in candidates.iter().enumerate() {
+    // By time; then, if what was refused made the rest look too large, the leanest all the same.
+    let mut lean: Vec<usize> = (0..candidates.len()).collect();
+    lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
+    let rounds =
+        (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
+    for (index, is_last_resort) in rounds {
+        let candidate = &candidates[index];
         let estimate = candidate.prediction.memory.total();
-        if estimate.0 as f64 * excess > bound.0 as f64 || refused.len() >= MOST_REFUSED {
+        let is_too_large = estimate.0 as f64 * excess > bound.0 as f64 || refused.len() >= MOST_REFUSED;
+        let was_refused = refused.iter().any(|(other, _)| *other == index);
+        if estimate > bound || was_refused || (is_too_large && !is_last_resort) {
             continue;
         }
         let mut plan = build::build(&prepared, cluster, &request, candidate)?;
@@ -432,7 +440,9 @@ fn infeasible(
         let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
         confirmed.unwrap_or(candidates[index].prediction.memory)
     };
-    let Some(nearest) = (0..candidates.len()).min_by_key(|index| memory(*index).total()) else {
+    // What was lowered is known; an estimate that fits is not, once others turned out larger.
+    let is_known = |index: &usize| refused.is_empty() || refused.iter().any(|(other, _)| other == index);
+    let Some(nearest) = (0..candidates.len()).filter(is_known).min_by_key(|index| memory(*index).total()) else {
         return PlanError::Bug("no candidate at all".to_string());
     };
     let needs = memory(nearest);

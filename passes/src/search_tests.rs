@@ -35,7 +35,7 @@ impl Builder {
     fn parameter(&mut self, name: &str, shape: &[u64]) -> ValueId {
         let path = name.rsplit_once('.').map_or("", |(path, _)| path).to_string();
         let ty = TensorType::new(DType::F32, shape);
-        let leaf = self.add(Parameter { name: name.into(), frozen: false }, &[], &[ty.clone()], &path);
+        let leaf = self.add(Parameter { name: name.into(), frozen: false }, &[], std::slice::from_ref(&ty), &path);
         if self.dtype == DType::F32 { leaf } else { self.add(Cast {}, &[leaf], &[ty.with_dtype(self.dtype)], &path) }
     }
 
@@ -87,10 +87,10 @@ impl Builder {
 pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
     let mut b = Builder { graph: Graph::new("llama"), dtype };
     let rows = TensorType::new(DType::I64, [sizes.batch, sizes.seq]);
-    let ids = b.add(Input { name: "ids".into() }, &[], &[rows.clone()], "");
-    let labels = b.add(Input { name: "labels".into() }, &[], &[rows.clone()], "");
+    let ids = b.add(Input { name: "ids".into() }, &[], std::slice::from_ref(&rows), "");
+    let labels = b.add(Input { name: "labels".into() }, &[], std::slice::from_ref(&rows), "");
     let half = TensorType::new(DType::F32, [sizes.seq, sizes.hidden / sizes.heads / 2]);
-    let tables = [0.5, 0.25].map(|value| b.add(Constant { value }, &[], &[half.clone()], ""));
+    let tables = [0.5, 0.25].map(|value| b.add(Constant { value }, &[], std::slice::from_ref(&half), ""));
     let table = b.parameter("embedding.weight", &[sizes.vocab, sizes.hidden]);
     let mut x = b.add(Embedding { start: 0 }, &[table, ids], &[], "embedding");
     for index in 0..sizes.layers {
