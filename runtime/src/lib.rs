@@ -4,16 +4,20 @@
 //!   in shared memory. Any plan for N devices runs on any machine. [`interpret`] runs a whole
 //!   graph on one device without a plan: what every plan must agree with.
 //!
+//! * [`cuda`]: every rank is a GPU of this machine, driven by a thread of this process.
+//!
 //! Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
 //! graphs and programs.
 
 pub mod cpu;
+pub mod cuda;
 pub mod mapped;
 pub mod probe;
 pub mod random;
 
 pub use cpu::CpuRuntime;
 pub use cpu::interpret::{compute_op, evaluate_part, interpret};
+pub use cuda::CudaRuntime;
 
 use shardc_ir::ops::OpError;
 use shardc_ir::{Bytes, HostTensor, TensorType};

@@ -1,0 +1,641 @@
+//! Runs every CUDA kernel on GPU 0, compares it with the CPU backend's, and measures the heavy ones.
+//!
+//! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed] [FILTER]` prints one
+//! line a case; exits with 1 if one differs. `cuda_selftest ranks N` runs every other kind of
+//! instruction (collectives, messages, feeds, accumulation) on N GPUs.
+
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
+use shardc_ir::ops::*;
+use shardc_ir::plan::{Category, Space};
+use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Slot, Stream};
+use shardc_ir::{Bytes, DType, HostTensor, Op, Program, TensorType};
+use shardc_runtime::{CudaRuntime, Runtime, compute_op};
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// An operation on local types.
+#[derive(Clone)]
+struct Case {
+    op: Op,
+    operands: Vec<TensorType>,
+    results: Vec<TensorType>,
+}
+
+impl Case {
+    fn text(&self) -> String {
+        let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        let spec = if let Op::Matmul(op) = &self.op { op.spec.clone() } else { String::new() };
+        format!("{} {spec} {} -> {}", self.op.name(), list(&self.operands), list(&self.results))
+    }
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mode = arguments.first().map_or("all", String::as_str);
+    let filter = arguments.get(1).cloned().unwrap_or_default();
+    let chosen = |cases: Vec<Case>| cases.into_iter().filter(|case| case.text().contains(&filter)).collect::<Vec<_>>();
+    let mut failures = 0;
+    if mode == "ranks" {
+        let ranks = filter.parse().unwrap_or(2);
+        failures += usize::from(!report("collectives", collectives(ranks)));
+        failures += usize::from(!report("accumulation", accumulation(ranks)));
+        println!("{failures} failures");
+        std::process::exit(i32::from(failures > 0));
+    }
+    if mode != "speed" {
+        failures += correct(&chosen(cases()));
+    }
+    if mode != "correct" {
+        for case in chosen(heavy_cases()) {
+            speed(&case);
+        }
+    }
+    if failures > 0 {
+        println!("{failures} cases failed");
+        std::process::exit(1);
+    }
+}
+
+fn report(what: &str, outcome: Result<(), String>) -> bool {
+    println!("{what}: {}", outcome.as_ref().map_or_else(Clone::clone, |()| "ok".to_string()));
+    outcome.is_ok()
+}
+
+/// Adds a buffer that is a slot.
+fn add_slot(program: &mut Program, name: &str, ty: &TensorType) -> shardc_ir::BufferId {
+    let offset = program.arena(Space::Device).0;
+    let place = Buffer { ty: ty.clone(), space: Space::Device, offset, category: Category::Buffer, value: None };
+    let buffer = program.buffers.push(place);
+    let slice = ty.shape.iter().map(|size| (0, *size)).collect();
+    program.slots.push(Slot { name: name.to_string(), buffer, ty: ty.clone(), slice, is_parameter: true, init: 0.0 });
+    program.arenas = vec![(Space::Device, Bytes(offset + ty.bytes().0.next_multiple_of(256)))];
+    buffer
+}
+
+fn message(error: impl ToString) -> String {
+    error.to_string()
+}
+
+/// Every collective on a bucket of an f32 and a bf16 buffer, checked element by element.
+fn collectives(ranks: u64) -> Result<(), String> {
+    let n = 16 * ranks;
+    let group: Vec<u64> = (0..ranks).collect();
+    use shardc_ir::sharding::ReduceKind::{Max, Sum};
+    let kinds: Vec<(&str, Action, u64)> = vec![
+        ("sum", Action::AllReduce { reduce: Sum, group: 0 }, n),
+        ("max", Action::AllReduce { reduce: Max, group: 0 }, n),
+        ("gather", Action::AllGather { group: 0 }, n * ranks),
+        ("scatter", Action::ReduceScatter { reduce: Sum, group: 0 }, n / ranks),
+        ("exchange", Action::AllToAll { group: 0 }, n),
+    ];
+    let make = |rank: u64| {
+        let mut program = Program { rank, ranks, groups: vec![group.clone()], ..Program::default() };
+        let mut section = Section { name: "collectives".to_string(), ..Section::default() };
+        let inputs = [("f32", F32), ("bf16", Bf16)].map(|(name, dtype)| add_slot(&mut program, name, &t(dtype, &[n])));
+        for (name, action, size) in &kinds {
+            let outputs = [("f32", F32), ("bf16", Bf16)]
+                .map(|(kind, dtype)| add_slot(&mut program, &format!("{name}.{kind}"), &t(dtype, &[*size])));
+            let (operands, results) = (inputs.to_vec(), outputs.to_vec());
+            let (stream, action) = (Stream::Communication, action.clone());
+            section.instructions.push(Instruction { action, operands, results, stream, after: vec![], source: None });
+        }
+        // A ring of messages in pairs: even ranks send first.
+        let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
+        let received = add_slot(&mut program, "received", &t(F32, &[n]));
+        let send = (Action::Send { peer: next }, vec![inputs[0]], vec![]);
+        let receive = (Action::Receive { peer: previous }, vec![], vec![received]);
+        let pair = if rank.is_multiple_of(2) { [send, receive] } else { [receive, send] };
+        for (action, operands, results) in pair {
+            let stream = Stream::Communication;
+            section.instructions.push(Instruction { action, operands, results, stream, after: vec![], source: None });
+        }
+        let doubled = add_slot(&mut program, "doubled", &t(F32, &[n]));
+        let sum = section.instructions[0].results[0];
+        let action = Action::Compute(Affine { scale: 2.0, offset: 0.0 }.into());
+        let (stream, after) = (Stream::Compute, vec![0]);
+        let (operands, results) = (vec![sum], vec![doubled]);
+        section.instructions.push(Instruction { action, operands, results, stream, after, source: None });
+        let section = program.sections.push(section);
+        program.order = vec![Run { section, microbatch: 0 }];
+        program
+    };
+    let devices: Vec<usize> = (0..ranks as usize).collect();
+    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices).map_err(message)?;
+    // Small whole numbers, which bf16 sums exactly.
+    let value = |rank: u64, at: u64| ((rank + 1) * (at % 7)) as f32;
+    for rank in 0..ranks {
+        let values: Vec<f32> = (0..n).map(|at| value(rank, at)).collect();
+        let whole = HostTensor::from_f32([n], &values);
+        runtime.write_slot(rank, "f32", &whole).map_err(message)?;
+        let bytes = values.iter().flat_map(|value| half::bf16::from_f32(*value).to_le_bytes()).collect();
+        runtime.write_slot(rank, "bf16", &HostTensor { ty: t(Bf16, &[n]), bytes }).map_err(message)?;
+    }
+    runtime.step(&BTreeMap::new()).map_err(message)?;
+    let part = n / ranks;
+    let sum = |at: u64| (0..ranks).map(|rank| value(rank, at)).sum::<f32>();
+    for rank in 0..ranks {
+        let expected = |name: &str, at: u64| match name {
+            "sum" => sum(at),
+            "max" => value(ranks - 1, at),
+            "gather" => value(at / n, at % n),
+            "scatter" => sum(rank * part + at),
+            _ => value(at / part, rank * part + at % part),
+        };
+        for (name, _, size) in &kinds {
+            for kind in ["f32", "bf16"] {
+                let actual = numbers(&runtime.read_slot(rank, &format!("{name}.{kind}")).map_err(message)?);
+                let wrong = (0..*size).find(|at| actual[*at as usize] as f32 != expected(name, *at));
+                if let Some(at) = wrong {
+                    let (actual, expected) = (actual[at as usize], expected(name, at));
+                    return Err(format!("rank {rank}, {name}.{kind}[{at}] is {actual}, not {expected}"));
+                }
+            }
+        }
+        let received = numbers(&runtime.read_slot(rank, "received").map_err(message)?);
+        let doubled = numbers(&runtime.read_slot(rank, "doubled").map_err(message)?);
+        let from = (rank + ranks - 1) % ranks;
+        if (0..n).any(|at| received[at as usize] as f32 != value(from, at)) {
+            return Err(format!("rank {rank} received something else"));
+        }
+        if (0..n).any(|at| doubled[at as usize] as f32 != 2.0 * sum(at)) {
+            return Err(format!("rank {rank} did not wait for the sum"));
+        }
+    }
+    Ok(())
+}
+
+/// Two microbatches of a fed tensor, accumulated, reduced over the ranks, summed and read; twice.
+fn accumulation(ranks: u64) -> Result<(), String> {
+    use shardc_ir::program::{Feed, Reading};
+    use shardc_ir::sharding::ReduceKind::Sum;
+    let (rows, columns) = (2 * ranks, 8);
+    let make = |rank: u64| {
+        let mut program = Program { rank, ranks, groups: vec![(0..ranks).collect()], ..Program::default() };
+        let slices = (0..2).map(|microbatch| vec![(2 * rank + microbatch, 1), (0, columns)]).collect();
+        program.inputs.push(Feed { name: "x".to_string(), ty: t(F32, &[rows, columns]), slices });
+        let row = t(F32, &[1, columns]);
+        let [fed, total, all] = ["fed", "total", "all"].map(|name| add_slot(&mut program, name, &row));
+        let loss = add_slot(&mut program, "loss", &t(F32, &[]));
+        let one = |action, operands: &[_], results: &[_], stream, after: &[usize]| {
+            let (operands, results, after) = (operands.to_vec(), results.to_vec(), after.to_vec());
+            Instruction { action, operands, results, stream, after, source: None }
+        };
+        let microbatch = vec![
+            one(Action::Feed { input: 0 }, &[], &[fed], Stream::HostToDevice, &[]),
+            one(Action::Accumulate, &[fed], &[total], Stream::Compute, &[0]),
+        ];
+        let sum = Action::Compute(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }.into());
+        let epilogue = vec![
+            one(Action::AllReduce { reduce: Sum, group: 0 }, &[total], &[all], Stream::Communication, &[]),
+            one(sum, &[all], &[loss], Stream::Compute, &[0]),
+        ];
+        let [microbatch, epilogue] = [("microbatch", microbatch), ("epilogue", epilogue)]
+            .map(|(name, instructions)| program.sections.push(Section { name: name.to_string(), instructions }));
+        let runs = [(microbatch, 0), (microbatch, 1), (epilogue, 0)];
+        program.order = runs.map(|(section, microbatch)| Run { section, microbatch }).to_vec();
+        program.readings.push(Reading { name: "loss".to_string(), buffer: loss });
+        program
+    };
+    let devices: Vec<usize> = (0..ranks as usize).collect();
+    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices).map_err(message)?;
+    for step in 1..=3 {
+        let values: Vec<f32> = (0..rows * columns).map(|at| (at * step) as f32).collect();
+        let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([rows, columns], &values))]);
+        let (actual, expected) =
+            (runtime.step(&feeds).map_err(message)?["loss"], f64::from(values.iter().sum::<f32>()));
+        if actual != expected {
+            return Err(format!("step {step}: {actual}, not {expected}"));
+        }
+    }
+    Ok(())
+}
+
+/// A program that runs every case once per run of its section, all tensors being slots.
+fn program(cases: &[Case], runs: usize) -> Program {
+    let mut program = Program { ranks: 1, ..Program::default() };
+    let (mut section, mut offset) = (Section { name: "selftest".to_string(), ..Section::default() }, 0);
+    for (index, case) in cases.iter().enumerate() {
+        let mut place = |kind: &str, number: usize, ty: &TensorType| {
+            let buffer =
+                Buffer { ty: ty.clone(), space: Space::Device, offset, category: Category::Buffer, value: None };
+            offset += ty.bytes().0.next_multiple_of(256);
+            let buffer = program.buffers.push(buffer);
+            let (name, slice) = (format!("{index}.{kind}{number}"), ty.shape.iter().map(|size| (0, *size)).collect());
+            program.slots.push(Slot { name, buffer, ty: ty.clone(), slice, is_parameter: true, init: 0.0 });
+            buffer
+        };
+        let operands = case.operands.iter().enumerate().map(|(number, ty)| place("in", number, ty)).collect();
+        let results = case.results.iter().enumerate().map(|(number, ty)| place("out", number, ty)).collect();
+        let action = Action::Compute(case.op.clone());
+        let (stream, after, source) = (Stream::Compute, Vec::new(), None);
+        section.instructions.push(Instruction { action, operands, results, stream, after, source });
+    }
+    program.arenas = vec![(Space::Device, Bytes(offset))];
+    let section = program.sections.push(section);
+    program.order = vec![Run { section, microbatch: 0 }; runs];
+    program
+}
+
+/// Numbers that look random, the same in every run: around 0 for floats.
+fn tensor(ty: &TensorType, seed: u64, limit: i64) -> HostTensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f64 / f64::from(1 << 24)
+    };
+    let mut bytes = Vec::with_capacity(ty.bytes().0 as usize);
+    for _ in 0..ty.elements() {
+        let unit = next();
+        match ty.dtype {
+            DType::F32 => bytes.extend(((unit * 2.0 - 1.0) as f32).to_le_bytes()),
+            DType::Bf16 => bytes.extend(half::bf16::from_f64(unit * 2.0 - 1.0).to_le_bytes()),
+            DType::I64 => bytes.extend(((unit * limit as f64) as i64).to_le_bytes()),
+            DType::I32 => bytes.extend(((unit * limit as f64) as i32).to_le_bytes()),
+            _ => bytes.push(u8::from(unit > 0.5)),
+        }
+    }
+    HostTensor { ty: ty.clone(), bytes }
+}
+
+/// Operands of a case; those that another operation makes, or that must be positive, are that.
+fn inputs(case: &Case) -> Vec<HostTensor> {
+    let limit = match &case.op {
+        Op::CrossEntropy(_) | Op::CrossEntropyGrad(_) => case.operands[0].shape.last().copied().unwrap_or(1),
+        Op::Embedding(_) => case.operands[0].shape[0],
+        Op::EmbeddingGrad(_) => case.results[0].shape[0],
+        Op::Gather(op) => case.operands[0].shape[op.dim],
+        Op::ScatterAdd(op) => case.results[0].shape[op.dim],
+        _ => 100,
+    };
+    let make = |(index, ty): (usize, &TensorType)| tensor(ty, index as u64 + 1, limit as i64);
+    let mut all: Vec<HostTensor> = case.operands.iter().enumerate().map(make).collect();
+    let positive = |tensor: &HostTensor| map(tensor, |value| value.abs() + 0.1);
+    let from =
+        |op: Op, operands: &[HostTensor], types: &[TensorType]| compute_op(&op, operands, types).unwrap_or_default();
+    match &case.op {
+        Op::Unary(op)
+            if matches!(
+                op.kind,
+                UnaryKind::Log | UnaryKind::Log1p | UnaryKind::Sqrt | UnaryKind::Rsqrt | UnaryKind::Recip
+            ) =>
+        {
+            all[0] = positive(&all[0]);
+        }
+        Op::UnaryGrad(op)
+            if matches!(
+                op.kind,
+                UnaryKind::Log | UnaryKind::Log1p | UnaryKind::Sqrt | UnaryKind::Rsqrt | UnaryKind::Recip
+            ) =>
+        {
+            all[1] = positive(&all[1]);
+        }
+        Op::Binary(op) if matches!(op.kind, BinaryKind::Div | BinaryKind::Rem | BinaryKind::Pow) => {
+            all = all.iter().map(&positive).collect();
+        }
+        Op::CrossEntropyGrad(op) => {
+            let made = from(CrossEntropy { start: op.start }.into(), &all[..2], &[]);
+            all[2] = made[0].clone();
+        }
+        Op::RmsNormGrad(_) => all[3] = from(RmsNorm { eps: 1e-5 }.into(), &all[1..3], &[])[1].clone(),
+        Op::LayerNormGrad(_) => {
+            let operands = [all[1].clone(), all[2].clone(), all[2].clone()];
+            let made = from(LayerNorm { eps: 1e-5 }.into(), &operands, &[]);
+            (all[3], all[4]) = (made[1].clone(), made[2].clone());
+        }
+        Op::AttentionGrad(op) => {
+            let made = from(Attention { causal: op.causal, scale: op.scale }.into(), &all[1..4], &[]);
+            (all[4], all[5]) = (made[0].clone(), made[1].clone());
+        }
+        Op::Adamw(_) => {
+            all[3] = positive(&all[3]);
+            let scalar = |value: f32| HostTensor::from_f32([], &[value]);
+            all.splice(4..7, [scalar(0.5), scalar(0.01), scalar(3.0)]);
+        }
+        _ => {}
+    }
+    all
+}
+
+fn numbers(tensor: &HostTensor) -> Vec<f64> {
+    let size = tensor.ty.dtype.size() as usize;
+    let number = |bytes: &[u8]| match (tensor.ty.dtype, bytes) {
+        (DType::F32, [a, b, c, d]) => f64::from(f32::from_le_bytes([*a, *b, *c, *d])),
+        (DType::I32, [a, b, c, d]) => f64::from(i32::from_le_bytes([*a, *b, *c, *d])),
+        (DType::Bf16, [a, b]) => f64::from(half::bf16::from_le_bytes([*a, *b])),
+        (DType::I64, bytes) => bytes.try_into().map_or(f64::NAN, |bytes| i64::from_le_bytes(bytes) as f64),
+        (_, bytes) => f64::from(bytes[0]),
+    };
+    tensor.bytes.chunks_exact(size).map(number).collect()
+}
+
+fn map(tensor: &HostTensor, f: impl Fn(f64) -> f64) -> HostTensor {
+    let values = numbers(tensor);
+    let bytes = values.iter().flat_map(|value| match tensor.ty.dtype {
+        DType::Bf16 => half::bf16::from_f64(f(*value)).to_le_bytes().to_vec(),
+        _ => (f(*value) as f32).to_le_bytes().to_vec(),
+    });
+    HostTensor { ty: tensor.ty.clone(), bytes: bytes.collect() }
+}
+
+/// The largest difference, relative to the largest number expected.
+fn difference(actual: &HostTensor, expected: &HostTensor) -> f64 {
+    let (actual, expected) = (numbers(actual), numbers(expected));
+    let largest = expected.iter().fold(1e-6, |most: f64, value| most.max(value.abs()));
+    let gap = |(a, b): (&f64, &f64)| if a.is_nan() != b.is_nan() { f64::INFINITY } else { (a - b).abs() };
+    actual.iter().zip(&expected).map(gap).fold(0.0, f64::max) / largest
+}
+
+/// Runs cases in one program; per case the largest difference.
+fn differences(cases: &[Case], all: &[Vec<HostTensor>]) -> Result<Vec<f64>, String> {
+    let mut runtime = CudaRuntime::new(vec![program(cases, 1)], &[0]).map_err(|error| error.to_string())?;
+    for (index, operands) in all.iter().enumerate() {
+        for (number, operand) in operands.iter().enumerate() {
+            runtime.write_slot(0, &format!("{index}.in{number}"), operand).map_err(|error| error.to_string())?;
+        }
+    }
+    runtime.step(&BTreeMap::new()).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    for (index, (case, operands)) in cases.iter().zip(all).enumerate() {
+        let expected = compute_op(&case.op, operands, &case.results).map_err(|error| format!("reference: {error}"))?;
+        let mut worst: f64 = 0.0;
+        for (number, expected) in expected.iter().enumerate() {
+            let actual = runtime.read_slot(0, &format!("{index}.out{number}")).map_err(|error| error.to_string())?;
+            worst = worst.max(difference(&actual, expected));
+        }
+        out.push(worst);
+    }
+    Ok(out)
+}
+
+fn correct(cases: &[Case]) -> usize {
+    let start = Instant::now();
+    let all: Vec<Vec<HostTensor>> = cases.iter().map(inputs).collect();
+    println!("inputs ready after {:.1} s", start.elapsed().as_secs_f64());
+    let results: Vec<Result<f64, String>> = match differences(cases, &all) {
+        Ok(found) => found.into_iter().map(Ok).collect(),
+        Err(error) => {
+            println!("together: {error}; one by one now");
+            let alone = |index: usize| differences(&cases[index..=index], &all[index..=index]).map(|found| found[0]);
+            (0..cases.len()).map(alone).collect()
+        }
+    };
+    println!("{} cases in {:.1} s", cases.len(), start.elapsed().as_secs_f64());
+    let mut failures = 0;
+    for (case, result) in cases.iter().zip(results) {
+        let half = case.operands.iter().chain(&case.results).any(|ty| ty.dtype == DType::Bf16);
+        let bound = if half { 1e-2 } else { 1e-5 };
+        let verdict = match &result {
+            Ok(gap) if *gap <= bound => format!("ok    {gap:.1e}"),
+            Ok(gap) => format!("WRONG {gap:.1e}"),
+            Err(error) => format!("ERROR {}", error.chars().take(400).collect::<String>()),
+        };
+        failures += usize::from(!verdict.starts_with("ok"));
+        println!("{verdict}  {}", case.text());
+    }
+    failures
+}
+
+fn speed(case: &Case) {
+    let measure = |runs: usize| {
+        let mut runtime = CudaRuntime::new(vec![program(std::slice::from_ref(case), runs)], &[0])
+            .map_err(|error| error.to_string())?;
+        for (number, ty) in case.operands.iter().enumerate().filter(|(_, ty)| ty.elements() < 1 << 22) {
+            let operand = tensor(ty, number as u64 + 1, 1000);
+            runtime.write_slot(0, &format!("0.in{number}"), &operand).map_err(|error| error.to_string())?;
+        }
+        let mut best = f64::INFINITY;
+        for _ in 0..3 {
+            let start = Instant::now();
+            runtime.step(&BTreeMap::new()).map_err(|error| error.to_string())?;
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        Ok::<f64, String>(best)
+    };
+    match measure(2).and_then(|few| Ok((measure(22)? - few) / 20.0)) {
+        Ok(seconds) => {
+            let (bytes, flops) =
+                (case.op.bytes(&case.operands, &case.results).0, case.op.flops(&case.operands, &case.results).0);
+            println!(
+                "{:9.1} us  {:7.0} GB/s  {:6.1} TFLOP/s  {}",
+                seconds * 1e6,
+                bytes as f64 / seconds / 1e9,
+                flops / seconds / 1e12,
+                case.text()
+            );
+        }
+        Err(error) => println!("ERROR {}  {}", error.chars().take(300).collect::<String>(), case.text()),
+    }
+}
+
+fn t(dtype: DType, shape: &[u64]) -> TensorType {
+    TensorType::new(dtype, shape)
+}
+
+fn case(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Case {
+    Case { op: op.into(), operands: operands.to_vec(), results: results.to_vec() }
+}
+
+use DType::{Bf16, Bool, F32, I32, I64};
+
+fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for f in [F32, Bf16] {
+        elementwise_cases(f, &mut all);
+        row_cases(f, &mut all);
+        movement_cases(f, &mut all);
+        matmul_cases(f, &mut all);
+    }
+    let (flags, one) = (t(Bool, &[64]), t(Bool, &[64]));
+    for kind in [BinaryKind::And, BinaryKind::Or] {
+        all.push(case(Binary { kind }, &[flags.clone(), one.clone()], &[one.clone()]));
+    }
+    all.push(case(Unary { kind: UnaryKind::Not }, &[flags.clone()], &[one]));
+    for i in [I64, I32] {
+        let ty = t(i, &[64]);
+        for kind in [BinaryKind::Add, BinaryKind::Mul, BinaryKind::Max] {
+            all.push(case(Binary { kind }, &[ty.clone(), ty.clone()], &[ty.clone()]));
+        }
+        all.push(case(Compare { kind: CompareKind::Lt }, &[ty.clone(), ty.clone()], &[flags.clone()]));
+        all.push(case(Affine { scale: 1.0, offset: 1.0 }, &[ty.clone()], &[ty.clone()]));
+        all.push(case(Iota { dim: 0, start: 3 }, &[], &[ty]));
+    }
+    all
+}
+
+fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
+    let (ty, odd) = (t(f, &[64, 40]), t(f, &[7, 9]));
+    for kind in UnaryKind::ALL.iter().copied().filter(|kind| *kind != UnaryKind::Not) {
+        all.push(case(Unary { kind }, &[ty.clone()], &[ty.clone()]));
+        all.push(case(UnaryGrad { kind }, &[odd.clone(), odd.clone()], &[odd.clone()]));
+    }
+    for kind in BinaryKind::ALL.iter().copied().filter(|kind| !matches!(kind, BinaryKind::And | BinaryKind::Or)) {
+        all.push(case(Binary { kind }, &[ty.clone(), ty.clone()], &[ty.clone()]));
+    }
+    for kind in CompareKind::ALL.iter().copied() {
+        all.push(case(Compare { kind }, &[ty.clone(), ty.clone()], &[t(Bool, &[64, 40])]));
+    }
+    let scalar = t(f, &[]);
+    all.push(case(Binary { kind: BinaryKind::Mul }, &[ty.clone(), scalar.clone()], &[ty.clone()]));
+    all.push(case(Binary { kind: BinaryKind::Sub }, &[scalar.clone(), ty.clone()], &[ty.clone()]));
+    all.push(case(Binary { kind: BinaryKind::Add }, &[scalar.clone(), scalar.clone()], &[scalar]));
+    all.push(case(Affine { scale: 2.0, offset: 1.0 }, &[odd.clone()], &[odd]));
+    all.push(case(Select {}, &[t(Bool, &[64]), t(f, &[64]), t(f, &[64])], &[t(f, &[64])]));
+    for g in [F32, Bf16, I64, I32, Bool] {
+        all.push(case(Cast {}, &[t(f, &[66])], &[t(g, &[66])]));
+        all.push(case(Cast {}, &[t(g, &[66])], &[t(f, &[66])]));
+    }
+    for value in [1.5, 0.0, f64::NEG_INFINITY] {
+        all.push(case(Constant { value }, &[], &[t(f, &[66])]));
+    }
+    all.push(case(Literal { values: vec![1.0, 2.5, -3.0] }, &[], &[t(f, &[3])]));
+    all.push(case(Iota { dim: 0, start: 3 }, &[], &[t(f, &[16, 3])]));
+    all.push(case(Swiglu {}, &[ty.clone(), ty.clone()], &[ty.clone()]));
+    all.push(case(SwigluGrad {}, &[ty.clone(), ty.clone(), ty.clone()], &[ty.clone(), ty.clone()]));
+    let (x, table) = (t(f, &[2, 8, 4, 32]), t(F32, &[8, 16]));
+    for inverse in [false, true] {
+        all.push(case(Rotary { inverse }, &[x.clone(), table.clone(), table.clone()], &[x.clone()]));
+    }
+    let (p, g, s) = (t(F32, &[40]), t(f, &[40]), t(F32, &[]));
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s];
+    all.push(case(adamw, &operands, &[p.clone(), p.clone(), p]));
+}
+
+fn row_cases(f: DType, all: &mut Vec<Case>) {
+    for columns in [96, 768, 4096, 50] {
+        let (x, row, d) = (t(f, &[80, columns]), t(F32, &[80]), t(f, &[columns]));
+        let w = t(F32, &[columns]);
+        all.push(case(Softmax {}, &[x.clone()], &[x.clone()]));
+        all.push(case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]));
+        let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
+        all.push(case(RmsNormGrad {}, &operands, &[x.clone(), w.clone()]));
+        let operands = [x.clone(), d.clone(), d.clone()];
+        all.push(case(LayerNorm { eps: 1e-5 }, &operands, &[x.clone(), row.clone(), row.clone()]));
+        let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+        all.push(case(LayerNormGrad {}, &operands, &[x.clone(), w.clone(), w.clone()]));
+        for (i, start) in [(I64, 0), (I32, 20)] {
+            let labels = t(i, &[80]);
+            let both = [row.clone(), row.clone()];
+            all.push(case(CrossEntropy { start }, &[x.clone(), labels.clone()], &both));
+            let operands = [x.clone(), labels, row.clone(), row.clone(), row.clone()];
+            all.push(case(CrossEntropyGrad { start }, &operands, &[x.clone()]));
+        }
+    }
+    all.push(case(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])]));
+    all.push(case(SumSquares {}, &[t(f, &[33])], &[t(F32, &[])]));
+    let shape = [40, 50, 64];
+    for dims in [vec![0], vec![1], vec![2], vec![0, 1], vec![0, 2], vec![1, 2], vec![0, 1, 2]] {
+        let kept: Vec<u64> = (0..3).filter(|dim| !dims.contains(dim)).map(|dim: usize| shape[dim]).collect();
+        all.push(case(Reduce { kind: ReduceOp::Sum, dims: dims.clone() }, &[t(f, &shape)], &[t(F32, &kept)]));
+        all.push(case(Reduce { kind: ReduceOp::Max, dims }, &[t(f, &shape)], &[t(f, &kept)]));
+    }
+}
+
+fn movement_cases(f: DType, all: &mut Vec<Case>) {
+    let x = t(f, &[8, 6, 16]);
+    for permutation in [vec![1, 0, 2], vec![2, 0, 1], vec![0, 2, 1], vec![0, 1, 2]] {
+        let shape: Vec<u64> = permutation.iter().map(|dim: &usize| x.shape[*dim]).collect();
+        all.push(case(Transpose { permutation }, &[x.clone()], &[t(f, &shape)]));
+    }
+    all.push(case(Reshape {}, &[x.clone()], &[t(f, &[48, 16])]));
+    all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[8, 16])], &[x.clone()]));
+    all.push(case(Broadcast { dims: vec![] }, &[t(f, &[])], &[x.clone()]));
+    all.push(case(Broadcast { dims: vec![0, 1, 2] }, &[t(f, &[8, 6, 1])], &[x.clone()]));
+    all.push(case(Slice { start: vec![1, 2, 8], limit: vec![7, 6, 16] }, &[x.clone()], &[t(f, &[6, 4, 8])]));
+    all.push(case(Slice { start: vec![0, 0, 3], limit: vec![8, 6, 8] }, &[x.clone()], &[t(f, &[8, 6, 5])]));
+    let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 8], value: 2.0 };
+    all.push(case(pad, &[x.clone()], &[t(f, &[8, 8, 24])]));
+    all.push(case(Concat { dim: 1 }, &[x.clone(), t(f, &[8, 2, 16])], &[t(f, &[8, 8, 16])]));
+    all.push(case(Concat { dim: 2 }, &[x.clone(), x], &[t(f, &[8, 6, 32])]));
+    for (i, start) in [(I64, 0), (I32, 30)] {
+        all.push(case(Embedding { start }, &[t(f, &[96, 64]), t(i, &[4, 8])], &[t(f, &[4, 8, 64])]));
+        all.push(case(EmbeddingGrad { start }, &[t(f, &[4, 8, 64]), t(i, &[4, 8])], &[t(F32, &[96, 64])]));
+        all.push(case(Gather { dim: 1 }, &[t(f, &[8, 64]), t(i, &[8, 3])], &[t(f, &[8, 3])]));
+        all.push(case(ScatterAdd { dim: 1 }, &[t(f, &[8, 3]), t(i, &[8, 3])], &[t(f, &[8, 64])]));
+    }
+}
+
+fn matmul_cases(f: DType, all: &mut Vec<Case>) {
+    let mut add = |spec: &str, a: &[u64], b: &[u64], c: &[u64], out: DType| {
+        all.push(case(Matmul::new(spec), &[t(f, a), t(f, b)], &[t(out, c)]));
+    };
+    for out in [f, F32] {
+        add("mk,kn->mn", &[64, 96], &[96, 32], &[64, 32], out);
+        add("bsk,kn->bsn", &[2, 16, 96], &[96, 32], &[2, 16, 32], out);
+        add("bsk,nk->bsn", &[2, 16, 96], &[32, 96], &[2, 16, 32], out);
+        add("bsk,bsn->kn", &[2, 16, 96], &[2, 16, 32], &[96, 32], out);
+        add("bsn,bsk->nk", &[2, 16, 32], &[2, 16, 96], &[32, 96], out);
+        add("bsn,kn->bsk", &[2, 16, 32], &[96, 32], &[2, 16, 96], out);
+        add("bshd,bthd->bhst", &[2, 16, 4, 32], &[2, 24, 4, 32], &[2, 4, 16, 24], out);
+        add("bhst,bthd->bshd", &[2, 4, 16, 24], &[2, 24, 4, 32], &[2, 16, 4, 32], out);
+        add("bsk,khd->bshd", &[2, 16, 96], &[96, 4, 32], &[2, 16, 4, 32], out);
+        add("bshd,hdn->bsn", &[2, 16, 4, 32], &[4, 32, 96], &[2, 16, 96], out);
+        add("bmk,bkn->bmn", &[3, 17, 31], &[3, 31, 13], &[3, 17, 13], out);
+        add("mk,kn->nm", &[64, 96], &[96, 32], &[32, 64], out);
+        add("akb,kn->abn", &[8, 16, 24], &[16, 32], &[8, 24, 32], out);
+        add("kab,kan->bn", &[8, 16, 24], &[8, 16, 32], &[24, 32], out);
+        add("k,kn->n", &[64], &[64, 32], &[32], out);
+    }
+    for (s, keys, h, kv, d, causal) in [
+        (32, 32, 4, 4, 32, true),
+        (64, 64, 8, 2, 64, true),
+        (33, 33, 3, 1, 16, true),
+        (16, 48, 4, 2, 64, false),
+        (1100, 1100, 2, 2, 16, true),
+    ] {
+        let (q, k, lse) = (t(f, &[2, s, h, d]), t(f, &[2, keys, kv, d]), t(F32, &[2, h, s]));
+        let scale = 1.0 / (d as f64).sqrt();
+        all.push(case(Attention { causal, scale }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse.clone()]));
+        let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+        all.push(case(AttentionGrad { causal, scale }, &operands, &[q, k.clone(), k]));
+    }
+}
+
+/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16.
+fn heavy_cases() -> Vec<Case> {
+    let f = Bf16;
+    let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
+    let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 32000]));
+    let (ids, p, s) = (t(I64, &[4, 4096]), t(F32, &[2048, 8192]), t(F32, &[]));
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let (q, k, lse) = (t(f, &[4, 4096, 32, 64]), t(f, &[4, 4096, 8, 64]), t(F32, &[4, 32, 4096]));
+    let table = t(F32, &[4096, 32]);
+    let add = Binary { kind: BinaryKind::Add };
+    let adamw_operands = [p.clone(), p.clone(), p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
+    let grad_operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse.clone()];
+    let matmul =
+        |spec: &str, a: &TensorType, b: &[u64], c: TensorType| case(Matmul::new(spec), &[a.clone(), t(f, b)], &[c]);
+    let statistics = [row.clone(), row.clone()];
+    vec![
+        case(add, &[x.clone(), x.clone()], &[x.clone()]),
+        case(Cast {}, &[p.clone()], &[t(f, &[2048, 8192])]),
+        case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]),
+        case(RmsNormGrad {}, &[x.clone(), x.clone(), d, row.clone()], &[x.clone(), w]),
+        case(Rotary { inverse: false }, &[q.clone(), table.clone(), table], &[q.clone()]),
+        case(Swiglu {}, &[wide.clone(), wide.clone()], &[wide.clone()]),
+        case(SwigluGrad {}, &[wide.clone(), wide.clone(), wide.clone()], &[wide.clone(), wide.clone()]),
+        case(CrossEntropy { start: 0 }, &[logits.clone(), ids.clone()], &statistics),
+        case(
+            CrossEntropyGrad { start: 0 },
+            &[logits.clone(), ids.clone(), row.clone(), row.clone(), row],
+            &[logits.clone()],
+        ),
+        case(Embedding { start: 0 }, &[t(f, &[32000, 2048]), ids.clone()], &[x.clone()]),
+        case(EmbeddingGrad { start: 0 }, &[x.clone(), ids], &[t(F32, &[32000, 2048])]),
+        case(adamw, &adamw_operands, &[p.clone(), p.clone(), p.clone()]),
+        case(SumSquares {}, &[p], &[s]),
+        case(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[x.clone()], &[t(F32, &[2048])]),
+        case(Transpose { permutation: vec![0, 2, 1, 3] }, &[q.clone()], &[t(f, &[4, 32, 4096, 64])]),
+        case(Transpose { permutation: vec![0, 2, 1] }, &[x.clone()], &[t(f, &[4, 2048, 4096])]),
+        matmul("bsk,nk->bsn", &x, &[8192, 2048], wide.clone()),
+        matmul("bsk,kn->bsn", &x, &[2048, 8192], wide.clone()),
+        matmul("bsn,nk->bsk", &wide, &[8192, 2048], x.clone()),
+        matmul("bsn,bsk->nk", &wide, &[4, 4096, 2048], t(F32, &[8192, 2048])),
+        matmul("bsk,nk->bsn", &x, &[32000, 2048], logits),
+        case(Attention { causal: true, scale: 0.125 }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse]),
+        case(AttentionGrad { causal: true, scale: 0.125 }, &grad_operands, &[q, k.clone(), k]),
+    ]
+}

@@ -1,0 +1,346 @@
+//! One GPU: its context, memory, streams, events and compiled kernels, through cudarc's thin layers.
+//!
+//! A [`Device`] belongs to the thread that made it. What it hands out (addresses, functions, events)
+//! is valid as long as it lives. Everything that could allocate, compile or wait happens when a
+//! program is loaded; a step only enqueues.
+
+#![allow(unsafe_code)]
+
+use super::kernel::{Launch, Source};
+use cudarc::driver::{result, sys};
+use cudarc::nvrtc;
+use shardc_ir::program::Stream;
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_void};
+use std::sync::Mutex;
+
+/// What went wrong on a device, in words; the caller says which rank and instruction.
+pub type Failure = String;
+
+fn says(what: &'static str) -> impl Fn(result::DriverError) -> Failure {
+    move |error| format!("{what}: {error:?}")
+}
+
+/// A kernel as machine code.
+#[derive(Clone, Debug)]
+pub struct Binary {
+    /// The image that the driver loads.
+    pub image: Vec<u8>,
+    /// The name of its entry point.
+    pub entry: &'static str,
+    /// How its arguments are laid out.
+    pub source: Source,
+}
+
+/// Compiles kernels (by key: entry point and source) for an architecture such as `sm_90a`, on as
+/// many threads as the machine has.
+pub fn compile(
+    kernels: Vec<(String, &'static str, Source)>,
+    architecture: &str,
+) -> Result<HashMap<String, Binary>, Failure> {
+    let threads = std::thread::available_parallelism().map_or(1, Into::into).min(kernels.len().max(1));
+    let (queue, done) = (Mutex::new(kernels), Mutex::new(Ok(HashMap::new())));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((key, entry, source)) = queue.lock().ok().and_then(|mut queue| queue.pop()) {
+                    let image = compile_one(&source.text, architecture);
+                    let Ok(mut done) = done.lock() else { return };
+                    match (image, done.as_mut()) {
+                        (Ok(image), Ok(all)) => drop(all.insert(key, Binary { image, entry, source })),
+                        (Err(log), Ok(_)) => *done = Err(format!("NVRTC does not compile `{key}`: {log}")),
+                        _ => return,
+                    }
+                }
+            });
+        }
+    });
+    done.into_inner().map_err(|error| error.to_string())?
+}
+
+/// Where CUDA's headers are: `CUDA_PATH`, or where installations put them.
+fn include_path() -> String {
+    let root = std::env::var("CUDA_PATH").or_else(|_| std::env::var("CUDA_HOME"));
+    let root = root.unwrap_or_else(|_| "/usr/local/cuda".to_string());
+    format!("--include-path={root}/include")
+}
+
+fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
+    let text = CString::new(text).map_err(|error| error.to_string())?;
+    let options = [format!("--gpu-architecture={architecture}"), include_path()];
+    let program = nvrtc::result::create_program(&text, None).map_err(|error| format!("{error:?}"))?;
+    // SAFETY: `program` was just made and is destroyed once, after its last use.
+    unsafe {
+        let compiled = nvrtc::result::compile_program(program, &options).map_err(|_| {
+            let log = nvrtc::result::get_program_log(program).unwrap_or_default();
+            let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
+            String::from_utf8_lossy(&bytes).into_owned()
+        });
+        let image = compiled.and_then(|()| {
+            let mut size = 0;
+            nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result().map_err(|error| format!("{error:?}"))?;
+            let mut image = vec![0u8; size];
+            let to = image.as_mut_ptr().cast();
+            nvrtc::sys::nvrtcGetCUBIN(program, to).result().map_err(|error| format!("{error:?}"))?;
+            Ok(image)
+        });
+        nvrtc::result::destroy_program(program).map_err(|error| format!("{error:?}"))?;
+        image
+    }
+}
+
+/// The number of GPUs, or why there are none.
+pub fn device_count() -> Result<usize, Failure> {
+    result::init().map_err(says("the CUDA driver does not start"))?;
+    result::device::get_count().map(|count| count as usize).map_err(says("cannot count the GPUs"))
+}
+
+/// The architecture of a GPU in NVRTC's notation.
+pub fn architecture(ordinal: usize) -> Result<String, Failure> {
+    use sys::CUdevice_attribute as A;
+    let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
+    // SAFETY: `device` is valid.
+    let read = |attribute| unsafe { result::device::get_attribute(device, attribute) };
+    let major = read(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR).map_err(says("compute capability"))?;
+    let minor = read(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR).map_err(says("compute capability"))?;
+    // The `a` targets hold the instructions of one generation only, and run on no other.
+    Ok(format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" }))
+}
+
+/// A kernel launch with all its arguments: only enqueued in a step.
+pub struct ReadyLaunch {
+    function: sys::CUfunction,
+    pointers: Vec<u64>,
+    info: Vec<u64>,
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: u32,
+}
+
+/// One GPU.
+pub struct Device {
+    ordinal: usize,
+    device: sys::CUdevice,
+    streams: Vec<sys::CUstream>,
+    memory: Vec<u64>,
+    pinned: Vec<*mut c_void>,
+    functions: HashMap<String, (sys::CUfunction, Source)>,
+}
+
+impl Device {
+    /// Takes a GPU for this thread. Communication has the higher priority: a collective that waits
+    /// for multiprocessors delays every rank.
+    pub fn new(ordinal: usize) -> Result<Self, Failure> {
+        let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
+        // SAFETY: `device` is valid; the context is released when `self` is dropped.
+        unsafe {
+            let context = result::primary_ctx::retain(device).map_err(says("cannot take the GPU"))?;
+            result::ctx::set_current(context).map_err(says("cannot take the GPU"))?;
+        }
+        let (least, greatest) = result::stream::get_priority_range().map_err(says("stream priorities"))?;
+        let kind = || result::stream::StreamKind::NonBlocking;
+        let make = |stream: &Stream| {
+            let priority = if *stream == Stream::Communication { greatest } else { least };
+            result::stream::create_with_priority(kind(), priority).map_err(says("cannot make a stream"))
+        };
+        let streams = Stream::ALL.iter().map(make).collect::<Result<Vec<_>, _>>()?;
+        let (memory, pinned, functions) = (Vec::new(), Vec::new(), HashMap::new());
+        Ok(Self { ordinal, device, streams, memory, pinned, functions })
+    }
+
+    /// A stream's handle.
+    pub fn stream(&self, stream: Stream) -> sys::CUstream {
+        let index = Stream::ALL.iter().position(|known| *known == stream).unwrap_or(0);
+        self.streams[index]
+    }
+
+    /// Takes device memory until the device is dropped; its address. Its contents are zero.
+    pub fn allocate(&mut self, bytes: u64) -> Result<u64, Failure> {
+        let bytes = bytes.max(256) as usize;
+        // SAFETY: the address is freed once, in `drop`.
+        unsafe {
+            let at = result::malloc_sync(bytes).map_err(|error| {
+                let free = result::mem_get_info().map_or(0, |(free, _)| free);
+                format!("GPU {} gives no {bytes} bytes ({free} are free): {error:?}", self.ordinal)
+            })?;
+            self.memory.push(at);
+            result::memset_d8_sync(at, 0, bytes).map_err(says("cannot clear memory"))?;
+            Ok(at)
+        }
+    }
+
+    /// Takes page-locked host memory until the device is dropped; its address, which the GPU knows
+    /// too.
+    pub fn allocate_pinned(&mut self, bytes: u64) -> Result<u64, Failure> {
+        // SAFETY: the address is freed once, in `drop`; the memory is cleared before its first use.
+        unsafe {
+            let at = result::malloc_host(bytes.max(8) as usize, 0).map_err(says("cannot lock host memory"))?;
+            std::ptr::write_bytes(at.cast::<u8>(), 0, bytes.max(8) as usize);
+            self.pinned.push(at);
+            Ok(at as u64)
+        }
+    }
+
+    /// Copies host bytes to an address of the device, and waits.
+    pub fn write(&self, to: u64, bytes: &[u8]) -> Result<(), Failure> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller gives an address inside memory of this device with room for the bytes.
+        unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(says("copy to the device"))
+    }
+
+    /// Copies bytes of the device to the host, and waits.
+    pub fn read(&self, from: u64, bytes: &mut [u8]) -> Result<(), Failure> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: as for `write`.
+        unsafe { result::memcpy_dtoh_sync(bytes, from) }.map_err(says("copy from the device"))
+    }
+
+    /// Enqueues a copy between any two addresses of this device and page-locked memory.
+    pub fn copy(&self, to: u64, from: u64, bytes: u64, stream: Stream) -> Result<(), Failure> {
+        if bytes == 0 || to == from {
+            return Ok(());
+        }
+        // SAFETY: both ranges lie in memory that this device holds until it is dropped.
+        unsafe { sys::cuMemcpyAsync(to, from, bytes as usize, self.stream(stream)).result() }.map_err(says("copy"))
+    }
+
+    /// Enqueues a filling with zero bytes.
+    pub fn zero(&self, to: u64, bytes: u64, stream: Stream) -> Result<(), Failure> {
+        // SAFETY: the range lies in memory that this device holds until it is dropped.
+        unsafe { result::memset_d8_async(to, 0, bytes as usize, self.stream(stream)) }.map_err(says("clear"))
+    }
+
+    /// Writes page-locked memory.
+    pub fn write_pinned(&self, to: u64, bytes: &[u8]) {
+        // SAFETY: `to` came from `allocate_pinned` with at least this size, and no copy is under way:
+        // a step ends only when all its work has.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }
+    }
+
+    /// Reads page-locked memory.
+    pub fn read_pinned(&self, from: u64, bytes: usize) -> Vec<u8> {
+        // SAFETY: as for `write_pinned`.
+        unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec()
+    }
+
+    /// Loads kernels.
+    pub fn load<'a>(&mut self, kernels: impl Iterator<Item = (&'a String, &'a Binary)>) -> Result<(), Failure> {
+        for (key, binary) in kernels {
+            let entry = CString::new(binary.entry).map_err(|error| error.to_string())?;
+            // SAFETY: the image is a complete one made by NVRTC for this architecture.
+            let function = unsafe {
+                let module = result::module::load_data(binary.image.as_ptr().cast::<c_void>())
+                    .map_err(|error| format!("cannot load `{key}`: {error:?}"))?;
+                result::module::get_function(module, entry).map_err(says("entry point"))?
+            };
+            if binary.source.shared_bytes > 48 * 1024 {
+                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                let bytes = binary.source.shared_bytes as i32;
+                // SAFETY: the function was just loaded.
+                unsafe { result::function::set_function_attribute(function, most, bytes) }
+                    .map_err(says("shared memory"))?;
+            }
+            self.functions.insert(key.clone(), (function, binary.source.clone()));
+        }
+        Ok(())
+    }
+
+    /// Puts a launch's arguments together; `resolve` gives the buffers' addresses.
+    pub fn prepare(
+        &self,
+        launch: &Launch,
+        resolve: impl Fn(super::kernel::Arg) -> u64,
+    ) -> Result<ReadyLaunch, Failure> {
+        let key = &launch.kernel.key;
+        let (function, source) = self.functions.get(key).ok_or_else(|| format!("kernel `{key}` is not loaded"))?;
+        let mut info = vec![0u64; source.info_bytes.div_ceil(8)];
+        let mut put = |at: usize, bits: u32| {
+            let shift = (at % 8) * 8;
+            info[at / 8] |= u64::from(bits) << shift;
+        };
+        launch.numbers.iter().enumerate().for_each(|(index, bits)| put(source.numbers_at + 4 * index, *bits));
+        launch.reals.iter().enumerate().for_each(|(index, real)| put(source.reals_at + 4 * index, real.to_bits()));
+        Ok(ReadyLaunch {
+            function: *function,
+            pointers: launch.buffers.iter().map(|arg| resolve(*arg)).collect(),
+            info,
+            grid: launch.grid,
+            threads: launch.kernel.threads,
+            shared_bytes: source.shared_bytes,
+        })
+    }
+
+    /// Enqueues a kernel.
+    pub fn launch(&self, ready: &ReadyLaunch, stream: Stream) -> Result<(), Failure> {
+        let pointers = ready.pointers.iter().map(|pointer| std::ptr::from_ref(pointer).cast::<c_void>().cast_mut());
+        let mut parameters: Vec<*mut c_void> = pointers.collect();
+        parameters.push(ready.info.as_ptr().cast::<c_void>().cast_mut());
+        let (grid, block) = ((ready.grid[0], ready.grid[1], ready.grid[2]), (ready.threads, 1, 1));
+        let (shared, stream) = (ready.shared_bytes, self.stream(stream));
+        // SAFETY: the parameters fit the kernel's signature, which `prepare` laid out after the
+        // compiler's own description; the driver copies them before it returns.
+        unsafe { result::launch_kernel(ready.function, grid, block, shared, stream, &mut parameters) }
+            .map_err(says("launch"))
+    }
+
+    /// A new event; kept until the process ends.
+    pub fn event(&self) -> Result<sys::CUevent, Failure> {
+        result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(says("cannot make an event"))
+    }
+
+    /// Marks a point of a stream.
+    pub fn record(&self, event: sys::CUevent, stream: Stream) -> Result<(), Failure> {
+        // SAFETY: event and stream are valid while the device lives.
+        unsafe { result::event::record(event, self.stream(stream)) }.map_err(says("event"))
+    }
+
+    /// Makes a stream wait for a mark.
+    pub fn wait(&self, event: sys::CUevent, stream: Stream) -> Result<(), Failure> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream are valid while the device lives.
+        unsafe { result::stream::wait_event(self.stream(stream), event, flags) }.map_err(says("event"))
+    }
+
+    /// Whether the device has passed a mark.
+    pub fn passed(&self, event: sys::CUevent) -> Result<bool, Failure> {
+        // SAFETY: the event is valid while the device lives.
+        match unsafe { result::event::query(event) } {
+            Ok(()) => Ok(true),
+            Err(result::DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(format!("{error:?}")),
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: every address was taken by this device and is freed once. Errors cannot be helped
+        // here: the context may be lost already.
+        unsafe {
+            for stream in &self.streams {
+                let _ = result::stream::synchronize(*stream);
+                let _ = result::stream::destroy(*stream);
+            }
+            for at in self.memory.drain(..) {
+                let _ = result::free_sync(at);
+            }
+            for at in self.pinned.drain(..) {
+                let _ = result::free_host(at);
+            }
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+/// A C string as text.
+pub fn text(pointer: *const std::ffi::c_char) -> String {
+    if pointer.is_null() {
+        return String::new();
+    }
+    // SAFETY: the library gave a string that ends in a zero byte and lives as long as it.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}

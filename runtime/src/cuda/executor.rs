@@ -1,0 +1,478 @@
+//! One rank on one GPU.
+//!
+//! Loading a program resolves everything: every instruction becomes a list of commands with fixed
+//! addresses. A step enqueues them on the program's streams and waits once, at its end. Waits
+//! between streams are events: an instruction that another one names in `after` is marked, and runs
+//! of sections are separated on all streams that the program uses.
+
+use super::device::{Device, Failure, ReadyLaunch};
+use super::gemm::{Blas, ReadyGemm, WORKSPACE};
+use super::kernel::Arg;
+use super::nccl::{Collective, Communicator, Part};
+use super::select::{Selection, Step, select, select_accumulate};
+use shardc_ir::plan::Space;
+use shardc_ir::program::{Action, Instruction, Run, Stream};
+use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The choices made for a program: per section and instruction. They need no device.
+pub struct Chosen {
+    sections: Vec<Vec<Option<Selection>>>,
+}
+
+/// Chooses kernels for every instruction of a program.
+pub fn choose(program: &Program) -> Result<Chosen, Failure> {
+    let ty = |id: &BufferId| program.buffers[*id].ty.clone();
+    let one = |instruction: &Instruction| {
+        let (operands, results) = (&instruction.operands, &instruction.results);
+        match &instruction.action {
+            Action::Compute(op) => {
+                let operands: Vec<_> = operands.iter().map(ty).collect();
+                let results: Vec<_> = results.iter().map(ty).collect();
+                select(op, &operands, &results).map(Some).map_err(|error| error.to_string())
+            }
+            Action::Accumulate => Ok(Some(select_accumulate(&ty(&operands[0]), &ty(&results[0])))),
+            _ => Ok(None),
+        }
+    };
+    let sections = program.sections.values();
+    let sections = sections.map(|section| section.instructions.iter().map(one).collect::<Result<Vec<_>, _>>());
+    Ok(Chosen { sections: sections.collect::<Result<_, _>>()? })
+}
+
+impl Chosen {
+    /// Every launch.
+    pub fn launches(&self) -> impl Iterator<Item = &super::kernel::Launch> {
+        let selections = self.sections.iter().flatten().flatten();
+        selections.flat_map(|selection| &selection.steps).filter_map(|step| match step {
+            Step::Launch(launch) => Some(&**launch),
+            _ => None,
+        })
+    }
+
+    /// Bytes of scratch memory per stream.
+    fn scratch(&self, program: &Program) -> BTreeMap<usize, u64> {
+        let mut scratch = BTreeMap::new();
+        for (section, chosen) in program.sections.values().zip(&self.sections) {
+            for (instruction, selection) in section.instructions.iter().zip(chosen) {
+                let Some(selection) = selection else { continue };
+                let gemm = selection.steps.iter().any(|step| matches!(step, Step::Gemm(_)));
+                let bytes = selection.scratch + if gemm { WORKSPACE } else { 0 };
+                let most: &mut u64 = scratch.entry(stream_index(instruction.stream)).or_default();
+                *most = bytes.max(*most);
+            }
+        }
+        scratch
+    }
+}
+
+fn stream_index(stream: Stream) -> usize {
+    Stream::ALL.iter().position(|known| *known == stream).unwrap_or(0)
+}
+
+/// Something to enqueue, with its addresses.
+enum Command {
+    Launch(ReadyLaunch),
+    Zero {
+        to: u64,
+        bytes: u64,
+    },
+    Copy {
+        to: u64,
+        from: u64,
+        bytes: u64,
+    },
+    Gemm {
+        gemm: Box<ReadyGemm>,
+        workspace: u64,
+    },
+    Collective {
+        group: usize,
+        collective: Collective,
+        parts: Vec<Part>,
+    },
+    /// Copies the microbatch's part from where the caller's tensor was put.
+    Feed {
+        input: usize,
+        to: u64,
+        bytes: u64,
+    },
+    /// In the first microbatch a copy, later an addition.
+    Accumulate {
+        first: (u64, u64, u64),
+        rest: ReadyLaunch,
+        cast: Option<ReadyLaunch>,
+    },
+}
+
+/// An instruction, ready.
+struct Ready {
+    commands: Vec<Command>,
+    stream: Stream,
+    waits: Vec<cudarc::driver::sys::CUevent>,
+    mark: Option<cudarc::driver::sys::CUevent>,
+    text: String,
+}
+
+/// One rank.
+pub struct Rank {
+    program: Arc<Program>,
+    device: Device,
+    blas: Blas,
+    arenas: HashMap<Space, u64>,
+    sections: Vec<Vec<Ready>>,
+    communicators: HashMap<usize, Rc<Communicator>>,
+    /// Per input and microbatch, page-locked memory.
+    staging: Vec<Vec<u64>>,
+    readings: Vec<u64>,
+    ends: Vec<(Stream, cudarc::driver::sys::CUevent)>,
+    scratch_bytes: u64,
+}
+
+/// Where things are while commands are made.
+struct Layout<'a> {
+    program: &'a Program,
+    arenas: &'a HashMap<Space, u64>,
+    scratch: &'a BTreeMap<usize, u64>,
+    scratch_at: &'a BTreeMap<usize, u64>,
+}
+
+impl Layout<'_> {
+    fn buffer(&self, id: BufferId) -> u64 {
+        let buffer = &self.program.buffers[id];
+        self.arenas.get(&buffer.space).copied().unwrap_or(0) + buffer.offset
+    }
+
+    fn resolve(&self, instruction: &Instruction, arg: Arg) -> u64 {
+        match arg {
+            Arg::Operand(index, at) => self.buffer(instruction.operands[index]) + at,
+            Arg::Result(index, at) => self.buffer(instruction.results[index]) + at,
+            Arg::Scratch(at) => self.scratch_at.get(&stream_index(instruction.stream)).copied().unwrap_or(0) + at,
+        }
+    }
+
+    /// The library's workspace lies behind an instruction's own scratch memory.
+    fn workspace(&self, stream: Stream) -> u64 {
+        let index = stream_index(stream);
+        let (at, bytes) = (self.scratch_at.get(&index), self.scratch.get(&index));
+        at.copied().unwrap_or(0) + bytes.copied().unwrap_or(0) - WORKSPACE
+    }
+}
+
+impl Rank {
+    /// Takes the rank's memory and prepares every instruction. The caller has put the GPU's context
+    /// on this thread by making `device`, and has loaded the kernels.
+    pub fn new(
+        program: Arc<Program>,
+        chosen: &Chosen,
+        mut device: Device,
+        communicators: HashMap<usize, Rc<Communicator>>,
+    ) -> Result<Self, Failure> {
+        let blas = Blas::new()?;
+        let mut arenas = HashMap::new();
+        for (space, bytes) in &program.arenas {
+            let at = match space {
+                Space::Device => device.allocate(bytes.0)?,
+                Space::Host => device.allocate_pinned(bytes.0)?,
+                Space::Disk if bytes.0 == 0 => continue,
+                Space::Disk => return Err("programs that use the disk do not run on CUDA yet".to_string()),
+            };
+            arenas.insert(*space, at);
+        }
+        let scratch = chosen.scratch(&program);
+        let mut scratch_at = BTreeMap::new();
+        for (stream, bytes) in &scratch {
+            scratch_at.insert(*stream, device.allocate(*bytes)?);
+        }
+        let mut sections = Vec::new();
+        for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
+            let mut events = HashMap::new();
+            for index in section.instructions.iter().flat_map(|instruction| &instruction.after) {
+                events.insert(*index, device.event()?);
+            }
+            let mut ready = Vec::new();
+            for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
+                let layout = Layout { program: &program, arenas: &arenas, scratch: &scratch, scratch_at: &scratch_at };
+                let text = describe(&program, &section.name, index, instruction);
+                let commands = commands(&mut device, &blas, &layout, instruction, selection.as_ref())
+                    .map_err(|error| format!("{text}: {error}"))?;
+                let waits = instruction.after.iter().map(|before| events[before]).collect();
+                let mark = events.get(&index).copied();
+                ready.push(Ready { commands, stream: instruction.stream, waits, mark, text });
+            }
+            sections.push(ready);
+        }
+        let mut staging = Vec::new();
+        for feed in &program.inputs {
+            let bytes = |slice: &Vec<(u64, u64)>| {
+                slice.iter().map(|(_, length)| length).product::<u64>() * feed.ty.dtype.size()
+            };
+            let places = feed.slices.iter().map(|slice| device.allocate_pinned(bytes(slice)));
+            staging.push(places.collect::<Result<Vec<_>, _>>()?);
+        }
+        let readings =
+            program.readings.iter().map(|reading| device.allocate_pinned(program.buffers[reading.buffer].ty.bytes().0));
+        let readings = readings.collect::<Result<Vec<_>, _>>()?;
+        let used = |stream: &Stream| program.instructions().any(|instruction| instruction.stream == *stream);
+        let mut streams: Vec<Stream> = Stream::ALL.into_iter().filter(used).collect();
+        if !streams.contains(&Stream::Compute) {
+            streams.push(Stream::Compute);
+        }
+        let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
+        let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
+        let scratch_bytes = scratch.values().sum();
+        let rank =
+            Self { program, device, blas, arenas, sections, communicators, staging, readings, ends, scratch_bytes };
+        rank.initialise()?;
+        Ok(rank)
+    }
+
+    /// States start at their number.
+    fn initialise(&self) -> Result<(), Failure> {
+        for slot in self.program.slots.iter().filter(|slot| slot.init != 0.0) {
+            let ty = &self.program.buffers[slot.buffer].ty;
+            let one = match ty.dtype {
+                DType::F32 => (slot.init as f32).to_le_bytes().to_vec(),
+                DType::Bf16 => half::bf16::from_f64(slot.init).to_le_bytes().to_vec(),
+                other => return Err(format!("slot `{}` of {other} cannot start at {}", slot.name, slot.init)),
+            };
+            self.write(slot.buffer, &one.repeat(ty.elements() as usize))?;
+        }
+        Ok(())
+    }
+
+    /// Bytes taken on the device: the arena, scratch memory and the library's workspace.
+    pub fn device_bytes(&self) -> Bytes {
+        self.program.arena(Space::Device) + Bytes(self.scratch_bytes)
+    }
+
+    fn address(&self, id: BufferId) -> u64 {
+        let buffer = &self.program.buffers[id];
+        self.arenas.get(&buffer.space).copied().unwrap_or(0) + buffer.offset
+    }
+
+    /// Writes a buffer between steps.
+    pub fn write(&self, id: BufferId, bytes: &[u8]) -> Result<(), Failure> {
+        self.device.write(self.address(id), bytes)
+    }
+
+    /// Reads a buffer between steps.
+    pub fn read(&self, id: BufferId) -> Result<Vec<u8>, Failure> {
+        let mut bytes = vec![0; self.program.buffers[id].ty.bytes().0 as usize];
+        self.device.read(self.address(id), &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Runs one step and gives the readings' bytes. Ends early if `stop` is set by another rank.
+    pub fn step(&mut self, feeds: &BTreeMap<String, HostTensor>, stop: &AtomicBool) -> Result<Vec<Vec<u8>>, Failure> {
+        for (feed, places) in self.program.inputs.iter().zip(&self.staging) {
+            let Some(tensor) = feeds.get(&feed.name) else { return Err(format!("`{}` was not given", feed.name)) };
+            for (slice, place) in feed.slices.iter().zip(places) {
+                self.device.write_pinned(*place, &tensor.part(slice).bytes);
+            }
+        }
+        let program = self.program.clone();
+        for (index, run) in program.order.iter().enumerate() {
+            if index > 0 {
+                self.separate()?;
+            }
+            self.run(*run)?;
+        }
+        self.separate()?;
+        for (reading, place) in self.program.readings.iter().zip(&self.readings) {
+            let bytes = self.program.buffers[reading.buffer].ty.bytes().0;
+            self.device.copy(*place, self.address(reading.buffer), bytes, Stream::Compute)?;
+        }
+        self.finish(stop)?;
+        let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
+            self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
+        };
+        Ok(self.program.readings.iter().zip(&self.readings).map(read).collect())
+    }
+
+    /// Lets every stream wait for all others.
+    fn separate(&self) -> Result<(), Failure> {
+        if self.ends.len() < 2 {
+            return Ok(());
+        }
+        for (stream, event) in &self.ends {
+            self.device.record(*event, *stream)?;
+        }
+        for (stream, _) in &self.ends {
+            for (other, event) in &self.ends {
+                if other != stream {
+                    self.device.wait(*event, *stream)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&self, run: Run) -> Result<(), Failure> {
+        for ready in &self.sections[section_index(run.section)] {
+            self.enqueue(ready, run.microbatch).map_err(|error| format!("{}: {error}", ready.text))?;
+        }
+        Ok(())
+    }
+
+    fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<(), Failure> {
+        let stream = ready.stream;
+        ready.waits.iter().try_for_each(|event| self.device.wait(*event, stream))?;
+        for command in &ready.commands {
+            match command {
+                Command::Launch(launch) => self.device.launch(launch, stream)?,
+                Command::Zero { to, bytes } => self.device.zero(*to, *bytes, stream)?,
+                Command::Copy { to, from, bytes } => self.device.copy(*to, *from, *bytes, stream)?,
+                Command::Gemm { gemm, workspace } => self.blas.launch(gemm, *workspace, self.device.stream(stream))?,
+                Command::Collective { group, collective, parts } => match self.communicators.get(group) {
+                    Some(group) => group.run(*collective, parts, self.device.stream(stream))?,
+                    // A group of one: what is sent is what is received.
+                    None => parts.iter().try_for_each(|part| {
+                        self.device.copy(part.to, part.from, part.sent * part.dtype.size(), stream)
+                    })?,
+                },
+                Command::Feed { input, to, bytes } => {
+                    let places = &self.staging[*input];
+                    let place = places.get(microbatch as usize).or(places.last());
+                    let place = *place.ok_or("an input without a slice")?;
+                    self.device.copy(*to, place, *bytes, stream)?;
+                }
+                Command::Accumulate { first: (to, from, bytes), rest, cast } => match (microbatch, cast) {
+                    (0, Some(cast)) => self.device.launch(cast, stream)?,
+                    (0, None) => self.device.copy(*to, *from, *bytes, stream)?,
+                    _ => self.device.launch(rest, stream)?,
+                },
+            }
+        }
+        ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))
+    }
+
+    /// Waits for the device, watching for faults of collectives and for other ranks' ends.
+    fn finish(&mut self, stop: &AtomicBool) -> Result<(), Failure> {
+        let (_, end) = self.ends.iter().find(|(stream, _)| *stream == Stream::Compute).ok_or("no stream")?;
+        self.device.record(*end, Stream::Compute)?;
+        let mut polls = 0u64;
+        while !self.device.passed(*end).map_err(|error| format!("the device failed in this step: {error}"))? {
+            polls += 1;
+            if polls.is_multiple_of(256) {
+                let fault = self.communicators.values().find_map(|group| group.fault().err());
+                if stop.load(Ordering::Relaxed) || fault.is_some() {
+                    self.communicators.values().for_each(|group| group.abort());
+                    return Err(fault.unwrap_or_else(|| "another rank failed".to_string()));
+                }
+            }
+            std::thread::sleep(std::time::Duration::from_micros(20));
+        }
+        Ok(())
+    }
+}
+
+fn section_index(id: SectionId) -> usize {
+    id.index()
+}
+
+/// What an instruction is called in an error.
+fn describe(program: &Program, section: &str, index: usize, instruction: &Instruction) -> String {
+    let list = |ids: &[BufferId]| {
+        let each = ids.iter().map(|id| format!("{id}: {}", program.buffers[*id].ty));
+        each.collect::<Vec<_>>().join(", ")
+    };
+    let name = match &instruction.action {
+        Action::Compute(op) => op.name().to_string(),
+        other => format!("{other:?}"),
+    };
+    format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
+}
+
+fn commands(
+    device: &mut Device,
+    blas: &Blas,
+    layout: &Layout<'_>,
+    instruction: &Instruction,
+    selection: Option<&Selection>,
+) -> Result<Vec<Command>, Failure> {
+    let at = |id: &BufferId| layout.buffer(*id);
+    let bytes = |id: &BufferId| layout.program.buffers[*id].ty.bytes().0;
+    let collective = |group: usize, collective: Collective| {
+        let count = instruction.operands.len().max(instruction.results.len());
+        let parts = (0..count).map(|index| part(layout, instruction, index)).collect();
+        Ok(vec![Command::Collective { group, collective, parts }])
+    };
+    match &instruction.action {
+        Action::Compute(_) => selected(device, blas, layout, instruction, selection.ok_or("nothing chosen")?),
+        Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
+        Action::AllGather { group } => collective(*group, Collective::AllGather),
+        Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
+        Action::AllToAll { group } => collective(*group, Collective::AllToAll),
+        Action::Send { peer } => collective(WORLD, Collective::Send(*peer)),
+        Action::Receive { peer } => collective(WORLD, Collective::Receive(*peer)),
+        Action::Copy => {
+            let pairs = instruction.operands.iter().zip(&instruction.results);
+            Ok(pairs.map(|(from, to)| Command::Copy { to: at(to), from: at(from), bytes: bytes(to) }).collect())
+        }
+        Action::Feed { input } => {
+            let to = &instruction.results[0];
+            Ok(vec![Command::Feed { input: *input, to: at(to), bytes: bytes(to) }])
+        }
+        Action::Accumulate => {
+            let selection = selection.ok_or("nothing chosen")?;
+            let Some(Step::Launch(launch)) = selection.steps.first() else { return Err("no kernel".to_string()) };
+            let rest = device.prepare(launch, |arg| layout.resolve(instruction, arg))?;
+            let (from, to) = (&instruction.operands[0], &instruction.results[0]);
+            let dtype = |id: &BufferId| layout.program.buffers[*id].ty.dtype;
+            let cast = match selection.steps.get(1) {
+                Some(Step::Launch(cast)) => Some(device.prepare(cast, |arg| layout.resolve(instruction, arg))?),
+                _ if dtype(from) != dtype(to) => return Err("accumulates another element type".to_string()),
+                _ => None,
+            };
+            Ok(vec![Command::Accumulate { first: (at(to), at(from), bytes(to)), rest, cast }])
+        }
+    }
+}
+
+/// The communicator of all ranks, for messages between two.
+pub const WORLD: usize = usize::MAX;
+
+fn part(layout: &Layout<'_>, instruction: &Instruction, index: usize) -> Part {
+    let (from, to) = (instruction.operands.get(index), instruction.results.get(index));
+    let ty = |id: &BufferId| &layout.program.buffers[*id].ty;
+    let elements = |id: Option<&BufferId>| id.map_or(0, |id| ty(id).elements());
+    Part {
+        from: from.map_or(0, |id| layout.buffer(*id)),
+        to: to.map_or(0, |id| layout.buffer(*id)),
+        sent: elements(from),
+        received: elements(to),
+        dtype: from.or(to).map_or(DType::F32, |id| ty(id).dtype),
+    }
+}
+
+fn selected(
+    device: &mut Device,
+    blas: &Blas,
+    layout: &Layout<'_>,
+    instruction: &Instruction,
+    selection: &Selection,
+) -> Result<Vec<Command>, Failure> {
+    let resolve = |arg: Arg| layout.resolve(instruction, arg);
+    let mut commands = Vec::new();
+    for step in &selection.steps {
+        commands.push(match step {
+            Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
+            Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
+            Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
+            Step::Upload { to, bytes } => {
+                let from = device.allocate(bytes.len() as u64)?;
+                device.write(from, bytes)?;
+                Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
+            }
+            Step::Gemm(gemm) => {
+                let gemm = Box::new(blas.prepare(gemm, resolve)?);
+                Command::Gemm { gemm, workspace: layout.workspace(instruction.stream) }
+            }
+        });
+    }
+    Ok(commands)
+}

@@ -1,0 +1,13 @@
+//! The kernels, as CubeCL functions. They see buffers and numbers; which operation needs which
+//! kernels is decided in [`select`](super::select).
+
+// The functions that `#[cube]` generates have no comments of their own; in a kernel `usize` is the
+// address type, which need not be this machine's; numbers are written out because a kernel has no
+// `std::f32::consts`; and `erf` is CubeCL's.
+#![allow(missing_docs, unstable_name_collisions)]
+#![allow(clippy::unnecessary_cast, clippy::excessive_precision, clippy::approx_constant, clippy::identity_op)]
+
+pub mod attention;
+pub mod elementwise;
+pub mod indexing;
+pub mod rows;

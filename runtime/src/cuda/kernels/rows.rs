@@ -1,0 +1,521 @@
+//! Kernels that work on rows: one block per row, threads striding over its vectors, with sums and
+//! maxima over the block in shared memory. All compute in f32.
+
+use crate::cuda::kernel::{Elem, Lanes, Pack};
+use cubecl::prelude::*;
+
+/// The sum over the block of `value`; `threads` is the block's size, a power of two.
+#[cube]
+pub fn block_sum(value: f32, #[comptime] threads: u32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(comptime!(threads as usize));
+    let unit = UNIT_POS as usize;
+    shared[unit] = value;
+    sync_cube();
+    #[unroll]
+    for stage in 0..comptime!(threads.ilog2()) {
+        let half = comptime!(threads as usize >> (stage + 1));
+        if unit < half {
+            let other = shared[unit + half];
+            shared[unit] += other;
+        }
+        sync_cube();
+    }
+    let sum = shared[0];
+    sync_cube();
+    sum
+}
+
+/// The maximum over the block of `value`.
+#[cube]
+pub fn block_max(value: f32, #[comptime] threads: u32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(comptime!(threads as usize));
+    let unit = UNIT_POS as usize;
+    shared[unit] = value;
+    sync_cube();
+    #[unroll]
+    for stage in 0..comptime!(threads.ilog2()) {
+        let half = comptime!(threads as usize >> (stage + 1));
+        if unit < half {
+            let other = shared[unit + half];
+            shared[unit] = max(shared[unit], other);
+        }
+        sync_cube();
+    }
+    let largest = shared[0];
+    sync_cube();
+    largest
+}
+
+/// Smaller than any logit: stands for minus infinity without making NaN from a difference.
+const LOWEST: f32 = -3.0e38;
+
+/// Sum, sum of squares or maximum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fold {
+    /// The sum.
+    Sum,
+    /// The sum of the squares.
+    SumSquares,
+    /// The maximum.
+    Max,
+}
+
+#[cube]
+fn fold_start(#[comptime] fold: Fold) -> f32 {
+    match fold {
+        Fold::Max => f32::new(-3.0e38) * 1.0f32,
+        _ => f32::new(0.0) * 1.0f32,
+    }
+}
+
+#[cube]
+fn fold_step(state: f32, value: f32, #[comptime] fold: Fold) -> f32 {
+    match fold {
+        Fold::Sum => state + value,
+        Fold::SumSquares => state + value * value,
+        Fold::Max => max(state, value),
+    }
+}
+
+/// Block `b` reduces vectors `b * length ..` (at most `length`, none from `n` on) to `y[b]`.
+#[cube]
+pub fn reduce_segments(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Elem<1>>,
+    length: u32,
+    n: u32,
+    #[comptime] fold: Fold,
+    #[comptime] threads: u32,
+) {
+    let block = CUBE_POS as usize;
+    let start = block * length as usize;
+    let end = min(start + length as usize, n as usize);
+    let state = RuntimeCell::<f32>::new(fold_start(fold));
+    let at = RuntimeCell::<usize>::new(start + UNIT_POS as usize);
+    while at.read() < end {
+        let a = x[at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            state.store(fold_step(state.read(), f32::cast_from(a[lane]), fold));
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let value = match fold {
+        Fold::Max => block_max(state.read(), threads),
+        _ => block_sum(state.read(), threads),
+    };
+    if UNIT_POS == 0 {
+        y[block] = Elem::<1>::cast_from(value);
+    }
+}
+
+/// Reduces `x` `[outer, length, inner]` over its middle dimension in chunks: `y` is
+/// `[outer, chunks, inner]`. `inner` counts vectors; the grid is (inner / threads, chunks, outer).
+#[cube]
+pub fn reduce_columns(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<1>>,
+    length: u32,
+    inner: u32,
+    chunk: u32,
+    #[comptime] fold: Fold,
+    #[comptime] threads: u32,
+) {
+    let column = CUBE_POS_X as usize * comptime!(threads as usize) + UNIT_POS as usize;
+    let inner = inner as usize;
+    if column < inner {
+        let outer = CUBE_POS_Z as usize;
+        let first = CUBE_POS_Y * chunk;
+        let last = min(first + chunk, length);
+        let mut state = Vector::<f32, Lanes>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            state[lane] = fold_start(fold);
+        }
+        for row in first..last {
+            let a = x[(outer * length as usize + row as usize) * inner + column];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                state[lane] = fold_step(state[lane], f32::cast_from(a[lane]), fold);
+            }
+        }
+        let mut out = Pack::<1>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            out[lane] = Elem::<1>::cast_from(state[lane]);
+        }
+        y[(outer * CUBE_COUNT_Y as usize + CUBE_POS_Y as usize) * inner + column] = out;
+    }
+}
+
+/// `y = softmax(x)` over rows of `columns` vectors.
+#[cube]
+pub fn softmax(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, columns: u32, #[comptime] threads: u32) {
+    let start = CUBE_POS as usize * columns as usize;
+    let end = start + columns as usize;
+    let largest = RuntimeCell::<f32>::new(f32::new(LOWEST));
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(start + UNIT_POS as usize);
+    while at.read() < end {
+        let a = x[at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = f32::cast_from(a[lane]);
+            let next = max(largest.read(), value);
+            sum.store(sum.read() * (largest.read() - next).exp() + (value - next).exp());
+            largest.store(next);
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let row_max = block_max(largest.read(), threads);
+    let row_sum = block_sum(sum.read() * (largest.read() - row_max).exp(), threads);
+    at.store(start + UNIT_POS as usize);
+    while at.read() < end {
+        let a = x[at.read()];
+        let mut out = Pack::<1>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            out[lane] = Elem::<1>::cast_from((f32::cast_from(a[lane]) - row_max).exp() / row_sum);
+        }
+        y[at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+}
+
+/// `y = x * rstd * gamma`, and `rstd = 1 / sqrt(mean(x²) + eps)`, over rows of `columns` vectors.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn rms_norm(
+    x: &Array<Pack<0>>,
+    gamma: &Array<Pack<1>>,
+    y: &mut Array<Pack<0>>,
+    rstd: &mut Array<f32>,
+    columns: u32,
+    eps: f32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let start = CUBE_POS as usize * columns;
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = x[start + at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = f32::cast_from(a[lane]);
+            sum.store(sum.read() + value * value);
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let size = f32::cast_from((columns * Lanes::value()) as u32);
+    let scale = 1.0f32 / (block_sum(sum.read(), threads) / size + eps).sqrt();
+    at.store(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            out[lane] = Elem::<0>::cast_from(f32::cast_from(a[lane]) * scale * f32::cast_from(g[lane]));
+        }
+        y[start + at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    if UNIT_POS == 0 {
+        rstd[CUBE_POS as usize] = scale;
+    }
+}
+
+/// The derivative of [`rms_norm`] with respect to `x`:
+/// `dx = rstd * (dy gamma - x * rstd² * mean(dy gamma x))`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn rms_norm_grad(
+    dy: &Array<Pack<0>>,
+    x: &Array<Pack<0>>,
+    gamma: &Array<Pack<1>>,
+    rstd: &Array<f32>,
+    dx: &mut Array<Pack<0>>,
+    columns: u32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let start = CUBE_POS as usize * columns;
+    let scale = rstd[CUBE_POS as usize];
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let d = dy[start + at.read()];
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let term = f32::cast_from(d[lane]) * f32::cast_from(g[lane]) * f32::cast_from(a[lane]);
+            sum.store(sum.read() + term);
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let size = f32::cast_from((columns * Lanes::value()) as u32);
+    let mean = block_sum(sum.read(), threads) / size * scale * scale;
+    at.store(UNIT_POS as usize);
+    while at.read() < columns {
+        let d = dy[start + at.read()];
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let own = f32::cast_from(d[lane]) * f32::cast_from(g[lane]);
+            out[lane] = Elem::<0>::cast_from(scale * (own - f32::cast_from(a[lane]) * mean));
+        }
+        dx[start + at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+}
+
+/// `y = (x - mean) * rstd * gamma + beta` with the row's mean and reciprocal deviation.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn layer_norm(
+    x: &Array<Pack<0>>,
+    gamma: &Array<Pack<1>>,
+    beta: &Array<Pack<1>>,
+    y: &mut Array<Pack<0>>,
+    mean: &mut Array<f32>,
+    rstd: &mut Array<f32>,
+    columns: u32,
+    eps: f32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let start = CUBE_POS as usize * columns;
+    let size = f32::cast_from((columns * Lanes::value()) as u32);
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = x[start + at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            sum.store(sum.read() + f32::cast_from(a[lane]));
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let center = block_sum(sum.read(), threads) / size;
+    sum.store(f32::new(0.0));
+    at.store(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = x[start + at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = f32::cast_from(a[lane]) - center;
+            sum.store(sum.read() + value * value);
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let scale = 1.0f32 / (block_sum(sum.read(), threads) / size + eps).sqrt();
+    at.store(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        let b = beta[at.read()];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let normal = (f32::cast_from(a[lane]) - center) * scale;
+            out[lane] = Elem::<0>::cast_from(normal * f32::cast_from(g[lane]) + f32::cast_from(b[lane]));
+        }
+        y[start + at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    if UNIT_POS == 0 {
+        mean[CUBE_POS as usize] = center;
+        rstd[CUBE_POS as usize] = scale;
+    }
+}
+
+/// The derivative of [`layer_norm`] with respect to `x`:
+/// `dx = rstd * (dy gamma - mean(dy gamma) - n mean(dy gamma n))` with `n = (x - mean) rstd`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn layer_norm_grad(
+    dy: &Array<Pack<0>>,
+    x: &Array<Pack<0>>,
+    gamma: &Array<Pack<1>>,
+    mean: &Array<f32>,
+    rstd: &Array<f32>,
+    dx: &mut Array<Pack<0>>,
+    columns: u32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let start = CUBE_POS as usize * columns;
+    let scale = rstd[CUBE_POS as usize];
+    let center = mean[CUBE_POS as usize];
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let product = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let d = dy[start + at.read()];
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let own = f32::cast_from(d[lane]) * f32::cast_from(g[lane]);
+            sum.store(sum.read() + own);
+            product.store(product.read() + own * (f32::cast_from(a[lane]) - center) * scale);
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let size = f32::cast_from((columns * Lanes::value()) as u32);
+    let mean_own = block_sum(sum.read(), threads) / size;
+    let mean_product = block_sum(product.read(), threads) / size;
+    at.store(UNIT_POS as usize);
+    while at.read() < columns {
+        let d = dy[start + at.read()];
+        let a = x[start + at.read()];
+        let g = gamma[at.read()];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let own = f32::cast_from(d[lane]) * f32::cast_from(g[lane]);
+            let normal = (f32::cast_from(a[lane]) - center) * scale;
+            out[lane] = Elem::<0>::cast_from(scale * (own - mean_own - normal * mean_product));
+        }
+        dx[start + at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+}
+
+/// A chunk of rows of the derivatives with respect to gamma and beta: `dgamma` and `dbeta` are
+/// `[chunks, columns]` partial sums in f32. Without `centered` the mean counts as 0 (RMS norm) and
+/// `dbeta` is not written. The grid is (columns / threads, chunks).
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn norm_weights_grad(
+    dy: &Array<Pack<0>>,
+    x: &Array<Pack<0>>,
+    mean: &Array<f32>,
+    rstd: &Array<f32>,
+    dgamma: &mut Array<Vector<f32, Lanes>>,
+    dbeta: &mut Array<Vector<f32, Lanes>>,
+    rows: u32,
+    columns: u32,
+    chunk: u32,
+    #[comptime] centered: bool,
+    #[comptime] threads: u32,
+) {
+    let column = CUBE_POS_X as usize * comptime!(threads as usize) + UNIT_POS as usize;
+    let columns = columns as usize;
+    if column < columns {
+        let first = CUBE_POS_Y * chunk;
+        let last = min(first + chunk, rows);
+        let mut gamma = Vector::<f32, Lanes>::empty();
+        let mut beta = Vector::<f32, Lanes>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            gamma[lane] = 0.0f32;
+            beta[lane] = 0.0f32;
+        }
+        for row in first..last {
+            let at = row as usize * columns + column;
+            let d = dy[at];
+            let a = x[at];
+            let scale = rstd[row as usize];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                let own = f32::cast_from(d[lane]);
+                if comptime!(centered) {
+                    gamma[lane] += own * (f32::cast_from(a[lane]) - mean[row as usize]) * scale;
+                    beta[lane] += own;
+                } else {
+                    gamma[lane] += own * f32::cast_from(a[lane]) * scale;
+                }
+            }
+        }
+        let out = CUBE_POS_Y as usize * columns + column;
+        dgamma[out] = gamma;
+        if comptime!(centered) {
+            dbeta[out] = beta;
+        }
+    }
+}
+
+/// `lse` and `picked` of rows of logits; see [`shardc_ir::ops::CrossEntropy`].
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn cross_entropy(
+    logits: &Array<Pack<0>>,
+    labels: &Array<Elem<1>>,
+    lse: &mut Array<f32>,
+    picked: &mut Array<f32>,
+    columns: u32,
+    first: u32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let row = CUBE_POS as usize;
+    let start = row * columns;
+    // A label below `first` wraps to a large number, so one comparison finds both bounds.
+    let label = u32::cast_from(labels[row]) - first;
+    let largest = RuntimeCell::<f32>::new(f32::new(LOWEST));
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = logits[start + at.read()];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = f32::cast_from(a[lane]);
+            let next = max(largest.read(), value);
+            sum.store(sum.read() * (largest.read() - next).exp() + (value - next).exp());
+            largest.store(next);
+            if (at.read() * Lanes::value() + lane) as u32 == label {
+                picked[row] = value;
+            }
+        }
+        at.store(at.read() + comptime!(threads as usize));
+    }
+    let row_max = block_max(largest.read(), threads);
+    let row_sum = block_sum(sum.read() * (largest.read() - row_max).exp(), threads);
+    if UNIT_POS == 0 {
+        lse[row] = row_max + row_sum.ln();
+        if label >= (columns * Lanes::value()) as u32 {
+            picked[row] = 0.0f32;
+        }
+    }
+}
+
+/// `dlogits = softmax * dlse + onehot(label) * dpicked`
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn cross_entropy_grad(
+    logits: &Array<Pack<0>>,
+    labels: &Array<Elem<1>>,
+    lse: &Array<f32>,
+    dlse: &Array<f32>,
+    dpicked: &Array<f32>,
+    dlogits: &mut Array<Pack<0>>,
+    columns: u32,
+    first: u32,
+    #[comptime] threads: u32,
+) {
+    let columns = columns as usize;
+    let row = CUBE_POS as usize;
+    let start = row * columns;
+    let label = u32::cast_from(labels[row]) - first;
+    let log_sum = lse[row];
+    let slope = dlse[row];
+    let extra = dpicked[row];
+    let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
+    while at.read() < columns {
+        let a = logits[start + at.read()];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let soft = (f32::cast_from(a[lane]) - log_sum).exp() * slope;
+            let hot = select((at.read() * Lanes::value() + lane) as u32 == label, extra, 0.0f32);
+            out[lane] = Elem::<0>::cast_from(soft + hot);
+        }
+        dlogits[start + at.read()] = out;
+        at.store(at.read() + comptime!(threads as usize));
+    }
+}

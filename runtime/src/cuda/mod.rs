@@ -1,0 +1,413 @@
+//! The CUDA backend: one host thread per GPU, kernels from CubeCL, matrix products by cuBLASLt,
+//! collectives by NCCL.
+//!
+//! * [`kernels`] are CubeCL functions; [`kernel`] turns them into CUDA C++ without a device.
+//! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
+//! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
+//! * `device`, `gemm` and `nccl` are what touches the libraries, all of which are loaded when
+//!   a [`CudaRuntime`] is made: a program that never makes one needs none of them.
+//!
+//! Invariants: a step takes no memory, compiles nothing, and waits for the device once, at its end.
+//! All memory is plain device memory of the arena, scratch memory whose size the selection knows,
+//! and the matrix library's workspace.
+
+mod device;
+mod executor;
+mod gemm;
+pub mod kernel;
+pub mod kernels;
+mod nccl;
+pub mod select;
+
+use crate::{Runtime, RuntimeError};
+use device::{Device, Failure};
+use executor::{Chosen, Rank, WORLD};
+use nccl::{Communicator, Meeting};
+use shardc_ir::program::{Action, Slot};
+use shardc_ir::{BufferId, Bytes, DType, HostTensor, Program};
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier};
+use std::thread::JoinHandle;
+
+/// Why the CUDA backend cannot start.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CudaError {
+    /// A library that the loader does not find.
+    #[error("{library} is missing: {fix}")]
+    MissingLibrary {
+        /// The library.
+        library: &'static str,
+        /// How to get it.
+        fix: &'static str,
+    },
+    /// The driver is there but does not start.
+    #[error("{0}")]
+    Driver(String),
+    /// Fewer GPUs than ranks.
+    #[error("{needed} GPUs are needed, and this machine has {present}")]
+    TooFewDevices {
+        /// How many the programs need.
+        needed: usize,
+        /// How many there are.
+        present: usize,
+    },
+    /// An instruction for which there is no kernel.
+    #[error("rank {rank}: {message}")]
+    Unsupported {
+        /// The rank.
+        rank: u64,
+        /// Which, and why.
+        message: String,
+    },
+    /// A device refused while a program was loaded.
+    #[error("rank {rank} on GPU {device}: {message}")]
+    Load {
+        /// The rank.
+        rank: u64,
+        /// Its GPU.
+        device: usize,
+        /// What went wrong.
+        message: String,
+    },
+}
+
+/// Checks that the libraries are there and there are enough GPUs. Nothing else of the backend may
+/// be called before: cudarc ends the process where a library is missing.
+///
+/// # Errors
+/// The first thing that is missing, and how to get it.
+#[expect(unsafe_code, reason = "asks the loader for libraries")]
+pub fn require(devices: &[usize]) -> Result<(), CudaError> {
+    // SAFETY: looking for a library runs only its initialisers.
+    let present = unsafe {
+        [
+            (
+                cudarc::driver::sys::is_culib_present(),
+                "the CUDA driver (libcuda.so)",
+                "install NVIDIA's driver, and give the container access to it",
+            ),
+            (
+                cudarc::nvrtc::sys::is_culib_present(),
+                "NVRTC (libnvrtc.so)",
+                "install CUDA's nvrtc library (cuda-nvrtc, or pip install nvidia-cuda-nvrtc) and put it on \
+                 LD_LIBRARY_PATH",
+            ),
+            (
+                cudarc::cublaslt::sys::is_culib_present(),
+                "cuBLASLt (libcublasLt.so)",
+                "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas) and put it on \
+                 LD_LIBRARY_PATH",
+            ),
+            (
+                devices.len() < 2 || cudarc::nccl::sys::is_culib_present(),
+                "NCCL (libnccl.so)",
+                "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its libnccl.so.2) and \
+                 put it on LD_LIBRARY_PATH",
+            ),
+        ]
+    };
+    if let Some((_, library, fix)) = present.into_iter().find(|(found, _, _)| !found) {
+        return Err(CudaError::MissingLibrary { library, fix });
+    }
+    let count = device::device_count().map_err(CudaError::Driver)?;
+    let needed = devices.iter().map(|device| device + 1).max().unwrap_or(0).max(devices.len());
+    if needed > count {
+        return Err(CudaError::TooFewDevices { needed, present: count });
+    }
+    Ok(())
+}
+
+/// What a rank's thread is asked to do.
+enum Request {
+    Write(BufferId, Vec<u8>),
+    Read(BufferId),
+    Step(Arc<BTreeMap<String, HostTensor>>),
+}
+
+/// What it answers.
+enum Answer {
+    Done(Result<(), Failure>),
+    Bytes(Result<Vec<u8>, Failure>),
+    Readings(Result<Vec<Vec<u8>>, Failure>),
+}
+
+/// One rank's thread.
+struct Worker {
+    requests: Option<Sender<Request>>,
+    answers: Receiver<Answer>,
+    thread: Option<JoinHandle<()>>,
+    program: Arc<Program>,
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.requests = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// All ranks of a run on the GPUs of this machine.
+pub struct CudaRuntime {
+    workers: Vec<Worker>,
+    stop: Arc<AtomicBool>,
+    bytes: Bytes,
+}
+
+/// What every rank's thread needs to start.
+struct Shared {
+    binaries: HashMap<String, device::Binary>,
+    meetings: BTreeMap<Vec<u64>, Meeting>,
+    stop: Arc<AtomicBool>,
+    started: Barrier,
+}
+
+impl CudaRuntime {
+    /// Loads `programs[i]` as rank `i` on GPU `devices[i]`: compiles kernels, takes memory, makes
+    /// communicators. Parameters are zero until they are written.
+    ///
+    /// # Errors
+    /// See [`CudaError`].
+    pub fn new(programs: Vec<Program>, devices: &[usize]) -> Result<Self, CudaError> {
+        if programs.len() != devices.len() {
+            let message = format!("{} programs for {} GPUs", programs.len(), devices.len());
+            return Err(CudaError::Unsupported { rank: 0, message });
+        }
+        require(devices)?;
+        let programs: Vec<Arc<Program>> = programs.into_iter().map(Arc::new).collect();
+        let mut chosen = Vec::new();
+        for program in &programs {
+            let choice = executor::choose(program);
+            chosen.push(choice.map_err(|message| CudaError::Unsupported { rank: program.rank, message })?);
+        }
+        let load = |message| CudaError::Load { rank: 0, device: devices[0], message };
+        let binaries = compile_all(&chosen, devices[0]).map_err(load)?;
+        let meetings = meetings(&programs).map_err(load)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let started = Barrier::new(programs.len());
+        let shared = Arc::new(Shared { binaries, meetings, stop: stop.clone(), started });
+        let mut workers = Vec::new();
+        for ((program, choice), ordinal) in programs.into_iter().zip(chosen).zip(devices.iter().copied()) {
+            workers.push(spawn(program, choice, ordinal, shared.clone()));
+        }
+        let mut bytes = Bytes(0);
+        for (worker, device) in workers.iter().zip(devices) {
+            let load = |message| CudaError::Load { rank: worker.program.rank, device: *device, message };
+            match worker.answers.recv() {
+                Ok(Answer::Bytes(Ok(taken))) => {
+                    let taken = taken.try_into().map_or(0, u64::from_le_bytes);
+                    bytes = bytes.max(Bytes(taken));
+                }
+                Ok(Answer::Bytes(Err(message))) => {
+                    stop.store(true, Ordering::Relaxed);
+                    return Err(load(message));
+                }
+                _ => return Err(load("its thread ended".to_string())),
+            }
+        }
+        Ok(Self { workers, stop, bytes })
+    }
+
+    fn worker(&self, rank: u64) -> Result<&Worker, RuntimeError> {
+        let unknown = || RuntimeError::Unknown { what: "rank", name: rank.to_string() };
+        self.workers.get(rank as usize).ok_or_else(unknown)
+    }
+
+    fn slot(&self, rank: u64, name: &str) -> Result<&Slot, RuntimeError> {
+        let slots = &self.worker(rank)?.program.slots;
+        let unknown = || RuntimeError::Unknown { what: "slot", name: name.to_string() };
+        slots.iter().find(|slot| slot.name == name).ok_or_else(unknown)
+    }
+
+    fn ask(&self, rank: u64, request: Request) -> Result<Answer, RuntimeError> {
+        let worker = self.worker(rank)?;
+        let gone = || failed(rank, "its thread ended".to_string());
+        let requests = worker.requests.as_ref().ok_or_else(gone)?;
+        requests.send(request).map_err(|_| gone())?;
+        worker.answers.recv().map_err(|_| gone())
+    }
+
+    fn check_feeds(&self, feeds: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
+        for feed in self.workers.iter().flat_map(|worker| &worker.program.inputs) {
+            let missing = || RuntimeError::Missing { name: feed.name.clone() };
+            let tensor = feeds.get(&feed.name).ok_or_else(missing)?;
+            if tensor.ty != feed.ty {
+                let (actual, expected) = (tensor.ty.clone(), feed.ty.clone());
+                return Err(RuntimeError::WrongType { name: feed.name.clone(), actual, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn failed(rank: u64, message: String) -> RuntimeError {
+    RuntimeError::Rank { rank, at: "on its GPU".to_string(), message }
+}
+
+fn compile_all(chosen: &[Chosen], ordinal: usize) -> Result<HashMap<String, device::Binary>, Failure> {
+    let mut sources = BTreeMap::new();
+    for launch in chosen.iter().flat_map(Chosen::launches) {
+        if !sources.contains_key(&launch.kernel.key) {
+            let source = launch.kernel.source().map_err(|error| format!("`{}`: {error}", launch.kernel.key))?;
+            sources.insert(launch.kernel.key.clone(), (launch.kernel.name, source));
+        }
+    }
+    let kernels = sources.into_iter().map(|(key, (name, source))| (key, name, source)).collect();
+    device::compile(kernels, &device::architecture(ordinal)?)
+}
+
+/// One meeting per group of several ranks, and one of all ranks if there are messages between two.
+fn meetings(programs: &[Arc<Program>]) -> Result<BTreeMap<Vec<u64>, Meeting>, Failure> {
+    let groups = programs.iter().flat_map(|program| program.groups.iter().cloned());
+    let mut groups: Vec<Vec<u64>> = groups.filter(|group| group.len() > 1).collect();
+    if programs.iter().any(|program| has_messages(program)) {
+        groups.push((0..programs.len() as u64).collect());
+    }
+    groups.sort_unstable();
+    groups.dedup();
+    groups.into_iter().map(|group| Ok((group, Meeting::new()?))).collect()
+}
+
+fn has_messages(program: &Program) -> bool {
+    let message = |action: &Action| matches!(action, Action::Send { .. } | Action::Receive { .. });
+    program.instructions().any(|instruction| message(&instruction.action))
+}
+
+/// Starts a rank's thread, which first answers with the bytes that it took.
+fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shared>) -> Worker {
+    let (requests, inbox) = channel();
+    let (outbox, answers) = channel();
+    let own = program.clone();
+    let thread = std::thread::spawn(move || {
+        let stop = shared.stop.clone();
+        let mut rank = match start(own, chosen, ordinal, &shared) {
+            Ok(rank) => rank,
+            Err(error) => return drop(outbox.send(Answer::Bytes(Err(error)))),
+        };
+        drop(shared);
+        let taken = rank.device_bytes().0.to_le_bytes().to_vec();
+        if outbox.send(Answer::Bytes(Ok(taken))).is_err() {
+            return;
+        }
+        while let Ok(request) = inbox.recv() {
+            let answer = match request {
+                Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
+                Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
+                Request::Step(feeds) => {
+                    let readings = rank.step(&feeds, &stop);
+                    if readings.is_err() {
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                    Answer::Readings(readings)
+                }
+            };
+            if outbox.send(answer).is_err() {
+                return;
+            }
+        }
+    });
+    Worker { requests: Some(requests), answers, thread: Some(thread), program }
+}
+
+fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared) -> Result<Rank, Failure> {
+    let device = Device::new(ordinal);
+    // A rank that cannot have its GPU must not leave the others waiting in a communicator.
+    if device.is_err() {
+        shared.stop.store(true, Ordering::Relaxed);
+    }
+    shared.started.wait();
+    let mut device = device?;
+    if shared.stop.load(Ordering::Relaxed) {
+        return Err("another rank could not start".to_string());
+    }
+    let mut communicators = HashMap::new();
+    for (group, meeting) in &shared.meetings {
+        let Some(index) = group.iter().position(|rank| *rank == program.rank) else { continue };
+        let used = program.groups.iter().enumerate().filter(|(_, known)| *known == group).map(|(index, _)| index);
+        let world = has_messages(&program) && group.len() as u64 == program.ranks;
+        let communicator = Rc::new(Communicator::new(*meeting, index, group.len())?);
+        for slot in used.chain(world.then_some(WORLD)) {
+            communicators.insert(slot, communicator.clone());
+        }
+    }
+    device.load(shared.binaries.iter())?;
+    Rank::new(program, &chosen, device, communicators)
+}
+
+/// A scalar reading as a number.
+fn number(dtype: DType, bytes: &[u8]) -> Option<f64> {
+    match dtype {
+        DType::F32 => Some(f64::from(f32::from_le_bytes(bytes.try_into().ok()?))),
+        DType::Bf16 => Some(f64::from(half::bf16::from_le_bytes(bytes.try_into().ok()?))),
+        DType::I64 => Some(i64::from_le_bytes(bytes.try_into().ok()?) as f64),
+        DType::I32 => Some(f64::from(i32::from_le_bytes(bytes.try_into().ok()?))),
+        _ => None,
+    }
+}
+
+impl Runtime for CudaRuntime {
+    fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
+        let buffer = self.slot(rank, name)?.buffer;
+        let expected = &self.worker(rank)?.program.buffers[buffer].ty;
+        if part.ty != *expected {
+            let (actual, expected) = (part.ty.clone(), expected.clone());
+            return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
+        }
+        match self.ask(rank, Request::Write(buffer, part.bytes.clone()))? {
+            Answer::Done(done) => done.map_err(|message| failed(rank, message)),
+            _ => Err(failed(rank, "an answer to another question".to_string())),
+        }
+    }
+
+    fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {
+        let buffer = self.slot(rank, name)?.buffer;
+        let ty = self.worker(rank)?.program.buffers[buffer].ty.clone();
+        match self.ask(rank, Request::Read(buffer))? {
+            Answer::Bytes(Ok(bytes)) => Ok(HostTensor { ty, bytes }),
+            Answer::Bytes(Err(message)) => Err(failed(rank, message)),
+            _ => Err(failed(rank, "an answer to another question".to_string())),
+        }
+    }
+
+    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError> {
+        self.check_feeds(feeds)?;
+        let feeds = Arc::new(feeds.clone());
+        for (rank, worker) in (0..).zip(&self.workers) {
+            let requests = worker.requests.as_ref().ok_or_else(|| failed(rank, "its thread ended".to_string()))?;
+            let sent = requests.send(Request::Step(feeds.clone()));
+            sent.map_err(|_| failed(rank, "its thread ended".to_string()))?;
+        }
+        let (mut first, mut errors) = (None, Vec::new());
+        for (rank, worker) in (0..).zip(&self.workers) {
+            match worker.answers.recv() {
+                Ok(Answer::Readings(Ok(readings))) => drop(first.get_or_insert((worker, readings))),
+                Ok(Answer::Readings(Err(message))) => errors.push((rank, message)),
+                _ => {
+                    self.stop.store(true, Ordering::Relaxed);
+                    errors.push((rank, "its thread ended".to_string()));
+                }
+            }
+        }
+        // The cause is the rank that did not merely end because another had.
+        errors.sort_by_key(|(_, message)| message == "another rank failed");
+        if let Some((rank, message)) = errors.into_iter().next() {
+            return Err(failed(rank, message));
+        }
+        let Some((worker, values)) = first else { return Ok(BTreeMap::new()) };
+        let program = &worker.program;
+        let named = program.readings.iter().zip(&values).map(|(reading, bytes)| {
+            let ty = &program.buffers[reading.buffer].ty;
+            let wrong = || RuntimeError::Program(format!("reading `{}` is {ty}, not a scalar number", reading.name));
+            Ok((reading.name.clone(), number(ty.dtype, bytes).ok_or_else(wrong)?))
+        });
+        named.collect()
+    }
+
+    fn peak_bytes(&self) -> Bytes {
+        self.bytes
+    }
+}

@@ -1,0 +1,183 @@
+//! Collectives by NCCL: one communicator per group of ranks, made once.
+//!
+//! Every rank makes its communicators in the same order of groups, so no two ranks wait for each
+//! other in different ones.
+
+#![allow(unsafe_code)]
+
+use super::device::{Failure, text};
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys;
+use shardc_ir::DType;
+use shardc_ir::sharding::ReduceKind;
+use std::cell::Cell;
+use std::ffi::c_void;
+
+/// What the ranks of a group must share to meet.
+#[derive(Clone, Copy)]
+pub struct Meeting(sys::ncclUniqueId);
+
+// SAFETY: it is 128 plain bytes.
+unsafe impl Send for Meeting {}
+// SAFETY: as above.
+unsafe impl Sync for Meeting {}
+
+fn check(what: &'static str, status: sys::ncclResult_t) -> Result<(), Failure> {
+    match status {
+        sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress => Ok(()),
+        // SAFETY: the library gives a static string.
+        other => Err(format!("NCCL, {what}: {}", text(unsafe { sys::ncclGetErrorString(other) }))),
+    }
+}
+
+impl Meeting {
+    /// A new one, for one group.
+    pub fn new() -> Result<Self, Failure> {
+        let mut id = sys::ncclUniqueId { internal: [0; 128] };
+        // SAFETY: the pointer is valid.
+        check("unique id", unsafe { sys::ncclGetUniqueId(&mut id) })?;
+        Ok(Self(id))
+    }
+}
+
+/// A group of ranks, seen from one of them.
+pub struct Communicator {
+    handle: Cell<sys::ncclComm_t>,
+    /// The number of ranks.
+    pub size: u64,
+}
+
+/// A buffer of a collective.
+#[derive(Clone, Copy, Debug)]
+pub struct Part {
+    /// What is sent.
+    pub from: u64,
+    /// Where what is received goes.
+    pub to: u64,
+    /// Elements sent.
+    pub sent: u64,
+    /// Elements received.
+    pub received: u64,
+    /// The element type.
+    pub dtype: DType,
+}
+
+fn data_type(dtype: DType) -> Result<sys::ncclDataType_t, Failure> {
+    use sys::ncclDataType_t as T;
+    match dtype {
+        DType::F32 => Ok(T::ncclFloat32),
+        DType::Bf16 => Ok(T::ncclBfloat16),
+        DType::F16 => Ok(T::ncclFloat16),
+        DType::I64 => Ok(T::ncclInt64),
+        DType::I32 => Ok(T::ncclInt32),
+        DType::Bool => Ok(T::ncclUint8),
+        other => Err(format!("NCCL does not carry {other}")),
+    }
+}
+
+fn operation(reduce: ReduceKind) -> Result<sys::ncclRedOp_t, Failure> {
+    match reduce {
+        ReduceKind::Sum => Ok(sys::ncclRedOp_t::ncclSum),
+        ReduceKind::Max => Ok(sys::ncclRedOp_t::ncclMax),
+        ReduceKind::LogSumExp => Err("NCCL has no log-sum-exp".to_string()),
+    }
+}
+
+/// What the parts of one collective have in common.
+#[derive(Clone, Copy, Debug)]
+pub enum Collective {
+    /// Elementwise reduction, for everyone.
+    AllReduce(ReduceKind),
+    /// Concatenation in the order of the group, for everyone.
+    AllGather,
+    /// Elementwise reduction, of which everyone gets a part.
+    ReduceScatter(ReduceKind),
+    /// Part `i` goes to the group's rank `i`.
+    AllToAll,
+    /// To a rank of the group.
+    Send(u64),
+    /// From a rank of the group.
+    Receive(u64),
+}
+
+impl Communicator {
+    /// Joins a group as its `index`th rank; waits for the others. The thread's GPU is the rank's.
+    pub fn new(meeting: Meeting, index: usize, size: usize) -> Result<Self, Failure> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the pointer is valid; every rank of the group calls this with the same meeting.
+        check("join", unsafe { sys::ncclCommInitRank(&mut handle, size as i32, meeting.0, index as i32) })?;
+        Ok(Self { handle: Cell::new(handle), size: size as u64 })
+    }
+
+    /// Enqueues one collective on all parts, as one bucket.
+    pub fn run(&self, collective: Collective, parts: &[Part], stream: CUstream) -> Result<(), Failure> {
+        if self.handle.get().is_null() {
+            return Err("NCCL: the communicator was given up after a failure".to_string());
+        }
+        // SAFETY: no pointer is passed.
+        check("group", unsafe { sys::ncclGroupStart() })?;
+        let each = parts.iter().try_for_each(|part| self.part(collective, part, stream));
+        // SAFETY: as above.
+        let end = check("group", unsafe { sys::ncclGroupEnd() });
+        each.and(end)
+    }
+
+    fn part(&self, collective: Collective, part: &Part, stream: CUstream) -> Result<(), Failure> {
+        let (from, to) = (part.from as *const c_void, part.to as *mut c_void);
+        let (sent, received, dtype) = (part.sent as usize, part.received as usize, data_type(part.dtype)?);
+        let (comm, stream) = (self.handle.get(), stream.cast());
+        // SAFETY: the addresses hold this many elements, in memory that outlives the step.
+        unsafe {
+            match collective {
+                Collective::AllReduce(reduce) => {
+                    let op = operation(reduce)?;
+                    check("all-reduce", sys::ncclAllReduce(from, to, sent, dtype, op, comm, stream))
+                }
+                Collective::AllGather => check("all-gather", sys::ncclAllGather(from, to, sent, dtype, comm, stream)),
+                Collective::ReduceScatter(reduce) => {
+                    let op = operation(reduce)?;
+                    check("reduce-scatter", sys::ncclReduceScatter(from, to, received, dtype, op, comm, stream))
+                }
+                Collective::AllToAll => {
+                    let count = sent / self.size as usize;
+                    let bytes = count as u64 * part.dtype.size();
+                    for peer in 0..self.size {
+                        let from = (part.from + peer * bytes) as *const c_void;
+                        let to = (part.to + peer * bytes) as *mut c_void;
+                        check("send", sys::ncclSend(from, count, dtype, peer as i32, comm, stream))?;
+                        check("receive", sys::ncclRecv(to, count, dtype, peer as i32, comm, stream))?;
+                    }
+                    Ok(())
+                }
+                Collective::Send(peer) => check("send", sys::ncclSend(from, sent, dtype, peer as i32, comm, stream)),
+                Collective::Receive(peer) => {
+                    check("receive", sys::ncclRecv(to, received, dtype, peer as i32, comm, stream))
+                }
+            }
+        }
+    }
+
+    /// An error that came up while the device worked.
+    pub fn fault(&self) -> Result<(), Failure> {
+        let mut status = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: the communicator is valid and the pointer too.
+        check("status", unsafe { sys::ncclCommGetAsyncError(self.handle.get(), &mut status) })?;
+        check("a collective", status)
+    }
+
+    /// Gives up what is under way, so that a rank whose peer is gone can end.
+    pub fn abort(&self) {
+        let handle = self.handle.replace(std::ptr::null_mut());
+        if !handle.is_null() {
+            // SAFETY: the communicator is valid, and not used again.
+            let _ = unsafe { sys::ncclCommAbort(handle) };
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // Destroying waits for the other ranks, which may be gone.
+        self.abort();
+    }
+}

@@ -1,0 +1,238 @@
+//! Elementwise operations.
+
+use super::{Arg, OP, RES, Select, Step, THREADS, blocks, compute_type, lanes};
+use crate::cuda::kernel::{Definition, Elem, Kernel, Pack, PackF32};
+use crate::cuda::kernels::elementwise as kernels;
+use crate::cuda::kernels::elementwise::Pair;
+use shardc_ir::ops::{Adamw, BinaryKind, Iota, UnaryKind};
+use shardc_ir::{DType, TensorType};
+
+impl Select<'_> {
+    /// A kernel with one thread per vector, its first unsigned scalar being the number of vectors.
+    fn map(
+        &mut self,
+        name: &'static str,
+        types: &[DType],
+        elements: u64,
+        parameters: &dyn std::fmt::Debug,
+        arguments: (Vec<Arg>, Vec<f32>),
+        body: impl Fn(&mut Definition) + Send + Sync + 'static,
+    ) {
+        let lanes = lanes(types, &[elements]);
+        let vectors = elements / lanes as u64;
+        let kernel = Kernel::new(name, types, lanes, THREADS, parameters, body);
+        self.launch(kernel, arguments.0, vec![vectors as u32], arguments.1, blocks(vectors, THREADS));
+    }
+
+    pub(super) fn constant(&mut self, value: f64) -> Result<(), String> {
+        let ty = self.results[0].clone();
+        self.fill(RES(0), &ty, value);
+        Ok(())
+    }
+
+    /// Every element of the tensor at `to` becomes `value`.
+    pub(super) fn fill(&mut self, to: Arg, ty: &TensorType, value: f64) {
+        if value == 0.0 && value.is_sign_positive() {
+            return self.out.steps.push(Step::Zero { to, bytes: ty.bytes().0 });
+        }
+        self.map("fill", &[ty.dtype], ty.elements(), &(), (vec![to], vec![value as f32]), |d| {
+            let (y, n, value) = (d.output::<Pack<0>>(), d.number(), d.real());
+            kernels::fill::expand(d.scope(), y, n, value);
+        });
+    }
+
+    pub(super) fn literal(&mut self, values: &[f64]) -> Result<(), String> {
+        let encode = |value: &f64| match self.results[0].dtype {
+            DType::F32 => Ok((*value as f32).to_le_bytes().to_vec()),
+            DType::Bf16 => Ok(half::bf16::from_f64(*value).to_le_bytes().to_vec()),
+            DType::F16 => Ok(half::f16::from_f64(*value).to_le_bytes().to_vec()),
+            DType::I64 => Ok((*value as i64).to_le_bytes().to_vec()),
+            DType::I32 => Ok((*value as i32).to_le_bytes().to_vec()),
+            DType::Bool => Ok(vec![u8::from(*value != 0.0)]),
+            other => Err(format!("literals of {other}")),
+        };
+        let bytes = values.iter().map(encode).collect::<Result<Vec<_>, _>>()?.concat();
+        self.out.steps.push(Step::Upload { to: RES(0), bytes });
+        Ok(())
+    }
+
+    pub(super) fn iota(&mut self, op: &Iota) -> Result<(), String> {
+        let ty = &self.results[0];
+        let inner: u64 = ty.shape[op.dim + 1..].iter().product();
+        let numbers = vec![ty.elements() as u32, inner as u32, ty.shape[op.dim] as u32, op.start as u32];
+        let kernel = Kernel::new("iota", &[ty.dtype], 1, THREADS, &(), |d| {
+            let y = d.output::<Elem<0>>();
+            let (n, inner, size, start) = (d.number(), d.number(), d.number(), d.number());
+            kernels::iota::expand(d.scope(), y, n, inner, size, start);
+        });
+        self.launch(kernel, vec![RES(0)], numbers, Vec::new(), blocks(ty.elements(), THREADS));
+        Ok(())
+    }
+
+    pub(super) fn unary(&mut self, kind: UnaryKind) -> Result<(), String> {
+        let dtype = self.operands[0].dtype;
+        if !dtype.is_float() {
+            return match kind {
+                UnaryKind::Neg => self.affine(-1.0, 0.0),
+                UnaryKind::Not => self.affine(-1.0, 1.0),
+                _ => Err("integers".to_string()),
+            };
+        }
+        let elements = self.results[0].elements();
+        self.map("unary", &[dtype, dtype], elements, &kind, (vec![OP(0), RES(0)], Vec::new()), move |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            kernels::unary::expand(d.scope(), x, y, n, kind);
+        });
+        Ok(())
+    }
+
+    pub(super) fn unary_grad(&mut self, kind: UnaryKind) -> Result<(), String> {
+        let elements = self.results[0].elements();
+        let arguments = (vec![OP(0), OP(1), RES(0)], Vec::new());
+        self.map("unary_grad", &[self.operands[0].dtype], elements, &kind, arguments, move |d| {
+            let (dy, x, dx) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.output::<Pack<0>>());
+            let n = d.number();
+            kernels::unary_grad::expand(d.scope(), dy, x, dx, n, kind);
+        });
+        Ok(())
+    }
+
+    pub(super) fn affine(&mut self, scale: f64, offset: f64) -> Result<(), String> {
+        let (dtype, elements) = (self.operands[0].dtype, self.results[0].elements());
+        let types = [dtype, dtype, dtype, compute_type(dtype)];
+        let arguments = (vec![OP(0), RES(0)], vec![scale as f32, offset as f32]);
+        self.map("affine", &types, elements, &(), arguments, |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            let (scale, offset) = (d.real(), d.real());
+            kernels::affine::expand(d.scope(), x, y, n, scale, offset);
+        });
+        Ok(())
+    }
+
+    pub(super) fn binary(&mut self, pair: Pair) -> Result<(), String> {
+        let (a, b, y) = (&self.operands[0], &self.operands[1], &self.results[0]);
+        let compute = compute_type(a.dtype);
+        if compute != DType::F32 && matches!(pair, Pair::Binary(BinaryKind::Rem | BinaryKind::Pow)) {
+            return Err("integers".to_string());
+        }
+        let types = [a.dtype, b.dtype, y.dtype, compute];
+        let (elements, arguments) = (y.elements(), (vec![OP(0), OP(1), RES(0)], Vec::new()));
+        if b.rank() < y.rank() {
+            self.map("binary_scalar_right", &types, elements, &pair, arguments, move |d| {
+                let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.output::<Pack<2>>());
+                let n = d.number();
+                kernels::binary_scalar_right::expand(d.scope(), a, b, y, n, pair);
+            });
+        } else if a.rank() < y.rank() {
+            self.map("binary_scalar_left", &types, elements, &pair, arguments, move |d| {
+                let (a, b, y) = (d.input::<Elem<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
+                let n = d.number();
+                kernels::binary_scalar_left::expand(d.scope(), a, b, y, n, pair);
+            });
+        } else {
+            self.map("binary", &types, elements, &pair, arguments, move |d| {
+                let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
+                let n = d.number();
+                kernels::binary::expand(d.scope(), a, b, y, n, pair);
+            });
+        }
+        Ok(())
+    }
+
+    pub(super) fn choose(&mut self) -> Result<(), String> {
+        let types = [DType::Bool, self.operands[1].dtype];
+        let arguments = (vec![OP(0), OP(1), OP(2), RES(0)], Vec::new());
+        self.map("choose", &types, self.results[0].elements(), &(), arguments, |d| {
+            let mask = d.input::<Pack<0>>();
+            let (a, b, y, n) = (d.input::<Pack<1>>(), d.input::<Pack<1>>(), d.output::<Pack<1>>(), d.number());
+            kernels::choose::expand(d.scope(), mask, a, b, y, n);
+        });
+        Ok(())
+    }
+
+    /// Converts as many elements as the first result has.
+    pub(super) fn cast(&mut self, from: Arg, to: Arg, source: DType, target: DType) -> Result<(), String> {
+        let elements = self.results[0].elements();
+        self.cast_elements(from, to, source, target, elements);
+        Ok(())
+    }
+
+    pub(super) fn cast_elements(&mut self, from: Arg, to: Arg, source: DType, target: DType, elements: u64) {
+        if source == target {
+            return self.out.steps.push(Step::Copy { from, to, bytes: elements * source.size() });
+        }
+        let to_bool = target == DType::Bool;
+        self.map("convert", &[source, target], elements, &to_bool, (vec![from, to], Vec::new()), move |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            kernels::convert::expand(d.scope(), x, y, n, to_bool);
+        });
+    }
+
+    pub(super) fn accumulate(&mut self) {
+        let types = [self.operands[0].dtype, self.results[0].dtype];
+        let arguments = (vec![OP(0), RES(0)], Vec::new());
+        self.map("accumulate", &types, self.results[0].elements(), &(), arguments, |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            kernels::accumulate::expand(d.scope(), x, y, n);
+        });
+    }
+
+    pub(super) fn swiglu(&mut self) -> Result<(), String> {
+        let arguments = (vec![OP(0), OP(1), RES(0)], Vec::new());
+        self.map("swiglu", &[self.operands[0].dtype], self.results[0].elements(), &(), arguments, |d| {
+            let (gate, up, y) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.output::<Pack<0>>());
+            let n = d.number();
+            kernels::swiglu::expand(d.scope(), gate, up, y, n);
+        });
+        Ok(())
+    }
+
+    pub(super) fn swiglu_grad(&mut self) -> Result<(), String> {
+        let arguments = (vec![OP(0), OP(1), OP(2), RES(0), RES(1)], Vec::new());
+        self.map("swiglu_grad", &[self.operands[0].dtype], self.results[0].elements(), &(), arguments, |d| {
+            let (dy, gate, up) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<0>>());
+            let (dgate, dup, n) = (d.output::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
+            kernels::swiglu_grad::expand(d.scope(), dy, gate, up, dgate, dup, n);
+        });
+        Ok(())
+    }
+
+    pub(super) fn adamw(&mut self, op: &Adamw) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.operands[1].dtype, self.operands[2].dtype];
+        if self.operands[2].dtype != self.operands[3].dtype {
+            return Err("moments of two element types".to_string());
+        }
+        let reals = [op.beta1.ln(), op.beta2.ln(), 1.0 - op.beta1, 1.0 - op.beta2, op.eps, op.weight_decay];
+        let buffers = (0..7).map(OP).chain((0..3).map(RES)).collect();
+        let arguments = (buffers, reals.map(|value| value as f32).to_vec());
+        self.map("adamw", &types, self.results[0].elements(), &(), arguments, |d| {
+            let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
+            let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
+            let (np, nm, nv) = (d.output::<Pack<0>>(), d.output::<Pack<2>>(), d.output::<Pack<2>>());
+            let n = d.number();
+            let (l1, l2, r1, r2, eps, decay) = (d.real(), d.real(), d.real(), d.real(), d.real(), d.real());
+            let scope = d.scope();
+            kernels::adamw::expand(scope, p, g, m, v, scale, rate, step, np, nm, nv, n, l1, l2, r1, r2, eps, decay);
+        });
+        Ok(())
+    }
+
+    pub(super) fn rotary(&mut self, inverse: bool) -> Result<(), String> {
+        let ty = &self.operands[0];
+        let half = ty.shape[3] / 2;
+        let types = [ty.dtype, DType::F32];
+        let lanes = lanes(&types, &[half]);
+        let vectors = ty.elements() / 2 / lanes as u64;
+        let numbers = vec![vectors as u32, ty.shape[2] as u32, ty.shape[1] as u32, (half / lanes as u64) as u32];
+        let kernel = Kernel::new("rotary", &types, lanes, THREADS, &(), |d| {
+            let x = d.input::<Pack<0>>();
+            let (cos, sin, y) = (d.input::<PackF32>(), d.input::<PackF32>(), d.output::<Pack<0>>());
+            let (n, heads, positions, half, direction) = (d.number(), d.number(), d.number(), d.number(), d.real());
+            kernels::rotary::expand(d.scope(), x, cos, sin, y, n, heads, positions, half, direction);
+        });
+        let direction = if inverse { -1.0 } else { 1.0 };
+        let buffers = vec![OP(0), OP(1), OP(2), RES(0)];
+        self.launch(kernel, buffers, numbers, vec![direction], blocks(vectors, THREADS));
+        Ok(())
+    }
+}

@@ -1,0 +1,204 @@
+//! Tensor contractions as (strided, batched) matrix products.
+//!
+//! The letters of a contraction fall into four groups: batch, m, n and k. A group whose letters lie
+//! next to each other in every tensor is one dimension with one stride. A batch, m or n letter that
+//! does not fit is looped over, one product per index. What remains (a k that cannot be joined, a
+//! tensor without a unit stride) is copied into an order that fits.
+
+use super::movement::Move;
+use super::{Arg, OP, RES, Select, Step, dense};
+use shardc_ir::DType;
+use shardc_ir::ops::Matmul;
+
+/// A matrix of a batch: where it is, and its strides in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Matrix {
+    /// The first element.
+    pub at: Arg,
+    /// The element type.
+    pub dtype: DType,
+    /// The distance between rows.
+    pub row: u64,
+    /// The distance between columns; it or `row` is 1.
+    pub column: u64,
+    /// The distance between the matrices of the batch.
+    pub batch: u64,
+}
+
+/// `c = alpha * a b + beta * c`, for every matrix of the batch; `a` is `[m, k]`, `b` is `[k, n]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gemm {
+    /// The first operand.
+    pub a: Matrix,
+    /// The second operand.
+    pub b: Matrix,
+    /// The result.
+    pub c: Matrix,
+    /// Rows of `a` and `c`.
+    pub m: u64,
+    /// Columns of `b` and `c`.
+    pub n: u64,
+    /// Columns of `a`, rows of `b`.
+    pub k: u64,
+    /// How many products.
+    pub batch: u64,
+    /// The factor of the product.
+    pub alpha: f32,
+    /// The factor of what `c` held: 0 or 1.
+    pub beta: f32,
+}
+
+impl Gemm {
+    /// Arithmetic operations.
+    pub fn flops(&self) -> f64 {
+        2.0 * (self.batch * self.m * self.n) as f64 * self.k as f64
+    }
+}
+
+/// A tensor of a contraction: its letters with their strides.
+#[derive(Clone)]
+struct Operand {
+    at: Arg,
+    dtype: DType,
+    letters: Vec<(char, u64)>,
+}
+
+impl Operand {
+    fn stride(&self, letter: char) -> u64 {
+        self.letters.iter().find(|(known, _)| *known == letter).map_or(0, |(_, stride)| *stride)
+    }
+
+    fn has(&self, letter: char) -> bool {
+        self.letters.iter().any(|(known, _)| *known == letter)
+    }
+}
+
+/// Letters that act as one dimension: their size, and the stride of the innermost per tensor.
+#[derive(Clone, Copy)]
+struct Joined {
+    size: u64,
+    strides: [u64; 3],
+}
+
+/// Joins letters (innermost last); gives the joined dimension and the letters left over, outermost.
+fn join(letters: &[char], size: &dyn Fn(char) -> u64, tensors: &[Operand; 3]) -> (Joined, Vec<char>) {
+    let Some((last, outer)) = letters.split_last() else { return (Joined { size: 1, strides: [0; 3] }, Vec::new()) };
+    let mut joined = Joined { size: size(*last), strides: [0, 1, 2].map(|index: usize| tensors[index].stride(*last)) };
+    for (left, letter) in outer.iter().enumerate().rev() {
+        let fits = (0..3).all(|index: usize| {
+            let tensor = &tensors[index];
+            !tensor.has(*letter) || tensor.stride(*letter) == joined.strides[index] * joined.size
+        });
+        if !fits {
+            return (joined, outer[..=left].to_vec());
+        }
+        joined.size *= size(*letter);
+    }
+    (joined, Vec::new())
+}
+
+impl Select<'_> {
+    pub(super) fn matmul(&mut self, op: &Matmul) -> Result<(), String> {
+        let sizes = op.sizes(self.operands)?;
+        let size = |letter: char| sizes.iter().find(|(known, _)| *known == letter).map_or(1, |(_, size)| *size);
+        let letters = op.letters()?;
+        let tensor = |index: usize, at: Arg, dtype: DType| {
+            let strides = dense(&letters[index].iter().map(|letter| size(*letter)).collect::<Vec<_>>());
+            // A letter of one index does not matter, and would only hinder joining.
+            let used = letters[index].iter().copied().zip(strides).filter(|(letter, _)| size(*letter) != 1);
+            Operand { at, dtype, letters: used.collect() }
+        };
+        let (lhs, rhs) = (self.operands[0].dtype, self.operands[1].dtype);
+        if lhs != rhs {
+            return Err("operands of two element types".to_string());
+        }
+        let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
+        if let Some(products) = products(&tensors, &size) {
+            self.out.steps.extend(products.into_iter().map(|gemm| Step::Gemm(Box::new(gemm))));
+            return Ok(());
+        }
+        let [batch, m, n, k] = groups(&tensors);
+        let orders = [[&batch, &m, &k], [&batch, &k, &n], [&batch, &m, &n]];
+        let mut result = None;
+        for (index, order) in orders.into_iter().enumerate() {
+            let order: Vec<char> = order.into_iter().flatten().copied().collect();
+            let shape: Vec<u64> = order.iter().map(|letter| size(*letter)).collect();
+            let strides = dense(&shape);
+            let old: Vec<u64> = order.iter().map(|letter| tensors[index].stride(*letter)).collect();
+            if old == strides {
+                continue;
+            }
+            let dtype = tensors[index].dtype;
+            let copy = self.scratch(shape.iter().product::<u64>() * dtype.size());
+            let from = std::mem::replace(&mut tensors[index].at, copy);
+            tensors[index].letters = order.iter().copied().zip(strides.clone()).collect();
+            if index == 2 {
+                result = Some((dtype, Move { shape, read: strides, write: old, ..Move::default() }));
+            } else {
+                let whole = Move { shape, read: old, write: strides, ..Move::default() };
+                self.strided(dtype, from, copy, &whole);
+            }
+        }
+        let products = products(&tensors, &size).ok_or("a contraction that is no matrix product")?;
+        self.out.steps.extend(products.into_iter().map(|gemm| Step::Gemm(Box::new(gemm))));
+        if let Some((dtype, whole)) = result {
+            self.strided(dtype, tensors[2].at, RES(0), &whole);
+        }
+        Ok(())
+    }
+}
+
+/// The letters by kind: batch, m, n, k; each in the order of the tensor in which it lies widest.
+fn groups([a, b, c]: &[Operand; 3]) -> [Vec<char>; 4] {
+    let pick = |from: &Operand, in_a: bool, in_b: bool, in_c: bool| {
+        let letters = from.letters.iter().map(|(letter, _)| *letter);
+        letters.filter(|letter| (a.has(*letter), b.has(*letter), c.has(*letter)) == (in_a, in_b, in_c)).collect()
+    };
+    [pick(c, true, true, true), pick(c, true, false, true), pick(c, false, true, true), pick(a, true, true, false)]
+}
+
+/// The products of a contraction, if no tensor needs to be copied.
+fn products(tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> Option<Vec<Gemm>> {
+    let [batch, m, n, k] = groups(tensors);
+    let (batch, mut loops) = join(&batch, size, tensors);
+    let (m, left) = join(&m, size, tensors);
+    loops.extend(left);
+    let (n, left) = join(&n, size, tensors);
+    loops.extend(left);
+    let (k, left) = join(&k, size, tensors);
+    let count: u64 = loops.iter().map(|letter| size(*letter)).product();
+    if !left.is_empty() || count > 4096 {
+        return None;
+    }
+    // Of a dimension of one element the stride is free.
+    let unit = |joined: Joined, index: usize| if joined.size == 1 { None } else { Some(joined.strides[index]) };
+    let matrix = |index: usize, rows: Joined, columns: Joined| {
+        let (row, column) = match (unit(rows, index), unit(columns, index)) {
+            (Some(row), Some(column)) if row == 1 || column == 1 => (row, column),
+            (Some(_), Some(_)) => return None,
+            (Some(row), None) => (row, 1),
+            (None, Some(1)) => (columns.size, 1),
+            (None, Some(column)) => (1, column),
+            (None, None) => (1, 1),
+        };
+        let operand = &tensors[index];
+        Some(Matrix { at: operand.at, dtype: operand.dtype, row, column, batch: batch.strides[index] })
+    };
+    let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
+    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, alpha: 1.0, beta: 0.0 };
+    let mut all = vec![whole];
+    for letter in loops {
+        let step = |matrix: Matrix, index: usize, at: u64| {
+            let bytes = at * tensors[index].stride(letter) * matrix.dtype.size();
+            Matrix { at: matrix.at.offset(bytes), ..matrix }
+        };
+        let each = |gemm: &Gemm, at: u64| Gemm {
+            a: step(gemm.a, 0, at),
+            b: step(gemm.b, 1, at),
+            c: step(gemm.c, 2, at),
+            ..gemm.clone()
+        };
+        all = all.iter().flat_map(|gemm| (0..size(letter)).map(|at| each(gemm, at)).collect::<Vec<_>>()).collect();
+    }
+    Some(all)
+}

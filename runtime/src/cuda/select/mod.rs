@@ -1,0 +1,209 @@
+//! Instruction selection: which kernels and matrix products run an operation.
+//!
+//! The choice depends on types only, so it is made once, when a program is loaded, and needs no
+//! device. An operation becomes a list of [`Step`]s that run one after the other on one stream;
+//! what they need in between lies in scratch memory, whose size is known here ([`Selection`]).
+
+mod attention;
+mod elementwise;
+mod matmul;
+mod movement;
+mod rows;
+
+pub use matmul::{Gemm, Matrix};
+
+use super::kernel::{Arg, Kernel, Launch};
+use shardc_ir::ops::Op;
+use shardc_ir::{DType, TensorType};
+
+/// One thing the device does.
+#[derive(Debug)]
+pub enum Step {
+    /// Launches a kernel.
+    Launch(Box<Launch>),
+    /// Sets bytes to zero.
+    Zero {
+        /// The first byte.
+        to: Arg,
+        /// How many.
+        bytes: u64,
+    },
+    /// Copies bytes on the device.
+    Copy {
+        /// The first byte read.
+        from: Arg,
+        /// The first byte written.
+        to: Arg,
+        /// How many.
+        bytes: u64,
+    },
+    /// Writes bytes that are known when the program is loaded.
+    Upload {
+        /// The first byte.
+        to: Arg,
+        /// The bytes.
+        bytes: Vec<u8>,
+    },
+    /// A matrix product.
+    Gemm(Box<Gemm>),
+}
+
+/// An operation for which there is no kernel on these types.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no CUDA kernel for `{op}` on {operands}: {reason}")]
+pub struct Unsupported {
+    /// The operation's name.
+    pub op: String,
+    /// The operands' types.
+    pub operands: String,
+    /// What is missing.
+    pub reason: String,
+}
+
+/// The steps of one operation, and the scratch memory that they use.
+#[derive(Debug, Default)]
+pub struct Selection {
+    /// The steps, in order.
+    pub steps: Vec<Step>,
+    /// Bytes of scratch memory.
+    pub scratch: u64,
+}
+
+/// Chooses the steps of an operation on local types.
+pub fn select(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Result<Selection, Unsupported> {
+    let mut select = Select { operands, results, out: Selection::default() };
+    let too_large = operands.iter().chain(results).find(|ty| ty.elements() >= 1 << 32);
+    let done = match too_large {
+        Some(ty) => Err(format!("{ty} has 2^32 elements or more")),
+        None => select.op(op),
+    };
+    done.map_err(|reason| Unsupported {
+        op: op.name().to_string(),
+        operands: operands.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+        reason,
+    })?;
+    Ok(select.out)
+}
+
+/// `result += operand`, the accumulation over microbatches; where the element types differ, followed
+/// by what the first microbatch does instead, a conversion.
+pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection {
+    let (operands, results) = ([operand.clone()], [result.clone()]);
+    let mut select = Select { operands: &operands, results: &results, out: Selection::default() };
+    select.accumulate();
+    if operand.dtype != result.dtype {
+        select.cast_elements(OP(0), RES(0), operand.dtype, result.dtype, result.elements());
+    }
+    select.out
+}
+
+/// The state of one selection. `Err` is the reason why there is none.
+struct Select<'a> {
+    operands: &'a [TensorType],
+    results: &'a [TensorType],
+    out: Selection,
+}
+
+const OP: fn(usize) -> Arg = |index| Arg::Operand(index, 0);
+const RES: fn(usize) -> Arg = |index| Arg::Result(index, 0);
+
+impl Select<'_> {
+    fn op(&mut self, op: &Op) -> Result<(), String> {
+        if self.results.iter().all(|ty| ty.elements() == 0) {
+            return Ok(());
+        }
+        match op {
+            Op::Input(_) | Op::Parameter(_) | Op::State(_) => Err("a leaf is not an instruction".to_string()),
+            Op::Constant(op) => self.constant(op.value),
+            Op::Literal(op) => self.literal(&op.values),
+            Op::Iota(op) => self.iota(op),
+            Op::Random(_) => Err("random numbers inside a step are not supported yet".to_string()),
+            Op::Unary(op) => self.unary(op.kind),
+            Op::UnaryGrad(op) => self.unary_grad(op.kind),
+            Op::Affine(op) => self.affine(op.scale, op.offset),
+            Op::Binary(op) => self.binary(super::kernels::elementwise::Pair::Binary(op.kind)),
+            Op::Compare(op) => self.binary(super::kernels::elementwise::Pair::Compare(op.kind)),
+            Op::Select(_) => self.choose(),
+            Op::Cast(_) => self.cast(OP(0), RES(0), self.operands[0].dtype, self.results[0].dtype),
+            Op::Reshape(_) => self.copy_whole(),
+            Op::Transpose(op) => self.transpose(&op.permutation),
+            Op::Broadcast(op) => self.broadcast(&op.dims),
+            Op::Slice(op) => self.slice(&op.start),
+            Op::Pad(op) => self.pad(op),
+            Op::Concat(op) => self.concat(op.dim),
+            Op::Reduce(op) => self.reduce(op),
+            Op::SumSquares(_) => self.sum_squares(),
+            Op::Matmul(op) => self.matmul(op),
+            Op::Embedding(op) => self.embedding(op.start),
+            Op::EmbeddingGrad(op) => self.embedding_grad(op.start),
+            Op::Gather(op) => self.gather(op.dim),
+            Op::ScatterAdd(op) => self.scatter_add(op.dim),
+            Op::Softmax(_) => self.softmax(),
+            Op::LayerNorm(op) => self.layer_norm(op.eps),
+            Op::LayerNormGrad(_) => self.layer_norm_grad(),
+            Op::RmsNorm(op) => self.rms_norm(op.eps),
+            Op::RmsNormGrad(_) => self.rms_norm_grad(),
+            Op::Rotary(op) => self.rotary(op.inverse),
+            Op::Swiglu(_) => self.swiglu(),
+            Op::SwigluGrad(_) => self.swiglu_grad(),
+            Op::Attention(op) => self.attention(op.causal, op.scale),
+            Op::AttentionGrad(op) => self.attention_grad(op.causal, op.scale),
+            Op::CrossEntropy(op) => self.cross_entropy(op.start),
+            Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op.start),
+            Op::Adamw(op) => self.adamw(op),
+        }
+    }
+
+    /// Scratch memory that stays valid until the operation ends.
+    fn scratch(&mut self, bytes: u64) -> Arg {
+        let at = self.out.scratch;
+        self.out.scratch += bytes.next_multiple_of(256);
+        Arg::Scratch(at)
+    }
+
+    fn launch(&mut self, kernel: Kernel, buffers: Vec<Arg>, numbers: Vec<u32>, reals: Vec<f32>, grid: [u32; 3]) {
+        let launch = Launch { kernel, buffers, numbers, reals, grid };
+        self.out.steps.push(Step::Launch(Box::new(launch)));
+    }
+}
+
+/// Threads per block of elementwise kernels.
+const THREADS: u32 = 256;
+
+/// The widest vector of at most 16 bytes per element type that divides all sizes.
+fn lanes(types: &[DType], sizes: &[u64]) -> usize {
+    let widest = types.iter().map(|dtype| dtype.size()).max().unwrap_or(4);
+    let mut lanes = 16 / widest;
+    while lanes > 1 && sizes.iter().any(|size| size % lanes != 0) {
+        lanes /= 2;
+    }
+    lanes as usize
+}
+
+/// The grid of a kernel with one thread per vector.
+fn blocks(vectors: u64, threads: u32) -> [u32; 3] {
+    [vectors.div_ceil(u64::from(threads)) as u32, 1, 1]
+}
+
+/// Threads for a block that strides over a row of this many vectors.
+fn row_threads(vectors: u64) -> u32 {
+    (vectors.next_power_of_two() as u32).clamp(32, 512)
+}
+
+/// The strides of a dense row-major tensor.
+fn dense(shape: &[u64]) -> Vec<u64> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (0..shape.len().saturating_sub(1)).rev() {
+        strides[dim] = strides[dim + 1] * shape[dim + 1];
+    }
+    strides
+}
+
+/// The type in which a kernel computes: f32 for floats, the type itself for integers.
+fn compute_type(dtype: DType) -> DType {
+    match dtype {
+        DType::I64 | DType::I32 => dtype,
+        DType::Bool => DType::I32,
+        _ => DType::F32,
+    }
+}

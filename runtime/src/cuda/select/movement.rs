@@ -1,0 +1,220 @@
+//! Operations that move elements.
+
+use super::{Arg, OP, RES, Select, Step, THREADS, blocks, dense, lanes, row_threads};
+use crate::cuda::kernel::{Elem, Kernel, Pack};
+use crate::cuda::kernels::indexing as kernels;
+use crate::cuda::kernels::indexing::Walk;
+use cubecl::prelude::Atomic;
+use shardc_ir::DType;
+use shardc_ir::ops::Pad;
+
+/// A box of elements, with strides on both sides, in elements.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Move {
+    pub shape: Vec<u64>,
+    pub read: Vec<u64>,
+    pub read_start: u64,
+    pub write: Vec<u64>,
+    pub write_start: u64,
+}
+
+impl Move {
+    /// The same with dimensions of one element dropped and neighbours joined where both sides allow.
+    fn joined(&self) -> Self {
+        let mut joined = Self { read_start: self.read_start, write_start: self.write_start, ..Self::default() };
+        for dim in (0..self.shape.len()).filter(|dim| self.shape[*dim] != 1) {
+            let (size, read, write) = (self.shape[dim], self.read[dim], self.write[dim]);
+            let last = joined.shape.len().wrapping_sub(1);
+            if last < joined.shape.len() && joined.read[last] == read * size && joined.write[last] == write * size {
+                joined.shape[last] *= size;
+                (joined.read[last], joined.write[last]) = (read, write);
+            } else {
+                joined.shape.push(size);
+                joined.read.push(read);
+                joined.write.push(write);
+            }
+        }
+        joined
+    }
+}
+
+impl Select<'_> {
+    /// Copies a box of elements.
+    pub(super) fn strided(&mut self, dtype: DType, from: Arg, to: Arg, whole: &Move) {
+        let mut walk = whole.joined();
+        let elements: u64 = walk.shape.iter().product();
+        if elements == 0 {
+            return;
+        }
+        if walk.shape.is_empty() || (walk.shape.len() == 1 && walk.read[0] == 1 && walk.write[0] == 1) {
+            let (from, to) = (from.offset(walk.read_start * dtype.size()), to.offset(walk.write_start * dtype.size()));
+            return self.out.steps.push(Step::Copy { from, to, bytes: elements * dtype.size() });
+        }
+        let last = walk.shape.len() - 1;
+        let mut width = 1;
+        if walk.read[last] == 1 && walk.write[last] == 1 {
+            let mut sizes = vec![walk.shape[last], walk.read_start, walk.write_start];
+            sizes.extend(&walk.read[..last]);
+            sizes.extend(&walk.write[..last]);
+            width = lanes(&[dtype], &sizes);
+        }
+        if width > 1 {
+            let wide = width as u64;
+            walk.shape[last] /= wide;
+            walk.read_start /= wide;
+            walk.write_start /= wide;
+            walk.read[..last].iter_mut().chain(&mut walk.write[..last]).for_each(|stride| *stride /= wide);
+        }
+        let narrow = |values: &[u64]| values.iter().map(|value| *value as u32).collect::<Vec<_>>();
+        let walk = Walk {
+            shape: narrow(&walk.shape),
+            read: narrow(&walk.read),
+            read_start: walk.read_start as u32,
+            write: narrow(&walk.write),
+            write_start: walk.write_start as u32,
+        };
+        let vectors = elements / width as u64;
+        let parameters = walk.clone();
+        let kernel = Kernel::new("strided", &[dtype], width, THREADS, &parameters, move |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
+            kernels::strided::expand(d.scope(), x, y, n, walk.clone());
+        });
+        self.launch(kernel, vec![from, to], vec![vectors as u32], Vec::new(), blocks(vectors, THREADS));
+    }
+
+    pub(super) fn copy_whole(&mut self) -> Result<(), String> {
+        self.out.steps.push(Step::Copy { from: OP(0), to: RES(0), bytes: self.results[0].bytes().0 });
+        Ok(())
+    }
+
+    pub(super) fn transpose(&mut self, permutation: &[usize]) -> Result<(), String> {
+        let (from, to) = (&self.operands[0], &self.results[0]);
+        let strides = dense(&from.shape);
+        let read = permutation.iter().map(|dim| strides[*dim]).collect();
+        let whole = Move { shape: to.shape.clone(), read, write: dense(&to.shape), ..Move::default() };
+        self.strided(to.dtype, OP(0), RES(0), &whole);
+        Ok(())
+    }
+
+    pub(super) fn broadcast(&mut self, dims: &[usize]) -> Result<(), String> {
+        let (from, to) = (&self.operands[0], &self.results[0]);
+        let strides = dense(&from.shape);
+        let mut read = vec![0; to.rank()];
+        for (index, dim) in dims.iter().enumerate().filter(|(index, _)| from.shape[*index] != 1) {
+            read[*dim] = strides[index];
+        }
+        let whole = Move { shape: to.shape.clone(), read, write: dense(&to.shape), ..Move::default() };
+        self.strided(to.dtype, OP(0), RES(0), &whole);
+        Ok(())
+    }
+
+    pub(super) fn slice(&mut self, start: &[u64]) -> Result<(), String> {
+        let (from, to) = (&self.operands[0], &self.results[0]);
+        let read = dense(&from.shape);
+        let read_start = start.iter().zip(&read).map(|(first, stride)| first * stride).sum();
+        let whole = Move { shape: to.shape.clone(), read, read_start, write: dense(&to.shape), ..Move::default() };
+        self.strided(to.dtype, OP(0), RES(0), &whole);
+        Ok(())
+    }
+
+    pub(super) fn pad(&mut self, op: &Pad) -> Result<(), String> {
+        let (from, to) = (self.operands[0].clone(), self.results[0].clone());
+        self.fill(RES(0), &to, op.value);
+        let write = dense(&to.shape);
+        let write_start = op.low.iter().zip(&write).map(|(low, stride)| low * stride).sum();
+        let whole = Move { shape: from.shape.clone(), read: dense(&from.shape), write, write_start, ..Move::default() };
+        self.strided(to.dtype, OP(0), RES(0), &whole);
+        Ok(())
+    }
+
+    pub(super) fn concat(&mut self, dim: usize) -> Result<(), String> {
+        let write = dense(&self.results[0].shape);
+        let mut first = 0;
+        for index in 0..self.operands.len() {
+            let ty = self.operands[index].clone();
+            let whole = Move {
+                shape: ty.shape.clone(),
+                read: dense(&ty.shape),
+                read_start: 0,
+                write: write.clone(),
+                write_start: first * write[dim],
+            };
+            self.strided(ty.dtype, OP(index), RES(0), &whole);
+            first += ty.shape[dim];
+        }
+        Ok(())
+    }
+
+    pub(super) fn embedding(&mut self, start: u64) -> Result<(), String> {
+        let (table, ids) = (&self.operands[0], &self.operands[1]);
+        let width = lanes(&[table.dtype], &[table.shape[1]]);
+        let columns = table.shape[1] / width as u64;
+        let threads = row_threads(columns);
+        let kernel = Kernel::new("embedding", &[table.dtype, ids.dtype], width, threads, &(), move |d| {
+            let (table, ids, y) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.output::<Pack<0>>());
+            let (rows, columns, first) = (d.number(), d.number(), d.number());
+            kernels::embedding::expand(d.scope(), table, ids, y, rows, columns, first, threads);
+        });
+        let numbers = vec![table.shape[0] as u32, columns as u32, start as u32];
+        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), [ids.elements() as u32, 1, 1]);
+        Ok(())
+    }
+
+    pub(super) fn embedding_grad(&mut self, start: u64) -> Result<(), String> {
+        let (ids, table) = (&self.operands[1], &self.results[0]);
+        if table.dtype != DType::F32 {
+            return Err(format!("the gradient of a table is summed in f32, not {}", table.dtype));
+        }
+        let types = [self.operands[0].dtype, ids.dtype];
+        let width = lanes(&types[..1], &[table.shape[1]]);
+        let columns = table.shape[1] / width as u64;
+        let threads = row_threads(columns);
+        let kernel = Kernel::new("embedding_grad", &types, width, threads, &(), move |d| {
+            let (dy, ids, table) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.output::<Atomic<f32>>());
+            let (rows, columns, first) = (d.number(), d.number(), d.number());
+            kernels::embedding_grad::expand(d.scope(), dy, ids, table, rows, columns, first, threads);
+        });
+        let numbers = vec![table.shape[0] as u32, columns as u32, start as u32];
+        let (bytes, grid) = (table.bytes().0, [ids.elements() as u32, 1, 1]);
+        self.out.steps.push(Step::Zero { to: RES(0), bytes });
+        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), grid);
+        Ok(())
+    }
+
+    /// The scalars of a gather along `dim` of `whole` by an index of shape `index`.
+    fn gather_numbers(whole: &[u64], index: &[u64], dim: usize) -> (u64, Vec<u32>) {
+        let (inner, n): (u64, u64) = (whole[dim + 1..].iter().product(), index.iter().product());
+        (n, vec![n as u32, whole[dim] as u32, index[dim] as u32, inner as u32])
+    }
+
+    pub(super) fn gather(&mut self, dim: usize) -> Result<(), String> {
+        let (x, index) = (&self.operands[0], &self.operands[1]);
+        let (n, numbers) = Self::gather_numbers(&x.shape, &index.shape, dim);
+        let kernel = Kernel::new("gather", &[x.dtype, index.dtype], 1, THREADS, &(), |d| {
+            let (x, index, y) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Elem<0>>());
+            let (n, size, count, inner) = (d.number(), d.number(), d.number(), d.number());
+            kernels::gather::expand(d.scope(), x, index, y, n, size, count, inner);
+        });
+        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), blocks(n, THREADS));
+        Ok(())
+    }
+
+    pub(super) fn scatter_add(&mut self, dim: usize) -> Result<(), String> {
+        let (index, y) = (&self.operands[1], &self.results[0]);
+        let (n, numbers) = Self::gather_numbers(&y.shape, &index.shape, dim);
+        let (elements, dtype) = (y.elements(), y.dtype);
+        let to = if dtype == DType::F32 { RES(0) } else { self.scratch(elements * 4) };
+        let types = [self.operands[0].dtype, index.dtype];
+        let kernel = Kernel::new("scatter_add", &types, 1, THREADS, &(), |d| {
+            let (dy, index, dx) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Atomic<f32>>());
+            let (n, size, count, inner) = (d.number(), d.number(), d.number(), d.number());
+            kernels::scatter_add::expand(d.scope(), dy, index, dx, n, size, count, inner);
+        });
+        self.out.steps.push(Step::Zero { to, bytes: elements * 4 });
+        self.launch(kernel, vec![OP(0), OP(1), to], numbers, Vec::new(), blocks(n, THREADS));
+        if dtype != DType::F32 {
+            self.cast_elements(to, RES(0), DType::F32, dtype, elements);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,278 @@
+//! Reductions, normalizations and the cross-entropy.
+
+use super::{Arg, OP, RES, Select, lanes, row_threads};
+use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
+use crate::cuda::kernels::rows as kernels;
+use crate::cuda::kernels::rows::Fold;
+use shardc_ir::DType;
+use shardc_ir::ops::{Reduce, ReduceOp};
+
+/// Blocks that keep a large device busy.
+const WAVE: u64 = 528;
+
+/// A run of dimensions that are all reduced, or all kept.
+fn last_reduced(shape: &[u64], dims: &[usize]) -> Option<(usize, usize)> {
+    let end = *dims.last()?;
+    let mut start = end;
+    while start > 0 && (dims.contains(&(start - 1)) || shape[start - 1] == 1) {
+        start -= 1;
+    }
+    Some((start, end + 1))
+}
+
+impl Select<'_> {
+    pub(super) fn reduce(&mut self, op: &Reduce) -> Result<(), String> {
+        let (source, target) = (&self.operands[0], &self.results[0]);
+        if !source.dtype.is_float() {
+            return Err("integers".to_string());
+        }
+        let fold = if op.kind == ReduceOp::Sum { Fold::Sum } else { Fold::Max };
+        let (mut shape, mut dims) = (source.shape.clone(), op.dims.clone());
+        let (mut from, mut dtype) = (OP(0), source.dtype);
+        while let Some((start, end)) = last_reduced(&shape, &dims) {
+            let outer: u64 = shape[..start].iter().product();
+            let length: u64 = shape[start..end].iter().product();
+            let inner: u64 = shape[end..].iter().product();
+            dims.retain(|dim| *dim < start);
+            let (to, next) = match dims.is_empty() {
+                true => (RES(0), target.dtype),
+                false => (self.scratch(outer * inner * 4), DType::F32),
+            };
+            self.fold(fold, (from, dtype), (to, next), [outer, length, inner]);
+            shape.splice(start..end, [1]);
+            (from, dtype) = (to, next);
+        }
+        if op.dims.is_empty() {
+            self.cast(OP(0), RES(0), source.dtype, target.dtype)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn sum_squares(&mut self) -> Result<(), String> {
+        let source = &self.operands[0];
+        self.fold(Fold::SumSquares, (OP(0), source.dtype), (RES(0), DType::F32), [1, source.elements(), 1]);
+        Ok(())
+    }
+
+    /// Folds the middle of `[outer, length, inner]`.
+    fn fold(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), [outer, length, inner]: [u64; 3]) {
+        if inner == 1 {
+            return self.fold_segments(fold, from, to, outer, length);
+        }
+        let width = lanes(&[from.1, to.1], &[inner]);
+        let vectors = inner / width as u64;
+        let threads = row_threads(vectors).min(128);
+        let columns = vectors.div_ceil(u64::from(threads));
+        let chunks = (WAVE.div_ceil(columns * outer)).min(length.div_ceil(16)).max(1);
+        let (middle, next) = match chunks {
+            1 => to,
+            _ => (self.scratch(outer * chunks * inner * 4), DType::F32),
+        };
+        let kernel = Kernel::new("reduce_columns", &[from.1, next], width, threads, &fold, move |d| {
+            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
+            let (length, inner, chunk) = (d.number(), d.number(), d.number());
+            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, threads);
+        });
+        let chunk = length.div_ceil(chunks);
+        // The last chunks may be empty, but never are more than one short of a whole one.
+        let numbers = vec![length as u32, vectors as u32, chunk as u32];
+        let grid = [columns as u32, chunks as u32, outer as u32];
+        self.launch(kernel, vec![from.0, middle], numbers, Vec::new(), grid);
+        if chunks > 1 {
+            let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
+            self.fold_once(again, (middle, next), to, [outer, chunks, inner]);
+        }
+    }
+
+    /// The second pass over partial results: one chunk.
+    fn fold_once(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), [outer, length, inner]: [u64; 3]) {
+        let width = lanes(&[from.1, to.1], &[inner]);
+        let vectors = inner / width as u64;
+        let threads = row_threads(vectors).min(128);
+        let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, threads, &fold, move |d| {
+            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
+            let (length, inner, chunk) = (d.number(), d.number(), d.number());
+            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, threads);
+        });
+        let numbers = vec![length as u32, vectors as u32, length as u32];
+        let grid = [vectors.div_ceil(u64::from(threads)) as u32, 1, outer as u32];
+        self.launch(kernel, vec![from.0, to.0], numbers, Vec::new(), grid);
+    }
+
+    /// Folds rows of `[outer, length]`; a single long row in two passes.
+    fn fold_segments(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), outer: u64, length: u64) {
+        let width = lanes(&[from.1], &[length]);
+        let vectors = length / width as u64;
+        if outer == 1 && vectors > 4096 {
+            let segment = vectors.div_ceil(WAVE);
+            let count = vectors.div_ceil(segment);
+            let middle = self.scratch(count * 4);
+            self.segments(fold, width, from, (middle, DType::F32), [segment, vectors], count);
+            let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
+            return self.segments(again, 1, (middle, DType::F32), to, [count, count], 1);
+        }
+        self.segments(fold, width, from, to, [vectors, vectors * outer], outer);
+    }
+
+    fn segments(
+        &mut self,
+        fold: Fold,
+        width: usize,
+        from: (Arg, DType),
+        to: (Arg, DType),
+        [segment, vectors]: [u64; 2],
+        count: u64,
+    ) {
+        let threads = row_threads(segment);
+        let kernel = Kernel::new("reduce_segments", &[from.1, to.1], width, threads, &fold, move |d| {
+            let (x, y) = (d.input::<Pack<0>>(), d.output::<Elem<1>>());
+            let (length, n) = (d.number(), d.number());
+            kernels::reduce_segments::expand(d.scope(), x, y, length, n, fold, threads);
+        });
+        let numbers = vec![segment as u32, vectors as u32];
+        self.launch(kernel, vec![from.0, to.0], numbers, Vec::new(), [count as u32, 1, 1]);
+    }
+
+    /// Rows and columns of the operand `index`, with the vector width and threads of a row kernel.
+    fn rows_of(&self, index: usize, types: &[DType]) -> (u64, u64, usize, u32) {
+        let ty = &self.operands[index];
+        let columns = ty.shape.last().copied().unwrap_or(1);
+        let width = lanes(types, &[columns]);
+        let vectors = columns / width as u64;
+        (ty.elements() / columns.max(1), vectors, width, row_threads(vectors))
+    }
+
+    pub(super) fn softmax(&mut self) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.results[0].dtype];
+        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let kernel = Kernel::new("softmax", &types, width, threads, &(), move |d| {
+            let (x, y, columns) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            kernels::softmax::expand(d.scope(), x, y, columns, threads);
+        });
+        self.launch(kernel, vec![OP(0), RES(0)], vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        Ok(())
+    }
+
+    pub(super) fn rms_norm(&mut self, eps: f64) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.operands[1].dtype];
+        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let kernel = Kernel::new("rms_norm", &types, width, threads, &(), move |d| {
+            let (x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<1>>());
+            let (y, rstd) = (d.output::<Pack<0>>(), d.output::<f32>());
+            let (columns, eps) = (d.number(), d.real());
+            kernels::rms_norm::expand(d.scope(), x, gamma, y, rstd, columns, eps, threads);
+        });
+        let buffers = vec![OP(0), OP(1), RES(0), RES(1)];
+        self.launch(kernel, buffers, vec![columns as u32], vec![eps as f32], [rows as u32, 1, 1]);
+        Ok(())
+    }
+
+    pub(super) fn rms_norm_grad(&mut self) -> Result<(), String> {
+        let types = [self.operands[1].dtype, self.operands[2].dtype];
+        let (rows, columns, width, threads) = self.rows_of(1, &types);
+        let kernel = Kernel::new("rms_norm_grad", &types, width, threads, &(), move |d| {
+            let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
+            let (gamma, rstd, dx) = (d.input::<Pack<1>>(), d.input::<f32>(), d.output::<Pack<0>>());
+            let columns = d.number();
+            kernels::rms_norm_grad::expand(d.scope(), dy, x, gamma, rstd, dx, columns, threads);
+        });
+        let buffers = vec![OP(0), OP(1), OP(2), OP(3), RES(0)];
+        self.launch(kernel, buffers, vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        self.norm_weights_grad(None, OP(3), RES(1), None);
+        Ok(())
+    }
+
+    pub(super) fn layer_norm(&mut self, eps: f64) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.operands[1].dtype];
+        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let kernel = Kernel::new("layer_norm", &types, width, threads, &(), move |d| {
+            let (x, gamma, beta) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<1>>());
+            let (y, mean, rstd) = (d.output::<Pack<0>>(), d.output::<f32>(), d.output::<f32>());
+            let (columns, eps) = (d.number(), d.real());
+            kernels::layer_norm::expand(d.scope(), x, gamma, beta, y, mean, rstd, columns, eps, threads);
+        });
+        let buffers = vec![OP(0), OP(1), OP(2), RES(0), RES(1), RES(2)];
+        self.launch(kernel, buffers, vec![columns as u32], vec![eps as f32], [rows as u32, 1, 1]);
+        Ok(())
+    }
+
+    pub(super) fn layer_norm_grad(&mut self) -> Result<(), String> {
+        let types = [self.operands[1].dtype, self.operands[2].dtype];
+        let (rows, columns, width, threads) = self.rows_of(1, &types);
+        let kernel = Kernel::new("layer_norm_grad", &types, width, threads, &(), move |d| {
+            let (dy, x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<1>>());
+            let (mean, rstd, dx) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
+            let columns = d.number();
+            kernels::layer_norm_grad::expand(d.scope(), dy, x, gamma, mean, rstd, dx, columns, threads);
+        });
+        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(4), RES(0)];
+        self.launch(kernel, buffers, vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        self.norm_weights_grad(Some(OP(3)), OP(4), RES(1), Some(RES(2)));
+        Ok(())
+    }
+
+    /// The gradients of a norm's gamma and beta, from `dy` (operand 0) and `x` (operand 1): partial
+    /// sums over chunks of rows, and then their sum, so that the result does not depend on timing.
+    fn norm_weights_grad(&mut self, mean: Option<Arg>, rstd: Arg, dgamma: Arg, dbeta: Option<Arg>) {
+        let types = [self.operands[1].dtype];
+        let size = self.operands[2].elements();
+        let rows = self.operands[1].elements() / size.max(1);
+        let width = lanes(&[types[0], DType::F32], &[size]);
+        let columns = size / width as u64;
+        let threads = row_threads(columns).min(128);
+        let blocks = columns.div_ceil(u64::from(threads));
+        let chunks = WAVE.div_ceil(blocks).min(rows.div_ceil(16)).max(1);
+        let partial = self.scratch(chunks * size * 4);
+        let partial_beta = dbeta.map(|_| self.scratch(chunks * size * 4));
+        let centered = mean.is_some();
+        let kernel = Kernel::new("norm_weights_grad", &types, width, threads, &centered, move |d| {
+            let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
+            let (mean, rstd) = (d.input::<f32>(), d.input::<f32>());
+            let (dgamma, dbeta) = (d.output::<PackF32>(), d.output::<PackF32>());
+            let (rows, columns, chunk) = (d.number(), d.number(), d.number());
+            let scope = d.scope();
+            let (r, c) = (rows, columns);
+            kernels::norm_weights_grad::expand(scope, dy, x, mean, rstd, dgamma, dbeta, r, c, chunk, centered, threads);
+        });
+        let buffers = vec![OP(0), OP(1), mean.unwrap_or(rstd), rstd, partial, partial_beta.unwrap_or(partial)];
+        let numbers = vec![rows as u32, columns as u32, rows.div_ceil(chunks) as u32];
+        self.launch(kernel, buffers, numbers, Vec::new(), [blocks as u32, chunks as u32, 1]);
+        for (from, to) in [(Some(partial), Some(dgamma)), (partial_beta, dbeta)] {
+            if let (Some(from), Some(to)) = (from, to) {
+                self.fold_once(Fold::Sum, (from, DType::F32), (to, DType::F32), [1, chunks, size]);
+            }
+        }
+    }
+
+    pub(super) fn cross_entropy(&mut self, start: u64) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.operands[1].dtype];
+        let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
+        let kernel = Kernel::new("cross_entropy", &types, width, threads, &(), move |d| {
+            let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
+            let (lse, picked) = (d.output::<f32>(), d.output::<f32>());
+            let (columns, first) = (d.number(), d.number());
+            kernels::cross_entropy::expand(d.scope(), logits, labels, lse, picked, columns, first, threads);
+        });
+        let (numbers, grid) = (vec![columns as u32, start as u32], [rows as u32, 1, 1]);
+        self.launch(kernel, vec![OP(0), OP(1), RES(0), RES(1)], numbers, Vec::new(), grid);
+        Ok(())
+    }
+
+    pub(super) fn cross_entropy_grad(&mut self, start: u64) -> Result<(), String> {
+        let types = [self.operands[0].dtype, self.operands[1].dtype];
+        let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
+        let kernel = Kernel::new("cross_entropy_grad", &types, width, threads, &(), move |d| {
+            let (logits, labels, lse) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.input::<f32>());
+            let (dlse, dpicked, dlogits) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
+            let (columns, first) = (d.number(), d.number());
+            let scope = d.scope();
+            kernels::cross_entropy_grad::expand(
+                scope, logits, labels, lse, dlse, dpicked, dlogits, columns, first, threads,
+            );
+        });
+        let buffers = (0..5).map(OP).chain([RES(0)]).collect();
+        let (numbers, grid) = (vec![columns as u32, start as u32], [rows as u32, 1, 1]);
+        self.launch(kernel, buffers, numbers, Vec::new(), grid);
+        Ok(())
+    }
+}
