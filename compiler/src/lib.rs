@@ -23,6 +23,7 @@ pub mod options;
 pub mod pipeline;
 pub mod report;
 pub mod train;
+pub mod verify;
 
 pub use compile::{Compiled, Trace, compile};
 pub use error::{DataError, Error};

@@ -34,6 +34,8 @@ pub enum Verb {
     Plan(PlanArgs),
     /// Show a plan file, or one value of it.
     Explain(ExplainArgs),
+    /// Check a plan: statically, then on CPU ranks against one device, on a shrunken model.
+    Verify(VerifyArgs),
     /// Train a model by the plan that is best, or by a plan file.
     Train(Box<TrainArgs>),
     /// Memory by precision and ZeRO stage, without a device.
@@ -96,6 +98,16 @@ pub struct ExplainArgs {
     pub plan: PathBuf,
     /// A value (`%12`), a parameter's name or a part of a module path.
     pub value: Option<String>,
+}
+
+/// `shardc verify`.
+#[derive(Debug, Args)]
+pub struct VerifyArgs {
+    /// The plan file.
+    pub plan: PathBuf,
+    /// Only the static checks.
+    #[arg(long)]
+    pub static_only: bool,
 }
 
 /// `shardc train`.

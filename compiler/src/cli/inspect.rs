@@ -1,12 +1,33 @@
-//! `shardc estimate` and `shardc check`: what a model needs, and what this machine has.
+//! `shardc verify`, `estimate` and `check`: whether a plan is right, what a model needs, and what this
+//! machine has.
 
-use super::args::{CheckArgs, EstimateArgs};
+use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
 use shardc::estimate::estimate;
 use shardc::{Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_runtime::probe;
+
+/// Whether a plan is legal and computes what one device computes.
+pub fn verify(args: &VerifyArgs, json: bool) -> Result<(), Error> {
+    let plan = request::plan_file(&args.plan)?;
+    let findings = shardc::verify::verify(&plan, !args.static_only);
+    match json {
+        true => print_json(&json!(findings)),
+        false => {
+            for finding in &findings {
+                let mark = finding.ok.map_or("–", |ok| if ok { "✓" } else { "✗" });
+                print(&format!("{mark} {:14} {}\n", finding.check, finding.detail));
+            }
+        }
+    }
+    let failed: Vec<&str> = findings.iter().filter(|f| f.ok == Some(false)).map(|f| f.check.as_str()).collect();
+    if failed.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Check(format!("{}: the plan fails: {}", args.plan.display(), failed.join(", "))))
+}
 
 /// Memory by precision and ZeRO stage.
 pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {

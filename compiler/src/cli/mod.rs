@@ -19,6 +19,7 @@ pub fn run(cli: Cli) -> Result<(), Error> {
         Verb::Models => models(cli.json),
         Verb::Plan(args) => plan(&args, cli.json),
         Verb::Explain(args) => explain(&args, cli.json),
+        Verb::Verify(args) => inspect::verify(&args, cli.json),
         Verb::Estimate(args) => inspect::print_estimate(&args, cli.json),
         Verb::Check(args) => inspect::check(&args, cli.json),
         Verb::Train(args) => train::train(&args, cli.json),

@@ -1,0 +1,214 @@
+//! `verify`: is a plan legal, and does it compute what one device computes?
+//!
+//! Statically: the plan's layouts, its programs' memory, and that every collective is entered by
+//! all of its ranks in the same order. Numerically: the model with fewer layers and smaller
+//! dimensions, under the same choices, on CPU ranks and on one; losses, gradient norms and
+//! averaged gradients of a few steps must agree.
+//!
+//! The dimensions shrink so that the plan's axes still divide what they divided. A mesh of more
+//! than [`MOST_RANKS`] ranks shrinks too, each degree for itself, and the report says so.
+
+use crate::compile::{Compiled, compile};
+use crate::error::Error;
+use crate::learning_rate::{Decay, LearningRate};
+use crate::model::NamedModel;
+use crate::options::{Batch, Options};
+use crate::pipeline;
+use crate::train::{TrainOptions, Weights};
+use serde::Serialize;
+use shardc_ir::plan::Space;
+use shardc_ir::{HostTensor, Op, Plan};
+use shardc_models::zoo::Config;
+use shardc_passes::cluster::Cluster;
+use shardc_passes::precision::Precision;
+
+/// The largest number of ranks that are run, or whose programs are all compared.
+const MOST_RANKS: u64 = 16;
+/// The steps that are compared: enough that the optimizer's state matters.
+const STEPS: u64 = 3;
+/// How far apart the losses may be, relative.
+const LOSS: f64 = 1e-4;
+/// How far apart gradient norms may be, relative.
+const NORM: f64 = 1e-3;
+/// How far apart the averaged gradients may be, relative to the largest of all.
+const MOMENT: f64 = 1e-4;
+
+/// One check and how it went.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    /// What was checked.
+    pub check: String,
+    /// Whether it holds; `None` if it was not checked.
+    pub ok: Option<bool>,
+    /// What was found.
+    pub detail: String,
+}
+
+/// Every check of a plan, static ones first. `numeric` runs the shrunken model too.
+pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut add = |check: &str, ok: Option<bool>, detail: String| {
+        findings.push(Finding { check: check.to_string(), ok, detail });
+    };
+    match shardc_ir::verify::plan(plan) {
+        Ok(_) => add("layouts", Some(true), format!("{} nodes on {}", plan.graph.node_count(), mesh_text(plan))),
+        Err(found) => add("layouts", Some(false), found.to_string()),
+    }
+    let ranks = plan.mesh.ranks();
+    if ranks > MOST_RANKS {
+        add("programs", None, format!("{ranks} ranks are too many to compare all of their programs"));
+    } else {
+        match pipeline::programs(plan, None) {
+            Ok(programs) => {
+                add("programs", Some(true), "memory, order and collectives of all ranks agree".to_string());
+                let most = programs.iter().map(|program| program.arena(Space::Device)).max().unwrap_or_default();
+                let planned = plan.prediction.memory.total();
+                add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
+            }
+            Err(error) => add("programs", Some(false), error.to_string()),
+        }
+    }
+    if !numeric {
+        return findings;
+    }
+    match NamedModel::find(&plan.request.model).and_then(|model| compare(&model, plan)) {
+        Ok(numbers) => findings.extend(numbers),
+        Err(error) => {
+            let (check, detail) = ("numbers".to_string(), error.to_string());
+            findings.push(Finding { check, ok: Some(false), detail });
+        }
+    }
+    findings
+}
+
+fn mesh_text(plan: &Plan) -> String {
+    if plan.mesh.axes.is_empty() { "one rank".to_string() } else { plan.mesh.to_string() }
+}
+
+/// The degrees of a plan, shrunk to what can be run here.
+struct Degrees {
+    dp: u64,
+    tp: u64,
+    microbatches: u64,
+    pins: String,
+}
+
+fn degrees(plan: &Plan) -> Degrees {
+    let (mut dp, mut tp) = (plan.mesh.degree("dp"), plan.mesh.degree("tp"));
+    if dp * tp > MOST_RANKS {
+        (dp, tp) = (dp.min(2), largest_factor(tp, 8));
+    }
+    let choice = |name: &str| {
+        let parts = plan.choice.split(',').filter_map(|part| part.split_once('='));
+        parts.into_iter().find(|(key, _)| *key == name).map_or("0", |(_, value)| value)
+    };
+    let recompute = match choice("recompute") {
+        "none" | "0" => "none",
+        "block" | "full" => "block",
+        _ => "1",
+    };
+    let zero = if dp > 1 { choice("zero") } else { "0" };
+    let pins = format!("dp={dp},tp={tp},zero={zero},microbatch=1,recompute={recompute}");
+    Degrees { dp, tp, microbatches: plan.mesh.microbatches().min(2), pins }
+}
+
+/// The largest divisor of `number` that is at most `limit`.
+fn largest_factor(number: u64, limit: u64) -> u64 {
+    (1..=limit).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
+}
+
+/// A model with two layers and small dimensions, of which `tp` and `dp` divide what they divided.
+fn shrink(config: &Config, dp: u64, tp: u64) -> Config {
+    let (dp, tp) = (dp as usize, tp as usize);
+    let keep = |size: usize, small: usize| if size.is_multiple_of(tp) { small } else { small + 1 };
+    let unit = 4 * dp * tp;
+    match config {
+        Config::Llama(config) => {
+            let mut small = config.clone();
+            let group = config.heads / config.kv_heads;
+            small.layers = config.layers.min(2);
+            small.kv_heads = if config.kv_heads.is_multiple_of(tp) { tp } else { config.kv_heads };
+            small.heads = small.kv_heads * group;
+            small.head_width = 8;
+            small.width = 2 * unit;
+            small.hidden = keep(config.hidden, 4 * unit);
+            small.vocabulary = keep(config.vocabulary, 16 * unit);
+            Config::Llama(small)
+        }
+        Config::Gpt2(config) => {
+            let mut small = config.clone();
+            small.layers = config.layers.min(2);
+            small.heads = if config.heads.is_multiple_of(tp) { tp } else { config.heads };
+            small.width = small.heads * 8 * dp;
+            small.hidden = 4 * small.width;
+            small.vocabulary = keep(config.vocabulary, 16 * unit);
+            Config::Gpt2(small)
+        }
+    }
+}
+
+/// The shrunken model under the plan's choices and on one device.
+fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
+    let Degrees { dp, tp, microbatches, pins } = degrees(plan);
+    let small = NamedModel::from_config("shrunken", shrink(&model.config, dp, tp));
+    let batch = Batch { batch: dp * microbatches, seq: 8 * tp };
+    let run = |cluster: String, pins: &str| {
+        let cluster = Cluster::parse(&cluster, "h200")?;
+        let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+        let compiled = compile(&small, batch, &cluster, &options)?;
+        train(&small, &compiled, batch)
+    };
+    let whole = run("cpu:1".to_string(), "")?;
+    let spread = run(format!("cpu:{}", dp * tp), &pins)?;
+    let mut findings = Vec::new();
+    let relative = |a: f64, b: f64| (a - b).abs() / b.abs().max(1e-12);
+    let mut row = |check: &str, worst: f64, bound: f64| {
+        let detail =
+            format!("off by {worst:.1e} at most over {STEPS} steps, {bound:.0e} allowed ({pins} on a small model)");
+        findings.push(Finding { check: check.to_string(), ok: Some(worst <= bound), detail });
+    };
+    let worst = |pick: fn(&(f64, f64)) -> f64| {
+        let pairs = spread.metrics.iter().zip(&whole.metrics);
+        pairs.map(|(a, b)| relative(pick(a), pick(b))).fold(0.0, f64::max)
+    };
+    row("loss", worst(|step| step.0), LOSS);
+    row("gradient norm", worst(|step| step.1), NORM);
+    // First moments, not parameters: where a gradient is zero but for rounding (a key's bias), Adam
+    // moves the parameter by the rounding's sign.
+    let largest = whole.moments.iter().flat_map(values).fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    let pairs = whole.moments.iter().zip(&spread.moments).flat_map(|(a, b)| values(a).zip(values(b)));
+    let off = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    row("moments", off / largest.max(1e-12), MOMENT);
+    Ok(findings)
+}
+
+/// What a short run gave: loss and gradient norm of each step, and the optimizer's first moments.
+struct Outcome {
+    metrics: Vec<(f64, f64)>,
+    moments: Vec<HostTensor>,
+}
+
+fn train(model: &NamedModel, compiled: &Compiled, batch: Batch) -> Result<Outcome, Error> {
+    let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: STEPS };
+    let weights: Box<dyn Weights> = model.weights()?;
+    let mut trainer = compiled.start(weights.as_ref(), TrainOptions { learning_rate, seed: 1 })?;
+    let mut metrics = Vec::new();
+    for step in 0..STEPS {
+        let token = |at: u64| ((at * 7919 + step * 104_729) % model.vocabulary()) as i64;
+        let tokens: Vec<i64> = (0..batch.batch * batch.seq).map(token).collect();
+        let feed = HostTensor::from_i64([batch.batch, batch.seq], &tokens);
+        let inputs = compiled.model.graph.leaves().filter_map(|(_, node)| match &node.op {
+            Op::Input(input) => Some(input.name.clone()),
+            _ => None,
+        });
+        let step = trainer.step(inputs.map(|name| (name, feed.clone())).collect())?;
+        metrics.push((step.loss, step.grad_norm));
+    }
+    let names: Vec<String> = trainer.parameters()?.into_keys().collect();
+    let moments = names.iter().map(|name| trainer.gather(&format!("{name}.m"))).collect::<Result<_, _>>()?;
+    Ok(Outcome { metrics, moments })
+}
+
+fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
+    tensor.bytes.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes)))
+}

@@ -1,0 +1,190 @@
+//! The command line from outside: exit codes and messages, above all of bad input.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf").join(name)
+}
+
+fn shardc(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap()
+}
+
+/// Runs shardc, and expects an exit code and words in what it says.
+#[track_caller]
+fn check(args: &[&str], code: i32, words: &[&str]) -> String {
+    let output = shardc(args);
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
+    }
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// A copy of a fixture that a test may spoil.
+fn copy(name: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in fs::read_dir(fixture(name)).unwrap() {
+        let path = entry.unwrap().path();
+        let target = dir.path().join(path.file_name().unwrap());
+        fs::write(target, fs::read(&path).unwrap()).unwrap();
+    }
+    dir
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// `shardc train` on a model directory and some data.
+#[track_caller]
+fn check_train(model: &Path, data: &Path, more: &[&str], code: i32, words: &[&str]) -> String {
+    let mut args = vec!["train", text(model), "--data", text(data), "--steps", "1", "--precision", "fp32"];
+    args.extend(more);
+    check(&args, code, words)
+}
+
+#[test]
+fn models_are_listed() {
+    check(&["models"], 0, &["gpt2-124m", "124,439,808", "llama-405b", "Radford"]);
+    check(&["models", "--json"], 0, &["\"parameters\": 124439808"]);
+}
+
+#[test]
+fn unknown_names() {
+    check(&["plan", "lama-tiny"], 2, &["`lama-tiny`", "llama-tiny", "shardc models"]);
+    check(&["plan", "some/where"], 2, &["some/where"]);
+    check(&["plan", "llama-tiny", "--bach", "4"], 2, &["--bach", "--batch"]);
+    check(&["pln"], 2, &["plan"]);
+    check(&["plan", "llama-tiny", "--cluster", "h10:8"], 2, &["h10", "h100"]);
+    check(&["plan", "llama-tiny", "--pin", "dq=2"], 2, &["dq", "dp"]);
+    check(&["plan", "llama-tiny", "--device-memory", "24QB"], 2, &["24QB", "24GiB"]);
+}
+
+#[test]
+fn impossible_requests() {
+    check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "dp=2,tp=4"], 2, &["dp=2,tp=4", "4"]);
+    check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "tp=3"], 2, &["tp=3", "4 ranks"]);
+    check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "dp=4", "--batch", "6"], 2, &["6", "dp=4"]);
+    check(&["plan", "gpt2-124m", "--seq", "2048", "--batch", "1"], 2, &["2048", "1024 positions"]);
+    check(
+        &["plan", "llama-tiny", "--batch", "4", "--seq", "64", "--device-memory", "8MiB"],
+        3,
+        &["no plan fits in 8.00 MiB", "the nearest"],
+    );
+}
+
+#[test]
+fn plans_are_written_explained_and_guarded() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("plan.json");
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "-o", text(&path)];
+    check(&args, 0, &["step", "memory", "parameters", "runners-up"]);
+    check(&["explain", text(&path)], 0, &["llama-tiny on cpu:2"]);
+    check(&["explain", text(&path), "blocks.0.attention.query"], 0, &["parameter \"blocks.0.attention.query.weight\""]);
+    check(&["explain", text(&path), "blocks.0.atention.query"], 2, &["did you mean"]);
+    check(&["verify", text(&path)], 0, &["✓ layouts", "✓ programs", "✓ loss", "✓ moments"]);
+    check(&["verify", text(&path), "--static-only", "--json"], 0, &["\"layouts\""]);
+    let whole = fs::read_to_string(&path).unwrap();
+    let spoilt = dir.path().join("spoilt.json");
+    let check_spoilt = |contents: String, words: &[&str]| {
+        fs::write(&spoilt, contents).unwrap();
+        check(&["explain", text(&spoilt)], 2, words);
+        check(&["train", text(&spoilt), "--data", "x", "--steps", "1"], 2, words);
+    };
+    check_spoilt(whole.replace("\"version\": 1", "\"version\": 99"), &["version 99"]);
+    check_spoilt(whole[..whole.len() / 2].to_string(), &["cut short"]);
+    check_spoilt(whole.replace("\"batch\": 4", "\"batch\": 5"), &["hash"]);
+    check_spoilt("hello".to_string(), &["not a plan file"]);
+}
+
+#[test]
+fn bad_directories() {
+    let batches = fixture("llama").join("batches.safetensors");
+    let spoil = |file: &str, spoil: &dyn Fn(Vec<u8>) -> Option<Vec<u8>>| {
+        let dir = copy("llama");
+        let path = dir.path().join(file);
+        match spoil(fs::read(&path).unwrap()) {
+            Some(bytes) => fs::write(&path, bytes).unwrap(),
+            None => fs::remove_file(&path).unwrap(),
+        }
+        dir
+    };
+    let replace = |from: &'static str, to: &'static str| {
+        move |bytes: Vec<u8>| Some(String::from_utf8(bytes).unwrap().replace(from, to).into_bytes())
+    };
+    let dir = spoil("model.safetensors", &|bytes| Some(bytes[..bytes.len() - 1000].to_vec()));
+    check_train(dir.path(), &batches, &[], 2, &["model.safetensors"]);
+    let dir = spoil("model.safetensors", &|_| None);
+    check_train(dir.path(), &batches, &[], 2, &["model.safetensors"]);
+    let dir = spoil("config.json", &replace("\"intermediate_size\": 128", "\"intermediate_size\": 160"));
+    check_train(dir.path(), &batches, &[], 2, &["mlp", "128", "160"]);
+    let dir = spoil("config.json", &replace("\"llama\"", "\"bert\""));
+    check_train(dir.path(), &batches, &[], 2, &["bert"]);
+    let dir = spoil("config.json", &|_| None);
+    check_train(dir.path(), &batches, &[], 2, &["config.json"]);
+}
+
+#[test]
+fn bad_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    };
+    let model = fixture("llama");
+    let small = ["--batch", "1", "--seq", "16"];
+    check_train(&model, &file("empty.txt", b""), &small, 2, &["empty.txt", "empty"]);
+    check_train(&model, &file("short.txt", b"hello"), &small, 2, &["5 tokens", "--seq"]);
+    check_train(&model, &dir.path().join("none.txt"), &small, 2, &["none.txt"]);
+    let mut tokens = vec![0u8; 64];
+    tokens[20..22].copy_from_slice(&300u16.to_le_bytes());
+    let words = ["token 300", "position 10", "vocabulary of 256"];
+    check_train(&model, &file("beyond.bin", &tokens), &small, 2, &words);
+    check_train(&model, &file("cut.safetensors", b"12345"), &[], 2, &["cut.safetensors"]);
+    let batches = model.join("batches.safetensors");
+    check_train(&model, &batches, &["--batch", "8"], 2, &["--batch 8", "4 x 32"]);
+    let many = ["train", text(&model), "--data", text(&batches), "--steps", "11"];
+    check(&many, 2, &["--steps 11", "10 steps"]);
+}
+
+#[test]
+fn a_run_is_recorded_and_saved() {
+    let (dir, model) = (tempfile::tempdir().unwrap(), fixture("gpt2"));
+    let (metrics, saved) = (dir.path().join("m.jsonl"), dir.path().join("saved"));
+    let batches = model.join("batches.safetensors");
+    let more = ["--cluster", "cpu:2", "--metrics", text(&metrics), "--save", text(&saved)];
+    check_train(&model, &batches, &more, 0, &["1 of 1 steps", "measured", "predicted", "saved to"]);
+    let line: serde_json::Value = serde_json::from_str(fs::read_to_string(&metrics).unwrap().trim()).unwrap();
+    for key in ["step", "loss", "grad_norm", "step_s", "tokens_per_s", "peak_device_bytes", "predicted_step_s"] {
+        assert!(line[key].is_number(), "{key} in {line}");
+    }
+    // What was saved is a model: it trains on.
+    check_train(&saved, &batches, &[], 0, &["1 of 1 steps"]);
+    // A save that cannot be made leaves the previous one.
+    let before = fs::read(saved.join("model.safetensors")).unwrap();
+    check_train(&model, &batches, &["--save", "/dev/null/saved"], 2, &["/dev/null/saved"]);
+    assert_eq!(fs::read(saved.join("model.safetensors")).unwrap(), before);
+}
+
+#[test]
+fn a_loss_that_is_not_finite_ends_the_run() {
+    let (dir, model) = (tempfile::tempdir().unwrap(), fixture("llama"));
+    let batches = model.join("batches.safetensors");
+    let args = ["train", text(&model), "--data", text(&batches), "--steps", "10", "--lr", "1e30"];
+    check(&args, 1, &["step ", "not finite"]);
+    drop(dir);
+}
+
+#[test]
+fn estimates_and_checks() {
+    check(&["estimate", "llama-8b", "--ranks", "8"], 0, &["8,030,261,248", "bf16", "adamw"]);
+    check(&["estimate", "llama-8b", "--json"], 0, &["\"zero\": 3"]);
+    check(&["check"], 0, &["✓ CPU"]);
+    check(&["check", "--json"], 0, &["\"name\": \"CPU\""]);
+}
