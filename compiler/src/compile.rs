@@ -8,7 +8,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::{HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::cluster::Cluster;
-use shardc_runtime::{CpuRuntime, Runtime};
+use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, cuda};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -120,9 +120,15 @@ impl Compiled {
         let cluster = self.plan.request.cluster.as_str();
         match cluster.split(':').next() {
             Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
+            Some("cuda") => {
+                let devices: Vec<usize> = (0..self.plan.mesh.ranks() as usize).collect();
+                // Before anything is lowered: what is missing is told at once.
+                cuda::require(&devices)?;
+                Ok(Box::new(CudaRuntime::new(self.programs()?.to_vec(), &devices)?))
+            }
             _ => Err(Error::request(
                 format!("cluster `{cluster}` cannot be run from here"),
-                "train on cpu:N; a described cluster such as h100:8x16 is for planning",
+                "train on cpu:N or cuda:N; a described cluster such as h100:8x16 is for planning",
             )),
         }
     }

@@ -14,6 +14,7 @@ use shardc_passes::cluster::ClusterError;
 use shardc_passes::lower::LowerError;
 use shardc_passes::search::PlanError;
 use shardc_runtime::RuntimeError;
+use shardc_runtime::cuda::CudaError;
 use std::path::PathBuf;
 
 /// What can be wrong with the data of a run.
@@ -186,6 +187,9 @@ pub enum Error {
     /// The runtime failed.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
+    /// The GPUs cannot be used.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     /// The numbers of a step are not finite.
     #[error("step {step}: loss {loss}, gradient norm {grad_norm}{}", first_text(.first.as_deref()))]
     NotFinite {
@@ -243,7 +247,12 @@ impl Error {
             }
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
             Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) | Self::Plan(_) => 2,
-            Self::Lower(_) | Self::Runtime(_) | Self::NotFinite { .. } | Self::Check(_) | Self::Bug(_) => 1,
+            Self::Lower(_)
+            | Self::Runtime(_)
+            | Self::Cuda(_)
+            | Self::NotFinite { .. }
+            | Self::Check(_)
+            | Self::Bug(_) => 1,
         }
     }
 
@@ -256,6 +265,7 @@ impl Error {
             Self::Zoo(ZooError::Unknown { .. }) => Some(
                 "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),
             ),
+            Self::Cuda(_) => Some("`shardc check --cluster cuda:N` shows what there is; cpu:N needs no GPU".into()),
             Self::NotFinite { .. } => Some("lower --lr, raise --warmup, or look at the data of that step".into()),
             _ => None,
         }

@@ -182,6 +182,21 @@ fn a_loss_that_is_not_finite_ends_the_run() {
 }
 
 #[test]
+fn clusters_that_are_not_here() {
+    let model = fixture("llama");
+    let batches = model.join("batches.safetensors");
+    check_train(&model, &batches, &["--cluster", "h100:4"], 2, &["h100:4", "cpu:N"]);
+    // No machine has so many GPUs, and many have none.
+    check_train(&model, &batches, &["--cluster", "cuda:4096", "--pin", "tp=1,dp=4"], 2, &["dp=4,tp=1", "4096"]);
+    check(&["check", "--cluster", "cuda:4096"], 1, &["✗", "cuda:4096 needs"]);
+    if shardc(&["check", "--cluster", "cuda:4"]).status.success() {
+        return;
+    }
+    let text = check_train(&model, &batches, &["--cluster", "cuda:4"], 1, &["shardc check"]);
+    assert!(text.contains("driver") || text.contains("GPUs are needed") || text.contains("missing"), "{text}");
+}
+
+#[test]
 fn estimates_and_checks() {
     check(&["estimate", "llama-8b", "--ranks", "8"], 0, &["8,030,261,248", "bf16", "adamw"]);
     check(&["estimate", "llama-8b", "--json"], 0, &["\"zero\": 3"]);
