@@ -8,6 +8,7 @@ use shardc_passes::PassError;
 use shardc_passes::differentiate::differentiate as differentiated;
 use shardc_passes::optimizer::{OptimizerConfig, add_optimizer as optimized};
 use shardc_passes::precision::{Precision, lower_precision as lowered};
+use shardc_passes::raise::raise;
 
 /// A verb: the case's text and the words after the verb give the expected text or findings.
 pub type Verb = fn(&str, &[&str]) -> Result<String, Diagnostics>;
@@ -21,6 +22,7 @@ pub const VERBS: &[(&str, Verb)] = &[
     ("plan-verify", plan_verify),
     ("program-print", program_print),
     ("program-verify", program_verify),
+    ("raise", |text, _| pass(text, |graph| Ok(raise(graph)?.0))),
     ("lower-precision", |text, _| pass(text, |graph| lowered(graph, Precision::Bf16))),
     ("differentiate", |text, _| pass(text, |graph| Ok(differentiated(graph, "loss")?.graph))),
     ("add-optimizer", |text, _| {
