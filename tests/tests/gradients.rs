@@ -32,7 +32,7 @@ impl Leaves {
     fn p<const D: usize>(&mut self, name: &str) -> Tensor<D> {
         let tensor = self.tensor::<D>(name).require_grad();
         let leaf = tensor.clone();
-        let read = move |gradients: &Gradients| leaf.grad(gradients).map(|g| g.into_data().to_vec().unwrap());
+        let read = move |gradients: &Gradients| leaf.grad(gradients).map(|g| g.into_data().try_to_vec().unwrap());
         self.read.insert(name.to_string(), Box::new(move |gradients| read(gradients).unwrap_or_default()));
         tensor
     }
