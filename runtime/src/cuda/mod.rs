@@ -18,6 +18,8 @@ pub mod kernel;
 pub mod kernels;
 mod nccl;
 pub mod select;
+#[cfg(test)]
+mod tests;
 
 use crate::{Runtime, RuntimeError};
 use device::{Device, Failure};

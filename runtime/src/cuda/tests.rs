@@ -1,0 +1,124 @@
+//! What can be tested without a GPU: that operations on usual types have kernels, and that these
+//! become CUDA C++; how contractions become matrix products; and what is said where CUDA is missing.
+//! The kernels' results are compared with the CPU backend's by the example `cuda_selftest`.
+
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
+use super::select::{Step, select};
+use shardc_ir::ops::*;
+use shardc_ir::{DType, Op, TensorType};
+use std::collections::BTreeMap;
+
+use DType::{Bf16, Bool, F32, I64};
+
+fn t(dtype: DType, shape: &[u64]) -> TensorType {
+    TensorType::new(dtype, shape)
+}
+
+/// The steps of an operation, one word each; every kernel must become CUDA C++.
+fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Vec<String> {
+    let selection = select(&op.into(), operands, results).unwrap_or_else(|error| panic!("{error}"));
+    let mut known = BTreeMap::new();
+    let mut word = |step: &Step| match step {
+        Step::Launch(launch) => {
+            let key = launch.kernel.key.clone();
+            let source = known
+                .entry(key)
+                .or_insert_with_key(|key| launch.kernel.source().unwrap_or_else(|error| panic!("{key}: {error}")));
+            assert!(source.text.contains(&format!("{} (", launch.kernel.name)), "{}", source.text);
+            assert!(source.info_bytes >= 4 * (launch.numbers.len() + launch.reals.len()));
+            launch.kernel.name.to_string()
+        }
+        Step::Zero { .. } => "zero".to_string(),
+        Step::Copy { .. } => "copy".to_string(),
+        Step::Upload { .. } => "upload".to_string(),
+        Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
+    };
+    selection.steps.iter().map(&mut word).collect()
+}
+
+#[track_caller]
+fn check(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], expect: &[&str]) {
+    assert_eq!(steps(op, operands, results), expect);
+}
+
+#[track_caller]
+fn check_matmul(spec: &str, a: &[u64], b: &[u64], c: &[u64], expect: &[&str]) {
+    check(Matmul::new(spec), &[t(Bf16, a), t(Bf16, b)], &[t(F32, c)], expect);
+}
+
+#[test]
+fn contractions_are_products_without_copies() {
+    check_matmul("mk,kn->mn", &[64, 96], &[96, 32], &[64, 32], &["gemm 1x64x32x96"]);
+    check_matmul("bsk,nk->bsn", &[2, 16, 96], &[32, 96], &[2, 16, 32], &["gemm 1x32x32x96"]);
+    check_matmul("bsn,bsk->nk", &[2, 16, 32], &[2, 16, 96], &[32, 96], &["gemm 1x32x96x32"]);
+    check_matmul("bsk,khd->bshd", &[2, 16, 96], &[96, 4, 8], &[2, 16, 4, 8], &["gemm 1x32x32x96"]);
+    check_matmul("mk,kn->nm", &[64, 96], &[96, 32], &[32, 64], &["gemm 1x64x32x96"]);
+    // Batch and head cannot be one dimension of `[b, s, h, d]`: one product per batch element.
+    check_matmul("bshd,bthd->bhst", &[2, 8, 4, 16], &[2, 8, 4, 16], &[2, 4, 8, 8], &["gemm 4x8x8x16"; 2]);
+}
+
+#[test]
+fn contractions_that_are_no_products_are_copied_first() {
+    let expect = ["strided", "gemm 1x24x32x128"];
+    check_matmul("kba,kan->bn", &[8, 24, 16], &[8, 16, 32], &[24, 32], &expect);
+}
+
+#[test]
+fn kernels_become_cuda() {
+    for f in [F32, Bf16] {
+        let (x, row, d) = (t(f, &[80, 96]), t(F32, &[80]), t(f, &[96]));
+        let w = t(F32, &[96]);
+        for kind in UnaryKind::ALL.iter().copied().filter(|kind| *kind != UnaryKind::Not) {
+            check(Unary { kind }, &[x.clone()], &[x.clone()], &["unary"]);
+            check(UnaryGrad { kind }, &[x.clone(), x.clone()], &[x.clone()], &["unary_grad"]);
+        }
+        check(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()], &["rms_norm"]);
+        let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
+        let expect = ["rms_norm_grad", "norm_weights_grad", "reduce_columns"];
+        check(RmsNormGrad {}, &operands, &[x.clone(), w], &expect);
+        let labels = t(I64, &[80]);
+        let expect = ["cross_entropy"];
+        check(CrossEntropy { start: 0 }, &[x.clone(), labels], &[row.clone(), row.clone()], &expect);
+        let (table, ids) = (t(F32, &[500, 96]), t(I64, &[80]));
+        check(EmbeddingGrad { start: 7 }, &[x.clone(), ids], &[table], &["zero", "embedding_grad"]);
+        check(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])], &["reduce_segments"; 2]);
+    }
+}
+
+#[test]
+fn moves_are_as_few_as_they_can_be() {
+    let x = t(Bf16, &[8, 6, 16]);
+    check(Transpose { permutation: vec![0, 1, 2] }, &[x.clone()], &[x.clone()], &["copy"]);
+    check(Transpose { permutation: vec![1, 0, 2] }, &[x.clone()], &[t(Bf16, &[6, 8, 16])], &["strided"]);
+    let slice = Slice { start: vec![2, 0, 0], limit: vec![4, 6, 16] };
+    check(slice, &[x.clone()], &[t(Bf16, &[2, 6, 16])], &["copy"]);
+    check(Concat { dim: 0 }, &[x.clone(), x.clone()], &[t(Bf16, &[16, 6, 16])], &["copy"; 2]);
+    check(Constant { value: 0.0 }, &[], &[x], &["zero"]);
+}
+
+#[test]
+fn attention_multiplies_only_what_is_seen() {
+    let (q, k, lse) = (t(F32, &[1, 2048, 2, 16]), t(F32, &[1, 2048, 1, 16]), t(F32, &[1, 2, 2048]));
+    let op = Attention { causal: true, scale: 0.25 };
+    let last = ["gemm 1x1024x2048x16", "attention_softmax", "gemm 1x1024x16x2048"];
+    let first = ["gemm 1x1024x1024x16", "attention_softmax", "gemm 1x1024x16x1024"];
+    let expect = [last, first, last, first].concat();
+    check(op, &[q.clone(), k.clone(), k], &[q, lse], &expect);
+}
+
+#[test]
+fn what_has_no_kernel_says_so() {
+    let x = t(Bool, &[8]);
+    let op = Op::from(Unary { kind: UnaryKind::Abs });
+    let error = select(&op, &[x.clone()], &[x]).map(|_| ()).map_err(|error| error.to_string());
+    assert_eq!(error, Err("no CUDA kernel for `abs` on bool[8]: integers".to_string()));
+}
+
+#[test]
+fn a_missing_driver_is_an_error_with_a_remedy() {
+    let present = super::require(&[0]);
+    let Err(error) = present else { return eprintln!("skipped: this machine has CUDA") };
+    let text = error.to_string();
+    assert!(text.contains("missing: install") || text.contains("GPU") || text.contains("driver"), "{text}");
+}
