@@ -20,6 +20,8 @@ mod nccl;
 pub mod select;
 #[cfg(test)]
 mod tests;
+#[cfg(all(test, feature = "vulkan"))]
+mod vulkan_tests;
 
 use crate::{Runtime, RuntimeError};
 use device::{Device, Failure};

@@ -1,0 +1,189 @@
+//! The kernels' results, without a GPU: the same CubeCL functions through wgpu on a software Vulkan
+//! driver (Debian's `mesa-vulkan-drivers`), compared with the CPU backend.
+//!
+//! Built with the feature `vulkan`; skipped with a message where there is no Vulkan driver. WGSL has
+//! no bf16 and no 64-bit integers, so everything runs on f32 with 32-bit indices.
+
+#![allow(clippy::cloned_ref_to_slice_refs)]
+
+use super::kernel::{Arg, Kernel, Launch};
+use super::select::{Step, select};
+use crate::compute_op;
+use cubecl::InfoBuilder;
+use cubecl::ir::StorageType;
+use cubecl::prelude::*;
+use cubecl::server::{Handle, KernelArguments};
+use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
+use shardc_ir::ops::*;
+use shardc_ir::{DType, HostTensor, Op, TensorType};
+
+type Client = ComputeClient<WgpuRuntime>;
+
+/// A kernel as CubeCL's own launcher wants it.
+struct Wrapped(Kernel);
+
+impl KernelMetadata for Wrapped {
+    fn id(&self) -> KernelId {
+        KernelId::new::<Self>().info(self.0.key.clone())
+    }
+    fn address_type(&self) -> StorageType {
+        AddressType::U32.unsigned_type()
+    }
+}
+
+impl CubeKernel for Wrapped {
+    fn define(&self) -> KernelDefinition {
+        self.0.definition()
+    }
+}
+
+fn client() -> Option<Client> {
+    let found = std::panic::catch_unwind(|| WgpuRuntime::client(&WgpuDevice::DefaultDevice));
+    if found.is_err() {
+        eprintln!("skipped: no Vulkan driver (apt-get install mesa-vulkan-drivers)");
+    }
+    found.ok()
+}
+
+fn launch(client: &Client, launch: Launch, resolve: impl Fn(Arg) -> Handle) {
+    let mut info = InfoBuilder::default();
+    let mut arguments = KernelArguments::new();
+    for arg in &launch.buffers {
+        arguments.buffers.push(resolve(*arg).binding());
+        info.metadata.register_array(1 << 30, 1 << 30, AddressType::U32);
+    }
+    launch.numbers.iter().for_each(|number| info.scalars.push(*number));
+    launch.reals.iter().for_each(|real| info.scalars.push(*real));
+    arguments.info = info.finish(AddressType::U32);
+    let [x, y, z] = launch.grid;
+    let task = KernelTask::<<WgpuRuntime as Runtime>::Compiler, _>::new(Wrapped(launch.kernel));
+    client.launch(Box::new(task), CubeCount::Static(x, y, z), arguments);
+}
+
+/// Runs an operation's kernels; the results.
+fn run(client: &Client, op: &Op, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
+    let operand_types: Vec<TensorType> = operands.iter().map(|operand| operand.ty.clone()).collect();
+    let selection = select(op, &operand_types, types).unwrap_or_else(|error| panic!("{error}"));
+    let inputs: Vec<Handle> = operands.iter().map(|operand| client.create_from_slice(&operand.bytes)).collect();
+    let zeros = |bytes: u64| client.create_from_slice(&vec![0; bytes as usize]);
+    let outputs: Vec<Handle> = types.iter().map(|ty| zeros(ty.bytes().0)).collect();
+    let scratch = zeros(selection.scratch.max(256));
+    for step in selection.steps {
+        match step {
+            Step::Launch(step) => launch(client, *step, |arg| match arg {
+                Arg::Operand(index, at) => inputs[index].clone().offset_start(at),
+                Arg::Result(index, at) => outputs[index].clone().offset_start(at),
+                Arg::Scratch(at) => scratch.clone().offset_start(at),
+            }),
+            // Every buffer starts at zero.
+            Step::Zero { .. } => {}
+            other => panic!("{other:?} is no kernel"),
+        }
+    }
+    let read = |(handle, ty): (Handle, &TensorType)| {
+        let bytes = client.read_one_unchecked(handle).to_vec();
+        HostTensor { ty: ty.clone(), bytes }
+    };
+    outputs.into_iter().zip(types).map(read).collect()
+}
+
+fn floats(tensor: &HostTensor) -> Vec<f32> {
+    let number = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    tensor.bytes.chunks_exact(4).map(number).collect()
+}
+
+/// Numbers between -1 and 1, or indices below `limit`.
+fn tensor(ty: &TensorType, seed: u64, limit: u64) -> HostTensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut bytes = Vec::new();
+    for _ in 0..ty.elements() {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        match ty.dtype {
+            DType::I32 => bytes.extend(((state >> 33) as i32 % limit as i32).to_le_bytes()),
+            _ => bytes.extend(((state >> 40) as f32 / (1 << 23) as f32 - 1.0).to_le_bytes()),
+        }
+    }
+    HostTensor { ty: ty.clone(), bytes }
+}
+
+fn t(shape: &[u64]) -> TensorType {
+    TensorType::new(DType::F32, shape)
+}
+
+fn ids(shape: &[u64]) -> TensorType {
+    TensorType::new(DType::I32, shape)
+}
+
+/// Compares the kernels with the CPU backend on the same numbers.
+fn check(client: &Client, op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], limit: u64) {
+    let op = op.into();
+    let make = |(index, ty): (usize, &TensorType)| tensor(ty, index as u64 + 1, limit);
+    let operands: Vec<HostTensor> = operands.iter().enumerate().map(make).collect();
+    let expected = compute_op(&op, &operands, results).unwrap_or_else(|error| panic!("{error}"));
+    let actual = run(client, &op, &operands, results);
+    for (actual, expected) in actual.iter().zip(&expected) {
+        let (actual, expected) = (floats(actual), floats(expected));
+        let largest = expected.iter().fold(1e-3, |most: f32, value| most.max(value.abs()));
+        let gap = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(gap <= 2e-5 * largest, "{}: {gap} of {largest}", op.name());
+    }
+}
+
+#[test]
+fn elementwise() {
+    let Some(client) = client() else { return };
+    let x = t(&[16, 12]);
+    for kind in [UnaryKind::Neg, UnaryKind::Exp, UnaryKind::Tanh, UnaryKind::Silu, UnaryKind::GeluTanh] {
+        check(&client, Unary { kind }, &[x.clone()], &[x.clone()], 1);
+        check(&client, UnaryGrad { kind }, &[x.clone(), x.clone()], &[x.clone()], 1);
+    }
+    for kind in [BinaryKind::Add, BinaryKind::Sub, BinaryKind::Mul, BinaryKind::Max] {
+        check(&client, Binary { kind }, &[x.clone(), x.clone()], &[x.clone()], 1);
+    }
+    check(&client, Binary { kind: BinaryKind::Mul }, &[x.clone(), t(&[])], &[x.clone()], 1);
+    check(&client, Affine { scale: 2.0, offset: 1.0 }, &[t(&[7, 9])], &[t(&[7, 9])], 1);
+    check(&client, Swiglu {}, &[x.clone(), x.clone()], &[x.clone()], 1);
+    check(&client, SwigluGrad {}, &[x.clone(), x.clone(), x.clone()], &[x.clone(), x], 1);
+    let (x, table) = (t(&[2, 4, 2, 16]), t(&[4, 8]));
+    check(&client, Rotary { inverse: true }, &[x.clone(), table.clone(), table], &[x], 1);
+}
+
+#[test]
+fn rows() {
+    let Some(client) = client() else { return };
+    let (x, row, d) = (t(&[40, 96]), t(&[40]), t(&[96]));
+    check(&client, Softmax {}, &[x.clone()], &[x.clone()], 1);
+    check(&client, RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()], 1);
+    let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
+    check(&client, RmsNormGrad {}, &operands, &[x.clone(), d.clone()], 1);
+    let operands = [x.clone(), d.clone(), d.clone()];
+    check(&client, LayerNorm { eps: 1e-5 }, &operands, &[x.clone(), row.clone(), row.clone()], 1);
+    let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+    check(&client, LayerNormGrad {}, &operands, &[x.clone(), d.clone(), d], 1);
+    let labels = ids(&[40]);
+    check(&client, CrossEntropy { start: 9 }, &[x.clone(), labels.clone()], &[row.clone(), row.clone()], 96);
+    let operands = [x.clone(), labels, row.clone(), row.clone(), row];
+    check(&client, CrossEntropyGrad { start: 0 }, &operands, &[x], 96);
+}
+
+#[test]
+fn reductions_and_moves() {
+    let Some(client) = client() else { return };
+    let x = t(&[20, 30, 8]);
+    for (dims, kept) in
+        [(vec![0], t(&[30, 8])), (vec![1], t(&[20, 8])), (vec![2], t(&[20, 30])), (vec![0, 1, 2], t(&[]))]
+    {
+        check(&client, Reduce { kind: ReduceOp::Sum, dims: dims.clone() }, &[x.clone()], &[kept.clone()], 1);
+        check(&client, Reduce { kind: ReduceOp::Max, dims }, &[x.clone()], &[kept], 1);
+    }
+    check(&client, SumSquares {}, &[t(&[300, 100])], &[t(&[])], 1);
+    check(&client, Transpose { permutation: vec![2, 0, 1] }, &[x.clone()], &[t(&[8, 20, 30])], 1);
+    check(&client, Broadcast { dims: vec![0, 2] }, &[t(&[20, 8])], &[x.clone()], 1);
+    let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 4], value: 2.0 };
+    check(&client, pad, &[x.clone()], &[t(&[20, 32, 12])], 1);
+    let (table, indices) = (t(&[50, 16]), ids(&[12]));
+    check(&client, Embedding { start: 10 }, &[table, indices], &[t(&[12, 16])], 60);
+    check(&client, Gather { dim: 1 }, &[t(&[6, 50]), ids(&[6, 3])], &[t(&[6, 3])], 50);
+}
