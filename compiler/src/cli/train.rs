@@ -111,6 +111,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
         let message = "--pin, --precision and --device-memory are choices that the plan file has made";
         return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
     }
+    if request::optimizer(&args.optimizer)? != shardc::OptimizerConfig::default() {
+        let message = "--betas, --eps, --weight-decay and --clip-grad-norm are part of the plan file's graph";
+        return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
+    }
     if let Some((batch, seq)) = fixed.filter(|fixed| *fixed != (asked.batch, asked.seq)) {
         let planned = format!("batches of {} x {}", asked.batch, asked.seq);
         return contradiction("--data", format!("with batches of {batch} x {seq}"), &planned);

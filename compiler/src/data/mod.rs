@@ -111,7 +111,7 @@ pub fn open_batches(path: &Path) -> Result<Data, DataError> {
 /// Opens a token stream; a text file is read as bytes, or by a `tokenizer.json`.
 pub fn open_stream(path: &Path, tokenizer: Option<&Path>, config: StreamConfig) -> Result<Data, DataError> {
     let tokens = formats::open(path, tokenizer)?;
-    if tokens.len() == 0 {
+    if tokens.is_empty() {
         return Err(DataError::Empty { path: path.to_path_buf() });
     }
     let samples = tokens.len() / config.seq.max(1);

@@ -46,7 +46,7 @@ fn half(graph: &Graph, value: ValueId) -> Option<(ValueId, usize)> {
     let x = node.operands[0];
     let shape = &graph.ty(x).shape;
     let whole = |dim: usize| slice.start[dim] == 0 && slice.limit[dim] == shape[dim];
-    if shape.len() != 4 || shape[3] % 2 != 0 || !(0..3).all(whole) {
+    if shape.len() != 4 || !shape[3].is_multiple_of(2) || !(0..3).all(whole) {
         return None;
     }
     let middle = shape[3] / 2;
