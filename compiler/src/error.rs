@@ -154,7 +154,7 @@ pub enum Error {
     },
     /// The data is wrong.
     #[error(transparent)]
-    Data(#[from] DataError),
+    Data(Box<DataError>),
     /// The plan file is wrong.
     #[error("{}: {source}", path.display())]
     PlanFile {
@@ -180,13 +180,13 @@ pub enum Error {
     Pass(#[from] PassError),
     /// There is no plan.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    Plan(Box<PlanError>),
     /// The plan cannot be lowered.
     #[error(transparent)]
     Lower(#[from] LowerError),
     /// The runtime failed.
     #[error(transparent)]
-    Runtime(#[from] RuntimeError),
+    Runtime(Box<RuntimeError>),
     /// The GPUs cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -212,6 +212,23 @@ pub enum Error {
 
 fn first_text(first: Option<&str>) -> String {
     first.map(|first| format!("; the first tensor that is not finite: {first}")).unwrap_or_default()
+}
+
+/// The large ones are boxed, so that a result stays small.
+macro_rules! boxed {
+    ($($variant:ident($error:ty),)*) => {
+        $(impl From<$error> for Error {
+            fn from(error: $error) -> Self {
+                Self::$variant(Box::new(error))
+            }
+        })*
+    };
+}
+
+boxed! {
+    Data(DataError),
+    Plan(PlanError),
+    Runtime(RuntimeError),
 }
 
 impl From<HfError> for Error {
@@ -241,12 +258,14 @@ impl Error {
     /// The exit code of the command line.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Plan(PlanError::Infeasible { .. }) => 3,
-            Self::Plan(PlanError::Bug(_)) | Self::Pass(PassError::Bug { .. }) | Self::Trace(TraceError::Bug { .. }) => {
-                1
-            }
+            Self::Plan(error) => match **error {
+                PlanError::Infeasible { .. } => 3,
+                PlanError::Bug(_) => 1,
+                PlanError::Pin { .. } | PlanError::Batch { .. } => 2,
+            },
+            Self::Pass(PassError::Bug { .. }) | Self::Trace(TraceError::Bug { .. }) => 1,
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
-            Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) | Self::Plan(_) => 2,
+            Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) => 2,
             Self::Lower(_)
             | Self::Runtime(_)
             | Self::Cuda(_)
