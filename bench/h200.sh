@@ -10,8 +10,16 @@ set -u
 GPUS=${1:?how many GPUs}; MODEL=${2:-llama-1b}; BATCH=${3:-4}; SEQ=${4:-4096}; STEPS=${5:-20}
 SHARDC=${SHARDC:-target/release/shardc}; OUT=${OUT:-out}; mkdir -p "$OUT"
 site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null || true)
-for lib in "$site"/nvidia/*/lib; do [ -d "$lib" ] && LD_LIBRARY_PATH="$lib:${LD_LIBRARY_PATH:-}"; done
-export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:-}:/usr/local/cuda/lib64" CUDA_PATH=${CUDA_PATH:-/usr/local/cuda}
+# Python's packages hold the libraries under versioned names only; the loader is asked for the plain ones.
+links=$(mktemp -d)
+for lib in "$site"/nvidia/*/lib; do
+  [ -d "$lib" ] || continue
+  LD_LIBRARY_PATH="$lib:${LD_LIBRARY_PATH:-}"
+  for file in "$lib"/lib{nccl,cublasLt,cublas,nvrtc,cudnn}.so.*; do
+    [ -e "$file" ] && ln -sf "$file" "$links/$(basename "${file%%.so.*}").so"
+  done
+done
+export LD_LIBRARY_PATH="$links:${LD_LIBRARY_PATH:-}:/usr/local/cuda/lib64" CUDA_PATH=${CUDA_PATH:-/usr/local/cuda}
 chmod +x "$SHARDC"
 
 # One file of random tokens in llm.c's 32-bit format, the same for every row.
