@@ -37,7 +37,7 @@ fn main() {
     let chosen = |cases: Vec<Case>| cases.into_iter().filter(|case| case.text().contains(&filter)).collect::<Vec<_>>();
     let mut failures = 0;
     if mode == "ranks" {
-        let ranks = filter.parse().unwrap_or(2);
+        let ranks = filter.parse().unwrap_or(2).max(2);
         failures += usize::from(!report("collectives", collectives(ranks)));
         failures += usize::from(!report("accumulation", accumulation(ranks)));
         println!("{failures} failures");
@@ -492,6 +492,15 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     }
     all.push(case(Literal { values: vec![1.0, 2.5, -3.0] }, &[], &[t(f, &[3])]));
     all.push(case(Iota { dim: 0, start: 3 }, &[], &[t(f, &[16, 3])]));
+    for distribution in [
+        Distribution::Normal { mean: 0.5, std: 2.0 },
+        Distribution::Uniform { low: -1.0, high: 3.0 },
+        Distribution::Bernoulli { p: 0.3 },
+    ] {
+        let random = Random { distribution, stream: 7, seed: 1 << 40, global: vec![9, 50], start: vec![2, 10] };
+        all.push(case(random.clone(), &[], &[t(f, &[6, 33])]));
+        all.push(case(random, &[t(I64, &[])], &[t(f, &[6, 33])]));
+    }
     all.push(case(Swiglu {}, &[ty.clone(), ty.clone()], &[ty.clone()]));
     all.push(case(SwigluGrad {}, &[ty.clone(), ty.clone(), ty.clone()], &[ty.clone(), ty.clone()]));
     let (x, table) = (t(f, &[2, 8, 4, 32]), t(F32, &[8, 16]));
@@ -598,7 +607,7 @@ fn matmul_cases(f: DType, all: &mut Vec<Case>) {
 fn heavy_cases() -> Vec<Case> {
     let f = Bf16;
     let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
-    let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 32000]));
+    let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 128_256]));
     let (ids, p, s) = (t(I64, &[4, 4096]), t(F32, &[2048, 8192]), t(F32, &[]));
     let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let (q, k, lse) = (t(f, &[4, 4096, 32, 64]), t(f, &[4, 4096, 8, 64]), t(F32, &[4, 32, 4096]));
@@ -623,8 +632,8 @@ fn heavy_cases() -> Vec<Case> {
             &[logits.clone(), ids.clone(), row.clone(), row.clone(), row],
             &[logits.clone()],
         ),
-        case(Embedding { start: 0 }, &[t(f, &[32000, 2048]), ids.clone()], &[x.clone()]),
-        case(EmbeddingGrad { start: 0 }, &[x.clone(), ids], &[t(F32, &[32000, 2048])]),
+        case(Embedding { start: 0 }, &[t(f, &[128_256, 2048]), ids.clone()], &[x.clone()]),
+        case(EmbeddingGrad { start: 0 }, &[x.clone(), ids], &[t(F32, &[128_256, 2048])]),
         case(adamw, &adamw_operands, &[p.clone(), p.clone(), p.clone()]),
         case(SumSquares {}, &[p], &[s]),
         case(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[x.clone()], &[t(F32, &[2048])]),
@@ -634,7 +643,7 @@ fn heavy_cases() -> Vec<Case> {
         matmul("bsk,kn->bsn", &x, &[2048, 8192], wide.clone()),
         matmul("bsn,nk->bsk", &wide, &[8192, 2048], x.clone()),
         matmul("bsn,bsk->nk", &wide, &[4, 4096, 2048], t(F32, &[8192, 2048])),
-        matmul("bsk,nk->bsn", &x, &[32000, 2048], logits),
+        matmul("bsk,nk->bsn", &x, &[128_256, 2048], logits),
         case(Attention { causal: true, scale: 0.125 }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse]),
         case(AttentionGrad { causal: true, scale: 0.125 }, &grad_operands, &[q, k.clone(), k]),
     ]

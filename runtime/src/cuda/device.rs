@@ -58,16 +58,16 @@ pub fn compile(
     done.into_inner().map_err(|error| error.to_string())?
 }
 
-/// Where CUDA's headers are: `CUDA_PATH`, or where installations put them.
-fn include_path() -> String {
+/// Where CUDA's headers are: below `CUDA_PATH` or `CUDA_HOME`, or where installations put them.
+pub fn include_path() -> std::path::PathBuf {
     let root = std::env::var("CUDA_PATH").or_else(|_| std::env::var("CUDA_HOME"));
-    let root = root.unwrap_or_else(|_| "/usr/local/cuda".to_string());
-    format!("--include-path={root}/include")
+    std::path::Path::new(&root.unwrap_or_else(|_| "/usr/local/cuda".to_string())).join("include")
 }
 
 fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
     let text = CString::new(text).map_err(|error| error.to_string())?;
-    let options = [format!("--gpu-architecture={architecture}"), include_path()];
+    let options =
+        [format!("--gpu-architecture={architecture}"), format!("--include-path={}", include_path().display())];
     let program = nvrtc::result::create_program(&text, None).map_err(|error| format!("{error:?}"))?;
     // SAFETY: `program` was just made and is destroyed once, after its last use.
     unsafe {
@@ -123,6 +123,7 @@ pub struct Device {
     device: sys::CUdevice,
     streams: Vec<sys::CUstream>,
     memory: Vec<u64>,
+    taken: u64,
     pinned: Vec<*mut c_void>,
     functions: HashMap<String, (sys::CUfunction, Source)>,
 }
@@ -145,7 +146,7 @@ impl Device {
         };
         let streams = Stream::ALL.iter().map(make).collect::<Result<Vec<_>, _>>()?;
         let (memory, pinned, functions) = (Vec::new(), Vec::new(), HashMap::new());
-        Ok(Self { ordinal, device, streams, memory, pinned, functions })
+        Ok(Self { ordinal, device, streams, memory, taken: 0, pinned, functions })
     }
 
     /// A stream's handle.
@@ -164,9 +165,15 @@ impl Device {
                 format!("GPU {} gives no {bytes} bytes ({free} are free): {error:?}", self.ordinal)
             })?;
             self.memory.push(at);
+            self.taken += bytes as u64;
             result::memset_d8_sync(at, 0, bytes).map_err(says("cannot clear memory"))?;
             Ok(at)
         }
+    }
+
+    /// The bytes of device memory taken so far.
+    pub fn taken(&self) -> u64 {
+        self.taken
     }
 
     /// Takes page-locked host memory until the device is dropped; its address, which the GPU knows

@@ -129,7 +129,6 @@ pub struct Rank {
     staging: Vec<Vec<u64>>,
     readings: Vec<u64>,
     ends: Vec<(Stream, cudarc::driver::sys::CUevent)>,
-    scratch_bytes: u64,
 }
 
 /// Where things are while commands are made.
@@ -223,9 +222,7 @@ impl Rank {
         }
         let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
-        let scratch_bytes = scratch.values().sum();
-        let rank =
-            Self { program, device, blas, arenas, sections, communicators, staging, readings, ends, scratch_bytes };
+        let rank = Self { program, device, blas, arenas, sections, communicators, staging, readings, ends };
         rank.initialise()?;
         Ok(rank)
     }
@@ -244,9 +241,9 @@ impl Rank {
         Ok(())
     }
 
-    /// Bytes taken on the device: the arena, scratch memory and the library's workspace.
+    /// Bytes taken on the device: the arena, scratch memory, the library's workspace and literals.
     pub fn device_bytes(&self) -> Bytes {
-        self.program.arena(Space::Device) + Bytes(self.scratch_bytes)
+        Bytes(self.device.taken())
     }
 
     fn address(&self, id: BufferId) -> u64 {

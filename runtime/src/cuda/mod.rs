@@ -106,6 +106,12 @@ pub fn require(devices: &[usize]) -> Result<(), CudaError> {
                  LD_LIBRARY_PATH",
             ),
             (
+                device::include_path().join("cuda_runtime.h").exists(),
+                "a header that NVRTC needs (cuda_runtime.h)",
+                "install CUDA's headers (cuda-cudart-dev, or pip install nvidia-cuda-runtime nvidia-cuda-crt) and set \
+                 CUDA_PATH to the folder that holds `include`",
+            ),
+            (
                 devices.len() < 2 || cudarc::nccl::sys::is_culib_present(),
                 "NCCL (libnccl.so)",
                 "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its libnccl.so.2) and \

@@ -151,6 +151,23 @@ fn elementwise() {
 }
 
 #[test]
+fn random_numbers() {
+    let Some(client) = client() else { return };
+    let laws = [
+        Distribution::Normal { mean: 0.5, std: 2.0 },
+        Distribution::Uniform { low: -1.0, high: 3.0 },
+        Distribution::Bernoulli { p: 0.3 },
+    ];
+    for distribution in laws {
+        let (seed, stream) = (0x1234_5678_9ABC_DEF0, 7);
+        let whole = Random { distribution, stream, seed, global: vec![], start: vec![] };
+        let shard = Random { global: vec![10, 9], start: vec![3, 2], ..whole.clone() };
+        check(&client, whole, &[ids(&[])], &[t(&[5, 7])], 100);
+        check(&client, shard, &[ids(&[])], &[t(&[4, 5])], 100);
+    }
+}
+
+#[test]
 fn rows() {
     let Some(client) = client() else { return };
     let (x, row, d) = (t(&[40, 96]), t(&[40]), t(&[96]));

@@ -3,11 +3,13 @@
 
 // The functions that `#[cube]` generates have no comments of their own; in a kernel `usize` is the
 // address type, which need not be this machine's; numbers are written out because a kernel has no
-// `std::f32::consts`; and `erf` is CubeCL's.
+// `std::f32::consts`; `erf` is CubeCL's; and `x * 0` is a constant of the device.
 #![allow(missing_docs, unstable_name_collisions)]
-#![allow(clippy::unnecessary_cast, clippy::excessive_precision, clippy::approx_constant, clippy::identity_op)]
+#![allow(clippy::unnecessary_cast, clippy::excessive_precision, clippy::approx_constant)]
+#![allow(clippy::identity_op, clippy::erasing_op, clippy::manual_is_multiple_of)]
 
 pub mod attention;
 pub mod elementwise;
 pub mod indexing;
+pub mod random;
 pub mod rows;

@@ -8,6 +8,7 @@ mod attention;
 mod elementwise;
 mod matmul;
 mod movement;
+mod random;
 mod rows;
 
 pub use matmul::{Gemm, Matrix};
@@ -117,7 +118,7 @@ impl Select<'_> {
             Op::Constant(op) => self.constant(op.value),
             Op::Literal(op) => self.literal(&op.values),
             Op::Iota(op) => self.iota(op),
-            Op::Random(_) => Err("random numbers inside a step are not supported yet".to_string()),
+            Op::Random(op) => self.random(op),
             Op::Unary(op) => self.unary(op.kind),
             Op::UnaryGrad(op) => self.unary_grad(op.kind),
             Op::Affine(op) => self.affine(op.scale, op.offset),
