@@ -1,0 +1,224 @@
+//! The cases: every kernel, at shapes where each of its paths is taken.
+
+use super::Case;
+use shardc_ir::ops::*;
+use shardc_ir::{DType, Op, TensorType};
+
+pub fn t(dtype: DType, shape: &[u64]) -> TensorType {
+    TensorType::new(dtype, shape)
+}
+
+fn case(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Case {
+    Case { op: op.into(), operands: operands.to_vec(), results: results.to_vec() }
+}
+
+use DType::{Bf16, Bool, F32, I32, I64};
+
+pub fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for f in [F32, Bf16] {
+        elementwise_cases(f, &mut all);
+        row_cases(f, &mut all);
+        movement_cases(f, &mut all);
+        matmul_cases(f, &mut all);
+    }
+    let (flags, one) = (t(Bool, &[64]), t(Bool, &[64]));
+    for kind in [BinaryKind::And, BinaryKind::Or] {
+        all.push(case(Binary { kind }, &[flags.clone(), one.clone()], &[one.clone()]));
+    }
+    all.push(case(Unary { kind: UnaryKind::Not }, &[flags.clone()], &[one]));
+    for i in [I64, I32] {
+        let ty = t(i, &[64]);
+        for kind in [BinaryKind::Add, BinaryKind::Mul, BinaryKind::Max] {
+            all.push(case(Binary { kind }, &[ty.clone(), ty.clone()], &[ty.clone()]));
+        }
+        all.push(case(Compare { kind: CompareKind::Lt }, &[ty.clone(), ty.clone()], &[flags.clone()]));
+        all.push(case(Affine { scale: 1.0, offset: 1.0 }, &[ty.clone()], &[ty.clone()]));
+        all.push(case(Iota { dim: 0, start: 3 }, &[], &[ty]));
+    }
+    all
+}
+
+fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
+    let (ty, odd) = (t(f, &[64, 40]), t(f, &[7, 9]));
+    for kind in UnaryKind::ALL.iter().copied().filter(|kind| *kind != UnaryKind::Not) {
+        all.push(case(Unary { kind }, &[ty.clone()], &[ty.clone()]));
+        all.push(case(UnaryGrad { kind }, &[odd.clone(), odd.clone()], &[odd.clone()]));
+    }
+    for kind in BinaryKind::ALL.iter().copied().filter(|kind| !matches!(kind, BinaryKind::And | BinaryKind::Or)) {
+        all.push(case(Binary { kind }, &[ty.clone(), ty.clone()], &[ty.clone()]));
+    }
+    for kind in CompareKind::ALL.iter().copied() {
+        all.push(case(Compare { kind }, &[ty.clone(), ty.clone()], &[t(Bool, &[64, 40])]));
+    }
+    let scalar = t(f, &[]);
+    all.push(case(Binary { kind: BinaryKind::Mul }, &[ty.clone(), scalar.clone()], &[ty.clone()]));
+    all.push(case(Binary { kind: BinaryKind::Sub }, &[scalar.clone(), ty.clone()], &[ty.clone()]));
+    all.push(case(Binary { kind: BinaryKind::Add }, &[scalar.clone(), scalar.clone()], &[scalar]));
+    all.push(case(Affine { scale: 2.0, offset: 1.0 }, &[odd.clone()], &[odd]));
+    all.push(case(Select {}, &[t(Bool, &[64]), t(f, &[64]), t(f, &[64])], &[t(f, &[64])]));
+    for g in [F32, Bf16, I64, I32, Bool] {
+        all.push(case(Cast {}, &[t(f, &[66])], &[t(g, &[66])]));
+        all.push(case(Cast {}, &[t(g, &[66])], &[t(f, &[66])]));
+    }
+    for value in [1.5, 0.0, f64::NEG_INFINITY] {
+        all.push(case(Constant { value }, &[], &[t(f, &[66])]));
+    }
+    all.push(case(Literal { values: vec![1.0, 2.5, -3.0] }, &[], &[t(f, &[3])]));
+    all.push(case(Iota { dim: 0, start: 3 }, &[], &[t(f, &[16, 3])]));
+    for distribution in [
+        Distribution::Normal { mean: 0.5, std: 2.0 },
+        Distribution::Uniform { low: -1.0, high: 3.0 },
+        Distribution::Bernoulli { p: 0.3 },
+    ] {
+        let random = Random { distribution, stream: 7, seed: 1 << 40, global: vec![9, 50], start: vec![2, 10] };
+        all.push(case(random.clone(), &[], &[t(f, &[6, 33])]));
+        all.push(case(random, &[t(I64, &[])], &[t(f, &[6, 33])]));
+    }
+    all.push(case(Swiglu {}, &[ty.clone(), ty.clone()], &[ty.clone()]));
+    all.push(case(SwigluGrad {}, &[ty.clone(), ty.clone(), ty.clone()], &[ty.clone(), ty.clone()]));
+    let (x, table) = (t(f, &[2, 8, 4, 32]), t(F32, &[8, 16]));
+    for inverse in [false, true] {
+        all.push(case(Rotary { inverse }, &[x.clone(), table.clone(), table.clone()], &[x.clone()]));
+    }
+    let (p, g, s) = (t(F32, &[40]), t(f, &[40]), t(F32, &[]));
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s];
+    all.push(case(adamw, &operands, &[p.clone(), p.clone(), p]));
+}
+
+fn row_cases(f: DType, all: &mut Vec<Case>) {
+    for columns in [96, 768, 4096, 50] {
+        let (x, row, d) = (t(f, &[80, columns]), t(F32, &[80]), t(f, &[columns]));
+        let w = t(F32, &[columns]);
+        all.push(case(Softmax {}, &[x.clone()], &[x.clone()]));
+        all.push(case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]));
+        let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
+        all.push(case(RmsNormGrad {}, &operands, &[x.clone(), w.clone()]));
+        let operands = [x.clone(), d.clone(), d.clone()];
+        all.push(case(LayerNorm { eps: 1e-5 }, &operands, &[x.clone(), row.clone(), row.clone()]));
+        let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+        all.push(case(LayerNormGrad {}, &operands, &[x.clone(), w.clone(), w.clone()]));
+        for (i, start) in [(I64, 0), (I32, 20)] {
+            let labels = t(i, &[80]);
+            let both = [row.clone(), row.clone()];
+            all.push(case(CrossEntropy { start }, &[x.clone(), labels.clone()], &both));
+            let operands = [x.clone(), labels, row.clone(), row.clone(), row.clone()];
+            all.push(case(CrossEntropyGrad { start }, &operands, &[x.clone()]));
+        }
+    }
+    all.push(case(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])]));
+    all.push(case(SumSquares {}, &[t(f, &[33])], &[t(F32, &[])]));
+    let shape = [40, 50, 64];
+    for dims in [vec![0], vec![1], vec![2], vec![0, 1], vec![0, 2], vec![1, 2], vec![0, 1, 2]] {
+        let kept: Vec<u64> = (0..3).filter(|dim| !dims.contains(dim)).map(|dim: usize| shape[dim]).collect();
+        all.push(case(Reduce { kind: ReduceOp::Sum, dims: dims.clone() }, &[t(f, &shape)], &[t(F32, &kept)]));
+        all.push(case(Reduce { kind: ReduceOp::Max, dims }, &[t(f, &shape)], &[t(f, &kept)]));
+    }
+}
+
+fn movement_cases(f: DType, all: &mut Vec<Case>) {
+    let x = t(f, &[8, 6, 16]);
+    for permutation in [vec![1, 0, 2], vec![2, 0, 1], vec![0, 2, 1], vec![0, 1, 2]] {
+        let shape: Vec<u64> = permutation.iter().map(|dim: &usize| x.shape[*dim]).collect();
+        all.push(case(Transpose { permutation }, &[x.clone()], &[t(f, &shape)]));
+    }
+    all.push(case(Reshape {}, &[x.clone()], &[t(f, &[48, 16])]));
+    all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[8, 16])], &[x.clone()]));
+    all.push(case(Broadcast { dims: vec![] }, &[t(f, &[])], &[x.clone()]));
+    all.push(case(Broadcast { dims: vec![0, 1, 2] }, &[t(f, &[8, 6, 1])], &[x.clone()]));
+    all.push(case(Slice { start: vec![1, 2, 8], limit: vec![7, 6, 16] }, &[x.clone()], &[t(f, &[6, 4, 8])]));
+    all.push(case(Slice { start: vec![0, 0, 3], limit: vec![8, 6, 8] }, &[x.clone()], &[t(f, &[8, 6, 5])]));
+    let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 8], value: 2.0 };
+    all.push(case(pad, &[x.clone()], &[t(f, &[8, 8, 24])]));
+    all.push(case(Concat { dim: 1 }, &[x.clone(), t(f, &[8, 2, 16])], &[t(f, &[8, 8, 16])]));
+    all.push(case(Concat { dim: 2 }, &[x.clone(), x], &[t(f, &[8, 6, 32])]));
+    for (i, start) in [(I64, 0), (I32, 30)] {
+        all.push(case(Embedding { start }, &[t(f, &[96, 64]), t(i, &[4, 8])], &[t(f, &[4, 8, 64])]));
+        all.push(case(EmbeddingGrad { start }, &[t(f, &[4, 8, 64]), t(i, &[4, 8])], &[t(F32, &[96, 64])]));
+        all.push(case(Gather { dim: 1 }, &[t(f, &[8, 64]), t(i, &[8, 3])], &[t(f, &[8, 3])]));
+        all.push(case(ScatterAdd { dim: 1 }, &[t(f, &[8, 3]), t(i, &[8, 3])], &[t(f, &[8, 64])]));
+    }
+}
+
+fn matmul_cases(f: DType, all: &mut Vec<Case>) {
+    let mut add = |spec: &str, a: &[u64], b: &[u64], c: &[u64], out: DType| {
+        all.push(case(Matmul::new(spec), &[t(f, a), t(f, b)], &[t(out, c)]));
+    };
+    for out in [f, F32] {
+        add("mk,kn->mn", &[64, 96], &[96, 32], &[64, 32], out);
+        add("bsk,kn->bsn", &[2, 16, 96], &[96, 32], &[2, 16, 32], out);
+        add("bsk,nk->bsn", &[2, 16, 96], &[32, 96], &[2, 16, 32], out);
+        add("bsk,bsn->kn", &[2, 16, 96], &[2, 16, 32], &[96, 32], out);
+        add("bsn,bsk->nk", &[2, 16, 32], &[2, 16, 96], &[32, 96], out);
+        add("bsn,kn->bsk", &[2, 16, 32], &[96, 32], &[2, 16, 96], out);
+        add("bshd,bthd->bhst", &[2, 16, 4, 32], &[2, 24, 4, 32], &[2, 4, 16, 24], out);
+        add("bhst,bthd->bshd", &[2, 4, 16, 24], &[2, 24, 4, 32], &[2, 16, 4, 32], out);
+        add("bsk,khd->bshd", &[2, 16, 96], &[96, 4, 32], &[2, 16, 4, 32], out);
+        add("bshd,hdn->bsn", &[2, 16, 4, 32], &[4, 32, 96], &[2, 16, 96], out);
+        add("bmk,bkn->bmn", &[3, 17, 31], &[3, 31, 13], &[3, 17, 13], out);
+        add("mk,kn->nm", &[64, 96], &[96, 32], &[32, 64], out);
+        add("akb,kn->abn", &[8, 16, 24], &[16, 32], &[8, 24, 32], out);
+        add("kab,kan->bn", &[8, 16, 24], &[8, 16, 32], &[24, 32], out);
+        add("k,kn->n", &[64], &[64, 32], &[32], out);
+    }
+    for (s, keys, h, kv, d, causal) in [
+        (32, 32, 4, 4, 32, true),
+        (64, 64, 8, 2, 64, true),
+        (33, 33, 3, 1, 16, true),
+        (16, 48, 4, 2, 64, false),
+        (1100, 1100, 2, 2, 16, true),
+    ] {
+        let (q, k, lse) = (t(f, &[2, s, h, d]), t(f, &[2, keys, kv, d]), t(F32, &[2, h, s]));
+        let scale = 1.0 / (d as f64).sqrt();
+        all.push(case(Attention { causal, scale }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse.clone()]));
+        let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+        all.push(case(AttentionGrad { causal, scale }, &operands, &[q, k.clone(), k]));
+    }
+}
+
+/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16.
+pub fn heavy_cases() -> Vec<Case> {
+    let f = Bf16;
+    let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
+    let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 128_256]));
+    let (ids, p, s) = (t(I64, &[4, 4096]), t(F32, &[2048, 8192]), t(F32, &[]));
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let (q, k, lse) = (t(f, &[4, 4096, 32, 64]), t(f, &[4, 4096, 8, 64]), t(F32, &[4, 32, 4096]));
+    let table = t(F32, &[4096, 32]);
+    let add = Binary { kind: BinaryKind::Add };
+    let adamw_operands = [p.clone(), p.clone(), p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
+    let grad_operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse.clone()];
+    let matmul =
+        |spec: &str, a: &TensorType, b: &[u64], c: TensorType| case(Matmul::new(spec), &[a.clone(), t(f, b)], &[c]);
+    let statistics = [row.clone(), row.clone()];
+    vec![
+        case(add, &[x.clone(), x.clone()], &[x.clone()]),
+        case(Cast {}, &[p.clone()], &[t(f, &[2048, 8192])]),
+        case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]),
+        case(RmsNormGrad {}, &[x.clone(), x.clone(), d, row.clone()], &[x.clone(), w]),
+        case(Rotary { inverse: false }, &[q.clone(), table.clone(), table], &[q.clone()]),
+        case(Swiglu {}, &[wide.clone(), wide.clone()], &[wide.clone()]),
+        case(SwigluGrad {}, &[wide.clone(), wide.clone(), wide.clone()], &[wide.clone(), wide.clone()]),
+        case(CrossEntropy { start: 0 }, &[logits.clone(), ids.clone()], &statistics),
+        case(
+            CrossEntropyGrad { start: 0 },
+            &[logits.clone(), ids.clone(), row.clone(), row.clone(), row],
+            &[logits.clone()],
+        ),
+        case(Embedding { start: 0 }, &[t(f, &[128_256, 2048]), ids.clone()], &[x.clone()]),
+        case(EmbeddingGrad { start: 0 }, &[x.clone(), ids], &[t(F32, &[128_256, 2048])]),
+        case(adamw, &adamw_operands, &[p.clone(), p.clone(), p.clone()]),
+        case(SumSquares {}, &[p], &[s]),
+        case(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[x.clone()], &[t(F32, &[2048])]),
+        case(Transpose { permutation: vec![0, 2, 1, 3] }, &[q.clone()], &[t(f, &[4, 32, 4096, 64])]),
+        case(Transpose { permutation: vec![0, 2, 1] }, &[x.clone()], &[t(f, &[4, 2048, 4096])]),
+        matmul("bsk,nk->bsn", &x, &[8192, 2048], wide.clone()),
+        matmul("bsk,kn->bsn", &x, &[2048, 8192], wide.clone()),
+        matmul("bsn,nk->bsk", &wide, &[8192, 2048], x.clone()),
+        matmul("bsn,bsk->nk", &wide, &[4, 4096, 2048], t(F32, &[8192, 2048])),
+        matmul("bsk,nk->bsn", &x, &[128_256, 2048], logits),
+        case(Attention { causal: true, scale: 0.125 }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse]),
+        case(AttentionGrad { causal: true, scale: 0.125 }, &grad_operands, &[q, k.clone(), k]),
+    ]
+}
