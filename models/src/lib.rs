@@ -1,6 +1,6 @@
 //! The front end: Burn modules and Hugging Face directories become graphs.
 //!
-//! * [`trace`]: any Burn module and a loss become a [`Model`]: a graph on one device with global
+//! * [`trace`](mod@trace): any Burn module and a loss become a [`Model`]: a graph on one device with global
 //!   shapes, the initialisers as a second graph, and the names of the parameters.
 //! * [`zoo`]: language models, written as ordinary Burn modules.
 //! * [`hf`]: Hugging Face directories, read part by part and written so that a failure spoils nothing.

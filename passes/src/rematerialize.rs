@@ -6,7 +6,7 @@
 //! memory cost", 2016). They read what enters the block, which stays, and parameters.
 //!
 //! Invariants: the graph computes the same; the copies have the role
-//! [`Role::Recompute`](shardc_ir::Role::Recompute) of what they copy; nothing that no output needs
+//! [`Role::Recompute`] of what they copy; nothing that no output needs
 //! is left.
 
 use crate::error::PassError;

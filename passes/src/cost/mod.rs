@@ -2,7 +2,7 @@
 //!
 //! A node takes the longer of its arithmetic (at the share of the peak that its *local* shape
 //! reaches) and its memory traffic, plus the start of one kernel. Collectives are in
-//! [`collective`]. All figures come from the cluster's [`Profile`](crate::cluster::Profile).
+//! [`collective`]. All figures come from the cluster's [`Profile`].
 
 pub mod collective;
 

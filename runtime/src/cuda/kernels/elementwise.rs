@@ -318,7 +318,7 @@ pub fn swiglu(gate: &Array<Pack<0>>, up: &Array<Pack<0>>, y: &mut Array<Pack<0>>
     }
 }
 
-/// The derivative of [`swiglu`].
+/// The derivative of `swiglu`.
 #[cube]
 pub fn swiglu_grad(
     dy: &Array<Pack<0>>,

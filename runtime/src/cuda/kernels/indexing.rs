@@ -69,7 +69,7 @@ pub fn embedding(
     }
 }
 
-/// The transpose of [`embedding`]: adds row `b` of `dy` to row `ids[b] - first` of the table's
+/// The transpose of `embedding`: adds row `b` of `dy` to row `ids[b] - first` of the table's
 /// gradient, which starts at zero. Sums of rows that share an id are in no fixed order.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -120,7 +120,7 @@ pub fn gather(
     }
 }
 
-/// The transpose of [`gather`]: adds to `x`, which starts at zero.
+/// The transpose of `gather`: adds to `x`, which starts at zero.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn scatter_add(

@@ -226,7 +226,7 @@ pub fn rms_norm(
     }
 }
 
-/// The derivative of [`rms_norm`] with respect to `x`:
+/// The derivative of `rms_norm` with respect to `x`:
 /// `dx = rstd * (dy gamma - x * rstd² * mean(dy gamma x))`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -333,7 +333,7 @@ pub fn layer_norm(
     }
 }
 
-/// The derivative of [`layer_norm`] with respect to `x`:
+/// The derivative of `layer_norm` with respect to `x`:
 /// `dx = rstd * (dy gamma - mean(dy gamma) - n mean(dy gamma n))` with `n = (x - mean) rstd`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
