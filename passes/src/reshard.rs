@@ -57,7 +57,8 @@ pub enum Step {
         /// The axes.
         axes: Vec<AxisId>,
     },
-    /// A whole value becomes a partial sum: coordinate 0 keeps it, the others hold zeros. Local.
+    /// A whole value, or a partial sum over other axes, becomes a partial sum over this axis too:
+    /// coordinate 0 keeps it, the others hold zeros. Local.
     Isolate {
         /// The axis.
         axis: AxisId,
@@ -236,8 +237,11 @@ fn steps_towards(at: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
         }
     }
     reductions(at, to, mesh, &mut steps);
-    let missing = to.partial.iter().filter(|(axis, kind)| *kind == ReduceKind::Sum && !used(*axis));
-    steps.extend(missing.filter(|(axis, _)| !mesh.is_time(*axis)).map(|(axis, _)| Step::Isolate { axis: *axis }));
+    // Zeros are neutral for a sum only: a maximum or a log-sum-exp is resolved first.
+    if at.partial.iter().all(|(_, kind)| *kind == ReduceKind::Sum) {
+        let missing = to.partial.iter().filter(|(axis, kind)| *kind == ReduceKind::Sum && !used(*axis));
+        steps.extend(missing.filter(|(axis, _)| !mesh.is_time(*axis)).map(|(axis, _)| Step::Isolate { axis: *axis }));
+    }
     steps
 }
 

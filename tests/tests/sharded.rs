@@ -4,56 +4,82 @@
 mod lockstep;
 
 use lockstep::Lockstep;
-use shardc_ir::{AxisId, AxisKind, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Strategy, ValueId};
+use shardc_ir::{
+    AxisId, AxisKind, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Program, Strategy, ValueId, verify,
+};
 use shardc_passes::differentiate::differentiate;
 use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind, add_optimizer};
+use shardc_passes::rematerialize::rematerialize;
+use shardc_runtime::Runtime;
+use shardc_runtime::cpu::CpuRuntime;
 use std::collections::BTreeMap;
 
+type Tensors = BTreeMap<String, HostTensor>;
+
+/// What the letters of the texts stand for.
+type Sizes = &'static [(&'static str, u64)];
+
+const EVEN: Sizes = &[("B", 8), ("I", 4), ("H", 8)];
+const MIXED: Sizes = &[("B", 12), ("I", 6), ("H", 12)];
+const EVEN_LM: Sizes = &[("B", 4), ("S", 4), ("D", 8), ("K", 4), ("H", 4), ("G", 2), ("V", 8)];
+const MIXED_LM: Sizes = &[("B", 6), ("S", 6), ("D", 12), ("K", 6), ("H", 6), ("G", 3), ("V", 12)];
+
+/// A text with its sizes filled in: letters stand in shapes only.
+fn sized(text: &str, sizes: Sizes) -> String {
+    let mut result = text.to_string();
+    for (letter, size) in sizes {
+        for (before, after) in [("[", ","), ("[", "]"), (",", ","), (",", "]")] {
+            result = result.replace(&format!("{before}{letter}{after}"), &format!("{before}{size}{after}"));
+        }
+    }
+    result
+}
+
 const MLP: &str = r#"graph @mlp {
-  %x: f32[8,4] = input "x"
-  %y: f32[8,4] = input "y"
-  %w1: f32[4,8] = parameter "up.weight"
-  %w2: f32[8,4] = parameter "down.weight"
-  %h: f32[8,8] = matmul %x, %w1 at "blocks.0.up"
-  %a: f32[8,8] = gelu %h at "blocks.0.up"
-  %o: f32[8,4] = matmul %a, %w2 at "blocks.1.down"
-  %d: f32[8,4] = sub %o, %y at "loss"
-  %e: f32[8,4] = mul %d, %d at "loss"
+  %x: f32[B,I] = input "x"
+  %y: f32[B,I] = input "y"
+  %w1: f32[I,H] = parameter "up.weight"
+  %w2: f32[H,I] = parameter "down.weight"
+  %h: f32[B,H] = matmul %x, %w1 at "blocks.0.up"
+  %a: f32[B,H] = gelu %h at "blocks.0.up"
+  %o: f32[B,I] = matmul %a, %w2 at "blocks.1.down"
+  %d: f32[B,I] = sub %o, %y at "loss"
+  %e: f32[B,I] = mul %d, %d at "loss"
   %s: f32[] = reduce_sum %e {dims=[0,1]} at "loss"
-  %m: f32[8,4] = mul %y, %y at "loss"
+  %m: f32[B,I] = mul %y, %y at "loss"
   %n: f32[] = reduce_sum %m {dims=[0,1]} at "loss"
   %loss: f32[] = div %s, %n at "loss"
   return loss %loss
 }"#;
 
 const LM: &str = r#"graph @lm {
-  %ids: i64[4,4] = input "ids"
-  %labels: i64[4,4] = input "labels"
-  %table: f32[8,8] = parameter "embed.weight"
-  %gamma: f32[8] = parameter "blocks.0.norm.weight"
-  %wq: f32[8,8] = parameter "blocks.0.q.weight"
-  %wk: f32[8,4] = parameter "blocks.0.k.weight"
-  %wv: f32[8,4] = parameter "blocks.0.v.weight"
-  %wo: f32[8,8] = parameter "blocks.0.o.weight"
-  %bias: f32[8] = parameter "blocks.0.o.bias"
-  %x: f32[4,4,8] = embedding %table, %ids at "embed"
-  %n: f32[4,4,8], %r: f32[4,4] = rms_norm %x, %gamma {eps=0.01} at "blocks.0.norm"
-  %q: f32[4,4,8] = matmul %n, %wq {spec="bsk,kn->bsn"} at "blocks.0.q"
-  %k: f32[4,4,4] = matmul %n, %wk {spec="bsk,kn->bsn"} at "blocks.0.k"
-  %v: f32[4,4,4] = matmul %n, %wv {spec="bsk,kn->bsn"} at "blocks.0.v"
-  %qh: f32[4,4,4,2] = reshape %q at "blocks.0"
-  %kh: f32[4,4,2,2] = reshape %k at "blocks.0"
-  %vh: f32[4,4,2,2] = reshape %v at "blocks.0"
-  %o: f32[4,4,4,2], %lse: f32[4,4,4] = attention %qh, %kh, %vh {causal=true, scale=0.7} at "blocks.0"
-  %of: f32[4,4,8] = reshape %o at "blocks.0"
-  %p: f32[4,4,8] = matmul %of, %wo {spec="bsk,kn->bsn"} at "blocks.0.o"
-  %bb: f32[4,4,8] = broadcast %bias {dims=[2]} at "blocks.0.o"
-  %pb: f32[4,4,8] = add %p, %bb at "blocks.0.o"
-  %z: f32[4,4,8] = add %x, %pb at "blocks.0"
-  %logits: f32[4,4,8] = matmul %z, %table {spec="bsk,vk->bsv"} at "head"
-  %l: f32[4,4], %picked: f32[4,4] = cross_entropy %logits, %labels at "loss"
-  %nll: f32[4,4] = sub %l, %picked at "loss"
+  %ids: i64[B,S] = input "ids"
+  %labels: i64[B,S] = input "labels"
+  %table: f32[V,D] = parameter "embed.weight"
+  %gamma: f32[D] = parameter "blocks.0.norm.weight"
+  %wq: f32[D,D] = parameter "blocks.0.q.weight"
+  %wk: f32[D,K] = parameter "blocks.0.k.weight"
+  %wv: f32[D,K] = parameter "blocks.0.v.weight"
+  %wo: f32[D,D] = parameter "blocks.0.o.weight"
+  %bias: f32[D] = parameter "blocks.0.o.bias"
+  %x: f32[B,S,D] = embedding %table, %ids at "embed"
+  %n: f32[B,S,D], %r: f32[B,S] = rms_norm %x, %gamma {eps=0.01} at "blocks.0.norm"
+  %q: f32[B,S,D] = matmul %n, %wq {spec="bsk,kn->bsn"} at "blocks.0.q"
+  %k: f32[B,S,K] = matmul %n, %wk {spec="bsk,kn->bsn"} at "blocks.0.k"
+  %v: f32[B,S,K] = matmul %n, %wv {spec="bsk,kn->bsn"} at "blocks.0.v"
+  %qh: f32[B,S,H,2] = reshape %q at "blocks.0"
+  %kh: f32[B,S,G,2] = reshape %k at "blocks.0"
+  %vh: f32[B,S,G,2] = reshape %v at "blocks.0"
+  %o: f32[B,S,H,2], %lse: f32[B,S,H] = attention %qh, %kh, %vh {causal=true, scale=0.7} at "blocks.0"
+  %of: f32[B,S,D] = reshape %o at "blocks.0"
+  %p: f32[B,S,D] = matmul %of, %wo {spec="bsk,kn->bsn"} at "blocks.0.o"
+  %bb: f32[B,S,D] = broadcast %bias {dims=[2]} at "blocks.0.o"
+  %pb: f32[B,S,D] = add %p, %bb at "blocks.0.o"
+  %z: f32[B,S,D] = add %x, %pb at "blocks.0"
+  %logits: f32[B,S,V] = matmul %z, %table {spec="bsk,vk->bsv"} at "head"
+  %l: f32[B,S], %picked: f32[B,S] = cross_entropy %logits, %labels at "loss"
+  %nll: f32[B,S] = sub %l, %picked at "loss"
   %total: f32[] = reduce_sum %nll {dims=[0,1]} at "loss"
   %count: f32[] = constant {value=16.0} at "loss"
   %loss: f32[] = div %total, %count at "loss"
@@ -176,35 +202,61 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
     plan
 }
 
-fn check(text: &str, mesh: &Mesh, seeds: std::ops::Range<u64>) {
-    let graph = training_step(text);
+/// Whether one in so many plans is recomputed block by block.
+const RECOMPUTED: u64 = 3;
+
+fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
+    let graph = training_step(&sized(text, sizes));
+    let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
     for seed in seeds {
         let mut random = Random(seed * 7919 + 1);
         let given = leaves(&graph, &mut random);
         let expect = shardc_runtime::interpret(&graph, &given).expect("a step on one device");
-        let plan = random_plan(&graph, mesh, &mut random);
+        let planned = if seed % RECOMPUTED == 1 { &recomputed } else { &graph };
+        let plan = random_plan(planned, mesh, &mut random);
         let programs = match lower_all(&plan) {
             Ok(programs) => programs,
             Err(error) => panic!("seed {seed} on {mesh}: {error}"),
         };
-        let actual = Lockstep::new(&programs, seed).step(&given);
-        for (name, whole) in &expect {
-            let (expect, actual) = (floats(whole), floats(&actual[name]));
-            let scale = expect.iter().fold(1e-3f32, |most, value| most.max(value.abs()));
-            let worst = expect
-                .iter()
-                .zip(&actual)
-                .map(|(a, b)| if a.is_nan() || b.is_nan() { f32::MAX } else { (a - b).abs() });
-            let worst = worst.fold(0.0, f32::max) / scale;
-            assert!(
-                worst < 2e-4,
-                "seed {seed} on {mesh}: `{name}` is off by {worst}\n{expect:?}\n{actual:?}\n{}",
-                plan.choice
-            );
+        if let Err(found) = verify::program(&programs) {
+            panic!("seed {seed} on {mesh}: {}", found.0[0]);
         }
+        let place = format!("seed {seed} on {mesh}");
+        compare(&expect, &Lockstep::new(&programs, seed).step(&given), &format!("{place}, in lockstep"));
+        compare(&expect, &on_threads(&programs, &given), &format!("{place}, on threads"));
         let memory = shardc_passes::allocate::memory(&programs[0]);
         assert_eq!(memory.total(), programs[0].arena(shardc_ir::plan::Space::Device));
     }
+}
+
+#[track_caller]
+fn compare(expect: &Tensors, actual: &Tensors, place: &str) {
+    for (name, whole) in expect {
+        let (expect, actual) = (floats(whole), floats(&actual[name]));
+        assert_eq!(expect.len(), actual.len(), "{place}: `{name}`");
+        let scale = expect.iter().fold(1e-3f32, |most, value| most.max(value.abs()));
+        let distance = |(a, b): (&f32, &f32)| if a.is_nan() || b.is_nan() { f32::MAX } else { (a - b).abs() };
+        let worst = expect.iter().zip(&actual).map(distance).fold(0.0, f32::max) / scale;
+        assert!(worst < 2e-4, "{place}: `{name}` is off by {worst}\n{expect:?}\n{actual:?}");
+    }
+}
+
+/// One step on the runtime of threads: readings, and slots put together from their parts.
+fn on_threads(programs: &[Program], given: &Tensors) -> Tensors {
+    let mut runtime = CpuRuntime::new(programs.to_vec()).expect("ranks");
+    let slots = || programs.iter().flat_map(|program| program.slots.iter().map(|slot| (program.rank, slot)));
+    for (rank, slot) in slots() {
+        runtime.write_slot(rank, &slot.name, &given[&slot.name].part(&slot.slice)).expect("a slot");
+    }
+    let read = runtime.step(given).expect("a step");
+    let reading = |(name, value)| (name, HostTensor::from_f32([], &[value as f32]));
+    let mut outputs: Tensors = read.into_iter().map(reading).collect();
+    for (rank, slot) in slots() {
+        let part = runtime.read_slot(rank, &slot.name).expect("a slot");
+        let whole = outputs.entry(slot.name.clone()).or_insert_with(|| HostTensor::zeros(slot.ty.clone()));
+        whole.set_part(&slot.slice, &part);
+    }
+    outputs
 }
 
 fn floats(tensor: &HostTensor) -> Vec<f32> {
@@ -221,20 +273,31 @@ fn mesh(axes: &[(&str, u64)]) -> Mesh {
 
 #[test]
 fn random_strategies_on_one_axis() {
-    check(MLP, &mesh(&[("dp", 1)]), 0..1);
-    check(MLP, &mesh(&[("dp", 2)]), 0..12);
-    check(LM, &mesh(&[("tp", 2)]), 0..12);
+    check(MLP, EVEN, &mesh(&[("dp", 1)]), 0..1);
+    check(MLP, EVEN, &mesh(&[("dp", 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[("tp", 2)]), 0..12);
 }
 
 #[test]
 fn random_strategies_on_two_axes() {
-    check(MLP, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
-    check(LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..20);
+    check(MLP, EVEN, &mesh(&[("dp", 2), ("tp", 2)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..24);
+    check(MLP, MIXED, &mesh(&[("dp", 3), ("tp", 2)]), 0..16);
+    check(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..24);
+}
+
+#[test]
+fn random_strategies_on_three_axes() {
+    check(MLP, EVEN, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
+    check(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2), ("tp_1", 2)]), 0..8);
 }
 
 #[test]
 fn random_strategies_over_time() {
-    check(MLP, &mesh(&[("mb", 2)]), 0..2);
-    check(MLP, &mesh(&[("mb", 2), ("dp", 2)]), 0..12);
-    check(LM, &mesh(&[("mb", 2), ("dp", 2), ("tp", 2)]), 0..20);
+    check(MLP, EVEN, &mesh(&[("mb", 2)]), 0..3);
+    check(MLP, EVEN, &mesh(&[("mb", 2), ("dp", 2)]), 0..12);
+    check(MLP, MIXED, &mesh(&[("mb", 4), ("dp", 3)]), 0..8);
+    check(LM, EVEN_LM, &mesh(&[("mb", 2), ("dp", 2), ("tp", 2)]), 0..24);
+    check(LM, MIXED_LM, &mesh(&[("mb", 3), ("dp", 2), ("tp", 3)]), 0..12);
 }

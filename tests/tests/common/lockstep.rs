@@ -2,10 +2,10 @@
 //! at a time. Streams are interleaved at random within what their order and `after` allow, so a wait
 //! that is missing shows as a wrong result.
 
-use shardc_ir::program::{Action, Section};
+use shardc_ir::program::{Action, Section, Stream};
 use shardc_ir::{BufferId, DType, HostTensor, Program, ReduceKind};
 use shardc_runtime::cpu::interpret::compute_op;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 type Tensors = BTreeMap<String, HostTensor>;
 
@@ -76,21 +76,24 @@ impl<'a> Lockstep<'a> {
     fn section(&mut self, section: &Section, id: shardc_ir::SectionId, microbatch: u64, leaves: &Tensors) {
         let count = section.instructions.len();
         let mut done = vec![false; count];
+        let mut queues: BTreeMap<Stream, VecDeque<usize>> = BTreeMap::new();
+        for (at, instruction) in section.instructions.iter().enumerate() {
+            queues.entry(instruction.stream).or_default().push_back(at);
+        }
+        // One stream as far ahead as it may go, or another, or all mixed.
+        let ahead = self.random(4);
         for _ in 0..count {
-            let ready: Vec<usize> = (0..count)
-                .filter(|at| !done[*at])
-                .filter(|at| {
-                    let instruction = &section.instructions[*at];
-                    let earlier = &section.instructions[..*at];
-                    let in_order =
-                        earlier.iter().zip(&done).all(|(other, done)| *done || other.stream != instruction.stream);
-                    in_order && instruction.after.iter().all(|other| done[*other])
-                })
-                .take(6)
-                .collect();
-            let at = ready[self.random(ready.len())];
+            let heads = queues.values().filter_map(|queue| queue.front().copied());
+            let is_ready = |at: &usize| section.instructions[*at].after.iter().all(|other| done[*other]);
+            let ready: Vec<usize> = heads.filter(is_ready).collect();
+            let at = match ahead {
+                0 => ready[0],
+                1 => ready[ready.len() - 1],
+                _ => ready[self.random(ready.len())],
+            };
             self.instruction(id, at, microbatch, leaves);
             done[at] = true;
+            queues.entry(section.instructions[at].stream).or_default().pop_front();
         }
     }
 
