@@ -12,7 +12,7 @@
 use crate::error::PassError;
 use crate::lower::block_of;
 use shardc_ir::ops::OpError;
-use shardc_ir::{Graph, Node, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{Graph, Node, NodeId, Op, OpDef, PrimaryMap, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Recomputes the blocks that `blocks` selects by their path, all of each.
@@ -34,20 +34,47 @@ pub fn rematerialize_keeping(
     blocks: &dyn Fn(&str) -> bool,
     keep: &dyn Fn(&Node) -> bool,
 ) -> Result<Graph, PassError> {
+    Ok(rematerialize_from(graph, blocks, keep)?.0)
+}
+
+/// [`rematerialize_keeping`], and for each node of the new graph the node of the old one that it is,
+/// or copies.
+///
+/// # Errors
+/// As [`rematerialize`].
+pub fn rematerialize_from(
+    graph: &Graph,
+    blocks: &dyn Fn(&str) -> bool,
+    keep: &dyn Fn(&Node) -> bool,
+) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PassError> {
     let chosen = Chosen::new(graph, blocks, keep);
     let mut copies: HashMap<ValueId, ValueId> = HashMap::new();
+    // Every step adds the nodes that are recorded in it, in this order.
+    let mut from: PrimaryMap<NodeId, NodeId> = PrimaryMap::new();
     let rebuilt = graph.rebuild(|new, id, map| {
-        let Some(block) = chosen.reader[id] else { return Ok(false) };
+        let Some(block) = chosen.reader[id] else {
+            from.push(id);
+            return Ok(false);
+        };
         if chosen.first[&block] == id {
             for node in &chosen.needed[&block] {
                 copy_again(graph, new, *node, map, &mut copies)?;
+                from.push(*node);
             }
         }
         read_copies(graph, new, id, map, &copies)?;
+        from.push(id);
         Ok(true)
     });
     // What only the backward pass read is dead now.
-    rebuilt.and_then(|graph| graph.rebuild(|_, _, _| Ok(false))).map_err(PassError::ill_formed("rematerialize"))
+    let mut kept: PrimaryMap<NodeId, NodeId> = PrimaryMap::new();
+    let rebuilt = rebuilt.and_then(|graph| {
+        graph.rebuild(|_, id, _| {
+            kept.push(from[id]);
+            Ok(false)
+        })
+    });
+    Ok((rebuilt.map_err(PassError::ill_formed("rematerialize"))?, kept))
 }
 
 /// The block of a node, if it lies in one.

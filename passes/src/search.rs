@@ -18,6 +18,7 @@ use crate::shard::tensor::{Placed, Prepared, place_axis};
 use estimate::Shape;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
 use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy};
+use std::collections::BTreeMap;
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
 #[derive(Debug, thiserror::Error)]
@@ -125,8 +126,9 @@ pub fn search_confirmed(
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
-    // By how much the exact memory of refused plans exceeds the estimate: others will exceed theirs as well.
-    let mut excess = 1.0f64;
+    // By how much the exact memory of refused plans exceeds the estimate: others of the same degrees
+    // will exceed theirs as well.
+    let mut excess: BTreeMap<(u64, u64), f64> = BTreeMap::new();
     // By time; then, if what was refused made the rest look too large, the leanest all the same.
     let mut lean: Vec<usize> = (0..candidates.len()).collect();
     lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
@@ -135,7 +137,9 @@ pub fn search_confirmed(
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
         let estimate = candidate.prediction.memory.total();
-        let is_too_large = estimate.0 as f64 * excess > bound.0 as f64 || refused.len() >= MOST_REFUSED;
+        let kin = (candidate.dp, candidate.zero);
+        let factor = excess.get(&kin).copied().unwrap_or(1.0);
+        let is_too_large = estimate.0 as f64 * factor > bound.0 as f64 || refused.len() >= MOST_REFUSED;
         let was_refused = refused.iter().any(|(other, _)| *other == index);
         if estimate > bound || was_refused || (is_too_large && !is_last_resort) {
             continue;
@@ -143,10 +147,16 @@ pub fn search_confirmed(
         let mut plan = build::build(&prepared, cluster, &request, candidate)?;
         if let Some(confirm) = confirm {
             let memory = confirm(&plan).map_err(PlanError::Bug)?;
+            tracing::info!(
+                choice = candidate.choice(),
+                estimate = breakdown(&candidate.prediction.memory),
+                exact = breakdown(&memory),
+                "lowered"
+            );
             plan.prediction.memory = memory;
             if memory.total() > bound {
                 refused.push((index, memory));
-                excess = excess.max(memory.total().0 as f64 / estimate.0.max(1) as f64);
+                excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
                 continue;
             }
         }
@@ -399,6 +409,9 @@ fn alternatives(
 /// By how much a plan is slower, and what makes it so.
 fn slower(prediction: &Prediction, winner: &Prediction) -> String {
     let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
+    if percent < -0.1 {
+        return "faster, but plans of these degrees needed more memory than was estimated".to_string();
+    }
     let parts = [
         ("communication", prediction.exposed_communication, winner.exposed_communication),
         ("matmuls", prediction.matmul, winner.matmul),
@@ -424,6 +437,10 @@ fn parts(memory: &Memory) -> [(&'static str, Bytes); 5] {
     ]
 }
 
+fn breakdown(memory: &Memory) -> String {
+    parts(memory).map(|(name, bytes)| format!("{name} {bytes}")).join(", ")
+}
+
 fn largest(memory: &Memory) -> (&'static str, Bytes) {
     parts(memory).into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default()
 }
@@ -446,7 +463,7 @@ fn infeasible(
         return PlanError::Bug("no candidate at all".to_string());
     };
     let needs = memory(nearest);
-    let breakdown = parts(&needs).map(|(name, bytes)| format!("{name} {bytes}")).join(", ");
+    let breakdown = breakdown(&needs);
     let is_pinned = *pins != Pins::default();
     let mut fixes = vec![format!("give each rank {}", needs.total())];
     if is_pinned {

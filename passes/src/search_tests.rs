@@ -208,6 +208,21 @@ fn every_degree_is_planned() {
 }
 
 #[test]
+fn what_is_recomputed_lies_as_its_original() {
+    for pins in ["tp=4,dp=2,zero=0,recompute=full", "tp=2,dp=4,zero=3,recompute=full"] {
+        let plan = plan(SMALL, DType::Bf16, "h100:8", 70, pins).unwrap();
+        let mut count = 0;
+        for (id, node) in plan.graph.nodes() {
+            if let Role::Recompute(of) = node.role {
+                assert_eq!(plan.strategies[id], plan.strategies[of], "{pins}: {id} ({})", node.path);
+                count += 1;
+            }
+        }
+        assert!(count > 0, "{pins}");
+    }
+}
+
+#[test]
 fn zero_divides_storage_over_dp() {
     let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "tp=2,zero=3,microbatch=1").unwrap();
     check_strategies(

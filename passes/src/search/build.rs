@@ -3,37 +3,17 @@
 use super::liveness::block_order;
 use super::{Candidate, PlanError, Recompute, place_batch};
 use crate::cluster::Cluster;
-use crate::rematerialize::rematerialize;
-use crate::shard::prepare::prepare;
+use crate::rematerialize::rematerialize_from;
 use crate::shard::tensor::{Prepared, place_axis};
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Plan, SecondaryMap, Strategy};
 
-/// Solves the candidate's mesh again, on the graph with its recomputation, and writes every node's
-/// strategy down. A recomputed node is of its original's class, so it takes its strategy.
+/// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
+/// again does as its original: solved anew, the graph with its recomputation might be spread in
+/// another way than the one that was chosen for its memory.
 pub fn build(
-    prepared: &Prepared<'_>,
-    cluster: &Cluster,
-    request: &Request,
-    candidate: &Candidate,
-) -> Result<Plan, PlanError> {
-    let count = match candidate.recompute {
-        Recompute::None => 0,
-        Recompute::Blocks(count) => count,
-        Recompute::All => u64::MAX,
-    };
-    if count == 0 {
-        return annotate(prepared, cluster, request, candidate);
-    }
-    let order = block_order(prepared.graph);
-    let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
-    let graph = rematerialize(prepared.graph, &chosen).map_err(|error| PlanError::Bug(error.to_string()))?;
-    annotate(&prepare(&graph, request.batch), cluster, request, candidate)
-}
-
-fn annotate(
     prepared: &Prepared<'_>,
     cluster: &Cluster,
     request: &Request,
@@ -45,10 +25,18 @@ fn annotate(
     for axis in mesh.family("tp") {
         place_axis(prepared, &mut placed, axis);
     }
-    let graph = prepared.graph.clone();
+    let count = match candidate.recompute {
+        Recompute::None => 0,
+        Recompute::Blocks(count) => count,
+        Recompute::All => u64::MAX,
+    };
+    let order = block_order(prepared.graph);
+    let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
+    let (graph, from) =
+        rematerialize_from(prepared.graph, &chosen, &|_| false).map_err(|error| PlanError::Bug(error.to_string()))?;
     let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
-    for (id, _) in graph.nodes() {
-        strategies[id] = placed.strategies[prepared.folded.class[id]].clone();
+    for (id, of) in &from {
+        strategies[id] = placed.strategies[prepared.folded.class[*of]].clone();
     }
     let axes = mesh.family("dp");
     if candidate.zero >= 1 && !axes.is_empty() {
