@@ -51,9 +51,9 @@ if [ "$GPUS" -gt 1 ]; then
   row free "cuda:$GPUS" "$global" "microbatch=$BATCH"
 fi
 if [ -n "${REFEREE:-}" ]; then
-  python3 "$REFEREE" --model "$MODEL" --batch "$BATCH" --seq "$SEQ" --mode single --compile >"$OUT/torch1.log" 2>&1
+  timeout 150 python3 "$REFEREE" --model "$MODEL" --batch "$BATCH" --seq "$SEQ" --mode single --compile >"$OUT/torch1.log" 2>&1
   if [ "$GPUS" -gt 1 ]; then
-    torchrun --nproc_per_node "$GPUS" "$REFEREE" --model "$MODEL" --batch "$BATCH" --seq "$SEQ" --mode fsdp --compile >"$OUT/torch$GPUS.log" 2>&1
+    timeout 150 torchrun --nproc_per_node "$GPUS" "$REFEREE" --model "$MODEL" --batch "$BATCH" --seq "$SEQ" --mode fsdp --compile >"$OUT/torch$GPUS.log" 2>&1
   fi
 fi
 rm -f "$tokens"
