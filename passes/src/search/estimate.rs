@@ -51,6 +51,9 @@ pub struct Shape {
     /// Bytes of casts of parameters, and of parameters read without one, that dp can divide.
     casts: [u64; 2],
     bare: u64,
+    /// Bytes of the largest cast outside the blocks (the head's), and of the largest gradient in them.
+    head: u64,
+    block_gradient: u64,
     /// Blocks of the model.
     pub blocks: u64,
     liveness: Liveness,
@@ -75,6 +78,8 @@ impl Shape {
             gradient: [0; 2],
             casts: [0; 2],
             bare: 0,
+            head: 0,
+            block_gradient: 0,
             blocks: prepared.block_count(),
             liveness: Liveness::new(prepared, placed, conversions),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
@@ -127,6 +132,9 @@ impl Shape {
             Op::Adamw(_) => {
                 self.update += seconds;
                 self.gradient[usize::from(!divides(class))] += operands[1].bytes().0 * count;
+                if self.is_in_block(prepared, class) {
+                    self.block_gradient = self.block_gradient.max(operands[1].bytes().0);
+                }
             }
             Op::Parameter(_) => {
                 self.stored[usize::from(!divides(class))] += bytes;
@@ -139,6 +147,9 @@ impl Shape {
             Op::State(_) => self.state[usize::from(!divides(class))] += bytes,
             Op::Cast(_) if prepared.is_parameter[class] => {
                 self.casts[usize::from(!divides(class))] += bytes;
+                if !self.is_in_block(prepared, class) {
+                    self.head = self.head.max(bytes);
+                }
                 self.once.memory += seconds;
             }
             _ => {
@@ -187,9 +198,15 @@ impl Shape {
             (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            self.liveness.peak(self.recomputed(recompute), kept)
+            let (activations, gradients) = self.liveness.peak(self.recomputed(recompute), kept);
+            // A gradient is whole until it is reduced.
+            let waiting = if zero >= 1 && data > 1 { self.block_gradient } else { 0 };
+            (activations, gradients + waiting)
         };
-        let gathered = if zero == 3 { 2 * (self.casts[0] + bare) / self.blocks.max(1) } else { 0 };
+        // The gathered weights of a block and of the next; at the peak, where the backward pass
+        // begins, the head's as well. With several microbatches the head's gradient stands for them.
+        let head = if self.microbatches > 1 { 0 } else { self.head };
+        let gathered = if zero == 3 { 2 * (self.casts[0] + bare) / self.blocks.max(1) + head } else { 0 };
         let bucket =
             if data > 1 { (BUCKET as u64).min(self.gradient.iter().sum::<u64>() / self.blocks.max(1)) } else { 0 };
         Memory {
