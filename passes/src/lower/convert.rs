@@ -17,6 +17,14 @@ enum Phase {
     Optimizer,
 }
 
+fn phase_of(role: Role) -> Phase {
+    match role {
+        Role::Forward => Phase::Forward,
+        Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
+        Role::Optimizer => Phase::Optimizer,
+    }
+}
+
 /// One layout in which a value is at hand.
 #[derive(Clone, Debug)]
 struct Copy {
@@ -25,6 +33,8 @@ struct Copy {
     place: Place,
     /// The block for which it was made, if it is transient.
     block: Option<u32>,
+    /// Made of another copy for a node of the forward pass, and larger than what the value's maker left.
+    is_forward_gather: bool,
 }
 
 type Priced = Option<(f64, Rc<Vec<Step>>)>;
@@ -41,7 +51,7 @@ pub(super) struct Copies {
 impl Copies {
     /// Records the buffer in which a node leaves its result.
     pub(super) fn made(&mut self, value: ValueId, sharding: Sharding, buffer: BufferId, place: Place) {
-        self.of[value].push(Copy { sharding, buffer, place, block: None });
+        self.of[value].push(Copy { sharding, buffer, place, block: None, is_forward_gather: false });
     }
 
     fn path(&mut self, ty: &TensorType, from: &Sharding, to: &Sharding, mesh: &Mesh) -> Priced {
@@ -86,7 +96,13 @@ impl Lowering<'_> {
         let block = self.block(reader);
         let at = reader.map_or_else(|| self.last_place(), |node| self.places[node]);
         let own = self.plan.transient[value].then_some(block);
-        let visible = |copy: &&Copy| copy.place <= at && (copy.block.is_none() || copy.block == own);
+        // Recomputation keeps the inputs of a block as they were made: a copy gathered in the forward
+        // pass would live until the backward pass, so it is gathered again there.
+        let is_behind =
+            reader.is_some_and(|node| self.phase(node) != Phase::Forward) && self.is_kept_for_recompute(value);
+        let visible = |copy: &&Copy| {
+            copy.place <= at && (copy.block.is_none() || copy.block == own) && !(is_behind && copy.is_forward_gather)
+        };
         let copies: Vec<Copy> = self.copies.of[value].iter().filter(visible).cloned().collect();
         if let Some(copy) = copies.iter().find(|copy| copy.sharding == *to && self.is_readable(copy, at)) {
             return Ok(copy.buffer);
@@ -125,17 +141,21 @@ impl Lowering<'_> {
         !(varies && at == Place::Epilogue)
     }
 
+    fn phase(&self, node: NodeId) -> Phase {
+        phase_of(self.plan.graph.node(node).role)
+    }
+
+    /// Whether recomputation starts from this value of the forward pass.
+    fn is_kept_for_recompute(&self, value: ValueId) -> bool {
+        let def = self.plan.graph.value(value).def;
+        let is_recompute = |(user, _): &(NodeId, usize)| matches!(self.plan.graph.node(*user).role, Role::Recompute(_));
+        !self.weights[def] && self.users.get(&value).is_some_and(|users| users.iter().any(is_recompute))
+    }
+
     fn block(&mut self, reader: Option<NodeId>) -> u32 {
         let (path, phase) = match reader.map(|node| self.plan.graph.node(node)) {
             None => ("", Phase::Optimizer),
-            Some(node) => {
-                let phase = match node.role {
-                    Role::Forward => Phase::Forward,
-                    Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
-                    Role::Optimizer => Phase::Optimizer,
-                };
-                (block_of(&node.path), phase)
-            }
+            Some(node) => (block_of(&node.path), phase_of(node.role)),
         };
         let next = self.copies.blocks.len() as u32;
         *self.copies.blocks.entry((path.to_string(), phase)).or_insert(next)
@@ -173,6 +193,8 @@ impl Lowering<'_> {
         let hoist = own.is_none() && from.place == Place::Prologue && at == Place::Microbatch;
         let place = if hoist { Place::Prologue } else { at };
         let for_optimizer = reader.is_none_or(|node| self.plan.graph.node(node).role == Role::Optimizer);
+        let is_forward = reader.is_some_and(|node| self.phase(node) == Phase::Forward);
+        let made_bytes = self.local_type(self.plan.graph.ty(value), &self.made_as(value)).bytes();
         let block = self.block(reader);
         let hint = |step: &Step| match step {
             Step::AllGather { .. } if self.weights[def] && !for_optimizer => Hint::Prefetch(block),
@@ -190,7 +212,10 @@ impl Lowering<'_> {
             let category = if last { category } else { Category::Buffer };
             buffer = self.emit(step, buffer, Site { place, source: Some(def), hint, category });
             sharding = step.apply(&sharding);
-            self.copies.of[value].push(Copy { sharding: sharding.clone(), buffer, place, block: own });
+            let grown = self.draft.buffers[buffer].ty.bytes() > made_bytes;
+            let copy =
+                Copy { sharding: sharding.clone(), buffer, place, block: own, is_forward_gather: grown && is_forward };
+            self.copies.of[value].push(copy);
         }
         self.draft.buffers[buffer].value.get_or_insert(value);
         buffer
