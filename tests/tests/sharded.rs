@@ -158,8 +158,8 @@ fn spread_over_time(plan: &mut Plan, time: AxisId) {
         let strategies = choices.into_iter().map(|choice| Strategy::default().with(time, choice));
         let chosen = strategies.skip(1).find(|strategy| fits(strategy));
         if let Some(strategy) = chosen {
-            for index in 0..made.len() {
-                if let (Some(dim), (None, None)) = (rule.operand_sharding(index, &strategy).dim_of(time), made[index]) {
+            for (index, made) in made.iter().enumerate() {
+                if let (Some(dim), (None, None)) = (rule.operand_sharding(index, &strategy).dim_of(time), made) {
                     spread(plan, node.operands[index], dim, time);
                 }
             }
