@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Steps that are left out of the mean time: the first touch the memory.
+/// Steps that are left out of the median time: the first touch the memory.
 const WARM: usize = 1;
 
 /// Trains, and prints a summary.
