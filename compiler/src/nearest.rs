@@ -1,30 +1,16 @@
 //! What a misspelt name may have meant.
 
+use shardc_ir::names::edit_distance;
+
 /// The known name nearest to a wrong one, if it is near enough to be worth saying: at most a third
 /// of the letters differ, or one is the beginning of the other.
 pub fn nearest<'a>(wrong: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = wrong.to_lowercase();
-    let score = |name: &'a str| (distance(&lower, &name.to_lowercase()), name);
+    let score = |name: &'a str| (edit_distance(&lower, &name.to_lowercase()), name);
     let (distance, name) = known.into_iter().map(score).min()?;
     let close = distance * 3 <= wrong.chars().count().max(3);
     let begins = wrong.len() >= 3 && (name.starts_with(&lower) || lower.starts_with(name));
     (close || begins).then_some(name)
-}
-
-/// The Levenshtein distance.
-fn distance(left: &str, right: &str) -> usize {
-    let right: Vec<char> = right.chars().collect();
-    let mut row: Vec<usize> = (0..=right.len()).collect();
-    for (index, letter) in left.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = index + 1;
-        for (column, other) in right.iter().enumerate() {
-            let replaced = diagonal + usize::from(letter != *other);
-            diagonal = row[column + 1];
-            row[column + 1] = replaced.min(row[column] + 1).min(diagonal + 1);
-        }
-    }
-    row[right.len()]
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ pub mod entity;
 pub mod factor;
 pub mod graph;
 pub mod mesh;
+pub mod names;
 pub mod ops;
 pub mod plan;
 pub mod program;

@@ -9,6 +9,7 @@
 //! * a TOML file that names a profile and replaces any of its figures.
 
 use serde::{Deserialize, Serialize};
+use shardc_ir::names::edit_distance;
 use shardc_ir::units::Bytes;
 use std::collections::BTreeMap;
 
@@ -298,21 +299,6 @@ fn share_host_memory(profile: &mut Profile, ranks: u64) {
     }
     let value = profile.host_memory_bytes.value * 0.8 / ranks as f64;
     profile.memory_bytes = Figure { value, source: "four fifths of the host's memory, over its ranks".to_string() };
-}
-
-/// Levenshtein distance, for suggestions.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, to) in b.iter().enumerate() {
-            let change = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@ mod program_print;
 
 pub use plan_file::{PLAN_SCHEMA, PLAN_VERSION, PlanFileError};
 
+use crate::names::edit_distance;
 use crate::ops::{BinaryKind, CompareKind, Op, ReduceOp, UnaryKind};
 
 /// Every name that an operation can have in the text.
@@ -44,26 +45,11 @@ pub fn op_names() -> Vec<&'static str> {
 
 /// `; did you mean …?` with the nearest of some names, if one is near.
 fn suggestion(name: &str, known: &[&str]) -> String {
-    let nearest = known.iter().map(|other| (distance(name, other), *other)).min();
+    let nearest = known.iter().map(|other| (edit_distance(name, other), *other)).min();
     match nearest.filter(|(distance, other)| *distance <= 1 + other.len() / 3) {
         Some((_, other)) => format!("; did you mean `{other}`?"),
         None => String::new(),
     }
-}
-
-/// The Levenshtein distance.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, left) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, right) in b.iter().enumerate() {
-            let substitution = diagonal + usize::from(left != *right);
-            diagonal = row[j + 1];
-            row[j + 1] = substitution.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 /// A string as the text shows it.

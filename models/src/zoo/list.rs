@@ -3,6 +3,7 @@
 use super::{Gpt2Config, LlamaConfig, RopeScaling};
 use crate::trace::{Model, TraceError, trace};
 use serde::{Deserialize, Serialize};
+use shardc_ir::names::edit_distance;
 
 /// The sizes of a model of one of the families.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -124,7 +125,7 @@ pub fn build(name: &str, batch: usize, seq: usize) -> Result<Model, ZooError> {
     if let Some(entry) = entries.iter().find(|entry| entry.name == name) {
         return build_config(name, &entry.config, batch, seq);
     }
-    entries.sort_by_key(|entry| distance(name, entry.name));
+    entries.sort_by_key(|entry| edit_distance(name, entry.name));
     let nearest = entries.iter().take(3).map(|entry| entry.name.to_string()).collect();
     Err(ZooError::Unknown { name: name.to_string(), nearest })
 }
@@ -182,19 +183,4 @@ fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
         }
     }
     Ok(())
-}
-
-/// The edit distance of two names (Levenshtein, 1966).
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, to) in b.iter().enumerate() {
-            let above = row[j + 1];
-            row[j + 1] = (diagonal + usize::from(from != *to)).min(above + 1).min(row[j] + 1);
-            diagonal = above;
-        }
-    }
-    row[b.len()]
 }
