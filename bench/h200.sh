@@ -9,29 +9,10 @@
 set -u
 GPUS=${1:?how many GPUs}; MODEL=${2:-llama-1b}; BATCH=${3:-4}; SEQ=${4:-4096}; STEPS=${5:-20}
 SHARDC=${SHARDC:-target/release/shardc}; OUT=${OUT:-out}; mkdir -p "$OUT"
-site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null || true)
-# Python's packages hold the libraries under versioned names only; the loader is asked for the plain ones.
-links=$(mktemp -d)
-for lib in "$site"/nvidia/*/lib; do
-  [ -d "$lib" ] || continue
-  LD_LIBRARY_PATH="$lib:${LD_LIBRARY_PATH:-}"
-  for file in "$lib"/lib{nccl,cublasLt,cublas,nvrtc,cudnn}.so.*; do
-    [ -e "$file" ] && ln -sf "$file" "$links/$(basename "${file%%.so.*}").so"
-  done
-done
-export LD_LIBRARY_PATH="$links:${LD_LIBRARY_PATH:-}:/usr/local/cuda/lib64" CUDA_PATH=${CUDA_PATH:-/usr/local/cuda}
+source "$(dirname "$0")/cuda_env.sh"
 chmod +x "$SHARDC"
-
-# One file of random tokens in llm.c's 32-bit format, the same for every row.
 tokens=$(mktemp --suffix=.bin)
-python3 - "$tokens" <<'PY'
-import random, struct, sys, array
-random.seed(1)
-n = 8_000_000
-header = array.array("i", [0] * 256); header[0], header[1], header[2] = 20240801, 7, n
-body = array.array("I", (random.randrange(32000) for _ in range(n)))
-with open(sys.argv[1], "wb") as f: header.tofile(f); body.tofile(f)
-PY
+random_tokens "$tokens"
 
 row() { # NAME CLUSTER GLOBAL_BATCH PIN
   local log="$OUT/$1.log" metrics="$OUT/$1.jsonl"
