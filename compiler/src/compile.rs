@@ -5,6 +5,7 @@ use crate::options::{Batch, Options, precision_name};
 use crate::pipeline;
 use crate::train::{TrainOptions, Trainer, Weights};
 use shardc_ir::plan::Request;
+use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::cluster::Cluster;
@@ -39,8 +40,8 @@ impl<F: Fn(Batch) -> Result<Model, TraceError>> Trace for F {
 pub struct Compiled {
     /// The traced model, for its inputs, names and initialisers.
     pub model: Model,
-    plan: Plan,
-    programs: OnceLock<Vec<Program>>,
+    plan: VerifiedPlan<'static>,
+    programs: OnceLock<VerifiedPrograms<'static>>,
     dump_to: Option<PathBuf>,
 }
 
@@ -68,7 +69,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
 
 impl Compiled {
     /// A plan that was made before, with its model traced again.
-    pub fn from_plan(model: Model, plan: Plan) -> Self {
+    pub fn from_plan(model: Model, plan: VerifiedPlan<'static>) -> Self {
         Self { model, plan, programs: OnceLock::new(), dump_to: None }
     }
 

@@ -17,6 +17,7 @@ use crate::pipeline;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::plan::Space;
+use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{HostTensor, Op, Plan};
 use shardc_models::zoo::Config;
 use shardc_passes::cluster::Cluster;
@@ -51,22 +52,11 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
         findings.push(Finding { check: check.to_string(), ok, detail });
     };
     match shardc_ir::verify::plan(plan) {
-        Ok(_) => add("layouts", Some(true), format!("{} nodes on {}", plan.graph.node_count(), mesh_text(plan))),
-        Err(found) => add("layouts", Some(false), found.to_string()),
-    }
-    let ranks = plan.mesh.ranks();
-    if ranks > MOST_RANKS {
-        add("programs", None, format!("{ranks} ranks are too many to compare all of their programs"));
-    } else {
-        match pipeline::programs(plan, None) {
-            Ok(programs) => {
-                add("programs", Some(true), "memory, order and collectives of all ranks agree".to_string());
-                let most = programs.iter().map(|program| program.arena(Space::Device)).max().unwrap_or_default();
-                let planned = plan.prediction.memory.total();
-                add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
-            }
-            Err(error) => add("programs", Some(false), error.to_string()),
+        Ok(plan) => {
+            add("layouts", Some(true), format!("{} nodes on {}", plan.graph.node_count(), mesh_text(&plan)));
+            check_programs(&plan, &mut add);
         }
+        Err(found) => add("layouts", Some(false), found.to_string()),
     }
     if !numeric {
         return findings;
@@ -79,6 +69,22 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
         }
     }
     findings
+}
+
+fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<bool>, String)) {
+    let ranks = plan.mesh.ranks();
+    if ranks > MOST_RANKS {
+        return add("programs", None, format!("{ranks} ranks are too many to compare all of their programs"));
+    }
+    match pipeline::programs(plan, None) {
+        Ok(programs) => {
+            add("programs", Some(true), "memory, order and collectives of all ranks agree".to_string());
+            let most = programs.facts().arenas.get(&Space::Device).copied().unwrap_or_default();
+            let planned = plan.prediction.memory.total();
+            add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
+        }
+        Err(error) => add("programs", Some(false), error.to_string()),
+    }
 }
 
 fn mesh_text(plan: &Plan) -> String {

@@ -2,7 +2,7 @@
 
 use crate::allocate::memory;
 use crate::cluster::Cluster;
-use crate::lower::{LowerError, lower_all, lower_rank};
+use crate::lower::{lower_all, lower_rank};
 use crate::rematerialize::rematerialize;
 use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, Sizes, llama};
@@ -28,7 +28,8 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) 
 #[track_caller]
 fn check(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Program {
     let plan = plan(sizes, dtype, cluster, pins, recompute);
-    let programs = lower_all(&plan).unwrap_or_else(|error| panic!("{pins}: {error}"));
+    let verified = verify::plan(&plan).unwrap_or_else(|found| panic!("{pins}: {found}"));
+    let programs = lower_all(&verified).unwrap_or_else(|error| panic!("{pins}: {error}"));
     if let Err(found) = verify::program(&programs) {
         let some: Vec<_> = found.0.iter().take(8).map(ToString::to_string).collect();
         panic!("{pins}: {} findings\n{}", found.0.len(), some.join("\n"));
@@ -83,7 +84,7 @@ fn weights_are_gathered_by_block_and_direction() {
 #[test]
 fn packing_of_a_large_model_is_tight() {
     let plan = plan(SMALL, DType::Bf16, "h100:8", "tp=2,dp=4,zero=1,microbatch=1", false);
-    let program = lower_rank(&plan, 3).expect("a program");
+    let program = lower_rank(&verify::plan(plan).expect("a plan"), 3).expect("a program");
     let found = memory(&program);
     let waste = program.arena(Space::Device).0 as f64 - (found.total().0 - found.buffers.0) as f64;
     assert!(waste >= 0.0 && found.parameters.0 > 0 && found.optimizer.0 > 0 && found.activations.0 > 0);
@@ -95,6 +96,6 @@ fn a_value_of_one_microbatch_is_not_read_after_it() {
     let logits = plan.graph.nodes().find(|(_, node)| node.path == "head" && node.op.name() == "matmul");
     let logits = logits.expect("a head").1.results[0];
     plan.graph.output("logits", logits, shardc_ir::OutputKind::Result);
-    let error = lower_rank(&plan, 0).expect_err("logits are divided over microbatches");
-    assert!(matches!(error, LowerError::NoConversion { .. }), "{error}");
+    let found = verify::plan(plan).map(drop).expect_err("logits are divided over microbatches");
+    assert!(found.to_string().contains("is divided over the time axis `mb`"), "{found}");
 }

@@ -214,6 +214,7 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
         let expect = shardc_runtime::interpret(&graph, &given).expect("a step on one device");
         let planned = if seed % RECOMPUTED == 1 { &recomputed } else { &graph };
         let plan = random_plan(planned, mesh, &mut random);
+        let plan = verify::plan(plan).unwrap_or_else(|found| panic!("seed {seed} on {mesh}: {}", found.0[0]));
         let programs = match lower_all(&plan) {
             Ok(programs) => programs,
             Err(error) => panic!("seed {seed} on {mesh}: {error}"),

@@ -2,6 +2,7 @@
 
 use super::args::{OptimizerArgs, PrecisionArg, RequestArgs};
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
+use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{Bytes, Plan};
 use std::path::Path;
 
@@ -107,13 +108,11 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
 }
 
 /// Reads a plan file and verifies it.
-pub fn plan_file(path: &Path) -> Result<Plan, Error> {
+pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
     let plan = Plan::from_json(&text).map_err(|source| Error::PlanFile { path: path.to_path_buf(), source })?;
-    match shardc_ir::verify::plan(&plan) {
-        Ok(_) => Ok(plan),
-        Err(found) => Err(Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()))),
-    }
+    let illegal = |found| Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()));
+    shardc_ir::verify::plan(plan).map_err(illegal)
 }
 
 /// A size in bytes: `24GiB`, `800MB`, `1000000`.

@@ -1,9 +1,10 @@
 //! The verifiers. Each gathers every finding, and gives facts that the next phase asks for: a plan
-//! can be lowered only as a [`VerifiedPlan`], programs can be run only as [`VerifiedPrograms`], and
-//! only this module makes them.
+//! can be lowered only as a [`VerifiedPlan`], the driver starts a runtime only with programs that are
+//! [`VerifiedPrograms`], and only this module makes either.
 //!
 //! The invariants of each phase stand at the top of its verifier's file.
 
+mod agreement;
 mod graph;
 mod lockstep;
 mod memory;

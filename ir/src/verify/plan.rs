@@ -25,6 +25,7 @@ use crate::mesh::{AxisId, AxisKind};
 use crate::ops::Op;
 use crate::plan::Plan;
 use crate::sharding::{ReduceKind, Sharding};
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Deref;
 
@@ -66,11 +67,23 @@ pub struct PlanFacts {
     pub conversions: Vec<Conversion>,
 }
 
-/// A plan that [`plan`] found valid.
+/// A plan that [`plan`] found valid, borrowed or owned. It can be read, not changed.
 #[derive(Clone, Debug)]
 pub struct VerifiedPlan<'a> {
-    plan: &'a Plan,
+    plan: Cow<'a, Plan>,
     facts: PlanFacts,
+}
+
+impl From<Plan> for Cow<'_, Plan> {
+    fn from(plan: Plan) -> Self {
+        Self::Owned(plan)
+    }
+}
+
+impl<'a> From<&'a Plan> for Cow<'a, Plan> {
+    fn from(plan: &'a Plan) -> Self {
+        Self::Borrowed(plan)
+    }
 }
 
 impl VerifiedPlan<'_> {
@@ -88,15 +101,21 @@ impl VerifiedPlan<'_> {
 impl Deref for VerifiedPlan<'_> {
     type Target = Plan;
     fn deref(&self) -> &Plan {
-        self.plan
+        &self.plan
     }
 }
 
-/// Verifies a plan.
+/// Verifies a plan, given or lent.
 ///
 /// # Errors
 /// Every violation of the invariants; those of the graph and the mesh alone, if there are any.
-pub fn plan(plan: &Plan) -> Result<VerifiedPlan<'_>, Diagnostics> {
+pub fn plan<'a>(plan: impl Into<Cow<'a, Plan>>) -> Result<VerifiedPlan<'a>, Diagnostics> {
+    let plan = plan.into();
+    let facts = check(&plan)?;
+    Ok(VerifiedPlan { plan, facts })
+}
+
+fn check(plan: &Plan) -> Result<PlanFacts, Diagnostics> {
     let mut facts = PlanFacts { graph: super::graph(&plan.graph)?, ..PlanFacts::default() };
     let mut found = Diagnostics::default();
     check_mesh(plan, &mut found);
@@ -111,7 +130,7 @@ pub fn plan(plan: &Plan) -> Result<VerifiedPlan<'_>, Diagnostics> {
     checker.nodes();
     checker.outputs();
     checker.found.finish(())?;
-    Ok(VerifiedPlan { plan, facts })
+    Ok(facts)
 }
 
 fn check_mesh(plan: &Plan, found: &mut Diagnostics) {

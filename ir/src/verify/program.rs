@@ -17,15 +17,19 @@
 //!
 //! Of all ranks together (`lockstep`): each rank of a group enters the group's collectives in the
 //! same order with the same sizes, and every send meets its receive, so that no rank waits forever.
-//! The ranks agree on inputs, slots and readings, and their parts cover each of them.
+//!
+//! Of what they have in common (`agreement`): the ranks agree on inputs, slots and readings; the parts
+//! of a slot that they hold cover it; each rank is fed a part of every input, and the parts that all
+//! are fed in the microbatches of a step cover it.
 
-use super::{lockstep, memory};
+use super::{agreement, lockstep, memory};
 use crate::diagnostic::Diagnostics;
 use crate::entity::BufferId;
 use crate::plan::Space;
 use crate::program::{Action, Instruction, Program};
 use crate::types::TensorType;
 use crate::units::Bytes;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 
@@ -44,7 +48,7 @@ pub struct ProgramFacts {
 /// The programs of all ranks of a step, which [`program`] found valid; rank `i` is at index `i`.
 #[derive(Clone, Debug)]
 pub struct VerifiedPrograms<'a> {
-    programs: &'a [Program],
+    programs: Cow<'a, [Program]>,
     facts: ProgramFacts,
 }
 
@@ -58,16 +62,22 @@ impl VerifiedPrograms<'_> {
 impl Deref for VerifiedPrograms<'_> {
     type Target = [Program];
     fn deref(&self) -> &[Program] {
-        self.programs
+        &self.programs
     }
 }
 
-/// Verifies the programs of all ranks of a step, in the order of the ranks.
+/// Verifies the programs of all ranks of a step, in the order of the ranks, given or lent.
 ///
 /// # Errors
 /// Every violation of the invariants. Execution is looked at only if each program is sound by
 /// itself.
-pub fn program(programs: &[Program]) -> Result<VerifiedPrograms<'_>, Diagnostics> {
+pub fn program<'a>(programs: impl Into<Cow<'a, [Program]>>) -> Result<VerifiedPrograms<'a>, Diagnostics> {
+    let programs = programs.into();
+    let facts = check(&programs)?;
+    Ok(VerifiedPrograms { programs, facts })
+}
+
+fn check(programs: &[Program]) -> Result<ProgramFacts, Diagnostics> {
     let mut found = Diagnostics::default();
     for (index, program) in programs.iter().enumerate() {
         let place = format!("rank {}", program.rank);
@@ -82,14 +92,14 @@ pub fn program(programs: &[Program]) -> Result<VerifiedPrograms<'_>, Diagnostics
     for program in programs {
         memory::check(program, &mut found);
     }
-    check_agreement(programs, &mut found);
+    agreement::check(programs, &mut found);
     let rendezvous = lockstep::check(programs, &mut found);
     let mut facts = ProgramFacts { rendezvous, ..ProgramFacts::default() };
     for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
         let largest = facts.arenas.entry(*space).or_default();
         *largest = (*largest).max(*bytes);
     }
-    found.finish(VerifiedPrograms { programs, facts })
+    found.finish(facts)
 }
 
 /// The place of an instruction, as findings show it.
@@ -306,39 +316,4 @@ fn same(what: &str, operands: &[TensorType], results: &[TensorType]) -> Result<(
         return Ok(());
     }
     Err(format!("{what} gives each operand's elements to its own result"))
-}
-
-/// What the ranks must agree on, and whether their parts cover it.
-fn check_agreement(programs: &[Program], found: &mut Diagnostics) {
-    let Some(first) = programs.first() else { return };
-    for program in &programs[1..] {
-        let place = format!("rank {}", program.rank);
-        let inputs = |program: &Program| {
-            program.inputs.iter().map(|input| (input.name.clone(), input.ty.clone())).collect::<Vec<_>>()
-        };
-        let slots = |program: &Program| {
-            program.slots.iter().map(|slot| (slot.name.clone(), slot.ty.clone())).collect::<Vec<_>>()
-        };
-        let readings =
-            |program: &Program| program.readings.iter().map(|reading| reading.name.clone()).collect::<Vec<_>>();
-        if inputs(program) != inputs(first) {
-            found.push(&place, "its inputs are not those of rank 0");
-        }
-        if slots(program) != slots(first) {
-            found.push(&place, "its slots are not those of rank 0");
-        }
-        if readings(program) != readings(first) {
-            found.push(&place, "its readings are not those of rank 0");
-        }
-    }
-    let covers = |ty: &TensorType, slices: BTreeSet<&Vec<(u64, u64)>>| {
-        let volume = |slice: &&Vec<(u64, u64)>| slice.iter().map(|(_, length)| *length).product::<u64>();
-        slices.iter().map(volume).sum::<u64>() >= ty.elements()
-    };
-    for (index, slot) in first.slots.iter().enumerate() {
-        let parts = programs.iter().filter_map(|program| program.slots.get(index).map(|slot| &slot.slice)).collect();
-        if !covers(&slot.ty, parts) {
-            found.push(format!("slot \"{}\"", slot.name), "the ranks' parts do not cover it");
-        }
-    }
 }

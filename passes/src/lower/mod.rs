@@ -30,12 +30,13 @@ use section::place_nodes;
 use shardc_ir::ops::{Op, OpError, Part};
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
+use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
     AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
     Sharding, TensorType, ValueId,
 };
 
-/// Why a plan cannot be lowered. A verified plan raises only what concerns time axes.
+/// Why a verified plan cannot be lowered.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LowerError {
     /// A value has no conversion to the layout in which it is read.
@@ -74,15 +75,15 @@ pub enum LowerError {
     },
 }
 
-/// The program of one rank. The plan must have been verified.
-pub fn lower_rank(plan: &Plan, rank: u64) -> Result<Program, LowerError> {
+/// The program of one rank.
+pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
     schedule(&mut draft);
     Ok(allocate(draft))
 }
 
 /// The programs of all ranks, in their order.
-pub fn lower_all(plan: &Plan) -> Result<Vec<Program>, LowerError> {
+pub fn lower_all(plan: &VerifiedPlan<'_>) -> Result<Vec<Program>, LowerError> {
     (0..plan.mesh.ranks()).map(|rank| lower_rank(plan, rank)).collect()
 }
 
@@ -93,7 +94,7 @@ struct Layouts {
 }
 
 /// A plan on its way to the program of one rank, before scheduling and allocation.
-pub fn draft_rank(plan: &Plan, rank: u64) -> Result<Draft, LowerError> {
+pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
     let mut lowering = Lowering::new(plan, rank);
     let mut deferred: Vec<NodeId> = Vec::new();
     for (id, node) in plan.graph.nodes() {
