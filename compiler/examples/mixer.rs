@@ -124,7 +124,7 @@ fn main() -> Result<(), shardc::Error> {
     let compiled = shardc::compile(&model, Batch { batch: 32, seq: 0 }, &cluster, &options)?;
     println!("{}", shardc::report::plan_text(compiled.plan()));
     let learning_rate = LearningRate { rate: 2e-3, min_rate: 0.0, warmup: 5, decay: Decay::Cosine, steps: 40 };
-    compiled.train(
+    let mut trainer = compiled.train(
         &FromInitialisers,
         TrainOptions { learning_rate, seed: 0 },
         |step| Ok(pictures(32, step)),
@@ -133,5 +133,8 @@ fn main() -> Result<(), shardc::Error> {
             ControlFlow::Continue(())
         },
     )?;
+    if let Some(dir) = std::env::args_os().nth(1) {
+        trainer.save(dir.as_ref())?;
+    }
     Ok(())
 }

@@ -6,7 +6,7 @@ use crate::pipeline;
 use crate::train::{TrainOptions, Trainer, Weights};
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{HostTensor, Plan, Program};
+use shardc_ir::{Bytes, HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::cluster::Cluster;
 use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, cuda};
@@ -54,13 +54,21 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
     let name = model.name();
     let model = model.trace(batch)?;
     let name = name.unwrap_or_else(|| model.name.clone());
+    let cluster = &match options.host_memory {
+        Some(bytes) => cluster.clone().with_host_memory(bytes),
+        None => cluster.clone(),
+    };
+    // What the user gives to a host binds, whatever each rank may have.
+    let most = cluster.share_of_host().filter(|_| options.host_memory.is_some());
+    let device_memory = options.device_memory.unwrap_or(cluster.usable_memory());
     let request = Request {
         model: name,
         cluster: cluster.name.clone(),
         batch: batch.batch,
         seq: batch.seq,
         precision: precision_name(options.precision).into(),
-        device_memory: options.device_memory.unwrap_or(cluster.usable_memory()),
+        device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
+        host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
         pins: options.pins.clone(),
     };
     let plan = pipeline::plan(&model, &request, cluster, options)?;

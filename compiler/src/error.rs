@@ -42,6 +42,14 @@ pub enum DataError {
         /// What is wrong.
         what: String,
     },
+    /// The tokenizer cannot read or cannot be read.
+    #[error("{}: not a usable tokenizer.json: {what}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
     /// It does not hold one sequence.
     #[error("{}: {tokens} tokens are too few for one sequence of {seq}", path.display())]
     TooShort {
@@ -120,6 +128,9 @@ impl DataError {
                 "--data takes a text file, a token file (.bin of nanoGPT or llm.c, .bin/.idx of Megatron-LM) or batches \
                  (.safetensors with tensors NAME.STEP)"
                     .into()
+            }
+            Self::Tokenizer { .. } => {
+                "--tokenizer takes the tokenizer.json of the model; without it, tokens are bytes".into()
             }
             Self::TooShort { tokens, .. } => format!("give more data, or --seq {tokens} or less"),
             Self::BeyondVocabulary { .. } => {
@@ -214,6 +225,13 @@ fn first_text(first: Option<&str>) -> String {
     first.map(|first| format!("; the first tensor that is not finite: {first}")).unwrap_or_default()
 }
 
+/// Whether there is no room left to write: a failed run, where other failures of files are the
+/// request's.
+fn is_full(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    matches!(error.kind(), FileTooLarge | QuotaExceeded | StorageFull)
+}
+
 /// The large ones are boxed, so that a result stays small.
 macro_rules! boxed {
     ($($variant:ident($error:ty),)*) => {
@@ -264,6 +282,7 @@ impl Error {
                 PlanError::Pin { .. } | PlanError::Batch { .. } => 2,
             },
             Self::Pass(PassError::Bug { .. }) | Self::Trace(TraceError::Bug { .. }) => 1,
+            Self::Io { source: error, .. } | Self::Hf(HfError::Io { error, .. }) if is_full(error) => 1,
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
             Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) => 2,
             Self::Lower(_)
@@ -280,7 +299,13 @@ impl Error {
         match self {
             Self::Request { fix, .. } => (!fix.is_empty()).then(|| fix.clone()),
             Self::Data(error) => Some(error.fix()),
-            Self::Io { .. } => Some("check the path, its permissions and the space on the disk".into()),
+            Self::Io { .. } | Self::Hf(HfError::Io { .. }) => {
+                Some("check the path, its permissions and the space on the disk".into())
+            }
+            Self::Hf(HfError::Malformed { .. } | HfError::MissingTensor { .. }) => {
+                Some("the directory is not complete or not of this model: copy it again".into())
+            }
+            Self::Hf(HfError::WrongType { .. }) => Some("config.json and the weights must be of the same model".into()),
             Self::Zoo(ZooError::Unknown { .. }) => Some(
                 "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),
             ),

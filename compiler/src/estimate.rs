@@ -30,6 +30,11 @@ impl Row {
     pub fn total(&self) -> Bytes {
         self.parameters + self.gradients + self.state
     }
+
+    /// What a rank of so much memory has left for activations; `None` if even this does not fit.
+    pub fn left(&self, memory: Bytes) -> Option<Bytes> {
+        memory.0.checked_sub(self.total().0).map(Bytes)
+    }
 }
 
 /// Every precision, optimizer and ZeRO stage, for a number of parameters over `ranks` data ranks.
@@ -64,9 +69,67 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
     rows
 }
 
+/// What the ranks' memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// Each rank has a device with so much memory.
+    Devices(Bytes),
+    /// All ranks share a host with so much memory.
+    Host(Bytes),
+}
+
+impl Room {
+    /// The memory of each of so many ranks.
+    pub fn per_rank(self, ranks: u64) -> Bytes {
+        match self {
+            Self::Devices(bytes) => bytes,
+            Self::Host(bytes) => Bytes(bytes.0 / ranks.max(1)),
+        }
+    }
+}
+
+/// How a model trains in such room: per precision, the lowest ZeRO stage that fits, or what stage 3
+/// would need.
+pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
+    let rows = estimate(parameters, ranks);
+    let memory = room.per_rank(ranks);
+    let say = |precision: &str| {
+        let is_trained = |row: &&Row| row.optimizer != "none" && row.precision == precision;
+        if let Some((row, left)) = rows.iter().filter(is_trained).find_map(|row| Some((row, row.left(memory)?))) {
+            return format!("{precision}: trains with ZeRO {} or more, and has {left} left for activations", row.zero);
+        }
+        // With stage 3 the ranks together hold what one would.
+        let whole = estimate(parameters, 1);
+        let needed = whole.iter().filter(is_trained).map(Row::total).min().unwrap_or_default();
+        let needs = match room {
+            Room::Devices(bytes) => format!("would over {} data ranks or more", needed.0.div_ceil(bytes.0.max(1))),
+            Room::Host(_) => format!("needs {needed} and the activations"),
+        };
+        format!("{precision}: does not fit; with ZeRO 3 it {needs}")
+    };
+    ["fp32", "bf16"].map(say).to_vec()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn verdicts_name_the_stage_or_the_ranks() {
+        let check = |memory: u64, expect: [&str; 2]| {
+            for room in [Room::Devices(Bytes(memory)), Room::Host(Bytes(memory * 10))] {
+                for (line, expect) in verdict(1000, 10, room).iter().zip(expect) {
+                    assert!(line.contains(expect), "{line}");
+                }
+            }
+        };
+        check(18_000, ["ZeRO 0 or more, and has 1.95 KiB left", "ZeRO 0 or more, and has 0 B left"]);
+        check(5700, ["ZeRO 2 or more", "ZeRO 2 or more"]);
+        check(1600, ["ZeRO 3 or more, and has 0 B left", "does not fit; with ZeRO 3 it "]);
+        let check = |room, expect: &str| assert!(verdict(1000, 10, room)[1].contains(expect));
+        check(Room::Devices(Bytes(1600)), "it would over 12 data ranks or more");
+        check(Room::Host(Bytes(16_000)), "it needs 17.58 KiB and the activations");
+    }
 
     #[test]
     fn zero_divides_what_its_stage_says() {

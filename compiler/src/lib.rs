@@ -22,6 +22,7 @@ pub mod nearest;
 pub mod options;
 pub mod pipeline;
 pub mod report;
+pub mod saved;
 pub mod train;
 pub mod verify;
 
@@ -31,6 +32,7 @@ pub use learning_rate::{Decay, LearningRate};
 pub use metrics::StepMetrics;
 pub use model::NamedModel;
 pub use options::{Batch, Options};
+pub use saved::saved_weights;
 pub use shardc_passes::cluster::Cluster;
 pub use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
 pub use shardc_passes::precision::Precision;

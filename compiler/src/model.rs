@@ -3,10 +3,10 @@
 use crate::compile::Trace;
 use crate::error::Error;
 use crate::options::Batch;
+use crate::saved::gathered;
 use crate::train::{FromInitialisers, Trainer, Weights};
-use shardc_ir::{HostTensor, TensorType};
 use shardc_models::Model;
-use shardc_models::hf::{self, HfError, HfWeights};
+use shardc_models::hf::{self, Beside, HfWeights};
 use shardc_models::zoo::{self, Config};
 use std::path::{Path, PathBuf};
 
@@ -68,22 +68,15 @@ impl NamedModel {
         self.dir.as_ref().map(|dir| dir.join("tokenizer.json")).filter(|path| path.is_file())
     }
 
-    /// Writes the trained parameters as a Hugging Face directory. A parameter at a time is gathered
-    /// from the ranks, and what was there before stays until all of it is on the disk.
-    pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>) -> Result<(), Error> {
-        let mut failed = None;
-        let saved = hf::save(dir, &self.config, |name| {
-            trainer.gather(name).map_err(|error| {
-                let message = error.to_string();
-                failed = Some(error);
-                HfError::Parameter { name: name.to_string(), message }
-            })
-        });
-        match (saved, failed) {
-            (Ok(()), _) => Ok(()),
-            (Err(_), Some(error)) => Err(error),
-            (Err(error), None) => Err(error.into()),
+    /// Writes the trained parameters as a Hugging Face directory, with what lay beside them where the
+    /// model was one, and with `tokenizer` if its text was read by another. A parameter at a time is
+    /// gathered from the ranks, and what was there before stays until all of it is on the disk.
+    pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
+        let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
+        if let Some(path) = tokenizer {
+            beside.add("tokenizer.json", path)?;
         }
+        gathered(trainer, |read| hf::save(dir, &self.config, &beside, read))
     }
 
     /// The longest sequence it can be given, where positions are learned.
@@ -105,11 +98,5 @@ impl Trace for NamedModel {
 
     fn name(&self) -> Option<String> {
         Some(self.name.clone())
-    }
-}
-
-impl Weights for HfWeights {
-    fn part(&self, name: &str, _: &TensorType, slice: &[(u64, u64)]) -> Result<Option<HostTensor>, Error> {
-        Ok(Some(self.read(name, slice)?))
     }
 }

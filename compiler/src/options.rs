@@ -25,6 +25,8 @@ pub struct Options {
     pub pins: String,
     /// A bound on the memory of each rank; the device's own if there is none.
     pub device_memory: Option<Bytes>,
+    /// A bound on the memory of each host, for all of its ranks; the host's own if there is none.
+    pub host_memory: Option<Bytes>,
     /// A directory for the graph after every pass.
     pub dump_to: Option<PathBuf>,
 }

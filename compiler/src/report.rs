@@ -40,6 +40,9 @@ pub fn plan_text(plan: &Plan) -> String {
     for (name, bytes) in memory_rows(&prediction.memory) {
         let _ = writeln!(text, "         {bytes:>10}  {name}");
     }
+    if request.host_memory.0 > 0 {
+        let _ = writeln!(text, "host     {} per host, of {}", prediction.host, request.host_memory);
+    }
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
     }

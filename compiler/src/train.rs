@@ -101,6 +101,11 @@ impl<'a> Trainer<'a> {
         Ok(metrics)
     }
 
+    /// What is trained.
+    pub fn compiled(&self) -> &'a Compiled {
+        self.compiled
+    }
+
     /// The whole of a parameter or an optimizer state (`NAME.m`, `NAME.v`), from the ranks' parts.
     pub fn gather(&mut self, name: &str) -> Result<HostTensor, Error> {
         let mut whole: Option<HostTensor> = None;

@@ -63,6 +63,14 @@ fn unknown_names() {
     check(&["plan", "llama-tiny", "--cluster", "h10:8"], 2, &["h10", "h100"]);
     check(&["plan", "llama-tiny", "--pin", "dq=2"], 2, &["dq", "dp"]);
     check(&["plan", "llama-tiny", "--device-memory", "24QB"], 2, &["24QB", "24GiB"]);
+    check(&["plan", "llama-tiny", "--batch", "1", "--seq", "1000000000000"], 2, &["1000000000000", "67108864 tokens"]);
+    let numbers =
+        [("--lr", "-1"), ("--lr", "nan"), ("--eps", "-1"), ("--clip-grad-norm", "-1"), ("--betas", "1.5,0.9")];
+    for (flag, value) in numbers {
+        let said =
+            check_train(&fixture("llama"), &fixture("llama/batches.safetensors"), &[flag, value], 2, &["must be"]);
+        assert!(!said.contains("Usage"), "{said}");
+    }
 }
 
 #[test]
@@ -76,6 +84,29 @@ fn impossible_requests() {
         3,
         &["no plan fits in 8.00 MiB", "the nearest"],
     );
+}
+
+#[test]
+fn the_memory_of_the_host_binds_cpu_ranks() {
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "4", "--seq", "64", "--host-memory"];
+    let with = |size: &'static str| args.into_iter().chain([size]).collect::<Vec<_>>();
+    let text = check(&with("1GiB"), 0, &["of 256.00 MiB", "per host, of 1.00 GiB"]);
+    let number = |line: &str| line.split_whitespace().nth(1).unwrap().parse::<f64>().unwrap();
+    let line = |start: &str| number(text.lines().find(|line| line.starts_with(start)).unwrap());
+    assert!((line("host") - 4.0 * line("memory")).abs() < 0.03, "{text}");
+    check(
+        &with("16MiB"),
+        3,
+        &["no plan fits in 4.00 MiB per rank, its share of the host's 16.00 MiB", "give the host"],
+    );
+    check(&with("many"), 2, &["--host-memory many", "24GiB"]);
+    check(&with("0"), 2, &["--host-memory 0"]);
+    // The host binds whatever the rank may have; what lies on GPUs is not in it.
+    let mut both = with("1GiB");
+    both.extend(["--device-memory", "8GiB"]);
+    check(&both, 0, &["of 256.00 MiB"]);
+    let gpu = ["plan", "llama-tiny", "--cluster", "h100:4", "--batch", "4", "--seq", "64", "--host-memory", "1MiB"];
+    check(&gpu, 0, &["host     0 B per host, of 1.00 MiB"]);
 }
 
 #[test]
@@ -100,6 +131,8 @@ fn plans_are_written_explained_and_guarded() {
     check_spoilt(whole[..whole.len() / 2].to_string(), &["cut short"]);
     check_spoilt(whole.replace("\"batch\": 4", "\"batch\": 5"), &["hash"]);
     check_spoilt("hello".to_string(), &["not a plan file"]);
+    fs::write(&spoilt, [0xff, 0xfe, 0]).unwrap();
+    check(&["explain", text(&spoilt)], 2, &["not a plan file", "not UTF-8"]);
 }
 
 #[test]
@@ -125,6 +158,13 @@ fn bad_directories() {
     check_train(dir.path(), &batches, &[], 2, &["mlp", "128", "160"]);
     let dir = spoil("config.json", &replace("\"llama\"", "\"bert\""));
     check_train(dir.path(), &batches, &[], 2, &["bert"]);
+    // A part of a model in many files is missing, then cut short.
+    let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
+    let dir = copy("llama");
+    fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+    check_train(dir.path(), &batches, &[], 2, &["model-00001-of-00002.safetensors", "help:"]);
+    fs::write(dir.path().join("model-00001-of-00002.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{']).unwrap();
+    check_train(dir.path(), &batches, &[], 2, &["model-00001-of-00002.safetensors", "truncated"]);
     let dir = spoil("config.json", &|_| None);
     check_train(dir.path(), &batches, &[], 2, &["config.json"]);
 }
@@ -147,6 +187,9 @@ fn bad_data() {
     let words = ["token 300", "position 10", "vocabulary of 256"];
     check_train(&model, &file("beyond.bin", &tokens), &small, 2, &words);
     check_train(&model, &file("cut.safetensors", b"12345"), &[], 2, &["cut.safetensors"]);
+    let words = file("words.txt", &b"shardc ".repeat(100));
+    let with_words = ["--tokenizer", text(&words), "--batch", "1", "--seq", "16"];
+    check_train(&model, &words, &with_words, 2, &["words.txt", "tokenizer.json of the model"]);
     let batches = model.join("batches.safetensors");
     check_train(&model, &batches, &["--batch", "8"], 2, &["--batch 8", "4 x 32"]);
     let many = ["train", text(&model), "--data", text(&batches), "--steps", "11"];
@@ -172,12 +215,74 @@ fn a_run_is_recorded_and_saved() {
     assert_eq!(fs::read(saved.join("model.safetensors")).unwrap(), before);
 }
 
+/// The disk takes no more in the middle of a save: the previous one survives, whole.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_the_previous_save() {
+    let (dir, model) = (tempfile::tempdir().unwrap(), fixture("gpt2"));
+    let saved = dir.path().join("saved");
+    let batches = model.join("batches.safetensors");
+    check_train(&model, &batches, &["--save", text(&saved)], 0, &["saved to"]);
+    let files = || {
+        let mut files: Vec<_> = fs::read_dir(&saved).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files.into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect::<Vec<_>>()
+    };
+    let before = files();
+    // A limit on the size of a file, which the weights exceed and nothing else does. With the signal
+    // ignored, a write beyond it is an error.
+    let script = "trap '' XFSZ; ulimit -f 200; exec \"$@\"";
+    let shardc = env!("CARGO_BIN_EXE_shardc");
+    let output = Command::new("sh")
+        .args(["-c", script, "sh", shardc, "train", text(&model), "--data", text(&batches), "--steps", "2"])
+        .args(["--precision", "fp32", "--save", text(&saved)])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("model.safetensors") && said.contains("space on the disk"), "{said}");
+    assert!(files() == before, "the previous save is not what it was");
+    // A save that has room replaces it.
+    check_train(&model, &batches, &["--save", text(&saved), "--lr", "0.5"], 0, &["saved to"]);
+    assert!(files() != before && files().len() == before.len());
+}
+
+/// Ctrl-C in a long run: it ends at the step, says what it did and saves.
+#[cfg(unix)]
+#[test]
+fn ctrl_c_ends_at_the_step() {
+    use std::io::{BufRead, BufReader, Read};
+    let (dir, model) = (tempfile::tempdir().unwrap(), fixture("llama"));
+    let (data, saved, metrics) = (dir.path().join("t.txt"), dir.path().join("saved"), dir.path().join("m.jsonl"));
+    fs::write(&data, "shardc ".repeat(1000)).unwrap();
+    let mut run = Command::new(env!("CARGO_BIN_EXE_shardc"))
+        .args(["train", text(&model), "--cluster", "cpu:2", "--data", text(&data), "--steps", "1000000"])
+        .args(["--batch", "2", "--seq", "16", "--save", text(&saved), "--metrics", text(&metrics)])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(run.stderr.take().unwrap()).lines();
+    assert!(lines.by_ref().any(|line| line.unwrap().contains("  grad norm ")), "no step was made");
+    let kill = Command::new("sh").args(["-c", &format!("kill -INT {}", run.id())]).status().unwrap();
+    assert!(kill.success());
+    let said: Vec<String> = lines.map(Result::unwrap).collect();
+    assert!(said.iter().any(|line| line.contains("stopping at the end of this step")), "{said:?}");
+    let mut summary = String::new();
+    run.stdout.take().unwrap().read_to_string(&mut summary).unwrap();
+    assert_eq!(run.wait().unwrap().code(), Some(0), "{summary}{said:?}");
+    let steps = fs::read_to_string(&metrics).unwrap().lines().count();
+    assert!(summary.contains(&format!("{steps} of 1000000 steps, stopped by the user")), "{summary}");
+    assert!(summary.contains("loss") && summary.contains("saved to"), "{summary}");
+    assert!(saved.join("model.safetensors").is_file());
+}
+
 #[test]
 fn a_loss_that_is_not_finite_ends_the_run() {
     let (dir, model) = (tempfile::tempdir().unwrap(), fixture("llama"));
     let batches = model.join("batches.safetensors");
     let args = ["train", text(&model), "--data", text(&batches), "--steps", "10", "--lr", "1e30"];
-    check(&args, 1, &["step ", "not finite"]);
+    check(&args, 1, &["step ", "the first tensor that is not finite: rank 0", "section `"]);
     drop(dir);
 }
 
@@ -200,6 +305,18 @@ fn clusters_that_are_not_here() {
 fn estimates_and_checks() {
     check(&["estimate", "llama-8b", "--ranks", "8"], 0, &["8,030,261,248", "bf16", "adamw"]);
     check(&["estimate", "llama-8b", "--json"], 0, &["\"zero\": 3"]);
+    let fits = ["bf16: trains with ZeRO 2 or more", "left for activations", "as cpu:8 in 64.00 GiB of one host"];
+    let bounded = ["estimate", "llama-8b", "--device-memory", "40GiB", "--host-memory", "64GiB"];
+    check(&bounded, 0, &fits);
+    check(
+        &["estimate", "llama-8b", "--device-memory", "8GiB"],
+        0,
+        &["bf16: does not fit; with ZeRO 3 it would over 17 data ranks or more"],
+    );
+    let words = ["as cpu:8 in 32.00 GiB of one host", "does not fit; with ZeRO 3 it needs"];
+    check(&["estimate", "llama-8b", "--host-memory", "32GiB"], 0, &words);
+    check(&["estimate", "llama-8b", "--device-memory", "8GiB", "--json"], 0, &["\"verdict\"", "\"per_rank\""]);
+    check(&["estimate", "llama-8b", "--device-memory", "8GX"], 2, &["--device-memory 8GX"]);
     check(&["check"], 0, &["✓ CPU"]);
     check(&["check", "--json"], 0, &["\"name\": \"CPU\""]);
 }

@@ -143,6 +143,9 @@ pub struct Prediction {
     pub mfu: f64,
     /// Memory per rank at the peak.
     pub memory: Memory,
+    /// Of one host's memory, what its ranks take.
+    #[serde(default)]
+    pub host: Bytes,
 }
 
 /// A plan that was considered and not chosen.
@@ -173,6 +176,9 @@ pub struct Request {
     pub precision: String,
     /// The memory bound per rank.
     pub device_memory: Bytes,
+    /// The memory bound of one host, for all of its ranks.
+    #[serde(default)]
+    pub host_memory: Bytes,
     /// What the user fixed.
     pub pins: String,
 }

@@ -1,7 +1,7 @@
 //! Hugging Face directories: reading parts, round trips, and what is wrong with bad ones.
 
-use shardc_ir::HostTensor;
-use shardc_models::hf::{HfError, open, save, save_in_shards};
+use shardc_ir::{DType, HostTensor, TensorType};
+use shardc_models::hf::{Beside, HfError, HfWeights, open, read_config, save, save_in_shards, save_plain};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -77,14 +77,15 @@ fn saves_what_it_read() {
         let (_, weights) = open(source.path(), 4, 32).unwrap();
         let target = tempfile::tempdir().unwrap();
         let dir = target.path().join("save");
-        save_in_shards(&dir, weights.config(), |name| weights.read_whole(name), 100_000).unwrap();
+        let config = read_config(source.path()).unwrap();
+        save_in_shards(&dir, &config, |name| weights.read_whole(name), 100_000).unwrap();
         assert!(dir.join("model.safetensors.index.json").exists());
         assert_eq!(tensors(&dir), tensors(source.path()));
         let (model, again) = open(&dir, 4, 32).unwrap();
-        assert_eq!(again.config(), weights.config());
+        assert_eq!(read_config(&dir).unwrap(), config);
         assert_eq!(model.name, "save");
         // A later save in one file leaves nothing of the shards.
-        save(&dir, weights.config(), |name| again.read_whole(name)).unwrap();
+        save(&dir, &config, &Beside::default(), |name| again.read_whole(name)).unwrap();
         assert_eq!(tensors(&dir), tensors(source.path()));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 2);
     }
@@ -102,9 +103,82 @@ fn a_failed_save_leaves_the_previous_one() {
         }
         weights.read_whole(name).map(|tensor| HostTensor::zeros(tensor.ty))
     };
-    assert!(save(dir.path(), weights.config(), fail).is_err());
+    let config = read_config(dir.path()).unwrap();
+    assert!(save(dir.path(), &config, &Beside::default(), fail).is_err());
     assert_eq!(tensors(dir.path()), before);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+/// What training does not change is kept: the rest of `config.json`, and the tokenizer.
+#[test]
+fn what_lies_beside_the_weights_is_kept() {
+    let json = |dir: &Path| -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap()
+    };
+    for name in ["gpt2", "llama"] {
+        let source = copy(name);
+        edit(source.path(), "\"model_type\"", "\"torch_dtype\": \"bfloat16\", \"of_the_author\": 7, \"model_type\"");
+        edit(source.path(), if name == "gpt2" { "LMHeadModel\"" } else { "ForCausalLM\"" }, "Model\"");
+        fs::write(source.path().join("tokenizer_config.json"), "{}").unwrap();
+        fs::write(source.path().join("notes.txt"), "not the model's").unwrap();
+        let (_, weights) = open(source.path(), 4, 32).unwrap();
+        let mut beside = Beside::read(source.path()).unwrap();
+        beside.add("tokenizer.json", &source.path().join("tokenizer_config.json")).unwrap();
+        let target = tempfile::tempdir().unwrap();
+        let config = read_config(source.path()).unwrap();
+        save(target.path(), &config, &beside, |name| weights.read_whole(name)).unwrap();
+        let (mut before, after) = (json(source.path()), json(target.path()));
+        before["torch_dtype"] = "float32".into();
+        before["dtype"] = "float32".into();
+        let architecture = if name == "gpt2" { "GPT2LMHeadModel" } else { "LlamaForCausalLM" };
+        before["architectures"] = vec![architecture].into();
+        assert_eq!(before, after);
+        let names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+        let mut files: Vec<_> = fs::read_dir(target.path()).unwrap().map(|file| file.unwrap().file_name()).collect();
+        files.sort();
+        assert_eq!(files, names);
+        // In the place of its source, too.
+        save(source.path(), &config, &beside, |name| weights.read_whole(name)).unwrap();
+        assert_eq!(json(source.path()), after);
+    }
+}
+
+/// A model of no family: its parameters under their own names and types.
+#[test]
+fn a_plain_model_is_saved_and_read() {
+    let bits = HostTensor { ty: TensorType::new(DType::Bool, [3]), bytes: vec![1, 0, 1] };
+    let given = [
+        ("encoder.weight", HostTensor::from_f32([2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
+        ("scale", HostTensor::from_f32([], &[0.5])),
+        ("table", HostTensor::from_i64([2], &[7, -1])),
+        ("mask", bits),
+    ];
+    let types: Vec<_> = given.iter().map(|(name, tensor)| (name.to_string(), tensor.ty.clone())).collect();
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    let find = |name: &str| Ok(given.iter().find(|(known, _)| *known == name).unwrap().1.clone());
+    save_plain(dir.path(), "two-tower", &types, find).unwrap();
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "the description of what was there is gone");
+    let text = fs::read_to_string(dir.path().join("shardc.json")).unwrap();
+    assert!(text.contains("\"model\": \"two-tower\"") && text.contains("\"encoder.weight\": \"f32[2,3]\""), "{text}");
+    let weights = HfWeights::open_plain(dir.path(), &types).unwrap();
+    for (name, tensor) in &given {
+        assert_eq!(weights.read_whole(name).unwrap(), *tensor, "{name}");
+    }
+    let part = [(1, 1), (0, 2)];
+    assert_eq!(weights.read("encoder.weight", &part).unwrap(), given[0].1.part(&part));
+    let check = |name: &str, ty: TensorType, expect: &str| {
+        let error =
+            HfWeights::open_plain(dir.path(), &[(name.to_string(), ty)]).expect_err("it must not open").to_string();
+        assert!(error.contains(expect), "{error}");
+    };
+    check("decoder.weight", TensorType::new(DType::F32, [2, 3]), "tensor `decoder.weight` is in no file");
+    check(
+        "encoder.weight",
+        TensorType::new(DType::F32, [3, 2]),
+        "`encoder.weight` is f32[2,3]; the model has it as f32[3,2]",
+    );
+    check("table", TensorType::new(DType::I32, [2]), "`table` is i64[2]; the model has it as i32[2]");
 }
 
 #[track_caller]
@@ -133,7 +207,7 @@ fn says_what_is_wrong() {
     check(|dir| edit(dir, "\"hidden_size\"", "\"hidden\""), &["field `hidden_size` is missing"]);
     check(
         |dir| edit(dir, "\"intermediate_size\": 128", "\"intermediate_size\": 96"),
-        &["gate_proj", "[128, 64]", "[96, 64]"],
+        &["gate_proj", "f32[128,64]", "f32[96,64]"],
     );
     check(|dir| edit(dir, "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3"), &["model.layers.2.", "in no file"]);
     check(|dir| edit(dir, "\"rope_type\": \"default\"", "\"rope_type\": \"yarn\""), &["rotary type `yarn`"]);

@@ -272,6 +272,28 @@ impl Cluster {
         Bytes((self.device.memory_bytes.value - self.device.reserved_bytes.value).max(0.0) as u64)
     }
 
+    /// The cluster with so much memory in each host, for all ranks of the host together.
+    pub fn with_host_memory(mut self, bytes: Bytes) -> Self {
+        self.device.host_memory_bytes = Figure { value: bytes.0 as f64, source: "the user".to_string() };
+        if let Some(share) = self.share_of_host() {
+            let source = "its share of the host's memory, which the user gave".to_string();
+            self.device.memory_bytes = Figure { value: share.0 as f64, source };
+        }
+        self
+    }
+
+    /// A rank's share of its host's memory, where that is what the rank lives in.
+    pub fn share_of_host(&self) -> Option<Bytes> {
+        let share = self.device.host_memory_bytes.value / self.per_node as f64;
+        (self.device.kind == "cpu").then_some(Bytes(share as u64))
+    }
+
+    /// The host memory that the ranks of one host take, where each takes so much memory. What lies on
+    /// a GPU takes none: no plan places values in its host.
+    pub fn on_host(&self, rank: Bytes) -> Bytes {
+        if self.device.kind == "cpu" { Bytes(rank.0 * self.per_node) } else { Bytes(0) }
+    }
+
     fn checked(self) -> Result<Self, ClusterError> {
         for (name, figure) in self.device.figures() {
             let may_be_zero = name.ends_with("latency") || name.ends_with("ramp") || name.starts_with("reserved");
@@ -332,6 +354,18 @@ mod tests {
         for name in Profile::shipped().keys() {
             Cluster::parse(&format!("{name}:2"), "h200").unwrap();
         }
+    }
+
+    #[test]
+    fn cpu_ranks_share_the_memory_of_their_host() {
+        let gib = |count: u64| Bytes(count << 30);
+        let cpu = Cluster::parse("cpu:4", "h200").unwrap().with_host_memory(gib(8));
+        assert_eq!((cpu.usable_memory(), cpu.share_of_host()), (gib(2), Some(gib(2))));
+        assert_eq!(cpu.on_host(gib(1)), gib(4));
+        let gpu = Cluster::parse("h100:8x2", "h200").unwrap();
+        let memory = gpu.usable_memory();
+        let gpu = gpu.with_host_memory(gib(8));
+        assert_eq!((gpu.usable_memory(), gpu.share_of_host(), gpu.on_host(gib(1))), (memory, None, gib(0)));
     }
 
     #[track_caller]

@@ -12,10 +12,11 @@ pub mod pins;
 
 pub use pins::{Pins, Recompute};
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Profile};
+use crate::cost;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared, place_axis};
-use estimate::Shape;
+use estimate::{Shape, Work};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
 use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy};
 use std::collections::BTreeMap;
@@ -42,10 +43,14 @@ pub enum PlanError {
         message: String,
     },
     /// Nothing fits in the device's memory.
-    #[error("no plan fits in {bound} per rank{pins}: the nearest, {choice}, needs {needed} ({breakdown}); {fix}")]
+    #[error(
+        "no plan fits in {bound} per rank{share}{pins}: the nearest, {choice}, needs {needed} ({breakdown}); {fix}"
+    )]
     Infeasible {
         /// The memory bound.
         bound: Bytes,
+        /// Whose share it is, as part of a sentence.
+        share: String,
         /// The pins, as part of a sentence.
         pins: String,
         /// The candidate that needs the least.
@@ -160,6 +165,7 @@ pub fn search_confirmed(
                 continue;
             }
         }
+        plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
         plan.alternatives = alternatives(&candidates, index, &refused, bound);
         return Ok(plan);
     }
@@ -177,7 +183,7 @@ fn enumerate(
     pins: &Pins,
 ) -> Result<Vec<Candidate>, PlanError> {
     let (ranks, batch) = (cluster.ranks(), request.batch);
-    let flops = model_flops(prepared.graph);
+    let work = model_work(prepared.graph, &cluster.device);
     let widest = (2 * cluster.per_node).max(8);
     let mut candidates = Vec::new();
     for tp in divisors(ranks) {
@@ -194,7 +200,7 @@ fn enumerate(
             for pieces in splits(prepared, tp) {
                 let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
                 let Some((placed, shape)) = solve(prepared, &mesh, cluster)? else { continue };
-                let point = Point { dp, tp: &pieces, microbatch, flops, bound: request.device_memory };
+                let point = Point { dp, tp: &pieces, microbatch, work, bound: request.device_memory };
                 extend(&mut solved, &placed, &shape, pins, &point);
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
@@ -220,13 +226,13 @@ struct Point<'a> {
     dp: u64,
     tp: &'a [u64],
     microbatch: u64,
-    flops: Flops,
+    work: Work,
     bound: Bytes,
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh.
 fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, pins: &Pins, point: &Point<'_>) {
-    let Point { dp, microbatch, flops, bound, .. } = *point;
+    let Point { dp, microbatch, work, bound, .. } = *point;
     for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
         // With one microbatch stage 2 is stage 1.
         if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
@@ -242,7 +248,7 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, p
             choices.push(least.filter(|count| *count < shape.blocks).map_or(Recompute::All, Recompute::Blocks));
         }
         for recompute in choices {
-            let prediction = shape.predict(placed, zero, recompute, flops);
+            let prediction = shape.predict(placed, zero, recompute, work);
             candidates.push(Candidate { dp, tp: point.tp.to_vec(), microbatch, zero, recompute, prediction });
         }
     }
@@ -352,10 +358,18 @@ fn divisors(number: u64) -> Vec<u64> {
     (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
 }
 
-/// The model's FLOPs of one step: recomputation does not count.
-fn model_flops(graph: &Graph) -> Flops {
-    let nodes = graph.nodes().filter(|(_, node)| !matches!(node.role, shardc_ir::Role::Recompute(_)));
-    nodes.map(|(id, node)| crate::cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id))).sum()
+/// The model's work in one step: recomputation does not count.
+fn model_work(graph: &Graph, device: &Profile) -> Work {
+    let mut work = Work { flops: Flops(0.0), at_peak: Seconds(0.0) };
+    for (id, node) in graph.nodes().filter(|(_, node)| !matches!(node.role, shardc_ir::Role::Recompute(_))) {
+        let operands = graph.operand_types(id);
+        let flops = cost::model_flops(&node.op, &operands, &graph.result_types(id));
+        if let Some(operand) = operands.first().filter(|_| flops.0 > 0.0) {
+            work.flops += flops;
+            work.at_peak += Seconds(flops.0 / cost::peak(operand.dtype, device));
+        }
+    }
+    work
 }
 
 /// By step time; what is equal within a thousandth by the simpler choice.
@@ -465,7 +479,15 @@ fn infeasible(
     let needs = memory(nearest);
     let breakdown = breakdown(&needs);
     let is_pinned = *pins != Pins::default();
-    let mut fixes = vec![format!("give each rank {}", needs.total())];
+    let (share, give) = match cluster.share_of_host() {
+        Some(share) if share == bound => {
+            let host = Bytes(cluster.device.host_memory_bytes.value as u64);
+            let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
+            (format!(", its share of the host's {host} over {ranks} ranks"), format!("give the host {needed}"))
+        }
+        _ => (String::new(), format!("give each rank {}", needs.total())),
+    };
+    let mut fixes = vec![give];
     if is_pinned {
         fixes.push("drop a pin".to_string());
     }
@@ -479,6 +501,7 @@ fn infeasible(
     }
     PlanError::Infeasible {
         bound,
+        share,
         pins: if is_pinned { " under these pins".to_string() } else { String::new() },
         choice: candidates[nearest].choice(),
         needed: needs.total(),

@@ -119,7 +119,7 @@ fn check_gradients(name: &str, cluster: &str, pins: &str) {
     let mut trainer = compiled.start(weights.as_ref(), training(1)).unwrap();
     trainer.step(data.batch(0, &compiled.model.inputs).unwrap()).unwrap();
     let saved = tempfile::tempdir().unwrap();
-    hf::save(saved.path(), &model.config, |name| {
+    hf::save(saved.path(), &model.config, &hf::Beside::default(), |name| {
         let moment = trainer.gather(&format!("{name}.m")).unwrap();
         let gradient: Vec<f32> = floats(&moment.bytes).into_iter().map(|value| value / (1.0 - 0.9)).collect();
         Ok(HostTensor::from_f32(moment.ty.shape, &gradient))

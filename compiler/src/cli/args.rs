@@ -62,6 +62,9 @@ pub struct RequestArgs {
     /// Bound on the memory of each rank: `24GiB`, `800MB`.
     #[arg(long, value_name = "SIZE")]
     pub device_memory: Option<String>,
+    /// Bound on the memory of each host, which CPU ranks share: `128GiB`.
+    #[arg(long, value_name = "SIZE")]
+    pub host_memory: Option<String>,
     /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=full`.
     #[arg(long, value_name = "CHOICES")]
     pub pin: Option<String>,
@@ -146,10 +149,10 @@ pub struct OptimizerArgs {
     #[arg(long, value_enum, default_value_t = OptimizerArg::Adamw)]
     pub optimizer: OptimizerArg,
     /// The highest learning rate.
-    #[arg(long, default_value_t = 1e-3)]
+    #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
     pub lr: f64,
     /// The learning rate at the end of a cosine or linear schedule.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub min_lr: f64,
     /// Steps of linear warm-up.
     #[arg(long, default_value_t = 0)]
@@ -161,13 +164,13 @@ pub struct OptimizerArgs {
     #[arg(long, value_delimiter = ',', num_args = 1..=2, default_values_t = [0.9, 0.95], value_name = "B1,B2")]
     pub betas: Vec<f64>,
     /// Added to the root of the second moment.
-    #[arg(long, default_value_t = 1e-8)]
+    #[arg(long, default_value_t = 1e-8, allow_negative_numbers = true)]
     pub eps: f64,
     /// Decoupled weight decay, of every parameter.
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true)]
     pub weight_decay: f64,
     /// Largest global norm of the gradients; 0 does not clip.
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     pub clip_grad_norm: f64,
 }
 
@@ -186,6 +189,12 @@ pub struct EstimateArgs {
     /// Data-parallel ranks over which ZeRO shards.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     pub ranks: u64,
+    /// Memory of a device: says what fits in it, and what is left for activations.
+    #[arg(long, value_name = "SIZE")]
+    pub device_memory: Option<String>,
+    /// Memory of a host: says what fits if all ranks are CPU ranks of one host.
+    #[arg(long, value_name = "SIZE")]
+    pub host_memory: Option<String>,
 }
 
 /// `shardc check`.

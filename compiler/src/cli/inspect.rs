@@ -4,7 +4,7 @@
 use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
-use shardc::estimate::estimate;
+use shardc::estimate::{Room, estimate, verdict};
 use shardc::{Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_runtime::probe;
@@ -32,20 +32,32 @@ pub fn verify(args: &VerifyArgs, json: bool) -> Result<(), Error> {
 /// Memory by precision and ZeRO stage.
 pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     let model = NamedModel::find(&args.model)?;
-    let rows = estimate(model.config.parameters(), args.ranks);
+    let (parameters, ranks) = (model.config.parameters(), args.ranks);
+    let given = |flag, text: &Option<String>| text.as_deref().map(|text| request::size(flag, text)).transpose();
+    let device = given("--device-memory", &args.device_memory)?;
+    let host = given("--host-memory", &args.host_memory)?;
+    let rooms = [
+        device.map(|bytes| ("device_memory", format!("in {bytes} of each device"), Room::Devices(bytes))),
+        host.map(|bytes| ("host_memory", format!("as cpu:{ranks} in {bytes} of one host"), Room::Host(bytes))),
+    ];
+    let rows = estimate(parameters, ranks);
     if json {
-        print_json(
-            &json!({"model": args.model, "parameters": model.config.parameters(), "ranks": args.ranks, "rows": rows}),
-        );
+        let mut text = json!({"model": args.model, "parameters": parameters, "ranks": ranks, "rows": rows});
+        for (name, _, room) in rooms.iter().flatten() {
+            let memory = room.per_rank(ranks);
+            let fits: Vec<bool> = rows.iter().map(|row| row.left(memory).is_some()).collect();
+            text[name] = json!({"per_rank": memory, "fits": fits, "verdict": verdict(parameters, ranks, *room)});
+        }
+        print_json(&text);
         return Ok(());
     }
-    print(&format!("{}: {} parameters\n", args.model, super::thousands(model.config.parameters())));
-    print(&format!("per rank, {} data ranks; activations come on top (see `shardc plan`)\n\n", args.ranks));
+    print(&format!("{}: {} parameters\n", args.model, super::thousands(parameters)));
+    print(&format!("per rank, {ranks} data ranks; activations come on top (see `shardc plan`)\n\n"));
     print(&format!(
         "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
         "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total"
     ));
-    for row in rows {
+    for row in &rows {
         print(&format!(
             "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
             row.precision,
@@ -56,6 +68,10 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
             row.state.to_string(),
             row.total().to_string()
         ));
+    }
+    for (_, place, room) in rooms.iter().flatten() {
+        print(&format!("\n{place}\n"));
+        verdict(parameters, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
     }
     Ok(())
 }

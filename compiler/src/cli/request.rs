@@ -2,6 +2,7 @@
 
 use super::args::{OptimizerArgs, PrecisionArg, RequestArgs};
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
+use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{Bytes, Plan};
 use std::path::Path;
@@ -70,6 +71,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         optimizer: OptimizerConfig::default(),
         pins: args.pin.clone().unwrap_or_default(),
         device_memory: args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?,
+        host_memory: args.host_memory.as_deref().map(|text| size("--host-memory", text)).transpose()?,
         dump_to: args.dump_to.clone(),
     })
 }
@@ -109,14 +111,17 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
 
 /// Reads a plan file and verifies it.
 pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
-    let plan = Plan::from_json(&text).map_err(|source| Error::PlanFile { path: path.to_path_buf(), source })?;
+    let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    let wrong = |source| Error::PlanFile { path: path.to_path_buf(), source };
+    let text =
+        String::from_utf8(bytes).map_err(|_| wrong(PlanFileError::NotJson { message: "it is not UTF-8".into() }))?;
+    let plan = Plan::from_json(&text).map_err(wrong)?;
     let illegal = |found| Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()));
     shardc_ir::verify::plan(plan).map_err(illegal)
 }
 
 /// A size in bytes: `24GiB`, `800MB`, `1000000`.
-fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
+pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
     let wrong = || Error::request(format!("{flag} {text}: not a size"), "write 24GiB, 800MB or a number of bytes");
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: f64 = match text[digits.len()..].to_ascii_lowercase().as_str() {

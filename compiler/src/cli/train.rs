@@ -25,6 +25,10 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
         return Err(Error::request(message, format!("ask for --steps {steps} or less")));
     }
+    if let Some(dir) = &args.save {
+        // A directory that cannot be made is told before the run, not after it.
+        std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
+    }
     let mut metrics = args.metrics.as_deref().map(MetricsFile::create).transpose()?;
     if !json {
         eprintln!("{}", shardc::report::plan_text(compiled.plan()));
@@ -56,7 +60,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     summarize(&compiled, &steps, args.steps, stop.load(Ordering::Relaxed), json);
     match failed {
         Some(error) => Err(error),
-        None => save(args.save.as_deref(), &model, &mut trainer),
+        None => save(args, &model, &mut trainer),
     }
 }
 
@@ -107,8 +111,9 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
             return contradiction(flag, given.to_string(), &planned.to_string());
         }
     }
-    if flags.pin.is_some() || flags.precision.is_some() || flags.device_memory.is_some() {
-        let message = "--pin, --precision and --device-memory are choices that the plan file has made";
+    let memory = flags.device_memory.is_some() || flags.host_memory.is_some();
+    if flags.pin.is_some() || flags.precision.is_some() || memory {
+        let message = "--pin, --precision, --device-memory and --host-memory are choices that the plan file has made";
         return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
     }
     if request::optimizer(&args.optimizer)? != shardc::OptimizerConfig::default() {
@@ -206,9 +211,9 @@ fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bo
     row("peak memory", shardc_ir::Bytes(peak).to_string(), prediction.memory.total().to_string());
 }
 
-fn save(dir: Option<&Path>, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {
-    let Some(dir) = dir else { return Ok(()) };
-    model.save(dir, trainer)?;
+fn save(args: &TrainArgs, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {
+    let Some(dir) = &args.save else { return Ok(()) };
+    model.save(dir, trainer, args.tokenizer.as_deref())?;
     print(&format!("saved to {}\n", dir.display()));
     Ok(())
 }

@@ -110,7 +110,8 @@ fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
 
 fn tokenize(path: &Path, tokenizer: &Path) -> Result<Tokens, DataError> {
     let io = |source| DataError::Io { path: path.to_path_buf(), source };
-    let wrong = |error: tokenizers::Error| malformed(tokenizer, format!("not a usable tokenizer.json: {error}"));
+    let wrong =
+        |error: tokenizers::Error| DataError::Tokenizer { path: tokenizer.to_path_buf(), what: error.to_string() };
     let bytes = std::fs::read(path).map_err(io)?;
     let text = String::from_utf8(bytes)
         .map_err(|error| malformed(path, format!("byte {} is not UTF-8", error.utf8_error().valid_up_to())))?;

@@ -107,8 +107,7 @@ mod tests {
         // Their sizes sum to that of the whole, but they overlap.
         check_hole(&[4], &[&[(0, 3)], &[(1, 2)]], Some(&[(3, 1)]));
         // A pinwheel, which no single cut divides.
-        let pinwheel: [&[(u64, u64)]; 4] =
-            [&[(0, 1), (0, 2)], &[(0, 2), (2, 1)], &[(2, 1), (1, 2)], &[(1, 2), (0, 1)]];
+        let pinwheel: [&[(u64, u64)]; 4] = [&[(0, 1), (0, 2)], &[(0, 2), (2, 1)], &[(2, 1), (1, 2)], &[(1, 2), (0, 1)]];
         check_hole(&[3, 3], &pinwheel, Some(&[(1, 1), (1, 1)]));
     }
 }

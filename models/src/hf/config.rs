@@ -78,12 +78,20 @@ impl<'a> Fields<'a> {
     }
 }
 
-pub(super) fn read(path: &Path) -> Result<Config, HfError> {
+/// The fields of a `config.json`.
+pub(super) fn read_map(path: &Path) -> Result<Map<String, Value>, HfError> {
     let text = std::fs::read_to_string(path).map_err(io(path))?;
     let malformed = |message: String| HfError::Malformed { path: path.to_path_buf(), message };
     let value: Value = serde_json::from_str(&text).map_err(|error| malformed(format!("not JSON: {error}")))?;
-    let map = value.as_object().ok_or_else(|| malformed("not a JSON object".to_string()))?;
-    let fields = Fields { path, prefix: "", map };
+    match value {
+        Value::Object(map) => Ok(map),
+        _ => Err(malformed("not a JSON object".to_string())),
+    }
+}
+
+pub(super) fn read(path: &Path) -> Result<Config, HfError> {
+    let map = read_map(path)?;
+    let fields = Fields { path, prefix: "", map: &map };
     match fields.get("model_type").and_then(Value::as_str) {
         Some("gpt2") => gpt2(&fields).map(Config::Gpt2),
         Some("llama") => llama(&fields).map(Config::Llama),
@@ -164,8 +172,8 @@ fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
     Ok((theta, scaling))
 }
 
-/// The text of a `config.json`.
-pub(super) fn write(config: &Config) -> String {
+/// The fields of a `config.json` that say what a model is.
+pub(super) fn write(config: &Config) -> Map<String, Value> {
     let value = match config {
         Config::Gpt2(c) => json!({
             "activation_function": "gelu_new",
@@ -222,5 +230,8 @@ pub(super) fn write(config: &Config) -> String {
             })
         }
     };
-    format!("{value:#}\n")
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
 }

@@ -4,41 +4,53 @@
 //! with query, key and value side by side.
 
 use crate::zoo::{Config, Gpt2Config, LlamaConfig};
+use shardc_ir::{DType, TensorType};
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileTensor {
-    /// Its name, without the prefix of the inner model.
+    /// Its name.
     pub name: String,
-    /// Its shape.
-    pub shape: Vec<u64>,
+    /// Its name in files of the bare inner model, which have no prefix.
+    pub bare: Option<String>,
+    /// Its type; parameters have the same element type.
+    pub ty: TensorType,
     /// Whether it holds the transposes of its parameters.
     pub transposed: bool,
     /// The parameters side by side along the last dimension.
     pub parameters: Vec<String>,
-    /// Whether the name is complete: the head is beside the inner model.
-    pub outside: bool,
-}
-
-/// The prefix of the names of the inner model.
-pub(super) fn prefix(config: &Config) -> &'static str {
-    match config {
-        Config::Gpt2(_) => "transformer.",
-        Config::Llama(_) => "model.",
-    }
 }
 
 /// The tensors of a model's files, in the order of the model.
 pub(super) fn tensors(config: &Config) -> Vec<FileTensor> {
-    match config {
-        Config::Gpt2(config) => gpt2(config),
-        Config::Llama(config) => llama(config),
+    let (prefix, mut all) = match config {
+        Config::Gpt2(config) => ("transformer.", gpt2(config)),
+        Config::Llama(config) => ("model.", llama(config)),
+    };
+    for tensor in &mut all {
+        if let Some(bare) = &tensor.bare {
+            tensor.name = format!("{prefix}{bare}");
+        }
     }
+    all
+}
+
+/// The tensors of a model of no family: its parameters as they are, under their own names.
+pub(super) fn plain(parameters: &[(String, TensorType)]) -> Vec<FileTensor> {
+    let tensor = |(name, ty): &(String, TensorType)| FileTensor {
+        name: name.clone(),
+        bare: None,
+        ty: ty.clone(),
+        transposed: false,
+        parameters: vec![name.clone()],
+    };
+    parameters.iter().map(tensor).collect()
 }
 
 fn tensor(name: String, shape: &[usize], parameters: &[String]) -> FileTensor {
-    let shape = shape.iter().map(|size| *size as u64).collect();
-    FileTensor { name, shape, transposed: false, parameters: parameters.to_vec(), outside: false }
+    let shape: Vec<u64> = shape.iter().map(|size| *size as u64).collect();
+    let (bare, ty) = (Some(name.clone()), TensorType::new(DType::F32, shape));
+    FileTensor { name, bare, ty, transposed: false, parameters: parameters.to_vec() }
 }
 
 fn gpt2(c: &Gpt2Config) -> Vec<FileTensor> {
@@ -97,7 +109,8 @@ fn llama(c: &LlamaConfig) -> Vec<FileTensor> {
     all.push(one("norm.weight", &[d], "norm.gamma"));
     if !c.tied {
         let head = one("lm_head.weight", &[c.vocabulary, d], "head.weight");
-        all.push(FileTensor { transposed: true, outside: true, ..head });
+        // It is beside the inner model.
+        all.push(FileTensor { transposed: true, bare: None, ..head });
     }
     all
 }

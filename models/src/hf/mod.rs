@@ -3,8 +3,13 @@
 //! A directory is never read as a whole: [`HfWeights::read`] gives any part of any parameter, by
 //! reads at offsets, so each rank reads its own shards. [`save`] writes a directory that
 //! transformers reads; nothing that was there is touched before everything new is on the disk.
+//! What lies beside the weights (the rest of `config.json`, a tokenizer) is kept: [`Beside`].
 //! The element types of files are f32, bf16 and f16; parameters are f32.
+//!
+//! A model of no Hugging Face family is written as the same files by [`save_plain`], under the names
+//! of its modules and with `shardc.json` in the place of `config.json`.
 
+mod beside;
 mod config;
 mod layout;
 mod save;
@@ -12,9 +17,11 @@ mod weights;
 
 use crate::trace::Model;
 use crate::zoo::{Config, ZooError, build_config};
+use shardc_ir::TensorType;
 use std::path::{Path, PathBuf};
 
-pub use save::{save, save_in_shards};
+pub use beside::Beside;
+pub use save::{save, save_in_shards, save_plain};
 pub use weights::HfWeights;
 
 /// Why a directory cannot be read or written.
@@ -60,17 +67,17 @@ pub enum HfError {
         /// The tensor.
         tensor: String,
     },
-    /// A tensor of another shape than the configuration says.
-    #[error("{}: tensor `{tensor}` is {actual:?}; config.json makes it {expected:?}", .path.display())]
-    WrongShape {
+    /// A tensor of another type than the model's.
+    #[error("{}: tensor `{tensor}` is {actual}; the model has it as {expected}", .path.display())]
+    WrongType {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Its shape.
-        actual: Vec<u64>,
+        /// Its type.
+        actual: TensorType,
         /// What it should be.
-        expected: Vec<u64>,
+        expected: TensorType,
     },
     /// A parameter that the model does not have, or a part outside it.
     #[error("parameter `{name}`: {message}")]

@@ -1,11 +1,11 @@
-//! Writes a directory that transformers reads.
+//! Writes directories of weights, whole or not at all.
 
-use super::layout::{FileTensor, prefix, tensors};
-use super::weights::transpose;
-use super::{HfError, config, io};
+use super::layout::{FileTensor, plain, tensors};
+use super::weights::{file_name, transpose};
+use super::{Beside, HfError, io};
 use crate::zoo::Config;
 use serde_json::{Map, Value, json};
-use shardc_ir::{DType, HostTensor, TensorType};
+use shardc_ir::{HostTensor, TensorType};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 /// The size at which transformers begins another file.
 const SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Writes `config.json` and the weights in f32 to a directory, which is made if it is not there.
-/// `read` gives each parameter as a whole. All files are written under other names and take their
-/// places only when every byte is on the disk, so a failure (a full disk, a parameter that cannot
-/// be read) leaves what was there before.
+/// Writes `config.json` and the weights in f32 to a directory, which is made if it is not there, with
+/// what lay `beside` the model before. `read` gives each parameter as a whole. All files are written
+/// under other names and take their places only when every byte is on the disk, so a failure (a full
+/// disk, a parameter that cannot be read) leaves what was there before.
 ///
 /// # Errors
 ///
@@ -24,9 +24,10 @@ const SHARD_BYTES: u64 = 5_000_000_000;
 pub fn save(
     dir: impl AsRef<Path>,
     config: &Config,
+    beside: &Beside,
     read: impl FnMut(&str) -> Result<HostTensor, HfError>,
 ) -> Result<(), HfError> {
-    save_in_shards(dir, config, read, SHARD_BYTES)
+    write_directory(dir.as_ref(), tensors(config), beside.files(config), read, SHARD_BYTES)
 }
 
 /// [`save`] with files of at most `limit` bytes of weights, or of one tensor.
@@ -37,39 +38,71 @@ pub fn save(
 pub fn save_in_shards(
     dir: impl AsRef<Path>,
     config: &Config,
+    read: impl FnMut(&str) -> Result<HostTensor, HfError>,
+    limit: u64,
+) -> Result<(), HfError> {
+    write_directory(dir.as_ref(), tensors(config), Beside::default().files(config), read, limit)
+}
+
+/// Writes a model of no Hugging Face family, as [`save`] does: its parameters under their own names,
+/// and `shardc.json`, which says what they are.
+///
+/// # Errors
+///
+/// As [`save`].
+pub fn save_plain(
+    dir: impl AsRef<Path>,
+    model: &str,
+    parameters: &[(String, TensorType)],
+    read: impl FnMut(&str) -> Result<HostTensor, HfError>,
+) -> Result<(), HfError> {
+    let types: Map<String, Value> =
+        parameters.iter().map(|(name, ty)| (name.clone(), Value::from(ty.to_string()))).collect();
+    let count: u64 = parameters.iter().map(|(_, ty)| ty.elements()).sum();
+    let text = json!({ "format": 1, "model": model, "numbers": count, "parameters": types });
+    let files = vec![("shardc.json".to_string(), format!("{text:#}\n").into_bytes())];
+    write_directory(dir.as_ref(), plain(parameters), files, read, SHARD_BYTES)
+}
+
+fn write_directory(
+    dir: &Path,
+    tensors: Vec<FileTensor>,
+    others: Vec<(String, Vec<u8>)>,
     mut read: impl FnMut(&str) -> Result<HostTensor, HfError>,
     limit: u64,
 ) -> Result<(), HfError> {
-    let dir = dir.as_ref();
     std::fs::create_dir_all(dir).map_err(io(dir))?;
-    let shards = divide(tensors(config), limit);
+    let shards = divide(tensors, limit);
     let count = shards.len();
-    let file_name = |index: usize| match count {
+    let shard_name = |index: usize| match count {
         1 => "model.safetensors".to_string(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     };
     let mut files: Vec<(PathBuf, PathBuf)> = Vec::new();
-    let mut write_all = || -> Result<(), HfError> {
+    let write_all = || -> Result<(), HfError> {
         let mut map = Map::new();
         let mut total = 0;
         for (index, shard) in shards.iter().enumerate() {
-            let name = file_name(index);
+            let name = shard_name(index);
             files.push(places(dir, &name));
             let path = files[index].0.clone();
-            write_shard(&path, shard, config, &mut read)?;
+            write_shard(&path, shard, &mut read)?;
             for tensor in shard {
-                map.insert(full_name(tensor, config), Value::from(name.clone()));
-                total += bytes(tensor);
+                map.insert(tensor.name.clone(), Value::from(name.clone()));
+                total += tensor.ty.bytes().0;
             }
         }
+        let mut others = others;
         if count > 1 {
-            files.push(places(dir, "model.safetensors.index.json"));
             let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
-            write_text(&files[count].0, &format!("{index:#}\n"))?;
+            others.push(("model.safetensors.index.json".to_string(), format!("{index:#}\n").into_bytes()));
         }
-        let place = places(dir, "config.json");
-        files.push(place.clone());
-        write_text(&place.0, &config::write(config))
+        for (name, contents) in others {
+            let place = places(dir, &name);
+            files.push(place.clone());
+            write_file(&place.0, &contents)?;
+        }
+        Ok(())
     };
     let written = write_all();
     if let Err(error) = written {
@@ -91,24 +124,17 @@ fn places(dir: &Path, name: &str) -> (PathBuf, PathBuf) {
     (dir.join(format!(".{name}.partial")), dir.join(name))
 }
 
-fn full_name(tensor: &FileTensor, config: &Config) -> String {
-    if tensor.outside { tensor.name.clone() } else { format!("{}{}", prefix(config), tensor.name) }
-}
-
-fn bytes(tensor: &FileTensor) -> u64 {
-    tensor.shape.iter().product::<u64>() * DType::F32.size()
-}
-
 /// The tensors in order, in files of at most `limit` bytes (or one tensor).
 fn divide(tensors: Vec<FileTensor>, limit: u64) -> Vec<Vec<FileTensor>> {
     let mut shards: Vec<Vec<FileTensor>> = vec![Vec::new()];
     let mut size = 0;
     for tensor in tensors {
-        if size > 0 && size + bytes(&tensor) > limit {
+        let bytes = tensor.ty.bytes().0;
+        if size > 0 && size + bytes > limit {
             shards.push(Vec::new());
             size = 0;
         }
-        size += bytes(&tensor);
+        size += bytes;
         if let Some(shard) = shards.last_mut() {
             shard.push(tensor);
         }
@@ -119,16 +145,15 @@ fn divide(tensors: Vec<FileTensor>, limit: u64) -> Vec<Vec<FileTensor>> {
 fn write_shard(
     path: &Path,
     tensors: &[FileTensor],
-    config: &Config,
     read: &mut impl FnMut(&str) -> Result<HostTensor, HfError>,
 ) -> Result<(), HfError> {
     let mut header = Map::new();
     header.insert("__metadata__".to_string(), json!({ "format": "pt" }));
     let mut at = 0;
     for tensor in tensors {
-        let end = at + bytes(tensor);
-        let entry = json!({ "dtype": "F32", "shape": tensor.shape, "data_offsets": [at, end] });
-        header.insert(full_name(tensor, config), entry);
+        let end = at + tensor.ty.bytes().0;
+        let (dtype, shape) = (file_name(tensor.ty.dtype), &tensor.ty.shape);
+        header.insert(tensor.name.clone(), json!({ "dtype": dtype, "shape": shape, "data_offsets": [at, end] }));
         at = end;
     }
     let mut header = Value::Object(header).to_string().into_bytes();
@@ -151,18 +176,19 @@ fn assemble(
     tensor: &FileTensor,
     read: &mut impl FnMut(&str) -> Result<HostTensor, HfError>,
 ) -> Result<HostTensor, HfError> {
-    let mut whole = HostTensor::zeros(TensorType::new(DType::F32, tensor.shape.clone()));
-    let last = tensor.shape.len() - 1;
-    let width = tensor.shape[last] / tensor.parameters.len() as u64;
-    for (index, name) in tensor.parameters.iter().enumerate() {
-        let mut part: Vec<(u64, u64)> = tensor.shape.iter().map(|size| (0, *size)).collect();
-        part[last] = (index as u64 * width, width);
+    let mut whole = HostTensor::zeros(tensor.ty.clone());
+    let count = tensor.parameters.len() as u64;
+    for (index, name) in (0..).zip(&tensor.parameters) {
+        let mut part: Vec<(u64, u64)> = tensor.ty.shape.iter().map(|size| (0, *size)).collect();
+        if let Some(last) = part.last_mut() {
+            *last = (index * (last.1 / count), last.1 / count);
+        }
         let parameter = read(name)?;
         let mut expected: Vec<u64> = part.iter().map(|(_, length)| *length).collect();
         if tensor.transposed {
             expected.reverse();
         }
-        let expected = TensorType::new(DType::F32, expected);
+        let expected = tensor.ty.with_shape(expected);
         if parameter.ty != expected {
             let message = format!("is {}; the model has {expected}", parameter.ty);
             return Err(HfError::Parameter { name: name.clone(), message });
@@ -172,23 +198,24 @@ fn assemble(
     Ok(whole)
 }
 
-fn write_text(path: &Path, text: &str) -> Result<(), HfError> {
+fn write_file(path: &Path, contents: &[u8]) -> Result<(), HfError> {
     let write = || -> std::io::Result<()> {
         let mut file = File::create(path)?;
-        file.write_all(text.as_bytes())?;
+        file.write_all(contents)?;
         file.sync_all()
     };
     write().map_err(io(path))
 }
 
-/// Removes weights of an earlier save that are not part of this one.
+/// Removes weights of an earlier save, and what described them, that are not part of this one.
 fn remove_stale(dir: &Path, files: &[(PathBuf, PathBuf)]) -> Result<(), HfError> {
     for entry in std::fs::read_dir(dir).map_err(io(dir))? {
         let path = entry.map_err(io(dir))?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let shard = name.starts_with("model-") && name.ends_with(".safetensors") && name.contains("-of-");
         let weights = shard || name == "model.safetensors" || name == "model.safetensors.index.json";
-        if weights && !files.iter().any(|(_, kept)| *kept == path) {
+        let description = name == "config.json" || name == "shardc.json";
+        if (weights || description) && !files.iter().any(|(_, kept)| *kept == path) {
             std::fs::remove_file(&path).map_err(io(&path))?;
         }
     }

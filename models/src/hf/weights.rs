@@ -1,6 +1,6 @@
 //! Reads parts of parameters from safetensors files.
 
-use super::layout::{prefix, tensors};
+use super::layout::{FileTensor, plain, tensors};
 use super::{HfError, io};
 use crate::zoo::Config;
 use serde_json::Value;
@@ -35,13 +35,12 @@ struct Source {
     transposed: bool,
     /// The parameter's first index along the tensor's last dimension.
     column: u64,
-    shape: Vec<u64>,
+    ty: TensorType,
 }
 
 /// The weights of a directory, open but not read.
 #[derive(Debug)]
 pub struct HfWeights {
-    config: Config,
     shards: Vec<Shard>,
     sources: BTreeMap<String, Source>,
 }
@@ -54,6 +53,19 @@ impl HfWeights {
     ///
     /// A file that is missing, cut short or malformed; a tensor that is missing or of another shape.
     pub fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
+        Self::find(dir, tensors(config))
+    }
+
+    /// The weights that [`save_plain`](super::save_plain) wrote, for a model of these parameters.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub fn open_plain(dir: &Path, parameters: &[(String, TensorType)]) -> Result<Self, HfError> {
+        Self::find(dir, plain(parameters))
+    }
+
+    fn find(dir: &Path, tensors: Vec<FileTensor>) -> Result<Self, HfError> {
         let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
         for path in shard_paths(dir)? {
             let file = File::open(&path).map_err(io(&path))?;
@@ -61,39 +73,36 @@ impl HfWeights {
             shards.push(Shard { path, file });
         }
         let mut sources = BTreeMap::new();
-        for tensor in tensors(config) {
-            let full = if tensor.outside { tensor.name.clone() } else { format!("{}{}", prefix(config), tensor.name) };
-            // Files of the bare inner model have no prefix.
-            let place = places.get(&full).or_else(|| places.get(&tensor.name));
-            let missing = || HfError::MissingTensor { path: dir.to_path_buf(), tensor: full.clone() };
+        for tensor in tensors {
+            let place = places.get(&tensor.name).or_else(|| places.get(tensor.bare.as_ref()?));
+            let missing = || HfError::MissingTensor { path: dir.to_path_buf(), tensor: tensor.name.clone() };
             let place: &Place = place.ok_or_else(missing)?;
-            if place.ty.shape != tensor.shape {
-                return Err(HfError::WrongShape {
+            let is_float = |dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
+            let converts = tensor.ty.dtype == DType::F32 && is_float(place.ty.dtype);
+            if place.ty.shape != tensor.ty.shape || (place.ty.dtype != tensor.ty.dtype && !converts) {
+                return Err(HfError::WrongType {
                     path: shards[place.shard].path.clone(),
-                    tensor: full,
-                    actual: place.ty.shape.clone(),
-                    expected: tensor.shape,
+                    tensor: tensor.name,
+                    actual: place.ty.clone(),
+                    expected: tensor.ty,
                 });
             }
-            let mut shape = tensor.shape.clone();
-            let last = shape.len() - 1;
-            shape[last] /= tensor.parameters.len() as u64;
-            let width = shape[last];
+            let mut shape = tensor.ty.shape.clone();
+            let mut width = 0;
+            if let Some(last) = shape.last_mut() {
+                *last /= tensor.parameters.len() as u64;
+                width = *last;
+            }
             if tensor.transposed {
                 shape.reverse();
             }
             for (index, parameter) in tensor.parameters.into_iter().enumerate() {
                 let column = index as u64 * width;
-                let (place, transposed, shape) = (place.clone(), tensor.transposed, shape.clone());
-                sources.insert(parameter, Source { place, transposed, column, shape });
+                let (place, transposed, ty) = (place.clone(), tensor.transposed, tensor.ty.with_shape(shape.clone()));
+                sources.insert(parameter, Source { place, transposed, column, ty });
             }
         }
-        Ok(Self { config: config.clone(), shards, sources })
-    }
-
-    /// The sizes of the model.
-    pub fn config(&self) -> &Config {
-        &self.config
+        Ok(Self { shards, sources })
     }
 
     /// The names of the parameters.
@@ -101,7 +110,7 @@ impl HfWeights {
         self.sources.keys().map(String::as_str)
     }
 
-    /// A part of a parameter in f32: per dimension, the first index and the length.
+    /// A part of a parameter, floats in f32: per dimension, the first index and the length.
     ///
     /// # Errors
     ///
@@ -109,13 +118,13 @@ impl HfWeights {
     pub fn read(&self, name: &str, slice: &[(u64, u64)]) -> Result<HostTensor, HfError> {
         let wrong = |message: String| HfError::Parameter { name: name.to_string(), message };
         let source = self.sources.get(name).ok_or_else(|| wrong("the files have none of this name".to_string()))?;
-        let inside = slice.len() == source.shape.len()
+        let inside = slice.len() == source.ty.shape.len()
             && slice
                 .iter()
-                .zip(&source.shape)
+                .zip(&source.ty.shape)
                 .all(|((first, length), size)| first.checked_add(*length).is_some_and(|end| end <= *size));
         if !inside {
-            return Err(wrong(format!("part {slice:?} is not inside {:?}", source.shape)));
+            return Err(wrong(format!("part {slice:?} is not inside {:?}", source.ty.shape)));
         }
         let mut part = slice.to_vec();
         if source.transposed {
@@ -124,50 +133,52 @@ impl HfWeights {
         if let Some((first, _)) = part.last_mut() {
             *first += source.column;
         }
-        let numbers = self.read_part(&source.place, &part)?;
         let shape: Vec<u64> = part.iter().map(|(_, length)| *length).collect();
-        let tensor = HostTensor::from_f32(shape, &numbers);
+        let bytes = self.read_part(&source.place, &part)?;
+        let tensor = match source.ty.dtype {
+            DType::F32 => HostTensor::from_f32(shape, &widen(source.place.ty.dtype, &bytes)),
+            _ => HostTensor { ty: source.ty.with_shape(shape), bytes },
+        };
         Ok(if source.transposed { transpose(&tensor) } else { tensor })
     }
 
-    /// A parameter as a whole, in f32.
+    /// A parameter as a whole, as [`read`](Self::read) gives its parts.
     ///
     /// # Errors
     ///
     /// As [`read`](Self::read).
     pub fn read_whole(&self, name: &str) -> Result<HostTensor, HfError> {
-        let shape = self.sources.get(name).map(|source| source.shape.clone()).unwrap_or_default();
+        let shape = self.sources.get(name).map(|source| source.ty.shape.clone()).unwrap_or_default();
         let whole: Vec<(u64, u64)> = shape.iter().map(|size| (0, *size)).collect();
         self.read(name, &whole)
     }
 
-    fn read_part(&self, place: &Place, part: &[(u64, u64)]) -> Result<Vec<f32>, HfError> {
+    /// The bytes of a part, as they are in the file.
+    fn read_part(&self, place: &Place, part: &[(u64, u64)]) -> Result<Vec<u8>, HfError> {
         let shard = &self.shards[place.shard];
-        let (mut numbers, mut buffer, mut failure) = (Vec::new(), Vec::new(), None);
+        let (mut bytes, mut failure) = (Vec::new(), None);
         for_each_row(&place.ty, part, |offset, length| {
             if failure.is_some() {
                 return;
             }
-            buffer.resize(length, 0u8);
-            match shard.file.read_exact_at(&mut buffer, place.offset + offset as u64) {
-                Ok(()) => widen(place.ty.dtype, &buffer, &mut numbers),
-                Err(error) => failure = Some(error),
-            }
+            let end = bytes.len();
+            bytes.resize(end + length, 0u8);
+            let read = shard.file.read_exact_at(&mut bytes[end..], place.offset + offset as u64);
+            failure = read.err();
         });
         match failure {
             Some(error) => Err(HfError::Io { path: shard.path.clone(), error }),
-            None => Ok(numbers),
+            None => Ok(bytes),
         }
     }
 }
 
-fn widen(dtype: DType, bytes: &[u8], numbers: &mut Vec<f32>) {
+fn widen(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|b| [b[0], b[1]]);
     match dtype {
-        DType::Bf16 => {
-            numbers.extend(bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()));
-        }
-        DType::F16 => numbers.extend(bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32())),
-        _ => numbers.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+        DType::Bf16 => pairs().map(|pair| half::bf16::from_le_bytes(pair).to_f32()).collect(),
+        DType::F16 => pairs().map(|pair| half::f16::from_le_bytes(pair).to_f32()).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 
@@ -246,11 +257,20 @@ fn parse_entry(entry: &Value) -> Result<(Option<TensorType>, u64, u64), String> 
     let shape = list("shape").ok_or("no `shape`")?;
     let offsets = list("data_offsets").filter(|list| list.len() == 2).ok_or("no `data_offsets`")?;
     shape.iter().try_fold(8u64, |product, size| product.checked_mul(*size)).ok_or("its size makes no sense")?;
-    let dtype = match dtype {
-        "F32" => Some(DType::F32),
-        "BF16" => Some(DType::Bf16),
-        "F16" => Some(DType::F16),
-        _ => None,
-    };
+    let dtype = DType::ALL.into_iter().find(|known| file_name(*known) == dtype);
     Ok((dtype.map(|dtype| TensorType::new(dtype, shape)), offsets[0], offsets[1]))
+}
+
+/// The name of an element type in the files.
+pub(super) fn file_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "F32",
+        DType::Bf16 => "BF16",
+        DType::F16 => "F16",
+        DType::F8e4m3 => "F8_E4M3",
+        DType::F8e5m2 => "F8_E5M2",
+        DType::I64 => "I64",
+        DType::I32 => "I32",
+        DType::Bool => "BOOL",
+    }
 }

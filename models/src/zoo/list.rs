@@ -147,11 +147,17 @@ pub fn build_config(name: &str, config: &Config, batch: usize, seq: usize) -> Re
     })
 }
 
+/// The longest sequence that is traced: the table of its positions is made in memory.
+const LONGEST: usize = 1 << 26;
+
 fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
     let fail = |message: String| Err(ZooError::Size(message));
     let tokens = (batch as u64).checked_mul(seq as u64).and_then(|tokens| tokens.checked_mul(1 << 24));
     if tokens.is_none() {
         return fail(format!("a batch of {batch} sequences of {seq} tokens is too large to count"));
+    }
+    if seq > LONGEST {
+        return fail(format!("sequences of {seq} tokens; {LONGEST} tokens are the most"));
     }
     if batch == 0 {
         return fail("the batch is empty".to_string());

@@ -49,7 +49,8 @@ pub fn model_flops(op: &Op, operands: &[TensorType], results: &[TensorType]) -> 
     }
 }
 
-fn peak(dtype: DType, device: &Profile) -> f64 {
+/// The dense rate of products of this element type in FLOP/s. Those of f32 are never made in TF32.
+pub fn peak(dtype: DType, device: &Profile) -> f64 {
     match dtype {
         DType::Bf16 => device.peak_bf16.value,
         DType::F16 => device.peak_f16.value,

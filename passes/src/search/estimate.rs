@@ -31,6 +31,15 @@ impl Split {
     }
 }
 
+/// What the model asks of the devices in one step, over all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    /// Matrix products and attention.
+    pub flops: Flops,
+    /// The time in which one device would do them, each at the peak rate of its precision.
+    pub at_peak: Seconds,
+}
+
 /// The sums of one placed mesh.
 #[derive(Debug)]
 pub struct Shape {
@@ -219,7 +228,7 @@ impl Shape {
     }
 
     /// Time and memory of a step.
-    pub fn predict(&self, placed: &Placed<'_>, zero: u64, recompute: Recompute, flops: Flops) -> Prediction {
+    pub fn predict(&self, placed: &Placed<'_>, zero: u64, recompute: Recompute, work: Work) -> Prediction {
         let cluster = placed.cluster;
         let (data, microbatches) = (self.data.size(), self.microbatches as f64);
         let again = self.recomputed(recompute) as f64;
@@ -270,7 +279,6 @@ impl Shape {
         let memory = (self.forward.memory + self.backward.memory + again * self.block.memory) * microbatches;
         let memory_bound = memory + self.once.memory + self.once.matmul + accumulate;
         let step = matmul + memory_bound + tensor + shown + update;
-        let peak = device.peak_bf16.value.max(device.peak_f32.value) * cluster.ranks() as f64;
         Prediction {
             step: Seconds(step),
             matmul: Seconds(matmul),
@@ -278,9 +286,10 @@ impl Shape {
             exposed_communication: Seconds(tensor + shown),
             communication: Seconds(tensor + communication),
             optimizer: Seconds(update),
-            flops,
-            mfu: flops.0 / (step * peak),
+            flops: work.flops,
+            mfu: work.at_peak.0 / (step * cluster.ranks() as f64),
             memory: self.memory(zero, recompute),
+            host: Bytes(0),
         }
     }
 }
