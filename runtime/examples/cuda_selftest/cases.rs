@@ -12,7 +12,7 @@ fn case(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> C
     Case { op: op.into(), operands: operands.to_vec(), results: results.to_vec() }
 }
 
-use DType::{Bf16, Bool, F32, I32, I64};
+use DType::{Bf16, Bool, F16, F32, I32, I64};
 
 pub fn cases() -> Vec<Case> {
     let mut all = Vec::new();
@@ -21,6 +21,9 @@ pub fn cases() -> Vec<Case> {
         row_cases(f, &mut all);
         movement_cases(f, &mut all);
         matmul_cases(f, &mut all);
+    }
+    for f in [F32, Bf16, F16] {
+        attention_cases(f, &mut all);
     }
     let (flags, one) = (t(Bool, &[64]), t(Bool, &[64]));
     for kind in [BinaryKind::And, BinaryKind::Or] {
@@ -162,37 +165,52 @@ fn matmul_cases(f: DType, all: &mut Vec<Case>) {
         add("kab,kan->bn", &[8, 16, 24], &[8, 16, 32], &[24, 32], out);
         add("k,kn->n", &[64], &[64, 32], &[32], out);
     }
-    for (s, keys, h, kv, d, causal) in [
-        (32, 32, 4, 4, 32, true),
-        (64, 64, 8, 2, 64, true),
-        (33, 33, 3, 1, 16, true),
-        (16, 48, 4, 2, 64, false),
-        (1100, 1100, 2, 2, 16, true),
+}
+
+/// An attention of `[b, s, h, d]` with `kv` heads of keys, and its derivative.
+fn attention(f: DType, [b, s, keys, h, kv, d]: [u64; 6], causal: bool) -> [Case; 2] {
+    let (q, k, lse) = (t(f, &[b, s, h, d]), t(f, &[b, keys, kv, d]), t(F32, &[b, h, s]));
+    let scale = 1.0 / (d as f64).sqrt();
+    let forward = case(Attention { causal, scale }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse.clone()]);
+    let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+    [forward, case(AttentionGrad { causal, scale }, &operands, &[q, k.clone(), k])]
+}
+
+fn attention_cases(f: DType, all: &mut Vec<Case>) {
+    for (shape, causal) in [
+        ([2, 32, 32, 4, 4, 32], true),
+        ([2, 64, 64, 8, 2, 64], true),
+        ([2, 33, 33, 3, 1, 16], true),
+        ([2, 16, 48, 4, 2, 64], false),
+        ([2, 16, 48, 4, 2, 64], true),
+        ([2, 1100, 1100, 2, 2, 16], true),
+        ([2, 1000, 1000, 4, 2, 64], true),
+        ([1, 1000, 1000, 4, 4, 64], false),
+        ([1, 512, 1024, 4, 1, 128], true),
+        ([1, 2048, 2048, 4, 1, 64], true),
+        ([2, 384, 384, 5, 5, 80], true),
+        ([1, 256, 256, 2, 1, 256], true),
     ] {
-        let (q, k, lse) = (t(f, &[2, s, h, d]), t(f, &[2, keys, kv, d]), t(F32, &[2, h, s]));
-        let scale = 1.0 / (d as f64).sqrt();
-        all.push(case(Attention { causal, scale }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse.clone()]));
-        let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
-        all.push(case(AttentionGrad { causal, scale }, &operands, &[q, k.clone(), k]));
+        all.extend(attention(f, shape, causal));
     }
 }
 
-/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16.
+/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16, and attentions of other
+/// models.
 pub fn heavy_cases() -> Vec<Case> {
     let f = Bf16;
     let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
     let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 128_256]));
     let (ids, p, s) = (t(I64, &[4, 4096]), t(F32, &[2048, 8192]), t(F32, &[]));
     let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-    let (q, k, lse) = (t(f, &[4, 4096, 32, 64]), t(f, &[4, 4096, 8, 64]), t(F32, &[4, 32, 4096]));
+    let q = t(f, &[4, 4096, 32, 64]);
     let table = t(F32, &[4096, 32]);
     let add = Binary { kind: BinaryKind::Add };
     let adamw_operands = [p.clone(), p.clone(), p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
-    let grad_operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse.clone()];
     let matmul =
         |spec: &str, a: &TensorType, b: &[u64], c: TensorType| case(Matmul::new(spec), &[a.clone(), t(f, b)], &[c]);
     let statistics = [row.clone(), row.clone()];
-    vec![
+    let mut all = vec![
         case(add, &[x.clone(), x.clone()], &[x.clone()]),
         case(Cast {}, &[p.clone()], &[t(f, &[2048, 8192])]),
         case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]),
@@ -218,7 +236,18 @@ pub fn heavy_cases() -> Vec<Case> {
         matmul("bsn,nk->bsk", &wide, &[8192, 2048], x.clone()),
         matmul("bsn,bsk->nk", &wide, &[4, 4096, 2048], t(F32, &[8192, 2048])),
         matmul("bsk,nk->bsn", &x, &[128_256, 2048], logits),
-        case(Attention { causal: true, scale: 0.125 }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse]),
-        case(AttentionGrad { causal: true, scale: 0.125 }, &grad_operands, &[q, k.clone(), k]),
-    ]
+    ];
+    for (shape, causal) in [
+        ([4, 4096, 4096, 32, 8, 64], true),
+        ([4, 4096, 4096, 32, 8, 64], false),
+        ([32, 1024, 1024, 12, 12, 64], true),
+        ([8, 1024, 1024, 25, 25, 64], true),
+        ([2, 4096, 4096, 32, 8, 128], true),
+        ([1, 16384, 16384, 32, 8, 128], true),
+        ([2, 1000, 1000, 12, 12, 64], true),
+        ([2, 4096, 4096, 16, 16, 256], true),
+    ] {
+        all.extend(attention(f, shape, causal));
+    }
+    all
 }

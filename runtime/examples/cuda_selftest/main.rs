@@ -29,12 +29,20 @@ struct Case {
 impl Case {
     fn text(&self) -> String {
         let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        let spec = if let Op::Matmul(op) = &self.op { op.spec.clone() } else { String::new() };
+        let spec = match &self.op {
+            Op::Matmul(op) => op.spec.clone(),
+            Op::Attention(Attention { causal: true, .. }) | Op::AttentionGrad(AttentionGrad { causal: true, .. }) => {
+                "causal".to_string()
+            }
+            _ => String::new(),
+        };
         format!("{} {spec} {} -> {}", self.op.name(), list(&self.operands), list(&self.results))
     }
 }
 
 fn main() {
+    // What the backend says, above all which attention is not fused.
+    tracing_subscriber::fmt().with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG).init();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let mode = arguments.first().map_or("all", String::as_str);
     let filter = arguments.get(1).cloned().unwrap_or_default();
@@ -256,6 +264,7 @@ fn tensor(ty: &TensorType, seed: u64, limit: i64) -> HostTensor {
         match ty.dtype {
             DType::F32 => bytes.extend(((unit * 2.0 - 1.0) as f32).to_le_bytes()),
             DType::Bf16 => bytes.extend(half::bf16::from_f64(unit * 2.0 - 1.0).to_le_bytes()),
+            DType::F16 => bytes.extend(half::f16::from_f64(unit * 2.0 - 1.0).to_le_bytes()),
             DType::I64 => bytes.extend(((unit * limit as f64) as i64).to_le_bytes()),
             DType::I32 => bytes.extend(((unit * limit as f64) as i32).to_le_bytes()),
             _ => bytes.push(u8::from(unit > 0.5)),
@@ -329,6 +338,7 @@ fn numbers(tensor: &HostTensor) -> Vec<f64> {
         (DType::F32, [a, b, c, d]) => f64::from(f32::from_le_bytes([*a, *b, *c, *d])),
         (DType::I32, [a, b, c, d]) => f64::from(i32::from_le_bytes([*a, *b, *c, *d])),
         (DType::Bf16, [a, b]) => f64::from(half::bf16::from_le_bytes([*a, *b])),
+        (DType::F16, [a, b]) => f64::from(half::f16::from_le_bytes([*a, *b])),
         (DType::I64, bytes) => bytes.try_into().map_or(f64::NAN, |bytes| i64::from_le_bytes(bytes) as f64),
         (_, bytes) => f64::from(bytes[0]),
     };
@@ -389,7 +399,7 @@ fn correct(cases: &[Case]) -> usize {
     println!("{} cases in {:.1} s", cases.len(), start.elapsed().as_secs_f64());
     let mut failures = 0;
     for (case, result) in cases.iter().zip(results) {
-        let half = case.operands.iter().chain(&case.results).any(|ty| ty.dtype == DType::Bf16);
+        let half = case.operands.iter().chain(&case.results).any(|ty| ty.dtype.size() == 2);
         let bound = if half { 1e-2 } else { 1e-5 };
         let verdict = match &result {
             Ok(gap) if *gap <= bound => format!("ok    {gap:.1e}"),
@@ -406,7 +416,7 @@ fn speed(case: &Case) {
     let measure = |runs: usize| {
         let mut runtime = CudaRuntime::new(vec![program(std::slice::from_ref(case), runs)], &[0])
             .map_err(|error| error.to_string())?;
-        for (number, ty) in case.operands.iter().enumerate().filter(|(_, ty)| ty.elements() < 1 << 22) {
+        for (number, ty) in case.operands.iter().enumerate().filter(|(_, ty)| ty.elements() < 1 << 26) {
             let operand = tensor(ty, number as u64 + 1, 1000);
             runtime.write_slot(0, &format!("0.in{number}"), &operand).map_err(|error| error.to_string())?;
         }

@@ -5,6 +5,7 @@
 //! between streams are events: an instruction that another one names in `after` is marked, and runs
 //! of sections are separated on all streams that the program uses.
 
+use super::cudnn::{Bound, Cudnn};
 use super::device::{Device, Failure, ReadyLaunch};
 use super::gemm::{Blas, ReadyGemm, WORKSPACE};
 use super::kernel::Arg;
@@ -47,7 +48,7 @@ impl Chosen {
     /// Every launch.
     pub fn launches(&self) -> impl Iterator<Item = &super::kernel::Launch> {
         let selections = self.sections.iter().flatten().flatten();
-        selections.flat_map(|selection| &selection.steps).filter_map(|step| match step {
+        selections.flat_map(Selection::all_steps).filter_map(|step| match step {
             Step::Launch(launch) => Some(&**launch),
             _ => None,
         })
@@ -59,7 +60,7 @@ impl Chosen {
         for (section, chosen) in program.sections.values().zip(&self.sections) {
             for (instruction, selection) in section.instructions.iter().zip(chosen) {
                 let Some(selection) = selection else { continue };
-                let gemm = selection.steps.iter().any(|step| matches!(step, Step::Gemm(_)));
+                let gemm = selection.all_steps().any(|step| matches!(step, Step::Gemm(_)));
                 let bytes = selection.scratch + if gemm { WORKSPACE } else { 0 };
                 let most: &mut u64 = scratch.entry(stream_index(instruction.stream)).or_default();
                 *most = bytes.max(*most);
@@ -89,6 +90,7 @@ enum Command {
         gemm: Box<ReadyGemm>,
         workspace: u64,
     },
+    Fused(Bound),
     Collective {
         group: usize,
         collective: Collective,
@@ -120,15 +122,22 @@ struct Ready {
 /// One rank.
 pub struct Rank {
     program: Arc<Program>,
-    device: Device,
-    blas: Blas,
-    arenas: HashMap<Space, u64>,
+    // The libraries' objects are dropped before the device.
     sections: Vec<Vec<Ready>>,
+    libraries: Libraries,
+    device: Device,
+    arenas: HashMap<Space, u64>,
     communicators: HashMap<usize, Rc<Communicator>>,
     /// Per input and microbatch, page-locked memory.
     staging: Vec<Vec<u64>>,
     readings: Vec<u64>,
     ends: Vec<(Stream, cudarc::driver::sys::CUevent)>,
+}
+
+/// The libraries, opened for this rank's device.
+struct Libraries {
+    blas: Blas,
+    cudnn: Cudnn,
 }
 
 /// Where things are while commands are made.
@@ -170,7 +179,7 @@ impl Rank {
         mut device: Device,
         communicators: HashMap<usize, Rc<Communicator>>,
     ) -> Result<Self, Failure> {
-        let blas = Blas::new()?;
+        let mut libraries = Libraries { blas: Blas::new()?, cudnn: Cudnn::default() };
         let mut arenas = HashMap::new();
         for (space, bytes) in &program.arenas {
             let at = match space {
@@ -196,7 +205,7 @@ impl Rank {
             for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
                 let layout = Layout { program: &program, arenas: &arenas, scratch: &scratch, scratch_at: &scratch_at };
                 let text = describe(&program, &section.name, index, instruction);
-                let commands = commands(&mut device, &blas, &layout, instruction, selection.as_ref())
+                let commands = commands(&mut device, &mut libraries, &layout, instruction, selection.as_ref())
                     .map_err(|error| format!("{text}: {error}"))?;
                 let waits = instruction.after.iter().map(|before| events[before]).collect();
                 let mark = events.get(&index).copied();
@@ -222,7 +231,7 @@ impl Rank {
         }
         let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
-        let rank = Self { program, device, blas, arenas, sections, communicators, staging, readings, ends };
+        let rank = Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends };
         rank.initialise()?;
         Ok(rank)
     }
@@ -323,7 +332,10 @@ impl Rank {
                 Command::Launch(launch) => self.device.launch(launch, stream)?,
                 Command::Zero { to, bytes } => self.device.zero(*to, *bytes, stream)?,
                 Command::Copy { to, from, bytes } => self.device.copy(*to, *from, *bytes, stream)?,
-                Command::Gemm { gemm, workspace } => self.blas.launch(gemm, *workspace, self.device.stream(stream))?,
+                Command::Gemm { gemm, workspace } => {
+                    self.libraries.blas.launch(gemm, *workspace, self.device.stream(stream))?;
+                }
+                Command::Fused(bound) => self.libraries.cudnn.launch(bound, self.device.stream(stream))?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
                     Some(group) => group.run(*collective, parts, self.device.stream(stream))?,
                     // A group of one: what is sent is what is received.
@@ -386,7 +398,7 @@ fn describe(program: &Program, section: &str, index: usize, instruction: &Instru
 
 fn commands(
     device: &mut Device,
-    blas: &Blas,
+    libraries: &mut Libraries,
     layout: &Layout<'_>,
     instruction: &Instruction,
     selection: Option<&Selection>,
@@ -399,7 +411,10 @@ fn commands(
         Ok(vec![Command::Collective { group, collective, parts }])
     };
     match &instruction.action {
-        Action::Compute(_) => selected(device, blas, layout, instruction, selection.ok_or("nothing chosen")?),
+        Action::Compute(_) => {
+            let steps = &selection.ok_or("nothing chosen")?.steps;
+            selected(device, libraries, layout, instruction, steps)
+        }
         Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
         Action::AllGather { group } => collective(*group, Collective::AllGather),
         Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
@@ -448,14 +463,14 @@ fn part(layout: &Layout<'_>, instruction: &Instruction, index: usize) -> Part {
 
 fn selected(
     device: &mut Device,
-    blas: &Blas,
+    libraries: &mut Libraries,
     layout: &Layout<'_>,
     instruction: &Instruction,
-    selection: &Selection,
+    steps: &[Step],
 ) -> Result<Vec<Command>, Failure> {
     let resolve = |arg: Arg| layout.resolve(instruction, arg);
     let mut commands = Vec::new();
-    for step in &selection.steps {
+    for step in steps {
         commands.push(match step {
             Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
             Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
@@ -466,8 +481,19 @@ fn selected(
                 Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
             }
             Step::Gemm(gemm) => {
-                let gemm = Box::new(blas.prepare(gemm, resolve)?);
+                let gemm = Box::new(libraries.blas.prepare(gemm, resolve)?);
                 Command::Gemm { gemm, workspace: layout.workspace(instruction.stream) }
+            }
+            Step::Fused(fused) => {
+                let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
+                match libraries.cudnn.bind(&fused.attention, &addresses, resolve(fused.workspace)) {
+                    Ok(bound) => Command::Fused(bound),
+                    // The library has logged why.
+                    Err(_) => {
+                        commands.extend(selected(device, libraries, layout, instruction, &fused.otherwise)?);
+                        continue;
+                    }
+                }
             }
         });
     }

@@ -4,13 +4,14 @@
 //! * [`kernels`] are CubeCL functions; [`kernel`] turns them into CUDA C++ without a device.
 //! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
-//! * `device`, `gemm` and `nccl` are what touches the libraries, all of which are loaded when
-//!   a [`CudaRuntime`] is made: a program that never makes one needs none of them.
+//! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
+//!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
 //! Invariants: a step takes no memory, compiles nothing, and waits for the device once, at its end.
 //! All memory is plain device memory of the arena, scratch memory whose size the selection knows,
-//! and the matrix library's workspace.
+//! and the libraries' workspaces.
 
+pub mod cudnn;
 mod device;
 mod executor;
 mod gemm;

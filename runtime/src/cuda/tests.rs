@@ -33,6 +33,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
         Step::Copy { .. } => "copy".to_string(),
         Step::Upload { .. } => "upload".to_string(),
         Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
+        Step::Fused(fused) => format!("fused, else {} steps", fused.otherwise.len()),
     };
     selection.steps.iter().map(&mut word).collect()
 }
@@ -105,6 +106,45 @@ fn attention_multiplies_only_what_is_seen() {
     let first = ["gemm 1x1024x1024x16", "attention_softmax", "gemm 1x1024x16x1024"];
     let expect = [last, first, last, first].concat();
     check(op, &[q.clone(), k.clone(), k], &[q, lse], &expect);
+}
+
+#[test]
+fn half_precision_attention_is_fused_and_can_be_products() {
+    let (q, k, lse) = (t(Bf16, &[1, 64, 4, 64]), t(Bf16, &[1, 64, 2, 64]), t(F32, &[1, 4, 64]));
+    let operands = [q.clone(), k.clone(), k.clone()];
+    let op = Op::from(Attention { causal: true, scale: 0.125 });
+    check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 6 steps"]);
+    let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(selection.all_steps().filter(|step| matches!(step, Step::Launch(_))).count(), 2);
+    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125 });
+    let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+    let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));
+    let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
+    // The sums of dq, delta and the workspace lie behind each other.
+    let scratch = fused.attention.scratch();
+    let places = [fused.buffers[9], fused.buffers[10], fused.workspace];
+    let expect = [0, scratch.dq, scratch.dq + scratch.delta].map(super::kernel::Arg::Scratch);
+    assert_eq!((scratch.dq, scratch.delta, places), (4 * 64 * 4 * 64, 4 * 64 * 4, expect));
+    assert!(selection.scratch >= scratch.dq + scratch.delta + scratch.workspace);
+}
+
+#[test]
+fn fused_attention_states_what_it_takes() {
+    use super::cudnn::attention::Attention;
+    let (q, k) = (t(Bf16, &[2, 100, 4, 64]), t(Bf16, &[2, 100, 2, 64]));
+    let of = |backward, q: &TensorType, k: &TensorType| Attention::new(backward, [q, k, k], true, 0.125);
+    let (forward, backward) = (of(false, &q, &k), of(true, &q, &k));
+    assert_eq!(forward.unfit(), None);
+    assert!(of(false, &t(F32, &[2, 100, 4, 64]), &t(F32, &[2, 100, 2, 64])).unfit().is_some());
+    assert!(of(false, &t(Bf16, &[2, 100, 4, 12]), &t(Bf16, &[2, 100, 2, 12])).unfit().is_some());
+    assert!(of(false, &t(Bf16, &[2, 100, 4, 264]), &t(Bf16, &[2, 100, 2, 264])).unfit().is_some());
+    assert!(of(false, &t(Bf16, &[2, 1, 4, 64]), &t(Bf16, &[2, 1, 2, 64])).unfit().is_some());
+    let taken = |attention: &Attention| [90_500, 91_000, 91_500, 91_900].map(|v| attention.outdated(v).is_none());
+    assert_eq!(taken(&forward), [false, false, true, true]);
+    assert_eq!(taken(&backward), [false, false, false, true]);
+    // Four heads' gradients of keys and values are made before pairs of them are added.
+    let groups = 2 * 4 * 100 * (64 + 64) * 2;
+    assert_eq!(backward.scratch().workspace, forward.scratch().workspace + groups);
 }
 
 #[test]

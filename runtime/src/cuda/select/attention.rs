@@ -1,11 +1,12 @@
-//! Attention by plain matrix products, for types that no fused kernel takes (f32, say).
+//! Attention: a fused kernel where the types allow it, and plain matrix products.
 //!
-//! Scores exist for a few heads of one batch element and [`ROWS`] queries at a time, within
-//! [`BUDGET`] bytes of scratch memory. The products run over the key/value heads as a batch, once per
+//! The fused kernel is cuDNN's; the products serve f32, and where the library is missing. Their scores exist for a few heads of one batch element and [`ROWS`]
+//! queries at a time, within [`BUDGET`] bytes of scratch memory. The products run over the key/value heads as a batch, once per
 //! query head of a group. Under causality a range of queries is multiplied only with the keys that
 //! its last query sees.
 
-use super::{Arg, Gemm, Matrix, OP, RES, Select, Step, lanes, row_threads};
+use super::{Arg, Fused, Gemm, Matrix, OP, RES, Select, Step, lanes, row_threads};
+use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Kernel, Pack, PackF32};
 use crate::cuda::kernels::attention as kernels;
 use shardc_ir::{DType, TensorType};
@@ -135,6 +136,39 @@ impl Select<'_> {
     }
 
     pub(super) fn attention(&mut self, causal: bool, scale: f64) -> Result<(), String> {
+        self.attention_by_products(causal, scale)?;
+        let [q, k, v] = [0, 1, 2].map(|index: usize| &self.operands[index]);
+        let fused = Attention::new(false, [q, k, v], causal, scale);
+        self.fuse(fused, vec![OP(0), OP(1), OP(2), RES(0), RES(1)]);
+        Ok(())
+    }
+
+    pub(super) fn attention_grad(&mut self, causal: bool, scale: f64) -> Result<(), String> {
+        self.attention_grad_by_products(causal, scale)?;
+        let [q, k, v] = [1, 2, 3].map(|index: usize| &self.operands[index]);
+        let fused = Attention::new(true, [q, k, v], causal, scale);
+        self.fuse(fused, vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)]);
+        Ok(())
+    }
+
+    /// Prefers a fused kernel to the steps chosen so far, if it takes the types.
+    fn fuse(&mut self, attention: Attention, mut buffers: Vec<Arg>) {
+        if attention.unfit().is_some() {
+            return;
+        }
+        let otherwise = std::mem::take(&mut self.out);
+        let scratch = attention.scratch();
+        if attention.backward {
+            buffers.extend([scratch.dq, scratch.delta].map(|bytes| self.scratch(bytes)));
+        }
+        let workspace = self.scratch(scratch.workspace);
+        let fused = Fused { attention, buffers, workspace, otherwise: otherwise.steps };
+        self.out.steps.push(Step::Fused(Box::new(fused)));
+        // One or the other uses it.
+        self.out.scratch = self.out.scratch.max(otherwise.scratch);
+    }
+
+    fn attention_by_products(&mut self, causal: bool, scale: f64) -> Result<(), String> {
         let sizes = Sizes::new(&self.operands[0], &self.operands[1], &self.operands[2]);
         let Sizes { d, e, dtype, .. } = sizes;
         if causal && sizes.s > sizes.t {
@@ -181,7 +215,7 @@ impl Select<'_> {
         self.launch(kernel, buffers.to_vec(), sizes.numbers(range), vec![scale as f32], grid);
     }
 
-    pub(super) fn attention_grad(&mut self, causal: bool, scale: f64) -> Result<(), String> {
+    fn attention_grad_by_products(&mut self, causal: bool, scale: f64) -> Result<(), String> {
         let sizes = Sizes::new(&self.operands[1], &self.operands[2], &self.operands[3]);
         let Sizes { s, d, t, kv, e, dtype, .. } = sizes;
         if causal && s > t {

@@ -13,6 +13,7 @@ mod rows;
 
 pub use matmul::{Gemm, Matrix};
 
+use super::cudnn::attention::Attention;
 use super::kernel::{Arg, Kernel, Launch};
 use shardc_ir::ops::Op;
 use shardc_ir::{DType, TensorType};
@@ -47,6 +48,21 @@ pub enum Step {
     },
     /// A matrix product.
     Gemm(Box<Gemm>),
+    /// A fused kernel of cuDNN.
+    Fused(Box<Fused>),
+}
+
+/// A fused attention, and what is done where the library is missing or refuses.
+#[derive(Debug)]
+pub struct Fused {
+    /// Which.
+    pub attention: Attention,
+    /// The buffers, in the order that its graph states.
+    pub buffers: Vec<Arg>,
+    /// The engine's own scratch memory.
+    pub workspace: Arg,
+    /// The same by other steps.
+    pub otherwise: Vec<Step>,
 }
 
 /// An operation for which there is no kernel on these types.
@@ -68,6 +84,16 @@ pub struct Selection {
     pub steps: Vec<Step>,
     /// Bytes of scratch memory.
     pub scratch: u64,
+}
+
+impl Selection {
+    /// Every step that may be taken, those in place of a fused kernel included.
+    pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
+        self.steps.iter().flat_map(|step| match step {
+            Step::Fused(fused) => fused.otherwise.as_slice(),
+            other => std::slice::from_ref(other),
+        })
+    }
 }
 
 /// Chooses the steps of an operation on local types.
