@@ -33,6 +33,12 @@ impl NamedModel {
         if dir.is_dir() {
             return Ok(Self { name: name.to_string(), config: hf::read_config(dir)?, dir: Some(dir.to_path_buf()) });
         }
+        if dir.is_file() {
+            return Err(Error::request(
+                format!("{name} is a file; a model is a built-in name or a directory with config.json and safetensors"),
+                "name the directory; plan files are for `train`, `explain` and `verify`",
+            ));
+        }
         // Whatever looks like a path was meant as one.
         if name.contains(['/', '\\']) {
             let source = std::io::Error::from(std::io::ErrorKind::NotFound);

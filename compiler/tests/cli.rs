@@ -58,6 +58,7 @@ fn models_are_listed() {
 fn unknown_names() {
     check(&["plan", "lama-tiny"], 2, &["`lama-tiny`", "llama-tiny", "shardc models"]);
     check(&["plan", "some/where"], 2, &["some/where"]);
+    check(&["plan", text(&fixture("llama/config.json"))], 2, &["is a file", "name the directory"]);
     check(&["plan", "llama-tiny", "--bach", "4"], 2, &["--bach", "--batch"]);
     check(&["pln"], 2, &["plan"]);
     check(&["plan", "llama-tiny", "--cluster", "h10:8"], 2, &["h10", "h100"]);
@@ -76,6 +77,7 @@ fn unknown_names() {
 #[test]
 fn impossible_requests() {
     check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "dp=2,tp=4"], 2, &["dp=2,tp=4", "4"]);
+    check(&["plan", "llama-tiny", "--pin", "recompute=99"], 2, &["recompute=99", "2 blocks"]);
     check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "tp=3"], 2, &["tp=3", "4 ranks"]);
     check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "dp=4", "--batch", "6"], 2, &["6", "dp=4"]);
     check(&["plan", "gpt2-124m", "--seq", "2048", "--batch", "1"], 2, &["2048", "1024 positions"]);
@@ -120,6 +122,10 @@ fn plans_are_written_explained_and_guarded() {
     check(&["explain", text(&path), "blocks.0.atention.query"], 2, &["did you mean"]);
     check(&["verify", text(&path)], 0, &["✓ layouts", "✓ programs", "✓ loss", "✓ moments"]);
     check(&["verify", text(&path), "--static-only", "--json"], 0, &["\"layouts\""]);
+    for flag in [["--host-memory", "1GiB"], ["--pin", "dp=2"], ["--batch", "8"]] {
+        let args = ["train", text(&path), "--data", "x", "--steps", "1", flag[0], flag[1]];
+        check(&args, 2, &[flag[0], "plan"]);
+    }
     let whole = fs::read_to_string(&path).unwrap();
     let spoilt = dir.path().join("spoilt.json");
     let check_spoilt = |contents: String, words: &[&str]| {
@@ -158,6 +164,19 @@ fn bad_directories() {
     check_train(dir.path(), &batches, &[], 2, &["mlp", "128", "160"]);
     let dir = spoil("config.json", &replace("\"llama\"", "\"bert\""));
     check_train(dir.path(), &batches, &[], 2, &["bert"]);
+    for (from, to, words) in [
+        ("\"num_attention_heads\": 4", "\"num_attention_heads\": 0", "`heads` is 0"),
+        ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "3 key/value heads do not divide 4 heads"),
+        ("\"head_dim\": 16", "\"head_dim\": 15", "width of a head is 15, which is odd"),
+        ("\"hidden_size\": 64", "\"hidden_size\": -64", "`hidden_size` must be a whole number"),
+    ] {
+        let dir = spoil("config.json", &replace(from, to));
+        check_train(dir.path(), &batches, &[], 2, &[words]);
+    }
+    let elsewhere = r#"{"weight_map": {"lm_head.weight": "../../model.safetensors"}}"#;
+    let dir = copy("llama");
+    fs::write(dir.path().join("model.safetensors.index.json"), elsewhere).unwrap();
+    check_train(dir.path(), &batches, &[], 2, &["../../model.safetensors", "not the name of a file in this directory"]);
     // A part of a model in many files is missing, then cut short.
     let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
     let dir = copy("llama");

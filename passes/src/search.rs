@@ -127,6 +127,11 @@ pub fn search_confirmed(
         request.device_memory = cluster.usable_memory();
     }
     let prepared = prepare(graph, request.batch);
+    let blocks = prepared.block_count();
+    if let Some(Recompute::Blocks(count)) = pins.recompute.filter(|pin| *pin > Recompute::Blocks(blocks)) {
+        let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
+        return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
+    }
     let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
     sort(&mut candidates);
     let bound = request.device_memory;

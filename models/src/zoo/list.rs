@@ -167,10 +167,15 @@ fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
     }
     match config {
         Config::Gpt2(c) => {
-            let sizes = [c.layers, c.width, c.heads, c.hidden, c.vocabulary, c.positions];
-            if sizes.contains(&0) {
-                return fail(format!("a size is zero: {c:?}"));
-            }
+            let sizes = [
+                ("layers", c.layers),
+                ("width", c.width),
+                ("heads", c.heads),
+                ("hidden width", c.hidden),
+                ("vocabulary", c.vocabulary),
+                ("positions", c.positions),
+            ];
+            no_zeros(&sizes)?;
             if c.width % c.heads != 0 {
                 return fail(format!("{} heads do not divide a width of {}", c.heads, c.width));
             }
@@ -179,9 +184,19 @@ fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
             }
         }
         Config::Llama(c) => {
-            let sizes = [c.layers, c.width, c.heads, c.kv_heads, c.head_width, c.hidden, c.vocabulary];
-            if sizes.contains(&0) || c.head_width % 2 != 0 {
-                return fail(format!("a size is zero, or the width of a head is odd: {c:?}"));
+            let sizes = [
+                ("layers", c.layers),
+                ("width", c.width),
+                ("heads", c.heads),
+                ("key/value heads", c.kv_heads),
+                ("width of a head", c.head_width),
+                ("hidden width", c.hidden),
+                ("vocabulary", c.vocabulary),
+            ];
+            no_zeros(&sizes)?;
+            if c.head_width % 2 != 0 {
+                let message = "the rotary embedding turns its numbers in pairs";
+                return fail(format!("the width of a head is {}, which is odd; {message}", c.head_width));
             }
             if c.heads % c.kv_heads != 0 {
                 return fail(format!("{} key/value heads do not divide {} heads", c.kv_heads, c.heads));
@@ -189,4 +204,11 @@ fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
         }
     }
     Ok(())
+}
+
+fn no_zeros(sizes: &[(&str, usize)]) -> Result<(), ZooError> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((name, _)) => Err(ZooError::Size(format!("the model's size `{name}` is 0"))),
+        None => Ok(()),
+    }
 }

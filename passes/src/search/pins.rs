@@ -61,6 +61,9 @@ impl Pins {
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
                 "recompute" => {
+                    if pins.recompute.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
                     pins.recompute = Some(match value {
                         "none" | "0" => Recompute::None,
                         "block" | "full" => Recompute::All,
@@ -115,7 +118,7 @@ impl Pins {
             return fail(format!("dp={dp}"), message);
         }
         if let Some(microbatch) = self.microbatch {
-            let parts = dp.unwrap_or(1) * microbatch;
+            let parts = dp.unwrap_or(1).saturating_mul(microbatch);
             if !batch.is_multiple_of(parts) {
                 let message = format!(
                     "a batch of {batch} does not divide into {} data ranks times microbatches of {microbatch}; \
@@ -146,6 +149,8 @@ mod tests {
         check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
         check("dp=3", "3 does not divide the cluster's 4 ranks");
         check("dp=4,microbatch=3", "a batch of 8 does not divide into 4 data ranks times microbatches of 3");
+        check("dp=4,microbatch=18446744073709551615", "a batch of 8 does not divide into 4 data ranks");
+        check("recompute=1,recompute=none", "`recompute` is pinned twice");
         check("zero=4", "stages 0 to 3");
         check("pp=2", "cannot execute pp above 1 yet");
         check("pp=1,tp=0", "at least 1");
