@@ -21,6 +21,7 @@ pub mod model;
 pub mod nearest;
 pub mod options;
 pub mod pipeline;
+pub mod profile;
 pub mod report;
 pub mod saved;
 pub mod train;

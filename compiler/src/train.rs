@@ -10,7 +10,7 @@ use crate::metrics::StepMetrics;
 use shardc_ir::{Bytes, HostTensor, TensorType};
 use shardc_models::Model;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
-use shardc_runtime::{Runtime, evaluate_part};
+use shardc_runtime::{Runtime, RuntimeError, Span, TimedStep, evaluate_part};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -74,12 +74,27 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// [`Error::NotFinite`] if the loss is not a finite number, with the step and the first tensor
     /// that is not.
-    pub fn step(&mut self, mut batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
+    pub fn step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
+        let mut run =
+            |runtime: &mut dyn Runtime, batch: &_| Ok(TimedStep { readings: runtime.step(batch)?, spans: Vec::new() });
+        Ok(self.run(batch, &mut run)?.0)
+    }
+
+    /// Runs the next step as [`Trainer::step`] does, and measures every instruction of it, which takes time of its own.
+    pub fn timed_step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<(StepMetrics, Vec<Span>), Error> {
+        self.run(batch, &mut |runtime, batch| runtime.timed_step(batch))
+    }
+
+    fn run(
+        &mut self,
+        mut batch: BTreeMap<String, HostTensor>,
+        run: &mut dyn FnMut(&mut dyn Runtime, &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>,
+    ) -> Result<(StepMetrics, Vec<Span>), Error> {
         let rate = self.options.learning_rate.at(self.step);
         batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]));
         batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1) as f32]));
         let start = Instant::now();
-        let readings = self.runtime.step(&batch)?;
+        let TimedStep { readings, spans } = run(self.runtime.as_mut(), &batch)?;
         let step_s = start.elapsed().as_secs_f64();
         let reading = |name: &str| readings.get(name).copied().unwrap_or(f64::NAN);
         let metrics = StepMetrics {
@@ -98,7 +113,7 @@ impl<'a> Trainer<'a> {
             return Err(Error::NotFinite { step, loss, grad_norm, first });
         }
         self.step += 1;
-        Ok(metrics)
+        Ok((metrics, spans))
     }
 
     /// What is trained.

@@ -339,3 +339,21 @@ fn estimates_and_checks() {
     check(&["check"], 0, &["✓ CPU"]);
     check(&["check", "--json"], 0, &["\"name\": \"CPU\""]);
 }
+
+/// The last step is measured: the table names operations and kinds, the timeline has a span per instruction.
+#[test]
+fn a_step_is_profiled() {
+    let (dir, data) = (tempfile::tempdir().unwrap(), fixture("llama").join("batches.safetensors"));
+    let timeline = dir.path().join("timeline.json");
+    let more = ["--profile", "--timeline", text(&timeline), "--cluster", "cpu:2"];
+    let words = ["matrix products", "exposed communication", "idle", "adamw(f32["];
+    check_train(&fixture("llama"), &data, &more, 0, &words);
+    let events: serde_json::Value = serde_json::from_slice(&fs::read(&timeline).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    for rank in 0..2 {
+        let adamw = spans.iter().filter(|span| span["pid"] == rank && span["name"] == "adamw");
+        assert!(adamw.count() > 10, "{} spans", spans.len());
+    }
+    assert!(spans.iter().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
+}

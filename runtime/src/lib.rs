@@ -14,14 +14,19 @@ pub mod cuda;
 pub mod mapped;
 pub mod probe;
 pub mod random;
+mod span;
 
 pub use cpu::CpuRuntime;
 pub use cpu::interpret::{compute_op, evaluate_part, interpret};
 pub use cuda::CudaRuntime;
+pub use span::Span;
 
 use shardc_ir::ops::OpError;
 use shardc_ir::{Bytes, HostTensor, TensorType};
 use std::collections::BTreeMap;
+
+/// Readings of a step, by name.
+pub type Readings = BTreeMap<String, f64>;
 
 /// All ranks of one run that this process drives.
 pub trait Runtime {
@@ -33,7 +38,11 @@ pub trait Runtime {
 
     /// Runs one step on all ranks. `feeds` holds every input whole, by name; the readings (`loss`,
     /// `grad_norm`) come back as they are, finite or not.
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError>;
+    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError>;
+
+    /// Runs one step as [`Runtime::step`] does and measures every instruction of this process's ranks. The
+    /// measuring takes time of its own: a step that is timed whole is not run this way.
+    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>;
 
     /// The bytes of the arenas actually taken: the largest rank's.
     fn peak_bytes(&self) -> Bytes;
@@ -43,6 +52,15 @@ pub trait Runtime {
     fn first_non_finite(&mut self) -> Result<Option<String>, RuntimeError> {
         Ok(None)
     }
+}
+
+/// What a measured step gave.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TimedStep {
+    /// The readings, as [`Runtime::step`] gives them.
+    pub readings: Readings,
+    /// Every instruction that ran.
+    pub spans: Vec<Span>,
 }
 
 /// Why something cannot be run.

@@ -137,6 +137,12 @@ pub struct TrainArgs {
     /// Write one line of JSON per step.
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
+    /// Measure every instruction of the last step, and write them as a timeline that Perfetto opens.
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
+    /// Measure every instruction of the last step, and print where its time went.
+    #[arg(long)]
+    pub profile: bool,
     /// Write the trained model as a Hugging Face directory.
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,

@@ -6,7 +6,9 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::metrics::MetricsFile;
+use shardc::profile::{self, Profile};
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer};
+use shardc_runtime::Span;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,6 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Steps that are left out of the median time: the first touch the memory.
 const WARM: usize = 1;
+
+/// The operations that a profile lists.
+const OPERATIONS: usize = 40;
 
 /// Trains, and prints a summary.
 pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
@@ -40,10 +45,17 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let bar = progress(args.steps);
     let mut steps: Vec<StepMetrics> = Vec::new();
     let mut failed = None;
+    let mut spans = Vec::new();
     while (steps.len() as u64) < args.steps && !stop.load(Ordering::Relaxed) {
         let batch = data.batch(steps.len() as u64, inputs)?;
-        match trainer.step(batch) {
-            Ok(step) => {
+        let is_last = steps.len() as u64 + 1 == args.steps;
+        let outcome = match is_last && (args.profile || args.timeline.is_some()) {
+            true => trainer.timed_step(batch),
+            false => trainer.step(batch).map(|step| (step, Vec::new())),
+        };
+        match outcome {
+            Ok((step, measured)) => {
+                spans = measured;
                 show(&bar, &step, args.steps);
                 if let Some(file) = &mut metrics {
                     file.write(&step)?;
@@ -58,6 +70,9 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     }
     bar.finish_and_clear();
     summarize(&compiled, &steps, args.steps, stop.load(Ordering::Relaxed), json);
+    if !spans.is_empty() {
+        show_spans(args, &compiled, &spans, json)?;
+    }
     match failed {
         Some(error) => Err(error),
         None => save(args, &model, &mut trainer),
@@ -209,6 +224,24 @@ fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bo
     row("tokens/s", format!("{tokens_per_s:.0}"), format!("{predicted_rate:.0}"));
     row("MFU", format!("{:.1}%", mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
     row("peak memory", shardc_ir::Bytes(peak).to_string(), prediction.memory.total().to_string());
+}
+
+/// What was measured of the last step: a file, a table, or both.
+fn show_spans(args: &TrainArgs, compiled: &Compiled, spans: &[Span], json: bool) -> Result<(), Error> {
+    let programs = compiled.programs()?;
+    if let Some(path) = &args.timeline {
+        let events = profile::trace_events(programs, spans).to_string();
+        std::fs::write(path, events).map_err(|source| Error::Io { path: path.clone(), source })?;
+    }
+    if let (true, Some(program)) = (args.profile, programs.first()) {
+        let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
+        let profile = Profile::new(program, spans, &cluster.device);
+        match json {
+            true => print_json(&json!({ "profile": profile })),
+            false => print(&format!("\n{}", profile.text(OPERATIONS))),
+        }
+    }
+    Ok(())
 }
 
 fn save(args: &TrainArgs, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {

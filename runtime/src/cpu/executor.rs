@@ -10,6 +10,7 @@ use super::collectives::{Interrupt, Kind, Member};
 use super::kernels::{self, Context, View, ViewMut};
 use super::memory::{ALIGNMENT, AlignedBytes};
 use super::watch::{Finding, Watch};
+use crate::Span;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
@@ -17,6 +18,7 @@ use shardc_ir::tensor::for_each_row;
 use shardc_ir::{BufferId, DType, HostTensor, Op, Program, TensorType};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// One rank: its program and its memory.
 pub struct Rank {
@@ -30,6 +32,8 @@ pub struct Rank {
     pub watch: Watch,
     /// Where the last step is or ended: the text of the instruction.
     pub at: String,
+    /// When the instructions of the last step ran, if it was measured.
+    pub spans: Vec<Span>,
 }
 
 /// Bytes of an arena.
@@ -61,8 +65,8 @@ impl Rank {
         check(&program)?;
         let arenas = program.arenas.iter().map(|(space, bytes)| (*space, AlignedBytes::zeros(bytes.0 as usize)));
         let arenas = arenas.collect();
-        let mut rank =
-            Self { program: Arc::new(program), arenas, copies: Vec::new(), watch: Watch::default(), at: String::new() };
+        let (program, copies, watch) = (Arc::new(program), Vec::new(), Watch::default());
+        let mut rank = Self { program, arenas, copies, watch, at: String::new(), spans: Vec::new() };
         for index in 0..rank.program.slots.len() {
             let (buffer, init) = (rank.program.slots[index].buffer, rank.program.slots[index].init);
             if !rank.program.slots[index].is_parameter && init != 0.0 {
@@ -93,20 +97,28 @@ impl Rank {
         &mut arena[first as usize..(first + length) as usize]
     }
 
-    /// Runs one step.
+    /// Runs one step. With `clock`, the step's start, measures every instruction.
     pub fn step(
         &mut self,
         context: Context,
         member: &mut Member<'_>,
         feeds: &BTreeMap<String, HostTensor>,
+        clock: Option<Instant>,
     ) -> Result<(), Interrupt> {
         self.watch = Watch::default();
+        self.spans.clear();
         let program = self.program.clone();
         for run in &program.order {
             let section = &program.sections[run.section];
             for (index, instruction) in section.instructions.iter().enumerate() {
                 self.at = describe(&section.name, index, instruction);
+                let start = clock.map(|clock| clock.elapsed().as_secs_f64());
                 self.instruction(context, member, feeds, run.microbatch, instruction)?;
+                if let (Some(start), Some(clock)) = (start, clock) {
+                    let (rank, stream, end) = (program.rank, instruction.stream, clock.elapsed().as_secs_f64());
+                    let (section, microbatch) = (run.section, run.microbatch);
+                    self.spans.push(Span { rank, stream, section, instruction: index, microbatch, start, end });
+                }
             }
         }
         self.at = "after the last instruction".to_string();

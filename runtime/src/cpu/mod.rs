@@ -13,7 +13,7 @@ mod memory;
 mod tests;
 mod watch;
 
-use crate::{Runtime, RuntimeError};
+use crate::{Readings, Runtime, RuntimeError, TimedStep};
 use collectives::{Exchange, Interrupt};
 use executor::Rank;
 use kernels::Context;
@@ -23,6 +23,7 @@ use shardc_ir::{Bytes, HostTensor, Program};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 /// The processor cores this process may use.
 fn cores() -> usize {
@@ -76,29 +77,9 @@ impl CpuRuntime {
         }
         Ok(())
     }
-}
 
-impl Runtime for CpuRuntime {
-    fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
-        let (index, slot) = self.slot(rank, name)?;
-        let buffer = slot.buffer;
-        let expected = &self.ranks[index].program.buffers[buffer].ty;
-        if part.ty != *expected {
-            let (actual, expected) = (part.ty.clone(), expected.clone());
-            return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
-        }
-        self.ranks[index].bytes_mut(buffer).copy_from_slice(&part.bytes);
-        Ok(())
-    }
-
-    fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {
-        let (index, slot) = self.slot(rank, name)?;
-        let rank = &self.ranks[index];
-        let ty = rank.program.buffers[slot.buffer].ty.clone();
-        Ok(HostTensor { ty, bytes: rank.bytes(slot.buffer).to_vec() })
-    }
-
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError> {
+    /// Runs a step on all ranks, measured if there is a clock.
+    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, clock: Option<Instant>) -> Result<Readings, RuntimeError> {
         self.check_feeds(feeds)?;
         let count = self.ranks.len();
         let context = Context { threads: (cores() / count.max(1)).max(1) };
@@ -109,7 +90,7 @@ impl Runtime for CpuRuntime {
                 let (exchange, first_failure) = (&exchange, &first_failure);
                 scope.spawn(move || {
                     let mut member = exchange.member(index);
-                    let outcome = catch_unwind(AssertUnwindSafe(|| rank.step(context, &mut member, feeds)));
+                    let outcome = catch_unwind(AssertUnwindSafe(|| rank.step(context, &mut member, feeds, clock)));
                     let message = match outcome {
                         Ok(Ok(())) => return member.end(),
                         Ok(Err(Interrupt::Aborted)) => return,
@@ -132,6 +113,37 @@ impl Runtime for CpuRuntime {
             Ok((reading.name.clone(), value))
         };
         rank.program.readings.iter().map(reading).collect()
+    }
+}
+
+impl Runtime for CpuRuntime {
+    fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
+        let (index, slot) = self.slot(rank, name)?;
+        let buffer = slot.buffer;
+        let expected = &self.ranks[index].program.buffers[buffer].ty;
+        if part.ty != *expected {
+            let (actual, expected) = (part.ty.clone(), expected.clone());
+            return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
+        }
+        self.ranks[index].bytes_mut(buffer).copy_from_slice(&part.bytes);
+        Ok(())
+    }
+
+    fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {
+        let (index, slot) = self.slot(rank, name)?;
+        let rank = &self.ranks[index];
+        let ty = rank.program.buffers[slot.buffer].ty.clone();
+        Ok(HostTensor { ty, bytes: rank.bytes(slot.buffer).to_vec() })
+    }
+
+    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError> {
+        self.run(feeds, None)
+    }
+
+    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError> {
+        let readings = self.run(feeds, Some(Instant::now()))?;
+        let spans = self.ranks.iter().flat_map(|rank| rank.spans.iter().copied()).collect();
+        Ok(TimedStep { readings, spans })
     }
 
     fn peak_bytes(&self) -> Bytes {

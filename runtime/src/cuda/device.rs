@@ -299,6 +299,18 @@ impl Device {
         result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(says("cannot make an event"))
     }
 
+    /// A new event that knows its time; kept until the process ends.
+    pub fn timed_event(&self) -> Result<sys::CUevent, Failure> {
+        result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(says("cannot make an event"))
+    }
+
+    /// The seconds between two timed events that the device has passed.
+    pub fn elapsed(&self, start: sys::CUevent, end: sys::CUevent) -> Result<f64, Failure> {
+        // SAFETY: the events are valid while the device lives.
+        let milliseconds = unsafe { result::event::elapsed(start, end) }.map_err(says("event"))?;
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+
     /// Marks a point of a stream.
     pub fn record(&self, event: sys::CUevent, stream: Stream) -> Result<(), Failure> {
         // SAFETY: event and stream are valid while the device lives.

@@ -11,6 +11,8 @@ use super::gemm::{Blas, ReadyGemm, WORKSPACE};
 use super::kernel::Arg;
 use super::nccl::{Collective, Communicator, Part};
 use super::select::{Selection, Step, select, select_accumulate};
+use crate::Span;
+use cudarc::driver::sys::CUevent;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Run, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};
@@ -114,9 +116,19 @@ enum Command {
 struct Ready {
     commands: Vec<Command>,
     stream: Stream,
-    waits: Vec<cudarc::driver::sys::CUevent>,
-    mark: Option<cudarc::driver::sys::CUevent>,
+    waits: Vec<CUevent>,
+    mark: Option<CUevent>,
     text: String,
+}
+
+/// Events around the instructions of a measured step.
+#[derive(Default)]
+struct Clock {
+    start: Option<CUevent>,
+    /// Pairs, taken from the front as instructions are enqueued and kept for the next measured step.
+    pairs: Vec<(CUevent, CUevent)>,
+    /// What ran between the pairs, with the times still unknown.
+    spans: Vec<Span>,
 }
 
 /// One rank.
@@ -131,7 +143,8 @@ pub struct Rank {
     /// Per input and microbatch, page-locked memory.
     staging: Vec<Vec<u64>>,
     readings: Vec<u64>,
-    ends: Vec<(Stream, cudarc::driver::sys::CUevent)>,
+    ends: Vec<(Stream, CUevent)>,
+    clock: Clock,
 }
 
 /// The libraries, opened for this rank's device.
@@ -231,7 +244,8 @@ impl Rank {
         }
         let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
-        let rank = Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends };
+        let clock = Clock::default();
+        let rank = Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends, clock };
         rank.initialise()?;
         Ok(rank)
     }
@@ -272,8 +286,43 @@ impl Rank {
         Ok(bytes)
     }
 
+    /// Runs one step and measures every instruction.
+    pub fn timed_step(
+        &mut self,
+        feeds: &BTreeMap<String, HostTensor>,
+        stop: &AtomicBool,
+    ) -> Result<(Vec<Vec<u8>>, Vec<Span>), Failure> {
+        let count: usize = self.program.order.iter().map(|run| self.sections[section_index(run.section)].len()).sum();
+        while self.clock.pairs.len() < count {
+            self.clock.pairs.push((self.device.timed_event()?, self.device.timed_event()?));
+        }
+        let start = match self.clock.start {
+            Some(event) => event,
+            None => self.device.timed_event()?,
+        };
+        self.clock.start = Some(start);
+        self.device.record(start, Stream::Compute)?;
+        self.clock.spans = Vec::with_capacity(count);
+        let readings = self.enqueue_step(feeds, stop, true)?;
+        let mut spans = std::mem::take(&mut self.clock.spans);
+        for (span, (before, after)) in spans.iter_mut().zip(&self.clock.pairs) {
+            span.start = self.device.elapsed(start, *before)?;
+            span.end = self.device.elapsed(start, *after)?;
+        }
+        Ok((readings, spans))
+    }
+
     /// Runs one step and gives the readings' bytes. Ends early if `stop` is set by another rank.
     pub fn step(&mut self, feeds: &BTreeMap<String, HostTensor>, stop: &AtomicBool) -> Result<Vec<Vec<u8>>, Failure> {
+        self.enqueue_step(feeds, stop, false)
+    }
+
+    fn enqueue_step(
+        &mut self,
+        feeds: &BTreeMap<String, HostTensor>,
+        stop: &AtomicBool,
+        is_timed: bool,
+    ) -> Result<Vec<Vec<u8>>, Failure> {
         for (feed, places) in self.program.inputs.iter().zip(&self.staging) {
             let Some(tensor) = feeds.get(&feed.name) else { return Err(format!("`{}` was not given", feed.name)) };
             for (slice, place) in feed.slices.iter().zip(places) {
@@ -285,7 +334,7 @@ impl Rank {
             if index > 0 {
                 self.separate()?;
             }
-            self.run(*run)?;
+            self.run(*run, is_timed)?;
         }
         self.separate()?;
         for (reading, place) in self.program.readings.iter().zip(&self.readings) {
@@ -317,16 +366,29 @@ impl Rank {
         Ok(())
     }
 
-    fn run(&self, run: Run) -> Result<(), Failure> {
-        for ready in &self.sections[section_index(run.section)] {
-            self.enqueue(ready, run.microbatch).map_err(|error| format!("{}: {error}", ready.text))?;
+    fn run(&mut self, run: Run, is_timed: bool) -> Result<(), Failure> {
+        for (index, ready) in self.sections[section_index(run.section)].iter().enumerate() {
+            let stream = ready.stream;
+            let pair = if is_timed { self.clock.pairs.get(self.clock.spans.len()).copied() } else { None };
+            let enqueued = || {
+                ready.waits.iter().try_for_each(|event| self.device.wait(*event, stream))?;
+                pair.map_or(Ok(()), |(before, _)| self.device.record(before, stream))?;
+                self.enqueue(ready, run.microbatch)?;
+                pair.map_or(Ok(()), |(_, after)| self.device.record(after, stream))?;
+                ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))
+            };
+            enqueued().map_err(|error: Failure| format!("{}: {error}", ready.text))?;
+            if is_timed {
+                let (rank, section, microbatch) = (self.program.rank, run.section, run.microbatch);
+                let span = Span { rank, stream, section, instruction: index, microbatch, start: 0.0, end: 0.0 };
+                self.clock.spans.push(span);
+            }
         }
         Ok(())
     }
 
     fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<(), Failure> {
         let stream = ready.stream;
-        ready.waits.iter().try_for_each(|event| self.device.wait(*event, stream))?;
         for command in &ready.commands {
             match command {
                 Command::Launch(launch) => self.device.launch(launch, stream)?,
@@ -356,7 +418,7 @@ impl Rank {
                 },
             }
         }
-        ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))
+        Ok(())
     }
 
     /// Waits for the device, watching for faults of collectives and for other ranks' ends.

@@ -24,7 +24,7 @@ mod tests;
 #[cfg(all(test, feature = "vulkan"))]
 mod vulkan_tests;
 
-use crate::{Runtime, RuntimeError};
+use crate::{Readings, Runtime, RuntimeError, Span, TimedStep};
 use device::{Device, Failure};
 use executor::{Chosen, Rank, WORLD};
 use nccl::{Communicator, Meeting};
@@ -135,14 +135,15 @@ pub fn require(devices: &[usize]) -> Result<(), CudaError> {
 enum Request {
     Write(BufferId, Vec<u8>),
     Read(BufferId),
-    Step(Arc<BTreeMap<String, HostTensor>>),
+    /// A step on these inputs, measured or not.
+    Step(Arc<BTreeMap<String, HostTensor>>, bool),
 }
 
 /// What it answers.
 enum Answer {
     Done(Result<(), Failure>),
     Bytes(Result<Vec<u8>, Failure>),
-    Readings(Result<Vec<Vec<u8>>, Failure>),
+    Readings(Result<(Vec<Vec<u8>>, Vec<Span>), Failure>),
 }
 
 /// One rank's thread.
@@ -253,6 +254,45 @@ impl CudaRuntime {
         }
         Ok(())
     }
+
+    /// Runs a step on all ranks.
+    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
+        self.check_feeds(feeds)?;
+        let feeds = Arc::new(feeds.clone());
+        for (rank, worker) in (0..).zip(&self.workers) {
+            let requests = worker.requests.as_ref().ok_or_else(|| failed(rank, "its thread ended".to_string()))?;
+            let sent = requests.send(Request::Step(feeds.clone(), is_timed));
+            sent.map_err(|_| failed(rank, "its thread ended".to_string()))?;
+        }
+        let (mut first, mut errors, mut spans) = (None, Vec::new(), Vec::new());
+        for (rank, worker) in (0..).zip(&self.workers) {
+            match worker.answers.recv() {
+                Ok(Answer::Readings(Ok((readings, timed)))) => {
+                    first.get_or_insert((worker, readings));
+                    spans.extend(timed);
+                }
+                Ok(Answer::Readings(Err(message))) => errors.push((rank, message)),
+                _ => {
+                    self.stop.store(true, Ordering::Relaxed);
+                    errors.push((rank, "its thread ended".to_string()));
+                }
+            }
+        }
+        // The cause is the rank that did not merely end because another had.
+        errors.sort_by_key(|(_, message)| message == "another rank failed");
+        if let Some((rank, message)) = errors.into_iter().next() {
+            return Err(failed(rank, message));
+        }
+        let Some((worker, values)) = first else { return Ok(TimedStep::default()) };
+        let program = &worker.program;
+        let named = program.readings.iter().zip(&values).map(|(reading, bytes)| {
+            let ty = &program.buffers[reading.buffer].ty;
+            let wrong = || RuntimeError::Program(format!("reading `{}` is {ty}, not a scalar number", reading.name));
+            Ok((reading.name.clone(), number(ty.dtype, bytes).ok_or_else(wrong)?))
+        });
+        let readings = named.collect::<Result<_, RuntimeError>>()?;
+        Ok(TimedStep { readings, spans })
+    }
 }
 
 fn failed(rank: u64, message: String) -> RuntimeError {
@@ -308,8 +348,11 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
             let answer = match request {
                 Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
-                Request::Step(feeds) => {
-                    let readings = rank.step(&feeds, &stop);
+                Request::Step(feeds, is_timed) => {
+                    let readings = match is_timed {
+                        true => rank.timed_step(&feeds, &stop),
+                        false => rank.step(&feeds, &stop).map(|readings| (readings, Vec::new())),
+                    };
                     if readings.is_err() {
                         stop.store(true, Ordering::Relaxed);
                     }
@@ -384,38 +427,12 @@ impl Runtime for CudaRuntime {
         }
     }
 
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError> {
-        self.check_feeds(feeds)?;
-        let feeds = Arc::new(feeds.clone());
-        for (rank, worker) in (0..).zip(&self.workers) {
-            let requests = worker.requests.as_ref().ok_or_else(|| failed(rank, "its thread ended".to_string()))?;
-            let sent = requests.send(Request::Step(feeds.clone()));
-            sent.map_err(|_| failed(rank, "its thread ended".to_string()))?;
-        }
-        let (mut first, mut errors) = (None, Vec::new());
-        for (rank, worker) in (0..).zip(&self.workers) {
-            match worker.answers.recv() {
-                Ok(Answer::Readings(Ok(readings))) => drop(first.get_or_insert((worker, readings))),
-                Ok(Answer::Readings(Err(message))) => errors.push((rank, message)),
-                _ => {
-                    self.stop.store(true, Ordering::Relaxed);
-                    errors.push((rank, "its thread ended".to_string()));
-                }
-            }
-        }
-        // The cause is the rank that did not merely end because another had.
-        errors.sort_by_key(|(_, message)| message == "another rank failed");
-        if let Some((rank, message)) = errors.into_iter().next() {
-            return Err(failed(rank, message));
-        }
-        let Some((worker, values)) = first else { return Ok(BTreeMap::new()) };
-        let program = &worker.program;
-        let named = program.readings.iter().zip(&values).map(|(reading, bytes)| {
-            let ty = &program.buffers[reading.buffer].ty;
-            let wrong = || RuntimeError::Program(format!("reading `{}` is {ty}, not a scalar number", reading.name));
-            Ok((reading.name.clone(), number(ty.dtype, bytes).ok_or_else(wrong)?))
-        });
-        named.collect()
+    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError> {
+        Ok(self.run(feeds, false)?.readings)
+    }
+
+    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError> {
+        self.run(feeds, true)
     }
 
     fn peak_bytes(&self) -> Bytes {
