@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{Diagnostics, Graph, Plan};
+use shardc_ir::{Diagnostics, Graph, NoScratch, Plan, Target};
 use shardc_models::Model;
 use shardc_passes::allocate::memory;
 use shardc_passes::cluster::Cluster;
@@ -18,6 +18,7 @@ use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::lower_precision;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search_confirmed};
+use shardc_runtime::CudaTarget;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -75,12 +76,13 @@ pub fn plan(
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
     // The memory of a winner is confirmed by lowering it, so what is planned fits what is run.
     let pins = Pins::parse(&options.pins)?;
+    let target = target(&request.cluster);
     let confirm = |plan: &Plan| {
         let plan = verify::plan(plan).map_err(|found| found.to_string())?;
-        let program = lower_rank(&plan, 0).map_err(|error| error.to_string())?;
+        let program = lower_rank(&plan, 0, target).map_err(|error| error.to_string())?;
         Ok(memory(&program))
     };
-    let search = || Ok(search_confirmed(&graph, cluster, request, &pins, Some(&confirm))?);
+    let search = || Ok(search_confirmed(&graph, cluster, request, &pins, target, Some(&confirm))?);
     let plan = stage.run(Pass::Search, search)?;
     stage.dump(Pass::Search, [&plan].into_iter())?;
     verify::plan(plan).map_err(|found| bug(Pass::Search, &found))
@@ -89,9 +91,14 @@ pub fn plan(
 /// From a plan, perhaps read from a file, to the programs of all ranks.
 pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<VerifiedPrograms<'static>, Error> {
     let stage = Stage::new(dump_to)?;
-    let programs = stage.run(Pass::Lower, || Ok(lower_all(plan)?))?;
+    let programs = stage.run(Pass::Lower, || Ok(lower_all(plan, target(&plan.request.cluster))?))?;
     stage.dump(Pass::Lower, programs.first().into_iter())?;
     verify::program(programs).map_err(|found| bug(Pass::Lower, &found))
+}
+
+/// The runtime that a cluster's programs are for. A described cluster is one of GPUs, here or not.
+fn target(cluster: &str) -> &'static dyn Target {
+    if cluster.starts_with("cpu:") { &NoScratch } else { &CudaTarget }
 }
 
 fn bug(pass: Pass, found: &Diagnostics) -> Error {

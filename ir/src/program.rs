@@ -10,7 +10,8 @@
 //!
 //! Every buffer has a fixed offset in the arena of its memory space. Buffers may overlap where
 //! their lifetimes do not, or where one is a view of the other (a reshape, an update in place).
-//! Nothing is allocated in a step.
+//! Nothing is allocated in a step: what a kernel needs for itself is a buffer as well, the
+//! instruction's scratch.
 //!
 //! Collectives are flat: an all-gather concatenates the operands of the group's ranks in the order
 //! of the group, whatever their shape. Where a layout conversion is along an inner dimension, the
@@ -126,12 +127,27 @@ pub struct Instruction {
     pub operands: Vec<BufferId>,
     /// The buffers it writes.
     pub results: Vec<BufferId>,
+    /// Bytes (`u8[n]`) that are its own while it runs; how many, the [`Target`](crate::Target) says.
+    /// What they hold before and after means nothing.
+    pub scratch: Option<BufferId>,
     /// Where it runs.
     pub stream: Stream,
     /// Instructions of this section, on other streams, that must have finished before it starts.
     pub after: Vec<usize>,
     /// The node of the plan's graph it came from.
     pub source: Option<NodeId>,
+}
+
+impl Instruction {
+    /// An instruction that waits for no other stream, has no scratch memory and comes from no node.
+    pub fn new(action: Action, operands: Vec<BufferId>, results: Vec<BufferId>, stream: Stream) -> Self {
+        Self { action, operands, results, scratch: None, stream, after: Vec::new(), source: None }
+    }
+
+    /// Every buffer it touches.
+    pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
+        self.operands.iter().chain(&self.results).chain(&self.scratch).copied()
+    }
 }
 
 /// A place in an arena.

@@ -25,12 +25,14 @@ pub enum DType {
     I32,
     /// One byte, 0 or 1.
     Bool,
+    /// One byte of any value: scratch memory. No operation computes with it.
+    U8,
 }
 
 impl DType {
     /// Every element type, in the order of the enum.
-    pub const ALL: [DType; 8] =
-        [Self::F32, Self::Bf16, Self::F16, Self::F8e4m3, Self::F8e5m2, Self::I64, Self::I32, Self::Bool];
+    pub const ALL: [DType; 9] =
+        [Self::F32, Self::Bf16, Self::F16, Self::F8e4m3, Self::F8e5m2, Self::I64, Self::I32, Self::Bool, Self::U8];
 
     /// Bytes per element.
     pub fn size(self) -> u64 {
@@ -38,7 +40,7 @@ impl DType {
             Self::I64 => 8,
             Self::F32 | Self::I32 => 4,
             Self::Bf16 | Self::F16 => 2,
-            Self::F8e4m3 | Self::F8e5m2 | Self::Bool => 1,
+            Self::F8e4m3 | Self::F8e5m2 | Self::Bool | Self::U8 => 1,
         }
     }
 
@@ -63,6 +65,7 @@ impl DType {
             Self::I64 => "i64",
             Self::I32 => "i32",
             Self::Bool => "bool",
+            Self::U8 => "u8",
         }
     }
 }

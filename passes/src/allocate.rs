@@ -1,5 +1,8 @@
 //! Allocation: every storage gets an offset in its arena, every instruction the waits it needs.
 //!
+//! What an instruction needs for itself alone, its scratch memory, is a storage like any other: here
+//! the target is asked for it, since nothing before needs to know.
+//!
 //! A storage lives from its first to its last access, in the order of issue; what crosses a section
 //! lives through the whole of the repeated one, and parameters, states and readings live for ever.
 //! Storages that live at one time get disjoint bytes: greedily by size, each in the tightest gap
@@ -16,9 +19,9 @@
 //! Invariants: offsets are multiples of 256; storages of overlapping lifetimes are disjoint.
 
 use crate::lower::{Draft, Item, Place, SPACE, share_storages};
-use shardc_ir::plan::Memory;
+use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
-use shardc_ir::{BufferId, Bytes, Op, PrimaryMap, Program};
+use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, Target, TensorType};
 use std::collections::{BTreeMap, HashMap};
 
 /// What offsets are multiples of.
@@ -26,9 +29,10 @@ pub const ALIGNMENT: u64 = 256;
 /// How many later instructions of its stream an access keeps its bytes for.
 const WINDOW: usize = 2;
 
-/// Gives a scheduled draft its addresses and waits.
-pub(crate) fn allocate(mut draft: Draft) -> Program {
+/// Gives a scheduled draft its scratch memory, addresses and waits.
+pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     share_storages(&mut draft);
+    add_scratch(&mut draft, target);
     let lives = lifetimes(&draft);
     let placed: Vec<Life> = lives.iter().copied().flatten().collect();
     let (offsets, arena) = pack(&placed);
@@ -39,6 +43,20 @@ pub(crate) fn allocate(mut draft: Draft) -> Program {
         buffer.offset = of_storage[draft.storage[id].0 as usize];
     }
     assemble(draft, Bytes(arena))
+}
+
+/// Gives every instruction the scratch memory that the target asks for.
+fn add_scratch(draft: &mut Draft, target: &dyn Target) {
+    let mut sections = std::mem::take(&mut draft.sections);
+    for instruction in sections.iter_mut().flatten().map(|item| &mut item.instruction) {
+        let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
+        let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+        let bytes = target.scratch(&instruction.action, &operands, &results).0;
+        if bytes > 0 && !draft.is_view(instruction) {
+            instruction.scratch = Some(draft.buffer(TensorType::new(DType::U8, [bytes]), Category::Buffer));
+        }
+    }
+    draft.sections = sections;
 }
 
 /// Sections, runs and waits.
@@ -79,7 +97,7 @@ fn drop_unused(
     let mut sections = sections.map(|items| items.into_iter().map(|item| item.instruction).collect::<Vec<_>>());
     let mut used = vec![false; buffers.len()];
     let mut mark = |id: BufferId| used[id.as_u32() as usize] = true;
-    sections.iter().flatten().for_each(|i| i.operands.iter().chain(&i.results).for_each(|id| mark(*id)));
+    sections.iter().flatten().flat_map(Instruction::buffers).for_each(&mut mark);
     slots.iter().for_each(|slot| mark(slot.buffer));
     readings.iter().for_each(|reading| mark(reading.buffer));
     let (mut kept, mut renumbered) = (Buffers::new(), HashMap::new());
@@ -89,7 +107,8 @@ fn drop_unused(
         }
     }
     for instruction in sections.iter_mut().flatten() {
-        for id in instruction.operands.iter_mut().chain(&mut instruction.results) {
+        let values = instruction.operands.iter_mut().chain(&mut instruction.results);
+        for id in values.chain(&mut instruction.scratch) {
             *id = renumbered[id];
         }
     }
@@ -121,8 +140,8 @@ fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
     for (place, items) in Place::ALL.into_iter().zip(&draft.sections) {
         let ends = access_ends(draft, items);
         for (index, (item, end)) in items.iter().zip(ends).enumerate() {
-            for buffer in item.instruction.operands.iter().chain(&item.instruction.results) {
-                touch(*buffer, first + index, first + end);
+            for buffer in item.instruction.buffers() {
+                touch(buffer, first + index, first + end);
             }
         }
         if place == Place::Microbatch {
@@ -284,12 +303,11 @@ fn find_waits(buffers: &Buffers, instructions: &mut [Instruction]) {
         let mut needed: Clock = [0; STREAMS];
         let is_view = matches!(instruction.action, Action::Compute(Op::Reshape(_)))
             && buffers[instruction.operands[0]].offset == buffers[instruction.results[0]].offset;
-        let touches = [(&instruction.operands, false), (&instruction.results, true)];
-        for (ids, writes) in touches.into_iter().filter(|_| !is_view) {
-            for id in ids {
-                let (offset, bytes) = (buffers[*id].offset, buffers[*id].ty.bytes().0);
-                note(&mut ranges, offset, offset + bytes, at, stream, writes, &mut needed);
-            }
+        let reads = instruction.operands.iter().map(|id| (*id, false));
+        let writes = instruction.results.iter().chain(&instruction.scratch).map(|id| (*id, true));
+        for (id, writes) in reads.chain(writes).filter(|_| !is_view) {
+            let (offset, bytes) = (buffers[id].offset, buffers[id].ty.bytes().0);
+            note(&mut ranges, offset, offset + bytes, at, stream, writes, &mut needed);
         }
         let mut clock = of_stream[stream];
         let mut waits: Vec<usize> = (0..STREAMS)
@@ -392,7 +410,7 @@ pub fn memory(program: &Program) -> Memory {
     let mut spans = Vec::new();
     for section in program.sections.values() {
         for (index, instruction) in section.instructions.iter().enumerate() {
-            instruction.operands.iter().chain(&instruction.results).for_each(|id| touch(*id, first + index));
+            instruction.buffers().for_each(|id| touch(id, first + index));
         }
         let last = (first + section.instructions.len()).saturating_sub(1);
         spans.push((first, last, section));

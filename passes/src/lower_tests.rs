@@ -8,9 +8,20 @@ use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, Sizes, llama};
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::program::Action;
-use shardc_ir::{Bytes, DType, Plan, Program, verify};
+use shardc_ir::{Bytes, DType, NoScratch, Op, Plan, Program, Target, TensorType, verify};
 
 const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
+
+/// Wants eight times the bytes of the results of products and reductions, and one more.
+#[derive(Debug)]
+struct Wants;
+
+impl Target for Wants {
+    fn scratch(&self, action: &Action, _: &[TensorType], results: &[TensorType]) -> Bytes {
+        let wants = matches!(action, Action::Compute(Op::Matmul(_) | Op::Reduce(_) | Op::RmsNormGrad(_)));
+        Bytes(if wants { 8 * results.iter().map(|ty| ty.bytes().0).sum::<u64>() + 1 } else { 0 })
+    }
+}
 
 fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Plan {
     let mut graph = llama(sizes, dtype);
@@ -21,7 +32,7 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) 
     let pins = Pins::parse(pins).expect("pins");
     let (batch, seq) = (sizes.batch, sizes.seq);
     let request = Request { batch, seq, device_memory: Bytes(1 << 40), ..Request::default() };
-    search(&graph, &cluster, &request, &pins).unwrap_or_else(|error| panic!("{error}"))
+    search(&graph, &cluster, &request, &pins, &Wants).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Lowers for all ranks and verifies; gives the program of rank 0.
@@ -29,7 +40,7 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) 
 fn check(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Program {
     let plan = plan(sizes, dtype, cluster, pins, recompute);
     let verified = verify::plan(&plan).unwrap_or_else(|found| panic!("{pins}: {found}"));
-    let programs = lower_all(&verified).unwrap_or_else(|error| panic!("{pins}: {error}"));
+    let programs = lower_all(&verified, &Wants).unwrap_or_else(|error| panic!("{pins}: {error}"));
     if let Err(found) = verify::program(&programs) {
         let some: Vec<_> = found.0.iter().take(8).map(ToString::to_string).collect();
         panic!("{pins}: {} findings\n{}", found.0.len(), some.join("\n"));
@@ -61,6 +72,25 @@ fn plans_of_the_search_are_lowered() {
     }
 }
 
+#[test]
+fn scratch_memory_belongs_to_the_program() {
+    let program = check(TINY, DType::F32, "cpu:4", "dp=4,zero=2,microbatch=1", false);
+    for instruction in program.instructions() {
+        let types =
+            |ids: &[shardc_ir::BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
+        let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+        let has = instruction.scratch.map_or(Bytes(0), |scratch| program.buffers[scratch].ty.bytes());
+        assert_eq!(has, Wants.scratch(&instruction.action, &operands, &results), "{instruction}");
+    }
+    assert!(program.instructions().any(|instruction| instruction.scratch.is_some()));
+    // Only the busiest moment counts.
+    let plan = verify::plan(plan(TINY, DType::F32, "cpu:4", "dp=4,zero=2,microbatch=1", false)).expect("a plan");
+    let without = lower_rank(&plan, 0, &NoScratch);
+    let sum: u64 = program.instructions().filter_map(|i| i.scratch).map(|id| program.buffers[id].ty.bytes().0).sum();
+    let more = program.arena(Space::Device).0 - without.expect("a program").arena(Space::Device).0;
+    assert!(more > 0 && more < sum / 4, "{more} of {sum}");
+}
+
 fn count(program: &Program, wanted: impl Fn(&Action) -> bool) -> usize {
     program.instructions().filter(|instruction| wanted(&instruction.action)).count()
 }
@@ -84,7 +114,7 @@ fn weights_are_gathered_by_block_and_direction() {
 #[test]
 fn packing_of_a_large_model_is_tight() {
     let plan = plan(SMALL, DType::Bf16, "h100:8", "tp=2,dp=4,zero=1,microbatch=1", false);
-    let program = lower_rank(&verify::plan(plan).expect("a plan"), 3).expect("a program");
+    let program = lower_rank(&verify::plan(plan).expect("a plan"), 3, &NoScratch).expect("a program");
     let found = memory(&program);
     let waste = program.arena(Space::Device).0 as f64 - (found.total().0 - found.buffers.0) as f64;
     assert!(waste >= 0.0 && found.parameters.0 > 0 && found.optimizer.0 > 0 && found.activations.0 > 0);

@@ -18,7 +18,7 @@ use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared, place_axis};
 use estimate::{Shape, Work};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
-use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy};
+use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use std::collections::BTreeMap;
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
@@ -101,13 +101,20 @@ impl Candidate {
 pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Memory, String>;
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
-/// device's usable memory if that is 0). `graph` is a whole training step, without recomputation.
-/// Memory is estimated; [`search_confirmed`] asks for the exact figure.
+/// device's usable memory if that is 0). `graph` is a whole training step, without recomputation;
+/// `target` says what its kernels need. Memory is estimated; [`search_confirmed`] asks for the exact
+/// figure.
 ///
 /// # Errors
 /// See [`PlanError`].
-pub fn search(graph: &Graph, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Plan, PlanError> {
-    search_confirmed(graph, cluster, request, pins, None)
+pub fn search(
+    graph: &Graph,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    target: &dyn Target,
+) -> Result<Plan, PlanError> {
+    search_confirmed(graph, cluster, request, pins, target, None)
 }
 
 /// [`search`], where the memory of a finished plan is confirmed before it is chosen.
@@ -119,6 +126,7 @@ pub fn search_confirmed(
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
+    target: &dyn Target,
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
@@ -126,7 +134,7 @@ pub fn search_confirmed(
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
-    let prepared = prepare(graph, request.batch);
+    let prepared = prepare(graph, request.batch, target);
     let blocks = prepared.block_count();
     if let Some(Recompute::Blocks(count)) = pins.recompute.filter(|pin| *pin > Recompute::Blocks(blocks)) {
         let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");

@@ -6,7 +6,7 @@ use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::search::{Pins, search};
 use shardc_ir::ops::*;
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Graph, Op, OutputKind, Plan, Role, TensorType, ValueId};
+use shardc_ir::{Bytes, DType, Graph, NoScratch, Op, OutputKind, Plan, Role, TensorType, ValueId};
 
 /// The sizes of a model and its batch.
 #[derive(Clone, Copy)]
@@ -119,7 +119,7 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> R
     let graph = llama(sizes, dtype);
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
-    search(&graph, &cluster, &request(sizes, memory), &pins).map_err(|error| error.to_string())
+    search(&graph, &cluster, &request(sizes, memory), &pins, &NoScratch).map_err(|error| error.to_string())
 }
 
 /// Every node of a path with its strategy.
@@ -271,7 +271,7 @@ fn every_plan_is_lowered() {
         for dtype in [DType::F32, DType::Bf16] {
             let plan = plan(TINY, dtype, cluster, 1, pins).unwrap();
             let plan = shardc_ir::verify::plan(plan).unwrap_or_else(|found| panic!("{pins} {dtype}: {found}"));
-            crate::lower::lower_all(&plan).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
+            crate::lower::lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
         }
     }
 }

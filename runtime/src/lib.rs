@@ -18,7 +18,7 @@ mod span;
 
 pub use cpu::CpuRuntime;
 pub use cpu::interpret::{compute_op, evaluate_part, interpret};
-pub use cuda::CudaRuntime;
+pub use cuda::{CudaRuntime, CudaTarget};
 pub use span::Span;
 
 use shardc_ir::ops::OpError;

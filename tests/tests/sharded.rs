@@ -4,8 +4,10 @@
 mod lockstep;
 
 use lockstep::Lockstep;
+use shardc_ir::program::Action;
 use shardc_ir::{
-    AxisId, AxisKind, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Program, Strategy, ValueId, verify,
+    AxisId, AxisKind, Bytes, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Program, Strategy, Target, TensorType,
+    ValueId, verify,
 };
 use shardc_passes::differentiate::differentiate;
 use shardc_passes::lower::lower_all;
@@ -16,6 +18,17 @@ use shardc_runtime::cpu::CpuRuntime;
 use std::collections::BTreeMap;
 
 type Tensors = BTreeMap<String, HostTensor>;
+
+/// Wants scratch memory for two instructions of three, as large as their results or so.
+#[derive(Debug)]
+struct Wants(u64);
+
+impl Target for Wants {
+    fn scratch(&self, _: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        let elements: u64 = operands.iter().chain(results).map(TensorType::elements).sum();
+        Bytes(if (elements + self.0) % 3 == 0 { 0 } else { elements * (1 + self.0 % 5) })
+    }
+}
 
 /// What the letters of the texts stand for.
 type Sizes = &'static [(&'static str, u64)];
@@ -215,7 +228,7 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
         let planned = if seed % RECOMPUTED == 1 { &recomputed } else { &graph };
         let plan = random_plan(planned, mesh, &mut random);
         let plan = verify::plan(plan).unwrap_or_else(|found| panic!("seed {seed} on {mesh}: {}", found.0[0]));
-        let programs = match lower_all(&plan) {
+        let programs = match lower_all(&plan, &Wants(seed)) {
             Ok(programs) => programs,
             Err(error) => panic!("seed {seed} on {mesh}: {error}"),
         };

@@ -242,14 +242,7 @@ impl Parser {
         }
         let parsed = self.instruction_of(cursor);
         // A blank stands for an instruction that is wrong, so that those below keep their numbers.
-        let blank = Instruction {
-            action: Action::Copy,
-            operands: Vec::new(),
-            results: Vec::new(),
-            stream: Stream::Compute,
-            after: Vec::new(),
-            source: None,
-        };
+        let blank = Instruction::new(Action::Copy, Vec::new(), Vec::new(), Stream::Compute);
         let (instruction, result) = parsed.map_or_else(|error| (blank, Err(error)), |parsed| (parsed, Ok(())));
         self.program.sections[section].instructions.push(instruction);
         result
@@ -261,6 +254,7 @@ impl Parser {
             cursor.expect("=")?;
         }
         let (action, operands) = self.action(cursor)?;
+        let scratch = if cursor.eat_word("scratch") { Some(self.buffer_id(cursor)?) } else { None };
         keyword(cursor, "on")?;
         let name = cursor.word("a stream")?;
         let known: Vec<_> = Stream::ALL.iter().map(|stream| stream.name()).collect();
@@ -278,7 +272,7 @@ impl Parser {
             source =
                 Some(NodeId::from_u32(index.ok_or_else(|| format!("expected a node like node7, found `{word}`"))?));
         }
-        Ok(Instruction { action, operands, results, stream, after, source })
+        Ok(Instruction { action, operands, results, scratch, stream, after, source })
     }
 
     fn action(&self, cursor: &mut Cursor<'_>) -> Result<(Action, Vec<BufferId>), String> {

@@ -12,7 +12,7 @@
 //!   reading "loss" = $5
 //!   section microbatch {
 //!     0: $1 = all_gather $0 over 0 on communication from node3
-//!     1: $3 = compute matmul $1, $2 {spec="mk,nk->mn"} on compute after 0 from node4
+//!     1: $3 = compute matmul $1, $2 {spec="mk,nk->mn"} scratch $4 on compute after 0 from node4
 //!   }
 //!   order prologue 0, microbatch 0, microbatch 1, epilogue 0
 //! }
@@ -93,6 +93,7 @@ impl fmt::Display for Instruction {
             write!(f, "{} = ", comma(&self.results))?;
         }
         f.write_str(&action_text(&self.action, &self.operands))?;
+        self.scratch.map_or(Ok(()), |scratch| write!(f, " scratch {scratch}"))?;
         write!(f, " on {}", self.stream.name())?;
         if !self.after.is_empty() {
             write!(f, " after {}", comma(&self.after))?;

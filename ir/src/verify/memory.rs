@@ -149,6 +149,9 @@ impl Memory<'_> {
             }
             messages.extend(self.write(*result, index, &is_before));
         }
+        if let Some(scratch) = instruction.scratch {
+            messages.extend(self.write(scratch, index, &is_before));
+        }
         for message in messages {
             self.complain(place.clone(), message);
         }
@@ -259,10 +262,17 @@ fn view_of(program: &Program, instruction: &Instruction) -> Option<BufferId> {
 
 /// Why an instruction may not write where it reads, if it does and may not.
 fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<String> {
+    let results = &instruction.results;
+    if let Some(scratch) = instruction.scratch {
+        let own = &program.buffers[scratch];
+        let mut values = instruction.operands.iter().chain(results);
+        if let Some(other) = values.find(|other| overlaps(&program.buffers[**other], own)) {
+            return Some(format!("its scratch memory {scratch} shares bytes with {other}"));
+        }
+    }
     if view_of(program, instruction).is_some() {
         return None;
     }
-    let results = &instruction.results;
     for (index, result) in results.iter().enumerate() {
         let to = &program.buffers[*result];
         if let Some(other) = results[..index].iter().find(|other| overlaps(&program.buffers[**other], to)) {

@@ -4,7 +4,7 @@
 //! * every reference (buffer, group, input, section, instruction) exists; `after` points back;
 //! * a buffer begins at a multiple of 256 and lies inside its arena; slots do not overlap;
 //! * an instruction's buffers have the types its action needs; a compute instruction's are what the
-//!   operation infers from its operands;
+//!   operation infers from its operands; scratch memory is bytes, and nothing else;
 //! * the part of a slot or a feed is inside its global type, and has its buffer's shape.
 //!
 //! Of its execution (`memory`): a section starts when everything of the run before it is done, and
@@ -27,7 +27,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::BufferId;
 use crate::plan::Space;
 use crate::program::{Action, Instruction, Program};
-use crate::types::TensorType;
+use crate::types::{DType, TensorType};
 use crate::units::Bytes;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -141,10 +141,17 @@ fn check_structure(program: &Program, found: &mut Diagnostics) {
     }
     check_groups(program, found);
     check_interface(program, found);
+    let scratch: BTreeSet<BufferId> = program.instructions().filter_map(|instruction| instruction.scratch).collect();
+    let kept =
+        program.slots.iter().map(|slot| slot.buffer).chain(program.readings.iter().map(|reading| reading.buffer));
+    for buffer in kept.filter(|buffer| scratch.contains(buffer)) {
+        found.push(format!("rank {rank}, {buffer}"), "is scratch memory, which holds no value");
+    }
     for (section, body) in &program.sections {
         for (index, instruction) in body.instructions.iter().enumerate() {
-            let checked =
-                check_references(program, instruction, index).and_then(|()| check_types(program, instruction));
+            let checked = check_references(program, instruction, index)
+                .and_then(|()| check_scratch(program, instruction, &scratch))
+                .and_then(|()| check_types(program, instruction));
             if let Err(message) = checked {
                 found.push(instruction_place(program, section, index), message);
             }
@@ -223,8 +230,7 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
 }
 
 fn check_references(program: &Program, instruction: &Instruction, index: usize) -> Result<(), String> {
-    let mut buffers = instruction.operands.iter().chain(&instruction.results);
-    if let Some(buffer) = buffers.find(|buffer| !program.buffers.is_valid(**buffer)) {
+    if let Some(buffer) = instruction.buffers().find(|buffer| !program.buffers.is_valid(*buffer)) {
         return Err(format!("{buffer} does not exist"));
     }
     if let Some(after) = instruction.after.iter().find(|after| **after >= index) {
@@ -244,6 +250,19 @@ fn check_references(program: &Program, instruction: &Instruction, index: usize) 
         }
         Action::Feed { input } if input >= program.inputs.len() => Err(format!("input {input} does not exist")),
         _ => Ok(()),
+    }
+}
+
+/// `all` is the scratch memory of every instruction.
+fn check_scratch(program: &Program, instruction: &Instruction, all: &BTreeSet<BufferId>) -> Result<(), String> {
+    let values = instruction.operands.iter().chain(&instruction.results);
+    if let Some(buffer) = values.into_iter().find(|buffer| all.contains(buffer)) {
+        return Err(format!("{buffer} is scratch memory, which holds no value"));
+    }
+    let ty = instruction.scratch.map(|scratch| &program.buffers[scratch].ty);
+    match ty.filter(|ty| ty.dtype != DType::U8 || ty.rank() != 1) {
+        Some(ty) => Err(format!("scratch memory is u8[n], not {ty}")),
+        None => Ok(()),
     }
 }
 

@@ -272,5 +272,6 @@ pub(super) fn file_name(dtype: DType) -> &'static str {
         DType::I64 => "I64",
         DType::I32 => "I32",
         DType::Bool => "BOOL",
+        DType::U8 => "U8",
     }
 }

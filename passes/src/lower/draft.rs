@@ -132,7 +132,7 @@ impl Draft {
         source: Option<NodeId>,
         hint: Hint,
     ) {
-        let instruction = Instruction { action, operands, results, stream, after: Vec::new(), source };
+        let instruction = Instruction { source, ..Instruction::new(action, operands, results, stream) };
         self.sections[place as usize].push(Item { instruction, hint });
     }
 

@@ -33,7 +33,7 @@ use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
     AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
-    Sharding, TensorType, ValueId,
+    Sharding, Target, TensorType, ValueId,
 };
 
 /// Why a verified plan cannot be lowered.
@@ -75,16 +75,16 @@ pub enum LowerError {
     },
 }
 
-/// The program of one rank.
-pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Program, LowerError> {
+/// The program of one rank, for a target.
+pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
     schedule(&mut draft);
-    Ok(allocate(draft))
+    Ok(allocate(draft, target))
 }
 
 /// The programs of all ranks, in their order.
-pub fn lower_all(plan: &VerifiedPlan<'_>) -> Result<Vec<Program>, LowerError> {
-    (0..plan.mesh.ranks()).map(|rank| lower_rank(plan, rank)).collect()
+pub fn lower_all(plan: &VerifiedPlan<'_>, target: &dyn Target) -> Result<Vec<Program>, LowerError> {
+    (0..plan.mesh.ranks()).map(|rank| lower_rank(plan, rank, target)).collect()
 }
 
 /// The layouts of one node's operands and results, without axes of size 1.

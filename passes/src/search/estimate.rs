@@ -198,19 +198,19 @@ impl Shape {
         };
         let whole: u64 = self.gradient.iter().sum();
         let reduced = self.gradient[0] / data + self.gradient[1];
-        let (activations, gradients) = if self.microbatches > 1 {
+        let (peak, gradients) = if self.microbatches > 1 {
             // The accumulators, and the gradient that is being added.
             let accumulators = if zero >= 2 { reduced } else { whole };
-            let peak = self.liveness.peak(self.recomputed(recompute), 0.0).0;
+            let peak = self.liveness.peak(self.recomputed(recompute), 0.0);
             // In the loop, two buckets wait: one fills while one is reduced.
             let waiting = if zero >= 2 && data > 1 { whole.min(2 * BUCKET as u64) } else { 0 };
             (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            let (activations, gradients) = self.liveness.peak(self.recomputed(recompute), kept);
+            let peak = self.liveness.peak(self.recomputed(recompute), kept);
             // A gradient is whole until it is reduced.
             let waiting = if zero >= 1 && data > 1 { self.block_gradient } else { 0 };
-            (activations, gradients + waiting)
+            (peak, peak.gradients + waiting)
         };
         // The gathered weights of a block and of the next; at the peak, where the backward pass
         // begins, the head's as well. With several microbatches the head's gradient stands for them.
@@ -222,8 +222,8 @@ impl Shape {
             parameters: Bytes(stored(self.stored) + copies),
             gradients: Bytes(gradients),
             optimizer: Bytes(stored(self.state)),
-            activations: Bytes(activations),
-            buffers: Bytes(gathered + bucket + self.largest_copy),
+            activations: Bytes(peak.activations),
+            buffers: Bytes(gathered + bucket + self.largest_copy + peak.scratch),
         }
     }
 

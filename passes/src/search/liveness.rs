@@ -1,14 +1,16 @@
-//! The peak of activations and gradients: which values of a microbatch live at the same time.
+//! The peak of activations, gradients and scratch memory: what of a microbatch lives at the same time.
 //!
 //! Nodes run in the order of the graph. A value lives from its node to its last reader, through
 //! views of it. Where a block is computed again, its values live once in the forward pass, up to
 //! their last reader there, and again from the start of the block's backward pass. A gradient lives
-//! from its node to the end; with several microbatches its accumulator lives through all of them.
+//! from its node to the end; with several microbatches its accumulator lives through all of them. A
+//! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
 use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::{EntityRef, NodeId, Role, ValueId};
+use shardc_ir::program::Action;
+use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
 use std::collections::BTreeMap;
 
 /// When a value lives. Positions are node indices.
@@ -24,12 +26,39 @@ struct Life {
     block: Option<u64>,
 }
 
+/// The scratch memory of a node.
+#[derive(Clone, Copy, Debug)]
+struct Scratch {
+    bytes: u64,
+    position: usize,
+    /// Its block, if it belongs to the forward pass of one.
+    block: Option<u64>,
+}
+
+/// Bytes that live at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Peak {
+    /// Of activations.
+    pub activations: u64,
+    /// Of gradients.
+    pub gradients: u64,
+    /// Of scratch memory.
+    pub scratch: u64,
+}
+
+impl Peak {
+    fn total(&self) -> u64 {
+        self.activations + self.gradients + self.scratch
+    }
+}
+
 /// The lives of all values of a microbatch.
 #[derive(Debug)]
 pub struct Liveness {
     lives: Vec<Life>,
     /// Where each gradient is made, and its bytes.
     gradients: Vec<(usize, u64)>,
+    scratch: Vec<Scratch>,
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
@@ -62,15 +91,20 @@ impl Liveness {
         let order = block_order(graph);
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let sizes = local_sizes(prepared, placed, conversions);
+        let needs = scratch_sizes(prepared, placed);
         let mut lives: Vec<Life> = Vec::new();
         let mut life: BTreeMap<ValueId, usize> = BTreeMap::new();
         let mut backward = vec![usize::MAX; order.len()];
-        let mut gradients = Vec::new();
+        let (mut gradients, mut scratch) = (Vec::new(), Vec::new());
         for (id, node) in graph.nodes() {
             let (class, position) = (prepared.folded.class[id], id.index());
             if let (Role::Backward(_), Some(block)) = (node.role, block(id)) {
                 let start = &mut backward[block as usize];
                 *start = (*start).min(position);
+            }
+            if needs[class] > 0 {
+                let block = if node.role == Role::Forward { block(id) } else { None };
+                scratch.push(Scratch { bytes: needs[class], position, block });
             }
             for value in &node.operands {
                 let Some(index) = life.get(value).copied() else { continue };
@@ -105,40 +139,51 @@ impl Liveness {
                 lives.push(Life { bytes, made: position, last: position, last_forward: position, block });
             }
         }
-        Self { lives, gradients, backward, positions: graph.node_count() }
+        Self { lives, gradients, scratch, backward, positions: graph.node_count() }
     }
 
-    /// The most bytes of activations and of gradients at one time, if the first `recomputed` blocks
-    /// are computed again. Of each gradient, `kept` stays from the moment it is made.
-    pub fn peak(&self, recomputed: u64, kept: f64) -> (u64, u64) {
-        // Per position, the change of activations and of gradients.
-        let mut change = vec![(0i64, 0i64); self.positions + 2];
-        let mut add = |bytes: u64, from: usize, to: usize| {
-            change[from].0 += bytes as i64;
-            change[to + 1].0 -= bytes as i64;
+    /// The most bytes that live at one time, if the first `recomputed` blocks are computed again. Of
+    /// each gradient, `kept` stays from the moment it is made.
+    pub fn peak(&self, recomputed: u64, kept: f64) -> Peak {
+        // Per position, the change of activations, gradients and scratch memory.
+        let mut change = vec![[0i64; 3]; self.positions + 2];
+        let mut add = |kind: usize, bytes: u64, from: usize, to: usize| {
+            change[from][kind] += bytes as i64;
+            change[to + 1][kind] -= bytes as i64;
         };
+        let again =
+            |block: Option<u64>| block.filter(|block| *block < recomputed).map(|block| self.backward[block as usize]);
         for life in &self.lives {
-            let start = life.block.filter(|block| *block < recomputed).map(|block| self.backward[block as usize]);
-            match start.filter(|start| *start <= life.last && *start > life.last_forward) {
+            match again(life.block).filter(|start| *start <= life.last && *start > life.last_forward) {
                 Some(start) => {
-                    add(life.bytes, life.made, life.last_forward);
-                    add(life.bytes, start, life.last);
+                    add(0, life.bytes, life.made, life.last_forward);
+                    add(0, life.bytes, start, life.last);
                 }
-                None => add(life.bytes, life.made, life.last),
+                None => add(0, life.bytes, life.made, life.last),
             }
         }
         for (made, bytes) in &self.gradients {
-            change[*made].1 += (*bytes as f64 * kept) as i64;
+            add(1, (*bytes as f64 * kept) as u64, *made, self.positions);
         }
-        let mut now = (0i64, 0i64);
-        let mut most = (0i64, 0i64);
-        for (activations, gradients) in change {
-            now = (now.0 + activations, now.1 + gradients);
-            if now.0 + now.1 > most.0 + most.1 {
-                most = now;
+        let mut largest: BTreeMap<usize, u64> = BTreeMap::new();
+        for Scratch { bytes, position, block } in &self.scratch {
+            for at in [Some(*position), again(*block).filter(|start| start < &self.positions)].into_iter().flatten() {
+                // Nodes that are computed again run one after the other.
+                let most = largest.entry(at).or_default();
+                *most = (*most).max(*bytes);
             }
         }
-        (most.0.max(0) as u64, most.1.max(0) as u64)
+        largest.into_iter().for_each(|(at, bytes)| add(2, bytes, at, at));
+        let (mut now, mut most) = ([0i64; 3], Peak::default());
+        for change in change {
+            now.iter_mut().zip(change).for_each(|(now, change)| *now += change);
+            let [activations, gradients, scratch] = now.map(|bytes| bytes.max(0) as u64);
+            let here = Peak { activations, gradients, scratch };
+            if here.total() > most.total() {
+                most = here;
+            }
+        }
+        most
     }
 
     /// The bytes of the largest gradient.
@@ -160,4 +205,17 @@ fn local_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conv
         *size = (*size).max(conversion.bytes as u64);
     }
     sizes
+}
+
+/// Bytes of scratch memory of each class on one rank.
+fn scratch_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<u64> {
+    let of = |class: usize| {
+        let op = prepared.op(class);
+        if op.is_leaf() || is_view(op) {
+            return 0;
+        }
+        let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+        prepared.target.scratch(&Action::Compute(op.clone()), &operands, &results).0
+    };
+    (0..prepared.rules.len()).map(of).collect()
 }

@@ -4,12 +4,12 @@ use super::batch::batch_choices;
 use super::tensor::{Flow, Prepared};
 use crate::fold::{Folded, fold};
 use shardc_ir::ops::Op;
-use shardc_ir::{Graph, NodeId, ValueId};
+use shardc_ir::{Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
 /// the inputs.
-pub fn prepare(graph: &Graph, batch: u64) -> Prepared<'_> {
+pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prepared<'a> {
     let folded = fold(graph);
     let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
     let choices = batch_choices(graph, &folded, &rules, batch);
@@ -40,7 +40,7 @@ pub fn prepare(graph: &Graph, batch: u64) -> Prepared<'_> {
     let (is_parameter, is_gradient, weight) = (is_parameter.collect(), is_gradient.collect(), weight.collect());
     let tied = ties(graph, &folded);
     let flows = flows(graph, &folded);
-    Prepared { graph, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded }
+    Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded }
 }
 
 /// Parameters and what is made of one parameter alone: casts, reshapes, transposes.

@@ -19,13 +19,15 @@ use crate::cost::collective::{self, Collective, Group};
 use crate::cost::node_seconds;
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, TensorType};
+use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What does not depend on the mesh: computed once per graph.
 pub struct Prepared<'a> {
     /// The graph.
     pub graph: &'a Graph,
+    /// What will run it.
+    pub target: &'a dyn Target,
     /// Its classes.
     pub folded: Folded,
     /// The rule of each class.

@@ -13,8 +13,8 @@ use cases::{cases, heavy_cases, t};
 use shardc_ir::ops::*;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Slot, Stream};
-use shardc_ir::{Bytes, DType, HostTensor, Op, Program, TensorType};
-use shardc_runtime::{CudaRuntime, Runtime, compute_op};
+use shardc_ir::{BufferId, Bytes, DType, HostTensor, Op, Program, Target, TensorType};
+use shardc_runtime::{CudaRuntime, CudaTarget, Runtime, compute_op};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -74,15 +74,35 @@ fn report(what: &str, outcome: Result<(), String>) -> bool {
     outcome.is_ok()
 }
 
-/// Adds a buffer that is a slot.
-fn add_slot(program: &mut Program, name: &str, ty: &TensorType) -> shardc_ir::BufferId {
+/// Adds a buffer at the end of the arena.
+fn add_buffer(program: &mut Program, ty: &TensorType) -> BufferId {
     let offset = program.arena(Space::Device).0;
-    let place = Buffer { ty: ty.clone(), space: Space::Device, offset, category: Category::Buffer, value: None };
-    let buffer = program.buffers.push(place);
+    program.arenas = vec![(Space::Device, Bytes(offset + ty.bytes().0.next_multiple_of(256)))];
+    program.buffers.push(Buffer {
+        ty: ty.clone(),
+        space: Space::Device,
+        offset,
+        category: Category::Buffer,
+        value: None,
+    })
+}
+
+/// Adds a buffer that is a slot.
+fn add_slot(program: &mut Program, name: &str, ty: &TensorType) -> BufferId {
+    let buffer = add_buffer(program, ty);
     let slice = ty.shape.iter().map(|size| (0, *size)).collect();
     program.slots.push(Slot { name: name.to_string(), buffer, ty: ty.clone(), slice, is_parameter: true, init: 0.0 });
-    program.arenas = vec![(Space::Device, Bytes(offset + ty.bytes().0.next_multiple_of(256)))];
     buffer
+}
+
+/// Gives an instruction the scratch memory that its kernels want.
+fn add_scratch(program: &mut Program, instruction: Instruction) -> Instruction {
+    let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
+    let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+    match CudaTarget.scratch(&instruction.action, &operands, &results).0 {
+        0 => instruction,
+        bytes => Instruction { scratch: Some(add_buffer(program, &t(DType::U8, &[bytes]))), ..instruction },
+    }
 }
 
 fn message(error: impl ToString) -> String {
@@ -110,7 +130,7 @@ fn collectives(ranks: u64) -> Result<(), String> {
                 .map(|(kind, dtype)| add_slot(&mut program, &format!("{name}.{kind}"), &t(dtype, &[*size])));
             let (operands, results) = (inputs.to_vec(), outputs.to_vec());
             let (stream, action) = (Stream::Communication, action.clone());
-            section.instructions.push(Instruction { action, operands, results, stream, after: vec![], source: None });
+            section.instructions.push(Instruction::new(action, operands, results, stream));
         }
         // A ring of messages in pairs: even ranks send first.
         let (next, previous) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
@@ -120,14 +140,14 @@ fn collectives(ranks: u64) -> Result<(), String> {
         let pair = if rank.is_multiple_of(2) { [send, receive] } else { [receive, send] };
         for (action, operands, results) in pair {
             let stream = Stream::Communication;
-            section.instructions.push(Instruction { action, operands, results, stream, after: vec![], source: None });
+            section.instructions.push(Instruction::new(action, operands, results, stream));
         }
         let doubled = add_slot(&mut program, "doubled", &t(F32, &[n]));
         let sum = section.instructions[0].results[0];
         let action = Action::Compute(Affine { scale: 2.0, offset: 0.0 }.into());
         let (stream, after) = (Stream::Compute, vec![0]);
         let (operands, results) = (vec![sum], vec![doubled]);
-        section.instructions.push(Instruction { action, operands, results, stream, after, source: None });
+        section.instructions.push(Instruction { after, ..Instruction::new(action, operands, results, stream) });
         let section = program.sections.push(section);
         program.order = vec![Run { section, microbatch: 0 }];
         program
@@ -191,7 +211,7 @@ fn accumulation(ranks: u64) -> Result<(), String> {
         let loss = add_slot(&mut program, "loss", &t(F32, &[]));
         let one = |action, operands: &[_], results: &[_], stream, after: &[usize]| {
             let (operands, results, after) = (operands.to_vec(), results.to_vec(), after.to_vec());
-            Instruction { action, operands, results, stream, after, source: None }
+            Instruction { after, ..Instruction::new(action, operands, results, stream) }
         };
         let microbatch = vec![
             one(Action::Feed { input: 0 }, &[], &[fed], Stream::HostToDevice, &[]),
@@ -226,24 +246,17 @@ fn accumulation(ranks: u64) -> Result<(), String> {
 /// A program that runs every case once per run of its section, all tensors being slots.
 fn program(cases: &[Case], runs: usize) -> Program {
     let mut program = Program { ranks: 1, ..Program::default() };
-    let (mut section, mut offset) = (Section { name: "selftest".to_string(), ..Section::default() }, 0);
+    let mut section = Section { name: "selftest".to_string(), ..Section::default() };
     for (index, case) in cases.iter().enumerate() {
-        let mut place = |kind: &str, number: usize, ty: &TensorType| {
-            let buffer =
-                Buffer { ty: ty.clone(), space: Space::Device, offset, category: Category::Buffer, value: None };
-            offset += ty.bytes().0.next_multiple_of(256);
-            let buffer = program.buffers.push(buffer);
-            let (name, slice) = (format!("{index}.{kind}{number}"), ty.shape.iter().map(|size| (0, *size)).collect());
-            program.slots.push(Slot { name, buffer, ty: ty.clone(), slice, is_parameter: true, init: 0.0 });
-            buffer
+        let mut place = |kind: &str, types: &[TensorType]| {
+            let name = |(number, ty)| (format!("{index}.{kind}{number}"), ty);
+            types.iter().enumerate().map(name).map(|(name, ty)| add_slot(&mut program, &name, ty)).collect::<Vec<_>>()
         };
-        let operands = case.operands.iter().enumerate().map(|(number, ty)| place("in", number, ty)).collect();
-        let results = case.results.iter().enumerate().map(|(number, ty)| place("out", number, ty)).collect();
+        let (operands, results) = (place("in", &case.operands), place("out", &case.results));
         let action = Action::Compute(case.op.clone());
-        let (stream, after, source) = (Stream::Compute, Vec::new(), None);
-        section.instructions.push(Instruction { action, operands, results, stream, after, source });
+        let instruction = Instruction::new(action, operands, results, Stream::Compute);
+        section.instructions.push(add_scratch(&mut program, instruction));
     }
-    program.arenas = vec![(Space::Device, Bytes(offset))];
     let section = program.sections.push(section);
     program.order = vec![Run { section, microbatch: 0 }; runs];
     program

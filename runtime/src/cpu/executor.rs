@@ -414,8 +414,7 @@ fn expect_buffer(program: &Program, buffer: BufferId, ty: &TensorType, what: &st
 }
 
 fn check_instruction(program: &Program, instruction: &Instruction) -> Result<(), String> {
-    let buffers = || instruction.operands.iter().chain(&instruction.results);
-    if let Some(unknown) = buffers().find(|id| !program.buffers.is_valid(**id)) {
+    if let Some(unknown) = instruction.buffers().find(|id| !program.buffers.is_valid(*id)) {
         return Err(format!("there is no buffer {unknown}"));
     }
     let group = match &instruction.action {

@@ -50,7 +50,7 @@ impl Builder {
 
 fn instruction(action: Action, operands: &[BufferId], results: &[BufferId]) -> Instruction {
     let (operands, results) = (operands.to_vec(), results.to_vec());
-    Instruction { action, operands, results, stream: Stream::Compute, after: Vec::new(), source: None }
+    Instruction::new(action, operands, results, Stream::Compute)
 }
 
 fn compute(op: impl Into<Op>, operands: &[BufferId], results: &[BufferId]) -> Instruction {

@@ -157,6 +157,7 @@ impl Device {
 
     /// Takes device memory until the device is dropped; its address. Its contents are zero.
     pub fn allocate(&mut self, bytes: u64) -> Result<u64, Failure> {
+        let taken = bytes;
         let bytes = bytes.max(256) as usize;
         // SAFETY: the address is freed once, in `drop`.
         unsafe {
@@ -165,7 +166,7 @@ impl Device {
                 format!("GPU {} gives no {bytes} bytes ({free} are free): {error:?}", self.ordinal)
             })?;
             self.memory.push(at);
-            self.taken += bytes as u64;
+            self.taken += taken;
             result::memset_d8_sync(at, 0, bytes).map_err(says("cannot clear memory"))?;
             Ok(at)
         }

@@ -7,10 +7,10 @@
 
 use super::cudnn::{Bound, Cudnn};
 use super::device::{Device, Failure, ReadyLaunch};
-use super::gemm::{Blas, ReadyGemm, WORKSPACE};
+use super::gemm::{Blas, ReadyGemm};
 use super::kernel::Arg;
 use super::nccl::{Collective, Communicator, Part};
-use super::select::{Selection, Step, select, select_accumulate};
+use super::select::{Selection, Step, select_action};
 use crate::Span;
 use cudarc::driver::sys::CUevent;
 use shardc_ir::plan::Space;
@@ -28,18 +28,17 @@ pub struct Chosen {
 
 /// Chooses kernels for every instruction of a program.
 pub fn choose(program: &Program) -> Result<Chosen, Failure> {
-    let ty = |id: &BufferId| program.buffers[*id].ty.clone();
+    let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let one = |instruction: &Instruction| {
-        let (operands, results) = (&instruction.operands, &instruction.results);
-        match &instruction.action {
-            Action::Compute(op) => {
-                let operands: Vec<_> = operands.iter().map(ty).collect();
-                let results: Vec<_> = results.iter().map(ty).collect();
-                select(op, &operands, &results).map(Some).map_err(|error| error.to_string())
-            }
-            Action::Accumulate => Ok(Some(select_accumulate(&ty(&operands[0]), &ty(&results[0])))),
-            _ => Ok(None),
+        let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+        let selection = select_action(&instruction.action, &operands, &results).map_err(|error| error.to_string())?;
+        let needed = selection.as_ref().map_or(0, |selection| selection.scratch);
+        let given = instruction.scratch.map_or(0, |scratch| program.buffers[scratch].ty.bytes().0);
+        if needed > given {
+            let name = action_name(&instruction.action);
+            return Err(format!("{name} needs {needed} bytes of scratch memory and has {given}: lower it for CUDA"));
         }
+        Ok(selection)
     };
     let sections = program.sections.values();
     let sections = sections.map(|section| section.instructions.iter().map(one).collect::<Result<Vec<_>, _>>());
@@ -55,25 +54,6 @@ impl Chosen {
             _ => None,
         })
     }
-
-    /// Bytes of scratch memory per stream.
-    fn scratch(&self, program: &Program) -> BTreeMap<usize, u64> {
-        let mut scratch = BTreeMap::new();
-        for (section, chosen) in program.sections.values().zip(&self.sections) {
-            for (instruction, selection) in section.instructions.iter().zip(chosen) {
-                let Some(selection) = selection else { continue };
-                let gemm = selection.all_steps().any(|step| matches!(step, Step::Gemm(_)));
-                let bytes = selection.scratch + if gemm { WORKSPACE } else { 0 };
-                let most: &mut u64 = scratch.entry(stream_index(instruction.stream)).or_default();
-                *most = bytes.max(*most);
-            }
-        }
-        scratch
-    }
-}
-
-fn stream_index(stream: Stream) -> usize {
-    Stream::ALL.iter().position(|known| *known == stream).unwrap_or(0)
 }
 
 /// Something to enqueue, with its addresses.
@@ -88,10 +68,7 @@ enum Command {
         from: u64,
         bytes: u64,
     },
-    Gemm {
-        gemm: Box<ReadyGemm>,
-        workspace: u64,
-    },
+    Gemm(Box<ReadyGemm>),
     Fused(Bound),
     Collective {
         group: usize,
@@ -157,8 +134,6 @@ struct Libraries {
 struct Layout<'a> {
     program: &'a Program,
     arenas: &'a HashMap<Space, u64>,
-    scratch: &'a BTreeMap<usize, u64>,
-    scratch_at: &'a BTreeMap<usize, u64>,
 }
 
 impl Layout<'_> {
@@ -171,15 +146,9 @@ impl Layout<'_> {
         match arg {
             Arg::Operand(index, at) => self.buffer(instruction.operands[index]) + at,
             Arg::Result(index, at) => self.buffer(instruction.results[index]) + at,
-            Arg::Scratch(at) => self.scratch_at.get(&stream_index(instruction.stream)).copied().unwrap_or(0) + at,
+            // Without scratch memory nothing asks for it: `choose` has checked.
+            Arg::Scratch(at) => instruction.scratch.map_or(0, |scratch| self.buffer(scratch)) + at,
         }
-    }
-
-    /// The library's workspace lies behind an instruction's own scratch memory.
-    fn workspace(&self, stream: Stream) -> u64 {
-        let index = stream_index(stream);
-        let (at, bytes) = (self.scratch_at.get(&index), self.scratch.get(&index));
-        at.copied().unwrap_or(0) + bytes.copied().unwrap_or(0) - WORKSPACE
     }
 }
 
@@ -203,11 +172,6 @@ impl Rank {
             };
             arenas.insert(*space, at);
         }
-        let scratch = chosen.scratch(&program);
-        let mut scratch_at = BTreeMap::new();
-        for (stream, bytes) in &scratch {
-            scratch_at.insert(*stream, device.allocate(*bytes)?);
-        }
         let mut sections = Vec::new();
         for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
             let mut events = HashMap::new();
@@ -216,7 +180,7 @@ impl Rank {
             }
             let mut ready = Vec::new();
             for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
-                let layout = Layout { program: &program, arenas: &arenas, scratch: &scratch, scratch_at: &scratch_at };
+                let layout = Layout { program: &program, arenas: &arenas };
                 let text = describe(&program, &section.name, index, instruction);
                 let commands = commands(&mut device, &mut libraries, &layout, instruction, selection.as_ref())
                     .map_err(|error| format!("{text}: {error}"))?;
@@ -264,7 +228,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Bytes taken on the device: the arena, scratch memory, the library's workspace and literals.
+    /// Bytes taken on the device: its arena.
     pub fn device_bytes(&self) -> Bytes {
         Bytes(self.device.taken())
     }
@@ -394,9 +358,7 @@ impl Rank {
                 Command::Launch(launch) => self.device.launch(launch, stream)?,
                 Command::Zero { to, bytes } => self.device.zero(*to, *bytes, stream)?,
                 Command::Copy { to, from, bytes } => self.device.copy(*to, *from, *bytes, stream)?,
-                Command::Gemm { gemm, workspace } => {
-                    self.libraries.blas.launch(gemm, *workspace, self.device.stream(stream))?;
-                }
+                Command::Gemm(gemm) => self.libraries.blas.launch(gemm, self.device.stream(stream))?,
                 Command::Fused(bound) => self.libraries.cudnn.launch(bound, self.device.stream(stream))?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
                     Some(group) => group.run(*collective, parts, self.device.stream(stream))?,
@@ -445,16 +407,20 @@ fn section_index(id: SectionId) -> usize {
     id.index()
 }
 
+fn action_name(action: &Action) -> String {
+    match action {
+        Action::Compute(op) => op.name().to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
 /// What an instruction is called in an error.
 fn describe(program: &Program, section: &str, index: usize, instruction: &Instruction) -> String {
     let list = |ids: &[BufferId]| {
         let each = ids.iter().map(|id| format!("{id}: {}", program.buffers[*id].ty));
         each.collect::<Vec<_>>().join(", ")
     };
-    let name = match &instruction.action {
-        Action::Compute(op) => op.name().to_string(),
-        other => format!("{other:?}"),
-    };
+    let name = action_name(&instruction.action);
     format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
 }
 
@@ -474,8 +440,8 @@ fn commands(
     };
     match &instruction.action {
         Action::Compute(_) => {
-            let steps = &selection.ok_or("nothing chosen")?.steps;
-            selected(device, libraries, layout, instruction, steps)
+            let selection = selection.ok_or("nothing chosen")?;
+            selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace))
         }
         Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
         Action::AllGather { group } => collective(*group, Collective::AllGather),
@@ -528,7 +494,7 @@ fn selected(
     libraries: &mut Libraries,
     layout: &Layout<'_>,
     instruction: &Instruction,
-    steps: &[Step],
+    (steps, workspace): (&[Step], (u64, u64)),
 ) -> Result<Vec<Command>, Failure> {
     let resolve = |arg: Arg| layout.resolve(instruction, arg);
     let mut commands = Vec::new();
@@ -538,13 +504,13 @@ fn selected(
             Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
             Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
             Step::Upload { to, bytes } => {
-                let from = device.allocate(bytes.len() as u64)?;
-                device.write(from, bytes)?;
+                let from = device.allocate_pinned(bytes.len() as u64)?;
+                device.write_pinned(from, bytes);
                 Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
             }
             Step::Gemm(gemm) => {
-                let gemm = Box::new(libraries.blas.prepare(gemm, resolve)?);
-                Command::Gemm { gemm, workspace: layout.workspace(instruction.stream) }
+                let workspace = (resolve(Arg::Scratch(workspace.0)), workspace.1);
+                Command::Gemm(Box::new(libraries.blas.prepare(gemm, workspace, resolve)?))
             }
             Step::Fused(fused) => {
                 let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
@@ -552,7 +518,13 @@ fn selected(
                     Ok(bound) => Command::Fused(bound),
                     // The library has logged why.
                     Err(_) => {
-                        commands.extend(selected(device, libraries, layout, instruction, &fused.otherwise)?);
+                        commands.extend(selected(
+                            device,
+                            libraries,
+                            layout,
+                            instruction,
+                            (&fused.otherwise, workspace),
+                        )?);
                         continue;
                     }
                 }

@@ -13,9 +13,6 @@ use cudarc::cublaslt::{result, sys};
 use shardc_ir::DType;
 use std::ffi::c_void;
 
-/// Bytes of scratch memory that the library's algorithms may use: what Hopper's need.
-pub const WORKSPACE: u64 = 32 << 20;
-
 /// The library, for one thread and device.
 pub struct Blas {
     handle: sys::cublasLtHandle_t,
@@ -27,6 +24,8 @@ pub struct ReadyGemm {
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
     addresses: [u64; 3],
+    /// Its address and bytes.
+    workspace: (u64, u64),
     alpha: f32,
     beta: f32,
 }
@@ -67,8 +66,14 @@ impl Blas {
         Ok(Self { handle: result::create_handle().map_err(says("open"))? })
     }
 
-    /// Chooses an algorithm. `resolve` gives addresses.
-    pub fn prepare(&self, gemm: &Gemm, resolve: impl Fn(Arg) -> u64) -> Result<ReadyGemm, Failure> {
+    /// Chooses an algorithm. `resolve` gives addresses; `workspace` is an address and bytes that nothing
+    /// else uses while the product runs.
+    pub fn prepare(
+        &self,
+        gemm: &Gemm,
+        workspace: (u64, u64),
+        resolve: impl Fn(Arg) -> u64,
+    ) -> Result<ReadyGemm, Failure> {
         // The library writes column-major: the transposed product is asked for, with the operands
         // swapped. Where the result is column-major already, it is the plain one.
         let flip = |matrix: Matrix| Matrix { row: matrix.column, column: matrix.row, ..matrix };
@@ -104,10 +109,10 @@ impl Blas {
                 .map_err(says("transposition"))?;
         }
         let addresses = [resolve(first.at), resolve(second.at), resolve(target.at)];
-        let algorithm = self.choose(description, layouts, addresses).map_err(|error| {
+        let algorithm = self.choose(description, layouts, addresses, workspace.1).map_err(|error| {
             format!("{error} ({} x {} x {}, {} products of {})", gemm.m, gemm.n, gemm.k, gemm.batch, gemm.a.dtype)
         })?;
-        Ok(ReadyGemm { description, layouts, algorithm, addresses, alpha: gemm.alpha, beta: gemm.beta })
+        Ok(ReadyGemm { description, layouts, algorithm, addresses, workspace, alpha: gemm.alpha, beta: gemm.beta })
     }
 
     fn choose(
@@ -115,6 +120,7 @@ impl Blas {
         description: sys::cublasLtMatmulDesc_t,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
         addresses: [u64; 3],
+        workspace: u64,
     ) -> Result<sys::cublasLtMatmulAlgo_t, Failure> {
         use sys::cublasLtMatmulPreferenceAttributes_t as P;
         let preference = result::create_matmul_pref().map_err(says("preference"))?;
@@ -122,7 +128,7 @@ impl Blas {
             // SAFETY: the preference is valid and the attribute has this size.
             unsafe { result::set_matmul_pref_attribute(preference, attribute, bytes, size) }.map_err(says("preference"))
         };
-        let workspace = WORKSPACE as usize;
+        let workspace = workspace as usize;
         set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::ptr::from_ref(&workspace).cast(), 8)?;
         let alignments = [
             P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
@@ -143,13 +149,8 @@ impl Blas {
         }
     }
 
-    /// Enqueues a product; `workspace` has [`WORKSPACE`] bytes that no other stream uses.
-    pub fn launch(
-        &self,
-        ready: &ReadyGemm,
-        workspace: u64,
-        stream: cudarc::driver::sys::CUstream,
-    ) -> Result<(), Failure> {
+    /// Enqueues a product.
+    pub fn launch(&self, ready: &ReadyGemm, stream: cudarc::driver::sys::CUstream) -> Result<(), Failure> {
         let [a, b, c] = ready.addresses;
         let [la, lb, lc] = ready.layouts;
         // SAFETY: layouts and algorithm were made for these addresses, which live as long as the
@@ -169,8 +170,8 @@ impl Blas {
                 c as *mut c_void,
                 lc,
                 &ready.algorithm,
-                workspace as *mut c_void,
-                WORKSPACE as usize,
+                ready.workspace.0 as *mut c_void,
+                ready.workspace.1 as usize,
                 stream.cast(),
             )
         }

@@ -39,7 +39,7 @@ pub fn storage(dtype: DType) -> StorageType {
         DType::F8e5m2 => ElemType::Float(FloatKind::E5M2),
         DType::I64 => ElemType::Int(IntKind::I64),
         DType::I32 => ElemType::Int(IntKind::I32),
-        DType::Bool => ElemType::UInt(UIntKind::U8),
+        DType::Bool | DType::U8 => ElemType::UInt(UIntKind::U8),
     };
     elem.into()
 }
@@ -181,7 +181,7 @@ pub enum Arg {
     Operand(usize, u64),
     /// A result of the instruction, from this byte on.
     Result(usize, u64),
-    /// The device's scratch memory, from this byte on.
+    /// The instruction's scratch memory, from this byte on.
     Scratch(u64),
 }
 

@@ -8,8 +8,8 @@
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
 //! Invariants: a step takes no memory, compiles nothing, and waits for the device once, at its end.
-//! All memory is plain device memory of the arena, scratch memory whose size the selection knows,
-//! and the libraries' workspaces.
+//! All device memory is the program's arena: scratch memory and the libraries' workspaces are buffers
+//! of their instructions, as large as [`select`] says ([`CudaTarget`]).
 
 pub mod cudnn;
 mod device;
@@ -19,10 +19,13 @@ pub mod kernel;
 pub mod kernels;
 mod nccl;
 pub mod select;
+mod target;
 #[cfg(test)]
 mod tests;
 #[cfg(all(test, feature = "vulkan"))]
 mod vulkan_tests;
+
+pub use target::CudaTarget;
 
 use crate::{Readings, Runtime, RuntimeError, Span, TimedStep};
 use device::{Device, Failure};

@@ -70,7 +70,7 @@ fn data_type(dtype: DType) -> Result<sys::ncclDataType_t, Failure> {
         DType::F16 => Ok(T::ncclFloat16),
         DType::I64 => Ok(T::ncclInt64),
         DType::I32 => Ok(T::ncclInt32),
-        DType::Bool => Ok(T::ncclUint8),
+        DType::Bool | DType::U8 => Ok(T::ncclUint8),
         other => Err(format!("NCCL does not carry {other}")),
     }
 }

@@ -1,6 +1,7 @@
 //! Executes the programs of all ranks in one thread, over real arenas, one instruction of all ranks
 //! at a time. Streams are interleaved at random within what their order and `after` allow, so a wait
-//! that is missing shows as a wrong result.
+//! that is missing shows as a wrong result; and so does scratch memory that is not an instruction's own,
+//! since every instruction spoils its own.
 
 use shardc_ir::program::{Action, Section, Stream};
 use shardc_ir::{BufferId, DType, HostTensor, Program, ReduceKind};
@@ -151,6 +152,10 @@ impl<'a> Lockstep<'a> {
                     })
                     .collect(),
             };
+            if let Some(scratch) = instruction.scratch {
+                let bytes = program.buffers[scratch].ty.bytes().0 as usize;
+                self.write(rank, scratch, &vec![0xc3; bytes]);
+            }
             for (id, bytes) in instruction.results.iter().zip(results) {
                 self.write(rank, *id, &bytes);
             }

@@ -70,7 +70,7 @@ impl<'a> View<'a> {
             DType::Bf16 => Cow::Owned(bytemuck::cast_slice::<_, bf16>(self.bytes).iter().map(|x| x.to_f32()).collect()),
             DType::F16 => Cow::Owned(bytemuck::cast_slice::<_, f16>(self.bytes).iter().map(|x| x.to_f32()).collect()),
             DType::I64 | DType::I32 | DType::Bool => Cow::Owned(self.i64s()?.iter().map(|x| *x as f32).collect()),
-            DType::F8e4m3 | DType::F8e5m2 => return Err(unsupported(self.ty)),
+            DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(unsupported(self.ty)),
         })
     }
 
@@ -114,7 +114,7 @@ impl ViewMut<'_> {
             DType::I64 => fill(self.bytes, values, |x| x as i64),
             DType::I32 => fill(self.bytes, values, |x| x as i32),
             DType::Bool => fill(self.bytes, values, |x| u8::from(x != 0.0)),
-            DType::F8e4m3 | DType::F8e5m2 => return Err(unsupported(self.ty)),
+            DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(unsupported(self.ty)),
         }
         Ok(())
     }
@@ -129,7 +129,7 @@ impl ViewMut<'_> {
             // Rounded once: by way of f32 a large integer would be rounded twice.
             DType::Bf16 => fill(self.bytes, values, |x| bf16::from_f64(x as f64)),
             DType::F16 => fill(self.bytes, values, |x| f16::from_f64(x as f64)),
-            DType::F8e4m3 | DType::F8e5m2 => return Err(unsupported(self.ty)),
+            DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(unsupported(self.ty)),
         }
         Ok(())
     }

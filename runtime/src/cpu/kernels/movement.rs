@@ -113,7 +113,7 @@ pub(super) fn pad(op: &Pad, x: View<'_>, result: &mut ViewMut<'_>) -> Result<(),
         DType::I64 => bytemuck::cast_slice_mut(result.bytes).fill(value as i64),
         DType::I32 => bytemuck::cast_slice_mut(result.bytes).fill(value as i32),
         DType::Bool => result.bytes.fill(u8::from(value != 0.0)),
-        DType::F8e4m3 | DType::F8e5m2 => return Err(super::unsupported(result.ty)),
+        DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(super::unsupported(result.ty)),
     }
     place(x, &op.low, result);
     Ok(())

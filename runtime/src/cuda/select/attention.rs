@@ -1,9 +1,9 @@
 //! Attention: a fused kernel where the types allow it, and plain matrix products.
 //!
-//! The fused kernel is cuDNN's; the products serve f32, and where the library is missing. Their scores exist for a few heads of one batch element and [`ROWS`]
-//! queries at a time, within [`BUDGET`] bytes of scratch memory. The products run over the key/value heads as a batch, once per
-//! query head of a group. Under causality a range of queries is multiplied only with the keys that
-//! its last query sees.
+//! The fused kernel is cuDNN's; the products serve f32, and where the library is missing. Their scores
+//! exist for a few heads of one batch element and [`ROWS`] queries at a time, within [`BUDGET`] bytes of
+//! scratch memory. The products run over the key/value heads as a batch, once per query head of a group.
+//! Under causality a range of queries is multiplied only with the keys that its last query sees.
 
 use super::{Arg, Fused, Gemm, Matrix, OP, RES, Select, Step, lanes, row_threads};
 use crate::cuda::cudnn::attention::Attention;
@@ -12,7 +12,7 @@ use crate::cuda::kernels::attention as kernels;
 use shardc_ir::{DType, TensorType};
 
 /// Bytes of scratch memory for scores, unless one head needs more.
-const BUDGET: u64 = 1 << 29;
+const BUDGET: u64 = 1 << 27;
 
 /// Queries whose scores exist at once.
 const ROWS: u64 = 1024;
@@ -131,8 +131,7 @@ fn chunks(sizes: &Sizes, chunk: u64) -> Vec<(u64, u64, u64)> {
 
 impl Select<'_> {
     fn product(&mut self, [a, b, c]: [Matrix; 3], [m, n, k]: [u64; 3], batch: u64, beta: f32) {
-        let gemm = Gemm { a, b, c, m, n, k, batch, alpha: 1.0, beta };
-        self.out.steps.push(Step::Gemm(Box::new(gemm)));
+        self.gemm(Gemm { a, b, c, m, n, k, batch, alpha: 1.0, beta });
     }
 
     pub(super) fn attention(&mut self, causal: bool, scale: f64) -> Result<(), String> {
@@ -166,6 +165,7 @@ impl Select<'_> {
         self.out.steps.push(Step::Fused(Box::new(fused)));
         // One or the other uses it.
         self.out.scratch = self.out.scratch.max(otherwise.scratch);
+        self.out.workspace = otherwise.workspace;
     }
 
     fn attention_by_products(&mut self, causal: bool, scale: f64) -> Result<(), String> {

@@ -6,7 +6,7 @@
 //! tensor without a unit stride) is copied into an order that fits.
 
 use super::movement::Move;
-use super::{Arg, OP, RES, Select, Step, dense};
+use super::{Arg, OP, RES, Select, dense};
 use shardc_ir::DType;
 use shardc_ir::ops::Matmul;
 
@@ -48,7 +48,17 @@ pub struct Gemm {
     pub beta: f32,
 }
 
+/// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
+/// recommended sizes of the workspace).
+const WORKSPACE: u64 = 32 << 20;
+
 impl Gemm {
+    /// Bytes of scratch memory that the library may use: where it divides `k`, sixteen partial results
+    /// in f32 fit.
+    pub fn workspace(&self) -> u64 {
+        (16 * 4 * self.batch * self.m * self.n).next_multiple_of(256).min(WORKSPACE)
+    }
+
     /// Arithmetic operations.
     pub fn flops(&self) -> f64 {
         2.0 * (self.batch * self.m * self.n) as f64 * self.k as f64
@@ -114,7 +124,7 @@ impl Select<'_> {
         }
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
         if let Some(products) = products(&tensors, &size) {
-            self.out.steps.extend(products.into_iter().map(|gemm| Step::Gemm(Box::new(gemm))));
+            products.into_iter().for_each(|gemm| self.gemm(gemm));
             return Ok(());
         }
         let [batch, m, n, k] = groups(&tensors);
@@ -140,7 +150,7 @@ impl Select<'_> {
             }
         }
         let products = products(&tensors, &size).ok_or("a contraction that is no matrix product")?;
-        self.out.steps.extend(products.into_iter().map(|gemm| Step::Gemm(Box::new(gemm))));
+        products.into_iter().for_each(|gemm| self.gemm(gemm));
         if let Some((dtype, whole)) = result {
             self.strided(dtype, tensors[2].at, RES(0), &whole);
         }

@@ -16,6 +16,7 @@ pub use matmul::{Gemm, Matrix};
 use super::cudnn::attention::Attention;
 use super::kernel::{Arg, Kernel, Launch};
 use shardc_ir::ops::Op;
+use shardc_ir::program::Action;
 use shardc_ir::{DType, TensorType};
 
 /// One thing the device does.
@@ -82,8 +83,23 @@ pub struct Unsupported {
 pub struct Selection {
     /// The steps, in order.
     pub steps: Vec<Step>,
-    /// Bytes of scratch memory.
+    /// Bytes of scratch memory, workspaces included.
     pub scratch: u64,
+    /// Where in the scratch memory matrix products have their workspace, and its bytes.
+    pub workspace: (u64, u64),
+}
+
+/// Chooses the steps of an action on local types; `None` for those that need no kernel.
+pub fn select_action(
+    action: &Action,
+    operands: &[TensorType],
+    results: &[TensorType],
+) -> Result<Option<Selection>, Unsupported> {
+    match action {
+        Action::Compute(op) => select(op, operands, results).map(Some),
+        Action::Accumulate => Ok(Some(select_accumulate(&operands[0], &results[0]))),
+        _ => Ok(None),
+    }
 }
 
 impl Selection {
@@ -109,6 +125,10 @@ pub fn select(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Resul
         operands: operands.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
         reason,
     })?;
+    let (_, bytes) = select.out.workspace;
+    if let Arg::Scratch(at) = select.scratch(bytes) {
+        select.out.workspace.0 = at;
+    }
     Ok(select.out)
 }
 
@@ -186,6 +206,12 @@ impl Select<'_> {
         let at = self.out.scratch;
         self.out.scratch += bytes.next_multiple_of(256);
         Arg::Scratch(at)
+    }
+
+    fn gemm(&mut self, gemm: Gemm) {
+        let (_, bytes) = &mut self.out.workspace;
+        *bytes = gemm.workspace().max(*bytes);
+        self.out.steps.push(Step::Gemm(Box::new(gemm)));
     }
 
     fn launch(&mut self, kernel: Kernel, buffers: Vec<Arg>, numbers: Vec<u32>, reals: Vec<f32>, grid: [u32; 3]) {

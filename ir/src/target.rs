@@ -1,0 +1,26 @@
+//! What lowering and the search ask of the machine that will run a program.
+//!
+//! A runtime answers for its own kernels, without a device: so a plan for a cluster that is not here
+//! counts the same bytes as one that is about to run.
+
+use crate::program::Action;
+use crate::types::TensorType;
+use crate::units::Bytes;
+use std::fmt::Debug;
+
+/// The machine's side of a program.
+pub trait Target: Debug {
+    /// The scratch memory of an instruction with these local types, in the space of its results. An
+    /// action that the target cannot run needs none; loading the program tells.
+    fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes;
+}
+
+/// A target whose kernels need no scratch memory of the arena.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoScratch;
+
+impl Target for NoScratch {
+    fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
+        Bytes(0)
+    }
+}

@@ -1,0 +1,16 @@
+//! CUDA as the target of a program, with no device present.
+
+use super::select::select_action;
+use shardc_ir::program::Action;
+use shardc_ir::{Bytes, Target, TensorType};
+
+/// What a program reserves for its instructions is what the kernels chosen for them use.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CudaTarget;
+
+impl Target for CudaTarget {
+    fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        let selection = select_action(action, operands, results).ok().flatten();
+        Bytes(selection.map_or(0, |selection| selection.scratch))
+    }
+}
