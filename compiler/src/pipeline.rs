@@ -10,6 +10,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{Diagnostics, Graph, NoScratch, Plan, Target};
 use shardc_models::Model;
+use shardc_passes::align::align_head;
 use shardc_passes::allocate::memory;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate;
@@ -34,12 +35,16 @@ enum Pass {
     /// Before differentiation, so that gradients pass back through the casts and those of
     /// parameters arrive in f32; after raising, because patterns are written without casts.
     LowerPrecision,
+    /// Where the element type of the logits is known; before differentiation, so that the derivative
+    /// of the padding is that of any operation.
+    AlignHead,
     /// After everything that changes what is computed.
     Differentiate,
     /// Part of the graph, because how it is spread (ZeRO) is part of the plan.
     AddOptimizer,
     /// Recomputation is a choice of the search: it rewrites the graph for each candidate, since what
-    /// a layout costs decides what is worth recomputing.
+    /// a layout costs decides what is worth recomputing. So is the cutting of the head into chunks,
+    /// of which the tokens of a microbatch on one rank decide the number.
     Search,
     /// Scheduling and allocation are part of lowering a rank: offsets exist only once the order of
     /// instructions is fixed.
@@ -52,6 +57,7 @@ impl Pass {
             Self::Trace => "trace",
             Self::Raise => "raise",
             Self::LowerPrecision => "lower_precision",
+            Self::AlignHead => "align_head",
             Self::Differentiate => "differentiate",
             Self::AddOptimizer => "add_optimizer",
             Self::Search => "search",
@@ -71,6 +77,7 @@ pub fn plan(
     let graph = stage.graph(Pass::Trace, || Ok(model.graph.clone()))?;
     let graph = stage.graph(Pass::Raise, || Ok(raise(&graph)?.0))?;
     let graph = stage.graph(Pass::LowerPrecision, || Ok(lower_precision(&graph, options.precision)?))?;
+    let graph = stage.graph(Pass::AlignHead, || Ok(align_head(&graph)?))?;
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;

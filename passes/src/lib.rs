@@ -3,7 +3,9 @@
 //! Each pass is a pure function in a file of its own, named by a verb phrase. The driver holds the
 //! one list of them and the reasons for their order.
 
+pub mod align;
 pub mod allocate;
+pub mod chunk;
 pub mod cluster;
 pub mod cost;
 pub mod differentiate;

@@ -35,6 +35,54 @@ fn plan(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) 
     search(&graph, &cluster, &request, &pins, &Wants).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// The instructions of an action, by the number of their operands.
+fn products(program: &Program, operands: usize) -> usize {
+    let fits = |action: &Action| matches!(action, Action::Compute(Op::Matmul(_)));
+    program.instructions().filter(|i| fits(&i.action) && i.operands.len() == operands).count()
+}
+
+#[test]
+fn a_head_in_chunks_holds_one_chunk_of_logits() {
+    let sizes = Sizes { vocab: 4096, ..TINY };
+    for (cluster, pins) in [
+        ("cpu:1", "recompute=none"),
+        ("cpu:1", "recompute=none,microbatch=3"),
+        ("cpu:4", "dp=4,zero=3"),
+        ("cpu:4", "tp=4,dp=1"),
+        ("cpu:4", "tp=2,dp=2,zero=1"),
+        ("cpu:4", "dp=4,zero=2,microbatch=1"),
+    ] {
+        for dtype in [DType::F32, DType::Bf16] {
+            let whole = check(sizes, dtype, cluster, &format!("{pins},loss_chunks=1"), false);
+            let cut = check(sizes, dtype, cluster, &format!("{pins},loss_chunks=4"), false);
+            let (whole, cut) = (largest_logits(&whole), largest_logits(&cut));
+            assert_eq!(whole, 4 * cut, "{pins}");
+        }
+    }
+}
+
+/// The elements of the largest logits.
+fn largest_logits(program: &Program) -> u64 {
+    let reads = program.instructions().filter(|i| matches!(i.action, Action::Compute(Op::CrossEntropy(_))));
+    reads.map(|i| program.buffers[i.operands[0]].ty.elements()).max().unwrap_or(0)
+}
+
+#[test]
+fn sums_of_products_are_made_by_the_products() {
+    // The gradients of the weight of the head, chunk by chunk.
+    let whole = check(TINY, DType::F32, "cpu:1", "microbatch=12,loss_chunks=1", false);
+    let cut = check(TINY, DType::F32, "cpu:1", "microbatch=12,loss_chunks=4", false);
+    assert_eq!(products(&cut, 3), products(&whole, 3) + 3);
+    // Over microbatches, every gradient that a product makes is accumulated by it.
+    let accumulated = check(TINY, DType::F32, "cpu:1", "microbatch=3,loss_chunks=4", false);
+    assert!(products(&accumulated, 3) > products(&cut, 3));
+    let rest = accumulated.instructions().filter(|i| i.action == Action::Accumulate);
+    for instruction in rest {
+        let maker = accumulated.instructions().find(|i| i.results.contains(&instruction.operands[0]));
+        assert!(!matches!(maker.map(|i| &i.action), Some(Action::Compute(Op::Matmul(_)))));
+    }
+}
+
 /// Lowers for all ranks and verifies; gives the program of rank 0.
 #[track_caller]
 fn check(sizes: Sizes, dtype: DType, cluster: &str, pins: &str, recompute: bool) -> Program {

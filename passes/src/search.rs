@@ -80,6 +80,8 @@ pub struct Candidate {
     pub zero: u64,
     /// Recomputation.
     pub recompute: Recompute,
+    /// Into how many chunks the head and its loss are cut.
+    pub loss_chunks: u64,
     /// What it is predicted to need.
     pub prediction: Prediction,
 }
@@ -88,7 +90,11 @@ impl Candidate {
     /// The choices, as pins would say them.
     pub fn choice(&self) -> String {
         let (tp, recompute) = (self.tp.iter().product::<u64>(), self.recompute);
-        format!("dp={},tp={tp},zero={},microbatch={},recompute={recompute}", self.dp, self.zero, self.microbatch)
+        let chunks = if self.loss_chunks > 1 { format!(",loss_chunks={}", self.loss_chunks) } else { String::new() };
+        format!(
+            "dp={},tp={tp},zero={},microbatch={},recompute={recompute}{chunks}",
+            self.dp, self.zero, self.microbatch
+        )
     }
 
     /// The mesh, without axes of one coordinate.
@@ -140,6 +146,7 @@ pub fn search_confirmed(
         let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
+    check_chunks(&prepared, pins)?;
     let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
     sort(&mut candidates);
     let bound = request.device_memory;
@@ -212,7 +219,7 @@ fn enumerate(
             let mut solved = Vec::new();
             for pieces in splits(prepared, tp) {
                 let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
-                let Some((placed, shape)) = solve(prepared, &mesh, cluster)? else { continue };
+                let Some((placed, shape)) = solve(prepared, &mesh, cluster, pins)? else { continue };
                 let point = Point { dp, tp: &pieces, microbatch, work, bound: request.device_memory };
                 extend(&mut solved, &placed, &shape, pins, &point);
             }
@@ -262,7 +269,8 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, p
         }
         for recompute in choices {
             let prediction = shape.predict(placed, zero, recompute, work);
-            candidates.push(Candidate { dp, tp: point.tp.to_vec(), microbatch, zero, recompute, prediction });
+            let (tp, loss_chunks) = (point.tp.to_vec(), shape.loss_chunks);
+            candidates.push(Candidate { dp, tp, microbatch, zero, recompute, loss_chunks, prediction });
         }
     }
 }
@@ -285,14 +293,40 @@ fn solve<'a>(
     prepared: &Prepared<'_>,
     mesh: &'a Mesh,
     cluster: &'a Cluster,
+    pins: &Pins,
 ) -> Result<Option<(Placed<'a>, Shape)>, PlanError> {
     let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
     let mut conversions = Vec::new();
     for axis in mesh.family("tp") {
         conversions.extend(place_axis(prepared, &mut placed, axis).1);
     }
-    let shape = Shape::new(prepared, &placed, &conversions);
+    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins));
     Ok(Some((placed, shape)))
+}
+
+/// Whether the head can be cut as it is pinned.
+fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
+    let Some(chunks) = pins.loss_chunks.filter(|chunks| *chunks > 1) else { return Ok(()) };
+    let message = match &prepared.head {
+        None => "the loss is no cross-entropy of a product over a sequence; leave it out".to_string(),
+        Some(head) => match head.sequence(prepared.graph) {
+            sequence if sequence.is_multiple_of(chunks) => return Ok(()),
+            sequence => format!("{chunks} does not divide the sequence of {sequence}"),
+        },
+    };
+    Err(PlanError::Pin { pin: format!("loss_chunks={chunks}"), message })
+}
+
+/// Into how many chunks the head is cut: as pinned, or by the tokens of a microbatch on one rank.
+fn loss_chunks(prepared: &Prepared<'_>, placed: &Placed<'_>, pins: &Pins) -> u64 {
+    let strategy = |id| &placed.strategies[prepared.folded.class[id]];
+    let Some(head) = &prepared.head else { return 1 };
+    if !head.is_cut_whole(prepared.graph, placed.mesh, strategy) {
+        return 1;
+    }
+    let class = prepared.folded.class[head.entropy];
+    let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+    pins.loss_chunks.unwrap_or_else(|| head.chunks(prepared.graph, results[0].elements()))
 }
 
 /// The strategies with the batch divided over dp and mb; `None` where some node's batch does not divide.

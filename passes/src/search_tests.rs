@@ -98,7 +98,7 @@ pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
     }
     let x = b.norm(x, "norm");
     let logits = b.linear(x, "head", sizes.vocab);
-    let entropy = b.graph.add(CrossEntropy { start: 0 }, &[logits, labels], &[]).unwrap();
+    let entropy = b.graph.add(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[]).unwrap();
     let [lse, picked] = b.graph.node(entropy).results[..] else { unreachable!() };
     let rows = b.add(Binary { kind: BinaryKind::Sub }, &[lse, picked], &[], "");
     let sum = b.add(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[rows], &[], "");

@@ -5,6 +5,8 @@
 
 use shardc_ir::{Diagnostics, Graph, OpDef, Plan, Program, verify};
 use shardc_passes::PassError;
+use shardc_passes::align::align_head;
+use shardc_passes::chunk::chunk as chunked;
 use shardc_passes::differentiate::differentiate as differentiated;
 use shardc_passes::optimizer::{OptimizerConfig, add_optimizer as optimized};
 use shardc_passes::precision::{Precision, lower_precision as lowered};
@@ -28,6 +30,8 @@ pub const VERBS: &[(&str, Verb)] = &[
     ("add-optimizer", |text, _| {
         pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
     }),
+    ("align-head", |text, _| pass(text, align_head)),
+    ("chunk", chunk),
 ];
 
 /// A finding about the case as a whole.
@@ -44,6 +48,16 @@ fn pass(text: &str, run: impl Fn(&Graph) -> Result<Graph, PassError>) -> Result<
     let result = run(&graph).map_err(|error| complain(error.to_string()))?;
     verify::graph(&result)?;
     Ok(result.to_string())
+}
+
+/// `chunk N`: the training step of a loss, with its head in `N` chunks.
+fn chunk(text: &str, arguments: &[&str]) -> Result<String, Diagnostics> {
+    let chunks = match arguments {
+        [count] => count.parse().map_err(|_| complain(format!("`{count}` is not a number of chunks")))?,
+        _ => return Err(complain("takes the number of chunks")),
+    };
+    let step = |graph: &Graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default());
+    pass(text, |graph| Ok(chunked(&step(graph)?, chunks)?.0))
 }
 
 fn no_arguments(arguments: &[&str]) -> Result<(), Diagnostics> {

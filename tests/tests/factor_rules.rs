@@ -405,6 +405,8 @@ fn contractions() -> Vec<Case> {
         cases.push(case(Matmul::new(spec), &[(f32s(lhs), Signed), (f32s(rhs), Signed)], &[]));
     }
     let (lhs, rhs) = (of(DType::Bf16, &[4, 6]), of(DType::Bf16, &[6, 8]));
+    let addend = (f32s(&[4, 8]), Signed);
+    cases.push(case(Matmul::plain(), &[(lhs.clone(), Signed), (rhs.clone(), Signed), addend], &[f32s(&[4, 8])]));
     cases.push(case(Matmul::plain(), &[(lhs, Signed), (rhs, Signed)], &[f32s(&[4, 8])]));
     cases
 }
@@ -462,10 +464,14 @@ fn cross_entropy() -> Vec<Case> {
     let mut cases = Vec::new();
     for leading in [&[4][..], &[2, 6]] {
         let logits = || (f32s(&[leading, &[12]].concat()), Signed);
-        let labels = || (of(DType::I64, leading), Integer(-1, 12));
+        let labels = || (of(DType::I64, leading), Integer(-1, 11));
         let row = || (f32s(leading), Positive);
-        cases.push(case(CrossEntropy { start: 0 }, &[logits(), labels()], &[]));
-        cases.push(case(CrossEntropyGrad { start: 0 }, &[logits(), labels(), row(), row(), row()], &[]));
+        // Of twelve logits all count, or the last of the last shards do not.
+        for classes in [None, Some(11)] {
+            cases.push(case(CrossEntropy { start: 0, classes }, &[logits(), labels()], &[]));
+            let operands = [logits(), labels(), row(), row(), row()];
+            cases.push(case(CrossEntropyGrad { start: 0, classes }, &operands, &[]));
+        }
     }
     cases
 }

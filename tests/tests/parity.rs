@@ -100,6 +100,15 @@ fn recomputation() {
 }
 
 #[test]
+fn head_in_chunks() {
+    check_both("cpu:1", "loss_chunks=2");
+    check_both("cpu:4", "tp=2,dp=2,loss_chunks=4");
+    check_both("cpu:4", "tp=4,loss_chunks=2");
+    check_both("cpu:4", "dp=4,zero=3,loss_chunks=2,recompute=full");
+    check_both("cpu:2", "dp=2,zero=2,microbatch=1,loss_chunks=2");
+}
+
+#[test]
 fn free_choice() {
     check_both("cpu:4", "");
 }

@@ -65,7 +65,7 @@ pub struct RequestArgs {
     /// Bound on the memory of each host, which CPU ranks share: `128GiB`.
     #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<String>,
-    /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=full`.
+    /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=full,loss_chunks=4`.
     #[arg(long, value_name = "CHOICES")]
     pub pin: Option<String>,
     /// Write the graph after every pass as DIR/NN.name.ir.

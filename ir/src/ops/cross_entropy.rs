@@ -21,6 +21,10 @@ pub struct CrossEntropy {
     /// The first vocabulary entry held here.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub start: u64,
+    /// The size of the vocabulary, if the logits are padded: entries from here on count for nothing,
+    /// and their derivative is 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<u64>,
 }
 
 /// From operands `logits`, `labels`, `lse`, and the cotangents of `lse` and `picked`:
@@ -30,6 +34,15 @@ pub struct CrossEntropyGrad {
     /// The first vocabulary entry held here.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub start: u64,
+    /// The size of the vocabulary, if the logits are padded: entries from here on count for nothing,
+    /// and their derivative is 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<u64>,
+}
+
+/// How many of `columns` logits from entry `start` on are not padding.
+pub fn live_columns(columns: u64, start: u64, classes: Option<u64>) -> u64 {
+    classes.map_or(columns, |classes| classes.saturating_sub(start).min(columns))
 }
 
 fn check(logits: &TensorType, labels: &TensorType) -> Result<TensorType, String> {
@@ -63,13 +76,14 @@ impl OpDef for CrossEntropy {
         Flops(4.0 * operands[0].elements() as f64)
     }
     fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
-        Some(CrossEntropy { start: self.start + operands[0].slice.last()?.0 }.into())
+        Some(CrossEntropy { start: self.start + operands[0].slice.last()?.0, ..self.clone() }.into())
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
         let (logits, labels, lse) = (gradient.operands[0], gradient.operands[1], gradient.results[0]);
         let (dlse, dpicked) = (gradient.cotangent(0)?, gradient.cotangent(1)?);
         let read = [logits, labels, lse, dlse, dpicked];
-        let dlogits = gradient.add(CrossEntropyGrad { start: self.start }, &read, &[])?;
+        let derivative = CrossEntropyGrad { start: self.start, classes: self.classes };
+        let dlogits = gradient.add(derivative, &read, &[])?;
         gradient.set(0, dlogits);
         Ok(())
     }
@@ -104,6 +118,6 @@ impl OpDef for CrossEntropyGrad {
         Flops(4.0 * operands[0].elements() as f64)
     }
     fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
-        Some(CrossEntropyGrad { start: self.start + operands[0].slice.last()?.0 }.into())
+        Some(CrossEntropyGrad { start: self.start + operands[0].slice.last()?.0, ..self.clone() }.into())
     }
 }

@@ -216,7 +216,7 @@ fn is_weight(graph: &Graph, value: ValueId) -> bool {
     let node = graph.def(value);
     match &node.op {
         Op::Parameter(_) => true,
-        Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Concat(_) => {
+        Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Pad(_) | Op::Concat(_) => {
             node.operands.iter().all(|operand| is_weight(graph, *operand))
         }
         _ => false,

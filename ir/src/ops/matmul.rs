@@ -4,7 +4,7 @@
 //! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
 //! tensors, once in each; its factor rule is the notation itself.
 
-use super::{Gradient, GradientError, OpDef, arity, expect_float};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_type};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -12,7 +12,8 @@ use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
 /// A contraction. The result may be declared with a wider element type than the operands', in
-/// which the products are then summed.
+/// which the products are then summed. A third operand, of the result's type, is added to it: lowering
+/// makes these of sums, so that a gradient is accumulated where it lies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Matmul {
     /// The notation: one letter per index. The plain matrix product if it is not given.
@@ -119,27 +120,38 @@ fn size_of(sizes: &[(char, u64)], letter: char) -> u64 {
 
 impl OpDef for Matmul {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
-        arity(operands, 2)?;
+        arity(&operands[..operands.len().min(2)], 2)?;
         expect_float(&operands[0])?;
         expect_float(&operands[1])?;
         let sizes = self.sizes(operands)?;
         let shape: Vec<u64> = self.letters()?[2].iter().map(|letter| size_of(&sizes, *letter)).collect();
-        Ok(vec![TensorType::new(super::float_or(declared, 0, operands[0].dtype), shape)])
+        let result = TensorType::new(super::float_or(declared, 0, operands[0].dtype), shape);
+        match &operands[2..] {
+            [] => {}
+            [addend] => expect_type("the summand", addend, &result)?,
+            more => return Err(format!("takes 2 or 3 operands, not {}", 2 + more.len())),
+        }
+        Ok(vec![result])
     }
 
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
-        let mut rule = FactorRule { linear: vec![vec![0], vec![1]], ..FactorRule::default() };
+        let adds = operands.len() == 3;
+        // With a summand, terms of the product need terms of the summand beside them.
+        let linear = if adds { vec![vec![0, 2], vec![1, 2]] } else { vec![vec![0], vec![1]] };
+        let mut rule = FactorRule { linear, ..FactorRule::default() };
         let (Ok(letters), Ok(sizes)) = (self.letters(), self.sizes(operands)) else { return rule };
         for (letter, size) in &sizes {
             if letters[2].contains(letter) {
                 rule.parallel(letter.to_string(), *size);
+            } else if adds {
+                rule.whole(letter.to_string(), *size);
             } else {
                 rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
             }
         }
         let index = |letter: &char| sizes.iter().position(|(known, _)| known == letter).unwrap_or(0);
         let dims = |letters: &[char]| letters.iter().map(|letter| vec![index(letter)]).collect::<Dims>();
-        rule.operands = vec![dims(&letters[0]), dims(&letters[1])];
+        rule.operands = letters[..operands.len()].iter().map(|letters| dims(letters)).collect();
         rule.results = vec![dims(&letters[2])];
         rule
     }
@@ -153,6 +165,9 @@ impl OpDef for Matmul {
         let (a, b) = (gradient.operands[0], gradient.operands[1]);
         let Some((operands, result)) = self.spec.split_once("->") else { return Ok(()) };
         let Some((lhs, rhs)) = operands.split_once(',') else { return Ok(()) };
+        if gradient.needed.get(2) == Some(&true) {
+            gradient.set(2, dy);
+        }
         let swapped = [([dy, b], format!("{result},{rhs}->{lhs}")), ([a, dy], format!("{lhs},{result}->{rhs}"))];
         for (index, (pair, spec)) in swapped.into_iter().enumerate() {
             if gradient.needed[index] {

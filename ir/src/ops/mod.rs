@@ -42,7 +42,7 @@ pub use broadcast::Broadcast;
 pub use cast::Cast;
 pub use concat::Concat;
 pub use constant::{Constant, Iota, Literal};
-pub use cross_entropy::{CrossEntropy, CrossEntropyGrad};
+pub use cross_entropy::{CrossEntropy, CrossEntropyGrad, live_columns};
 pub use embedding::{Embedding, EmbeddingGrad};
 pub use gather::{Gather, ScatterAdd};
 pub use gradient::{Gradient, GradientError};
@@ -256,6 +256,26 @@ ops! {
 }
 
 impl Op {
+    /// Whether a result of the same shape and size may be written over this operand: no element of
+    /// the operand is read after the result's element in its place is written.
+    pub fn may_overwrite(&self, operand: usize) -> bool {
+        match self {
+            Op::Matmul(_) => operand == 2,
+            Op::Unary(_)
+            | Op::UnaryGrad(_)
+            | Op::Affine(_)
+            | Op::Binary(_)
+            | Op::Compare(_)
+            | Op::Select(_)
+            | Op::Cast(_)
+            | Op::Swiglu(_)
+            | Op::SwigluGrad(_)
+            | Op::CrossEntropyGrad(_)
+            | Op::Adamw(_) => true,
+            _ => false,
+        }
+    }
+
     /// The name in the text form: the variant's, or the function's for elementwise families
     /// (`exp`, `add`, `lt`, `gelu_grad`).
     pub fn name(&self) -> &'static str {

@@ -280,7 +280,7 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
         }
         for (position, operand) in instruction.operands.iter().enumerate() {
             let from = &program.buffers[*operand];
-            if overlaps(from, to) && !in_place(program, &instruction.action, from, to, position == index) {
+            if overlaps(from, to) && !in_place(program, &instruction.action, [from, to], [position, index]) {
                 return Some(format!("writes {result} over {operand}, which it still reads"));
             }
         }
@@ -288,31 +288,16 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
     None
 }
 
-fn in_place(program: &Program, action: &Action, from: &Buffer, to: &Buffer, own: bool) -> bool {
+/// Whether an action may write its result `index` over its operand `position`.
+fn in_place(program: &Program, action: &Action, [from, to]: [&Buffer; 2], [position, index]: [usize; 2]) -> bool {
+    let own = position == index;
     let equal = from.offset == to.offset && from.ty.bytes() == to.ty.bytes();
-    let position =
-        |group: usize| program.groups[group].iter().position(|rank| *rank == program.rank).unwrap_or(0) as u64;
+    let place = |group: usize| program.groups[group].iter().position(|rank| *rank == program.rank).unwrap_or(0) as u64;
     match action {
-        Action::Compute(op) => {
-            let elementwise = matches!(
-                op,
-                Op::Unary(_)
-                    | Op::UnaryGrad(_)
-                    | Op::Affine(_)
-                    | Op::Binary(_)
-                    | Op::Compare(_)
-                    | Op::Select(_)
-                    | Op::Cast(_)
-                    | Op::Swiglu(_)
-                    | Op::SwigluGrad(_)
-                    | Op::CrossEntropyGrad(_)
-                    | Op::Adamw(_)
-            );
-            equal && elementwise && from.ty.shape == to.ty.shape
-        }
+        Action::Compute(op) => equal && op.may_overwrite(position) && from.ty.shape == to.ty.shape,
         Action::AllReduce { .. } => equal && own,
-        Action::AllGather { group } => own && from.offset == to.offset + position(*group) * from.ty.bytes().0,
-        Action::ReduceScatter { group, .. } => own && to.offset == from.offset + position(*group) * to.ty.bytes().0,
+        Action::AllGather { group } => own && from.offset == to.offset + place(*group) * from.ty.bytes().0,
+        Action::ReduceScatter { group, .. } => own && to.offset == from.offset + place(*group) * to.ty.bytes().0,
         _ => false,
     }
 }

@@ -153,7 +153,7 @@ impl Converter<'_> {
         let logits = self.log_softmax.get(&x).copied();
         if let Some(logits) = logits.filter(|_| op.dim + 1 == shape.len() && shape.last() == Some(&1)) {
             let labels = self.b.reshape(index, &shape[..op.dim])?;
-            let halves = self.b.emit_all(CrossEntropy { start: 0 }, &[logits, labels], &[])?;
+            let halves = self.b.emit_all(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[])?;
             let loss = self.b.binary(BinaryKind::Sub, halves[1], halves[0])?;
             return self.b.reshape(loss, &shape);
         }

@@ -17,14 +17,6 @@ enum Phase {
     Optimizer,
 }
 
-fn phase_of(role: Role) -> Phase {
-    match role {
-        Role::Forward => Phase::Forward,
-        Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
-        Role::Optimizer => Phase::Optimizer,
-    }
-}
-
 /// One layout in which a value is at hand.
 #[derive(Clone, Debug)]
 struct Copy {
@@ -141,8 +133,15 @@ impl Lowering<'_> {
         !(varies && at == Place::Epilogue)
     }
 
+    /// In which pass a node runs. What computes a gradient while the forward pass still goes on, as
+    /// the head does chunk by chunk, runs in that pass.
     fn phase(&self, node: NodeId) -> Phase {
-        phase_of(self.plan.graph.node(node).role)
+        match self.plan.graph.node(node).role {
+            Role::Forward => Phase::Forward,
+            Role::Backward(_) | Role::Recompute(_) if node < self.last_forward => Phase::Forward,
+            Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
+            Role::Optimizer => Phase::Optimizer,
+        }
     }
 
     /// Whether recomputation starts from this value of the forward pass.
@@ -153,9 +152,9 @@ impl Lowering<'_> {
     }
 
     fn block(&mut self, reader: Option<NodeId>) -> u32 {
-        let (path, phase) = match reader.map(|node| self.plan.graph.node(node)) {
+        let (path, phase) = match reader {
             None => ("", Phase::Optimizer),
-            Some(node) => (block_of(&node.path), phase_of(node.role)),
+            Some(node) => (block_of(&self.plan.graph.node(node).path), self.phase(node)),
         };
         let next = self.copies.blocks.len() as u32;
         *self.copies.blocks.entry((path.to_string(), phase)).or_insert(next)

@@ -3,11 +3,13 @@
 //! * An update whose value is copied into its slot at the end of the step is made in the slot itself,
 //!   if nothing touches the slot in between (so `adamw` works in place, and a parameter is gathered
 //!   straight into its slot);
-//! * an all-reduce works in place if nothing reads its operand afterwards.
+//! * an all-reduce works in place if nothing reads its operand afterwards;
+//! * so do operations that read each element before they write it: elementwise ones, and products that
+//!   add to a summand.
 
 use super::{Draft, StorageId};
 use shardc_ir::ops::Op;
-use shardc_ir::program::{Action, Instruction};
+use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::BTreeSet;
 
@@ -44,6 +46,7 @@ pub(crate) fn share_storages(draft: &mut Draft) {
     kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
     update_in_place(draft, &kept);
     reduce_in_place(draft, &kept);
+    compute_in_place(draft, &kept);
 }
 
 fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
@@ -123,6 +126,11 @@ fn reduce_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
             }
         }
     }
+    merge(draft, &targets);
+}
+
+/// Gives every storage the place of its target.
+fn merge(draft: &mut Draft, targets: &[Option<StorageId>]) {
     for id in draft.buffers.keys() {
         let mut storage = draft.storage[id];
         while let Some(target) = targets[storage.0 as usize] {
@@ -130,4 +138,40 @@ fn reduce_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
         }
         draft.storage[id] = storage;
     }
+}
+
+/// A result takes the bytes of an operand of its shape and size that nothing reads afterwards. Both
+/// live in one section and on the compute stream alone, so that no stream waits for another because
+/// of it.
+fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
+    let accesses = Accesses::of(draft);
+    let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
+    let mut taken: BTreeSet<StorageId> = BTreeSet::new();
+    let is_local = |storage: StorageId, section: usize| {
+        let computes = |at: &Position| draft.sections[at.0][at.1].instruction.stream == Stream::Compute;
+        !kept.contains(&storage) && accesses.get(storage).iter().all(|at| at.0 == section && computes(at))
+    };
+    for (section, items) in draft.sections.iter().enumerate() {
+        for (index, item) in items.iter().enumerate() {
+            let Action::Compute(op) = &item.instruction.action else { continue };
+            let here = (section, index);
+            for result in &item.instruction.results {
+                let (to, ty) = (draft.storage[*result], &draft.buffers[*result].ty);
+                if accesses.get(to).first() != Some(&here) || !is_local(to, section) {
+                    continue;
+                }
+                let free = |(position, operand): &(usize, &BufferId)| {
+                    let (from, other) = (draft.storage[**operand], &draft.buffers[**operand].ty);
+                    let fits = other.shape == ty.shape && other.bytes() == ty.bytes() && op.may_overwrite(*position);
+                    let dies = accesses.get(from).last() == Some(&here) && accesses.get(from).first() != Some(&here);
+                    fits && dies && from != to && !taken.contains(&from) && is_local(from, section)
+                };
+                if let Some((_, operand)) = item.instruction.operands.iter().enumerate().find(free) {
+                    taken.insert(draft.storage[*operand]);
+                    targets[to.0 as usize] = Some(draft.storage[*operand]);
+                }
+            }
+        }
+    }
+    merge(draft, &targets);
 }

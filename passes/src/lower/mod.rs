@@ -12,6 +12,7 @@
 //! in attributes, groups and slices differ. A value that is partial over time is read by later nodes
 //! only through its accumulator.
 
+mod accumulate;
 mod collective;
 mod convert;
 mod draft;
@@ -23,6 +24,7 @@ pub use draft::{Draft, Hint, Item, Place, StorageId};
 use crate::allocate::allocate;
 use crate::reshard::normalize;
 use crate::schedule::schedule;
+use accumulate::merge_sums;
 use convert::Copies;
 pub use convert::block_of;
 pub(crate) use in_place::share_storages;
@@ -32,8 +34,8 @@ use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
-    AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
-    Sharding, Target, TensorType, ValueId,
+    AxisSet, BufferId, Graph, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role,
+    SecondaryMap, Sharding, Target, TensorType, ValueId,
 };
 
 /// Why a verified plan cannot be lowered.
@@ -117,7 +119,9 @@ pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerErro
     for id in deferred {
         lowering.node(id)?;
     }
-    lowering.finish()
+    let mut draft = lowering.finish()?;
+    merge_sums(&mut draft);
+    Ok(draft)
 }
 
 struct Lowering<'a> {
@@ -132,6 +136,8 @@ struct Lowering<'a> {
     weights: SecondaryMap<NodeId, bool>,
     layouts: PrimaryMap<NodeId, Layouts>,
     users: std::collections::HashMap<ValueId, Vec<(NodeId, usize)>>,
+    /// The last node of the forward pass.
+    last_forward: NodeId,
     copies: Copies,
     draft: Draft,
 }
@@ -163,6 +169,7 @@ impl<'a> Lowering<'a> {
             weights,
             layouts,
             users: plan.graph.users(),
+            last_forward: last_forward(&plan.graph),
             copies: Copies::default(),
             draft: Draft::new(rank, mesh),
         }
@@ -353,6 +360,11 @@ impl<'a> Lowering<'a> {
     fn last_place(&self) -> Place {
         if self.time.is_empty() { Place::Microbatch } else { Place::Epilogue }
     }
+}
+
+fn last_forward(graph: &Graph) -> NodeId {
+    let mut forward = graph.nodes().filter(|(_, node)| node.role == Role::Forward);
+    forward.next_back().map_or(NodeId::from_u32(0), |(id, _)| id)
 }
 
 /// The buffers of device memory; other spaces come with offloading.

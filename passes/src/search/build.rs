@@ -2,6 +2,7 @@
 
 use super::liveness::block_order;
 use super::{Candidate, PlanError, Recompute, place_batch};
+use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::rematerialize::rematerialize_from;
 use crate::shard::tensor::{Prepared, place_axis};
@@ -11,7 +12,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Plan, SecondaryMap, Strategy};
 
 /// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
-/// again does as its original: solved anew, the graph with its recomputation might be spread in
+/// again, or in chunks, does as its original: solved anew, the rewritten graph might be spread in
 /// another way than the one that was chosen for its memory.
 pub fn build(
     prepared: &Prepared<'_>,
@@ -34,9 +35,19 @@ pub fn build(
     let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
     let (graph, from) =
         rematerialize_from(prepared.graph, &chosen, &|_| false).map_err(|error| PlanError::Bug(error.to_string()))?;
+    let (whole, of_whole) = (graph, |id: NodeId| &placed.strategies[prepared.folded.class[from[id]]]);
+    let (graph, origins) = chunk(&whole, candidate.loss_chunks).map_err(|error| PlanError::Bug(error.to_string()))?;
     let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
-    for (id, of) in &from {
-        strategies[id] = placed.strategies[prepared.folded.class[*of]].clone();
+    for (id, origin) in &origins {
+        strategies[id] = match *origin {
+            Origin::Node(of) => of_whole(of).clone(),
+            Origin::Operand(of, index) => {
+                strategy_for(&graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
+            }
+            Origin::Result(of, index) => {
+                strategy_for(&graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
+            }
+        };
     }
     let axes = mesh.family("dp");
     if candidate.zero >= 1 && !axes.is_empty() {

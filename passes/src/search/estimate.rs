@@ -65,6 +65,8 @@ pub struct Shape {
     block_gradient: u64,
     /// Blocks of the model.
     pub blocks: u64,
+    /// Into how many chunks the head and its loss are cut.
+    pub loss_chunks: u64,
     liveness: Liveness,
     /// The largest copy made for one conversion.
     largest_copy: u64,
@@ -73,8 +75,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Sums a placed mesh up.
-    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion]) -> Self {
+    /// Sums a placed mesh up, with the head in so many chunks.
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
         let axes = placed.mesh.family("dp");
         let mut shape = Self {
             forward: Split::default(),
@@ -90,7 +92,8 @@ impl Shape {
             head: 0,
             block_gradient: 0,
             blocks: prepared.block_count(),
-            liveness: Liveness::new(prepared, placed, conversions),
+            loss_chunks,
+            liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             data: Group::new(placed.mesh, &axes, placed.cluster),
             microbatches: placed.microbatches,

@@ -85,12 +85,15 @@ pub fn block_order<'a>(graph: &'a shardc_ir::Graph) -> BTreeMap<&'a str, u64> {
 }
 
 impl Liveness {
-    /// Follows every value through the graph.
-    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion]) -> Self {
+    /// Follows every value through the graph, of which the head is cut into so many chunks.
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
         let graph = prepared.graph;
         let order = block_order(graph);
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-        let sizes = local_sizes(prepared, placed, conversions);
+        let mut sizes = local_sizes(prepared, placed, conversions);
+        for id in prepared.head.iter().flat_map(|head| [head.product, head.derivative]) {
+            sizes[prepared.folded.class[id]][0] /= loss_chunks;
+        }
         let needs = scratch_sizes(prepared, placed);
         let mut lives: Vec<Life> = Vec::new();
         let mut life: BTreeMap<ValueId, usize> = BTreeMap::new();

@@ -37,10 +37,12 @@ pub struct Pins {
     pub microbatch: Option<u64>,
     /// Recomputation.
     pub recompute: Option<Recompute>,
+    /// Chunks of the head and its loss; 1 for none.
+    pub loss_chunks: Option<u64>,
 }
 
 impl Pins {
-    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|block|N`; an empty text fixes nothing.
+    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|block|N,loss_chunks=4`; an empty text fixes nothing.
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -60,6 +62,7 @@ impl Pins {
                 "tp" => &mut pins.tp,
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
+                "loss_chunks" => &mut pins.loss_chunks,
                 "recompute" => {
                     if pins.recompute.is_some() {
                         return Err(pin(format!("`{name}` is pinned twice")));
@@ -82,7 +85,7 @@ impl Pins {
                     continue;
                 }
                 _ => {
-                    let known = "dp, tp, zero, microbatch, recompute, pp, cp, ep";
+                    let known = "dp, tp, zero, microbatch, recompute, loss_chunks, pp, cp, ep";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };

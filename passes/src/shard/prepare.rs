@@ -2,6 +2,7 @@
 
 use super::batch::batch_choices;
 use super::tensor::{Flow, Prepared};
+use crate::chunk::Head;
 use crate::fold::{Folded, fold};
 use shardc_ir::ops::Op;
 use shardc_ir::{Graph, NodeId, Target, ValueId};
@@ -40,14 +41,15 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let (is_parameter, is_gradient, weight) = (is_parameter.collect(), is_gradient.collect(), weight.collect());
     let tied = ties(graph, &folded);
     let flows = flows(graph, &folded);
-    Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded }
+    let head = Head::find(graph);
+    Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded, head }
 }
 
-/// Parameters and what is made of one parameter alone: casts, reshapes, transposes.
+/// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding.
 fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
     let mut values = BTreeSet::new();
     for (_, node) in graph.nodes() {
-        let shape = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_));
+        let shape = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Pad(_));
         let copy = shape && node.operands.iter().all(|value| values.contains(value));
         if copy || matches!(node.op, Op::Parameter(_)) {
             values.extend(node.results.iter().copied());
@@ -63,7 +65,10 @@ fn gradient_values(graph: &Graph) -> BTreeSet<ValueId> {
         if let Op::Adamw(_) = node.op {
             values.insert(node.operands[1]);
         }
-        let linear = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Binary(_) | Op::Affine(_));
+        let linear = matches!(
+            node.op,
+            Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Slice(_) | Op::Binary(_) | Op::Affine(_)
+        );
         if linear && node.results.iter().any(|value| values.contains(value)) {
             values.extend(node.operands.iter().copied());
         }

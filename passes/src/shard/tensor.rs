@@ -14,6 +14,7 @@
 
 use super::eliminate::{CostGraph, Solution};
 use super::layout::{Along, Extent, convert_seconds};
+use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::node_seconds;
@@ -44,6 +45,8 @@ pub struct Prepared<'a> {
     pub is_gradient: Vec<bool>,
     /// How values flow between classes.
     pub flows: Vec<Flow>,
+    /// The head, if it can be cut into chunks.
+    pub head: Option<Head>,
 }
 
 /// One result of a class and the classes that read it.

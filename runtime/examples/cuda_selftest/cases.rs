@@ -105,9 +105,9 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
         for (i, start) in [(I64, 0), (I32, 20)] {
             let labels = t(i, &[80]);
             let both = [row.clone(), row.clone()];
-            all.push(case(CrossEntropy { start }, &[x.clone(), labels.clone()], &both));
+            all.push(case(CrossEntropy { start, classes: None }, &[x.clone(), labels.clone()], &both));
             let operands = [x.clone(), labels, row.clone(), row.clone(), row.clone()];
-            all.push(case(CrossEntropyGrad { start }, &operands, &[x.clone()]));
+            all.push(case(CrossEntropyGrad { start, classes: None }, &operands, &[x.clone()]));
         }
     }
     all.push(case(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])]));
@@ -218,9 +218,9 @@ pub fn heavy_cases() -> Vec<Case> {
         case(Rotary { inverse: false }, &[q.clone(), table.clone(), table], &[q.clone()]),
         case(Swiglu {}, &[wide.clone(), wide.clone()], &[wide.clone()]),
         case(SwigluGrad {}, &[wide.clone(), wide.clone(), wide.clone()], &[wide.clone(), wide.clone()]),
-        case(CrossEntropy { start: 0 }, &[logits.clone(), ids.clone()], &statistics),
+        case(CrossEntropy { start: 0, classes: None }, &[logits.clone(), ids.clone()], &statistics),
         case(
-            CrossEntropyGrad { start: 0 },
+            CrossEntropyGrad { start: 0, classes: None },
             &[logits.clone(), ids.clone(), row.clone(), row.clone(), row],
             &[logits.clone()],
         ),

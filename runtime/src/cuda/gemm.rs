@@ -23,10 +23,10 @@ pub struct ReadyGemm {
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
-    addresses: [u64; 3],
+    /// Of the operands, the result, and what is added to it.
+    addresses: [u64; 4],
     /// Its address and bytes.
     workspace: (u64, u64),
-    alpha: f32,
     beta: f32,
 }
 
@@ -108,18 +108,20 @@ impl Blas {
             unsafe { result::set_matmul_desc_attribute(description, attribute, bytes, 4) }
                 .map_err(says("transposition"))?;
         }
-        let addresses = [resolve(first.at), resolve(second.at), resolve(target.at)];
+        let addend = gemm.addend.map_or(resolve(target.at), &resolve);
+        let addresses = [resolve(first.at), resolve(second.at), resolve(target.at), addend];
         let algorithm = self.choose(description, layouts, addresses, workspace.1).map_err(|error| {
             format!("{error} ({} x {} x {}, {} products of {})", gemm.m, gemm.n, gemm.k, gemm.batch, gemm.a.dtype)
         })?;
-        Ok(ReadyGemm { description, layouts, algorithm, addresses, workspace, alpha: gemm.alpha, beta: gemm.beta })
+        let beta = if gemm.addend.is_some() { 1.0 } else { 0.0 };
+        Ok(ReadyGemm { description, layouts, algorithm, addresses, workspace, beta })
     }
 
     fn choose(
         &self,
         description: sys::cublasLtMatmulDesc_t,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
-        addresses: [u64; 3],
+        [a_at, b_at, d_at, c_at]: [u64; 4],
         workspace: u64,
     ) -> Result<sys::cublasLtMatmulAlgo_t, Failure> {
         use sys::cublasLtMatmulPreferenceAttributes_t as P;
@@ -136,8 +138,7 @@ impl Blas {
             P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
             P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
         ];
-        for (attribute, address) in alignments.into_iter().zip([addresses[0], addresses[1], addresses[2], addresses[2]])
-        {
+        for (attribute, address) in alignments.into_iter().zip([a_at, b_at, c_at, d_at]) {
             let alignment = 1u32 << address.trailing_zeros().min(8);
             set(attribute, std::ptr::from_ref(&alignment).cast(), 4)?;
         }
@@ -151,7 +152,8 @@ impl Blas {
 
     /// Enqueues a product.
     pub fn launch(&self, ready: &ReadyGemm, stream: cudarc::driver::sys::CUstream) -> Result<(), Failure> {
-        let [a, b, c] = ready.addresses;
+        let [a, b, d, c] = ready.addresses;
+        let alpha = 1.0f32;
         let [la, lb, lc] = ready.layouts;
         // SAFETY: layouts and algorithm were made for these addresses, which live as long as the
         // device; the factors are read before the call returns.
@@ -159,7 +161,7 @@ impl Blas {
             result::matmul(
                 self.handle,
                 ready.description,
-                std::ptr::from_ref(&ready.alpha).cast(),
+                std::ptr::from_ref(&alpha).cast(),
                 std::ptr::from_ref(&ready.beta).cast(),
                 a as *const c_void,
                 la,
@@ -167,7 +169,7 @@ impl Blas {
                 lb,
                 c as *const c_void,
                 lc,
-                c as *mut c_void,
+                d as *mut c_void,
                 lc,
                 &ready.algorithm,
                 ready.workspace.0 as *mut c_void,

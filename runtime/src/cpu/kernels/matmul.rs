@@ -49,7 +49,25 @@ fn permuted(values: &[f32], shape: &[u64], from: &[char], to: &[char]) -> Vec<f3
     out
 }
 
+/// The contraction of the first two operands; added to the third, if there is one.
 pub(super) fn contract(
+    op: &Matmul,
+    context: Context,
+    operands: &[View<'_>],
+    result: &mut ViewMut<'_>,
+) -> Result<(), String> {
+    let [lhs, rhs, addend @ ..] = operands else { return Err("takes two operands".to_string()) };
+    let Some(addend) = addend.first() else { return product_of(op, context, *lhs, *rhs, result) };
+    // The sum is rounded once.
+    let ty = result.ty.with_dtype(shardc_ir::DType::F32);
+    let mut values = vec![0.0f32; ty.elements() as usize];
+    let mut whole = ViewMut { ty: &ty, bytes: bytemuck::cast_slice_mut(&mut values) };
+    product_of(op, context, *lhs, *rhs, &mut whole)?;
+    values.iter_mut().zip(addend.f32s()?.iter()).for_each(|(value, addend)| *value += addend);
+    result.round_f32(&values)
+}
+
+fn product_of(
     op: &Matmul,
     context: Context,
     lhs: View<'_>,

@@ -171,7 +171,7 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Concat(op) => movement::concat(op, operands, &mut results[0]),
         Op::Reduce(op) => reduce::reduce(op, operands[0], &mut results[0]),
         Op::SumSquares(_) => reduce::sum_squares(operands[0], &mut results[0]),
-        Op::Matmul(op) => matmul::contract(op, context, operands[0], operands[1], &mut results[0]),
+        Op::Matmul(op) => matmul::contract(op, context, operands, &mut results[0]),
         Op::Embedding(op) => lookup::embedding(op, operands, &mut results[0]),
         Op::EmbeddingGrad(op) => lookup::embedding_grad(op, operands, &mut results[0]),
         Op::Gather(op) => lookup::gather(op, operands, &mut results[0]),
@@ -184,8 +184,8 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Rotary(op) => rotary::rotary(op.inverse, operands, &mut results[0]),
         Op::Attention(op) => attention::forward(op.causal, op.scale, context, operands, results),
         Op::AttentionGrad(op) => attention::backward(op.causal, op.scale, context, operands, results),
-        Op::CrossEntropy(op) => cross_entropy::forward(op.start, context, operands, results),
-        Op::CrossEntropyGrad(op) => cross_entropy::backward(op.start, context, operands, &mut results[0]),
+        Op::CrossEntropy(op) => cross_entropy::forward(op, context, operands, results),
+        Op::CrossEntropyGrad(op) => cross_entropy::backward(op, context, operands, &mut results[0]),
         Op::Adamw(op) => adamw::adamw(op, operands, results),
     }
 }

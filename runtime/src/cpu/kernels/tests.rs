@@ -213,14 +213,34 @@ fn a_nan_is_not_lost_in_a_maximum() {
 fn cross_entropy_is_stable_and_ignores_labels_outside() {
     let logits = HostTensor::from_f32([3, 2], &[1000.0, 998.0, 0.0, 0.0, -1.0, 1.0]);
     let labels = HostTensor::from_i64([3], &[0, -1, 5]);
-    let made = run(CrossEntropy { start: 4 }, &[logits.clone(), labels.clone()], &[]);
+    let made = run(CrossEntropy { start: 4, classes: None }, &[logits.clone(), labels.clone()], &[]);
     close(&floats(&made[0]), &[1_000.126_928_011, std::f64::consts::LN_2, 1.126_928_011], 1e-6);
     assert_eq!(floats(&made[1]), [0.0, 0.0, 1.0]);
     let ones = HostTensor::from_f32([3], &[1.0; 3]);
     let minus = HostTensor::from_f32([3], &[-1.0; 3]);
     let operands = [logits, labels, made[0].clone(), ones, minus];
-    let grad = run(CrossEntropyGrad { start: 4 }, &operands, &[]);
+    let grad = run(CrossEntropyGrad { start: 4, classes: None }, &operands, &[]);
     close(&floats(&grad[0]), &[0.880_797, 0.119_203, 0.5, 0.5, 0.119_203, 0.880_797 - 1.0], 1e-4);
+}
+
+#[test]
+fn padding_of_logits_counts_for_nothing() {
+    let logits = HostTensor::from_f32([1, 4], &[1.0, 3.0, 100.0, 100.0]);
+    let labels = HostTensor::from_i64([1], &[1]);
+    let made = run(CrossEntropy { start: 0, classes: Some(2) }, &[logits.clone(), labels.clone()], &[]);
+    close(&floats(&made[0]), &[3.126_928_011], 1e-6);
+    assert_eq!(floats(&made[1]), [3.0]);
+    let one = |x: f32| HostTensor::from_f32([1], &[x]);
+    let operands = [logits, labels, made[0].clone(), one(1.0), one(-1.0)];
+    let grad = run(CrossEntropyGrad { start: 0, classes: Some(2) }, &operands, &[]);
+    close(&floats(&grad[0]), &[0.119_203, -0.119_203, 0.0, 0.0], 1e-4);
+}
+
+#[test]
+fn a_product_is_added_to_its_third_operand() {
+    let (a, b) = (HostTensor::from_f32([1, 2], &[1.0, 2.0]), HostTensor::from_f32([2, 2], &[1.0, 2.0, 3.0, 4.0]));
+    let made = run(Matmul::plain(), &[a, b, HostTensor::from_f32([1, 2], &[0.5, -0.5])], &[]);
+    assert_eq!(floats(&made[0]), [7.5, 9.5]);
 }
 
 #[test]

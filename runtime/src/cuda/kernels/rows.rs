@@ -440,7 +440,8 @@ pub fn norm_weights_grad(
     }
 }
 
-/// `lse` and `picked` of rows of logits; see [`shardc_ir::ops::CrossEntropy`].
+/// `lse` and `picked` of rows of logits, of which `live` are not padding; see
+/// [`shardc_ir::ops::CrossEntropy`]. The sum of a vector is scaled once, by its largest element.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn cross_entropy(
@@ -450,6 +451,8 @@ pub fn cross_entropy(
     picked: &mut Array<f32>,
     columns: u32,
     first: u32,
+    live: u32,
+    #[comptime] padded: bool,
     #[comptime] threads: u32,
 ) {
     let columns = columns as usize;
@@ -457,34 +460,48 @@ pub fn cross_entropy(
     let start = row * columns;
     // A label below `first` wraps to a large number, so one comparison finds both bounds.
     let label = u32::cast_from(labels[row]) - first;
+    let label = select(label < live, label, 0xffff_ffffu32);
     let largest = RuntimeCell::<f32>::new(f32::new(LOWEST));
     let sum = RuntimeCell::<f32>::new(f32::new(0.0));
     let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
     while at.read() < columns {
         let a = logits[start + at.read()];
+        let mut values = Vector::<f32, Lanes>::empty();
+        let next = RuntimeCell::<f32>::new(largest.read());
         #[unroll]
         for lane in 0..Lanes::value() {
+            let column = (at.read() * Lanes::value() + lane) as u32;
             let value = f32::cast_from(a[lane]);
-            let next = max(largest.read(), value);
-            sum.store(sum.read() * (largest.read() - next).exp() + (value - next).exp());
-            largest.store(next);
-            if (at.read() * Lanes::value() + lane) as u32 == label {
+            if comptime!(padded) {
+                values[lane] = select(column < live, value, f32::new(LOWEST));
+            } else {
+                values[lane] = value;
+            }
+            next.store(max(next.read(), values[lane]));
+            if column == label {
                 picked[row] = value;
             }
         }
+        let shifted = RuntimeCell::<f32>::new(sum.read() * (largest.read() - next.read()).exp());
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            shifted.store(shifted.read() + (values[lane] - next.read()).exp());
+        }
+        sum.store(shifted.read());
+        largest.store(next.read());
         at.store(at.read() + comptime!(threads as usize));
     }
     let row_max = block_max(largest.read(), threads);
     let row_sum = block_sum(sum.read() * (largest.read() - row_max).exp(), threads);
     if UNIT_POS == 0 {
         lse[row] = row_max + row_sum.ln();
-        if label >= (columns * Lanes::value()) as u32 {
+        if label >= live {
             picked[row] = 0.0f32;
         }
     }
 }
 
-/// `dlogits = softmax * dlse + onehot(label) * dpicked`
+/// `dlogits = softmax * dlse + onehot(label) * dpicked`, and 0 where the logits are padding.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn cross_entropy_grad(
@@ -496,6 +513,8 @@ pub fn cross_entropy_grad(
     dlogits: &mut Array<Pack<0>>,
     columns: u32,
     first: u32,
+    live: u32,
+    #[comptime] padded: bool,
     #[comptime] threads: u32,
 ) {
     let columns = columns as usize;
@@ -511,9 +530,14 @@ pub fn cross_entropy_grad(
         let mut out = Pack::<0>::empty();
         #[unroll]
         for lane in 0..Lanes::value() {
+            let column = (at.read() * Lanes::value() + lane) as u32;
             let soft = (f32::cast_from(a[lane]) - log_sum).exp() * slope;
-            let hot = select((at.read() * Lanes::value() + lane) as u32 == label, extra, 0.0f32);
-            out[lane] = Elem::<0>::cast_from(soft + hot);
+            let value = soft + select(column == label, extra, 0.0f32);
+            if comptime!(padded) {
+                out[lane] = Elem::<0>::cast_from(select(column < live, value, 0.0f32));
+            } else {
+                out[lane] = Elem::<0>::cast_from(value);
+            }
         }
         dlogits[start + at.read()] = out;
         at.store(at.read() + comptime!(threads as usize));

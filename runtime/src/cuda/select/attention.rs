@@ -131,7 +131,7 @@ fn chunks(sizes: &Sizes, chunk: u64) -> Vec<(u64, u64, u64)> {
 
 impl Select<'_> {
     fn product(&mut self, [a, b, c]: [Matrix; 3], [m, n, k]: [u64; 3], batch: u64, beta: f32) {
-        self.gemm(Gemm { a, b, c, m, n, k, batch, alpha: 1.0, beta });
+        self.gemm(Gemm { a, b, c, m, n, k, batch, addend: (beta != 0.0).then_some(c.at) });
     }
 
     pub(super) fn attention(&mut self, causal: bool, scale: f64) -> Result<(), String> {

@@ -139,6 +139,18 @@ impl Select<'_> {
         Ok(())
     }
 
+    /// `to = a + b`, as many elements of one type as the first result has.
+    pub(super) fn add_elements(&mut self, [a, b, to]: [Arg; 3], dtype: DType) {
+        let pair = Pair::Binary(BinaryKind::Add);
+        let types = [dtype, dtype, dtype, compute_type(dtype)];
+        let elements = self.results[0].elements();
+        self.map("binary", &types, elements, &pair, (vec![a, b, to], Vec::new()), move |d| {
+            let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
+            let n = d.number();
+            kernels::binary::expand(d.scope(), a, b, y, n, pair);
+        });
+    }
+
     pub(super) fn choose(&mut self) -> Result<(), String> {
         let types = [DType::Bool, self.operands[1].dtype];
         let arguments = (vec![OP(0), OP(1), OP(2), RES(0)], Vec::new());

@@ -25,7 +25,7 @@ pub struct Matrix {
     pub batch: u64,
 }
 
-/// `c = alpha * a b + beta * c`, for every matrix of the batch; `a` is `[m, k]`, `b` is `[k, n]`.
+/// `c = a b`, or `c = a b + d`, for every matrix of the batch; `a` is `[m, k]`, `b` is `[k, n]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gemm {
     /// The first operand.
@@ -42,10 +42,8 @@ pub struct Gemm {
     pub k: u64,
     /// How many products.
     pub batch: u64,
-    /// The factor of the product.
-    pub alpha: f32,
-    /// The factor of what `c` held: 0 or 1.
-    pub beta: f32,
+    /// Where `d` is, if it is added; it lies as `c` does, and may be `c`.
+    pub addend: Option<Arg>,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -122,8 +120,9 @@ impl Select<'_> {
         if lhs != rhs {
             return Err("operands of two element types".to_string());
         }
+        let addend = (self.operands.len() > 2).then_some(OP(2));
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
-        if let Some(products) = products(&tensors, &size) {
+        if let Some(products) = products(&tensors, addend, &size) {
             products.into_iter().for_each(|gemm| self.gemm(gemm));
             return Ok(());
         }
@@ -149,10 +148,19 @@ impl Select<'_> {
                 self.strided(dtype, from, copy, &whole);
             }
         }
-        let products = products(&tensors, &size).ok_or("a contraction that is no matrix product")?;
+        if result.is_none() {
+            let products = products(&tensors, addend, &size).ok_or("a contraction that is no matrix product")?;
+            products.into_iter().for_each(|gemm| self.gemm(gemm));
+            return Ok(());
+        }
+        let products = products(&tensors, None, &size).ok_or("a contraction that is no matrix product")?;
         products.into_iter().for_each(|gemm| self.gemm(gemm));
         if let Some((dtype, whole)) = result {
-            self.strided(dtype, tensors[2].at, RES(0), &whole);
+            let to = if addend.is_some() { self.scratch(self.results[0].bytes().0) } else { RES(0) };
+            self.strided(dtype, tensors[2].at, to, &whole);
+            if let Some(addend) = addend {
+                self.add_elements([addend, to, RES(0)], dtype);
+            }
         }
         Ok(())
     }
@@ -168,7 +176,7 @@ fn groups([a, b, c]: &[Operand; 3]) -> [Vec<char>; 4] {
 }
 
 /// The products of a contraction, if no tensor needs to be copied.
-fn products(tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> Option<Vec<Gemm>> {
+fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> u64) -> Option<Vec<Gemm>> {
     let [batch, m, n, k] = groups(tensors);
     let (batch, mut loops) = join(&batch, size, tensors);
     let (m, left) = join(&m, size, tensors);
@@ -195,7 +203,7 @@ fn products(tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> Option<Vec<Ge
         Some(Matrix { at: operand.at, dtype: operand.dtype, row, column, batch: batch.strides[index] })
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
-    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, alpha: 1.0, beta: 0.0 };
+    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {
@@ -206,6 +214,7 @@ fn products(tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> Option<Vec<Ge
             a: step(gemm.a, 0, at),
             b: step(gemm.b, 1, at),
             c: step(gemm.c, 2, at),
+            addend: gemm.addend.map(|addend| addend.offset(at * tensors[2].stride(letter) * tensors[2].dtype.size())),
             ..gemm.clone()
         };
         all = all.iter().flat_map(|gemm| (0..size(letter)).map(|at| each(gemm, at)).collect::<Vec<_>>()).collect();

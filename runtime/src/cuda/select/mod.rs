@@ -195,8 +195,8 @@ impl Select<'_> {
             Op::SwigluGrad(_) => self.swiglu_grad(),
             Op::Attention(op) => self.attention(op.causal, op.scale),
             Op::AttentionGrad(op) => self.attention_grad(op.causal, op.scale),
-            Op::CrossEntropy(op) => self.cross_entropy(op.start),
-            Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op.start),
+            Op::CrossEntropy(op) => self.cross_entropy(op),
+            Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op),
             Op::Adamw(op) => self.adamw(op),
         }
     }

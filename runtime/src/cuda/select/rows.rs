@@ -5,7 +5,7 @@ use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::rows as kernels;
 use crate::cuda::kernels::rows::Fold;
 use shardc_ir::DType;
-use shardc_ir::ops::{Reduce, ReduceOp};
+use shardc_ir::ops::{CrossEntropy, CrossEntropyGrad, Reduce, ReduceOp, live_columns};
 
 /// Blocks that keep a large device busy.
 const WAVE: u64 = 528;
@@ -244,35 +244,43 @@ impl Select<'_> {
         }
     }
 
-    pub(super) fn cross_entropy(&mut self, start: u64) -> Result<(), String> {
+    pub(super) fn cross_entropy(&mut self, op: &CrossEntropy) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
         let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
-        let kernel = Kernel::new("cross_entropy", &types, width, threads, &(), move |d| {
+        let (numbers, padded) = self.classes(columns, op.start, op.classes);
+        let kernel = Kernel::new("cross_entropy", &types, width, threads, &padded, move |d| {
             let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
             let (lse, picked) = (d.output::<f32>(), d.output::<f32>());
-            let (columns, first) = (d.number(), d.number());
-            kernels::cross_entropy::expand(d.scope(), logits, labels, lse, picked, columns, first, threads);
+            let (columns, first, live) = (d.number(), d.number(), d.number());
+            let scope = d.scope();
+            kernels::cross_entropy::expand(scope, logits, labels, lse, picked, columns, first, live, padded, threads);
         });
-        let (numbers, grid) = (vec![columns as u32, start as u32], [rows as u32, 1, 1]);
-        self.launch(kernel, vec![OP(0), OP(1), RES(0), RES(1)], numbers, Vec::new(), grid);
+        self.launch(kernel, vec![OP(0), OP(1), RES(0), RES(1)], numbers, Vec::new(), [rows as u32, 1, 1]);
         Ok(())
     }
 
-    pub(super) fn cross_entropy_grad(&mut self, start: u64) -> Result<(), String> {
+    pub(super) fn cross_entropy_grad(&mut self, op: &CrossEntropyGrad) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
         let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
-        let kernel = Kernel::new("cross_entropy_grad", &types, width, threads, &(), move |d| {
+        let (numbers, padded) = self.classes(columns, op.start, op.classes);
+        let kernel = Kernel::new("cross_entropy_grad", &types, width, threads, &padded, move |d| {
             let (logits, labels, lse) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.input::<f32>());
             let (dlse, dpicked, dlogits) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
-            let (columns, first) = (d.number(), d.number());
+            let (columns, first, live) = (d.number(), d.number(), d.number());
             let scope = d.scope();
             kernels::cross_entropy_grad::expand(
-                scope, logits, labels, lse, dlse, dpicked, dlogits, columns, first, threads,
+                scope, logits, labels, lse, dlse, dpicked, dlogits, columns, first, live, padded, threads,
             );
         });
         let buffers = (0..5).map(OP).chain([RES(0)]).collect();
-        let (numbers, grid) = (vec![columns as u32, start as u32], [rows as u32, 1, 1]);
-        self.launch(kernel, buffers, numbers, Vec::new(), grid);
+        self.launch(kernel, buffers, numbers, Vec::new(), [rows as u32, 1, 1]);
         Ok(())
+    }
+
+    /// The unsigned scalars of a cross-entropy of rows of `vectors`, and whether the rows are padded.
+    fn classes(&self, vectors: u64, start: u64, classes: Option<u64>) -> (Vec<u32>, bool) {
+        let columns = self.operands[0].shape.last().copied().unwrap_or(1);
+        let live = live_columns(columns, start, classes);
+        (vec![vectors as u32, start as u32, live as u32], live < columns)
     }
 }
