@@ -1,5 +1,7 @@
 //! An MLP-mixer (Tolstikhin et al., 2021) for pictures cut into patches: a model that is not in
 //! the zoo, as its author would write it in Burn, and the few lines that plan and train it.
+//!
+//! It takes a cluster: `mixer cuda:2` runs as one process per GPU.
 
 use burn::config::Config;
 use burn::module::Module;
@@ -119,10 +121,12 @@ fn main() -> Result<(), shardc::Error> {
             },
         )
     };
-    let cluster = Cluster::parse("cpu:4", "h200")?;
+    let cluster = Cluster::parse(&std::env::args().nth(1).unwrap_or("cpu:4".into()), "h200")?;
     let options = Options { precision: Precision::Fp32, ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch: 32, seq: 0 }, &cluster, &options)?;
-    println!("{}", shardc::report::plan_text(compiled.plan()));
+    if shardc::launch::is_lead() {
+        println!("{}", shardc::report::plan_text(compiled.plan()));
+    }
     let learning_rate = LearningRate { rate: 2e-3, min_rate: 0.0, warmup: 5, decay: Decay::Cosine, steps: 40 };
     let mut trainer = compiled.train(
         &FromInitialisers,

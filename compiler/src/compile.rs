@@ -1,6 +1,7 @@
 //! `compile`: a model in, a plan and its programs out.
 
 use crate::error::Error;
+use crate::launch;
 use crate::options::{Batch, Options, precision_name};
 use crate::pipeline;
 use crate::train::{TrainOptions, Trainer, Weights};
@@ -9,10 +10,12 @@ use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{Bytes, HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::cluster::Cluster;
-use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, cuda};
+use shardc_runtime::launch::World;
+use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, RuntimeError, cuda};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 /// What can be compiled: whatever can be traced for a batch. A function of the batch is one:
 ///
@@ -43,6 +46,10 @@ pub struct Compiled {
     plan: VerifiedPlan<'static>,
     programs: OnceLock<VerifiedPrograms<'static>>,
     dump_to: Option<PathBuf>,
+    /// What the plan was made from, so that ranks find the launcher's.
+    pub(crate) key: Option<String>,
+    /// The run that this process is a rank of, if that is known already.
+    pub(crate) world: Option<Arc<World>>,
 }
 
 /// Compiles a model's training step for a cluster: traces it, chooses a plan and checks it.
@@ -71,14 +78,18 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
         pins: options.pins.clone(),
     };
-    let plan = pipeline::plan(&model, &request, cluster, options)?;
-    Ok(Compiled { dump_to: options.dump_to.clone(), ..Compiled::from_plan(model, plan) })
+    let key = launch::digest(&format!("{request:?} {options:?} {}", model.graph));
+    let (world, plan) = match launch::planned(&key, cluster)? {
+        Some((world, plan)) => (Some(world), plan),
+        None => (None, pipeline::plan(&model, &request, cluster, options)?),
+    };
+    Ok(Compiled { dump_to: options.dump_to.clone(), key: Some(key), world, ..Compiled::from_plan(model, plan) })
 }
 
 impl Compiled {
     /// A plan that was made before, with its model traced again.
     pub fn from_plan(model: Model, plan: VerifiedPlan<'static>) -> Self {
-        Self { model, plan, programs: OnceLock::new(), dump_to: None }
+        Self { model, plan, programs: OnceLock::new(), dump_to: None, key: None, world: None }
     }
 
     /// The plan.
@@ -100,13 +111,31 @@ impl Compiled {
         self.plan.request.batch * self.plan.request.seq.max(1)
     }
 
-    /// Starts the ranks and fills their parameters; see [`Trainer`].
+    /// Starts the ranks of this process and fills their parameters; see [`Trainer`].
+    ///
+    /// On several GPUs, a process that no launcher started does not come back from here: it starts
+    /// this program once per GPU, waits for all of them, and exits. See [`crate::launch`].
+    ///
+    /// # Errors
+    /// What the runtime lacks; ranks that were given different things; for the process that starts the
+    /// ranks, the first cause for which one of them failed.
     pub fn start(&self, weights: &dyn Weights, options: TrainOptions) -> Result<Trainer<'_>, Error> {
-        Trainer::start(self, self.runtime()?, weights, options)
+        if self.needs_launch()? {
+            self.launch(&AtomicBool::new(false))?;
+            std::process::exit(0);
+        }
+        let world = self.world()?;
+        launch::reporting(&world, || {
+            launch::agree(&world, self, &options)?;
+            Trainer::start(self, self.runtime(&world)?, world.clone(), weights, options)
+        })
     }
 
     /// Trains: `batch` gives the tensors of each step (from 0), `observe` sees what it did and says
-    /// whether to go on.
+    /// whether to go on. Where every rank is a process, rank 0 observes, and decides for all.
+    ///
+    /// # Errors
+    /// As [`Compiled::start`] and [`Trainer::step`]; what `batch` says.
     pub fn train(
         &self,
         weights: &dyn Weights,
@@ -115,25 +144,33 @@ impl Compiled {
         mut observe: impl FnMut(&crate::metrics::StepMetrics) -> std::ops::ControlFlow<()>,
     ) -> Result<Trainer<'_>, Error> {
         let mut trainer = self.start(weights, options)?;
-        for step in 0..options.learning_rate.steps {
-            let metrics = trainer.step(batch(step)?)?;
-            if observe(&metrics).is_break() {
-                break;
+        let world = trainer.world().clone();
+        launch::reporting(&world, || {
+            for step in 0..options.learning_rate.steps {
+                let metrics = trainer.step(batch(step)?)?;
+                let is_enough = world.is_lead() && observe(&metrics).is_break();
+                if !trainer.goes_on(is_enough)? {
+                    break;
+                }
             }
-        }
+            Ok(())
+        })?;
         Ok(trainer)
     }
 
     /// The runtime that the cluster names.
-    fn runtime(&self) -> Result<Box<dyn Runtime>, Error> {
+    fn runtime(&self, world: &Arc<World>) -> Result<Box<dyn Runtime>, Error> {
         let cluster = self.plan.request.cluster.as_str();
         match cluster.split(':').next() {
             Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
             Some("cuda") => {
-                let devices: Vec<usize> = (0..self.plan.mesh.ranks() as usize).collect();
                 // Before anything is lowered: what is missing is told at once.
-                cuda::require(&devices)?;
-                Ok(Box::new(CudaRuntime::new(self.programs()?.to_vec(), &devices)?))
+                let device = launch::device(world)?;
+                let identity = cuda::identity(device).map_err(RuntimeError::Device)?;
+                launch::check_distinct(world, &identity)?;
+                let program = self.programs()?.get(world.rank() as usize).cloned();
+                let program = program.ok_or_else(|| Error::Bug(format!("rank {} has no program", world.rank())))?;
+                Ok(Box::new(CudaRuntime::new(vec![program], &[device], world.clone())?))
             }
             _ => Err(Error::request(
                 format!("cluster `{cluster}` cannot be run from here"),

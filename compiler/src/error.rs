@@ -15,6 +15,7 @@ use shardc_passes::lower::LowerError;
 use shardc_passes::search::PlanError;
 use shardc_runtime::RuntimeError;
 use shardc_runtime::cuda::CudaError;
+use shardc_runtime::launch::LaunchError;
 use std::path::PathBuf;
 
 /// What can be wrong with the data of a run.
@@ -201,6 +202,9 @@ pub enum Error {
     /// The GPUs cannot be used.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The ranks, each a process, do not come together or one of them failed.
+    #[error(transparent)]
+    Launch(Box<LaunchError>),
     /// The numbers of a step are not finite.
     #[error("step {step}: loss {loss}, gradient norm {grad_norm}{}", first_text(.first.as_deref()))]
     NotFinite {
@@ -245,6 +249,7 @@ macro_rules! boxed {
 
 boxed! {
     Data(DataError),
+    Launch(LaunchError),
     Plan(PlanError),
     Runtime(RuntimeError),
 }
@@ -285,6 +290,7 @@ impl Error {
             Self::Io { source: error, .. } | Self::Hf(HfError::Io { error, .. }) if is_full(error) => 1,
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
             Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) => 2,
+            Self::Launch(error) => crate::launch::exit_code(error),
             Self::Lower(_)
             | Self::Runtime(_)
             | Self::Cuda(_)
@@ -309,6 +315,8 @@ impl Error {
             Self::Zoo(ZooError::Unknown { .. }) => Some(
                 "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),
             ),
+            Self::Launch(error) => crate::launch::fix(error),
+            Self::Cuda(CudaError::Launch(error)) => crate::launch::fix(error),
             Self::Cuda(_) => Some("`shardc check --cluster cuda:N` shows what there is; cpu:N needs no GPU".into()),
             Self::NotFinite { .. } => Some("lower --lr, raise --warmup, or look at the data of that step".into()),
             _ => None,

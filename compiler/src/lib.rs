@@ -15,6 +15,7 @@ pub mod compile;
 pub mod data;
 pub mod error;
 pub mod estimate;
+pub mod launch;
 pub mod learning_rate;
 pub mod metrics;
 pub mod model;

@@ -76,7 +76,8 @@ impl NamedModel {
 
     /// Writes the trained parameters as a Hugging Face directory, with what lay beside them where the
     /// model was one, and with `tokenizer` if its text was read by another. A parameter at a time is
-    /// gathered from the ranks, and what was there before stays until all of it is on the disk.
+    /// gathered from the ranks, and what was there before stays until all of it is on the disk. Where
+    /// every rank is a process, all call this, and rank 0 writes.
     pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
         let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
         if let Some(path) = tokenizer {

@@ -14,7 +14,8 @@ use std::path::Path;
 impl Trainer<'_> {
     /// Writes every parameter to `model.safetensors` of a directory (several files where they are
     /// large), under its module path, and `shardc.json`, which says what they are. A parameter at a
-    /// time is gathered from the ranks, and what was there before stays until all is on the disk.
+    /// time is gathered from the ranks, and what was there before stays until all is on the disk. Where
+    /// every rank is a process, all call this, and rank 0 writes.
     ///
     /// # Errors
     /// A directory that cannot be written, a rank that failed.
@@ -47,19 +48,22 @@ pub(crate) fn gathered(
     trainer: &mut Trainer<'_>,
     save: impl FnOnce(&mut dyn FnMut(&str) -> Result<HostTensor, HfError>) -> Result<(), HfError>,
 ) -> Result<(), Error> {
-    let mut failed = None;
-    let saved = save(&mut |name| {
-        trainer.gather(name).map_err(|error| {
-            let message = error.to_string();
-            failed = Some(error);
-            HfError::Parameter { name: name.to_string(), message }
-        })
+    let saved = trainer.on_lead(|trainer| {
+        let mut failed = None;
+        let saved = save(&mut |name| {
+            trainer.gather(name).map_err(|error| {
+                let message = error.to_string();
+                failed = Some(error);
+                HfError::Parameter { name: name.to_string(), message }
+            })
+        });
+        match (saved, failed) {
+            (Ok(()), _) => Ok(()),
+            (Err(_), Some(error)) => Err(error),
+            (Err(error), None) => Err(error.into()),
+        }
     });
-    match (saved, failed) {
-        (Ok(()), _) => Ok(()),
-        (Err(_), Some(error)) => Err(error),
-        (Err(error), None) => Err(error.into()),
-    }
+    saved.map(drop)
 }
 
 impl Weights for HfWeights {

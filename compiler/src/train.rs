@@ -2,16 +2,23 @@
 //!
 //! A [`Trainer`] holds one run: a runtime whose slots hold the parameters and the optimizer state.
 //! Parameters are made shard by shard, so no rank ever holds one that is not its own.
+//!
+//! Where every rank is a process, each has a trainer for its own, and all make the same calls in the
+//! same order. What needs another rank's part goes through the run's store.
 
 use crate::compile::Compiled;
 use crate::error::Error;
+use crate::launch;
 use crate::learning_rate::LearningRate;
 use crate::metrics::StepMetrics;
-use shardc_ir::{Bytes, HostTensor, TensorType};
+use shardc_ir::program::Slot;
+use shardc_ir::{Bytes, HostTensor, Program, TensorType};
 use shardc_models::Model;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
+use shardc_runtime::launch::World;
 use shardc_runtime::{Runtime, RuntimeError, Span, TimedStep, evaluate_part};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The name of the reading that is minimised.
@@ -49,24 +56,57 @@ pub struct TrainOptions {
     pub seed: u64,
 }
 
+/// How a runtime runs one step: measured or not.
+type RunStep<'a> =
+    &'a mut dyn FnMut(&mut dyn Runtime, &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>;
+
 /// One run of training.
 pub struct Trainer<'a> {
     compiled: &'a Compiled,
     runtime: Box<dyn Runtime>,
+    world: Arc<World>,
     options: TrainOptions,
     step: u64,
+    /// While rank 0 reads parts of other ranks: the keys' prefix, and how many it has asked for.
+    reading: Option<(String, u64)>,
 }
 
 impl<'a> Trainer<'a> {
-    /// Starts a runtime on the compiled programs and fills its parameters.
+    /// Fills the parameters of the runtime's ranks.
+    ///
+    /// # Errors
+    /// Weights that cannot be read; a runtime that refuses them.
     pub fn start(
         compiled: &'a Compiled,
         mut runtime: Box<dyn Runtime>,
+        world: Arc<World>,
         weights: &dyn Weights,
         options: TrainOptions,
     ) -> Result<Self, Error> {
+        world.at("loading its parameters");
         initialise(compiled, runtime.as_mut(), weights, options.seed)?;
-        Ok(Self { compiled, runtime, options, step: 0 })
+        Ok(Self { compiled, runtime, world, options, step: 0, reading: None })
+    }
+
+    /// What is trained.
+    pub fn compiled(&self) -> &'a Compiled {
+        self.compiled
+    }
+
+    /// The run that this process is part of.
+    pub fn world(&self) -> &Arc<World> {
+        &self.world
+    }
+
+    /// Whether all ranks go on to the next step: not if one of them was told to stop, or the launcher.
+    /// The same answer on all.
+    ///
+    /// # Errors
+    /// Another rank that failed.
+    pub fn goes_on(&self, stop: bool) -> Result<bool, Error> {
+        self.world.at(format!("the vote on step {}", self.step));
+        let stop = stop || self.world.is_asked_to_stop();
+        Ok(!if self.world.is_alone() { stop } else { self.world.any("stop", stop)? })
     }
 
     /// Runs the next step on a global batch: one tensor per input of the model.
@@ -77,18 +117,45 @@ impl<'a> Trainer<'a> {
     pub fn step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
         let mut run =
             |runtime: &mut dyn Runtime, batch: &_| Ok(TimedStep { readings: runtime.step(batch)?, spans: Vec::new() });
-        Ok(self.run(batch, &mut run)?.0)
+        Ok(self.report(batch, &mut run)?.0)
     }
 
-    /// Runs the next step as [`Trainer::step`] does, and measures every instruction of it, which takes time of its own.
+    /// Runs the next step as [`Trainer::step`] does, and measures every instruction of all ranks, which takes time of
+    /// its own.
+    ///
+    /// # Errors
+    /// As [`Trainer::step`].
     pub fn timed_step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<(StepMetrics, Vec<Span>), Error> {
-        self.run(batch, &mut |runtime, batch| runtime.timed_step(batch))
+        let (metrics, spans) = self.report(batch, &mut |runtime, batch| runtime.timed_step(batch))?;
+        let own = serde_json::to_vec(&spans).map_err(|error| Error::Bug(error.to_string()))?;
+        let mut all = Vec::new();
+        for spans in self.world.gather("spans", &own)? {
+            let spans: Vec<Span> = serde_json::from_slice(&spans).map_err(|error| Error::Bug(error.to_string()))?;
+            all.extend(spans);
+        }
+        Ok((metrics, all))
+    }
+
+    /// Runs the next step; should it fail, all ranks are told.
+    fn report(
+        &mut self,
+        batch: BTreeMap<String, HostTensor>,
+        run: RunStep<'_>,
+    ) -> Result<(StepMetrics, Vec<Span>), Error> {
+        let world = self.world.clone();
+        world.at(format!("step {}", self.step));
+        launch::reporting(&world, || {
+            if self.step == 0 {
+                launch::agree_on_batch(&world, &batch)?;
+            }
+            self.run(batch, run)
+        })
     }
 
     fn run(
         &mut self,
         mut batch: BTreeMap<String, HostTensor>,
-        run: &mut dyn FnMut(&mut dyn Runtime, &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>,
+        run: RunStep<'_>,
     ) -> Result<(StepMetrics, Vec<Span>), Error> {
         let rate = self.options.learning_rate.at(self.step);
         batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]));
@@ -116,28 +183,99 @@ impl<'a> Trainer<'a> {
         Ok((metrics, spans))
     }
 
-    /// What is trained.
-    pub fn compiled(&self) -> &'a Compiled {
-        self.compiled
+    /// Lets rank 0 do what needs [`Trainer::gather`], such as saving, while all other ranks hand over
+    /// the parts it asks for. `None` on those.
+    ///
+    /// # Errors
+    /// What `work` says; a rank that failed.
+    pub fn on_lead<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        if self.world.is_alone() {
+            return work(self).map(Some);
+        }
+        let world = self.world.clone();
+        let prefix = world.round("read");
+        world.at(format!("handing parameters over after step {}", self.step));
+        launch::reporting(&world, || {
+            if !world.is_lead() {
+                self.hand_over(&prefix)?;
+                world.barrier("read")?;
+                return Ok(None);
+            }
+            self.reading = Some((prefix.clone(), 0));
+            let done = work(self);
+            let asked = self.reading.take().map_or(0, |(_, asked)| asked);
+            // An empty name: nothing more is asked for.
+            world.set(&format!("{prefix}/{asked}"), &[])?;
+            let done = done?;
+            world.barrier("read")?;
+            world.remove(&format!("{prefix}/"))?;
+            Ok(Some(done))
+        })
     }
 
-    /// The whole of a parameter or an optimizer state (`NAME.m`, `NAME.v`), from the ranks' parts.
-    pub fn gather(&mut self, name: &str) -> Result<HostTensor, Error> {
-        let mut whole: Option<HostTensor> = None;
+    /// Hands over this rank's parts of what rank 0 asks for, until it asks no more.
+    fn hand_over(&mut self, prefix: &str) -> Result<(), Error> {
+        for asked in 0u64.. {
+            let key = format!("{prefix}/{asked}");
+            let name = String::from_utf8_lossy(&self.world.get(&key, false)?).into_owned();
+            if name.is_empty() {
+                break;
+            }
+            for (rank, _) in self.holders(&name)? {
+                if self.runtime.ranks().contains(&rank) {
+                    let part = self.runtime.read_slot(rank, &name)?;
+                    self.world.set(&format!("{key}/{rank}"), &part.bytes)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranks whose parts make the whole of a slot, each with its part.
+    fn holders(&self, name: &str) -> Result<Vec<(u64, &'a Slot)>, Error> {
+        let mut holders: Vec<(u64, &'a Slot)> = Vec::new();
         for program in self.compiled.programs()? {
             let slot = program.slots.iter().find(|slot| slot.name == name);
             let slot = slot.ok_or_else(|| Error::Bug(format!("rank {} has no slot `{name}`", program.rank)))?;
-            let part = self.runtime.read_slot(program.rank, name)?;
-            let whole = whole.get_or_insert_with(|| HostTensor::zeros(slot.ty.clone()));
-            whole.set_part(&slot.slice, &part);
-            if slot.slice.iter().zip(&slot.ty.shape).all(|((_, length), size)| length == size) {
-                break;
+            if !holders.iter().any(|(_, known)| known.slice == slot.slice) {
+                holders.push((program.rank, slot));
             }
+        }
+        Ok(holders)
+    }
+
+    /// The whole of a parameter or an optimizer state (`NAME.m`, `NAME.v`), from the ranks' parts.
+    /// Where every rank is a process, only within [`Trainer::on_lead`].
+    ///
+    /// # Errors
+    /// A name that no rank has; parts of another process outside of [`Trainer::on_lead`].
+    pub fn gather(&mut self, name: &str) -> Result<HostTensor, Error> {
+        let key = self.reading.as_mut().map(|(prefix, asked)| {
+            *asked += 1;
+            format!("{prefix}/{}", *asked - 1)
+        });
+        let holders = self.holders(name)?;
+        if let Some(key) = &key {
+            self.world.set(key, name.as_bytes())?;
+        }
+        let mut whole: Option<HostTensor> = None;
+        for (rank, slot) in holders {
+            let part = if self.runtime.ranks().contains(&rank) {
+                self.runtime.read_slot(rank, name)?
+            } else if let Some(key) = &key {
+                let shape = slot.slice.iter().map(|(_, length)| *length);
+                let ty = TensorType::new(slot.ty.dtype, shape.collect::<Vec<_>>());
+                HostTensor { ty, bytes: self.world.get(&format!("{key}/{rank}"), true)? }
+            } else {
+                let message = format!("a part of `{name}` is in the process of rank {rank}");
+                return Err(Error::request(message, "gather within Trainer::on_lead, which all ranks call"));
+            };
+            whole.get_or_insert_with(|| HostTensor::zeros(slot.ty.clone())).set_part(&slot.slice, &part);
         }
         whole.ok_or_else(|| Error::Bug("there are no programs".into()))
     }
 
-    /// Every parameter, whole, one after the other.
+    /// Every parameter, whole, one after the other; as [`Trainer::gather`].
     pub fn parameters(&mut self) -> Result<BTreeMap<String, HostTensor>, Error> {
         let slots = self.compiled.programs()?.first().map(|program| program.slots.as_slice()).unwrap_or_default();
         let names: Vec<String> = slots.iter().filter(|slot| slot.is_parameter).map(|slot| slot.name.clone()).collect();
@@ -150,13 +288,15 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Fills every rank's parameters. Ranks that hold the same part share its making.
+/// Fills the parameters of the runtime's ranks. Ranks that hold the same part share its making.
 fn initialise(compiled: &Compiled, runtime: &mut dyn Runtime, weights: &dyn Weights, seed: u64) -> Result<(), Error> {
-    let programs = compiled.programs()?;
+    let here = runtime.ranks();
+    let programs = compiled.programs()?.iter().filter(|program| here.contains(&program.rank));
+    let programs: Vec<&Program> = programs.collect();
     let slots = programs.first().map(|program| program.slots.len()).unwrap_or_default();
     for index in 0..slots {
         let mut made: Vec<(&[(u64, u64)], HostTensor)> = Vec::new();
-        for program in programs {
+        for program in &programs {
             let slot = &program.slots[index];
             if !slot.is_parameter {
                 continue;

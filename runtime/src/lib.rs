@@ -4,13 +4,14 @@
 //!   in shared memory. Any plan for N devices runs on any machine. [`interpret`] runs a whole
 //!   graph on one device without a plan: what every plan must agree with.
 //!
-//! * [`cuda`]: every rank is a GPU of this machine, driven by a thread of this process.
+//! * [`cuda`]: every rank is a GPU, driven by a process of its own.
 //!
-//! Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
+//! [`launch`] is what makes one run of several processes. Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
 //! graphs and programs.
 
 pub mod cpu;
 pub mod cuda;
+pub mod launch;
 pub mod mapped;
 pub mod probe;
 pub mod random;
@@ -28,15 +29,18 @@ use std::collections::BTreeMap;
 /// Readings of a step, by name.
 pub type Readings = BTreeMap<String, f64>;
 
-/// All ranks of one run that this process drives.
+/// The ranks of one run that this process drives: all of them, or those of its GPUs.
 pub trait Runtime {
+    /// The ranks that this process drives.
+    fn ranks(&self) -> Vec<u64>;
+
     /// Writes a rank's part of a slot (a parameter or an optimizer state).
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError>;
 
     /// Reads a rank's part of a slot.
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError>;
 
-    /// Runs one step on all ranks. `feeds` holds every input whole, by name; the readings (`loss`,
+    /// Runs one step on the ranks of this process, together with all others. `feeds` holds every input whole, by name; the readings (`loss`,
     /// `grad_norm`) come back as they are, finite or not.
     fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError>;
 

@@ -1,5 +1,6 @@
 //! Measured time of a step's instructions.
 
+use serde::{Deserialize, Serialize};
 use shardc_ir::SectionId;
 use shardc_ir::program::Stream;
 
@@ -7,7 +8,7 @@ use shardc_ir::program::Stream;
 ///
 /// On a GPU the times are those of events around the instruction's kernels, so a span holds the time from the
 /// moment at which the stream came to it; on CPU ranks they are the clock's.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     /// The rank.
     pub rank: u64,

@@ -1,8 +1,40 @@
 //! What goes to stderr: logs and the final error.
 
 use shardc::Error;
-use std::io::IsTerminal;
+use shardc_runtime::launch::Place;
+use std::io::{IsTerminal, Write};
 use tracing_subscriber::EnvFilter;
+
+/// Stderr, with the rank before each line where another launcher than shardc's, which does so itself,
+/// started this process.
+#[derive(Clone)]
+struct Stderr {
+    prefix: String,
+}
+
+impl Stderr {
+    fn new() -> Self {
+        let place = Place::from_env().ok().flatten().filter(|place| !place.is_ours && place.rank > 0);
+        Self { prefix: place.map(|place| format!("[rank {}] ", place.rank)).unwrap_or_default() }
+    }
+}
+
+impl Write for Stderr {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        // A line in one piece: other ranks write to the same terminal.
+        let mut text = Vec::with_capacity(self.prefix.len() + bytes.len());
+        for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+            text.extend(self.prefix.as_bytes());
+            text.extend(line);
+        }
+        std::io::stderr().write_all(&text)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        std::io::stderr().flush()
+    }
+}
 
 /// Starts logging to stderr; `RUST_LOG` overrides the number of `-v`.
 pub fn start(verbose: u8) {
@@ -13,9 +45,10 @@ pub fn start(verbose: u8) {
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     let ansi = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let stderr = Stderr::new();
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(move || stderr.clone())
         .with_ansi(ansi)
         .without_time()
         .init();
@@ -53,8 +86,7 @@ pub fn report(error: &Error) {
             return;
         }
     }
-    eprintln!("error: {error}");
-    if let Some(fix) = error.fix() {
-        eprintln!("help: {fix}");
-    }
+    let help = error.fix().map(|fix| format!("help: {fix}\n")).unwrap_or_default();
+    // Nobody is left to tell should stderr be closed.
+    let _ = Stderr::new().write_all(format!("error: {error}\n{help}").as_bytes());
 }

@@ -7,8 +7,9 @@ use serde_json::json;
 use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
-use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer};
+use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
 use shardc_runtime::Span;
+use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -31,51 +32,114 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         return Err(Error::request(message, format!("ask for --steps {steps} or less")));
     }
     if let Some(dir) = &args.save {
-        // A directory that cannot be made is told before the run, not after it.
+        // What cannot be written is told before the run, not after it.
         std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
     }
-    let mut metrics = args.metrics.as_deref().map(MetricsFile::create).transpose()?;
-    if !json {
+    if let (Some(path), true) = (&args.metrics, launch::is_lead()) {
+        MetricsFile::create(path)?;
+    }
+    if !json && launch::is_lead() {
         eprintln!("{}", shardc::report::plan_text(compiled.plan()));
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
-    let mut trainer = compiled.start(weights.as_ref(), options)?;
     let stop = interrupt();
-    let bar = progress(args.steps);
-    let mut steps: Vec<StepMetrics> = Vec::new();
-    let mut failed = None;
-    let mut spans = Vec::new();
-    while (steps.len() as u64) < args.steps && !stop.load(Ordering::Relaxed) {
-        let batch = data.batch(steps.len() as u64, inputs)?;
-        let is_last = steps.len() as u64 + 1 == args.steps;
-        let outcome = match is_last && (args.profile || args.timeline.is_some()) {
-            true => trainer.timed_step(batch),
-            false => trainer.step(batch).map(|step| (step, Vec::new())),
-        };
-        match outcome {
-            Ok((step, measured)) => {
-                spans = measured;
-                show(&bar, &step, args.steps);
-                if let Some(file) = &mut metrics {
-                    file.write(&step)?;
-                }
-                steps.push(step);
-            }
-            Err(error) => {
-                failed = Some(error);
+    if compiled.needs_launch()? {
+        return compiled.launch(&stop);
+    }
+    let mut trainer = compiled.start(weights.as_ref(), options)?;
+    let world = trainer.world().clone();
+    let trained = launch::reporting(&world, || {
+        let mut run = Run::new(args, world.is_lead())?;
+        let outcome = run.steps(&mut trainer, &data, &stop);
+        if world.is_lead() {
+            run.bar.finish_and_clear();
+            summarize(&compiled, &run, json);
+            run.show_spans(args, &compiled, json)?;
+        }
+        outcome?;
+        let Some(dir) = &args.save else { return Ok(()) };
+        model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
+        if world.is_lead() {
+            print(&format!("saved to {}\n", dir.display()));
+        }
+        Ok(())
+    });
+    match trained {
+        // The launcher has been told, and says it for all ranks.
+        Err(error) if world.place().is_ours && world.failure().is_some() => {
+            std::process::exit(error.exit_code().into())
+        }
+        outcome => outcome,
+    }
+}
+
+/// The steps of one run, as they are shown and written down. Only rank 0 shows and writes.
+struct Run {
+    asked: u64,
+    /// Whether the last step is measured.
+    is_timed: bool,
+    spans: Vec<Span>,
+    bar: ProgressBar,
+    metrics: Option<MetricsFile>,
+    is_lead: bool,
+    steps: Vec<StepMetrics>,
+    is_stopped: bool,
+}
+
+impl Run {
+    fn new(args: &TrainArgs, is_lead: bool) -> Result<Self, Error> {
+        let metrics = args.metrics.as_deref().filter(|_| is_lead).map(MetricsFile::create).transpose()?;
+        let bar = progress(args.steps);
+        let is_timed = args.profile || args.timeline.is_some();
+        let (asked, spans, steps) = (args.steps, Vec::new(), Vec::new());
+        Ok(Self { asked, is_timed, spans, bar, metrics, is_lead, steps, is_stopped: false })
+    }
+
+    /// Runs the steps that were asked for, or until all ranks agree to stop.
+    fn steps(&mut self, trainer: &mut Trainer<'_>, data: &Data, stop: &AtomicBool) -> Result<(), Error> {
+        while (self.steps.len() as u64) < self.asked {
+            if !trainer.goes_on(stop.load(Ordering::Relaxed))? {
+                self.is_stopped = true;
                 break;
             }
+            let batch = data.batch(self.steps.len() as u64, &trainer.compiled().model.inputs)?;
+            let is_last = self.steps.len() as u64 + 1 == self.asked;
+            let (step, spans) = match is_last && self.is_timed {
+                true => trainer.timed_step(batch)?,
+                false => (trainer.step(batch)?, Vec::new()),
+            };
+            self.spans = spans;
+            if self.is_lead {
+                show(&self.bar, &step, self.asked);
+            }
+            if let Some(file) = &mut self.metrics {
+                file.write(&step)?;
+            }
+            self.steps.push(step);
         }
+        Ok(())
     }
-    bar.finish_and_clear();
-    summarize(&compiled, &steps, args.steps, stop.load(Ordering::Relaxed), json);
-    if !spans.is_empty() {
-        show_spans(args, &compiled, &spans, json)?;
-    }
-    match failed {
-        Some(error) => Err(error),
-        None => save(args, &model, &mut trainer),
+
+    /// What was measured of the last step: a file, a table, or both.
+    fn show_spans(&self, args: &TrainArgs, compiled: &Compiled, json: bool) -> Result<(), Error> {
+        if self.spans.is_empty() {
+            return Ok(());
+        }
+        let (spans, programs) = (&self.spans, compiled.programs()?);
+        if let Some(path) = &args.timeline {
+            let events = profile::trace_events(programs, spans).to_string();
+            std::fs::write(path, events).map_err(|source| Error::Io { path: path.clone(), source })?;
+        }
+        if let (true, Some(program)) = (args.profile, programs.first()) {
+            let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
+            let profile = Profile::new(program, spans, &cluster.device);
+            match json {
+                true => print_json(&json!({ "profile": profile })),
+                false => print(&format!("\n{}", profile.text(OPERATIONS))),
+            }
+        }
+        Ok(())
     }
 }
 
@@ -153,7 +217,10 @@ fn interrupt() -> Arc<AtomicBool> {
         if flag.swap(true, Ordering::Relaxed) {
             std::process::exit(130);
         }
-        eprintln!("\nstopping at the end of this step; once more to stop at once");
+        // The launcher says it for its ranks.
+        if !matches!(Place::from_env(), Ok(Some(place)) if place.is_ours || place.rank > 0) {
+            eprintln!("\nstopping at the end of this step; once more to stop at once");
+        }
     });
     if let Err(error) = set {
         tracing::warn!("Ctrl-C will stop without a summary: {error}");
@@ -185,7 +252,8 @@ fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
 }
 
 /// What the run did, measured beside predicted.
-fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bool, json: bool) {
+fn summarize(compiled: &Compiled, run: &Run, json: bool) {
+    let (steps, asked, stopped) = (run.steps.as_slice(), run.asked, run.is_stopped);
     let prediction = &compiled.plan().prediction;
     let timed = if steps.len() > WARM { &steps[WARM..] } else { steps };
     let mut times: Vec<f64> = timed.iter().map(|step| step.step_s).collect();
@@ -224,29 +292,4 @@ fn summarize(compiled: &Compiled, steps: &[StepMetrics], asked: u64, stopped: bo
     row("tokens/s", format!("{tokens_per_s:.0}"), format!("{predicted_rate:.0}"));
     row("MFU", format!("{:.1}%", mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
     row("peak memory", shardc_ir::Bytes(peak).to_string(), prediction.memory.total().to_string());
-}
-
-/// What was measured of the last step: a file, a table, or both.
-fn show_spans(args: &TrainArgs, compiled: &Compiled, spans: &[Span], json: bool) -> Result<(), Error> {
-    let programs = compiled.programs()?;
-    if let Some(path) = &args.timeline {
-        let events = profile::trace_events(programs, spans).to_string();
-        std::fs::write(path, events).map_err(|source| Error::Io { path: path.clone(), source })?;
-    }
-    if let (true, Some(program)) = (args.profile, programs.first()) {
-        let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
-        let profile = Profile::new(program, spans, &cluster.device);
-        match json {
-            true => print_json(&json!({ "profile": profile })),
-            false => print(&format!("\n{}", profile.text(OPERATIONS))),
-        }
-    }
-    Ok(())
-}
-
-fn save(args: &TrainArgs, model: &NamedModel, trainer: &mut Trainer<'_>) -> Result<(), Error> {
-    let Some(dir) = &args.save else { return Ok(()) };
-    model.save(dir, trainer, args.tokenizer.as_deref())?;
-    print(&format!("saved to {}\n", dir.display()));
-    Ok(())
 }

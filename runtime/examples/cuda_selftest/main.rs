@@ -14,9 +14,16 @@ use shardc_ir::ops::*;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Slot, Stream};
 use shardc_ir::{BufferId, Bytes, DType, HostTensor, Op, Program, Target, TensorType};
+use shardc_runtime::launch::World;
 use shardc_runtime::{CudaRuntime, CudaTarget, Runtime, compute_op};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
+
+/// All ranks are of this process.
+fn alone() -> Arc<World> {
+    Arc::new(World::alone())
+}
 
 /// An operation on local types.
 #[derive(Clone)]
@@ -153,7 +160,7 @@ fn collectives(ranks: u64) -> Result<(), String> {
         program
     };
     let devices: Vec<usize> = (0..ranks as usize).collect();
-    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices).map_err(message)?;
+    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices, alone()).map_err(message)?;
     // Small whole numbers, which bf16 sums exactly.
     let value = |rank: u64, at: u64| ((rank + 1) * (at % 7)) as f32;
     for rank in 0..ranks {
@@ -230,7 +237,7 @@ fn accumulation(ranks: u64) -> Result<(), String> {
         program
     };
     let devices: Vec<usize> = (0..ranks as usize).collect();
-    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices).map_err(message)?;
+    let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices, alone()).map_err(message)?;
     for step in 1..=3 {
         let values: Vec<f32> = (0..rows * columns).map(|at| (at * step) as f32).collect();
         let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([rows, columns], &values))]);
@@ -377,7 +384,7 @@ fn difference(actual: &HostTensor, expected: &HostTensor) -> f64 {
 
 /// Runs cases in one program; per case the largest difference.
 fn differences(cases: &[Case], all: &[Vec<HostTensor>]) -> Result<Vec<f64>, String> {
-    let mut runtime = CudaRuntime::new(vec![program(cases, 1)], &[0]).map_err(|error| error.to_string())?;
+    let mut runtime = CudaRuntime::new(vec![program(cases, 1)], &[0], alone()).map_err(|error| error.to_string())?;
     for (index, operands) in all.iter().enumerate() {
         for (number, operand) in operands.iter().enumerate() {
             runtime.write_slot(0, &format!("{index}.in{number}"), operand).map_err(|error| error.to_string())?;
@@ -427,7 +434,7 @@ fn correct(cases: &[Case]) -> usize {
 
 fn speed(case: &Case) {
     let measure = |runs: usize| {
-        let mut runtime = CudaRuntime::new(vec![program(std::slice::from_ref(case), runs)], &[0])
+        let mut runtime = CudaRuntime::new(vec![program(std::slice::from_ref(case), runs)], &[0], alone())
             .map_err(|error| error.to_string())?;
         for (number, ty) in case.operands.iter().enumerate().filter(|(_, ty)| ty.elements() < 1 << 26) {
             let operand = tensor(ty, number as u64 + 1, 1000);

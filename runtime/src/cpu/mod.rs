@@ -117,6 +117,10 @@ impl CpuRuntime {
 }
 
 impl Runtime for CpuRuntime {
+    fn ranks(&self) -> Vec<u64> {
+        self.ranks.iter().map(|rank| rank.program.rank).collect()
+    }
+
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
         let (index, slot) = self.slot(rank, name)?;
         let buffer = slot.buffer;

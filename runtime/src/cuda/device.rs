@@ -13,6 +13,7 @@ use shardc_ir::program::Stream;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU32;
 
 /// What went wrong on a device, in words; the caller says which rank and instruction.
 pub type Failure = String;
@@ -93,6 +94,13 @@ fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
 pub fn device_count() -> Result<usize, Failure> {
     result::init().map_err(says("the CUDA driver does not start"))?;
     result::device::get_count().map(|count| count as usize).map_err(says("cannot count the GPUs"))
+}
+
+/// A GPU's own number, which no other GPU has.
+pub fn identity(ordinal: usize) -> Result<String, Failure> {
+    let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
+    let uuid = result::device::get_uuid(device).map_err(says("GPU number"))?;
+    Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
 }
 
 /// The architecture of a GPU in NVRTC's notation.
@@ -187,6 +195,31 @@ impl Device {
             self.pinned.push(at);
             Ok(at as u64)
         }
+    }
+
+    /// A word of host memory that the device can write, at the address that the device knows it by.
+    /// It lives as long as the process, so that it can be read whatever becomes of the device.
+    pub fn host_word(&self) -> Result<(&'static AtomicU32, u64), Failure> {
+        // The driver locks whole pages, each of which may be locked once.
+        #[repr(align(4096))]
+        struct Page(AtomicU32);
+        let page: &'static Page = Box::leak(Box::new(Page(AtomicU32::new(0))));
+        let start = std::ptr::from_ref(page).cast::<c_void>().cast_mut();
+        let (flags, mut at) = (sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE, 0);
+        // SAFETY: the page is never freed, and only ever read and written as an atomic word.
+        unsafe {
+            let locked = sys::cuMemHostRegister_v2(start, size_of::<Page>(), flags).result();
+            locked.map_err(says("cannot lock host memory"))?;
+            let known = sys::cuMemHostGetDevicePointer_v2(&mut at, start, 0).result();
+            known.map_err(says("the device does not know host memory"))?;
+        }
+        Ok((&page.0, at))
+    }
+
+    /// Enqueues the writing of a word of [`Device::host_word`].
+    pub fn write_word(&self, to: u64, value: u32, stream: Stream) -> Result<(), Failure> {
+        // SAFETY: the address is that of a word which lives as long as the process.
+        unsafe { sys::cuStreamWriteValue32_v2(self.stream(stream), to, value, 0).result() }.map_err(says("progress"))
     }
 
     /// Copies host bytes to an address of the device, and waits.

@@ -11,13 +11,13 @@ use super::gemm::{Blas, ReadyGemm};
 use super::kernel::Arg;
 use super::nccl::{Collective, Communicator, Part};
 use super::select::{Selection, Step, select_action};
+use super::trail::Trail;
 use crate::Span;
 use cudarc::driver::sys::CUevent;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Run, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};
 use std::collections::{BTreeMap, HashMap};
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -95,7 +95,7 @@ struct Ready {
     stream: Stream,
     waits: Vec<CUevent>,
     mark: Option<CUevent>,
-    text: String,
+    text: Arc<str>,
 }
 
 /// Events around the instructions of a measured step.
@@ -116,12 +116,14 @@ pub struct Rank {
     libraries: Libraries,
     device: Device,
     arenas: HashMap<Space, u64>,
-    communicators: HashMap<usize, Rc<Communicator>>,
+    communicators: HashMap<usize, Arc<Communicator>>,
     /// Per input and microbatch, page-locked memory.
     staging: Vec<Vec<u64>>,
     readings: Vec<u64>,
     ends: Vec<(Stream, CUevent)>,
     clock: Clock,
+    /// What the streams stand at.
+    pub trail: Arc<Trail>,
 }
 
 /// The libraries, opened for this rank's device.
@@ -159,7 +161,7 @@ impl Rank {
         program: Arc<Program>,
         chosen: &Chosen,
         mut device: Device,
-        communicators: HashMap<usize, Rc<Communicator>>,
+        communicators: HashMap<usize, Arc<Communicator>>,
     ) -> Result<Self, Failure> {
         let mut libraries = Libraries { blas: Blas::new()?, cudnn: Cudnn::default() };
         let mut arenas = HashMap::new();
@@ -186,7 +188,7 @@ impl Rank {
                     .map_err(|error| format!("{text}: {error}"))?;
                 let waits = instruction.after.iter().map(|before| events[before]).collect();
                 let mark = events.get(&index).copied();
-                ready.push(Ready { commands, stream: instruction.stream, waits, mark, text });
+                ready.push(Ready { commands, stream: instruction.stream, waits, mark, text: text.into() });
             }
             sections.push(ready);
         }
@@ -209,7 +211,9 @@ impl Rank {
         let ends = streams.into_iter().map(|stream| Ok((stream, device.event()?)));
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
         let clock = Clock::default();
-        let rank = Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends, clock };
+        let trail = Arc::new(Trail::new(&device, collectives(&program, &sections, &communicators))?);
+        let rank =
+            Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends, clock, trail };
         rank.initialise()?;
         Ok(rank)
     }
@@ -293,6 +297,7 @@ impl Rank {
                 self.device.write_pinned(*place, &tensor.part(slice).bytes);
             }
         }
+        self.trail.begin();
         let program = self.program.clone();
         for (index, run) in program.order.iter().enumerate() {
             if index > 0 {
@@ -361,7 +366,10 @@ impl Rank {
                 Command::Gemm(gemm) => self.libraries.blas.launch(gemm, self.device.stream(stream))?,
                 Command::Fused(bound) => self.libraries.cudnn.launch(bound, self.device.stream(stream))?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
-                    Some(group) => group.run(*collective, parts, self.device.stream(stream))?,
+                    Some(group) => {
+                        group.run(*collective, parts, self.device.stream(stream))?;
+                        self.trail.mark(&self.device, stream)?;
+                    }
                     // A group of one: what is sent is what is received.
                     None => parts.iter().try_for_each(|part| {
                         self.device.copy(part.to, part.from, part.sent * part.dtype.size(), stream)
@@ -394,13 +402,36 @@ impl Rank {
                 let fault = self.communicators.values().find_map(|group| group.fault().err());
                 if stop.load(Ordering::Relaxed) || fault.is_some() {
                     self.communicators.values().for_each(|group| group.abort());
-                    return Err(fault.unwrap_or_else(|| "another rank failed".to_string()));
+                    return Err(fault.unwrap_or_else(|| OTHER_FAILED.to_string()));
                 }
             }
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
         Ok(())
     }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // Before the device goes, and without waiting for ranks that may be gone.
+        self.communicators.values().for_each(|group| group.abort());
+    }
+}
+
+/// The collectives of a step between several ranks, in the order of issue.
+fn collectives<'a>(
+    program: &'a Program,
+    sections: &'a [Vec<Ready>],
+    communicators: &'a HashMap<usize, Arc<Communicator>>,
+) -> impl Iterator<Item = (Stream, u64, Arc<str>)> {
+    let runs =
+        program.order.iter().flat_map(|run| sections[section_index(run.section)].iter().map(move |ready| (run, ready)));
+    runs.flat_map(|(run, ready)| {
+        let is_met = |command: &&Command| {
+            matches!(command, Command::Collective { group, .. } if communicators.contains_key(group))
+        };
+        ready.commands.iter().filter(is_met).map(|_| (ready.stream, run.microbatch, ready.text.clone()))
+    })
 }
 
 fn section_index(id: SectionId) -> usize {
@@ -414,11 +445,12 @@ fn action_name(action: &Action) -> String {
     }
 }
 
-/// What an instruction is called in an error.
+/// What an instruction is called in an error; of many operands, the first few.
 fn describe(program: &Program, section: &str, index: usize, instruction: &Instruction) -> String {
     let list = |ids: &[BufferId]| {
-        let each = ids.iter().map(|id| format!("{id}: {}", program.buffers[*id].ty));
-        each.collect::<Vec<_>>().join(", ")
+        let each = ids.iter().take(LISTED).map(|id| format!("{id}: {}", program.buffers[*id].ty));
+        let more = if ids.len() > LISTED { format!(", {} more", ids.len() - LISTED) } else { String::new() };
+        each.collect::<Vec<_>>().join(", ") + &more
     };
     let name = action_name(&instruction.action);
     format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
@@ -472,6 +504,12 @@ fn commands(
         }
     }
 }
+
+/// The operands that a message lists.
+const LISTED: usize = 4;
+
+/// What a rank says that ended only because another had.
+pub const OTHER_FAILED: &str = "another rank failed";
 
 /// The communicator of all ranks, for messages between two.
 pub const WORLD: usize = usize::MAX;

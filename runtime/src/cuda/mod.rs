@@ -1,9 +1,12 @@
-//! The CUDA backend: one host thread per GPU, kernels from CubeCL, matrix products by cuBLASLt,
-//! collectives by NCCL.
+//! The CUDA backend: kernels from CubeCL, matrix products by cuBLASLt, collectives by NCCL.
+//!
+//! A process drives one GPU (or several, each by a thread); what ranks of different processes need
+//! of each other they get through the run's [`World`].
 //!
 //! * [`kernels`] are CubeCL functions; [`kernel`] turns them into CUDA C++ without a device.
 //! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
+//! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
 //! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
@@ -22,11 +25,15 @@ pub mod select;
 mod target;
 #[cfg(test)]
 mod tests;
+mod trail;
 #[cfg(all(test, feature = "vulkan"))]
 mod vulkan_tests;
+mod watch;
 
+pub use device::identity;
 pub use target::CudaTarget;
 
+use crate::launch::{LaunchError, World};
 use crate::{Readings, Runtime, RuntimeError, Span, TimedStep};
 use device::{Device, Failure};
 use executor::{Chosen, Rank, WORLD};
@@ -34,14 +41,15 @@ use nccl::{Communicator, Meeting};
 use shardc_ir::program::{Action, Slot};
 use shardc_ir::{BufferId, Bytes, DType, HostTensor, Program};
 use std::collections::{BTreeMap, HashMap};
-use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
+use std::time::Duration;
+use watch::{Watch, Watched};
 
 /// Why the CUDA backend cannot start.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum CudaError {
     /// A library that the loader does not find.
     #[error("{library} is missing: {fix}")]
@@ -70,6 +78,9 @@ pub enum CudaError {
         /// Which, and why.
         message: String,
     },
+    /// The other ranks cannot be met, or one of them failed.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
     /// A device refused while a program was loaded.
     #[error("rank {rank} on GPU {device}: {message}")]
     Load {
@@ -82,13 +93,14 @@ pub enum CudaError {
     },
 }
 
-/// Checks that the libraries are there and there are enough GPUs. Nothing else of the backend may
-/// be called before: cudarc ends the process where a library is missing.
+/// Checks that the libraries are there and there are enough GPUs for the ranks of this process, some
+/// of `ranks` in all. Nothing else of the backend may be called before: cudarc ends the process where
+/// a library is missing.
 ///
 /// # Errors
 /// The first thing that is missing, and how to get it.
 #[expect(unsafe_code, reason = "asks the loader for libraries")]
-pub fn require(devices: &[usize]) -> Result<(), CudaError> {
+pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
     // SAFETY: looking for a library runs only its initialisers.
     let present = unsafe {
         [
@@ -116,7 +128,7 @@ pub fn require(devices: &[usize]) -> Result<(), CudaError> {
                  CUDA_PATH to the folder that holds `include`",
             ),
             (
-                devices.len() < 2 || cudarc::nccl::sys::is_culib_present(),
+                ranks < 2 || cudarc::nccl::sys::is_culib_present(),
                 "NCCL (libnccl.so)",
                 "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its libnccl.so.2) and \
                  put it on LD_LIBRARY_PATH",
@@ -166,45 +178,59 @@ impl Drop for Worker {
     }
 }
 
-/// All ranks of a run on the GPUs of this machine.
+/// The ranks of a run that this process drives, each on a GPU of this host.
 pub struct CudaRuntime {
     workers: Vec<Worker>,
-    stop: Arc<AtomicBool>,
+    world: Arc<World>,
+    watched: Arc<watch::Shared>,
     bytes: Bytes,
+    _watch: Watch,
+}
+
+impl Drop for CudaRuntime {
+    fn drop(&mut self) {
+        self.world.set_probe(None);
+    }
 }
 
 /// What every rank's thread needs to start.
 struct Shared {
     binaries: HashMap<String, device::Binary>,
-    meetings: BTreeMap<Vec<u64>, Meeting>,
-    stop: Arc<AtomicBool>,
+    meetings: BTreeMap<Vec<u64>, Vec<u8>>,
+    has_messages: bool,
+    watched: Arc<watch::Shared>,
     started: Barrier,
 }
 
 impl CudaRuntime {
-    /// Loads `programs[i]` as rank `i` on GPU `devices[i]`: compiles kernels, takes memory, makes
-    /// communicators. Parameters are zero until they are written.
+    /// Loads `programs[i]` on GPU `devices[i]`: compiles kernels, takes memory, makes communicators.
+    /// Parameters are zero until they are written. The programs are those of the ranks that this
+    /// process drives; all other ranks are reached through `world`, and make this call too.
     ///
     /// # Errors
     /// See [`CudaError`].
-    pub fn new(programs: Vec<Program>, devices: &[usize]) -> Result<Self, CudaError> {
+    pub fn new(programs: Vec<Program>, devices: &[usize], world: Arc<World>) -> Result<Self, CudaError> {
         if programs.len() != devices.len() {
             let message = format!("{} programs for {} GPUs", programs.len(), devices.len());
             return Err(CudaError::Unsupported { rank: 0, message });
         }
-        require(devices)?;
+        require(devices, programs.first().map_or(1, |program| program.ranks))?;
         let programs: Vec<Arc<Program>> = programs.into_iter().map(Arc::new).collect();
         let mut chosen = Vec::new();
         for program in &programs {
             let choice = executor::choose(program);
             chosen.push(choice.map_err(|message| CudaError::Unsupported { rank: program.rank, message })?);
         }
-        let load = |message| CudaError::Load { rank: 0, device: devices[0], message };
+        let load = |message| CudaError::Load { rank: world.rank(), device: devices[0], message };
         let binaries = compile_all(&chosen, devices[0]).map_err(load)?;
-        let meetings = meetings(&programs).map_err(load)?;
-        let stop = Arc::new(AtomicBool::new(false));
+        let has_messages = world.any("messages", programs.iter().any(|program| has_messages(program)))?;
+        let meetings = meetings(&programs, has_messages, &world).map_err(|error| match error {
+            MeetingError::Nccl(message) => load(message),
+            MeetingError::World(error) => error.into(),
+        })?;
+        let watched = Arc::new(watch::Shared::default());
         let started = Barrier::new(programs.len());
-        let shared = Arc::new(Shared { binaries, meetings, stop: stop.clone(), started });
+        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: watched.clone(), started });
         let mut workers = Vec::new();
         for ((program, choice), ordinal) in programs.into_iter().zip(chosen).zip(devices.iter().copied()) {
             workers.push(spawn(program, choice, ordinal, shared.clone()));
@@ -218,18 +244,21 @@ impl CudaRuntime {
                     bytes = bytes.max(Bytes(taken));
                 }
                 Ok(Answer::Bytes(Err(message))) => {
-                    stop.store(true, Ordering::Relaxed);
+                    watched.stop.store(true, Ordering::Relaxed);
                     return Err(load(message));
                 }
                 _ => return Err(load("its thread ended".to_string())),
             }
         }
-        Ok(Self { workers, stop, bytes })
+        let probed = watched.clone();
+        world.set_probe(Some(Box::new(move || probed.text())));
+        let _watch = Watch::new(watched.clone(), world.clone());
+        Ok(Self { workers, world, watched, bytes, _watch })
     }
 
     fn worker(&self, rank: u64) -> Result<&Worker, RuntimeError> {
         let unknown = || RuntimeError::Unknown { what: "rank", name: rank.to_string() };
-        self.workers.get(rank as usize).ok_or_else(unknown)
+        self.workers.iter().find(|worker| worker.program.rank == rank).ok_or_else(unknown)
     }
 
     fn slot(&self, rank: u64, name: &str) -> Result<&Slot, RuntimeError> {
@@ -246,6 +275,22 @@ impl CudaRuntime {
         worker.answers.recv().map_err(|_| gone())
     }
 
+    /// Why a step failed: what this process's rank says, unless it is a symptom of what happened to
+    /// another.
+    fn cause(&self, rank: u64, message: Failure) -> RuntimeError {
+        if let Some((rank, message)) = self.watched.reason().filter(|_| self.world.failure().is_none()) {
+            return failed(rank, message);
+        }
+        match self.world.failure_within(SYMPTOM) {
+            Some(failure) if failure.rank != rank => {
+                let at = if failure.at.is_empty() { failure.who } else { format!("{} ({})", failure.at, failure.who) };
+                RuntimeError::Rank { rank: failure.rank, at, message: failure.message }
+            }
+            Some(failure) => failed(rank, failure.message),
+            None => failed(rank, message),
+        }
+    }
+
     fn check_feeds(&self, feeds: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
         for feed in self.workers.iter().flat_map(|worker| &worker.program.inputs) {
             let missing = || RuntimeError::Missing { name: feed.name.clone() };
@@ -258,33 +303,35 @@ impl CudaRuntime {
         Ok(())
     }
 
-    /// Runs a step on all ranks.
+    /// Runs a step on this process's ranks.
     fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
         self.check_feeds(feeds)?;
         let feeds = Arc::new(feeds.clone());
-        for (rank, worker) in (0..).zip(&self.workers) {
-            let requests = worker.requests.as_ref().ok_or_else(|| failed(rank, "its thread ended".to_string()))?;
-            let sent = requests.send(Request::Step(feeds.clone(), is_timed));
-            sent.map_err(|_| failed(rank, "its thread ended".to_string()))?;
+        self.watched.set_step(true);
+        for worker in &self.workers {
+            let gone = || failed(worker.program.rank, "its thread ended".to_string());
+            let requests = worker.requests.as_ref().ok_or_else(gone)?;
+            requests.send(Request::Step(feeds.clone(), is_timed)).map_err(|_| gone())?;
         }
         let (mut first, mut errors, mut spans) = (None, Vec::new(), Vec::new());
-        for (rank, worker) in (0..).zip(&self.workers) {
+        for worker in &self.workers {
             match worker.answers.recv() {
                 Ok(Answer::Readings(Ok((readings, timed)))) => {
                     first.get_or_insert((worker, readings));
                     spans.extend(timed);
                 }
-                Ok(Answer::Readings(Err(message))) => errors.push((rank, message)),
+                Ok(Answer::Readings(Err(message))) => errors.push((worker.program.rank, message)),
                 _ => {
-                    self.stop.store(true, Ordering::Relaxed);
-                    errors.push((rank, "its thread ended".to_string()));
+                    self.watched.stop.store(true, Ordering::Relaxed);
+                    errors.push((worker.program.rank, "its thread ended".to_string()));
                 }
             }
         }
+        self.watched.set_step(false);
         // The cause is the rank that did not merely end because another had.
-        errors.sort_by_key(|(_, message)| message == "another rank failed");
+        errors.sort_by_key(|(_, message)| message == executor::OTHER_FAILED);
         if let Some((rank, message)) = errors.into_iter().next() {
-            return Err(failed(rank, message));
+            return Err(self.cause(rank, message));
         }
         let Some((worker, values)) = first else { return Ok(TimedStep::default()) };
         let program = &worker.program;
@@ -297,6 +344,9 @@ impl CudaRuntime {
         Ok(TimedStep { readings, spans })
     }
 }
+
+/// How long a broken collective waits to hear that another rank is gone, which then is the cause.
+const SYMPTOM: Duration = Duration::from_secs(2);
 
 fn failed(rank: u64, message: String) -> RuntimeError {
     RuntimeError::Rank { rank, at: "on its GPU".to_string(), message }
@@ -314,16 +364,42 @@ fn compile_all(chosen: &[Chosen], ordinal: usize) -> Result<HashMap<String, devi
     device::compile(kernels, &device::architecture(ordinal)?)
 }
 
-/// One meeting per group of several ranks, and one of all ranks if there are messages between two.
-fn meetings(programs: &[Arc<Program>]) -> Result<BTreeMap<Vec<u64>, Meeting>, Failure> {
+/// Why ranks do not meet.
+enum MeetingError {
+    Nccl(Failure),
+    World(LaunchError),
+}
+
+/// What every group of several ranks meets by, and the group of all ranks if there are messages
+/// between two: made where the group's first rank is, shared where the group has ranks elsewhere.
+fn meetings(
+    programs: &[Arc<Program>],
+    has_messages: bool,
+    world: &World,
+) -> Result<BTreeMap<Vec<u64>, Vec<u8>>, MeetingError> {
     let groups = programs.iter().flat_map(|program| program.groups.iter().cloned());
     let mut groups: Vec<Vec<u64>> = groups.filter(|group| group.len() > 1).collect();
-    if programs.iter().any(|program| has_messages(program)) {
-        groups.push((0..programs.len() as u64).collect());
+    if let Some(program) = programs.first().filter(|_| has_messages) {
+        groups.push((0..program.ranks).collect());
     }
     groups.sort_unstable();
     groups.dedup();
-    groups.into_iter().map(|group| Ok((group, Meeting::new()?))).collect()
+    let round = world.round("nccl");
+    let is_here = |rank: &u64| programs.iter().any(|program| program.rank == *rank);
+    let mut meetings = BTreeMap::new();
+    // All are given before any is waited for.
+    for group in groups.iter().filter(|group| is_here(&group[0])) {
+        let meeting = Meeting::new().map_err(MeetingError::Nccl)?.bytes();
+        if !group.iter().all(is_here) {
+            world.set(&format!("{round}/{group:?}"), &meeting).map_err(MeetingError::World)?;
+        }
+        meetings.insert(group.clone(), meeting);
+    }
+    for group in groups.iter().filter(|group| !is_here(&group[0])) {
+        let meeting = world.get(&format!("{round}/{group:?}"), false).map_err(MeetingError::World)?;
+        meetings.insert(group.clone(), meeting);
+    }
+    Ok(meetings)
 }
 
 fn has_messages(program: &Program) -> bool {
@@ -337,7 +413,7 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
     let (outbox, answers) = channel();
     let own = program.clone();
     let thread = std::thread::spawn(move || {
-        let stop = shared.stop.clone();
+        let watched = shared.watched.clone();
         let mut rank = match start(own, chosen, ordinal, &shared) {
             Ok(rank) => rank,
             Err(error) => return drop(outbox.send(Answer::Bytes(Err(error)))),
@@ -353,11 +429,11 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
                 Request::Step(feeds, is_timed) => {
                     let readings = match is_timed {
-                        true => rank.timed_step(&feeds, &stop),
-                        false => rank.step(&feeds, &stop).map(|readings| (readings, Vec::new())),
+                        true => rank.timed_step(&feeds, &watched.stop),
+                        false => rank.step(&feeds, &watched.stop).map(|readings| (readings, Vec::new())),
                     };
                     if readings.is_err() {
-                        stop.store(true, Ordering::Relaxed);
+                        watched.stop.store(true, Ordering::Relaxed);
                     }
                     Answer::Readings(readings)
                 }
@@ -374,25 +450,29 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     let device = Device::new(ordinal);
     // A rank that cannot have its GPU must not leave the others waiting in a communicator.
     if device.is_err() {
-        shared.stop.store(true, Ordering::Relaxed);
+        shared.watched.stop.store(true, Ordering::Relaxed);
     }
     shared.started.wait();
     let mut device = device?;
-    if shared.stop.load(Ordering::Relaxed) {
+    if shared.watched.stop.load(Ordering::Relaxed) {
         return Err("another rank could not start".to_string());
     }
     let mut communicators = HashMap::new();
     for (group, meeting) in &shared.meetings {
         let Some(index) = group.iter().position(|rank| *rank == program.rank) else { continue };
         let used = program.groups.iter().enumerate().filter(|(_, known)| *known == group).map(|(index, _)| index);
-        let world = has_messages(&program) && group.len() as u64 == program.ranks;
-        let communicator = Rc::new(Communicator::new(*meeting, index, group.len())?);
-        for slot in used.chain(world.then_some(WORLD)) {
+        let is_world = shared.has_messages && group.len() as u64 == program.ranks;
+        let meeting = Meeting::from_bytes(meeting)?;
+        let communicator = Arc::new(Communicator::new(meeting, index, group.len())?);
+        for slot in used.chain(is_world.then_some(WORLD)) {
             communicators.insert(slot, communicator.clone());
         }
     }
     device.load(shared.binaries.iter())?;
-    Rank::new(program, &chosen, device, communicators)
+    let (number, groups) = (program.rank, communicators.values().cloned().collect());
+    let rank = Rank::new(program, &chosen, device, communicators)?;
+    shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups });
+    Ok(rank)
 }
 
 /// A scalar reading as a number.
@@ -407,6 +487,10 @@ fn number(dtype: DType, bytes: &[u8]) -> Option<f64> {
 }
 
 impl Runtime for CudaRuntime {
+    fn ranks(&self) -> Vec<u64> {
+        self.workers.iter().map(|worker| worker.program.rank).collect()
+    }
+
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
         let buffer = self.slot(rank, name)?.buffer;
         let expected = &self.worker(rank)?.program.buffers[buffer].ty;

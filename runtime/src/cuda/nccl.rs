@@ -1,7 +1,10 @@
 //! Collectives by NCCL: one communicator per group of ranks, made once.
 //!
 //! Every rank makes its communicators in the same order of groups, so no two ranks wait for each
-//! other in different ones.
+//! other in different ones. The first rank of a group makes what the group meets by; the run's store
+//! brings it to ranks of other processes.
+//!
+//! A communicator may be given up by any thread while another uses it.
 
 #![allow(unsafe_code)]
 
@@ -10,17 +13,17 @@ use cudarc::driver::sys::CUstream;
 use cudarc::nccl::sys;
 use shardc_ir::DType;
 use shardc_ir::sharding::ReduceKind;
-use std::cell::Cell;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+/// How long giving up waits for a call that is under way.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the ranks of a group must share to meet.
 #[derive(Clone, Copy)]
 pub struct Meeting(sys::ncclUniqueId);
-
-// SAFETY: it is 128 plain bytes.
-unsafe impl Send for Meeting {}
-// SAFETY: as above.
-unsafe impl Sync for Meeting {}
 
 fn check(what: &'static str, status: sys::ncclResult_t) -> Result<(), Failure> {
     match status {
@@ -38,11 +41,25 @@ impl Meeting {
         check("unique id", unsafe { sys::ncclGetUniqueId(&mut id) })?;
         Ok(Self(id))
     }
+
+    /// As it goes to another process.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.0.internal.iter().map(|byte| *byte as u8).collect()
+    }
+
+    /// As it comes from another process.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Failure> {
+        let bytes: [u8; 128] = bytes.try_into().map_err(|_| format!("NCCL: {} bytes are no id", bytes.len()))?;
+        Ok(Self(sys::ncclUniqueId { internal: bytes.map(|byte| byte as std::ffi::c_char) }))
+    }
 }
 
 /// A group of ranks, seen from one of them.
 pub struct Communicator {
-    handle: Cell<sys::ncclComm_t>,
+    /// Null once it was given up.
+    handle: AtomicPtr<sys::ncclComm>,
+    /// Held while the library is called.
+    calls: Mutex<()>,
     /// The number of ranks.
     pub size: u64,
 }
@@ -106,26 +123,36 @@ impl Communicator {
         let mut handle = std::ptr::null_mut();
         // SAFETY: the pointer is valid; every rank of the group calls this with the same meeting.
         check("join", unsafe { sys::ncclCommInitRank(&mut handle, size as i32, meeting.0, index as i32) })?;
-        Ok(Self { handle: Cell::new(handle), size: size as u64 })
+        Ok(Self { handle: AtomicPtr::new(handle), calls: Mutex::new(()), size: size as u64 })
     }
 
     /// Enqueues one collective on all parts, as one bucket.
     pub fn run(&self, collective: Collective, parts: &[Part], stream: CUstream) -> Result<(), Failure> {
-        if self.handle.get().is_null() {
-            return Err("NCCL: the communicator was given up after a failure".to_string());
-        }
+        let _calling = self.calls.lock().map_err(|error| error.to_string())?;
+        let comm = self.valid()?;
         // SAFETY: no pointer is passed.
         check("group", unsafe { sys::ncclGroupStart() })?;
-        let each = parts.iter().try_for_each(|part| self.part(collective, part, stream));
+        let each = parts.iter().try_for_each(|part| self.part(comm, collective, part, stream));
         // SAFETY: as above.
         let end = check("group", unsafe { sys::ncclGroupEnd() });
         each.and(end)
     }
 
-    fn part(&self, collective: Collective, part: &Part, stream: CUstream) -> Result<(), Failure> {
+    fn valid(&self) -> Result<sys::ncclComm_t, Failure> {
+        let comm = self.handle.load(Ordering::Acquire);
+        if comm.is_null() { Err("NCCL: the communicator was given up after a failure".into()) } else { Ok(comm) }
+    }
+
+    fn part(
+        &self,
+        comm: sys::ncclComm_t,
+        collective: Collective,
+        part: &Part,
+        stream: CUstream,
+    ) -> Result<(), Failure> {
         let (from, to) = (part.from as *const c_void, part.to as *mut c_void);
         let (sent, received, dtype) = (part.sent as usize, part.received as usize, data_type(part.dtype)?);
-        let (comm, stream) = (self.handle.get(), stream.cast());
+        let stream = stream.cast();
         // SAFETY: the addresses hold this many elements, in memory that outlives the step.
         unsafe {
             match collective {
@@ -159,17 +186,26 @@ impl Communicator {
 
     /// An error that came up while the device worked.
     pub fn fault(&self) -> Result<(), Failure> {
-        let mut status = sys::ncclResult_t::ncclSuccess;
+        let _calling = self.calls.lock().map_err(|error| error.to_string())?;
+        let (comm, mut status) = (self.valid()?, sys::ncclResult_t::ncclSuccess);
         // SAFETY: the communicator is valid and the pointer too.
-        check("status", unsafe { sys::ncclCommGetAsyncError(self.handle.get(), &mut status) })?;
+        check("status", unsafe { sys::ncclCommGetAsyncError(comm, &mut status) })?;
         check("a collective", status)
     }
 
-    /// Gives up what is under way, so that a rank whose peer is gone can end.
+    /// Gives up what is under way, so that a rank whose peer is gone can end. A call of another thread
+    /// that does not come back is not waited for: giving up is what brings it back.
     pub fn abort(&self) {
-        let handle = self.handle.replace(std::ptr::null_mut());
+        let until = Instant::now() + PATIENCE;
+        let mut calling = self.calls.try_lock();
+        while matches!(calling, Err(TryLockError::WouldBlock)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+            calling = self.calls.try_lock();
+        }
+        let handle = self.handle.swap(std::ptr::null_mut(), Ordering::AcqRel);
         if !handle.is_null() {
-            // SAFETY: the communicator is valid, and not used again.
+            // SAFETY: the communicator is valid, and no call starts on it any more. One that is stuck in
+            // it is what the library's own documentation lets this function end.
             let _ = unsafe { sys::ncclCommAbort(handle) };
         }
     }

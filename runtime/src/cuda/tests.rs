@@ -157,7 +157,7 @@ fn what_has_no_kernel_says_so() {
 
 #[test]
 fn a_missing_driver_is_an_error_with_a_remedy() {
-    let present = super::require(&[0]);
+    let present = super::require(&[0], 1);
     let Err(error) = present else { return eprintln!("skipped: this machine has CUDA") };
     let text = error.to_string();
     assert!(text.contains("missing: install") || text.contains("GPU") || text.contains("driver"), "{text}");

@@ -1,0 +1,233 @@
+//! One process per GPU, from the library's side.
+//!
+//! `cuda:N` with more than one rank runs as one process per GPU. A process that no launcher started
+//! becomes the launcher of this host: where the ranks are to start ([`Compiled::start`]) it starts its
+//! own program again, once per GPU and with the same arguments, waits for all, and ends. Each of these
+//! comes the same way to the same place and goes on as its rank; [`crate::compile`] there takes the
+//! plan that the launcher made. A process that torchrun, srun or mpirun started is a rank from the
+//! first, and starts nothing.
+//!
+//! So a program that trains on several GPUs runs once per GPU, up to its end, and once more as the
+//! launcher, up to the start of the ranks. What is to happen once belongs behind [`is_lead`].
+//!
+//! Before a rank takes its first step all compare what they were given: plan, programs, options and
+//! the first batch.
+
+use crate::compile::Compiled;
+use crate::error::Error;
+use crate::train::TrainOptions;
+use sha2::{Digest, Sha256};
+use shardc_ir::verify::{self, VerifiedPlan};
+use shardc_ir::{HostTensor, Plan};
+use shardc_passes::cluster::Cluster;
+use shardc_runtime::cuda;
+use shardc_runtime::launch::{LaunchError, Launcher, Limits, Place, World};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// The run that this process is a rank of, as long as anything holds it.
+static WORLD: Mutex<Weak<World>> = Mutex::new(Weak::new());
+
+/// Whether this process has started its ranks, or is one that has.
+static STARTED: AtomicBool = AtomicBool::new(false);
+
+/// Whether this process speaks for the run: the only one, the launcher, or rank 0. Of ranks that
+/// shardc's launcher started, rank 0 does so from [`Compiled::start`] on: before, the launcher does.
+pub fn is_lead() -> bool {
+    match Place::from_env() {
+        Ok(Some(place)) => place.rank == 0 && (!place.is_ours || STARTED.load(Ordering::Relaxed)),
+        _ => true,
+    }
+}
+
+/// The run of `ranks` ranks: joined when first asked for. `None` if no launcher started this process.
+fn joined(ranks: u64) -> Result<Option<Arc<World>>, Error> {
+    let Some(place) = Place::from_env()? else { return Ok(None) };
+    if place.ranks != ranks {
+        let message =
+            format!("the cluster has {ranks} ranks, but {} started {} processes", place.launcher, place.ranks);
+        return Err(Error::request(message, format!("start {ranks} processes, or ask for cuda:{}", place.ranks)));
+    }
+    let mut known = WORLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(world) = known.upgrade() {
+        return Ok(Some(world));
+    }
+    let device = format!("GPU {}", place.local_rank);
+    let world = Arc::new(World::join(place, &device, Limits::from_env()?)?);
+    *known = Arc::downgrade(&world);
+    Ok(Some(world))
+}
+
+/// The plan that the launcher made for this request, if it started this process.
+///
+/// # Errors
+/// A launcher that is gone; a plan that is not one.
+pub(crate) fn planned(key: &str, cluster: &Cluster) -> Result<Option<(Arc<World>, VerifiedPlan<'static>)>, Error> {
+    let is_ours = Place::from_env()?.is_some_and(|place| place.is_ours && place.ranks == cluster.ranks());
+    if !is_ours || !is_cuda(&cluster.name) {
+        return Ok(None);
+    }
+    let Some(world) = joined(cluster.ranks())? else { return Ok(None) };
+    let Some(text) = world.look(&format!("plan/{key}"))? else { return Ok(None) };
+    let plan = Plan::from_json(&String::from_utf8_lossy(&text));
+    let plan = plan.map_err(|error| Error::Bug(format!("the launcher's plan: {error}")))?;
+    let plan = verify::plan(plan).map_err(|found| Error::Bug(format!("the launcher's plan: {found}")))?;
+    Ok(Some((world, plan)))
+}
+
+fn is_cuda(cluster: &str) -> bool {
+    cluster.split(':').next() == Some("cuda")
+}
+
+/// A short name of anything that can be printed.
+pub(crate) fn digest(text: &str) -> String {
+    Sha256::digest(text).iter().fold(String::new(), |mut digits, byte| {
+        let _ = write!(digits, "{byte:02x}");
+        digits
+    })
+}
+
+impl Compiled {
+    /// Whether this process is to start the ranks, instead of being one.
+    ///
+    /// # Errors
+    /// Variables of a launcher that make no sense.
+    pub fn needs_launch(&self) -> Result<bool, Error> {
+        let is_spread = self.plan().mesh.ranks() > 1 && is_cuda(&self.plan().request.cluster);
+        Ok(is_spread && Place::from_env()?.is_none())
+    }
+
+    /// Starts this program again with the same arguments, once per GPU of this host, and waits until
+    /// all have ended. Once `stop` is set they stop after their step.
+    ///
+    /// # Errors
+    /// No CUDA, or too few GPUs; a cluster of several hosts; the first cause for which a rank failed.
+    pub fn launch(&self, stop: &AtomicBool) -> Result<(), Error> {
+        let (ranks, name) = (self.plan().mesh.ranks(), &self.plan().request.cluster);
+        let per_host = Cluster::parse(name, "h200")?.per_node;
+        if per_host != ranks {
+            let message = format!("cluster `{name}` spans several hosts, and this process is on one of them");
+            let fix = format!(
+                "start one process per GPU on every host: torchrun --no-python --nproc-per-node {per_host} ..., or srun"
+            );
+            return Err(Error::request(message, fix));
+        }
+        let devices: Vec<usize> = (0..ranks as usize).collect();
+        cuda::require(&devices, ranks)?;
+        let launcher = Launcher::new(ranks, "GPU", Limits::from_env()?)?;
+        if let Some(key) = &self.key {
+            launcher.set(&format!("plan/{key}"), self.plan().to_json().as_bytes());
+        }
+        let program = std::env::current_exe()
+            .map_err(|error| Error::Check(format!("cannot find this program's own file: {error}")))?;
+        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+        Ok(launcher.run(&program, &arguments, stop)?)
+    }
+
+    /// The run that this process is part of, from its start on.
+    pub(crate) fn world(&self) -> Result<Arc<World>, Error> {
+        STARTED.store(true, Ordering::Relaxed);
+        if let Some(world) = &self.world {
+            return Ok(world.clone());
+        }
+        let ranks = self.plan().mesh.ranks();
+        let world = if ranks > 1 && is_cuda(&self.plan().request.cluster) { joined(ranks)? } else { None };
+        Ok(world.unwrap_or_else(|| Arc::new(World::alone())))
+    }
+}
+
+/// Which GPU of this host a rank takes: that of its local rank, or the only one it is allowed to see.
+pub(crate) fn device(world: &World) -> Result<usize, Error> {
+    let local = world.place().local_rank as usize;
+    match cuda::require(&[local], world.ranks()) {
+        Ok(()) => Ok(local),
+        Err(cuda::CudaError::TooFewDevices { present: 1, .. }) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Checks that all ranks were given the same, and each a GPU of its own.
+///
+/// # Errors
+/// What two ranks differ in, with both values.
+pub(crate) fn agree(world: &World, compiled: &Compiled, options: &TrainOptions) -> Result<(), Error> {
+    if world.is_alone() {
+        return Ok(());
+    }
+    let programs: String = compiled.programs()?.iter().map(ToString::to_string).collect();
+    Ok(world.agree(&[
+        ("version of shardc", env!("CARGO_PKG_VERSION").to_string()),
+        ("plan's hash", compiled.plan().hash()),
+        ("programs' hash", digest(&programs)),
+        ("training options", format!("{options:?}")),
+    ])?)
+}
+
+/// Checks that no two ranks drive the same device.
+///
+/// # Errors
+/// Two ranks and their device.
+pub(crate) fn check_distinct(world: &World, identity: &str) -> Result<(), Error> {
+    let all = world.gather("device", identity.as_bytes())?;
+    let same = |(rank, device): (usize, &Vec<u8>)| Some((all[..rank].iter().position(|other| other == device)?, rank));
+    match all.iter().enumerate().find_map(same) {
+        None => Ok(()),
+        Some((first, second)) => Err(Error::request(
+            format!("ranks {first} and {second} were given the same GPU"),
+            "give each process a LOCAL_RANK of its own, or make one GPU visible to each (CUDA_VISIBLE_DEVICES)",
+        )),
+    }
+}
+
+/// Checks that all ranks read the same first batch.
+///
+/// # Errors
+/// Two ranks and the hashes of their batches.
+pub(crate) fn agree_on_batch(world: &World, batch: &BTreeMap<String, HostTensor>) -> Result<(), Error> {
+    if world.is_alone() {
+        return Ok(());
+    }
+    let mut hash = Sha256::new();
+    for (name, tensor) in batch {
+        hash.update(format!("{name}: {}", tensor.ty));
+        hash.update(&tensor.bytes);
+    }
+    let digits = hash.finalize().iter().fold(String::new(), |digits, byte| format!("{digits}{byte:02x}"));
+    Ok(world.agree(&[("first batch's hash", digits)])?)
+}
+
+/// Runs what a rank does; should it fail, all ranks are told why.
+pub fn reporting<T>(world: &World, work: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    let outcome = work();
+    if let Err(error) = &outcome {
+        world.fail(&error.to_string(), error.fix(), error.exit_code());
+    }
+    outcome
+}
+
+/// The exit code that a failure between processes asks for.
+pub(crate) fn exit_code(error: &LaunchError) -> u8 {
+    match error {
+        LaunchError::Variable { .. } | LaunchError::Disagree { .. } | LaunchError::Refused { .. } => 2,
+        LaunchError::Ended { failure, .. } | LaunchError::Failed(failure) => failure.code,
+        _ => 1,
+    }
+}
+
+/// What to do about a failure between processes.
+pub(crate) fn fix(error: &LaunchError) -> Option<String> {
+    match error {
+        LaunchError::Variable { .. } => {
+            Some("set it as torchrun does, or unset it to let shardc start the ranks".into())
+        }
+        LaunchError::Disagree { .. } => Some("start all ranks with the same shardc, files and flags".into()),
+        LaunchError::Serve { .. } => Some("give a free port as MASTER_PORT".into()),
+        LaunchError::Unreachable { .. } => {
+            Some("check MASTER_ADDR and MASTER_PORT, and that rank 0 was started and can be reached there".into())
+        }
+        LaunchError::Ended { failure, .. } | LaunchError::Failed(failure) => failure.fix.clone(),
+        LaunchError::Refused { .. } | LaunchError::TimedOut { .. } | LaunchError::Spawn { .. } => None,
+    }
+}

@@ -1,0 +1,187 @@
+//! Watches the ranks of this process while a step runs.
+//!
+//! A rank whose device hangs cannot help itself: its thread may be stuck in a library. So another
+//! thread looks at the time, at the run's first failure, and at the communicators' own errors; it
+//! gives the communicators up, which lets the device go on, and says where the streams stand.
+
+use super::nccl::Communicator;
+use super::trail::Trail;
+use crate::launch::{Failure, STEP_LIMIT, World};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Between two looks.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What is watched of a rank.
+pub struct Watched {
+    /// The rank.
+    pub rank: u64,
+    /// Where its streams stand.
+    pub trail: Arc<Trail>,
+    /// Its groups.
+    pub communicators: Vec<Arc<Communicator>>,
+}
+
+#[derive(Default)]
+struct State {
+    ranks: Vec<Watched>,
+    step: Option<Instant>,
+    /// Why the ranks were given up.
+    reason: Option<(u64, String)>,
+}
+
+/// What the watching thread shares with the runtime and its ranks' threads.
+#[derive(Default)]
+pub struct Shared {
+    state: Mutex<State>,
+    /// Set once a rank failed: all others end their step.
+    pub stop: AtomicBool,
+    ended: AtomicBool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Watches one more rank.
+    pub fn add(&self, rank: Watched) {
+        self.lock().ranks.push(rank);
+    }
+
+    /// A step begins or ends.
+    pub fn set_step(&self, is_running: bool) {
+        self.lock().step = is_running.then(Instant::now);
+    }
+
+    /// The rank and the reason for which the ranks were given up, if it was found here.
+    pub fn reason(&self) -> Option<(u64, String)> {
+        self.lock().reason.clone()
+    }
+
+    /// Where the streams stand.
+    pub fn text(&self) -> Option<String> {
+        let state = self.lock();
+        let texts: Vec<String> = state.ranks.iter().filter_map(|rank| rank.trail.text()).collect();
+        (!texts.is_empty()).then(|| texts.join("; "))
+    }
+
+    /// One look: gives the ranks up where there is reason to.
+    fn look(&self, world: &World) {
+        let mut state = self.lock();
+        let Some((rank, message)) = state.judge(world.failure(), world.limits().step) else { return };
+        self.stop.store(true, Ordering::Relaxed);
+        state.reason = Some((rank, message.clone()));
+        let communicators: Vec<_> = state.ranks.iter().flat_map(|rank| rank.communicators.clone()).collect();
+        drop(state);
+        // Told first: giving up may itself hang.
+        if world.failure().is_none() {
+            let fix = format!("{STEP_LIMIT} sets the limit in seconds, should the step be right");
+            world.fail(&message, Some(fix), 1);
+        }
+        communicators.iter().for_each(|group| group.abort());
+    }
+}
+
+impl State {
+    /// The rank and the reason for which to give up: the run's failure, or a step that takes too long.
+    fn judge(&self, failure: Option<Failure>, limit: Duration) -> Option<(u64, String)> {
+        let since = self.step.filter(|_| self.reason.is_none())?;
+        if let Some(failure) = failure {
+            return Some((failure.rank, failure.message));
+        }
+        let late = format!("the step takes longer than {} s", limit.as_secs_f64());
+        let hangs = |rank: &Watched| Some((rank.rank, format!("{late}; it hangs on {}", rank.trail.text()?)));
+        let first = || self.ranks.first().map(|rank| (rank.rank, late.clone()));
+        if since.elapsed() > limit { self.ranks.iter().find_map(hangs).or_else(first) } else { None }
+    }
+}
+
+/// The thread that watches, until it is dropped.
+pub struct Watch {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watch {
+    /// Starts to watch.
+    pub fn new(shared: Arc<Shared>, world: Arc<World>) -> Self {
+        let watching = shared.clone();
+        let thread = std::thread::spawn(move || {
+            while !watching.ended.load(Ordering::Relaxed) {
+                std::thread::park_timeout(LOOK);
+                watching.look(&world);
+            }
+        });
+        Self { shared, thread: Some(thread) }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.shared.ended.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::program::Stream;
+
+    const LONG: Duration = Duration::from_secs(1000);
+
+    fn shared() -> Shared {
+        let rank = |rank, trail| Watched { rank, trail: Arc::new(trail), communicators: Vec::new() };
+        let shared = Shared::default();
+        shared.add(rank(4, Trail::default()));
+        shared.add(rank(5, Trail::standing(Stream::Communication, 2, "microbatch.7 AllReduce")));
+        shared
+    }
+
+    #[test]
+    fn a_step_that_takes_too_long_is_named_by_its_collective() {
+        let shared = shared();
+        let judge = |limit| shared.lock().judge(None, limit);
+        assert_eq!(judge(Duration::ZERO), None, "no step runs");
+        shared.set_step(true);
+        assert_eq!(judge(LONG), None);
+        let at = "the communication stream in microbatch 2: microbatch.7 AllReduce";
+        let text = format!("the step takes longer than 0 s; it hangs on {at}");
+        assert_eq!(judge(Duration::ZERO), Some((5, text)));
+        assert_eq!(shared.text().as_deref(), Some(at));
+        shared.set_step(false);
+        assert_eq!(judge(Duration::ZERO), None);
+    }
+
+    #[test]
+    fn the_failure_of_another_rank_ends_a_step_once() {
+        let shared = shared();
+        let (who, at, message) = ("GPU 1".into(), "step 3".into(), "it is gone".to_string());
+        let failure = Failure { rank: 1, who, at, message, fix: None, code: 1 };
+        let judge = || shared.lock().judge(Some(failure.clone()), LONG);
+        assert_eq!(judge(), None, "no step runs");
+        shared.set_step(true);
+        assert_eq!(judge(), Some((1, "it is gone".to_string())));
+        shared.lock().reason = judge();
+        assert_eq!(judge(), None);
+    }
+
+    #[test]
+    fn the_thread_stops_the_ranks_of_a_step_that_takes_too_long() {
+        let shared = Arc::new(shared());
+        shared.set_step(true);
+        let world = World::alone_within(crate::launch::Limits { step: Duration::ZERO, ..Default::default() });
+        let _watch = Watch::new(shared.clone(), Arc::new(world));
+        while !shared.stop.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(shared.reason().map(|(rank, _)| rank), Some(5));
+    }
+}
