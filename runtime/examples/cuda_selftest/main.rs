@@ -329,7 +329,7 @@ fn inputs(case: &Case) -> Vec<HostTensor> {
             all = all.iter().map(&positive).collect();
         }
         Op::CrossEntropyGrad(op) => {
-            let made = from(CrossEntropy { start: op.start }.into(), &all[..2], &[]);
+            let made = from(CrossEntropy { start: op.start, classes: op.classes }.into(), &all[..2], &[]);
             all[2] = made[0].clone();
         }
         Op::RmsNormGrad(_) => all[3] = from(RmsNorm { eps: 1e-5 }.into(), &all[1..3], &[])[1].clone(),
