@@ -1,1 +1,3 @@
-//! Placeholder.
+//! Speed, memory and prediction error, measured.
+
+pub mod published;

@@ -112,28 +112,36 @@ profile! {
     peak_f16,
     /// Dense matmul rate in fp32, FLOP/s.
     peak_f32,
+    /// Dense matmul rate in 8-bit formats, FLOP/s; that of bf16 where the device has none.
+    peak_f8,
     /// Device memory, bytes/s by the datasheet.
     memory_bandwidth,
     /// The share of it that a kernel reaches.
     memory_efficiency,
     /// The share of the peak rate that a large matmul reaches.
     matmul_efficiency,
+    /// The same for 8-bit formats, of their own peak.
+    f8_efficiency,
     /// A matmul of depth `k` runs at `k / (k + ramp)` of that.
     matmul_ramp,
-    /// Elements of the result that one multiprocessor makes at a time.
+    /// Elements of the result that one multiprocessor makes at a time, in the largest tile.
     matmul_tile,
     /// Multiprocessors of one device.
     multiprocessors,
-    /// The share of the peak rate that attention reaches, forward.
+    /// The share of the peak rate that cuDNN's attention reaches, forward.
     attention_forward,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
     attention_forward_ramp,
-    /// The share of the peak rate that attention reaches, backward.
+    /// The share of the peak rate that cuDNN's attention reaches, backward.
     attention_backward,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
     attention_backward_ramp,
     /// The factor for heads narrower than 128.
     attention_narrow,
+    /// The share of the peak rate that FlashAttention 2 reaches, forward.
+    flash_forward,
+    /// The same, backward.
+    flash_backward,
     /// Time to start one kernel.
     launch_seconds,
     /// Bytes/s one device moves to the others of its node, in one direction.
@@ -156,12 +164,13 @@ profile! {
     host_memory_bytes,
 }
 
-const PROFILES: [&str; 10] = [
+const PROFILES: [&str; 11] = [
     include_str!("../profiles/a100-40.json"),
     include_str!("../profiles/a100-80.json"),
     include_str!("../profiles/b200.json"),
     include_str!("../profiles/cpu.json"),
     include_str!("../profiles/h100.json"),
+    include_str!("../profiles/h100-500w.json"),
     include_str!("../profiles/h200.json"),
     include_str!("../profiles/l40s.json"),
     include_str!("../profiles/rtx3090.json"),

@@ -73,7 +73,15 @@ pub fn seconds(collective: Collective, bytes: f64, group: Group, cluster: &Clust
     Seconds(device.collective_launch.value + hops(collective, group, cluster) + moved)
 }
 
-/// The latency of the hops: a tree over nodes for small reductions, else a ring.
+/// How long a send of one rank to one other takes, in its node or `away` from it.
+pub fn send_seconds(bytes: f64, away: bool, cluster: &Cluster) -> Seconds {
+    let device = &cluster.device;
+    let link = if away { &device.node_bandwidth } else { &device.link_bandwidth };
+    Seconds(device.collective_launch.value + bytes / link.value)
+}
+
+/// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and
+/// scatters round a ring of them.
 fn hops(collective: Collective, group: Group, cluster: &Cluster) -> f64 {
     let device = &cluster.device;
     let (within, across) = (group.within as f64, group.across as f64);
@@ -81,7 +89,7 @@ fn hops(collective: Collective, group: Group, cluster: &Cluster) -> f64 {
     let inner = (within - 1.0) * device.link_latency.value;
     match collective {
         Collective::AllReduce => 2.0 * (depth + inner),
-        Collective::ReduceScatter | Collective::AllGather => depth + inner,
+        Collective::ReduceScatter | Collective::AllGather => (across - 1.0) * device.node_latency.value + inner,
         Collective::AllToAll => inner.min(4.0 * device.link_latency.value) + depth,
     }
 }

@@ -6,7 +6,7 @@
 use super::liveness::Liveness;
 use super::pins::Recompute;
 use crate::cost::collective::{self, Collective, Group};
-use crate::cost::{self, Bound};
+use crate::cost::{Bound, Machine, Pass, overlap, step};
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use crate::shard::zero::storage_dim;
@@ -130,7 +130,8 @@ impl Shape {
         let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
-        let (seconds, bound) = cost::node_seconds(op, &operands, &results, &placed.cluster.device);
+        let machine = Machine::own(&placed.cluster.device);
+        let (seconds, bound) = machine.seconds(op, &operands, &results, Pass::of(prepared.role(class)));
         let seconds = seconds.0 * count as f64;
         let bytes = results.first().map_or(0, |ty| ty.bytes().0) * count;
         let axes = placed.mesh.family("dp");
@@ -244,14 +245,11 @@ impl Shape {
             let seconds = collective::seconds(kind, bytes / buckets, self.data, cluster).0;
             if bytes > 0.0 { (buckets * seconds, seconds) } else { (0.0, 0.0) }
         };
-        // What a computation beside it does not hide, the last bucket at least.
-        let exposed = |(all, last): (f64, f64), beside: f64| (all - 0.9 * beside).max(last.min(all));
         let gathered = (self.casts[0] + self.bare) as f64;
         let (mut communication, mut shown) = (0.0, 0.0);
         let mut add = |time: (f64, f64), beside: f64, times: f64| {
-            let bare = exposed(time, beside);
             communication += times * time.0;
-            shown += times * (bare + (time.0 - bare) * cluster.device.overlap_loss.value);
+            shown += times * overlap::shown(time.0, time.1, beside, cluster.device.overlap_loss.value);
         };
         let gradients = bytes(self.gradient);
         let gather = run(Collective::AllGather, gathered);
@@ -273,7 +271,7 @@ impl Shape {
             }
         }
         let device = &cluster.device;
-        let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
+        let bandwidth = Machine::own(device).bandwidth();
         let accumulate = if self.microbatches > 1 { 3.0 * gradients / bandwidth * microbatches } else { 0.0 };
         let update = if zero >= 1 { self.update / data as f64 } else { self.update };
         let tensor = self.forward.communication + self.backward.communication + again * self.block.communication;
@@ -281,7 +279,7 @@ impl Shape {
         let matmul = (self.forward.matmul + self.backward.matmul + again * self.block.matmul) * microbatches;
         let memory = (self.forward.memory + self.backward.memory + again * self.block.memory) * microbatches;
         let memory_bound = memory + self.once.memory + self.once.matmul + accumulate;
-        let step = matmul + memory_bound + tensor + shown + update;
+        let step = (matmul + memory_bound + tensor + shown + update) * step::spread(cluster.ranks());
         Prediction {
             step: Seconds(step),
             matmul: Seconds(matmul),

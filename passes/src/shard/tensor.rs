@@ -17,7 +17,7 @@ use super::layout::{Along, Extent, convert_seconds};
 use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
-use crate::cost::node_seconds;
+use crate::cost::{Machine, Pass};
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
@@ -234,7 +234,9 @@ impl<'a, 'b> Problem<'a, 'b> {
         let (operands, results) = self.prepared.local_types(class, strategy, self.placed.mesh);
         let op = self.prepared.op(class);
         let count = self.prepared.folded.classes[class].members.len() as f64;
-        let mut cost = node_seconds(op, &operands, &results, &self.placed.cluster.device).0.0 * self.runs(class);
+        let machine = Machine::own(&self.placed.cluster.device);
+        let (seconds, _) = machine.seconds(op, &operands, &results, Pass::of(self.prepared.role(class)));
+        let mut cost = seconds.0 * self.runs(class);
         if let Op::Adamw(_) = op {
             cost += self.gradient_cost(&operands[0]);
         }

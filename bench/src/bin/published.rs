@@ -1,0 +1,57 @@
+//! `published FILE… [--json]`: predicts published runs and prints how far the predictions are off.
+
+use shardc_bench::published::report::{self, Summaries};
+use shardc_bench::published::{rows, score};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: published FILE... [--json]
+
+Reads lists of published training runs (JSON), pins each run's degrees, predicts its step time and
+memory by the planner's cost model, and prints per split and overall: mean, median and 90th
+percentile of the absolute error, bias, rank correlation and regret within groups, a constant-rate
+baseline, the worst runs, those that cannot be expressed, and evaluations per second.
+With --json the same as one object, in which every figure is a share (0.07 is 7%).
+";
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(text) => {
+            // Whoever reads it may stop reading.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
+        }
+        Err(message) => {
+            eprintln!("error: {message}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run() -> Result<String, String> {
+    let (mut files, mut is_json) = (Vec::new(), false);
+    for argument in std::env::args_os().skip(1) {
+        match argument.to_str() {
+            Some("--json") => is_json = true,
+            Some("--help" | "-h") => return Ok(USAGE.to_string()),
+            Some(flag) if flag.starts_with("--") => return Err(format!("unknown flag `{flag}`\n{USAGE}")),
+            _ => files.push(PathBuf::from(argument)),
+        }
+    }
+    if files.is_empty() {
+        return Err(format!("no file of runs is given\n{USAGE}"));
+    }
+    let mut runs = Vec::new();
+    for file in &files {
+        runs.extend(rows::read(file).map_err(|error| error.to_string())?);
+    }
+    let mut outcome = score::score(&runs);
+    let rate = report::evaluations_per_second(&mut outcome);
+    let summaries = Summaries::of(&outcome);
+    if is_json {
+        Ok(format!("{:#}\n", report::json(&outcome, &summaries, rate)))
+    } else {
+        Ok(report::text(&outcome, &summaries, rate))
+    }
+}

@@ -1,0 +1,74 @@
+//! Peak memory of one rank of a published run.
+//!
+//! Weights, gradients and optimizer state as the system stores them, divided by its ZeRO stage; the
+//! activations that the backward pass reads, per layer as Korthikanti et al. ("Reducing activation
+//! recomputation in large transformer models", 2022, section 4) count them, for as many microbatches
+//! as the schedule keeps; and the largest thing that lives for a moment: the logits, or the layers
+//! that ZeRO-3 gathers.
+
+use super::block::{Again, Decoder};
+use super::predict::{Degrees, Evaluator};
+use shardc_passes::cost::library::Attention;
+use shardc_passes::cost::pipeline;
+
+/// Bytes that a caching allocator holds and does not use, as a share of what lives.
+const FRAGMENTATION: f64 = 0.03;
+
+/// Bytes of one rank at the peak.
+pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let decoder = &evaluator.decoder;
+    let shape = degrees.shape(evaluator.is_f8);
+    let (dense, experts) = decoder.layer_parameters(shape);
+    let layers = decoder.layers.div_ceil(degrees.stages) as f64;
+    let table = decoder.table_parameters(degrees.tensor);
+    let tables = if degrees.stages == 1 && decoder.is_gated { 2.0 } else { 1.0 };
+    let [data, expert_data] = degrees.data_ranks().map(|ranks| ranks as f64);
+    let parts = |stage: u64, ranks: f64| if degrees.zero >= stage { ranks } else { 1.0 };
+    let mut stored = 0.0;
+    for (bytes, stage) in evaluator.system.stored.into_iter().zip([3, 2, 1]) {
+        stored += bytes * (layers * dense + tables * table) / parts(stage, data);
+        stored += bytes * layers * experts / parts(stage, expert_data);
+    }
+    let layer = activations(evaluator, degrees);
+    let kept = match degrees.again {
+        Again::Everything => stream(evaluator, degrees),
+        Again::Operations | Again::HalfTheLayers => 0.5 * (layer + stream(evaluator, degrees)),
+        Again::Nothing | Again::Attention => layer,
+    };
+    let working = if degrees.again == Again::Nothing { 0.0 } else { layer };
+    let in_flight = pipeline::in_flight(degrees.stages, degrees.microbatches(), degrees.schedule());
+    let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
+    let logits = tokens * decoder.vocab as f64 / degrees.tensor as f64 * evaluator.logit_stored();
+    let head = if degrees.stages == 1 { logits } else { 0.0 };
+    // Two layers' weights, gathered, and a gradient before it is scattered.
+    let gathered = if degrees.zero >= 3 { 3.0 * 2.0 * dense.max(table) } else { 0.0 };
+    (stored + in_flight * layers * kept + working.max(head) + gathered) * (1.0 + FRAGMENTATION)
+}
+
+/// Bytes of the input of a layer.
+fn stream(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let decoder = &evaluator.decoder;
+    let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
+    2.0 * tokens * decoder.hidden as f64 / sequence_parts(evaluator, degrees)
+}
+
+fn sequence_parts(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let is_divided = evaluator.system.library.is_sequence_parallel || degrees.again == Again::Attention;
+    if is_divided { degrees.tensor as f64 } else { 1.0 }
+}
+
+/// Bytes of one layer that the backward pass reads, for one microbatch.
+fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let Decoder { hidden, heads, kv_heads, ffn, seq, is_gated, visited, experts, .. } = evaluator.decoder;
+    let [h, f, t] = [hidden, ffn, degrees.tensor].map(|size| size as f64);
+    let tokens = (degrees.microbatch * seq / degrees.context) as f64;
+    let routed = if experts > 1 { visited as f64 } else { 1.0 };
+    let unfused = matches!(evaluator.system.library.attention, Attention::Unfused { .. });
+    // Inputs of both norms; inputs of the two first products; dropout masks.
+    let divided = 4.0 * h + 4.0 * h + if unfused { 2.0 * h } else { 0.0 };
+    let width = h / heads as f64;
+    let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + 2.0 * h;
+    let network = routed * 2.0 * f * if is_gated { 3.0 } else { 2.0 };
+    let scores = if unfused && degrees.again != Again::Attention { 5.0 * (heads * seq) as f64 } else { 0.0 };
+    tokens * (divided / sequence_parts(evaluator, degrees) + (attention + network + scores) / t)
+}

@@ -1,0 +1,9 @@
+//! Predictions of runs that others published, by the planner's cost model, and how far they are off.
+
+pub mod block;
+pub mod memory;
+pub mod predict;
+pub mod report;
+pub mod rows;
+pub mod score;
+pub mod system;

@@ -1,0 +1,326 @@
+//! Predicts a published run: its degrees pinned, what it does not say chosen as the planner would.
+
+use super::block::{Again, Block, Decoder, Shape, group};
+use super::memory;
+use super::rows::Row;
+use super::system::{self, Habit, System};
+use shardc_passes::cluster::Cluster;
+use shardc_passes::cost::pipeline::Schedule;
+use shardc_passes::cost::step::{Step, Work};
+use std::collections::HashMap;
+
+/// The degrees of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Degrees {
+    /// Data ranks.
+    pub data: u64,
+    /// Tensor ranks.
+    pub tensor: u64,
+    /// Pipeline stages.
+    pub stages: u64,
+    /// Ranks of a sequence.
+    pub context: u64,
+    /// Ranks of the experts.
+    pub expert: u64,
+    /// ZeRO stage.
+    pub zero: u64,
+    /// Recomputation.
+    pub again: Again,
+    /// Sequences of a microbatch.
+    pub microbatch: u64,
+    /// Chunks of a stage.
+    pub chunks: u64,
+    /// Sequences of a step.
+    pub global_batch: u64,
+}
+
+impl Degrees {
+    /// What a layer's time depends on.
+    pub fn shape(&self, is_f8: bool) -> Shape {
+        let Self { microbatch, tensor, context, expert, again, .. } = *self;
+        Shape { microbatch, tensor, context, expert, again, is_f8 }
+    }
+
+    /// Microbatches of a step.
+    pub fn microbatches(&self) -> u64 {
+        (self.global_batch / (self.data * self.microbatch)).max(1)
+    }
+
+    /// The schedule of the stages.
+    pub fn schedule(&self) -> Schedule {
+        if self.chunks > 1 { Schedule::Interleaved(self.chunks) } else { Schedule::OneForwardOneBackward }
+    }
+
+    /// The ranks that hold the same dense parameters, and the same experts.
+    pub fn data_ranks(&self) -> [u64; 2] {
+        let ranks = self.data * self.context;
+        [ranks, (ranks / self.expert).max(1)]
+    }
+}
+
+/// Times plans of one model on one cluster under one system; layers of equal shape are timed once.
+pub struct Evaluator {
+    /// The devices.
+    pub cluster: Cluster,
+    /// The software.
+    pub system: System,
+    /// The model.
+    pub decoder: Decoder,
+    /// Whether products run in 8 bits.
+    pub is_f8: bool,
+    blocks: HashMap<Shape, Block>,
+}
+
+impl Evaluator {
+    /// An evaluator with nothing timed yet.
+    pub fn new(cluster: Cluster, system: System, decoder: Decoder, is_f8: bool) -> Self {
+        Self { cluster, system, decoder, is_f8, blocks: HashMap::new() }
+    }
+
+    /// Bytes kept per logit: 16-bit logits and f32 ones; their gradient as well where nothing fuses the loss.
+    pub fn logit_stored(&self) -> f64 {
+        if self.system.library.logit_bytes > 14.0 { 10.0 } else { 6.0 }
+    }
+
+    /// Times one plan.
+    pub fn step(&mut self, degrees: &Degrees) -> Step {
+        let shape = degrees.shape(self.is_f8);
+        let Self { cluster, system, decoder, blocks, .. } = self;
+        let block = *blocks.entry(shape).or_insert_with(|| decoder.block(shape, cluster, &system.library));
+        let table = decoder.table_parameters(degrees.tensor);
+        let tables = if degrees.stages == 1 && decoder.is_gated { 2.0 } else { 1.0 };
+        let neighbour = degrees.tensor * degrees.context * degrees.data;
+        let [ranks, expert_ranks] = degrees.data_ranks();
+        let work = Work {
+            cluster,
+            library: &system.library,
+            layer: block.layer,
+            layers: decoder.layers,
+            ends: block.ends,
+            end_parameters: tables * table,
+            microbatches: degrees.microbatches(),
+            stages: degrees.stages,
+            schedule: degrees.schedule(),
+            sent: block.stream,
+            sends_away: neighbour >= cluster.per_node,
+            data: [
+                group(cluster, ranks, degrees.tensor),
+                group(cluster, expert_ranks, degrees.tensor * degrees.expert),
+            ],
+            zero: degrees.zero,
+            ranks: neighbour * degrees.stages,
+        };
+        work.seconds()
+    }
+
+    /// Bytes of one rank at the peak.
+    pub fn memory(&self, degrees: &Degrees) -> f64 {
+        memory::bytes(self, degrees)
+    }
+}
+
+/// The prediction of one run.
+pub struct Predicted {
+    /// Its plan.
+    pub degrees: Degrees,
+    /// Which choices the source did not publish, as pins would say them.
+    pub chosen: Vec<String>,
+    /// The time.
+    pub step: Step,
+    /// Bytes of one rank at the peak.
+    pub memory: f64,
+    /// What timed it.
+    pub evaluator: Evaluator,
+}
+
+/// Predicts a run.
+///
+/// # Errors
+/// Says why the run cannot be expressed.
+pub fn predict(row: &Row) -> Result<Predicted, String> {
+    let decoder = decoder(row)?;
+    let cluster = system::cluster(row)?;
+    let system = system::system(row);
+    let is_f8 = match row.precision.as_str() {
+        "fp8" => true,
+        "bf16" | "fp16" => false,
+        other => return Err(format!("precision `{other}` is not bf16, fp16 or fp8")),
+    };
+    let (candidates, chosen) = candidates(row, &decoder, &system)?;
+    let mut evaluator = Evaluator::new(cluster, system, decoder, is_f8);
+    let bound = evaluator.cluster.usable_memory().0 as f64;
+    let mut best: Option<(bool, f64, Degrees)> = None;
+    for degrees in candidates {
+        let (time, memory) = (evaluator.step(&degrees).total, evaluator.memory(&degrees));
+        let does_not_fit = memory > bound;
+        // What fits by time; of what does not, the leanest.
+        let rank = (does_not_fit, if does_not_fit { memory } else { time });
+        if best.as_ref().is_none_or(|best| rank < (best.0, best.1)) {
+            best = Some((rank.0, rank.1, degrees));
+        }
+    }
+    let (_, _, degrees) = best.ok_or("no degrees divide its devices, batch and heads")?;
+    let chosen = chosen.into_iter().map(|choice| choice.text(&degrees)).collect();
+    let (step, memory) = (evaluator.step(&degrees), evaluator.memory(&degrees));
+    Ok(Predicted { degrees, chosen, step, memory, evaluator })
+}
+
+/// The sizes of a run's model.
+fn decoder(row: &Row) -> Result<Decoder, String> {
+    let model = &row.model;
+    let kind = model.kind.to_lowercase();
+    let size = |name: &str, value: Option<u64>| {
+        value.filter(|value| *value > 0).ok_or_else(|| format!("the model's {name} is not known"))
+    };
+    if kind.contains("mamba") {
+        return Err("state-space layers have no cost here".to_string());
+    }
+    let heads = size("number of heads", model.heads)?;
+    let (experts, visited) = if kind.contains("moe") { experts(&kind)? } else { (1, 1) };
+    let decoder = Decoder {
+        layers: size("number of layers", model.layers)?,
+        hidden: size("width", model.hidden)?,
+        heads,
+        kv_heads: model.kv_heads.filter(|heads| *heads > 0).unwrap_or(heads),
+        ffn: size("feed-forward width", model.ffn)?,
+        vocab: model.vocab.filter(|vocab| *vocab > 0).unwrap_or(51200),
+        seq: size("sequence length", model.seq)?,
+        is_gated: ["llama", "grok", "mixtral", "qwen", "mistral"].iter().any(|family| kind.contains(family)),
+        experts,
+        visited,
+    };
+    if kind.contains("mla") || kind.contains("shared") {
+        return Err("latent attention and shared experts have no cost here".to_string());
+    }
+    let divides = decoder.hidden.is_multiple_of(heads) && heads.is_multiple_of(decoder.kv_heads);
+    if divides { Ok(decoder) } else { Err(format!("{heads} heads do not divide the width or the key heads")) }
+}
+
+/// Reads `8 experts top-2`.
+fn experts(kind: &str) -> Result<(u64, u64), String> {
+    let words: Vec<&str> = kind.split_whitespace().collect();
+    let experts = words.windows(2).find(|pair| pair[1].starts_with("expert")).and_then(|pair| pair[0].parse().ok());
+    let visited = words.iter().find_map(|word| word.strip_prefix("top-")).and_then(|text| text.parse().ok());
+    experts.zip(visited).ok_or_else(|| "the number of experts is not known".to_string())
+}
+
+/// A choice that a source did not publish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    Tensor,
+    Stages,
+    Context,
+    Zero,
+    Again,
+    Microbatch,
+    Chunks,
+}
+
+impl Choice {
+    fn text(self, degrees: &Degrees) -> String {
+        match self {
+            Self::Tensor => format!("tp={}", degrees.tensor),
+            Self::Stages => format!("pp={}", degrees.stages),
+            Self::Context => format!("cp={}", degrees.context),
+            Self::Zero => format!("zero={}", degrees.zero),
+            Self::Again => format!("recompute={:?}", degrees.again).to_lowercase(),
+            Self::Microbatch => format!("microbatch={}", degrees.microbatch),
+            Self::Chunks => format!("virtual={}", degrees.chunks),
+        }
+    }
+}
+
+/// The powers of two up to a number.
+fn powers(most: u64) -> Vec<u64> {
+    std::iter::successors(Some(1), |power| Some(power * 2)).take_while(|power| *power <= most).collect()
+}
+
+/// Every plan that a run may have been, and which of its choices are ours.
+fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degrees>, Vec<Choice>), String> {
+    let parallel = &row.parallel;
+    let count = row.hardware.count.unwrap_or(1);
+    let mut chosen = Vec::new();
+    let mut options = |value: Option<u64>, otherwise: Vec<u64>, choice: Choice| {
+        let known = value.filter(|value| *value > 0).map(|value| vec![value]);
+        known.unwrap_or_else(|| {
+            chosen.push(choice);
+            otherwise
+        })
+    };
+    // Where the data ranks are known, so is the product of the others; nothing is more than a node wide.
+    let node = row.hardware.gpus_per_node.unwrap_or(8).min(count);
+    let tensors = options(parallel.tp, powers(node), Choice::Tensor);
+    let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
+    let contexts = options(parallel.cp, powers(node), Choice::Context);
+    let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);
+    let mut chunks = vec![1];
+    if stages.iter().any(|stages| *stages > 1) {
+        chunks = options(parallel.virtual_stages, (1..=32).collect(), Choice::Chunks);
+    }
+    let zero = match &parallel.zero {
+        None => None,
+        Some(value) if value.is_null() => None,
+        Some(value) => Some(value.as_u64().ok_or_else(|| format!("ZeRO `{value}` moves state to the host"))?),
+    };
+    let zero = options(zero.map(|zero| zero + 1), vec![system.zero + 1], Choice::Zero)[0] - 1;
+    let agains = match parallel.recompute.as_deref() {
+        Some("none") => vec![Again::Nothing],
+        Some("full") => vec![Again::Everything],
+        Some("selective-op") => vec![Again::Operations],
+        Some("selective-layer") => vec![Again::HalfTheLayers],
+        Some(text) if text.starts_with("selective") => vec![Again::Attention],
+        Some(text) => return Err(format!("recomputation `{text}` is not known")),
+        None => {
+            chosen.push(Choice::Again);
+            match system.habit {
+                Habit::Full => vec![Again::Everything],
+                Habit::Least => vec![Again::Nothing, Again::Operations, Again::Everything],
+            }
+        }
+    };
+    let expert = parallel.ep.filter(|expert| *expert > 0).unwrap_or(1);
+    let mut plans = Vec::new();
+    for (tensor, stages, context) in product(&tensors, &stages, &contexts) {
+        let others = tensor * stages * context;
+        let data = parallel.dp.unwrap_or(count / others);
+        if data * others != count || !decoder.heads.is_multiple_of(tensor) || stages > decoder.layers {
+            continue;
+        }
+        for (microbatch, again, chunks) in product(&microbatches, &agains, &chunks) {
+            let global_batch = match (parallel.global_batch, parallel.microbatch) {
+                (Some(batch), _) => batch,
+                (None, Some(microbatch)) => data * microbatch,
+                (None, None) => return Err("the batch is not known".to_string()),
+            };
+            let known = parallel.microbatch.is_some();
+            let divides = global_batch.is_multiple_of(data * microbatch);
+            let rounds = (global_batch / (data * microbatch).max(1)).is_multiple_of(stages);
+            let is_cut = decoder.layers.is_multiple_of(stages * chunks) && rounds;
+            let guessed = parallel.virtual_stages.is_none() && chunks > 1;
+            if (!divides && !known) || (guessed && (stages == 1 || !is_cut)) {
+                continue;
+            }
+            plans.push(Degrees {
+                data,
+                tensor,
+                stages,
+                context,
+                expert,
+                zero,
+                again,
+                microbatch,
+                chunks: if stages > 1 { chunks } else { 1 },
+                global_batch,
+            });
+        }
+    }
+    if plans.is_empty() {
+        return Err(format!("no degrees divide its {count} devices, its batch and its {} heads", decoder.heads));
+    }
+    Ok((plans, chosen))
+}
+
+fn product<A: Copy, B: Copy, C: Copy>(a: &[A], b: &[B], c: &[C]) -> Vec<(A, B, C)> {
+    let inner = |a: A| b.iter().flat_map(move |b| c.iter().map(move |c| (a, *b, *c)));
+    a.iter().flat_map(|a| inner(*a).collect::<Vec<_>>()).collect()
+}

@@ -1,0 +1,166 @@
+//! Which device, links and software a published run used, from the words of its source.
+//!
+//! This is the only place that looks at names. It chooses among figures; it holds none of its own.
+
+use super::rows::Row;
+use shardc_passes::cluster::{Cluster, Figure, Profile};
+use shardc_passes::cost::Library;
+
+/// How a system recomputes where the source does not say; the planner's choice if there is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Habit {
+    /// The least that fits.
+    Least,
+    /// Every layer.
+    Full,
+}
+
+/// The software of a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct System {
+    /// Its generation.
+    pub library: Library,
+    /// ZeRO stage where the source does not say.
+    pub zero: u64,
+    /// Recomputation where the source does not say.
+    pub habit: Habit,
+    /// Bytes of weights, gradients, and master weights with the optimizer's state, per parameter.
+    pub stored: [f64; 3],
+}
+
+/// Where words of the source, split, or notes name the software: the first that is found.
+const GENERATIONS: [(&str, &Library); 26] = [
+    ("vtrain", &Library::MEGATRON_DEEPSPEED),
+    ("maxtext", &Library::XLA),
+    ("25.", &Library::MEGATRON_CORE),
+    ("dgxc", &Library::MEGATRON_CORE),
+    ("nemo", &Library::MEGATRON_CORE_2024),
+    ("megatron_fp8", &Library::MEGATRON_CORE),
+    ("megatron_h100", &Library::MEGATRON_CORE),
+    ("megatron_bridge", &Library::MEGATRON_CORE),
+    ("megatron-bridge", &Library::MEGATRON_CORE),
+    ("long_seq", &Library::MEGATRON_CORE_2024),
+    ("megascale", &Library::MEGATRON_2022),
+    ("korthikanti", &Library::MEGATRON_2022),
+    ("sc21", &Library::MEGATRON_2021),
+    ("megatron_old", &Library::MEGATRON_2020),
+    ("jan-2021", &Library::MEGATRON_2021),
+    ("mt-nlg", &Library::MEGATRON_2021),
+    ("alpa", &Library::MEGATRON_2020),
+    ("aceso", &Library::MEGATRON_2020),
+    ("amp@", &Library::MEGATRON_2020),
+    ("foundry", &Library::FSDP_2023),
+    ("titan_a100", &Library::FSDP2),
+    ("titan", &Library::FSDP2_COMPILED),
+    ("autoparallel", &Library::FSDP2_COMPILED),
+    ("nanotron", &Library::FSDP2),
+    ("deepspeed", &Library::FSDP2),
+    ("megatron", &Library::MEGATRON_CORE),
+];
+
+/// The software of a run.
+pub fn system(row: &Row) -> System {
+    let words = format!("{} {}", row.split, row.source).to_lowercase();
+    let notes = row.notes.to_lowercase();
+    let found = GENERATIONS.iter().find(|(word, _)| words.contains(word));
+    let mut library = found.map_or(Library::FSDP2, |(_, library)| **library);
+    let is_titan = words.contains("titan");
+    if is_titan && !words.contains("titan_a100") && !notes.contains("compile") && !notes.contains("tp") {
+        library = Library { tensor_async: Library::FSDP2_COMPILED.tensor_async, ..Library::FSDP2 };
+    }
+    if ["async t", "tp async"].iter().any(|word| notes.contains(word)) {
+        library.tensor_exposed *= library.tensor_async;
+    }
+    if notes.contains("rowwise") {
+        library.f8_cast_bytes *= Library::ROWWISE_CASTS;
+    }
+    let is_core = [Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_2024.name].contains(&library.name);
+    let is_early = [Library::MEGATRON_DEEPSPEED.name, Library::MEGATRON_2020.name, Library::MEGATRON_2021.name];
+    let habit = if is_early.contains(&library.name) { Habit::Full } else { Habit::Least };
+    let stored = match library.name {
+        _ if is_core => [2.0, 2.0, 12.0],
+        name if name.starts_with("Megatron") => [2.0, 4.0, 12.0],
+        _ => [4.0, 4.0, 8.0],
+    };
+    System { library, zero: u64::from(is_core), habit, stored }
+}
+
+/// The devices of a run.
+///
+/// # Errors
+/// Says what is missing: the device has no profile, or there is no count.
+pub fn cluster(row: &Row) -> Result<Cluster, String> {
+    let words = row.hardware.gpu.to_lowercase().replace(['_', ' '], "-");
+    let device_words = words.split('(').next().unwrap_or_default();
+    let name = match device_words {
+        word if word.contains('/') => None,
+        word if word.starts_with("a100") && word.contains("40gb") => Some("a100-40"),
+        word if word.starts_with("a100") => Some("a100-80"),
+        word if word.starts_with("h100") && word.contains("500w") => Some("h100-500w"),
+        word if word.starts_with("h100") => Some("h100"),
+        word if word.starts_with("h200") => Some("h200"),
+        word if word.starts_with("b200") => Some("b200"),
+        word if word.starts_with("v100") => Some("v100"),
+        word if word.starts_with("l40s") => Some("l40s"),
+        word if word.contains("3090") => Some("rtx3090"),
+        word if word.contains("4090") => Some("rtx4090"),
+        _ => None,
+    };
+    let name = name.ok_or_else(|| format!("no profile of device `{}`", row.hardware.gpu))?;
+    let mut device = Profile::find(name).map_err(|error| error.to_string())?;
+    let count = row.hardware.count.filter(|count| *count > 0).ok_or("the number of devices is not known")?;
+    let per_node = row.hardware.gpus_per_node.unwrap_or(8).max(1).min(count);
+    if words.contains("16gb") {
+        device.memory_bytes = Figure { value: 16e9, source: row.source.clone() };
+    }
+    if words.contains("v100-32gb") {
+        device.memory_bytes = Figure { value: 32e9, source: row.source.clone() };
+    }
+    let links = format!("{} {}", row.hardware.interconnect.as_deref().unwrap_or_default(), row.notes);
+    if let Some(gigabits) = gigabits_per_node(&links) {
+        let per_node = row.hardware.gpus_per_node.unwrap_or(8).max(1) as f64;
+        let value = PORT_EFFICIENCY * gigabits * 1e9 / 8.0 / per_node;
+        device.node_bandwidth = Figure { value, source: row.source.clone() };
+    }
+    Ok(Cluster { name: row.hardware.gpu.clone(), per_node, nodes: count.div_ceil(per_node), device })
+}
+
+/// The share of a port that a collective reaches, as in the profiles.
+const PORT_EFFICIENCY: f64 = 0.9;
+
+/// Reads `800 Gb/s per node`, `1600 Gb/s RoCE per node`, `1600 Gbps node-node`.
+fn gigabits_per_node(text: &str) -> Option<f64> {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let unit = |word: &str| ["gb/s", "gbps", "gbit/s"].contains(&word.to_lowercase().as_str());
+    let found = words.windows(2).enumerate().find(|(at, pair)| {
+        let after = words[at + 2..].iter().take(3).map(|word| word.to_lowercase()).collect::<Vec<_>>().join(" ");
+        pair[0].parse::<f64>().is_ok() && unit(pair[1]) && (after.contains("per node") || after.contains("node-node"))
+    });
+    found.and_then(|(_, pair)| pair[0].parse().ok()).filter(|value: &f64| value.is_finite() && *value > 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_read() {
+        assert_eq!(gigabits_per_node("NVLink; inter-node 800 Gb/s per node per config"), Some(800.0));
+        assert_eq!(gigabits_per_node("NVSwitch; 1600 Gb/s RoCE per node"), Some(1600.0));
+        assert_eq!(gigabits_per_node("A100 with 1600 Gbps node-node interconnect"), Some(1600.0));
+        assert_eq!(gigabits_per_node("8x400Gb/s IB NDR per node"), None);
+    }
+
+    #[test]
+    fn software_is_found() {
+        let of = |split: &str, source: &str, notes: &str| {
+            let row = Row { split: split.into(), source: source.into(), notes: notes.into(), ..Row::default() };
+            system(&row).library.name
+        };
+        assert_eq!(of("vtrain_multi", "VIA-Research/vTrain", ""), Library::MEGATRON_DEEPSPEED.name);
+        assert_eq!(of("dgxc", "NVIDIA/dgxc-benchmarking@v25.02.02 maxtext", ""), Library::XLA.name);
+        assert_eq!(of("nemo_fp8", "NVIDIA/NeMo (NeMo 24.07)", ""), Library::MEGATRON_CORE_2024.name);
+        assert_eq!(of("titan", "pytorch/torchtitan", "FSDP"), Library::FSDP2.name);
+        assert_eq!(of("titan", "pytorch/torchtitan", "FSDP+compile"), Library::FSDP2_COMPILED.name);
+    }
+}

@@ -1,0 +1,54 @@
+//! How long attention takes, by the generation of its kernel.
+
+use super::library::{Attention, Library};
+use super::{Pass, matmul};
+use crate::cluster::Profile;
+use shardc_ir::TensorType;
+use shardc_ir::ops::{Op, OpDef};
+
+/// Seconds of attention on these operands, on a device with this peak rate (FLOP/s) and memory
+/// bandwidth (bytes/s); `None` if `op` is not attention.
+pub fn seconds(
+    op: &Op,
+    operands: &[TensorType],
+    results: &[TensorType],
+    peak: f64,
+    device: &Profile,
+    library: &Library,
+) -> Option<f64> {
+    let (pass, first) = match op {
+        Op::Attention(_) => (Pass::Forward, 0),
+        Op::AttentionGrad(_) => (Pass::Backward, 1),
+        _ => return None,
+    };
+    let (query, key) = (&operands[first], &operands[first + 1]);
+    let [batch, queries, heads, width] = [0, 1, 2, 3].map(|dim| query.shape.get(dim).copied().unwrap_or(1) as f64);
+    let keys = key.shape.get(1).copied().unwrap_or(1) as f64;
+    let forward = pass == Pass::Forward;
+    let (kernel, backward_kernel, narrow) = match library.attention {
+        Attention::Unfused { forward: written, backward } => {
+            let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
+            let rate = peak * device.matmul_efficiency.value;
+            let batch = batch * heads;
+            let product = |n: f64, k: f64| matmul::seconds(matmul::Sizes { batch, m: queries, n, k }, rate, device);
+            let products = product(keys, width) + product(width, keys);
+            let (times, written) = if forward { (1.0, written) } else { (2.0, backward) };
+            return Some(times * products + written * batch * queries * keys / bandwidth);
+        }
+        Attention::Flash { forward, backward } => {
+            (forward * device.flash_forward.value, backward * device.flash_backward.value, 1.0)
+        }
+        Attention::Cudnn { forward, backward } => {
+            let narrow = if width < 128.0 { device.attention_narrow.value } else { 1.0 };
+            (forward * device.attention_forward.value, backward * device.attention_backward.value, narrow)
+        }
+    };
+    let (share, ramp) = if forward {
+        (kernel, device.attention_forward_ramp.value)
+    } else {
+        (backward_kernel, device.attention_backward_ramp.value)
+    };
+    // A kernel's rows of queries are what amortises its prologue.
+    let rate = peak * share * narrow * queries / (queries + ramp);
+    Some(op.flops(operands, results).0 / rate.max(1.0))
+}

@@ -1,0 +1,282 @@
+//! What the software between a plan and the device costs, by generation.
+//!
+//! The same device runs the same plan at different speeds under different software: how attention
+//! is computed, how often elementwise results pass through memory, what the host needs to start
+//! kernels, and which communication is hidden. Each of these is one figure of a [`Library`]. The
+//! cost model has no other constants: those of devices and links are in their
+//! [`Profile`](crate::cluster::Profile), and there are none per model or run.
+//!
+//! [`Library::SHARDC`] is this project's runtime, for which plans are searched. The others are
+//! generations of training software that others have published measurements of; they are what the
+//! model is checked against (`shardc-bench`, `published`). Their figures were found by least squares
+//! over those measurements, with device and link figures shared by all of them, unless a comment
+//! gives another source.
+
+/// How attention is computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Attention {
+    /// Matrix products around a softmax, with the scores in memory: bytes moved per score besides
+    /// those of the products, forward and backward.
+    Unfused {
+        /// Bytes per score, forward: scale, mask, softmax, dropout.
+        forward: f64,
+        /// Bytes per score, backward.
+        backward: f64,
+    },
+    /// FlashAttention 1 or 2 (Dao, 2022 and 2023): factors on what version 2 reaches on the device.
+    Flash {
+        /// Forward.
+        forward: f64,
+        /// Backward.
+        backward: f64,
+    },
+    /// cuDNN's fused kernels, or FlashAttention 3: factors on what cuDNN 9 reaches on the device.
+    Cudnn {
+        /// Forward.
+        forward: f64,
+        /// Backward.
+        backward: f64,
+    },
+}
+
+/// What the host spends on starting kernels, in seconds; all zero where the step is one CUDA graph.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Host {
+    /// Per layer and microbatch, the forward pass.
+    pub forward: f64,
+    /// Per layer and microbatch, the backward pass without recomputation.
+    pub backward: f64,
+    /// More of it in each pass, if the layer has collectives inside.
+    pub tensor: f64,
+    /// Per layer and microbatch, the device's wait where the host synchronises (random state saved
+    /// for recomputation).
+    pub sync: f64,
+    /// More of it, if the layer has collectives inside.
+    pub tensor_sync: f64,
+    /// Per layer and microbatch, what eight launch-bound ranks lose at their collectives to each
+    /// other's jitter; grows with the fourth power of their number up to eight.
+    pub jitter: f64,
+    /// Per microbatch, embedding, head and loss.
+    pub ends: f64,
+}
+
+/// One generation of training software.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Library {
+    /// Its name.
+    pub name: &'static str,
+    /// How attention is computed.
+    pub attention: Attention,
+    /// Bytes that elementwise and normalising operations move, over their operands and results
+    /// read and written once; below 1 where neighbours are fused. Forward.
+    pub traffic_forward: f64,
+    /// The same, backward.
+    pub traffic_backward: f64,
+    /// Bytes moved per logit besides those of the head's products: casts, softmax, loss, gradient.
+    pub logit_bytes: f64,
+    /// Bytes moved per element that is cast to an 8-bit format, with its statistics.
+    pub f8_cast_bytes: f64,
+    /// What the host costs.
+    pub host: Host,
+    /// The share of a layer's tensor-parallel collectives that nothing hides; more than 1 where they
+    /// run below the link's rate.
+    pub tensor_exposed: f64,
+    /// The factor on it where they are split to run under their products.
+    pub tensor_async: f64,
+    /// Whether activations between the tensor-parallel products are divided over the sequence.
+    pub is_sequence_parallel: bool,
+    /// Whether a pipeline stage sends each activation once, divided over its tensor ranks.
+    pub sends_parts: bool,
+    /// The share of sends between stages that nothing hides.
+    pub pipeline_exposed: f64,
+    /// What ring attention loses to the transfers it hides, of their time.
+    pub context_loss: f64,
+    /// Bytes moved per element of the output to merge the parts of ring attention, per step of the ring.
+    pub context_merge_bytes: f64,
+    /// Bytes of a gradient element when it is reduced.
+    pub gradient_bytes: f64,
+    /// The share of the data-parallel reduction (and of ZeRO-1's gathering) that nothing hides.
+    pub data_exposed: f64,
+    /// What computation loses to gathering parameters (ZeRO-3) under it, of the hidden time.
+    pub shard_loss: f64,
+    /// Seconds of a step that depend on nothing: the loader, the norm, logging.
+    pub step_seconds: f64,
+}
+
+/// The figures that most PyTorch libraries share; each constant below says where it differs.
+const COMMON: Library = Library {
+    name: "common",
+    attention: Attention::Cudnn { forward: 1.0, backward: 1.0 },
+    traffic_forward: 0.8,
+    traffic_backward: 1.15,
+    logit_bytes: 16.0,
+    f8_cast_bytes: 4.0,
+    host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, sync: 1e-5, tensor_sync: 1e-5, jitter: 0.0, ends: 1e-3 },
+    tensor_exposed: 1.0,
+    tensor_async: 0.7,
+    is_sequence_parallel: false,
+    sends_parts: false,
+    pipeline_exposed: 1.0,
+    context_loss: 0.3,
+    context_merge_bytes: 12.0,
+    gradient_bytes: 2.0,
+    data_exposed: 1.0,
+    shard_loss: 0.15,
+    step_seconds: 1e-2,
+};
+
+impl Library {
+    /// The factor on [`f8_cast_bytes`](Self::f8_cast_bytes) where every row has a scale of its own.
+    pub const ROWWISE_CASTS: f64 = 3.0;
+
+    /// This project's runtime: cuDNN's attention; every other operation moves what it says it moves;
+    /// the step is replayed, so the host costs nothing.
+    pub const SHARDC: Library = Library {
+        name: "shardc",
+        traffic_forward: 1.0,
+        traffic_backward: 1.0,
+        logit_bytes: 0.0,
+        f8_cast_bytes: 3.0,
+        host: Host { forward: 0.0, backward: 0.0, tensor: 0.0, sync: 0.0, tensor_sync: 0.0, jitter: 0.0, ends: 0.0 },
+        is_sequence_parallel: true,
+        sends_parts: true,
+        gradient_bytes: 4.0,
+        step_seconds: 0.0,
+        ..COMMON
+    };
+
+    /// Megatron-DeepSpeed of 2022 on eager PyTorch, as vTrain measured it.
+    pub const MEGATRON_DEEPSPEED: Library = Library {
+        name: "Megatron-DeepSpeed (2022)",
+        attention: Attention::Unfused { forward: 15.94, backward: 21.52 },
+        traffic_forward: 0.651,
+        traffic_backward: 0.977,
+        logit_bytes: 23.9,
+        host: Host {
+            forward: 7.88e-4,
+            backward: 1.311e-3,
+            tensor: 3.3e-5,
+            sync: 1.48e-4,
+            tensor_sync: 2.14e-4,
+            jitter: 2.0e-3,
+            ends: 6.1e-3,
+        },
+        sends_parts: true,
+        step_seconds: 2.06e-3,
+        ..COMMON
+    };
+
+    /// Megatron-LM of 2020: no fused softmax, PyTorch's own data parallelism (Shoeybi et al., 2019).
+    pub const MEGATRON_2020: Library = Library {
+        name: "Megatron-LM (2020)",
+        attention: Attention::Unfused { forward: 17.95, backward: 20.0 },
+        traffic_forward: 1.01,
+        traffic_backward: 1.4,
+        tensor_exposed: 1.43,
+        data_exposed: 0.43,
+        ..COMMON
+    };
+
+    /// Megatron-LM of 2021: fused softmax, interleaved pipelines (Narayanan et al., 2021).
+    pub const MEGATRON_2021: Library = Library {
+        name: "Megatron-LM (2021)",
+        attention: Attention::Unfused { forward: 14.45, backward: 20.0 },
+        traffic_forward: 0.81,
+        tensor_exposed: 1.71,
+        sends_parts: true,
+        data_exposed: 0.854,
+        ..COMMON
+    };
+
+    /// Megatron-LM of 2022: sequence parallelism and selective recomputation (Korthikanti et al., 2022).
+    pub const MEGATRON_2022: Library = Library {
+        name: "Megatron-LM (2022)",
+        attention: Attention::Unfused { forward: 14.0, backward: 20.0 },
+        traffic_forward: 0.78,
+        tensor_exposed: 1.16,
+        sends_parts: true,
+        ..COMMON
+    };
+
+    /// Megatron-Core with Transformer Engine of 2025 (NeMo 25, NVIDIA's benchmarking recipes).
+    pub const MEGATRON_CORE: Library = Library {
+        name: "Megatron-Core (2025)",
+        traffic_forward: 0.746,
+        traffic_backward: 1.037,
+        logit_bytes: 11.9,
+        f8_cast_bytes: 4.4,
+        host: Host { forward: 4e-4, backward: 5e-4, ..COMMON.host },
+        tensor_exposed: 0.5,
+        is_sequence_parallel: true,
+        sends_parts: true,
+        pipeline_exposed: 0.338,
+        context_loss: 0.31,
+        context_merge_bytes: 36.4,
+        data_exposed: 0.244,
+        step_seconds: 3.44e-2,
+        ..COMMON
+    };
+
+    /// The same of 2024 (NeMo 24.07), with cuDNN's first backward kernels for Hopper.
+    pub const MEGATRON_CORE_2024: Library = Library {
+        name: "Megatron-Core (2024)",
+        attention: Attention::Cudnn { forward: 1.0, backward: 0.53 },
+        traffic_forward: 0.765,
+        tensor_exposed: 0.462,
+        data_exposed: 0.2,
+        context_merge_bytes: 12.0,
+        step_seconds: 0.19,
+        ..Self::MEGATRON_CORE
+    };
+
+    /// MaxText on XLA of 2025.
+    pub const XLA: Library = Library {
+        name: "XLA (2025)",
+        attention: Attention::Cudnn { forward: 0.9, backward: 0.88 },
+        traffic_forward: 0.576,
+        traffic_backward: 0.9,
+        tensor_exposed: 0.5,
+        shard_loss: 0.062,
+        ..COMMON
+    };
+
+    /// MosaicML's llm-foundry of 2023: PyTorch FSDP, eager, Triton's FlashAttention.
+    pub const FSDP_2023: Library = Library {
+        name: "PyTorch FSDP (2023)",
+        attention: Attention::Flash { forward: 0.97, backward: 0.66 },
+        traffic_forward: 1.22,
+        traffic_backward: 1.75,
+        logit_bytes: 22.5,
+        host: Host { forward: 1e-3, backward: 1.5e-3, ..COMMON.host },
+        shard_loss: 0.917,
+        step_seconds: 1.1e-2,
+        ..COMMON
+    };
+
+    /// FSDP2 of 2024, eager (torchtitan without compilation).
+    pub const FSDP2: Library = Library {
+        name: "PyTorch FSDP2 (2024)",
+        attention: Attention::Flash { forward: 1.0, backward: 1.0 },
+        traffic_forward: 1.225,
+        traffic_backward: 1.7,
+        logit_bytes: 22.0,
+        host: Host { forward: 1e-3, backward: 1.5e-3, ..COMMON.host },
+        is_sequence_parallel: true,
+        shard_loss: 1.1,
+        ..COMMON
+    };
+
+    /// FSDP2 of 2024 and 2025 with torch.compile (torchtitan, AutoParallel).
+    pub const FSDP2_COMPILED: Library = Library {
+        name: "PyTorch FSDP2, compiled (2024)",
+        attention: Attention::Flash { forward: 1.0, backward: 1.0 },
+        traffic_forward: 0.6,
+        traffic_backward: 0.9,
+        host: Host { forward: 5e-4, backward: 8e-4, ..COMMON.host },
+        tensor_exposed: 0.94,
+        is_sequence_parallel: true,
+        sends_parts: true,
+        shard_loss: 0.148,
+        ..COMMON
+    };
+}

@@ -1,0 +1,81 @@
+//! How long a product of matrices takes: tiles, waves of tiles, depth, and the traffic it cannot avoid.
+//!
+//! A kernel covers the result with tiles; each multiprocessor makes one at a time, so a result of
+//! 133 tiles on 132 multiprocessors takes almost two waves. The library is taken to choose the best
+//! of five tile shapes; smaller tiles waste less of a small result and reach less of the peak.
+
+use crate::cluster::Profile;
+use shardc_ir::TensorType;
+use shardc_ir::ops::{Matmul, OpDef};
+
+/// Of a last wave that is not full, the share that is lost: persistent kernels and split products
+/// fill the rest. Fitted to published runs (vTrain, Megatron-LM, llm-foundry; see [`Library`](super::Library)).
+const LOST_WAVE: f64 = 0.7;
+/// The rate of tiles of half and of a quarter of the largest size, relative to it; same fit.
+const SMALLER: [f64; 2] = [0.935, 0.83];
+
+/// Sizes of a batch of products `[m, k] x [k, n]`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sizes {
+    /// How many products.
+    pub batch: f64,
+    /// Rows of the result.
+    pub m: f64,
+    /// Columns of the result.
+    pub n: f64,
+    /// Depth.
+    pub k: f64,
+}
+
+impl Sizes {
+    /// The sizes of a contraction; `None` where its notation does not fit its operands.
+    pub fn of(matmul: &Matmul, operands: &[TensorType]) -> Option<Self> {
+        let (dims, sizes) = (matmul.dims().ok()?, matmul.sizes(operands).ok()?);
+        let product = |letters: &[char]| {
+            let size = |letter: &char| sizes.iter().find(|(known, _)| known == letter).map_or(1, |(_, size)| *size);
+            letters.iter().map(size).product::<u64>() as f64
+        };
+        Some(Self { batch: product(&dims.batch), m: product(&dims.m), n: product(&dims.n), k: product(&dims.k) })
+    }
+}
+
+/// Seconds of arithmetic of a batch of products on a device whose large products run at `rate` FLOP/s.
+pub fn seconds(sizes: Sizes, rate: f64, device: &Profile) -> f64 {
+    let Sizes { batch, m, n, k } = sizes;
+    let largest = device.matmul_tile.value.max(1.0).log2().round();
+    let at_once = device.multiprocessors.value;
+    let mut best = f64::INFINITY;
+    for (step, share) in [1.0, SMALLER[0], SMALLER[1]].into_iter().enumerate() {
+        let log = (largest - step as f64).max(0.0);
+        let (long, short) = ((log / 2.0).ceil().exp2(), (log / 2.0).floor().exp2());
+        for (rows, columns) in [(long, short), (short, long)] {
+            let waves = (m / rows).ceil() * (n / columns).ceil() * batch / at_once;
+            let waves = if waves < 1.0 { 1.0 } else { LOST_WAVE * waves.ceil() + (1.0 - LOST_WAVE) * waves };
+            best = best.min(waves * at_once * rows * columns * 2.0 * k / (rate * share));
+        }
+    }
+    best * (k + device.matmul_ramp.value) / k
+}
+
+/// The most that memory traffic lets a contraction take: its operands and result, once each.
+pub fn traffic(matmul: &Matmul, operands: &[TensorType], results: &[TensorType], bandwidth: f64) -> f64 {
+    matmul.bytes(operands, results).0 as f64 / bandwidth
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_tile_more_than_a_wave_costs_most_of_another() {
+        let device = Profile::find("h200").unwrap();
+        let at_once = device.multiprocessors.value;
+        let time = |tiles: f64| {
+            let sizes = Sizes { batch: 1.0, m: 256.0 * tiles, n: 128.0, k: 65536.0 };
+            seconds(sizes, 1e12, &device)
+        };
+        let (full, more) = (time(4.0 * at_once), time(4.0 * at_once + 4.0));
+        assert!(more / full > 1.1, "{full} {more}");
+        assert!((time(8.0 * at_once) / full - 2.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,171 @@
+//! How long one operation takes on one device.
+
+use super::library::Library;
+use super::{attention, matmul};
+use crate::cluster::Profile;
+use shardc_ir::ops::{Op, OpDef};
+use shardc_ir::{DType, Flops, Role, Seconds, TensorType};
+
+/// What bounds a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// Matrix products and attention.
+    Matmul,
+    /// Memory traffic or launches.
+    Memory,
+}
+
+/// Which half of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Forward, its recomputation, the update.
+    Forward,
+    /// Backward.
+    Backward,
+}
+
+impl Pass {
+    /// The half that a node of this role belongs to.
+    pub fn of(role: Role) -> Self {
+        if matches!(role, Role::Backward(_)) { Self::Backward } else { Self::Forward }
+    }
+}
+
+/// A device under one generation of software.
+#[derive(Clone, Copy, Debug)]
+pub struct Machine<'a> {
+    /// The device.
+    pub device: &'a Profile,
+    /// The software.
+    pub library: &'a Library,
+}
+
+impl<'a> Machine<'a> {
+    /// A device under this project's own runtime.
+    pub fn own(device: &'a Profile) -> Self {
+        Self { device, library: &Library::SHARDC }
+    }
+
+    /// Bytes/s that a kernel reaches in device memory.
+    pub fn bandwidth(self) -> f64 {
+        self.device.memory_bandwidth.value * self.device.memory_efficiency.value
+    }
+
+    /// How long a node takes, from the types one rank sees.
+    pub fn seconds(self, op: &Op, operands: &[TensorType], results: &[TensorType], pass: Pass) -> (Seconds, Bound) {
+        if is_view(op) {
+            return (Seconds(0.0), Bound::Memory);
+        }
+        let device = self.device;
+        let traffic = op.bytes(operands, results).0 as f64 / self.bandwidth();
+        let launch = device.launch_seconds.value;
+        if let Op::Matmul(product) = op {
+            let rate = rate(operands[0].dtype, device);
+            let arithmetic = matmul::Sizes::of(product, operands).map_or(0.0, |of| matmul::seconds(of, rate, device));
+            return (Seconds(arithmetic.max(traffic) + launch), Bound::Matmul);
+        }
+        let peak = |index: usize| peak(operands[index].dtype, device);
+        let first = usize::from(matches!(op, Op::AttentionGrad(_)));
+        let fused = matches!(op, Op::Attention(_) | Op::AttentionGrad(_));
+        if fused && let Some(time) = attention::seconds(op, operands, results, peak(first), device, self.library) {
+            return (Seconds(time.max(traffic) + launch), Bound::Matmul);
+        }
+        let times = match pass {
+            Pass::Forward => self.library.traffic_forward,
+            Pass::Backward => self.library.traffic_backward,
+        };
+        (Seconds(times * traffic + launch), Bound::Memory)
+    }
+}
+
+/// Whether the operation moves nothing: a leaf, a reshape, or a value that is folded into its reader.
+pub fn is_view(op: &Op) -> bool {
+    op.is_leaf() || matches!(op, Op::Reshape(_) | Op::Constant(_) | Op::Literal(_))
+}
+
+/// The FLOPs that count as the model's: matrix products and attention.
+pub fn model_flops(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Flops {
+    match op {
+        Op::Matmul(_) | Op::Attention(_) => op.flops(operands, results),
+        // The backward kernel makes the scores again: 2 of its 2.5 parts are the model's.
+        Op::AttentionGrad(_) => op.flops(operands, results) * 0.8,
+        _ => Flops(0.0),
+    }
+}
+
+/// The dense rate of products of this element type in FLOP/s. Those of f32 are never made in TF32.
+pub fn peak(dtype: DType, device: &Profile) -> f64 {
+    match dtype {
+        DType::Bf16 => device.peak_bf16.value,
+        DType::F16 => device.peak_f16.value,
+        DType::F8e4m3 | DType::F8e5m2 => device.peak_f8.value,
+        _ => device.peak_f32.value,
+    }
+}
+
+/// FLOP/s of a large product.
+fn rate(dtype: DType, device: &Profile) -> f64 {
+    let share = match dtype {
+        DType::F8e4m3 | DType::F8e5m2 => device.f8_efficiency.value,
+        _ => device.matmul_efficiency.value,
+    };
+    peak(dtype, device) * share
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::ops::{Attention, AttentionGrad, Matmul};
+
+    /// The shapes measured on H200: within 8% of the rate reached there.
+    #[test]
+    fn matmuls_take_what_was_measured() {
+        let device = Profile::find("h200").unwrap();
+        let measured = [
+            (8192, 8192, 8192, 776e12),
+            (16384, 8192, 2048, 656e12),
+            (16384, 2048, 8192, 714e12),
+            (16384, 128256, 2048, 669e12),
+        ];
+        for (m, n, k, rate) in measured {
+            let ty = |a, b| TensorType::new(DType::Bf16, [a, b]);
+            let op = Op::from(Matmul::plain());
+            let machine = Machine::own(&device);
+            let (seconds, bound) = machine.seconds(&op, &[ty(m, k), ty(k, n)], &[ty(m, n)], Pass::Forward);
+            let predicted = 2.0 * (m * n * k) as f64 / seconds.0;
+            assert_eq!(bound, Bound::Matmul);
+            assert!((predicted / rate - 1.0).abs() < 0.08, "{m} {n} {k}: {predicted:e} for {rate:e}");
+        }
+    }
+
+    /// cuDNN's causal attention with grouped queries (32 to 8 heads), as measured on H200.
+    #[test]
+    fn attention_takes_what_was_measured() {
+        let device = Profile::find("h200").unwrap();
+        let measured = [(4096, 64, 420e12, 372e12), (4096, 128, 542e12, 448e12), (16384, 128, 590e12, 529e12)];
+        for (seq, width, forward, backward) in measured {
+            let ty = |heads| TensorType::new(DType::Bf16, [4, seq, heads, width]);
+            let row = TensorType::new(DType::F32, [4, 32, seq]);
+            let (query, key) = (ty(32), ty(8));
+            let kinds: [(Op, _, _, f64); 2] = [
+                (
+                    Attention { causal: true, scale: 1.0 }.into(),
+                    vec![query.clone(), key.clone(), key.clone()],
+                    vec![query.clone(), row.clone()],
+                    forward,
+                ),
+                (
+                    AttentionGrad { causal: true, scale: 1.0 }.into(),
+                    vec![query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row.clone()],
+                    vec![query.clone(), key.clone(), key.clone()],
+                    backward,
+                ),
+            ];
+            for (op, operands, results, rate) in kinds {
+                let (seconds, _) = Machine::own(&device).seconds(&op, &operands, &results, Pass::Forward);
+                let reached = op.flops(&operands, &results).0 / seconds.0;
+                assert!((reached / rate - 1.0).abs() < 0.06, "{seq} x {width}: {reached:e} for {rate:e}");
+            }
+        }
+    }
+}

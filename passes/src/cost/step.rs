@@ -1,0 +1,185 @@
+//! The time of a step of equal layers: layers into stages, stages into a pipeline, gradients and
+//! parameters over the data ranks, the update.
+//!
+//! What one layer takes comes from its operations ([`Machine::seconds`](super::Machine::seconds))
+//! and its collectives; it depends on shapes and a few degrees only, so it is worth keeping. What is
+//! left for one plan is arithmetic: far less than a microsecond.
+
+use super::collective::{self, Collective, Group};
+use super::overlap;
+use super::pipeline::{Schedule, Stage, Stages};
+use super::{Library, Machine};
+use crate::cluster::Cluster;
+
+/// Bytes that AdamW moves per parameter: weight, gradient and both moments are read, all but the
+/// gradient written, in f32, and a 16-bit copy of the weight.
+pub const UPDATE_BYTES: f64 = 30.0;
+
+/// What every doubling of the nodes adds to a step, as a share of it: the slowest of many waits
+/// for no one, all wait for it. Found with the figures of [`Library`], on 8 to 12,288 devices.
+const SPREAD: f64 = 0.007;
+
+/// What one rank does for one layer and one microbatch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Layer {
+    /// Seconds of the device, forward, with what shows of the layer's collectives.
+    pub forward: f64,
+    /// Seconds backward, without recomputation.
+    pub backward: f64,
+    /// Of the backward seconds, those of weight gradients.
+    pub weight: f64,
+    /// What recomputation adds.
+    pub again: f64,
+    /// Whether recomputation starts every kernel of the forward pass again.
+    pub restarts: bool,
+    /// Ranks of the collectives inside the layer.
+    pub tensor: u64,
+    /// Parameters of one rank.
+    pub parameters: f64,
+    /// Of them, those of experts.
+    pub experts: f64,
+}
+
+impl Layer {
+    /// Seconds of a microbatch, with what the host costs, forward and backward.
+    pub fn seconds(&self, library: &Library) -> f64 {
+        let host = &library.host;
+        let tensor = if self.tensor > 1 { 1.0 } else { 0.0 };
+        let forward = host.forward + tensor * host.tensor;
+        let backward = host.backward + tensor * host.tensor + if self.restarts { forward } else { 0.0 };
+        let (device, starts) = (self.forward + self.backward + self.again, forward + backward);
+        let waits = host.sync + tensor * host.tensor_sync;
+        // Ranks that wait for their hosts meet at collectives, and wait for the latest of them.
+        let bound = if starts > 0.0 { (1.0 - device / starts).max(0.0) } else { 0.0 };
+        let jitter = host.jitter * tensor * (self.tensor as f64 / 8.0).powi(4).min(1.0) * bound;
+        overlap::beside_host(device + waits, starts) + jitter
+    }
+}
+
+/// A step to be timed.
+#[derive(Clone, Copy, Debug)]
+pub struct Work<'a> {
+    /// The devices.
+    pub cluster: &'a Cluster,
+    /// The software.
+    pub library: &'a Library,
+    /// One of the equal layers.
+    pub layer: Layer,
+    /// How many there are.
+    pub layers: u64,
+    /// Seconds of embedding, head and loss, for one microbatch.
+    pub ends: f64,
+    /// Parameters of one rank of the first stage's embedding, and of the last stage's head.
+    pub end_parameters: f64,
+    /// Microbatches of a pipeline.
+    pub microbatches: u64,
+    /// Pipeline stages.
+    pub stages: u64,
+    /// In which order they run.
+    pub schedule: Schedule,
+    /// Bytes that a rank sends to the next stage for one microbatch.
+    pub sent: f64,
+    /// Whether that goes to another node.
+    pub sends_away: bool,
+    /// The ranks over which gradients are reduced, and those for experts.
+    pub data: [Group; 2],
+    /// ZeRO stage.
+    pub zero: u64,
+    /// The devices of the whole run.
+    pub ranks: u64,
+}
+
+/// Where the seconds of a step go.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Step {
+    /// All of it.
+    pub total: f64,
+    /// The pipeline of microbatches, its bubble included.
+    pub pipeline: f64,
+    /// Data-parallel communication that shows.
+    pub data: f64,
+    /// The update.
+    pub update: f64,
+    /// The longest stage's parameters on one rank.
+    pub parameters: f64,
+}
+
+/// By what factor the slowest of these ranks stretches a step.
+pub fn spread(ranks: u64) -> f64 {
+    1.0 + SPREAD * (ranks as f64 / 8.0).max(1.0).log2()
+}
+
+impl Work<'_> {
+    /// Layers of every stage but the last: in whole chunks, so that the last may have fewer and the head.
+    pub fn stage_layers(&self) -> u64 {
+        let chunks = match self.schedule {
+            Schedule::Interleaved(chunks) => chunks.max(1),
+            Schedule::ZeroBubbleV => 2,
+            _ => 1,
+        };
+        if self.stages <= 1 { self.layers } else { self.layers.div_ceil(self.stages * chunks) * chunks }
+    }
+
+    /// Predicts the step.
+    pub fn seconds(&self) -> Step {
+        let library = self.library;
+        let machine = Machine { device: &self.cluster.device, library };
+        let layer = self.layer.seconds(library);
+        let ends = overlap::beside_host(self.ends, library.host.ends);
+        let typical = self.stage_layers();
+        let last = self.layers.saturating_sub((self.stages.max(1) - 1) * typical);
+        let chunks = if let Schedule::Interleaved(chunks) = self.schedule { chunks as f64 } else { 1.0 };
+        let send = if self.stages > 1 { 2.0 * chunks * self.send() } else { 0.0 };
+        let of = |seconds: f64| {
+            let device = (self.layer.forward + self.layer.backward + self.layer.again).max(f64::MIN_POSITIVE);
+            let (forward, weight) = (seconds * self.layer.forward / device, seconds * self.layer.weight / device);
+            Stage { forward, weight, backward: seconds - forward - weight }
+        };
+        let stages = Stages {
+            count: self.stages,
+            typical: of(typical as f64 * layer + send),
+            last: of(last as f64 * layer + send + ends),
+        };
+        let pipeline = stages.seconds(self.microbatches, self.schedule);
+        let layers = if self.stages > 1 { typical } else { self.layers };
+        let dense = layers as f64 * (self.layer.parameters - self.layer.experts) + self.end_parameters;
+        let experts = layers as f64 * self.layer.experts;
+        let data = self.data(dense, experts, ends);
+        let shared = if self.zero >= 1 { self.data.map(|group| group.size() as f64) } else { [1.0; 2] };
+        let update = (dense / shared[0] + experts / shared[1]) * UPDATE_BYTES / machine.bandwidth();
+        let total = (pipeline + data + update + library.step_seconds) * spread(self.ranks);
+        Step { total, pipeline, data, update, parameters: dense + experts }
+    }
+
+    /// What shows of one send to the next stage.
+    fn send(&self) -> f64 {
+        self.library.pipeline_exposed * collective::send_seconds(self.sent, self.sends_away, self.cluster).0
+    }
+
+    /// What shows of reducing gradients and, under ZeRO, of gathering parameters.
+    fn data(&self, dense: f64, experts: f64, ends: f64) -> f64 {
+        let library = self.library;
+        let run = |kind: Collective, bytes: f64, group: Group| collective::seconds(kind, bytes, group, self.cluster).0;
+        if self.zero < 3 {
+            let reduce = |elements: f64, group: Group| {
+                if elements > 0.0 { run(Collective::AllReduce, elements * library.gradient_bytes, group) } else { 0.0 }
+            };
+            return library.data_exposed * (reduce(dense, self.data[0]) + reduce(experts, self.data[1]));
+        }
+        let layers = self.layers.max(1) as f64;
+        let both = |kind: Collective, bytes: f64| {
+            let experts = if experts > 0.0 { run(kind, experts * bytes / layers, self.data[1]) } else { 0.0 };
+            run(kind, dense * bytes / layers, self.data[0]) + experts
+        };
+        if self.data[0].size() <= 1 {
+            return 0.0;
+        }
+        let gather = both(Collective::AllGather, 2.0);
+        let reduce = both(Collective::ReduceScatter, library.gradient_bytes);
+        let forward = layers * self.layer.forward + ends / 3.0;
+        let backward = layers * (self.layer.backward + self.layer.again) + ends * 2.0 / 3.0;
+        let shown = |all: f64, last: f64, beside: f64| overlap::shown(all, last, beside, library.shard_loss);
+        self.microbatches as f64
+            * (shown(layers * gather, gather, forward) + shown(layers * (gather + reduce), gather + reduce, backward))
+    }
+}
