@@ -30,14 +30,15 @@ impl Summaries {
     }
 }
 
-/// Plans of the scored runs timed per second on one core, with the layers' times at hand.
+/// Plans of the scored runs evaluated (time and memory) per second on one core, with the layers' times at hand.
 pub fn evaluations_per_second(outcome: &mut Outcome<'_>) -> f64 {
     let start = Instant::now();
     let mut count = 0u64;
     let mut sum = 0.0;
     while start.elapsed().as_secs_f64() < 0.5 && !outcome.scored.is_empty() {
         for run in &mut outcome.scored {
-            sum += run.predicted.evaluator.step(&run.predicted.degrees).total;
+            let (evaluator, degrees) = (&mut run.predicted.evaluator, &run.predicted.degrees);
+            sum += evaluator.step(degrees).total + evaluator.memory(degrees);
             count += 1;
         }
     }
@@ -98,6 +99,19 @@ pub fn text(outcome: &Outcome<'_>, summaries: &Summaries, rate: f64) -> String {
         let _ = writeln!(text, "  {}: {reason}", row.label());
     }
     let _ = writeln!(text, "\n{rate:.0} plans evaluated per second on one core");
+    text
+}
+
+/// One line per scored run, in the order of the files.
+pub fn rows(outcome: &Outcome<'_>) -> String {
+    let mut text = String::new();
+    for run in &outcome.scored {
+        let memory = run.memory_error().map_or(String::new(), |error| format!(" memory {:+.1}%", 100.0 * error));
+        let (predicted, measured, label) = (run.predicted.step.total, run.measured, run.row.label());
+        let error = 100.0 * run.error();
+        let chosen = run.predicted.chosen.join(",");
+        let _ = writeln!(text, "{error:+.1}% {predicted:.4} s for {measured:.4} s{memory}: {label} [{chosen}]");
+    }
     text
 }
 
