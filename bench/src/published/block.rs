@@ -194,7 +194,8 @@ impl Bench<'_> {
             return (1, self.tokens());
         }
         let here = (decoder.experts / shape.expert).max(1);
-        (here, (self.tokens() * decoder.visited / here).max(1))
+        let busiest = self.machine.library.expert_imbalance * (self.tokens() * decoder.visited) as f64;
+        (here, (busiest as u64 / here).max(1))
     }
 
     /// Attention, forward and backward.
@@ -247,6 +248,14 @@ impl Bench<'_> {
             times[0] += self.seconds(Unary { kind }, one(&inner), one(&inner), Pass::Forward);
             let read = [inner.clone(), inner.clone()];
             times[1] += self.seconds(UnaryGrad { kind }, &read, one(&inner), Pass::Backward);
+        }
+        if decoder.experts > 1 {
+            // Tokens are sorted by expert, and back: the stream is read, its copies are written.
+            let copies = TensorType::new(HALF, [stream.shape[0] * decoder.visited, decoder.hidden]);
+            let sort = Unary { kind: UnaryKind::Neg };
+            for (time, pass) in times.iter_mut().zip([Pass::Forward, Pass::Backward]) {
+                *time += 2.0 * self.seconds(sort.clone(), one(&stream), one(&copies), pass);
+            }
         }
         if shape.is_f8 {
             let width = decoder.ffn / shape.tensor * if decoder.is_gated { 2 } else { 1 };

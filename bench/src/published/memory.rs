@@ -11,9 +11,6 @@ use super::predict::{Degrees, Evaluator};
 use shardc_passes::cost::library::Attention;
 use shardc_passes::cost::pipeline;
 
-/// Bytes that a caching allocator holds and does not use, as a share of what lives.
-const FRAGMENTATION: f64 = 0.03;
-
 /// Bytes of one rank at the peak.
 pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let decoder = &evaluator.decoder;
@@ -35,14 +32,19 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         Again::Operations | Again::HalfTheLayers => 0.5 * (layer + stream(evaluator, degrees)),
         Again::Nothing | Again::Attention => layer,
     };
-    let working = if degrees.again == Again::Nothing { 0.0 } else { layer };
+    let working = if matches!(degrees.again, Again::Nothing | Again::Attention) { 0.0 } else { layer };
     let in_flight = pipeline::in_flight(degrees.stages, degrees.microbatches(), degrees.schedule());
     let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
     let logits = tokens * decoder.vocab as f64 / degrees.tensor as f64 * evaluator.logit_stored();
     let head = if degrees.stages == 1 { logits } else { 0.0 };
-    // Two layers' weights, gathered, and a gradient before it is scattered.
-    let gathered = if degrees.zero >= 3 { 3.0 * 2.0 * dense.max(table) } else { 0.0 };
-    (stored + in_flight * layers * kept + working.max(head) + gathered) * (1.0 + FRAGMENTATION)
+    let gathered = match (degrees.zero, degrees.stages) {
+        (0..=2, _) => 0.0,
+        // Two layers' weights, and a gradient before it is scattered.
+        (_, 1) => 3.0 * 2.0 * dense.max(table),
+        // A stage's weights in 16 bits and its gradients in 32, through the step.
+        _ => 6.0 * (layers * dense + table),
+    };
+    stored + in_flight * layers * kept + working.max(head) + gathered
 }
 
 /// Bytes of the input of a layer.
@@ -68,7 +70,10 @@ fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let divided = 4.0 * h + 4.0 * h + if unfused { 2.0 * h } else { 0.0 };
     let width = h / heads as f64;
     let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + 2.0 * h;
-    let network = routed * 2.0 * f * if is_gated { 3.0 } else { 2.0 };
+    // Both halves of a gate and their product; eager software also keeps the gate's activation.
+    let is_eager = evaluator.system.library.traffic_forward > 1.0;
+    let kept = if is_gated { if is_eager { 4.0 } else { 3.0 } } else { 2.0 };
+    let network = routed * 2.0 * f * kept;
     let scores = if unfused && degrees.again != Again::Attention { 5.0 * (heads * seq) as f64 } else { 0.0 };
     tokens * (divided / sequence_parts(evaluator, degrees) + (attention + network + scores) / t)
 }

@@ -74,6 +74,8 @@ pub struct Library {
     pub traffic_backward: f64,
     /// Bytes moved per logit besides those of the head's products: casts, softmax, loss, gradient.
     pub logit_bytes: f64,
+    /// By how much the busiest rank's share of the routed tokens exceeds the mean: all wait for it.
+    pub expert_imbalance: f64,
     /// Bytes moved per element that is cast to an 8-bit format, with its statistics.
     pub f8_cast_bytes: f64,
     /// What the host costs.
@@ -110,6 +112,7 @@ const COMMON: Library = Library {
     traffic_forward: 0.8,
     traffic_backward: 1.15,
     logit_bytes: 16.0,
+    expert_imbalance: 1.25,
     f8_cast_bytes: 4.0,
     host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, sync: 1e-5, tensor_sync: 1e-5, jitter: 0.0, ends: 1e-3 },
     tensor_exposed: 1.0,
@@ -148,21 +151,23 @@ impl Library {
     /// Megatron-DeepSpeed of 2022 on eager PyTorch, as vTrain measured it.
     pub const MEGATRON_DEEPSPEED: Library = Library {
         name: "Megatron-DeepSpeed (2022)",
-        attention: Attention::Unfused { forward: 15.94, backward: 21.52 },
-        traffic_forward: 0.651,
-        traffic_backward: 0.977,
-        logit_bytes: 23.9,
+        attention: Attention::Unfused { forward: 18.85, backward: 19.75 },
+        traffic_forward: 0.6,
+        traffic_backward: 0.7,
+        logit_bytes: 10.75,
         host: Host {
-            forward: 7.88e-4,
-            backward: 1.311e-3,
-            tensor: 3.3e-5,
-            sync: 1.48e-4,
-            tensor_sync: 2.14e-4,
-            jitter: 2.0e-3,
-            ends: 6.1e-3,
+            forward: 8.13e-4,
+            backward: 1.282e-3,
+            tensor: 2.1e-5,
+            sync: 9.5e-5,
+            tensor_sync: 3.97e-4,
+            jitter: 1.34e-3,
+            ends: 6.38e-3,
         },
+        tensor_exposed: 0.98,
         sends_parts: true,
-        step_seconds: 2.06e-3,
+        pipeline_exposed: 0.206,
+        step_seconds: 1.52e-3,
         ..COMMON
     };
 
@@ -233,10 +238,11 @@ impl Library {
     pub const XLA: Library = Library {
         name: "XLA (2025)",
         attention: Attention::Cudnn { forward: 0.9, backward: 0.88 },
-        traffic_forward: 0.576,
-        traffic_backward: 0.9,
+        traffic_forward: 0.5,
+        traffic_backward: 0.7,
+        f8_cast_bytes: 1.0,
         tensor_exposed: 0.5,
-        shard_loss: 0.062,
+        shard_loss: 0.0,
         ..COMMON
     };
 

@@ -18,7 +18,7 @@ pub fn shown(all: f64, last: f64, beside: f64, loss: f64) -> f64 {
 /// now and then. A norm between their sum (1) and their maximum (infinity); the order is fitted to
 /// the launch-bound runs of vTrain (Bang et al., 2024).
 pub fn beside_host(device: f64, host: f64) -> f64 {
-    const ORDER: f64 = 3.5;
+    const ORDER: f64 = 3.7;
     if host <= 0.0 {
         return device;
     }

@@ -166,7 +166,7 @@ impl Work<'_> {
             };
             return library.data_exposed * (reduce(dense, self.data[0]) + reduce(experts, self.data[1]));
         }
-        let layers = self.layers.max(1) as f64;
+        let layers = (self.layers / self.stages.max(1)).max(1) as f64;
         let both = |kind: Collective, bytes: f64| {
             let experts = if experts > 0.0 { run(kind, experts * bytes / layers, self.data[1]) } else { 0.0 };
             run(kind, dense * bytes / layers, self.data[0]) + experts
@@ -179,7 +179,9 @@ impl Work<'_> {
         let forward = layers * self.layer.forward + ends / 3.0;
         let backward = layers * (self.layer.backward + self.layer.again) + ends * 2.0 / 3.0;
         let shown = |all: f64, last: f64, beside: f64| overlap::shown(all, last, beside, library.shard_loss);
-        self.microbatches as f64
+        // In a pipeline a stage's weights stay gathered, and its gradients whole, through the step.
+        let times = if self.stages > 1 { 1 } else { self.microbatches };
+        times as f64
             * (shown(layers * gather, gather, forward) + shown(layers * (gather + reduce), gather + reduce, backward))
     }
 }
