@@ -4,46 +4,50 @@
 use crate::cuda::kernel::{Elem, Lanes, Pack};
 use cubecl::prelude::*;
 
-/// The sum over the block of `value`; `threads` is the block's size, a power of two.
+/// The units that gather the first stage of a block's reduction: about the square root of the block.
+const fn gatherers(threads: u32) -> u32 {
+    if threads >= 128 { 16 } else { 8 }
+}
+
+/// Folds `value` over the block, in two stages and in a fixed order; every unit gets the result. `threads` is the
+/// block's size, a power of two from 32 on.
+#[cube]
+fn block_fold(value: f32, #[comptime] fold: Fold, #[comptime] threads: u32) -> f32 {
+    let gather = comptime!(gatherers(threads) as usize);
+    let each = comptime!((threads / gatherers(threads)) as usize);
+    let mut all = SharedMemory::<f32>::new(comptime!(threads as usize));
+    let mut gathered = SharedMemory::<f32>::new(gather);
+    let unit = UNIT_POS as usize;
+    all[unit] = value;
+    sync_cube();
+    if unit < gather {
+        let state = RuntimeCell::<f32>::new(all[unit]);
+        #[unroll]
+        for part in 1..each {
+            state.store(fold_step(state.read(), all[unit + part * gather], fold));
+        }
+        gathered[unit] = state.read();
+    }
+    sync_cube();
+    let state = RuntimeCell::<f32>::new(gathered[0]);
+    #[unroll]
+    for part in 1..gather {
+        state.store(fold_step(state.read(), gathered[part], fold));
+    }
+    sync_cube();
+    state.read()
+}
+
+/// The sum over the block of `value`; `threads` is the block's size, a power of two from 32 on.
 #[cube]
 pub fn block_sum(value: f32, #[comptime] threads: u32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(comptime!(threads as usize));
-    let unit = UNIT_POS as usize;
-    shared[unit] = value;
-    sync_cube();
-    #[unroll]
-    for stage in 0..comptime!(threads.ilog2()) {
-        let half = comptime!(threads as usize >> (stage + 1));
-        if unit < half {
-            let other = shared[unit + half];
-            shared[unit] += other;
-        }
-        sync_cube();
-    }
-    let sum = shared[0];
-    sync_cube();
-    sum
+    block_fold(value, Fold::Sum, threads)
 }
 
 /// The maximum over the block of `value`.
 #[cube]
 pub fn block_max(value: f32, #[comptime] threads: u32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(comptime!(threads as usize));
-    let unit = UNIT_POS as usize;
-    shared[unit] = value;
-    sync_cube();
-    #[unroll]
-    for stage in 0..comptime!(threads.ilog2()) {
-        let half = comptime!(threads as usize >> (stage + 1));
-        if unit < half {
-            let other = shared[unit + half];
-            shared[unit] = max(shared[unit], other);
-        }
-        sync_cube();
-    }
-    let largest = shared[0];
-    sync_cube();
-    largest
+    block_fold(value, Fold::Max, threads)
 }
 
 /// Smaller than any logit: stands for minus infinity without making NaN from a difference.
@@ -109,8 +113,46 @@ pub fn reduce_segments(
     }
 }
 
+/// Vectors side by side in a block that works on columns.
+pub const COLUMNS: u32 = 32;
+
+/// Folds the states of a block's units over its rows, in a fixed order; the units of the first row get the result. The
+/// block is `rows` x [`COLUMNS`] units.
+#[cube]
+fn tile_fold(
+    state: Vector<f32, Lanes>,
+    #[comptime] fold: Fold,
+    #[comptime] rows: u32,
+    #[comptime] width: usize,
+) -> Vector<f32, Lanes> {
+    let units = comptime!((rows * COLUMNS) as usize);
+    let mut shared = SharedMemory::<f32>::new(comptime!((rows * COLUMNS) as usize * width));
+    let unit = UNIT_POS as usize;
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        shared[lane * units + unit] = state[lane];
+    }
+    sync_cube();
+    let mut total = Vector::<f32, Lanes>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        let sum = RuntimeCell::<f32>::new(state[lane]);
+        if unit < comptime!(COLUMNS as usize) {
+            #[unroll]
+            for row in 1..comptime!(rows as usize) {
+                let other = shared[lane * units + row * comptime!(COLUMNS as usize) + unit];
+                sum.store(fold_step(sum.read(), other, fold));
+            }
+        }
+        total[lane] = sum.read();
+    }
+    sync_cube();
+    total
+}
+
 /// Reduces `x` `[outer, length, inner]` over its middle dimension in chunks: `y` is
-/// `[outer, chunks, inner]`. `inner` counts vectors; the grid is (inner / threads, chunks, outer).
+/// `[outer, chunks, inner]`. `inner` counts vectors; the grid is (inner / [`COLUMNS`], chunks, outer), the block
+/// `rows` x [`COLUMNS`] units.
 #[cube]
 pub fn reduce_columns(
     x: &Array<Pack<0>>,
@@ -119,30 +161,38 @@ pub fn reduce_columns(
     inner: u32,
     chunk: u32,
     #[comptime] fold: Fold,
-    #[comptime] threads: u32,
+    #[comptime] rows: u32,
+    #[comptime] width: usize,
 ) {
-    let column = CUBE_POS_X as usize * comptime!(threads as usize) + UNIT_POS as usize;
+    let unit = UNIT_POS as usize;
+    let column = CUBE_POS_X as usize * comptime!(COLUMNS as usize) + unit % comptime!(COLUMNS as usize);
     let inner = inner as usize;
+    let outer = CUBE_POS_Z as usize;
+    let first = (CUBE_POS_Y * chunk) as usize;
+    let last = min(first + chunk as usize, length as usize);
+    let mut state = Vector::<f32, Lanes>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        state[lane] = fold_start(fold);
+    }
     if column < inner {
-        let outer = CUBE_POS_Z as usize;
-        let first = CUBE_POS_Y * chunk;
-        let last = min(first + chunk, length);
-        let mut state = Vector::<f32, Lanes>::empty();
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            state[lane] = fold_start(fold);
-        }
-        for row in first..last {
-            let a = x[(outer * length as usize + row as usize) * inner + column];
+        let row = RuntimeCell::<usize>::new(first + unit / comptime!(COLUMNS as usize));
+        while row.read() < last {
+            let a = x[(outer * length as usize + row.read()) * inner + column];
             #[unroll]
             for lane in 0..Lanes::value() {
                 state[lane] = fold_step(state[lane], f32::cast_from(a[lane]), fold);
             }
+            row.store(row.read() + comptime!(rows as usize));
         }
+    }
+    let again = comptime!(if fold == Fold::SumSquares { Fold::Sum } else { fold });
+    let total = tile_fold(state, again, rows, width);
+    if column < inner && unit < comptime!(COLUMNS as usize) {
         let mut out = Pack::<1>::empty();
         #[unroll]
         for lane in 0..Lanes::value() {
-            out[lane] = Elem::<1>::cast_from(state[lane]);
+            out[lane] = Elem::<1>::cast_from(total[lane]);
         }
         y[(outer * CUBE_COUNT_Y as usize + CUBE_POS_Y as usize) * inner + column] = out;
     }
@@ -388,7 +438,7 @@ pub fn layer_norm_grad(
 
 /// A chunk of rows of the derivatives with respect to gamma and beta: `dgamma` and `dbeta` are
 /// `[chunks, columns]` partial sums in f32. Without `centered` the mean counts as 0 (RMS norm) and
-/// `dbeta` is not written. The grid is (columns / threads, chunks).
+/// `dbeta` is not written. The grid is (columns / [`COLUMNS`], chunks), the block `tile` x [`COLUMNS`] units.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn norm_weights_grad(
@@ -402,40 +452,51 @@ pub fn norm_weights_grad(
     columns: u32,
     chunk: u32,
     #[comptime] centered: bool,
-    #[comptime] threads: u32,
+    #[comptime] tile: u32,
+    #[comptime] width: usize,
 ) {
-    let column = CUBE_POS_X as usize * comptime!(threads as usize) + UNIT_POS as usize;
+    let unit = UNIT_POS as usize;
+    let column = CUBE_POS_X as usize * comptime!(COLUMNS as usize) + unit % comptime!(COLUMNS as usize);
     let columns = columns as usize;
+    let first = (CUBE_POS_Y * chunk) as usize;
+    let last = min(first + chunk as usize, rows as usize);
+    let mut gamma = Vector::<f32, Lanes>::empty();
+    let mut beta = Vector::<f32, Lanes>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        gamma[lane] = 0.0f32;
+        beta[lane] = 0.0f32;
+    }
     if column < columns {
-        let first = CUBE_POS_Y * chunk;
-        let last = min(first + chunk, rows);
-        let mut gamma = Vector::<f32, Lanes>::empty();
-        let mut beta = Vector::<f32, Lanes>::empty();
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            gamma[lane] = 0.0f32;
-            beta[lane] = 0.0f32;
-        }
-        for row in first..last {
-            let at = row as usize * columns + column;
+        let row = RuntimeCell::<usize>::new(first + unit / comptime!(COLUMNS as usize));
+        while row.read() < last {
+            let at = row.read() * columns + column;
             let d = dy[at];
             let a = x[at];
-            let scale = rstd[row as usize];
+            let scale = rstd[row.read()];
             #[unroll]
             for lane in 0..Lanes::value() {
                 let own = f32::cast_from(d[lane]);
                 if comptime!(centered) {
-                    gamma[lane] += own * (f32::cast_from(a[lane]) - mean[row as usize]) * scale;
+                    gamma[lane] += own * (f32::cast_from(a[lane]) - mean[row.read()]) * scale;
                     beta[lane] += own;
                 } else {
                     gamma[lane] += own * f32::cast_from(a[lane]) * scale;
                 }
             }
+            row.store(row.read() + comptime!(tile as usize));
         }
-        let out = CUBE_POS_Y as usize * columns + column;
-        dgamma[out] = gamma;
-        if comptime!(centered) {
-            dbeta[out] = beta;
+    }
+    let out = CUBE_POS_Y as usize * columns + column;
+    let is_first = column < columns && unit < comptime!(COLUMNS as usize);
+    let total = tile_fold(gamma, Fold::Sum, tile, width);
+    if is_first {
+        dgamma[out] = total;
+    }
+    if comptime!(centered) {
+        let total = tile_fold(beta, Fold::Sum, tile, width);
+        if is_first {
+            dbeta[out] = total;
         }
     }
 }
@@ -478,9 +539,6 @@ pub fn cross_entropy(
                 values[lane] = value;
             }
             next.store(max(next.read(), values[lane]));
-            if column == label {
-                picked[row] = value;
-            }
         }
         let shifted = RuntimeCell::<f32>::new(sum.read() * (largest.read() - next.read()).exp());
         #[unroll]
@@ -495,9 +553,16 @@ pub fn cross_entropy(
     let row_sum = block_sum(sum.read() * (largest.read() - row_max).exp(), threads);
     if UNIT_POS == 0 {
         lse[row] = row_max + row_sum.ln();
-        if label >= live {
-            picked[row] = 0.0f32;
+        let found = RuntimeCell::<f32>::new(f32::new(0.0));
+        if label < live {
+            let a = logits[start + label as usize / Lanes::value()];
+            let own = label as usize % Lanes::value();
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                found.store(select(lane == own, f32::cast_from(a[lane]), found.read()));
+            }
         }
+        picked[row] = found.read();
     }
 }
 

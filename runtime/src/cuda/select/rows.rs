@@ -3,12 +3,22 @@
 use super::{Arg, OP, RES, Select, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::rows as kernels;
-use crate::cuda::kernels::rows::Fold;
+use crate::cuda::kernels::rows::{COLUMNS, Fold};
 use shardc_ir::DType;
 use shardc_ir::ops::{CrossEntropy, CrossEntropyGrad, Reduce, ReduceOp, live_columns};
 
 /// Blocks that keep a large device busy.
 const WAVE: u64 = 528;
+
+/// The chunks of `length` rows so that blocks of `columns` side by side fill a large device, each with enough to do.
+fn chunks(columns: u64, length: u64) -> u64 {
+    WAVE.div_ceil(columns.max(1)).min(length.div_ceil(64)).max(1)
+}
+
+/// The rows of a block that folds `length` rows.
+fn tile_rows(length: u64) -> u32 {
+    (length.next_power_of_two() as u32).clamp(1, 16)
+}
 
 /// A run of dimensions that are all reduced, or all kept.
 fn last_reduced(shape: &[u64], dims: &[usize]) -> Option<(usize, usize)> {
@@ -59,43 +69,37 @@ impl Select<'_> {
         if inner == 1 {
             return self.fold_segments(fold, from, to, outer, length);
         }
-        let width = lanes(&[from.1, to.1], &[inner]);
-        let vectors = inner / width as u64;
-        let threads = row_threads(vectors).min(128);
-        let columns = vectors.div_ceil(u64::from(threads));
-        let chunks = (WAVE.div_ceil(columns * outer)).min(length.div_ceil(16)).max(1);
-        let (middle, next) = match chunks {
-            1 => to,
-            _ => (self.scratch(outer * chunks * inner * 4), DType::F32),
-        };
-        let kernel = Kernel::new("reduce_columns", &[from.1, next], width, threads, &fold, move |d| {
-            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
-            let (length, inner, chunk) = (d.number(), d.number(), d.number());
-            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, threads);
-        });
-        let chunk = length.div_ceil(chunks);
-        // The last chunks may be empty, but never are more than one short of a whole one.
-        let numbers = vec![length as u32, vectors as u32, chunk as u32];
-        let grid = [columns as u32, chunks as u32, outer as u32];
-        self.launch(kernel, vec![from.0, middle], numbers, Vec::new(), grid);
-        if chunks > 1 {
-            let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
-            self.fold_once(again, (middle, next), to, [outer, chunks, inner]);
+        let columns = (inner / lanes(&[from.1, to.1], &[inner]) as u64).div_ceil(u64::from(COLUMNS));
+        let chunks = chunks(columns * outer, length);
+        if chunks == 1 {
+            return self.fold_columns(fold, from, to, [outer, length, inner], 1);
         }
+        let middle = (self.scratch(outer * chunks * inner * 4), DType::F32);
+        self.fold_columns(fold, from, middle, [outer, length, inner], chunks);
+        let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
+        self.fold_columns(again, middle, to, [outer, chunks, inner], 1);
     }
 
-    /// The second pass over partial results: one chunk.
-    fn fold_once(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), [outer, length, inner]: [u64; 3]) {
+    /// Folds the middle of `[outer, length, inner]` in chunks, to `[outer, chunks, inner]`.
+    fn fold_columns(
+        &mut self,
+        fold: Fold,
+        from: (Arg, DType),
+        to: (Arg, DType),
+        [outer, length, inner]: [u64; 3],
+        chunks: u64,
+    ) {
         let width = lanes(&[from.1, to.1], &[inner]);
         let vectors = inner / width as u64;
-        let threads = row_threads(vectors).min(128);
-        let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, threads, &fold, move |d| {
+        let chunk = length.div_ceil(chunks);
+        let rows = tile_rows(chunk);
+        let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, rows * COLUMNS, &fold, move |d| {
             let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
             let (length, inner, chunk) = (d.number(), d.number(), d.number());
-            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, threads);
+            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, rows, width);
         });
-        let numbers = vec![length as u32, vectors as u32, length as u32];
-        let grid = [vectors.div_ceil(u64::from(threads)) as u32, 1, outer as u32];
+        let numbers = vec![length as u32, vectors as u32, chunk as u32];
+        let grid = [vectors.div_ceil(u64::from(COLUMNS)) as u32, chunks as u32, outer as u32];
         self.launch(kernel, vec![from.0, to.0], numbers, Vec::new(), grid);
     }
 
@@ -219,27 +223,29 @@ impl Select<'_> {
         let rows = self.operands[1].elements() / size.max(1);
         let width = lanes(&[types[0], DType::F32], &[size]);
         let columns = size / width as u64;
-        let threads = row_threads(columns).min(128);
-        let blocks = columns.div_ceil(u64::from(threads));
-        let chunks = WAVE.div_ceil(blocks).min(rows.div_ceil(16)).max(1);
+        let blocks = columns.div_ceil(u64::from(COLUMNS));
+        let chunks = chunks(blocks, rows);
+        let tile = tile_rows(rows.div_ceil(chunks));
         let partial = self.scratch(chunks * size * 4);
         let partial_beta = dbeta.map(|_| self.scratch(chunks * size * 4));
         let centered = mean.is_some();
-        let kernel = Kernel::new("norm_weights_grad", &types, width, threads, &centered, move |d| {
+        let kernel = Kernel::new("norm_weights_grad", &types, width, tile * COLUMNS, &centered, move |d| {
             let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (mean, rstd) = (d.input::<f32>(), d.input::<f32>());
             let (dgamma, dbeta) = (d.output::<PackF32>(), d.output::<PackF32>());
             let (rows, columns, chunk) = (d.number(), d.number(), d.number());
             let scope = d.scope();
             let (r, c) = (rows, columns);
-            kernels::norm_weights_grad::expand(scope, dy, x, mean, rstd, dgamma, dbeta, r, c, chunk, centered, threads);
+            kernels::norm_weights_grad::expand(
+                scope, dy, x, mean, rstd, dgamma, dbeta, r, c, chunk, centered, tile, width,
+            );
         });
         let buffers = vec![OP(0), OP(1), mean.unwrap_or(rstd), rstd, partial, partial_beta.unwrap_or(partial)];
         let numbers = vec![rows as u32, columns as u32, rows.div_ceil(chunks) as u32];
         self.launch(kernel, buffers, numbers, Vec::new(), [blocks as u32, chunks as u32, 1]);
         for (from, to) in [(Some(partial), Some(dgamma)), (partial_beta, dbeta)] {
             if let (Some(from), Some(to)) = (from, to) {
-                self.fold_once(Fold::Sum, (from, DType::F32), (to, DType::F32), [1, chunks, size]);
+                self.fold_columns(Fold::Sum, (from, DType::F32), (to, DType::F32), [1, chunks, size], 1);
             }
         }
     }
