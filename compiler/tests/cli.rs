@@ -54,6 +54,21 @@ fn models_are_listed() {
     check(&["models", "--json"], 0, &["\"parameters\": 124439808"]);
 }
 
+/// A report that nobody reads is fine, one that cannot be written is not.
+#[cfg(target_os = "linux")]
+#[test]
+fn reports_that_cannot_be_written() {
+    let run = |command: &str| {
+        let shardc = env!("CARGO_BIN_EXE_shardc");
+        let output = Command::new("sh").args(["-c", command, "sh", shardc]).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = run("\"$1\" models > /dev/full");
+    assert!(code == Some(1) && said.contains("error: stdout"), "{code:?} {said}");
+    let (code, said) = run("{ \"$1\" models; echo $? >&2; } | true");
+    assert!(code == Some(0) && said.trim() == "0", "{code:?} {said}");
+}
+
 #[test]
 fn unknown_names() {
     check(&["plan", "lama-tiny"], 2, &["`lama-tiny`", "llama-tiny", "shardc models"]);

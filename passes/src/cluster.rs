@@ -197,6 +197,9 @@ impl Profile {
     }
 }
 
+/// More ranks than any cluster has; the text of [`ClusterError::Count`] says it.
+const MOST_RANKS: u64 = 1 << 20;
+
 /// Devices, equal in each of `nodes` equal nodes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
@@ -233,7 +236,7 @@ impl Cluster {
         let (device, count) = text.split_once(':').ok_or_else(|| ClusterError::Form(text.to_string()))?;
         let number = |part: &str| {
             let bad = || ClusterError::Count { text: part.to_string(), cluster: text.to_string() };
-            part.parse::<u64>().ok().filter(|count| (1..=1 << 20).contains(count)).ok_or_else(bad)
+            part.parse::<u64>().ok().filter(|count| (1..=MOST_RANKS).contains(count)).ok_or_else(bad)
         };
         let mut profile = Profile::find(if device == "cuda" { cuda } else { device })?;
         let (per_node, nodes) = match count.split_once('x') {
@@ -260,7 +263,7 @@ impl Cluster {
         let file: ClusterFile = toml::from_str(contents).map_err(|error| fail(error.to_string()))?;
         let count = |value: i64| {
             let bad = || ClusterError::Count { text: value.to_string(), cluster: path.to_string() };
-            u64::try_from(value).ok().filter(|count| (1..=1 << 20).contains(count)).ok_or_else(bad)
+            u64::try_from(value).ok().filter(|count| (1..=MOST_RANKS).contains(count)).ok_or_else(bad)
         };
         let mut device = Profile::find(&file.device)?;
         for (name, value) in file.figures {
@@ -304,6 +307,9 @@ impl Cluster {
     }
 
     fn checked(self) -> Result<Self, ClusterError> {
+        if self.ranks() > MOST_RANKS {
+            return Err(ClusterError::Count { text: self.ranks().to_string(), cluster: self.name });
+        }
         for (name, figure) in self.device.figures() {
             let may_be_zero = name.ends_with("latency") || name.ends_with("ramp") || name.starts_with("reserved");
             let value = figure.value;
@@ -314,6 +320,10 @@ impl Cluster {
                 _ => continue,
             };
             return Err(ClusterError::Figure { figure: name.to_string(), value: value.to_string(), expect });
+        }
+        if self.usable_memory() == Bytes(0) {
+            let (figure, value) = ("memory_bytes".to_string(), self.device.memory_bytes.value.to_string());
+            return Err(ClusterError::Figure { figure, value, expect: "more than `reserved_bytes`" });
         }
         Ok(self)
     }
@@ -354,6 +364,7 @@ mod tests {
         check("h10:8", "unknown device `h10`; did you mean `h100`?");
         check("h100:0", "`0` in cluster `h100:0` is not a number of devices");
         check("h100:8x-1", "`-1`");
+        check("h100:1048576x1048576", "`1099511627776` in cluster `h100:1048576x1048576`");
         check("h100", "is not a cluster");
     }
 
@@ -396,6 +407,10 @@ mod tests {
         check_toml(
             "device = \"h100\"\nper_node = 8\n[figures]\nlink_bandwidth = 0.0",
             "`link_bandwidth` is 0: it must be more",
+        );
+        check_toml(
+            "device = \"h100\"\nper_node = 8\n[figures]\nmemory_bytes = 1",
+            "`memory_bytes` is 1: it must be more than `reserved_bytes`",
         );
         check_toml("device = \"h100\"\nper_node = 8\n[figures]\nlink = 1.0", "unknown figure `link`");
     }

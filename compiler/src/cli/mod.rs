@@ -26,9 +26,15 @@ pub fn run(cli: Cli) -> Result<(), Error> {
     }
 }
 
-/// Writes to stdout. Whoever reads it may stop reading.
+/// Writes to stdout. Whoever reads it may stop reading; a file that takes no more ends the command.
 fn print(text: &str) {
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    let mut stdout = std::io::stdout();
+    if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
+        && error.kind() != std::io::ErrorKind::BrokenPipe
+    {
+        eprintln!("error: stdout: {error}");
+        std::process::exit(1);
+    }
 }
 
 fn print_json(value: &Value) {
