@@ -3,7 +3,7 @@
 //! `cuda:N` with more than one rank runs as one process per GPU. A process that no launcher started
 //! becomes the launcher of this host: where the ranks are to start ([`Compiled::start`]) it starts its
 //! own program again, once per GPU and with the same arguments, waits for all, and ends. Each of these
-//! comes the same way to the same place and goes on as its rank; [`crate::compile`] there takes the
+//! comes the same way to the same place and goes on as its rank; [`crate::compile()`] there takes the
 //! plan that the launcher made. A process that torchrun, srun or mpirun started is a rank from the
 //! first, and starts nothing.
 //!

@@ -47,7 +47,7 @@ fn failing(role: &str) -> (Failure, Vec<(u64, String)>, Vec<String>, Duration) {
     let error = launch(role, 3, dir.path(), &AtomicBool::new(false)).unwrap_err();
     let LaunchError::Ended { failure, others } = error else { panic!("{error}") };
     let said = (0..3).map(|rank| fs::read_to_string(dir.path().join(rank.to_string())).unwrap_or_default());
-    (failure, others, said.collect(), start.elapsed())
+    (*failure, others, said.collect(), start.elapsed())
 }
 
 /// Sends this process a signal.

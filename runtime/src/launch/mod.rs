@@ -175,7 +175,7 @@ pub enum LaunchError {
     },
     /// A rank failed; or the store is gone.
     #[error(transparent)]
-    Failed(#[from] Failure),
+    Failed(#[from] Box<Failure>),
     /// A rank cannot be started.
     #[error("cannot start rank {rank} ({program}): {why}")]
     Spawn {
@@ -190,7 +190,7 @@ pub enum LaunchError {
     #[error("{failure}{}", others_text(.others))]
     Ended {
         /// The first cause.
-        failure: Failure,
+        failure: Box<Failure>,
         /// Where the other ranks were.
         others: Vec<(u64, String)>,
     },

@@ -238,7 +238,7 @@ impl Launcher {
             (None, None) => failed().map_or_else(|| of((0, Ending::Code(1))), of),
         };
         let others = places.into_iter().filter(|(rank, _)| *rank != failure.rank).collect();
-        LaunchError::Ended { failure, others }
+        LaunchError::Ended { failure: Box::new(failure), others }
     }
 }
 

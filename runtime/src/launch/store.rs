@@ -156,7 +156,7 @@ fn answer_all(stream: &mut TcpStream, table: &Table, rank: u64) -> Result<()> {
 
 fn answer(table: &Table, rank: u64, request: Request, body: Vec<u8>) -> (Reply, Vec<Vec<u8>>) {
     let failed = |error| match error {
-        LaunchError::Failed(failure) => (Reply::Failed(failure), Vec::new()),
+        LaunchError::Failed(failure) => (Reply::Failed(*failure), Vec::new()),
         LaunchError::TimedOut { missing, .. } => (Reply::TimedOut { missing }, Vec::new()),
         other => (Reply::Refused(other.to_string()), Vec::new()),
     };
@@ -249,7 +249,7 @@ impl Client {
         let (reply, body) = talk(&mut self.stream).map_err(|error| self.lost(&error))?;
         match reply {
             Reply::Refused(why) => Err(LaunchError::Refused { rank: self.rank, why }),
-            Reply::Failed(failure) => Err(LaunchError::Failed(failure)),
+            Reply::Failed(failure) => Err(LaunchError::Failed(Box::new(failure))),
             Reply::TimedOut { missing } => {
                 let what = match request {
                     Request::Get { key, .. } => format!("`{key}`"),

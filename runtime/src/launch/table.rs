@@ -250,7 +250,7 @@ impl Table {
     /// Why a wait ended without what it waited for.
     fn why(&self, what: &str, wait: Duration, missing: Vec<u64>) -> LaunchError {
         match self.failure() {
-            Some(failure) => LaunchError::Failed(failure),
+            Some(failure) => LaunchError::Failed(Box::new(failure)),
             None => LaunchError::TimedOut { what: format!("`{what}`"), missing, seconds: wait.as_secs() },
         }
     }

@@ -354,9 +354,9 @@ impl World {
         let answer = client.lock().unwrap_or_else(PoisonError::into_inner).ask(&request, body, wait);
         match answer {
             // The heartbeat knows better why.
-            Err(error @ LaunchError::Unreachable { .. }) => {
-                Err(self.failure_within(self.limits.beat * 4).map_or(error, LaunchError::Failed))
-            }
+            Err(error @ LaunchError::Unreachable { .. }) => Err(self
+                .failure_within(self.limits.beat * 4)
+                .map_or(error, |failure| LaunchError::Failed(Box::new(failure)))),
             answer => answer,
         }
     }
