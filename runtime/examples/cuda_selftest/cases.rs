@@ -195,8 +195,8 @@ fn attention_cases(f: DType, all: &mut Vec<Case>) {
     }
 }
 
-/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16, and attentions of other
-/// models.
+/// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16, attentions of other models,
+/// and some in f32.
 pub fn heavy_cases() -> Vec<Case> {
     let f = Bf16;
     let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
@@ -249,5 +249,7 @@ pub fn heavy_cases() -> Vec<Case> {
     ] {
         all.extend(attention(f, shape, causal));
     }
+    all.extend(attention(F32, [4, 4096, 4096, 32, 8, 64], true));
+    all.extend(attention(F32, [2, 4096, 4096, 32, 8, 128], true));
     all
 }

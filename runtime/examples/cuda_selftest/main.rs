@@ -1,7 +1,8 @@
 //! Runs every CUDA kernel on GPU 0, compares it with the CPU backend's, and measures the heavy ones.
 //!
 //! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed] [FILTER]` prints one
-//! line a case; exits with 1 if one differs. `cuda_selftest ranks N` runs every other kind of
+//! line a case; exits with 1 if one differs. `cuda_selftest sources [FILTER]` prints the kernels as CUDA
+//! C++, which takes no GPU. `cuda_selftest ranks N` runs every other kind of
 //! instruction (collectives, messages, feeds, accumulation) on N GPUs.
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
@@ -62,6 +63,10 @@ fn main() {
         println!("{failures} failures");
         std::process::exit(i32::from(failures > 0));
     }
+    if mode == "sources" {
+        chosen(cases()).iter().for_each(sources);
+        return;
+    }
     if mode != "speed" {
         failures += correct(&chosen(cases()));
     }
@@ -73,6 +78,29 @@ fn main() {
     if failures > 0 {
         println!("{failures} cases failed");
         std::process::exit(1);
+    }
+}
+
+/// Prints the case's kernels as CUDA C++; takes no GPU.
+fn sources(case: &Case) {
+    use shardc_runtime::cuda::select::{Step, select};
+    fn print(step: &Step) {
+        match step {
+            Step::Launch(launch) => match launch.kernel.source() {
+                Ok(source) => println!("// {} bytes of shared memory\n{}", source.shared_bytes, source.text),
+                Err(error) => println!("// {error}"),
+            },
+            Step::Fused(fused) => {
+                println!("// {:?}, or", fused.attention);
+                fused.otherwise.iter().for_each(print);
+            }
+            other => println!("// {other:?}"),
+        }
+    }
+    println!("// {}", case.text());
+    match select(&case.op, &case.operands, &case.results) {
+        Ok(selection) => selection.steps.iter().for_each(print),
+        Err(error) => println!("// {error}"),
     }
 }
 

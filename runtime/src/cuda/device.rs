@@ -10,7 +10,7 @@ use super::kernel::{Launch, Source};
 use cudarc::driver::{result, sys};
 use cudarc::nvrtc;
 use shardc_ir::program::Stream;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
@@ -33,12 +33,20 @@ pub struct Binary {
     pub source: Source,
 }
 
-/// Compiles kernels (by key: entry point and source) for an architecture such as `sm_90a`, on as
-/// many threads as the machine has.
-pub fn compile(
-    kernels: Vec<(String, &'static str, Source)>,
+/// Compiles the kernels of launches, by key, for an architecture such as `sm_90a`, on as many threads
+/// as the machine has.
+pub fn compile<'a>(
+    launches: impl Iterator<Item = &'a Launch>,
     architecture: &str,
 ) -> Result<HashMap<String, Binary>, Failure> {
+    let mut kernels = BTreeMap::new();
+    for kernel in launches.map(|launch| &launch.kernel) {
+        if !kernels.contains_key(&kernel.key) {
+            let source = kernel.source().map_err(|error| format!("`{}`: {error}", kernel.key))?;
+            kernels.insert(kernel.key.clone(), (kernel.name, source));
+        }
+    }
+    let kernels: Vec<_> = kernels.into_iter().map(|(key, (entry, source))| (key, entry, source)).collect();
     let threads = std::thread::available_parallelism().map_or(1, Into::into).min(kernels.len().max(1));
     let (queue, done) = (Mutex::new(kernels), Mutex::new(Ok(HashMap::new())));
     std::thread::scope(|scope| {
@@ -288,6 +296,14 @@ impl Device {
             self.functions.insert(key.clone(), (function, binary.source.clone()));
         }
         Ok(())
+    }
+
+    /// Compiles and loads the kernels of launches that are not loaded yet.
+    pub fn load_missing<'a>(&mut self, launches: impl Iterator<Item = &'a Launch>) -> Result<(), Failure> {
+        let missing: Vec<&Launch> =
+            launches.filter(|launch| !self.functions.contains_key(&launch.kernel.key)).collect();
+        let binaries = compile(missing.into_iter(), &architecture(self.ordinal)?)?;
+        self.load(binaries.iter())
     }
 
     /// Puts a launch's arguments together; `resolve` gives the buffers' addresses.

@@ -10,7 +10,7 @@ use super::device::{Device, Failure, ReadyLaunch};
 use super::gemm::{Blas, ReadyGemm};
 use super::kernel::Arg;
 use super::nccl::{Collective, Communicator, Part};
-use super::select::{Selection, Step, select_action};
+use super::select::{Selection, Step, launches, select_action};
 use super::trail::Trail;
 use crate::Span;
 use cudarc::driver::sys::CUevent;
@@ -46,13 +46,9 @@ pub fn choose(program: &Program) -> Result<Chosen, Failure> {
 }
 
 impl Chosen {
-    /// Every launch.
+    /// The launches whose kernels are compiled before a device is taken.
     pub fn launches(&self) -> impl Iterator<Item = &super::kernel::Launch> {
-        let selections = self.sections.iter().flatten().flatten();
-        selections.flat_map(Selection::all_steps).filter_map(|step| match step {
-            Step::Launch(launch) => Some(&**launch),
-            _ => None,
-        })
+        self.sections.iter().flatten().flatten().flat_map(|selection| launches(&selection.steps))
     }
 }
 
@@ -556,13 +552,9 @@ fn selected(
                     Ok(bound) => Command::Fused(bound),
                     // The library has logged why.
                     Err(_) => {
-                        commands.extend(selected(
-                            device,
-                            libraries,
-                            layout,
-                            instruction,
-                            (&fused.otherwise, workspace),
-                        )?);
+                        let steps = &fused.otherwise;
+                        device.load_missing(launches(steps))?;
+                        commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
                         continue;
                     }
                 }

@@ -222,7 +222,8 @@ impl CudaRuntime {
             chosen.push(choice.map_err(|message| CudaError::Unsupported { rank: program.rank, message })?);
         }
         let load = |message| CudaError::Load { rank: world.rank(), device: devices[0], message };
-        let binaries = compile_all(&chosen, devices[0]).map_err(load)?;
+        let architecture = device::architecture(devices[0]).map_err(load)?;
+        let binaries = device::compile(chosen.iter().flat_map(Chosen::launches), &architecture).map_err(load)?;
         let has_messages = world.any("messages", programs.iter().any(|program| has_messages(program)))?;
         let meetings = meetings(&programs, has_messages, &world).map_err(|error| match error {
             MeetingError::Nccl(message) => load(message),
@@ -350,18 +351,6 @@ const SYMPTOM: Duration = Duration::from_secs(2);
 
 fn failed(rank: u64, message: String) -> RuntimeError {
     RuntimeError::Rank { rank, at: "on its GPU".to_string(), message }
-}
-
-fn compile_all(chosen: &[Chosen], ordinal: usize) -> Result<HashMap<String, device::Binary>, Failure> {
-    let mut sources = BTreeMap::new();
-    for launch in chosen.iter().flat_map(Chosen::launches) {
-        if !sources.contains_key(&launch.kernel.key) {
-            let source = launch.kernel.source().map_err(|error| format!("`{}`: {error}", launch.kernel.key))?;
-            sources.insert(launch.kernel.key.clone(), (launch.kernel.name, source));
-        }
-    }
-    let kernels = sources.into_iter().map(|(key, (name, source))| (key, name, source)).collect();
-    device::compile(kernels, &device::architecture(ordinal)?)
 }
 
 /// Why ranks do not meet.

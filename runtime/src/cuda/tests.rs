@@ -99,23 +99,31 @@ fn moves_are_as_few_as_they_can_be() {
 }
 
 #[test]
-fn attention_multiplies_only_what_is_seen() {
-    let (q, k, lse) = (t(F32, &[1, 2048, 2, 16]), t(F32, &[1, 2048, 1, 16]), t(F32, &[1, 2, 2048]));
-    let op = Attention { causal: true, scale: 0.25 };
-    let last = ["gemm 1x1024x2048x16", "attention_softmax", "gemm 1x1024x16x2048"];
-    let first = ["gemm 1x1024x1024x16", "attention_softmax", "gemm 1x1024x16x1024"];
-    let expect = [last, first, last, first].concat();
-    check(op, &[q.clone(), k.clone(), k], &[q, lse], &expect);
+fn attention_keeps_its_scores_on_the_chip() {
+    for d in [16, 80, 256, 6] {
+        let (q, k, lse) = (t(F32, &[1, 2048, 2, d]), t(F32, &[1, 2048, 1, d]), t(F32, &[1, 2, 2048]));
+        let op = Op::from(Attention { causal: true, scale: 0.25 });
+        let operands = [q.clone(), k.clone(), k.clone()];
+        check(op.clone(), &operands, &[q.clone(), lse.clone()], &["attention"]);
+        let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(selection.scratch, 0);
+        let grad = AttentionGrad { causal: true, scale: 0.25 };
+        let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+        let expect = ["attention_delta", "attention_queries_grad", "attention_keys_grad"];
+        check(grad, &operands, &[q, k.clone(), k], &expect);
+    }
 }
 
 #[test]
-fn half_precision_attention_is_fused_and_can_be_products() {
+fn half_precision_attention_is_fused_or_tiled() {
     let (q, k, lse) = (t(Bf16, &[1, 64, 4, 64]), t(Bf16, &[1, 64, 2, 64]), t(F32, &[1, 4, 64]));
     let operands = [q.clone(), k.clone(), k.clone()];
     let op = Op::from(Attention { causal: true, scale: 0.125 });
-    check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 6 steps"]);
+    check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 1 steps"]);
     let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
-    assert_eq!(selection.all_steps().filter(|step| matches!(step, Step::Launch(_))).count(), 2);
+    let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
+    assert_eq!(super::select::launches(&selection.steps).count(), 0);
+    assert_eq!(super::select::launches(&fused.otherwise).count(), 1);
     let grad = Op::from(AttentionGrad { causal: true, scale: 0.125 });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));

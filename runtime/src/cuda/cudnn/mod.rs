@@ -5,9 +5,9 @@
 //! * `graph` and `descriptor` are the interface's objects, made safe;
 //! * `plan` compiles a graph and launches it.
 //!
-//! The library is optional: where it is missing or takes no such graph, attention is plain matrix
-//! products. The derivative adds the gradients of the queries from blocks of keys in no fixed order,
-//! so two runs differ in its last bits.
+//! The library is optional: where it is missing or takes no such graph, attention takes the slower
+//! kernels of [`kernels::attention`](super::kernels::attention). The derivative adds the gradients of
+//! the queries from blocks of keys in no fixed order, so two runs differ in its last bits.
 
 pub mod attention;
 mod descriptor;

@@ -102,14 +102,12 @@ pub fn select_action(
     }
 }
 
-impl Selection {
-    /// Every step that may be taken, those in place of a fused kernel included.
-    pub fn all_steps(&self) -> impl Iterator<Item = &Step> {
-        self.steps.iter().flat_map(|step| match step {
-            Step::Fused(fused) => fused.otherwise.as_slice(),
-            other => std::slice::from_ref(other),
-        })
-    }
+/// The kernels that steps launch, but for what stands in place of a fused one.
+pub fn launches(steps: &[Step]) -> impl Iterator<Item = &Launch> {
+    steps.iter().filter_map(|step| match step {
+        Step::Launch(launch) => Some(&**launch),
+        _ => None,
+    })
 }
 
 /// Chooses the steps of an operation on local types.
