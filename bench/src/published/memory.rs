@@ -66,14 +66,22 @@ fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let tokens = (degrees.microbatch * seq / degrees.context) as f64;
     let routed = if experts > 1 { visited as f64 } else { 1.0 };
     let unfused = matches!(evaluator.system.library.attention, Attention::Unfused { .. });
+    let input = if evaluator.is_f8 && evaluator.system.keeps_f8 { 1.0 } else { 2.0 };
     // Inputs of both norms; inputs of the two first products; dropout masks.
-    let divided = 4.0 * h + 4.0 * h + if unfused { 2.0 * h } else { 0.0 };
+    let divided = 4.0 * h + 2.0 * input * h + if unfused { 2.0 * h } else { 0.0 };
     let width = h / heads as f64;
-    let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + 2.0 * h;
-    // Both halves of a gate and their product; eager software also keeps the gate's activation.
+    let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + input * h;
+    // What enters the activation (both halves of a gate; eager software also keeps the gate's own)
+    // and what leaves it.
     let is_eager = evaluator.system.library.traffic_forward > 1.0;
-    let kept = if is_gated { if is_eager { 4.0 } else { 3.0 } } else { 2.0 };
-    let network = routed * 2.0 * f * kept;
+    let entering = if !is_gated {
+        2.0
+    } else if is_eager {
+        6.0
+    } else {
+        4.0
+    };
+    let network = routed * f * (entering + input);
     let scores = if unfused && degrees.again != Again::Attention { 5.0 * (heads * seq) as f64 } else { 0.0 };
     tokens * (divided / sequence_parts(evaluator, degrees) + (attention + network + scores) / t)
 }

@@ -8,6 +8,7 @@ use shardc_passes::cluster::Cluster;
 use shardc_passes::cost::pipeline::Schedule;
 use shardc_passes::cost::step::{Step, Work};
 use std::collections::HashMap;
+use std::fmt;
 
 /// The degrees of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +33,20 @@ pub struct Degrees {
     pub chunks: u64,
     /// Sequences of a step.
     pub global_batch: u64,
+}
+
+impl fmt::Display for Degrees {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { data, tensor, stages, context, expert, zero, microbatch, chunks, .. } = self;
+        write!(f, "dp={data},tp={tensor}")?;
+        for (name, degree) in [("pp", stages), ("virtual", chunks), ("cp", context), ("ep", expert)] {
+            if *degree > 1 {
+                write!(f, ",{name}={degree}")?;
+            }
+        }
+        let again = format!("{:?}", self.again).to_lowercase();
+        write!(f, ",zero={zero},microbatch={microbatch},recompute={again}")
+    }
 }
 
 impl Degrees {
@@ -165,6 +180,38 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
     Ok(Predicted { degrees, chosen, step, memory, evaluator })
 }
 
+/// The fastest plan that fits for a run's model, devices and batch, with nothing pinned but the
+/// experts' ranks; the published plan itself is among those that are compared, whether or not its
+/// memory is predicted to fit. The evaluator is that of the run's own prediction.
+///
+/// # Errors
+/// Says why nothing can be compared.
+pub fn unpinned(row: &Row, published: &mut Predicted) -> Result<(Degrees, Step), String> {
+    let mut free = row.clone();
+    let parallel = &mut free.parallel;
+    parallel.global_batch = Some(published.degrees.global_batch);
+    parallel.recompute = None;
+    for choice in [&mut parallel.dp, &mut parallel.tp, &mut parallel.pp, &mut parallel.cp] {
+        *choice = None;
+    }
+    (parallel.microbatch, parallel.virtual_stages) = (None, None);
+    let evaluator = &mut published.evaluator;
+    let bound = evaluator.cluster.usable_memory().0 as f64;
+    let system = System { habit: Habit::Least, ..evaluator.system };
+    let (plans, _) = candidates(&free, &evaluator.decoder, &system)?;
+    let mut best = (published.degrees, published.step);
+    for plan in plans {
+        for zero in 0..=3 {
+            let plan = Degrees { zero, ..plan };
+            let step = evaluator.step(&plan);
+            if step.total < best.1.total && evaluator.memory(&plan) <= bound {
+                best = (plan, step);
+            }
+        }
+    }
+    Ok(best)
+}
+
 /// The sizes of a run's model.
 fn decoder(row: &Row) -> Result<Decoder, String> {
     let model = &row.model;
@@ -292,12 +339,13 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
                 (None, Some(microbatch)) => data * microbatch,
                 (None, None) => return Err("the batch is not known".to_string()),
             };
-            let known = parallel.microbatch.is_some();
+            // A published batch and its published parts are taken as they stand; our own parts must divide it.
+            let is_ours = parallel.microbatch.is_none() || parallel.dp.is_none();
             let divides = global_batch.is_multiple_of(data * microbatch);
             let rounds = (global_batch / (data * microbatch).max(1)).is_multiple_of(stages);
             let is_cut = decoder.layers.is_multiple_of(stages * chunks) && rounds;
             let guessed = parallel.virtual_stages.is_none() && chunks > 1;
-            if (!divides && !known) || (guessed && (stages == 1 || !is_cut)) {
+            if (!divides && is_ours) || (guessed && (stages == 1 || !is_cut)) {
                 continue;
             }
             plans.push(Degrees {

@@ -1,5 +1,6 @@
 //! What is printed: a table for people, one object for programs.
 
+use super::predict;
 use super::score::{Outcome, Scored, Summary};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -112,6 +113,35 @@ pub fn rows(outcome: &Outcome<'_>) -> String {
         let chosen = run.predicted.chosen.join(",");
         let _ = writeln!(text, "{error:+.1}% {predicted:.4} s for {measured:.4} s{memory}: {label} [{chosen}]");
     }
+    text
+}
+
+/// One line per scored run: its own plan, and the plan that is found with nothing pinned.
+pub fn unpinned(outcome: &mut Outcome<'_>) -> String {
+    let mut text = String::new();
+    let (mut count, mut slower) = (0, 0);
+    for run in &mut outcome.scored {
+        let (own, of) = (run.predicted.step, run.predicted.degrees);
+        let line = match predict::unpinned(run.row, &mut run.predicted) {
+            Err(reason) => reason,
+            Ok((degrees, step)) => {
+                count += 1;
+                slower += usize::from(step.total > own.total);
+                let faster = 100.0 * (own.total / step.total - 1.0);
+                // Where the time went that the found plan saves.
+                let saved = [
+                    ("the pipeline and its layers", own.pipeline - step.pipeline),
+                    ("data-parallel communication", own.data - step.data),
+                    ("the update", own.update - step.update),
+                ];
+                let why = saved.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or("", |(name, _)| name);
+                let why = if degrees == of { "the same plan" } else { why };
+                format!("{faster:+.1}% {:.4} s for {:.4} s: {degrees} for {of}: {why}", step.total, own.total)
+            }
+        };
+        let _ = writeln!(text, "{}: {line}", run.row.label());
+    }
+    let _ = writeln!(text, "{count} runs: {slower} of the plans found are predicted slower than the published ones");
     text
 }
 

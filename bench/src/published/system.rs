@@ -24,12 +24,14 @@ pub struct System {
     pub zero: u64,
     /// Recomputation where the source does not say.
     pub habit: Habit,
+    /// Whether the inputs of 8-bit products are kept in 8 bits for the backward pass.
+    pub keeps_f8: bool,
     /// Bytes of weights, gradients, and master weights with the optimizer's state, per parameter.
     pub stored: [f64; 3],
 }
 
 /// Where words of the source, split, or notes name the software: the first that is found.
-const GENERATIONS: [(&str, &Library); 26] = [
+const GENERATIONS: [(&str, &Library); 27] = [
     ("vtrain", &Library::MEGATRON_DEEPSPEED),
     ("maxtext", &Library::XLA),
     ("25.", &Library::MEGATRON_CORE),
@@ -42,9 +44,10 @@ const GENERATIONS: [(&str, &Library); 26] = [
     ("long_seq", &Library::MEGATRON_CORE_2024),
     ("megascale", &Library::MEGATRON_2022),
     ("korthikanti", &Library::MEGATRON_2022),
+    ("jan2021", &Library::MEGATRON_2020),
+    ("jan-2021", &Library::MEGATRON_2020),
     ("sc21", &Library::MEGATRON_2021),
     ("megatron_old", &Library::MEGATRON_2020),
-    ("jan-2021", &Library::MEGATRON_2021),
     ("mt-nlg", &Library::MEGATRON_2021),
     ("alpa", &Library::MEGATRON_2020),
     ("aceso", &Library::MEGATRON_2020),
@@ -82,7 +85,7 @@ pub fn system(row: &Row) -> System {
         name if name.starts_with("Megatron") => [2.0, 4.0, 12.0],
         _ => [4.0, 4.0, 8.0],
     };
-    System { library, zero: u64::from(is_core), habit, stored }
+    System { library, zero: u64::from(is_core), habit, keeps_f8: is_core, stored }
 }
 
 /// The devices of a run.

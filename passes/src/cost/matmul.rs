@@ -1,4 +1,4 @@
-//! How long a product of matrices takes: tiles, waves of tiles, depth, and the traffic it cannot avoid.
+//! How long the arithmetic of a product of matrices takes: tiles, waves of tiles, depth.
 //!
 //! A kernel covers the result with tiles; each multiprocessor makes one at a time, so a result of
 //! 133 tiles on 132 multiprocessors takes almost two waves. The library is taken to choose the best
@@ -6,7 +6,7 @@
 
 use crate::cluster::Profile;
 use shardc_ir::TensorType;
-use shardc_ir::ops::{Matmul, OpDef};
+use shardc_ir::ops::Matmul;
 
 /// Of a last wave that is not full, the share that is lost: persistent kernels and split products
 /// fill the rest. Fitted to published runs (vTrain, Megatron-LM, llm-foundry; see [`Library`](super::Library)).
@@ -55,11 +55,6 @@ pub fn seconds(sizes: Sizes, rate: f64, device: &Profile) -> f64 {
         }
     }
     best * (k + device.matmul_ramp.value) / k
-}
-
-/// The most that memory traffic lets a contraction take: its operands and result, once each.
-pub fn traffic(matmul: &Matmul, operands: &[TensorType], results: &[TensorType], bandwidth: f64) -> f64 {
-    matmul.bytes(operands, results).0 as f64 / bandwidth
 }
 
 #[cfg(test)]
