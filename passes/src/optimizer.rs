@@ -2,7 +2,8 @@
 //!
 //! The global gradient norm and the clipping follow PyTorch's `clip_grad_norm_`, the update its
 //! `AdamW`. No gradient is scaled by itself: the loss's scale and the clipping coefficient are one
-//! scalar that the update applies.
+//! scalar that the update applies; if the norm is not finite, neither is that scalar, and nothing is
+//! updated.
 
 use crate::differentiate::Differentiated;
 use crate::error::{PassError, UserError};
@@ -77,6 +78,7 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
         Some(max_norm) => builder.clip(norm, max_norm, scale)?,
         None => scale,
     };
+    let scale = builder.guard(norm, scale)?;
     builder.graph.output(GRAD_NORM, norm, OutputKind::Result);
     for (parameter, gradient) in gradients {
         let (name, path) = parameter_name(builder.graph, parameter);
@@ -174,6 +176,12 @@ impl Builder<'_> {
         let root = self.add(Unary { kind: UnaryKind::Sqrt }, &[total], &[])?;
         let size = self.add(Unary { kind: UnaryKind::Abs }, &[scale], &[])?;
         self.add(Binary { kind: BinaryKind::Mul }, &[root, size], &[])
+    }
+
+    /// `scale`, or NaN if the norm is not finite.
+    fn guard(&mut self, norm: ValueId, scale: ValueId) -> Result<ValueId, PassError> {
+        let one = self.add(Affine { scale: 0.0, offset: 1.0 }, &[norm], &[])?;
+        self.add(Binary { kind: BinaryKind::Mul }, &[scale, one], &[])
     }
 
     /// `scale * min(1, max_norm / (norm + 1e-6))`

@@ -16,6 +16,7 @@ pub mod mapped;
 pub mod probe;
 pub mod random;
 mod span;
+mod watch;
 
 pub use cpu::CpuRuntime;
 pub use cpu::interpret::{compute_op, evaluate_part, interpret};
@@ -52,7 +53,7 @@ pub trait Runtime {
     fn peak_bytes(&self) -> Bytes;
 
     /// Names the first tensor of the last step that is not finite, if the backend can find it out:
-    /// the rank, the instruction and the buffer. Slots are left as they are.
+    /// the rank, the instruction and the buffer. It may run the step again; slots are left as they are.
     fn first_non_finite(&mut self) -> Result<Option<String>, RuntimeError> {
         Ok(None)
     }

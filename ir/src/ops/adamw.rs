@@ -17,6 +17,9 @@ use serde::{Deserialize, Serialize};
 /// v = beta2 * v + (1 - beta2) * g²
 /// p = p - learning_rate * (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)
 /// ```
+///
+/// If `gradient_scale` is not finite, nothing changes: so the state before a step that failed is kept, and
+/// the step can be looked into.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Adamw {
     /// The decay of the first moment.

@@ -1,13 +1,15 @@
 //! Runs every CUDA kernel on GPU 0, compares it with the CPU backend's, and measures the heavy ones.
 //!
-//! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed] [FILTER]` prints one
-//! line a case; exits with 1 if one differs. `cuda_selftest sources [FILTER]` prints the kernels as CUDA
-//! C++, which takes no GPU. `cuda_selftest ranks N` runs every other kind of
-//! instruction (collectives, messages, feeds, accumulation) on N GPUs.
+//! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed|whole] [FILTER]` prints
+//! one line a case, then what concerns whole steps (`whole` for that alone), and last a table; exits
+//! with 1 if something is wrong. `cuda_selftest sources [FILTER]` prints the kernels as CUDA C++, which
+//! takes no GPU. `cuda_selftest ranks N` runs every other kind of instruction (collectives, messages,
+//! feeds, accumulation) on N GPUs.
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
 mod cases;
+mod whole;
 
 use DType::{Bf16, F32};
 use cases::{cases, heavy_cases, t};
@@ -55,30 +57,36 @@ fn main() {
     let mode = arguments.first().map_or("all", String::as_str);
     let filter = arguments.get(1).cloned().unwrap_or_default();
     let chosen = |cases: Vec<Case>| cases.into_iter().filter(|case| case.text().contains(&filter)).collect::<Vec<_>>();
-    let mut failures = 0;
+    let mut table: Vec<(&str, Result<(), String>)> = Vec::new();
     if mode == "ranks" {
         let ranks = filter.parse().unwrap_or(2).max(2);
-        failures += usize::from(!report("collectives", collectives(ranks)));
-        failures += usize::from(!report("accumulation", accumulation(ranks)));
-        println!("{failures} failures");
-        std::process::exit(i32::from(failures > 0));
+        table.push(("collectives", collectives(ranks)));
+        table.push(("accumulation", accumulation(ranks)));
     }
     if mode == "sources" {
-        chosen(cases()).iter().for_each(sources);
-        return;
+        return chosen(cases()).iter().for_each(sources);
     }
-    if mode != "speed" {
-        failures += correct(&chosen(cases()));
+    if matches!(mode, "all" | "correct") {
+        let failures = correct(&chosen(cases()));
+        let outcome = if failures == 0 { Ok(()) } else { Err(format!("{failures} cases failed")) };
+        table.push(("kernels like the CPU's", outcome));
     }
-    if mode != "correct" {
+    if matches!(mode, "all" | "speed") {
         for case in chosen(heavy_cases()) {
             speed(&case);
         }
     }
-    if failures > 0 {
-        println!("{failures} cases failed");
-        std::process::exit(1);
+    if matches!(mode, "all" | "correct" | "whole") {
+        table.push(("microbatches accumulated", accumulation(1)));
+        table.push(("steps recorded as a graph", whole::recorded()));
+        table.push(("the first NaN is named", whole::inspected()));
+        table.push(("equal bits when repeated", whole::repeated()));
+        table.push(("2^32 elements and more", whole::large()));
     }
+    for (what, outcome) in &table {
+        println!("{what:<28} {}", outcome.as_ref().map_or_else(String::as_str, |()| "ok"));
+    }
+    std::process::exit(i32::from(table.iter().any(|(_, outcome)| outcome.is_err())));
 }
 
 /// Prints the case's kernels as CUDA C++; takes no GPU.
@@ -102,11 +110,6 @@ fn sources(case: &Case) {
         Ok(selection) => selection.steps.iter().for_each(print),
         Err(error) => println!("// {error}"),
     }
-}
-
-fn report(what: &str, outcome: Result<(), String>) -> bool {
-    println!("{what}: {}", outcome.as_ref().map_or_else(Clone::clone, |()| "ok".to_string()));
-    outcome.is_ok()
 }
 
 /// Adds a buffer at the end of the arena.
@@ -232,7 +235,7 @@ fn collectives(ranks: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Two microbatches of a fed tensor, accumulated, reduced over the ranks, summed and read; twice.
+/// Two microbatches of a fed tensor, accumulated, reduced over the ranks, summed and read, some times.
 fn accumulation(ranks: u64) -> Result<(), String> {
     use shardc_ir::program::{Feed, Reading};
     use shardc_ir::sharding::ReduceKind::Sum;
@@ -255,7 +258,7 @@ fn accumulation(ranks: u64) -> Result<(), String> {
         let sum = Action::Compute(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }.into());
         let epilogue = vec![
             one(Action::AllReduce { reduce: Sum, group: 0 }, &[total], &[all], Stream::Communication, &[]),
-            one(sum, &[all], &[loss], Stream::Compute, &[0]),
+            add_scratch(&mut program, one(sum, &[all], &[loss], Stream::Compute, &[0])),
         ];
         let [microbatch, epilogue] = [("microbatch", microbatch), ("epilogue", epilogue)]
             .map(|(name, instructions)| program.sections.push(Section { name: name.to_string(), instructions }));
@@ -266,7 +269,8 @@ fn accumulation(ranks: u64) -> Result<(), String> {
     };
     let devices: Vec<usize> = (0..ranks as usize).collect();
     let mut runtime = CudaRuntime::new((0..ranks).map(make).collect(), &devices, alone()).map_err(message)?;
-    for step in 1..=3 {
+    // As it is, recorded, and launched again.
+    for step in 1..=4 {
         let values: Vec<f32> = (0..rows * columns).map(|at| (at * step) as f32).collect();
         let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([rows, columns], &values))]);
         let (actual, expected) =

@@ -9,14 +9,15 @@
 use super::collectives::{Interrupt, Kind, Member};
 use super::kernels::{self, Context, View, ViewMut};
 use super::memory::{ALIGNMENT, AlignedBytes};
-use super::watch::{Finding, Watch};
 use crate::Span;
+use crate::watch::{Finding, Watch};
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::tensor::for_each_row;
 use shardc_ir::{BufferId, DType, HostTensor, Op, Program, TensorType};
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -254,23 +255,10 @@ impl Rank {
 
     /// Notes the first results that are not finite.
     fn inspect(&mut self, op: &Op, instruction: &Instruction) {
-        for result in &instruction.results {
-            let found = Finding::of(&self.program.buffers[*result].ty, self.bytes(*result));
-            if found == Finding::Finite || !self.watch.is_new(found, op) {
-                continue;
-            }
-            let guilty = |id: &&BufferId| Finding::of(&self.program.buffers[**id].ty, self.bytes(**id)) == found;
-            let from = instruction.operands.iter().find(guilty).copied();
-            let buffer = |id: BufferId| {
-                let buffer = &self.program.buffers[id];
-                let slot = self.program.slots.iter().find(|slot| slot.buffer == id);
-                let name = slot.map(|slot| format!(" `{}`", slot.name)).unwrap_or_default();
-                let value = buffer.value.map(|value| format!(", value {value} of the plan")).unwrap_or_default();
-                format!("{id}{name}: {}{value}", buffer.ty)
-            };
-            let from = from.map(|id| format!(", whose operand {} already was", buffer(id))).unwrap_or_default();
-            self.watch.note(found, format!("{} ({}){from}", self.at, buffer(*result)));
-        }
+        let mut watch = std::mem::take(&mut self.watch);
+        let find = |id: BufferId| Ok::<_, Infallible>(Finding::of(&self.program.buffers[id].ty, self.bytes(id)));
+        let Ok(()) = watch.inspect(&self.program, instruction, (op, &self.at), find);
+        self.watch = watch;
     }
 
     fn collective(

@@ -11,7 +11,6 @@ mod kernels;
 mod memory;
 #[cfg(test)]
 mod tests;
-mod watch;
 
 use crate::{Readings, Runtime, RuntimeError, TimedStep};
 use collectives::{Exchange, Interrupt};

@@ -226,8 +226,18 @@ impl Device {
 
     /// Enqueues the writing of a word of [`Device::host_word`].
     pub fn write_word(&self, to: u64, value: u32, stream: Stream) -> Result<(), Failure> {
-        // SAFETY: the address is that of a word which lives as long as the process.
-        unsafe { sys::cuStreamWriteValue32_v2(self.stream(stream), to, value, 0).result() }.map_err(says("progress"))
+        let stream = self.stream(stream);
+        // SAFETY: the stream is valid; the address is that of a word which lives as long as the process.
+        let written = unsafe {
+            match result::stream::is_capturing(stream).map_err(says("progress"))? {
+                sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
+                    sys::cuStreamWriteValue32_v2(stream, to, value, 0).result()
+                }
+                // What is recorded must be a node of a graph.
+                _ => sys::cuMemsetD32Async(to, value, 1, stream).result(),
+            }
+        };
+        written.map_err(says("progress"))
     }
 
     /// Copies host bytes to an address of the device, and waits.

@@ -4,10 +4,18 @@
 //! addresses. A step enqueues them on the program's streams and waits once, at its end. Waits
 //! between streams are events: an instruction that another one names in `after` is marked, and runs
 //! of sections are separated on all streams that the program uses.
+//!
+//! The first step runs so, since libraries load what they need late; the second is recorded as a
+//! [`Graph`], which it and all later ones launch. Inputs, the learning rate among them, are read from
+//! page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
+//! are measured or inspected are not launched as a graph.
+
+mod inspect;
 
 use super::cudnn::{Bound, Cudnn};
 use super::device::{Device, Failure, ReadyLaunch};
 use super::gemm::{Blas, ReadyGemm};
+use super::graph::{self, Graph};
 use super::kernel::Arg;
 use super::nccl::{Collective, Communicator, Part};
 use super::select::{Selection, Step, launches, select_action};
@@ -107,7 +115,8 @@ struct Clock {
 /// One rank.
 pub struct Rank {
     program: Arc<Program>,
-    // The libraries' objects are dropped before the device.
+    // The graph and the libraries' objects are dropped before the device.
+    recording: Recording,
     sections: Vec<Vec<Ready>>,
     libraries: Libraries,
     device: Device,
@@ -121,6 +130,23 @@ pub struct Rank {
     /// What the streams stand at.
     pub trail: Arc<Trail>,
 }
+
+/// Whether steps are launched as a graph.
+enum Recording {
+    /// Not yet: so many steps have been run.
+    After(u32),
+    /// Yes.
+    Done(Graph),
+    /// No; the log says why.
+    Refused,
+}
+
+/// The variable that, set to `0`, leaves steps unrecorded.
+const SWITCH: &str = "SHARDC_CUDA_GRAPH";
+
+/// Commands of a step up to which it is recorded: a graph takes memory of the device for each, which no
+/// plan counts.
+const MOST_RECORDED: usize = 1 << 16;
 
 /// The libraries, opened for this rank's device.
 struct Libraries {
@@ -208,8 +234,21 @@ impl Rank {
         let ends = ends.collect::<Result<Vec<_>, Failure>>()?;
         let clock = Clock::default();
         let trail = Arc::new(Trail::new(&device, collectives(&program, &sections, &communicators))?);
-        let rank =
-            Self { program, sections, libraries, device, arenas, communicators, staging, readings, ends, clock, trail };
+        let recording = Recording::After(0);
+        let rank = Self {
+            program,
+            recording,
+            sections,
+            libraries,
+            device,
+            arenas,
+            communicators,
+            staging,
+            readings,
+            ends,
+            clock,
+            trail,
+        };
         rank.initialise()?;
         Ok(rank)
     }
@@ -294,6 +333,72 @@ impl Rank {
             }
         }
         self.trail.begin();
+        match self.recording {
+            Recording::Done(ref graph) if !is_timed => {
+                self.trail.issue_all();
+                graph.launch(self.device.stream(Stream::Compute))?;
+            }
+            Recording::After(1..) if !is_timed => self.record()?,
+            Recording::After(ref mut steps) => {
+                *steps += 1;
+                self.enqueue_runs(is_timed)?;
+            }
+            _ => self.enqueue_runs(is_timed)?,
+        }
+        self.finish(Stream::Compute, stop)?;
+        let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
+            self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
+        };
+        Ok(self.program.readings.iter().zip(&self.readings).map(read).collect())
+    }
+
+    /// Records a step and launches it; or, if that is not possible, runs it as it is.
+    fn record(&mut self) -> Result<(), Failure> {
+        let origin = self.device.stream(Stream::Compute);
+        let recorded = self.recordable().and_then(|()| {
+            graph::begin(origin)?;
+            let enqueued = self.enqueue_runs(false);
+            let graph = graph::end(origin);
+            enqueued.and(graph)
+        });
+        match recorded {
+            Ok(graph) => {
+                graph.launch(origin)?;
+                self.recording = Recording::Done(graph);
+                Ok(())
+            }
+            Err(reason) => {
+                tracing::warn!("rank {}: steps are not launched as a CUDA graph: {reason}", self.program.rank);
+                self.recording = Recording::Refused;
+                self.trail.begin();
+                self.enqueue_runs(false)
+            }
+        }
+    }
+
+    /// The error is why a step is not recorded.
+    fn recordable(&self) -> Result<(), Failure> {
+        if std::env::var(SWITCH).is_ok_and(|value| value == "0") {
+            return Err(format!("{SWITCH} is 0"));
+        }
+        let section = |run: &Run| &self.sections[section_index(run.section)];
+        let ready = self.program.order.iter().flat_map(section);
+        let commands: usize = ready.map(|ready| ready.commands.len()).sum();
+        if commands > MOST_RECORDED {
+            return Err(format!("it has {commands} commands, and at most {MOST_RECORDED} are recorded"));
+        }
+        Ok(())
+    }
+
+    /// Enqueues everything that a step does. The compute stream comes first and last: every other
+    /// stream waits for it at the beginning, and it for them at the end.
+    fn enqueue_runs(&mut self, is_timed: bool) -> Result<(), Failure> {
+        let (compute, others): (Vec<_>, Vec<_>) =
+            self.ends.iter().copied().partition(|(stream, _)| *stream == Stream::Compute);
+        for (stream, event) in compute {
+            self.device.record(event, stream)?;
+            others.iter().try_for_each(|(other, _)| self.device.wait(event, *other))?;
+        }
         let program = self.program.clone();
         for (index, run) in program.order.iter().enumerate() {
             if index > 0 {
@@ -301,16 +406,15 @@ impl Rank {
             }
             self.run(*run, is_timed)?;
         }
-        self.separate()?;
+        for (stream, event) in others {
+            self.device.record(event, stream)?;
+            self.device.wait(event, Stream::Compute)?;
+        }
         for (reading, place) in self.program.readings.iter().zip(&self.readings) {
             let bytes = self.program.buffers[reading.buffer].ty.bytes().0;
             self.device.copy(*place, self.address(reading.buffer), bytes, Stream::Compute)?;
         }
-        self.finish(stop)?;
-        let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
-            self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
-        };
-        Ok(self.program.readings.iter().zip(&self.readings).map(read).collect())
+        Ok(())
     }
 
     /// Lets every stream wait for all others.
@@ -387,10 +491,10 @@ impl Rank {
         Ok(())
     }
 
-    /// Waits for the device, watching for faults of collectives and for other ranks' ends.
-    fn finish(&mut self, stop: &AtomicBool) -> Result<(), Failure> {
-        let (_, end) = self.ends.iter().find(|(stream, _)| *stream == Stream::Compute).ok_or("no stream")?;
-        self.device.record(*end, Stream::Compute)?;
+    /// Waits for a stream, watching for faults of collectives and for other ranks' ends.
+    fn finish(&self, stream: Stream, stop: &AtomicBool) -> Result<(), Failure> {
+        let (_, end) = self.ends.iter().find(|(known, _)| *known == stream).ok_or("no stream")?;
+        self.device.record(*end, stream)?;
         let mut polls = 0u64;
         while !self.device.passed(*end).map_err(|error| format!("the device failed in this step: {error}"))? {
             polls += 1;

@@ -13,6 +13,7 @@ use cubecl::ir::{ElemType, FloatKind, IntKind, StorageType, UIntKind};
 use cubecl::prelude::*;
 use shardc_ir::DType;
 use std::fmt;
+use std::sync::Arc;
 
 /// The marker of a kernel's `I`th element type.
 pub struct Slot<const I: usize>;
@@ -199,8 +200,8 @@ impl Arg {
 /// One launch of a kernel.
 #[derive(Debug)]
 pub struct Launch {
-    /// The kernel.
-    pub kernel: Kernel,
+    /// The kernel, which launches over parts of one tensor share.
+    pub kernel: Arc<Kernel>,
     /// Its buffers, in order.
     pub buffers: Vec<Arg>,
     /// Its unsigned scalars, in order.

@@ -18,6 +18,7 @@ pub mod cudnn;
 mod device;
 mod executor;
 mod gemm;
+mod graph;
 pub mod kernel;
 pub mod kernels;
 mod nccl;
@@ -152,6 +153,8 @@ enum Request {
     Read(BufferId),
     /// A step on these inputs, measured or not.
     Step(Arc<BTreeMap<String, HostTensor>>, bool),
+    /// The last step once more, looked into.
+    Inspect,
 }
 
 /// What it answers.
@@ -159,6 +162,7 @@ enum Answer {
     Done(Result<(), Failure>),
     Bytes(Result<Vec<u8>, Failure>),
     Readings(Result<(Vec<Vec<u8>>, Vec<Span>), Failure>),
+    Found(Result<Option<String>, Failure>),
 }
 
 /// One rank's thread.
@@ -304,25 +308,24 @@ impl CudaRuntime {
         Ok(())
     }
 
-    /// Runs a step on this process's ranks.
-    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
-        self.check_feeds(feeds)?;
-        let feeds = Arc::new(feeds.clone());
+    /// Asks this process's ranks at once, and takes each one's answer.
+    fn together<T>(
+        &self,
+        request: impl Fn() -> Request,
+        take: impl Fn(Answer) -> Option<Result<T, Failure>>,
+    ) -> Result<Vec<T>, RuntimeError> {
         self.watched.set_step(true);
         for worker in &self.workers {
             let gone = || failed(worker.program.rank, "its thread ended".to_string());
             let requests = worker.requests.as_ref().ok_or_else(gone)?;
-            requests.send(Request::Step(feeds.clone(), is_timed)).map_err(|_| gone())?;
+            requests.send(request()).map_err(|_| gone())?;
         }
-        let (mut first, mut errors, mut spans) = (None, Vec::new(), Vec::new());
+        let (mut done, mut errors) = (Vec::new(), Vec::new());
         for worker in &self.workers {
-            match worker.answers.recv() {
-                Ok(Answer::Readings(Ok((readings, timed)))) => {
-                    first.get_or_insert((worker, readings));
-                    spans.extend(timed);
-                }
-                Ok(Answer::Readings(Err(message))) => errors.push((worker.program.rank, message)),
-                _ => {
+            match worker.answers.recv().ok().and_then(&take) {
+                Some(Ok(answer)) => done.push(answer),
+                Some(Err(message)) => errors.push((worker.program.rank, message)),
+                None => {
                     self.watched.stop.store(true, Ordering::Relaxed);
                     errors.push((worker.program.rank, "its thread ended".to_string()));
                 }
@@ -331,9 +334,23 @@ impl CudaRuntime {
         self.watched.set_step(false);
         // The cause is the rank that did not merely end because another had.
         errors.sort_by_key(|(_, message)| message == executor::OTHER_FAILED);
-        if let Some((rank, message)) = errors.into_iter().next() {
-            return Err(self.cause(rank, message));
+        match errors.into_iter().next() {
+            Some((rank, message)) => Err(self.cause(rank, message)),
+            None => Ok(done),
         }
+    }
+
+    /// Runs a step on this process's ranks.
+    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
+        self.check_feeds(feeds)?;
+        let feeds = Arc::new(feeds.clone());
+        let answers = self.together(
+            || Request::Step(feeds.clone(), is_timed),
+            |answer| if let Answer::Readings(readings) = answer { Some(readings) } else { None },
+        )?;
+        let (values, spans): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
+        let first = self.workers.first().zip(values.into_iter().next());
+        let spans = spans.concat();
         let Some((worker, values)) = first else { return Ok(TimedStep::default()) };
         let program = &worker.program;
         let named = program.readings.iter().zip(&values).map(|(reading, bytes)| {
@@ -426,6 +443,13 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
                     }
                     Answer::Readings(readings)
                 }
+                Request::Inspect => {
+                    let found = rank.inspect(&watched.stop);
+                    if found.is_err() {
+                        watched.stop.store(true, Ordering::Relaxed);
+                    }
+                    Answer::Found(found)
+                }
             };
             if outbox.send(answer).is_err() {
                 return;
@@ -513,5 +537,12 @@ impl Runtime for CudaRuntime {
 
     fn peak_bytes(&self) -> Bytes {
         self.bytes
+    }
+
+    fn first_non_finite(&mut self) -> Result<Option<String>, RuntimeError> {
+        let take = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
+        let found = self.together(|| Request::Inspect, take)?;
+        let named = self.workers.iter().zip(found).find_map(|(worker, text)| Some((worker.program.rank, text?)));
+        Ok(named.map(|(rank, text)| format!("rank {rank}: {text}")))
     }
 }

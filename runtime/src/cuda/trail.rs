@@ -64,6 +64,11 @@ impl Trail {
         device.write_word(line.at, number, stream)
     }
 
+    /// All collectives of a step were issued at once.
+    pub fn issue_all(&self) {
+        self.lines.iter().for_each(|line| line.issued.store(line.marks.len() as u32, Ordering::Relaxed));
+    }
+
     /// What the streams stand at; `None` if every collective that was issued is done.
     pub fn text(&self) -> Option<String> {
         let stands = |line: &Line| {

@@ -7,7 +7,7 @@
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
 use super::kernel::{Arg, Kernel, Launch};
-use super::select::{Step, select};
+use super::select::{Selection, Step, select_scan, select_within};
 use crate::compute_op;
 use cubecl::InfoBuilder;
 use cubecl::ir::StorageType;
@@ -16,11 +16,12 @@ use cubecl::server::{Handle, KernelArguments};
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 use shardc_ir::ops::*;
 use shardc_ir::{DType, HostTensor, Op, TensorType};
+use std::sync::Arc;
 
 type Client = ComputeClient<WgpuRuntime>;
 
 /// A kernel as CubeCL's own launcher wants it.
-struct Wrapped(Kernel);
+struct Wrapped(Arc<Kernel>);
 
 impl KernelMetadata for Wrapped {
     fn id(&self) -> KernelId {
@@ -60,10 +61,16 @@ fn launch(client: &Client, launch: Launch, resolve: impl Fn(Arg) -> Handle) {
     client.launch(Box::new(task), CubeCount::Static(x, y, z), arguments);
 }
 
-/// Runs an operation's kernels; the results.
-fn run(client: &Client, op: &Op, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
+/// Runs an operation's kernels, each launch on at most `most` bytes of a tensor; the results.
+fn run(client: &Client, op: &Op, operands: &[HostTensor], types: &[TensorType], most: u64) -> Vec<HostTensor> {
     let operand_types: Vec<TensorType> = operands.iter().map(|operand| operand.ty.clone()).collect();
-    let selection = select(op, &operand_types, types).unwrap_or_else(|error| panic!("{error}"));
+    let selection = select_within(op, &operand_types, types, most).unwrap_or_else(|error| panic!("{error}"));
+    let launches = selection.steps.iter().filter(|step| matches!(step, Step::Launch(_))).count();
+    assert!(most > 1 << 20 || launches > 1, "{} is one launch in spite of its size", op.name());
+    execute(client, selection, operands, types)
+}
+
+fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
     let inputs: Vec<Handle> = operands.iter().map(|operand| client.create_from_slice(&operand.bytes)).collect();
     let zeros = |bytes: u64| client.create_from_slice(&vec![0; bytes as usize]);
     let outputs: Vec<Handle> = types.iter().map(|ty| zeros(ty.bytes().0)).collect();
@@ -118,11 +125,23 @@ fn ids(shape: &[u64]) -> TensorType {
 
 /// Compares the kernels with the CPU backend on the same numbers.
 fn check(client: &Client, op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], limit: u64) {
+    check_within(client, op, operands, results, limit, u64::MAX);
+}
+
+/// [`check`], with launches on at most `most` bytes of a tensor.
+fn check_within(
+    client: &Client,
+    op: impl Into<Op>,
+    operands: &[TensorType],
+    results: &[TensorType],
+    limit: u64,
+    most: u64,
+) {
     let op = op.into();
     let make = |(index, ty): (usize, &TensorType)| tensor(ty, index as u64 + 1, limit);
     let operands: Vec<HostTensor> = operands.iter().enumerate().map(make).collect();
     let expected = compute_op(&op, &operands, results).unwrap_or_else(|error| panic!("{error}"));
-    let actual = run(client, &op, &operands, results);
+    let actual = run(client, &op, &operands, results, most);
     for (actual, expected) in actual.iter().zip(&expected) {
         let (actual, expected) = (floats(actual), floats(expected));
         let largest = expected.iter().fold(1e-3, |most: f32, value| most.max(value.abs()));
@@ -180,12 +199,15 @@ fn rows() {
     let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
     check(&client, LayerNormGrad {}, &operands, &[x.clone(), d.clone(), d], 1);
     let labels = ids(&[40]);
-    for classes in [None, Some(70)] {
-        let operands = [x.clone(), labels.clone()];
-        check(&client, CrossEntropy { start: 9, classes }, &operands, &[row.clone(), row.clone()], 60);
-        let operands = [x.clone(), labels.clone(), row.clone(), row.clone(), row.clone()];
-        check(&client, CrossEntropyGrad { start: 0, classes }, &operands, &[x.clone()], 60);
-    }
+    check(
+        &client,
+        CrossEntropy { start: 9, classes: None },
+        &[x.clone(), labels.clone()],
+        &[row.clone(), row.clone()],
+        96,
+    );
+    let operands = [x.clone(), labels, row.clone(), row.clone(), row];
+    check(&client, CrossEntropyGrad { start: 0, classes: None }, &operands, &[x], 96);
 }
 
 #[test]
@@ -206,4 +228,79 @@ fn reductions_and_moves() {
     let (table, indices) = (t(&[50, 16]), ids(&[12]));
     check(&client, Embedding { start: 10 }, &[table, indices], &[t(&[12, 16])], 60);
     check(&client, Gather { dim: 1 }, &[t(&[6, 50]), ids(&[6, 3])], &[t(&[6, 3])], 50);
+    for (start, tokens, rows, columns) in [(10, 12, 50, 16), (0, 300, 20, 96), (0, 7, 9, 1028), (5, 500, 700, 4)] {
+        let (dy, ids, table) = (t(&[tokens, columns]), ids(&[tokens]), t(&[rows, columns]));
+        check(&client, EmbeddingGrad { start }, &[dy, ids], &[table], rows + start);
+    }
+    check(&client, ScatterAdd { dim: 1 }, &[t(&[6, 3]), ids(&[6, 3])], &[t(&[6, 50])], 50);
+    check(&client, ScatterAdd { dim: 0 }, &[t(&[40, 6]), ids(&[40, 6])], &[t(&[5, 6])], 5);
+}
+
+#[test]
+fn large_tensors_are_taken_in_parts() {
+    let Some(client) = client() else { return };
+    let (x, row, d) = (t(&[320, 64]), t(&[320]), t(&[64]));
+    // 64 rows of 256 bytes at a time, and 1024 vectors of 16.
+    let most = 64 * 256;
+    let labels = ids(&[320]);
+    let check = |op: Op, operands: &[TensorType], results: &[TensorType]| {
+        check_within(&client, op, operands, results, 64, most);
+    };
+    check(Unary { kind: UnaryKind::Tanh }.into(), &[x.clone()], &[x.clone()]);
+    check(Binary { kind: BinaryKind::Add }.into(), &[x.clone(), x.clone()], &[x.clone()]);
+    check(Binary { kind: BinaryKind::Mul }.into(), &[x.clone(), t(&[])], &[x.clone()]);
+    check(Softmax {}.into(), &[x.clone()], &[x.clone()]);
+    check(RmsNorm { eps: 1e-5 }.into(), &[x.clone(), d.clone()], &[x.clone(), row.clone()]);
+    let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+    check(LayerNormGrad {}.into(), &operands, &[x.clone(), d.clone(), d.clone()]);
+    check(CrossEntropy { start: 9, classes: None }.into(), &[x.clone(), labels.clone()], &[row.clone(), row.clone()]);
+    let operands = [x.clone(), labels.clone(), row.clone(), row.clone(), row.clone()];
+    check(CrossEntropyGrad { start: 0, classes: None }.into(), &operands, &[x.clone()]);
+    // 64 of the 526 segments of the first pass.
+    check_within(&client, SumSquares {}, &[t(&[640, 256])], &[t(&[])], 1, 64 * 78 * 16);
+    check(Reduce { kind: ReduceOp::Sum, dims: vec![0] }.into(), &[x.clone()], &[d.clone()]);
+    check(Reduce { kind: ReduceOp::Max, dims: vec![1] }.into(), &[x.clone()], &[row.clone()]);
+    check(Transpose { permutation: vec![1, 0, 2] }.into(), &[t(&[64, 5, 64])], &[t(&[5, 64, 64])]);
+    let (heads, angles) = (t(&[4, 64, 2, 64]), t(&[64, 32]));
+    check(Rotary { inverse: false }.into(), &[heads.clone(), angles.clone(), angles], &[heads]);
+    check(Embedding { start: 0 }.into(), &[t(&[64, 64]), labels.clone()], &[x.clone()]);
+    check(EmbeddingGrad { start: 0 }.into(), &[x.clone(), labels], &[t(&[320, 64])]);
+    check(Gather { dim: 1 }.into(), &[t(&[320, 64]), ids(&[320, 64])], &[x]);
+}
+
+#[test]
+fn what_is_not_finite_is_found() {
+    let Some(client) = client() else { return };
+    let words = |values: &[f32]| {
+        let x = HostTensor::from_f32([values.len() as u64], values);
+        let found = execute(&client, select_scan(&x.ty), std::slice::from_ref(&x), &[ids(&[2])]).remove(0);
+        [found.bytes[0], found.bytes[4]]
+    };
+    let mut values: Vec<f32> = (0..1000).map(|at| at as f32 - 500.0).collect();
+    values[0] = f32::MAX;
+    assert_eq!(words(&values), [0, 0]);
+    values[999] = f32::NEG_INFINITY;
+    assert_eq!(words(&values), [1, 0]);
+    values[431] = f32::NAN;
+    assert_eq!(words(&values), [1, 1]);
+    assert_eq!(words(&[-f32::NAN, 1.0, 2.0]), [0, 1]);
+}
+
+#[test]
+fn updates_by_what_is_not_finite_change_nothing() {
+    let Some(client) = client() else { return };
+    let op = Op::from(Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+    let scalar = |value: f32| HostTensor::from_f32([], &[value]);
+    let mut values: Vec<HostTensor> = (1..5).map(|seed| tensor(&t(&[36]), seed, 1)).collect();
+    values[3] = HostTensor::from_f32([36], &[0.25; 36]);
+    let types: Vec<TensorType> = vec![t(&[36]); 3];
+    let update = |scale: f32| {
+        let operands = [values.clone(), vec![scalar(scale), scalar(0.01), scalar(3.0)]].concat();
+        run(&client, &op, &operands, &types, u64::MAX)
+    };
+    for scale in [f32::NAN, f32::INFINITY] {
+        assert_eq!(update(scale), [values[0].clone(), values[2].clone(), values[3].clone()]);
+    }
+    let changed = update(0.5);
+    assert!(changed[0] != values[0] && floats(&changed[0]).iter().all(|value| value.is_finite()));
 }

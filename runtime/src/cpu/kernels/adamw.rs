@@ -7,6 +7,9 @@ use shardc_ir::ops::Adamw;
 /// step.
 pub fn update(op: &Adamw, scalars: [f32; 3], gradient: &[f32], p: &mut [f32], m: &mut [f32], v: &mut [f32]) {
     let [scale, learning_rate, step] = scalars;
+    if !scale.is_finite() {
+        return;
+    }
     let (beta1, beta2, eps) = (op.beta1 as f32, op.beta2 as f32, op.eps as f32);
     let (rest1, rest2) = ((1.0 - op.beta1) as f32, (1.0 - op.beta2) as f32);
     let decay = (1.0 - f64::from(learning_rate) * op.weight_decay) as f32;

@@ -355,6 +355,26 @@ fn one_minus_exp(x: f32) -> f32 {
     select(x > -0.1f32, series, 1.0f32 - x.exp())
 }
 
+/// Sets `found[0]` where an element is infinite and `found[1]` where one is not a number. It looks at
+/// bits, since a compiler may take all numbers for finite.
+#[cube]
+pub fn not_finite(x: &Array<Pack<0>>, found: &mut Array<u32>, n: u32) {
+    let at = ABSOLUTE_POS;
+    if at < n as usize {
+        let a = x[at];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let bits = u32::reinterpret(f32::cast_from(a[lane])) & 0x7FFF_FFFFu32;
+            if bits == 0x7F80_0000u32 {
+                found[0] = 1u32;
+            }
+            if bits > 0x7F80_0000u32 {
+                found[1] = 1u32;
+            }
+        }
+    }
+}
+
 /// One AdamW update; see [`shardc_ir::ops::Adamw`]. Outputs may be the inputs' own memory: a thread
 /// reads all it needs before it writes. `log_beta` is the logarithm of the decay and `rest` is
 /// `1 - beta`, both rounded from f64, so that neither loses digits.
@@ -386,6 +406,7 @@ pub fn adamw(
         let old_m = m[at];
         let old_v = v[at];
         let scale = gradient_scale[0];
+        let is_finite = u32::reinterpret(scale) & 0x7F80_0000u32 != 0x7F80_0000u32;
         let rate = learning_rate[0];
         let correction1 = one_minus_exp(step[0] * log_beta1);
         let correction2 = one_minus_exp(step[0] * log_beta2);
@@ -399,9 +420,10 @@ pub fn adamw(
             let moment1 = f32::cast_from(old_m[lane]) * (1.0f32 - rest1) + rest1 * g;
             let moment2 = f32::cast_from(old_v[lane]) * (1.0f32 - rest2) + rest2 * g * g;
             let denominator = (moment2 / correction2).sqrt() + eps;
-            out_p[lane] = Elem::<0>::cast_from(p - rate * (moment1 / correction1) / denominator);
-            out_m[lane] = Elem::<2>::cast_from(moment1);
-            out_v[lane] = Elem::<2>::cast_from(moment2);
+            let next = p - rate * (moment1 / correction1) / denominator;
+            out_p[lane] = select(is_finite, Elem::<0>::cast_from(next), old_p[lane]);
+            out_m[lane] = select(is_finite, Elem::<2>::cast_from(moment1), old_m[lane]);
+            out_v[lane] = select(is_finite, Elem::<2>::cast_from(moment2), old_v[lane]);
         }
         new_parameter[at] = out_p;
         new_m[at] = out_m;

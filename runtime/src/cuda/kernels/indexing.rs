@@ -1,7 +1,7 @@
 //! Kernels that move elements: strided copies (transposes, slices, broadcasts, concatenations),
 //! table lookups, gathers and their transposes.
 
-use crate::cuda::kernel::{Elem, Lanes, Pack};
+use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
 
 /// A walk over a box of vectors: where each is read and where it is written.
@@ -69,33 +69,125 @@ pub fn embedding(
     }
 }
 
-/// The transpose of `embedding`: adds row `b` of `dy` to row `ids[b] - first` of the table's
-/// gradient, which starts at zero. Sums of rows that share an id are in no fixed order.
+/// The row of a table that begins at `first` which a token names; `rows` if the table has no such row.
+#[cube]
+fn row_of(id: Elem<0>, rows: u32, first: u32) -> u32 {
+    min(u32::cast_from(id) - first, rows)
+}
+
+/// Sorts `n` tokens by the rows that they name, those of one row in their own order: a token's place is
+/// the number of tokens before it. `keys` are the rows in that order, `order` the tokens. All tokens are
+/// compared with all, a tile of `threads` at a time.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn embedding_grad(
-    dy: &Array<Pack<0>>,
-    ids: &Array<Elem<1>>,
-    table: &mut Array<Atomic<f32>>,
+pub fn token_order(
+    ids: &Array<Elem<0>>,
+    keys: &mut Array<u32>,
+    order: &mut Array<u32>,
+    n: u32,
     rows: u32,
-    columns: u32,
     first: u32,
     #[comptime] threads: u32,
 ) {
+    let mut tile = SharedMemory::<u32>::new(comptime!(threads as usize));
+    let unit = UNIT_POS;
+    let own = CUBE_POS as u32 * comptime!(threads) + unit;
+    let key = row_of(ids[min(own, n - 1u32) as usize], rows, first);
+    let place = RuntimeCell::<u32>::new(u32::new(0));
+    let tiles = (n + comptime!(threads - 1)) / comptime!(threads);
+    for index in 0..tiles {
+        let at = index * comptime!(threads) + unit;
+        let other = row_of(ids[min(at, n - 1u32) as usize], rows, first);
+        // Behind the last token stands a row that comes after all.
+        tile[unit as usize] = select(at < n, other, 0xFFFF_FFFFu32);
+        sync_cube();
+        if index == CUBE_POS as u32 {
+            for other in 0..comptime!(threads) {
+                let row = tile[other as usize];
+                if row < key || (row == key && other < unit) {
+                    place.store(place.read() + 1u32);
+                }
+            }
+        } else {
+            // Tokens of an earlier tile come first where the rows are equal.
+            let bound = key + select(index < CUBE_POS as u32, 1u32, 0u32);
+            for other in 0..comptime!(threads) {
+                if tile[other as usize] < bound {
+                    place.store(place.read() + 1u32);
+                }
+            }
+        }
+        sync_cube();
+    }
+    if own < n {
+        keys[place.read() as usize] = key;
+        order[place.read() as usize] = own;
+    }
+}
+
+/// `starts[row]` is where the first of `n` ascending keys lies that is not below `row`, for each row up to
+/// and with `rows`.
+#[cube]
+pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u32) {
+    let row = ABSOLUTE_POS as u32;
+    if row <= rows {
+        let low = RuntimeCell::<u32>::new(u32::new(0));
+        let high = RuntimeCell::<u32>::new(n);
+        while low.read() < high.read() {
+            let middle = (low.read() + high.read()) / 2u32;
+            if keys[middle as usize] < row {
+                low.store(middle + 1u32);
+            } else {
+                high.store(middle);
+            }
+        }
+        starts[row as usize] = low.read();
+    }
+}
+
+/// The transpose of `embedding`: row `b` of the table's gradient is the sum, in f32 and in their order, of
+/// the rows of `dy` of the tokens that name it. `columns` counts vectors.
+#[cube]
+pub fn embedding_grad(
+    dy: &Array<Pack<0>>,
+    order: &Array<u32>,
+    starts: &Array<u32>,
+    table: &mut Array<PackF32>,
+    columns: u32,
+    #[comptime] threads: u32,
+) {
     let columns = columns as usize;
-    let block = CUBE_POS as usize;
-    let id = u32::cast_from(ids[block]) - first;
-    if id < rows {
-        let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
-        while at.read() < columns {
-            let d = dy[block * columns + at.read()];
+    let row = CUBE_POS_X as usize;
+    let column = CUBE_POS_Y as usize * comptime!(threads as usize) + UNIT_POS as usize;
+    if column < columns {
+        let mut sum = PackF32::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            sum[lane] = 0.0f32;
+        }
+        let end = starts[row + 1usize];
+        let at = RuntimeCell::<u32>::new(starts[row]);
+        // Four rows are on their way while one is added.
+        while at.read() + 4u32 <= end {
+            #[unroll]
+            for ahead in 0..4u32 {
+                let d = dy[order[(at.read() + ahead) as usize] as usize * columns + column];
+                #[unroll]
+                for lane in 0..Lanes::value() {
+                    sum[lane] += f32::cast_from(d[lane]);
+                }
+            }
+            at.store(at.read() + 4u32);
+        }
+        while at.read() < end {
+            let d = dy[order[at.read() as usize] as usize * columns + column];
             #[unroll]
             for lane in 0..Lanes::value() {
-                let to = (id as usize * columns + at.read()) * Lanes::value() + lane;
-                table[to].fetch_add(f32::cast_from(d[lane]));
+                sum[lane] += f32::cast_from(d[lane]);
             }
-            at.store(at.read() + comptime!(threads as usize));
+            at.store(at.read() + 1u32);
         }
+        table[row * columns + column] = sum;
     }
 }
 
@@ -120,13 +212,14 @@ pub fn gather(
     }
 }
 
-/// The transpose of `gather`: adds to `x`, which starts at zero.
+/// The transpose of `gather`: adds to `dx`, which starts at zero. A thread adds all that goes to one of the
+/// `n` lines along the middle dimension, in order.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn scatter_add(
     dy: &Array<Elem<0>>,
     index: &Array<Elem<1>>,
-    dx: &mut Array<Atomic<f32>>,
+    dx: &mut Array<f32>,
     n: u32,
     size: u32,
     count: u32,
@@ -134,8 +227,12 @@ pub fn scatter_add(
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let outer = at / (count * inner);
-        let chosen = u32::cast_from(index[at as usize]);
-        dx[((outer * size + chosen) * inner + at % inner) as usize].fetch_add(f32::cast_from(dy[at as usize]));
+        let from = (at / inner) * count * inner + at % inner;
+        let to = (at / inner) * size * inner + at % inner;
+        for step in 0..count {
+            let next = (from + step * inner) as usize;
+            let place = (to + u32::cast_from(index[next]) * inner) as usize;
+            dx[place] += f32::cast_from(dy[next]);
+        }
     }
 }

@@ -1,11 +1,41 @@
 //! Elementwise operations.
 
-use super::{Arg, OP, RES, Select, Step, THREADS, blocks, compute_type, lanes};
+use super::cut::Cut;
+use super::{Arg, OP, RES, Select, Step, THREADS, compute_type, lanes};
 use crate::cuda::kernel::{Definition, Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::elementwise as kernels;
 use crate::cuda::kernels::elementwise::Pair;
 use shardc_ir::ops::{Adamw, BinaryKind, Iota, UnaryKind};
 use shardc_ir::{DType, TensorType};
+
+/// A buffer with one element per element of the result; its type.
+type Each = (Arg, DType);
+
+/// What a kernel with one thread per vector is given.
+#[derive(Default)]
+struct Arguments {
+    /// Buffers of which each thread sees its vector.
+    each: Vec<Each>,
+    /// Buffers of one number, which follow at these positions.
+    scalars: Vec<(usize, Arg)>,
+    /// The f32 scalars.
+    reals: Vec<f32>,
+}
+
+impl Arguments {
+    fn of(each: impl Into<Vec<Each>>) -> Self {
+        Self { each: each.into(), ..Self::default() }
+    }
+
+    fn scalar(mut self, position: usize, arg: Arg) -> Self {
+        self.scalars.push((position, arg));
+        self
+    }
+
+    fn reals(self, reals: impl Into<Vec<f32>>) -> Self {
+        Self { reals: reals.into(), ..self }
+    }
+}
 
 impl Select<'_> {
     /// A kernel with one thread per vector, its first unsigned scalar being the number of vectors.
@@ -15,13 +45,26 @@ impl Select<'_> {
         types: &[DType],
         elements: u64,
         parameters: &dyn std::fmt::Debug,
-        arguments: (Vec<Arg>, Vec<f32>),
+        arguments: Arguments,
         body: impl Fn(&mut Definition) + Send + Sync + 'static,
     ) {
         let lanes = lanes(types, &[elements]);
-        let vectors = elements / lanes as u64;
+        let vector = |(arg, dtype): &Each| (*arg, dtype.size() * lanes as u64);
+        let mut buffers: Vec<(Arg, u64)> = arguments.each.iter().map(vector).collect();
+        arguments.scalars.iter().for_each(|(position, arg)| buffers.insert(*position, (*arg, 0)));
         let kernel = Kernel::new(name, types, lanes, THREADS, parameters, body);
-        self.launch(kernel, arguments.0, vec![vectors as u32], arguments.1, blocks(vectors, THREADS));
+        let cut = Cut::vectors(elements / lanes as u64, THREADS);
+        self.launch_cut(kernel, &buffers, vec![0], arguments.reals, cut);
+    }
+
+    /// Operand `index` with its type.
+    fn operand(&self, index: usize) -> Each {
+        (OP(index), self.operands[index].dtype)
+    }
+
+    /// Result `index` with its type.
+    fn result(&self, index: usize) -> Each {
+        (RES(index), self.results[index].dtype)
     }
 
     pub(super) fn constant(&mut self, value: f64) -> Result<(), String> {
@@ -35,7 +78,8 @@ impl Select<'_> {
         if value == 0.0 && value.is_sign_positive() {
             return self.out.steps.push(Step::Zero { to, bytes: ty.bytes().0 });
         }
-        self.map("fill", &[ty.dtype], ty.elements(), &(), (vec![to], vec![value as f32]), |d| {
+        let arguments = Arguments::of([(to, ty.dtype)]).reals([value as f32]);
+        self.map("fill", &[ty.dtype], ty.elements(), &(), arguments, |d| {
             let (y, n, value) = (d.output::<Pack<0>>(), d.number(), d.real());
             kernels::fill::expand(d.scope(), y, n, value);
         });
@@ -65,7 +109,10 @@ impl Select<'_> {
             let (n, inner, size, start) = (d.number(), d.number(), d.number(), d.number());
             kernels::iota::expand(d.scope(), y, n, inner, size, start);
         });
-        self.launch(kernel, vec![RES(0)], numbers, Vec::new(), blocks(ty.elements(), THREADS));
+        // The numbers repeat with every index of the dimension before.
+        let period = inner * ty.shape[op.dim];
+        let cut = Cut { per_unit: period, ..Cut::vectors(ty.elements(), THREADS) };
+        self.launch_cut(kernel, &[(RES(0), period * ty.dtype.size())], numbers, Vec::new(), cut);
         Ok(())
     }
 
@@ -79,7 +126,8 @@ impl Select<'_> {
             };
         }
         let elements = self.results[0].elements();
-        self.map("unary", &[dtype, dtype], elements, &kind, (vec![OP(0), RES(0)], Vec::new()), move |d| {
+        let arguments = Arguments::of([self.operand(0), self.result(0)]);
+        self.map("unary", &[dtype, dtype], elements, &kind, arguments, move |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
             kernels::unary::expand(d.scope(), x, y, n, kind);
         });
@@ -88,7 +136,7 @@ impl Select<'_> {
 
     pub(super) fn unary_grad(&mut self, kind: UnaryKind) -> Result<(), String> {
         let elements = self.results[0].elements();
-        let arguments = (vec![OP(0), OP(1), RES(0)], Vec::new());
+        let arguments = Arguments::of([self.operand(0), self.operand(1), self.result(0)]);
         self.map("unary_grad", &[self.operands[0].dtype], elements, &kind, arguments, move |d| {
             let (dy, x, dx) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.output::<Pack<0>>());
             let n = d.number();
@@ -100,7 +148,7 @@ impl Select<'_> {
     pub(super) fn affine(&mut self, scale: f64, offset: f64) -> Result<(), String> {
         let (dtype, elements) = (self.operands[0].dtype, self.results[0].elements());
         let types = [dtype, dtype, dtype, compute_type(dtype)];
-        let arguments = (vec![OP(0), RES(0)], vec![scale as f32, offset as f32]);
+        let arguments = Arguments::of([self.operand(0), self.result(0)]).reals([scale as f32, offset as f32]);
         self.map("affine", &types, elements, &(), arguments, |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
             let (scale, offset) = (d.real(), d.real());
@@ -116,20 +164,23 @@ impl Select<'_> {
             return Err("integers".to_string());
         }
         let types = [a.dtype, b.dtype, y.dtype, compute];
-        let (elements, arguments) = (y.elements(), (vec![OP(0), OP(1), RES(0)], Vec::new()));
+        let (elements, [left, right, out]) = (y.elements(), [self.operand(0), self.operand(1), self.result(0)]);
         if b.rank() < y.rank() {
+            let arguments = Arguments::of([left, out]).scalar(1, right.0);
             self.map("binary_scalar_right", &types, elements, &pair, arguments, move |d| {
                 let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.output::<Pack<2>>());
                 let n = d.number();
                 kernels::binary_scalar_right::expand(d.scope(), a, b, y, n, pair);
             });
         } else if a.rank() < y.rank() {
+            let arguments = Arguments::of([right, out]).scalar(0, left.0);
             self.map("binary_scalar_left", &types, elements, &pair, arguments, move |d| {
                 let (a, b, y) = (d.input::<Elem<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
                 let n = d.number();
                 kernels::binary_scalar_left::expand(d.scope(), a, b, y, n, pair);
             });
         } else {
+            let arguments = Arguments::of([left, right, out]);
             self.map("binary", &types, elements, &pair, arguments, move |d| {
                 let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
                 let n = d.number();
@@ -144,7 +195,8 @@ impl Select<'_> {
         let pair = Pair::Binary(BinaryKind::Add);
         let types = [dtype, dtype, dtype, compute_type(dtype)];
         let elements = self.results[0].elements();
-        self.map("binary", &types, elements, &pair, (vec![a, b, to], Vec::new()), move |d| {
+        let arguments = Arguments::of([a, b, to].map(|arg| (arg, dtype)));
+        self.map("binary", &types, elements, &pair, arguments, move |d| {
             let (a, b, y) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<2>>());
             let n = d.number();
             kernels::binary::expand(d.scope(), a, b, y, n, pair);
@@ -153,7 +205,7 @@ impl Select<'_> {
 
     pub(super) fn choose(&mut self) -> Result<(), String> {
         let types = [DType::Bool, self.operands[1].dtype];
-        let arguments = (vec![OP(0), OP(1), OP(2), RES(0)], Vec::new());
+        let arguments = Arguments::of([self.operand(0), self.operand(1), self.operand(2), self.result(0)]);
         self.map("choose", &types, self.results[0].elements(), &(), arguments, |d| {
             let mask = d.input::<Pack<0>>();
             let (a, b, y, n) = (d.input::<Pack<1>>(), d.input::<Pack<1>>(), d.output::<Pack<1>>(), d.number());
@@ -174,7 +226,8 @@ impl Select<'_> {
             return self.out.steps.push(Step::Copy { from, to, bytes: elements * source.size() });
         }
         let to_bool = target == DType::Bool;
-        self.map("convert", &[source, target], elements, &to_bool, (vec![from, to], Vec::new()), move |d| {
+        let arguments = Arguments::of([(from, source), (to, target)]);
+        self.map("convert", &[source, target], elements, &to_bool, arguments, move |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
             kernels::convert::expand(d.scope(), x, y, n, to_bool);
         });
@@ -182,15 +235,25 @@ impl Select<'_> {
 
     pub(super) fn accumulate(&mut self) {
         let types = [self.operands[0].dtype, self.results[0].dtype];
-        let arguments = (vec![OP(0), RES(0)], Vec::new());
+        let arguments = Arguments::of([self.operand(0), self.result(0)]);
         self.map("accumulate", &types, self.results[0].elements(), &(), arguments, |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
             kernels::accumulate::expand(d.scope(), x, y, n);
         });
     }
 
+    /// Looks at operand 0; result 0 is two words, for infinities and for NaN.
+    pub(super) fn scan(&mut self) {
+        let dtype = self.operands[0].dtype;
+        let arguments = Arguments::of([self.operand(0)]).scalar(1, RES(0));
+        self.map("not_finite", &[dtype], self.operands[0].elements(), &(), arguments, |d| {
+            let (x, found, n) = (d.input::<Pack<0>>(), d.output::<u32>(), d.number());
+            kernels::not_finite::expand(d.scope(), x, found, n);
+        });
+    }
+
     pub(super) fn swiglu(&mut self) -> Result<(), String> {
-        let arguments = (vec![OP(0), OP(1), RES(0)], Vec::new());
+        let arguments = Arguments::of([self.operand(0), self.operand(1), self.result(0)]);
         self.map("swiglu", &[self.operands[0].dtype], self.results[0].elements(), &(), arguments, |d| {
             let (gate, up, y) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.output::<Pack<0>>());
             let n = d.number();
@@ -200,7 +263,8 @@ impl Select<'_> {
     }
 
     pub(super) fn swiglu_grad(&mut self) -> Result<(), String> {
-        let arguments = (vec![OP(0), OP(1), OP(2), RES(0), RES(1)], Vec::new());
+        let operands = (0..3).map(|index| self.operand(index));
+        let arguments = Arguments::of(operands.chain([self.result(0), self.result(1)]).collect::<Vec<_>>());
         self.map("swiglu_grad", &[self.operands[0].dtype], self.results[0].elements(), &(), arguments, |d| {
             let (dy, gate, up) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (dgate, dup, n) = (d.output::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
@@ -215,8 +279,9 @@ impl Select<'_> {
             return Err("moments of two element types".to_string());
         }
         let reals = [op.beta1.ln(), op.beta2.ln(), 1.0 - op.beta1, 1.0 - op.beta2, op.eps, op.weight_decay];
-        let buffers = (0..7).map(OP).chain((0..3).map(RES)).collect();
-        let arguments = (buffers, reals.map(|value| value as f32).to_vec());
+        let each = (0..4).map(|index| self.operand(index)).chain((0..3).map(|index| self.result(index)));
+        let arguments = Arguments::of(each.collect::<Vec<_>>()).reals(reals.map(|value| value as f32));
+        let arguments = (4..7).fold(arguments, |arguments, index| arguments.scalar(index, OP(index)));
         self.map("adamw", &types, self.results[0].elements(), &(), arguments, |d| {
             let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
             let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
@@ -243,8 +308,12 @@ impl Select<'_> {
             kernels::rotary::expand(d.scope(), x, cos, sin, y, n, heads, positions, half, direction);
         });
         let direction = if inverse { -1.0 } else { 1.0 };
-        let buffers = vec![OP(0), OP(1), OP(2), RES(0)];
-        self.launch(kernel, buffers, numbers, vec![direction], blocks(vectors, THREADS));
+        // Every batch element meets the same angles.
+        let element = ty.elements() / ty.shape[0].max(1);
+        let cut = Cut { per_unit: (element / 2 / lanes as u64).max(1), ..Cut::vectors(vectors, THREADS) };
+        let bytes = element * ty.dtype.size();
+        let buffers = [(OP(0), bytes), (OP(1), 0), (OP(2), 0), (RES(0), bytes)];
+        self.launch_cut(kernel, &buffers, numbers, vec![direction], cut);
         Ok(())
     }
 }

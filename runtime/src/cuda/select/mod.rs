@@ -5,6 +5,7 @@
 //! what they need in between lies in scratch memory, whose size is known here ([`Selection`]).
 
 mod attention;
+mod cut;
 mod elementwise;
 mod matmul;
 mod movement;
@@ -18,6 +19,7 @@ use super::kernel::{Arg, Kernel, Launch};
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
 use shardc_ir::{DType, TensorType};
+use std::sync::Arc;
 
 /// One thing the device does.
 #[derive(Debug)]
@@ -112,12 +114,18 @@ pub fn launches(steps: &[Step]) -> impl Iterator<Item = &Launch> {
 
 /// Chooses the steps of an operation on local types.
 pub fn select(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Result<Selection, Unsupported> {
-    let mut select = Select { operands, results, out: Selection::default() };
-    let too_large = operands.iter().chain(results).find(|ty| ty.elements() >= 1 << 32);
-    let done = match too_large {
-        Some(ty) => Err(format!("{ty} has 2^32 elements or more")),
-        None => select.op(op),
-    };
+    select_within(op, operands, results, cut::LIMIT)
+}
+
+/// [`select`], where no launch may work on more than `limit` bytes of a buffer that it divides.
+pub fn select_within(
+    op: &Op,
+    operands: &[TensorType],
+    results: &[TensorType],
+    limit: u64,
+) -> Result<Selection, Unsupported> {
+    let mut select = Select { operands, results, limit, too_large: None, out: Selection::default() };
+    let done = select.op(op).and_then(|()| select.too_large.take().map_or(Ok(()), Err));
     done.map_err(|reason| Unsupported {
         op: op.name().to_string(),
         operands: operands.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
@@ -134,7 +142,13 @@ pub fn select(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Resul
 /// by what the first microbatch does instead, a conversion.
 pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection {
     let (operands, results) = ([operand.clone()], [result.clone()]);
-    let mut select = Select { operands: &operands, results: &results, out: Selection::default() };
+    let mut select = Select {
+        operands: &operands,
+        results: &results,
+        limit: cut::LIMIT,
+        too_large: None,
+        out: Selection::default(),
+    };
     select.accumulate();
     if operand.dtype != result.dtype {
         select.cast_elements(OP(0), RES(0), operand.dtype, result.dtype, result.elements());
@@ -142,10 +156,29 @@ pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection
     select.out
 }
 
+/// Looks for elements of a float tensor that are not finite. Result 0 is two words, of which the first
+/// becomes 1 if there is an infinity, and the second if there is a NaN.
+pub fn select_scan(ty: &TensorType) -> Selection {
+    let (operands, results) = ([ty.clone()], [TensorType::new(DType::I32, [2])]);
+    let mut select = Select {
+        operands: &operands,
+        results: &results,
+        limit: cut::LIMIT,
+        too_large: None,
+        out: Selection::default(),
+    };
+    select.scan();
+    select.out
+}
+
 /// The state of one selection. `Err` is the reason why there is none.
 struct Select<'a> {
     operands: &'a [TensorType],
     results: &'a [TensorType],
+    /// See [`cut`].
+    limit: u64,
+    /// A tensor that a kernel would see whole and cannot.
+    too_large: Option<String>,
     out: Selection,
 }
 
@@ -212,9 +245,26 @@ impl Select<'_> {
         self.out.steps.push(Step::Gemm(Box::new(gemm)));
     }
 
+    /// Launches a kernel that sees all of its buffers.
     fn launch(&mut self, kernel: Kernel, buffers: Vec<Arg>, numbers: Vec<u32>, reals: Vec<f32>, grid: [u32; 3]) {
-        let launch = Launch { kernel, buffers, numbers, reals, grid };
+        buffers.iter().for_each(|arg| self.expect_small(*arg));
+        self.push(Launch { kernel: Arc::new(kernel), buffers, numbers, reals, grid });
+    }
+
+    fn push(&mut self, launch: Launch) {
         self.out.steps.push(Step::Launch(Box::new(launch)));
+    }
+
+    /// Notes a tensor that is too large for one launch. Scratch memory is bounded where it is asked for.
+    fn expect_small(&mut self, arg: Arg) {
+        let ty = match arg {
+            Arg::Operand(index, _) => &self.operands[index],
+            Arg::Result(index, _) => &self.results[index],
+            Arg::Scratch(_) => return,
+        };
+        if ty.elements() >= 1 << 32 {
+            self.too_large = Some(format!("a kernel cannot see all of {ty}, which has 2^32 elements or more"));
+        }
     }
 }
 
@@ -229,11 +279,6 @@ fn lanes(types: &[DType], sizes: &[u64]) -> usize {
         lanes /= 2;
     }
     lanes as usize
-}
-
-/// The grid of a kernel with one thread per vector.
-fn blocks(vectors: u64, threads: u32) -> [u32; 3] {
-    [vectors.div_ceil(u64::from(threads)) as u32, 1, 1]
 }
 
 /// Threads for a block that strides over a row of this many vectors.

@@ -1,10 +1,10 @@
 //! Operations that move elements.
 
-use super::{Arg, OP, RES, Select, Step, THREADS, blocks, dense, lanes, row_threads};
-use crate::cuda::kernel::{Elem, Kernel, Pack};
+use super::cut::Cut;
+use super::{Arg, OP, RES, Select, Step, THREADS, dense, lanes, row_threads};
+use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::indexing as kernels;
 use crate::cuda::kernels::indexing::Walk;
-use cubecl::prelude::Atomic;
 use shardc_ir::DType;
 use shardc_ir::ops::Pad;
 
@@ -74,12 +74,22 @@ impl Select<'_> {
             write_start: walk.write_start as u32,
         };
         let vectors = elements / width as u64;
+        let vector = width as u64 * dtype.size();
+        for (arg, steps, start) in [(from, &walk.read, walk.read_start), (to, &walk.write, walk.write_start)] {
+            if start > 0 || steps.iter().any(|step| *step > steps[0]) {
+                self.expect_small(arg);
+            }
+        }
+        // A unit is one index of the outermost dimension.
+        let (outer, steps) =
+            (u64::from(walk.shape[0]), [walk.read[0], walk.write[0]].map(|step| u64::from(step) * vector));
+        let cut = Cut { per_unit: vectors / outer, ..Cut::vectors(vectors, THREADS) };
         let parameters = walk.clone();
         let kernel = Kernel::new("strided", &[dtype], width, THREADS, &parameters, move |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
             kernels::strided::expand(d.scope(), x, y, n, walk.clone());
         });
-        self.launch(kernel, vec![from, to], vec![vectors as u32], Vec::new(), blocks(vectors, THREADS));
+        self.launch_cut(kernel, &[(from, steps[0]), (to, steps[1])], vec![0], Vec::new(), cut);
     }
 
     pub(super) fn copy_whole(&mut self) -> Result<(), String> {
@@ -156,7 +166,9 @@ impl Select<'_> {
             kernels::embedding::expand(d.scope(), table, ids, y, rows, columns, first, threads);
         });
         let numbers = vec![table.shape[0] as u32, columns as u32, start as u32];
-        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), [ids.elements() as u32, 1, 1]);
+        let (row, id) = (table.shape[1] * table.dtype.size(), ids.dtype.size());
+        let buffers = [(OP(0), 0), (OP(1), id), (RES(0), row)];
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::rows(ids.elements()));
         Ok(())
     }
 
@@ -165,53 +177,85 @@ impl Select<'_> {
         if table.dtype != DType::F32 {
             return Err(format!("the gradient of a table is summed in f32, not {}", table.dtype));
         }
-        let types = [self.operands[0].dtype, ids.dtype];
-        let width = lanes(&types[..1], &[table.shape[1]]);
-        let columns = table.shape[1] / width as u64;
-        let threads = row_threads(columns);
-        let kernel = Kernel::new("embedding_grad", &types, width, threads, &(), move |d| {
-            let (dy, ids, table) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.output::<Atomic<f32>>());
-            let (rows, columns, first) = (d.number(), d.number(), d.number());
-            kernels::embedding_grad::expand(d.scope(), dy, ids, table, rows, columns, first, threads);
+        let (tokens, rows) = (ids.elements(), table.shape[0]);
+        let [keys, order] = [(); 2].map(|()| self.scratch(tokens * 4));
+        let starts = self.scratch((rows + 1) * 4);
+        self.token_order(start, [keys, order]);
+        let kernel = Kernel::new("first_of_each", &[], 1, THREADS, &(), |d| {
+            let (keys, starts) = (d.input::<u32>(), d.output::<u32>());
+            let (n, rows) = (d.number(), d.number());
+            kernels::first_of_each::expand(d.scope(), keys, starts, n, rows);
         });
-        let numbers = vec![table.shape[0] as u32, columns as u32, start as u32];
-        let (bytes, grid) = (table.bytes().0, [ids.elements() as u32, 1, 1]);
-        self.out.steps.push(Step::Zero { to: RES(0), bytes });
-        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), grid);
+        let grid = [(rows + 1).div_ceil(u64::from(THREADS)) as u32, 1, 1];
+        self.launch(kernel, vec![keys, starts], vec![tokens as u32, rows as u32], Vec::new(), grid);
+        let types = [self.operands[0].dtype, DType::F32];
+        let width = lanes(&types, &[table.shape[1]]);
+        let columns = table.shape[1] / width as u64;
+        let threads = row_threads(columns).min(THREADS);
+        let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &(), move |d| {
+            let (dy, order, starts) = (d.input::<Pack<0>>(), d.input::<u32>(), d.input::<u32>());
+            let (table, columns) = (d.output::<PackF32>(), d.number());
+            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, columns, threads);
+        });
+        let cut = Cut { grid: [1, columns.div_ceil(u64::from(threads)) as u32, 1], ..Cut::rows(rows) };
+        let buffers = [(OP(0), 0), (order, 0), (starts, 4), (RES(0), table.shape[1] * 4)];
+        self.launch_cut(kernel, &buffers, vec![columns as u32], Vec::new(), cut);
         Ok(())
     }
 
-    /// The scalars of a gather along `dim` of `whole` by an index of shape `index`.
+    /// The rows of the table that the tokens (operand 1) name, in ascending order, and whose they are.
+    fn token_order(&mut self, start: u64, [keys, order]: [Arg; 2]) {
+        let (ids, rows) = (&self.operands[1], self.results[0].shape[0]);
+        const TILE: u32 = 128;
+        let kernel = Kernel::new("token_order", &[ids.dtype], 1, TILE, &(), |d| {
+            let (ids, keys, order) = (d.input::<Elem<0>>(), d.output::<u32>(), d.output::<u32>());
+            let (n, rows, first) = (d.number(), d.number(), d.number());
+            kernels::token_order::expand(d.scope(), ids, keys, order, n, rows, first, TILE);
+        });
+        let numbers = vec![ids.elements() as u32, rows as u32, start as u32];
+        let grid = [ids.elements().div_ceil(u64::from(TILE)) as u32, 1, 1];
+        self.launch(kernel, vec![OP(1), keys, order], numbers, Vec::new(), grid);
+    }
+
+    /// Of a gather along `dim` of `whole` by an index of shape `index`: the elements inside of that
+    /// dimension, and the scalars of the kernels, of which the first is filled in later.
     fn gather_numbers(whole: &[u64], index: &[u64], dim: usize) -> (u64, Vec<u32>) {
-        let (inner, n): (u64, u64) = (whole[dim + 1..].iter().product(), index.iter().product());
-        (n, vec![n as u32, whole[dim] as u32, index[dim] as u32, inner as u32])
+        let inner: u64 = whole[dim + 1..].iter().product();
+        (inner, vec![0, whole[dim] as u32, index[dim] as u32, inner as u32])
     }
 
     pub(super) fn gather(&mut self, dim: usize) -> Result<(), String> {
         let (x, index) = (&self.operands[0], &self.operands[1]);
-        let (n, numbers) = Self::gather_numbers(&x.shape, &index.shape, dim);
+        let (inner, numbers) = Self::gather_numbers(&x.shape, &index.shape, dim);
+        let (from, to) = (x.shape[dim] * inner, index.shape[dim] * inner);
+        let cut = Cut { per_unit: to, ..Cut::vectors(index.elements(), THREADS) };
+        let sizes = [(OP(0), from * x.dtype.size()), (OP(1), to * index.dtype.size()), (RES(0), to * x.dtype.size())];
         let kernel = Kernel::new("gather", &[x.dtype, index.dtype], 1, THREADS, &(), |d| {
             let (x, index, y) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Elem<0>>());
             let (n, size, count, inner) = (d.number(), d.number(), d.number(), d.number());
             kernels::gather::expand(d.scope(), x, index, y, n, size, count, inner);
         });
-        self.launch(kernel, vec![OP(0), OP(1), RES(0)], numbers, Vec::new(), blocks(n, THREADS));
+        self.launch_cut(kernel, &sizes, numbers, Vec::new(), cut);
         Ok(())
     }
 
     pub(super) fn scatter_add(&mut self, dim: usize) -> Result<(), String> {
         let (index, y) = (&self.operands[1], &self.results[0]);
-        let (n, numbers) = Self::gather_numbers(&y.shape, &index.shape, dim);
+        let (inner, numbers) = Self::gather_numbers(&y.shape, &index.shape, dim);
         let (elements, dtype) = (y.elements(), y.dtype);
+        let (from, into) = (index.shape[dim] * inner, y.shape[dim] * inner * 4);
+        let lines = index.elements() / index.shape[dim].max(1);
+        let cut = Cut { per_unit: inner, ..Cut::vectors(lines, THREADS) };
         let to = if dtype == DType::F32 { RES(0) } else { self.scratch(elements * 4) };
         let types = [self.operands[0].dtype, index.dtype];
         let kernel = Kernel::new("scatter_add", &types, 1, THREADS, &(), |d| {
-            let (dy, index, dx) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Atomic<f32>>());
+            let (dy, index, dx) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<f32>());
             let (n, size, count, inner) = (d.number(), d.number(), d.number(), d.number());
             kernels::scatter_add::expand(d.scope(), dy, index, dx, n, size, count, inner);
         });
+        let sizes = [(OP(0), from * types[0].size()), (OP(1), from * types[1].size()), (to, into)];
         self.out.steps.push(Step::Zero { to, bytes: elements * 4 });
-        self.launch(kernel, vec![OP(0), OP(1), to], numbers, Vec::new(), blocks(n, THREADS));
+        self.launch_cut(kernel, &sizes, numbers, Vec::new(), cut);
         if dtype != DType::F32 {
             self.cast_elements(to, RES(0), DType::F32, dtype, elements);
         }

@@ -1,6 +1,6 @@
 //! Random numbers.
 
-use super::{OP, RES, Select, THREADS, blocks, dense};
+use super::{OP, RES, Select, THREADS, dense};
 use crate::cuda::kernel::{Elem, Kernel};
 use crate::cuda::kernels::random as kernels;
 use crate::cuda::kernels::random::{Law, Shard};
@@ -52,7 +52,8 @@ impl Select<'_> {
         // Without a step operand the kernel reads none; some address must stand in its place.
         let buffers = vec![if stepped { OP(0) } else { RES(0) }, RES(0)];
         let reals = reals.map(|real| real as f32).to_vec();
-        self.launch(kernel, buffers, numbers, reals, blocks(ty.elements(), THREADS));
+        let blocks = ty.elements().div_ceil(u64::from(THREADS)) as u32;
+        self.launch(kernel, buffers, numbers, reals, [blocks, 1, 1]);
         Ok(())
     }
 }

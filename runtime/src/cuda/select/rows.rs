@@ -1,5 +1,6 @@
 //! Reductions, normalizations and the cross-entropy.
 
+use super::cut::Cut;
 use super::{Arg, OP, RES, Select, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::rows as kernels;
@@ -10,9 +11,11 @@ use shardc_ir::ops::{CrossEntropy, CrossEntropyGrad, Reduce, ReduceOp, live_colu
 /// Blocks that keep a large device busy.
 const WAVE: u64 = 528;
 
-/// The chunks of `length` rows so that blocks of `columns` side by side fill a large device, each with enough to do.
+/// The chunks of `length` rows so that blocks of `columns` side by side fill a large device, each with enough to do;
+/// none is empty.
 fn chunks(columns: u64, length: u64) -> u64 {
-    WAVE.div_ceil(columns.max(1)).min(length.div_ceil(64)).max(1)
+    let wanted = WAVE.div_ceil(columns.max(1)).min(length.div_ceil(64)).max(1);
+    length.div_ceil(length.div_ceil(wanted).max(1)).max(1)
 }
 
 /// The rows of a block that folds `length` rows.
@@ -29,6 +32,20 @@ fn last_reduced(shape: &[u64], dims: &[usize]) -> Option<(usize, usize)> {
     }
     Some((start, end + 1))
 }
+
+/// The rows that a row kernel works on.
+struct Rows {
+    count: u64,
+    /// Bytes of one.
+    bytes: u64,
+    /// Vectors of one.
+    vectors: u64,
+    width: usize,
+    threads: u32,
+}
+
+/// Bytes of a row's statistic.
+const STATISTIC: u64 = 4;
 
 impl Select<'_> {
     pub(super) fn reduce(&mut self, op: &Reduce) -> Result<(), String> {
@@ -98,9 +115,17 @@ impl Select<'_> {
             let (length, inner, chunk) = (d.number(), d.number(), d.number());
             kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, rows, width);
         });
+        let grid = [vectors.div_ceil(u64::from(COLUMNS)) as u32, chunks as u32, 1];
+        let row = [from.1, to.1].map(|dtype| inner * dtype.size());
+        // A launch takes some of the outer indices, or some chunks of the only one.
+        let (cut, sizes) = if outer == 1 {
+            let cut = Cut { grid, axis: 1, per_unit: chunk, per_block: chunk, number: Some(0), ..Cut::rows(length) };
+            (cut, [row[0] * chunk, row[1]])
+        } else {
+            (Cut { grid, axis: 2, ..Cut::rows(outer) }, [row[0] * length, row[1] * chunks])
+        };
         let numbers = vec![length as u32, vectors as u32, chunk as u32];
-        let grid = [vectors.div_ceil(u64::from(COLUMNS)) as u32, chunks as u32, outer as u32];
-        self.launch(kernel, vec![from.0, to.0], numbers, Vec::new(), grid);
+        self.launch_cut(kernel, &[(from.0, sizes[0]), (to.0, sizes[1])], numbers, Vec::new(), cut);
     }
 
     /// Folds rows of `[outer, length]`; a single long row in two passes.
@@ -111,13 +136,14 @@ impl Select<'_> {
             let segment = vectors.div_ceil(WAVE);
             let count = vectors.div_ceil(segment);
             let middle = self.scratch(count * 4);
-            self.segments(fold, width, from, (middle, DType::F32), [segment, vectors], count);
+            self.segments(fold, width, from, (middle, DType::F32), [segment, vectors]);
             let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
-            return self.segments(again, 1, (middle, DType::F32), to, [count, count], 1);
+            return self.segments(again, 1, (middle, DType::F32), to, [count, count]);
         }
-        self.segments(fold, width, from, to, [vectors, vectors * outer], outer);
+        self.segments(fold, width, from, to, [vectors, vectors * outer]);
     }
 
+    /// Folds each `segment` vectors of all `vectors`.
     fn segments(
         &mut self,
         fold: Fold,
@@ -125,7 +151,6 @@ impl Select<'_> {
         from: (Arg, DType),
         to: (Arg, DType),
         [segment, vectors]: [u64; 2],
-        count: u64,
     ) {
         let threads = row_threads(segment);
         let kernel = Kernel::new("reduce_segments", &[from.1, to.1], width, threads, &fold, move |d| {
@@ -133,84 +158,90 @@ impl Select<'_> {
             let (length, n) = (d.number(), d.number());
             kernels::reduce_segments::expand(d.scope(), x, y, length, n, fold, threads);
         });
-        let numbers = vec![segment as u32, vectors as u32];
-        self.launch(kernel, vec![from.0, to.0], numbers, Vec::new(), [count as u32, 1, 1]);
+        let cut = Cut { per_unit: segment, per_block: segment, number: Some(1), ..Cut::rows(vectors) };
+        let buffers = [(from.0, segment * width as u64 * from.1.size()), (to.0, to.1.size())];
+        self.launch_cut(kernel, &buffers, vec![segment as u32, 0], Vec::new(), cut);
     }
 
-    /// Rows and columns of the operand `index`, with the vector width and threads of a row kernel.
-    fn rows_of(&self, index: usize, types: &[DType]) -> (u64, u64, usize, u32) {
+    /// The rows of the operand `index`, as a row kernel on elements of these types takes them.
+    fn rows_of(&self, index: usize, types: &[DType]) -> Rows {
         let ty = &self.operands[index];
         let columns = ty.shape.last().copied().unwrap_or(1);
         let width = lanes(types, &[columns]);
         let vectors = columns / width as u64;
-        (ty.elements() / columns.max(1), vectors, width, row_threads(vectors))
+        let bytes = columns * ty.dtype.size();
+        Rows { count: ty.elements() / columns.max(1), bytes, vectors, width, threads: row_threads(vectors) }
     }
 
     pub(super) fn softmax(&mut self) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.results[0].dtype];
-        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types);
         let kernel = Kernel::new("softmax", &types, width, threads, &(), move |d| {
             let (x, y, columns) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
             kernels::softmax::expand(d.scope(), x, y, columns, threads);
         });
-        self.launch(kernel, vec![OP(0), RES(0)], vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        let buffers = [(OP(0), bytes), (RES(0), vectors * width as u64 * types[1].size())];
+        self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
         Ok(())
     }
 
     pub(super) fn rms_norm(&mut self, eps: f64) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types);
         let kernel = Kernel::new("rms_norm", &types, width, threads, &(), move |d| {
             let (x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<1>>());
             let (y, rstd) = (d.output::<Pack<0>>(), d.output::<f32>());
             let (columns, eps) = (d.number(), d.real());
             kernels::rms_norm::expand(d.scope(), x, gamma, y, rstd, columns, eps, threads);
         });
-        let buffers = vec![OP(0), OP(1), RES(0), RES(1)];
-        self.launch(kernel, buffers, vec![columns as u32], vec![eps as f32], [rows as u32, 1, 1]);
+        let buffers = [(OP(0), bytes), (OP(1), 0), (RES(0), bytes), (RES(1), STATISTIC)];
+        self.launch_cut(kernel, &buffers, vec![vectors as u32], vec![eps as f32], Cut::rows(count));
         Ok(())
     }
 
     pub(super) fn rms_norm_grad(&mut self) -> Result<(), String> {
         let types = [self.operands[1].dtype, self.operands[2].dtype];
-        let (rows, columns, width, threads) = self.rows_of(1, &types);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(1, &types);
         let kernel = Kernel::new("rms_norm_grad", &types, width, threads, &(), move |d| {
             let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (gamma, rstd, dx) = (d.input::<Pack<1>>(), d.input::<f32>(), d.output::<Pack<0>>());
             let columns = d.number();
             kernels::rms_norm_grad::expand(d.scope(), dy, x, gamma, rstd, dx, columns, threads);
         });
-        let buffers = vec![OP(0), OP(1), OP(2), OP(3), RES(0)];
-        self.launch(kernel, buffers, vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        let buffers = [(OP(0), bytes), (OP(1), bytes), (OP(2), 0), (OP(3), STATISTIC), (RES(0), bytes)];
+        self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
         self.norm_weights_grad(None, OP(3), RES(1), None);
         Ok(())
     }
 
     pub(super) fn layer_norm(&mut self, eps: f64) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let (rows, columns, width, threads) = self.rows_of(0, &types);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types);
         let kernel = Kernel::new("layer_norm", &types, width, threads, &(), move |d| {
             let (x, gamma, beta) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<1>>());
             let (y, mean, rstd) = (d.output::<Pack<0>>(), d.output::<f32>(), d.output::<f32>());
             let (columns, eps) = (d.number(), d.real());
             kernels::layer_norm::expand(d.scope(), x, gamma, beta, y, mean, rstd, columns, eps, threads);
         });
-        let buffers = vec![OP(0), OP(1), OP(2), RES(0), RES(1), RES(2)];
-        self.launch(kernel, buffers, vec![columns as u32], vec![eps as f32], [rows as u32, 1, 1]);
+        let statistics = [RES(1), RES(2)].map(|arg| (arg, STATISTIC));
+        let buffers = [[(OP(0), bytes), (OP(1), 0), (OP(2), 0), (RES(0), bytes)].as_slice(), &statistics].concat();
+        self.launch_cut(kernel, &buffers, vec![vectors as u32], vec![eps as f32], Cut::rows(count));
         Ok(())
     }
 
     pub(super) fn layer_norm_grad(&mut self) -> Result<(), String> {
         let types = [self.operands[1].dtype, self.operands[2].dtype];
-        let (rows, columns, width, threads) = self.rows_of(1, &types);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(1, &types);
         let kernel = Kernel::new("layer_norm_grad", &types, width, threads, &(), move |d| {
             let (dy, x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<1>>());
             let (mean, rstd, dx) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
             let columns = d.number();
             kernels::layer_norm_grad::expand(d.scope(), dy, x, gamma, mean, rstd, dx, columns, threads);
         });
-        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(4), RES(0)];
-        self.launch(kernel, buffers, vec![columns as u32], Vec::new(), [rows as u32, 1, 1]);
+        let statistics = [OP(3), OP(4)].map(|arg| (arg, STATISTIC));
+        let values = [(OP(0), bytes), (OP(1), bytes), (OP(2), 0)];
+        let buffers = [values.as_slice(), &statistics, &[(RES(0), bytes)]].concat();
+        self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
         self.norm_weights_grad(Some(OP(3)), OP(4), RES(1), Some(RES(2)));
         Ok(())
     }
@@ -225,7 +256,8 @@ impl Select<'_> {
         let columns = size / width as u64;
         let blocks = columns.div_ceil(u64::from(COLUMNS));
         let chunks = chunks(blocks, rows);
-        let tile = tile_rows(rows.div_ceil(chunks));
+        let chunk = rows.div_ceil(chunks);
+        let tile = tile_rows(chunk);
         let partial = self.scratch(chunks * size * 4);
         let partial_beta = dbeta.map(|_| self.scratch(chunks * size * 4));
         let centered = mean.is_some();
@@ -240,9 +272,13 @@ impl Select<'_> {
                 scope, dy, x, mean, rstd, dgamma, dbeta, r, c, chunk, centered, tile, width,
             );
         });
-        let buffers = vec![OP(0), OP(1), mean.unwrap_or(rstd), rstd, partial, partial_beta.unwrap_or(partial)];
-        let numbers = vec![rows as u32, columns as u32, rows.div_ceil(chunks) as u32];
-        self.launch(kernel, buffers, numbers, Vec::new(), [blocks as u32, chunks as u32, 1]);
+        let grid = [blocks as u32, 1, 1];
+        let cut = Cut { grid, axis: 1, per_unit: chunk, per_block: chunk, number: Some(0), ..Cut::rows(rows) };
+        let values = [OP(0), OP(1)].map(|arg| (arg, chunk * size * types[0].size()));
+        let statistics = [mean.unwrap_or(rstd), rstd].map(|arg| (arg, chunk * STATISTIC));
+        let sums = [partial, partial_beta.unwrap_or(partial)].map(|arg| (arg, size * 4));
+        let numbers = vec![0, columns as u32, chunk as u32];
+        self.launch_cut(kernel, &[values, statistics, sums].concat(), numbers, Vec::new(), cut);
         for (from, to) in [(Some(partial), Some(dgamma)), (partial_beta, dbeta)] {
             if let (Some(from), Some(to)) = (from, to) {
                 self.fold_columns(Fold::Sum, (from, DType::F32), (to, DType::F32), [1, chunks, size], 1);
@@ -252,8 +288,8 @@ impl Select<'_> {
 
     pub(super) fn cross_entropy(&mut self, op: &CrossEntropy) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
-        let (numbers, padded) = self.classes(columns, op.start, op.classes);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types[..1]);
+        let (numbers, padded) = self.classes(vectors, op.start, op.classes);
         let kernel = Kernel::new("cross_entropy", &types, width, threads, &padded, move |d| {
             let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
             let (lse, picked) = (d.output::<f32>(), d.output::<f32>());
@@ -261,14 +297,16 @@ impl Select<'_> {
             let scope = d.scope();
             kernels::cross_entropy::expand(scope, logits, labels, lse, picked, columns, first, live, padded, threads);
         });
-        self.launch(kernel, vec![OP(0), OP(1), RES(0), RES(1)], numbers, Vec::new(), [rows as u32, 1, 1]);
+        let statistics = [RES(0), RES(1)].map(|arg| (arg, STATISTIC));
+        let buffers = [[(OP(0), bytes), (OP(1), types[1].size())], statistics].concat();
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::rows(count));
         Ok(())
     }
 
     pub(super) fn cross_entropy_grad(&mut self, op: &CrossEntropyGrad) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let (rows, columns, width, threads) = self.rows_of(0, &types[..1]);
-        let (numbers, padded) = self.classes(columns, op.start, op.classes);
+        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types[..1]);
+        let (numbers, padded) = self.classes(vectors, op.start, op.classes);
         let kernel = Kernel::new("cross_entropy_grad", &types, width, threads, &padded, move |d| {
             let (logits, labels, lse) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.input::<f32>());
             let (dlse, dpicked, dlogits) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
@@ -278,8 +316,9 @@ impl Select<'_> {
                 scope, logits, labels, lse, dlse, dpicked, dlogits, columns, first, live, padded, threads,
             );
         });
-        let buffers = (0..5).map(OP).chain([RES(0)]).collect();
-        self.launch(kernel, buffers, numbers, Vec::new(), [rows as u32, 1, 1]);
+        let statistics = [OP(2), OP(3), OP(4)].map(|arg| (arg, STATISTIC));
+        let buffers = [&[(OP(0), bytes), (OP(1), types[1].size())], statistics.as_slice(), &[(RES(0), bytes)]].concat();
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::rows(count));
         Ok(())
     }
 

@@ -1,11 +1,12 @@
 //! Watches for values that are not finite, so that a NaN loss can be traced to where it began.
 //!
-//! Every result of a computation is looked at once, in the step that makes it: afterwards the
-//! parameters are updated and the step cannot be run again. Infinities are noted apart: those of
-//! masks are meant.
+//! CPU ranks look at every result of a computation in the step that makes it. GPUs run the step again,
+//! one instruction at a time, which they can because an update by gradients that are not finite changes
+//! nothing. Infinities are noted apart: those of masks are meant.
 
 use half::{bf16, f16};
-use shardc_ir::{DType, Op, TensorType};
+use shardc_ir::program::Instruction;
+use shardc_ir::{BufferId, DType, Op, Program, TensorType};
 
 /// The worst element of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +59,7 @@ impl Watch {
 
     /// Whether a finding would be the first of its kind. An infinity counts where it comes from
     /// arithmetic, not from the constants of a mask.
-    pub fn is_new(&self, finding: Finding, op: &Op) -> bool {
+    fn is_new(&self, finding: Finding, op: &Op) -> bool {
         let is_mask = matches!(
             op,
             Op::Constant(_)
@@ -77,12 +78,38 @@ impl Watch {
     }
 
     /// Notes where the first of a kind was made.
-    pub fn note(&mut self, finding: Finding, text: String) {
+    fn note(&mut self, finding: Finding, text: String) {
         match finding {
             Finding::Finite => {}
             Finding::Infinite => self.infinite = Some(text),
             Finding::Nan => self.nan = Some(text),
         }
+    }
+
+    /// Looks at the results of an instruction, `at`, that runs `op`; `find` gives the worst element of a
+    /// buffer.
+    pub fn inspect<E>(
+        &mut self,
+        program: &Program,
+        instruction: &Instruction,
+        (op, at): (&Op, &str),
+        mut find: impl FnMut(BufferId) -> Result<Finding, E>,
+    ) -> Result<(), E> {
+        for result in &instruction.results {
+            let found = find(*result)?;
+            if found == Finding::Finite || !self.is_new(found, op) {
+                continue;
+            }
+            let mut from = String::new();
+            for operand in &instruction.operands {
+                if find(*operand)? == found {
+                    from = format!(", whose operand {} already was", describe(program, *operand));
+                    break;
+                }
+            }
+            self.note(found, format!("{at} ({}){from}", describe(program, *result)));
+        }
+        Ok(())
     }
 
     /// What was found, in a sentence.
@@ -94,6 +121,15 @@ impl Watch {
             (None, None) => None,
         }
     }
+}
+
+/// A buffer in words: its slot, its type and the plan's value.
+fn describe(program: &Program, id: BufferId) -> String {
+    let buffer = &program.buffers[id];
+    let slot = program.slots.iter().find(|slot| slot.buffer == id);
+    let name = slot.map(|slot| format!(" `{}`", slot.name)).unwrap_or_default();
+    let value = buffer.value.map(|value| format!(", value {value} of the plan")).unwrap_or_default();
+    format!("{id}{name}: {}{value}", buffer.ty)
 }
 
 #[cfg(test)]
