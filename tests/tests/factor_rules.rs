@@ -405,7 +405,10 @@ fn contractions() -> Vec<Case> {
         cases.push(case(Matmul::new(spec), &[(f32s(lhs), Signed), (f32s(rhs), Signed)], &[]));
     }
     let (lhs, rhs) = (of(DType::Bf16, &[4, 6]), of(DType::Bf16, &[6, 8]));
-    let addend = (f32s(&[4, 8]), Signed);
+    let (addend, bias) = ((f32s(&[4, 8]), Signed), (f32s(&[8]), Signed));
+    let with_bias = Matmul { bias: true, ..Matmul::plain() };
+    let operands = [(lhs.clone(), Signed), (rhs.clone(), Signed), addend.clone(), bias];
+    cases.push(case(with_bias, &operands, &[f32s(&[4, 8])]));
     cases.push(case(Matmul::plain(), &[(lhs.clone(), Signed), (rhs.clone(), Signed), addend], &[f32s(&[4, 8])]));
     cases.push(case(Matmul::plain(), &[(lhs, Signed), (rhs, Signed)], &[f32s(&[4, 8])]));
     cases

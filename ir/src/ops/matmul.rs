@@ -4,7 +4,7 @@
 //! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
 //! tensors, once in each; its factor rule is the notation itself.
 
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_type};
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_type, is_false};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -12,13 +12,19 @@ use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
 /// A contraction. The result may be declared with a wider element type than the operands', in
-/// which the products are then summed. A third operand, of the result's type, is added to it: lowering
-/// makes these of sums, so that a gradient is accumulated where it lies.
+/// which the products are then summed.
+///
+/// Two more operands may follow, in this order: a summand of the result's type, and a bias, a vector
+/// along the last dimension of the result. Lowering makes them of sums, so that a gradient is
+/// accumulated where it lies and a bias costs no pass over memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Matmul {
     /// The notation: one letter per index. The plain matrix product if it is not given.
     #[serde(default = "plain", skip_serializing_if = "is_plain")]
     pub spec: String,
+    /// Whether the last operand is a bias.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub bias: bool,
 }
 
 const PLAIN: &str = "mk,kn->mn";
@@ -47,7 +53,17 @@ pub struct MatmulDims {
 impl Matmul {
     /// A contraction of this notation.
     pub fn new(spec: impl Into<String>) -> Self {
-        Self { spec: spec.into() }
+        Self { spec: spec.into(), bias: false }
+    }
+
+    /// Which operand is the bias, of so many.
+    pub fn bias(&self, operands: usize) -> Option<usize> {
+        (self.bias && operands > 2).then_some(operands - 1)
+    }
+
+    /// Which operand is the summand, of so many.
+    pub fn addend(&self, operands: usize) -> Option<usize> {
+        (operands > 2 + usize::from(self.bias)).then_some(2)
     }
 
     /// The plain matrix product, `mk,kn->mn`.
@@ -96,7 +112,7 @@ impl Matmul {
     pub fn sizes(&self, operands: &[TensorType]) -> Result<Vec<(char, u64)>, String> {
         let letters = self.letters()?;
         let mut sizes: Vec<(char, u64)> = Vec::new();
-        for (ty, letters) in operands.iter().zip(&letters) {
+        for (ty, letters) in operands[..operands.len().min(2)].iter().zip(&letters) {
             if ty.rank() != letters.len() {
                 return Err(format!("`{}` does not fit operand {ty}", self.spec));
             }
@@ -126,18 +142,26 @@ impl OpDef for Matmul {
         let sizes = self.sizes(operands)?;
         let shape: Vec<u64> = self.letters()?[2].iter().map(|letter| size_of(&sizes, *letter)).collect();
         let result = TensorType::new(super::float_or(declared, 0, operands[0].dtype), shape);
-        match &operands[2..] {
-            [] => {}
-            [addend] => expect_type("the summand", addend, &result)?,
-            more => return Err(format!("takes 2 or 3 operands, not {}", 2 + more.len())),
+        if !(2..=4).contains(&operands.len()) || operands.len() < 2 + usize::from(self.bias) {
+            return Err(format!("takes 2 operands, a summand and a bias, not {} operands", operands.len()));
+        }
+        if let Some(addend) = self.addend(operands.len()) {
+            expect_type("the summand", &operands[addend], &result)?;
+        }
+        if let Some(bias) = self.bias(operands.len()) {
+            let last = result.shape.last().copied().ok_or("a number has no bias")?;
+            expect_type("the bias", &operands[bias], &result.with_shape([last]))?;
+        }
+        if operands.len() == 4 && !self.bias {
+            return Err("takes one summand, or a summand and a bias".to_string());
         }
         Ok(vec![result])
     }
 
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
-        let adds = operands.len() == 3;
-        // With a summand, terms of the product need terms of the summand beside them.
-        let linear = if adds { vec![vec![0, 2], vec![1, 2]] } else { vec![vec![0], vec![1]] };
+        let adds = operands.len() > 2;
+        // Terms of the product need terms of what is added beside them.
+        let linear = [0, 1].map(|index| [index].into_iter().chain(2..operands.len()).collect()).to_vec();
         let mut rule = FactorRule { linear, ..FactorRule::default() };
         let (Ok(letters), Ok(sizes)) = (self.letters(), self.sizes(operands)) else { return rule };
         for (letter, size) in &sizes {
@@ -151,7 +175,9 @@ impl OpDef for Matmul {
         }
         let index = |letter: &char| sizes.iter().position(|(known, _)| known == letter).unwrap_or(0);
         let dims = |letters: &[char]| letters.iter().map(|letter| vec![index(letter)]).collect::<Dims>();
-        rule.operands = letters[..operands.len()].iter().map(|letters| dims(letters)).collect();
+        rule.operands = letters[..2].iter().map(|letters| dims(letters)).collect();
+        rule.operands.extend(self.addend(operands.len()).map(|_| dims(&letters[2])));
+        rule.operands.extend(self.bias(operands.len()).map(|_| dims(&letters[2][letters[2].len() - 1..])));
         rule.results = vec![dims(&letters[2])];
         rule
     }
@@ -165,8 +191,14 @@ impl OpDef for Matmul {
         let (a, b) = (gradient.operands[0], gradient.operands[1]);
         let Some((operands, result)) = self.spec.split_once("->") else { return Ok(()) };
         let Some((lhs, rhs)) = operands.split_once(',') else { return Ok(()) };
-        if gradient.needed.get(2) == Some(&true) {
-            gradient.set(2, dy);
+        let count = gradient.operands.len();
+        if let Some(addend) = self.addend(count).filter(|addend| gradient.needed[*addend]) {
+            gradient.set(addend, dy);
+        }
+        if let Some(bias) = self.bias(count).filter(|bias| gradient.needed[*bias]) {
+            let (rank, dtype) = (gradient.graph.ty(dy).rank(), gradient.wanted_dtype(bias));
+            let sum = gradient.sum(dy, (0..rank.saturating_sub(1)).collect(), dtype)?;
+            gradient.set(bias, sum);
         }
         let swapped = [([dy, b], format!("{result},{rhs}->{lhs}")), ([a, dy], format!("{lhs},{result}->{rhs}"))];
         for (index, (pair, spec)) in swapped.into_iter().enumerate() {

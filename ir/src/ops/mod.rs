@@ -260,6 +260,7 @@ impl Op {
     /// the operand is read after the result's element in its place is written.
     pub fn may_overwrite(&self, operand: usize) -> bool {
         match self {
+            // The summand; a bias in its place has another shape.
             Op::Matmul(_) => operand == 2,
             Op::Unary(_)
             | Op::UnaryGrad(_)

@@ -1,7 +1,9 @@
-//! Sums of products: where a product is only added to something, it is added by the product itself.
+//! Sums of products: where a product is only added to something, the product itself adds it.
 //!
 //! * `add(matmul(a, b), c)` becomes `matmul(a, b, c)`: the gradient of an activation that several
-//!   products contribute to, and that of a weight summed over chunks;
+//!   products contribute to, that of a weight summed over chunks, and the residual stream;
+//! * where `c` is a vector copied along all dimensions but the last, it becomes the product's bias, and
+//!   the copy is never made;
 //! * the accumulation over microbatches of a product becomes a product that adds to its accumulator,
 //!   which begins at zero in the prologue.
 //!
@@ -11,38 +13,54 @@
 
 use super::{Draft, Hint, Place, StorageId};
 use shardc_ir::BufferId;
-use shardc_ir::ops::{BinaryKind, Constant, Op};
+use shardc_ir::ops::{BinaryKind, Constant, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// A place of an instruction: its section and its index.
+type Position = (usize, usize);
+
 /// Merges sums into products in every section.
 pub(super) fn merge_sums(draft: &mut Draft) {
-    for place in Place::ALL {
-        let mut uses = Uses::of(draft);
-        let mut dropped = BTreeSet::new();
-        for at in 0..draft.sections[place as usize].len() {
-            if merge_add(draft, &mut uses, place, at) || merge_accumulation(draft, &mut uses, place, at) {
-                dropped.insert(at);
+    let mut merging = Merging::new(draft);
+    for section in 0..merging.draft.sections.len() {
+        for at in 0..merging.draft.sections[section].len() {
+            let at = (section, at);
+            if !merging.merge_bias(at) && !merging.merge_add(at) {
+                merging.merge_accumulation(at);
             }
         }
-        let mut at = 0;
-        draft.sections[place as usize].retain(|_| {
-            at += 1;
-            !dropped.contains(&(at - 1))
+    }
+    let dropped = merging.dropped;
+    for (section, items) in draft.sections.iter_mut().enumerate() {
+        let mut index = 0;
+        items.retain(|_| {
+            index += 1;
+            !dropped.contains(&(section, index - 1))
         });
     }
 }
 
-/// Where storages and buffers are touched: section and index.
-struct Uses {
-    touched: BTreeMap<StorageId, Vec<(usize, usize)>>,
+struct Merging<'a> {
+    draft: &'a mut Draft,
+    /// Who touches each storage, in order.
+    touched: BTreeMap<StorageId, Vec<Position>>,
     /// Storages that outlive the step.
     kept: BTreeSet<StorageId>,
+    dropped: BTreeSet<Position>,
 }
 
-impl Uses {
-    fn of(draft: &Draft) -> Self {
-        let mut touched: BTreeMap<StorageId, Vec<(usize, usize)>> = BTreeMap::new();
+/// The contraction of an instruction, if it is one.
+fn matmul(instruction: &Instruction) -> Option<&Matmul> {
+    match &instruction.action {
+        Action::Compute(Op::Matmul(op)) => Some(op),
+        _ => None,
+    }
+}
+
+impl<'a> Merging<'a> {
+    fn new(draft: &'a mut Draft) -> Self {
+        let mut touched: BTreeMap<StorageId, Vec<Position>> = BTreeMap::new();
         for (section, items) in draft.sections.iter().enumerate() {
             for (at, item) in items.iter().enumerate() {
                 for buffer in item.instruction.operands.iter().chain(&item.instruction.results) {
@@ -52,97 +70,182 @@ impl Uses {
         }
         let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
         kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
-        Self { touched, kept }
+        Self { draft, touched, kept, dropped: BTreeSet::new() }
     }
 
-    /// Where the product that makes `buffer` is, if nothing but the instruction `reader` reads it.
-    fn product(&self, draft: &Draft, buffer: BufferId, place: Place, reader: usize) -> Option<usize> {
-        let storage = draft.storage[buffer];
-        let [(first, maker), (second, last)] = self.touched.get(&storage)?[..] else { return None };
-        let here = first == place as usize && second == first && last == reader && !self.kept.contains(&storage);
-        let instruction = &draft.sections[first][maker].instruction;
-        let is_product =
-            matches!(instruction.action, Action::Compute(Op::Matmul(_))) && instruction.results == [buffer];
-        (here && is_product).then_some(maker)
+    fn instruction(&self, (section, index): Position) -> &Instruction {
+        &self.draft.sections[section][index].instruction
     }
 
-    /// A sum that was made and read by the instruction `from` is now by `to`.
-    fn replace(&mut self, storages: &[StorageId], section: usize, from: usize, to: usize) {
-        for storage in storages {
-            for place in self.touched.entry(*storage).or_default() {
-                if *place == (section, from) {
-                    *place = (section, to);
-                }
+    fn instruction_mut(&mut self, (section, index): Position) -> &mut Instruction {
+        &mut self.draft.sections[section][index].instruction
+    }
+
+    fn touches(&self, buffer: BufferId) -> &[Position] {
+        self.touched.get(&self.draft.storage[buffer]).map_or(&[], Vec::as_slice)
+    }
+
+    /// Where the product that makes `buffer` is, if it is in the section of `reader`, which alone reads it.
+    fn product(&self, buffer: BufferId, reader: Position) -> Option<Position> {
+        let [maker, last] = self.touches(buffer)[..] else { return None };
+        let here = maker.0 == reader.0 && last == reader && !self.kept.contains(&self.draft.storage[buffer]);
+        let instruction = self.instruction(maker);
+        (here && matmul(instruction).is_some() && instruction.results == [buffer]).then_some(maker)
+    }
+
+    /// The operands and the result of a sum of two values of one type.
+    fn sum(&self, at: Position) -> Option<([BufferId; 2], BufferId)> {
+        let instruction = self.instruction(at);
+        let Action::Compute(Op::Binary(op)) = &instruction.action else { return None };
+        let ([a, b], [sum]) = (&instruction.operands[..], &instruction.results[..]) else { return None };
+        let equal = self.draft.buffers[*a].ty == self.draft.buffers[*b].ty;
+        (op.kind == BinaryKind::Add && equal).then_some(([*a, *b], *sum))
+    }
+
+    /// What an instruction at one place did with some buffers is done by that at another.
+    fn replace(&mut self, buffers: &[BufferId], from: Position, to: Position) {
+        for buffer in buffers {
+            let storage = self.draft.storage[*buffer];
+            self.touched.entry(storage).or_default().iter_mut().filter(|at| **at == from).for_each(|at| *at = to);
+        }
+    }
+
+    /// Merges the sum at `at` of a product and a copied vector: the product moves there, where the
+    /// vector is known.
+    fn merge_bias(&mut self, at: Position) -> bool {
+        let Some(([a, b], sum)) = self.sum(at) else { return false };
+        for (product, copies) in [(a, b), (b, a)] {
+            let Some(maker) = self.product(product, at) else { continue };
+            let Some(bias) = self.copied_vector(copies) else { continue };
+            let mut moved = self.instruction(maker).clone();
+            let Action::Compute(Op::Matmul(op)) = &mut moved.action else { continue };
+            if std::mem::replace(&mut op.bias, true) {
+                continue;
             }
+            self.replace(&moved.operands.clone(), maker, at);
+            self.touched.entry(self.draft.storage[bias]).or_default().push(at);
+            moved.operands.push(bias);
+            moved.results = vec![sum];
+            *self.instruction_mut(at) = moved;
+            self.dropped.insert(maker);
+            self.touched.remove(&self.draft.storage[product]);
+            let readers = self.touched.entry(self.draft.storage[copies]).or_default();
+            readers.retain(|reader| *reader != at);
+            if let [alone] = readers[..] {
+                self.dropped.insert(alone);
+            }
+            return true;
         }
+        false
+    }
+
+    /// The vector of which a value is copies along all dimensions but the last.
+    fn copied_vector(&self, copies: BufferId) -> Option<BufferId> {
+        let maker = *self.touches(copies).first()?;
+        let instruction = self.instruction(maker);
+        let Action::Compute(Op::Broadcast(op)) = &instruction.action else { return None };
+        let (vector, rank) = (*instruction.operands.first()?, self.draft.buffers[copies].ty.rank());
+        let (from, to) = (&self.draft.buffers[vector].ty, &self.draft.buffers[copies].ty);
+        let is_row = op.dims == [rank.checked_sub(1)?] && from.shape.last() == to.shape.last();
+        (is_row && instruction.results == [copies] && !self.kept.contains(&self.draft.storage[copies]))
+            .then_some(vector)
+    }
+
+    /// Merges the sum at `at` of a product and what was there before it.
+    fn merge_add(&mut self, at: Position) -> bool {
+        let Some(([a, b], sum)) = self.sum(at) else { return false };
+        for (product, addend) in [(b, a), (a, b)] {
+            let Some(maker) = self.product(product, at) else { continue };
+            let instruction = self.instruction(maker);
+            let has_addend = matmul(instruction).is_none_or(|op| op.addend(instruction.operands.len()).is_some());
+            let storage = self.draft.storage[addend];
+            // The summand is there before the product, and stays as it is up to the sum.
+            let writes = |index: usize| {
+                let mut results = self.instruction((at.0, index)).results.iter();
+                results.any(|result| self.draft.storage[*result] == storage)
+            };
+            if has_addend || storage == self.draft.storage[product] || (maker.1..at.1).any(writes) {
+                continue;
+            }
+            let instruction = self.instruction_mut(maker);
+            instruction.operands.insert(2, addend);
+            instruction.results = vec![sum];
+            self.replace(&[addend, sum], at, maker);
+            self.touched.remove(&self.draft.storage[product]);
+            self.dropped.insert(at);
+            return true;
+        }
+        false
+    }
+
+    /// Merges the accumulation at `at` of a product, or of a sum of products, over microbatches.
+    fn merge_accumulation(&mut self, at: Position) -> bool {
+        let instruction = self.instruction(at);
+        let (Action::Accumulate, [source], [total]) =
+            (&instruction.action, &instruction.operands[..], &instruction.results[..])
+        else {
+            return false;
+        };
+        let (source, total, origin) = (*source, *total, instruction.source);
+        if self.draft.buffers[source].ty != self.draft.buffers[total].ty {
+            return false;
+        }
+        // From the last product to the first of the sum.
+        let mut chain = Vec::new();
+        let (mut part, mut reader) = (source, at);
+        loop {
+            let Some(maker) = self.product(part, reader) else { return false };
+            chain.push(maker);
+            let instruction = self.instruction(maker);
+            let Some(op) = matmul(instruction).filter(|op| !op.bias) else { return false };
+            let Some(addend) = op.addend(instruction.operands.len()) else { break };
+            (part, reader) = (instruction.operands[addend], maker);
+        }
+        for maker in &chain {
+            let instruction = self.instruction_mut(*maker);
+            instruction.operands.truncate(2);
+            instruction.operands.push(total);
+            instruction.results = vec![total];
+        }
+        let touched = self.touched.entry(self.draft.storage[total]).or_default();
+        touched.retain(|place| *place != at);
+        touched.extend(chain);
+        self.dropped.insert(at);
+        let zero = Action::Compute(Constant { value: 0.0 }.into());
+        self.draft.push(Place::Prologue, zero, vec![], vec![total], Stream::Compute, origin, Hint::None);
+        true
     }
 }
 
-/// Merges instruction `at`, if it adds a product to what was there before it.
-fn merge_add(draft: &mut Draft, uses: &mut Uses, place: Place, at: usize) -> bool {
-    let Instruction { action: Action::Compute(Op::Binary(op)), operands, results, .. } =
-        &draft.sections[place as usize][at].instruction
-    else {
-        return false;
-    };
-    let ([a, b], [sum]) = (&operands[..], &results[..]) else { return false };
-    let (a, b, sum) = (*a, *b, *sum);
-    if op.kind != BinaryKind::Add || draft.buffers[a].ty != draft.buffers[b].ty {
-        return false;
-    }
-    for (product, addend) in [(b, a), (a, b)] {
-        let Some(maker) = uses.product(draft, product, place, at) else { continue };
-        let section = &draft.sections[place as usize];
-        let is_plain = section[maker].instruction.operands.len() == 2;
-        let storage = draft.storage[addend];
-        // The summand is there before the product, and stays as it is up to the sum.
-        let written =
-            |index: usize| section[index].instruction.results.iter().any(|result| draft.storage[*result] == storage);
-        if !is_plain || storage == draft.storage[product] || (maker..at).any(written) {
-            continue;
-        }
-        let instruction = &mut draft.sections[place as usize][maker].instruction;
-        instruction.operands.push(addend);
-        instruction.results = vec![sum];
-        uses.replace(&[storage, draft.storage[sum]], place as usize, at, maker);
-        uses.touched.remove(&draft.storage[product]);
-        return true;
-    }
-    false
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::ops::{Binary, Broadcast};
+    use shardc_ir::plan::Category;
+    use shardc_ir::program::Reading;
+    use shardc_ir::{DType, Mesh, TensorType};
 
-/// Merges instruction `at`, if it accumulates a product, or a sum of products, over microbatches.
-fn merge_accumulation(draft: &mut Draft, uses: &mut Uses, place: Place, at: usize) -> bool {
-    let instruction = &draft.sections[place as usize][at].instruction;
-    let (Action::Accumulate, [source], [total]) =
-        (&instruction.action, &instruction.operands[..], &instruction.results[..])
-    else {
-        return false;
-    };
-    let (source, total, origin) = (*source, *total, instruction.source);
-    if draft.buffers[source].ty != draft.buffers[total].ty {
-        return false;
+    #[test]
+    fn a_bias_and_a_residual_are_added_by_the_product() {
+        let mut draft = Draft::new(0, &Mesh::default());
+        let mut buffer = |shape: &[u64]| draft.buffer(TensorType::new(DType::F32, shape), Category::Activation);
+        let [x, w, bias] = [buffer(&[4, 3]), buffer(&[3, 2]), buffer(&[2])];
+        let [residual, y, copies, linear, out] = [(); 5].map(|()| buffer(&[4, 2]));
+        let add = || Op::from(Binary { kind: BinaryKind::Add });
+        for (op, operands, result) in [
+            (Matmul::plain().into(), vec![x, w], y),
+            (Broadcast { dims: vec![1] }.into(), vec![bias], copies),
+            (add(), vec![y, copies], linear),
+            (add(), vec![residual, linear], out),
+        ] {
+            let action = Action::Compute(op);
+            draft.push(Place::Microbatch, action, operands, vec![result], Stream::Compute, None, Hint::None);
+        }
+        draft.readings.push(Reading { name: "out".to_string(), buffer: out });
+        merge_sums(&mut draft);
+        let [item] = &draft.sections[Place::Microbatch as usize][..] else { panic!("{:?}", draft.sections) };
+        assert_eq!(item.instruction.operands, [x, w, residual, bias]);
+        assert_eq!(item.instruction.results, [out]);
+        assert!(matmul(&item.instruction).is_some_and(|op| op.bias));
     }
-    // From the last product to the first of the sum.
-    let mut chain = Vec::new();
-    let (mut part, mut reader) = (source, at);
-    loop {
-        let Some(maker) = uses.product(draft, part, place, reader) else { return false };
-        chain.push(maker);
-        let Some(addend) = draft.sections[place as usize][maker].instruction.operands.get(2) else { break };
-        (part, reader) = (*addend, maker);
-    }
-    for maker in &chain {
-        let instruction = &mut draft.sections[place as usize][*maker].instruction;
-        instruction.operands.truncate(2);
-        instruction.operands.push(total);
-        instruction.results = vec![total];
-    }
-    let storage = draft.storage[total];
-    let touched = uses.touched.entry(storage).or_default();
-    touched.retain(|place| *place != (Place::Microbatch as usize, at));
-    touched.extend(chain.iter().map(|maker| (place as usize, *maker)));
-    let zero = Action::Compute(Constant { value: 0.0 }.into());
-    draft.push(Place::Prologue, zero, vec![], vec![total], Stream::Compute, origin, Hint::None);
-    true
 }

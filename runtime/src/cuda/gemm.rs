@@ -102,11 +102,13 @@ impl Blas {
         use sys::cublasLtMatmulDescAttributes_t as D;
         for (attribute, seen) in [(D::CUBLASLT_MATMUL_DESC_TRANSA, &a), (D::CUBLASLT_MATMUL_DESC_TRANSB, &b)] {
             // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
-            let operation = i32::from(seen.transposed);
-            let bytes = std::ptr::from_ref(&operation).cast::<c_void>();
-            // SAFETY: the description is valid and the attribute has the size of an i32.
-            unsafe { result::set_matmul_desc_attribute(description, attribute, bytes, 4) }
-                .map_err(says("transposition"))?;
+            describe(description, attribute, &i32::from(seen.transposed))?;
+        }
+        if let Some(bias) = gemm.bias {
+            // One element per row of the library's result, which is a column of ours; of its type.
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as i32;
+            describe(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            describe(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let addend = gemm.addend.map_or(resolve(target.at), &resolve);
         let addresses = [resolve(first.at), resolve(second.at), resolve(target.at), addend];
@@ -179,6 +181,17 @@ impl Blas {
         }
         .map_err(says("product"))
     }
+}
+
+fn describe<T>(
+    description: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<(), Failure> {
+    let bytes = std::ptr::from_ref(value).cast::<c_void>();
+    // SAFETY: the description is valid and the attribute has the size of `T`.
+    unsafe { result::set_matmul_desc_attribute(description, attribute, bytes, size_of::<T>()) }
+        .map_err(says("description"))
 }
 
 fn set_layout<T>(

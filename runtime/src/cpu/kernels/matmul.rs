@@ -49,21 +49,30 @@ fn permuted(values: &[f32], shape: &[u64], from: &[char], to: &[char]) -> Vec<f3
     out
 }
 
-/// The contraction of the first two operands; added to the third, if there is one.
+/// The contraction of the first two operands; a summand and a bias are added, if there are.
 pub(super) fn contract(
     op: &Matmul,
     context: Context,
     operands: &[View<'_>],
     result: &mut ViewMut<'_>,
 ) -> Result<(), String> {
-    let [lhs, rhs, addend @ ..] = operands else { return Err("takes two operands".to_string()) };
-    let Some(addend) = addend.first() else { return product_of(op, context, *lhs, *rhs, result) };
+    let [lhs, rhs, more @ ..] = operands else { return Err("takes two operands".to_string()) };
+    if more.is_empty() {
+        return product_of(op, context, *lhs, *rhs, result);
+    }
     // The sum is rounded once.
     let ty = result.ty.with_dtype(shardc_ir::DType::F32);
     let mut values = vec![0.0f32; ty.elements() as usize];
     let mut whole = ViewMut { ty: &ty, bytes: bytemuck::cast_slice_mut(&mut values) };
     product_of(op, context, *lhs, *rhs, &mut whole)?;
-    values.iter_mut().zip(addend.f32s()?.iter()).for_each(|(value, addend)| *value += addend);
+    if let Some(addend) = op.addend(operands.len()) {
+        values.iter_mut().zip(operands[addend].f32s()?.iter()).for_each(|(value, addend)| *value += addend);
+    }
+    if let Some(bias) = op.bias(operands.len()) {
+        let bias = operands[bias].f32s()?;
+        let rows = values.chunks_exact_mut(bias.len().max(1));
+        rows.for_each(|row| row.iter_mut().zip(bias.iter()).for_each(|(value, bias)| *value += bias));
+    }
     result.round_f32(&values)
 }
 

@@ -237,10 +237,14 @@ fn padding_of_logits_counts_for_nothing() {
 }
 
 #[test]
-fn a_product_is_added_to_its_third_operand() {
+fn a_product_adds_a_summand_and_a_bias() {
     let (a, b) = (HostTensor::from_f32([1, 2], &[1.0, 2.0]), HostTensor::from_f32([2, 2], &[1.0, 2.0, 3.0, 4.0]));
-    let made = run(Matmul::plain(), &[a, b, HostTensor::from_f32([1, 2], &[0.5, -0.5])], &[]);
+    let (addend, bias) = (HostTensor::from_f32([1, 2], &[0.5, -0.5]), HostTensor::from_f32([2], &[10.0, 20.0]));
+    let made = run(Matmul::plain(), &[a.clone(), b.clone(), addend.clone()], &[]);
     assert_eq!(floats(&made[0]), [7.5, 9.5]);
+    let with_bias = Matmul { bias: true, ..Matmul::plain() };
+    assert_eq!(floats(&run(with_bias.clone(), &[a.clone(), b.clone(), bias.clone()], &[])[0]), [17.0, 30.0]);
+    assert_eq!(floats(&run(with_bias, &[a, b, addend, bias], &[])[0]), [17.5, 29.5]);
 }
 
 #[test]

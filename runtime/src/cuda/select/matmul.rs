@@ -25,7 +25,7 @@ pub struct Matrix {
     pub batch: u64,
 }
 
-/// `c = a b`, or `c = a b + d`, for every matrix of the batch; `a` is `[m, k]`, `b` is `[k, n]`.
+/// `c = a b`, plus `d` and a bias where they are given, for every matrix of the batch; `a` is `[m, k]`, `b` is `[k, n]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gemm {
     /// The first operand.
@@ -44,6 +44,8 @@ pub struct Gemm {
     pub batch: u64,
     /// Where `d` is, if it is added; it lies as `c` does, and may be `c`.
     pub addend: Option<Arg>,
+    /// Where the bias is, if it is added: `n` elements of the type of `c`, of which `column` is 1.
+    pub bias: Option<Arg>,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -120,10 +122,10 @@ impl Select<'_> {
         if lhs != rhs {
             return Err("operands of two element types".to_string());
         }
-        let addend = (self.operands.len() > 2).then_some(OP(2));
+        let (addend, bias) = (op.addend(self.operands.len()).map(OP), op.bias(self.operands.len()).map(OP));
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
         if let Some(products) = products(&tensors, addend, &size) {
-            products.into_iter().for_each(|gemm| self.gemm(gemm));
+            self.finish(products, bias);
             return Ok(());
         }
         let [batch, m, n, k] = groups(&tensors);
@@ -150,19 +152,52 @@ impl Select<'_> {
         }
         if result.is_none() {
             let products = products(&tensors, addend, &size).ok_or("a contraction that is no matrix product")?;
-            products.into_iter().for_each(|gemm| self.gemm(gemm));
+            self.finish(products, bias);
             return Ok(());
         }
         let products = products(&tensors, None, &size).ok_or("a contraction that is no matrix product")?;
         products.into_iter().for_each(|gemm| self.gemm(gemm));
+        let bias = bias.map(|bias| self.spread(bias));
         if let Some((dtype, whole)) = result {
+            let sums = addend.into_iter().chain(bias);
             let to = if addend.is_some() { self.scratch(self.results[0].bytes().0) } else { RES(0) };
             self.strided(dtype, tensors[2].at, to, &whole);
-            if let Some(addend) = addend {
-                self.add_elements([addend, to, RES(0)], dtype);
-            }
+            // The result may lie where the summand lies, which is read here at last.
+            sums.fold(to, |sum, more| {
+                self.add_elements([more, sum, RES(0)], dtype);
+                RES(0)
+            });
         }
         Ok(())
+    }
+}
+
+impl Select<'_> {
+    /// The products of a contraction, and its bias: in the product itself if it is one that leaves rows.
+    fn finish(&mut self, mut products: Vec<Gemm>, bias: Option<Arg>) {
+        let mut bias = bias;
+        if let [product] = &mut products[..]
+            && product.c.column == 1
+            && Some(&product.n) == self.results[0].shape.last()
+        {
+            product.bias = bias.take();
+        }
+        products.into_iter().for_each(|gemm| self.gemm(gemm));
+        if let Some(bias) = bias {
+            let bias = self.spread(bias);
+            self.add_elements([RES(0), bias, RES(0)], self.results[0].dtype);
+        }
+    }
+
+    /// A bias in the shape of the result, in scratch memory.
+    fn spread(&mut self, bias: Arg) -> Arg {
+        let ty = self.results[0].clone();
+        let mut read = vec![0; ty.rank()];
+        read[ty.rank() - 1] = 1;
+        let copy = self.scratch(ty.bytes().0);
+        let whole = Move { write: dense(&ty.shape), shape: ty.shape, read, ..Move::default() };
+        self.strided(ty.dtype, bias, copy, &whole);
+        copy
     }
 }
 
@@ -203,7 +238,7 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
         Some(Matrix { at: operand.at, dtype: operand.dtype, row, column, batch: batch.strides[index] })
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
-    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend };
+    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend, bias: None };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {
