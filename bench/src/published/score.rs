@@ -4,6 +4,9 @@ use super::predict::{Predicted, predict};
 use super::rows::Row;
 use std::collections::BTreeMap;
 
+/// What the runs of a group share: model, device and precision in words, and sizes.
+type Group = (String, [u64; 7]);
+
 /// One scored run.
 pub struct Scored<'a> {
     /// The run.
@@ -47,7 +50,7 @@ impl Scored<'_> {
     }
 
     /// Runs of one group differ in their plan alone.
-    fn group(&self) -> (String, [u64; 7]) {
+    fn group(&self) -> Group {
         let decoder = &self.predicted.evaluator.decoder;
         let sizes = [decoder.layers, decoder.hidden, decoder.heads, decoder.ffn, decoder.seq];
         let count = self.row.hardware.count.unwrap_or(1);
@@ -113,7 +116,7 @@ impl Summary {
         let errors: Vec<f64> = runs.iter().map(|run| run.error()).collect();
         let sizes: Vec<f64> = errors.iter().map(|error| error.abs()).collect();
         let memory: Vec<f64> = runs.iter().filter_map(|run| run.memory_error()).map(f64::abs).collect();
-        let mut groups: BTreeMap<(String, [u64; 7]), Vec<(f64, f64)>> = BTreeMap::new();
+        let mut groups: BTreeMap<Group, Vec<(f64, f64)>> = BTreeMap::new();
         for run in runs {
             groups.entry(run.group()).or_default().push((run.predicted.step.total, run.measured));
         }
