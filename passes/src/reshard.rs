@@ -135,8 +135,9 @@ pub fn rough_cost(step: &Step, local: Bytes, mesh: &Mesh) -> f64 {
     }
 }
 
-/// The cheapest steps from one layout of a value of global type `ty` to another; `None` if there
-/// is no way, which is so only where time axes differ. `cost` prices a step in seconds, given the
+/// The cheapest steps from one layout of a value of global type `ty` to another, of those in which an
+/// axis comes only where the target has it; `None` if there is no way, which is so only where time axes
+/// differ. `cost` prices a step in seconds, given the
 /// bytes that one coordinate holds before it. Both layouts must be legal for the value.
 pub fn path(
     ty: &TensorType,
