@@ -3,14 +3,15 @@
 //! A case is the text of a few nodes that make `%y`, and the same computation in Burn. The loss is
 //! the sum of `y` weighted by random numbers. Gradients agree within 1e-5 of the largest.
 
+#[path = "common/derivatives.rs"]
+mod derivatives;
+
 use burn::tensor::{Device, Gradients, Int, Tensor, TensorData, activation};
+use derivatives::{compare, floats, ours};
 use proptest::prelude::*;
 use shardc_ir::ops::{Binary, BinaryKind, Input, Matmul, Parameter, Reduce, ReduceOp, Transpose, Unary, UnaryKind};
 use shardc_ir::{DType, Graph, HostTensor, Op, OutputKind, TensorType, ValueId};
-use shardc_passes::differentiate::differentiate;
 use std::collections::BTreeMap;
-
-const TOLERANCE: f32 = 1e-5;
 
 type Read = Box<dyn Fn(&Gradients) -> Vec<f32>>;
 
@@ -46,10 +47,6 @@ impl Leaves {
     }
 }
 
-fn floats(host: &HostTensor) -> Vec<f32> {
-    host.bytes.chunks(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
-}
-
 /// Numbers in `-1..1`, or in `0.3..1.8` for leaves whose name starts with `pos`; ids below 3.
 fn leaf_values(graph: &Graph) -> BTreeMap<String, HostTensor> {
     let mut state = 0x2545_F491_4F6C_DD1D_u64;
@@ -78,35 +75,6 @@ fn leaf_values(graph: &Graph) -> BTreeMap<String, HostTensor> {
         leaves.insert(name, tensor);
     }
     leaves
-}
-
-/// Our gradients by the name of the parameter.
-fn ours(graph: &Graph, leaves: &BTreeMap<String, HostTensor>) -> BTreeMap<String, Vec<f32>> {
-    let differentiated = differentiate(graph, "loss").unwrap();
-    let mut graph = differentiated.graph;
-    for (leaf, gradient) in differentiated.gradients {
-        let Op::Parameter(parameter) = &graph.def(leaf).op else { unreachable!() };
-        let name = format!("grad {}", parameter.name);
-        graph.output(name, gradient, OutputKind::Result);
-    }
-    graph.output("scale", differentiated.scale, OutputKind::Result);
-    let outputs = shardc_runtime::interpret(&graph, leaves).unwrap();
-    let scale = floats(&outputs["scale"])[0];
-    let gradients = outputs.iter().filter_map(|(name, value)| Some((name.strip_prefix("grad ")?, value)));
-    gradients.map(|(name, value)| (name.to_string(), floats(value).iter().map(|x| x * scale).collect())).collect()
-}
-
-fn compare(case: &str, ours: &BTreeMap<String, Vec<f32>>, theirs: &BTreeMap<String, Vec<f32>>) {
-    let largest = theirs.values().flatten().fold(0.0f32, |largest, x| largest.max(x.abs()));
-    for (name, theirs) in theirs {
-        let zeros = vec![0.0; theirs.len()];
-        let ours = ours.get(name).unwrap_or(&zeros);
-        assert_eq!(ours.len(), theirs.len(), "{case}: {name}");
-        for (index, (a, b)) in ours.iter().zip(theirs).enumerate() {
-            let close = (a - b).abs() <= TOLERANCE * largest.max(1e-6);
-            assert!(close, "{case}: {name}[{index}] is {a}, Burn says {b} (largest {largest})");
-        }
-    }
 }
 
 /// Compares the gradients of the sum of `%y`, weighted, with Burn's.
