@@ -7,8 +7,8 @@
 use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
-use shardc_ir::verify::{self, VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{Diagnostics, Graph, NoScratch, Plan, Target};
+use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
+use shardc_ir::{Diagnostics, Graph, NoScratch, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
 use shardc_passes::allocate::memory;
@@ -95,17 +95,36 @@ pub fn plan(
     verify::plan(plan).map_err(|found| bug(Pass::Search, &found))
 }
 
-/// From a plan, perhaps read from a file, to the programs of all ranks.
+/// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the
+/// plan's graph before anything runs them.
 pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<VerifiedPrograms<'static>, Error> {
     let stage = Stage::new(dump_to)?;
     let programs = stage.run(Pass::Lower, || Ok(lower_all(plan, target(&plan.request.cluster))?))?;
     stage.dump(Pass::Lower, programs.first().into_iter())?;
-    verify::program(programs).map_err(|found| bug(Pass::Lower, &found))
+    let start = Instant::now();
+    let programs = verify::step(plan, programs).map_err(|found| bug(Pass::Lower, &found))?;
+    tracing::info!(seconds = start.elapsed().as_secs_f64(), "the programs compute the plan's graph");
+    Ok(programs)
 }
 
 /// The runtime that a cluster's programs are for. A described cluster is one of GPUs, here or not.
 fn target(cluster: &str) -> &'static dyn Target {
     if cluster.starts_with("cpu:") { &NoScratch } else { &CudaTarget }
+}
+
+/// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is
+/// shown of them holds for every rank whose program differs from theirs by its coordinates alone.
+pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
+    let target = target(&plan.request.cluster);
+    let ranks = verify::cover(&plan.mesh).into_iter();
+    let programs: Vec<Program> = ranks.map(|rank| lower_rank(plan, rank, target)).collect::<Result<_, _>>()?;
+    let translation = verify::translation(plan, &programs).map_err(|found| bug(Pass::Lower, &found))?;
+    let mut facts = ProgramFacts { translation, ..ProgramFacts::default() };
+    for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
+        let largest = facts.arenas.entry(*space).or_default();
+        *largest = (*largest).max(*bytes);
+    }
+    Ok(facts)
 }
 
 fn bug(pass: Pass, found: &Diagnostics) -> Error {

@@ -36,7 +36,8 @@ pub fn plan_text(plan: &Plan) -> String {
     ] {
         let _ = writeln!(text, "         {seconds:>10}  {name}");
     }
-    let _ = writeln!(text, "memory   {} per rank, of {}", prediction.memory.total(), request.device_memory);
+    let (total, live) = (prediction.memory.total(), prediction.memory.live());
+    let _ = writeln!(text, "memory   {total} per rank, {live} live at its peak, of {}", request.device_memory);
     for (name, bytes) in memory_rows(&prediction.memory) {
         let _ = writeln!(text, "         {bytes:>10}  {name}");
     }
@@ -55,13 +56,14 @@ pub fn plan_text(plan: &Plan) -> String {
 }
 
 /// The categories of a rank's memory.
-pub fn memory_rows(memory: &Memory) -> [(&'static str, shardc_ir::Bytes); 5] {
+pub fn memory_rows(memory: &Memory) -> [(&'static str, shardc_ir::Bytes); 6] {
     [
         ("parameters", memory.parameters),
         ("gradients", memory.gradients),
         ("optimizer state", memory.optimizer),
         ("activations", memory.activations),
         ("buffers", memory.buffers),
+        ("kept for running collectives, and gaps", memory.reserved),
     ]
 }
 

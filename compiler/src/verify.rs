@@ -1,7 +1,7 @@
 //! `verify`: is a plan legal, and does it compute what one device computes?
 //!
-//! Statically: the plan's layouts, its programs' memory, and that every collective is entered by
-//! all of its ranks in the same order. Numerically: the model with fewer layers and smaller
+//! Statically: the plan's layouts, its programs' memory, that every collective is entered by all of
+//! its ranks in the same order, and that the programs compute the plan's graph. Numerically: the model with fewer layers and smaller
 //! dimensions, under the same choices, on CPU ranks and on one; losses, gradient norms and
 //! averaged gradients of a few steps must agree.
 //!
@@ -23,7 +23,7 @@ use shardc_models::zoo::Config;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
 
-/// The largest number of ranks that are run, or whose programs are all compared.
+/// The largest number of ranks that are run, or whose programs are all lowered and compared.
 const MOST_RANKS: u64 = 16;
 /// The steps that are compared: enough that the optimizer's state matters.
 const STEPS: u64 = 3;
@@ -73,18 +73,29 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
 
 fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<bool>, String)) {
     let ranks = plan.mesh.ranks();
-    if ranks > MOST_RANKS {
-        return add("programs", None, format!("{ranks} ranks are too many to compare all of their programs"));
-    }
-    match pipeline::programs(plan, None) {
-        Ok(programs) => {
-            add("programs", Some(true), "memory, order and collectives of all ranks agree".to_string());
-            let most = programs.facts().arenas.get(&Space::Device).copied().unwrap_or_default();
-            let planned = plan.prediction.memory.total();
-            add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
-        }
-        Err(error) => add("programs", Some(false), error.to_string()),
-    }
+    let shown = match ranks > MOST_RANKS {
+        true => pipeline::cover(plan),
+        false => pipeline::programs(plan, None).map(|programs| programs.facts().clone()),
+    };
+    let facts = match shown {
+        Ok(facts) => facts,
+        Err(error) => return add("programs", Some(false), error.to_string()),
+    };
+    let shown = facts.translation;
+    let detail = match ranks > MOST_RANKS {
+        true => format!(
+            "of {ranks} ranks {} that tell the axes apart have one program but for coordinates: none waits forever",
+            shown.ranks
+        ),
+        false => "memory, order and collectives of all ranks agree".to_string(),
+    };
+    add("programs", Some(true), detail);
+    let (kernels, conversions) = (shown.kernels, shown.conversions);
+    let detail = format!("{kernels} kernels and {conversions} changes of layout compute the graph of one device");
+    add("equality", Some(true), detail);
+    let most = facts.arenas.get(&Space::Device).copied().unwrap_or_default();
+    let planned = plan.prediction.memory.total();
+    add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
 }
 
 fn mesh_text(plan: &Plan) -> String {

@@ -102,12 +102,21 @@ pub struct Memory {
     pub activations: Bytes,
     /// See [`Category::Buffer`].
     pub buffers: Bytes,
+    /// What the arena has beyond the bytes that live at the peak: what is kept until a collective on
+    /// another stream is known to be done, and gaps that nothing fits in.
+    #[serde(default)]
+    pub reserved: Bytes,
 }
 
 impl Memory {
-    /// All of it.
-    pub fn total(&self) -> Bytes {
+    /// The bytes that live at the peak.
+    pub fn live(&self) -> Bytes {
         self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+    }
+
+    /// The bytes that are allocated.
+    pub fn total(&self) -> Bytes {
+        self.live() + self.reserved
     }
 
     /// The bytes of a category.

@@ -5,9 +5,7 @@
 //!
 //! A storage lives from its first to its last access, in the order of issue; what crosses a section
 //! lives through the whole of the repeated one, and parameters, states and readings live for ever.
-//! Storages that live at one time get disjoint bytes: greedily by size, each in the tightest gap
-//! (Pisarchyk and Lee, "Efficient memory management for deep neural net inference", 2020, "greedy by
-//! size").
+//! Storages that live at one time get disjoint bytes ([`crate::pack`]).
 //!
 //! Streams run concurrently. So a storage that a stream other than the compute stream touches lives
 //! on until a compute instruction is known to follow that access (or until two more instructions
@@ -19,6 +17,7 @@
 //! Invariants: offsets are multiples of 256; storages of overlapping lifetimes are disjoint.
 
 use crate::lower::{Draft, Item, Place, SPACE, share_storages};
+use crate::pack::{Life, pack};
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, Target, TensorType};
@@ -115,19 +114,8 @@ fn drop_unused(
     (kept, (sections, renumbered))
 }
 
-/// When a storage lives, both ends included, and how many bytes it has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Life {
-    /// The first instruction.
-    pub start: usize,
-    /// The last instruction.
-    pub end: usize,
-    /// The size.
-    pub bytes: u64,
-}
-
 /// Per storage, its life; `None` if nothing names it. Instructions count through all sections.
-fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
+pub(crate) fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
     let mut lives: Vec<Option<Life>> = vec![None; draft.storages as usize];
     let mut touch = |buffer: BufferId, from: usize, to: usize| {
         let bytes = draft.buffers[buffer].ty.bytes().0;
@@ -220,63 +208,6 @@ fn access_ends(draft: &Draft, items: &[Item]) -> Vec<usize> {
     let last = items.len().saturating_sub(1);
     open.into_values().flatten().for_each(|at| ends[at] = last);
     ends
-}
-
-/// Offsets for storages, in their order, and the bytes they take together.
-pub fn pack(lives: &[Life]) -> (Vec<u64>, u64) {
-    let round = |bytes: u64| bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT;
-    let horizon = lives.iter().map(|life| life.end).max().unwrap_or(0);
-    let mut offsets = vec![0; lives.len()];
-    // What lives for ever lies at the bottom, one after the other.
-    let mut bottom = 0;
-    let mut order: Vec<usize> = Vec::new();
-    for (index, life) in lives.iter().enumerate() {
-        if life.start == 0 && life.end == horizon {
-            offsets[index] = bottom;
-            bottom += round(life.bytes);
-        } else {
-            order.push(index);
-        }
-    }
-    let by_size = |index: &usize| (std::cmp::Reverse(round(lives[*index].bytes)), lives[*index].start, *index);
-    order.sort_by_key(by_size);
-    // (offset, end, first instruction, last instruction), by offset
-    let mut placed: Vec<(u64, u64, usize, usize)> = Vec::with_capacity(order.len());
-    let mut top = bottom;
-    for index in order {
-        let (life, size) = (lives[index], round(lives[index].bytes));
-        let (mut at, mut best): (u64, Option<(u64, u64)>) = (bottom, None);
-        for (offset, end, start, last) in &placed {
-            if *start > life.end || *last < life.start {
-                continue;
-            }
-            if *offset >= at + size && best.is_none_or(|(gap, _)| offset - at < gap) {
-                best = Some((offset - at, at));
-            }
-            at = at.max(*end);
-        }
-        let offset = best.map_or(at, |(_, offset)| offset);
-        offsets[index] = offset;
-        top = top.max(offset + size);
-        let position = placed.partition_point(|(other, ..)| *other <= offset);
-        placed.insert(position, (offset, offset + size, life.start, life.end));
-    }
-    (offsets, top)
-}
-
-/// The bytes that live at the busiest instruction: no packing takes fewer.
-pub fn live_peak(lives: &[Life]) -> u64 {
-    let mut changes: BTreeMap<usize, i64> = BTreeMap::new();
-    for life in lives {
-        *changes.entry(life.start).or_default() += life.bytes as i64;
-        *changes.entry(life.end + 1).or_default() -= life.bytes as i64;
-    }
-    let (mut live, mut peak) = (0, 0);
-    for change in changes.values() {
-        live += change;
-        peak = peak.max(live);
-    }
-    peak as u64
 }
 
 const STREAMS: usize = Stream::ALL.len();
@@ -398,8 +329,8 @@ fn split(ranges: &mut BTreeMap<u64, Touched>, at: u64) {
     }
 }
 
-/// What the device memory of a rank is for at its peak. The total is the arena, so that unused gaps
-/// count as buffers.
+/// What the device memory of a rank is for at its peak. The total is the arena: what it has beyond the
+/// bytes that live at the peak is reserved.
 pub fn memory(program: &Program) -> Memory {
     let mut lives: Vec<Option<(usize, usize)>> = vec![None; program.buffers.len()];
     let mut touch = |id: BufferId, at: usize| {
@@ -472,34 +403,6 @@ fn peak_by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Memo
             peak = now;
         }
     }
-    let gaps = program.arena(SPACE).0.saturating_sub(peak.total().0);
-    peak.buffers += Bytes(gaps);
+    peak.reserved = Bytes(program.arena(SPACE).0.saturating_sub(peak.total().0));
     peak
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn packing_is_disjoint_and_tight() {
-        let mut lives = Vec::new();
-        let mut seed = 7u64;
-        for start in 0..400 {
-            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let (length, bytes) = ((seed >> 33) as usize % 60, 256 * (1 + (seed >> 40) % 64));
-            lives.push(Life { start, end: start + length, bytes });
-        }
-        let (offsets, top) = pack(&lives);
-        for (i, a) in lives.iter().enumerate() {
-            for (j, b) in lives.iter().enumerate().skip(i + 1) {
-                let together = a.start <= b.end && b.start <= a.end;
-                let apart = offsets[i] + a.bytes <= offsets[j] || offsets[j] + b.bytes <= offsets[i];
-                assert!(!together || apart, "{i} {j}");
-            }
-        }
-        let bound = live_peak(&lives);
-        // Random lives have none of the nesting of a training step, on which greedy packing does better.
-        assert!(top >= bound && top as f64 <= bound as f64 * 1.25, "{top} {bound}");
-    }
 }

@@ -17,6 +17,7 @@ pub mod lower;
 #[cfg(test)]
 mod lower_tests;
 pub mod optimizer;
+pub mod pack;
 pub mod precision;
 pub mod raise;
 pub mod rematerialize;
@@ -25,6 +26,8 @@ pub mod schedule;
 pub mod search;
 #[cfg(test)]
 pub(crate) mod search_tests;
+#[cfg(test)]
+mod seeded_bug_tests;
 pub mod shard;
 
 pub use error::{PassError, UserError};

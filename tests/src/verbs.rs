@@ -3,14 +3,18 @@
 //! A verb takes the text of a case and the words after its name, and gives the text that the case
 //! expects, or the findings. Arguments that a verb does not know are an error of the case.
 
-use shardc_ir::{Diagnostics, Graph, OpDef, Plan, Program, verify};
+use shardc_ir::plan::Request;
+use shardc_ir::{Bytes, Diagnostics, Graph, NoScratch, OpDef, Plan, Program, verify};
 use shardc_passes::PassError;
 use shardc_passes::align::align_head;
 use shardc_passes::chunk::chunk as chunked;
+use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate as differentiated;
+use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, add_optimizer as optimized};
 use shardc_passes::precision::{Precision, lower_precision as lowered};
 use shardc_passes::raise::raise;
+use shardc_passes::search::{Pins, search};
 
 /// A verb: the case's text and the words after the verb give the expected text or findings.
 pub type Verb = fn(&str, &[&str]) -> Result<String, Diagnostics>;
@@ -32,6 +36,7 @@ pub const VERBS: &[(&str, Verb)] = &[
     }),
     ("align-head", |text, _| pass(text, align_head)),
     ("chunk", chunk),
+    ("lower", lower),
 ];
 
 /// A finding about the case as a whole.
@@ -150,4 +155,23 @@ fn program_verify(text: &str, arguments: &[&str]) -> Result<String, Diagnostics>
     let arenas: String =
         facts.arenas.iter().map(|(space, bytes)| format!("{} {} bytes\n", space.name(), bytes.0)).collect();
     Ok(format!("{arenas}{} meetings\n", facts.rendezvous))
+}
+
+/// `lower CLUSTER PINS`: the training step of a loss under the plan with these pins; the program of the
+/// last rank, whose parts do not begin at 0.
+fn lower(text: &str, arguments: &[&str]) -> Result<String, Diagnostics> {
+    let [cluster, pins] = arguments else { return Err(complain("takes a cluster and pins")) };
+    let graph: Graph = text.parse()?;
+    let config = OptimizerConfig { clip_grad_norm: None, ..OptimizerConfig::default() };
+    let differentiated = differentiated(&graph, "loss").map_err(|error| complain(error.to_string()))?;
+    let step = optimized(differentiated, &config).map_err(|error| complain(error.to_string()))?;
+    let batch = graph.leaves().find_map(|(value, _)| graph.ty(value).shape.first().copied()).unwrap_or(1);
+    let request = Request { batch, device_memory: Bytes(1 << 40), ..Request::default() };
+    let cluster = Cluster::parse(cluster, "h200").map_err(|error| complain(error.to_string()))?;
+    let pins = Pins::parse(pins).map_err(|error| complain(error.to_string()))?;
+    let plan = search(&step, &cluster, &request, &pins, &NoScratch).map_err(|error| complain(error.to_string()))?;
+    let plan = verify::plan(plan)?;
+    let programs = lower_all(&plan, &NoScratch).map_err(|error| complain(error.to_string()))?;
+    let programs = verify::step(&plan, programs)?;
+    Ok(programs.last().map(ToString::to_string).unwrap_or_default())
 }

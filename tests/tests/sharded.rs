@@ -232,7 +232,7 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
             Ok(programs) => programs,
             Err(error) => panic!("seed {seed} on {mesh}: {error}"),
         };
-        if let Err(found) = verify::program(&programs) {
+        if let Err(found) = verify::step(&plan, &programs) {
             panic!("seed {seed} on {mesh}: {}", found.0[0]);
         }
         let place = format!("seed {seed} on {mesh}");

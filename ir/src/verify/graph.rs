@@ -6,7 +6,8 @@
 //! * leaves have unique names that are not empty;
 //! * outputs have unique names and are values of the graph; an update is of a parameter or a state,
 //!   carries the leaf's name and has its type; no leaf is updated twice;
-//! * a role refers to a node before its own.
+//! * a role refers to a node before its own, and what is computed again is the same operation on the same
+//!   values, or on values that were computed again.
 
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
@@ -69,9 +70,19 @@ fn check_node(graph: &Graph, id: NodeId, node: &Node, found: &mut Diagnostics) {
         && of >= id
     {
         found.push(&place, format!("its role refers to {of}, which is not before it"));
+        is_sound = false;
     }
     if !is_sound {
         return;
+    }
+    if let Role::Recompute(of) = node.role {
+        let first = graph.node(of);
+        let originals = |node: &Node| node.operands.iter().map(|value| original(graph, *value)).collect::<Vec<_>>();
+        if (&first.op, originals(first)) != (&node.op, originals(node)) {
+            let message =
+                format!("is no recomputation of {of}, which is another {} or of other values", first.op.name());
+            found.push(&place, message);
+        }
     }
     let declared = graph.result_types(id);
     match node.op.infer(&graph.operand_types(id), &declared) {
@@ -90,6 +101,18 @@ fn check_node(graph: &Graph, id: NodeId, node: &Node, found: &mut Diagnostics) {
             }
         }
     }
+}
+
+/// The value itself or, if it is computed again, the one that was first.
+fn original(graph: &Graph, mut value: ValueId) -> ValueId {
+    while let Role::Recompute(of) = graph.def(value).role {
+        let (def, index) = (graph.value(value).def, graph.value(value).index);
+        match graph.node(of).results.get(index) {
+            Some(first) if of < def => value = *first,
+            _ => break,
+        }
+    }
+    value
 }
 
 fn leaf_name(op: &Op) -> Option<&str> {

@@ -232,7 +232,7 @@ impl Memory<'_> {
 }
 
 /// The operand of which an instruction's result is a view, if it moves nothing.
-fn view_of(program: &Program, instruction: &Instruction) -> Option<BufferId> {
+pub(super) fn view_of(program: &Program, instruction: &Instruction) -> Option<BufferId> {
     let ([operand], [result]) = (instruction.operands.as_slice(), instruction.results.as_slice()) else { return None };
     let (from, to) = (&program.buffers[*operand], &program.buffers[*result]);
     let equal = from.offset == to.offset && from.ty.bytes() == to.ty.bytes();

@@ -10,7 +10,9 @@ mod lockstep;
 mod memory;
 mod plan;
 mod program;
+mod translation;
 
 pub use graph::{GraphFacts, graph};
 pub use plan::{Conversion, Phase, PlanFacts, VerifiedPlan, plan};
-pub use program::{ProgramFacts, VerifiedPrograms, program};
+pub use program::{ProgramFacts, VerifiedPrograms, program, step};
+pub use translation::{TranslationFacts, cover, translation};

@@ -22,6 +22,8 @@
 //! of a slot that they hold cover it; each rank is fed a part of every input, and the parts that all
 //! are fed in the microbatches of a step cover it.
 
+use super::plan::VerifiedPlan;
+use super::translation::{self, TranslationFacts};
 use super::{agreement, lockstep, memory};
 use crate::diagnostic::Diagnostics;
 use crate::entity::BufferId;
@@ -43,6 +45,8 @@ pub struct ProgramFacts {
     pub arenas: BTreeMap<Space, Bytes>,
     /// Collectives and messages that the ranks enter in one step, each counted once.
     pub rendezvous: u64,
+    /// What was shown of how they follow from a plan, if they were verified with it ([`step`]).
+    pub translation: TranslationFacts,
 }
 
 /// The programs of all ranks of a step, which [`program`] found valid; rank `i` is at index `i`.
@@ -77,21 +81,39 @@ pub fn program<'a>(programs: impl Into<Cow<'a, [Program]>>) -> Result<VerifiedPr
     Ok(VerifiedPrograms { programs, facts })
 }
 
+/// Verifies the programs of all ranks of a plan's step: that they can run ([`program()`]), and that they
+/// compute what the plan's graph computes ([`translation()`](super::translation())).
+///
+/// # Errors
+/// Every violation of the invariants, then every instruction that cannot be justified.
+pub fn step<'a>(
+    plan: &VerifiedPlan<'_>,
+    programs: impl Into<Cow<'a, [Program]>>,
+) -> Result<VerifiedPrograms<'a>, Diagnostics> {
+    let mut verified = program(programs)?;
+    verified.facts.translation = translation::check(plan, &verified)?;
+    Ok(verified)
+}
+
+/// What concerns each program alone: its structure and, if that is sound, its memory. Findings of memory
+/// are left in `found`.
+pub(super) fn check_each(programs: &[Program], found: &mut Diagnostics) -> Result<(), Diagnostics> {
+    programs.iter().for_each(|program| check_structure(program, found));
+    std::mem::take(found).finish(())?;
+    programs.iter().for_each(|program| memory::check(program, found));
+    Ok(())
+}
+
 fn check(programs: &[Program]) -> Result<ProgramFacts, Diagnostics> {
     let mut found = Diagnostics::default();
     for (index, program) in programs.iter().enumerate() {
-        let place = format!("rank {}", program.rank);
         if program.rank != index as u64 || program.ranks != programs.len() as u64 {
             let said = format!("says it is rank {} of {}", program.rank, program.ranks);
-            found.push(&place, format!("{said}; it is program {index} of {}", programs.len()));
+            let message = format!("{said}; it is program {index} of {}", programs.len());
+            found.push(format!("rank {}", program.rank), message);
         }
-        check_structure(program, &mut found);
     }
-    found.finish(())?;
-    let mut found = Diagnostics::default();
-    for program in programs {
-        memory::check(program, &mut found);
-    }
+    check_each(programs, &mut found)?;
     agreement::check(programs, &mut found);
     let rendezvous = lockstep::check(programs, &mut found);
     let mut facts = ProgramFacts { rendezvous, ..ProgramFacts::default() };

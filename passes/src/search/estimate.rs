@@ -228,6 +228,7 @@ impl Shape {
             optimizer: Bytes(stored(self.state)),
             activations: Bytes(peak.activations),
             buffers: Bytes(gathered + bucket + self.largest_copy + peak.scratch),
+            reserved: Bytes(0),
         }
     }
 

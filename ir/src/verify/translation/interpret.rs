@@ -1,0 +1,378 @@
+//! One step of all ranks at once, instruction by instruction, over facts.
+
+use super::TranslationFacts;
+use super::arrangement::Arrangement;
+use super::conversion::{self, Local, group_axes};
+use super::interface::Leaves;
+use super::kernel::{Kernels, Layout};
+use super::state::{Content, Fact, Stage, value_text};
+use super::sums::is_zero;
+use crate::diagnostic::Diagnostics;
+use crate::entity::{BufferId, EntityRef, NodeId, SectionId, ValueId};
+use crate::graph::OutputKind;
+use crate::mesh::{AxisId, AxisSet};
+use crate::ops::Op;
+use crate::plan::{Plan, Space};
+use crate::program::{Action, Instruction, Program, Run};
+use crate::sharding::{ReduceKind, Sharding};
+use crate::verify::memory::view_of;
+use crate::verify::program::instruction_place;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Where an instruction stands.
+pub(super) type At = (SectionId, usize);
+
+/// What a collective over some axes makes of a fact.
+type Conversion<'a> = dyn Fn(&Fact, &[AxisId]) -> Result<Fact, String> + 'a;
+
+pub(super) struct Interpreter<'a> {
+    pub plan: &'a Plan,
+    programs: &'a [Program],
+    coordinates: Vec<Vec<u64>>,
+    groups: Vec<Result<Vec<AxisId>, String>>,
+    /// The time axes of more than one microbatch.
+    pub time: AxisSet,
+    leaves: Leaves<'a>,
+    pub kernels: Kernels<'a>,
+    pub contents: Vec<Content>,
+    /// Per place of a slot, the buffers whose contents its bytes are.
+    stored: BTreeMap<(Space, u64), Vec<BufferId>>,
+    /// Instructions that were found to be right, or wrong, in an earlier run of their section.
+    seen: BTreeSet<At>,
+    facts: TranslationFacts,
+    found: &'a mut Diagnostics,
+}
+
+/// Interprets the step of programs that are alike.
+pub(super) fn run(plan: &Plan, programs: &[Program], found: &mut Diagnostics) -> TranslationFacts {
+    let Some(first) = programs.first() else { return TranslationFacts::default() };
+    let mesh = &plan.mesh;
+    let facts = TranslationFacts {
+        ranks: programs.len(),
+        instructions: first.instructions().count(),
+        ..TranslationFacts::default()
+    };
+    let mut interpreter = Interpreter {
+        plan,
+        programs,
+        coordinates: programs.iter().map(|program| mesh.coordinates(program.rank, 0)).collect(),
+        groups: (0..first.groups.len()).map(|index| group_axes(programs, index, mesh)).collect(),
+        time: mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect(),
+        leaves: Leaves::of(plan),
+        kernels: Kernels::new(plan, programs),
+        contents: vec![Content::Nothing; first.buffers.len()],
+        stored: BTreeMap::new(),
+        seen: BTreeSet::new(),
+        facts,
+        found,
+    };
+    interpreter.seed();
+    interpreter.runs(&first.order);
+    interpreter.finish();
+    interpreter.facts
+}
+
+impl Interpreter<'_> {
+    fn program(&self) -> &Program {
+        &self.programs[0]
+    }
+
+    fn seed(&mut self) {
+        let program = &self.programs[0];
+        for slot in &program.slots {
+            let Some(value) = self.leaves.stored.get(slot.name.as_str()) else { continue };
+            let fact = Fact::ready(*value, self.kernels.made_as(*value));
+            self.contents[slot.buffer.index()] = Content::Holds(vec![fact]);
+            let buffer = &program.buffers[slot.buffer];
+            self.stored.insert((buffer.space, buffer.offset), vec![slot.buffer]);
+        }
+    }
+
+    /// Runs the sections in their order. Once a microbatch leaves everything as the one before did, so
+    /// does every later one, and they are left out.
+    fn runs(&mut self, order: &[Run]) {
+        let mut before: Option<(Run, Vec<Content>)> = None;
+        let mut index = 0;
+        while let Some(run) = order.get(index).copied() {
+            self.forget();
+            let program = &self.programs[0];
+            for (at, instruction) in program.sections[run.section].instructions.iter().enumerate() {
+                self.step(run, (run.section, at), instruction);
+            }
+            let is_next = |(offset, next): &(usize, &Run)| {
+                (next.section, next.microbatch) == (run.section, run.microbatch + *offset as u64 + 1)
+            };
+            let repeats = order[index + 1..].iter().enumerate().take_while(is_next).count();
+            let steady = before.as_ref().is_some_and(|(earlier, contents)| {
+                (earlier.section, earlier.microbatch + 1) == (run.section, run.microbatch)
+                    && contents.iter().zip(&self.contents).all(|(a, b)| is_followed_by(a, b))
+            });
+            if steady && repeats > 0 {
+                self.skip(run.microbatch, run.microbatch + repeats as u64);
+                index += repeats;
+            }
+            before = (repeats > 0).then(|| (run, self.contents.clone()));
+            index += 1;
+        }
+    }
+
+    /// A run begins: what belongs to one microbatch is that of an earlier one now.
+    fn forget(&mut self) {
+        for content in &mut self.contents {
+            let Content::Holds(facts) = content else { continue };
+            for fact in facts.iter_mut().filter(|fact| fact.stage == Stage::Ready) {
+                if fact.arrangement.axes().any(|axis| self.time.contains(axis)) {
+                    fact.stage = Stage::Stale;
+                }
+            }
+        }
+    }
+
+    /// The microbatches after `from` up to `to` have run.
+    fn skip(&mut self, from: u64, to: u64) {
+        let last = self.plan.mesh.microbatches() - 1;
+        for content in &mut self.contents {
+            let Content::Holds(facts) = content else { continue };
+            for fact in facts.iter_mut().filter(|fact| fact.stage == Stage::Accumulating(from)) {
+                fact.stage = if to == last { Stage::Ready } else { Stage::Accumulating(to) };
+            }
+        }
+    }
+
+    fn step(&mut self, run: Run, at: At, instruction: &Instruction) {
+        let program = &self.programs[0];
+        let mut read = instruction.operands.clone();
+        if instruction.action == Action::Accumulate && run.microbatch > 0 {
+            read.extend(&instruction.results);
+        }
+        let refuted = read.iter().any(|buffer| self.contents[buffer.index()] == Content::Refuted);
+        let made = match refuted {
+            true => None,
+            false => match self.transfer(run, at, instruction) {
+                Ok(facts) => Some(facts),
+                Err(message) => {
+                    self.found.push(instruction_place(program, at.0, at.1), message);
+                    None
+                }
+            },
+        };
+        let is_view = view_of(program, instruction).is_some();
+        let mut made = made.map(Vec::into_iter);
+        for result in &instruction.results {
+            let facts = made.as_mut().and_then(Iterator::next);
+            self.contents[result.index()] = facts.map_or(Content::Refuted, Content::Holds);
+            let buffer = &program.buffers[*result];
+            if let Some(holders) = self.stored.get_mut(&(buffer.space, buffer.offset)) {
+                if !is_view {
+                    holders.clear();
+                }
+                holders.push(*result);
+            }
+        }
+        self.seen.insert(at);
+    }
+
+    /// The facts about each result.
+    fn transfer(&mut self, run: Run, at: At, instruction: &Instruction) -> Result<Vec<Vec<Fact>>, String> {
+        let first = !self.seen.contains(&at);
+        let mesh = &self.plan.mesh;
+        match &instruction.action {
+            Action::Compute(op) => {
+                let is_conversion = self.is_conversion(op, instruction);
+                self.facts.conversions += usize::from(first && is_conversion && !matches!(op, Op::Reshape(_)));
+                if is_conversion {
+                    return Ok(vec![self.local(at, instruction, op)?]);
+                }
+                self.facts.kernels += usize::from(first);
+                let node = instruction.source.ok_or("is no change of layout, and comes from no node of the graph")?;
+                self.kernel(run, at, instruction, node)
+            }
+            Action::AllReduce { reduce, group } => {
+                let name = if *reduce == ReduceKind::Max { "takes the maximum of" } else { "reduces" };
+                let step = |fact: &Fact, axes: &[AxisId]| conversion::all_reduce(fact, axes, *reduce, mesh);
+                self.collective(first, name, *group, instruction, &step)
+            }
+            Action::AllGather { group } => {
+                let step = |fact: &Fact, axes: &[AxisId]| conversion::all_gather(fact, axes, mesh);
+                self.collective(first, "gathers", *group, instruction, &step)
+            }
+            Action::ReduceScatter { reduce, group } => {
+                let step = |fact: &Fact, axes: &[AxisId]| conversion::reduce_scatter(fact, axes, *reduce, mesh);
+                self.collective(first, "reduces and scatters", *group, instruction, &step)
+            }
+            Action::AllToAll { group } => {
+                let step = |fact: &Fact, axes: &[AxisId]| conversion::all_to_all(fact, axes, mesh);
+                self.collective(first, "exchanges", *group, instruction, &step)
+            }
+            Action::Copy => {
+                let content = |buffer: &BufferId| match self.contents[buffer.index()].facts() {
+                    [] => Err(format!("copies {buffer}, of which nothing is known")),
+                    facts => Ok(facts.to_vec()),
+                };
+                instruction.operands.iter().map(content).collect()
+            }
+            Action::Accumulate => Ok(vec![vec![self.accumulate(run, instruction)?]]),
+            Action::Feed { input } => {
+                let name = self.program().inputs[*input].name.as_str();
+                let value = *self.leaves.inputs.get(name).ok_or("feeds what is no input of the graph")?;
+                Ok(vec![vec![Fact::ready(value, self.kernels.made_as(value))]])
+            }
+            Action::Send { .. } | Action::Receive { .. } => {
+                Err("passes a value to another stage, and the plan has none".to_string())
+            }
+        }
+    }
+
+    /// Whether a local operation rearranges a result of the node it comes from, instead of making it.
+    fn is_conversion(&self, op: &Op, instruction: &Instruction) -> bool {
+        if matches!(op, Op::Matmul(_)) {
+            return false;
+        }
+        let Some(source) = instruction.source else { return true };
+        let results = &self.plan.graph.node(source).results;
+        let holds =
+            |buffer: &BufferId| self.contents[buffer.index()].facts().iter().any(|fact| results.contains(&fact.value));
+        instruction.operands.iter().any(holds)
+    }
+
+    fn local(&self, at: At, instruction: &Instruction, op: &Op) -> Result<Vec<Fact>, String> {
+        let ops = self.programs.iter().filter_map(|program| match &program.sections[at.0].instructions[at.1].action {
+            Action::Compute(op) => Some(op),
+            _ => None,
+        });
+        let shape = instruction.operands.first().map_or(&[][..], |buffer| &self.program().buffers[*buffer].ty.shape);
+        let local = Local { ops: ops.collect(), coordinates: &self.coordinates, shape, mesh: &self.plan.mesh };
+        let operands: Vec<&[Fact]> =
+            instruction.operands.iter().map(|buffer| self.contents[buffer.index()].facts()).collect();
+        local.apply(&operands).map_err(|why| {
+            let held: Vec<String> = instruction.operands.iter().map(|buffer| self.held(*buffer)).collect();
+            format!("{} of {} is no change of its layout: {why}", op.name(), held.join(" and "))
+        })
+    }
+
+    /// `$3 (%5 [8@dp,4])`.
+    pub fn held(&self, buffer: BufferId) -> String {
+        format!("{buffer} ({})", self.contents[buffer.index()].text(self.plan))
+    }
+
+    fn collective(
+        &mut self,
+        first: bool,
+        name: &str,
+        group: usize,
+        instruction: &Instruction,
+        step: &Conversion<'_>,
+    ) -> Result<Vec<Vec<Fact>>, String> {
+        self.facts.conversions += usize::from(first);
+        let axes = self.groups[group].clone()?;
+        let mut results = Vec::with_capacity(instruction.operands.len());
+        for operand in &instruction.operands {
+            let facts = self.contents[operand.index()].facts();
+            let (mut made, mut why) = (Vec::new(), None);
+            for fact in facts {
+                match step(fact, &axes) {
+                    Ok(next) => made.push(next),
+                    Err(message) => why = why.or(Some(message)),
+                }
+            }
+            if made.is_empty() {
+                let axes = crate::sharding::axes_text(&axes, &self.plan.mesh, "");
+                let why = why.unwrap_or_else(|| "nothing is known of it".to_string());
+                return Err(format!("{name} {} over `{axes}`: {why}", self.held(*operand)));
+            }
+            results.push(made);
+        }
+        Ok(results)
+    }
+
+    /// A kernel: its node's operation on operands in the layouts of the node's strategy.
+    fn kernel(&mut self, run: Run, at: At, instruction: &Instruction, id: NodeId) -> Result<Vec<Vec<Fact>>, String> {
+        let node = self.plan.graph.node(id);
+        let counts = (instruction.operands.len(), instruction.results.len());
+        let (takes, makes) = (node.operands.len(), node.results.len());
+        if takes > 0 && counts == (0, 1) && is_zero(instruction) {
+            return Ok(vec![vec![self.zeros(node.results[0])]]);
+        }
+        let adds = matches!(node.op, Op::Matmul(_)) && (takes + 1..=takes + 2).contains(&counts.0) && counts.1 == makes;
+        if counts != (takes, makes) && !adds {
+            return Err(format!("is no {} of {}", node.op.name(), node.results[0]));
+        }
+        if takes == 0 {
+            return Ok(vec![self.kernels.made_of_nothing(id, at, instruction.results[0])?]);
+        }
+        let layouts = self.kernels.layouts(id);
+        for (index, (buffer, value)) in instruction.operands.iter().zip(&node.operands).enumerate() {
+            let wanted = &layouts.operands[index];
+            if !self.contents[buffer.index()].is(*value, &wanted.arrangement) {
+                return Err(format!(
+                    "reads {} as operand {index}, but {} of {} takes {}",
+                    self.held(*buffer),
+                    node.op.name(),
+                    node.results[0],
+                    value_text(self.plan, *value, &wanted.arrangement)
+                ));
+            }
+        }
+        if !self.seen.contains(&at) {
+            self.kernels.check(id, at, instruction, &layouts)?;
+        }
+        if adds {
+            let product = Fact::ready(node.results[0], layouts.results[0].arrangement.clone());
+            return Ok(vec![self.add_all(run, &product, instruction, takes)?]);
+        }
+        let fact = |(value, layout): (_, &Layout)| vec![Fact::ready(value, layout.arrangement.clone())];
+        Ok(node.results.iter().copied().zip(&layouts.results).map(fact).collect())
+    }
+
+    /// Readings hold results, slots hold their next values, or what they held.
+    fn finish(&mut self) {
+        let (plan, program) = (self.plan, &self.programs[0]);
+        for output in &plan.graph.outputs {
+            let ty = plan.graph.ty(output.value);
+            match output.kind {
+                OutputKind::Result => {
+                    let whole = Arrangement::of(&ty.shape, &Sharding::replicated(ty.rank()), &plan.mesh);
+                    let reading = program.readings.iter().find(|reading| reading.name == output.name);
+                    if let Some(reading) = reading {
+                        self.expect(format!("reading \"{}\"", output.name), &[reading.buffer], output.value, &whole);
+                    }
+                }
+                OutputKind::Update(leaf) => self.expect_stored(&output.name, output.value, leaf),
+            }
+        }
+        let updated = |leaf| plan.graph.outputs.iter().any(|output| output.kind == OutputKind::Update(leaf));
+        let kept: Vec<(String, _)> = self.leaves.stored.iter().map(|(name, leaf)| (name.to_string(), *leaf)).collect();
+        for (name, leaf) in kept.into_iter().filter(|(_, leaf)| !updated(*leaf)) {
+            self.expect_stored(&name, leaf, leaf);
+        }
+    }
+
+    fn expect_stored(&mut self, name: &str, value: ValueId, leaf: ValueId) {
+        let program = &self.programs[0];
+        let Some(slot) = program.slots.iter().find(|slot| slot.name == name) else { return };
+        let home = &program.buffers[slot.buffer];
+        let holders = self.stored.get(&(home.space, home.offset)).cloned().unwrap_or_default();
+        let wanted = self.kernels.made_as(leaf);
+        self.expect(format!("slot \"{name}\""), &holders, value, &wanted);
+    }
+
+    fn expect(&mut self, what: String, holders: &[BufferId], value: ValueId, wanted: &Arrangement) {
+        let contents: Vec<&Content> = holders.iter().map(|buffer| &self.contents[buffer.index()]).collect();
+        if contents.iter().any(|content| content.is(value, wanted) || **content == Content::Refuted) {
+            return;
+        }
+        let held = contents.last().map_or("nothing".to_string(), |content| content.text(self.plan));
+        let wanted = value_text(self.plan, value, wanted);
+        self.found.push(what, format!("holds {held} after the step; it should hold {wanted}"));
+    }
+}
+
+fn is_followed_by(before: &Content, after: &Content) -> bool {
+    let (a, b) = (before.facts(), after.facts());
+    match (before, after) {
+        (Content::Holds(_), Content::Holds(_)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.is_followed_by(b))
+        }
+        _ => before == after,
+    }
+}
