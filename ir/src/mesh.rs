@@ -184,6 +184,17 @@ impl Mesh {
     }
 }
 
+impl Mesh {
+    /// The space axes along which some ranks differ from the first of them, outermost first: those of
+    /// a group that [`group`](Self::group) gave.
+    pub fn axes_between(&self, ranks: &[u64]) -> Vec<AxisId> {
+        let Some(first) = ranks.first().map(|rank| self.coordinates(*rank, 0)) else { return Vec::new() };
+        let others: Vec<Vec<u64>> = ranks[1..].iter().map(|rank| self.coordinates(*rank, 0)).collect();
+        let differs = |axis: &AxisId| others.iter().any(|at| at[axis.0 as usize] != first[axis.0 as usize]);
+        self.ids().filter(|axis| !self.is_time(*axis)).filter(differs).collect()
+    }
+}
+
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, axis) in self.axes.iter().enumerate() {
@@ -211,6 +222,8 @@ mod tests {
         assert_eq!(mesh.group(3, &[tp]), [2, 3]);
         assert_eq!(mesh.group(3, &[dp]), [1, 3, 5]);
         assert_eq!(mesh.group(0, &[tp, dp]), [0, 2, 4, 1, 3, 5]);
+        assert_eq!(mesh.axes_between(&mesh.group(4, &[dp])), [dp]);
+        assert_eq!(mesh.axes_between(&mesh.group(3, &[tp, dp])), [dp, tp]);
         assert_eq!(mesh.to_string(), "dp=3,time mb=4,tp=2");
     }
 }

@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, HashMap};
 /// What offsets are multiples of.
 pub const ALIGNMENT: u64 = 256;
 /// How many later instructions of its stream an access keeps its bytes for.
-const WINDOW: usize = 2;
+pub(crate) const WINDOW: usize = 2;
 
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
@@ -332,6 +332,15 @@ fn split(ranges: &mut BTreeMap<u64, Touched>, at: u64) {
 /// What the device memory of a rank is for at its peak. The total is the arena: what it has beyond the
 /// bytes that live at the peak is reserved.
 pub fn memory(program: &Program) -> Memory {
+    let first = |peak: Memory, (_, now): (usize, Memory)| if now.total() > peak.total() { now } else { peak };
+    let mut peak = memory_over_time(program).into_iter().fold(Memory::default(), first);
+    peak.reserved = Bytes(program.arena(SPACE).0.saturating_sub(peak.total().0));
+    peak
+}
+
+/// What the device memory of a rank holds: where it changes, the instruction (counted through all
+/// sections) from which on it is so. Gaps between buffers do not count.
+pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
     let mut lives: Vec<Option<(usize, usize)>> = vec![None; program.buffers.len()];
     let mut touch = |id: BufferId, at: usize| {
         let life = &mut lives[id.as_u32() as usize];
@@ -365,11 +374,11 @@ pub fn memory(program: &Program) -> Memory {
             }
         }
     }
-    peak_by_category(program, &lives)
+    by_category(program, &lives)
 }
 
 /// Follows the live buffers through the program; those of one offset are views of each other.
-fn peak_by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Memory {
+fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usize, Memory)> {
     let mut events: Vec<(usize, bool, u32)> = Vec::new();
     for (index, life) in lives.iter().enumerate() {
         if let Some((start, end)) = life {
@@ -379,7 +388,7 @@ fn peak_by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Memo
     }
     events.sort_unstable();
     let mut live: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-    let (mut now, mut peak) = (Memory::default(), Memory::default());
+    let (mut now, mut curve) = (Memory::default(), Vec::new());
     let owner = |ids: &[u32]| {
         let of = |id: &u32| &program.buffers[BufferId::from_u32(*id)];
         ids.iter().map(of).max_by_key(|buffer| buffer.ty.bytes()).map(|buffer| (buffer.category, buffer.ty.bytes()))
@@ -399,10 +408,9 @@ fn peak_by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Memo
             *now.category(category) += bytes;
         }
         let settled = events.get(at + 1).is_none_or(|(next, ..)| next != time);
-        if settled && now.total() > peak.total() {
-            peak = now;
+        if settled {
+            curve.push((*time, now));
         }
     }
-    peak.reserved = Bytes(program.arena(SPACE).0.saturating_sub(peak.total().0));
-    peak
+    curve
 }

@@ -29,5 +29,6 @@ pub(crate) mod search_tests;
 #[cfg(test)]
 mod seeded_bug_tests;
 pub mod shard;
+pub mod simulate;
 
 pub use error::{PassError, UserError};

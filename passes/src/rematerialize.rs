@@ -77,6 +77,26 @@ pub fn rematerialize_from(
     Ok((rebuilt.map_err(PassError::ill_formed("rematerialize"))?, kept))
 }
 
+/// The graph without what is computed again, and where each of its nodes stood in `graph`: what
+/// [`rematerialize`] made it from.
+///
+/// # Errors
+/// None but a bug: a node that cannot be added.
+pub fn without_recomputation(graph: &Graph) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PassError> {
+    let mut from: PrimaryMap<NodeId, NodeId> = PrimaryMap::new();
+    let rebuilt = graph.rebuild(|_, id, map| {
+        let Role::Recompute(of) = graph.node(id).role else {
+            from.push(id);
+            return Ok(false);
+        };
+        for (again, first) in graph.node(id).results.iter().zip(&graph.node(of).results) {
+            map.insert(*again, map[first]);
+        }
+        Ok(true)
+    });
+    Ok((rebuilt.map_err(PassError::ill_formed("without_recomputation"))?, from))
+}
+
 /// The block of a node, if it lies in one.
 fn block(node: &Node) -> Option<&str> {
     let block = block_of(&node.path);
@@ -193,6 +213,11 @@ mod tests {
             }
         }
         assert_eq!(made.outputs.len(), step.outputs.len());
+        let (back, from) = without_recomputation(&made).expect("a graph");
+        let text = |graph: &Graph| graph.nodes().map(|(_, node)| format!("{} {}", node.op.name(), node.path)).collect();
+        let (before, after): (Vec<String>, Vec<String>) = (text(&step), text(&back));
+        assert_eq!(after, before);
+        assert!(from.iter().all(|(id, of)| back.node(id).op == made.node(*of).op));
     }
 
     #[test]

@@ -7,7 +7,8 @@
 //!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
 //!   2023, section 3.3.2);
 //! * reductions for the optimizer wait for others until there are enough bytes for one collective
-//!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3).
+//!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
+//!   bucket is added when some more have closed, so that kernels go on while buckets are reduced.
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
 //! the result depends on nothing that differs between ranks.
@@ -15,10 +16,12 @@
 use crate::lower::{Draft, Hint, Item, StorageId};
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, ReduceKind};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// The bytes of the operands of a bucket at which it is closed.
 const BUCKET_BYTES: u64 = 32 << 20;
+/// How many closed buckets may be on the wire before kernels wait for the first of them.
+const LATE: usize = 4;
 
 /// Moves and merges collectives in every section.
 pub fn schedule(draft: &mut Draft) {
@@ -163,6 +166,26 @@ struct Open {
     writes: BTreeSet<StorageId>,
 }
 
+impl Open {
+    /// Whether something that reads and writes these bytes may not pass this bucket.
+    fn is_met_by(&self, reads: &BTreeSet<StorageId>, writes: &BTreeSet<StorageId>) -> bool {
+        reads.iter().chain(writes).any(|storage| self.writes.contains(storage))
+            || writes.iter().any(|storage| self.reads.contains(storage))
+    }
+
+    /// Whether what writes these bytes may wait until the bucket has closed.
+    fn may_defer(&self, writes: &BTreeSet<StorageId>) -> bool {
+        writes.iter().all(|storage| !self.reads.contains(storage))
+    }
+
+    /// Lets an accumulation of a result wait.
+    fn defer(&mut self, item: Item, reads: BTreeSet<StorageId>, writes: BTreeSet<StorageId>) {
+        self.reads.extend(reads);
+        self.writes.extend(writes);
+        self.deferred.push(item);
+    }
+}
+
 /// Merges reductions that may wait.
 fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let mut open: BTreeMap<Kind, Open> = BTreeMap::new();
@@ -170,30 +193,37 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let mut placed: Vec<(usize, Item)> = Vec::new();
     let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
     let storages = |buffers: &[BufferId]| buffers.iter().map(|id| draft.storage[*id]).collect::<BTreeSet<_>>();
-    let mut close = |bucket: Open, out: &mut Vec<Item>| {
-        placed.push((bucket.at, bucket.collective));
-        out.extend(bucket.deferred);
+    // Buckets that closed: what adds their results up waits until some more have.
+    let mut late: VecDeque<Open> = VecDeque::new();
+    let mut close = |bucket: Open, late: &mut VecDeque<Open>, out: &mut Vec<Item>| {
+        if late.len() == LATE {
+            out.extend(late.pop_front().into_iter().flat_map(|bucket| bucket.deferred));
+        }
+        placed.push((bucket.at, bucket.collective.clone()));
+        late.push_back(bucket);
     };
     for item in items {
         let (reads, writes) = (storages(&item.instruction.operands), storages(&item.instruction.results));
+        let adds = item.instruction.action == Action::Accumulate;
+        if let Some(met) = late.iter().rposition(|bucket| bucket.is_met_by(&reads, &writes)) {
+            if adds && late[met].may_defer(&writes) {
+                late[met].defer(item, reads, writes);
+                continue;
+            }
+            out.extend(late.drain(..=met).flat_map(|bucket| bucket.deferred));
+        }
         let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket);
-        let meets = |bucket: &Open| {
-            reads.iter().chain(&writes).any(|storage| bucket.writes.contains(storage))
-                || writes.iter().any(|storage| bucket.reads.contains(storage))
-        };
-        let met: Vec<Kind> = open.iter().filter(|(_, bucket)| meets(bucket)).map(|(kind, _)| *kind).collect();
-        if let ([only], Action::Accumulate) = (met.as_slice(), &item.instruction.action)
-            && let Some(bucket) = open.get_mut(only)
-            && writes.iter().all(|storage| !bucket.reads.contains(storage))
+        let met: Vec<Kind> =
+            open.iter().filter(|(_, bucket)| bucket.is_met_by(&reads, &writes)).map(|(kind, _)| *kind).collect();
+        if let [only] = met.as_slice()
+            && let Some(bucket) = open.get_mut(only).filter(|bucket| adds && bucket.may_defer(&writes))
         {
-            bucket.reads.extend(reads);
-            bucket.writes.extend(writes);
-            bucket.deferred.push(item);
+            bucket.defer(item, reads, writes);
             continue;
         }
         for kind in met {
             if let Some(bucket) = open.remove(&kind) {
-                close(bucket, &mut out);
+                close(bucket, &mut late, &mut out);
             }
         }
         let Some(kind) = own else {
@@ -217,10 +247,11 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
         if open.get(&kind).is_some_and(|bucket| bucket.bytes >= BUCKET_BYTES)
             && let Some(bucket) = open.remove(&kind)
         {
-            close(bucket, &mut out);
+            close(bucket, &mut late, &mut out);
         }
     }
-    std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut out));
+    std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut late, &mut out));
+    out.extend(late.into_iter().flat_map(|bucket| bucket.deferred));
     insert_at(out, placed)
 }
 

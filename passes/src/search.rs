@@ -5,10 +5,12 @@
 //! then arithmetic on its sums ([`estimate`]). Only the winner becomes an annotated plan
 //! ([`build`]). The order of candidates, and so the result, is deterministic.
 
+pub mod beside;
 pub mod build;
 pub mod estimate;
 pub mod liveness;
 pub mod pins;
+pub mod why;
 
 pub use pins::{Pins, Recompute};
 
@@ -16,7 +18,8 @@ use crate::cluster::{Cluster, Profile};
 use crate::cost;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared, place_axis};
-use estimate::{Shape, Work};
+use estimate::Shape;
+pub use estimate::Work;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
 use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use std::collections::BTreeMap;
@@ -406,7 +409,7 @@ fn divisors(number: u64) -> Vec<u64> {
 }
 
 /// The model's work in one step: recomputation does not count.
-fn model_work(graph: &Graph, device: &Profile) -> Work {
+pub fn model_work(graph: &Graph, device: &Profile) -> Work {
     let mut work = Work { flops: Flops(0.0), at_peak: Seconds(0.0) };
     for (id, node) in graph.nodes().filter(|(_, node)| !matches!(node.role, shardc_ir::Role::Recompute(_))) {
         let operands = graph.operand_types(id);

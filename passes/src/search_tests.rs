@@ -115,7 +115,7 @@ fn request(sizes: Sizes, memory: u64) -> Request {
     Request { batch: sizes.batch, seq: sizes.seq, device_memory: Bytes(memory << 30), ..Request::default() }
 }
 
-fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> Result<Plan, String> {
+pub(crate) fn plan(sizes: Sizes, dtype: DType, cluster: &str, memory: u64, pins: &str) -> Result<Plan, String> {
     let graph = llama(sizes, dtype);
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let pins = Pins::parse(pins).map_err(|error| error.to_string())?;

@@ -34,7 +34,11 @@ impl Group {
     /// The group of the ranks that differ only in these axes.
     pub fn new(mesh: &Mesh, axes: &[AxisId], cluster: &Cluster) -> Self {
         let axes: Vec<AxisId> = axes.iter().copied().filter(|axis| mesh.axis(*axis).kind == AxisKind::Space).collect();
-        let ranks = mesh.group(0, &axes);
+        Self::of_ranks(&mesh.group(0, &axes), cluster)
+    }
+
+    /// The group of these ranks.
+    pub fn of_ranks(ranks: &[u64], cluster: &Cluster) -> Self {
         let node = |rank: &u64| rank / cluster.per_node;
         let mut nodes: Vec<u64> = ranks.iter().map(node).collect();
         nodes.sort_unstable();

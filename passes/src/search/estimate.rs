@@ -3,19 +3,17 @@
 //! A [`Shape`] holds what the tensor-parallel solution of one mesh needs: seconds per microbatch and
 //! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
 
+use super::beside::{BUCKET, Loop, Shown, Traffic};
 use super::liveness::Liveness;
 use super::pins::Recompute;
-use crate::cost::collective::{self, Collective, Group};
-use crate::cost::{Bound, Machine, Pass, overlap, step};
+use crate::cost::collective::{Collective, Group};
+use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use crate::shard::zero::storage_dim;
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{BinaryKind, Op};
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Role, Seconds};
-
-/// Bytes of one communication bucket, as the schedule closes them.
-const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,12 +21,6 @@ struct Split {
     matmul: f64,
     memory: f64,
     communication: f64,
-}
-
-impl Split {
-    fn total(&self) -> f64 {
-        self.matmul + self.memory + self.communication
-    }
 }
 
 /// What the model asks of the devices in one step, over all ranks.
@@ -47,8 +39,11 @@ pub struct Shape {
     backward: Split,
     /// The forward pass of the nodes of one block.
     block: Split,
-    /// Once per step: casts, the norm.
+    /// Once per step: what is neither in the loop nor the update.
     once: Split,
+    /// Once per step, of what the data axes can divide and of the rest: casts of parameters, and the
+    /// squares of gradients.
+    stored_once: [f64; 2],
     /// The update with whole storage, and how many there are.
     update: f64,
     /// Bytes of stored parameters: those whose storage dp can divide, and those it cannot.
@@ -57,6 +52,8 @@ pub struct Shape {
     state: [u64; 2],
     /// Bytes of gradients, likewise.
     gradient: [u64; 2],
+    /// Of them, the bytes of those that no product makes, which are added up over microbatches.
+    added_up: u64,
     /// Bytes of casts of parameters, and of parameters read without one, that dp can divide.
     casts: [u64; 2],
     bare: u64,
@@ -72,6 +69,8 @@ pub struct Shape {
     largest_copy: u64,
     data: Group,
     microbatches: u64,
+    /// What communication over the data axes runs beside.
+    around: Loop,
 }
 
 impl Shape {
@@ -83,10 +82,12 @@ impl Shape {
             backward: Split::default(),
             block: Split::default(),
             once: Split::default(),
+            stored_once: [0.0; 2],
             update: 0.0,
             stored: [0; 2],
             state: [0; 2],
             gradient: [0; 2],
+            added_up: 0,
             casts: [0; 2],
             bare: 0,
             head: 0,
@@ -97,10 +98,10 @@ impl Shape {
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             data: Group::new(placed.mesh, &axes, placed.cluster),
             microbatches: placed.microbatches,
+            around: Loop::default(),
         };
-        for class in 0..prepared.rules.len() {
-            shape.add_class(prepared, placed, class);
-        }
+        let seconds: Vec<f64> =
+            (0..prepared.rules.len()).map(|class| shape.add_class(prepared, placed, class)).collect();
         for conversion in conversions {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
@@ -108,6 +109,10 @@ impl Shape {
                 shape.block.communication += seconds / shape.blocks as f64;
             }
         }
+        let again = (shape.block.matmul + shape.block.memory, shape.block.communication);
+        let extent = placed.mesh.extent(axes.iter().copied());
+        let divides = |class: usize| is_divided(prepared, placed, class, extent);
+        shape.around = Loop::new(prepared, placed, conversions, &seconds, again, &divides);
         shape
     }
 
@@ -125,26 +130,27 @@ impl Shape {
         }
     }
 
-    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) {
+    /// Adds a class of nodes; gives the seconds of one of them.
+    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> f64 {
         let strategy = &placed.strategies[class];
         let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
         let machine = Machine::own(&placed.cluster.device);
         let (seconds, bound) = machine.seconds(op, &operands, &results, Pass::of(prepared.role(class)));
-        let seconds = seconds.0 * count as f64;
+        let (each, seconds) = (seconds.0, seconds.0 * count as f64);
         let bytes = results.first().map_or(0, |ty| ty.bytes().0) * count;
         let axes = placed.mesh.family("dp");
         let extent = placed.mesh.extent(axes.iter().copied());
-        let divides = |class: usize| {
-            let node = prepared.graph.node(prepared.folded.classes[class].node);
-            let ty = prepared.graph.ty(node.results[0]);
-            storage_dim(ty, &placed.strategies[class], placed.mesh, extent).is_some()
-        };
+        let divides = |class: usize| is_divided(prepared, placed, class, extent);
         match op {
             Op::Adamw(_) => {
                 self.update += seconds;
                 self.gradient[usize::from(!divides(class))] += operands[1].bytes().0 * count;
+                let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
+                if !matches!(prepared.graph.def(gradient).op, Op::Matmul(_)) {
+                    self.added_up += operands[1].bytes().0 * count;
+                }
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1].bytes().0);
                 }
@@ -163,8 +169,13 @@ impl Shape {
                 if !self.is_in_block(prepared, class) {
                     self.head = self.head.max(bytes);
                 }
-                self.once.memory += seconds;
+                self.stored_once[usize::from(!divides(class))] += seconds;
             }
+            Op::SumSquares(_) if !prepared.in_loop(class) => {
+                self.stored_once[usize::from(!is_divided_operand(prepared, placed, class, extent))] += seconds;
+            }
+            // A gradient to which several products contribute is added up by the products.
+            Op::Binary(sum) if sum.kind == BinaryKind::Add && is_merged(prepared, class) => {}
             _ => {
                 let is_in_block = self.is_in_block(prepared, class);
                 let part = self.part(prepared, class, class);
@@ -179,6 +190,7 @@ impl Shape {
                 }
             }
         }
+        each
     }
 
     /// The blocks that are computed again.
@@ -237,49 +249,30 @@ impl Shape {
         let cluster = placed.cluster;
         let (data, microbatches) = (self.data.size(), self.microbatches as f64);
         let again = self.recomputed(recompute) as f64;
-        let forward = self.forward.total();
-        let backward = self.backward.total() + again * self.block.total();
-        let bytes = |pair: [u64; 2]| (pair[0] + pair[1]) as f64;
-        // Buckets each pay a collective's start.
-        let run = |kind: Collective, bytes: f64| {
-            let buckets = (bytes / BUCKET).ceil().max(1.0);
-            let seconds = collective::seconds(kind, bytes / buckets, self.data, cluster).0;
-            if bytes > 0.0 { (buckets * seconds, seconds) } else { (0.0, 0.0) }
+        let traffic = Traffic {
+            reduce: if zero == 0 { Collective::AllReduce } else { Collective::ReduceScatter },
+            gathers: zero >= 1,
+            drops: zero == 3,
+            reduces_in_loop: zero >= 2,
+            microbatches: self.microbatches,
+            recomputed: self.recomputed(recompute),
         };
-        let gathered = (self.casts[0] + self.bare) as f64;
-        let (mut communication, mut shown) = (0.0, 0.0);
-        let mut add = |time: (f64, f64), beside: f64, times: f64| {
-            communication += times * time.0;
-            shown += times * overlap::shown(time.0, time.1, beside, cluster.device.overlap_loss.value);
-        };
-        let gradients = bytes(self.gradient);
-        let gather = run(Collective::AllGather, gathered);
-        match zero {
-            _ if data == 1 => {}
-            0 => add(run(Collective::AllReduce, gradients), backward, 1.0),
-            1 => {
-                add(run(Collective::ReduceScatter, gradients), backward, 1.0);
-                add(gather, 0.0, 1.0);
-            }
-            2 => {
-                add(run(Collective::ReduceScatter, gradients), backward, microbatches);
-                add(gather, 0.0, 1.0);
-            }
-            _ => {
-                let reduce = run(Collective::ReduceScatter, gradients);
-                add(gather, forward, microbatches);
-                add((gather.0 + reduce.0, gather.1 + reduce.1), backward, microbatches);
-            }
-        }
-        let device = &cluster.device;
-        let bandwidth = Machine::own(device).bandwidth();
-        let accumulate = if self.microbatches > 1 { 3.0 * gradients / bandwidth * microbatches } else { 0.0 };
+        let around = if data > 1 { self.around.shown(&traffic, self.data, cluster) } else { Shown::default() };
+        let (communication, shown) = (around.all, around.shown);
+        let bandwidth = Machine::own(&cluster.device).bandwidth();
+        // What is reduced in every microbatch is added up as a shard; else products add by themselves.
+        let [divided, whole] = self.gradient.map(|bytes| bytes as f64);
+        let added = if zero >= 2 && data > 1 { divided / data as f64 + whole } else { self.added_up as f64 };
+        let accumulate = if self.microbatches > 1 { 3.0 * added / bandwidth * microbatches } else { 0.0 };
+        let parts = if zero >= 1 { data as f64 } else { 1.0 };
+        let stored_once = self.stored_once[0] / parts + self.stored_once[1];
         let update = if zero >= 1 { self.update / data as f64 } else { self.update };
         let tensor = self.forward.communication + self.backward.communication + again * self.block.communication;
         let tensor = tensor * microbatches + self.once.communication;
-        let matmul = (self.forward.matmul + self.backward.matmul + again * self.block.matmul) * microbatches;
+        let matmul =
+            (self.forward.matmul + self.backward.matmul + again * self.block.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again * self.block.memory) * microbatches;
-        let memory_bound = memory + self.once.memory + self.once.matmul + accumulate;
+        let memory_bound = memory + self.once.memory + stored_once + accumulate;
         let step = (matmul + memory_bound + tensor + shown + update) * step::spread(cluster.ranks());
         Prediction {
             step: Seconds(step),
@@ -294,4 +287,24 @@ impl Shape {
             host: Bytes(0),
         }
     }
+}
+
+/// Whether the data axes divide what a class stores.
+fn is_divided(prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, extent: u64) -> bool {
+    let node = prepared.graph.node(prepared.folded.classes[class].node);
+    storage_dim(prepared.graph.ty(node.results[0]), &placed.strategies[class], placed.mesh, extent).is_some()
+}
+
+/// Whether the data axes divide the gradient that a class reads.
+fn is_divided_operand(prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, extent: u64) -> bool {
+    let node = prepared.graph.node(prepared.folded.classes[class].node);
+    storage_dim(prepared.graph.ty(node.operands[0]), &placed.strategies[class], placed.mesh, extent).is_some()
+}
+
+/// Whether a class is a sum in the backward pass that a product makes by itself (see
+/// [`lower`](crate::lower)).
+fn is_merged(prepared: &Prepared<'_>, class: usize) -> bool {
+    let node = prepared.graph.node(prepared.folded.classes[class].node);
+    let by_product = |value: &shardc_ir::ValueId| matches!(prepared.graph.def(*value).op, Op::Matmul(_));
+    matches!(node.role, Role::Backward(_)) && node.operands.iter().any(by_product)
 }

@@ -69,6 +69,11 @@ impl CostGraph {
     pub fn solve(&self) -> Solution {
         Elimination::new(self).run(self)
     }
+
+    /// Per choice of a variable, by how much the best assignment that has it costs more than the best.
+    pub fn costs_of(&self, variable: usize) -> Vec<f64> {
+        Elimination::new(self).costs_of(variable)
+    }
 }
 
 /// Costs over a sorted list of variables, row-major.
@@ -127,7 +132,29 @@ impl Elimination {
     }
 
     fn run(mut self, graph: &CostGraph) -> Solution {
-        let mut queue: BTreeSet<(usize, usize)> = (0..self.sizes.len()).map(|id| (self.weight(id), id)).collect();
+        self.eliminate_all((0..self.sizes.len()).collect());
+        let mut choices = vec![0; self.sizes.len()];
+        for step in self.steps.iter().rev() {
+            let index = step.scope.iter().fold(0, |index, id| index * self.sizes[*id] + choices[*id]);
+            choices[step.variable] = step.best[index] as usize;
+        }
+        Solution { cost: graph.cost(&choices), choices, is_exact: self.is_exact }
+    }
+
+    /// What is left of the costs when every other variable has been eliminated, beyond the least.
+    fn costs_of(mut self, variable: usize) -> Vec<f64> {
+        self.eliminate_all((0..self.sizes.len()).filter(|id| *id != variable).collect());
+        let mut costs = vec![0.0; self.sizes[variable]];
+        for table in self.tables.iter().flatten() {
+            costs.iter_mut().zip(&table.costs).for_each(|(cost, more)| *cost += more);
+        }
+        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        costs.into_iter().map(|cost| cost - least).collect()
+    }
+
+    /// Eliminates variables, the one with the smallest resulting table first.
+    fn eliminate_all(&mut self, variables: Vec<usize>) {
+        let mut queue: BTreeSet<(usize, usize)> = variables.into_iter().map(|id| (self.weight(id), id)).collect();
         while let Some((weight, mut variable)) = queue.first().copied() {
             let mut fixed = None;
             if weight > TABLE_LIMIT {
@@ -137,21 +164,19 @@ impl Elimination {
                 self.is_exact = false;
             }
             let changed = self.neighbours[variable].clone();
-            for id in changed.iter().chain([&variable]) {
-                queue.remove(&(self.weight(*id), *id));
-            }
+            let held: Vec<usize> = changed
+                .iter()
+                .chain([&variable])
+                .copied()
+                .filter(|id| queue.remove(&(self.weight(*id), *id)))
+                .collect();
             match fixed {
                 Some(choice) => self.fix(variable, choice),
                 None => self.eliminate(variable),
             }
-            queue.extend(changed.iter().map(|id| (self.weight(*id), *id)));
+            let rest = held.iter().filter(|id| **id != variable).map(|id| (self.weight(*id), *id));
+            queue.extend(rest.collect::<Vec<_>>());
         }
-        let mut choices = vec![0; self.sizes.len()];
-        for step in self.steps.iter().rev() {
-            let index = step.scope.iter().fold(0, |index, id| index * self.sizes[*id] + choices[*id]);
-            choices[step.variable] = step.best[index] as usize;
-        }
-        Solution { cost: graph.cost(&choices), choices, is_exact: self.is_exact }
     }
 
     /// Takes the tables that hold a variable out.

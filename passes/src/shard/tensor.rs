@@ -138,6 +138,24 @@ pub fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId
     (solution, conversions)
 }
 
+/// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
+/// are free to suit it.
+pub fn choices_of(
+    prepared: &Prepared<'_>,
+    placed: &Placed<'_>,
+    axis: AxisId,
+    classes: &[usize],
+) -> Vec<Vec<(Choice, f64)>> {
+    let problem = Problem::new(prepared, placed, axis);
+    let mut known: BTreeMap<usize, Vec<(Choice, f64)>> = BTreeMap::new();
+    let of = |class: &usize| {
+        let variable = problem.variable[*class];
+        let choices = || problem.domains[variable].iter().copied();
+        known.entry(variable).or_insert_with(|| choices().zip(problem.graph.costs_of(variable)).collect()).clone()
+    };
+    classes.iter().map(of).collect()
+}
+
 /// The cost graph of one axis.
 struct Problem<'a, 'b> {
     prepared: &'a Prepared<'b>,

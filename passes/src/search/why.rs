@@ -1,0 +1,98 @@
+//! Why a plan is as it is: what the other choices would cost, by the search's own functions.
+//!
+//! The plan's graph is prepared as the search prepared it. For a tensor axis, the cost graph is solved
+//! once per choice of a node, with that choice forced and all others free; what the forced optimum
+//! takes longer is what the choice costs. What divides the batch was never a choice of one node, and
+//! where parameters are stored is one of the ZeRO stages, which are priced as whole plans.
+
+use super::estimate::Shape;
+use super::{Pins, PlanError, Recompute, model_work, place_batch};
+use crate::cluster::Cluster;
+use crate::rematerialize::without_recomputation;
+use crate::shard::prepare::prepare;
+use crate::shard::tensor::{choices_of, place_axis};
+use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, Seconds, Target};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What a node might do with one axis.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// The axis.
+    pub axis: AxisId,
+    /// What the plan does.
+    pub chosen: Choice,
+    /// Every choice, and what it would cost a step beyond the best; cheapest first.
+    pub costs: Vec<(Choice, Seconds)>,
+}
+
+/// The alternatives to some parts of a plan.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Why {
+    /// Per node that was asked for, its options on each tensor axis.
+    pub options: BTreeMap<NodeId, Vec<Options>>,
+    /// The ZeRO stages on the plan's mesh, with the plan's recomputation.
+    pub stages: Vec<(u64, Prediction)>,
+}
+
+/// The plan's graph as the search saw it, without recomputation.
+///
+/// # Errors
+/// Only a bug.
+pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
+    without_recomputation(&plan.graph).map(|(graph, _)| graph).map_err(|error| PlanError::Bug(error.to_string()))
+}
+
+/// Finds the plan anew under another request or on another cluster: what would change if there were
+/// more memory, or faster links. Memory is estimated.
+///
+/// # Errors
+/// As [`search`](super::search).
+pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn Target) -> Result<Plan, PlanError> {
+    // The graph's head is cut as the plan cut it.
+    let pins = Pins { loss_chunks: None, ..Pins::parse(&request.pins)? };
+    super::search(graph, cluster, request, &pins, target)
+}
+
+/// What speaks for a plan's choices at some nodes.
+///
+/// # Errors
+/// A plan that was not made by the search for this cluster and does not divide as it says.
+pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
+    let bug = |error: &dyn std::fmt::Display| PlanError::Bug(error.to_string());
+    let (graph, from) = without_recomputation(&plan.graph).map_err(|error| bug(&error))?;
+    let prepared = prepare(&graph, plan.request.batch, target);
+    let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
+        let message = "the batch of the plan does not divide over its mesh".to_string();
+        return Err(PlanError::Pin { pin: plan.choice.clone(), message });
+    };
+    // A copy that is computed again does as its original.
+    let original = |node: &NodeId| match plan.graph.node(*node).role {
+        shardc_ir::Role::Recompute(of) => of,
+        _ => *node,
+    };
+    let back: BTreeMap<NodeId, NodeId> = from.iter().map(|(new, old)| (*old, new)).collect();
+    let class = |node: &NodeId| back.get(&original(node)).map(|new| prepared.folded.class[*new]);
+    let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
+    let mut why = Why::default();
+    let mut conversions = Vec::new();
+    for axis in plan.mesh.family("tp") {
+        let costs = choices_of(&prepared, &placed, axis, &classes);
+        for node in nodes {
+            let Some(place) = class(node).and_then(|class| classes.binary_search(&class).ok()) else { continue };
+            let mut costs: Vec<(Choice, Seconds)> =
+                costs[place].iter().map(|(choice, cost)| (*choice, Seconds(*cost))).collect();
+            costs.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
+            let chosen = plan.strategies[*node].choice(axis);
+            why.options.entry(*node).or_default().push(Options { axis, chosen, costs });
+        }
+        conversions.extend(place_axis(&prepared, &mut placed, axis).1);
+    }
+    // Whatever was cut into chunks is cut in the plan's graph already.
+    let shape = Shape::new(&prepared, &placed, &conversions, 1);
+    let work = model_work(&graph, &cluster.device);
+    let recompute = Pins::parse(&plan.choice).ok().and_then(|pins| pins.recompute).unwrap_or(Recompute::None);
+    let stages = if plan.mesh.degree("dp") > 1 { 0..=3 } else { 0..=0 };
+    why.stages = stages.map(|zero| (zero, shape.predict(&placed, zero, recompute, work))).collect();
+    Ok(why)
+}

@@ -1,0 +1,60 @@
+//! How long each instruction takes by itself.
+
+use crate::cluster::{Cluster, Profile};
+use crate::cost::collective::{self, Collective, Group};
+use crate::cost::{Machine, Pass};
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, Graph, Program, TensorType};
+
+/// What an instruction needs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Work {
+    /// Seconds of its own stream, alone; 0 if it only declares a view.
+    Local(f64),
+    /// The ranks of a group (by its index in the program) come together and move bytes.
+    Meet { group: usize, collective: Collective, bytes: f64 },
+    /// A message of so many bytes between this rank and another.
+    Message { peer: u64, is_sender: bool, bytes: f64 },
+}
+
+/// What an instruction of a program needs on this device; `graph` knows in which half of the step the
+/// node is that it came from.
+pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, device: &Profile) -> Work {
+    let size = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.bytes().0 as f64).sum::<f64>();
+    let (operands, results) = (size(&instruction.operands), size(&instruction.results));
+    let machine = Machine::own(device);
+    let bandwidth = machine.bandwidth();
+    let meet = |group: usize, collective: Collective, bytes: f64| Work::Meet { group, collective, bytes };
+    match &instruction.action {
+        Action::Compute(op) => {
+            let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect();
+            let (operands, results): (Vec<TensorType>, Vec<TensorType>) =
+                (types(&instruction.operands), types(&instruction.results));
+            let known = instruction.source.filter(|id| (id.as_u32() as usize) < graph.node_count());
+            let pass = known.map_or(Pass::Forward, |id| Pass::of(graph.node(id).role));
+            Work::Local(machine.seconds(op, &operands, &results, pass).0.0)
+        }
+        Action::Accumulate => Work::Local(device.launch_seconds.value + (operands + 2.0 * results) / bandwidth),
+        Action::Copy => Work::Local(device.launch_seconds.value + (operands + results) / bandwidth),
+        Action::Feed { .. } => Work::Local(results / device.host_bandwidth.value),
+        Action::AllReduce { group, .. } => meet(*group, Collective::AllReduce, operands),
+        Action::ReduceScatter { group, .. } => meet(*group, Collective::ReduceScatter, operands),
+        Action::AllGather { group } => meet(*group, Collective::AllGather, results),
+        // The cost of an exchange is stated for the value whose parts the ranks hold.
+        Action::AllToAll { group } => {
+            meet(*group, Collective::AllToAll, operands * program.groups[*group].len() as f64)
+        }
+        Action::Send { peer } => Work::Message { peer: *peer, is_sender: true, bytes: operands },
+        Action::Receive { peer } => Work::Message { peer: *peer, is_sender: false, bytes: results },
+    }
+}
+
+/// How long a collective takes once all its ranks are there.
+pub(super) fn meeting_seconds(collective: Collective, bytes: f64, group: Group, cluster: &Cluster) -> f64 {
+    collective::seconds(collective, bytes, group, cluster).0
+}
+
+/// How long a message takes once both its ranks are there.
+pub(super) fn message_seconds(bytes: f64, away: bool, cluster: &Cluster) -> f64 {
+    collective::send_seconds(bytes, away, cluster).0
+}

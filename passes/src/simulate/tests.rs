@@ -1,0 +1,150 @@
+//! Simulated steps: against the search's estimate, and of small programs written out.
+
+use super::{Conditions, Simulated, simulate};
+use crate::cluster::Cluster;
+use crate::lower::lower_rank;
+use crate::search_tests::{SMALL, Sizes, plan};
+use shardc_ir::program::Stream;
+use shardc_ir::{AxisKind, DType, NoScratch, Plan, Program, verify};
+
+fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let program = lower_rank(&verify::plan(plan).unwrap(), 0, &NoScratch).unwrap();
+    simulate(&[program], &[], plan, &cluster, conditions).unwrap()
+}
+
+/// The closed form of the search and the simulation of the lowered programs say the same.
+#[test]
+fn the_estimate_and_the_simulation_agree() {
+    let sizes = Sizes { layers: 16, ..SMALL };
+    let many = Sizes { batch: 64, ..sizes };
+    let cases = [
+        (sizes, "h100:1", "microbatch=1"),
+        (sizes, "h100:8", "dp=8,zero=1"),
+        (sizes, "h100:4", "dp=4,zero=2,microbatch=1"),
+        (sizes, "h100:4", "dp=4,zero=3,microbatch=1"),
+        (sizes, "h100:8", "tp=4,dp=2,zero=1,microbatch=1"),
+        (sizes, "h100:8", "tp=2,dp=4,zero=1,microbatch=1"),
+        (sizes, "a100-80:4", "dp=4,zero=1,microbatch=1,recompute=2"),
+        (sizes, "h100:2x4", "dp=4,tp=2,zero=3"),
+        (many, "h100:8x4", "dp=32,zero=2,microbatch=1"),
+        (many, "h100:8x4", "dp=16,tp=2,zero=1,microbatch=2"),
+        (sizes, "h200:4", "dp=4,zero=3,microbatch=1,recompute=8"),
+    ];
+    let mut wrong = Vec::new();
+    for (sizes, cluster, pins) in cases {
+        let plan = plan(sizes, DType::Bf16, cluster, 1000, pins).unwrap_or_else(|error| panic!("{pins}: {error}"));
+        let simulated = simulated(&plan, cluster, &Conditions::default());
+        let (estimate, rank) = (plan.prediction, &simulated.ranks[0]);
+        let off = estimate.step.0 / simulated.step.0 - 1.0;
+        let line = format!(
+            "{cluster} {pins}: estimated {} and simulated {} ({:+.1}%); kernels {} and {}, communication {} and {}, exposed {} and {}",
+            estimate.step,
+            simulated.step,
+            100.0 * off,
+            estimate.matmul + estimate.memory_bound + estimate.optimizer,
+            rank.busy[Stream::Compute as usize],
+            estimate.communication,
+            rank.communication,
+            estimate.exposed_communication,
+            rank.exposed_communication,
+        );
+        if off.abs() > 0.03 {
+            wrong.push(line);
+        }
+    }
+    assert!(wrong.is_empty(), "apart by more than 3%:\n{}", wrong.join("\n"));
+}
+
+/// However many ranks there are, those that are alike are simulated once.
+#[test]
+fn equal_ranks_are_folded() {
+    let sizes = Sizes { layers: 1, batch: 1024, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:8x256", 1000, "tp=2,zero=1,microbatch=1").unwrap();
+    let even = simulated(&plan, "h100:8x256", &Conditions::default());
+    assert_eq!(even.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [2048]);
+    let slow = Conditions { stragglers: vec![(5, 2.0)], ..Conditions::default() };
+    let late = simulated(&plan, "h100:8x256", &slow);
+    // The slow rank; its tensor partner; its data peers; those of its partner.
+    let mut counts: Vec<u64> = late.ranks.iter().map(|rank| rank.count).collect();
+    counts.sort_unstable();
+    assert_eq!(counts, [1, 1, 1023, 1023]);
+    assert!(late.step > even.step && late.step.0 <= 2.0 * even.step.0, "{} {}", late.step, even.step);
+    let waits = |rank: u64| late.ranks.iter().find(|known| known.rank == rank).unwrap().waiting;
+    assert!(waits(5) < waits(4) && waits(5) < waits(0));
+}
+
+#[test]
+fn shared_links_slow_what_leaves_a_node() {
+    let shared = Conditions { contention: 4.0, ..Conditions::default() };
+    let step = |cluster: &str, conditions: &Conditions| {
+        let plan = plan(SMALL, DType::Bf16, cluster, 1000, "dp=8,zero=3").unwrap();
+        simulated(&plan, cluster, conditions).step.0
+    };
+    assert_eq!(step("h100:8", &shared), step("h100:8", &Conditions::default()));
+    assert!(step("h100:2x4", &shared) > 1.1 * step("h100:2x4", &Conditions::default()));
+}
+
+#[track_caller]
+fn check_error(cluster: &str, conditions: Conditions, expect: &str) {
+    let plan = plan(Sizes { layers: 1, ..SMALL }, DType::Bf16, "h100:8", 1000, "dp=8").unwrap();
+    let program = lower_rank(&verify::plan(&plan).unwrap(), 0, &NoScratch).unwrap();
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let error = simulate(&[program], &[], &plan, &cluster, &conditions).unwrap_err().to_string();
+    assert!(error.contains(expect), "{error}");
+}
+
+#[test]
+fn conditions_must_make_sense() {
+    let slow = |rank, factor| Conditions { stragglers: vec![(rank, factor)], ..Conditions::default() };
+    check_error("h100:8", slow(8, 2.0), "rank 8 is to be slow, but the plan has ranks 0 to 7");
+    check_error("h100:8", slow(0, 0.5), "the slowdown of a rank is 0.5; it must be a number that is at least 1");
+    check_error("h100:8", Conditions { contention: f64::NAN, ..Conditions::default() }, "the contention is NaN");
+    check_error("h100:4", Conditions::default(), "the plan has 8 ranks and the cluster 4 devices");
+}
+
+/// Two stages of a pipeline: what the first makes, the second waits for.
+const STAGES: &str = r#"program rank 0 of 2 {
+  arena device 2097152
+  $0: f32[512,512] device+0 parameter
+  $1: f32[512,512] device+1048576 activation
+  slot parameter "w": f32[512,512] = $0 [0+512,0+512]
+  section step {
+    0: $1 = compute matmul $0, $0 {spec="mk,kn->mn"} on compute
+    1: send $1 to rank 1 on communication after 0
+  }
+  order step 0, step 1
+}
+program rank 1 of 2 {
+  arena device 2097152
+  $0: f32[512,512] device+0 parameter
+  $1: f32[512,512] device+1048576 activation
+  slot parameter "w": f32[512,512] = $0 [0+512,0+512]
+  section step {
+    0: $1 = receive from rank 0 on communication
+    1: $0 = compute matmul $1, $1 {spec="mk,kn->mn"} on compute after 0
+  }
+  order step 0, step 1
+}
+"#;
+
+#[test]
+fn messages_are_rendezvous() {
+    let programs = Program::parse_all(STAGES).unwrap();
+    let mut plan = Plan::default();
+    let pp = plan.mesh.push("pp", 2, AxisKind::Space);
+    let cluster = Cluster::parse("h100:2", "h200").unwrap();
+    let simulated = simulate(&programs, &[pp], &plan, &cluster, &Conditions::default()).unwrap();
+    let [first, second] = &simulated.ranks[..] else { panic!("{} classes", simulated.ranks.len()) };
+    let (kernel, message) = (first.busy[Stream::Compute as usize].0 / 2.0, first.communication.0 / 2.0);
+    assert!(kernel > 0.0 && message > 0.0);
+    // Every run ends before the next begins, so the second message waits for both kernels before it.
+    let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
+    assert!(near(simulated.step.0, 3.0 * kernel + 2.0 * message), "{} {kernel} {message}", simulated.step);
+    assert!(near(second.waiting.0, kernel), "{} {kernel}", second.waiting);
+    // A receiver that is never sent to is told, not waited for.
+    let mut broken = programs.clone();
+    broken[0].order.pop();
+    let error = simulate(&broken, &[pp], &plan, &cluster, &Conditions::default()).unwrap_err().to_string();
+    assert!(error.contains("rank 1 waits for ever at instruction 0 of step"), "{error}");
+}
