@@ -10,4 +10,7 @@ if ! command -v cc >/dev/null; then
   echo "a C compiler is missing: install gcc or clang (Debian: apt-get install build-essential)" >&2
   exit 1
 fi
+if ! command -v "${CHROME:-chromium}" chromium-browser google-chrome google-chrome-stable chrome >/dev/null; then
+  echo "no Chromium: the test that drives the report in a browser is skipped (Debian: apt-get install chromium)" >&2
+fi
 exec cargo test --workspace --locked "$@"

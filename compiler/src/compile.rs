@@ -97,6 +97,11 @@ impl Compiled {
         &self.plan
     }
 
+    /// The plan, as what was verified.
+    pub fn verified(&self) -> &VerifiedPlan<'static> {
+        &self.plan
+    }
+
     /// The programs of all ranks; lowered when first asked for.
     pub fn programs(&self) -> Result<&[Program], Error> {
         if let Some(programs) = self.programs.get() {

@@ -13,6 +13,7 @@ use shardc_passes::PassError;
 use shardc_passes::cluster::ClusterError;
 use shardc_passes::lower::LowerError;
 use shardc_passes::search::PlanError;
+use shardc_passes::simulate::SimulateError;
 use shardc_runtime::RuntimeError;
 use shardc_runtime::cuda::CudaError;
 use shardc_runtime::launch::LaunchError;
@@ -269,6 +270,18 @@ impl From<ZooError> for Error {
             ZooError::Trace(error) => Self::Trace(error),
             other => Self::Zoo(other),
         }
+    }
+}
+
+impl From<SimulateError> for Error {
+    fn from(error: SimulateError) -> Self {
+        let fix = match error {
+            SimulateError::UnknownRank { .. } => "--straggler takes RANK=FACTOR, with ranks from 0",
+            SimulateError::Factor { .. } => "1 is as planned, 2 takes twice as long",
+            SimulateError::Ranks { .. } => "leave --cluster out, or name one of that many devices",
+            SimulateError::Stuck { .. } => return Self::Check(error.to_string()),
+        };
+        Self::request(error.to_string(), fix)
     }
 }
 

@@ -11,10 +11,12 @@
 //! # }
 //! ```
 
+pub mod capacity;
 pub mod compile;
 pub mod data;
 pub mod error;
 pub mod estimate;
+pub mod explain;
 pub mod launch;
 pub mod learning_rate;
 pub mod metrics;

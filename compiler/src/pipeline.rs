@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{Diagnostics, Graph, NoScratch, Plan, Program, Target};
+use shardc_ir::{AxisId, Diagnostics, Graph, NoScratch, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
 use shardc_passes::allocate::memory;
@@ -108,7 +108,7 @@ pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<Verif
 }
 
 /// The runtime that a cluster's programs are for. A described cluster is one of GPUs, here or not.
-fn target(cluster: &str) -> &'static dyn Target {
+pub fn target(cluster: &str) -> &'static dyn Target {
     if cluster.starts_with("cpu:") { &NoScratch } else { &CudaTarget }
 }
 
@@ -125,6 +125,16 @@ pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
         *largest = (*largest).max(*bytes);
     }
     Ok(facts)
+}
+
+/// The programs of ranks that differ in more than groups and slices, and the axes along which ranks
+/// do: pipeline stages. The first rank of each coordinate stands for its stage.
+pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<AxisId>), Error> {
+    let apart = plan.mesh.family("pp");
+    let ranks = plan.mesh.group(0, &apart);
+    let target = target(&plan.request.cluster);
+    let programs = ranks.into_iter().map(|rank| lower_rank(plan, rank, target)).collect::<Result<_, _>>()?;
+    Ok((programs, apart))
 }
 
 fn bug(pass: Pass, found: &Diagnostics) -> Error {

@@ -185,6 +185,10 @@ fn text(program: &Program, instruction: &Instruction) -> String {
 pub fn trace_events(programs: &[Program], spans: &[Span]) -> serde_json::Value {
     let mut events = Vec::new();
     for program in programs {
+        events.push(serde_json::json!({
+            "ph": "M", "name": "process_name", "pid": program.rank,
+            "args": {"name": format!("rank {}, measured", program.rank)},
+        }));
         for (index, stream) in Stream::ALL.into_iter().enumerate() {
             events.push(serde_json::json!({
                 "ph": "M", "name": "thread_name", "pid": program.rank, "tid": index, "args": {"name": stream.name()},

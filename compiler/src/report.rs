@@ -1,8 +1,7 @@
 //! Plans for people to read.
 
-use crate::nearest::nearest;
+use shardc_ir::Plan;
 use shardc_ir::plan::Memory;
-use shardc_ir::{NodeId, Op, Plan, Role, ValueId};
 use std::fmt::Write;
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
@@ -65,69 +64,4 @@ pub fn memory_rows(memory: &Memory) -> [(&'static str, shardc_ir::Bytes); 6] {
         ("buffers", memory.buffers),
         ("kept for running collectives, and gaps", memory.reserved),
     ]
-}
-
-/// What a plan says of the values that `what` names: a value (`%12`), or a part of a leaf's name or
-/// of a module path.
-///
-/// # Errors
-/// If nothing has that name; the message suggests the nearest.
-pub fn explain_value(plan: &Plan, what: &str) -> Result<String, String> {
-    let graph = &plan.graph;
-    let is_value = what.starts_with('%');
-    let matches = |id: ValueId, node: NodeId| {
-        let node = graph.node(node);
-        if is_value {
-            id.to_string() == what
-        } else {
-            node.path.contains(what) || leaf_name(&node.op).is_some_and(|name| name.contains(what))
-        }
-    };
-    let mut text = String::new();
-    for (id, value) in graph.values().filter(|(id, value)| matches(*id, value.def)) {
-        let _ = writeln!(text, "{}", value_text(plan, id, value.def));
-    }
-    if !text.is_empty() {
-        return Ok(text);
-    }
-    let names: Vec<&str> =
-        graph.nodes().flat_map(|(_, node)| [leaf_name(&node.op), Some(node.path.as_str())]).flatten().collect();
-    let hint = nearest(what, names).map(|name| format!("; did you mean `{name}`?")).unwrap_or_default();
-    Err(format!("the plan has no value, leaf or module `{what}`{hint}"))
-}
-
-fn leaf_name(op: &Op) -> Option<&str> {
-    match op {
-        Op::Input(leaf) => Some(&leaf.name),
-        Op::Parameter(leaf) => Some(&leaf.name),
-        Op::State(leaf) => Some(&leaf.name),
-        _ => None,
-    }
-}
-
-fn value_text(plan: &Plan, id: ValueId, def: NodeId) -> String {
-    let (graph, mesh, node) = (&plan.graph, &plan.mesh, plan.graph.node(def));
-    let ty = graph.ty(id);
-    let sharding = plan.sharding(id);
-    let dims: Vec<String> =
-        ty.shape.iter().enumerate().map(|(dim, size)| format!("{size}{}", sharding.dim_text(dim, mesh))).collect();
-    let local = sharding.local_shape(&ty.shape, mesh);
-    let role = match node.role {
-        Role::Forward => "forward",
-        Role::Backward(_) => "backward",
-        Role::Recompute(_) => "recomputed",
-        Role::Optimizer => "optimizer",
-    };
-    let name = leaf_name(&node.op).map(|name| format!(" \"{name}\"")).unwrap_or_default();
-    let copies = if plan.transient[id] { ", gathered at each use" } else { "" };
-    let elements: u64 = local.iter().product();
-    format!(
-        "{id}: {}[{}]{} = {}{name}  {role} in `{}`; per rank {local:?}, {}{copies}",
-        ty.dtype,
-        dims.join(","),
-        sharding.partial_text(mesh),
-        node.op.name(),
-        node.path,
-        shardc_ir::Bytes(elements * ty.dtype.size())
-    )
 }

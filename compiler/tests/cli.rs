@@ -132,7 +132,11 @@ fn plans_are_written_explained_and_guarded() {
     let path = dir.path().join("plan.json");
     let args = ["plan", "llama-tiny", "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "-o", text(&path)];
     check(&args, 0, &["step", "memory", "parameters", "runners-up"]);
-    check(&["explain", text(&path)], 0, &["llama-tiny on cpu:2"]);
+    check(
+        &["explain", text(&path)],
+        0,
+        &["llama-tiny on cpu:2", "blocks.* (2 alike)", "collectives of a step", "simulated step"],
+    );
     check(&["explain", text(&path), "blocks.0.attention.query"], 0, &["parameter \"blocks.0.attention.query.weight\""]);
     check(&["explain", text(&path), "blocks.0.atention.query"], 2, &["did you mean"]);
     check(&["verify", text(&path)], 0, &["✓ layouts", "✓ programs", "✓ loss", "✓ moments"]);
@@ -371,4 +375,139 @@ fn a_step_is_profiled() {
         assert!(adamw.count() > 10, "{} spans", spans.len());
     }
     assert!(spans.iter().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
+}
+
+/// A plan of a tiny model on four ranks, in `dir`.
+fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
+    let path = dir.join(name);
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
+    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
+    path
+}
+
+#[test]
+fn a_value_says_why_it_lies_as_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=2,tp=2,zero=1,microbatch=2");
+    let words = ["tp: j divided", "chosen", "tp: the same on every rank", "a step", "ZeRO-1:", "2 alike"];
+    check(&["explain", text(&plan), "mlp.gate.weight"], 0, &words);
+    let output = shardc(&["explain", text(&plan), "blocks.0.mlp.gate.weight", "--json"]);
+    let values: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let options = values[0]["alternatives"].as_array().unwrap();
+    assert_eq!(options.iter().filter(|option| option["is_chosen"] == true).count(), 1);
+    // What was chosen is the best, and everything else takes longer.
+    let costs: Vec<f64> = options.iter().filter_map(|option| option["cost"].as_f64()).collect();
+    assert!(options[0]["is_chosen"] == true && costs[0] == 0.0 && costs.iter().skip(1).all(|cost| *cost > 0.0));
+}
+
+#[test]
+fn steps_are_simulated() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=4,zero=2,microbatch=1");
+    let step = |more: &[&str]| {
+        let output = shardc(&[&["simulate", text(&plan), "--json"], more].concat());
+        let simulated: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        (simulated["step"].as_f64().unwrap(), simulated["ranks"].as_array().unwrap().len())
+    };
+    let (even, slow) = (step(&[]), step(&["--straggler", "2=1.5"]));
+    assert!(even.1 == 1 && slow.1 == 2 && slow.0 > 1.2 * even.0, "{even:?} {slow:?}");
+    check(&["simulate", text(&plan), "--straggler", "9=2"], 2, &["rank 9", "0 to 3"]);
+    check(&["simulate", text(&plan), "--straggler", "1"], 2, &["--straggler 3=1.5"]);
+    check(&["simulate", text(&plan), "--contention", "0.5"], 2, &["contention is 0.5"]);
+    check(&["simulate", text(&plan), "--cluster", "cpu:2"], 2, &["4 ranks", "2 devices"]);
+}
+
+#[test]
+fn timelines_and_graphs_are_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=2,tp=2,microbatch=1");
+    let (timeline, dot) = (dir.path().join("t.json"), dir.path().join("g.dot"));
+    check(&["explain", text(&plan), "--timeline", text(&timeline), "--dot", text(&dot)], 0, &["wrote"]);
+    let trace: serde_json::Value = serde_json::from_slice(&fs::read(&timeline).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let spans = || events.iter().filter(|event| event["ph"] == "X");
+    // No two instructions of a stream overlap, and the step ends with the last of them.
+    for thread in 0..6 {
+        let mut ends = 0.0;
+        let mut own: Vec<_> = spans().filter(|span| span["tid"] == thread).collect();
+        own.sort_by(|a, b| a["ts"].as_f64().unwrap().total_cmp(&b["ts"].as_f64().unwrap()));
+        for span in own {
+            let (start, length) = (span["ts"].as_f64().unwrap(), span["dur"].as_f64().unwrap());
+            assert!(start >= ends - 0.002, "{span} starts before {ends}");
+            ends = start + length;
+        }
+    }
+    assert!(spans().any(|span| span["name"] == "all_reduce tp"));
+    assert!(events.iter().any(|event| event["ph"] == "C" && event["args"]["activation"].as_u64() > Some(0)));
+    let graph = fs::read_to_string(&dot).unwrap();
+    assert!(
+        graph.starts_with("digraph plan {") && graph.contains("\"blocks.*.mlp.gate\" -> \"blocks.*.mlp\""),
+        "{graph}"
+    );
+}
+
+#[test]
+fn plans_are_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = plan_in(dir.path(), "a.json", "dp=2,tp=2,zero=1");
+    let second = plan_in(dir.path(), "b.json", "dp=4,zero=3");
+    check(&["diff", text(&first), text(&first)], 0, &["the plans say the same"]);
+    let words = ["dp                                 2 -> 4", "memory", "layout", "blocks.*.mlp.gate.weight parameter"];
+    check(&["diff", text(&first), text(&second)], 0, &words);
+    check(&["diff", text(&first), text(&second), "--json"], 0, &["\"part\": \"mesh\""]);
+}
+
+#[test]
+fn a_plan_can_be_edited_as_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=2,tp=2,zero=1,microbatch=2");
+    let edited = dir.path().join("plan.ir");
+    check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+    check(&["diff", text(&plan), text(&edited)], 0, &[]);
+    let whole = fs::read_to_string(&edited).unwrap();
+    let gate = whole.lines().position(|line| line.contains("matmul") && line.contains("mlp.gate\" by")).unwrap();
+    let old = whole.lines().nth(gate).unwrap();
+    let mut check_edit = |from: &str, to: &str, code: i32, words: &[&str]| {
+        let changed = whole.replacen(from, to, 1);
+        assert_ne!(changed, whole, "nothing to edit: {from}");
+        fs::write(&edited, changed).unwrap();
+        check(&["explain", text(&edited)], code, words);
+    };
+    // A legal edit: the product is made whole on every tensor rank, and its prediction is its own.
+    let whole_gate = old.replace("688@tp]", "688]").replace(" n=tp", "");
+    check_edit(old, &whole_gate, 0, &["simulated step", "+0.0%"]);
+    // Illegal ones are refused with their place.
+    let place = format!("line {}", gate + 1);
+    check_edit(old, &old.replace(" n=tp", ""), 2, &[&place, "its node's strategy makes it"]);
+    check_edit(old, &old.replace("n=tp", "n=dp"), 2, &[&place]);
+    check_edit(old, &old.replace("n=tp", "q=tp"), 2, &[&place, "q"]);
+    check_edit("mlp.gate.weight\" at", "mlp.other.weight\" at", 2, &["the graph itself was changed"]);
+    check_edit("; request {", "; request [", 2, &["line 2"]);
+    check_edit("time mb=2,tp=2", "time mb=2,tp=3", 2, &["line"]);
+}
+
+#[test]
+fn the_largest_that_fits() {
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:2", "--seq", "32", "--batch", "2", "--device-memory", "30MiB"];
+    let size = |what: &str| {
+        let output = shardc(&[&args[..], &["--maximize", what, "--json"]].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(found["maximize"]["beyond"].as_str().unwrap().contains("no plan fits in 30.00 MiB"));
+        found["maximize"]["size"].as_u64().unwrap()
+    };
+    assert!(size("layers") >= 2);
+    // One sequence more does not fit in one microbatch.
+    let batch = size("batch");
+    let pins = ["dp=1", "dp=2"].map(|dp| format!("{dp},microbatch={}", (batch + 1) / if dp == "dp=1" { 1 } else { 2 }));
+    for pin in pins.iter().filter(|pin| pin.starts_with("dp=1") || batch % 2 == 1) {
+        let more = (batch + 1).to_string();
+        let args = ["plan", "llama-tiny", "--cluster", "cpu:2", "--seq", "32", "--device-memory", "30MiB"];
+        check(&[&args[..], &["--batch", &more, "--pin", pin]].concat(), 3, &["no plan fits"]);
+    }
+    check(
+        &[&args[..], &["--maximize", "layers", "-o", "/dev/null"]].concat(),
+        0,
+        &["the largest that fits", "beyond it"],
+    );
 }

@@ -1,4 +1,5 @@
 //! What the tests of the whole share: the verbs of the golden files.
 
 pub mod golden;
+pub mod schema;
 pub mod verbs;

@@ -32,13 +32,17 @@ pub enum Verb {
     Models,
     /// Choose how to spread a model's training step, and predict what it takes.
     Plan(PlanArgs),
-    /// Show a plan file, or one value of it.
+    /// Show a plan file: layouts by module, collectives, the simulated step; or why one value lies as it does.
     Explain(ExplainArgs),
+    /// Simulate the step of a plan: what every rank does when, also with slow ranks and shared links.
+    Simulate(SimulateArgs),
+    /// Show what two plans do differently.
+    Diff(DiffArgs),
     /// Check a plan: statically, then on CPU ranks against one device, on a shrunken model.
     Verify(VerifyArgs),
     /// Train a model by the plan that is best, or by a plan file.
     Train(Box<TrainArgs>),
-    /// Memory by precision and ZeRO stage, without a device.
+    /// Memory by precision and ZeRO stage, without a device; or whether and how a model trains in some memory.
     Estimate(EstimateArgs),
     /// Check what this machine has for running plans.
     Check(CheckArgs),
@@ -92,6 +96,20 @@ pub struct PlanArgs {
     /// Write the plan file.
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
+    /// Find the largest number of layers, batch (in one microbatch) or sequence that fits.
+    #[arg(long, value_enum, value_name = "SIZE")]
+    pub maximize: Option<MaximizeArg>,
+}
+
+/// What can be made as large as fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MaximizeArg {
+    /// The model's layers.
+    Layers,
+    /// The sequences of a step.
+    Batch,
+    /// The tokens of a sequence.
+    Seq,
 }
 
 /// `shardc explain`.
@@ -101,6 +119,53 @@ pub struct ExplainArgs {
     pub plan: PathBuf,
     /// A value (`%12`), a parameter's name or a part of a module path.
     pub value: Option<String>,
+    #[command(flatten)]
+    pub files: ReportArgs,
+}
+
+/// The files that a report is written to, instead of text to stdout.
+#[derive(Debug, Args)]
+pub struct ReportArgs {
+    /// Write a report: one page that needs no network, with the graph, the timeline, memory and alternatives.
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+    /// Write the predicted step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
+    /// Write the modules and what they hand on as a graph for Graphviz.
+    #[arg(long, value_name = "FILE")]
+    pub dot: Option<PathBuf>,
+    /// Write the plan as a text whose layouts can be edited; every verb reads it back.
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
+}
+
+/// `shardc diff`.
+#[derive(Debug, Args)]
+pub struct DiffArgs {
+    /// The first plan.
+    pub first: PathBuf,
+    /// The second plan.
+    pub second: PathBuf,
+}
+
+/// `shardc simulate`.
+#[derive(Debug, Args)]
+pub struct SimulateArgs {
+    /// The plan file.
+    pub plan: PathBuf,
+    /// A slow rank, and how many times as long as planned its kernels take; may be given again.
+    #[arg(long, value_name = "RANK=FACTOR")]
+    pub straggler: Vec<String>,
+    /// How many times more than they carry a node's devices may ask of its links to other nodes.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub contention: f64,
+    /// The cluster to simulate on, if not the plan's own.
+    #[arg(long, value_name = "CLUSTER")]
+    pub cluster: Option<String>,
+    /// Write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    #[arg(long, value_name = "FILE")]
+    pub timeline: Option<PathBuf>,
 }
 
 /// `shardc verify`.

@@ -1,12 +1,14 @@
 //! The `shardc` command: flags in, reports out.
 
 pub mod args;
+mod capacity;
+mod explain;
 mod inspect;
 pub mod log;
 mod request;
 mod train;
 
-use args::{Cli, ExplainArgs, PlanArgs, Verb};
+use args::{Cli, PlanArgs, Verb};
 use serde_json::{Value, json};
 use shardc::{Error, NamedModel, report};
 use shardc_ir::Plan;
@@ -18,7 +20,9 @@ pub fn run(cli: Cli) -> Result<(), Error> {
     match cli.verb {
         Verb::Models => models(cli.json),
         Verb::Plan(args) => plan(&args, cli.json),
-        Verb::Explain(args) => explain(&args, cli.json),
+        Verb::Explain(args) => explain::explain(&args, cli.json),
+        Verb::Simulate(args) => explain::simulate(&args, cli.json),
+        Verb::Diff(args) => explain::diff(&args, cli.json),
         Verb::Verify(args) => inspect::verify(&args, cli.json),
         Verb::Estimate(args) => inspect::print_estimate(&args, cli.json),
         Verb::Check(args) => inspect::check(&args, cli.json),
@@ -63,43 +67,36 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(args.request.cluster.as_deref())?;
     let batch = request::batch(&args.request, None, &model)?;
     let options = request::options(&args.request, request::default_precision(&cluster))?;
-    let compiled = shardc::compile(&model, batch, &cluster, &options)?;
-    if let Some(path) = &args.output {
-        write(path, &compiled.plan().to_json())?;
+    let compiled = match args.maximize {
+        Some(size) => capacity::maximize(&model, batch, &cluster, &options, size, json)?,
+        None => {
+            let compiled = shardc::compile(&model, batch, &cluster, &options)?;
+            print_plan(compiled.plan(), json);
+            compiled
+        }
+    };
+    match &args.output {
+        Some(path) => write(path, &compiled.plan().to_json()),
+        None => Ok(()),
     }
-    print_plan(compiled.plan(), json);
-    Ok(())
 }
 
 fn print_plan(plan: &Plan, json: bool) {
     match json {
-        true => print_json(&json!({
-            "request": plan.request,
-            "choice": plan.choice,
-            "mesh": plan.mesh,
-            "prediction": plan.prediction,
-            "alternatives": plan.alternatives,
-            "hash": plan.hash(),
-        })),
+        true => print_json(&plan_json(plan)),
         false => print(&report::plan_text(plan)),
     }
 }
 
-fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
-    let plan = request::plan_file(&args.plan)?;
-    match &args.value {
-        None => print_plan(&plan, json),
-        Some(what) => {
-            let text = report::explain_value(&plan, what).map_err(|message| {
-                Error::request(message, "`shardc explain PLAN` shows the plan; --dump-to its graph")
-            })?;
-            match json {
-                true => print_json(&json!(text.lines().collect::<Vec<_>>())),
-                false => print(&text),
-            }
-        }
-    }
-    Ok(())
+fn plan_json(plan: &Plan) -> Value {
+    json!({
+        "request": plan.request,
+        "choice": plan.choice,
+        "mesh": plan.mesh,
+        "prediction": plan.prediction,
+        "alternatives": plan.alternatives,
+        "hash": plan.hash(),
+    })
 }
 
 /// A number with a comma between thousands.

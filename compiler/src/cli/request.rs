@@ -1,6 +1,7 @@
 //! From flags to what the library takes.
 
 use super::args::{OptimizerArgs, PrecisionArg, RequestArgs};
+use shardc::explain::edit;
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
 use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
@@ -109,12 +110,15 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
     Ok(LearningRate { rate, min_rate, warmup, decay, steps })
 }
 
-/// Reads a plan file and verifies it.
+/// Reads a plan file, or a plan as text that may have been edited, and verifies it.
 pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
     let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
     let wrong = |source| Error::PlanFile { path: path.to_path_buf(), source };
     let text =
         String::from_utf8(bytes).map_err(|_| wrong(PlanFileError::NotJson { message: "it is not UTF-8".into() }))?;
+    if edit::is_text(&text) {
+        return edit::from_text(path, &text, |name| cluster(Some(name)));
+    }
     let plan = Plan::from_json(&text).map_err(wrong)?;
     let illegal = |found| Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()));
     shardc_ir::verify::plan(plan).map_err(illegal)

@@ -5,9 +5,11 @@ use super::{print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
+use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
@@ -128,8 +130,14 @@ impl Run {
         }
         let (spans, programs) = (&self.spans, compiled.programs()?);
         if let Some(path) = &args.timeline {
-            let events = profile::trace_events(programs, spans).to_string();
-            std::fs::write(path, events).map_err(|source| Error::Io { path: path.clone(), source })?;
+            let mut trace = profile::trace_events(programs, spans);
+            // What was predicted stands below what was measured.
+            let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
+            let predicted = Inspection::new(compiled.verified(), cluster, &Conditions::default())?;
+            if let Some(events) = trace["traceEvents"].as_array_mut() {
+                events.extend(timeline::events(&predicted, predicted.plan.mesh.ranks()));
+            }
+            std::fs::write(path, trace.to_string()).map_err(|source| Error::Io { path: path.clone(), source })?;
         }
         if let (true, Some(program)) = (args.profile, programs.first()) {
             let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
@@ -147,7 +155,7 @@ impl Run {
 fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
     let exact = is_exact(&args.data).then(|| open_batches(&args.data)).transpose()?;
     let fixed = exact.as_ref().and_then(Data::shape);
-    let (model, compiled) = match args.model.ends_with(".json") {
+    let (model, compiled) = match [".json", ".ir"].iter().any(|ending| args.model.ends_with(ending)) {
         true => planned(args, fixed)?,
         false => {
             let model = NamedModel::find(&args.model)?;

@@ -247,41 +247,4 @@ mod tests {
         content.insert("hash".to_string(), hash_of(&content).into());
         check_error(&Value::Object(content).to_string(), "`choice` of the plan file: it is missing");
     }
-
-    /// As much of JSON schema as the plan file's uses.
-    fn conforms(value: &Value, schema: &Value, at: &str) {
-        let is = |name: &str| match name {
-            "object" => value.is_object(),
-            "array" => value.is_array(),
-            "string" => value.is_string(),
-            "integer" => value.is_u64(),
-            "number" => value.is_number(),
-            _ => panic!("{at}: type {name}"),
-        };
-        if let Some(name) = schema.get("type").and_then(Value::as_str) {
-            assert!(is(name), "{at} is no {name}");
-        }
-        if let Some(constant) = schema.get("const") {
-            assert_eq!(value, constant, "{at}");
-        }
-        if let Some(allowed) = schema.get("enum").and_then(Value::as_array) {
-            assert!(allowed.contains(value), "{at}");
-        }
-        for key in schema.get("required").and_then(Value::as_array).into_iter().flatten() {
-            assert!(value.get(key.as_str().unwrap()).is_some(), "{at} lacks {key}");
-        }
-        for (key, part) in value.as_object().into_iter().flatten() {
-            let inner = schema.get("properties").and_then(|properties| properties.get(key));
-            conforms(part, inner.unwrap_or_else(|| panic!("{at}: the schema lacks {key}")), &format!("{at}.{key}"));
-        }
-        for item in value.as_array().into_iter().flatten() {
-            conforms(item, &schema["items"], &format!("{at}[]"));
-        }
-    }
-
-    #[test]
-    fn files_conform_to_the_schema() {
-        let schema: Value = serde_json::from_str(PLAN_SCHEMA).unwrap();
-        conforms(&serde_json::from_str(&plan().to_json()).unwrap(), &schema, "plan");
-    }
 }

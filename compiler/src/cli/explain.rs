@@ -1,0 +1,114 @@
+//! `shardc explain` and `simulate`: a plan opened up.
+
+use super::args::{DiffArgs, ExplainArgs, SimulateArgs};
+use super::{plan_json, print, print_json, request, write};
+use serde_json::{Value, json};
+use shardc::Error;
+use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, text, timeline, value};
+use shardc_ir::Plan;
+use shardc_ir::program::Stream;
+use shardc_passes::simulate::Conditions;
+use std::path::{Path, PathBuf};
+
+/// Shows a plan, or one value of it, or writes reports.
+pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
+    let plan = request::plan_file(&args.plan)?;
+    let cluster = request::cluster(Some(&plan.request.cluster))?;
+    if let Some(what) = &args.value {
+        let values = value::find(&plan.graph, what)?;
+        let explained = value::explain(&plan, &cluster, &values)?;
+        match json {
+            true => print_json(&json!(explained)),
+            false => print(&value::text(&explained)),
+        }
+        return Ok(());
+    }
+    let inspection = Inspection::new(&plan, cluster, &Conditions::default())?;
+    let files = &args.files;
+    let mut written = false;
+    let mut write_file = |path: &Option<PathBuf>, text: &dyn Fn() -> Result<String, Error>| match path {
+        Some(path) => {
+            written = true;
+            write_report(path, &text()?)
+        }
+        None => Ok(()),
+    };
+    write_file(&files.html, &|| html::page(&inspection))?;
+    write_file(&files.timeline, &|| Ok(timeline::chrome_trace(&inspection)))?;
+    write_file(&files.dot, &|| Ok(dot::dot(&plan)))?;
+    write_file(&files.text, &|| Ok(edit::to_text(&plan)))?;
+    match (written, json) {
+        (true, _) => {}
+        (false, true) => print_json(&explained_json(&plan, &inspection)),
+        (false, false) => print(&text::plan(&inspection)),
+    }
+    Ok(())
+}
+
+fn write_report(path: &Path, text: &str) -> Result<(), Error> {
+    write(path, text)?;
+    print(&format!("wrote {}\n", path.display()));
+    Ok(())
+}
+
+fn explained_json(plan: &Plan, inspection: &Inspection<'_>) -> Value {
+    let mut json = plan_json(plan);
+    json["layouts"] = json!(layers::rows(plan));
+    json["collectives"] = json!(collectives::rows(inspection));
+    json["simulated"] = simulated_json(inspection);
+    json
+}
+
+fn simulated_json(inspection: &Inspection<'_>) -> Value {
+    let step = inspection.simulated.step;
+    let rank = |rank: &shardc_passes::simulate::Rank| {
+        let busy = Stream::ALL.into_iter().filter(|stream| rank.busy[*stream as usize].0 > 0.0);
+        let busy = busy.map(|stream| (stream.name().to_string(), json!(rank.busy[stream as usize])));
+        json!({
+            "rank": rank.rank,
+            "alike": rank.count,
+            "busy": Value::Object(busy.collect()),
+            "idle": text::idle(rank, step),
+            "communication": rank.communication,
+            "exposed_communication": rank.exposed_communication,
+            "waiting": rank.waiting,
+        })
+    };
+    let ranks: Vec<Value> = inspection.simulated.ranks.iter().map(rank).collect();
+    json!({"step": step, "predicted": inspection.plan.prediction.step, "ranks": ranks})
+}
+
+/// Simulates the step of a plan under some conditions.
+pub fn simulate(args: &SimulateArgs, json: bool) -> Result<(), Error> {
+    let plan = request::plan_file(&args.plan)?;
+    let cluster = request::cluster(Some(args.cluster.as_deref().unwrap_or(&plan.request.cluster)))?;
+    let stragglers = args.straggler.iter().map(|text| straggler(text)).collect::<Result<_, _>>()?;
+    let conditions = Conditions { stragglers, contention: args.contention };
+    let inspection = Inspection::new(&plan, cluster, &conditions)?;
+    match json {
+        true => print_json(&simulated_json(&inspection)),
+        false => print(text::step(&inspection).trim_start()),
+    }
+    match &args.timeline {
+        Some(path) => write(path, &timeline::chrome_trace(&inspection)),
+        None => Ok(()),
+    }
+}
+
+/// `RANK=FACTOR`.
+fn straggler(text: &str) -> Result<(u64, f64), Error> {
+    let wrong = || Error::request(format!("--straggler {text}: not RANK=FACTOR"), "write --straggler 3=1.5");
+    let (rank, factor) = text.split_once('=').ok_or_else(wrong)?;
+    Ok((rank.trim().parse().map_err(|_| wrong())?, factor.trim().parse().map_err(|_| wrong())?))
+}
+
+/// Shows what two plans do differently.
+pub fn diff(args: &DiffArgs, json: bool) -> Result<(), Error> {
+    let (first, second) = (request::plan_file(&args.first)?, request::plan_file(&args.second)?);
+    let found = diff::differences(&first, &second);
+    match json {
+        true => print_json(&json!(found)),
+        false => print(&diff::text_of(&found)),
+    }
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! Every collective of a step: what it moves, how long it takes, how much of that is hidden.
+
+use super::Inspection;
+use super::names::{folded_path, name_of, role};
+use serde::Serialize;
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{Bytes, Program, Seconds};
+use shardc_passes::simulate::is_meeting;
+use std::collections::BTreeMap;
+
+/// Collectives of one kind, over the same axes, of the same module in all equal blocks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Row {
+    /// `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `send`, `receive`.
+    pub kind: &'static str,
+    /// The axes, outermost first: `dp.tp`.
+    pub over: String,
+    /// The module, or the leaf, of its first operand.
+    pub of: String,
+    /// `forward`, `backward`, `optimizer`.
+    pub role: &'static str,
+    /// How many tensors go in one of them.
+    pub tensors: usize,
+    /// How many there are in a step.
+    pub count: u64,
+    /// The bytes of one of them, on one rank: the whole of what is gathered, reduced or exchanged.
+    pub bytes: Bytes,
+    /// The time of all of them.
+    pub seconds: Seconds,
+    /// Of it, what kernels hide.
+    pub hidden: Seconds,
+}
+
+/// The collectives of the first rank, those that take longest first.
+pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
+    let Some(rank) = inspection.simulated.ranks.first() else { return Vec::new() };
+    let program = &inspection.programs[rank.program];
+    let mut rows: BTreeMap<(String, String, String, &str, usize, u64), Row> = BTreeMap::new();
+    for run in &rank.runs {
+        let instructions = &program.sections[run.run.section].instructions;
+        for span in run.spans.iter() {
+            let instruction = &instructions[span.index as usize];
+            if !is_meeting(&instruction.action) {
+                continue;
+            }
+            let row = describe(inspection, program, instruction);
+            let key = (row.kind.to_string(), row.over.clone(), row.of.clone(), row.role, row.tensors, row.bytes.0);
+            let known = rows.entry(key).or_insert(row);
+            known.count += 1;
+            known.seconds += Seconds(span.finish - span.start);
+            known.hidden += Seconds(span.hidden);
+        }
+    }
+    let mut rows: Vec<Row> = rows.into_values().collect();
+    rows.sort_by(|a, b| b.seconds.0.total_cmp(&a.seconds.0));
+    rows
+}
+
+/// The name of an action in which ranks come together.
+pub(super) fn kind(action: &Action) -> &'static str {
+    match action {
+        Action::AllReduce { .. } => "all_reduce",
+        Action::AllGather { .. } => "all_gather",
+        Action::ReduceScatter { .. } => "reduce_scatter",
+        Action::AllToAll { .. } => "all_to_all",
+        Action::Send { .. } => "send",
+        Action::Receive { .. } => "receive",
+        _ => "",
+    }
+}
+
+/// The ranks that take part, this one's among them.
+pub(super) fn members(program: &Program, action: &Action) -> Vec<u64> {
+    match action {
+        Action::AllReduce { group, .. }
+        | Action::AllGather { group }
+        | Action::ReduceScatter { group, .. }
+        | Action::AllToAll { group } => program.groups[*group].clone(),
+        Action::Send { peer } | Action::Receive { peer } => vec![program.rank, *peer],
+        _ => vec![program.rank],
+    }
+}
+
+/// The names of the axes over which an action communicates.
+pub(super) fn axes(inspection: &Inspection<'_>, program: &Program, action: &Action) -> String {
+    let mesh = &inspection.plan.mesh;
+    let axes = mesh.axes_between(&members(program, action));
+    axes.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect::<Vec<_>>().join(".")
+}
+
+/// The bytes that an action moves or makes.
+pub(super) fn bytes(program: &Program, instruction: &Instruction) -> Bytes {
+    let size = |ids: &[shardc_ir::BufferId]| ids.iter().map(|id| program.buffers[*id].ty.bytes()).sum();
+    match instruction.action {
+        Action::AllGather { .. } | Action::Receive { .. } => size(&instruction.results),
+        _ => size(&instruction.operands),
+    }
+}
+
+fn describe(inspection: &Inspection<'_>, program: &Program, instruction: &Instruction) -> Row {
+    let graph = &inspection.plan.graph;
+    let node = instruction.source.map(|id| graph.node(id));
+    Row {
+        kind: kind(&instruction.action),
+        over: axes(inspection, program, &instruction.action),
+        of: node.map(|node| folded_path(name_of(node))).unwrap_or_default(),
+        role: node.map_or("", |node| role(node.role)),
+        tensors: instruction.operands.len().max(instruction.results.len()),
+        count: 0,
+        bytes: bytes(program, instruction),
+        seconds: Seconds(0.0),
+        hidden: Seconds(0.0),
+    }
+}

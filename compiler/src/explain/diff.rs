@@ -1,0 +1,139 @@
+//! `diff`: what two plans do differently.
+
+use super::layers::{self, Row};
+use serde::Serialize;
+use shardc_ir::{Plan, Seconds};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// One thing that two plans say differently; `None` where one of them says nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// `request`, `mesh`, `choice`, `time`, `memory` or `layout`.
+    pub part: &'static str,
+    /// What of it: `batch`, `matrix products`, `blocks.*.mlp.gate matmul`.
+    pub what: String,
+    /// What the first plan says.
+    pub first: Option<String>,
+    /// What the second plan says.
+    pub second: Option<String>,
+}
+
+/// Everything that two plans say differently.
+pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
+    let mut found = Vec::new();
+    let mut compare = |part: &'static str, what: &str, first: String, second: String| {
+        if first != second {
+            let what = what.to_string();
+            found.push(Difference { part, what, first: Some(first), second: Some(second) });
+        }
+    };
+    let pairs = |plan: &Plan| {
+        let request = &plan.request;
+        [
+            ("model", request.model.clone()),
+            ("cluster", request.cluster.clone()),
+            ("batch", request.batch.to_string()),
+            ("seq", request.seq.to_string()),
+            ("precision", request.precision.clone()),
+            ("device memory", request.device_memory.to_string()),
+            ("pins", request.pins.clone()),
+        ]
+    };
+    for ((what, first), (_, second)) in pairs(a).into_iter().zip(pairs(b)) {
+        compare("request", what, first, second);
+    }
+    let axes = |plan: &Plan| -> BTreeMap<String, u64> {
+        plan.mesh.axes.iter().map(|axis| (axis.name.clone(), axis.size)).collect()
+    };
+    let (first, second) = (axes(a), axes(b));
+    for name in first.keys().chain(second.keys().filter(|name| !first.contains_key(*name))) {
+        let size = |axes: &BTreeMap<String, u64>| axes.get(name).copied().unwrap_or(1).to_string();
+        compare("mesh", name, size(&first), size(&second));
+    }
+    compare("choice", "plan", a.choice.clone(), b.choice.clone());
+    for ((what, first), (_, second)) in times(a).into_iter().zip(times(b)) {
+        compare("time", what, first.to_string(), second.to_string());
+    }
+    let memory = |plan: &Plan| {
+        let memory = &plan.prediction.memory;
+        crate::report::memory_rows(memory).into_iter().chain([("in all", memory.total())]).collect::<Vec<_>>()
+    };
+    for ((what, first), (_, second)) in memory(a).into_iter().zip(memory(b)) {
+        compare("memory", what, first.to_string(), second.to_string());
+    }
+    found.extend(layouts(a, b));
+    found
+}
+
+fn times(plan: &Plan) -> [(&'static str, Seconds); 6] {
+    let prediction = &plan.prediction;
+    [
+        ("step", prediction.step),
+        ("matrix products and attention", prediction.matmul),
+        ("bound by memory or launches", prediction.memory_bound),
+        ("communication that nothing hides", prediction.exposed_communication),
+        ("communication in all", prediction.communication),
+        ("the optimizer", prediction.optimizer),
+    ]
+}
+
+/// The layouts that differ, by module; values of one name and operation are told apart by their order.
+fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
+    let (first, second) = (keyed(layers::rows(a)), keyed(layers::rows(b)));
+    let mut found = Vec::new();
+    for (key, row) in &first {
+        let other = second.iter().find(|(known, _)| known == key).map(|(_, row)| text(row));
+        if other.as_ref() != Some(&text(row)) {
+            found.push(Difference { part: "layout", what: key.clone(), first: Some(text(row)), second: other });
+        }
+    }
+    for (key, row) in second.iter().filter(|(key, _)| !first.iter().any(|(known, _)| known == key)) {
+        found.push(Difference { part: "layout", what: key.clone(), first: None, second: Some(text(row)) });
+    }
+    found
+}
+
+fn keyed(rows: Vec<Row>) -> Vec<(String, Row)> {
+    let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+    let key = |row: Row| {
+        let name = format!("{} {}", row.name, row.op).trim().to_string();
+        let number = seen.entry(name.clone()).or_default();
+        *number += 1;
+        (if *number > 1 { format!("{name} #{number}") } else { name }, row)
+    };
+    rows.into_iter().map(key).collect()
+}
+
+/// The layout without the size of the batch, which differs where the request does.
+fn text(row: &Row) -> String {
+    let strategy = if row.strategy.is_empty() { "whole" } else { &row.strategy };
+    format!("{} ({strategy})", row.layout)
+}
+
+/// Differences as text, by parts.
+pub fn text_of(found: &[Difference]) -> String {
+    if found.is_empty() {
+        return "the plans say the same\n".to_string();
+    }
+    let mut text = String::new();
+    let mut part = "";
+    for difference in found {
+        if difference.part != part {
+            part = difference.part;
+            let _ = writeln!(text, "{part}");
+        }
+        let of = |side: &Option<String>| match side {
+            Some(side) if side.is_empty() => "nothing".to_string(),
+            Some(side) => side.clone(),
+            None => "not there".to_string(),
+        };
+        let (first, second) = (of(&difference.first), of(&difference.second));
+        if first.len() + second.len() + difference.what.len() < 90 {
+            let _ = writeln!(text, "  {:34} {first} -> {second}", difference.what);
+        } else {
+            let _ = writeln!(text, "  {}\n    {first}\n    -> {second}", difference.what);
+        }
+    }
+    text
+}

@@ -1,0 +1,291 @@
+//! The report: one self-contained page, with the data of an [`Inspection`] as compact JSON.
+//!
+//! `report.html` is the page; it reads the JSON and draws. Whatever repeats is written once: equal
+//! blocks are one value with a count, equal microbatches one list of spans, names one table. So the page
+//! of a model with hundreds of layers on thousands of ranks stays small.
+
+use super::names::{folded_path, layout, local, name_of, role};
+use super::{Inspection, collectives, memory, sensitivity, text, value};
+use crate::error::Error;
+use serde_json::{Value, json};
+use shardc_ir::program::{Action, Stream};
+use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, ValueId};
+use shardc_passes::allocate::memory_over_time;
+use shardc_passes::cost::is_view;
+use shardc_passes::fold::{Folded, fold, leaf_name};
+use shardc_passes::simulate::{Rank, RunSpan};
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+const PAGE: &str = include_str!("report.html");
+/// Where the data goes.
+const PLACE: &str = "__DATA__";
+/// The most points of a memory curve of one section.
+const POINTS: usize = 1200;
+
+/// The page.
+///
+/// # Errors
+/// A plan that does not divide over its cluster.
+pub fn page(inspection: &Inspection<'_>) -> Result<String, Error> {
+    let data = data(inspection)?.to_string();
+    // Nothing in the data may end the script element that holds it.
+    Ok(PAGE.replacen(PLACE, &data.replace('<', "\\u003c"), 1))
+}
+
+/// Strings by their numbers, in the order of their first use.
+#[derive(Default)]
+struct Names {
+    numbers: HashMap<String, usize>,
+    list: Vec<String>,
+}
+
+impl Names {
+    fn of(&mut self, name: &str) -> usize {
+        if let Some(number) = self.numbers.get(name) {
+            return *number;
+        }
+        self.numbers.insert(name.to_string(), self.list.len());
+        self.list.push(name.to_string());
+        self.list.len() - 1
+    }
+}
+
+fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
+    let plan = inspection.plan;
+    let mut names = Names::default();
+    let folded = fold(&plan.graph).split(|id| (plan.strategies[id].clone(), role(plan.graph.node(id).role)));
+    let values = values(inspection, &folded)?;
+    let (sections, ranks) = ranks(inspection, &mut names);
+    let tokens = plan.request.batch * plan.request.seq.max(1);
+    let axis = |axis: &shardc_ir::mesh::Axis| json!({"name": axis.name, "size": axis.size, "time": axis.kind == AxisKind::Time, "family": axis.family()});
+    Ok(json!({
+        "request": plan.request,
+        "choice": plan.choice,
+        "hash": plan.hash(),
+        "shardc": env!("CARGO_PKG_VERSION"),
+        "mesh": plan.mesh.axes.iter().map(axis).collect::<Vec<_>>(),
+        "per_node": inspection.cluster.per_node,
+        "world": plan.mesh.ranks(),
+        "prediction": plan.prediction,
+        "simulated": inspection.simulated.step,
+        "tokens_per_s": tokens as f64 / plan.prediction.step.0,
+        "alternatives": plan.alternatives,
+        "collectives": collectives::rows(inspection),
+        "sensitivity": sensitivity::rows(plan, &inspection.cluster)?,
+        "values": values,
+        "sections": sections,
+        "ranks": ranks,
+        "class_of": run_lengths(&inspection.simulated.class_of),
+        "streams": Stream::ALL.map(Stream::name),
+        "names": names.list,
+    }))
+}
+
+/// `[value, how often]`, for lists that repeat themselves.
+fn run_lengths(list: &[usize]) -> Vec<[usize; 2]> {
+    let mut runs: Vec<[usize; 2]> = Vec::new();
+    for item in list {
+        match runs.last_mut() {
+            Some([value, count]) if value == item => *count += 1,
+            _ => runs.push([*item, 1]),
+        }
+    }
+    runs
+}
+
+/// Seconds a step spends on the kernels, and on the collectives, of each class of nodes.
+fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 2]> {
+    let mut times: BTreeMap<usize, [f64; 2]> = BTreeMap::new();
+    let Some(rank) = inspection.simulated.ranks.first() else { return times };
+    let program = &inspection.programs[rank.program];
+    for run in &rank.runs {
+        let instructions = &program.sections[run.run.section].instructions;
+        for span in run.spans.iter() {
+            let instruction = &instructions[span.index as usize];
+            let Some(source) = instruction.source else { continue };
+            let kind = usize::from(instruction.stream == Stream::Communication);
+            times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
+        }
+    }
+    times
+}
+
+/// Every kind of value, with why it lies as it does.
+fn values(inspection: &Inspection<'_>, folded: &Folded) -> Result<Vec<Value>, Error> {
+    let plan = inspection.plan;
+    let graph = &plan.graph;
+    let is_shown = |node: NodeId| {
+        let op = &graph.node(node).op;
+        op.is_leaf() || !is_view(op)
+    };
+    let classes: Vec<usize> = (0..folded.classes.len()).filter(|class| is_shown(folded.classes[*class].node)).collect();
+    let firsts: Vec<ValueId> =
+        classes.iter().flat_map(|class| graph.node(folded.classes[*class].node).results.clone()).collect();
+    let explained = value::explain(plan, &inspection.cluster, &firsts)?;
+    let number: BTreeMap<ValueId, usize> = firsts.iter().enumerate().map(|(at, value)| (*value, at)).collect();
+    let times = times(inspection, folded);
+    // What a class reads, through views, as the numbers of the values.
+    let seen_through = |mut value: ValueId| loop {
+        let def = graph.value(value).def;
+        match graph.node(def) {
+            node if !node.op.is_leaf() && is_view(&node.op) && !node.operands.is_empty() => value = node.operands[0],
+            _ => break value,
+        }
+    };
+    let shown = |value: ValueId| {
+        let value = seen_through(value);
+        let (def, index) = (graph.value(value).def, graph.value(value).index);
+        number.get(&graph.node(folded.classes[folded.class[def]].node).results[index]).copied()
+    };
+    let mut list = Vec::new();
+    for (value, why) in firsts.iter().zip(explained) {
+        let def = graph.value(*value).def;
+        let node = graph.node(def);
+        let class = &folded.classes[folded.class[def]];
+        let (sharding, time) = (plan.sharding(*value), times.get(&folded.class[def]).copied().unwrap_or_default());
+        let reads: Vec<usize> = node.operands.iter().filter_map(|value| shown(*value)).collect();
+        let is_first = graph.value(*value).index == 0;
+        list.push(json!({
+            "id": why.value,
+            "module": folded_module(plan, class.members.len(), def),
+            "op": why.op,
+            "name": why.name.unwrap_or_default(),
+            "role": why.role,
+            "dtype": graph.ty(*value).dtype.to_string(),
+            "shape": graph.ty(*value).shape,
+            "dims": sharding.dims.iter().map(|axes| axes.iter().map(|axis| axis.0).collect()).collect::<Vec<Vec<u8>>>(),
+            "partial": sharding.partial_text(&plan.mesh),
+            "partial_axes": sharding.partial.iter().map(|(axis, _)| axis.0).collect::<Vec<_>>(),
+            "layout": layout(plan, *value),
+            "strategy": plan.rule(def).strategy_text(&plan.strategies[def], &plan.mesh),
+            "bytes": local(plan, *value).bytes(),
+            "alike": class.members.len(),
+            "seconds": if is_first { time[0] } else { 0.0 },
+            "communication": if is_first { time[1] } else { 0.0 },
+            "reads": reads,
+            "reasons": why.reasons,
+            "options": why.alternatives.iter().map(|option| json!([option.axis, option.choice, option.is_chosen, option.cost])).collect::<Vec<_>>(),
+        }));
+    }
+    Ok(list)
+}
+
+/// The module under which a node is shown. A leaf lies in the module that its name says.
+fn folded_module(plan: &Plan, alike: usize, node: NodeId) -> String {
+    let node = plan.graph.node(node);
+    let path = match &node.op {
+        Op::Parameter(_) | Op::State(_) => leaf_name(&node.op).rsplit_once('.').map_or("", |(module, _)| module),
+        Op::Adamw(_) => name_of(plan.graph.def(node.operands[0])).rsplit_once('.').map_or("", |(module, _)| module),
+        _ => &node.path,
+    };
+    if alike > 1 { folded_path(path) } else { path.to_string() }
+}
+
+/// The spans and memory of every distinct run, and the runs of every class of ranks.
+fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Value>) {
+    let mut sections: Vec<Value> = Vec::new();
+    let mut known: Vec<(*const Vec<shardc_passes::simulate::Span>, usize)> = Vec::new();
+    let mut ranks = Vec::new();
+    for rank in &inspection.simulated.ranks {
+        let program = &inspection.programs[rank.program];
+        let curve = memory_over_time(program);
+        let mut runs = Vec::new();
+        for run in &rank.runs {
+            let spans = Rc::as_ptr(&run.spans);
+            let number = known.iter().find(|(other, _)| *other == spans).map(|(_, number)| *number);
+            let number = number.unwrap_or_else(|| {
+                known.push((spans, sections.len()));
+                sections.push(section(inspection, program, &curve, run, names));
+                sections.len() - 1
+            });
+            runs.push(json!([number, nanos(run.start), run.run.microbatch]));
+        }
+        ranks.push(json!({
+            "rank": rank.rank,
+            "count": rank.count,
+            "runs": runs,
+            "busy": rank.busy,
+            "communication": rank.communication,
+            "exposed": rank.exposed_communication,
+            "waiting": rank.waiting,
+            "idle": text::idle(rank, inspection.simulated.step),
+            "finish": nanos(finish(rank)),
+        }));
+    }
+    (sections, ranks)
+}
+
+fn finish(rank: &Rank) -> f64 {
+    rank.runs.last().map_or(0.0, |run| run.finish)
+}
+
+fn nanos(seconds: f64) -> u64 {
+    (seconds.max(0.0) * 1e9).round() as u64
+}
+
+/// One run of a section: its spans, flat, and its memory, thinned.
+fn section(
+    inspection: &Inspection<'_>,
+    program: &Program,
+    curve: &[(usize, shardc_ir::plan::Memory)],
+    run: &RunSpan,
+    names: &mut Names,
+) -> Value {
+    let graph = &inspection.plan.graph;
+    let section = &program.sections[run.run.section];
+    let mut flat: Vec<u64> = Vec::with_capacity(run.spans.len() * 6);
+    for span in run.spans.iter() {
+        let instruction = &section.instructions[span.index as usize];
+        let what = match &instruction.action {
+            Action::Compute(op) => op.name().to_string(),
+            Action::Accumulate => "accumulate".to_string(),
+            Action::Copy => "copy".to_string(),
+            Action::Feed { input } => format!("feed {}", program.inputs[*input].name),
+            meeting => format!("{} {}", collectives::kind(meeting), collectives::axes(inspection, program, meeting)),
+        };
+        let node = instruction.source.map(|id| graph.node(id));
+        let module = node.map(|node| format!("{} {}", name_of(node), role(node.role))).unwrap_or_default();
+        flat.extend([
+            instruction.stream as u64,
+            names.of(&what) as u64,
+            names.of(&module) as u64,
+            nanos(span.start),
+            nanos(span.finish) - nanos(span.start),
+            nanos(span.hidden),
+        ]);
+    }
+    let moments = thin(memory::of_run(program, curve, run), run.finish - run.start);
+    let memory: Vec<u64> = moments
+        .iter()
+        .flat_map(|moment| {
+            let held = moment.memory;
+            let parts = [held.parameters, held.optimizer, held.gradients, held.activations, held.buffers];
+            [nanos(moment.at)].into_iter().chain(parts.map(|bytes| bytes.0))
+        })
+        .collect();
+    json!({"name": section.name, "seconds": run.finish - run.start, "spans": flat, "memory": memory})
+}
+
+/// Of the moments that fall together the fullest and the last, at most [`POINTS`] times.
+fn thin(moments: Vec<memory::Moment>, seconds: f64) -> Vec<memory::Moment> {
+    let width = (seconds / POINTS as f64).max(f64::MIN_POSITIVE);
+    let mut kept: Vec<(u64, memory::Moment, memory::Moment)> = Vec::new();
+    for moment in moments {
+        let place = (moment.at / width) as u64;
+        match kept.last_mut() {
+            Some((other, fullest, last)) if *other == place => {
+                if moment.memory.total() > fullest.memory.total() {
+                    *fullest = moment;
+                }
+                *last = moment;
+            }
+            _ => kept.push((place, moment, moment)),
+        }
+    }
+    let both = |(_, fullest, last): (u64, memory::Moment, memory::Moment)| {
+        let next = (fullest.at < last.at).then_some(last);
+        std::iter::once(fullest).chain(next)
+    };
+    kept.into_iter().flat_map(both).collect()
+}

@@ -1,0 +1,65 @@
+//! Layouts by module, with equal blocks folded.
+
+use super::names::{folded_path, layout, local, name_of, role};
+use serde::Serialize;
+use shardc_ir::{Bytes, Op, OpDef, Plan, Role};
+use shardc_passes::cost::is_view;
+use shardc_passes::fold::{block_of, fold};
+
+/// One kind of value of a plan: the same in all equal blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Row {
+    /// The blocks it is of (`blocks.*`), empty outside of them.
+    pub block: String,
+    /// The module path, or the leaf's name.
+    pub name: String,
+    /// The operation.
+    pub op: String,
+    /// `forward`, `backward`, `recomputed`, `optimizer`.
+    pub role: &'static str,
+    /// The first value of them.
+    pub value: String,
+    /// Its layout: `bf16[8@dp,4096@tp]`.
+    pub layout: String,
+    /// What its node does with each axis: `m=dp n=tp`.
+    pub strategy: String,
+    /// What one rank holds of it.
+    pub bytes: Bytes,
+    /// How many there are.
+    pub count: usize,
+}
+
+/// Every kind of value of the forward pass, and every stored one, in the order of the graph. What moves
+/// no byte (views, constants) is left out.
+pub fn rows(plan: &Plan) -> Vec<Row> {
+    let graph = &plan.graph;
+    let folded = fold(graph).split(|id| (plan.strategies[id].clone(), role(graph.node(id).role)));
+    let mut rows = Vec::new();
+    for class in &folded.classes {
+        let node = graph.node(class.node);
+        if node.role != Role::Forward || (is_view(&node.op) && !node.op.is_leaf()) {
+            continue;
+        }
+        let is_stored = matches!(node.op, Op::Parameter(_) | Op::State(_));
+        let block = block_of(graph, node).map(folded_path).unwrap_or_default();
+        for value in &node.results {
+            rows.push(Row {
+                block: if class.members.len() > 1 { block.clone() } else { String::new() },
+                name: if class.members.len() > 1 { folded_path(name_of(node)) } else { name_of(node).to_string() },
+                op: node.op.name().to_string(),
+                role: if is_stored { "stored" } else { role(node.role) },
+                value: value.to_string(),
+                layout: layout(plan, *value),
+                strategy: plan.rule(class.node).strategy_text(&plan.strategies[class.node], &plan.mesh),
+                bytes: local(plan, *value).bytes(),
+                count: class.members.len(),
+            });
+        }
+    }
+    // A stable order that keeps the values of a block together, where its first one stands.
+    let first = |row: &Row| rows.iter().position(|other| !row.block.is_empty() && other.block == row.block);
+    let places: Vec<usize> = rows.iter().enumerate().map(|(at, row)| first(row).unwrap_or(at)).collect();
+    let mut order: Vec<usize> = (0..rows.len()).collect();
+    order.sort_by_key(|at| (places[*at], *at));
+    order.into_iter().map(|at| rows[at].clone()).collect()
+}

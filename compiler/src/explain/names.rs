@@ -1,0 +1,54 @@
+//! Names of parts of a plan as reports show them.
+
+use shardc_ir::{Choice, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
+use shardc_passes::fold::{block, leaf_name};
+
+/// A path whose block number stands for all of its family: `blocks.*.mlp`.
+pub(super) fn folded_path(path: &str) -> String {
+    let Some(block) = block(path) else { return path.to_string() };
+    let family = block.trim_end_matches(|c: char| c.is_ascii_digit());
+    format!("{family}*{}", &path[block.len()..])
+}
+
+/// The module of a node, or the name of a leaf.
+pub(super) fn name_of(node: &Node) -> &str {
+    if node.op.is_leaf() { leaf_name(&node.op) } else { &node.path }
+}
+
+/// `bf16[8@dp,4096@tp]/sum(tp)`
+pub(super) fn layout(plan: &Plan, value: ValueId) -> String {
+    let (ty, sharding) = (plan.graph.ty(value), plan.sharding(value));
+    let dims = ty.shape.iter().enumerate();
+    let dims: Vec<String> = dims.map(|(dim, size)| format!("{size}{}", sharding.dim_text(dim, &plan.mesh))).collect();
+    format!("{}[{}]{}", ty.dtype, dims.join(","), sharding.partial_text(&plan.mesh))
+}
+
+/// What one rank holds of a value.
+pub(super) fn local(plan: &Plan, value: ValueId) -> TensorType {
+    let ty = plan.graph.ty(value);
+    ty.with_shape(plan.sharding(value).local_shape(&ty.shape, &plan.mesh))
+}
+
+/// Why a node is there.
+pub(super) fn role(role: Role) -> &'static str {
+    match role {
+        Role::Forward => "forward",
+        Role::Backward(_) => "backward",
+        Role::Recompute(_) => "recomputed",
+        Role::Optimizer => "optimizer",
+    }
+}
+
+/// What a node does with an axis: `divides k`, `holds copies`.
+pub(super) fn choice(plan: &Plan, node: NodeId, choice: Choice) -> String {
+    let rule = plan.rule(node);
+    match choice {
+        Choice::Replicate => "the same on every rank".to_string(),
+        Choice::Pass(_) => "partial sums passed on".to_string(),
+        Choice::Factor(factor) => {
+            let factor = &rule.factors[factor];
+            let summed = if factor.reduce.is_empty() { "" } else { ", summed" };
+            format!("{} divided{summed}", factor.name)
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! A plan as text: the page of `shardc plan`, its layouts by module, its collectives, its simulated step.
+
+use super::{Inspection, collectives, layers};
+use crate::report;
+use shardc_ir::program::Stream;
+use shardc_ir::{AxisKind, Seconds};
+use shardc_passes::simulate::Rank;
+use std::fmt::Write;
+
+/// The collectives that are listed; those left out are counted.
+const MOST: usize = 24;
+
+/// All of `shardc explain PLAN`.
+pub fn plan(inspection: &Inspection<'_>) -> String {
+    let mut text = report::plan_text(inspection.plan);
+    text.push_str(&mesh(inspection));
+    text.push_str(&layouts(inspection));
+    text.push_str(&moved(inspection));
+    text.push_str(&step(inspection));
+    text
+}
+
+/// What each axis is, and over which links its groups lie.
+fn mesh(inspection: &Inspection<'_>) -> String {
+    let (mesh, cluster) = (&inspection.plan.mesh, &inspection.cluster);
+    let mut text = String::from("\nmesh, outermost axis first\n");
+    if mesh.axes.is_empty() {
+        text.push_str("  one rank, one microbatch\n");
+    }
+    for id in mesh.ids() {
+        let axis = mesh.axis(id);
+        let what = match (axis.kind, axis.family()) {
+            (AxisKind::Time, _) => "microbatches, one after the other".to_string(),
+            (_, family) => {
+                let ranks = mesh.group(0, &[id]);
+                let span = ranks.iter().map(|rank| rank / cluster.per_node).collect::<std::collections::BTreeSet<_>>();
+                let where_ = match span.len() {
+                    1 => "within a node".to_string(),
+                    nodes => format!("across {nodes} nodes"),
+                };
+                let name = match family {
+                    "dp" => "data ranks",
+                    "tp" => "tensor ranks",
+                    "pp" => "pipeline stages",
+                    "cp" => "context ranks",
+                    "ep" => "expert ranks",
+                    _ => "ranks",
+                };
+                format!("{name}, {where_}; rank 0 meets {}", few(&ranks))
+            }
+        };
+        let _ = writeln!(text, "  {:6} {:>6}  {what}", axis.name, axis.size);
+    }
+    text
+}
+
+/// The first ranks of a list.
+fn few(ranks: &[u64]) -> String {
+    let shown: Vec<String> = ranks.iter().skip(1).take(4).map(ToString::to_string).collect();
+    let more = if ranks.len() > 5 { ", ..." } else { "" };
+    format!("{}{more}", shown.join(", "))
+}
+
+/// Layouts by module.
+fn layouts(inspection: &Inspection<'_>) -> String {
+    let rows = layers::rows(inspection.plan);
+    let mut text = String::from("\nlayouts (size@axes per dimension; /sum(axes) is a partial sum)\n");
+    let name = |row: &layers::Row| row.name.strip_prefix(&format!("{}.", row.block)).unwrap_or(&row.name).to_string();
+    let widest = |of: &dyn Fn(&layers::Row) -> usize| rows.iter().map(of).max().unwrap_or(0);
+    let names = widest(&|row| name(row).len() + if row.block.is_empty() { 0 } else { 2 });
+    let (ops, layouts) = (widest(&|row| row.op.len()), widest(&|row| row.layout.len()));
+    let mut block = "";
+    for row in &rows {
+        if row.block != block && !row.block.is_empty() {
+            let _ = writeln!(text, "  {} ({} alike)", row.block, row.count);
+        }
+        block = &row.block;
+        let indent = if block.is_empty() { "" } else { "  " };
+        let name = format!("{indent}{}", name(row));
+        let (bytes, by) = (row.bytes.to_string(), row.strategy.replace(' ', ", "));
+        let _ = writeln!(text, "  {name:names$}  {:ops$}  {:layouts$}  {bytes:>10}  {by}", row.op, row.layout);
+    }
+    text
+}
+
+/// The collectives.
+fn moved(inspection: &Inspection<'_>) -> String {
+    let rows = collectives::rows(inspection);
+    let mut text = String::from("\ncollectives of a step");
+    if rows.is_empty() {
+        return text + ": none\n";
+    }
+    text.push('\n');
+    let width = rows.iter().take(MOST).map(|row| row.of.len()).max().unwrap_or(0).max(2);
+    let _ = writeln!(
+        text,
+        "  {:14} {:8} {:>6} {:>10} {:>10} {:>10}  {:>6}  of",
+        "what", "over", "times", "bytes each", "time each", "in all", "hidden"
+    );
+    for row in rows.iter().take(MOST) {
+        let each = Seconds(row.seconds.0 / row.count.max(1) as f64);
+        let hidden = 100.0 * row.hidden.0 / row.seconds.0.max(f64::MIN_POSITIVE);
+        let more = if row.tensors > 1 { format!(" and {} more", row.tensors - 1) } else { String::new() };
+        let _ = writeln!(
+            text,
+            "  {:14} {:8} {:>6} {:>10} {:>10} {:>10}  {hidden:>5.0}%  {:width$}  {}",
+            row.kind,
+            row.over,
+            row.count,
+            row.bytes.to_string(),
+            each.to_string(),
+            row.seconds.to_string(),
+            format!("{}{more}", row.of),
+            row.role,
+        );
+    }
+    if rows.len() > MOST {
+        let rest: Seconds = rows[MOST..].iter().map(|row| row.seconds).sum();
+        let _ = writeln!(text, "  {} more kinds, {rest} in all (--json lists them)", rows.len() - MOST);
+    }
+    text
+}
+
+/// What the simulation says of the step, by classes of ranks.
+pub fn step(inspection: &Inspection<'_>) -> String {
+    let simulated = &inspection.simulated;
+    let predicted = inspection.plan.prediction.step;
+    let off = 100.0 * (simulated.step.0 / predicted.0 - 1.0);
+    let mut text = format!("\nsimulated step {} ({off:+.1}% of the plan's {predicted})\n", simulated.step);
+    let _ = writeln!(
+        text,
+        "  {:>6} {:>6} {:>10} {:>10} {:>13} {:>10} {:>10}",
+        "rank", "alike", "compute", "idle", "communication", "exposed", "waiting"
+    );
+    for rank in &simulated.ranks {
+        let busy = rank.busy[Stream::Compute as usize];
+        let _ = writeln!(
+            text,
+            "  {:>6} {:>6} {:>10} {:>10} {:>13} {:>10} {:>10}",
+            rank.rank,
+            rank.count,
+            busy.to_string(),
+            idle(rank, simulated.step).to_string(),
+            rank.communication.to_string(),
+            rank.exposed_communication.to_string(),
+            rank.waiting.to_string(),
+        );
+    }
+    text
+}
+
+/// The time of a step in which a rank runs no kernel.
+pub fn idle(rank: &Rank, step: Seconds) -> Seconds {
+    Seconds((step.0 - rank.busy[Stream::Compute as usize].0).max(0.0))
+}

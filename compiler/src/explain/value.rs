@@ -1,0 +1,213 @@
+//! One value of a plan: its layout, and why it has it.
+//!
+//! What the other choices would cost comes from the search's own cost graph
+//! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
+//! all others did what then is best.
+
+use super::names::{choice, layout, local, role};
+use crate::error::Error;
+use crate::nearest::nearest;
+use crate::pipeline;
+use serde::Serialize;
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
+use shardc_passes::cluster::Cluster;
+use shardc_passes::fold::{fold, leaf_name};
+use shardc_passes::search::why::{Options, Why, why};
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+/// An alternative of one node on one axis.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Alternative {
+    /// The axis.
+    pub axis: String,
+    /// What the node would do.
+    pub choice: String,
+    /// Whether the plan does it.
+    pub is_chosen: bool,
+    /// The seconds a step would take beyond the best, everything else adapted; `None` if nothing fits it.
+    pub cost: Option<Seconds>,
+}
+
+/// A value and why it lies as it does.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Explained {
+    /// The value.
+    pub value: String,
+    /// Its layout.
+    pub layout: String,
+    /// The operation.
+    pub op: String,
+    /// The leaf's name, if it is one.
+    pub name: Option<String>,
+    /// The module.
+    pub path: String,
+    /// Why its node is there.
+    pub role: &'static str,
+    /// What one rank holds.
+    pub local: Vec<u64>,
+    /// Its bytes.
+    pub bytes: Bytes,
+    /// How many values of equal blocks lie alike, this one among them.
+    pub alike: usize,
+    /// In words, what no search chose: the batch, the storage.
+    pub reasons: Vec<String>,
+    /// The alternatives on the tensor axes, cheapest first.
+    pub alternatives: Vec<Alternative>,
+}
+
+/// The values that `what` names: a value (`%12`), or a part of a leaf's name or of a module path.
+///
+/// # Errors
+/// If nothing has that name; the message suggests the nearest.
+pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
+    let is_value = what.starts_with('%');
+    let matches = |id: ValueId, node: NodeId| {
+        let node = graph.node(node);
+        match is_value {
+            true => id.to_string() == what,
+            false => node.path.contains(what) || leaf_name(&node.op).contains(what),
+        }
+    };
+    let found: Vec<ValueId> = graph.values().filter(|(id, value)| matches(*id, value.def)).map(|(id, _)| id).collect();
+    if !found.is_empty() {
+        return Ok(found);
+    }
+    let names = graph.nodes().flat_map(|(_, node)| [leaf_name(&node.op), node.path.as_str()]);
+    let hint = nearest(what, names).map(|name| format!("; did you mean `{name}`?")).unwrap_or_default();
+    let message = format!("the plan has no value, leaf or module `{what}`{hint}");
+    Err(Error::request(message, "`shardc explain PLAN` lists the modules; --dump-to writes the whole graph"))
+}
+
+/// Explains values; those of equal blocks once.
+///
+/// # Errors
+/// A plan that does not divide over the cluster.
+pub fn explain(plan: &Plan, cluster: &Cluster, values: &[ValueId]) -> Result<Vec<Explained>, Error> {
+    let graph = &plan.graph;
+    let folded = fold(graph).split(|id| (plan.strategies[id].clone(), role(graph.node(id).role)));
+    let mut seen: BTreeSet<(usize, usize)> = BTreeSet::new();
+    let key = |value: ValueId| (folded.class[graph.value(value).def], graph.value(value).index);
+    let firsts: Vec<ValueId> = values.iter().copied().filter(|value| seen.insert(key(*value))).collect();
+    let nodes: BTreeSet<NodeId> = firsts.iter().map(|value| graph.value(*value).def).collect();
+    let why = why(plan, cluster, pipeline::target(&plan.request.cluster), &nodes)?;
+    let alike = |value: ValueId| values.iter().filter(|other| key(**other) == key(value)).count();
+    Ok(firsts.into_iter().map(|value| explained(plan, &why, value, alike(value))).collect())
+}
+
+fn explained(plan: &Plan, why: &Why, value: ValueId, alike: usize) -> Explained {
+    let def = plan.graph.value(value).def;
+    let node = plan.graph.node(def);
+    let options = why.options.get(&def).map_or(&[][..], Vec::as_slice);
+    let ty = local(plan, value);
+    Explained {
+        value: value.to_string(),
+        layout: layout(plan, value),
+        op: node.op.name().to_string(),
+        name: node.op.is_leaf().then(|| leaf_name(&node.op).to_string()),
+        path: node.path.clone(),
+        role: role(node.role),
+        bytes: ty.bytes(),
+        local: ty.shape,
+        alike,
+        reasons: reasons(plan, why, value),
+        alternatives: options.iter().flat_map(|options| alternatives(plan, def, options)).collect(),
+    }
+}
+
+fn alternatives(plan: &Plan, node: NodeId, options: &Options) -> Vec<Alternative> {
+    let of = |(other, cost): &(Choice, Seconds)| Alternative {
+        axis: plan.mesh.axis(options.axis).name.clone(),
+        choice: choice(plan, node, *other),
+        is_chosen: *other == options.chosen,
+        cost: cost.0.is_finite().then_some(*cost),
+    };
+    options.costs.iter().map(of).collect()
+}
+
+/// What is said in words: where the batch and the storage go.
+fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
+    let (mesh, def) = (&plan.mesh, plan.graph.value(value).def);
+    let (node, strategy) = (plan.graph.node(def), &plan.strategies[def]);
+    let names = |axes: Vec<shardc_ir::AxisId>| {
+        axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(" and ")
+    };
+    let others: Vec<_> = mesh.ids().filter(|axis| mesh.axis(*axis).family() != "tp" && mesh.size(*axis) > 1).collect();
+    let does = |pick: fn(&Choice) -> bool| {
+        others.iter().copied().filter(|axis| pick(&strategy.choice(*axis))).collect::<Vec<_>>()
+    };
+    let mut reasons = Vec::new();
+    if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
+        reasons.extend(stored(plan, why));
+        return reasons;
+    }
+    let divided = does(|choice| matches!(choice, Choice::Factor(_)));
+    if !divided.is_empty() {
+        reasons.push(format!("{}: each rank and microbatch has its part of the batch", names(divided)));
+    }
+    let passed = does(|choice| matches!(choice, Choice::Pass(_)));
+    if !passed.is_empty() {
+        reasons.push(format!("{}: sums over the batch stay partial until they are read", names(passed)));
+    }
+    let whole = does(|choice| *choice == Choice::Replicate);
+    if !whole.is_empty() {
+        reasons.push(format!("{}: the same for every part of the batch", names(whole)));
+    }
+    if plan.transient[value] {
+        reasons.push("gathered at each use and dropped after it (ZeRO-3)".to_string());
+    }
+    if let Role::Recompute(_) = node.role {
+        reasons.push("computed again for the backward pass, so that it need not be kept".to_string());
+    }
+    reasons
+}
+
+/// The ZeRO stages beside the chosen one.
+fn stored(plan: &Plan, why: &Why) -> Vec<String> {
+    if why.stages.len() < 2 {
+        return vec!["stored on every data rank: there is one".to_string()];
+    }
+    let chosen = plan.choice.split(',').find_map(|part| part.strip_prefix("zero=")).unwrap_or("0");
+    let bound = plan.request.device_memory;
+    let line = |(zero, prediction): &(u64, Prediction)| {
+        let memory = prediction.memory.total();
+        let mark = match (zero.to_string() == chosen, memory > bound) {
+            (true, _) => "  chosen",
+            (false, true) => "  does not fit",
+            (false, false) => "",
+        };
+        let step = prediction.step.to_string();
+        format!("ZeRO-{zero}: {step:>10} a step, {:>10} per rank{mark}", memory.to_string())
+    };
+    why.stages.iter().map(line).collect()
+}
+
+/// Explained values as text.
+pub fn text(values: &[Explained]) -> String {
+    let mut text = String::new();
+    for value in values {
+        let name = value.name.as_ref().map(|name| format!(" \"{name}\"")).unwrap_or_default();
+        let path = if value.path.is_empty() { String::new() } else { format!(" in `{}`", value.path) };
+        let alike = if value.alike > 1 { format!("; {} alike", value.alike) } else { String::new() };
+        let _ = writeln!(
+            text,
+            "{}: {} = {}{name}  {}{path}; per rank {:?}, {}{alike}",
+            value.value, value.layout, value.op, value.role, value.local, value.bytes
+        );
+        for reason in &value.reasons {
+            let _ = writeln!(text, "    {reason}");
+        }
+        for option in &value.alternatives {
+            let cost = match option.cost {
+                _ if option.is_chosen && option.cost.is_none_or(|cost| cost.0 < 1e-9) => "chosen".to_string(),
+                None => "not possible".to_string(),
+                Some(cost) if option.is_chosen => format!("+{cost} a step, chosen"),
+                Some(cost) if cost.0 < 1e-9 => "as good".to_string(),
+                Some(cost) => format!("+{cost} a step"),
+            };
+            let _ = writeln!(text, "    {}: {:32} {cost}", option.axis, option.choice);
+        }
+    }
+    text
+}
