@@ -467,7 +467,7 @@ fn a_plan_can_be_edited_as_text() {
     let whole = fs::read_to_string(&edited).unwrap();
     let gate = whole.lines().position(|line| line.contains("matmul") && line.contains("mlp.gate\" by")).unwrap();
     let old = whole.lines().nth(gate).unwrap();
-    let mut check_edit = |from: &str, to: &str, code: i32, words: &[&str]| {
+    let check_edit = |from: &str, to: &str, code: i32, words: &[&str]| {
         let changed = whole.replacen(from, to, 1);
         assert_ne!(changed, whole, "nothing to edit: {from}");
         fs::write(&edited, changed).unwrap();

@@ -53,15 +53,15 @@ pub enum PlanError {
         /// The memory bound.
         bound: Bytes,
         /// Whose share it is, as part of a sentence.
-        share: String,
+        share: Box<str>,
         /// The pins, as part of a sentence.
-        pins: String,
+        pins: Box<str>,
         /// The candidate that needs the least.
         choice: String,
         /// What it needs.
         needed: Bytes,
         /// By category.
-        breakdown: String,
+        breakdown: Box<str>,
         /// What would help.
         fix: String,
     },
@@ -551,11 +551,11 @@ fn infeasible(
     }
     PlanError::Infeasible {
         bound,
-        share,
-        pins: if is_pinned { " under these pins".to_string() } else { String::new() },
+        share: share.into(),
+        pins: if is_pinned { " under these pins" } else { "" }.into(),
         choice: candidates[nearest].choice(),
         needed: needs.total(),
-        breakdown,
+        breakdown: breakdown.into(),
         fix: fixes.join(", or "),
     }
 }

@@ -26,7 +26,7 @@ struct Wants(u64);
 impl Target for Wants {
     fn scratch(&self, _: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let elements: u64 = operands.iter().chain(results).map(TensorType::elements).sum();
-        Bytes(if (elements + self.0) % 3 == 0 { 0 } else { elements * (1 + self.0 % 5) })
+        Bytes(if (elements + self.0).is_multiple_of(3) { 0 } else { elements * (1 + self.0 % 5) })
     }
 }
 

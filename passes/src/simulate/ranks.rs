@@ -13,6 +13,9 @@ use crate::cost::collective::Group;
 use shardc_ir::{AxisId, Mesh};
 use std::collections::BTreeMap;
 
+/// What tells one meeting of ranks from another: its axes, the colours that meet, and where they lie in nodes.
+type MeetingKey = (Vec<AxisId>, Vec<usize>, (u64, u64));
+
 /// Ranks that behave alike.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Class {
@@ -181,7 +184,7 @@ impl Ranks<'_> {
         &self,
         colours: &[usize],
         kinds: &BTreeMap<&Vec<AxisId>, Vec<usize>>,
-        numbers: BTreeMap<(Vec<AxisId>, Vec<usize>, (u64, u64)), usize>,
+        numbers: BTreeMap<MeetingKey, usize>,
     ) -> Folded {
         // Stable colours are numbered anew in the order of ranks, which is that of the refinement.
         let mut folded = Folded { class_of: colours.to_vec(), ..Folded::default() };

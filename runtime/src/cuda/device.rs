@@ -184,6 +184,8 @@ impl Device {
             self.memory.push(at);
             self.taken += taken;
             result::memset_d8_sync(at, 0, bytes).map_err(says("cannot clear memory"))?;
+            // Clearing does not wait for its end, and our streams do not wait for the stream that it is on.
+            result::stream::synchronize(std::ptr::null_mut()).map_err(says("cannot clear memory"))?;
             Ok(at)
         }
     }

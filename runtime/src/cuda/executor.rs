@@ -10,17 +10,19 @@
 //! page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
 //! are measured or inspected are not launched as a graph.
 
+mod commands;
 mod inspect;
 
-use super::cudnn::{Bound, Cudnn};
-use super::device::{Device, Failure, ReadyLaunch};
-use super::gemm::{Blas, ReadyGemm};
+use super::cudnn::Cudnn;
+use super::device::{Device, Failure};
+use super::gemm::Blas;
 use super::graph::{self, Graph};
-use super::kernel::Arg;
-use super::nccl::{Collective, Communicator, Part};
-use super::select::{Selection, Step, launches, select_action};
+use super::nccl::Communicator;
+use super::select::{Selection, launches, select_action};
 use super::trail::Trail;
 use crate::Span;
+pub use commands::WORLD;
+use commands::{Command, Layout, Libraries, commands};
 use cudarc::driver::sys::CUevent;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Run, Stream};
@@ -58,39 +60,6 @@ impl Chosen {
     pub fn launches(&self) -> impl Iterator<Item = &super::kernel::Launch> {
         self.sections.iter().flatten().flatten().flat_map(|selection| launches(&selection.steps))
     }
-}
-
-/// Something to enqueue, with its addresses.
-enum Command {
-    Launch(ReadyLaunch),
-    Zero {
-        to: u64,
-        bytes: u64,
-    },
-    Copy {
-        to: u64,
-        from: u64,
-        bytes: u64,
-    },
-    Gemm(Box<ReadyGemm>),
-    Fused(Bound),
-    Collective {
-        group: usize,
-        collective: Collective,
-        parts: Vec<Part>,
-    },
-    /// Copies the microbatch's part from where the caller's tensor was put.
-    Feed {
-        input: usize,
-        to: u64,
-        bytes: u64,
-    },
-    /// In the first microbatch a copy, later an addition.
-    Accumulate {
-        first: (u64, u64, u64),
-        rest: ReadyLaunch,
-        cast: Option<ReadyLaunch>,
-    },
 }
 
 /// An instruction, ready.
@@ -147,34 +116,6 @@ const SWITCH: &str = "SHARDC_CUDA_GRAPH";
 /// Commands of a step up to which it is recorded: a graph takes memory of the device for each, which no
 /// plan counts.
 const MOST_RECORDED: usize = 1 << 16;
-
-/// The libraries, opened for this rank's device.
-struct Libraries {
-    blas: Blas,
-    cudnn: Cudnn,
-}
-
-/// Where things are while commands are made.
-struct Layout<'a> {
-    program: &'a Program,
-    arenas: &'a HashMap<Space, u64>,
-}
-
-impl Layout<'_> {
-    fn buffer(&self, id: BufferId) -> u64 {
-        let buffer = &self.program.buffers[id];
-        self.arenas.get(&buffer.space).copied().unwrap_or(0) + buffer.offset
-    }
-
-    fn resolve(&self, instruction: &Instruction, arg: Arg) -> u64 {
-        match arg {
-            Arg::Operand(index, at) => self.buffer(instruction.operands[index]) + at,
-            Arg::Result(index, at) => self.buffer(instruction.results[index]) + at,
-            // Without scratch memory nothing asks for it: `choose` has checked.
-            Arg::Scratch(at) => instruction.scratch.map_or(0, |scratch| self.buffer(scratch)) + at,
-        }
-    }
-}
 
 impl Rank {
     /// Takes the rank's memory and prepares every instruction. The caller has put the GPU's context
@@ -464,7 +405,9 @@ impl Rank {
                 Command::Zero { to, bytes } => self.device.zero(*to, *bytes, stream)?,
                 Command::Copy { to, from, bytes } => self.device.copy(*to, *from, *bytes, stream)?,
                 Command::Gemm(gemm) => self.libraries.blas.launch(gemm, self.device.stream(stream))?,
-                Command::Fused(bound) => self.libraries.cudnn.launch(bound, self.device.stream(stream))?,
+                // SAFETY: the stream is this device's, and lives as long as it.
+                #[expect(unsafe_code, reason = "calls the library")]
+                Command::Fused(bound) => unsafe { self.libraries.cudnn.launch(bound, self.device.stream(stream)) }?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
                     Some(group) => {
                         group.run(*collective, parts, self.device.stream(stream))?;
@@ -556,114 +499,8 @@ fn describe(program: &Program, section: &str, index: usize, instruction: &Instru
     format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
 }
 
-fn commands(
-    device: &mut Device,
-    libraries: &mut Libraries,
-    layout: &Layout<'_>,
-    instruction: &Instruction,
-    selection: Option<&Selection>,
-) -> Result<Vec<Command>, Failure> {
-    let at = |id: &BufferId| layout.buffer(*id);
-    let bytes = |id: &BufferId| layout.program.buffers[*id].ty.bytes().0;
-    let collective = |group: usize, collective: Collective| {
-        let count = instruction.operands.len().max(instruction.results.len());
-        let parts = (0..count).map(|index| part(layout, instruction, index)).collect();
-        Ok(vec![Command::Collective { group, collective, parts }])
-    };
-    match &instruction.action {
-        Action::Compute(_) => {
-            let selection = selection.ok_or("nothing chosen")?;
-            selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace))
-        }
-        Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
-        Action::AllGather { group } => collective(*group, Collective::AllGather),
-        Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
-        Action::AllToAll { group } => collective(*group, Collective::AllToAll),
-        Action::Send { peer } => collective(WORLD, Collective::Send(*peer)),
-        Action::Receive { peer } => collective(WORLD, Collective::Receive(*peer)),
-        Action::Copy => {
-            let pairs = instruction.operands.iter().zip(&instruction.results);
-            Ok(pairs.map(|(from, to)| Command::Copy { to: at(to), from: at(from), bytes: bytes(to) }).collect())
-        }
-        Action::Feed { input } => {
-            let to = &instruction.results[0];
-            Ok(vec![Command::Feed { input: *input, to: at(to), bytes: bytes(to) }])
-        }
-        Action::Accumulate => {
-            let selection = selection.ok_or("nothing chosen")?;
-            let Some(Step::Launch(launch)) = selection.steps.first() else { return Err("no kernel".to_string()) };
-            let rest = device.prepare(launch, |arg| layout.resolve(instruction, arg))?;
-            let (from, to) = (&instruction.operands[0], &instruction.results[0]);
-            let dtype = |id: &BufferId| layout.program.buffers[*id].ty.dtype;
-            let cast = match selection.steps.get(1) {
-                Some(Step::Launch(cast)) => Some(device.prepare(cast, |arg| layout.resolve(instruction, arg))?),
-                _ if dtype(from) != dtype(to) => return Err("accumulates another element type".to_string()),
-                _ => None,
-            };
-            Ok(vec![Command::Accumulate { first: (at(to), at(from), bytes(to)), rest, cast }])
-        }
-    }
-}
-
 /// The operands that a message lists.
 const LISTED: usize = 4;
 
 /// What a rank says that ended only because another had.
 pub const OTHER_FAILED: &str = "another rank failed";
-
-/// The communicator of all ranks, for messages between two.
-pub const WORLD: usize = usize::MAX;
-
-fn part(layout: &Layout<'_>, instruction: &Instruction, index: usize) -> Part {
-    let (from, to) = (instruction.operands.get(index), instruction.results.get(index));
-    let ty = |id: &BufferId| &layout.program.buffers[*id].ty;
-    let elements = |id: Option<&BufferId>| id.map_or(0, |id| ty(id).elements());
-    Part {
-        from: from.map_or(0, |id| layout.buffer(*id)),
-        to: to.map_or(0, |id| layout.buffer(*id)),
-        sent: elements(from),
-        received: elements(to),
-        dtype: from.or(to).map_or(DType::F32, |id| ty(id).dtype),
-    }
-}
-
-fn selected(
-    device: &mut Device,
-    libraries: &mut Libraries,
-    layout: &Layout<'_>,
-    instruction: &Instruction,
-    (steps, workspace): (&[Step], (u64, u64)),
-) -> Result<Vec<Command>, Failure> {
-    let resolve = |arg: Arg| layout.resolve(instruction, arg);
-    let mut commands = Vec::new();
-    for step in steps {
-        commands.push(match step {
-            Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
-            Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
-            Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
-            Step::Upload { to, bytes } => {
-                let from = device.allocate_pinned(bytes.len() as u64)?;
-                device.write_pinned(from, bytes);
-                Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
-            }
-            Step::Gemm(gemm) => {
-                let workspace = (resolve(Arg::Scratch(workspace.0)), workspace.1);
-                Command::Gemm(Box::new(libraries.blas.prepare(gemm, workspace, resolve)?))
-            }
-            Step::Fused(fused) => {
-                let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
-                match libraries.cudnn.bind(&fused.attention, &addresses, resolve(fused.workspace)) {
-                    Ok(bound) => Command::Fused(bound),
-                    // The library has logged why.
-                    Err(_) => {
-                        let steps = &fused.otherwise;
-                        device.load_missing(launches(steps))?;
-                        commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
-                        continue;
-                    }
-                }
-            }
-        });
-    }
-    Ok(commands)
-}

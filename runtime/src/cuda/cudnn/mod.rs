@@ -17,6 +17,7 @@ mod plan;
 use super::device::Failure;
 use attention::Attention;
 use cudarc::cudnn::sys;
+use cudarc::driver::sys::CUstream;
 pub use plan::Bound;
 use plan::Plan;
 use std::rc::Rc;
@@ -104,9 +105,14 @@ impl Cudnn {
     }
 
     /// Enqueues a launch.
-    pub fn launch(&self, bound: &Bound, stream: cudarc::driver::sys::CUstream) -> Result<(), Failure> {
+    ///
+    /// # Safety
+    /// The stream is open, on the device of this object's thread.
+    #[expect(unsafe_code, reason = "calls the library")]
+    pub unsafe fn launch(&self, bound: &Bound, stream: CUstream) -> Result<(), Failure> {
         match &self.library {
-            Some(Ok(library)) => bound.launch(library.handle, stream),
+            // SAFETY: the handle is open as long as `self`; the stream is the caller's promise.
+            Some(Ok(library)) => unsafe { bound.launch(library.handle, stream) },
             _ => Err("cuDNN is not open".to_string()),
         }
     }

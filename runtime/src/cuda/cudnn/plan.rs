@@ -4,6 +4,7 @@ use super::descriptor::{Address, Descriptor, Kind, Name, check};
 use super::graph::{Graph, Source};
 use crate::cuda::device::Failure;
 use cudarc::cudnn::sys;
+use cudarc::driver::sys::CUstream;
 use std::rc::Rc;
 
 /// A graph compiled by the engine that the library prefers for it.
@@ -82,10 +83,13 @@ impl Bound {
     }
 
     /// Enqueues the kernel.
+    ///
+    /// # Safety
+    /// The handle and the stream are open, on the device that the plan was made for.
     #[expect(unsafe_code, reason = "calls the library")]
-    pub fn launch(&self, handle: sys::cudnnHandle_t, stream: cudarc::driver::sys::CUstream) -> Result<(), Failure> {
+    pub unsafe fn launch(&self, handle: sys::cudnnHandle_t, stream: CUstream) -> Result<(), Failure> {
         // SAFETY: plan and pack are finalised and belong together; the addresses live as long as the
-        // device, the numbers as long as `self`.
+        // device, the numbers as long as `self`; the rest is the caller's promise.
         unsafe {
             check(sys::cudnnSetStream(handle, stream.cast()), "stream")?;
             check(sys::cudnnBackendExecute(handle, self.plan.plan.raw(), self.pack.raw()), "launch")

@@ -3,8 +3,8 @@
 use super::cut::Cut;
 use super::{Arg, OP, RES, Select, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
+use crate::cuda::kernels::fold::{COLUMNS, Fold, reduce_columns, reduce_segments};
 use crate::cuda::kernels::rows as kernels;
-use crate::cuda::kernels::rows::{COLUMNS, Fold};
 use shardc_ir::DType;
 use shardc_ir::ops::{CrossEntropy, CrossEntropyGrad, Reduce, ReduceOp, live_columns};
 
@@ -113,7 +113,7 @@ impl Select<'_> {
         let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, rows * COLUMNS, &fold, move |d| {
             let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
             let (length, inner, chunk) = (d.number(), d.number(), d.number());
-            kernels::reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, rows, width);
+            reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, rows, width);
         });
         let grid = [vectors.div_ceil(u64::from(COLUMNS)) as u32, chunks as u32, 1];
         let row = [from.1, to.1].map(|dtype| inner * dtype.size());
@@ -156,7 +156,7 @@ impl Select<'_> {
         let kernel = Kernel::new("reduce_segments", &[from.1, to.1], width, threads, &fold, move |d| {
             let (x, y) = (d.input::<Pack<0>>(), d.output::<Elem<1>>());
             let (length, n) = (d.number(), d.number());
-            kernels::reduce_segments::expand(d.scope(), x, y, length, n, fold, threads);
+            reduce_segments::expand(d.scope(), x, y, length, n, fold, threads);
         });
         let cut = Cut { per_unit: segment, per_block: segment, number: Some(1), ..Cut::rows(vectors) };
         let buffers = [(from.0, segment * width as u64 * from.1.size()), (to.0, to.1.size())];

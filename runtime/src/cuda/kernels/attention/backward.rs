@@ -2,7 +2,7 @@
 
 use super::{Four, Tiling, accumulate, clear, load, products, seen, store};
 use crate::cuda::kernel::{Lanes, Pack};
-use crate::cuda::kernels::rows::block_sum;
+use crate::cuda::kernels::fold::block_sum;
 use cubecl::prelude::*;
 
 /// From the scores of a tile and `dp = do vT`, makes `p = exp(scale * score - lse)` in `scores` and

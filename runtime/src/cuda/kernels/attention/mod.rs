@@ -5,7 +5,7 @@
 //! A block has `side * side` threads and owns a tile of `4 * side` rows; it walks over tiles of the
 //! other side. Thread `(y, x)` computes the scores of rows `4 y ..` and columns `4 x ..`, and of its rows'
 //! results every `side`th vector of four. In shared memory, rows are one vector longer than they need,
-//! and those that serve as columns lie permuted ([`place`]), so that a warp reads different banks.
+//! and those that serve as columns lie permuted (`place`), so that a warp reads different banks.
 //!
 //! The derivative is two kernels, one per side that owns: nothing is added across blocks, so the
 //! result is the same in every run. `q` is `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]`; a block

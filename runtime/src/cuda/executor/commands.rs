@@ -1,0 +1,182 @@
+//! Instructions as commands: what to enqueue, with its addresses.
+
+use super::super::cudnn::{Bound, Cudnn};
+use super::super::device::{Device, Failure, ReadyLaunch};
+use super::super::gemm::{Blas, ReadyGemm};
+use super::super::kernel::Arg;
+use super::super::nccl::{Collective, Part};
+use super::super::select::{Selection, Step, launches};
+use shardc_ir::plan::Space;
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, DType, Program};
+use std::collections::HashMap;
+
+/// Something to enqueue, with its addresses.
+pub enum Command {
+    Launch(ReadyLaunch),
+    Zero {
+        to: u64,
+        bytes: u64,
+    },
+    Copy {
+        to: u64,
+        from: u64,
+        bytes: u64,
+    },
+    Gemm(Box<ReadyGemm>),
+    Fused(Bound),
+    Collective {
+        group: usize,
+        collective: Collective,
+        parts: Vec<Part>,
+    },
+    /// Copies the microbatch's part from where the caller's tensor was put.
+    Feed {
+        input: usize,
+        to: u64,
+        bytes: u64,
+    },
+    /// In the first microbatch a copy, later an addition.
+    Accumulate {
+        first: (u64, u64, u64),
+        rest: ReadyLaunch,
+        cast: Option<ReadyLaunch>,
+    },
+}
+
+/// The libraries, opened for this rank's device.
+pub struct Libraries {
+    pub blas: Blas,
+    pub cudnn: Cudnn,
+}
+
+/// Where things are while commands are made.
+pub struct Layout<'a> {
+    pub program: &'a Program,
+    pub arenas: &'a HashMap<Space, u64>,
+}
+
+impl Layout<'_> {
+    /// The address of a buffer.
+    pub fn buffer(&self, id: BufferId) -> u64 {
+        let buffer = &self.program.buffers[id];
+        self.arenas.get(&buffer.space).copied().unwrap_or(0) + buffer.offset
+    }
+
+    /// The address of what a kernel takes.
+    pub fn resolve(&self, instruction: &Instruction, arg: Arg) -> u64 {
+        match arg {
+            Arg::Operand(index, at) => self.buffer(instruction.operands[index]) + at,
+            Arg::Result(index, at) => self.buffer(instruction.results[index]) + at,
+            // Without scratch memory nothing asks for it: `choose` has checked.
+            Arg::Scratch(at) => instruction.scratch.map_or(0, |scratch| self.buffer(scratch)) + at,
+        }
+    }
+}
+
+/// The commands of an instruction.
+pub fn commands(
+    device: &mut Device,
+    libraries: &mut Libraries,
+    layout: &Layout<'_>,
+    instruction: &Instruction,
+    selection: Option<&Selection>,
+) -> Result<Vec<Command>, Failure> {
+    let at = |id: &BufferId| layout.buffer(*id);
+    let bytes = |id: &BufferId| layout.program.buffers[*id].ty.bytes().0;
+    let collective = |group: usize, collective: Collective| {
+        let count = instruction.operands.len().max(instruction.results.len());
+        let parts = (0..count).map(|index| part(layout, instruction, index)).collect();
+        Ok(vec![Command::Collective { group, collective, parts }])
+    };
+    match &instruction.action {
+        Action::Compute(_) => {
+            let selection = selection.ok_or("nothing chosen")?;
+            selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace))
+        }
+        Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
+        Action::AllGather { group } => collective(*group, Collective::AllGather),
+        Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
+        Action::AllToAll { group } => collective(*group, Collective::AllToAll),
+        Action::Send { peer } => collective(WORLD, Collective::Send(*peer)),
+        Action::Receive { peer } => collective(WORLD, Collective::Receive(*peer)),
+        Action::Copy => {
+            let pairs = instruction.operands.iter().zip(&instruction.results);
+            Ok(pairs.map(|(from, to)| Command::Copy { to: at(to), from: at(from), bytes: bytes(to) }).collect())
+        }
+        Action::Feed { input } => {
+            let to = &instruction.results[0];
+            Ok(vec![Command::Feed { input: *input, to: at(to), bytes: bytes(to) }])
+        }
+        Action::Accumulate => {
+            let selection = selection.ok_or("nothing chosen")?;
+            let Some(Step::Launch(launch)) = selection.steps.first() else { return Err("no kernel".to_string()) };
+            let rest = device.prepare(launch, |arg| layout.resolve(instruction, arg))?;
+            let (from, to) = (&instruction.operands[0], &instruction.results[0]);
+            let dtype = |id: &BufferId| layout.program.buffers[*id].ty.dtype;
+            let cast = match selection.steps.get(1) {
+                Some(Step::Launch(cast)) => Some(device.prepare(cast, |arg| layout.resolve(instruction, arg))?),
+                _ if dtype(from) != dtype(to) => return Err("accumulates another element type".to_string()),
+                _ => None,
+            };
+            Ok(vec![Command::Accumulate { first: (at(to), at(from), bytes(to)), rest, cast }])
+        }
+    }
+}
+
+/// The communicator of all ranks, for messages between two.
+pub const WORLD: usize = usize::MAX;
+
+fn part(layout: &Layout<'_>, instruction: &Instruction, index: usize) -> Part {
+    let (from, to) = (instruction.operands.get(index), instruction.results.get(index));
+    let ty = |id: &BufferId| &layout.program.buffers[*id].ty;
+    let elements = |id: Option<&BufferId>| id.map_or(0, |id| ty(id).elements());
+    Part {
+        from: from.map_or(0, |id| layout.buffer(*id)),
+        to: to.map_or(0, |id| layout.buffer(*id)),
+        sent: elements(from),
+        received: elements(to),
+        dtype: from.or(to).map_or(DType::F32, |id| ty(id).dtype),
+    }
+}
+
+fn selected(
+    device: &mut Device,
+    libraries: &mut Libraries,
+    layout: &Layout<'_>,
+    instruction: &Instruction,
+    (steps, workspace): (&[Step], (u64, u64)),
+) -> Result<Vec<Command>, Failure> {
+    let resolve = |arg: Arg| layout.resolve(instruction, arg);
+    let mut commands = Vec::new();
+    for step in steps {
+        commands.push(match step {
+            Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
+            Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
+            Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
+            Step::Upload { to, bytes } => {
+                let from = device.allocate_pinned(bytes.len() as u64)?;
+                device.write_pinned(from, bytes);
+                Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
+            }
+            Step::Gemm(gemm) => {
+                let workspace = (resolve(Arg::Scratch(workspace.0)), workspace.1);
+                Command::Gemm(Box::new(libraries.blas.prepare(gemm, workspace, resolve)?))
+            }
+            Step::Fused(fused) => {
+                let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
+                match libraries.cudnn.bind(&fused.attention, &addresses, resolve(fused.workspace)) {
+                    Ok(bound) => Command::Fused(bound),
+                    // The library has logged why.
+                    Err(_) => {
+                        let steps = &fused.otherwise;
+                        device.load_missing(launches(steps))?;
+                        commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
+                        continue;
+                    }
+                }
+            }
+        });
+    }
+    Ok(commands)
+}
