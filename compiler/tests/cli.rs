@@ -375,6 +375,10 @@ fn a_step_is_profiled() {
         assert!(adamw.count() > 10, "{} spans", spans.len());
     }
     assert!(spans.iter().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
+    // A place that cannot be written is told before the run.
+    let nowhere = dir.path().join("missing/timeline.json");
+    let said = check_train(&fixture("llama"), &data, &["--timeline", text(&nowhere)], 2, &["missing/timeline.json"]);
+    assert!(!said.contains("peak memory"), "{said}");
 }
 
 /// A plan of a tiny model on four ranks, in `dir`.

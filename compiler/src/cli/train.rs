@@ -40,6 +40,9 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     if let (Some(path), true) = (&args.metrics, launch::is_lead()) {
         MetricsFile::create(path)?;
     }
+    if let (Some(path), true) = (&args.timeline, launch::is_lead()) {
+        std::fs::File::create(path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    }
     if !json && launch::is_lead() {
         eprintln!("{}", shardc::report::plan_text(compiled.plan()));
     }
@@ -54,18 +57,20 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let trained = launch::reporting(&world, || {
         let mut run = Run::new(args, world.is_lead())?;
         let outcome = run.steps(&mut trainer, &data, &stop);
+        let mut shown = Ok(());
         if world.is_lead() {
             run.bar.finish_and_clear();
             summarize(&compiled, &run, json);
-            run.show_spans(args, &compiled, json)?;
+            // What was trained is saved whatever becomes of what was measured.
+            shown = run.show_spans(args, &compiled, json);
         }
         outcome?;
-        let Some(dir) = &args.save else { return Ok(()) };
+        let Some(dir) = &args.save else { return shown };
         model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
         if world.is_lead() {
             print(&format!("saved to {}\n", dir.display()));
         }
-        Ok(())
+        shown
     });
     match trained {
         // The launcher has been told, and says it for all ranks.
