@@ -5,8 +5,8 @@
 //! between streams are events: an instruction that another one names in `after` is marked, and runs
 //! of sections are separated on all streams that the program uses.
 //!
-//! The first step runs so, since libraries load what they need late; the second is recorded as a
-//! [`Graph`], which it and all later ones launch. Inputs, the learning rate among them, are read from
+//! The first step runs so, since libraries load what they need late; the second, if it has no collectives or is asked
+//! to, is recorded as a [`Graph`], which it and all later ones launch. Inputs, the learning rate among them, are read from
 //! page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
 //! are measured or inspected are not launched as a graph.
 
@@ -110,7 +110,7 @@ enum Recording {
     Refused,
 }
 
-/// The variable that, set to `0`, leaves steps unrecorded.
+/// The variable that, set to `0`, leaves steps unrecorded, and set to `1` has them recorded with their collectives too.
 const SWITCH: &str = "SHARDC_CUDA_GRAPH";
 
 /// Commands of a step up to which it is recorded: a graph takes memory of the device for each, which no
@@ -309,7 +309,7 @@ impl Rank {
                 Ok(())
             }
             Err(reason) => {
-                tracing::warn!("rank {}: steps are not launched as a CUDA graph: {reason}", self.program.rank);
+                tracing::info!("rank {}: steps are not launched as a CUDA graph: {reason}", self.program.rank);
                 self.recording = Recording::Refused;
                 self.trail.begin();
                 self.enqueue_runs(false)
@@ -319,8 +319,14 @@ impl Rank {
 
     /// The error is why a step is not recorded.
     fn recordable(&self) -> Result<(), Failure> {
-        if std::env::var(SWITCH).is_ok_and(|value| value == "0") {
-            return Err(format!("{SWITCH} is 0"));
+        match std::env::var(SWITCH).as_deref() {
+            Ok("0") => return Err(format!("{SWITCH} is 0")),
+            Ok("1") => {}
+            // A hang while recording would be all ranks' hang.
+            _ if !self.communicators.is_empty() => {
+                return Err(format!("steps with collectives are recorded where {SWITCH} is 1"));
+            }
+            _ => {}
         }
         let section = |run: &Run| &self.sections[section_index(run.section)];
         let ready = self.program.order.iter().flat_map(section);
