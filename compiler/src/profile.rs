@@ -3,8 +3,9 @@
 use serde::Serialize;
 use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::program::{Action, Instruction, Program, Stream};
-use shardc_ir::{DType, Seconds, TensorType};
+use shardc_ir::{Seconds, TensorType};
 use shardc_passes::cluster::Profile as DeviceProfile;
+use shardc_passes::cost::peak;
 use shardc_runtime::Span;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -144,11 +145,7 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
     match &instruction.action {
         Action::Compute(op) => {
             let traffic = moved(op.bytes(&operands, &results).0);
-            let peak = match operands.first().map(|ty| ty.dtype) {
-                Some(DType::Bf16) => device.peak_bf16.value,
-                Some(DType::F16) => device.peak_f16.value,
-                _ => device.peak_f32.value,
-            };
+            let peak = operands.first().map_or(device.peak_f32.value, |operand| peak(operand.dtype, device));
             match Kind::of(&instruction.action) {
                 Kind::Matmul | Kind::Attention => traffic.max(op.flops(&operands, &results).0 / peak),
                 _ => traffic,
@@ -166,16 +163,7 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
 fn text(program: &Program, instruction: &Instruction) -> String {
     let name = match &instruction.action {
         Action::Compute(Op::Matmul(matmul)) => format!("matmul {}", matmul.spec),
-        Action::Compute(op) => op.name().to_string(),
-        Action::AllReduce { .. } => "all_reduce".into(),
-        Action::AllGather { .. } => "all_gather".into(),
-        Action::ReduceScatter { .. } => "reduce_scatter".into(),
-        Action::AllToAll { .. } => "all_to_all".into(),
-        Action::Send { .. } => "send".into(),
-        Action::Receive { .. } => "receive".into(),
-        Action::Accumulate => "accumulate".into(),
-        Action::Copy => "copy".into(),
-        Action::Feed { .. } => "feed".into(),
+        other => other.name().to_string(),
     };
     let types = instruction.operands.iter().take(4).map(|id| program.buffers[*id].ty.to_string());
     format!("{name}({})", types.collect::<Vec<_>>().join(", "))

@@ -118,6 +118,40 @@ pub enum Action {
     },
 }
 
+impl Action {
+    /// The name in the text form; of a computation, its operation's.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Compute(op) => op.name(),
+            Self::AllReduce { .. } => "all_reduce",
+            Self::AllGather { .. } => "all_gather",
+            Self::ReduceScatter { .. } => "reduce_scatter",
+            Self::AllToAll { .. } => "all_to_all",
+            Self::Send { .. } => "send",
+            Self::Receive { .. } => "receive",
+            Self::Accumulate => "accumulate",
+            Self::Copy => "copy",
+            Self::Feed { .. } => "feed",
+        }
+    }
+
+    /// The group of a collective, as an index in [`Program::groups`].
+    pub fn group(&self) -> Option<usize> {
+        match self {
+            Self::AllReduce { group, .. }
+            | Self::AllGather { group }
+            | Self::ReduceScatter { group, .. }
+            | Self::AllToAll { group } => Some(*group),
+            _ => None,
+        }
+    }
+
+    /// Whether several ranks carry it out together: a collective or a message.
+    pub fn is_meeting(&self) -> bool {
+        self.group().is_some() || matches!(self, Self::Send { .. } | Self::Receive { .. })
+    }
+}
+
 /// One instruction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instruction {

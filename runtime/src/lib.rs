@@ -24,7 +24,7 @@ pub use cuda::{CudaRuntime, CudaTarget};
 pub use span::Span;
 
 use shardc_ir::ops::OpError;
-use shardc_ir::{Bytes, HostTensor, TensorType};
+use shardc_ir::{Bytes, HostTensor, Program, TensorType};
 use std::collections::BTreeMap;
 
 /// Readings of a step, by name.
@@ -57,6 +57,24 @@ pub trait Runtime {
     fn first_non_finite(&mut self) -> Result<Option<String>, RuntimeError> {
         Ok(None)
     }
+}
+
+/// Every input of the programs must be given, whole and of its type.
+fn check_feeds<'a>(
+    mut programs: impl Iterator<Item = &'a Program>,
+    feeds: &BTreeMap<String, HostTensor>,
+) -> Result<(), RuntimeError> {
+    programs.try_for_each(|program| {
+        program.inputs.iter().try_for_each(|feed| {
+            let missing = || RuntimeError::Missing { name: feed.name.clone() };
+            let tensor = feeds.get(&feed.name).ok_or_else(missing)?;
+            if tensor.ty != feed.ty {
+                let (actual, expected) = (tensor.ty.clone(), feed.ty.clone());
+                return Err(RuntimeError::WrongType { name: feed.name.clone(), actual, expected });
+            }
+            Ok(())
+        })
+    })
 }
 
 /// What a measured step gave.

@@ -134,18 +134,17 @@ impl Run {
             return Ok(());
         }
         let (spans, programs) = (&self.spans, compiled.programs()?);
+        let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
         if let Some(path) = &args.timeline {
             let mut trace = profile::trace_events(programs, spans);
             // What was predicted stands below what was measured.
-            let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
-            let predicted = Inspection::new(compiled.verified(), cluster, &Conditions::default())?;
+            let predicted = Inspection::new(compiled.verified(), cluster.clone(), &Conditions::default())?;
             if let Some(events) = trace["traceEvents"].as_array_mut() {
                 events.extend(timeline::events(&predicted, predicted.plan.mesh.ranks()));
             }
             std::fs::write(path, trace.to_string()).map_err(|source| Error::Io { path: path.clone(), source })?;
         }
         if let (true, Some(program)) = (args.profile, programs.first()) {
-            let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
             let profile = Profile::new(program, spans, &cluster.device);
             match json {
                 true => print_json(&json!({ "profile": profile })),

@@ -5,7 +5,6 @@ use super::names::{folded_path, name_of, role};
 use serde::Serialize;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{Bytes, Program, Seconds};
-use shardc_passes::simulate::is_meeting;
 use std::collections::BTreeMap;
 
 /// Collectives of one kind, over the same axes, of the same module in all equal blocks.
@@ -40,7 +39,7 @@ pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
         let instructions = &program.sections[run.run.section].instructions;
         for span in run.spans.iter() {
             let instruction = &instructions[span.index as usize];
-            if !is_meeting(&instruction.action) {
+            if !instruction.action.is_meeting() {
                 continue;
             }
             let row = describe(inspection, program, instruction);
@@ -56,28 +55,20 @@ pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
     rows
 }
 
-/// The name of an action in which ranks come together.
-pub(super) fn kind(action: &Action) -> &'static str {
+/// What an instruction does, in a word or two: of a meeting of ranks, also over which axes.
+pub(super) fn label(inspection: &Inspection<'_>, program: &Program, action: &Action) -> String {
     match action {
-        Action::AllReduce { .. } => "all_reduce",
-        Action::AllGather { .. } => "all_gather",
-        Action::ReduceScatter { .. } => "reduce_scatter",
-        Action::AllToAll { .. } => "all_to_all",
-        Action::Send { .. } => "send",
-        Action::Receive { .. } => "receive",
-        _ => "",
+        Action::Feed { input } => format!("feed {}", program.inputs[*input].name),
+        meeting if meeting.is_meeting() => format!("{} {}", meeting.name(), axes(inspection, program, meeting)),
+        other => other.name().to_string(),
     }
 }
 
 /// The ranks that take part, this one's among them.
 pub(super) fn members(program: &Program, action: &Action) -> Vec<u64> {
     match action {
-        Action::AllReduce { group, .. }
-        | Action::AllGather { group }
-        | Action::ReduceScatter { group, .. }
-        | Action::AllToAll { group } => program.groups[*group].clone(),
         Action::Send { peer } | Action::Receive { peer } => vec![program.rank, *peer],
-        _ => vec![program.rank],
+        other => other.group().map_or_else(|| vec![program.rank], |group| program.groups[group].clone()),
     }
 }
 
@@ -101,7 +92,7 @@ fn describe(inspection: &Inspection<'_>, program: &Program, instruction: &Instru
     let graph = &inspection.plan.graph;
     let node = instruction.source.map(|id| graph.node(id));
     Row {
-        kind: kind(&instruction.action),
+        kind: instruction.action.name(),
         over: axes(inspection, program, &instruction.action),
         of: node.map(|node| folded_path(name_of(node))).unwrap_or_default(),
         role: node.map_or("", |node| role(node.role)),

@@ -8,7 +8,7 @@ use super::names::{folded_path, layout, local, name_of, role};
 use super::{Inspection, collectives, memory, sensitivity, text, value};
 use crate::error::Error;
 use serde_json::{Value, json};
-use shardc_ir::program::{Action, Stream};
+use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, ValueId};
 use shardc_passes::allocate::memory_over_time;
 use shardc_passes::cost::is_view;
@@ -237,13 +237,7 @@ fn section(
     let mut flat: Vec<u64> = Vec::with_capacity(run.spans.len() * 6);
     for span in run.spans.iter() {
         let instruction = &section.instructions[span.index as usize];
-        let what = match &instruction.action {
-            Action::Compute(op) => op.name().to_string(),
-            Action::Accumulate => "accumulate".to_string(),
-            Action::Copy => "copy".to_string(),
-            Action::Feed { input } => format!("feed {}", program.inputs[*input].name),
-            meeting => format!("{} {}", collectives::kind(meeting), collectives::axes(inspection, program, meeting)),
-        };
+        let what = collectives::label(inspection, program, &instruction.action);
         let node = instruction.source.map(|id| graph.node(id));
         let module = node.map(|node| format!("{} {}", name_of(node), role(node.role))).unwrap_or_default();
         flat.extend([

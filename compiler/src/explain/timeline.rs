@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use shardc_ir::Program;
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
-use shardc_passes::simulate::{Rank, RunSpan, is_meeting};
+use shardc_passes::simulate::{Rank, RunSpan};
 
 /// The thread on which runs are shown, beside those of the streams.
 const RUNS: usize = Stream::ALL.len();
@@ -82,19 +82,13 @@ fn run_events(
     for one in run.spans.iter() {
         let instruction = &instructions[one.index as usize];
         let node = instruction.source.map(|id| graph.node(id));
-        let what = match &instruction.action {
-            Action::Compute(op) => op.name().to_string(),
-            Action::Accumulate => "accumulate".to_string(),
-            Action::Copy => "copy".to_string(),
-            Action::Feed { input } => format!("feed {}", program.inputs[*input].name),
-            meeting => format!("{} {}", collectives::kind(meeting), collectives::axes(inspection, program, meeting)),
-        };
+        let what = collectives::label(inspection, program, &instruction.action);
         let module = node.map_or("", name_of);
         let mut args = json!({"module": module, "instruction": one.index});
         if let Some(node) = node {
             args["role"] = role(node.role).into();
         }
-        if is_meeting(&instruction.action) {
+        if instruction.action.is_meeting() {
             args["bytes"] = collectives::bytes(program, instruction).0.into();
             args["ranks"] = collectives::members(program, &instruction.action).len().into();
             args["hidden_s"] = one.hidden.into();

@@ -103,23 +103,20 @@ impl fmt::Display for Instruction {
 }
 
 fn action_text(action: &Action, operands: &[BufferId]) -> String {
-    let with = |name: &str, rest: String| {
-        let space = if operands.is_empty() { "" } else { " " };
-        format!("{name}{space}{}{rest}", comma(operands))
-    };
-    match action {
+    let rest = match action {
         Action::Compute(op) => {
             let operands = operands.iter().map(ToString::to_string).collect();
-            format!("compute {}", op_text(op, operands))
+            return format!("compute {}", op_text(op, operands));
         }
-        Action::AllReduce { reduce, group } => with("all_reduce", format!(" {} over {group}", reduce.name())),
-        Action::AllGather { group } => with("all_gather", format!(" over {group}")),
-        Action::ReduceScatter { reduce, group } => with("reduce_scatter", format!(" {} over {group}", reduce.name())),
-        Action::AllToAll { group } => with("all_to_all", format!(" over {group}")),
-        Action::Send { peer } => with("send", format!(" to rank {peer}")),
-        Action::Receive { peer } => with("receive", format!(" from rank {peer}")),
-        Action::Accumulate => with("accumulate", String::new()),
-        Action::Copy => with("copy", String::new()),
-        Action::Feed { input } => with("feed", format!(" input {input}")),
-    }
+        Action::AllReduce { reduce, group } | Action::ReduceScatter { reduce, group } => {
+            format!(" {} over {group}", reduce.name())
+        }
+        Action::AllGather { group } | Action::AllToAll { group } => format!(" over {group}"),
+        Action::Send { peer } => format!(" to rank {peer}"),
+        Action::Receive { peer } => format!(" from rank {peer}"),
+        Action::Accumulate | Action::Copy => String::new(),
+        Action::Feed { input } => format!(" input {input}"),
+    };
+    let space = if operands.is_empty() { "" } else { " " };
+    format!("{}{space}{}{rest}", action.name(), comma(operands))
 }

@@ -144,11 +144,10 @@ impl<'a> Rank<'a> {
 }
 
 fn meeting(program: &Program, instruction: &Instruction) -> Option<Meeting> {
+    if let Some(group) = instruction.action.group() {
+        return Some(Meeting::Group(program.groups[group].clone()));
+    }
     match instruction.action {
-        Action::AllReduce { group, .. }
-        | Action::AllGather { group }
-        | Action::ReduceScatter { group, .. }
-        | Action::AllToAll { group } => Some(Meeting::Group(program.groups[group].clone())),
         Action::Send { peer } => Some(Meeting::Message(program.rank, peer)),
         Action::Receive { peer } => Some(Meeting::Message(peer, program.rank)),
         _ => None,
@@ -157,11 +156,11 @@ fn meeting(program: &Program, instruction: &Instruction) -> Option<Meeting> {
 
 /// What must be equal in all ranks of a meeting: the action and, per buffer, the element type and count.
 fn shape_of(program: &Program, instruction: &Instruction) -> String {
-    let (name, buffers) = match instruction.action {
-        Action::AllReduce { reduce, .. } => (format!("all_reduce {}", reduce.name()), &instruction.operands),
-        Action::AllGather { .. } => ("all_gather".to_string(), &instruction.operands),
-        Action::ReduceScatter { reduce, .. } => (format!("reduce_scatter {}", reduce.name()), &instruction.operands),
-        Action::AllToAll { .. } => ("all_to_all".to_string(), &instruction.operands),
+    let (name, buffers) = match &instruction.action {
+        action @ (Action::AllReduce { reduce, .. } | Action::ReduceScatter { reduce, .. }) => {
+            (format!("{} {}", action.name(), reduce.name()), &instruction.operands)
+        }
+        action if action.group().is_some() => (action.name().to_string(), &instruction.operands),
         Action::Receive { .. } => ("message".to_string(), &instruction.results),
         _ => ("message".to_string(), &instruction.operands),
     };

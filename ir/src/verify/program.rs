@@ -258,15 +258,10 @@ fn check_references(program: &Program, instruction: &Instruction, index: usize) 
     if let Some(after) = instruction.after.iter().find(|after| **after >= index) {
         return Err(format!("waits for instruction {after}, which is not before it"));
     }
+    if let Some(group) = instruction.action.group().filter(|group| *group >= program.groups.len()) {
+        return Err(format!("group {group} does not exist"));
+    }
     match instruction.action {
-        Action::AllReduce { group, .. }
-        | Action::AllGather { group }
-        | Action::ReduceScatter { group, .. }
-        | Action::AllToAll { group }
-            if group >= program.groups.len() =>
-        {
-            Err(format!("group {group} does not exist"))
-        }
         Action::Send { peer } | Action::Receive { peer } if peer >= program.ranks || peer == program.rank => {
             Err(format!("rank {peer} is no other rank"))
         }

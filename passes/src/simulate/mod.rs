@@ -21,7 +21,7 @@ use crate::cost::step;
 use engine::Engine;
 use price::Work;
 use ranks::{Pattern, Ranks};
-use shardc_ir::program::{Action, Run, Stream};
+use shardc_ir::program::{Run, Stream};
 use shardc_ir::{AxisId, Plan, Program, Seconds};
 use std::rc::Rc;
 
@@ -222,17 +222,4 @@ fn sum_up(rank: u64, count: u64, index: usize, runs: Vec<RunSpan>, program: &Pro
         exposed_communication: Seconds((communication - hidden).max(0.0)),
         waiting: Seconds(waiting),
     }
-}
-
-/// Whether an action is carried out by several ranks together.
-pub fn is_meeting(action: &Action) -> bool {
-    matches!(
-        action,
-        Action::AllReduce { .. }
-            | Action::AllGather { .. }
-            | Action::ReduceScatter { .. }
-            | Action::AllToAll { .. }
-            | Action::Send { .. }
-            | Action::Receive { .. }
-    )
 }

@@ -346,18 +346,7 @@ fn copy(from: View<'_>, to: &mut ViewMut<'_>) -> Result<(), String> {
 }
 
 fn describe(section: &str, index: usize, instruction: &Instruction) -> String {
-    let name = match &instruction.action {
-        Action::Compute(op) => op.name(),
-        Action::AllReduce { .. } => "all_reduce",
-        Action::AllGather { .. } => "all_gather",
-        Action::ReduceScatter { .. } => "reduce_scatter",
-        Action::AllToAll { .. } => "all_to_all",
-        Action::Send { .. } => "send",
-        Action::Receive { .. } => "receive",
-        Action::Accumulate => "accumulate",
-        Action::Copy => "copy",
-        Action::Feed { .. } => "feed",
-    };
+    let name = instruction.action.name();
     let list = |ids: &[BufferId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let source = instruction.source.map(|node| format!(", node {node} of the plan")).unwrap_or_default();
     let (results, operands) = (list(&instruction.results), list(&instruction.operands));

@@ -12,7 +12,7 @@ mod memory;
 #[cfg(test)]
 mod tests;
 
-use crate::{Readings, Runtime, RuntimeError, TimedStep};
+use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds};
 use collectives::{Exchange, Interrupt};
 use executor::Rank;
 use kernels::Context;
@@ -64,22 +64,9 @@ impl CpuRuntime {
         slot.map(|slot| (index, slot)).ok_or_else(|| unknown("slot", name.to_string()))
     }
 
-    fn check_feeds(&self, feeds: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
-        for feed in self.ranks.iter().flat_map(|rank| &rank.program.inputs) {
-            let Some(tensor) = feeds.get(&feed.name) else {
-                return Err(RuntimeError::Missing { name: feed.name.clone() });
-            };
-            if tensor.ty != feed.ty {
-                let (actual, expected) = (tensor.ty.clone(), feed.ty.clone());
-                return Err(RuntimeError::WrongType { name: feed.name.clone(), actual, expected });
-            }
-        }
-        Ok(())
-    }
-
     /// Runs a step on all ranks, measured if there is a clock.
     fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, clock: Option<Instant>) -> Result<Readings, RuntimeError> {
-        self.check_feeds(feeds)?;
+        check_feeds(self.ranks.iter().map(|rank| &*rank.program), feeds)?;
         let count = self.ranks.len();
         let context = Context { threads: (cores() / count.max(1)).max(1) };
         let exchange = Exchange::new(count);

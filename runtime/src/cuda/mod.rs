@@ -35,7 +35,7 @@ pub use device::identity;
 pub use target::CudaTarget;
 
 use crate::launch::{LaunchError, World};
-use crate::{Readings, Runtime, RuntimeError, Span, TimedStep};
+use crate::{Readings, Runtime, RuntimeError, Span, TimedStep, check_feeds};
 use device::{Device, Failure};
 use executor::{Chosen, Rank, WORLD};
 use nccl::{Communicator, Meeting};
@@ -296,18 +296,6 @@ impl CudaRuntime {
         }
     }
 
-    fn check_feeds(&self, feeds: &BTreeMap<String, HostTensor>) -> Result<(), RuntimeError> {
-        for feed in self.workers.iter().flat_map(|worker| &worker.program.inputs) {
-            let missing = || RuntimeError::Missing { name: feed.name.clone() };
-            let tensor = feeds.get(&feed.name).ok_or_else(missing)?;
-            if tensor.ty != feed.ty {
-                let (actual, expected) = (tensor.ty.clone(), feed.ty.clone());
-                return Err(RuntimeError::WrongType { name: feed.name.clone(), actual, expected });
-            }
-        }
-        Ok(())
-    }
-
     /// Asks this process's ranks at once, and takes each one's answer.
     fn together<T>(
         &self,
@@ -342,7 +330,7 @@ impl CudaRuntime {
 
     /// Runs a step on this process's ranks.
     fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
-        self.check_feeds(feeds)?;
+        check_feeds(self.workers.iter().map(|worker| &*worker.program), feeds)?;
         let feeds = Arc::new(feeds.clone());
         let answers = self.together(
             || Request::Step(feeds.clone(), is_timed),

@@ -61,6 +61,16 @@ pub enum Fold {
     Max,
 }
 
+impl Fold {
+    /// How partial results are folded.
+    pub fn again(self) -> Self {
+        match self {
+            Self::Sum | Self::SumSquares => Self::Sum,
+            Self::Max => Self::Max,
+        }
+    }
+}
+
 #[cube]
 fn fold_start(#[comptime] fold: Fold) -> f32 {
     match fold {
@@ -183,7 +193,7 @@ pub fn reduce_columns(
             row.store(row.read() + comptime!(rows as usize));
         }
     }
-    let again = comptime!(if fold == Fold::SumSquares { Fold::Sum } else { fold });
+    let again = comptime!(fold.again());
     let total = tile_fold(state, again, rows, width);
     if column < inner && unit < comptime!(COLUMNS as usize) {
         let mut out = Pack::<1>::empty();

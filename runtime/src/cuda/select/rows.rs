@@ -93,7 +93,7 @@ impl Select<'_> {
         }
         let middle = (self.scratch(outer * chunks * inner * 4), DType::F32);
         self.fold_columns(fold, from, middle, [outer, length, inner], chunks);
-        let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
+        let again = fold.again();
         self.fold_columns(again, middle, to, [outer, chunks, inner], 1);
     }
 
@@ -137,7 +137,7 @@ impl Select<'_> {
             let count = vectors.div_ceil(segment);
             let middle = self.scratch(count * 4);
             self.segments(fold, width, from, (middle, DType::F32), [segment, vectors]);
-            let again = if fold == Fold::SumSquares { Fold::Sum } else { fold };
+            let again = fold.again();
             return self.segments(again, 1, (middle, DType::F32), to, [count, count]);
         }
         self.segments(fold, width, from, to, [vectors, vectors * outer]);
