@@ -286,7 +286,8 @@ impl Rank {
             }
             _ => self.enqueue_runs(is_timed)?,
         }
-        self.finish(Stream::Compute, stop)?;
+        let finished = self.finish(Stream::Compute, stop);
+        self.or_give_up(finished)?;
         let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
             self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
         };
@@ -440,7 +441,8 @@ impl Rank {
         Ok(())
     }
 
-    /// Waits for a stream, watching for faults of collectives and for other ranks' ends.
+    /// Waits for a stream, watching for faults of collectives and for other ranks' ends. Who gets an error
+    /// gives up.
     fn finish(&self, stream: Stream, stop: &AtomicBool) -> Result<(), Failure> {
         let (_, end) = self.ends.iter().find(|(known, _)| *known == stream).ok_or("no stream")?;
         self.device.record(*end, stream)?;
@@ -450,7 +452,6 @@ impl Rank {
             if polls.is_multiple_of(256) {
                 let fault = self.communicators.values().find_map(|group| group.fault().err());
                 if stop.load(Ordering::Relaxed) || fault.is_some() {
-                    self.communicators.values().for_each(|group| group.abort());
                     return Err(fault.unwrap_or_else(|| OTHER_FAILED.to_string()));
                 }
             }
@@ -458,12 +459,27 @@ impl Rank {
         }
         Ok(())
     }
+
+    /// Leaves the groups without waiting for ranks that may be gone. A recorded step goes first: NCCL
+    /// lets no communicator go while a graph holds its collectives.
+    fn give_up(&mut self) {
+        self.recording = Recording::Refused;
+        self.communicators.values().for_each(|group| group.abort());
+    }
+
+    /// Gives up where something failed.
+    fn or_give_up<T>(&mut self, result: Result<T, Failure>) -> Result<T, Failure> {
+        if result.is_err() {
+            self.give_up();
+        }
+        result
+    }
 }
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // Before the device goes, and without waiting for ranks that may be gone.
-        self.communicators.values().for_each(|group| group.abort());
+        // Before the device goes.
+        self.give_up();
     }
 }
 

@@ -22,6 +22,11 @@ impl Rank {
         let words = self.device.allocate_pinned(WORDS)?;
         self.load_scans()?;
         self.trail.begin();
+        let found = self.first_finding(words, stop);
+        self.or_give_up(found)
+    }
+
+    fn first_finding(&self, words: u64, stop: &AtomicBool) -> Result<Option<String>, Failure> {
         let (program, mut watch) = (self.program.clone(), Watch::default());
         for run in &program.order {
             for (index, instruction) in program.sections[run.section].instructions.iter().enumerate() {
