@@ -254,7 +254,7 @@ struct Point<'a> {
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh.
-fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape, pins: &Pins, point: &Point<'_>) {
+fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_>, pins: &Pins, point: &Point<'_>) {
     let Point { dp, microbatch, work, bound, .. } = *point;
     for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
         // With one microbatch stage 2 is stage 1.
@@ -293,11 +293,11 @@ fn least_blocks(blocks: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
 
 /// Places the batch on dp and mb, and solves the tensor axes; `None` if the batch does not divide.
 fn solve<'a>(
-    prepared: &Prepared<'_>,
+    prepared: &'a Prepared<'_>,
     mesh: &'a Mesh,
     cluster: &'a Cluster,
     pins: &Pins,
-) -> Result<Option<(Placed<'a>, Shape)>, PlanError> {
+) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
     let mut conversions = Vec::new();
     for axis in mesh.family("tp") {

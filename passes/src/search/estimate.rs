@@ -34,7 +34,7 @@ pub struct Work {
 
 /// The sums of one placed mesh.
 #[derive(Debug)]
-pub struct Shape {
+pub struct Shape<'a> {
     forward: Split,
     backward: Split,
     /// The forward pass of the nodes of one block.
@@ -64,7 +64,7 @@ pub struct Shape {
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
-    liveness: Liveness,
+    liveness: Liveness<'a>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     data: Group,
@@ -73,9 +73,9 @@ pub struct Shape {
     around: Loop,
 }
 
-impl Shape {
+impl<'a> Shape<'a> {
     /// Sums a placed mesh up, with the head in so many chunks.
-    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
+    pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
         let axes = placed.mesh.family("dp");
         let mut shape = Self {
             forward: Split::default(),

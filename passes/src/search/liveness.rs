@@ -10,13 +10,15 @@ use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::program::Action;
-use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
+use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeMap;
 
 /// When a value lives. Positions are node indices.
 #[derive(Clone, Copy, Debug)]
 struct Life {
-    bytes: u64,
+    /// The class that makes it, and which of its results it is.
+    class: usize,
+    result: usize,
     made: usize,
     /// Its last reader.
     last: usize,
@@ -26,10 +28,10 @@ struct Life {
     block: Option<u64>,
 }
 
-/// The scratch memory of a node.
+/// A node that may need scratch memory.
 #[derive(Clone, Copy, Debug)]
-struct Scratch {
-    bytes: u64,
+struct Run {
+    class: usize,
     position: usize,
     /// Its block, if it belongs to the forward pass of one.
     block: Option<u64>,
@@ -52,16 +54,26 @@ impl Peak {
     }
 }
 
-/// The lives of all values of a microbatch.
-#[derive(Debug)]
-pub struct Liveness {
+/// The lives of all values of a microbatch, whatever the mesh.
+#[derive(Debug, Default)]
+pub struct Lives {
     lives: Vec<Life>,
-    /// Where each gradient is made, and its bytes.
-    gradients: Vec<(usize, u64)>,
-    scratch: Vec<Scratch>,
+    /// Where each gradient is made, and by which class.
+    gradients: Vec<(usize, usize)>,
+    runs: Vec<Run>,
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
+}
+
+/// The lives of all values, with their bytes on one rank of a placed mesh.
+#[derive(Debug)]
+pub struct Liveness<'a> {
+    of: &'a Lives,
+    /// Bytes of each result of each class.
+    sizes: Vec<Vec<u64>>,
+    /// Bytes of scratch memory of each class.
+    scratch: Vec<u64>,
 }
 
 impl Prepared<'_> {
@@ -84,45 +96,40 @@ pub fn block_order<'a>(graph: &'a shardc_ir::Graph) -> BTreeMap<&'a str, u64> {
     order
 }
 
-impl Liveness {
-    /// Follows every value through the graph, of which the head is cut into so many chunks.
-    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
+impl Lives {
+    /// Follows every value through the graph.
+    pub fn new(prepared: &Prepared<'_>) -> Self {
         let graph = prepared.graph;
         let order = block_order(graph);
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-        let mut sizes = local_sizes(prepared, placed, conversions);
-        for id in prepared.head.iter().flat_map(|head| [head.product, head.derivative]) {
-            sizes[prepared.folded.class[id]][0] /= loss_chunks;
-        }
-        let needs = scratch_sizes(prepared, placed);
-        let mut lives: Vec<Life> = Vec::new();
-        let mut life: BTreeMap<ValueId, usize> = BTreeMap::new();
-        let mut backward = vec![usize::MAX; order.len()];
-        let (mut gradients, mut scratch) = (Vec::new(), Vec::new());
+        let mut all =
+            Self { backward: vec![usize::MAX; order.len()], positions: graph.node_count(), ..Self::default() };
+        // Per value, its place in the list.
+        let mut life: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         for (id, node) in graph.nodes() {
-            let (class, position) = (prepared.folded.class[id], id.index());
-            if let (Role::Backward(_), Some(block)) = (node.role, block(id)) {
-                let start = &mut backward[block as usize];
+            let (class, position, own) = (prepared.folded.class[id], id.index(), block(id));
+            if let (Role::Backward(_), Some(block)) = (node.role, own) {
+                let start = &mut all.backward[block as usize];
                 *start = (*start).min(position);
             }
-            if needs[class] > 0 {
-                let block = if node.role == Role::Forward { block(id) } else { None };
-                scratch.push(Scratch { bytes: needs[class], position, block });
+            if !node.op.is_leaf() && !is_view(&node.op) {
+                let block = if node.role == Role::Forward { own } else { None };
+                all.runs.push(Run { class, position, block });
             }
             for value in &node.operands {
-                let Some(index) = life.get(value).copied() else { continue };
-                let life = &mut lives[index];
+                let Some(index) = life[*value] else { continue };
+                let life = &mut all.lives[index];
                 life.last = position;
                 if node.role == Role::Forward {
                     life.last_forward = position;
                     // What another block reads is kept.
-                    if block(id) != life.block {
+                    if own != life.block {
                         life.block = None;
                     }
                 }
             }
             if prepared.in_loop(class) && prepared.is_gradient[class] && !is_view(&node.op) {
-                gradients.push((position, sizes[class].iter().sum()));
+                all.gradients.push((position, class));
             }
             if !prepared.in_loop(class) || prepared.is_gradient[class] || prepared.is_parameter[class] {
                 continue;
@@ -130,53 +137,63 @@ impl Liveness {
             if is_view(&node.op)
                 && let Some(of) = node.operands.first()
             {
-                if let Some(index) = life.get(of).copied() {
-                    life.insert(node.results[0], index);
-                }
+                life[node.results[0]] = life[*of];
                 continue;
             }
-            let block = if node.role == Role::Forward { block(id) } else { None };
-            for (index, value) in node.results.iter().enumerate() {
-                life.insert(*value, lives.len());
-                let bytes = sizes[class][index];
-                lives.push(Life { bytes, made: position, last: position, last_forward: position, block });
+            let block = if node.role == Role::Forward { own } else { None };
+            for (result, value) in node.results.iter().enumerate() {
+                life[*value] = Some(all.lives.len());
+                all.lives.push(Life { class, result, made: position, last: position, last_forward: position, block });
             }
         }
-        Self { lives, gradients, scratch, backward, positions: graph.node_count() }
+        all
+    }
+}
+
+impl<'a> Liveness<'a> {
+    /// What lives under a placed mesh, with the head cut into so many chunks.
+    pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
+        let mut sizes = local_sizes(prepared, placed, conversions);
+        for id in prepared.head.iter().flat_map(|head| [head.product, head.derivative]) {
+            sizes[prepared.folded.class[id]][0] /= loss_chunks;
+        }
+        Self { of: &prepared.lives, sizes, scratch: scratch_sizes(prepared, placed) }
     }
 
     /// The most bytes that live at one time, if the first `recomputed` blocks are computed again. Of
     /// each gradient, `kept` stays from the moment it is made.
     pub fn peak(&self, recomputed: u64, kept: f64) -> Peak {
         // Per position, the change of activations, gradients and scratch memory.
-        let mut change = vec![[0i64; 3]; self.positions + 2];
+        let Lives { lives, gradients, runs, backward, positions } = self.of;
+        let mut change = vec![[0i64; 3]; positions + 2];
         let mut add = |kind: usize, bytes: u64, from: usize, to: usize| {
             change[from][kind] += bytes as i64;
             change[to + 1][kind] -= bytes as i64;
         };
         let again =
-            |block: Option<u64>| block.filter(|block| *block < recomputed).map(|block| self.backward[block as usize]);
-        for life in &self.lives {
+            |block: Option<u64>| block.filter(|block| *block < recomputed).map(|block| backward[block as usize]);
+        for life in lives {
+            let bytes = self.sizes[life.class][life.result];
             match again(life.block).filter(|start| *start <= life.last && *start > life.last_forward) {
                 Some(start) => {
-                    add(0, life.bytes, life.made, life.last_forward);
-                    add(0, life.bytes, start, life.last);
+                    add(0, bytes, life.made, life.last_forward);
+                    add(0, bytes, start, life.last);
                 }
-                None => add(0, life.bytes, life.made, life.last),
+                None => add(0, bytes, life.made, life.last),
             }
         }
-        for (made, bytes) in &self.gradients {
-            add(1, (*bytes as f64 * kept) as u64, *made, self.positions);
+        for (made, class) in gradients {
+            let bytes: u64 = self.sizes[*class].iter().sum();
+            add(1, (bytes as f64 * kept) as u64, *made, *positions);
         }
-        let mut largest: BTreeMap<usize, u64> = BTreeMap::new();
-        for Scratch { bytes, position, block } in &self.scratch {
-            for at in [Some(*position), again(*block).filter(|start| start < &self.positions)].into_iter().flatten() {
+        let mut largest = vec![0; positions + 1];
+        for Run { class, position, block } in runs.iter().filter(|run| self.scratch[run.class] > 0) {
+            for at in [Some(*position), again(*block).filter(|start| start < positions)].into_iter().flatten() {
                 // Nodes that are computed again run one after the other.
-                let most = largest.entry(at).or_default();
-                *most = (*most).max(*bytes);
+                largest[at] = self.scratch[*class].max(largest[at]);
             }
         }
-        largest.into_iter().for_each(|(at, bytes)| add(2, bytes, at, at));
+        largest.into_iter().enumerate().filter(|(_, bytes)| *bytes > 0).for_each(|(at, bytes)| add(2, bytes, at, at));
         let (mut now, mut most) = ([0i64; 3], Peak::default());
         for change in change {
             now.iter_mut().zip(change).for_each(|(now, change)| *now += change);
@@ -191,7 +208,7 @@ impl Liveness {
 
     /// The bytes of the largest gradient.
     pub fn largest_gradient(&self) -> u64 {
-        self.gradients.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0)
+        self.of.gradients.iter().map(|(_, class)| self.sizes[*class].iter().sum()).max().unwrap_or(0)
     }
 }
 

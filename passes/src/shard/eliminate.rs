@@ -9,6 +9,7 @@
 //! with the most neighbours is fixed to its best choice in isolation and the result is not called
 //! exact ([`Solution::is_exact`]). Ties go to the smaller index, so the result is deterministic.
 
+use super::dominate;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The most entries of one table.
@@ -67,12 +68,15 @@ impl CostGraph {
 
     /// An assignment of least cost.
     pub fn solve(&self) -> Solution {
-        Elimination::new(self).run(self)
+        let reduced = dominate::reduce(self, &[]);
+        let mut solution = Elimination::new(&reduced.graph).run(&reduced.graph);
+        solution.choices.iter_mut().zip(&reduced.kept).for_each(|(choice, kept)| *choice = kept[*choice]);
+        solution
     }
 
     /// Per choice of a variable, by how much the best assignment that has it costs more than the best.
     pub fn costs_of(&self, variable: usize) -> Vec<f64> {
-        Elimination::new(self).costs_of(variable)
+        Elimination::new(&dominate::reduce(self, &[variable]).graph).costs_of(variable)
     }
 }
 
@@ -197,48 +201,34 @@ impl Elimination {
     fn eliminate(&mut self, variable: usize) {
         let scope: Vec<usize> = self.neighbours[variable].iter().copied().collect();
         let tables = self.take(variable);
-        // Per table: the stride of each scope variable, and of the eliminated one.
-        let stride = |table: &Table, id: usize| {
-            let place = table.scope.iter().position(|other| *other == id)?;
-            Some(table.scope[place + 1..].iter().map(|other| self.sizes[*other]).product::<usize>())
-        };
-        let strides: Vec<(Vec<usize>, usize)> = tables
-            .iter()
-            .map(|table| {
-                let of_scope = scope.iter().map(|id| stride(table, *id).unwrap_or(0)).collect();
-                (of_scope, stride(table, variable).unwrap_or(0))
-            })
-            .collect();
-        let size: usize = scope.iter().map(|id| self.sizes[*id]).product();
-        let (mut costs, mut best) = (Vec::with_capacity(size), Vec::with_capacity(size));
-        let mut digits = vec![0usize; scope.len()];
-        let mut bases = vec![0usize; tables.len()];
-        for _ in 0..size {
-            let mut least = (f64::INFINITY, 0u32);
-            for choice in 0..self.sizes[variable] {
-                let cost = |(index, table): (usize, &Table)| table.costs[bases[index] + choice * strides[index].1];
-                let cost: f64 = tables.iter().enumerate().map(cost).sum();
-                if cost < least.0 {
-                    least = (cost, choice as u32);
-                }
-            }
-            costs.push(least.0);
-            best.push(least.1);
-            for place in (0..scope.len()).rev() {
-                digits[place] += 1;
-                let wraps = digits[place] == self.sizes[scope[place]];
-                for (base, (of_scope, _)) in bases.iter_mut().zip(&strides) {
-                    *base += of_scope[place];
-                    if wraps {
-                        *base -= of_scope[place] * self.sizes[scope[place]];
+        let sizes: Vec<usize> = scope.iter().map(|id| self.sizes[*id]).collect();
+        let choices = self.sizes[variable];
+        // Per assignment of the scope, the cost of each choice.
+        let mut sums = vec![0.0; sizes.iter().product::<usize>() * choices];
+        for table in &tables {
+            let stride = |id: usize| {
+                let place = table.scope.iter().position(|other| *other == id)?;
+                Some(table.scope[place + 1..].iter().map(|other| self.sizes[*other]).product::<usize>())
+            };
+            let strides: Vec<usize> = scope.iter().map(|id| stride(*id).unwrap_or(0)).collect();
+            let own = stride(variable).unwrap_or(0);
+            let (mut digits, mut base) = (vec![0; scope.len()], 0);
+            for row in sums.chunks_exact_mut(choices) {
+                row.iter_mut().enumerate().for_each(|(choice, sum)| *sum += table.costs[base + choice * own]);
+                for place in (0..scope.len()).rev() {
+                    (digits[place], base) = (digits[place] + 1, base + strides[place]);
+                    if digits[place] < sizes[place] {
+                        break;
                     }
+                    (digits[place], base) = (0, base - strides[place] * sizes[place]);
                 }
-                if !wraps {
-                    break;
-                }
-                digits[place] = 0;
             }
         }
+        let first = |least: (f64, u32), (choice, cost): (usize, &f64)| {
+            if *cost < least.0 { (*cost, choice as u32) } else { least }
+        };
+        let least = |row: &[f64]| row.iter().enumerate().fold((f64::INFINITY, 0), first);
+        let (costs, best) = sums.chunks_exact(choices).map(least).unzip();
         self.steps.push(Step { variable, scope: scope.clone(), best });
         if !scope.is_empty() {
             self.push(Table { scope, costs });
@@ -309,17 +299,23 @@ mod tests {
         })
     }
 
-    fn brute_force(graph: &CostGraph) -> f64 {
+    /// Every assignment, with its cost.
+    fn assignments(graph: &CostGraph) -> impl Iterator<Item = (Vec<usize>, f64)> {
         let count: usize = graph.unary.iter().map(Vec::len).product();
-        let assignment = |mut index: usize| {
+        (0..count).map(|mut index| {
             let digit = |costs: &Vec<f64>| {
                 let choice = index % costs.len();
                 index /= costs.len();
                 choice
             };
-            graph.unary.iter().map(digit).collect::<Vec<_>>()
-        };
-        (0..count).map(|index| graph.cost(&assignment(index))).fold(f64::INFINITY, f64::min)
+            let choices: Vec<usize> = graph.unary.iter().map(digit).collect();
+            let cost = graph.cost(&choices);
+            (choices, cost)
+        })
+    }
+
+    fn brute_force(graph: &CostGraph) -> f64 {
+        assignments(graph).map(|(_, cost)| cost).fold(f64::INFINITY, f64::min)
     }
 
     /// The integer program: one 0-1 variable per choice and per pair of choices.
@@ -360,6 +356,19 @@ mod tests {
             prop_assert!(solution.is_exact);
             prop_assert_eq!(solution.cost, brute_force(&graph));
             prop_assert!((solution.cost - integer_program(&graph)).abs() < 1e-6);
+        }
+
+        #[test]
+        fn what_a_choice_costs_is_what_the_best_assignment_with_it_costs_more(graph in graphs()) {
+            let least = brute_force(&graph);
+            for variable in 0..graph.unary.len() {
+                let of = |choice: usize| {
+                    let with = assignments(&graph).filter(|(choices, _)| choices[variable] == choice);
+                    with.map(|(_, cost)| cost - least).fold(f64::INFINITY, f64::min)
+                };
+                let expected: Vec<f64> = (0..graph.unary[variable].len()).map(of).collect();
+                prop_assert_eq!(graph.costs_of(variable), expected, "variable {}", variable);
+            }
         }
     }
 }

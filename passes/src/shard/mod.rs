@@ -1,8 +1,9 @@
 //! Choosing a strategy for every node: the batch by propagation ([`batch`]), tensor parallelism by
-//! exact elimination ([`tensor`], [`eliminate`]), storage over the data axes by ZeRO stage
+//! exact elimination ([`tensor`], [`dominate`], [`eliminate`]), storage over the data axes by ZeRO stage
 //! ([`zero`]).
 
 pub mod batch;
+pub mod dominate;
 pub mod eliminate;
 pub mod layout;
 pub mod prepare;

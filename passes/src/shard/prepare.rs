@@ -4,6 +4,7 @@ use super::batch::batch_choices;
 use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
 use crate::fold::{Folded, fold};
+use crate::search::liveness::Lives;
 use shardc_ir::ops::Op;
 use shardc_ir::{Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,7 +43,11 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let tied = ties(graph, &folded);
     let flows = flows(graph, &folded);
     let head = Head::find(graph);
-    Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded, head }
+    let lives = Lives::default();
+    let mut prepared =
+        Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded, head, lives };
+    prepared.lives = Lives::new(&prepared);
+    prepared
 }
 
 /// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding.

@@ -19,6 +19,7 @@ use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use crate::fold::Folded;
+use crate::search::liveness::Lives;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,6 +48,8 @@ pub struct Prepared<'a> {
     pub flows: Vec<Flow>,
     /// The head, if it can be cut into chunks.
     pub head: Option<Head>,
+    /// When each value lives.
+    pub lives: Lives,
 }
 
 /// One result of a class and the classes that read it.
@@ -162,6 +165,8 @@ struct Problem<'a, 'b> {
     placed: &'a Placed<'a>,
     axis: AxisId,
     group: Group,
+    /// The ranks over which gradients are reduced.
+    data: Group,
     graph: CostGraph,
     /// The variable of each class.
     variable: Vec<usize>,
@@ -176,11 +181,13 @@ struct Problem<'a, 'b> {
 impl<'a, 'b> Problem<'a, 'b> {
     fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId) -> Self {
         let group = Group::new(placed.mesh, &[axis], placed.cluster);
+        let data = Group::new(placed.mesh, &placed.mesh.family("dp"), placed.cluster);
         let mut problem = Self {
             prepared,
             placed,
             axis,
             group,
+            data,
             graph: CostGraph::default(),
             variable: vec![usize::MAX; placed.strategies.len()],
             domains: Vec::new(),
@@ -264,11 +271,9 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// What a parameter of this size costs on the data axes: its gradient is reduced there and,
     /// where its storage is divided, its parts are gathered. Half of it is taken to be hidden.
     fn gradient_cost(&self, parameter: &TensorType) -> f64 {
-        let axes = self.placed.mesh.family("dp");
-        let group = Group::new(self.placed.mesh, &axes, self.placed.cluster);
         let bytes = parameter.bytes().0 as f64;
         let launch = self.placed.cluster.device.collective_launch.value;
-        let time = collective::seconds(Collective::AllReduce, bytes, group, self.placed.cluster).0;
+        let time = collective::seconds(Collective::AllReduce, bytes, self.data, self.placed.cluster).0;
         0.5 * (time - launch).max(0.0)
     }
 
