@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::launch;
 use crate::options::{Batch, Options, precision_name};
 use crate::pipeline;
+use crate::report;
 use crate::train::{TrainOptions, Trainer, Weights};
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
@@ -77,6 +78,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
         host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
         pins: options.pins.clone(),
+        scope: options.scope,
     };
     let key = launch::digest(&format!("{request:?} {options:?} {}", model.graph));
     let (world, plan) = match launch::planned(&key, cluster)? {
@@ -125,6 +127,7 @@ impl Compiled {
     /// What the runtime lacks; ranks that were given different things; for the process that starts the
     /// ranks, the first cause for which one of them failed.
     pub fn start(&self, weights: &dyn Weights, options: TrainOptions) -> Result<Trainer<'_>, Error> {
+        self.check_runs()?;
         if self.needs_launch()? {
             self.launch(&AtomicBool::new(false))?;
             std::process::exit(0);
@@ -161,6 +164,17 @@ impl Compiled {
             Ok(())
         })?;
         Ok(trainer)
+    }
+
+    /// Refuses a plan that the cluster's runtime cannot execute.
+    ///
+    /// # Errors
+    /// Names what it lacks, and the pin that does without.
+    pub fn check_runs(&self) -> Result<(), Error> {
+        match report::refused(&self.plan) {
+            None => Ok(()),
+            Some((message, fix)) => Err(Error::request(message, fix)),
+        }
     }
 
     /// The runtime that the cluster names.

@@ -1,6 +1,7 @@
 //! What a compilation is asked for, beside the model and the cluster.
 
 use shardc_ir::Bytes;
+use shardc_ir::plan::Scope;
 use shardc_passes::optimizer::OptimizerConfig;
 use shardc_passes::precision::Precision;
 use std::path::PathBuf;
@@ -23,6 +24,8 @@ pub struct Options {
     pub optimizer: OptimizerConfig,
     /// The choices that are fixed, as `--pin` takes them: `dp=2,tp=2,zero=1`; all else is searched.
     pub pins: String,
+    /// Which plans are searched: those that the cluster's runtime executes, or all.
+    pub scope: Scope,
     /// A bound on the memory of each rank; the device's own if there is none.
     pub device_memory: Option<Bytes>,
     /// A bound on the memory of each host, for all of its ranks; the host's own if there is none.

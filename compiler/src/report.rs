@@ -1,6 +1,8 @@
 //! Plans for people to read.
 
+use crate::pipeline::target;
 use shardc_ir::Plan;
+use shardc_ir::feature::missing;
 use shardc_ir::plan::Memory;
 use std::fmt::Write;
 
@@ -43,6 +45,9 @@ pub fn plan_text(plan: &Plan) -> String {
     if request.host_memory.0 > 0 {
         let _ = writeln!(text, "host     {} per host, of {}", prediction.host, request.host_memory);
     }
+    if let Some((message, fix)) = refused(plan) {
+        let _ = writeln!(text, "train    refused: {message}; {fix}");
+    }
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
     }
@@ -52,6 +57,17 @@ pub fn plan_text(plan: &Plan) -> String {
         let _ = writeln!(text, "  {:width$}  {step:>10}  {memory:>10}  {}", other.choice, other.reason);
     }
     text
+}
+
+/// Why the runtime of a plan's cluster cannot execute it, if it cannot, and what to do about it.
+pub fn refused(plan: &Plan) -> Option<(String, String)> {
+    let cluster = &plan.request.cluster;
+    let missing = missing(plan, target(cluster));
+    let list = |texts: Vec<String>, between: &str| texts.join(between);
+    let names = list(missing.iter().map(ToString::to_string).collect(), " and ");
+    let pins = list(missing.iter().map(|feature| feature.avoided_by().to_string()).collect(), ",");
+    let message = format!("the runtime of `{cluster}` cannot execute {names} yet");
+    (!missing.is_empty()).then(|| (message, format!("plan again with --pin {pins}")))
 }
 
 /// The categories of a rank's memory.

@@ -15,6 +15,7 @@
 pub mod diagnostic;
 pub mod entity;
 pub mod factor;
+pub mod feature;
 pub mod graph;
 pub mod mesh;
 pub mod names;
@@ -32,6 +33,7 @@ pub mod verify;
 pub use diagnostic::{Diagnostic, Diagnostics};
 pub use entity::{BufferId, EntityRef, FactorId, NodeId, PrimaryMap, SecondaryMap, SectionId, ValueId};
 pub use factor::{Factor, FactorKind, FactorRule};
+pub use feature::Feature;
 pub use graph::{Graph, Node, Output, OutputKind, Role, Value};
 pub use mesh::{Axis, AxisId, AxisKind, AxisSet, Mesh};
 pub use ops::{Op, OpDef};

@@ -170,6 +170,17 @@ pub struct Alternative {
     pub reason: String,
 }
 
+/// Which plans a search considers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// Those that the target's runtime executes, and those that a pin asks for.
+    #[default]
+    Runnable,
+    /// Every plan that can be said.
+    All,
+}
+
 /// What was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Request {
@@ -190,6 +201,9 @@ pub struct Request {
     pub host_memory: Bytes,
     /// What the user fixed.
     pub pins: String,
+    /// Which plans were considered.
+    #[serde(default)]
+    pub scope: Scope,
 }
 
 /// An annotated graph; see the [module](self).

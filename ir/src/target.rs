@@ -3,6 +3,7 @@
 //! A runtime answers for its own kernels, without a device: so a plan for a cluster that is not here
 //! counts the same bytes as one that is about to run.
 
+use crate::feature::Feature;
 use crate::program::Action;
 use crate::types::TensorType;
 use crate::units::Bytes;
@@ -13,6 +14,12 @@ pub trait Target: Debug {
     /// The scratch memory of an instruction with these local types, in the space of its results. An
     /// action that the target cannot run needs none; loading the program tells.
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes;
+
+    /// Whether it runs what not every target does.
+    fn runs(&self, feature: Feature) -> bool {
+        let _ = feature;
+        false
+    }
 }
 
 /// A target whose kernels need no scratch memory of the arena.

@@ -7,11 +7,13 @@
 
 pub mod beside;
 pub mod build;
+pub mod degrees;
 pub mod estimate;
 pub mod liveness;
 pub mod pins;
 pub mod why;
 
+pub use degrees::Degrees;
 pub use pins::{Pins, Recompute};
 
 use crate::cluster::{Cluster, Profile};
@@ -21,7 +23,7 @@ use crate::shard::tensor::{Placed, Prepared, place_axis};
 use estimate::Shape;
 pub use estimate::Work;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
-use shardc_ir::{AxisId, AxisKind, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
+use shardc_ir::{AxisId, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use std::collections::BTreeMap;
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
@@ -73,12 +75,8 @@ pub enum PlanError {
 /// One point of the search space.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// Data ranks.
-    pub dp: u64,
-    /// Tensor ranks, as the sizes of their axes.
-    pub tp: Vec<u64>,
-    /// Sequences per data rank per microbatch.
-    pub microbatch: u64,
+    /// How many ways the step is divided.
+    pub degrees: Degrees,
     /// ZeRO stage.
     pub zero: u64,
     /// Recomputation.
@@ -92,17 +90,14 @@ pub struct Candidate {
 impl Candidate {
     /// The choices, as pins would say them.
     pub fn choice(&self) -> String {
-        let (tp, recompute) = (self.tp.iter().product::<u64>(), self.recompute);
+        let Self { degrees, zero, recompute, .. } = self;
         let chunks = if self.loss_chunks > 1 { format!(",loss_chunks={}", self.loss_chunks) } else { String::new() };
-        format!(
-            "dp={},tp={tp},zero={},microbatch={},recompute={recompute}{chunks}",
-            self.dp, self.zero, self.microbatch
-        )
+        format!("{},zero={zero},microbatch={},recompute={recompute}{chunks}", degrees.text(), degrees.microbatch)
     }
 
     /// The mesh, without axes of one coordinate.
     pub fn mesh(&self, batch: u64) -> Mesh {
-        make_mesh(self.dp, batch / (self.dp * self.microbatch), &self.tp)
+        self.degrees.mesh(batch)
     }
 }
 
@@ -165,7 +160,7 @@ pub fn search_confirmed(
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
         let estimate = candidate.prediction.memory.total();
-        let kin = (candidate.dp, candidate.zero);
+        let kin = (candidate.degrees.degree("dp"), candidate.zero);
         let factor = excess.get(&kin).copied().unwrap_or(1.0);
         let is_too_large = estimate.0 as f64 * factor > bound.0 as f64 || refused.len() >= MOST_REFUSED;
         let was_refused = refused.iter().any(|(other, _)| *other == index);
@@ -221,9 +216,10 @@ fn enumerate(
         for microbatch in sizes {
             let mut solved = Vec::new();
             for pieces in splits(prepared, tp) {
-                let mesh = make_mesh(dp, per_rank / microbatch, &pieces);
+                let degrees = Degrees::new(microbatch).with("dp", &[dp]).with("tp", &pieces);
+                let mesh = degrees.mesh(batch);
                 let Some((placed, shape)) = solve(prepared, &mesh, cluster, pins)? else { continue };
-                let point = Point { dp, tp: &pieces, microbatch, work, bound: request.device_memory };
+                let point = Point { degrees, work, bound: request.device_memory };
                 extend(&mut solved, &placed, &shape, pins, &point);
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
@@ -245,17 +241,16 @@ fn enumerate(
 }
 
 /// One placed mesh, and what its candidates share.
-struct Point<'a> {
-    dp: u64,
-    tp: &'a [u64],
-    microbatch: u64,
+struct Point {
+    degrees: Degrees,
     work: Work,
     bound: Bytes,
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh.
-fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_>, pins: &Pins, point: &Point<'_>) {
-    let Point { dp, microbatch, work, bound, .. } = *point;
+fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_>, pins: &Pins, point: &Point) {
+    let Point { ref degrees, work, bound } = *point;
+    let dp = degrees.degree("dp");
     for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
         // With one microbatch stage 2 is stage 1.
         if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
@@ -272,8 +267,8 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_
         }
         for recompute in choices {
             let prediction = shape.predict(placed, zero, recompute, work);
-            let (tp, loss_chunks) = (point.tp.to_vec(), shape.loss_chunks);
-            candidates.push(Candidate { dp, tp, microbatch, zero, recompute, loss_chunks, prediction });
+            let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
+            candidates.push(Candidate { degrees, zero, recompute, loss_chunks, prediction });
         }
     }
 }
@@ -390,20 +385,6 @@ fn splits(prepared: &Prepared<'_>, tp: u64) -> Vec<Vec<u64>> {
     }
 }
 
-fn make_mesh(dp: u64, microbatches: u64, tp: &[u64]) -> Mesh {
-    let mut mesh = Mesh::default();
-    for (name, size, kind) in [("dp", dp, AxisKind::Space), ("mb", microbatches, AxisKind::Time)] {
-        if size > 1 {
-            mesh.push(name, size, kind);
-        }
-    }
-    for (index, size) in tp.iter().enumerate() {
-        let name = if index == 0 { "tp".to_string() } else { format!("tp_{index}") };
-        mesh.push(name, *size, AxisKind::Space);
-    }
-    mesh
-}
-
 fn divisors(number: u64) -> Vec<u64> {
     (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
 }
@@ -425,7 +406,7 @@ pub fn model_work(graph: &Graph, device: &Profile) -> Work {
 /// By step time; what is equal within a thousandth by the simpler choice.
 fn sort(candidates: &mut [Candidate]) {
     candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
-    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.tp.len(), c.tp.iter().product::<u64>());
+    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.degrees.sizes("tp").len(), c.degrees.degree("tp"));
     // The best and its near-ties, simplest first.
     let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);
@@ -541,7 +522,7 @@ fn infeasible(
     if is_pinned {
         fixes.push("drop a pin".to_string());
     }
-    if largest(&needs).0 == "activations" && candidates[nearest].microbatch > 1 {
+    if largest(&needs).0 == "activations" && candidates[nearest].degrees.microbatch > 1 {
         fixes.push("use smaller microbatches".to_string());
     }
     if largest(&needs).0 != "activations" {

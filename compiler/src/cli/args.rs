@@ -72,9 +72,21 @@ pub struct RequestArgs {
     /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=full,loss_chunks=4`.
     #[arg(long, value_name = "CHOICES")]
     pub pin: Option<String>,
+    /// Which plans to consider: those that the cluster's runtime executes (and what a pin asks for), or all.
+    #[arg(long, value_enum, default_value_t = SearchArg::Runnable)]
+    pub search: SearchArg,
     /// Write the graph after every pass as DIR/NN.name.ir.
     #[arg(long, value_name = "DIR")]
     pub dump_to: Option<PathBuf>,
+}
+
+/// The plans that are considered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SearchArg {
+    /// What can be executed.
+    Runnable,
+    /// Also what no runtime here executes yet; `train` refuses such a plan.
+    All,
 }
 
 /// The precisions.

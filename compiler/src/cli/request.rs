@@ -1,8 +1,9 @@
 //! From flags to what the library takes.
 
-use super::args::{OptimizerArgs, PrecisionArg, RequestArgs};
+use super::args::{OptimizerArgs, PrecisionArg, RequestArgs, SearchArg};
 use shardc::explain::edit;
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
+use shardc_ir::plan::Scope;
 use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{Bytes, Plan};
@@ -71,6 +72,10 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         precision,
         optimizer: OptimizerConfig::default(),
         pins: args.pin.clone().unwrap_or_default(),
+        scope: match args.search {
+            SearchArg::Runnable => Scope::Runnable,
+            SearchArg::All => Scope::All,
+        },
         device_memory: args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?,
         host_memory: args.host_memory.as_deref().map(|text| size("--host-memory", text)).transpose()?,
         dump_to: args.dump_to.clone(),

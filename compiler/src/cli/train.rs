@@ -27,6 +27,7 @@ const OPERATIONS: usize = 40;
 pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let learning_rate = request::learning_rate(&args.optimizer, args.steps)?;
     let (model, compiled, data) = prepare(args)?;
+    compiled.check_runs()?;
     let inputs = &compiled.model.inputs;
     data.check(inputs, Some(model.vocabulary()))?;
     if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
