@@ -202,6 +202,15 @@ impl Strategy {
         strategy
     }
 
+    /// The strategy that replicates over `axis`.
+    pub fn without(&self, axis: AxisId) -> Self {
+        let mut strategy = self.clone();
+        strategy.pass.remove(&axis);
+        strategy.factors.values_mut().for_each(|axes| axes.retain(|other| *other != axis));
+        strategy.factors.retain(|_, axes| !axes.is_empty());
+        strategy
+    }
+
     /// The axes of a factor, outermost first.
     pub fn axes(&self, factor: usize) -> &[AxisId] {
         self.factors.get(&factor).map_or(&[], Vec::as_slice)

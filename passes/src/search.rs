@@ -18,8 +18,10 @@ pub use pins::{Pins, Recompute};
 
 use crate::cluster::{Cluster, Profile};
 use crate::cost;
+use crate::shard::family::batch_axes;
+use crate::shard::place::place_axes;
 use crate::shard::prepare::prepare;
-use crate::shard::tensor::{Placed, Prepared, place_axis};
+use crate::shard::tensor::{Placed, Prepared};
 use estimate::Shape;
 pub use estimate::Work;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
@@ -294,10 +296,7 @@ fn solve<'a>(
     pins: &Pins,
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
-    let mut conversions = Vec::new();
-    for axis in mesh.family("tp") {
-        conversions.extend(place_axis(prepared, &mut placed, axis).1);
-    }
+    let conversions = place_axes(prepared, &mut placed);
     let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins));
     Ok(Some((placed, shape)))
 }
@@ -333,7 +332,7 @@ fn place_batch<'a>(
     mesh: &'a Mesh,
     cluster: &'a Cluster,
 ) -> Result<Option<Placed<'a>>, PlanError> {
-    let axes: Vec<AxisId> = mesh.ids().filter(|axis| mesh.axis(*axis).family() != "tp").collect();
+    let axes = batch_axes(mesh);
     let mut strategies = Vec::with_capacity(prepared.rules.len());
     for (choice, rule) in prepared.batch.iter().zip(&prepared.rules) {
         let add = |strategy: Strategy, axis: &AxisId| strategy.with(*axis, *choice);
@@ -354,7 +353,7 @@ fn place_batch<'a>(
             return Ok(None);
         }
     }
-    Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches() }))
+    Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches(), handed: BTreeMap::new() }))
 }
 
 /// The ways to make a tensor degree of axes: one axis; and, where some factor divides only in part

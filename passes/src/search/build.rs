@@ -5,7 +5,8 @@ use super::{Candidate, PlanError, Recompute, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::rematerialize::rematerialize_from;
-use crate::shard::tensor::{Prepared, place_axis};
+use crate::shard::place::place_axes;
+use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
@@ -23,9 +24,7 @@ pub fn build(
     let mesh = candidate.mesh(request.batch);
     let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
     let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
-    for axis in mesh.family("tp") {
-        place_axis(prepared, &mut placed, axis);
-    }
+    place_axes(prepared, &mut placed);
     let count = match candidate.recompute {
         Recompute::None => 0,
         Recompute::Blocks(count) => count,

@@ -9,8 +9,9 @@ use super::estimate::Shape;
 use super::{Pins, PlanError, Recompute, model_work, place_batch};
 use crate::cluster::Cluster;
 use crate::rematerialize::without_recomputation;
+use crate::shard::family::searched_axes;
+use crate::shard::place::{choices_of, place_axes};
 use crate::shard::prepare::prepare;
-use crate::shard::tensor::{choices_of, place_axis};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,8 +76,8 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let class = |node: &NodeId| back.get(&original(node)).map(|new| prepared.folded.class[*new]);
     let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
     let mut why = Why::default();
-    let mut conversions = Vec::new();
-    for axis in plan.mesh.family("tp") {
+    let conversions = place_axes(&prepared, &mut placed);
+    for axis in searched_axes(&plan.mesh) {
         let costs = choices_of(&prepared, &placed, axis, &classes);
         for node in nodes {
             let Some(place) = class(node).and_then(|class| classes.binary_search(&class).ok()) else { continue };
@@ -86,7 +87,6 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
             let chosen = plan.strategies[*node].choice(axis);
             why.options.entry(*node).or_default().push(Options { axis, chosen, costs });
         }
-        conversions.extend(place_axis(&prepared, &mut placed, axis).1);
     }
     // Whatever was cut into chunks is cut in the plan's graph already.
     let shape = Shape::new(&prepared, &placed, &conversions, 1);

@@ -1,11 +1,13 @@
-//! Choosing a strategy for every node: the batch by propagation ([`batch`]), tensor parallelism by
-//! exact elimination ([`tensor`], [`dominate`], [`eliminate`]), storage over the data axes by ZeRO stage
-//! ([`zero`]).
+//! Choosing a strategy for every node: the batch by propagation ([`batch`]), all other axes by exact
+//! elimination, one at a time ([`place`], [`tensor`], [`dominate`], [`eliminate`]), storage over the axes
+//! that hold copies by ZeRO stage ([`zero`]). What each family of axes may divide stands in [`family`].
 
 pub mod batch;
 pub mod dominate;
 pub mod eliminate;
+pub mod family;
 pub mod layout;
+pub mod place;
 pub mod prepare;
 pub mod tensor;
 pub mod zero;

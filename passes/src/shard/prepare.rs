@@ -5,6 +5,7 @@ use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
 use crate::fold::{Folded, fold};
 use crate::search::liveness::Lives;
+use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
 use shardc_ir::{Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,15 +40,83 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         let result = node.results.iter().position(|value| gradients.contains(value) && matrix(value));
         operand.map(|index| (false, index)).or(result.map(|index| (true, index)))
     });
-    let (is_parameter, is_gradient, weight) = (is_parameter.collect(), is_gradient.collect(), weight.collect());
+    let (is_parameter, is_gradient) = (is_parameter.collect(), is_gradient.collect());
+    let weight: Vec<Option<(bool, usize)>> = weight.collect();
     let tied = ties(graph, &folded);
     let flows = flows(graph, &folded);
+    let experts = experts(graph, &folded, &rules, &weight);
     let head = Head::find(graph);
     let lives = Lives::default();
-    let mut prepared =
-        Prepared { graph, target, rules, batch, tied, weight, is_parameter, is_gradient, flows, folded, head, lives };
+    let mut prepared = Prepared {
+        graph,
+        target,
+        rules,
+        batch,
+        tied,
+        weight,
+        experts,
+        is_parameter,
+        is_gradient,
+        flows,
+        folded,
+        head,
+        lives,
+    };
     prepared.lives = Lives::new(&prepared);
     prepared
+}
+
+/// Per class, the factors that tell experts apart. A product that has a matrix for each expert holds the
+/// factor in all that it reads and makes; from there it is followed back to where the parameter is stored
+/// and updated.
+fn experts(
+    graph: &Graph,
+    folded: &Folded,
+    rules: &[FactorRule],
+    weight: &[Option<(bool, usize)>],
+) -> Vec<BTreeSet<usize>> {
+    let held = |dims: &Dims, factor: usize| dims.iter().any(|factors| factors.first() == Some(&factor));
+    let mut experts = vec![BTreeSet::new(); rules.len()];
+    // Per value, the dimensions that tell experts apart.
+    let mut dims: BTreeMap<ValueId, BTreeSet<usize>> = BTreeMap::new();
+    let along = |held: &Dims, factors: &BTreeSet<usize>| -> BTreeSet<usize> {
+        let is_held = |dim: &usize| held[*dim].first().is_some_and(|factor| factors.contains(factor));
+        (0..held.len()).filter(is_held).collect()
+    };
+    let of = |held: &Dims, dims: &BTreeSet<usize>| -> BTreeSet<usize> {
+        dims.iter().filter_map(|dim| held[*dim].first().copied()).collect()
+    };
+    for (class, rule) in rules.iter().enumerate() {
+        let Some((is_result, index)) = weight[class] else { continue };
+        let node = graph.node(folded.classes[class].node);
+        let all = || rule.operands.iter().chain(&rule.results);
+        experts[class] = (0..rule.factors.len()).filter(|factor| all().all(|dims| held(dims, *factor))).collect();
+        let weight = if is_result { node.results[index] } else { node.operands[index] };
+        let own = if is_result { &rule.results[index] } else { &rule.operands[index] };
+        dims.entry(weight).or_default().extend(along(own, &experts[class]));
+    }
+    let parameters = parameter_values(graph);
+    for (id, node) in graph.nodes().rev() {
+        let Some(known) = node.results.first().and_then(|value| dims.get(value)).filter(|dims| !dims.is_empty()) else {
+            continue;
+        };
+        if parameters.contains(&node.results[0]) {
+            let (class, rule) = (folded.class[id], &rules[folded.class[id]]);
+            experts[class] = of(&rule.results[0], known);
+            for (index, value) in node.operands.iter().enumerate() {
+                let found = along(&rule.operands[index], &experts[class]);
+                dims.entry(*value).or_default().extend(found);
+            }
+        }
+    }
+    for (id, node) in graph.nodes() {
+        if let Op::Adamw(_) = node.op {
+            let (class, rule) = (folded.class[id], &rules[folded.class[id]]);
+            let known = dims.get(&node.operands[0]).cloned().unwrap_or_default();
+            experts[class] = of(&rule.operands[0], &known);
+        }
+    }
+    experts
 }
 
 /// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding.

@@ -7,13 +7,17 @@
 //! variable of its own, the layout in which it is handed on, so that one gather serves them all.
 //! A parameter, its optimizer state and its update are one variable: they are stored alike.
 //!
-//! What each family of axes may divide is what its name means, so that no plan is visited twice: the
-//! batch belongs to dp, and where a matrix product (or a table) meets a parameter, tp divides a
-//! dimension of the parameter. Column then row, parallel vocabulary and the sequence between them
-//! are not coded: they are what costs least.
+//! What each family of axes may divide is what its name means ([`family`](super::family)), so that no
+//! plan is visited twice. Column then row, parallel vocabulary and the sequence between them are not
+//! coded: they are what costs least.
+//!
+//! Several axes are placed one after the other, then each again with the others as they are, until none
+//! gets better ([`place`](super::place)). So a table of costs holds the conversions along all axes: what
+//! one axis does with a value decides how much the others move of it.
 
 use super::eliminate::{CostGraph, Solution};
-use super::layout::{Along, Extent, convert_seconds};
+use super::family::{allows, copy_axes, is_copy_axis, searched_axes};
+use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
 use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
@@ -40,6 +44,9 @@ pub struct Prepared<'a> {
     pub tied: Vec<usize>,
     /// Per class, the operand or result (`true`) that is a parameter's matrix, if it is a product with one.
     pub weight: Vec<Option<(bool, usize)>>,
+    /// Per class, the factors that tell experts apart: of products with a parameter that has one matrix
+    /// for each of them, and of what the parameter is made of and becomes.
+    pub experts: Vec<BTreeSet<usize>>,
     /// Per class whether it is (a copy of) a parameter.
     pub is_parameter: Vec<bool>,
     /// Per class whether its result is a parameter's gradient.
@@ -105,6 +112,14 @@ impl Prepared<'_> {
         self.batch[class] != Choice::Replicate
     }
 
+    /// The factors of the parameter that a product reads, or whose gradient it makes.
+    pub fn weight_factors(&self, class: usize) -> Option<BTreeSet<usize>> {
+        let rule = &self.rules[class];
+        let (is_result, index) = self.weight[class]?;
+        let dims = if is_result { &rule.results[index] } else { &rule.operands[index] };
+        Some(dims.iter().flatten().copied().collect())
+    }
+
     /// The operation of a class.
     pub fn op(&self, class: usize) -> &Op {
         &self.graph.node(self.folded.classes[class].node).op
@@ -126,68 +141,64 @@ pub struct Placed<'a> {
     pub strategies: Vec<Strategy>,
     /// Microbatches of a step.
     pub microbatches: u64,
+    /// Per axis and flow with several readers, the layout in which the value is handed on.
+    pub handed: BTreeMap<(AxisId, usize), Along>,
 }
 
-/// Chooses what every class does with `axis`, and adds it to the strategies.
-pub fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId) -> (Solution, Vec<Conversion>) {
-    let problem = Problem::new(prepared, placed, axis);
-    let solution = problem.graph.solve();
-    let conversions = problem.conversions(&solution);
-    let choice = |variable: &usize| problem.domains[*variable][solution.choices[*variable]];
-    let choices: Vec<Choice> = problem.variable.iter().map(choice).collect();
-    for (strategy, choice) in placed.strategies.iter_mut().zip(choices) {
-        *strategy = strategy.with(axis, choice);
-    }
-    (solution, conversions)
-}
-
-/// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
-/// are free to suit it.
-pub fn choices_of(
-    prepared: &Prepared<'_>,
-    placed: &Placed<'_>,
+/// An axis that is placed already.
+struct Other {
     axis: AxisId,
-    classes: &[usize],
-) -> Vec<Vec<(Choice, f64)>> {
-    let problem = Problem::new(prepared, placed, axis);
-    let mut known: BTreeMap<usize, Vec<(Choice, f64)>> = BTreeMap::new();
-    let of = |class: &usize| {
-        let variable = problem.variable[*class];
-        let choices = || problem.domains[variable].iter().copied();
-        known.entry(variable).or_insert_with(|| choices().zip(problem.graph.costs_of(variable)).collect()).clone()
-    };
-    classes.iter().map(of).collect()
+    group: Group,
+    /// Per class, the layouts of operands and results along it.
+    layouts: Vec<(Vec<Along>, Vec<Along>)>,
 }
 
-/// The cost graph of one axis.
-struct Problem<'a, 'b> {
+/// The cost graph of one axis, the others being placed or not at all.
+pub(super) struct Problem<'a, 'b> {
     prepared: &'a Prepared<'b>,
     placed: &'a Placed<'a>,
     axis: AxisId,
     group: Group,
-    /// The ranks over which gradients are reduced.
+    /// The ranks over which the gradients of parameters that nothing divides are summed.
     data: Group,
-    graph: CostGraph,
+    others: Vec<Other>,
+    /// The strategies without the axis.
+    strategies: Vec<Strategy>,
+    pub graph: CostGraph,
     /// The variable of each class.
-    variable: Vec<usize>,
+    pub variable: Vec<usize>,
     /// The choices of each variable.
-    domains: Vec<Vec<Choice>>,
+    pub domains: Vec<Vec<Choice>>,
     /// Per flow with several readers, its variable and the layouts it may be handed on in.
-    handed: BTreeMap<usize, (usize, Vec<Along>)>,
+    pub handed: BTreeMap<usize, (usize, Vec<Along>)>,
     /// Per class, per choice, the layouts of operands and results along the axis.
     layouts: Vec<Vec<(Vec<Along>, Vec<Along>)>>,
 }
 
+/// Where a value goes: to be handed on, to a reader from there, or to its only reader.
+#[derive(Clone, Copy)]
+enum Way {
+    Handed,
+    Read { reader: usize, operand: usize, is_handed: bool },
+}
+
 impl<'a, 'b> Problem<'a, 'b> {
-    fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId) -> Self {
-        let group = Group::new(placed.mesh, &[axis], placed.cluster);
-        let data = Group::new(placed.mesh, &placed.mesh.family("dp"), placed.cluster);
+    pub fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId) -> Self {
+        let strategies: Vec<Strategy> = placed.strategies.iter().map(|strategy| strategy.without(axis)).collect();
+        let is_other = |other: &AxisId| *other != axis && placed.mesh.size(*other) > 1;
+        let other = |other: AxisId| Other {
+            axis: other,
+            group: Group::new(placed.mesh, &[other], placed.cluster),
+            layouts: (0..strategies.len()).map(|class| layouts(prepared, class, &strategies[class], other)).collect(),
+        };
         let mut problem = Self {
             prepared,
             placed,
             axis,
-            group,
-            data,
+            group: Group::new(placed.mesh, &[axis], placed.cluster),
+            data: Group::new(placed.mesh, &copy_axes(placed.mesh), placed.cluster),
+            others: searched_axes(placed.mesh).into_iter().filter(is_other).map(other).collect(),
+            strategies,
             graph: CostGraph::default(),
             variable: vec![usize::MAX; placed.strategies.len()],
             domains: Vec::new(),
@@ -200,7 +211,7 @@ impl<'a, 'b> Problem<'a, 'b> {
     }
 
     fn add_variables(&mut self) {
-        let count = self.placed.strategies.len();
+        let count = self.strategies.len();
         for class in 0..count {
             let stands = self.prepared.tied[class];
             if self.variable[stands] == usize::MAX {
@@ -212,42 +223,21 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         for class in 0..count {
             let variable = self.variable[class];
-            let mut layouts = Vec::new();
+            let mut own = Vec::new();
             for index in 0..self.domains[variable].len() {
-                let strategy = self.placed.strategies[class].with(self.axis, self.domains[variable][index]);
+                let strategy = self.strategies[class].with(self.axis, self.domains[variable][index]);
                 self.graph.unary[variable][index] += self.node_cost(class, &strategy);
-                layouts.push(self.layouts_of(class, &strategy));
+                own.push(layouts(self.prepared, class, &strategy, self.axis));
             }
-            self.layouts.push(layouts);
+            self.layouts.push(own);
         }
-    }
-
-    fn layouts_of(&self, class: usize, strategy: &Strategy) -> (Vec<Along>, Vec<Along>) {
-        let rule = &self.prepared.rules[class];
-        let operands =
-            (0..rule.operands.len()).map(|index| Along::of(&rule.operand_sharding(index, strategy), self.axis));
-        let results = (0..rule.results.len()).map(|index| Along::of(&rule.result_sharding(index, strategy), self.axis));
-        (operands.collect(), results.collect())
     }
 
     /// The choices of a class on this axis.
     fn domain(&self, class: usize) -> Vec<Choice> {
-        let (prepared, rule) = (self.prepared, &self.prepared.rules[class]);
-        if matches!(prepared.op(class), Op::Input(_)) {
-            return vec![Choice::Replicate];
-        }
-        let dims = prepared.weight[class].map(|(is_result, index)| {
-            let dims = if is_result { &rule.results[index] } else { &rule.operands[index] };
-            dims.iter().flatten().copied().collect::<BTreeSet<usize>>()
-        });
-        let allowed = |choice: &Choice| match choice {
-            Choice::Factor(factor) => {
-                prepared.batch[class] != *choice && dims.as_ref().is_none_or(|dims| dims.contains(factor))
-            }
-            _ => true,
-        };
-        let choices = rule.choices(&self.placed.strategies[class], self.axis, self.placed.mesh);
-        choices.into_iter().filter(allowed).collect()
+        let family = self.placed.mesh.axis(self.axis).family();
+        let choices = self.prepared.rules[class].choices(&self.strategies[class], self.axis, self.placed.mesh);
+        choices.into_iter().filter(|choice| allows(self.prepared, class, family, *choice)).collect()
     }
 
     /// How often a class runs in a step.
@@ -263,17 +253,24 @@ impl<'a, 'b> Problem<'a, 'b> {
         let (seconds, _) = machine.seconds(op, &operands, &results, Pass::of(self.prepared.role(class)));
         let mut cost = seconds.0 * self.runs(class);
         if let Op::Adamw(_) = op {
-            cost += self.gradient_cost(&operands[0]);
+            cost += self.gradient_cost(&operands[0], strategy);
         }
         cost * count
     }
 
-    /// What a parameter of this size costs on the data axes: its gradient is reduced there and,
-    /// where its storage is divided, its parts are gathered. Half of it is taken to be hidden.
-    fn gradient_cost(&self, parameter: &TensorType) -> f64 {
+    /// What a parameter of this size costs on the axes that hold copies of it: its gradient is reduced
+    /// there and, where its storage is divided, its parts are gathered. Half of it is taken to be hidden.
+    fn gradient_cost(&self, parameter: &TensorType, strategy: &Strategy) -> f64 {
+        let mesh = self.placed.mesh;
+        let all = copy_axes(mesh);
+        let copies = |axis: &AxisId| strategy.choice(*axis) == Choice::Replicate;
+        let group = match all.iter().all(copies) {
+            true => self.data,
+            false => Group::new(mesh, &all.into_iter().filter(copies).collect::<Vec<_>>(), self.placed.cluster),
+        };
         let bytes = parameter.bytes().0 as f64;
         let launch = self.placed.cluster.device.collective_launch.value;
-        let time = collective::seconds(Collective::AllReduce, bytes, self.data, self.placed.cluster).0;
+        let time = collective::seconds(Collective::AllReduce, bytes, group, self.placed.cluster).0;
         0.5 * (time - launch).max(0.0)
     }
 
@@ -281,11 +278,12 @@ impl<'a, 'b> Problem<'a, 'b> {
         for (index, flow) in self.prepared.flows.iter().enumerate() {
             let made: Vec<Along> = self.layouts[flow.maker].iter().map(|(_, results)| results[flow.result]).collect();
             if let [(reader, operand, count)] = flow.readers[..] {
-                let (cost, variables) =
-                    (self.converter(flow, reader, count), (self.variable[flow.maker], self.variable[reader]));
+                let way = Way::Read { reader, operand, is_handed: false };
+                let cost = self.converter(index, way, count);
                 let read: Vec<Along> = self.layouts[reader].iter().map(|(operands, _)| operands[operand]).collect();
                 let table = table(&made, &read, cost);
-                self.graph.add_pair(variables.0, variables.1, |a, b| table[a * read.len() + b]);
+                let (maker, reader) = (self.variable[flow.maker], self.variable[reader]);
+                self.graph.add_pair(maker, reader, |a, b| table[a * read.len() + b]);
                 continue;
             }
             let mut layouts: BTreeSet<Along> = made.iter().copied().collect();
@@ -296,23 +294,25 @@ impl<'a, 'b> Problem<'a, 'b> {
             let handed = self.graph.variable(vec![0.0; layouts.len()]);
             self.domains.push(Vec::new());
             let members = self.prepared.folded.classes[flow.maker].members.len();
-            let shared = table(&made, &layouts, self.converter(flow, flow.readers[0].0, members));
+            let shared = table(&made, &layouts, self.converter(index, Way::Handed, members));
             self.graph.add_pair(self.variable[flow.maker], handed, |a, b| shared[a * layouts.len() + b]);
             for (reader, operand, count) in &flow.readers {
                 let read: Vec<Along> = self.layouts[*reader].iter().map(|(operands, _)| operands[*operand]).collect();
-                let own = table(&layouts, &read, self.converter(flow, *reader, *count));
+                let way = Way::Read { reader: *reader, operand: *operand, is_handed: true };
+                let own = table(&layouts, &read, self.converter(index, way, *count));
                 self.graph.add_pair(handed, self.variable[*reader], |a, b| own[a * read.len() + b]);
             }
             self.handed.insert(index, (handed, layouts));
         }
     }
 
-    /// The type of a flow's value, undivided along the axis.
+    /// The type of a flow's value, undivided along all axes that are searched.
     fn value_type(&self, flow: &Flow) -> TensorType {
         let node = self.prepared.folded.classes[flow.maker].node;
         let value = self.prepared.graph.node(node).results[flow.result];
-        let sharding =
-            self.prepared.rules[flow.maker].result_sharding(flow.result, &self.placed.strategies[flow.maker]);
+        let mut sharding = self.prepared.rules[flow.maker].result_sharding(flow.result, &self.strategies[flow.maker]);
+        let searched = searched_axes(self.placed.mesh);
+        sharding.dims.iter_mut().for_each(|axes| axes.retain(|axis| !searched.contains(axis)));
         Prepared::local(self.prepared.graph.ty(value), &sharding, self.placed.mesh)
     }
 
@@ -325,57 +325,108 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
     }
 
-    /// Seconds of all conversions of a flow for a reader.
-    fn converter(&self, flow: &Flow, reader: usize, count: usize) -> impl Fn(Along, Along) -> f64 + use<'a, 'b> {
+    /// What the other axes do where a flow goes a way.
+    fn others(&self, index: usize, way: Way) -> Vec<Move> {
+        let flow = &self.prepared.flows[index];
+        let of = |other: &Other| {
+            let made = other.layouts[flow.maker].1[flow.result];
+            let handed = self.placed.handed.get(&(other.axis, index)).copied().unwrap_or(made);
+            let (from, to) = match way {
+                Way::Handed => (made, handed),
+                Way::Read { reader, operand, is_handed } => {
+                    (if is_handed { handed } else { made }, other.layouts[reader].0[operand])
+                }
+            };
+            Move { axis: other.axis, group: other.group, from, to }
+        };
+        self.others.iter().map(of).collect()
+    }
+
+    /// Whether only updates read a conversion: along axes that hold copies, it is the reduction of a
+    /// gradient, which is priced with the data ranks'.
+    fn is_gradient(&self, flow: &Flow, way: Way) -> bool {
+        let updates = |reader: usize| matches!(self.prepared.op(reader), Op::Adamw(_) | Op::SumSquares(_));
+        self.prepared.is_gradient[flow.maker]
+            && match way {
+                Way::Handed => flow.readers.iter().all(|(reader, _, _)| updates(*reader)),
+                Way::Read { reader, .. } => updates(reader),
+            }
+    }
+
+    /// Seconds of all conversions of a flow that go one way, along all axes.
+    fn converter(&self, index: usize, way: Way, count: usize) -> impl Fn(Along, Along) -> f64 + use<'a, 'b> {
+        let flow = &self.prepared.flows[index];
         let ty = self.value_type(flow);
-        let (group, cluster) = (self.group, self.placed.cluster);
+        let reader = match way {
+            Way::Handed => flow.readers[0].0,
+            Way::Read { reader, .. } => reader,
+        };
         let times = self.flow_runs(flow, reader) * count as f64;
+        let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
+        let (others, is_gradient) = (self.others(index, way), self.is_gradient(flow, way));
         move |from, to| {
-            let value = Extent { bytes: ty.bytes().0 as f64, shape: &ty.shape };
-            times * convert_seconds(from, to, value, group, cluster)
+            let moves: Vec<Move> = others.iter().copied().chain([Move { axis, group, from, to }]).collect();
+            let seconds = |(of, bytes): (&Move, f64)| {
+                if is_gradient && of.to == Along::Whole && is_copy_axis(mesh, of.axis) {
+                    return 0.0;
+                }
+                convert_seconds(of.from, of.to, Extent { bytes, shape: &ty.shape }, of.group, cluster)
+            };
+            let bytes = bytes_of(&moves, ty.bytes().0 as f64);
+            times * moves.iter().zip(bytes).map(seconds).sum::<f64>()
         }
     }
 
-    /// The conversions of a solution.
-    fn conversions(&self, solution: &Solution) -> Vec<Conversion> {
+    /// The layouts in which flows are handed on in a solution.
+    pub fn handed_in(&self, solution: &Solution) -> BTreeMap<usize, Along> {
+        let layout = |(variable, layouts): &(usize, Vec<Along>)| layouts[solution.choices[*variable]];
+        self.handed.iter().map(|(index, handed)| (*index, layout(handed))).collect()
+    }
+
+    /// The conversions along the axis in a solution.
+    pub fn conversions(&self, solution: &Solution) -> Vec<Conversion> {
         let mut conversions = Vec::new();
         for (index, flow) in self.prepared.flows.iter().enumerate() {
             let chosen = |class: usize| &self.layouts[class][solution.choices[self.variable[class]]];
             let made = chosen(flow.maker).1[flow.result];
             let ty = self.value_type(flow);
-            let mut add = |from: Along, to: Along, reader: usize, count: usize, is_shared: bool| {
-                if from == to {
+            let mut add = |from: Along, to: Along, way: Way, reader: usize, count: usize| {
+                let is_reduction =
+                    to == Along::Whole && is_copy_axis(self.placed.mesh, self.axis) && self.is_gradient(flow, way);
+                if from == to || is_reduction {
                     return;
                 }
-                let value = Extent { bytes: ty.bytes().0 as f64, shape: &ty.shape };
+                let mut moves = self.others(index, way);
+                moves.push(Move { axis: self.axis, group: self.group, from, to });
+                let bytes = bytes_of(&moves, ty.bytes().0 as f64).pop().unwrap_or_default();
+                let value = Extent { bytes, shape: &ty.shape };
                 let seconds = convert_seconds(from, to, value, self.group, self.placed.cluster);
                 let bytes =
                     if matches!(to, Along::Dim(_)) { value.bytes / self.group.size() as f64 } else { value.bytes };
-                conversions.push(Conversion {
-                    maker: flow.maker,
-                    result: flow.result,
-                    reader,
-                    seconds,
-                    count,
-                    bytes,
-                    is_shared,
-                });
+                let (maker, result, is_shared) = (flow.maker, flow.result, matches!(way, Way::Handed));
+                conversions.push(Conversion { maker, result, reader, seconds, count, bytes, is_shared });
             };
             let members = self.prepared.folded.classes[flow.maker].members.len();
-            let handed = match self.handed.get(&index) {
-                Some((variable, layouts)) => {
-                    let handed = layouts[solution.choices[*variable]];
-                    add(made, handed, flow.readers[0].0, members, true);
-                    handed
-                }
-                None => made,
-            };
+            let handed = self.handed.get(&index).map(|(variable, layouts)| layouts[solution.choices[*variable]]);
+            if let Some(handed) = handed {
+                add(made, handed, Way::Handed, flow.readers[0].0, members);
+            }
             for (reader, operand, count) in &flow.readers {
-                add(handed, chosen(*reader).0[*operand], *reader, *count, false);
+                let (reader, operand, is_handed) = (*reader, *operand, handed.is_some());
+                let way = Way::Read { reader, operand, is_handed };
+                add(handed.unwrap_or(made), chosen(reader).0[operand], way, reader, *count);
             }
         }
         conversions
     }
+}
+
+/// How a class's operands and results lie along an axis.
+fn layouts(prepared: &Prepared<'_>, class: usize, strategy: &Strategy, axis: AxisId) -> (Vec<Along>, Vec<Along>) {
+    let rule = &prepared.rules[class];
+    let operands = (0..rule.operands.len()).map(|index| Along::of(&rule.operand_sharding(index, strategy), axis));
+    let results = (0..rule.results.len()).map(|index| Along::of(&rule.result_sharding(index, strategy), axis));
+    (operands.collect(), results.collect())
 }
 
 fn table(from: &[Along], to: &[Along], cost: impl Fn(Along, Along) -> f64) -> Vec<f64> {

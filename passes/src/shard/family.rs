@@ -1,0 +1,75 @@
+//! What the axes of each family divide. A family is a restriction, not a mechanism: what follows from
+//! it comes from factor rules, elimination and resharding, as for every other axis.
+//!
+//! | family | divides | decided by |
+//! |---|---|---|
+//! | `dp` | the batch; storage, where there is no `fsdp` | [`batch`](super::batch), [`zero`](super::zero) |
+//! | `fsdp` | the batch, and storage within each of the `dp` replicas | the same |
+//! | `mb` | the batch, over time | [`batch`](super::batch) |
+//! | `ep` | the batch, or the experts where a product has several; storage of all else | elimination |
+//! | `cp` | all but the batch and parameters: the sequence, or heads; storage | elimination |
+//! | `tp` | all but the batch; of a product with a parameter, a dimension of the parameter | elimination |
+//!
+//! So gradients are reduced over the axes that do not divide their parameter: `dp`, `fsdp`, `cp` and,
+//! but for the experts' own, `ep`.
+
+use super::tensor::Prepared;
+use shardc_ir::ops::Op;
+use shardc_ir::{AxisId, Choice, Mesh, Strategy};
+
+/// The families whose axes elimination places, in the order in which it does.
+const SEARCHED: [&str; 3] = ["ep", "cp", "tp"];
+
+/// The families over which a parameter that they do not divide is copied, and its gradient summed.
+const COPIES: [&str; 4] = ["dp", "fsdp", "ep", "cp"];
+
+fn of(mesh: &Mesh, families: &[&str]) -> Vec<AxisId> {
+    families.iter().flat_map(|family| mesh.family(family)).collect()
+}
+
+/// The axes that elimination places.
+pub fn searched_axes(mesh: &Mesh) -> Vec<AxisId> {
+    of(mesh, &SEARCHED)
+}
+
+/// The axes that divide the batch wherever it is: over ranks, and over time.
+pub fn batch_axes(mesh: &Mesh) -> Vec<AxisId> {
+    mesh.ids().filter(|axis| ["dp", "fsdp", "mb"].contains(&mesh.axis(*axis).family())).collect()
+}
+
+/// The axes over which gradients of parameters that nothing divides are summed.
+pub fn copy_axes(mesh: &Mesh) -> Vec<AxisId> {
+    of(mesh, &COPIES)
+}
+
+/// The axes over which ZeRO may store a parameter that is computed with under this strategy: those that
+/// hold copies of it, but for the outer replicas where there are inner ones (HSDP).
+pub fn storage_axes(mesh: &Mesh, strategy: &Strategy) -> Vec<AxisId> {
+    let has_inner = !mesh.family("fsdp").is_empty();
+    let stores = |axis: &AxisId| !(has_inner && mesh.axis(*axis).family() == "dp");
+    let copies = |axis: &AxisId| strategy.choice(*axis) == Choice::Replicate;
+    copy_axes(mesh).into_iter().filter(|axis| stores(axis) && copies(axis)).collect()
+}
+
+/// Whether the axis holds copies of parameters, as data ranks do.
+pub fn is_copy_axis(mesh: &Mesh, axis: AxisId) -> bool {
+    COPIES.contains(&mesh.axis(axis).family())
+}
+
+/// Whether an axis of a family may do this with a class of nodes, as far as its name goes.
+pub fn allows(prepared: &Prepared<'_>, class: usize, family: &str, choice: Choice) -> bool {
+    let Choice::Factor(factor) = choice else { return true };
+    let is_batch = prepared.batch[class] == choice;
+    let op = prepared.op(class);
+    let is_stored = prepared.is_parameter[class] || matches!(op, Op::Adamw(_) | Op::State(_));
+    let is_expert = prepared.experts[class].contains(&factor);
+    // Of a product with a parameter, whether the factor is one of the parameter's.
+    let of_weight = prepared.weight_factors(class).map(|factors| factors.contains(&factor));
+    match family {
+        "ep" if matches!(op, Op::Input(_)) => is_batch,
+        "ep" => is_batch || is_expert || (!is_stored && of_weight.is_none()),
+        _ if matches!(op, Op::Input(_)) => false,
+        "cp" => !is_batch && !is_stored && of_weight != Some(true),
+        _ => !is_batch && of_weight != Some(false),
+    }
+}

@@ -1,0 +1,81 @@
+//! Placing all axes that are searched: one after the other, then each again with the others as they are.
+//!
+//! One axis is solved exactly, given what every class does with the others. Doing so in turn never makes
+//! the step longer, so it ends where no single axis can do better: for two axes at a product's two
+//! dimensions, or at its depth and one of them, as well as for one axis alone.
+
+use super::family::searched_axes;
+use super::tensor::{Conversion, Placed, Prepared, Problem};
+use shardc_ir::{AxisId, Choice};
+use std::collections::BTreeMap;
+
+/// How often all axes are placed again at the most.
+const MOST_ROUNDS: usize = 6;
+
+/// Chooses what every class does with the axes that are searched, and adds it to the strategies. Gives
+/// the conversions that follow.
+pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>) -> Vec<Conversion> {
+    let axes = searched_axes(placed.mesh);
+    let mut conversions = BTreeMap::new();
+    let mut place = |axis: AxisId, placed: &mut Placed<'_>| {
+        let (cost, own) = place_axis(prepared, placed, axis);
+        conversions.insert(axis, own);
+        cost
+    };
+    let mut cost = f64::INFINITY;
+    for axis in &axes {
+        cost = place(*axis, placed);
+    }
+    if axes.len() > 1 {
+        for _ in 0..MOST_ROUNDS {
+            let before = cost;
+            for axis in &axes {
+                cost = place(*axis, placed);
+            }
+            if cost >= before * (1.0 - 1e-9) {
+                break;
+            }
+        }
+    }
+    conversions.into_values().flatten().collect()
+}
+
+/// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions
+/// along it.
+fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId) -> (f64, Vec<Conversion>) {
+    let problem = Problem::new(prepared, placed, axis);
+    let solution = problem.graph.solve();
+    let conversions = problem.conversions(&solution);
+    let choice = |variable: &usize| problem.domains[*variable][solution.choices[*variable]];
+    let choices: Vec<Choice> = problem.variable.iter().map(choice).collect();
+    let handed = problem.handed_in(&solution);
+    let order = searched_axes(placed.mesh);
+    let rank = |axis: &AxisId| order.iter().position(|other| other == axis).map_or(0, |index| index + 1);
+    for (strategy, choice) in placed.strategies.iter_mut().zip(choices) {
+        *strategy = strategy.without(axis).with(axis, choice);
+        if let Choice::Factor(factor) = choice {
+            // One order everywhere, so that the parts of a value lie alike wherever it is divided.
+            strategy.factors.entry(factor).or_default().sort_by_key(rank);
+        }
+    }
+    placed.handed.extend(handed.into_iter().map(|(flow, layout)| ((axis, flow), layout)));
+    (solution.cost, conversions)
+}
+
+/// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
+/// are free to suit it, the other axes stay as they are placed.
+pub fn choices_of(
+    prepared: &Prepared<'_>,
+    placed: &Placed<'_>,
+    axis: AxisId,
+    classes: &[usize],
+) -> Vec<Vec<(Choice, f64)>> {
+    let problem = Problem::new(prepared, placed, axis);
+    let mut known: BTreeMap<usize, Vec<(Choice, f64)>> = BTreeMap::new();
+    let of = |class: &usize| {
+        let variable = problem.variable[*class];
+        let choices = || problem.domains[variable].iter().copied();
+        known.entry(variable).or_insert_with(|| choices().zip(problem.graph.costs_of(variable)).collect()).clone()
+    };
+    classes.iter().map(of).collect()
+}
