@@ -121,7 +121,7 @@ fn degrees(plan: &Plan) -> Degrees {
     };
     let recompute = match choice("recompute") {
         "none" | "0" => "none",
-        "block" | "full" => "block",
+        kept @ ("block" | "selective") => kept,
         _ => "1",
     };
     let zero = if dp > 1 { choice("zero") } else { "0" };

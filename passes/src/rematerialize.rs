@@ -34,7 +34,7 @@ pub fn rematerialize_keeping(
     blocks: &dyn Fn(&str) -> bool,
     keep: &dyn Fn(&Node) -> bool,
 ) -> Result<Graph, PassError> {
-    Ok(rematerialize_from(graph, blocks, keep)?.0)
+    Ok(rematerialize_from(graph, blocks, &|id| keep(graph.node(id)))?.0)
 }
 
 /// [`rematerialize_keeping`], and for each node of the new graph the node of the old one that it is,
@@ -45,7 +45,7 @@ pub fn rematerialize_keeping(
 pub fn rematerialize_from(
     graph: &Graph,
     blocks: &dyn Fn(&str) -> bool,
-    keep: &dyn Fn(&Node) -> bool,
+    keep: &dyn Fn(NodeId) -> bool,
 ) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PassError> {
     let chosen = Chosen::new(graph, blocks, keep);
     let mut copies: HashMap<ValueId, ValueId> = HashMap::new();
@@ -115,7 +115,7 @@ struct Chosen {
 }
 
 impl Chosen {
-    fn new(graph: &Graph, blocks: &dyn Fn(&str) -> bool, keep: &dyn Fn(&Node) -> bool) -> Self {
+    fn new(graph: &Graph, blocks: &dyn Fn(&str) -> bool, keep: &dyn Fn(NodeId) -> bool) -> Self {
         let mut numbers: BTreeMap<&str, u32> = BTreeMap::new();
         let mut home: SecondaryMap<NodeId, Option<u32>> = SecondaryMap::new();
         let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
@@ -128,7 +128,7 @@ impl Chosen {
         }
         let again = |id: NodeId, number: u32| {
             let node = graph.node(id);
-            home[id] == Some(number) && node.role == Role::Forward && !node.op.is_leaf() && !fixed[id] && !keep(node)
+            home[id] == Some(number) && node.role == Role::Forward && !node.op.is_leaf() && !fixed[id] && !keep(id)
         };
         let mut chosen = Self { reader: SecondaryMap::new(), first: BTreeMap::new(), needed: BTreeMap::new() };
         for (id, node) in graph.nodes() {

@@ -11,6 +11,7 @@ pub mod degrees;
 pub mod estimate;
 pub mod liveness;
 pub mod pins;
+pub mod recompute;
 pub mod why;
 
 pub use degrees::Degrees;
@@ -142,7 +143,9 @@ pub fn search_confirmed(
     }
     let prepared = prepare(graph, request.batch, target);
     let blocks = prepared.block_count();
-    if let Some(Recompute::Blocks(count)) = pins.recompute.filter(|pin| *pin > Recompute::Blocks(blocks)) {
+    if let Some(Recompute::Blocks(count)) =
+        pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))
+    {
         let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
@@ -259,13 +262,14 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_
             continue;
         }
         let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
-        let mut choices = vec![pins.recompute.unwrap_or(Recompute::None)];
-        if pins.recompute.is_none() && !fits(Recompute::None) {
+        let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+        let mut choices = vec![pinned.unwrap_or(Recompute::None)];
+        if pinned.is_none() && !fits(Recompute::None) {
             // A few percent are left for what the estimate does not see.
             let bound = bound.0 as f64 * 0.97;
-            let fits = |count| shape.memory(zero, Recompute::Blocks(count)).total().0 as f64 <= bound;
-            let least = least_blocks(shape.blocks, fits);
-            choices.push(least.filter(|count| *count < shape.blocks).map_or(Recompute::All, Recompute::Blocks));
+            let fits = |count| shape.memory(zero, Recompute::Values(count)).total().0 as f64 <= bound;
+            let all = shape.menu().steps();
+            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
         }
         for recompute in choices {
             let prediction = shape.predict(placed, zero, recompute, work);
@@ -275,12 +279,12 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_
     }
 }
 
-/// The fewest recomputed blocks that fit, by bisection; `None` if not even all do.
-fn least_blocks(blocks: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
-    if !fits(blocks) {
+/// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.
+fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    if !fits(steps) {
         return None;
     }
-    let (mut low, mut high) = (0, blocks);
+    let (mut low, mut high) = (0, steps);
     while low + 1 < high {
         let middle = low.midpoint(high);
         if fits(middle) { high = middle } else { low = middle }

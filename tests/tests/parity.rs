@@ -96,6 +96,9 @@ fn gradient_accumulation() {
 #[test]
 fn recomputation() {
     check_both("cpu:1", "recompute=full");
+    check_both("cpu:1", "recompute=selective");
+    check_both("cpu:2", "recompute=value:2,microbatch=1");
+    check_both("cpu:4", "dp=2,tp=2,zero=3,recompute=value:3");
     check_both("cpu:4", "dp=2,tp=2,zero=3,recompute=full,microbatch=1");
 }
 

@@ -13,6 +13,7 @@
 //! recomputation push each other on a wire that tensor parallelism uses too (up to 6% longer).
 
 use super::liveness::block_order;
+use super::recompute::Selected;
 use crate::allocate::WINDOW;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
@@ -59,13 +60,11 @@ struct Bucket {
 pub struct Loop {
     stretches: Vec<Stretch>,
     buckets: Vec<Bucket>,
-    /// Seconds that recomputing one block adds to its backward stretch: kernels, collectives.
-    again: (f64, f64),
 }
 
 /// Which data-parallel communication there is in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Traffic {
+#[derive(Clone, Copy, Debug)]
+pub struct Traffic<'a> {
     /// How gradients are reduced.
     pub reduce: Collective,
     /// Whether weights are gathered.
@@ -76,8 +75,8 @@ pub struct Traffic {
     pub reduces_in_loop: bool,
     /// The microbatches of the step.
     pub microbatches: u64,
-    /// The blocks that are computed again: the first ones.
-    pub recomputed: u64,
+    /// What is computed again.
+    pub again: &'a Selected<'a>,
 }
 
 /// Seconds of communication: in all, and what a step takes longer for it.
@@ -126,7 +125,6 @@ impl Loop {
         placed: &Placed<'_>,
         conversions: &[Conversion],
         seconds: &[f64],
-        again: (f64, f64),
         divides: &dyn Fn(usize) -> bool,
     ) -> Self {
         let graph = prepared.graph;
@@ -142,7 +140,7 @@ impl Loop {
             let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
             results.first().map_or(0.0, |ty| ty.bytes().0 as f64)
         };
-        let mut own = Self { again, ..Self::default() };
+        let mut own = Self::default();
         // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
         let mut place = vec![(0, 0.0); graph.node_count()];
         let mut gathered = vec![[false; 2]; graph.value_count()];
@@ -203,7 +201,7 @@ impl Loop {
     }
 
     /// What the communication of a step takes and shows.
-    pub fn shown(&self, traffic: &Traffic, group: Group, cluster: &Cluster) -> Shown {
+    pub fn shown(&self, traffic: &Traffic<'_>, group: Group, cluster: &Cluster) -> Shown {
         let time = |kind: Collective, bytes: f64| {
             if bytes > 0.0 { collective::seconds(kind, bytes, group, cluster).0 } else { 0.0 }
         };
@@ -242,9 +240,10 @@ impl Loop {
         };
         fetch(&mut wire, 0.0, &mut arrivals);
         for (index, stretch) in self.stretches.iter().enumerate() {
-            let is_again = stretch.is_backward && stretch.block.is_some_and(|block| block < traffic.recomputed);
-            let again = if is_again { self.again } else { (0.0, 0.0) };
-            let (kernels, tensor) = (stretch.seconds + again.0, stretch.tensor + again.1);
+            let way = stretch.block.filter(|_| stretch.is_backward).and_then(|block| traffic.again.way(block));
+            let again = way.map(|way| way.cost).unwrap_or_default();
+            let kernels = stretch.seconds + again.seconds() - again.communication;
+            let tensor = stretch.tensor + again.communication;
             alone += kernels + tensor;
             if gathers[index] > 0.0 {
                 now = now.max(arrivals.pop_front().unwrap_or(0.0));

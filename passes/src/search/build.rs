@@ -1,7 +1,8 @@
 //! Makes the annotated plan of one candidate.
 
+use super::estimate::Shape;
 use super::liveness::block_order;
-use super::{Candidate, PlanError, Recompute, place_batch};
+use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::rematerialize::rematerialize_from;
@@ -24,16 +25,17 @@ pub fn build(
     let mesh = candidate.mesh(request.batch);
     let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
     let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
-    place_axes(prepared, &mut placed);
-    let count = match candidate.recompute {
-        Recompute::None => 0,
-        Recompute::Blocks(count) => count,
-        Recompute::All => u64::MAX,
-    };
+    let conversions = place_axes(prepared, &mut placed);
+    let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks);
+    let selected = shape.menu().select(candidate.recompute);
     let order = block_order(prepared.graph);
-    let chosen = |block: &str| order.get(block).is_some_and(|index| *index < count);
+    let chosen = |block: &str| order.get(block).is_some_and(|index| selected.way(*index).is_some());
+    let keep = |id: NodeId| {
+        let block = crate::fold::block(&prepared.graph.node(id).path).and_then(|block| order.get(block));
+        block.is_none_or(|block| !selected.is_again(*block, prepared.folded.class[id]))
+    };
     let (graph, from) =
-        rematerialize_from(prepared.graph, &chosen, &|_| false).map_err(|error| PlanError::Bug(error.to_string()))?;
+        rematerialize_from(prepared.graph, &chosen, &keep).map_err(|error| PlanError::Bug(error.to_string()))?;
     let (whole, of_whole) = (graph, |id: NodeId| &placed.strategies[prepared.folded.class[from[id]]]);
     let (graph, origins) = chunk(&whole, candidate.loss_chunks).map_err(|error| PlanError::Bug(error.to_string()))?;
     let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();

@@ -6,6 +6,7 @@
 use super::beside::{BUCKET, Loop, Shown, Traffic};
 use super::liveness::Liveness;
 use super::pins::Recompute;
+use super::recompute::{Menu, Prices};
 use crate::cost::collective::{Collective, Group};
 use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
@@ -17,10 +18,43 @@ use shardc_ir::{Bytes, Flops, Role, Seconds};
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
-struct Split {
+pub struct Split {
     matmul: f64,
     memory: f64,
-    communication: f64,
+    /// Collectives of the tensor axes.
+    pub communication: f64,
+}
+
+impl Split {
+    /// All of them.
+    pub fn seconds(self) -> f64 {
+        self.matmul + self.memory + self.communication
+    }
+
+    /// So many seconds, bound by one thing.
+    pub fn of(seconds: f64, bound: Bound) -> Self {
+        let mut split = Self::default();
+        split.add(seconds, bound);
+        split
+    }
+
+    fn add(&mut self, seconds: f64, bound: Bound) {
+        match bound {
+            Bound::Matmul => self.matmul += seconds,
+            Bound::Memory => self.memory += seconds,
+        }
+    }
+}
+
+impl std::ops::Add for Split {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self {
+            matmul: self.matmul + other.matmul,
+            memory: self.memory + other.memory,
+            communication: self.communication + other.communication,
+        }
+    }
 }
 
 /// What the model asks of the devices in one step, over all ranks.
@@ -37,8 +71,8 @@ pub struct Work {
 pub struct Shape<'a> {
     forward: Split,
     backward: Split,
-    /// The forward pass of the nodes of one block.
-    block: Split,
+    /// What can be computed again.
+    menu: Menu,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// Once per step, of what the data axes can divide and of the rest: casts of parameters, and the
@@ -80,7 +114,7 @@ impl<'a> Shape<'a> {
         let mut shape = Self {
             forward: Split::default(),
             backward: Split::default(),
-            block: Split::default(),
+            menu: Menu::default(),
             once: Split::default(),
             stored_once: [0.0; 2],
             update: 0.0,
@@ -100,19 +134,22 @@ impl<'a> Shape<'a> {
             microbatches: placed.microbatches,
             around: Loop::default(),
         };
-        let seconds: Vec<f64> =
-            (0..prepared.rules.len()).map(|class| shape.add_class(prepared, placed, class)).collect();
+        let (mut each, mut seconds) = (Vec::new(), Vec::new());
+        for class in 0..prepared.rules.len() {
+            let (time, bound) = shape.add_class(prepared, placed, class);
+            each.push(Split::of(time, bound));
+            seconds.push(time);
+        }
         for conversion in conversions {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
-            if shape.is_in_block(prepared, conversion.reader) && prepared.role(conversion.reader) == Role::Forward {
-                shape.block.communication += seconds / shape.blocks as f64;
-            }
+            let readers = prepared.folded.classes[conversion.reader].members.len();
+            each[conversion.reader].communication += seconds / readers as f64;
         }
-        let again = (shape.block.matmul + shape.block.memory, shape.block.communication);
+        shape.menu = Menu::new(prepared, Prices { seconds: &each, sizes: shape.liveness.sizes() });
         let extent = placed.mesh.extent(axes.iter().copied());
         let divides = |class: usize| is_divided(prepared, placed, class, extent);
-        shape.around = Loop::new(prepared, placed, conversions, &seconds, again, &divides);
+        shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         shape
     }
 
@@ -130,8 +167,8 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Adds a class of nodes; gives the seconds of one of them.
-    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> f64 {
+    /// Adds a class of nodes; gives the seconds of one of them, and what bounds it.
+    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
         let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
         let op = prepared.op(class);
@@ -176,34 +213,19 @@ impl<'a> Shape<'a> {
             }
             // A gradient to which several products contribute is added up by the products.
             Op::Binary(sum) if sum.kind == BinaryKind::Add && is_merged(prepared, class) => {}
-            _ => {
-                let is_in_block = self.is_in_block(prepared, class);
-                let part = self.part(prepared, class, class);
-                let add = |part: &mut Split, seconds: f64| match bound {
-                    Bound::Matmul => part.matmul += seconds,
-                    Bound::Memory => part.memory += seconds,
-                };
-                add(part, seconds);
-                if is_in_block && prepared.in_loop(class) && prepared.role(class) == Role::Forward {
-                    let blocks = self.blocks as f64;
-                    add(&mut self.block, seconds / blocks);
-                }
-            }
+            _ => self.part(prepared, class, class).add(seconds, bound),
         }
-        each
+        (each, bound)
     }
 
-    /// The blocks that are computed again.
-    pub fn recomputed(&self, recompute: Recompute) -> u64 {
-        match recompute {
-            Recompute::None => 0,
-            Recompute::Blocks(count) => count.min(self.blocks),
-            Recompute::All => self.blocks,
-        }
+    /// What can be computed again.
+    pub fn menu(&self) -> &Menu {
+        &self.menu
     }
 
     /// Memory per rank.
     pub fn memory(&self, zero: u64, recompute: Recompute) -> Memory {
+        let again = self.menu.select(recompute);
         let data = self.data.size();
         let stored = |bytes: [u64; 2]| if zero >= 1 { bytes[0] / data + bytes[1] } else { bytes[0] + bytes[1] };
         // Copies that live through the step: casts, and gathered parameters without one.
@@ -217,13 +239,13 @@ impl<'a> Shape<'a> {
         let (peak, gradients) = if self.microbatches > 1 {
             // The accumulators, and the gradient that is being added.
             let accumulators = if zero >= 2 { reduced } else { whole };
-            let peak = self.liveness.peak(self.recomputed(recompute), 0.0);
+            let peak = self.liveness.peak(&again, 0.0);
             // In the loop, two buckets wait: one fills while one is reduced.
             let waiting = if zero >= 2 && data > 1 { whole.min(2 * BUCKET as u64) } else { 0 };
             (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            let peak = self.liveness.peak(self.recomputed(recompute), kept);
+            let peak = self.liveness.peak(&again, kept);
             // A gradient is whole until it is reduced.
             let waiting = if zero >= 1 && data > 1 { self.block_gradient } else { 0 };
             (peak, peak.gradients + waiting)
@@ -248,14 +270,15 @@ impl<'a> Shape<'a> {
     pub fn predict(&self, placed: &Placed<'_>, zero: u64, recompute: Recompute, work: Work) -> Prediction {
         let cluster = placed.cluster;
         let (data, microbatches) = (self.data.size(), self.microbatches as f64);
-        let again = self.recomputed(recompute) as f64;
+        let selected = self.menu.select(recompute);
+        let again = selected.cost();
         let traffic = Traffic {
             reduce: if zero == 0 { Collective::AllReduce } else { Collective::ReduceScatter },
             gathers: zero >= 1,
             drops: zero == 3,
             reduces_in_loop: zero >= 2,
             microbatches: self.microbatches,
-            recomputed: self.recomputed(recompute),
+            again: &selected,
         };
         let around = if data > 1 { self.around.shown(&traffic, self.data, cluster) } else { Shown::default() };
         let (communication, shown) = (around.all, around.shown);
@@ -267,11 +290,10 @@ impl<'a> Shape<'a> {
         let parts = if zero >= 1 { data as f64 } else { 1.0 };
         let stored_once = self.stored_once[0] / parts + self.stored_once[1];
         let update = if zero >= 1 { self.update / data as f64 } else { self.update };
-        let tensor = self.forward.communication + self.backward.communication + again * self.block.communication;
+        let tensor = self.forward.communication + self.backward.communication + again.communication;
         let tensor = tensor * microbatches + self.once.communication;
-        let matmul =
-            (self.forward.matmul + self.backward.matmul + again * self.block.matmul) * microbatches + self.once.matmul;
-        let memory = (self.forward.memory + self.backward.memory + again * self.block.memory) * microbatches;
+        let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
+        let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
         let memory_bound = memory + self.once.memory + stored_once + accumulate;
         let step = (matmul + memory_bound + tensor + shown + update) * step::spread(cluster.ranks());
         Prediction {

@@ -6,6 +6,7 @@
 //! from its node to the end; with several microbatches its accumulator lives through all of them. A
 //! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
+use super::recompute::Selected;
 use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
@@ -24,8 +25,16 @@ struct Life {
     last: usize,
     /// Its last reader in the forward pass.
     last_forward: usize,
-    /// Its block, if recomputation drops it in between.
+    /// Its block, if recomputation may drop it in between.
     block: Option<u64>,
+}
+
+/// A node of a block's forward pass that reads a value.
+#[derive(Clone, Copy, Debug)]
+struct Reader {
+    life: usize,
+    block: u64,
+    class: usize,
 }
 
 /// A node that may need scratch memory.
@@ -58,6 +67,7 @@ impl Peak {
 #[derive(Debug, Default)]
 pub struct Lives {
     lives: Vec<Life>,
+    readers: Vec<Reader>,
     /// Where each gradient is made, and by which class.
     gradients: Vec<(usize, usize)>,
     runs: Vec<Run>,
@@ -121,6 +131,7 @@ impl Lives {
                 let life = &mut all.lives[index];
                 life.last = position;
                 if node.role == Role::Forward {
+                    all.readers.extend(own.map(|block| Reader { life: index, block, class }));
                     life.last_forward = position;
                     // What another block reads is kept.
                     if own != life.block {
@@ -160,26 +171,38 @@ impl<'a> Liveness<'a> {
         Self { of: &prepared.lives, sizes, scratch: scratch_sizes(prepared, placed) }
     }
 
-    /// The most bytes that live at one time, if the first `recomputed` blocks are computed again. Of
-    /// each gradient, `kept` stays from the moment it is made.
-    pub fn peak(&self, recomputed: u64, kept: f64) -> Peak {
+    /// Bytes of each result of each class.
+    pub fn sizes(&self) -> &[Vec<u64>] {
+        &self.sizes
+    }
+
+    /// The most bytes that live at one time, if what is selected is computed again. Of each gradient,
+    /// `kept` stays from the moment it is made.
+    pub fn peak(&self, selected: &Selected<'_>, kept: f64) -> Peak {
+        let Lives { lives, readers, gradients, runs, backward, positions } = self.of;
         // Per position, the change of activations, gradients and scratch memory.
-        let Lives { lives, gradients, runs, backward, positions } = self.of;
         let mut change = vec![[0i64; 3]; positions + 2];
         let mut add = |kind: usize, bytes: u64, from: usize, to: usize| {
             change[from][kind] += bytes as i64;
             change[to + 1][kind] -= bytes as i64;
         };
-        let again =
-            |block: Option<u64>| block.filter(|block| *block < recomputed).map(|block| backward[block as usize]);
-        for life in lives {
+        let again = |block: Option<u64>, class: usize| {
+            block.filter(|block| selected.is_again(*block, class)).map(|block| backward[block as usize])
+        };
+        // What is computed again reads what was kept until then.
+        let mut last: Vec<usize> = lives.iter().map(|life| life.last).collect();
+        for reader in if selected.is_empty() { &[] } else { &readers[..] } {
+            let start = again(Some(reader.block), reader.class).filter(|start| start < positions);
+            last[reader.life] = last[reader.life].max(start.unwrap_or(0));
+        }
+        for (life, last) in lives.iter().zip(last) {
             let bytes = self.sizes[life.class][life.result];
-            match again(life.block).filter(|start| *start <= life.last && *start > life.last_forward) {
+            match again(life.block, life.class).filter(|start| *start <= last && *start > life.last_forward) {
                 Some(start) => {
                     add(0, bytes, life.made, life.last_forward);
-                    add(0, bytes, start, life.last);
+                    add(0, bytes, start, last);
                 }
-                None => add(0, bytes, life.made, life.last),
+                None => add(0, bytes, life.made, last),
             }
         }
         for (made, class) in gradients {
@@ -188,7 +211,7 @@ impl<'a> Liveness<'a> {
         }
         let mut largest = vec![0; positions + 1];
         for Run { class, position, block } in runs.iter().filter(|run| self.scratch[run.class] > 0) {
-            for at in [Some(*position), again(*block).filter(|start| start < positions)].into_iter().flatten() {
+            for at in [Some(*position), again(*block, *class).filter(|start| start < positions)].into_iter().flatten() {
                 // Nodes that are computed again run one after the other.
                 largest[at] = self.scratch[*class].max(largest[at]);
             }

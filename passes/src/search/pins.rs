@@ -8,16 +8,29 @@ use std::fmt;
 pub enum Recompute {
     /// Nothing: every value that the backward pass reads is kept.
     None,
+    /// All of every block but products and attention.
+    Selective,
+    /// The values that free the most memory per second, by so many steps (see
+    /// [`recompute`](super::recompute)).
+    Values(u64),
     /// The first so many blocks.
     Blocks(u64),
     /// Every block.
     All,
 }
 
+impl Recompute {
+    /// As many steps of [`Values`](Self::Values) as memory needs.
+    pub const BY_NEED: Self = Self::Values(u64::MAX);
+}
+
 impl fmt::Display for Recompute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
+        match *self {
             Self::None => f.write_str("none"),
+            Self::Selective => f.write_str("selective"),
+            Self::BY_NEED => f.write_str("value"),
+            Self::Values(steps) => write!(f, "value:{steps}"),
             Self::Blocks(count) => write!(f, "{count}"),
             Self::All => f.write_str("block"),
         }
@@ -42,7 +55,7 @@ pub struct Pins {
 }
 
 impl Pins {
-    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|block|N,loss_chunks=4`; an empty text fixes nothing.
+    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4`; an empty text fixes nothing.
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -69,10 +82,16 @@ impl Pins {
                     }
                     pins.recompute = Some(match value {
                         "none" | "0" => Recompute::None,
+                        "selective" => Recompute::Selective,
+                        "value" => Recompute::BY_NEED,
                         "block" | "full" => Recompute::All,
-                        _ => Recompute::Blocks(
-                            number().map_err(|_| pin(format!("`{value}` is not none, block or a number of blocks")))?,
-                        ),
+                        _ => {
+                            let (kind, count) = value.split_once(':').unwrap_or(("", value));
+                            let count = count.parse().ok().filter(|_| matches!(kind, "" | "value"));
+                            let known = "none, selective, value, value:STEPS, block or a number of blocks";
+                            let count = count.ok_or_else(|| pin(format!("`{value}` is not {known}")))?;
+                            if kind.is_empty() { Recompute::Blocks(count) } else { Recompute::Values(count) }
+                        }
                     });
                     continue;
                 }
@@ -158,7 +177,9 @@ mod tests {
         check("pp=2", "cannot execute pp above 1 yet");
         check("pp=1,tp=0", "at least 1");
         check("fsdp=2", "unknown pin `fsdp`");
-        check("recompute=half", "`half` is not none, block or a number");
+        check("recompute=value:3,tp=2", "recompute: Some(Values(3))");
+        check("recompute=block:3", "`block:3` is not none, selective, value");
+        check("recompute=half", "`half` is not none, selective, value");
         check("dp", "write NAME=VALUE");
     }
 }

@@ -5,6 +5,7 @@ use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
 use crate::fold::{Folded, fold};
 use crate::search::liveness::Lives;
+use crate::search::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
 use shardc_ir::{Graph, NodeId, Target, ValueId};
@@ -46,7 +47,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let flows = flows(graph, &folded);
     let experts = experts(graph, &folded, &rules, &weight);
     let head = Head::find(graph);
-    let lives = Lives::default();
+    let (lives, kinds) = (Lives::default(), Vec::new());
     let mut prepared = Prepared {
         graph,
         target,
@@ -61,8 +62,10 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         folded,
         head,
         lives,
+        kinds,
     };
     prepared.lives = Lives::new(&prepared);
+    prepared.kinds = kinds_of(&prepared);
     prepared
 }
 

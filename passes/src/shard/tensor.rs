@@ -24,6 +24,7 @@ use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use crate::fold::Folded;
 use crate::search::liveness::Lives;
+use crate::search::recompute::Kind;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,6 +58,8 @@ pub struct Prepared<'a> {
     pub head: Option<Head>,
     /// When each value lives.
     pub lives: Lives,
+    /// What of its blocks can be computed again.
+    pub kinds: Vec<Kind>,
 }
 
 /// One result of a class and the classes that read it.

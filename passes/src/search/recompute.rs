@@ -1,0 +1,341 @@
+//! What is computed again: per block, the ways that free the most memory per second.
+//!
+//! Of a block's forward values, each is kept for the backward pass, computed again from others, or not
+//! needed. What is computed again needs its operands. For a price of memory in seconds per byte, the
+//! cheapest way is the least of a small cost graph ([`CostGraph`]), whose variables are the block's
+//! nodes; the prices at which it changes give the lower convex hull of time over bytes ([`hull`]), as in
+//! Lagrangian relaxation (Everett, "Generalized Lagrange multiplier method", 1963). The hulls of all
+//! blocks make one list of steps, from the cheapest byte to the dearest, and a plan takes as many of
+//! them as memory asks for: the relaxation of a knapsack, which is off by less than one step of one
+//! block. Whole blocks (Chen et al., 2016) and all that is no product (Korthikanti et al., "Reducing
+//! activation recomputation", 2022) are two more ways that can be pinned.
+
+use super::estimate::Split;
+use super::liveness::block_order;
+use super::pins::Recompute;
+use crate::cost::is_view;
+use crate::shard::eliminate::CostGraph;
+use crate::shard::tensor::Prepared;
+use shardc_ir::ops::Op;
+use shardc_ir::{NodeId, OpDef, Role, SecondaryMap};
+use std::collections::BTreeMap;
+
+/// Blocks that are equal, and the nodes of their forward pass.
+#[derive(Debug)]
+pub struct Kind {
+    /// Their places in the order of the forward pass.
+    pub blocks: Vec<u64>,
+    places: Vec<Place>,
+}
+
+/// A node that can be computed again.
+#[derive(Debug)]
+struct Place {
+    class: usize,
+    /// The places in the block that it reads.
+    reads: Vec<usize>,
+    is_view: bool,
+    /// Whether the backward pass of its block reads it.
+    is_read: bool,
+    /// Whether it is kept in any case: something outside reads it in the backward pass.
+    stays: bool,
+}
+
+/// The kinds of blocks of a graph.
+pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
+    let graph = prepared.graph;
+    let order = block_order(graph);
+    let home = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
+    // What depends on parameters alone is the same at any time: a cast weight, a table.
+    let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    let mut blocks: BTreeMap<u64, Vec<Place>> = BTreeMap::new();
+    let mut place: SecondaryMap<NodeId, Option<(u64, usize)>> = SecondaryMap::new();
+    for (id, node) in graph.nodes() {
+        let makers = || node.operands.iter().map(|value| graph.value(*value).def);
+        fixed[id] = !matches!(node.op, Op::Input(_)) && makers().all(|maker| fixed[maker]);
+        let own = home(id);
+        let inside = |maker: NodeId| place[maker].filter(|(block, _)| own == Some(*block)).map(|(_, index)| index);
+        if node.role == Role::Forward
+            && !node.op.is_leaf()
+            && !fixed[id]
+            && let Some(block) = own
+        {
+            let reads = makers().filter_map(inside).collect();
+            let (class, is_view) = (prepared.folded.class[id], is_view(&node.op));
+            let places = blocks.entry(block).or_default();
+            place[id] = Some((block, places.len()));
+            places.push(Place { class, reads, is_view, is_read: false, stays: false });
+        } else if node.role != Role::Forward {
+            for (block, index) in makers().filter_map(|maker| place[maker]) {
+                let Some(read) = blocks.get_mut(&block).map(|places| &mut places[index]) else { continue };
+                let is_own = own == Some(block) && matches!(node.role, Role::Backward(_));
+                *(if is_own { &mut read.is_read } else { &mut read.stays }) = true;
+            }
+        }
+    }
+    let mut kinds: BTreeMap<Vec<usize>, Kind> = BTreeMap::new();
+    for (block, mut places) in blocks {
+        // A view is what it views.
+        for index in (0..places.len()).rev().filter(|index| places[*index].is_view).collect::<Vec<_>>() {
+            if places[index].stays {
+                places[index].reads.clone().into_iter().for_each(|of| places[of].stays = true);
+            }
+        }
+        let classes = places.iter().map(|place| place.class).collect();
+        kinds.entry(classes).or_insert_with(|| Kind { blocks: Vec::new(), places }).blocks.push(block);
+    }
+    let mut kinds: Vec<Kind> = kinds.into_values().collect();
+    kinds.sort_by_key(|kind| kind.blocks[0]);
+    kinds
+}
+
+/// One way to compute a block again.
+#[derive(Clone, Debug, Default)]
+pub struct Way {
+    /// Per class, whether its nodes are computed again.
+    pub again: Vec<bool>,
+    /// What that takes, once.
+    pub cost: Split,
+    /// The bytes that are kept all the same.
+    bytes: f64,
+}
+
+/// What each class takes and makes, one node and one microbatch.
+#[derive(Clone, Copy, Debug)]
+pub struct Prices<'a> {
+    /// Seconds, with its conversions.
+    pub seconds: &'a [Split],
+    /// Bytes of its results.
+    pub sizes: &'a [Vec<u64>],
+}
+
+/// The ways of all blocks of a placed mesh.
+#[derive(Debug, Default)]
+pub struct Menu {
+    ways: Vec<Way>,
+    /// Per block, the way that computes all of it again, and the one that computes what is no product.
+    whole: Vec<Option<[usize; 2]>>,
+    /// Which block goes over to which way, from the cheapest byte to the dearest.
+    steps: Vec<(u64, usize)>,
+}
+
+/// Per block, the way it is computed again, if it is.
+#[derive(Clone, Debug)]
+pub struct Selected<'a> {
+    ways: &'a [Way],
+    of: Vec<Option<usize>>,
+}
+
+impl<'a> Selected<'a> {
+    /// How a block is computed again.
+    pub fn way(&self, block: u64) -> Option<&'a Way> {
+        self.of.get(block as usize).copied().flatten().map(|way| &self.ways[way])
+    }
+
+    /// Whether a block's nodes of a class are computed again.
+    pub fn is_again(&self, block: u64, class: usize) -> bool {
+        self.way(block).is_some_and(|way| way.again[class])
+    }
+
+    /// Whether nothing is.
+    pub fn is_empty(&self) -> bool {
+        self.of.iter().all(Option::is_none)
+    }
+
+    /// What it takes for one microbatch.
+    pub fn cost(&self) -> Split {
+        self.of.iter().flatten().fold(Split::default(), |sum, way| sum + self.ways[*way].cost)
+    }
+}
+
+impl Menu {
+    /// Finds the ways of every kind of block.
+    pub fn new(prepared: &Prepared<'_>, prices: Prices<'_>) -> Self {
+        let blocks = prepared.kinds.iter().flat_map(|kind| &kind.blocks).max().map_or(0, |last| *last as usize + 1);
+        let mut menu = Self { ways: Vec::new(), whole: vec![None; blocks], steps: Vec::new() };
+        let is_product = |class: usize| {
+            let op = prepared.op(class);
+            matches!(op, Op::Matmul(_) | Op::Attention(_))
+        };
+        let mut steps = Vec::new();
+        for kind in &prepared.kinds {
+            let whole = kind.way(kind.needed(&|_| false), prices);
+            let selective = kind.way(kind.needed(&is_product), prices);
+            let first = menu.ways.len();
+            menu.ways.extend([whole, selective]);
+            kind.blocks.iter().for_each(|block| menu.whole[*block as usize] = Some([first, first + 1]));
+            let hull = hull(&|price| kind.cheapest(price, prices));
+            for (before, way) in hull.iter().zip(&hull[1..]) {
+                let rate = (way.cost.seconds() - before.cost.seconds()) / (before.bytes - way.bytes);
+                steps.extend(kind.blocks.iter().map(|block| (rate, menu.ways.len(), *block)));
+                menu.ways.push(way.clone());
+            }
+        }
+        steps.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        menu.steps = steps.into_iter().map(|(_, way, block)| (block, way)).collect();
+        menu
+    }
+
+    /// How many steps there are.
+    pub fn steps(&self) -> u64 {
+        self.steps.len() as u64
+    }
+
+    /// What a choice computes again.
+    pub fn select(&self, recompute: Recompute) -> Selected<'_> {
+        let whole = |count: u64, index: usize| {
+            let of = |(block, ways): (usize, &Option<[usize; 2]>)| ways.filter(|_| (block as u64) < count);
+            self.whole.iter().enumerate().map(|found| of(found).map(|ways| ways[index])).collect()
+        };
+        let of = match recompute {
+            Recompute::None => vec![None; self.whole.len()],
+            Recompute::Selective => whole(u64::MAX, 1),
+            Recompute::Blocks(count) => whole(count, 0),
+            Recompute::All => whole(u64::MAX, 0),
+            Recompute::Values(count) => {
+                let mut of = vec![None; self.whole.len()];
+                for (block, way) in self.steps.iter().take(count as usize) {
+                    of[*block as usize] = Some(*way);
+                }
+                of
+            }
+        };
+        Selected { ways: &self.ways, of }
+    }
+}
+
+impl Kind {
+    /// What the backward pass needs again if all but `keep` is dropped.
+    fn needed(&self, keep: &dyn Fn(usize) -> bool) -> Vec<bool> {
+        let mut again = vec![false; self.places.len()];
+        for index in (0..self.places.len()).rev() {
+            let place = &self.places[index];
+            if (place.is_read || again[index]) && !keep(place.class) {
+                again[index] = true;
+                // Operands come before their readers, so they are met later.
+                place.reads.iter().for_each(|of| again[*of] = true);
+            } else {
+                again[index] = false;
+            }
+        }
+        again
+    }
+
+    /// A way by its places.
+    fn way(&self, again: Vec<bool>, prices: Prices<'_>) -> Way {
+        let mut way = Way { again: vec![false; prices.seconds.len()], ..Way::default() };
+        let mut wanted: Vec<bool> = self.places.iter().map(|place| place.is_read).collect();
+        for (place, _) in self.places.iter().zip(&again).filter(|(_, again)| **again) {
+            way.again[place.class] = true;
+            way.cost = way.cost + prices.seconds[place.class];
+            place.reads.iter().for_each(|of| wanted[*of] = true);
+        }
+        let kept =
+            (0..self.places.len()).filter(|index| wanted[*index] && !again[*index] && !self.places[*index].stays);
+        way.bytes = kept.map(|index| bytes(prices, &self.places[index])).sum();
+        way
+    }
+
+    /// The way that costs the least if a kept byte costs `price` seconds.
+    fn cheapest(&self, price: f64, prices: Prices<'_>) -> Way {
+        const AGAIN: usize = 2;
+        let mut graph = CostGraph::default();
+        for place in &self.places {
+            let dropped = if place.is_read { f64::INFINITY } else { 0.0 };
+            let kept = match () {
+                () if place.is_view => f64::INFINITY,
+                () if place.stays => 0.0,
+                () => price * bytes(prices, place),
+            };
+            graph.variable(vec![dropped, kept, prices.seconds[place.class].seconds()]);
+        }
+        for (index, place) in self.places.iter().enumerate() {
+            for of in &place.reads {
+                graph.add_pair(*of, index, |of, reader| if reader == AGAIN && of == 0 { f64::INFINITY } else { 0.0 });
+            }
+        }
+        let choices = graph.solve().choices;
+        self.way(choices.into_iter().map(|choice| choice == AGAIN).collect(), prices)
+    }
+}
+
+fn bytes(prices: Prices<'_>, place: &Place) -> f64 {
+    prices.sizes[place.class].iter().sum::<u64>() as f64
+}
+
+/// The corners of the lower convex hull of seconds over bytes, from the least seconds to the least
+/// bytes, where `cheapest` gives what is least for a price of a byte.
+pub fn hull(cheapest: &dyn Fn(f64) -> Way) -> Vec<Way> {
+    // Below and above any price at which something changes.
+    const PRICES: [f64; 2] = [1e-30, 1e6];
+    let [first, last] = PRICES.map(cheapest);
+    let mut corners = vec![first.clone()];
+    let mut open = vec![(first, last)];
+    while let Some((left, right)) = open.pop() {
+        let freed = left.bytes - right.bytes;
+        if freed <= 0.0 {
+            continue;
+        }
+        let price = (right.cost.seconds() - left.cost.seconds()) / freed;
+        let of = |way: &Way| way.cost.seconds() + price * way.bytes;
+        let middle = cheapest(price);
+        if of(&middle) < of(&left) * (1.0 - 1e-9) && middle.bytes < left.bytes && middle.bytes > right.bytes {
+            open.push((middle.clone(), right));
+            open.push((left, middle));
+        } else {
+            corners.push(right);
+        }
+    }
+    corners
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cost::Bound;
+    use proptest::prelude::*;
+
+    /// Blocks of a few nodes: what each reads, takes and makes, and who reads it.
+    fn blocks() -> impl Strategy<Value = (Kind, Vec<Split>, Vec<Vec<u64>>)> {
+        let node = (any::<(u8, u8)>(), 0u8..8, 1u8..9, 1u64..9);
+        proptest::collection::vec(node, 1..8).prop_map(|nodes| {
+            let (mut places, mut seconds, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
+            for (class, (reads, kind, time, bytes)) in nodes.into_iter().enumerate() {
+                let reads = [reads.0, reads.1].map(usize::from).into_iter().filter(|of| *of < class).collect();
+                let (is_read, is_view, stays) = (kind % 2 == 0, kind == 1 || kind == 2, kind == 3 || kind == 4);
+                places.push(Place { class, reads, is_view, is_read, stays });
+                seconds.push(Split::of(if is_view { 0.0 } else { f64::from(time) }, Bound::Memory));
+                sizes.push(vec![bytes]);
+            }
+            (Kind { blocks: vec![0], places }, seconds, sizes)
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn no_way_lies_below_the_hull((kind, seconds, sizes) in blocks()) {
+            let prices = Prices { seconds: &seconds, sizes: &sizes };
+            let hull = hull(&|price| kind.cheapest(price, prices));
+            // Every choice of what is computed again, where what views are read is made again.
+            let ways: Vec<Way> = (0..1u32 << kind.places.len())
+                .map(|set| (0..kind.places.len()).map(|index| set & 1 << index != 0).collect::<Vec<bool>>())
+                .filter(|again| {
+                    let reads = |of: usize| (0..again.len()).any(|at| again[at] && kind.places[at].reads.contains(&of));
+                    let is_wanted = |of: usize| kind.places[of].is_read || reads(of);
+                    (0..again.len()).all(|of| again[of] || !kind.places[of].is_view || !is_wanted(of))
+                })
+                .map(|again| kind.way(again, prices))
+                .collect();
+            let least = |of: &dyn Fn(&Way) -> f64| ways.iter().map(of).fold(f64::INFINITY, f64::min);
+            prop_assert_eq!(hull[0].cost.seconds(), least(&|way| way.cost.seconds()));
+            prop_assert_eq!(hull[hull.len() - 1].bytes, least(&|way| way.bytes));
+            for (left, right) in hull.iter().zip(&hull[1..]) {
+                prop_assert!(left.bytes > right.bytes && left.cost.seconds() < right.cost.seconds());
+                let price = (right.cost.seconds() - left.cost.seconds()) / (left.bytes - right.bytes);
+                let of = |way: &Way| way.cost.seconds() + price * way.bytes;
+                prop_assert!(of(left) <= least(&of) + 1e-9);
+            }
+        }
+    }
+}
