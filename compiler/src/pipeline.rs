@@ -11,7 +11,6 @@ use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Graph, NoScratch, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
-use shardc_passes::allocate::memory;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate;
 use shardc_passes::lower::{lower_all, lower_rank};
@@ -19,6 +18,7 @@ use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::lower_precision;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search_confirmed};
+use shardc_passes::simulate::{Conditions, predict, simulate};
 use shardc_runtime::CudaTarget;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -81,13 +81,14 @@ pub fn plan(
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
-    // The memory of a winner is confirmed by lowering it, so what is planned fits what is run.
+    // A winner is predicted by lowering it: its memory is what is allocated, its time what its programs take.
     let pins = Pins::parse(&options.pins)?;
     let target = target(&request.cluster);
     let confirm = |plan: &Plan| {
         let plan = verify::plan(plan).map_err(|found| found.to_string())?;
-        let program = lower_rank(&plan, 0, target).map_err(|error| error.to_string())?;
-        Ok(memory(&program))
+        let (programs, apart) = distinct_programs(&plan).map_err(|error| error.to_string())?;
+        let simulated = simulate(&programs, &apart, &plan, cluster, &Conditions::default());
+        Ok(predict(&programs, &simulated.map_err(|error| error.to_string())?, &plan, cluster))
     };
     let search = || Ok(search_confirmed(&graph, cluster, request, &pins, target, Some(&confirm))?);
     let plan = stage.run(Pass::Search, search)?;

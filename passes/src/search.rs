@@ -104,13 +104,13 @@ impl Candidate {
     }
 }
 
-/// The exact memory per rank of a finished plan, from lowering and allocation.
-pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Memory, String>;
+/// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
+pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Prediction, String>;
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation;
-/// `target` says what its kernels need. Memory is estimated; [`search_confirmed`] asks for the exact
-/// figure.
+/// `target` says what its kernels need. Memory and time are estimated; [`search_confirmed`] asks for
+/// those of programs.
 ///
 /// # Errors
 /// See [`PlanError`].
@@ -124,7 +124,8 @@ pub fn search(
     search_confirmed(graph, cluster, request, pins, target, None)
 }
 
-/// [`search`], where the memory of a finished plan is confirmed before it is chosen.
+/// [`search`], where finished plans are predicted by their programs before one is chosen: what does not fit is
+/// refused, and of those whose estimates are close the fastest is taken.
 ///
 /// # Errors
 /// See [`PlanError`].
@@ -162,8 +163,14 @@ pub fn search_confirmed(
     lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
     let rounds =
         (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
+    let mut close: Vec<(usize, Plan)> = Vec::new();
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
+        if let Some((first, _)) = close.first()
+            && (candidate.prediction.step.0 > CLOSE * candidates[*first].prediction.step.0 || close.len() == MOST_CLOSE)
+        {
+            break;
+        }
         let estimate = candidate.prediction.memory.total();
         let kin = (candidate.degrees.degree("dp"), candidate.zero);
         let factor = excess.get(&kin).copied().unwrap_or(1.0);
@@ -173,28 +180,40 @@ pub fn search_confirmed(
             continue;
         }
         let mut plan = build::build(&prepared, cluster, &request, candidate)?;
-        if let Some(confirm) = confirm {
-            let memory = confirm(&plan).map_err(PlanError::Bug)?;
-            tracing::info!(
-                choice = candidate.choice(),
-                estimate = breakdown(&candidate.prediction.memory),
-                exact = breakdown(&memory),
-                "lowered"
-            );
-            plan.prediction.memory = memory;
-            if memory.total() > bound {
-                refused.push((index, memory));
-                excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
-                continue;
-            }
+        let Some(confirm) = confirm else {
+            plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
+            close.push((index, plan));
+            break;
+        };
+        plan.prediction = confirm(&plan).map_err(PlanError::Bug)?;
+        let memory = plan.prediction.memory;
+        tracing::info!(
+            choice = candidate.choice(),
+            estimate = format!("{}, {}", candidate.prediction.step, breakdown(&candidate.prediction.memory)),
+            exact = format!("{}, {}", plan.prediction.step, breakdown(&memory)),
+            "lowered"
+        );
+        if memory.total() > bound {
+            refused.push((index, memory));
+            excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
+        } else {
+            close.push((index, plan));
         }
-        plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
-        plan.alternatives = alternatives(&candidates, index, &refused, bound);
-        return Ok(plan);
     }
-    Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster))
+    // The first of those that are equal within a thousandth is the simplest.
+    let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
+    let fastest = lowered.iter().map(|(_, exact)| exact.step.0).fold(f64::INFINITY, f64::min);
+    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * fastest) else {
+        return Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster));
+    };
+    plan.alternatives = alternatives(&candidates, index, &lowered, &refused, bound);
+    Ok(plan)
 }
 
+/// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
+const CLOSE: f64 = 1.02;
+/// up to so many.
+const MOST_CLOSE: usize = 3;
 /// How many plans may turn out not to fit before the search gives up.
 const MOST_REFUSED: usize = 8;
 
@@ -416,14 +435,20 @@ fn sort(candidates: &mut [Candidate]) {
     candidates[..ties].sort_by_key(simplicity);
 }
 
-/// The runners-up, best first, and why each lost.
+/// The runners-up, best first, and why each lost. Those that were not lowered are estimated; what the estimate does
+/// not see of the winner it does not see of its like either, so their steps are scaled by what the winner's exact
+/// step is of its own estimate.
 fn alternatives(
     candidates: &[Candidate],
     chosen: usize,
+    lowered: &[(usize, Prediction)],
     refused: &[(usize, Memory)],
     bound: Bytes,
 ) -> Vec<Alternative> {
-    let winner = &candidates[chosen].prediction;
+    let exact = |index: usize| lowered.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
+    let estimated = &candidates[chosen].prediction;
+    let winner = exact(chosen).unwrap_or(estimated);
+    let scale = winner.step.0 / estimated.step.0;
     let mut seen = vec![candidates[chosen].choice()];
     let (mut list, mut unfit) = (Vec::new(), 0);
     for (index, candidate) in candidates.iter().enumerate() {
@@ -432,7 +457,10 @@ fn alternatives(
             continue;
         }
         seen.push(choice.clone());
-        let prediction = &candidate.prediction;
+        let (prediction, beside, scale) = match exact(index) {
+            Some(exact) => (exact, winner, 1.0),
+            None => (&candidate.prediction, estimated, scale),
+        };
         let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
         let memory = confirmed.unwrap_or(prediction.memory);
         let reason = if memory.total() > bound {
@@ -444,9 +472,9 @@ fn alternatives(
             let (name, bytes) = largest(&memory);
             format!("needs {} of {bound} ({name} {bytes})", memory.total())
         } else {
-            slower(prediction, winner)
+            slower(prediction, beside)
         };
-        list.push(Alternative { choice, step: prediction.step, memory: memory.total(), reason });
+        list.push(Alternative { choice, step: prediction.step * scale, memory: memory.total(), reason });
         if list.len() == 12 {
             break;
         }

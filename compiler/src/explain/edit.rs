@@ -8,13 +8,10 @@
 use super::Inspection;
 use crate::error::Error;
 use sha2::{Digest, Sha256};
-use shardc_ir::plan::{Prediction, Request};
-use shardc_ir::program::Stream;
+use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, VerifiedPlan};
-use shardc_ir::{Diagnostics, Plan, Seconds};
-use shardc_passes::allocate::memory;
+use shardc_ir::{Diagnostics, Plan};
 use shardc_passes::cluster::Cluster;
-use shardc_passes::search::model_work;
 use shardc_passes::simulate::Conditions;
 use std::path::Path;
 
@@ -70,7 +67,7 @@ pub fn from_text(
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.choice) = (request, choice);
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
-    let prediction = predict(&verified, &cluster)?;
+    let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
     let (needed, bound) = (prediction.memory.total(), verified.request.device_memory);
     if needed > bound {
         return Err(refuse(format!("the edited plan needs {needed} per rank, and there are {bound}")));
@@ -101,27 +98,4 @@ fn with_lines(text: &str, mut found: Diagnostics) -> Diagnostics {
         }
     }
     found
-}
-
-/// What an edited plan needs, by its programs.
-fn predict(plan: &VerifiedPlan<'_>, cluster: &Cluster) -> Result<Prediction, Error> {
-    let inspection = Inspection::new(plan, cluster.clone(), &Conditions::default())?;
-    let (before, simulated) = (plan.prediction, &inspection.simulated);
-    let Some(rank) = simulated.ranks.first() else { return Ok(before) };
-    let [matmul, optimizer] = inspection.kernel_seconds(rank);
-    let compute = rank.busy[Stream::Compute as usize];
-    let work = model_work(&plan.graph, &cluster.device);
-    let peaks = inspection.programs.iter().map(memory);
-    Ok(Prediction {
-        step: simulated.step,
-        matmul,
-        memory_bound: Seconds(compute.0 - matmul.0 - optimizer.0),
-        exposed_communication: rank.exposed_communication,
-        communication: rank.communication,
-        optimizer,
-        flops: work.flops,
-        mfu: work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64),
-        memory: peaks.max_by_key(|memory| memory.total()).unwrap_or(before.memory),
-        host: before.host,
-    })
 }

@@ -22,11 +22,11 @@ pub mod value;
 
 use crate::error::Error;
 use crate::pipeline;
-use shardc_ir::program::Action;
+use shardc_ir::plan::Prediction;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{Op, Plan, Program, Seconds};
+use shardc_ir::{Plan, Program};
 use shardc_passes::cluster::Cluster;
-use shardc_passes::simulate::{Conditions, Rank, Simulated, simulate};
+use shardc_passes::simulate::{Conditions, Simulated, predict, simulate};
 
 /// A plan with its programs and its simulated step.
 #[derive(Debug)]
@@ -52,21 +52,8 @@ impl<'a> Inspection<'a> {
         Ok(Self { plan, cluster, programs, simulated })
     }
 
-    /// What a rank's step spends on matrix products and attention, and on the optimizer's update.
-    pub fn kernel_seconds(&self, rank: &Rank) -> [Seconds; 2] {
-        let program = &self.programs[rank.program];
-        let mut seconds = [Seconds(0.0); 2];
-        for run in &rank.runs {
-            let instructions = &program.sections[run.run.section].instructions;
-            for span in run.spans.iter() {
-                let place = match &instructions[span.index as usize].action {
-                    Action::Compute(Op::Matmul(_) | Op::Attention(_) | Op::AttentionGrad(_)) => 0,
-                    Action::Compute(Op::Adamw(_)) => 1,
-                    _ => continue,
-                };
-                seconds[place] += Seconds(span.finish - span.start);
-            }
-        }
-        seconds
+    /// What the plan will need, by its programs.
+    pub fn prediction(&self) -> Prediction {
+        predict(&self.programs, &self.simulated, self.plan, &self.cluster)
     }
 }

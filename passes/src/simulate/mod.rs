@@ -6,11 +6,13 @@
 //! its local shapes. Ranks that behave alike are simulated once ([`Rank::count`]), so the number of
 //! devices costs nothing; a slow rank splits them into as many classes as can be told apart.
 //!
-//! The search predicts step times in closed form ([`crate::search::estimate`]); without contention
-//! and stragglers the two agree within 3% over the plans that a test compares; where they do not is
-//! said in [`crate::search::beside`].
+//! The search compares plans by step times in closed form ([`crate::search::estimate`]); the plan that it
+//! chooses is predicted by the simulation of its programs ([`predict`]). Without contention and stragglers
+//! the two agree within 3% over the plans that a test compares; where they do not is said in
+//! [`crate::search::beside`].
 
 mod engine;
+mod predict;
 mod price;
 mod ranks;
 #[cfg(test)]
@@ -19,6 +21,7 @@ mod tests;
 use crate::cluster::Cluster;
 use crate::cost::step;
 use engine::Engine;
+pub use predict::predict;
 use price::Work;
 use ranks::{Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
