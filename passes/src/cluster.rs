@@ -120,7 +120,9 @@ profile! {
     memory_efficiency,
     /// The share of the peak rate that a large matmul reaches.
     matmul_efficiency,
-    /// The same for 8-bit formats, of their own peak.
+    /// The share of it that products keep up back to back through a step, where the power limit binds.
+    sustained_efficiency,
+    /// The share of their own peak rate that a large matmul in 8-bit formats reaches.
     f8_efficiency,
     /// A matmul of depth `k` runs at `k / (k + ramp)` of that.
     matmul_ramp,

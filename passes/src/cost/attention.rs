@@ -1,7 +1,7 @@
 //! How long attention takes, by the generation of its kernel.
 
 use super::library::{Attention, Library};
-use super::{Pass, matmul};
+use super::{Machine, Pass, matmul};
 use crate::cluster::Profile;
 use shardc_ir::TensorType;
 use shardc_ir::ops::{Op, OpDef};
@@ -30,7 +30,9 @@ pub fn seconds(
             let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
             let rate = peak * device.matmul_efficiency.value;
             let batch = batch * heads;
-            let product = |n: f64, k: f64| matmul::seconds(matmul::Sizes { batch, m: queries, n, k }, rate, device);
+            let product = |n: f64, k: f64| {
+                matmul::seconds(matmul::Sizes { batch, m: queries, n, k }, rate, Machine { device, library })
+            };
             let products = product(keys, width) + product(width, keys);
             let (times, written) = if forward { (1.0, written) } else { (2.0, backward) };
             return Some(times * products + written * batch * queries * keys / bandwidth);

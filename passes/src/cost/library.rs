@@ -72,6 +72,10 @@ pub struct Library {
     pub traffic_forward: f64,
     /// The same, backward.
     pub traffic_backward: f64,
+    /// What starting a kernel takes, of the device's launch time.
+    pub launch: f64,
+    /// Whether a product whose result has few tiles is cut along its depth, so that all multiprocessors work.
+    pub splits_products: bool,
     /// Bytes moved per logit besides those of the head's products: casts, softmax, loss, gradient.
     pub logit_bytes: f64,
     /// By how much the busiest rank's share of the routed tokens exceeds the mean: all wait for it.
@@ -111,6 +115,8 @@ const COMMON: Library = Library {
     attention: Attention::Cudnn { forward: 1.0, backward: 1.0 },
     traffic_forward: 0.8,
     traffic_backward: 1.15,
+    launch: 1.0,
+    splits_products: false,
     logit_bytes: 16.0,
     expert_imbalance: 1.25,
     f8_cast_bytes: 4.0,
@@ -133,11 +139,15 @@ impl Library {
     pub const ROWWISE_CASTS: f64 = 3.0;
 
     /// This project's runtime: cuDNN's attention; every other operation moves what it says it moves;
-    /// the step is replayed, so the host costs nothing.
+    /// the step is replayed, so the host costs nothing and kernels follow each other closely. To be found
+    /// again from the single-GPU rows of `bench/RESULTS.md` whenever kernels change; `train --profile`
+    /// says which figure is off.
     pub const SHARDC: Library = Library {
         name: "shardc",
         traffic_forward: 1.0,
         traffic_backward: 1.0,
+        launch: 0.5,
+        splits_products: true,
         logit_bytes: 0.0,
         f8_cast_bytes: 3.0,
         host: Host { forward: 0.0, backward: 0.0, tensor: 0.0, sync: 0.0, tensor_sync: 0.0, jitter: 0.0, ends: 0.0 },

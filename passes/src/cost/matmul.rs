@@ -2,9 +2,11 @@
 //!
 //! A kernel covers the result with tiles; each multiprocessor makes one at a time, so a result of
 //! 133 tiles on 132 multiprocessors takes almost two waves. The library is taken to choose the best
-//! of five tile shapes; smaller tiles waste less of a small result and reach less of the peak.
+//! of five tile shapes; smaller tiles waste less of a small result and reach less of the peak. A result
+//! with few tiles (a weight's gradient) may be cut along its depth as well, into partial products that
+//! are then added.
 
-use crate::cluster::Profile;
+use super::node::Machine;
 use shardc_ir::TensorType;
 use shardc_ir::ops::Matmul;
 
@@ -13,6 +15,8 @@ use shardc_ir::ops::Matmul;
 const LOST_WAVE: f64 = 0.7;
 /// The rate of tiles of half and of a quarter of the largest size, relative to it; same fit.
 const SMALLER: [f64; 2] = [0.935, 0.83];
+/// The least depth of a part of a product that is cut along its depth.
+const LEAST_DEPTH: f64 = 256.0;
 
 /// Sizes of a batch of products `[m, k] x [k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,26 +44,42 @@ impl Sizes {
 }
 
 /// Seconds of arithmetic of a batch of products on a device whose large products run at `rate` FLOP/s.
-pub fn seconds(sizes: Sizes, rate: f64, device: &Profile) -> f64 {
+pub fn seconds(sizes: Sizes, rate: f64, machine: Machine<'_>) -> f64 {
     let Sizes { batch, m, n, k } = sizes;
+    let Machine { device, library } = machine;
     let largest = device.matmul_tile.value.max(1.0).log2().round();
     let at_once = device.multiprocessors.value;
+    let ramp = |depth: f64| (depth + device.matmul_ramp.value) / depth;
     let mut best = f64::INFINITY;
     for (step, share) in [1.0, SMALLER[0], SMALLER[1]].into_iter().enumerate() {
         let log = (largest - step as f64).max(0.0);
         let (long, short) = ((log / 2.0).ceil().exp2(), (log / 2.0).floor().exp2());
         for (rows, columns) in [(long, short), (short, long)] {
-            let waves = (m / rows).ceil() * (n / columns).ceil() * batch / at_once;
-            let waves = if waves < 1.0 { 1.0 } else { LOST_WAVE * waves.ceil() + (1.0 - LOST_WAVE) * waves };
-            best = best.min(waves * at_once * rows * columns * 2.0 * k / (rate * share));
+            let tiles = (m / rows).ceil() * (n / columns).ceil() * batch;
+            let time = |parts: f64| {
+                let waves = tiles * parts / at_once;
+                let waves = if waves < 1.0 { 1.0 } else { LOST_WAVE * waves.ceil() + (1.0 - LOST_WAVE) * waves };
+                let depth = k / parts;
+                waves * at_once * rows * columns * 2.0 * depth / (rate * share) * ramp(depth)
+            };
+            best = best.min(time(1.0));
+            // As many parts as fill one or two waves; each is written and read once, in f32.
+            let parts = [1.0, 2.0].map(|waves| (waves * at_once / tiles).floor());
+            for parts in parts.into_iter().filter(|parts| *parts > 1.0 && k / parts >= LEAST_DEPTH) {
+                if library.splits_products {
+                    best = best.min(time(parts) + 8.0 * parts * batch * m * n / machine.bandwidth());
+                }
+            }
         }
     }
-    best * (k + device.matmul_ramp.value) / k
+    best
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::Profile;
+    use crate::cost::Library;
 
     #[test]
     fn one_tile_more_than_a_wave_costs_most_of_another() {
@@ -67,10 +87,23 @@ mod tests {
         let at_once = device.multiprocessors.value;
         let time = |tiles: f64| {
             let sizes = Sizes { batch: 1.0, m: 256.0 * tiles, n: 128.0, k: 65536.0 };
-            seconds(sizes, 1e12, &device)
+            seconds(sizes, 1e12, Machine::own(&device))
         };
         let (full, more) = (time(4.0 * at_once), time(4.0 * at_once + 4.0));
         assert!(more / full > 1.1, "{full} {more}");
         assert!((time(8.0 * at_once) / full - 2.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_deep_product_with_few_tiles_fills_the_device() {
+        let device = Profile::find("h200").unwrap();
+        let machine = Machine::own(&device);
+        let sizes = Sizes { batch: 1.0, m: 768.0, n: 768.0, k: 32768.0 };
+        let cut = seconds(sizes, 1e15, machine);
+        let whole = Machine { library: &Library { splits_products: false, ..Library::SHARDC }, ..machine };
+        assert!(cut < 0.7 * seconds(sizes, 1e15, whole));
+        // One of little depth is not cut.
+        let shallow = Sizes { k: 256.0, ..sizes };
+        assert_eq!(seconds(shallow, 1e15, machine), seconds(shallow, 1e15, whole));
     }
 }

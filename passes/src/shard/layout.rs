@@ -1,6 +1,7 @@
 //! Layouts along one axis, and what moving between them costs.
 
 use crate::cluster::Cluster;
+use crate::cost::Machine;
 use crate::cost::collective::{self, Collective, Group};
 use shardc_ir::{AxisId, ReduceKind, Sharding};
 
@@ -39,8 +40,8 @@ pub struct Extent<'a> {
 pub fn convert_seconds(from: Along, to: Along, value: Extent<'_>, group: Group, cluster: &Cluster) -> f64 {
     use Along::{Dim, Partial, Whole};
     let device = &cluster.device;
-    let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
-    let copy = |bytes: f64| device.launch_seconds.value + 2.0 * bytes / bandwidth;
+    let machine = Machine::own(device);
+    let copy = |bytes: f64| machine.launch() + 2.0 * bytes / machine.bandwidth();
     // A collective concatenates whole operands: along an inner dimension a transpose goes with it.
     let reorder = |dim: usize| {
         let outer: u64 = value.shape[..dim].iter().product();

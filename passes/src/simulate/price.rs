@@ -34,8 +34,8 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
             let pass = known.map_or(Pass::Forward, |id| Pass::of(graph.node(id).role));
             Work::Local(machine.seconds(op, &operands, &results, pass).0.0)
         }
-        Action::Accumulate => Work::Local(device.launch_seconds.value + (operands + 2.0 * results) / bandwidth),
-        Action::Copy => Work::Local(device.launch_seconds.value + (operands + results) / bandwidth),
+        Action::Accumulate => Work::Local(machine.launch() + (operands + 2.0 * results) / bandwidth),
+        Action::Copy => Work::Local(machine.launch() + (operands + results) / bandwidth),
         Action::Feed { .. } => Work::Local(results / device.host_bandwidth.value),
         Action::AllReduce { group, .. } => meet(*group, Collective::AllReduce, operands),
         Action::ReduceScatter { group, .. } => meet(*group, Collective::ReduceScatter, operands),
