@@ -1,5 +1,6 @@
 //! What a plan will need, by its programs.
 
+use super::price::{Work, work};
 use super::{Rank, Simulated};
 use crate::allocate::memory;
 use crate::cluster::Cluster;
@@ -20,28 +21,31 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
     let mut prediction = Prediction { step: simulated.step, flops: work.flops, memory, host, ..Prediction::default() };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
     if let Some(rank) = last {
-        let [matmul, optimizer] = kernel_seconds(&programs[rank.program], rank);
-        let compute = rank.busy[Stream::Compute as usize];
-        (prediction.matmul, prediction.optimizer) = (matmul, optimizer);
-        prediction.memory_bound = Seconds((compute.0 - matmul.0 - optimizer.0).max(0.0));
-        prediction.exposed_communication = rank.exposed_communication;
+        let [matmul, optimizer, rest] = kernel_seconds(&programs[rank.program], plan, cluster);
+        // What kernels lose to communication beside them is communication that shows.
+        let lost = rank.busy[Stream::Compute as usize].0 - (matmul + optimizer + rest);
+        (prediction.matmul, prediction.optimizer) = (Seconds(matmul), Seconds(optimizer));
+        prediction.memory_bound = Seconds(rest);
+        prediction.exposed_communication = Seconds(rank.exposed_communication.0 + lost.max(0.0));
         prediction.communication = rank.communication;
     }
     prediction
 }
 
-/// What a rank's step spends on matrix products and attention, and on the optimizer's update.
-fn kernel_seconds(program: &Program, rank: &Rank) -> [Seconds; 2] {
-    let mut seconds = [Seconds(0.0); 2];
-    for run in &rank.runs {
-        let instructions = &program.sections[run.run.section].instructions;
-        for span in run.spans.iter() {
-            let place = match &instructions[span.index as usize].action {
+/// The seconds of a step's kernels, each alone: matrix products and attention, the optimizer's update, the rest.
+fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3] {
+    let mut seconds = [0.0; 3];
+    let mut runs = vec![0u64; program.sections.len()];
+    program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
+    for (section, runs) in program.sections.values().zip(runs) {
+        for instruction in section.instructions.iter().filter(|instruction| instruction.stream == Stream::Compute) {
+            let Work::Local(alone) = work(program, instruction, &plan.graph, &cluster.device) else { continue };
+            let place = match &instruction.action {
                 Action::Compute(Op::Matmul(_) | Op::Attention(_) | Op::AttentionGrad(_)) => 0,
                 Action::Compute(Op::Adamw(_)) => 1,
-                _ => continue,
+                _ => 2,
             };
-            seconds[place] += Seconds(span.finish - span.start);
+            seconds[place] += alone * runs as f64;
         }
     }
     seconds
