@@ -16,10 +16,12 @@ mod accumulate;
 mod collective;
 mod convert;
 mod draft;
+mod emitted;
 mod in_place;
 mod section;
 
 pub use draft::{Draft, Hint, Item, Place, StorageId};
+pub use emitted::{Emitted, emitted};
 
 use crate::allocate::allocate;
 use crate::reshard::normalize;

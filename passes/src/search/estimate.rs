@@ -10,9 +10,10 @@ use super::recompute::{Menu, Prices};
 use crate::cost::collective::{Collective, Group};
 use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
+use crate::shard::share::Share;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use crate::shard::zero::storage_dim;
-use shardc_ir::ops::{BinaryKind, Op};
+use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Role, Seconds};
 
@@ -134,9 +135,12 @@ impl<'a> Shape<'a> {
             microbatches: placed.microbatches,
             around: Loop::default(),
         };
+        // What is converted in between is made and read by instructions of their own.
+        let mut is_apart = vec![false; prepared.rules.len()];
+        conversions.iter().for_each(|conversion| is_apart[conversion.reader] = true);
         let (mut each, mut seconds) = (Vec::new(), Vec::new());
-        for class in 0..prepared.rules.len() {
-            let (time, bound) = shape.add_class(prepared, placed, class);
+        for (class, is_apart) in is_apart.into_iter().enumerate() {
+            let (time, bound) = shape.add_class(prepared, placed, class, is_apart);
             each.push(Split::of(time, bound));
             seconds.push(time);
         }
@@ -167,15 +171,17 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Adds a class of nodes; gives the seconds of one of them, and what bounds it.
-    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> (f64, Bound) {
+    /// Adds a class of nodes, of which nothing is merged into other instructions if they are `apart`; gives the
+    /// seconds of one of them, and what bounds it.
+    fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
         let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
         let machine = Machine::own(&placed.cluster.device);
         let (seconds, bound) = machine.seconds(op, &operands, &results, Pass::of(prepared.role(class)));
-        let (each, seconds) = (seconds.0, seconds.0 * count as f64);
+        let each = emitted_seconds(prepared.emitted[class], seconds, bound, machine.launch(), apart);
+        let seconds = each * count as f64;
         let bytes = results.first().map_or(0, |ty| ty.bytes().0) * count;
         let axes = placed.mesh.family("dp");
         let extent = placed.mesh.extent(axes.iter().copied());
@@ -211,8 +217,6 @@ impl<'a> Shape<'a> {
             Op::SumSquares(_) if !prepared.in_loop(class) => {
                 self.stored_once[usize::from(!is_divided_operand(prepared, placed, class, extent))] += seconds;
             }
-            // A gradient to which several products contribute is added up by the products.
-            Op::Binary(sum) if sum.kind == BinaryKind::Add && is_merged(prepared, class) => {}
             _ => self.part(prepared, class, class).add(seconds, bound),
         }
         (each, bound)
@@ -323,10 +327,12 @@ fn is_divided_operand(prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize
     storage_dim(prepared.graph.ty(node.operands[0]), &placed.strategies[class], placed.mesh, extent).is_some()
 }
 
-/// Whether a class is a sum in the backward pass that a product makes by itself (see
-/// [`lower`](crate::lower)).
-fn is_merged(prepared: &Prepared<'_>, class: usize) -> bool {
-    let node = prepared.graph.node(prepared.folded.classes[class].node);
-    let by_product = |value: &shardc_ir::ValueId| matches!(prepared.graph.def(*value).op, Op::Matmul(_));
-    matches!(node.role, Role::Backward(_)) && node.operands.iter().any(by_product)
+/// What a node takes where lowering makes this of it; `apart` means that nothing of it is merged.
+fn emitted_seconds(share: Share, alone: Seconds, bound: Bound, launch: f64, apart: bool) -> f64 {
+    // A view takes nothing, and a product what it takes whatever it adds.
+    if alone.0 <= 0.0 || bound == Bound::Matmul {
+        return alone.0;
+    }
+    let least = if apart { 1.0 } else { 0.0 };
+    (alone.0 - launch) * share.traffic.max(least) + launch * share.launches.max(least)
 }

@@ -9,5 +9,6 @@ pub mod family;
 pub mod layout;
 pub mod place;
 pub mod prepare;
+pub mod share;
 pub mod tensor;
 pub mod zero;

@@ -1,6 +1,7 @@
 //! Everything about a graph that the search needs and that no mesh changes.
 
 use super::batch::batch_choices;
+use super::share::emitted;
 use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
 use crate::fold::{Folded, fold};
@@ -47,7 +48,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let flows = flows(graph, &folded);
     let experts = experts(graph, &folded, &rules, &weight);
     let head = Head::find(graph);
-    let (lives, kinds) = (Lives::default(), Vec::new());
+    let (lives, kinds, emitted) = (Lives::default(), Vec::new(), emitted(graph, &folded));
     let mut prepared = Prepared {
         graph,
         target,
@@ -63,6 +64,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         head,
         lives,
         kinds,
+        emitted,
     };
     prepared.lives = Lives::new(&prepared);
     prepared.kinds = kinds_of(&prepared);

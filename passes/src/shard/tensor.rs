@@ -18,6 +18,7 @@
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, copy_axes, is_copy_axis, searched_axes};
 use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
+use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
@@ -60,6 +61,8 @@ pub struct Prepared<'a> {
     pub lives: Lives,
     /// What of its blocks can be computed again.
     pub kinds: Vec<Kind>,
+    /// Per class, what lowering makes of one of its nodes, on average.
+    pub emitted: Vec<Share>,
 }
 
 /// One result of a class and the classes that read it.

@@ -1,0 +1,28 @@
+//! What lowering makes of the nodes of a class, as far as no mesh changes it: how many instructions, and how
+//! much traffic.
+
+use crate::fold::Folded;
+use crate::lower;
+use shardc_ir::{Graph, NodeId};
+
+/// The instructions that stand for one node of a class, on average.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Share {
+    /// How many there are.
+    pub launches: f64,
+    /// The bytes they move, over those that the node says it moves.
+    pub traffic: f64,
+}
+
+/// Of each class, what one device emits: sums and copies that products make by themselves are not there.
+pub fn emitted(graph: &Graph, folded: &Folded) -> Vec<Share> {
+    let emitted = lower::emitted(graph);
+    let mean = |members: &[NodeId], of: &dyn Fn(&lower::Emitted) -> f64| {
+        members.iter().map(|id| of(&emitted[*id])).sum::<f64>() / members.len().max(1) as f64
+    };
+    let share = |members: &[NodeId]| Share {
+        launches: mean(members, &|emitted| f64::from(emitted.launches)),
+        traffic: mean(members, &|emitted| emitted.traffic),
+    };
+    folded.classes.iter().map(|class| share(&class.members)).collect()
+}
