@@ -8,6 +8,7 @@
 
 use super::block::{Again, Decoder};
 use super::predict::{Degrees, Evaluator};
+use super::system::System;
 use shardc_passes::cost::library::Attention;
 use shardc_passes::cost::pipeline;
 
@@ -29,13 +30,16 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let layer = activations(evaluator, degrees);
     let kept = match degrees.again {
         Again::Everything => stream(evaluator, degrees),
-        Again::Operations | Again::HalfTheLayers => 0.5 * (layer + stream(evaluator, degrees)),
+        Again::HalfTheLayers => 0.5 * (layer + stream(evaluator, degrees)),
+        Again::Operations => every_second_product(evaluator, degrees),
         Again::Nothing | Again::Attention => layer,
     };
     let working = if matches!(degrees.again, Again::Nothing | Again::Attention) { 0.0 } else { layer };
     let in_flight = pipeline::in_flight(degrees.stages, degrees.microbatches(), degrees.schedule());
     let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
-    let logits = tokens * decoder.vocab as f64 / degrees.tensor as f64 * evaluator.logit_stored();
+    let system = &evaluator.system;
+    let logit = if degrees.tensor > 1 { system.logit_stored_divided } else { system.logit_stored };
+    let logits = tokens * decoder.vocab as f64 / degrees.tensor as f64 * logit;
     let head = if degrees.stages == 1 { logits } else { 0.0 };
     let gathered = match (degrees.zero, degrees.stages) {
         (0..=2, _) => 0.0,
@@ -59,6 +63,19 @@ fn sequence_parts(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     if is_divided { degrees.tensor as f64 } else { 1.0 }
 }
 
+/// Bytes of a layer of which every second product's result is kept, from the first on, with the result of
+/// attention and the layer's input.
+fn every_second_product(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let Decoder { hidden, heads, kv_heads, ffn, seq, visited, experts, .. } = evaluator.decoder;
+    let [h, f, t] = [hidden, ffn, degrees.tensor].map(|size| size as f64);
+    let tokens = (degrees.microbatch * seq / degrees.context) as f64;
+    let routed = if experts > 1 { visited as f64 } else { 1.0 };
+    let values = h / heads as f64 * kv_heads as f64;
+    // Queries, values and attention's result are divided over the tensor ranks, the second sum over them is not.
+    let kept = (2.0 * h + values + routed * f) / t + h;
+    2.0 * tokens * kept + stream(evaluator, degrees)
+}
+
 /// Bytes of one layer that the backward pass reads, for one microbatch.
 fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let Decoder { hidden, heads, kv_heads, ffn, seq, is_gated, visited, experts, .. } = evaluator.decoder;
@@ -67,21 +84,27 @@ fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let routed = if experts > 1 { visited as f64 } else { 1.0 };
     let unfused = matches!(evaluator.system.library.attention, Attention::Unfused { .. });
     let input = if evaluator.is_f8 && evaluator.system.keeps_f8 { 1.0 } else { 2.0 };
-    // Inputs of both norms; inputs of the two first products; dropout masks.
-    let divided = 4.0 * h + 2.0 * input * h + if unfused { 2.0 * h } else { 0.0 };
+    let System { is_compiled, keeps_gathered, .. } = evaluator.system;
+    let parts = sequence_parts(evaluator, degrees);
+    // Inputs of both norms, dropout masks; then the inputs of the two first products.
+    let divided = 4.0 * h + if unfused { 2.0 * h } else { 0.0 };
+    let normed = match (is_compiled, keeps_gathered) {
+        (true, _) => 0.0,
+        (false, true) => 2.0 * input * h,
+        (false, false) => 2.0 * input * h / parts,
+    };
     let width = h / heads as f64;
     let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + input * h;
     // What enters the activation (both halves of a gate; eager software also keeps the gate's own)
     // and what leaves it.
     let is_eager = evaluator.system.library.traffic_forward > 1.0;
-    let entering = if !is_gated {
-        2.0
-    } else if is_eager {
-        6.0
-    } else {
-        4.0
+    let entering = match is_gated {
+        false => 2.0,
+        true if is_eager => 6.0,
+        true => 4.0,
     };
-    let network = routed * f * (entering + input);
+    let leaving = if is_compiled { 0.0 } else { input };
+    let network = routed * f * (entering + leaving);
     let scores = if unfused && degrees.again != Again::Attention { 5.0 * (heads * seq) as f64 } else { 0.0 };
-    tokens * (divided / sequence_parts(evaluator, degrees) + (attention + network + scores) / t)
+    tokens * (divided / parts + normed + (attention + network + scores) / t)
 }

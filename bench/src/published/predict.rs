@@ -92,11 +92,6 @@ impl Evaluator {
         Self { cluster, system, decoder, is_f8, blocks: HashMap::new() }
     }
 
-    /// Bytes kept per logit: 16-bit logits and f32 ones; their gradient as well where nothing fuses the loss.
-    pub fn logit_stored(&self) -> f64 {
-        if self.system.library.logit_bytes > 14.0 { 10.0 } else { 6.0 }
-    }
-
     /// Times one plan.
     pub fn step(&mut self, degrees: &Degrees) -> Step {
         let shape = degrees.shape(self.is_f8);
@@ -140,6 +135,8 @@ pub struct Predicted {
     pub degrees: Degrees,
     /// Which choices the source did not publish, as pins would say them.
     pub chosen: Vec<String>,
+    /// Whether the batch is one of them: then the memory is that of another run.
+    pub guesses_batch: bool,
     /// The time.
     pub step: Step,
     /// Bytes of one rank at the peak.
@@ -153,6 +150,9 @@ pub struct Predicted {
 /// # Errors
 /// Says why the run cannot be expressed.
 pub fn predict(row: &Row) -> Result<Predicted, String> {
+    if let Some(fault) = &row.fault {
+        return Err(fault.clone());
+    }
     let decoder = decoder(row)?;
     let cluster = system::cluster(row)?;
     let system = system::system(row);
@@ -163,10 +163,13 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
     };
     let (candidates, chosen) = candidates(row, &decoder, &system)?;
     let mut evaluator = Evaluator::new(cluster, system, decoder, is_f8);
-    let bound = evaluator.cluster.usable_memory().0 as f64;
+    // The run did fit: what our own plans leave free for the driver may be its, too.
+    let bound = evaluator.cluster.device.memory_bytes.value;
     let mut best: Option<(bool, f64, Degrees)> = None;
     for degrees in candidates {
-        let (time, memory) = (evaluator.step(&degrees).total, evaluator.memory(&degrees));
+        // Where the batch is ours, too, plans are compared by the sequence.
+        let time = evaluator.step(&degrees).total / degrees.global_batch as f64;
+        let memory = evaluator.memory(&degrees);
         let does_not_fit = memory > bound;
         // What fits by time; of what does not, the leanest.
         let rank = (does_not_fit, if does_not_fit { memory } else { time });
@@ -175,9 +178,10 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
         }
     }
     let (_, _, degrees) = best.ok_or("no degrees divide its devices, batch and heads")?;
+    let guesses_batch = chosen.contains(&Choice::Batch);
     let chosen = chosen.into_iter().map(|choice| choice.text(&degrees)).collect();
     let (step, memory) = (evaluator.step(&degrees), evaluator.memory(&degrees));
-    Ok(Predicted { degrees, chosen, step, memory, evaluator })
+    Ok(Predicted { degrees, chosen, guesses_batch, step, memory, evaluator })
 }
 
 /// The fastest plan that fits for a run's model, devices and batch, with nothing pinned but the
@@ -260,6 +264,7 @@ enum Choice {
     Zero,
     Again,
     Microbatch,
+    Batch,
     Chunks,
 }
 
@@ -272,6 +277,7 @@ impl Choice {
             Self::Zero => format!("zero={}", degrees.zero),
             Self::Again => format!("recompute={:?}", degrees.again).to_lowercase(),
             Self::Microbatch => format!("microbatch={}", degrees.microbatch),
+            Self::Batch => format!("batch={}", degrees.global_batch),
             Self::Chunks => format!("virtual={}", degrees.chunks),
         }
     }
@@ -300,9 +306,13 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
     let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
     let contexts = options(parallel.cp, powers(node), Choice::Context);
     let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);
+    if parallel.global_batch.is_none() {
+        options(None, Vec::new(), Choice::Batch);
+    }
     let mut chunks = vec![1];
     if stages.iter().any(|stages| *stages > 1) {
-        chunks = options(parallel.virtual_stages, (1..=32).collect(), Choice::Chunks);
+        let most = if system.interleaves { 32 } else { 1 };
+        chunks = options(parallel.virtual_stages, (1..=most).collect(), Choice::Chunks);
     }
     let zero = match &parallel.zero {
         None => None,
@@ -336,8 +346,8 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         for (microbatch, again, chunks) in product(&microbatches, &agains, &chunks) {
             let global_batch = match (parallel.global_batch, parallel.microbatch) {
                 (Some(batch), _) => batch,
-                (None, Some(microbatch)) => data * microbatch,
-                (None, None) => return Err("the batch is not known".to_string()),
+                // One microbatch, then: that of the source, or ours.
+                (None, _) => data * microbatch,
             };
             // A published batch and its published parts are taken as they stand; our own parts must divide it.
             let is_ours = parallel.microbatch.is_none() || parallel.dp.is_none();

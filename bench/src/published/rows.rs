@@ -118,9 +118,41 @@ pub struct Row {
     pub parallel: Parallel,
     /// The measurement.
     pub measured: Measured,
+    /// Why the file's entry is no run, if it is none; everything else is then as far as it could be read.
+    #[serde(skip)]
+    pub fault: Option<String>,
 }
 
+/// The largest plausible figures; what exceeds them is a slip, and would overflow.
+const MOST: u64 = 1 << 25;
+
 impl Row {
+    /// The first figure that no run can have, as a sentence.
+    pub fn implausible(&self) -> Option<String> {
+        let (model, parallel) = (&self.model, &self.parallel);
+        let figures = [
+            ("layers", model.layers, 1 << 14),
+            ("hidden", model.hidden, 1 << 18),
+            ("heads", model.heads, 1 << 12),
+            ("kv_heads", model.kv_heads, 1 << 12),
+            ("ffn", model.ffn, 1 << 20),
+            ("vocab", model.vocab, 1 << 22),
+            ("seq", model.seq, MOST),
+            ("count", self.hardware.count, 1 << 20),
+            ("gpus_per_node", self.hardware.gpus_per_node, 1 << 20),
+            ("dp", parallel.dp, 1 << 20),
+            ("tp", parallel.tp, 1 << 12),
+            ("pp", parallel.pp, 1 << 12),
+            ("cp", parallel.cp, 1 << 12),
+            ("ep", parallel.ep, 1 << 12),
+            ("microbatch", parallel.microbatch, 1 << 12),
+            ("global_batch", parallel.global_batch, MOST),
+            ("virtual_stages", parallel.virtual_stages, 1 << 12),
+        ];
+        let found = figures.into_iter().find(|(_, value, most)| value.is_some_and(|value| value > *most));
+        found.map(|(name, value, most)| format!("`{name}` is {}, more than {most}", value.unwrap_or_default()))
+    }
+
     /// The measured seconds of a step: as printed, else from the tokens per second.
     pub fn step_seconds(&self, global_batch: u64) -> Option<f64> {
         let derived = || {
@@ -167,29 +199,83 @@ impl Row {
 /// Reads a file of runs.
 ///
 /// # Errors
-/// If it cannot be read, is not JSON, is not a list, is empty, or a row has a field of another type.
+/// If it cannot be read, is not JSON, is not a list, or is empty. An entry that is no run is kept, with its
+/// [`fault`](Row::fault).
 pub fn read(path: &Path) -> Result<Vec<Row>, RowsError> {
     let text = std::fs::read_to_string(path).map_err(|source| RowsError::Read { path: path.to_path_buf(), source })?;
     parse(&text).map_err(|message| RowsError::Form { path: path.to_path_buf(), message })
 }
 
-/// Reads the text of a file of runs.
+/// Reads the text of a file of runs. Figures that are not numbers (`NaN`, `Infinity`, which other
+/// languages write) are unknown, like `null`.
 pub fn parse(text: &str) -> Result<Vec<Row>, String> {
-    let values: serde_json::Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
+    if text.trim().is_empty() {
+        return Err("it is empty; write [{...}, {...}]".to_string());
+    }
+    let values: serde_json::Value = serde_json::from_str(&without_nan(text)).map_err(|error| error.to_string())?;
     let serde_json::Value::Array(values) = values else {
         return Err("its outermost value is not an array; write [{...}, {...}]".to_string());
     };
     if values.is_empty() {
         return Err("the list is empty".to_string());
     }
-    let row = |(index, value): (usize, serde_json::Value)| {
-        if !value.is_object() {
-            return Err(format!("row {index} is not an object"));
+    Ok(values.into_iter().enumerate().map(|(index, value)| row(index, value)).collect())
+}
+
+/// One entry of the list.
+fn row(index: usize, value: serde_json::Value) -> Row {
+    let text = |name: &str| value.get(name).and_then(|value| value.as_str()).unwrap_or_default().to_string();
+    let faulty =
+        |fault: String| Row { split: text("split"), source: text("source"), fault: Some(fault), ..Row::default() };
+    if !value.is_object() {
+        return faulty(format!("row {index} is not an object"));
+    }
+    let mut known = value.clone();
+    // A text that is `null` is as unknown as one that is absent.
+    strip_nulls(&mut known);
+    match serde_json::from_value::<Row>(known) {
+        Err(error) => faulty(format!("row {index}: {error}")),
+        Ok(row) if row.split.is_empty() => Row { fault: Some(format!("row {index} has no `split`")), ..row },
+        Ok(row) => Row { fault: row.implausible().map(|what| format!("row {index}: {what}")), ..row },
+    }
+}
+
+fn strip_nulls(value: &mut serde_json::Value) {
+    if let serde_json::Value::Object(fields) = value {
+        fields.retain(|_, value| !value.is_null());
+        fields.values_mut().for_each(strip_nulls);
+    }
+}
+
+/// The text with `null` for `NaN`, `Infinity` and `-Infinity` outside strings.
+fn without_nan(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for (index, part) in strings_apart(text).into_iter().enumerate() {
+        if index % 2 == 0 {
+            out.push_str(&part.replace("-Infinity", "null").replace("Infinity", "null").replace("NaN", "null"));
+        } else {
+            out.push_str(part);
         }
-        let row: Row = serde_json::from_value(value).map_err(|error| format!("row {index}: {error}"))?;
-        if row.split.is_empty() { Err(format!("row {index} has no `split`")) } else { Ok(row) }
-    };
-    values.into_iter().enumerate().map(row).collect()
+    }
+    out
+}
+
+/// Cuts JSON text so that every second part is a string with its quotes.
+fn strings_apart(text: &str) -> Vec<&str> {
+    let (mut parts, mut start, mut is_inside, mut is_escaped) = (Vec::new(), 0, false, false);
+    for (at, byte) in text.bytes().enumerate() {
+        if is_escaped {
+            is_escaped = false;
+        } else if is_inside && byte == b'\\' {
+            is_escaped = true;
+        } else if byte == b'"' {
+            let end = if is_inside { at + 1 } else { at };
+            parts.push(&text[start..end]);
+            (start, is_inside) = (end, !is_inside);
+        }
+    }
+    parts.push(&text[start..]);
+    parts
 }
 
 #[cfg(test)]
@@ -198,7 +284,9 @@ mod tests {
 
     #[track_caller]
     fn check(text: &str, expect: &str) {
-        let text = parse(text).map_or_else(|message| message, |rows| format!("{} rows", rows.len()));
+        let faults = |rows: &[Row]| rows.iter().filter_map(|row| row.fault.clone()).collect::<Vec<_>>().join("; ");
+        let of = |rows: Vec<Row>| format!("{} rows {}", rows.len(), faults(&rows));
+        let text = parse(text).map_or_else(|message| message, of);
         assert!(text.contains(expect), "{text}");
     }
 
@@ -210,7 +298,12 @@ mod tests {
         check("[1]", "row 0 is not an object");
         check("[{}]", "row 0 has no `split`");
         check(r#"[{"split": "a", "model": {"layers": -2}}]"#, "row 0: invalid value: integer `-2`");
+        check(r#"[{"split": "a"}, 7]"#, "2 rows row 1 is not an object");
+        check(r#"[{"split": "a", "model": {"seq": 1000000000000}}]"#, "row 0: `seq` is 1000000000000");
+        check(r#"[{"split": "a", "measured": {"step_s": NaN}, "notes": "NaN \" Infinity"}]"#, "1 rows ");
+        check(r#"[{"split": "a", "notes": null, "model": {"kind": null}, "hardware": null}]"#, "1 rows ");
         check("[{", "EOF");
+        check(" \n", "it is empty");
         assert!(read(Path::new("no/such/file")).unwrap_err().to_string().contains("cannot read `no/such/file`"));
     }
 }

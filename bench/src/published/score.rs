@@ -23,9 +23,9 @@ impl Scored<'_> {
         self.predicted.step.total / self.measured - 1.0
     }
 
-    /// The error of the memory, where some was printed.
+    /// The error of the memory, where some was printed and the batch is known.
     pub fn memory_error(&self) -> Option<f64> {
-        let printed = self.row.measured.peak_mem_gib.filter(|gib| *gib > 0.0)?;
+        let printed = self.row.measured.peak_mem_gib.filter(|gib| *gib > 0.0 && !self.predicted.guesses_batch)?;
         Some(self.predicted.memory / (printed * (1u64 << 30) as f64) - 1.0)
     }
 

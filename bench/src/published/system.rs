@@ -28,6 +28,17 @@ pub struct System {
     pub keeps_f8: bool,
     /// Bytes of weights, gradients, and master weights with the optimizer's state, per parameter.
     pub stored: [f64; 3],
+    /// Bytes that live per logit at the peak of the loss: 16-bit logits, f32 ones or their logarithmic
+    /// softmax, and gradients of both where nothing fuses them.
+    pub logit_stored: f64,
+    /// The same where the loss is divided over tensor ranks, so that each of its steps is a kernel of its own.
+    pub logit_stored_divided: f64,
+    /// Whether compilation makes elementwise results again in the backward pass.
+    pub is_compiled: bool,
+    /// Whether tensor ranks keep the gathered sequence for the gradient of the weight.
+    pub keeps_gathered: bool,
+    /// Whether stages can have several chunks.
+    pub interleaves: bool,
 }
 
 /// Where words of the source, split, or notes name the software: the first that is found.
@@ -77,15 +88,39 @@ pub fn system(row: &Row) -> System {
     if notes.contains("rowwise") {
         library.f8_cast_bytes *= Library::ROWWISE_CASTS;
     }
-    let is_core = [Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_2024.name].contains(&library.name);
-    let is_early = [Library::MEGATRON_DEEPSPEED.name, Library::MEGATRON_2020.name, Library::MEGATRON_2021.name];
-    let habit = if is_early.contains(&library.name) { Habit::Full } else { Habit::Least };
-    let stored = match library.name {
-        _ if is_core => [2.0, 2.0, 12.0],
-        name if name.starts_with("Megatron") => [2.0, 4.0, 12.0],
-        _ => [4.0, 4.0, 8.0],
+    let is = |names: &[&str]| names.contains(&library.name);
+    let is_core = is(&[Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_2024.name]);
+    let is_early = is(&[Library::MEGATRON_DEEPSPEED.name, Library::MEGATRON_2020.name, Library::MEGATRON_2021.name]);
+    let is_megatron = library.name.starts_with("Megatron");
+    let is_compiled = is(&[Library::FSDP2_COMPILED.name, Library::XLA.name]);
+    // Alpa divides the optimizer's state over the data ranks (Zheng et al., 2022, section 4.2).
+    let is_alpa = words.contains("alpa");
+    let (stored, zero) = match library.name {
+        _ if is_alpa => ([2.0, 2.0, 12.0], 1),
+        _ if is_core => ([2.0, 2.0, 12.0], 1),
+        _ if is_megatron => ([2.0, 4.0, 12.0], 0),
+        _ if words.contains("nnscaler") => ([4.0, 4.0, 8.0], 0),
+        _ => ([4.0, 4.0, 8.0], 3),
     };
-    System { library, zero: u64::from(is_core), habit, keeps_f8: is_core, stored }
+    // The loss itself is compiled, too, from 2025 on.
+    let is_fused = is_core || (is_compiled && words.contains("2025"));
+    let logit_stored = match library.name {
+        _ if is_fused || words.contains("autoparallel") || is(&[Library::MEGATRON_DEEPSPEED.name]) => 6.0,
+        _ if is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]) => 14.0,
+        _ => 10.0,
+    };
+    System {
+        library,
+        zero,
+        habit: if is_early { Habit::Full } else { Habit::Least },
+        keeps_f8: is_core,
+        stored,
+        logit_stored,
+        logit_stored_divided: if logit_stored > 10.0 { logit_stored + 10.0 } else { logit_stored },
+        is_compiled,
+        keeps_gathered: !is_megatron && !is_compiled,
+        interleaves: !is(&[Library::MEGATRON_2020.name]),
+    }
 }
 
 /// The devices of a run.
