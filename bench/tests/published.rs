@@ -1,6 +1,7 @@
 //! The cost model against a sample of published runs: errors stay below bounds, plans stay in order.
 
 use shardc_bench::published::report::{self, Summaries};
+use shardc_bench::published::score::Summary;
 use shardc_bench::published::{rows, score};
 use std::path::Path;
 
@@ -24,6 +25,8 @@ fn errors_stay_below_their_bounds() {
         ("sc21_table1", 0.06),
         ("megatron_old", 0.06),
         ("titan", 0.10),
+        ("dgxc_moe", 0.08),
+        ("hybrid", 0.04),
     ];
     for (split, bound) in bounds {
         let summary = summaries.splits[split];
@@ -32,17 +35,47 @@ fn errors_stay_below_their_bounds() {
     let single = summaries.splits["vtrain_single"];
     assert!(single.tau.unwrap() > 0.75, "{:?}", single.tau);
     assert!(single.mape < single.baseline_mape / 2.0, "a constant does as well");
-    let memory = summaries.splits["korthikanti"];
-    assert!(memory.memory_n >= 4 && memory.memory_mape < 0.05, "{}", memory.memory_mape);
+    for (split, bound) in [("korthikanti", 0.05), ("titan", 0.09)] {
+        let Summary { memory_n, memory_mape, .. } = summaries.splits[split];
+        assert!(memory_n >= 3 && memory_mape < bound, "{split}: {memory_mape} of {memory_n}");
+    }
 }
 
+/// Entries that are no runs, or not of this world: each is listed with its reason, and the others are scored.
 #[test]
 fn what_cannot_be_expressed_is_listed() {
-    let rows = sample();
+    let run = r#"{"split": "s", "source": "megatron", "precision": "bf16", "measured": {"step_s": 1.0},
+        "model": {"kind": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "seq": 1024, "vocab": 51200},
+        "hardware": {"gpu": "A100-80GB", "count": 8, "gpus_per_node": 8},
+        "parallel": {"dp": 8, "tp": 1, "pp": 1, "cp": 1, "microbatch": 1, "global_batch": 64, "recompute": "full"}}"#;
+    let odd = [
+        (run.replace("\"layers\": 24", "\"layers\": -24"), "invalid value: integer `-24`"),
+        (run.replace("\"layers\": 24", "\"layers\": NaN"), "the model's number of layers is not known"),
+        (run.replace("\"seq\": 1024,", ""), "the model's sequence length is not known"),
+        (run.replace("A100-80GB", "TPU v4"), "no profile of device `TPU v4`"),
+        (run.replace("\"count\": 8", "\"count\": null"), "the number of devices is not known"),
+        (run.replace("\"count\": 8", "\"count\": 0"), "the number of devices is not known"),
+        (run.replace("\"hidden\": 2048", "\"hidden\": 99999999999"), "`hidden` is 99999999999, more than"),
+        (run.replace("\"heads\": 16", "\"heads\": 7"), "7 heads do not divide"),
+        (run.replace("\"step_s\": 1.0", "\"step_s\": null"), "neither a step time nor tokens"),
+        (run.replace("\"step_s\": 1.0", "\"step_s\": -1.0"), "neither a step time nor tokens"),
+        (run.replace("\"kind\": \"gpt\"", "\"kind\": \"some mamba\""), "the parts of its layers are not known"),
+        (run.replace("\"kind\": \"gpt\"", "\"kind\": \"moe\""), "the number of experts is not known"),
+        (run.replace("\"full\"", "\"by the moon\""), "recomputation `by the moon` is not known"),
+        (run.replace("\"precision\": \"bf16\"", "\"precision\": 16"), "invalid type: integer `16`"),
+        (run.replace("\"split\": \"s\",", ""), "has no `split`"),
+        ("[]".to_string(), "is not an object"),
+        ("null".to_string(), "is not an object"),
+    ];
+    let entries: Vec<&str> = odd.iter().map(|(entry, _)| entry.as_str()).chain([run]).collect();
+    let rows = rows::parse(&format!("[{}]", entries.join(","))).unwrap();
     let outcome = score::score(&rows);
-    assert_eq!(outcome.scored.len() + outcome.refused.len(), rows.len());
-    let (row, reason) = &outcome.refused[0];
-    assert_eq!((row.split.as_str(), reason.as_str()), ("hybrid", "state-space layers have no cost here"));
+    assert_eq!((outcome.scored.len(), outcome.refused.len()), (1, odd.len()));
+    for ((_, reason), (entry, expect)) in outcome.refused.iter().zip(&odd) {
+        assert!(reason.contains(expect), "`{reason}` for {entry}");
+    }
+    let summaries = Summaries::of(&outcome);
+    assert!(report::text(&outcome, &summaries, 1.0).contains("17 runs cannot be expressed"));
 }
 
 #[test]

@@ -6,7 +6,8 @@
 //! as the schedule keeps; and the largest thing that lives for a moment: the logits, or the layers
 //! that ZeRO-3 gathers.
 
-use super::block::{Again, Decoder};
+use super::block::Again;
+use super::decoder::Decoder;
 use super::predict::{Degrees, Evaluator};
 use super::system::System;
 use shardc_passes::cost::library::Attention;
@@ -63,38 +64,68 @@ fn sequence_parts(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     if is_divided { degrees.tensor as f64 } else { 1.0 }
 }
 
+/// What of each part a mean layer has.
+struct Mean {
+    /// Parts, each with a norm and a residual sum.
+    parts: f64,
+    /// Attention.
+    attention: f64,
+    /// Width inside the feed-forward networks that a token visits.
+    ffn: f64,
+    /// Scans.
+    scans: f64,
+    /// Copies of a token that are sent to experts.
+    copies: f64,
+}
+
+impl Mean {
+    fn of(decoder: &Decoder) -> Self {
+        let Decoder { attentions, networks, routed, scans, visited, shared, ffn, expert_ffn, .. } = *decoder;
+        let mean = |count: u64| count as f64 / decoder.layers as f64;
+        Self {
+            parts: mean(attentions + networks + routed + scans),
+            attention: mean(attentions),
+            ffn: mean(networks * ffn + routed * (visited + shared) * expert_ffn),
+            scans: mean(scans),
+            copies: mean(routed * visited),
+        }
+    }
+}
+
 /// Bytes of a layer of which every second product's result is kept, from the first on, with the result of
 /// attention and the layer's input.
 fn every_second_product(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
-    let Decoder { hidden, heads, kv_heads, ffn, seq, visited, experts, .. } = evaluator.decoder;
-    let [h, f, t] = [hidden, ffn, degrees.tensor].map(|size| size as f64);
-    let tokens = (degrees.microbatch * seq / degrees.context) as f64;
-    let routed = if experts > 1 { visited as f64 } else { 1.0 };
-    let values = h / heads as f64 * kv_heads as f64;
+    let decoder = &evaluator.decoder;
+    let [h, t] = [decoder.hidden, degrees.tensor].map(|size| size as f64);
+    let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
+    let mean = Mean::of(decoder);
+    let values = (decoder.head_width() * decoder.kv_heads) as f64;
     // Queries, values and attention's result are divided over the tensor ranks, the second sum over them is not.
-    let kept = (2.0 * h + values + routed * f) / t + h;
-    2.0 * tokens * kept + stream(evaluator, degrees)
+    let attention = mean.attention * ((2.0 * h + values) / t + h);
+    let scan = mean.scans * decoder.scan_input() as f64 / t;
+    let attention = attention + mean.copies * h / sequence_parts(evaluator, degrees);
+    2.0 * tokens * (attention + mean.ffn / t + scan) + stream(evaluator, degrees)
 }
 
 /// Bytes of one layer that the backward pass reads, for one microbatch.
 fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
-    let Decoder { hidden, heads, kv_heads, ffn, seq, is_gated, visited, experts, .. } = evaluator.decoder;
-    let [h, f, t] = [hidden, ffn, degrees.tensor].map(|size| size as f64);
+    let decoder = &evaluator.decoder;
+    let Decoder { hidden, heads, kv_heads, seq, is_gated, .. } = *decoder;
+    let [h, t] = [hidden, degrees.tensor].map(|size| size as f64);
     let tokens = (degrees.microbatch * seq / degrees.context) as f64;
-    let routed = if experts > 1 { visited as f64 } else { 1.0 };
+    let mean = Mean::of(decoder);
     let unfused = matches!(evaluator.system.library.attention, Attention::Unfused { .. });
     let input = if evaluator.is_f8 && evaluator.system.keeps_f8 { 1.0 } else { 2.0 };
     let System { is_compiled, keeps_gathered, .. } = evaluator.system;
     let parts = sequence_parts(evaluator, degrees);
-    // Inputs of both norms, dropout masks; then the inputs of the two first products.
-    let divided = 4.0 * h + if unfused { 2.0 * h } else { 0.0 };
+    // Inputs of the norms, dropout masks; then the inputs of the first products.
+    let divided = 2.0 * h + if unfused { h } else { 0.0 };
     let normed = match (is_compiled, keeps_gathered) {
         (true, _) => 0.0,
-        (false, true) => 2.0 * input * h,
-        (false, false) => 2.0 * input * h / parts,
+        (false, true) => input * h,
+        (false, false) => input * h / parts,
     };
-    let width = h / heads as f64;
-    let attention = 2.0 * width * (heads + 2 * kv_heads) as f64 + input * h;
+    let attention = 2.0 * (decoder.head_width() * (heads + 2 * kv_heads)) as f64 + input * h;
     // What enters the activation (both halves of a gate; eager software also keeps the gate's own)
     // and what leaves it.
     let is_eager = evaluator.system.library.traffic_forward > 1.0;
@@ -104,7 +135,11 @@ fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         true => 4.0,
     };
     let leaving = if is_compiled { 0.0 } else { input };
-    let network = routed * f * (entering + leaving);
+    let network = mean.ffn * (entering + leaving);
     let scores = if unfused && degrees.again != Again::Attention { 5.0 * (heads * seq) as f64 } else { 0.0 };
-    tokens * (divided / parts + normed + (attention + network + scores) / t)
+    let scan = 2.0 * (decoder.scan_input() + 2 * decoder.scan_width()) as f64;
+    let inner = mean.attention * (attention + scores) + network + mean.scans * scan;
+    // What experts are given, and what they give back before it is weighed.
+    let copies = mean.copies * (input + 2.0) * h / parts;
+    tokens * (mean.parts * (divided / parts + normed) + inner / t + copies)
 }

@@ -1,7 +1,9 @@
 //! Predictions of runs that others published, by the planner's cost model, and how far they are off.
 
 pub mod block;
+pub mod decoder;
 pub mod memory;
+mod parts;
 pub mod predict;
 pub mod report;
 pub mod rows;

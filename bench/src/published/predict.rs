@@ -1,6 +1,7 @@
 //! Predicts a published run: its degrees pinned, what it does not say chosen as the planner would.
 
-use super::block::{Again, Block, Decoder, Shape, group};
+use super::block::{Again, Block, Shape, group};
+use super::decoder::Decoder;
 use super::memory;
 use super::rows::Row;
 use super::system::{self, Habit, System};
@@ -153,7 +154,7 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
     if let Some(fault) = &row.fault {
         return Err(fault.clone());
     }
-    let decoder = decoder(row)?;
+    let decoder = Decoder::of(row)?;
     let cluster = system::cluster(row)?;
     let system = system::system(row);
     let is_f8 = match row.precision.as_str() {
@@ -216,45 +217,6 @@ pub fn unpinned(row: &Row, published: &mut Predicted) -> Result<(Degrees, Step),
     Ok(best)
 }
 
-/// The sizes of a run's model.
-fn decoder(row: &Row) -> Result<Decoder, String> {
-    let model = &row.model;
-    let kind = model.kind.to_lowercase();
-    let size = |name: &str, value: Option<u64>| {
-        value.filter(|value| *value > 0).ok_or_else(|| format!("the model's {name} is not known"))
-    };
-    if kind.contains("mamba") {
-        return Err("state-space layers have no cost here".to_string());
-    }
-    let heads = size("number of heads", model.heads)?;
-    let (experts, visited) = if kind.contains("moe") { experts(&kind)? } else { (1, 1) };
-    let decoder = Decoder {
-        layers: size("number of layers", model.layers)?,
-        hidden: size("width", model.hidden)?,
-        heads,
-        kv_heads: model.kv_heads.filter(|heads| *heads > 0).unwrap_or(heads),
-        ffn: size("feed-forward width", model.ffn)?,
-        vocab: model.vocab.filter(|vocab| *vocab > 0).unwrap_or(51200),
-        seq: size("sequence length", model.seq)?,
-        is_gated: ["llama", "grok", "mixtral", "qwen", "mistral"].iter().any(|family| kind.contains(family)),
-        experts,
-        visited,
-    };
-    if kind.contains("mla") || kind.contains("shared") {
-        return Err("latent attention and shared experts have no cost here".to_string());
-    }
-    let divides = decoder.hidden.is_multiple_of(heads) && heads.is_multiple_of(decoder.kv_heads);
-    if divides { Ok(decoder) } else { Err(format!("{heads} heads do not divide the width or the key heads")) }
-}
-
-/// Reads `8 experts top-2`.
-fn experts(kind: &str) -> Result<(u64, u64), String> {
-    let words: Vec<&str> = kind.split_whitespace().collect();
-    let experts = words.windows(2).find(|pair| pair[1].starts_with("expert")).and_then(|pair| pair[0].parse().ok());
-    let visited = words.iter().find_map(|word| word.strip_prefix("top-")).and_then(|text| text.parse().ok());
-    experts.zip(visited).ok_or_else(|| "the number of experts is not known".to_string())
-}
-
 /// A choice that a source did not publish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
@@ -300,9 +262,10 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
             otherwise
         })
     };
-    // Where the data ranks are known, so is the product of the others; nothing is more than a node wide.
+    // Where the data ranks are known, so is the product of the others. Tensor ranks span two nodes at most,
+    // each with a key head; the ranks of a sequence one.
     let node = row.hardware.gpus_per_node.unwrap_or(8).min(count);
-    let tensors = options(parallel.tp, powers(node), Choice::Tensor);
+    let tensors = options(parallel.tp, powers(decoder.kv_heads.min(2 * node).min(count)), Choice::Tensor);
     let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
     let contexts = options(parallel.cp, powers(node), Choice::Context);
     let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);

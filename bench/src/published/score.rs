@@ -36,7 +36,7 @@ impl Scored<'_> {
         let (dense, experts) = decoder.layer_parameters(shape);
         let visited = experts * decoder.visited as f64 / decoder.experts as f64;
         let layers = decoder.layers as f64;
-        let scores = 12.0 * layers * (decoder.hidden * decoder.seq) as f64;
+        let scores = 12.0 * (decoder.attentions * decoder.hidden * decoder.seq) as f64;
         6.0 * (layers * (dense + visited) + decoder.table_parameters(1)) + scores
     }
 

@@ -42,9 +42,10 @@ pub struct System {
 }
 
 /// Where words of the source, split, or notes name the software: the first that is found.
-const GENERATIONS: [(&str, &Library); 27] = [
+const GENERATIONS: [(&str, &Library); 28] = [
     ("vtrain", &Library::MEGATRON_DEEPSPEED),
     ("maxtext", &Library::XLA),
+    ("v25.05", &Library::MEGATRON_CORE_BALANCED),
     ("25.", &Library::MEGATRON_CORE),
     ("dgxc", &Library::MEGATRON_CORE),
     ("nemo", &Library::MEGATRON_CORE_2024),
@@ -89,7 +90,7 @@ pub fn system(row: &Row) -> System {
         library.f8_cast_bytes *= Library::ROWWISE_CASTS;
     }
     let is = |names: &[&str]| names.contains(&library.name);
-    let is_core = is(&[Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_2024.name]);
+    let is_core = library.name.starts_with("Megatron-Core");
     let is_early = is(&[Library::MEGATRON_DEEPSPEED.name, Library::MEGATRON_2020.name, Library::MEGATRON_2021.name]);
     let is_megatron = library.name.starts_with("Megatron");
     let is_compiled = is(&[Library::FSDP2_COMPILED.name, Library::XLA.name]);

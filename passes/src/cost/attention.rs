@@ -25,7 +25,7 @@ pub fn seconds(
     let [batch, queries, heads, width] = [0, 1, 2, 3].map(|dim| query.shape.get(dim).copied().unwrap_or(1) as f64);
     let keys = key.shape.get(1).copied().unwrap_or(1) as f64;
     let forward = pass == Pass::Forward;
-    let (kernel, backward_kernel, narrow) = match library.attention {
+    let (kernel, backward_kernel, narrow, longer) = match library.attention {
         Attention::Unfused { forward: written, backward } => {
             let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;
             let rate = peak * device.matmul_efficiency.value;
@@ -38,17 +38,17 @@ pub fn seconds(
             return Some(times * products + written * batch * queries * keys / bandwidth);
         }
         Attention::Flash { forward, backward } => {
-            (forward * device.flash_forward.value, backward * device.flash_backward.value, 1.0)
+            (forward * device.flash_forward.value, backward * device.flash_backward.value, 1.0, 1.0)
         }
-        Attention::Cudnn { forward, backward } => {
+        Attention::Cudnn { forward, backward, ramp } => {
             let narrow = if width < 128.0 { device.attention_narrow.value } else { 1.0 };
-            (forward * device.attention_forward.value, backward * device.attention_backward.value, narrow)
+            (forward * device.attention_forward.value, backward * device.attention_backward.value, narrow, ramp)
         }
     };
     let (share, ramp) = if forward {
         (kernel, device.attention_forward_ramp.value)
     } else {
-        (backward_kernel, device.attention_backward_ramp.value)
+        (backward_kernel, device.attention_backward_ramp.value * longer)
     };
     // A kernel's rows of queries are what amortises its prologue.
     let rate = peak * share * narrow * queries / (queries + ramp);

@@ -36,6 +36,8 @@ pub enum Attention {
         forward: f64,
         /// Backward.
         backward: f64,
+        /// On how long a sequence must be for the backward kernel to come near that.
+        ramp: f64,
     },
 }
 
@@ -80,6 +82,10 @@ pub struct Library {
     pub logit_bytes: f64,
     /// By how much the busiest rank's share of the routed tokens exceeds the mean: all wait for it.
     pub expert_imbalance: f64,
+    /// The share of moving tokens to experts and back that nothing hides.
+    pub experts_exposed: f64,
+    /// How many times as much a cast to 8 bits moves of rows that are sorted by expert.
+    pub expert_casts: f64,
     /// Bytes moved per element that is cast to an 8-bit format, with its statistics.
     pub f8_cast_bytes: f64,
     /// What the host costs.
@@ -95,6 +101,11 @@ pub struct Library {
     pub sends_parts: bool,
     /// The share of sends between stages that nothing hides.
     pub pipeline_exposed: f64,
+    /// What a stage with tensor ranks loses to each other pipeline in its node, of its time, where stages
+    /// lie on different nodes: pipelines out of step share the node's ports, and a tensor group waits for
+    /// its slowest rank. Stages of a whole node, or of one device, lose nothing. The mechanism is inferred
+    /// from which runs are slow; the share is fitted.
+    pub pipeline_shared: f64,
     /// What ring attention loses to the transfers it hides, of their time.
     pub context_loss: f64,
     /// Bytes moved per element of the output to merge the parts of ring attention, per step of the ring.
@@ -112,13 +123,15 @@ pub struct Library {
 /// The figures that most PyTorch libraries share; each constant below says where it differs.
 const COMMON: Library = Library {
     name: "common",
-    attention: Attention::Cudnn { forward: 1.0, backward: 1.0 },
+    attention: Attention::Cudnn { forward: 1.0, backward: 1.0, ramp: 1.0 },
     traffic_forward: 0.8,
     traffic_backward: 1.15,
     launch: 1.0,
     splits_products: false,
     logit_bytes: 16.0,
     expert_imbalance: 1.25,
+    experts_exposed: 1.0,
+    expert_casts: 1.0,
     f8_cast_bytes: 4.0,
     host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, sync: 1e-5, tensor_sync: 1e-5, jitter: 0.0, ends: 1e-3 },
     tensor_exposed: 1.0,
@@ -126,6 +139,7 @@ const COMMON: Library = Library {
     is_sequence_parallel: false,
     sends_parts: false,
     pipeline_exposed: 1.0,
+    pipeline_shared: 0.0,
     context_loss: 0.3,
     context_merge_bytes: 12.0,
     gradient_bytes: 2.0,
@@ -177,6 +191,7 @@ impl Library {
         tensor_exposed: 0.98,
         sends_parts: true,
         pipeline_exposed: 0.206,
+        pipeline_shared: 0.085,
         step_seconds: 1.52e-3,
         ..COMMON
     };
@@ -219,6 +234,7 @@ impl Library {
         traffic_forward: 0.746,
         traffic_backward: 1.037,
         logit_bytes: 11.9,
+        expert_casts: 3.0,
         f8_cast_bytes: 4.4,
         host: Host { forward: 4e-4, backward: 5e-4, ..COMMON.host },
         tensor_exposed: 0.5,
@@ -232,10 +248,15 @@ impl Library {
         ..COMMON
     };
 
+    /// The same from version 25.05 on: experts are given equal loads in benchmarks, and the rows of all
+    /// experts are cast at once.
+    pub const MEGATRON_CORE_BALANCED: Library =
+        Library { name: "Megatron-Core (25.05)", expert_imbalance: 1.0, expert_casts: 1.0, ..Self::MEGATRON_CORE };
+
     /// The same of 2024 (NeMo 24.07), with cuDNN's first backward kernels for Hopper.
     pub const MEGATRON_CORE_2024: Library = Library {
         name: "Megatron-Core (2024)",
-        attention: Attention::Cudnn { forward: 1.0, backward: 0.53 },
+        attention: Attention::Cudnn { forward: 1.0, backward: 0.53, ramp: 1.0 },
         traffic_forward: 0.765,
         tensor_exposed: 0.462,
         data_exposed: 0.2,
@@ -247,7 +268,7 @@ impl Library {
     /// MaxText on XLA of 2025.
     pub const XLA: Library = Library {
         name: "XLA (2025)",
-        attention: Attention::Cudnn { forward: 0.9, backward: 0.88 },
+        attention: Attention::Cudnn { forward: 0.9, backward: 0.88, ramp: 1.0 },
         traffic_forward: 0.5,
         traffic_backward: 0.7,
         f8_cast_bytes: 1.0,

@@ -140,7 +140,7 @@ impl Work<'_> {
             typical: of(typical as f64 * layer + send),
             last: of(last as f64 * layer + send + ends),
         };
-        let pipeline = stages.seconds(self.microbatches, self.schedule);
+        let pipeline = stages.seconds(self.microbatches, self.schedule) * self.sharing();
         let layers = if self.stages > 1 { typical } else { self.layers };
         let dense = layers as f64 * (self.layer.parameters - self.layer.experts) + self.end_parameters;
         let experts = layers as f64 * self.layer.experts;
@@ -149,6 +149,16 @@ impl Work<'_> {
         let update = (dense / shared[0] + experts / shared[1]) * UPDATE_BYTES / machine.bandwidth();
         let total = (pipeline + data + update + library.step_seconds) * spread(self.ranks);
         Step { total, pipeline, data, update, parameters: dense + experts }
+    }
+
+    /// The factor by which the pipelines of a node slow each other down.
+    fn sharing(&self) -> f64 {
+        let tensor = self.layer.tensor;
+        if self.stages <= 1 || !self.sends_away || tensor <= 1 {
+            return 1.0;
+        }
+        let others = (self.cluster.per_node / tensor).max(1) - 1;
+        1.0 + self.library.pipeline_shared * others as f64
     }
 
     /// What shows of one send to the next stage.
