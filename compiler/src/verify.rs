@@ -104,29 +104,53 @@ fn mesh_text(plan: &Plan) -> String {
 
 /// The degrees of a plan, shrunk to what can be run here.
 struct Degrees {
-    dp: u64,
-    tp: u64,
+    /// Ranks among which the batch is divided.
+    data: u64,
+    /// Ranks among which dimensions of the model are: heads, widths, the sequence.
+    inner: u64,
     microbatches: u64,
     pins: String,
 }
 
 fn degrees(plan: &Plan) -> Degrees {
-    let (mut dp, mut tp) = (plan.mesh.degree("dp"), plan.mesh.degree("tp"));
-    if dp * tp > MOST_RANKS {
-        (dp, tp) = (dp.min(2), largest_factor(tp, 8));
+    let families = ["dp", "fsdp", "ep", "ulysses", "cp", "tp"];
+    let sizes = |family: &str| plan.mesh.family(family).into_iter().map(|axis| plan.mesh.size(axis)).collect();
+    let mut axes: Vec<(&str, Vec<u64>)> = families.map(|family| (family, sizes(family))).to_vec();
+    let ranks = |axes: &[(&str, Vec<u64>)]| axes.iter().flat_map(|(_, sizes)| sizes).product::<u64>();
+    if ranks(&axes) > MOST_RANKS {
+        for (family, sizes) in axes.iter_mut().filter(|(family, _)| *family != "tp") {
+            let size = sizes.iter().product::<u64>();
+            *sizes = vec![largest_factor(size, if *family == "dp" { 2 } else { size.min(2) })];
+        }
+        let left = (MOST_RANKS / ranks(&axes[..axes.len() - 1])).max(1);
+        if let Some((_, sizes)) = axes.last_mut() {
+            *sizes = vec![largest_factor(sizes.iter().product(), left.min(8))];
+        }
     }
+    let degree = |of: &[&str]| {
+        let sizes = axes.iter().filter(|(family, _)| of.contains(family)).flat_map(|(_, sizes)| sizes);
+        sizes.product::<u64>()
+    };
+    let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ulysses", "cp", "tp"]));
     let choice = |name: &str| {
         let parts = plan.choice.split(',').filter_map(|part| part.split_once('='));
         parts.into_iter().find(|(key, _)| *key == name).map_or("0", |(_, value)| value)
     };
     let recompute = match choice("recompute") {
         "none" | "0" => "none",
-        kept @ ("block" | "selective") => kept,
+        "block" | "full" => "block",
+        "selective" => "selective",
         _ => "1",
     };
-    let zero = if dp > 1 { choice("zero") } else { "0" };
-    let pins = format!("dp={dp},tp={tp},zero={zero},microbatch=1,recompute={recompute}");
-    Degrees { dp, tp, microbatches: plan.mesh.microbatches().min(2), pins }
+    let zero = if data * degree(&["ulysses", "cp"]) > 1 { choice("zero") } else { "0" };
+    let text = |(family, sizes): &(&str, Vec<u64>)| {
+        let sizes: Vec<String> = sizes.iter().filter(|size| **size > 1).map(u64::to_string).collect();
+        let is_named = !sizes.is_empty() || ["dp", "tp"].contains(family);
+        is_named.then(|| format!("{family}={}", if sizes.is_empty() { "1".to_string() } else { sizes.join("x") }))
+    };
+    let degrees: Vec<String> = axes.iter().filter_map(text).collect();
+    let pins = format!("{},zero={zero},microbatch=1,recompute={recompute}", degrees.join(","));
+    Degrees { data, inner, microbatches: plan.mesh.microbatches().min(2), pins }
 }
 
 /// The largest divisor of `number` that is at most `limit`.
@@ -166,9 +190,9 @@ fn shrink(config: &Config, dp: u64, tp: u64) -> Config {
 
 /// The shrunken model under the plan's choices and on one device.
 fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
-    let Degrees { dp, tp, microbatches, pins } = degrees(plan);
-    let small = NamedModel::from_config("shrunken", shrink(&model.config, dp, tp));
-    let batch = Batch { batch: dp * microbatches, seq: 8 * tp };
+    let Degrees { data, inner, microbatches, pins } = degrees(plan);
+    let small = NamedModel::from_config("shrunken", shrink(&model.config, data, inner));
+    let batch = Batch { batch: data * microbatches, seq: 8 * inner };
     let run = |cluster: String, pins: &str| {
         let cluster = Cluster::parse(&cluster, "h200")?;
         let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
@@ -176,7 +200,7 @@ fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
         train(&small, &compiled, batch)
     };
     let whole = run("cpu:1".to_string(), "")?;
-    let spread = run(format!("cpu:{}", dp * tp), &pins)?;
+    let spread = run(format!("cpu:{}", data * inner), &pins)?;
     let mut findings = Vec::new();
     let relative = |a: f64, b: f64| (a - b).abs() / b.abs().max(1e-12);
     let mut row = |check: &str, worst: f64, bound: f64| {

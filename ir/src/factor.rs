@@ -20,6 +20,13 @@ pub enum FactorKind {
     Parallel,
     /// Every coordinate needs all of it.
     Whole,
+    /// It may be divided together with the factor `beside`, over the same axes: each coordinate has its
+    /// part of both, and the parts of this one go round the ring of the coordinates while the node runs,
+    /// so that its results are whole in it. Such a node communicates by itself.
+    Ring {
+        /// The factor that is divided with it.
+        beside: usize,
+    },
 }
 
 /// One index of the notation.
@@ -70,6 +77,11 @@ impl FactorRule {
         factor
     }
 
+    /// Adds a factor that may be divided if the node passes its parts round a ring; see [`FactorKind::Ring`].
+    pub fn ring(&mut self, name: impl Into<String>, size: u64, beside: usize) -> usize {
+        self.push(name.into(), size, FactorKind::Ring { beside })
+    }
+
     fn push(&mut self, name: String, size: u64, kind: FactorKind) -> usize {
         self.factors.push(Factor { name, size, kind, reduce: Vec::new() });
         self.factors.len() - 1
@@ -80,9 +92,23 @@ impl FactorRule {
         self.factors.iter().position(|factor| factor.name == name)
     }
 
+    /// The axes that divide a factor, outermost first: its own, and those of rings beside it.
+    pub fn axes<'a>(&'a self, factor: usize, strategy: &'a Strategy) -> impl Iterator<Item = AxisId> + 'a {
+        let rings = strategy.factors.iter().filter(move |(ring, _)| {
+            let kind = self.factors.get(**ring).map(|factor| factor.kind);
+            kind == Some(FactorKind::Ring { beside: factor })
+        });
+        strategy.axes(factor).iter().chain(rings.flat_map(|(_, axes)| axes)).copied()
+    }
+
+    fn dims_sharding(&self, dims: &Dims, strategy: &Strategy) -> Sharding {
+        let axes = |factors: &Vec<usize>| factors.iter().flat_map(|factor| self.axes(*factor, strategy)).collect();
+        Sharding { dims: dims.iter().map(axes).collect(), partial: Vec::new() }
+    }
+
     /// The layout operand `index` must have under a strategy.
     pub fn operand_sharding(&self, index: usize, strategy: &Strategy) -> Sharding {
-        let mut sharding = dims_sharding(&self.operands[index], strategy);
+        let mut sharding = self.dims_sharding(&self.operands[index], strategy);
         for (axis, set) in &strategy.pass {
             if self.linear.get(*set).is_some_and(|set| set.contains(&index)) {
                 sharding.add_partial(*axis, ReduceKind::Sum);
@@ -93,7 +119,7 @@ impl FactorRule {
 
     /// The layout result `index` has under a strategy.
     pub fn result_sharding(&self, index: usize, strategy: &Strategy) -> Sharding {
-        let mut sharding = dims_sharding(&self.results[index], strategy);
+        let mut sharding = self.dims_sharding(&self.results[index], strategy);
         for (factor, axes) in &strategy.factors {
             let reduce = self.factors[*factor].reduce.iter().find(|(result, _)| *result == index);
             if let Some((_, kind)) = reduce {
@@ -122,10 +148,17 @@ impl FactorRule {
                 return Err(format!("the rule {self} has no factor {factor}"));
             };
             let extent = mesh.extent(axes.iter().copied());
+            if let FactorKind::Ring { beside } = declared.kind
+                && !self.factors[beside].size.is_multiple_of(mesh.extent(self.axes(beside, strategy)))
+            {
+                let other = &self.factors[beside];
+                return Err(format!("factor `{}` of size {} does not divide with its ring", other.name, other.size));
+            }
             if declared.kind == FactorKind::Whole && extent > 1 {
                 return Err(format!("factor `{}` of {self} cannot be divided", declared.name));
             }
-            if !self.is_reducible(*factor) && extent > 1 {
+            let is_ring = matches!(declared.kind, FactorKind::Ring { .. });
+            if !is_ring && !self.is_reducible(*factor) && extent > 1 {
                 return Err(format!("a result of {self} lacks `{}` and cannot reduce it", declared.name));
             }
             if !declared.size.is_multiple_of(extent) {
@@ -157,7 +190,7 @@ impl FactorRule {
         for factors in self.operands.iter().chain(&self.results).flatten() {
             let mut whole_before: Option<usize> = None;
             for factor in factors {
-                let extent = mesh.extent(strategy.axes(*factor).iter().copied());
+                let extent = mesh.extent(self.axes(*factor, strategy));
                 if let Some(before) = whole_before.filter(|_| extent > 1) {
                     let (name, before) = (&self.factors[*factor].name, &self.factors[before].name);
                     return Err(format!("`{name}` lies inside `{before}`, which is not divided completely"));
@@ -171,13 +204,21 @@ impl FactorRule {
     }
 
     /// Every legal way to add one axis to a strategy, replication first, then the factors in
-    /// order, then the linear sets.
+    /// order, then the linear sets. Rings are not among them: see [`rings`](Self::rings).
     pub fn choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
         let mut choices = vec![Choice::Replicate];
-        let factors = (0..self.factors.len()).map(Choice::Factor);
+        let is_ring = |factor: &usize| matches!(self.factors[*factor].kind, FactorKind::Ring { .. });
+        let factors = (0..self.factors.len()).filter(|factor| !is_ring(factor)).map(Choice::Factor);
         let sets = (0..self.linear.len()).map(Choice::Pass);
         choices.extend(factors.chain(sets).filter(|choice| self.check(&given.with(axis, *choice), mesh).is_ok()));
         choices
+    }
+
+    /// Every legal way to add one axis to a strategy as a ring.
+    pub fn rings(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
+        let is_ring = |factor: &usize| matches!(self.factors[*factor].kind, FactorKind::Ring { .. });
+        let factors = (0..self.factors.len()).filter(is_ring).map(Choice::Factor);
+        factors.filter(|choice| self.check(&given.with(axis, *choice), mesh).is_ok()).collect()
     }
 
     /// The text of a strategy: `m=dp.mb n=tp`, and `pass0=tp` for partial sums passed through.
@@ -214,11 +255,6 @@ impl FactorRule {
     }
 }
 
-fn dims_sharding(dims: &Dims, strategy: &Strategy) -> Sharding {
-    let axes = |factors: &Vec<usize>| factors.iter().flat_map(|factor| strategy.axes(*factor)).copied().collect();
-    Sharding { dims: dims.iter().map(axes).collect(), partial: Vec::new() }
-}
-
 impl fmt::Display for FactorRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dim = |factors: &Vec<usize>| {
@@ -235,9 +271,12 @@ impl fmt::Display for FactorRule {
         for factor in self.factors.iter().filter(|factor| !factor.reduce.is_empty()) {
             write!(f, "|{} {}", factor.reduce[0].1.name(), factor.name)?;
         }
-        let whole: Vec<_> = self.factors.iter().filter(|factor| factor.kind == FactorKind::Whole).collect();
-        for factor in whole {
-            write!(f, "|whole {}", factor.name)?;
+        for factor in &self.factors {
+            match factor.kind {
+                FactorKind::Parallel => {}
+                FactorKind::Whole => write!(f, "|whole {}", factor.name)?,
+                FactorKind::Ring { .. } => write!(f, "|ring {}", factor.name)?,
+            }
         }
         Ok(())
     }

@@ -3,6 +3,10 @@
 //! A plan may say more than every runtime can execute yet. A [`Target`] says which of these features
 //! it runs; the search opens the others only where it is asked to, and nothing that lacks one is started.
 
+use crate::entity::NodeId;
+use crate::factor::{Factor, FactorKind};
+use crate::mesh::AxisId;
+use crate::ops::Op;
 use crate::plan::{Plan, Scope};
 use crate::target::Target;
 use std::fmt;
@@ -12,16 +16,32 @@ use std::fmt;
 pub enum Feature {
     /// Ranks that run different parts of the graph: a mesh with an axis `pp`.
     Pipeline,
+    /// Causal attention of which each rank has a part of the queries and all keys.
+    QueryParts,
+    /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]).
+    Ring,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Feature; 1] = [Self::Pipeline];
+    pub const ALL: [Feature; 3] = [Self::Pipeline, Self::QueryParts, Self::Ring];
 
     /// Whether a plan needs it.
     pub fn is_in(self, plan: &Plan) -> bool {
         match self {
             Self::Pipeline => plan.mesh.degree("pp") > 1,
+            Self::QueryParts => plan.graph.nodes().any(|(id, node)| {
+                let is_causal = match &node.op {
+                    Op::Attention(op) => op.causal,
+                    Op::AttentionGrad(op) => op.causal,
+                    _ => false,
+                };
+                is_causal && divides(plan, id, |factor| factor.name == "s" && factor.kind == FactorKind::Parallel)
+            }),
+            Self::Ring => plan.graph.nodes().any(|(id, node)| {
+                matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_))
+                    && divides(plan, id, |factor| matches!(factor.kind, FactorKind::Ring { .. }))
+            }),
         }
     }
 
@@ -29,6 +49,8 @@ impl Feature {
     pub fn avoided_by(self) -> &'static str {
         match self {
             Self::Pipeline => "pp=1",
+            Self::QueryParts => "cp=1",
+            Self::Ring => "ring=1",
         }
     }
 
@@ -42,8 +64,20 @@ impl fmt::Display for Feature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Pipeline => "pipeline stages (pp)",
+            Self::QueryParts => "causal attention of a part of the queries (cp)",
+            Self::Ring => "attention round a ring of ranks (ring)",
         })
     }
+}
+
+/// Whether a node divides a factor of some kind over more than one rank.
+fn divides(plan: &Plan, node: NodeId, is_it: impl Fn(&Factor) -> bool) -> bool {
+    let rule = plan.rule(node);
+    let wide = |axes: &Vec<AxisId>| plan.mesh.extent(axes.iter().copied()) > 1;
+    plan.strategies[node]
+        .factors
+        .iter()
+        .any(|(factor, axes)| wide(axes) && rule.factors.get(*factor).is_some_and(&is_it))
 }
 
 /// What of a plan a target cannot run, in the order of [`Feature::ALL`].

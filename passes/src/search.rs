@@ -12,6 +12,8 @@ pub mod estimate;
 pub mod liveness;
 pub mod pins;
 pub mod recompute;
+pub mod storage;
+pub mod ways;
 pub mod why;
 
 pub use degrees::Degrees;
@@ -19,15 +21,16 @@ pub use pins::{Pins, Recompute};
 
 use crate::cluster::{Cluster, Profile};
 use crate::cost;
-use crate::shard::family::batch_axes;
+use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use estimate::Shape;
 pub use estimate::Work;
 use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
-use shardc_ir::{AxisId, Bytes, Choice, FactorKind, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
+use shardc_ir::{AxisId, Bytes, Choice, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use std::collections::BTreeMap;
+use ways::{divisors, ways};
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +145,8 @@ pub fn search_confirmed(
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
-    let prepared = prepare(graph, request.batch, target);
+    let mut prepared = prepare(graph, request.batch, target);
+    prepared.scope = request.scope;
     let blocks = prepared.block_count();
     if let Some(Recompute::Blocks(count)) =
         pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))
@@ -180,7 +184,8 @@ pub fn search_confirmed(
             continue;
         }
         let mut plan = build::build(&prepared, cluster, &request, candidate)?;
-        let Some(confirm) = confirm else {
+        let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
+            // What goes round a ring is not lowered yet: its memory and time stay estimates.
             plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
             close.push((index, plan));
             break;
@@ -226,24 +231,17 @@ fn enumerate(
 ) -> Result<Vec<Candidate>, PlanError> {
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, &cluster.device);
-    let widest = (2 * cluster.per_node).max(8);
     let mut candidates = Vec::new();
-    for tp in divisors(ranks) {
-        let dp = ranks / tp;
-        let is_pinned = pins.tp == Some(tp) || pins.dp == Some(dp);
-        let refused = pins.tp.is_some_and(|pin| pin != tp) || pins.dp.is_some_and(|pin| pin != dp);
-        if refused || (!is_pinned && tp > widest) || !batch.is_multiple_of(dp) {
-            continue;
-        }
-        let per_rank = batch / dp;
+    for way in ways(prepared, cluster, request, pins)? {
+        let per_rank = batch / way.data;
         let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
         for microbatch in sizes {
             let mut solved = Vec::new();
-            for pieces in splits(prepared, tp) {
-                let degrees = Degrees::new(microbatch).with("dp", &[dp]).with("tp", &pieces);
-                let mesh = degrees.mesh(batch);
-                let Some((placed, shape)) = solve(prepared, &mesh, cluster, pins)? else { continue };
-                let point = Point { degrees, work, bound: request.device_memory };
+            for axes in &way.tp {
+                let point = Point { work, bound: request.device_memory, degrees: way.degrees(microbatch, axes) };
+                let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(batch)).collect();
+                let mesh = way.placed(microbatch, axes).mesh(batch);
+                let Some((placed, shape)) = solve(prepared, &mesh, &meshes, cluster, pins)? else { continue };
                 extend(&mut solved, &placed, &shape, pins, &point);
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
@@ -266,36 +264,48 @@ fn enumerate(
 
 /// One placed mesh, and what its candidates share.
 struct Point {
-    degrees: Degrees,
+    /// One for each way to store parameters.
+    degrees: Vec<Degrees>,
     work: Work,
     bound: Bytes,
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh.
 fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_>, pins: &Pins, point: &Point) {
-    let Point { ref degrees, work, bound } = *point;
-    let dp = degrees.degree("dp");
-    for zero in (0..=3).filter(|zero| pins.zero.map_or(dp > 1 || *zero == 0, |pin| pin == *zero)) {
-        // With one microbatch stage 2 is stage 1.
-        if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
-            continue;
-        }
-        let fits = |recompute: Recompute| shape.memory(zero, recompute).total() <= bound;
-        let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
-        let mut choices = vec![pinned.unwrap_or(Recompute::None)];
-        if pinned.is_none() && !fits(Recompute::None) {
-            // A few percent are left for what the estimate does not see.
-            let bound = bound.0 as f64 * 0.97;
-            let fits = |count| shape.memory(zero, Recompute::Values(count)).total().0 as f64 <= bound;
-            let all = shape.menu().steps();
-            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
-        }
-        for recompute in choices {
-            let prediction = shape.predict(placed, zero, recompute, work);
-            let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-            candidates.push(Candidate { degrees, zero, recompute, loss_chunks, prediction });
+    for (storage, degrees) in point.degrees.iter().enumerate() {
+        // Where every rank stores all there are no parts to have replicas of.
+        let is_kept = |zero: &u64| match (copy_axes(placed.mesh).is_empty(), degrees.degree("fsdp") > 1) {
+            (true, _) => *zero == 0,
+            (false, has_parts) => *zero > 0 || !has_parts,
+        };
+        let stages = (0..=3).filter(|zero| pins.zero.map_or(is_kept(zero), |pin| pin == *zero));
+        for zero in stages {
+            // With one microbatch stage 2 is stage 1.
+            if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
+                continue;
+            }
+            for recompute in recomputations(shape, storage, zero, pins, point.bound) {
+                let prediction = shape.predict(placed, storage, zero, recompute, point.work);
+                let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
+                candidates.push(Candidate { degrees, zero, recompute, loss_chunks, prediction });
+            }
         }
     }
+}
+
+/// How much may be computed again: as pinned; else nothing, and where that does not fit what does.
+fn recomputations(shape: &Shape<'_>, storage: usize, zero: u64, pins: &Pins, bound: Bytes) -> Vec<Recompute> {
+    let total = |recompute| shape.memory(storage, zero, recompute).total();
+    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+    let mut choices = vec![pinned.unwrap_or(Recompute::None)];
+    if pinned.is_none() && total(Recompute::None) > bound {
+        // A few percent are left for what the estimate does not see.
+        let bound = bound.0 as f64 * 0.97;
+        let fits = |count| total(Recompute::Values(count)).0 as f64 <= bound;
+        let all = shape.menu().steps();
+        choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
+    }
+    choices
 }
 
 /// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.
@@ -311,16 +321,18 @@ fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
     Some(high)
 }
 
-/// Places the batch on dp and mb, and solves the tensor axes; `None` if the batch does not divide.
+/// Places the batch on its axes, and solves the others; `None` if the batch does not divide. `meshes` are
+/// the ways to store parameters.
 fn solve<'a>(
     prepared: &'a Prepared<'_>,
     mesh: &'a Mesh,
+    meshes: &[Mesh],
     cluster: &'a Cluster,
     pins: &Pins,
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
     let conversions = place_axes(prepared, &mut placed);
-    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins));
+    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins), meshes);
     Ok(Some((placed, shape)))
 }
 
@@ -379,38 +391,6 @@ fn place_batch<'a>(
     Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches(), handed: BTreeMap::new() }))
 }
 
-/// The ways to make a tensor degree of axes: one axis; and, where some factor divides only in part
-/// (two key/value heads over four ranks), its prime pieces, so that it can take one of them.
-fn splits(prepared: &Prepared<'_>, tp: u64) -> Vec<Vec<u64>> {
-    let mut pieces = Vec::new();
-    let (mut rest, mut prime) = (tp, 2);
-    while rest > 1 {
-        while rest.is_multiple_of(prime) {
-            pieces.push(prime);
-            rest /= prime;
-        }
-        prime += 1;
-    }
-    let takes_a_part = |size: u64| !size.is_multiple_of(tp) && pieces.iter().any(|piece| size.is_multiple_of(*piece));
-    let is_divided_in_part = prepared.rules.iter().zip(&prepared.batch).any(|(rule, batch)| {
-        let factors = rule.factors.iter().enumerate();
-        let mut others = factors.filter(|(index, factor)| {
-            *batch != Choice::Factor(*index) && factor.kind == FactorKind::Parallel && factor.size > 1
-        });
-        others.any(|(_, factor)| takes_a_part(factor.size))
-    });
-    match pieces.len() {
-        0 => vec![Vec::new()],
-        1 => vec![pieces],
-        _ if !is_divided_in_part => vec![vec![tp]],
-        _ => vec![vec![tp], pieces],
-    }
-}
-
-fn divisors(number: u64) -> Vec<u64> {
-    (1..=number).filter(|divisor| number.is_multiple_of(*divisor)).collect()
-}
-
 /// The model's work in one step: recomputation does not count.
 pub fn model_work(graph: &Graph, device: &Profile) -> Work {
     let mut work = Work { flops: Flops(0.0), at_peak: Seconds(0.0) };
@@ -428,7 +408,7 @@ pub fn model_work(graph: &Graph, device: &Profile) -> Work {
 /// By step time; what is equal within a thousandth by the simpler choice.
 fn sort(candidates: &mut [Candidate]) {
     candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
-    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.degrees.sizes("tp").len(), c.degrees.degree("tp"));
+    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.degrees.axes(), c.degrees.degree("tp"));
     // The best and its near-ties, simplest first.
     let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);

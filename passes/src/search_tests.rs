@@ -69,7 +69,8 @@ impl Builder {
         let q = self.split(q, sizes.heads, Some(tables), &attention);
         let k = self.split(k, sizes.kv, Some(tables), &attention);
         let v = self.split(v, sizes.kv, None, &attention);
-        let o = self.add(Attention { causal: true, scale: (d as f64).powf(-0.5) }, &[q, k, v], &[], &attention);
+        let o =
+            self.add(Attention { causal: true, scale: (d as f64).powf(-0.5), lead: None }, &[q, k, v], &[], &attention);
         let merged = self.graph.ty(x).clone();
         let o = self.add(Reshape {}, &[o], &[merged], &attention);
         let o = self.linear(o, &format!("{attention}.output"), sizes.hidden);
@@ -189,7 +190,15 @@ fn pinned_plans() {
         check("cpu:4", &format!("dp=4,zero={zero},microbatch=1"), &format!("dp=4,time mb=3 dp=4,tp=1,zero={zero}"));
     }
     check("cpu:4", "tp=2,dp=2,zero=3", "dp=2,tp=2,zero=3");
-    check("cpu:4", "tp=4", "tp=2,tp_1=2 dp=1,tp=4,zero=0");
+    check("cpu:4", "tp=4", "tp=2,tp_1=2 dp=1,tp=2x2,zero=0");
+    check("cpu:4", "tp=2x2", "tp=2,tp_1=2 dp=1,tp=2x2,zero=0");
+    check("cpu:4", "fsdp=2,microbatch=1,zero=3", "dp=2,fsdp=2,time mb=3 dp=2,fsdp=2,tp=1,zero=3");
+    check("cpu:4", "fsdp=4,microbatch=1", "fsdp=4,time mb=3 dp=1,fsdp=4,tp=1");
+    check("cpu:4", "cp=2,tp=1,microbatch=6", "dp=2,cp=2 dp=2,cp=2,tp=1");
+    check("cpu:4", "cp=4,microbatch=12", "cp=4 dp=1,cp=4,tp=1");
+    check("cpu:4", "ring=2,ulysses=2,microbatch=12", "ring=2,ulysses=2 dp=1,ring=2,ulysses=2,tp=1");
+    check("cpu:6", "cp=3,tp=2", "pin `cp=3`: 3 does not divide the sequence of 8");
+    check("cpu:4", "ep=2", "pin `ep=2`: the model has no experts; leave it out");
     check("cpu:6", "dp=3,tp=2", "dp=3,tp=2");
     check("cpu:5", "tp=1", "a batch of 12 does not divide over 5 data ranks");
     check("cpu:5", "tp=5,microbatch=5", "a batch of 12 does not divide into 1 data ranks times microbatches of 5");
@@ -201,7 +210,8 @@ fn every_degree_is_planned() {
     for (cluster, degrees) in [("cpu:2", vec![1, 2]), ("cpu:4", vec![1, 2, 4]), ("cpu:6", vec![1, 2, 3, 6])] {
         for tp in degrees {
             for zero in 0..4 {
-                check(cluster, &format!("tp={tp},zero={zero}"), &format!("tp={tp},zero={zero}"));
+                let text = plan(TINY, DType::F32, cluster, 1, &format!("tp={tp},zero={zero}")).unwrap();
+                assert_eq!((text.mesh.degree("tp"), text.choice.contains(&format!("zero={zero}"))), (tp, true));
             }
         }
     }
@@ -266,6 +276,14 @@ fn every_plan_is_lowered() {
         ("cpu:2", "zero=3,recompute=1"),
         ("cpu:6", "dp=3,tp=2,microbatch=2"),
         ("cpu:6", "tp=6,microbatch=3"),
+        ("cpu:4", "tp=2x2,microbatch=3"),
+        ("cpu:4", "fsdp=2,zero=1,microbatch=1"),
+        ("cpu:4", "fsdp=2,zero=3,microbatch=1,recompute=block"),
+        ("cpu:8", "dp=2,fsdp=2,tp=2,zero=2,microbatch=1"),
+        ("cpu:4", "cp=4,zero=0"),
+        ("cpu:4", "cp=2,dp=2,zero=3,microbatch=1"),
+        ("cpu:8", "cp=2,tp=2,dp=2,zero=1,microbatch=1"),
+        ("cpu:2", "ulysses=2,zero=1"),
     ];
     for (cluster, pins) in pinned {
         for dtype in [DType::F32, DType::Bf16] {
@@ -274,4 +292,51 @@ fn every_plan_is_lowered() {
             crate::lower::lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
         }
     }
+}
+
+/// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
+#[test]
+fn context_parallelism_divides_the_sequence() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "cp=8,microbatch=1,zero=3").unwrap();
+    check_strategies(
+        &plan,
+        "blocks.1",
+        &[
+            "Forward blocks.1.attention_norm rms_norm [i=mb j=cp]",
+            "Forward blocks.1.attention.query matmul [b=mb s=cp]",
+            "Forward blocks.1.attention attention [b=mb kv=cp]",
+            "Forward blocks.1.attention.output matmul [b=mb s=cp]",
+            "Forward blocks.1.mlp.down matmul [b=mb s=cp]",
+            "Backward blocks.1.mlp.gate matmul [b=mb s=cp]",
+            "parameter [i=cp]",
+            "adamw [i=cp]",
+        ],
+    );
+    assert!(shardc_ir::feature::missing(&plan, &NoScratch).is_empty());
+}
+
+#[test]
+fn rings_pass_keys_and_values_round() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "ring=4,ulysses=2,microbatch=1,zero=3").unwrap();
+    let attention = "Forward blocks.1.attention attention [b=mb kv=ulysses t=ring]";
+    check_strategies(&plan, "blocks.1", &[attention, "Forward blocks.1.mlp.down matmul [b=mb s=ring.ulysses]"]);
+    assert_eq!(shardc_ir::feature::missing(&plan, &NoScratch), [shardc_ir::Feature::Ring]);
+    assert!(shardc_ir::verify::plan(plan).is_ok());
+}
+
+/// Parameters are stored in parts inside a node, and the parts replicated across nodes, where gathering over
+/// all nodes takes longer.
+#[test]
+fn storage_stays_in_a_node_where_links_between_nodes_are_slow() {
+    let choice = |node_bandwidth: f64| {
+        let mut cluster = Cluster::parse("h100:8x4", "h200").unwrap();
+        cluster.device.node_bandwidth.value = node_bandwidth;
+        let sizes = Sizes { batch: 128, ..SMALL };
+        let pins = Pins::parse("tp=1,zero=3,microbatch=1").unwrap();
+        let plan = search(&llama(sizes, DType::Bf16), &cluster, &request(sizes, 70), &pins, &NoScratch).unwrap();
+        check_strategies(&plan, "blocks.1.mlp.gate", &["matmul [b=dp"]);
+        plan.choice
+    };
+    assert!(choice(1e9).starts_with("dp=4,fsdp=8,tp=1,zero=3"), "{}", choice(1e9));
+    assert!(choice(1e12).starts_with("dp=32,tp=1,zero=3"), "{}", choice(1e12));
 }

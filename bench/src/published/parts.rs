@@ -10,8 +10,9 @@ use shardc_ir::ops::{
     UnaryKind,
 };
 use shardc_ir::{DType, TensorType};
-use shardc_passes::cost::collective::{self, Collective};
-use shardc_passes::cost::{Pass, overlap};
+use shardc_passes::cost::Pass;
+use shardc_passes::cost::collective::{self, Collective, Group};
+use shardc_passes::cost::ring::Ring;
 use std::slice::from_ref as one;
 
 /// Seconds of one part for one microbatch.
@@ -224,27 +225,28 @@ impl Bench<'_> {
         let row = TensorType::new(DType::F32, [batch, heads, own]);
         let (causal, scale) = (true, 1.0);
         let operands = [query.clone(), key.clone(), key.clone()];
-        let forward =
-            self.seconds(Attention { causal, scale }, &operands, &[query.clone(), row.clone()], Pass::Forward);
+        let forward = self.seconds(
+            Attention { causal, scale, lead: None },
+            &operands,
+            &[query.clone(), row.clone()],
+            Pass::Forward,
+        );
         let operands = [query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row];
         let results = [query, key.clone(), key];
-        [forward, self.seconds(AttentionGrad { causal, scale }, &operands, &results, Pass::Backward)]
+        [forward, self.seconds(AttentionGrad { causal, scale, lead: None }, &operands, &results, Pass::Backward)]
     }
 
     /// What ring attention adds: transfers of keys and values that attention does not hide, and
     /// merging the parts. Forward and backward.
     fn ring(&self, kv: u64, heads: u64, width: u64, attention: [f64; 2]) -> [f64; 2] {
-        let (shape, library) = (&self.shape, self.machine.library);
+        let shape = &self.shape;
         if shape.context <= 1 {
             return [0.0; 2];
         }
-        let steps = (shape.context - 1) as f64;
-        let bytes = (4 * self.tokens() * kv * width) as f64;
-        let away = shape.tensor * shape.context > self.cluster.per_node;
-        let all = steps * collective::send_seconds(bytes, away, self.cluster).0;
-        let merged = steps * (self.tokens() * heads * width) as f64 * library.context_merge_bytes;
-        let merge = merged / self.machine.bandwidth();
-        let shown = |all: f64, beside: f64| overlap::shown(all, 0.0, beside, library.context_loss);
-        [shown(all, attention[0]) + merge, shown(2.0 * all, attention[1]) + 2.0 * merge]
+        let across = if shape.tensor * shape.context > self.cluster.per_node { shape.context } else { 1 };
+        let group = Group { within: shape.context / across, across };
+        let (sent, merged) = ((4 * self.tokens() * kv * width) as f64, (self.tokens() * heads * width) as f64);
+        let ring = |attention, pass| Ring { group, sent, merged, attention }.seconds(pass, self.machine, self.cluster);
+        [ring(attention[0], Pass::Forward), ring(attention[1], Pass::Backward)]
     }
 }

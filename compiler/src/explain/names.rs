@@ -1,6 +1,6 @@
 //! Names of parts of a plan as reports show them.
 
-use shardc_ir::{Choice, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
+use shardc_ir::{Choice, FactorKind, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
 use shardc_passes::fold::{block, leaf_name};
 
 /// A path whose block number stands for all of its family: `blocks.*.mlp`.
@@ -47,8 +47,12 @@ pub(super) fn choice(plan: &Plan, node: NodeId, choice: Choice) -> String {
         Choice::Pass(_) => "partial sums passed on".to_string(),
         Choice::Factor(factor) => {
             let factor = &rule.factors[factor];
-            let summed = if factor.reduce.is_empty() { "" } else { ", summed" };
-            format!("{} divided{summed}", factor.name)
+            let then = match factor.kind {
+                FactorKind::Ring { .. } => ", round a ring",
+                _ if factor.reduce.is_empty() => "",
+                _ => ", summed",
+            };
+            format!("{} divided{then}", factor.name)
         }
     }
 }

@@ -42,7 +42,8 @@ fn mesh(inspection: &Inspection<'_>) -> String {
                     "dp" => "data ranks",
                     "tp" => "tensor ranks",
                     "pp" => "pipeline stages",
-                    "cp" => "context ranks",
+                    "fsdp" => "data ranks that store parameters in parts",
+                    "cp" | "ring" | "ulysses" => "context ranks",
                     "ep" => "expert ranks",
                     _ => "ranks",
                 };

@@ -14,6 +14,7 @@ use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, Va
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::{fold, leaf_name};
 use shardc_passes::search::why::{Options, Why, why};
+use shardc_passes::shard::family::batch_axes;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -133,7 +134,7 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     let names = |axes: Vec<shardc_ir::AxisId>| {
         axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(" and ")
     };
-    let others: Vec<_> = mesh.ids().filter(|axis| mesh.axis(*axis).family() != "tp" && mesh.size(*axis) > 1).collect();
+    let others: Vec<_> = batch_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1).collect();
     let does = |pick: fn(&Choice) -> bool| {
         others.iter().copied().filter(|axis| pick(&strategy.choice(*axis))).collect::<Vec<_>>()
     };

@@ -4,9 +4,16 @@
 //! transpose is needed. Query head `i` reads key/value head `i / (h / kv)` (Ainslie et al., "GQA",
 //! 2023). The row statistic `lse` (log of the sum of exponentials of the scaled scores) is what the
 //! backward pass needs to make the probabilities again (Dao et al., "FlashAttention", 2022).
+//!
+//! Queries may be divided: each rank then needs all keys and values, and adds its term to their
+//! gradients. Where the keys are as many as the queries, both may be divided alike, and keys and values
+//! go round a ring of the ranks (Liu et al., "Ring attention", 2023).
 
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
+use super::{
+    Gradient, GradientError, Op, OpDef, Part, arity, expect_float, expect_shape, expect_type, is_false, single,
+};
 use crate::factor::{Dims, FactorRule};
+use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
 use serde::{Deserialize, Serialize};
@@ -15,11 +22,14 @@ use serde::{Deserialize, Serialize};
 /// and `lse` `[b, h, s]` in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Attention {
-    /// Whether query `i` sees keys `0..=i + t - s` only.
+    /// Whether query `i` sees keys `0..=i + lead` only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub causal: bool,
     /// The factor of the scores; `1 / sqrt(d)` as a rule.
     pub scale: f64,
+    /// How many keys come before that of the first query held here; `t - s` if it is not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lead: Option<i64>,
 }
 
 /// From operands `do`, `q`, `k`, `v`, `o`, `lse`: `dq`, `dk`, `dv`.
@@ -30,6 +40,9 @@ pub struct AttentionGrad {
     pub causal: bool,
     /// As in the forward operation.
     pub scale: f64,
+    /// As in the forward operation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lead: Option<i64>,
 }
 
 /// The sizes `b, s, h, d, t, kv, e`.
@@ -54,7 +67,10 @@ fn sizes(q: &TensorType, k: &TensorType, v: &TensorType) -> Result<[u64; 7], Str
 fn factors(rule: &mut FactorRule, q: &TensorType, k: &TensorType, v: &TensorType) -> [Dims; 5] {
     let [b, s, h, d, t, kv, e] = sizes(q, k, v).unwrap_or([1; 7]);
     let (b, kv, g) = (rule.parallel("b", b), rule.parallel("kv", kv), rule.parallel("g", h / kv));
-    let (s, t, d, e) = (rule.whole("s", s), rule.whole("t", t), rule.whole("d", d), rule.whole("e", e));
+    let is_self = s == t;
+    let s = rule.parallel("s", s);
+    let t = if is_self { rule.ring("t", t, s) } else { rule.whole("t", t) };
+    let (d, e) = (rule.whole("d", d), rule.whole("e", e));
     let heads = vec![kv, g];
     [
         vec![vec![b], vec![s], heads.clone(), vec![d]],
@@ -65,10 +81,24 @@ fn factors(rule: &mut FactorRule, q: &TensorType, k: &TensorType, v: &TensorType
     ]
 }
 
-/// Two matmuls over the scores; half of them if causal.
-fn score_flops(operands: [&TensorType; 3], causal: bool) -> f64 {
-    let [b, s, h, d, t, _, e] = sizes(operands[0], operands[1], operands[2]).unwrap_or([0; 7]).map(|size| size as f64);
-    2.0 * b * h * s * t * (d + e) * if causal { 0.5 } else { 1.0 }
+/// The lead of a part of the queries, where they are divided.
+fn local_lead(causal: bool, lead: Option<i64>, q: &Part, k: &Part) -> Option<i64> {
+    let (first, queries) = q.slice[1];
+    let is_divided = causal && queries != q.shape[1];
+    is_divided.then(|| lead.unwrap_or(k.shape[1] as i64 - q.shape[1] as i64) + first as i64)
+}
+
+/// Two matmuls over the scores of the keys that are seen.
+fn score_flops(operands: [&TensorType; 3], causal: bool, lead: Option<i64>) -> f64 {
+    let [q, k, v] = operands;
+    let [b, s, h, d, t, _, e] = sizes(q, k, v).unwrap_or([0; 7]).map(|size| size as f64);
+    let share = match lead {
+        _ if !causal => 1.0,
+        None => 0.5,
+        // Query `i` sees `i + lead + 1` keys; in the mean, about half of the queries more than the first.
+        Some(lead) => ((lead as f64 + 0.5 * s) / t).clamp(0.0, 1.0),
+    };
+    2.0 * b * h * s * t * (d + e) * share
 }
 
 impl OpDef for Attention {
@@ -85,7 +115,11 @@ impl OpDef for Attention {
         rule
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
-        Flops(score_flops([&operands[0], &operands[1], &operands[2]], self.causal))
+        Flops(score_flops([&operands[0], &operands[1], &operands[2]], self.causal, self.lead))
+    }
+    fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
+        let lead = local_lead(self.causal, self.lead, &operands[0], &operands[1])?;
+        Some(Self { lead: Some(lead), ..self.clone() }.into())
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
         if gradient.cotangents[1].is_some() {
@@ -93,7 +127,8 @@ impl OpDef for Attention {
         }
         let dy = gradient.cotangent(0)?;
         let read = [&[dy], gradient.operands.as_slice(), gradient.results.as_slice()].concat();
-        let parts = gradient.add_many(AttentionGrad { causal: self.causal, scale: self.scale }, &read, &[])?;
+        let parts =
+            gradient.add_many(AttentionGrad { causal: self.causal, scale: self.scale, lead: self.lead }, &read, &[])?;
         gradient.set_parts(&parts)?;
         Ok(())
     }
@@ -111,16 +146,20 @@ impl OpDef for AttentionGrad {
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
         let [q, k, v, o, lse] = factors(&mut rule, &operands[1], &operands[2], &operands[3]);
-        // Each group of query heads adds its part to the gradient of its key/value head.
-        if let Some(g) = rule.find("g") {
-            use crate::sharding::ReduceKind::Sum;
-            rule.factors[g].reduce = vec![(1, Sum), (2, Sum)];
+        // Each group of query heads, and each part of the queries, adds its term to the gradients of keys
+        // and values.
+        for factor in ["g", "s"].iter().filter_map(|name| rule.find(name)).collect::<Vec<_>>() {
+            rule.factors[factor].reduce = vec![(1, ReduceKind::Sum), (2, ReduceKind::Sum)];
         }
         rule.operands = vec![o.clone(), q.clone(), k.clone(), v.clone(), o, lse];
         rule.results = vec![q, k, v];
         rule
     }
+    fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
+        let lead = local_lead(self.causal, self.lead, &operands[1], &operands[2])?;
+        Some(Self { lead: Some(lead), ..self.clone() }.into())
+    }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
-        Flops(2.5 * score_flops([&operands[1], &operands[2], &operands[3]], self.causal))
+        Flops(2.5 * score_flops([&operands[1], &operands[2], &operands[3]], self.causal, self.lead))
     }
 }

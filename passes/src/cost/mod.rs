@@ -4,6 +4,7 @@
 //!   depth ([`matmul`]), attention by the generation of its kernel ([`attention`]), the rest by the
 //!   bytes it moves;
 //! * [`collective`]: a start, hops and bytes over the slowest link of a group;
+//! * [`ring`]: attention whose keys and values go round the ranks;
 //! * [`overlap`]: what communication and the host cost beside computation;
 //! * [`pipeline`]: the bubble of each schedule;
 //! * [`step`]: a whole step of equal layers, out of the parts above.
@@ -19,6 +20,7 @@ pub mod matmul;
 pub mod node;
 pub mod overlap;
 pub mod pipeline;
+pub mod ring;
 pub mod step;
 
 pub use library::Library;

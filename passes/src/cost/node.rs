@@ -158,13 +158,13 @@ mod tests {
             let (query, key) = (ty(32), ty(8));
             let kinds: [(Op, _, _, f64); 2] = [
                 (
-                    Attention { causal: true, scale: 1.0 }.into(),
+                    Attention { causal: true, scale: 1.0, lead: None }.into(),
                     vec![query.clone(), key.clone(), key.clone()],
                     vec![query.clone(), row.clone()],
                     forward,
                 ),
                 (
-                    AttentionGrad { causal: true, scale: 1.0 }.into(),
+                    AttentionGrad { causal: true, scale: 1.0, lead: None }.into(),
                     vec![query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row.clone()],
                     vec![query.clone(), key.clone(), key.clone()],
                     backward,

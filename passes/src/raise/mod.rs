@@ -219,7 +219,7 @@ impl Site<'_> {
                     let shaped = self.add(Reshape {}, &[map[&heads.value]], Some(&heads.shape))?;
                     operands.push(self.transpose(shaped, &heads.permutation)?);
                 }
-                let o = self.add(Attention { causal: *causal, scale: *scale }, &operands, None)?;
+                let o = self.add(Attention { causal: *causal, scale: *scale, lead: None }, &operands, None)?;
                 self.transpose(o, made)
             }
         }

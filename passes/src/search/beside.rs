@@ -14,9 +14,9 @@
 
 use super::liveness::block_order;
 use super::recompute::Selected;
+use super::storage::{Copies, kind};
 use crate::allocate::WINDOW;
 use crate::cluster::Cluster;
-use crate::cost::collective::{self, Collective, Group};
 use crate::lower::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
@@ -41,9 +41,9 @@ struct Stretch {
     tensor: f64,
     meetings: f64,
     /// Bytes of the weights that it reads, as they are after a gather, and of those that the other
-    /// direction has not read before.
-    gathered: f64,
-    gathered_first: f64,
+    /// direction has not read before, by [`kind`].
+    gathered: [f64; 2],
+    gathered_first: [f64; 2],
 }
 
 /// Gradients that are reduced together.
@@ -53,6 +53,8 @@ struct Bucket {
     stretch: usize,
     at: f64,
     bytes: f64,
+    /// Which ranks reduce them.
+    kind: usize,
 }
 
 /// The loop of one placed mesh.
@@ -65,8 +67,8 @@ pub struct Loop {
 /// Which data-parallel communication there is in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic<'a> {
-    /// How gradients are reduced.
-    pub reduce: Collective,
+    /// The ZeRO stage, which says how gradients are reduced.
+    pub zero: u64,
     /// Whether weights are gathered.
     pub gathers: bool,
     /// Whether gathered weights are dropped after each use.
@@ -164,9 +166,9 @@ impl Loop {
                     if !prepared.is_parameter[maker] || !divides(maker) || seen[usize::from(key.1)] {
                         continue;
                     }
-                    let size = bytes(maker);
-                    stretch.gathered += size;
-                    stretch.gathered_first += if seen[usize::from(!key.1)] { 0.0 } else { size };
+                    let (size, kind) = (bytes(maker), kind(placed, maker));
+                    stretch.gathered[kind] += size;
+                    stretch.gathered_first[kind] += if seen[usize::from(!key.1)] { 0.0 } else { size };
                     seen[usize::from(key.1)] = true;
                 }
             }
@@ -180,38 +182,38 @@ impl Loop {
     /// Gradients in the order in which they are made, merged as the schedule merges them.
     fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
         let graph = prepared.graph;
-        let mut made: Vec<(usize, f64)> = Vec::new();
+        let mut made: Vec<(usize, f64, usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
             let (operands, _) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-            made.push((graph.value(node.operands[1]).def.index(), operands[1].bytes().0 as f64));
+            let kind = kind(placed, class);
+            made.push((graph.value(node.operands[1]).def.index(), operands[1].bytes().0 as f64, kind));
         }
-        made.sort_by_key(|(def, _)| *def);
-        let mut open = 0.0;
-        for (index, (def, bytes)) in made.iter().enumerate() {
-            open += bytes;
-            if open >= BUCKET || index + 1 == made.len() {
+        made.sort_by_key(|(def, ..)| *def);
+        let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
+        let mut open = [0.0; 2];
+        for (index, (def, bytes, kind)) in made.iter().enumerate() {
+            open[*kind] += bytes;
+            if open[*kind] >= BUCKET || last[*kind] == Some(index) {
                 let (stretch, before) = place[*def];
                 let all = self.stretches.get(stretch).map_or(0.0, |stretch| stretch.seconds);
                 let at = if all > 0.0 { before / all } else { 1.0 };
-                self.buckets.push(Bucket { stretch, at, bytes: open });
-                open = 0.0;
+                self.buckets.push(Bucket { stretch, at, bytes: open[*kind], kind: *kind });
+                open[*kind] = 0.0;
             }
         }
     }
 
     /// What the communication of a step takes and shows.
-    pub fn shown(&self, traffic: &Traffic<'_>, group: Group, cluster: &Cluster) -> Shown {
-        let time = |kind: Collective, bytes: f64| {
-            if bytes > 0.0 { collective::seconds(kind, bytes, group, cluster).0 } else { 0.0 }
-        };
+    pub fn shown(&self, traffic: &Traffic<'_>, copies: &[Copies; 2], cluster: &Cluster) -> Shown {
         let many = traffic.microbatches > 1;
         let gathers_in_loop = traffic.gathers && (traffic.drops || !many);
         let reduces_in_loop = traffic.reduces_in_loop || !many;
-        let reduces = || self.buckets.iter().map(|bucket| (bucket, time(traffic.reduce, bucket.bytes)));
+        let reduce = |bucket: &Bucket| copies[bucket.kind].reduce(traffic.zero, bucket.bytes, cluster);
+        let reduces = || self.buckets.iter().map(|bucket| (bucket, reduce(bucket)));
         let gather = |stretch: &Stretch| {
             let bytes = if traffic.drops { stretch.gathered } else { stretch.gathered_first };
-            time(Collective::AllGather, bytes)
+            copies.iter().zip(bytes).map(|(copies, bytes)| copies.gather(bytes, cluster)).sum::<f64>()
         };
         // Outside of the loop nothing runs beside it.
         let mut outside = 0.0;
@@ -264,7 +266,7 @@ impl Loop {
                     done = done.max(bucket.at);
                     let free = wire.reduce(now, seconds);
                     // What is reduced in place gives no memory back.
-                    now = if traffic.reduce == Collective::AllReduce { now } else { now.max(free) };
+                    now = if traffic.zero == 0 { now } else { now.max(free) };
                 }
                 now += kernels * (end - done).max(0.0);
                 done = done.max(end);

@@ -6,6 +6,7 @@ use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::rematerialize::rematerialize_from;
+use crate::shard::family::copy_axes;
 use crate::shard::place::place_axes;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
@@ -26,7 +27,8 @@ pub fn build(
     let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
     let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
     let conversions = place_axes(prepared, &mut placed);
-    let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks);
+    let meshes = std::slice::from_ref(&mesh);
+    let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
     let selected = shape.menu().select(candidate.recompute);
     let order = block_order(prepared.graph);
     let chosen = |block: &str| order.get(block).is_some_and(|index| selected.way(*index).is_some());
@@ -50,9 +52,8 @@ pub fn build(
             }
         };
     }
-    let axes = mesh.family("dp");
-    if candidate.zero >= 1 && !axes.is_empty() {
-        shard_storage(&graph, &mesh, &mut strategies, &axes);
+    if candidate.zero >= 1 {
+        shard_storage(&graph, &mesh, &mut strategies);
     }
     check(&graph, &mesh, &strategies)?;
     let mut plan = Plan {
@@ -83,10 +84,10 @@ fn check(graph: &Graph, mesh: &shardc_ir::Mesh, strategies: &SecondaryMap<NodeId
     Ok(())
 }
 
-/// ZeRO-3: what is gathered over dp is gathered at each use: the cast of a parameter, or the
-/// parameter itself where a node of the loop reads it as it is.
+/// ZeRO-3: what is gathered over the axes that hold copies is gathered at each use: the cast of a parameter,
+/// or the parameter itself where a node of the loop reads it as it is.
 fn mark_transient(plan: &mut Plan) {
-    let axes = plan.mesh.family("dp");
+    let axes = copy_axes(&plan.mesh);
     let mut transient = Vec::new();
     for (id, node) in plan.graph.nodes() {
         for value in &node.operands {

@@ -5,7 +5,7 @@ use shardc_ir::{AxisKind, Mesh};
 
 /// The families of axes over ranks, outermost first: neighbours in the mesh are near in the cluster, so
 /// what talks most is innermost.
-pub const FAMILIES: [&str; 3] = ["pp", "dp", "tp"];
+pub const FAMILIES: [&str; 8] = ["pp", "dp", "fsdp", "ep", "ring", "ulysses", "cp", "tp"];
 
 /// Families that a choice names even where they have one coordinate.
 const ALWAYS_NAMED: [&str; 2] = ["dp", "tp"];
@@ -43,9 +43,19 @@ impl Degrees {
         self.sizes(family).iter().product()
     }
 
+    /// How many axes over ranks the mesh has.
+    pub fn axes(&self) -> usize {
+        self.sizes.iter().map(Vec::len).sum()
+    }
+
+    /// The ranks among which the batch is divided.
+    pub fn data(&self) -> u64 {
+        ["dp", "fsdp", "ep"].iter().map(|family| self.degree(family)).product()
+    }
+
     /// The microbatches of a step of so many sequences.
     pub fn microbatches(&self, batch: u64) -> u64 {
-        batch / (self.degree("dp") * self.microbatch)
+        batch / (self.data() * self.microbatch)
     }
 
     /// The mesh, without axes of one coordinate: the families, and the microbatches inside the data axes,
@@ -58,17 +68,21 @@ impl Degrees {
                 mesh.push(name, *size, AxisKind::Space);
             }
             let microbatches = self.microbatches(batch);
-            if *family == "dp" && microbatches > 1 {
+            if *family == "fsdp" && microbatches > 1 {
                 mesh.push("mb", microbatches, AxisKind::Time);
             }
         }
         mesh
     }
 
-    /// The degrees as pins would say them: `dp=2,tp=4`.
+    /// The degrees as pins would say them: `dp=2,tp=4`, or `tp=2x2` over two axes.
     pub fn text(&self) -> String {
         let named = FAMILIES.iter().filter(|family| self.degree(family) > 1 || ALWAYS_NAMED.contains(family));
-        named.map(|family| format!("{family}={}", self.degree(family))).collect::<Vec<_>>().join(",")
+        let text = |family: &&str| match self.sizes(family) {
+            [] => format!("{family}=1"),
+            sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
+        };
+        named.map(text).collect::<Vec<_>>().join(",")
     }
 }
 
@@ -79,9 +93,12 @@ mod tests {
     #[test]
     fn the_mesh_and_the_text_follow() {
         let degrees = Degrees::new(2).with("dp", &[4]).with("tp", &[2, 2]);
-        assert_eq!(degrees.text(), "dp=4,tp=4");
+        assert_eq!(degrees.text(), "dp=4,tp=2x2");
         assert_eq!(degrees.mesh(32).to_string(), "dp=4,time mb=4,tp=2,tp_1=2");
-        assert_eq!(degrees.clone().with("pp", &[3]).text(), "pp=3,dp=4,tp=4");
+        assert_eq!(degrees.clone().with("pp", &[3]).text(), "pp=3,dp=4,tp=2x2");
+        let hybrid = Degrees::new(1).with("dp", &[2]).with("fsdp", &[4]).with("cp", &[3]);
+        assert_eq!((hybrid.text().as_str(), hybrid.data()), ("dp=2,fsdp=4,cp=3,tp=1", 8));
+        assert_eq!(hybrid.mesh(16).to_string(), "dp=2,fsdp=4,time mb=2,cp=3");
         assert_eq!(Degrees::new(2).with("dp", &[1]).mesh(2).to_string(), "");
     }
 }

@@ -7,15 +7,15 @@ use super::beside::{BUCKET, Loop, Shown, Traffic};
 use super::liveness::Liveness;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices};
-use crate::cost::collective::{Collective, Group};
-use crate::cost::{Bound, Machine, Pass, step};
+use super::storage::{Storage, stored_type};
+use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
+use crate::shard::price::Ground;
 use crate::shard::share::Share;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use crate::shard::zero::storage_dim;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, Flops, Role, Seconds};
+use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -76,22 +76,10 @@ pub struct Shape<'a> {
     menu: Menu,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
-    /// Once per step, of what the data axes can divide and of the rest: casts of parameters, and the
-    /// squares of gradients.
-    stored_once: [f64; 2],
-    /// The update with whole storage, and how many there are.
-    update: f64,
-    /// Bytes of stored parameters: those whose storage dp can divide, and those it cannot.
-    stored: [u64; 2],
-    /// Bytes of optimizer state, likewise.
-    state: [u64; 2],
-    /// Bytes of gradients, likewise.
-    gradient: [u64; 2],
-    /// Of them, the bytes of those that no product makes, which are added up over microbatches.
+    /// What is stored, for each way to store it.
+    storages: Vec<Storage>,
+    /// Bytes of the gradients that no product makes, which are added up over microbatches.
     added_up: u64,
-    /// Bytes of casts of parameters, and of parameters read without one, that dp can divide.
-    casts: [u64; 2],
-    bare: u64,
     /// Bytes of the largest cast outside the blocks (the head's), and of the largest gradient in them.
     head: u64,
     block_gradient: u64,
@@ -102,36 +90,34 @@ pub struct Shape<'a> {
     liveness: Liveness<'a>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
-    data: Group,
     microbatches: u64,
     /// What communication over the data axes runs beside.
     around: Loop,
 }
 
 impl<'a> Shape<'a> {
-    /// Sums a placed mesh up, with the head in so many chunks.
-    pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
-        let axes = placed.mesh.family("dp");
+    /// Sums a placed mesh up, with the head in so many chunks. `meshes` are the same with the data ranks as
+    /// one axis or as replicas of several that store parameters in parts: one for each way to store them.
+    pub fn new(
+        prepared: &'a Prepared<'_>,
+        placed: &Placed<'_>,
+        conversions: &[Conversion],
+        loss_chunks: u64,
+        meshes: &[Mesh],
+    ) -> Self {
         let mut shape = Self {
             forward: Split::default(),
             backward: Split::default(),
             menu: Menu::default(),
             once: Split::default(),
-            stored_once: [0.0; 2],
-            update: 0.0,
-            stored: [0; 2],
-            state: [0; 2],
-            gradient: [0; 2],
+            storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
-            casts: [0; 2],
-            bare: 0,
             head: 0,
             block_gradient: 0,
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
-            data: Group::new(placed.mesh, &axes, placed.cluster),
             microbatches: placed.microbatches,
             around: Loop::default(),
         };
@@ -151,8 +137,8 @@ impl<'a> Shape<'a> {
             each[conversion.reader].communication += seconds / readers as f64;
         }
         shape.menu = Menu::new(prepared, Prices { seconds: &each, sizes: shape.liveness.sizes() });
-        let extent = placed.mesh.extent(axes.iter().copied());
-        let divides = |class: usize| is_divided(prepared, placed, class, extent);
+        let first = &shape.storages[0];
+        let divides = |class: usize| first.among(placed, class, stored_type(prepared, class, None)) > 1;
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         shape
     }
@@ -171,6 +157,43 @@ impl<'a> Shape<'a> {
         }
     }
 
+    /// Adds what a class of nodes, which takes so many seconds in all, stores for each parameter.
+    fn add_stored(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, seconds: f64) {
+        let op = prepared.op(class);
+        let is_cast = matches!(op, Op::Cast(_)) && prepared.is_parameter[class];
+        let is_square = matches!(op, Op::SumSquares(_)) && !prepared.in_loop(class);
+        if !is_cast && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
+            return;
+        }
+        let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+        let count = prepared.folded.classes[class].members.len() as f64;
+        let bytes = |ty: &TensorType| ty.bytes().0 as f64 * count;
+        let readers = prepared.flows.iter().filter(|flow| flow.maker == class).flat_map(|flow| &flow.readers);
+        let is_read =
+            readers.into_iter().any(|(reader, _, _)| !matches!(prepared.op(*reader), Op::Cast(_) | Op::Adamw(_)));
+        let ty = stored_type(prepared, class, is_square.then_some(0));
+        for storage in &mut self.storages {
+            let ranks = storage.among(placed, class, ty);
+            match op {
+                Op::Parameter(_) => {
+                    storage.parameters.add(bytes(&results[0]), ranks);
+                    storage.bare += if ranks > 1 && is_read { bytes(&results[0]) } else { 0.0 };
+                }
+                Op::State(_) => storage.state.add(bytes(&results[0]), ranks),
+                Op::Adamw(_) => {
+                    storage.gradients.add(bytes(&operands[1]), ranks);
+                    storage.update.add(seconds, ranks);
+                }
+                Op::Cast(_) => {
+                    storage.casts.add(bytes(&results[0]), ranks);
+                    storage.gathered += if ranks > 1 { bytes(&results[0]) } else { 0.0 };
+                    storage.once.add(seconds, ranks);
+                }
+                _ => storage.once.add(seconds, ranks),
+            }
+        }
+    }
+
     /// Adds a class of nodes, of which nothing is merged into other instructions if they are `apart`; gives the
     /// seconds of one of them, and what bounds it.
     fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
@@ -178,18 +201,14 @@ impl<'a> Shape<'a> {
         let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
-        let machine = Machine::own(&placed.cluster.device);
-        let (seconds, bound) = machine.seconds(op, &operands, &results, Pass::of(prepared.role(class)));
-        let each = emitted_seconds(prepared.emitted[class], seconds, bound, machine.launch(), apart);
+        let on = Ground { mesh: placed.mesh, cluster: placed.cluster };
+        let (seconds, bound) = prepared.seconds(class, strategy, on);
+        let launch = Machine::own(&placed.cluster.device).launch();
+        let each = emitted_seconds(prepared.emitted[class], seconds, bound, launch, apart);
         let seconds = each * count as f64;
-        let bytes = results.first().map_or(0, |ty| ty.bytes().0) * count;
-        let axes = placed.mesh.family("dp");
-        let extent = placed.mesh.extent(axes.iter().copied());
-        let divides = |class: usize| is_divided(prepared, placed, class, extent);
+        self.add_stored(prepared, placed, class, seconds);
         match op {
             Op::Adamw(_) => {
-                self.update += seconds;
-                self.gradient[usize::from(!divides(class))] += operands[1].bytes().0 * count;
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
                 if !matches!(prepared.graph.def(gradient).op, Op::Matmul(_)) {
                     self.added_up += operands[1].bytes().0 * count;
@@ -198,25 +217,13 @@ impl<'a> Shape<'a> {
                     self.block_gradient = self.block_gradient.max(operands[1].bytes().0);
                 }
             }
-            Op::Parameter(_) => {
-                self.stored[usize::from(!divides(class))] += bytes;
-                let casts = |node: &Op| matches!(node, Op::Cast(_) | Op::Adamw(_));
-                let readers = prepared.flows.iter().filter(|flow| flow.maker == class).flat_map(|flow| &flow.readers);
-                if divides(class) && readers.into_iter().any(|(reader, _, _)| !casts(prepared.op(*reader))) {
-                    self.bare += bytes;
-                }
-            }
-            Op::State(_) => self.state[usize::from(!divides(class))] += bytes,
+            Op::Parameter(_) | Op::State(_) => {}
             Op::Cast(_) if prepared.is_parameter[class] => {
-                self.casts[usize::from(!divides(class))] += bytes;
                 if !self.is_in_block(prepared, class) {
-                    self.head = self.head.max(bytes);
+                    self.head = self.head.max(results[0].bytes().0 * count);
                 }
-                self.stored_once[usize::from(!divides(class))] += seconds;
             }
-            Op::SumSquares(_) if !prepared.in_loop(class) => {
-                self.stored_once[usize::from(!is_divided_operand(prepared, placed, class, extent))] += seconds;
-            }
+            Op::SumSquares(_) if !prepared.in_loop(class) => {}
             _ => self.part(prepared, class, class).add(seconds, bound),
         }
         (each, bound)
@@ -227,73 +234,74 @@ impl<'a> Shape<'a> {
         &self.menu
     }
 
-    /// Memory per rank.
-    pub fn memory(&self, zero: u64, recompute: Recompute) -> Memory {
+    /// Memory per rank, with parameters stored in one of the ways.
+    pub fn memory(&self, storage: usize, zero: u64, recompute: Recompute) -> Memory {
         let again = self.menu.select(recompute);
-        let data = self.data.size();
-        let stored = |bytes: [u64; 2]| if zero >= 1 { bytes[0] / data + bytes[1] } else { bytes[0] + bytes[1] };
+        let storage = &self.storages[storage];
+        let is_shared = storage.ranks() > 1;
         // Copies that live through the step: casts, and gathered parameters without one.
-        let bare = if zero >= 1 && data > 1 { self.bare } else { 0 };
-        let copies = match zero {
-            3 => self.casts[0] / data + self.casts[1],
-            _ => self.casts[0] + self.casts[1] + bare,
-        };
-        let whole: u64 = self.gradient.iter().sum();
-        let reduced = self.gradient[0] / data + self.gradient[1];
+        let bare = if zero >= 1 { storage.bare } else { 0.0 };
+        let copies = if zero == 3 { storage.casts.part } else { storage.casts.whole + bare };
+        let [whole, reduced] = [storage.gradients.whole as u64, storage.gradients.part as u64];
         let (peak, gradients) = if self.microbatches > 1 {
             // The accumulators, and the gradient that is being added.
             let accumulators = if zero >= 2 { reduced } else { whole };
             let peak = self.liveness.peak(&again, 0.0);
             // In the loop, two buckets wait: one fills while one is reduced.
-            let waiting = if zero >= 2 && data > 1 { whole.min(2 * BUCKET as u64) } else { 0 };
+            let waiting = if zero >= 2 && is_shared { whole.min(2 * BUCKET as u64) } else { 0 };
             (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
             let peak = self.liveness.peak(&again, kept);
             // A gradient is whole until it is reduced.
-            let waiting = if zero >= 1 && data > 1 { self.block_gradient } else { 0 };
+            let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
             (peak, peak.gradients + waiting)
         };
         // The gathered weights of a block and of the next; at the peak, where the backward pass
         // begins, the head's as well. With several microbatches the head's gradient stands for them.
         let head = if self.microbatches > 1 { 0 } else { self.head };
-        let gathered = if zero == 3 { 2 * (self.casts[0] + bare) / self.blocks.max(1) + head } else { 0 };
-        let bucket =
-            if data > 1 { (BUCKET as u64).min(self.gradient.iter().sum::<u64>() / self.blocks.max(1)) } else { 0 };
+        let blocks = self.blocks.max(1);
+        let gathered = if zero == 3 { 2 * (storage.gathered + bare) as u64 / blocks + head } else { 0 };
+        let bucket = if is_shared { (BUCKET as u64).min(whole / blocks) } else { 0 };
         Memory {
-            parameters: Bytes(stored(self.stored) + copies),
+            parameters: Bytes((storage.parameters.under(zero) + copies) as u64),
             gradients: Bytes(gradients),
-            optimizer: Bytes(stored(self.state)),
+            optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
             buffers: Bytes(gathered + bucket + self.largest_copy + peak.scratch),
             reserved: Bytes(0),
         }
     }
 
-    /// Time and memory of a step.
-    pub fn predict(&self, placed: &Placed<'_>, zero: u64, recompute: Recompute, work: Work) -> Prediction {
+    /// Time and memory of a step, with parameters stored in one of the ways.
+    pub fn predict(
+        &self,
+        placed: &Placed<'_>,
+        storage: usize,
+        zero: u64,
+        recompute: Recompute,
+        work: Work,
+    ) -> Prediction {
         let cluster = placed.cluster;
-        let (data, microbatches) = (self.data.size(), self.microbatches as f64);
+        let (of, microbatches) = (&self.storages[storage], self.microbatches as f64);
+        let is_shared = of.ranks() > 1;
         let selected = self.menu.select(recompute);
         let again = selected.cost();
         let traffic = Traffic {
-            reduce: if zero == 0 { Collective::AllReduce } else { Collective::ReduceScatter },
+            zero,
             gathers: zero >= 1,
             drops: zero == 3,
             reduces_in_loop: zero >= 2,
             microbatches: self.microbatches,
             again: &selected,
         };
-        let around = if data > 1 { self.around.shown(&traffic, self.data, cluster) } else { Shown::default() };
+        let around = if is_shared { self.around.shown(&traffic, &of.copies, cluster) } else { Shown::default() };
         let (communication, shown) = (around.all, around.shown);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves.
-        let [divided, whole] = self.gradient.map(|bytes| bytes as f64);
-        let added = if zero >= 2 && data > 1 { divided / data as f64 + whole } else { self.added_up as f64 };
+        let added = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
         let accumulate = if self.microbatches > 1 { 3.0 * added / bandwidth * microbatches } else { 0.0 };
-        let parts = if zero >= 1 { data as f64 } else { 1.0 };
-        let stored_once = self.stored_once[0] / parts + self.stored_once[1];
-        let update = if zero >= 1 { self.update / data as f64 } else { self.update };
+        let (stored_once, update) = (of.once.under(zero), of.update.under(zero));
         let tensor = self.forward.communication + self.backward.communication + again.communication;
         let tensor = tensor * microbatches + self.once.communication;
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
@@ -309,22 +317,10 @@ impl<'a> Shape<'a> {
             optimizer: Seconds(update),
             flops: work.flops,
             mfu: work.at_peak.0 / (step * cluster.ranks() as f64),
-            memory: self.memory(zero, recompute),
+            memory: self.memory(storage, zero, recompute),
             host: Bytes(0),
         }
     }
-}
-
-/// Whether the data axes divide what a class stores.
-fn is_divided(prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, extent: u64) -> bool {
-    let node = prepared.graph.node(prepared.folded.classes[class].node);
-    storage_dim(prepared.graph.ty(node.results[0]), &placed.strategies[class], placed.mesh, extent).is_some()
-}
-
-/// Whether the data axes divide the gradient that a class reads.
-fn is_divided_operand(prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, extent: u64) -> bool {
-    let node = prepared.graph.node(prepared.folded.classes[class].node);
-    storage_dim(prepared.graph.ty(node.operands[0]), &placed.strategies[class], placed.mesh, extent).is_some()
 }
 
 /// What a node takes where lowering makes this of it; `apart` means that nothing of it is merged.

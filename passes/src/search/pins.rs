@@ -1,6 +1,7 @@
 //! Pins: choices that the user fixes.
 
 use super::PlanError;
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// How much of the forward pass is computed again in the backward pass.
@@ -37,13 +38,28 @@ impl fmt::Display for Recompute {
     }
 }
 
+/// The most axes of one family.
+const MOST_AXES: usize = 4;
+
 /// What is fixed; all else is searched.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pins {
     /// Data ranks.
     pub dp: Option<u64>,
+    /// Ranks of a replica among which parameters are stored; 1 for no replicas of parts.
+    pub fsdp: Option<u64>,
+    /// Ranks among which experts are divided.
+    pub ep: Option<u64>,
+    /// Ranks among which the sequence is divided: in attention in any way, by a ring, or as heads.
+    pub cp: Option<u64>,
+    /// See `cp`.
+    pub ring: Option<u64>,
+    /// See `cp`.
+    pub ulysses: Option<u64>,
     /// Tensor ranks.
     pub tp: Option<u64>,
+    /// The sizes of the axes of families that are to have several: `tp=2x4`.
+    pub axes: BTreeMap<&'static str, Vec<u64>>,
     /// ZeRO stage, 0 to 3.
     pub zero: Option<u64>,
     /// Sequences per data rank per microbatch, as in Megatron.
@@ -55,7 +71,9 @@ pub struct Pins {
 }
 
 impl Pins {
-    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4`; an empty text fixes nothing.
+    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4`; an empty text fixes
+    /// nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a product such as
+    /// `tp=2x4` makes several axes.
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -72,6 +90,11 @@ impl Pins {
             };
             let slot = match name {
                 "dp" => &mut pins.dp,
+                "fsdp" => &mut pins.fsdp,
+                "ep" => &mut pins.ep,
+                "cp" => &mut pins.cp,
+                "ring" => &mut pins.ring,
+                "ulysses" => &mut pins.ulysses,
                 "tp" => &mut pins.tp,
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
@@ -95,7 +118,7 @@ impl Pins {
                     });
                     continue;
                 }
-                "pp" | "cp" | "ep" => {
+                "pp" => {
                     if positive()? != 1 {
                         return Err(pin(format!(
                             "the runtime cannot execute {name} above 1 yet; pin {name}=1 or leave it out"
@@ -104,14 +127,27 @@ impl Pins {
                     continue;
                 }
                 _ => {
-                    let known = "dp, tp, zero, microbatch, recompute, loss_chunks, pp, cp, ep";
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, zero, microbatch, recompute, loss_chunks";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
             if slot.is_some() {
                 return Err(pin(format!("`{name}` is pinned twice")));
             }
-            *slot = Some(if name == "zero" { number()? } else { positive()? });
+            let family = ["ring", "ulysses", "cp", "tp"].into_iter().find(|family| *family == name);
+            *slot = Some(match family.filter(|_| value.contains('x')) {
+                Some(family) => {
+                    let sizes = value.split('x').map(|size| size.parse::<u64>().ok().filter(|size| *size > 1));
+                    let sizes: Option<Vec<u64>> = sizes.collect();
+                    let wrong = || pin(format!("`{value}` is not a product of sizes above 1, as 2x4 is"));
+                    let sizes = sizes.filter(|sizes| sizes.len() <= MOST_AXES).ok_or_else(wrong)?;
+                    let product = sizes.iter().try_fold(1u64, |all, size| all.checked_mul(*size)).ok_or_else(wrong)?;
+                    pins.axes.insert(family, sizes);
+                    product
+                }
+                None if name == "zero" => number()?,
+                None => positive()?,
+            });
         }
         if pins.zero.is_some_and(|zero| zero > 3) {
             return Err(PlanError::Pin { pin: text.to_string(), message: "ZeRO has stages 0 to 3".to_string() });
@@ -119,22 +155,40 @@ impl Pins {
         Ok(pins)
     }
 
+    /// The degrees, by family.
+    fn degrees(&self) -> [(&'static str, Option<u64>); 7] {
+        let Self { dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
+        [("dp", dp), ("fsdp", fsdp), ("ep", ep), ("ring", ring), ("ulysses", ulysses), ("cp", cp), ("tp", tp)]
+    }
+
     /// Whether the pins agree with each other, the cluster and the batch.
     pub fn check(&self, ranks: u64, batch: u64) -> Result<(), PlanError> {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
-        for (name, degree) in [("dp", self.dp), ("tp", self.tp)] {
-            if let Some(degree) = degree.filter(|degree| !ranks.is_multiple_of(*degree)) {
+        let degrees: Vec<(&str, u64)> =
+            self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
+        for (name, degree) in &degrees {
+            if !ranks.is_multiple_of(*degree) {
                 let message = format!("{degree} does not divide the cluster's {ranks} ranks");
                 return fail(format!("{name}={degree}"), message);
             }
         }
-        if let (Some(dp), Some(tp)) = (self.dp, self.tp)
-            && dp * tp != ranks
-        {
-            let message = format!("they make {} ranks and the cluster has {ranks}; pin only one of them", dp * tp);
-            return fail(format!("dp={dp},tp={tp}"), message);
+        let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
+        if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && all != ranks) {
+            let fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" };
+            let message = format!("they make {all} ranks and the cluster has {ranks}; {fix}");
+            let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
+            return fail(pins.join(","), message);
         }
-        let dp = self.dp.or(self.tp.map(|tp| ranks / tp));
+        if let (Some(fsdp), Some(0)) = (self.fsdp.filter(|fsdp| *fsdp > 1), self.zero) {
+            let message = "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3".to_string();
+            return fail(format!("fsdp={fsdp},zero=0"), message);
+        }
+        let divides = |pin: Option<u64>| pin.unwrap_or(1);
+        let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
+        let dp = match (self.dp, self.tp) {
+            (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
+            (None, tp) => tp.map(|tp| ranks / (tp * context)),
+        };
         if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
             let message = format!("a batch of {batch} does not divide over {dp} data ranks; use a multiple of {dp}");
             return fail(format!("dp={dp}"), message);
@@ -167,7 +221,8 @@ mod tests {
 
     #[test]
     fn pins() {
-        check("dp=2,tp=2,zero=1", "dp: Some(2), tp: Some(2), zero: Some(1)");
+        check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, zero: Some(1)");
+        check("tp=2x2,zero=1", "axes: {\"tp\": [2, 2]}");
         check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
         check("dp=3", "3 does not divide the cluster's 4 ranks");
         check("dp=4,microbatch=3", "a batch of 8 does not divide into 4 data ranks times microbatches of 3");
@@ -176,7 +231,13 @@ mod tests {
         check("zero=4", "stages 0 to 3");
         check("pp=2", "cannot execute pp above 1 yet");
         check("pp=1,tp=0", "at least 1");
-        check("fsdp=2", "unknown pin `fsdp`");
+        check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");
+        check("fsdp=2,zero=0", "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3");
+        check("cp=2,tp=2x2", "pin `cp=2,tp=4`: they make 8 ranks and the cluster has 4; pin only one of them");
+        check("tp=2x0", "`2x0` is not a product of sizes above 1, as 2x4 is");
+        check("dp=2x2", "`2x2` is not a whole number");
+        check("ep=3", "3 does not divide the cluster's 4 ranks");
+        check("dp=1,fsdp=4,microbatch=4", "a batch of 8 does not divide into 4 data ranks times microbatches of 4");
         check("recompute=value:3,tp=2", "recompute: Some(Values(3))");
         check("recompute=block:3", "`block:3` is not none, selective, value");
         check("recompute=half", "`half` is not none, selective, value");

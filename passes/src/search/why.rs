@@ -9,7 +9,7 @@ use super::estimate::Shape;
 use super::{Pins, PlanError, Recompute, model_work, place_batch};
 use crate::cluster::Cluster;
 use crate::rematerialize::without_recomputation;
-use crate::shard::family::searched_axes;
+use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
 use crate::shard::prepare::prepare;
 use shardc_ir::plan::{Prediction, Request};
@@ -89,10 +89,12 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
         }
     }
     // Whatever was cut into chunks is cut in the plan's graph already.
-    let shape = Shape::new(&prepared, &placed, &conversions, 1);
+    let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&plan.mesh));
     let work = model_work(&graph, &cluster.device);
     let recompute = Pins::parse(&plan.choice).ok().and_then(|pins| pins.recompute).unwrap_or(Recompute::None);
-    let stages = if plan.mesh.degree("dp") > 1 { 0..=3 } else { 0..=0 };
-    why.stages = stages.map(|zero| (zero, shape.predict(&placed, zero, recompute, work))).collect();
+    let is_shared = !copy_axes(&plan.mesh).is_empty();
+    let has_parts = !plan.mesh.family("fsdp").is_empty();
+    let stages = if has_parts { 1..=3 } else { 0..=if is_shared { 3 } else { 0 } };
+    why.stages = stages.map(|zero| (zero, shape.predict(&placed, 0, zero, recompute, work))).collect();
     Ok(why)
 }

@@ -8,6 +8,8 @@
 //! | `mb` | the batch, over time | [`batch`](super::batch) |
 //! | `ep` | the batch, or the experts where a product has several; storage of all else | elimination |
 //! | `cp` | all but the batch and parameters: the sequence, or heads; storage | elimination |
+//! | `ring` | as `cp`, in attention the sequence of queries and keys alike | elimination |
+//! | `ulysses` | as `cp`, in attention heads | elimination |
 //! | `tp` | all but the batch; of a product with a parameter, a dimension of the parameter | elimination |
 //!
 //! So gradients are reduced over the axes that do not divide their parameter: `dp`, `fsdp`, `cp` and,
@@ -15,13 +17,13 @@
 
 use super::tensor::Prepared;
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Mesh, Strategy};
+use shardc_ir::{AxisId, Choice, FactorKind, Feature, Mesh, Strategy};
 
 /// The families whose axes elimination places, in the order in which it does.
-const SEARCHED: [&str; 3] = ["ep", "cp", "tp"];
+const SEARCHED: [&str; 5] = ["ep", "ring", "ulysses", "cp", "tp"];
 
 /// The families over which a parameter that they do not divide is copied, and its gradient summed.
-const COPIES: [&str; 4] = ["dp", "fsdp", "ep", "cp"];
+const COPIES: [&str; 6] = ["dp", "fsdp", "ep", "ring", "ulysses", "cp"];
 
 fn of(mesh: &Mesh, families: &[&str]) -> Vec<AxisId> {
     families.iter().flat_map(|family| mesh.family(family)).collect()
@@ -65,11 +67,32 @@ pub fn allows(prepared: &Prepared<'_>, class: usize, family: &str, choice: Choic
     let is_expert = prepared.experts[class].contains(&factor);
     // Of a product with a parameter, whether the factor is one of the parameter's.
     let of_weight = prepared.weight_factors(class).map(|factors| factors.contains(&factor));
-    match family {
+    let is_allowed = match family {
         "ep" if matches!(op, Op::Input(_)) => is_batch,
         "ep" => is_batch || is_expert || (!is_stored && of_weight.is_none()),
         _ if matches!(op, Op::Input(_)) => false,
-        "cp" => !is_batch && !is_stored && of_weight != Some(true),
+        "cp" | "ring" | "ulysses" => !is_batch && !is_stored && of_weight != Some(true),
         _ => !is_batch && of_weight != Some(false),
+    };
+    is_allowed && allows_in_attention(prepared, class, family, factor)
+}
+
+/// The same for attention: the batch and heads are as good as any factor; the queries alone may be divided,
+/// and queries and keys round a ring, where that can be run or is asked for.
+fn allows_in_attention(prepared: &Prepared<'_>, class: usize, family: &str, factor: usize) -> bool {
+    let is_causal = match prepared.op(class) {
+        Op::Attention(op) => op.causal,
+        Op::AttentionGrad(op) => op.causal,
+        _ => return true,
+    };
+    let is_open = |feature: Feature| feature.is_open(false, prepared.scope, prepared.target);
+    let factor = &prepared.rules[class].factors[factor];
+    match (factor.kind, family) {
+        (FactorKind::Ring { .. }, "ring") => true,
+        (FactorKind::Ring { .. }, "cp") => is_open(Feature::Ring),
+        (FactorKind::Ring { .. }, _) => false,
+        (_, "ring") => false,
+        (_, "ulysses") => factor.name != "s",
+        _ => factor.name != "s" || !is_causal || is_open(Feature::QueryParts),
     }
 }

@@ -9,6 +9,7 @@ pub mod family;
 pub mod layout;
 pub mod place;
 pub mod prepare;
+pub mod price;
 pub mod share;
 pub mod tensor;
 pub mod zero;

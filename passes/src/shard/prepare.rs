@@ -9,6 +9,7 @@ use crate::search::liveness::Lives;
 use crate::search::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
+use shardc_ir::plan::Scope;
 use shardc_ir::{Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -52,6 +53,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let mut prepared = Prepared {
         graph,
         target,
+        scope: Scope::Runnable,
         rules,
         batch,
         tied,

@@ -18,15 +18,16 @@
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, copy_axes, is_copy_axis, searched_axes};
 use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
+use super::price::Ground;
 use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
-use crate::cost::{Machine, Pass};
 use crate::fold::Folded;
 use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
 use shardc_ir::ops::Op;
+use shardc_ir::plan::Scope;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,6 +37,8 @@ pub struct Prepared<'a> {
     pub graph: &'a Graph,
     /// What will run it.
     pub target: &'a dyn Target,
+    /// Whether plans are wanted that it cannot run.
+    pub scope: Scope,
     /// Its classes.
     pub folded: Folded,
     /// The rule of each class.
@@ -242,8 +245,10 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// The choices of a class on this axis.
     fn domain(&self, class: usize) -> Vec<Choice> {
         let family = self.placed.mesh.axis(self.axis).family();
-        let choices = self.prepared.rules[class].choices(&self.strategies[class], self.axis, self.placed.mesh);
-        choices.into_iter().filter(|choice| allows(self.prepared, class, family, *choice)).collect()
+        let (rule, given) = (&self.prepared.rules[class], &self.strategies[class]);
+        let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
+        let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
+        choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect()
     }
 
     /// How often a class runs in a step.
@@ -252,13 +257,11 @@ impl<'a, 'b> Problem<'a, 'b> {
     }
 
     fn node_cost(&self, class: usize, strategy: &Strategy) -> f64 {
-        let (operands, results) = self.prepared.local_types(class, strategy, self.placed.mesh);
-        let op = self.prepared.op(class);
+        let on = Ground { mesh: self.placed.mesh, cluster: self.placed.cluster };
         let count = self.prepared.folded.classes[class].members.len() as f64;
-        let machine = Machine::own(&self.placed.cluster.device);
-        let (seconds, _) = machine.seconds(op, &operands, &results, Pass::of(self.prepared.role(class)));
-        let mut cost = seconds.0 * self.runs(class);
-        if let Op::Adamw(_) = op {
+        let mut cost = self.prepared.seconds(class, strategy, on).0.0 * self.runs(class);
+        if let Op::Adamw(_) = self.prepared.op(class) {
+            let (operands, _) = self.prepared.local_types(class, strategy, on.mesh);
             cost += self.gradient_cost(&operands[0], strategy);
         }
         cost * count

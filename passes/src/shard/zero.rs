@@ -1,15 +1,16 @@
-//! ZeRO: where parameters, gradients and optimizer state are stored over the data axes.
+//! ZeRO: where parameters, gradients and optimizer state are stored over the axes that hold copies.
 //!
 //! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
-//! gradient divide one dimension over dp, inside what tensor parallelism divides already, so that
-//! gathering over dp gives the tensor-parallel shard. The cast of a parameter is made on the shard,
+//! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
+//! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the shard,
 //! so that the gather moves the smaller type. A parameter of which no dimension divides stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
 //! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
 //! [`Plan::transient`](shardc_ir::Plan::transient)).
 
+use super::family::storage_axes;
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
+use shardc_ir::{Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
@@ -22,17 +23,17 @@ pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u6
     dims().find(outermost).or_else(|| dims().next())
 }
 
-/// Adds the data axes to the storage of every trained parameter, where a dimension divides.
-pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>, axes: &[AxisId]) {
+/// Adds the axes that hold copies to the storage of every trained parameter, where a dimension divides.
+pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>) {
     let mut gradients: BTreeMap<ValueId, NodeId> = BTreeMap::new();
     let mut leaves: BTreeMap<ValueId, NodeId> = BTreeMap::new();
     for (id, node) in graph.nodes() {
         if !matches!(node.op, Op::Adamw(_)) {
             continue;
         }
-        let Some(dim) =
-            storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, mesh.extent(axes.iter().copied()))
-        else {
+        let axes = storage_axes(mesh, &strategies[id]);
+        let extent = mesh.extent(axes.iter().copied());
+        let Some(dim) = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, extent) else {
             continue;
         };
         let divided =
@@ -66,13 +67,13 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
             }
         }
     }
-    pass_scalars(graph, mesh, strategies, axes);
+    pass_scalars(graph, mesh, strategies);
 }
 
 /// The squares are partial sums over the data axes now; their sum passes them on, so that one
 /// reduction of one number serves them all.
-fn pass_scalars(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>, axes: &[AxisId]) {
-    for axis in axes.iter().copied().filter(|axis| !mesh.is_time(*axis)) {
+fn pass_scalars(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>) {
+    for axis in storage_axes(mesh, &Strategy::default()) {
         let mut partial: BTreeSet<ValueId> = BTreeSet::new();
         for (id, node) in graph.nodes() {
             let sums = matches!(node.op, Op::SumSquares(_)) && strategies[id].choice(axis) != Choice::Replicate;

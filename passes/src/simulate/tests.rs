@@ -60,7 +60,7 @@ fn the_estimate_and_the_simulation_agree() {
 #[test]
 fn equal_ranks_are_folded() {
     let sizes = Sizes { layers: 1, batch: 1024, ..SMALL };
-    let plan = plan(sizes, DType::Bf16, "h100:8x256", 1000, "tp=2,zero=1,microbatch=1").unwrap();
+    let plan = plan(sizes, DType::Bf16, "h100:8x256", 1000, "tp=2,fsdp=1,zero=1,microbatch=1").unwrap();
     let even = simulated(&plan, "h100:8x256", &Conditions::default());
     assert_eq!(even.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [2048]);
     let slow = Conditions { stragglers: vec![(5, 2.0)], ..Conditions::default() };

@@ -371,7 +371,7 @@ fn inputs(case: &Case) -> Vec<HostTensor> {
             (all[3], all[4]) = (made[1].clone(), made[2].clone());
         }
         Op::AttentionGrad(op) => {
-            let made = from(Attention { causal: op.causal, scale: op.scale }.into(), &all[1..4], &[]);
+            let made = from(Attention { causal: op.causal, scale: op.scale, lead: None }.into(), &all[1..4], &[]);
             (all[4], all[5]) = (made[0].clone(), made[1].clone());
         }
         Op::Adamw(_) => {

@@ -107,12 +107,12 @@ fn moves_are_as_few_as_they_can_be() {
 fn attention_keeps_its_scores_on_the_chip() {
     for d in [16, 80, 256, 6] {
         let (q, k, lse) = (t(F32, &[1, 2048, 2, d]), t(F32, &[1, 2048, 1, d]), t(F32, &[1, 2, 2048]));
-        let op = Op::from(Attention { causal: true, scale: 0.25 });
+        let op = Op::from(Attention { causal: true, scale: 0.25, lead: None });
         let operands = [q.clone(), k.clone(), k.clone()];
         check(op.clone(), &operands, &[q.clone(), lse.clone()], &["attention"]);
         let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(selection.scratch, 0);
-        let grad = AttentionGrad { causal: true, scale: 0.25 };
+        let grad = AttentionGrad { causal: true, scale: 0.25, lead: None };
         let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
         let expect = ["attention_delta", "attention_queries_grad", "attention_keys_grad"];
         check(grad, &operands, &[q, k.clone(), k], &expect);
@@ -123,13 +123,13 @@ fn attention_keeps_its_scores_on_the_chip() {
 fn half_precision_attention_is_fused_or_tiled() {
     let (q, k, lse) = (t(Bf16, &[1, 64, 4, 64]), t(Bf16, &[1, 64, 2, 64]), t(F32, &[1, 4, 64]));
     let operands = [q.clone(), k.clone(), k.clone()];
-    let op = Op::from(Attention { causal: true, scale: 0.125 });
+    let op = Op::from(Attention { causal: true, scale: 0.125, lead: None });
     check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 1 steps"]);
     let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
     assert_eq!(super::select::launches(&selection.steps).count(), 0);
     assert_eq!(super::select::launches(&fused.otherwise).count(), 1);
-    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125 });
+    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };

@@ -18,12 +18,24 @@ struct Sizes {
     t: usize,
     kv: usize,
     e: usize,
+    /// How many keys come before that of the first query, if causal.
+    lead: Option<i64>,
+}
+
+/// What an operation says of the scores.
+#[derive(Clone, Copy)]
+pub(super) struct Scores {
+    pub causal: bool,
+    pub scale: f64,
+    pub lead: Option<i64>,
 }
 
 impl Sizes {
-    fn new(q: View<'_>, k: View<'_>, v: View<'_>) -> Self {
+    fn new(q: View<'_>, k: View<'_>, v: View<'_>, of: Scores) -> Self {
         let [b, s, h, d] = [0, 1, 2, 3].map(|dim| q.dim(dim));
-        Self { b, s, h, d, t: k.dim(1), kv: k.dim(2), e: v.dim(3) }
+        let t = k.dim(1);
+        let lead = of.causal.then(|| of.lead.unwrap_or(t as i64 - s as i64));
+        Self { b, s, h, d, t, kv: k.dim(2), e: v.dim(3), lead }
     }
 
     /// Query heads per key/value head.
@@ -32,8 +44,8 @@ impl Sizes {
     }
 
     /// How many keys query `i` sees.
-    fn seen(&self, causal: bool, i: usize) -> usize {
-        if causal { (i + 1 + self.t).saturating_sub(self.s).min(self.t) } else { self.t }
+    fn seen(&self, i: usize) -> usize {
+        self.lead.map_or(self.t, |lead| (i as i64 + 1 + lead).clamp(0, self.t as i64) as usize)
     }
 
     /// The operations of one key/value head.
@@ -63,24 +75,23 @@ fn scores(q: &Tensor<2>, k: &Tensor<2>, first: usize, rows: usize, keys: usize) 
 }
 
 /// The blocks of queries that see some key: the first query, how many, how many keys the last sees.
-fn blocks(sizes: Sizes, causal: bool) -> impl Iterator<Item = (usize, usize, usize)> {
+fn blocks(sizes: Sizes) -> impl Iterator<Item = (usize, usize, usize)> {
     let starts = (0..sizes.s).step_by(BLOCK);
     let block = move |first: usize| {
         let rows = BLOCK.min(sizes.s - first);
-        (first, rows, sizes.seen(causal, first + rows - 1))
+        (first, rows, sizes.seen(first + rows - 1))
     };
     starts.map(block).filter(|(_, _, keys)| *keys > 0)
 }
 
 pub(super) fn forward(
-    causal: bool,
-    scale: f64,
+    of: Scores,
     context: Context,
     operands: &[View<'_>],
     results: &mut [ViewMut<'_>],
 ) -> Result<(), String> {
-    let sizes = Sizes::new(operands[0], operands[1], operands[2]);
-    let Sizes { b, s, h, d, t, kv, e } = sizes;
+    let sizes = Sizes::new(operands[0], operands[1], operands[2], of);
+    let Sizes { b, s, h, d, t, kv, e, .. } = sizes;
     let (q, k, v) = (operands[0].f32s()?, operands[1].f32s()?, operands[2].f32s()?);
     let heads = by_units(context, b * kv, sizes.work(), |unit| {
         let (batch, pair) = (unit / kv, unit % kv);
@@ -90,7 +101,7 @@ pub(super) fn forward(
             .map(|group| {
                 let index = pair * sizes.group() + group;
                 let q = matrix(head(&q, batch, index, [s, h, d]), s, d);
-                one_head(sizes, causal, scale as f32, &q, &k, &v)
+                one_head(sizes, of.scale as f32, &q, &k, &v)
             })
             .collect::<Result<Vec<_>, _>>()
     })?;
@@ -111,18 +122,17 @@ pub(super) fn forward(
 /// One query head: `o` `[s, e]` and `lse` `[s]`. A query that sees no key gives zeros and -inf.
 fn one_head(
     sizes: Sizes,
-    causal: bool,
     scale: f32,
     q: &Tensor<2>,
     k: &Tensor<2>,
     v: &Tensor<2>,
 ) -> Result<(Vec<f32>, Vec<f32>), String> {
     let (mut o, mut lse) = (vec![0.0; sizes.s * sizes.e], vec![f32::NEG_INFINITY; sizes.s]);
-    for (first, rows, keys) in blocks(sizes, causal) {
+    for (first, rows, keys) in blocks(sizes) {
         let mut scores = scores(q, k, first, rows, keys)?;
         let mut sums = vec![0.0f32; rows];
         for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
-            let (seen, hidden) = scores.split_at_mut(sizes.seen(causal, first + row));
+            let (seen, hidden) = scores.split_at_mut(sizes.seen(first + row));
             hidden.fill(0.0);
             if seen.is_empty() {
                 continue;
@@ -144,14 +154,13 @@ fn one_head(
 }
 
 pub(super) fn backward(
-    causal: bool,
-    scale: f64,
+    of: Scores,
     context: Context,
     operands: &[View<'_>],
     results: &mut [ViewMut<'_>],
 ) -> Result<(), String> {
-    let sizes = Sizes::new(operands[1], operands[2], operands[3]);
-    let Sizes { b, s, h, d, t, kv, e } = sizes;
+    let sizes = Sizes::new(operands[1], operands[2], operands[3], of);
+    let Sizes { b, s, h, d, t, kv, e, .. } = sizes;
     let [d_o, q, k, v, o, lse] = [0, 1, 2, 3, 4, 5].map(|index| operands[index].f32s());
     let (d_o, q, k, v, o, lse) = (d_o?, q?, k?, v?, o?, lse?);
     let units = by_units(context, b * kv, 3 * sizes.work(), |unit| {
@@ -170,7 +179,7 @@ pub(super) fn backward(
             let delta: Vec<f32> = d_o.chunks_exact(e).zip(o.chunks_exact(e)).map(dot).collect();
             let q = matrix(head(&q, batch, index, [s, h, d]), s, d);
             let query = Query { q, d_o: matrix(d_o, s, e), lse, delta: &delta };
-            dqs.push(one_head_grad(sizes, causal, scale as f32, &query, &k, &v, &mut dk, &mut dv)?);
+            dqs.push(one_head_grad(sizes, of.scale as f32, &query, &k, &v, &mut dk, &mut dv)?);
         }
         Ok((dqs, dk, dv))
     })?;
@@ -196,10 +205,8 @@ struct Query<'a> {
 }
 
 /// Adds one query head's terms to `dk` and `dv`; `dq`.
-#[allow(clippy::too_many_arguments)]
 fn one_head_grad(
     sizes: Sizes,
-    causal: bool,
     scale: f32,
     query: &Query<'_>,
     k: &Tensor<2>,
@@ -209,10 +216,10 @@ fn one_head_grad(
 ) -> Result<Vec<f32>, String> {
     let mut dq = vec![0.0; sizes.s * sizes.d];
     let add = |to: &mut [f32], terms: &[f32]| to.iter_mut().zip(terms).for_each(|(to, term)| *to += term);
-    for (first, rows, keys) in blocks(sizes, causal) {
+    for (first, rows, keys) in blocks(sizes) {
         let mut p = scores(&query.q, k, first, rows, keys)?;
         for (row, p) in p.chunks_exact_mut(keys).enumerate() {
-            let (seen, hidden) = p.split_at_mut(sizes.seen(causal, first + row));
+            let (seen, hidden) = p.split_at_mut(sizes.seen(first + row));
             hidden.fill(0.0);
             seen.iter_mut().for_each(|p| *p = (*p * scale - query.lse[first + row]).exp());
         }

@@ -24,6 +24,7 @@ mod tests;
 
 pub(super) use adamw::update as adamw_in_place;
 
+use attention::Scores;
 use half::{bf16, f16};
 use shardc_ir::{DType, Op, TensorType};
 use std::borrow::Cow;
@@ -182,8 +183,15 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::RmsNorm(op) => normalize::rms_norm(op.eps, operands, results),
         Op::RmsNormGrad(_) => normalize::rms_norm_grad(operands, results),
         Op::Rotary(op) => rotary::rotary(op.inverse, operands, &mut results[0]),
-        Op::Attention(op) => attention::forward(op.causal, op.scale, context, operands, results),
-        Op::AttentionGrad(op) => attention::backward(op.causal, op.scale, context, operands, results),
+        Op::Attention(op) => {
+            attention::forward(Scores { causal: op.causal, scale: op.scale, lead: op.lead }, context, operands, results)
+        }
+        Op::AttentionGrad(op) => attention::backward(
+            Scores { causal: op.causal, scale: op.scale, lead: op.lead },
+            context,
+            operands,
+            results,
+        ),
         Op::CrossEntropy(op) => cross_entropy::forward(op, context, operands, results),
         Op::CrossEntropyGrad(op) => cross_entropy::backward(op, context, operands, &mut results[0]),
         Op::Adamw(op) => adamw::adamw(op, operands, results),

@@ -123,19 +123,19 @@ fn attention_and_its_derivative() {
     let check = |causal: bool, [b, s, h, d, t, kv, e]: [u64; 7]| {
         let (q, k, v) = (random(1, &[b, s, h, d]), random(2, &[b, t, kv, d]), random(3, &[b, t, kv, e]));
         let scale = 0.6;
-        let made = run(Attention { causal, scale }, &[q.clone(), k.clone(), v.clone()], &[]);
+        let made = run(Attention { causal, scale, lead: None }, &[q.clone(), k.clone(), v.clone()], &[]);
         let (o, lse) = naive_attention(causal, scale, &q, &k, &v);
         close(&floats(&made[0]), &o, 1e-5);
         close(&floats(&made[1]), &lse, 1e-5);
         let narrowed = [narrow(&q), narrow(&k), narrow(&v)];
-        close(&floats(&run(Attention { causal, scale }, &narrowed, &[])[0]), &o, 3e-2);
+        close(&floats(&run(Attention { causal, scale, lead: None }, &narrowed, &[])[0]), &o, 3e-2);
         if s > 8 {
             return;
         }
         // The derivative of the sum of o * weights, by central differences.
         let weights = random(4, &[b, s, h, e]);
         let operands = [weights.clone(), q.clone(), k.clone(), v.clone(), made[0].clone(), made[1].clone()];
-        let grads = run(AttentionGrad { causal, scale }, &operands, &[]);
+        let grads = run(AttentionGrad { causal, scale, lead: None }, &operands, &[]);
         let dot = |x: [&HostTensor; 3]| -> f64 {
             let (o, _) = naive_attention(causal, scale, x[0], x[1], x[2]);
             o.iter().zip(floats(&weights)).map(|(o, w)| o * f64::from(w)).sum()

@@ -1,0 +1,145 @@
+//! What is stored once per parameter, and how the ranks that hold copies of it share that.
+
+use crate::cluster::Cluster;
+use crate::cost::collective::{self, Collective, Group};
+use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
+use crate::shard::tensor::{Placed, Prepared};
+use crate::shard::zero::storage_dim;
+use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
+
+/// The ranks that hold copies of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub struct Copies {
+    /// All of them.
+    all: Group,
+    /// Those that store one copy in parts.
+    parts: Group,
+    /// Those that store the same part.
+    replicas: Group,
+}
+
+impl Copies {
+    /// On a mesh, of a parameter that is divided over its expert axes, or of any other.
+    fn new(mesh: &Mesh, cluster: &Cluster, is_expert: bool) -> Self {
+        let holds = |axis: &AxisId| !(is_expert && mesh.axis(*axis).family() == "ep");
+        let all: Vec<AxisId> = copy_axes(mesh).into_iter().filter(holds).collect();
+        let parts: Vec<AxisId> = storage_axes(mesh, &Strategy::default()).into_iter().filter(holds).collect();
+        let replicas: Vec<AxisId> = all.iter().copied().filter(|axis| !parts.contains(axis)).collect();
+        let group = |axes: &[AxisId]| Group::new(mesh, axes, cluster);
+        Self { all: group(&all), parts: group(&parts), replicas: group(&replicas) }
+    }
+
+    /// Seconds to sum gradients of so many bytes: to each rank's part, if there are parts, and that over
+    /// the replicas.
+    pub fn reduce(&self, zero: u64, bytes: f64, cluster: &Cluster) -> f64 {
+        let run =
+            |kind, bytes, group| if bytes > 0.0 { collective::seconds(kind, bytes, group, cluster).0 } else { 0.0 };
+        if zero == 0 {
+            return run(Collective::AllReduce, bytes, self.all);
+        }
+        let part = bytes / self.parts.size() as f64;
+        run(Collective::ReduceScatter, bytes, self.parts) + run(Collective::AllReduce, part, self.replicas)
+    }
+
+    /// Seconds to gather what is so many bytes then.
+    pub fn gather(&self, bytes: f64, cluster: &Cluster) -> f64 {
+        if bytes > 0.0 { collective::seconds(Collective::AllGather, bytes, self.parts, cluster).0 } else { 0.0 }
+    }
+}
+
+/// An amount per rank: where every copy is whole, and where copies are stored in parts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Amount {
+    /// With whole copies.
+    pub whole: f64,
+    /// With parts.
+    pub part: f64,
+}
+
+impl Amount {
+    /// Adds an amount of which each of some ranks has a part.
+    pub fn add(&mut self, amount: f64, ranks: u64) {
+        self.whole += amount;
+        self.part += amount / ranks as f64;
+    }
+
+    /// The amount under a ZeRO stage.
+    pub fn under(&self, zero: u64) -> f64 {
+        if zero >= 1 { self.part } else { self.whole }
+    }
+}
+
+/// The sums over all parameters, for one way to store them.
+#[derive(Clone, Debug)]
+pub struct Storage {
+    /// The copies of parameters, and of those that tell experts apart on the expert axes.
+    pub copies: [Copies; 2],
+    /// How many data ranks store one copy, beside the ranks of all other axes that hold copies.
+    inner: u64,
+    /// Bytes of parameters.
+    pub parameters: Amount,
+    /// Bytes of optimizer state.
+    pub state: Amount,
+    /// Bytes of gradients.
+    pub gradients: Amount,
+    /// Bytes of casts of parameters.
+    pub casts: Amount,
+    /// Of them, the whole bytes of those that are stored in parts, and the whole bytes of parameters stored
+    /// in parts that are read without a cast.
+    pub gathered: f64,
+    /// See `gathered`.
+    pub bare: f64,
+    /// Seconds of updates.
+    pub update: Amount,
+    /// Seconds of casts of parameters and squares of gradients.
+    pub once: Amount,
+}
+
+impl Storage {
+    /// No parameters yet, on a mesh that differs from the placed one at most in how data ranks store.
+    pub fn new(mesh: &Mesh, cluster: &Cluster) -> Self {
+        let inner = if mesh.family("fsdp").is_empty() { mesh.degree("dp") } else { mesh.degree("fsdp") };
+        let none = Amount::default();
+        Self {
+            copies: [false, true].map(|is_expert| Copies::new(mesh, cluster, is_expert)),
+            inner,
+            parameters: none,
+            state: none,
+            gradients: none,
+            casts: none,
+            gathered: 0.0,
+            bare: 0.0,
+            update: none,
+            once: none,
+        }
+    }
+
+    /// The number of copies of a parameter that nothing divides.
+    pub fn ranks(&self) -> u64 {
+        self.copies[0].all.size()
+    }
+
+    /// Among how many ranks a value of this type is stored that is computed with as a class is.
+    pub fn among(&self, placed: &Placed<'_>, class: usize, ty: &TensorType) -> u64 {
+        let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
+        let inside = |axis: &AxisId| {
+            is_copy_axis(mesh, *axis)
+                && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
+                && strategy.choice(*axis) == Choice::Replicate
+        };
+        let ranks = self.inner * mesh.extent(mesh.ids().filter(inside));
+        if storage_dim(ty, strategy, mesh, ranks).is_some() { ranks } else { 1 }
+    }
+}
+
+/// Of [`Storage::copies`], which those of a class are.
+pub fn kind(placed: &Placed<'_>, class: usize) -> usize {
+    let divides = |axis: AxisId| placed.strategies[class].choice(axis) != Choice::Replicate;
+    usize::from(placed.mesh.family("ep").into_iter().any(divides))
+}
+
+/// The global type of a class's first result, or of an operand.
+pub fn stored_type<'a>(prepared: &'a Prepared<'_>, class: usize, operand: Option<usize>) -> &'a TensorType {
+    let node = prepared.graph.node(prepared.folded.classes[class].node);
+    prepared.graph.ty(operand.map_or(node.results[0], |index| node.operands[index]))
+}

@@ -1,0 +1,205 @@
+//! The ways to divide the ranks of a cluster that the pins allow, before the batch is cut into microbatches.
+
+use super::{Degrees, Pins, PlanError};
+use crate::cluster::Cluster;
+use crate::shard::tensor::Prepared;
+use shardc_ir::plan::{Request, Scope};
+use shardc_ir::{Choice, FactorKind};
+
+/// One way to divide the ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// Ranks among which the batch is divided: those of `dp`, `fsdp` and `ep`.
+    pub data: u64,
+    /// Of them, those of experts.
+    pub ep: u64,
+    /// How many ranks store the parts of what the data ranks hold copies of: all of `data / ep`, or fewer,
+    /// so that there are replicas of the parts.
+    pub stored: Vec<u64>,
+    /// Whether that is pinned, so that it is an axis of its own even where there is one replica.
+    pub is_pinned: bool,
+    /// The families that divide the sequence, and the sizes of their axes.
+    pub context: Vec<(&'static str, Vec<u64>)>,
+    /// The sizes of the tensor axes, in the ways to choose them.
+    pub tp: Vec<Vec<u64>>,
+}
+
+impl Way {
+    /// The degrees with these tensor axes, all data ranks being one axis.
+    pub fn placed(&self, microbatch: u64, tp: &[u64]) -> Degrees {
+        let degrees = Degrees::new(microbatch).with("dp", &[self.data / self.ep]).with("ep", &[self.ep]);
+        self.context.iter().fold(degrees, |degrees, (family, sizes)| degrees.with(family, sizes)).with("tp", tp)
+    }
+
+    /// The same for each way to store parameters.
+    pub fn degrees(&self, microbatch: u64, tp: &[u64]) -> Vec<Degrees> {
+        let copies = self.data / self.ep;
+        let of = |stored: &u64| match (copies / stored, self.is_pinned) {
+            (1, false) => self.placed(microbatch, tp),
+            (replicas, _) => self.placed(microbatch, tp).with("dp", &[replicas]).with("fsdp", &[*stored]),
+        };
+        self.stored.iter().map(of).collect()
+    }
+}
+
+/// Fewer tokens than this on a rank are not worth a division of the sequence that nobody asked for.
+const LEAST_TOKENS: u64 = 1024;
+
+/// Tensor degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
+/// moves falls with the root of `n`, but it moves operands and results.
+const LEAST_SQUARE: u64 = 16;
+
+/// Every way, in a fixed order.
+///
+/// # Errors
+/// A pin that the model or its sequence cannot keep.
+pub fn ways(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Vec<Way>, PlanError> {
+    let (ranks, batch) = (cluster.ranks(), request.batch);
+    check(prepared, request, pins)?;
+    let widest = (2 * cluster.per_node).max(8);
+    let all = request.scope == Scope::All;
+    let seq = request.seq.max(1);
+    let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
+    // Where there are fewer sequences than ranks, something else has to be divided.
+    let opens_context = |cp: u64| cp == 1 || (all && is_long(cp)) || (!batch.is_multiple_of(ranks) && seq > 1);
+    let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
+    let mut ways = Vec::new();
+    for tp in divisors(ranks) {
+        let is_pinned = pins.tp == Some(tp) || (pins.tp.is_none() && pins.dp.is_some());
+        if pins.tp.is_some_and(|pin| pin != tp) || (!is_pinned && tp > widest) {
+            continue;
+        }
+        for cp in divisors(ranks / tp) {
+            let context = cp * ring * ulysses;
+            let is_kept = (ranks / tp).is_multiple_of(context) && seq.is_multiple_of(if seq > 1 { context } else { 1 });
+            if !pins.cp.map_or(opens_context(cp), |pin| pin == cp) || !is_kept {
+                continue;
+            }
+            let data = ranks / (tp * context);
+            for ep in divisors(data) {
+                let has = ep == 1 || divides_experts(prepared, ep);
+                if !has || pins.ep.is_some_and(|pin| pin != ep) || !batch.is_multiple_of(data) {
+                    continue;
+                }
+                let stored = stored(cluster, data / ep, tp * context * ep, pins);
+                if !stored.is_empty() {
+                    let context = [("ring", ring), ("ulysses", ulysses), ("cp", cp)];
+                    let context = context.map(|(family, degree)| (family, axes(pins, family, degree))).to_vec();
+                    let is_pinned = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
+                    ways.push(Way { data, ep, stored, is_pinned, context, tp: splits(prepared, tp, pins) });
+                }
+            }
+        }
+    }
+    Ok(ways)
+}
+
+/// Whether the model and its sequence can be divided as is pinned.
+fn check(prepared: &Prepared<'_>, request: &Request, pins: &Pins) -> Result<(), PlanError> {
+    let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
+    for (name, pin) in [("cp", pins.cp), ("ring", pins.ring), ("ulysses", pins.ulysses)] {
+        if let Some(degree) = pin.filter(|degree| request.seq > 0 && !request.seq.is_multiple_of(*degree)) {
+            let message = format!("{degree} does not divide the sequence of {}", request.seq);
+            return fail(format!("{name}={degree}"), message);
+        }
+    }
+    if let Some(ep) = pins.ep.filter(|ep| *ep > 1 && !divides_experts(prepared, *ep)) {
+        let sizes = expert_sizes(prepared);
+        let message = match sizes.first() {
+            None => "the model has no experts; leave it out".to_string(),
+            Some(count) => format!("{ep} does not divide its {count} experts"),
+        };
+        return fail(format!("ep={ep}"), message);
+    }
+    Ok(())
+}
+
+/// The numbers of experts of the model's layers.
+fn expert_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
+    let of = |(factors, rule): (&std::collections::BTreeSet<usize>, &shardc_ir::FactorRule)| {
+        factors.iter().map(|factor| rule.factors[*factor].size).collect::<Vec<_>>()
+    };
+    prepared.experts.iter().zip(&prepared.rules).flat_map(of).filter(|size| *size > 1).collect()
+}
+
+fn divides_experts(prepared: &Prepared<'_>, ep: u64) -> bool {
+    expert_sizes(prepared).iter().any(|size| size.is_multiple_of(ep))
+}
+
+/// Over how many of `copies` ranks, `stride` apart, parameters may be stored: over all, and over those of
+/// one node where there are several, so that gathers stay inside (HSDP).
+fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> {
+    if let Some(inner) = pins.fsdp {
+        let inner = if inner == 1 { copies } else { inner };
+        let is_kept = pins.dp.is_none_or(|dp| pins.fsdp == Some(1) && dp == copies || dp * inner == copies);
+        return if copies.is_multiple_of(inner) && is_kept { vec![inner] } else { Vec::new() };
+    }
+    if let Some(dp) = pins.dp {
+        return if dp == copies { vec![copies] } else { Vec::new() };
+    }
+    let within = (cluster.per_node / stride).max(1);
+    let inner = divisors(copies).into_iter().filter(|size| *size <= within).max().unwrap_or(1);
+    if inner > 1 && inner < copies && cluster.nodes > 1 { vec![copies, inner] } else { vec![copies] }
+}
+
+/// A degree as the axes it is pinned to be, or as one.
+fn axes(pins: &Pins, family: &str, degree: u64) -> Vec<u64> {
+    pins.axes.get(family).cloned().unwrap_or(vec![degree])
+}
+
+/// The ways to make a tensor degree of axes: as pinned; else one axis, and its prime pieces where some
+/// factor divides only in part (two key/value heads over four ranks), so that it can take one of them, and
+/// two near-equal axes where the degree is large.
+fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
+    if let Some(axes) = pins.axes.get("tp") {
+        return vec![axes.clone()];
+    }
+    let mut pieces = Vec::new();
+    let (mut rest, mut prime) = (tp, 2);
+    while rest > 1 {
+        while rest.is_multiple_of(prime) {
+            pieces.push(prime);
+            rest /= prime;
+        }
+        prime += 1;
+    }
+    let takes_a_part = |size: u64| !size.is_multiple_of(tp) && pieces.iter().any(|piece| size.is_multiple_of(*piece));
+    let is_divided_in_part = prepared.rules.iter().zip(&prepared.batch).any(|(rule, batch)| {
+        let factors = rule.factors.iter().enumerate();
+        let mut others = factors.filter(|(index, factor)| {
+            *batch != Choice::Factor(*index) && factor.kind == FactorKind::Parallel && factor.size > 1
+        });
+        others.any(|(_, factor)| takes_a_part(factor.size))
+    });
+    let mut splits = vec![vec![tp]];
+    if pieces.len() > 1 && is_divided_in_part {
+        splits.push(pieces);
+    }
+    if tp >= LEAST_SQUARE {
+        let low = divisors(tp).into_iter().filter(|size| size * size <= tp).max().unwrap_or(1);
+        let square = vec![tp / low, low];
+        if low > 1 && !splits.contains(&square) {
+            splits.push(square);
+        }
+    }
+    splits
+}
+
+/// All divisors, in order.
+pub(super) fn divisors(number: u64) -> Vec<u64> {
+    let low: Vec<u64> = (1..).take_while(|low| low * low <= number).filter(|low| number.is_multiple_of(*low)).collect();
+    let high = low.iter().rev().map(|low| number / low).filter(|high| high * high > number);
+    low.iter().copied().chain(high).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_are_in_order() {
+        assert_eq!(divisors(1), [1]);
+        assert_eq!(divisors(12), [1, 2, 3, 4, 6, 12]);
+        assert_eq!(divisors(16), [1, 2, 4, 8, 16]);
+    }
+}
