@@ -1,12 +1,21 @@
 //! The cluster: which devices there are, how they are linked, and how fast each thing is.
 //!
-//! A cluster is `nodes` equal hosts of `per_node` equal devices. Everything the cost model needs is
+//! A cluster is `nodes` equal hosts of `per_node` equal devices; its nodes may stand in racks and pods
+//! ([`Level`]) whose links to each other are slower. Everything the cost model needs is
 //! in the device's [`Profile`], a JSON file in which each figure stands with its source. Forms that
 //! a user may write:
 //!
 //! * `cpu:4`, `cuda:2`: ranks of this host (the caller says which profile its GPUs have);
 //! * `h100:8x16`: 8 devices per node times 16 nodes, of a shipped profile;
-//! * a TOML file that names a profile and replaces any of its figures.
+//! * a TOML file that names a profile and replaces any of its figures, adds levels, or names several kinds
+//!   of nodes ([`Cluster::from_toml`]).
+
+mod check;
+mod file;
+mod level;
+
+pub use file::Part;
+pub use level::{Level, MOST_LEVELS};
 
 use serde::{Deserialize, Serialize};
 use shardc_ir::names::edit_distance;
@@ -47,7 +56,7 @@ pub enum ClusterError {
         /// Its value.
         value: String,
         /// What it must be.
-        expect: &'static str,
+        expect: String,
     },
     /// The file cannot be read as a cluster.
     #[error("cluster file `{path}`: {message}")]
@@ -211,19 +220,12 @@ pub struct Cluster {
     pub per_node: u64,
     /// Nodes.
     pub nodes: u64,
-    /// The device.
+    /// The device; where there are several kinds, one that is as slow as the slowest of each figure.
     pub device: Profile,
-}
-
-/// The TOML form.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ClusterFile {
-    device: String,
-    per_node: i64,
-    nodes: Option<i64>,
-    #[serde(default)]
-    figures: BTreeMap<String, f64>,
+    /// What lies beyond the node, from the inside out.
+    pub levels: Vec<Level>,
+    /// The kinds of nodes, in the order of the ranks; empty where there is one.
+    pub parts: Vec<Part>,
 }
 
 impl Cluster {
@@ -248,32 +250,12 @@ impl Cluster {
         if profile.kind == "cpu" {
             share_host_memory(&mut profile, per_node);
         }
-        Self { name: text.to_string(), per_node, nodes, device: profile }.checked()
+        Self::new(text, per_node, nodes, profile).checked()
     }
 
-    /// Reads the TOML form:
-    ///
-    /// ```text
-    /// device = "h100"          # a shipped profile
-    /// per_node = 8
-    /// nodes = 16
-    /// [figures]                # replaces figures of the profile
-    /// node_bandwidth = 2.0e10
-    /// ```
-    pub fn from_toml(path: &str, contents: &str) -> Result<Cluster, ClusterError> {
-        let fail = |message: String| ClusterError::File { path: path.to_string(), message };
-        let file: ClusterFile = toml::from_str(contents).map_err(|error| fail(error.to_string()))?;
-        let count = |value: i64| {
-            let bad = || ClusterError::Count { text: value.to_string(), cluster: path.to_string() };
-            u64::try_from(value).ok().filter(|count| (1..=MOST_RANKS).contains(count)).ok_or_else(bad)
-        };
-        let mut device = Profile::find(&file.device)?;
-        for (name, value) in file.figures {
-            let known = || fail(format!("unknown figure `{name}`; known are {}", Profile::FIGURES.join(", ")));
-            *device.figure_mut(&name).ok_or_else(known)? = Figure { value, source: path.to_string() };
-        }
-        Self { name: path.to_string(), per_node: count(file.per_node)?, nodes: count(file.nodes.unwrap_or(1))?, device }
-            .checked()
+    /// Nodes of one kind, all equally far from each other.
+    pub fn new(name: impl Into<String>, per_node: u64, nodes: u64, device: Profile) -> Self {
+        Self { name: name.into(), per_node, nodes, device, levels: Vec::new(), parts: Vec::new() }
     }
 
     /// The number of ranks.
@@ -312,20 +294,11 @@ impl Cluster {
         if self.ranks() > MOST_RANKS {
             return Err(ClusterError::Count { text: self.ranks().to_string(), cluster: self.name });
         }
-        for (name, figure) in self.device.figures() {
-            let may_be_zero = name.ends_with("latency") || name.ends_with("ramp") || name.starts_with("reserved");
-            let value = figure.value;
-            let expect = match value {
-                _ if !value.is_finite() => "a finite number",
-                _ if may_be_zero && value < 0.0 => "zero or more",
-                _ if !may_be_zero && value <= 0.0 => "more than zero",
-                _ => continue,
-            };
-            return Err(ClusterError::Figure { figure: name.to_string(), value: value.to_string(), expect });
-        }
+        check::figures(&self.device)?;
+        level::check(&self.levels, self.nodes, &self.name)?;
         if self.usable_memory() == Bytes(0) {
             let (figure, value) = ("memory_bytes".to_string(), self.device.memory_bytes.value.to_string());
-            return Err(ClusterError::Figure { figure, value, expect: "more than `reserved_bytes`" });
+            return Err(ClusterError::Figure { figure, value, expect: "more than `reserved_bytes`".to_string() });
         }
         Ok(self)
     }
@@ -388,32 +361,5 @@ mod tests {
         let memory = gpu.usable_memory();
         let gpu = gpu.with_host_memory(gib(8));
         assert_eq!((gpu.usable_memory(), gpu.share_of_host(), gpu.on_host(gib(1))), (memory, None, gib(0)));
-    }
-
-    #[track_caller]
-    fn check_toml(contents: &str, expect: &str) {
-        let text = match Cluster::from_toml("c.toml", contents) {
-            Ok(cluster) => format!("{} ranks, {} B/s", cluster.ranks(), cluster.device.node_bandwidth.value),
-            Err(error) => error.to_string(),
-        };
-        assert!(text.contains(expect), "{text}");
-    }
-
-    #[test]
-    fn files() {
-        check_toml(
-            "device = \"h100\"\nper_node = 8\nnodes = 2\n[figures]\nnode_bandwidth = 2e10",
-            "16 ranks, 20000000000 B/s",
-        );
-        check_toml("device = \"h100\"\nper_node = -8", "`-8` in cluster `c.toml`");
-        check_toml(
-            "device = \"h100\"\nper_node = 8\n[figures]\nlink_bandwidth = 0.0",
-            "`link_bandwidth` is 0: it must be more",
-        );
-        check_toml(
-            "device = \"h100\"\nper_node = 8\n[figures]\nmemory_bytes = 1",
-            "`memory_bytes` is 1: it must be more than `reserved_bytes`",
-        );
-        check_toml("device = \"h100\"\nper_node = 8\n[figures]\nlink = 1.0", "unknown figure `link`");
     }
 }

@@ -163,5 +163,5 @@ impl Bench<'_> {
 /// The group of `size` ranks that are `stride` apart.
 pub fn group(cluster: &Cluster, size: u64, stride: u64) -> Group {
     let within = (cluster.per_node / stride.max(1)).clamp(1, size.max(1));
-    Group { within, across: size.div_ceil(within).max(1) }
+    Group::of_nodes(within, size.div_ceil(within).max(1))
 }

@@ -161,7 +161,7 @@ pub fn cluster(row: &Row) -> Result<Cluster, String> {
         let value = PORT_EFFICIENCY * gigabits * 1e9 / 8.0 / per_node;
         device.node_bandwidth = Figure { value, source: row.source.clone() };
     }
-    Ok(Cluster { name: row.hardware.gpu.clone(), per_node, nodes: count.div_ceil(per_node), device })
+    Ok(Cluster::new(row.hardware.gpu.clone(), per_node, count.div_ceil(per_node), device))
 }
 
 /// The share of a port that a collective reaches, as in the profiles.

@@ -1,11 +1,12 @@
 //! Collectives: a start, hops, and bytes over the slowest link (Hockney's alpha-beta model, with
 //! the ring and tree algorithms of NCCL).
 //!
-//! A group lies over `within` ranks of each of `across` nodes. Rings run through the nodes: within
+//! A group lies over `within` ranks of each of `across` nodes, and these over racks and pods
+//! ([`Level`](crate::cluster::Level)) where the cluster has such. Rings run through the nodes: within
 //! a node a rank moves bytes at the link's rate; between nodes the node's ranks in the group move
-//! them through their ports together, and no faster than within.
+//! them through their ports together, and no faster than within; likewise between racks and pods.
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, MOST_LEVELS};
 use shardc_ir::{AxisId, AxisKind, Mesh, Seconds};
 
 /// Which collective.
@@ -28,6 +29,8 @@ pub struct Group {
     pub within: u64,
     /// The nodes it touches.
     pub across: u64,
+    /// Of each level beyond the node, the units it touches: racks, pods.
+    pub beyond: [u64; MOST_LEVELS],
 }
 
 impl Group {
@@ -37,14 +40,25 @@ impl Group {
         Self::of_ranks(&mesh.group(0, &axes), cluster)
     }
 
+    /// A group over so many ranks of so many nodes of one rack.
+    pub const fn of_nodes(within: u64, across: u64) -> Self {
+        Self { within, across, beyond: [1; MOST_LEVELS] }
+    }
+
     /// The group of these ranks.
     pub fn of_ranks(ranks: &[u64], cluster: &Cluster) -> Self {
-        let node = |rank: &u64| rank / cluster.per_node;
-        let mut nodes: Vec<u64> = ranks.iter().map(node).collect();
-        nodes.sort_unstable();
-        nodes.dedup();
-        let across = nodes.len().max(1) as u64;
-        Self { within: (ranks.len() as u64).div_ceil(across), across }
+        let units = |size: u64| {
+            let mut units: Vec<u64> = ranks.iter().map(|rank| rank / size.max(1)).collect();
+            units.sort_unstable();
+            units.dedup();
+            units.len().max(1) as u64
+        };
+        let across = units(cluster.per_node);
+        let mut group = Self::of_nodes((ranks.len() as u64).div_ceil(across), across);
+        for (units_of, level) in group.beyond.iter_mut().zip(&cluster.levels) {
+            *units_of = units(cluster.per_node * level.nodes);
+        }
+        group
     }
 
     /// Its number of ranks.
@@ -61,39 +75,83 @@ pub fn seconds(collective: Collective, bytes: f64, group: Group, cluster: &Clust
         return Seconds(0.0);
     }
     let device = &cluster.device;
+    // The rate of the links that leave a unit, per device, and how many units are touched.
+    let borders = || borders(group, cluster).filter(|border| border.units > 1);
     let link = device.link_bandwidth.value;
-    let ports = device.node_bandwidth.value * group.within as f64;
-    let ring = if group.across > 1 { link.min(ports) } else { link };
+    let port = |border: Border| border.bandwidth * group.size() as f64 / border.units as f64;
+    let ring = borders().map(port).fold(link, f64::min);
     let share = (size - 1.0) / size;
     let moved = match collective {
         Collective::AllReduce => 2.0 * share * bytes / ring,
         Collective::ReduceScatter | Collective::AllGather => share * bytes / ring,
-        // Every pair exchanges its own part: what crosses nodes does so through the rank's own port.
+        // Every pair exchanges its own part: what crosses a border does so through the rank's own share of it.
         Collective::AllToAll => {
-            let away = (group.across as f64 - 1.0) / group.across as f64;
-            bytes / size * (share / link).max(away / device.node_bandwidth.value)
+            let away = |border: Border| (border.units as f64 - 1.0) / border.units as f64 / border.bandwidth;
+            bytes / size * borders().map(away).fold(share / link, f64::max)
         }
     };
     Seconds(device.collective_launch.value + hops(collective, group, cluster) + moved)
 }
 
+/// How many borders two ranks have between them: 0 in one node, 1 between nodes, 2 between racks.
+pub fn distance(a: u64, b: u64, cluster: &Cluster) -> usize {
+    let sizes = [1].into_iter().chain(cluster.levels.iter().map(|level| level.nodes));
+    let apart = |nodes: &u64| a / (cluster.per_node * nodes) != b / (cluster.per_node * nodes);
+    sizes.take_while(apart).count()
+}
+
 /// How long a send of one rank to one other takes, in its node or `away` from it.
 pub fn send_seconds(bytes: f64, away: bool, cluster: &Cluster) -> Seconds {
+    send_over(bytes, usize::from(away), cluster)
+}
+
+/// How long a send of one rank to one other takes that are so many borders apart (see [`distance`]).
+pub fn send_over(bytes: f64, distance: usize, cluster: &Cluster) -> Seconds {
     let device = &cluster.device;
-    let link = if away { &device.node_bandwidth } else { &device.link_bandwidth };
-    Seconds(device.collective_launch.value + bytes / link.value)
+    let everywhere = Group { within: 1, across: 2, beyond: [2; MOST_LEVELS] };
+    let borders = borders(everywhere, cluster).take(distance).map(|border| border.bandwidth);
+    let slowest = if distance == 0 { device.link_bandwidth.value } else { borders.fold(f64::INFINITY, f64::min) };
+    Seconds(device.collective_launch.value + bytes / slowest)
+}
+
+/// Where a group leaves a unit.
+#[derive(Clone, Copy)]
+struct Border {
+    /// The units it touches: nodes, racks, pods.
+    units: u64,
+    /// Bytes/s of the links out of a unit, per device of it.
+    bandwidth: f64,
+    /// Time of one hop.
+    latency: f64,
+}
+
+/// The borders of nodes, racks and pods, from the inside out.
+fn borders(group: Group, cluster: &Cluster) -> impl Iterator<Item = Border> {
+    let device = &cluster.device;
+    let (bandwidth, latency) = (device.node_bandwidth.value, device.node_latency.value);
+    let levels = cluster.levels.iter().zip(group.beyond);
+    let level = |(level, units): (&crate::cluster::Level, u64)| {
+        let (bandwidth, latency) = (level.bandwidth, level.latency);
+        Border { units, bandwidth, latency }
+    };
+    [Border { units: group.across, bandwidth, latency }].into_iter().chain(levels.map(level))
 }
 
 /// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and
-/// scatters round a ring of them.
+/// scatters round a ring of them. A hop over several borders takes the time of the outermost.
 fn hops(collective: Collective, group: Group, cluster: &Cluster) -> f64 {
     let device = &cluster.device;
-    let (within, across) = (group.within as f64, group.across as f64);
-    let depth = across.log2().ceil() * device.node_latency.value;
-    let inner = (within - 1.0) * device.link_latency.value;
+    let borders: Vec<Border> = borders(group, cluster).collect();
+    // Per border, the units it lies between, of which those outside are already joined.
+    let outside = |index: usize| borders.get(index + 1).map_or(1, |border| border.units) as f64;
+    let over = |hops: &dyn Fn(f64, f64) -> f64| -> f64 {
+        borders.iter().enumerate().map(|(at, border)| hops(border.units as f64, outside(at)) * border.latency).sum()
+    };
+    let depth = over(&|units, outside| (units / outside).log2().ceil());
+    let inner = (group.within as f64 - 1.0) * device.link_latency.value;
     match collective {
         Collective::AllReduce => 2.0 * (depth + inner),
-        Collective::ReduceScatter | Collective::AllGather => (across - 1.0) * device.node_latency.value + inner,
+        Collective::ReduceScatter | Collective::AllGather => over(&|units, outside| units - outside) + inner,
         Collective::AllToAll => inner.min(4.0 * device.link_latency.value) + depth,
     }
 }
@@ -106,7 +164,7 @@ mod tests {
     fn an_all_reduce_takes_what_was_measured() {
         let cluster = Cluster::parse("h200:4", "h200").unwrap();
         let bytes = (512u64 << 20) as f64;
-        let time = seconds(Collective::AllReduce, bytes, Group { within: 4, across: 1 }, &cluster);
+        let time = seconds(Collective::AllReduce, bytes, Group::of_nodes(4, 1), &cluster);
         let bus = 1.5 * bytes / time.0;
         assert!((bus / 347e9 - 1.0).abs() < 0.03, "{bus:e}");
     }
@@ -117,10 +175,51 @@ mod tests {
         let mut mesh = Mesh::default();
         let dp = mesh.push("dp", 8, AxisKind::Space);
         let tp = mesh.push("tp", 4, AxisKind::Space);
-        assert_eq!(Group::new(&mesh, &[tp], &cluster), Group { within: 4, across: 1 });
-        assert_eq!(Group::new(&mesh, &[dp], &cluster), Group { within: 2, across: 4 });
-        let small = seconds(Collective::AllGather, 1e9, Group { within: 8, across: 1 }, &cluster);
-        let large = seconds(Collective::AllGather, 1e9, Group { within: 1, across: 8 }, &cluster);
+        assert_eq!(Group::new(&mesh, &[tp], &cluster), Group::of_nodes(4, 1));
+        assert_eq!(Group::new(&mesh, &[dp], &cluster), Group::of_nodes(2, 4));
+        let small = seconds(Collective::AllGather, 1e9, Group::of_nodes(8, 1), &cluster);
+        let large = seconds(Collective::AllGather, 1e9, Group::of_nodes(1, 8), &cluster);
         assert!(large.0 > small.0);
+    }
+
+    /// Racks of two nodes, pods of four, each border slower than the one inside.
+    const LEVELS: &str = r#"
+device = "h100"
+per_node = 8
+nodes = 8
+[[levels]]
+name = "rack"
+nodes = 2
+bandwidth = 2e10
+latency = 2e-5
+[[levels]]
+name = "pod"
+nodes = 4
+bandwidth = 5e9
+latency = 5e-5
+"#;
+
+    #[test]
+    fn the_slowest_border_that_is_crossed_decides() {
+        let cluster = Cluster::from_toml("c.toml", LEVELS).unwrap();
+        let flat = Cluster::parse("h100:8x8", "h200").unwrap();
+        let time =
+            |ranks: &[u64], cluster: &Cluster, kind| seconds(kind, 1e9, Group::of_ranks(ranks, cluster), cluster).0;
+        let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::AllToAll];
+        for kind in kinds {
+            // Two nodes of one rack, of two racks, of two pods.
+            let [rack, racks, pods] = [[0, 8], [0, 16], [0, 32]].map(|ranks| time(&ranks, &cluster, kind));
+            assert_eq!(rack, time(&[0, 8], &flat, kind));
+            assert!(rack < racks && racks < pods, "{rack} {racks} {pods}");
+        }
+        let beyond = Group::of_ranks(&[0, 8, 16, 32], &cluster).beyond;
+        assert_eq!(beyond, [3, 2]);
+        assert_eq!([0, 7, 8, 16, 32].map(|rank| distance(0, rank, &cluster)), [0, 0, 1, 2, 3]);
+        let sends = [0, 1, 2, 3].map(|distance| send_over(1e9, distance, &cluster).0);
+        assert!(sends.is_sorted() && sends[3] > 0.2, "{sends:?}");
+        // All ranks of a rack leave it through its links together.
+        let all: Vec<u64> = (0..64).collect();
+        let ring = time(&all, &cluster, Collective::AllGather);
+        assert!((ring / (63.0 / 64.0 * 1e9 / 1.6e11) - 1.0).abs() < 0.2, "{ring}");
     }
 }

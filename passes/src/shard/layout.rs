@@ -115,7 +115,7 @@ mod tests {
 
     /// Axes of two ranks each, on a value of 64 bytes.
     fn check(moves: &[(Along, Along)], expect: &[f64]) {
-        let group = Group { within: 2, across: 1 };
+        let group = Group::of_nodes(2, 1);
         let of = |(index, (from, to)): (usize, &(Along, Along))| Move {
             axis: AxisId(index as u8),
             group,

@@ -202,9 +202,9 @@ impl Engine<'_> {
                 (Place::Group(meeting), seconds, shape.across > 1)
             }
             Work::Message { peer, is_sender, bytes } => {
-                let (other, crosses) = class.peers[&peer];
+                let (other, distance) = class.peers[&peer];
                 let place = if is_sender { Place::Message(lane, other) } else { Place::Message(other, lane) };
-                (place, message_seconds(bytes, crosses, self.cluster), crosses)
+                (place, message_seconds(bytes, distance, self.cluster), distance > 0)
             }
         };
         let waiting = state.waiting.entry(place).or_default();

@@ -55,6 +55,6 @@ pub(super) fn meeting_seconds(collective: Collective, bytes: f64, group: Group, 
 }
 
 /// How long a message takes once both its ranks are there.
-pub(super) fn message_seconds(bytes: f64, away: bool, cluster: &Cluster) -> f64 {
-    collective::send_seconds(bytes, away, cluster).0
+pub(super) fn message_seconds(bytes: f64, distance: usize, cluster: &Cluster) -> f64 {
+    collective::send_over(bytes, distance, cluster).0
 }

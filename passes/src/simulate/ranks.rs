@@ -9,12 +9,12 @@
 
 use super::price::Work;
 use crate::cluster::Cluster;
-use crate::cost::collective::Group;
+use crate::cost::collective::{Group, distance};
 use shardc_ir::{AxisId, Mesh};
 use std::collections::BTreeMap;
 
 /// What tells one meeting of ranks from another: its axes, the colours that meet, and where they lie in nodes.
-type MeetingKey = (Vec<AxisId>, Vec<usize>, (u64, u64));
+type MeetingKey = (Vec<AxisId>, Vec<usize>, Group);
 
 /// Ranks that behave alike.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,8 +30,8 @@ pub(super) struct Class {
     /// Per group of the program, the meeting.
     pub groups: Vec<usize>,
     /// Per rank that the program's own rank exchanges messages with, the class that stands there for a
-    /// rank of this class, and whether it is on another node.
-    pub peers: BTreeMap<u64, (usize, bool)>,
+    /// rank of this class, and how many borders lie between them.
+    pub peers: BTreeMap<u64, (usize, usize)>,
     /// The most of them that one node holds, per kind of node.
     pub per_node: Vec<u64>,
 }
@@ -154,7 +154,7 @@ impl Ranks<'_> {
                     let mut present: Vec<usize> = group.iter().map(|rank| colours[*rank as usize]).collect();
                     present.sort_unstable();
                     let shape = Group::of_ranks(group, self.cluster);
-                    let kind = meetings.of((axes.clone(), present, (shape.within, shape.across)));
+                    let kind = meetings.of((axes.clone(), present, shape));
                     group.iter().for_each(|rank| of_rank[*rank as usize] = kind);
                 }
             }
@@ -166,8 +166,8 @@ impl Ranks<'_> {
                     let met: Vec<usize> = pattern.groups.iter().map(|axes| kinds[axes][at]).collect();
                     let peer = |peer: &u64| pattern.peer_of(*peer, rank, self.mesh);
                     let peers = pattern.peers.keys().map(peer);
-                    let peers: Vec<(usize, bool)> =
-                        peers.map(|peer| (colours[peer as usize], self.node(peer) != self.node(rank))).collect();
+                    let peers: Vec<(usize, usize)> =
+                        peers.map(|peer| (colours[peer as usize], distance(peer, rank, self.cluster))).collect();
                     next.of((colours[at], met, peers))
                 })
                 .collect();
@@ -200,7 +200,7 @@ impl Ranks<'_> {
             let rank = rank as u64;
             let peer = |peer: &u64| {
                 let other = pattern.peer_of(*peer, rank, self.mesh);
-                (*peer, (colours[other as usize], self.node(other) != self.node(rank)))
+                (*peer, (colours[other as usize], distance(other, rank, self.cluster)))
             };
             folded.classes.push(Class {
                 rank,
@@ -218,9 +218,9 @@ impl Ranks<'_> {
         for (index, class) in folded.classes.iter_mut().enumerate() {
             class.per_node = node_kinds.iter().map(|counts| counts[index]).collect();
         }
-        folded.meetings = vec![Meeting { classes: Vec::new(), group: Group { within: 1, across: 1 } }; numbers.len()];
-        for ((_, _, (within, across)), index) in numbers {
-            folded.meetings[index].group = Group { within, across };
+        folded.meetings = vec![Meeting { classes: Vec::new(), group: Group::of_nodes(1, 1) }; numbers.len()];
+        for ((_, _, group), index) in numbers {
+            folded.meetings[index].group = group;
         }
         for (index, class) in folded.classes.iter().enumerate() {
             for meeting in &class.groups {

@@ -1,0 +1,48 @@
+//! What lies beyond the node: racks, pods.
+
+use super::{ClusterError, check};
+use serde::{Deserialize, Serialize};
+
+/// The most levels beyond the node.
+pub const MOST_LEVELS: usize = 2;
+
+/// Equal units of equal nodes, with links of their own to other units.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Level {
+    /// What a unit is called: `rack`.
+    pub name: String,
+    /// Nodes of one unit.
+    pub nodes: u64,
+    /// Bytes/s that each device may move out of its unit, all at the same time.
+    pub bandwidth: f64,
+    /// Time of one hop between units, in seconds.
+    pub latency: f64,
+}
+
+/// Checks that each level is made of whole units of the one inside.
+pub(super) fn check(levels: &[Level], nodes: u64, cluster: &str) -> Result<(), ClusterError> {
+    let fail = |message: String| Err(ClusterError::File { path: cluster.to_string(), message });
+    if levels.len() > MOST_LEVELS {
+        return fail(format!(
+            "{} levels beyond the node; there may be {MOST_LEVELS}, such as racks and pods",
+            levels.len()
+        ));
+    }
+    let mut inner = (1, "node");
+    for Level { name, nodes: size, bandwidth, latency } in levels {
+        let (unit, inside) = inner;
+        if *size <= unit || !size.is_multiple_of(unit) {
+            return fail(format!(
+                "a {name} of {size} nodes is not made of several {inside}s of {unit}: write a larger multiple of {unit}"
+            ));
+        }
+        if !nodes.is_multiple_of(*size) {
+            return fail(format!("{nodes} nodes do not fill {name}s of {size}: write a divisor of {nodes}"));
+        }
+        check::figure("bandwidth", *bandwidth)?;
+        check::figure("latency", *latency)?;
+        inner = (*size, name);
+    }
+    Ok(())
+}
