@@ -276,7 +276,9 @@ impl From<ZooError> for Error {
 impl From<SimulateError> for Error {
     fn from(error: SimulateError) -> Self {
         let fix = match error {
-            SimulateError::UnknownRank { .. } => "--straggler takes RANK=FACTOR, with ranks from 0",
+            SimulateError::UnknownRank { .. } | SimulateError::Twice { .. } => {
+                "--straggler takes RANK=FACTOR, with ranks from 0"
+            }
             SimulateError::Factor { .. } => "1 is as planned, 2 takes twice as long",
             SimulateError::Ranks { .. } => "leave --cluster out, or name one of that many devices",
             SimulateError::Stuck { .. } => return Self::Check(error.to_string()),

@@ -343,7 +343,7 @@ fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
         None => "the loss is no cross-entropy of a product over a sequence; leave it out".to_string(),
         Some(head) => match head.sequence(prepared.graph) {
             sequence if sequence.is_multiple_of(chunks) => return Ok(()),
-            sequence => format!("{chunks} does not divide the sequence of {sequence}"),
+            sequence => format!("{chunks} does not divide the sequence of {sequence}; use a divisor of it"),
         },
     };
     Err(PlanError::Pin { pin: format!("loss_chunks={chunks}"), message })

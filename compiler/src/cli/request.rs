@@ -21,7 +21,11 @@ pub fn cluster(text: Option<&str>) -> Result<Cluster, Error> {
         true => cuda_profile(),
         false => "h200",
     };
-    Ok(Cluster::parse(text, profile)?)
+    let cluster = Cluster::parse(text, profile)?;
+    if let Some(mixture) = cluster.mixture() {
+        tracing::warn!("{text} has {mixture}");
+    }
+    Ok(cluster)
 }
 
 /// The shipped profile that is nearest to this host's first GPU.

@@ -168,7 +168,7 @@ impl Pins {
             self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
         for (name, degree) in &degrees {
             if !ranks.is_multiple_of(*degree) {
-                let message = format!("{degree} does not divide the cluster's {ranks} ranks");
+                let message = format!("{degree} does not divide the cluster's {ranks} ranks; use a divisor of {ranks}");
                 return fail(format!("{name}={degree}"), message);
             }
         }

@@ -28,6 +28,9 @@ use shardc_ir::program::{Run, Stream};
 use shardc_ir::{AxisId, Plan, Program, Seconds};
 use std::rc::Rc;
 
+/// The most by which something may be slower than planned; the text of [`SimulateError::Factor`] says it.
+const MOST_SLOWDOWN: f64 = 1e6;
+
 /// Why there is no simulation.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SimulateError {
@@ -40,12 +43,18 @@ pub enum SimulateError {
         last: u64,
     },
     /// A factor that makes no sense.
-    #[error("{what} is {value}; it must be a number that is at least 1")]
+    #[error("{what} is {value}; it must be a number from 1 to 1000000")]
     Factor {
         /// What it is of.
         what: &'static str,
         /// Its value.
         value: String,
+    },
+    /// A rank that is slow in two ways.
+    #[error("rank {rank} is to be slow twice; name it once")]
+    Twice {
+        /// The rank.
+        rank: u64,
     },
     /// The mesh has other ranks than the cluster.
     #[error("the plan has {ranks} ranks and the cluster {devices} devices; simulate it on a cluster of {ranks}")]
@@ -162,7 +171,7 @@ pub fn simulate(
         return Err(SimulateError::Ranks { ranks: count, devices });
     }
     let mut slowdown = vec![1.0; count as usize];
-    let check = |what, value: f64| match value.is_finite() && value >= 1.0 {
+    let check = |what, value: f64| match (1.0..=MOST_SLOWDOWN).contains(&value) {
         true => Ok(value),
         false => Err(SimulateError::Factor { what, value: value.to_string() }),
     };
@@ -170,6 +179,9 @@ pub fn simulate(
     for (rank, factor) in &conditions.stragglers {
         let last = count - 1;
         let slot = slowdown.get_mut(*rank as usize).ok_or(SimulateError::UnknownRank { rank: *rank, last })?;
+        if *slot != 1.0 {
+            return Err(SimulateError::Twice { rank: *rank });
+        }
         *slot = check("the slowdown of a rank", *factor)?;
     }
     let works: Vec<Vec<Vec<Work>>> = programs.iter().map(|program| works_of(program, plan, cluster)).collect();

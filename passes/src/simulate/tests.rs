@@ -98,7 +98,10 @@ fn check_error(cluster: &str, conditions: Conditions, expect: &str) {
 fn conditions_must_make_sense() {
     let slow = |rank, factor| Conditions { stragglers: vec![(rank, factor)], ..Conditions::default() };
     check_error("h100:8", slow(8, 2.0), "rank 8 is to be slow, but the plan has ranks 0 to 7");
-    check_error("h100:8", slow(0, 0.5), "the slowdown of a rank is 0.5; it must be a number that is at least 1");
+    check_error("h100:8", slow(0, 0.5), "the slowdown of a rank is 0.5; it must be a number from 1 to 1000000");
+    check_error("h100:8", slow(0, 1e7), "the slowdown of a rank is 10000000");
+    let twice = Conditions { stragglers: vec![(3, 2.0), (3, 4.0)], ..Conditions::default() };
+    check_error("h100:8", twice, "rank 3 is to be slow twice; name it once");
     check_error("h100:8", Conditions { contention: f64::NAN, ..Conditions::default() }, "the contention is NaN");
     check_error("h100:4", Conditions::default(), "the plan has 8 ranks and the cluster 4 devices");
 }
