@@ -12,7 +12,7 @@ use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
 use crate::shard::price::Ground;
 use crate::shard::share::Share;
-use crate::shard::tensor::{Conversion, Placed, Prepared};
+use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
@@ -22,7 +22,7 @@ use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
 pub struct Split {
     matmul: f64,
     memory: f64,
-    /// Collectives of the tensor axes.
+    /// Collectives of the tensor axes, as far as they show.
     pub communication: f64,
 }
 
@@ -87,6 +87,8 @@ pub struct Shape<'a> {
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
+    /// Collectives of the tensor axes that run beside kernels.
+    hidden: f64,
     liveness: Liveness<'a>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
@@ -116,6 +118,7 @@ impl<'a> Shape<'a> {
             block_gradient: 0,
             blocks: prepared.block_count(),
             loss_chunks,
+            hidden: 0.0,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
@@ -130,6 +133,9 @@ impl<'a> Shape<'a> {
             each.push(Split::of(time, bound));
             seconds.push(time);
         }
+        let all: f64 = communication(conversions);
+        let conversions = &beside_kernels(prepared, placed, conversions, &seconds)[..];
+        shape.hidden = all - communication(conversions);
         for conversion in conversions {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
@@ -258,10 +264,11 @@ impl<'a> Shape<'a> {
             (peak, peak.gradients + waiting)
         };
         // The gathered weights of a block and of the next; at the peak, where the backward pass
-        // begins, the head's as well. With several microbatches the head's gradient stands for them.
+        // begins, the head's are the next. With several microbatches the head's gradient stands for them.
         let head = if self.microbatches > 1 { 0 } else { self.head };
         let blocks = self.blocks.max(1);
-        let gathered = if zero == 3 { 2 * (storage.gathered + bare) as u64 / blocks + head } else { 0 };
+        let block = (storage.gathered + bare) as u64 / blocks;
+        let gathered = if zero == 3 { block + block.max(head) } else { 0 };
         let bucket = if is_shared { (BUCKET as u64).min(whole / blocks) } else { 0 };
         Memory {
             parameters: Bytes((storage.parameters.under(zero) + copies) as u64),
@@ -313,7 +320,7 @@ impl<'a> Shape<'a> {
             matmul: Seconds(matmul),
             memory_bound: Seconds(memory_bound),
             exposed_communication: Seconds(tensor + shown),
-            communication: Seconds(tensor + communication),
+            communication: Seconds(tensor + self.hidden * microbatches + communication),
             optimizer: Seconds(update),
             flops: work.flops,
             mfu: work.at_peak.0 / (step * cluster.ranks() as f64),
@@ -331,4 +338,29 @@ fn emitted_seconds(share: Share, alone: Seconds, bound: Bound, launch: f64, apar
     }
     let least = if apart { 1.0 } else { 0.0 };
     (alone.0 - launch) * share.traffic.max(least) + launch * share.launches.max(least)
+}
+
+/// What conversions take in all.
+fn communication(conversions: &[Conversion]) -> f64 {
+    conversions.iter().map(|conversion| conversion.seconds * conversion.count as f64).sum()
+}
+
+/// Conversions with the seconds that show of them: one that resolves a partial value begins behind the maker, and
+/// runs beside the kernels up to the first reader (the gradient of a weight, beside the reduction of that of its
+/// activation), which lose a share of their rate to it.
+fn beside_kernels(
+    prepared: &Prepared<'_>,
+    placed: &Placed<'_>,
+    conversions: &[Conversion],
+    seconds: &[f64],
+) -> Vec<Conversion> {
+    let loss = placed.cluster.device.overlap_loss.value;
+    let shown = |conversion: &Conversion| {
+        let is_own = |flow: &&Flow| flow.maker == conversion.maker && flow.result == conversion.result;
+        let flow = prepared.flows.iter().find(is_own).filter(|_| conversion.is_early);
+        let beside: f64 = flow.iter().flat_map(|flow| &flow.between).map(|class| seconds[*class]).sum();
+        let hidden = conversion.seconds.min(beside / (1.0 - loss));
+        Conversion { seconds: conversion.seconds - hidden * (1.0 - loss), ..*conversion }
+    };
+    conversions.iter().map(shown).collect()
 }

@@ -27,6 +27,8 @@ struct Life {
     last_forward: usize,
     /// Its block, if recomputation may drop it in between.
     block: Option<u64>,
+    /// The last reader, if its result takes the bytes over.
+    given: Option<usize>,
 }
 
 /// A node of a block's forward pass that reads a value.
@@ -154,10 +156,35 @@ impl Lives {
             let block = if node.role == Role::Forward { own } else { None };
             for (result, value) in node.results.iter().enumerate() {
                 life[*value] = Some(all.lives.len());
-                all.lives.push(Life { class, result, made: position, last: position, last_forward: position, block });
+                let (made, last, last_forward, given) = (position, position, position, None);
+                all.lives.push(Life { class, result, made, last, last_forward, block, given });
             }
         }
+        all.give(prepared, &life);
         all
+    }
+
+    /// Finds the values whose bytes their last reader's result takes, as lowering does
+    /// ([`in_place`](crate::lower)).
+    fn give(&mut self, prepared: &Prepared<'_>, life: &SecondaryMap<ValueId, Option<usize>>) {
+        let graph = prepared.graph;
+        for (id, node) in graph.nodes().filter(|(_, node)| !is_view(&node.op)) {
+            for result in &node.results {
+                let ty = graph.ty(*result);
+                let fits = |value: &ValueId| {
+                    let other = graph.ty(*value);
+                    other.shape == ty.shape && other.bytes() == ty.bytes()
+                };
+                let mut dying = node.operands.iter().enumerate().filter_map(|(operand, value)| {
+                    let index = life[*value].filter(|_| node.op.may_overwrite(operand) && fits(value))?;
+                    let of = &self.lives[index];
+                    (of.last == id.index() && of.given.is_none() && of.made < id.index()).then_some(index)
+                });
+                if let Some(index) = dying.next().filter(|_| life[*result].is_some()) {
+                    self.lives[index].given = Some(id.index());
+                }
+            }
+        }
     }
 }
 
@@ -197,6 +224,8 @@ impl<'a> Liveness<'a> {
         }
         for (life, last) in lives.iter().zip(last) {
             let bytes = self.sizes[life.class][life.result];
+            // What its last reader's result takes over ends before that.
+            let last = if life.given == Some(last) { last - 1 } else { last };
             match again(life.block, life.class).filter(|start| *start <= last && *start > life.last_forward) {
                 Some(start) => {
                     add(0, bytes, life.made, life.last_forward);

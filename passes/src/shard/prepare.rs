@@ -10,7 +10,7 @@ use crate::search::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
-use shardc_ir::{Graph, NodeId, Target, ValueId};
+use shardc_ir::{EntityRef, Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
@@ -173,16 +173,28 @@ fn ties(graph: &Graph, folded: &Folded) -> Vec<usize> {
 
 fn flows(graph: &Graph, folded: &Folded) -> Vec<Flow> {
     let mut readers: BTreeMap<(usize, usize), BTreeMap<(usize, usize), usize>> = BTreeMap::new();
+    // Per flow, the first node that reads a value of the class's first node.
+    let mut first: BTreeMap<(usize, usize), NodeId> = BTreeMap::new();
     for (id, node) in graph.nodes() {
         for (operand, value) in node.operands.iter().enumerate() {
             let value = graph.value(*value);
-            let flow = readers.entry((folded.class[value.def], value.index)).or_default();
+            let class = folded.class[value.def];
+            let flow = readers.entry((class, value.index)).or_default();
             *flow.entry((folded.class[id], operand)).or_default() += 1;
+            if folded.classes[class].node == value.def {
+                first.entry((class, value.index)).or_insert(id);
+            }
         }
     }
     let flow = |((maker, result), readers): ((usize, usize), BTreeMap<(usize, usize), usize>)| {
         let readers = readers.into_iter().map(|((reader, operand), count)| (reader, operand, count)).collect();
-        Flow { maker, result, readers }
+        let range = first.get(&(maker, result)).map(|reader| folded.classes[maker].node.index() + 1..reader.index());
+        let between = range.unwrap_or_default().take(MOST_BETWEEN);
+        let between = between.map(|index| folded.class[NodeId::from_u32(index as u32)]).collect();
+        Flow { maker, result, readers, between }
     };
     readers.into_iter().map(flow).collect()
 }
+
+/// What runs beside a conversion is looked for in so many nodes.
+const MOST_BETWEEN: usize = 16;

@@ -77,6 +77,8 @@ pub struct Flow {
     pub result: usize,
     /// Who reads it: class, operand, and how often in the graph.
     pub readers: Vec<(usize, usize, usize)>,
+    /// The classes of the nodes between its first maker and the first that reads what that makes.
+    pub between: Vec<usize>,
 }
 
 /// A conversion of a value that a plan makes.
@@ -96,6 +98,8 @@ pub struct Conversion {
     pub bytes: f64,
     /// Whether several readers share it.
     pub is_shared: bool,
+    /// Whether it resolves a partial value: such a conversion begins behind the maker.
+    pub is_early: bool,
 }
 
 impl Prepared<'_> {
@@ -413,7 +417,8 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let bytes =
                     if matches!(to, Along::Dim(_)) { value.bytes / self.group.size() as f64 } else { value.bytes };
                 let (maker, result, is_shared) = (flow.maker, flow.result, matches!(way, Way::Handed));
-                conversions.push(Conversion { maker, result, reader, seconds, count, bytes, is_shared });
+                let is_early = matches!(from, Along::Partial(_));
+                conversions.push(Conversion { maker, result, reader, seconds, count, bytes, is_shared, is_early });
             };
             let members = self.prepared.folded.classes[flow.maker].members.len();
             let handed = self.handed.get(&index).map(|(variable, layouts)| layouts[solution.choices[*variable]]);
