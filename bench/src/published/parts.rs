@@ -244,7 +244,7 @@ impl Bench<'_> {
             return [0.0; 2];
         }
         let across = if shape.tensor * shape.context > self.cluster.per_node { shape.context } else { 1 };
-        let group = Group { within: shape.context / across, across };
+        let group = Group::of_nodes(shape.context / across, across);
         let (sent, merged) = ((4 * self.tokens() * kv * width) as f64, (self.tokens() * heads * width) as f64);
         let ring = |attention, pass| Ring { group, sent, merged, attention }.seconds(pass, self.machine, self.cluster);
         [ring(attention[0], Pass::Forward), ring(attention[1], Pass::Backward)]

@@ -28,7 +28,9 @@ impl Ring {
             return 0.0;
         }
         let times = if pass == Pass::Forward { 1.0 } else { 2.0 };
-        let send = collective::send_seconds(self.sent, self.group.across > 1, cluster).0;
+        // The slowest neighbours decide.
+        let borders = [self.group.across].iter().chain(&self.group.beyond).filter(|units| **units > 1).count();
+        let send = collective::send_over(self.sent, borders, cluster).0;
         let merge = steps * self.merged * machine.library.context_merge_bytes / machine.bandwidth();
         times * merge + overlap::shown(times * steps * send, 0.0, self.attention, machine.library.context_loss)
     }
