@@ -5,6 +5,8 @@
 
 pub mod align;
 pub mod allocate;
+#[cfg(test)]
+mod axes_tests;
 pub mod chunk;
 pub mod cluster;
 pub mod cost;

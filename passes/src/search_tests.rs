@@ -112,7 +112,7 @@ pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
 pub(crate) const SMALL: Sizes =
     Sizes { layers: 4, batch: 8, seq: 2048, hidden: 4096, heads: 32, kv: 8, ffn: 14336, vocab: 128256 };
 
-fn request(sizes: Sizes, memory: u64) -> Request {
+pub(crate) fn request(sizes: Sizes, memory: u64) -> Request {
     Request { batch: sizes.batch, seq: sizes.seq, device_memory: Bytes(memory << 30), ..Request::default() }
 }
 
@@ -142,7 +142,7 @@ fn strategies(plan: &Plan, path: &str) -> String {
 
 /// The strategies of the nodes of a path, one line per operation and role, in the order of the graph.
 #[track_caller]
-fn check_strategies(plan: &Plan, path: &str, expect: &[&str]) {
+pub(crate) fn check_strategies(plan: &Plan, path: &str, expect: &[&str]) {
     let text = strategies(plan, path);
     for line in expect {
         assert!(text.contains(line), "no `{line}` in\n{text}");
@@ -292,51 +292,4 @@ fn every_plan_is_lowered() {
             crate::lower::lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{pins} {dtype}: {error}"));
         }
     }
-}
-
-/// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
-#[test]
-fn context_parallelism_divides_the_sequence() {
-    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "cp=8,microbatch=1,zero=3").unwrap();
-    check_strategies(
-        &plan,
-        "blocks.1",
-        &[
-            "Forward blocks.1.attention_norm rms_norm [i=mb j=cp]",
-            "Forward blocks.1.attention.query matmul [b=mb s=cp]",
-            "Forward blocks.1.attention attention [b=mb kv=cp]",
-            "Forward blocks.1.attention.output matmul [b=mb s=cp]",
-            "Forward blocks.1.mlp.down matmul [b=mb s=cp]",
-            "Backward blocks.1.mlp.gate matmul [b=mb s=cp]",
-            "parameter [i=cp]",
-            "adamw [i=cp]",
-        ],
-    );
-    assert!(shardc_ir::feature::missing(&plan, &NoScratch).is_empty());
-}
-
-#[test]
-fn rings_pass_keys_and_values_round() {
-    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "ring=4,ulysses=2,microbatch=1,zero=3").unwrap();
-    let attention = "Forward blocks.1.attention attention [b=mb kv=ulysses t=ring]";
-    check_strategies(&plan, "blocks.1", &[attention, "Forward blocks.1.mlp.down matmul [b=mb s=ring.ulysses]"]);
-    assert_eq!(shardc_ir::feature::missing(&plan, &NoScratch), [shardc_ir::Feature::Ring]);
-    assert!(shardc_ir::verify::plan(plan).is_ok());
-}
-
-/// Parameters are stored in parts inside a node, and the parts replicated across nodes, where gathering over
-/// all nodes takes longer.
-#[test]
-fn storage_stays_in_a_node_where_links_between_nodes_are_slow() {
-    let choice = |node_bandwidth: f64| {
-        let mut cluster = Cluster::parse("h100:8x4", "h200").unwrap();
-        cluster.device.node_bandwidth.value = node_bandwidth;
-        let sizes = Sizes { batch: 128, ..SMALL };
-        let pins = Pins::parse("tp=1,zero=3,microbatch=1").unwrap();
-        let plan = search(&llama(sizes, DType::Bf16), &cluster, &request(sizes, 70), &pins, &NoScratch).unwrap();
-        check_strategies(&plan, "blocks.1.mlp.gate", &["matmul [b=dp"]);
-        plan.choice
-    };
-    assert!(choice(1e9).starts_with("dp=4,fsdp=8,tp=1,zero=3"), "{}", choice(1e9));
-    assert!(choice(1e12).starts_with("dp=32,tp=1,zero=3"), "{}", choice(1e12));
 }

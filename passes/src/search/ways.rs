@@ -45,6 +45,9 @@ impl Way {
 /// Fewer tokens than this on a rank are not worth a division of the sequence that nobody asked for.
 const LEAST_TOKENS: u64 = 1024;
 
+/// Parameters may be stored in parts within so many nodes.
+const FEW_NODES: u64 = 8;
+
 /// Tensor degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
@@ -60,8 +63,10 @@ pub fn ways(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins:
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
     let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
-    // Where there are fewer sequences than ranks, something else has to be divided.
-    let opens_context = |cp: u64| cp == 1 || (all && is_long(cp)) || (!batch.is_multiple_of(ranks) && seq > 1);
+    // Where data ranks, and tensor ranks of one node, cannot be all, something else has to be divided.
+    let mut widths = divisors(ranks).into_iter().filter(|tp| *tp <= cluster.per_node);
+    let needs_context = seq > 1 && !widths.any(|tp| batch.is_multiple_of(ranks / tp));
+    let opens_context = |cp: u64| cp == 1 || (all && is_long(cp)) || needs_context;
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
@@ -126,8 +131,8 @@ fn divides_experts(prepared: &Prepared<'_>, ep: u64) -> bool {
     expert_sizes(prepared).iter().any(|size| size.is_multiple_of(ep))
 }
 
-/// Over how many of `copies` ranks, `stride` apart, parameters may be stored: over all, and over those of
-/// one node where there are several, so that gathers stay inside (HSDP).
+/// Over how many of `copies` ranks, `stride` apart, parameters may be stored: over all, and where there are
+/// several nodes over those of one or of a few, so that gathers stay inside (HSDP).
 fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> {
     if let Some(inner) = pins.fsdp {
         let inner = if inner == 1 { copies } else { inner };
@@ -137,9 +142,16 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> 
     if let Some(dp) = pins.dp {
         return if dp == copies { vec![copies] } else { Vec::new() };
     }
+    // Among the ranks of a node, and of a few nodes: a ring of all has as many hops as there are nodes.
     let within = (cluster.per_node / stride).max(1);
-    let inner = divisors(copies).into_iter().filter(|size| *size <= within).max().unwrap_or(1);
-    if inner > 1 && inner < copies && cluster.nodes > 1 { vec![copies, inner] } else { vec![copies] }
+    let largest = |limit: u64| divisors(copies).into_iter().filter(|size| *size <= limit).max().unwrap_or(1);
+    let mut stored = vec![copies];
+    for inner in [largest(FEW_NODES * within), largest(within)] {
+        if inner > 1 && cluster.nodes > 1 && !stored.contains(&inner) {
+            stored.push(inner);
+        }
+    }
+    stored
 }
 
 /// A degree as the axes it is pinned to be, or as one.

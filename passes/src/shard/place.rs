@@ -10,7 +10,7 @@ use shardc_ir::{AxisId, Choice};
 use std::collections::BTreeMap;
 
 /// How often all axes are placed again at the most.
-const MOST_ROUNDS: usize = 6;
+const MOST_ROUNDS: usize = 2;
 
 /// Chooses what every class does with the axes that are searched, and adds it to the strategies. Gives
 /// the conversions that follow.

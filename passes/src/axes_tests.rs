@@ -1,0 +1,139 @@
+//! What axes of each family divide, in plans that the search finds.
+
+use crate::cluster::Cluster;
+use crate::differentiate::differentiate;
+use crate::lower::lower_all;
+use crate::optimizer::{OptimizerConfig, add_optimizer};
+use crate::search::{Pins, search};
+use crate::search_tests::{SMALL, Sizes, check_strategies, llama, plan, request};
+use shardc_ir::plan::Request;
+use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Plan, feature, verify};
+
+/// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
+#[test]
+fn context_parallelism_divides_the_sequence() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "cp=8,microbatch=1,zero=3").unwrap();
+    check_strategies(
+        &plan,
+        "blocks.1",
+        &[
+            "Forward blocks.1.attention_norm rms_norm [i=mb j=cp]",
+            "Forward blocks.1.attention.query matmul [b=mb s=cp]",
+            "Forward blocks.1.attention attention [b=mb kv=cp]",
+            "Forward blocks.1.attention.output matmul [b=mb s=cp]",
+            "Forward blocks.1.mlp.down matmul [b=mb s=cp]",
+            "Backward blocks.1.mlp.gate matmul [b=mb s=cp]",
+            "parameter [i=cp]",
+            "adamw [i=cp]",
+        ],
+    );
+    assert!(feature::missing(&plan, &NoScratch).is_empty());
+}
+
+#[test]
+fn rings_pass_keys_and_values_round() {
+    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "ring=4,ulysses=2,microbatch=1,zero=3").unwrap();
+    let attention = "Forward blocks.1.attention attention [b=mb kv=ulysses t=ring]";
+    check_strategies(&plan, "blocks.1", &[attention, "Forward blocks.1.mlp.down matmul [b=mb s=ring.ulysses]"]);
+    assert_eq!(feature::missing(&plan, &NoScratch), [Feature::Ring]);
+    assert!(verify::plan(plan).is_ok());
+}
+
+/// Parameters are stored in parts inside a node, and the parts replicated across nodes, where gathering over
+/// all nodes takes longer.
+#[test]
+fn storage_stays_in_a_node_where_links_between_nodes_are_slow() {
+    let choice = |node_bandwidth: f64| {
+        let mut cluster = Cluster::parse("h100:8x4", "h200").unwrap();
+        cluster.device.node_bandwidth.value = node_bandwidth;
+        let sizes = Sizes { batch: 128, ..SMALL };
+        let pins = Pins::parse("tp=1,zero=3,microbatch=1").unwrap();
+        let plan = search(&llama(sizes, DType::Bf16), &cluster, &request(sizes, 70), &pins, &NoScratch).unwrap();
+        check_strategies(&plan, "blocks.1.mlp.gate", &["matmul [b=dp"]);
+        plan.choice
+    };
+    assert!(choice(1e9).starts_with("dp=4,fsdp=8,tp=1,zero=3"), "{}", choice(1e9));
+    assert!(choice(1e12).starts_with("dp=32,tp=1,zero=3"), "{}", choice(1e12));
+}
+
+/// Where a cluster's ranks are no power of two, storage over all of them may divide nothing, and does inside
+/// a node.
+#[test]
+fn storage_divides_over_any_number_of_nodes() {
+    let sizes = Sizes { batch: 240, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:8x5", 24, "tp=1,microbatch=1").unwrap();
+    assert!(plan.choice.starts_with("dp=5,fsdp=8,tp=1,zero="), "{}", plan.choice);
+}
+
+/// Two sequences cannot be divided among eight ranks, so something else is.
+#[test]
+fn few_sequences_are_divided() {
+    let sizes = Sizes { batch: 2, seq: 8192, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:1x64", 70, "").unwrap();
+    assert!(plan.mesh.degree("cp") * plan.mesh.degree("tp") >= 32, "{}", plan.choice);
+    assert!(feature::missing(&plan, &NoScratch).is_empty());
+}
+
+/// Over many ranks a product is divided at two factors: what is moved falls with the root of their number.
+#[test]
+fn products_over_many_ranks_are_divided_at_two_factors() {
+    let sizes = Sizes { layers: 2, batch: 1, seq: 8192, hidden: 8192, heads: 64, kv: 64, ffn: 8192, vocab: 65536 };
+    let plan = plan(sizes, DType::Bf16, "h100:64", 70, "dp=1").unwrap();
+    assert!(plan.choice.starts_with("dp=1,tp=8x8"), "{} of {:?}", plan.choice, plan.alternatives);
+    let both = |text: &String| text.contains("k=") && (text.contains("n=") || text.contains("s="));
+    let products: Vec<String> = plan
+        .graph
+        .nodes()
+        .filter(|(_, node)| node.op.name() == "matmul" && node.path.starts_with("blocks"))
+        .map(|(id, _)| plan.rule(id).strategy_text(&plan.strategies[id], &plan.mesh))
+        .collect();
+    assert!(products.iter().filter(|text| both(text)).count() * 2 > products.len(), "{products:?}");
+}
+
+/// Tokens `[b, s, d]` are dispatched to slots of experts `[b, e, c, d]` and combined again by given routes.
+const EXPERTS: &str = r#"graph @experts {
+  %x: f32[8,16,256] = input "x"
+  %route: f32[8,4,8,16] = input "route"
+  %dense: f32[256,256] = parameter "dense.weight"
+  %up: f32[4,256,1024] = parameter "experts.up"
+  %down: f32[4,1024,256] = parameter "experts.down"
+  %h: f32[8,16,256] = matmul %x, %dense {spec="bsk,kn->bsn"} at "dense"
+  %slots: f32[8,4,8,256] = matmul %route, %h {spec="becs,bsd->becd"} at "dispatch"
+  %a: f32[8,4,8,1024] = matmul %slots, %up {spec="becd,edf->becf"} at "experts"
+  %g: f32[8,4,8,1024] = gelu %a at "experts"
+  %o: f32[8,4,8,256] = matmul %g, %down {spec="becf,efd->becd"} at "experts"
+  %y: f32[8,16,256] = matmul %route, %o {spec="becs,becd->bsd"} at "combine"
+  %e: f32[8,16,256] = mul %y, %y at "loss"
+  %s: f32[] = reduce_sum %e {dims=[0,1,2]} at "loss"
+  %loss: f32[] = affine %s {offset=0.0, scale=0.001} at "loss"
+  return loss %loss
+}"#;
+
+fn experts(cluster: &str, pins: &str) -> Result<Plan, String> {
+    let graph: Graph = EXPERTS.parse().map_err(|found: shardc_ir::Diagnostics| found.to_string())?;
+    let graph = add_optimizer(differentiate(&graph, "loss").unwrap(), &OptimizerConfig::default()).unwrap();
+    let request = Request { batch: 8, device_memory: Bytes(1 << 30), ..Request::default() };
+    let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    search(&graph, &cluster, &request, &pins, &NoScratch).map_err(|error| error.to_string())
+}
+
+/// The batch is divided over data and expert ranks, the experts over expert ranks: tokens move between, the
+/// gradients of experts are summed over data ranks alone. Nothing in the operations says what an expert is.
+#[test]
+fn experts_are_divided_and_tokens_move() {
+    let plan = experts("cpu:4", "dp=2,ep=2,zero=3,microbatch=2").unwrap();
+    let products = ["Forward experts matmul [b=dp e=ep]", "Backward experts matmul [b=dp e=ep]"];
+    check_strategies(&plan, "dense", &["Forward dense matmul [b=dp.ep]"]);
+    check_strategies(&plan, "experts", &products);
+    // Of the parameters, one is stored over all ranks and two over the ranks that hold the same experts.
+    check_strategies(&plan, "", &["adamw [i=dp.ep]", "adamw [i=ep.dp]"]);
+    for pins in ["dp=2,ep=2,zero=3,microbatch=2", "ep=4,zero=0,microbatch=1", "ep=2,tp=2,zero=1,microbatch=2"] {
+        let plan = experts("cpu:4", pins).unwrap();
+        let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{pins}: {found}"));
+        let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{pins}: {error}"));
+        verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{pins}: {found}"));
+    }
+    let error = experts("cpu:3", "ep=3").unwrap_err();
+    assert!(error.contains("does not divide"), "{error}");
+}
