@@ -1,3 +1,4 @@
 //! Speed, memory and prediction error, measured.
 
+pub mod planning;
 pub mod published;

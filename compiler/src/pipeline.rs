@@ -73,6 +73,11 @@ pub fn plan(
     cluster: &Cluster,
     options: &Options,
 ) -> Result<VerifiedPlan<'static>, Error> {
+    plan_step(&step(model, options)?, request, cluster, options)
+}
+
+/// From a traced model to its training step on one device.
+pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let stage = Stage::new(options.dump_to.as_deref())?;
     let graph = stage.graph(Pass::Trace, || Ok(model.graph.clone()))?;
     let graph = stage.graph(Pass::Raise, || Ok(raise(&graph)?.0))?;
@@ -80,7 +85,17 @@ pub fn plan(
     let graph = stage.graph(Pass::AlignHead, || Ok(align_head(&graph)?))?;
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
-    let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
+    stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))
+}
+
+/// From a training step to a plan.
+pub fn plan_step(
+    graph: &Graph,
+    request: &Request,
+    cluster: &Cluster,
+    options: &Options,
+) -> Result<VerifiedPlan<'static>, Error> {
+    let stage = Stage::new(options.dump_to.as_deref())?;
     // A winner is predicted by lowering it: its memory is what is allocated, its time what its programs take.
     let pins = Pins::parse(&options.pins)?;
     let target = target(&request.cluster);
@@ -90,7 +105,7 @@ pub fn plan(
         let simulated = simulate(&programs, &apart, &plan, cluster, &Conditions::default());
         Ok(predict(&programs, &simulated.map_err(|error| error.to_string())?, &plan, cluster))
     };
-    let search = || Ok(search_confirmed(&graph, cluster, request, &pins, target, Some(&confirm))?);
+    let search = || Ok(search_confirmed(graph, cluster, request, &pins, target, Some(&confirm))?);
     let plan = stage.run(Pass::Search, search)?;
     stage.dump(Pass::Search, [&plan].into_iter())?;
     verify::plan(plan).map_err(|found| bug(Pass::Search, &found))

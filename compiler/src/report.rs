@@ -3,7 +3,7 @@
 use crate::pipeline::target;
 use shardc_ir::Plan;
 use shardc_ir::feature::missing;
-use shardc_ir::plan::Memory;
+use shardc_ir::plan::{Memory, Search};
 use std::fmt::Write;
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
@@ -48,6 +48,9 @@ pub fn plan_text(plan: &Plan) -> String {
     if let Some((message, fix)) = refused(plan) {
         let _ = writeln!(text, "train    refused: {message}; {fix}");
     }
+    if plan.search.meshes > 0 {
+        text.push_str(&search_text(&plan.search));
+    }
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
     }
@@ -68,6 +71,16 @@ pub fn refused(plan: &Plan) -> Option<(String, String)> {
     let pins = list(missing.iter().map(|feature| feature.avoided_by().to_string()).collect(), ",");
     let message = format!("the runtime of `{cluster}` cannot execute {names} yet");
     (!missing.is_empty()).then(|| (message, format!("plan again with --pin {pins}")))
+}
+
+/// How the plan was found, in two lines.
+fn search_text(search: &Search) -> String {
+    let Search { estimate, bound, gap, stopped, meshes, pruned, candidates, lowered } = search;
+    let gap = gap * 100.0;
+    format!(
+        "search   estimated at {estimate}, within {gap:.2}% of the least that is possible, {bound}: {stopped}\n         \
+         {candidates} plans estimated, {lowered} lowered; {pruned} of {meshes} meshes left out by their bounds\n"
+    )
 }
 
 /// The categories of a rank's memory.

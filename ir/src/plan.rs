@@ -181,6 +181,27 @@ pub enum Scope {
     All,
 }
 
+/// How the plan was found, and how much better another could be.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Search {
+    /// The plan's step as the search estimates it, before it is lowered and simulated.
+    pub estimate: Seconds,
+    /// No plan of the searched space that fits is estimated to take less.
+    pub bound: Seconds,
+    /// By how much the estimate exceeds the bound, as a share of the bound.
+    pub gap: f64,
+    /// Why the search ended.
+    pub stopped: String,
+    /// Meshes (degrees and microbatches) of the searched space.
+    pub meshes: u64,
+    /// Of them, those that were left out because none of their plans can be faster, or fit.
+    pub pruned: u64,
+    /// Plans whose time and memory were predicted.
+    pub candidates: u64,
+    /// Of them, those that were lowered to know their memory exactly.
+    pub lowered: u64,
+}
+
 /// What was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Request {
@@ -229,6 +250,8 @@ pub struct Plan {
     pub prediction: Prediction,
     /// What it was preferred to, best first.
     pub alternatives: Vec<Alternative>,
+    /// How it was found.
+    pub search: Search,
 }
 
 impl Plan {

@@ -32,5 +32,6 @@ pub(crate) mod search_tests;
 mod seeded_bug_tests;
 pub mod shard;
 pub mod simulate;
+pub mod synthetic;
 
 pub use error::{PassError, UserError};

@@ -6,13 +6,18 @@
 //! ([`build`]). The order of candidates, and so the result, is deterministic.
 
 pub mod beside;
+mod bound;
 pub mod build;
 pub mod degrees;
 pub mod estimate;
+#[cfg(test)]
+mod exact_tests;
 pub mod liveness;
+mod outcome;
 pub mod pins;
 pub mod recompute;
 pub mod storage;
+mod visit;
 pub mod ways;
 pub mod why;
 
@@ -27,9 +32,11 @@ use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use estimate::Shape;
 pub use estimate::Work;
-use shardc_ir::plan::{Alternative, Memory, Prediction, Request};
+use outcome::{alternatives, breakdown, infeasible};
+use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{AxisId, Bytes, Choice, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use std::collections::BTreeMap;
+use visit::Visited;
 use ways::{divisors, ways};
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
@@ -89,6 +96,8 @@ pub struct Candidate {
     pub recompute: Recompute,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
+    /// The seconds that a byte of memory cost where its layouts were chosen.
+    pub byte: f64,
     /// What it is predicted to need.
     pub prediction: Prediction,
 }
@@ -155,7 +164,33 @@ pub fn search_confirmed(
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(&prepared, pins)?;
-    let mut candidates = enumerate(&prepared, cluster, &request, pins)?;
+    let space = Space { prepared: &prepared, cluster, request: &request, pins };
+    let mut visited = Visited::new(request.device_memory, true);
+    let found = choose(&space, confirm, &mut visited);
+    let is_final = visited.pruned == 0 || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
+    if is_final {
+        return found.map(|(plan, _)| plan);
+    }
+    // Plans that were thought to fit did not: what was left out because of them may be the best after all.
+    choose(&space, confirm, &mut Visited::new(request.device_memory, false)).map(|(plan, _)| plan)
+}
+
+/// What is searched.
+struct Space<'a, 'b> {
+    prepared: &'a Prepared<'b>,
+    cluster: &'a Cluster,
+    request: &'a Request,
+    pins: &'a Pins,
+}
+
+/// The best plan of the meshes that are visited, and its estimated step.
+fn choose(
+    space: &Space<'_, '_>,
+    confirm: Option<Confirm<'_>>,
+    visited: &mut Visited,
+) -> Result<(Plan, f64), PlanError> {
+    let Space { prepared, cluster, request, pins } = *space;
+    let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
@@ -183,7 +218,7 @@ pub fn search_confirmed(
         if estimate > bound || was_refused || (is_too_large && !is_last_resort) {
             continue;
         }
-        let mut plan = build::build(&prepared, cluster, &request, candidate)?;
+        let mut plan = build::build(prepared, cluster, request, candidate)?;
         let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
             // What goes round a ring is not lowered yet: its memory and time stay estimates.
             plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
@@ -212,7 +247,11 @@ pub fn search_confirmed(
         return Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster));
     };
     plan.alternatives = alternatives(&candidates, index, &lowered, &refused, bound);
-    Ok(plan)
+    let step = candidates[index].prediction.step.0;
+    plan.search = visited.report(space, step, refused.len() as u64)?;
+    plan.search.candidates = candidates.len() as u64;
+    plan.search.lowered = (lowered.len() + refused.len()) as u64;
+    Ok((plan, step))
 }
 
 /// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
@@ -223,12 +262,8 @@ const MOST_CLOSE: usize = 3;
 const MOST_REFUSED: usize = 8;
 
 /// Every candidate the pins allow.
-fn enumerate(
-    prepared: &Prepared<'_>,
-    cluster: &Cluster,
-    request: &Request,
-    pins: &Pins,
-) -> Result<Vec<Candidate>, PlanError> {
+fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
+    let Space { prepared, cluster, request, pins } = *space;
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, &cluster.device);
     let mut candidates = Vec::new();
@@ -236,18 +271,24 @@ fn enumerate(
         let per_rank = batch / way.data;
         let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
         for microbatch in sizes {
-            let mut solved = Vec::new();
+            let (mut solved, mut is_solved) = (Vec::new(), true);
             for axes in &way.tp {
                 let point = Point { work, bound: request.device_memory, degrees: way.degrees(microbatch, axes) };
-                let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(batch)).collect();
-                let mesh = way.placed(microbatch, axes).mesh(batch);
-                let Some((placed, shape)) = solve(prepared, &mesh, &meshes, cluster, pins)? else { continue };
-                extend(&mut solved, &placed, &shape, pins, &point);
+                let degrees = way.placed(microbatch, axes);
+                let mesh = degrees.mesh(batch);
+                let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
+                if visited.opens(prepared, &placed, &degrees) {
+                    let found = solve(space, placed, &point);
+                    visited.add(&found);
+                    solved.extend(found);
+                } else {
+                    is_solved = false;
+                }
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
             let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
             candidates.extend(solved);
-            if !fits {
+            if !fits && is_solved {
                 break;
             }
         }
@@ -270,8 +311,44 @@ struct Point {
     bound: Bytes,
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh.
-fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_>, pins: &Pins, point: &Point) {
+/// Prices of a byte at which leaner layouts are looked for where the fastest do not fit without
+/// recomputation, as shares of the whole step for the whole memory; the highest first.
+const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
+
+/// The plans of a mesh of which the batch is placed.
+fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point) -> Vec<Candidate> {
+    let (pins, mut found) = (space.pins, Vec::new());
+    let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
+    let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, &meshes, pins);
+    let (fastest, shape) = solve(0.0);
+    extend(&mut found, (&fastest, 0.0), &shape, pins, point);
+    let is_kept = |candidate: &Candidate| candidate.recompute == Recompute::None;
+    let fits = |candidate: &Candidate| candidate.prediction.memory.total() <= point.bound;
+    if found.iter().any(|candidate| is_kept(candidate) && fits(candidate)) {
+        return found;
+    }
+    let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+    let mut known = vec![fastest.strategies];
+    for share in LEAN {
+        let byte = share * step / (point.bound.0 as f64).max(1.0);
+        let (lean, shape) = solve(byte);
+        if known.contains(&lean.strategies) {
+            break;
+        }
+        extend(&mut found, (&lean, byte), &shape, pins, point);
+        known.push(lean.strategies);
+    }
+    found
+}
+
+/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte.
+fn extend(
+    candidates: &mut Vec<Candidate>,
+    (placed, byte): (&Placed<'_>, f64),
+    shape: &Shape<'_>,
+    pins: &Pins,
+    point: &Point,
+) {
     for (storage, degrees) in point.degrees.iter().enumerate() {
         // Where every rank stores all there are no parts to have replicas of.
         let is_kept = |zero: &u64| match (copy_axes(placed.mesh).is_empty(), degrees.degree("fsdp") > 1) {
@@ -287,7 +364,7 @@ fn extend(candidates: &mut Vec<Candidate>, placed: &Placed<'_>, shape: &Shape<'_
             for recompute in recomputations(shape, storage, zero, pins, point.bound) {
                 let prediction = shape.predict(placed, storage, zero, recompute, point.work);
                 let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-                candidates.push(Candidate { degrees, zero, recompute, loss_chunks, prediction });
+                candidates.push(Candidate { degrees, zero, recompute, loss_chunks, byte, prediction });
             }
         }
     }
@@ -321,19 +398,32 @@ fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
     Some(high)
 }
 
-/// Places the batch on its axes, and solves the others; `None` if the batch does not divide. `meshes` are
-/// the ways to store parameters.
-fn solve<'a>(
+/// A mesh of which the batch is placed with the fastest layouts if a byte costs so many seconds, and the sums
+/// from which its plans are predicted. `meshes` are the ways to store parameters.
+fn solved<'a>(
+    prepared: &'a Prepared<'_>,
+    mut placed: Placed<'a>,
+    byte: f64,
+    meshes: &[Mesh],
+    pins: &Pins,
+) -> (Placed<'a>, Shape<'a>) {
+    let conversions = place_axes(prepared, &mut placed, byte);
+    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins), meshes);
+    (placed, shape)
+}
+
+/// A mesh with the layouts that are fastest on it, and the sums from which its plans are predicted; `None`
+/// where the batch does not divide.
+///
+/// # Errors
+/// Only a bug.
+pub fn fastest<'a>(
     prepared: &'a Prepared<'_>,
     mesh: &'a Mesh,
-    meshes: &[Mesh],
     cluster: &'a Cluster,
-    pins: &Pins,
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
-    let Some(mut placed) = place_batch(prepared, mesh, cluster)? else { return Ok(None) };
-    let conversions = place_axes(prepared, &mut placed);
-    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins), meshes);
-    Ok(Some((placed, shape)))
+    let placed = place_batch(prepared, mesh, cluster)?;
+    Ok(placed.map(|placed| solved(prepared, placed, 0.0, std::slice::from_ref(mesh), &Pins::default())))
 }
 
 /// Whether the head can be cut as it is pinned.
@@ -413,141 +503,4 @@ fn sort(candidates: &mut [Candidate]) {
     let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);
     candidates[..ties].sort_by_key(simplicity);
-}
-
-/// The runners-up, best first, and why each lost. Those that were not lowered are estimated; what the estimate does
-/// not see of the winner it does not see of its like either, so their steps are scaled by what the winner's exact
-/// step is of its own estimate.
-fn alternatives(
-    candidates: &[Candidate],
-    chosen: usize,
-    lowered: &[(usize, Prediction)],
-    refused: &[(usize, Memory)],
-    bound: Bytes,
-) -> Vec<Alternative> {
-    let exact = |index: usize| lowered.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
-    let estimated = &candidates[chosen].prediction;
-    let winner = exact(chosen).unwrap_or(estimated);
-    let scale = winner.step.0 / estimated.step.0;
-    let mut seen = vec![candidates[chosen].choice()];
-    let (mut list, mut unfit) = (Vec::new(), 0);
-    for (index, candidate) in candidates.iter().enumerate() {
-        let choice = candidate.choice();
-        if seen.contains(&choice) {
-            continue;
-        }
-        seen.push(choice.clone());
-        let (prediction, beside, scale) = match exact(index) {
-            Some(exact) => (exact, winner, 1.0),
-            None => (&candidate.prediction, estimated, scale),
-        };
-        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
-        let memory = confirmed.unwrap_or(prediction.memory);
-        let reason = if memory.total() > bound {
-            // The fastest that do not fit say what memory costs; more of them say no more.
-            unfit += 1;
-            if unfit > 4 {
-                continue;
-            }
-            let (name, bytes) = largest(&memory);
-            format!("needs {} of {bound} ({name} {bytes})", memory.total())
-        } else {
-            slower(prediction, beside)
-        };
-        list.push(Alternative { choice, step: prediction.step * scale, memory: memory.total(), reason });
-        if list.len() == 12 {
-            break;
-        }
-    }
-    list
-}
-
-/// By how much a plan is slower, and what makes it so.
-fn slower(prediction: &Prediction, winner: &Prediction) -> String {
-    let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
-    if percent < -0.1 {
-        return "faster, but plans of these degrees needed more memory than was estimated".to_string();
-    }
-    let parts = [
-        ("communication", prediction.exposed_communication, winner.exposed_communication),
-        ("matmuls", prediction.matmul, winner.matmul),
-        ("memory traffic and launches", prediction.memory_bound, winner.memory_bound),
-        ("the update", prediction.optimizer, winner.optimizer),
-    ];
-    let worst = parts.iter().max_by(|a, b| (a.1.0 - a.2.0).total_cmp(&(b.1.0 - b.2.0)));
-    match worst {
-        Some((name, own, best)) if own.0 > best.0 => {
-            format!("{percent:.1}% slower: {} more in {name}", Seconds(own.0 - best.0))
-        }
-        _ => "as fast, and less simple".to_string(),
-    }
-}
-
-fn parts(memory: &Memory) -> [(&'static str, Bytes); 5] {
-    [
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer", memory.optimizer),
-        ("activations", memory.activations),
-        ("buffers", memory.buffers),
-    ]
-}
-
-fn breakdown(memory: &Memory) -> String {
-    parts(memory).map(|(name, bytes)| format!("{name} {bytes}")).join(", ")
-}
-
-fn largest(memory: &Memory) -> (&'static str, Bytes) {
-    parts(memory).into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default()
-}
-
-fn infeasible(
-    candidates: &[Candidate],
-    refused: &[(usize, Memory)],
-    bound: Bytes,
-    pins: &Pins,
-    batch: u64,
-    cluster: &Cluster,
-) -> PlanError {
-    let memory = |index: usize| {
-        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
-        confirmed.unwrap_or(candidates[index].prediction.memory)
-    };
-    // What was lowered is known; an estimate that fits is not, once others turned out larger.
-    let is_known = |index: &usize| refused.is_empty() || refused.iter().any(|(other, _)| other == index);
-    let Some(nearest) = (0..candidates.len()).filter(is_known).min_by_key(|index| memory(*index).total()) else {
-        return PlanError::Bug("no candidate at all".to_string());
-    };
-    let needs = memory(nearest);
-    let breakdown = breakdown(&needs);
-    let is_pinned = *pins != Pins::default();
-    let (share, give) = match cluster.share_of_host() {
-        Some(share) if share == bound => {
-            let host = Bytes(cluster.device.host_memory_bytes.value as u64);
-            let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
-            (format!(", its share of the host's {host} over {ranks} ranks"), format!("give the host {needed}"))
-        }
-        _ => (String::new(), format!("give each rank {}", needs.total())),
-    };
-    let mut fixes = vec![give];
-    if is_pinned {
-        fixes.push("drop a pin".to_string());
-    }
-    if largest(&needs).0 == "activations" && candidates[nearest].degrees.microbatch > 1 {
-        fixes.push("use smaller microbatches".to_string());
-    }
-    if largest(&needs).0 != "activations" {
-        fixes.push(format!("use more than {} ranks", cluster.ranks()));
-    } else {
-        fixes.push(format!("use shorter sequences or fewer of them than {batch}"));
-    }
-    PlanError::Infeasible {
-        bound,
-        share: share.into(),
-        pins: if is_pinned { " under these pins" } else { "" }.into(),
-        choice: candidates[nearest].choice(),
-        needed: needs.total(),
-        breakdown: breakdown.into(),
-        fix: fixes.join(", or "),
-    }
 }

@@ -95,6 +95,7 @@ fn plan_json(plan: &Plan) -> Value {
         "mesh": plan.mesh,
         "prediction": plan.prediction,
         "alternatives": plan.alternatives,
+        "search": plan.search,
         "hash": plan.hash(),
     })
 }

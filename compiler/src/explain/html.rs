@@ -71,6 +71,7 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
         "simulated": inspection.simulated.step,
         "tokens_per_s": tokens as f64 / plan.prediction.step.0,
         "alternatives": plan.alternatives,
+        "search": plan.search,
         "collectives": collectives::rows(inspection),
         "sensitivity": sensitivity::rows(plan, &inspection.cluster)?,
         "values": values,

@@ -1,7 +1,7 @@
 //! The plan file: a plan as versioned JSON.
 //!
-//! It holds the request, the choice, the mesh, the prediction, the alternatives and the annotated
-//! graph in its text form, one line per array element, so that a person can read it and a diff of
+//! It holds the request, the choice, the mesh, the prediction, the alternatives, how the plan was
+//! found and the annotated graph in its text form, one line per array element, so that a person can read it and a diff of
 //! two is a diff of two texts. Keys are sorted. `hash` is the SHA-256 of everything else, written
 //! without white space; a file that was edited by hand fails it. The format is published as a JSON
 //! schema ([`PLAN_SCHEMA`]).
@@ -100,6 +100,7 @@ impl Plan {
             "mesh": part(serde_json::to_value(&self.mesh)),
             "prediction": part(serde_json::to_value(self.prediction)),
             "alternatives": part(serde_json::to_value(&self.alternatives)),
+            "search": part(serde_json::to_value(&self.search)),
             "graph": text.lines().collect::<Vec<_>>(),
         });
         match content {
@@ -144,6 +145,7 @@ impl Plan {
         plan.choice = take(&mut content, "choice")?;
         plan.prediction = take(&mut content, "prediction")?;
         plan.alternatives = take(&mut content, "alternatives")?;
+        plan.search = take(&mut content, "search")?;
         Ok(plan)
     }
 }
@@ -212,6 +214,7 @@ mod tests {
         plan.prediction.step = Seconds(0.1 + 0.2);
         plan.prediction.mfu = 1e-7 / 3.0;
         let (choice, reason) = ("tp=2".to_string(), "slower: \"tp\"".to_string());
+        plan.search.gap = 0.1;
         plan.alternatives.push(Alternative { choice, reason, step: Seconds(0.7), memory: Bytes(7) });
         plan
     }

@@ -26,7 +26,7 @@ pub fn build(
     let mesh = candidate.mesh(request.batch);
     let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
     let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
-    let conversions = place_axes(prepared, &mut placed);
+    let conversions = place_axes(prepared, &mut placed, candidate.byte);
     let meshes = std::slice::from_ref(&mesh);
     let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
     let selected = shape.menu().select(candidate.recompute);

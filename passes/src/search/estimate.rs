@@ -6,16 +6,16 @@
 use super::beside::{BUCKET, Loop, Shown, Traffic};
 use super::liveness::Liveness;
 use super::pins::Recompute;
-use super::recompute::{Menu, Prices};
+use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Storage, stored_type};
 use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
 use crate::shard::price::Ground;
-use crate::shard::share::Share;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
+use std::cell::OnceCell;
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -68,12 +68,14 @@ pub struct Work {
 }
 
 /// The sums of one placed mesh.
-#[derive(Debug)]
 pub struct Shape<'a> {
     forward: Split,
     backward: Split,
     /// What can be computed again.
-    menu: Menu,
+    menu: OnceCell<Menu>,
+    prepared: &'a Prepared<'a>,
+    /// Per class, what one of its nodes takes, with its conversions.
+    prices: Vec<Split>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
@@ -101,7 +103,7 @@ impl<'a> Shape<'a> {
     /// Sums a placed mesh up, with the head in so many chunks. `meshes` are the same with the data ranks as
     /// one axis or as replicas of several that store parameters in parts: one for each way to store them.
     pub fn new(
-        prepared: &'a Prepared<'_>,
+        prepared: &'a Prepared<'a>,
         placed: &Placed<'_>,
         conversions: &[Conversion],
         loss_chunks: u64,
@@ -110,7 +112,9 @@ impl<'a> Shape<'a> {
         let mut shape = Self {
             forward: Split::default(),
             backward: Split::default(),
-            menu: Menu::default(),
+            menu: OnceCell::new(),
+            prepared,
+            prices: Vec::new(),
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
@@ -142,7 +146,7 @@ impl<'a> Shape<'a> {
             let readers = prepared.folded.classes[conversion.reader].members.len();
             each[conversion.reader].communication += seconds / readers as f64;
         }
-        shape.menu = Menu::new(prepared, Prices { seconds: &each, sizes: shape.liveness.sizes() });
+        shape.prices = each;
         let first = &shape.storages[0];
         let divides = |class: usize| first.among(placed, class, stored_type(prepared, class, None)) > 1;
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
@@ -210,7 +214,7 @@ impl<'a> Shape<'a> {
         let on = Ground { mesh: placed.mesh, cluster: placed.cluster };
         let (seconds, bound) = prepared.seconds(class, strategy, on);
         let launch = Machine::own(&placed.cluster.device).launch();
-        let each = emitted_seconds(prepared.emitted[class], seconds, bound, launch, apart);
+        let each = prepared.emitted[class].seconds(seconds, bound, launch, apart);
         let seconds = each * count as f64;
         self.add_stored(prepared, placed, class, seconds);
         match op {
@@ -237,12 +241,17 @@ impl<'a> Shape<'a> {
 
     /// What can be computed again.
     pub fn menu(&self) -> &Menu {
-        &self.menu
+        let prices = Prices { seconds: &self.prices, sizes: self.liveness.sizes() };
+        self.menu.get_or_init(|| Menu::new(self.prepared, prices))
+    }
+
+    fn select(&self, recompute: Recompute) -> Selected<'_> {
+        if recompute == Recompute::None { Selected::default() } else { self.menu().select(recompute) }
     }
 
     /// Memory per rank, with parameters stored in one of the ways.
     pub fn memory(&self, storage: usize, zero: u64, recompute: Recompute) -> Memory {
-        let again = self.menu.select(recompute);
+        let again = self.select(recompute);
         let storage = &self.storages[storage];
         let is_shared = storage.ranks() > 1;
         // Copies that live through the step: casts, and gathered parameters without one.
@@ -292,7 +301,7 @@ impl<'a> Shape<'a> {
         let cluster = placed.cluster;
         let (of, microbatches) = (&self.storages[storage], self.microbatches as f64);
         let is_shared = of.ranks() > 1;
-        let selected = self.menu.select(recompute);
+        let selected = self.select(recompute);
         let again = selected.cost();
         let traffic = Traffic {
             zero,
@@ -328,16 +337,6 @@ impl<'a> Shape<'a> {
             host: Bytes(0),
         }
     }
-}
-
-/// What a node takes where lowering makes this of it; `apart` means that nothing of it is merged.
-fn emitted_seconds(share: Share, alone: Seconds, bound: Bound, launch: f64, apart: bool) -> f64 {
-    // A view takes nothing, and a product what it takes whatever it adds.
-    if alone.0 <= 0.0 || bound == Bound::Matmul {
-        return alone.0;
-    }
-    let least = if apart { 1.0 } else { 0.0 };
-    (alone.0 - launch) * share.traffic.max(least) + launch * share.launches.max(least)
 }
 
 /// What conversions take in all.

@@ -76,6 +76,9 @@ pub struct Lives {
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
+    /// Per class and result, how many of them live where the backward pass starts: those that stay, and
+    /// those that can be computed again.
+    at_turn: Vec<Vec<[f64; 2]>>,
 }
 
 /// The lives of all values, with their bytes on one rank of a placed mesh.
@@ -161,6 +164,7 @@ impl Lives {
             }
         }
         all.give(prepared, &life);
+        all.count_at_turn(prepared);
         all
     }
 
@@ -186,6 +190,27 @@ impl Lives {
             }
         }
     }
+
+    fn count_at_turn(&mut self, prepared: &Prepared<'_>) {
+        let results = |class: &crate::fold::Class| prepared.graph.node(class.node).results.len();
+        self.at_turn = prepared.folded.classes.iter().map(|class| vec![[0.0; 2]; results(class)]).collect();
+        let is_backward = |node: &shardc_ir::Node| matches!(node.role, Role::Backward(_));
+        let Some((turn, _)) = prepared.graph.nodes().find(|(_, node)| is_backward(node)) else { return };
+        // Of the head in chunks, less lives than the whole.
+        let cut: Vec<usize> = prepared.head.iter().map(|head| prepared.folded.class[head.product]).collect();
+        for life in self.lives.iter().filter(|life| life.made < turn.index() && life.last > turn.index()) {
+            let can_go = life.block.is_some_and(|block| self.backward[block as usize] > life.last_forward);
+            if !cut.contains(&life.class) {
+                self.at_turn[life.class][life.result][usize::from(can_go)] += 1.0;
+            }
+        }
+    }
+
+    /// Per result of a class, how many live where the backward pass starts: those that stay, and those
+    /// that can be computed again.
+    pub fn at_turn(&self, class: usize) -> &[[f64; 2]] {
+        &self.at_turn[class]
+    }
 }
 
 impl<'a> Liveness<'a> {
@@ -206,7 +231,7 @@ impl<'a> Liveness<'a> {
     /// The most bytes that live at one time, if what is selected is computed again. Of each gradient,
     /// `kept` stays from the moment it is made.
     pub fn peak(&self, selected: &Selected<'_>, kept: f64) -> Peak {
-        let Lives { lives, readers, gradients, runs, backward, positions } = self.of;
+        let Lives { lives, readers, gradients, runs, backward, positions, .. } = self.of;
         // Per position, the change of activations, gradients and scratch memory.
         let mut change = vec![[0i64; 3]; positions + 2];
         let mut add = |kind: usize, bytes: u64, from: usize, to: usize| {

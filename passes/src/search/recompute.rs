@@ -120,7 +120,7 @@ pub struct Menu {
 }
 
 /// Per block, the way it is computed again, if it is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Selected<'a> {
     ways: &'a [Way],
     of: Vec<Option<usize>>,

@@ -76,7 +76,7 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let class = |node: &NodeId| back.get(&original(node)).map(|new| prepared.folded.class[*new]);
     let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
     let mut why = Why::default();
-    let conversions = place_axes(&prepared, &mut placed);
+    let conversions = place_axes(&prepared, &mut placed, 0.0);
     for axis in searched_axes(&plan.mesh) {
         let costs = choices_of(&prepared, &placed, axis, &classes);
         for node in nodes {

@@ -269,7 +269,7 @@ impl Elimination {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
@@ -319,7 +319,7 @@ mod tests {
     }
 
     /// The integer program: one 0-1 variable per choice and per pair of choices.
-    fn integer_program(graph: &CostGraph) -> f64 {
+    pub(crate) fn integer_program(graph: &CostGraph) -> f64 {
         use microlp::{ComparisonOp, LinearExpr, OptimizationDirection, Problem};
         let mut problem = Problem::new(OptimizationDirection::Minimize);
         let node: Vec<Vec<_>> = graph

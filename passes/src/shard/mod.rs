@@ -7,6 +7,7 @@ pub mod dominate;
 pub mod eliminate;
 pub mod family;
 pub mod layout;
+pub mod objective;
 pub mod place;
 pub mod prepare;
 pub mod price;

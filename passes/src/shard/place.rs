@@ -4,7 +4,10 @@
 //! the step longer, so it ends where no single axis can do better: for two axes at a product's two
 //! dimensions, or at its depth and one of them, as well as for one axis alone.
 
+use super::eliminate::Solution;
 use super::family::searched_axes;
+use super::layout::Along;
+use super::objective::Objective;
 use super::tensor::{Conversion, Placed, Prepared, Problem};
 use shardc_ir::{AxisId, Choice};
 use std::collections::BTreeMap;
@@ -12,13 +15,13 @@ use std::collections::BTreeMap;
 /// How often all axes are placed again at the most.
 const MOST_ROUNDS: usize = 2;
 
-/// Chooses what every class does with the axes that are searched, and adds it to the strategies. Gives
-/// the conversions that follow.
-pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>) -> Vec<Conversion> {
+/// Chooses what every class does with the axes that are searched, and adds it to the strategies: the fastest
+/// if a byte of memory costs so many seconds. Gives the conversions that follow.
+pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -> Vec<Conversion> {
     let axes = searched_axes(placed.mesh);
     let mut conversions = BTreeMap::new();
     let mut place = |axis: AxisId, placed: &mut Placed<'_>| {
-        let (cost, own) = place_axis(prepared, placed, axis);
+        let (cost, own) = place_axis(prepared, placed, axis, byte);
         conversions.insert(axis, own);
         cost
     };
@@ -42,13 +45,22 @@ pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>) -> Vec<Conve
 
 /// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions
 /// along it.
-fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId) -> (f64, Vec<Conversion>) {
-    let problem = Problem::new(prepared, placed, axis);
+fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64) -> (f64, Vec<Conversion>) {
+    let problem = Problem::new(prepared, placed, axis, Objective::Step { byte });
     let solution = problem.graph.solve();
     let conversions = problem.conversions(&solution);
-    let choice = |variable: &usize| problem.domains[*variable][solution.choices[*variable]];
-    let choices: Vec<Choice> = problem.variable.iter().map(choice).collect();
-    let handed = problem.handed_in(&solution);
+    let (choices, handed) = (chosen(&problem, &solution), problem.handed_in(&solution));
+    write(placed, axis, choices, handed);
+    (solution.cost, conversions)
+}
+
+/// What each class does with a problem's axis in a solution.
+fn chosen(problem: &Problem<'_, '_>, solution: &Solution) -> Vec<Choice> {
+    problem.variable.iter().map(|variable| problem.domains[*variable][solution.choices[*variable]]).collect()
+}
+
+/// Adds what the classes do with an axis, and the layouts in which flows are handed on, to what is placed.
+fn write(placed: &mut Placed<'_>, axis: AxisId, choices: Vec<Choice>, handed: BTreeMap<usize, Along>) {
     let order = searched_axes(placed.mesh);
     let rank = |axis: &AxisId| order.iter().position(|other| other == axis).map_or(0, |index| index + 1);
     for (strategy, choice) in placed.strategies.iter_mut().zip(choices) {
@@ -59,7 +71,12 @@ fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId) ->
         }
     }
     placed.handed.extend(handed.into_iter().map(|(flow, layout)| ((axis, flow), layout)));
-    (solution.cost, conversions)
+}
+
+/// Adds a solution of `problem` to a copy of what it was made from.
+#[cfg(test)]
+pub(crate) fn apply(problem: &Problem<'_, '_>, placed: &mut Placed<'_>, solution: &Solution) {
+    write(placed, problem.axis, chosen(problem, solution), problem.handed_in(solution));
 }
 
 /// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
@@ -70,7 +87,7 @@ pub fn choices_of(
     axis: AxisId,
     classes: &[usize],
 ) -> Vec<Vec<(Choice, f64)>> {
-    let problem = Problem::new(prepared, placed, axis);
+    let problem = Problem::new(prepared, placed, axis, Objective::Step { byte: 0.0 });
     let mut known: BTreeMap<usize, Vec<(Choice, f64)>> = BTreeMap::new();
     let of = |class: &usize| {
         let variable = problem.variable[*class];

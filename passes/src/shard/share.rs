@@ -1,9 +1,10 @@
 //! What lowering makes of the nodes of a class, as far as no mesh changes it: how many instructions, and how
 //! much traffic.
 
+use crate::cost::Bound;
 use crate::fold::Folded;
 use crate::lower;
-use shardc_ir::{Graph, NodeId};
+use shardc_ir::{Graph, NodeId, Seconds};
 
 /// The instructions that stand for one node of a class, on average.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,6 +13,19 @@ pub struct Share {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves.
     pub traffic: f64,
+}
+
+impl Share {
+    /// What a node takes that takes `alone` by itself, of which `launch` is the start of a kernel; `apart`
+    /// means that nothing of it is merged into other instructions.
+    pub fn seconds(self, alone: Seconds, bound: Bound, launch: f64, apart: bool) -> f64 {
+        // A view takes nothing, and a product what it takes whatever it adds.
+        if alone.0 <= 0.0 || bound == Bound::Matmul {
+            return alone.0;
+        }
+        let least = if apart { 1.0 } else { 0.0 };
+        (alone.0 - launch) * self.traffic.max(least) + launch * self.launches.max(least)
+    }
 }
 
 /// Of each class, what one device emits: sums and copies that products make by themselves are not there.

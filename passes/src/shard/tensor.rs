@@ -16,13 +16,15 @@
 //! one axis does with a value decides how much the others move of it.
 
 use super::eliminate::{CostGraph, Solution};
-use super::family::{allows, copy_axes, is_copy_axis, searched_axes};
+use super::family::{allows, is_copy_axis, searched_axes};
 use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
+use super::objective::{Objective, Pricer};
 use super::price::Ground;
 use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
-use crate::cost::collective::{self, Collective, Group};
+use crate::cost::Machine;
+use crate::cost::collective::Group;
 use crate::fold::Folded;
 use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
@@ -145,6 +147,7 @@ impl Prepared<'_> {
 }
 
 /// A mesh with the strategies of the axes placed so far, per class.
+#[derive(Clone)]
 pub struct Placed<'a> {
     /// The mesh.
     pub mesh: &'a Mesh,
@@ -167,13 +170,12 @@ struct Other {
 }
 
 /// The cost graph of one axis, the others being placed or not at all.
-pub(super) struct Problem<'a, 'b> {
+pub(crate) struct Problem<'a, 'b> {
     prepared: &'a Prepared<'b>,
     placed: &'a Placed<'a>,
-    axis: AxisId,
+    pub axis: AxisId,
     group: Group,
-    /// The ranks over which the gradients of parameters that nothing divides are summed.
-    data: Group,
+    objective: Objective,
     others: Vec<Other>,
     /// The strategies without the axis.
     strategies: Vec<Strategy>,
@@ -196,7 +198,7 @@ enum Way {
 }
 
 impl<'a, 'b> Problem<'a, 'b> {
-    pub fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId) -> Self {
+    pub fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId, objective: Objective) -> Self {
         let strategies: Vec<Strategy> = placed.strategies.iter().map(|strategy| strategy.without(axis)).collect();
         let is_other = |other: &AxisId| *other != axis && placed.mesh.size(*other) > 1;
         let other = |other: AxisId| Other {
@@ -209,7 +211,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             placed,
             axis,
             group: Group::new(placed.mesh, &[axis], placed.cluster),
-            data: Group::new(placed.mesh, &copy_axes(placed.mesh), placed.cluster),
+            objective,
             others: searched_axes(placed.mesh).into_iter().filter(is_other).map(other).collect(),
             strategies,
             graph: CostGraph::default(),
@@ -225,6 +227,7 @@ impl<'a, 'b> Problem<'a, 'b> {
 
     fn add_variables(&mut self) {
         let count = self.strategies.len();
+        let pricer = Pricer::new(self.prepared, self.placed, self.objective);
         for class in 0..count {
             let stands = self.prepared.tied[class];
             if self.variable[stands] == usize::MAX {
@@ -239,7 +242,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             let mut own = Vec::new();
             for index in 0..self.domains[variable].len() {
                 let strategy = self.strategies[class].with(self.axis, self.domains[variable][index]);
-                self.graph.unary[variable][index] += self.node_cost(class, &strategy);
+                self.graph.unary[variable][index] += pricer.class(class, &strategy);
                 own.push(layouts(self.prepared, class, &strategy, self.axis));
             }
             self.layouts.push(own);
@@ -253,38 +256,6 @@ impl<'a, 'b> Problem<'a, 'b> {
         let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
         let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
         choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect()
-    }
-
-    /// How often a class runs in a step.
-    fn runs(&self, class: usize) -> f64 {
-        if self.prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 }
-    }
-
-    fn node_cost(&self, class: usize, strategy: &Strategy) -> f64 {
-        let on = Ground { mesh: self.placed.mesh, cluster: self.placed.cluster };
-        let count = self.prepared.folded.classes[class].members.len() as f64;
-        let mut cost = self.prepared.seconds(class, strategy, on).0.0 * self.runs(class);
-        if let Op::Adamw(_) = self.prepared.op(class) {
-            let (operands, _) = self.prepared.local_types(class, strategy, on.mesh);
-            cost += self.gradient_cost(&operands[0], strategy);
-        }
-        cost * count
-    }
-
-    /// What a parameter of this size costs on the axes that hold copies of it: its gradient is reduced
-    /// there and, where its storage is divided, its parts are gathered. Half of it is taken to be hidden.
-    fn gradient_cost(&self, parameter: &TensorType, strategy: &Strategy) -> f64 {
-        let mesh = self.placed.mesh;
-        let all = copy_axes(mesh);
-        let copies = |axis: &AxisId| strategy.choice(*axis) == Choice::Replicate;
-        let group = match all.iter().all(copies) {
-            true => self.data,
-            false => Group::new(mesh, &all.into_iter().filter(copies).collect::<Vec<_>>(), self.placed.cluster),
-        };
-        let bytes = parameter.bytes().0 as f64;
-        let launch = self.placed.cluster.device.collective_launch.value;
-        let time = collective::seconds(Collective::AllReduce, bytes, group, self.placed.cluster).0;
-        0.5 * (time - launch).max(0.0)
     }
 
     fn add_flows(&mut self) {
@@ -377,16 +348,34 @@ impl<'a, 'b> Problem<'a, 'b> {
         let times = self.flow_runs(flow, reader) * count as f64;
         let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
         let (others, is_gradient) = (self.others(index, way), self.is_gradient(flow, way));
+        let (free, loss) = (self.beside(flow), cluster.device.overlap_loss.value);
         move |from, to| {
             let moves: Vec<Move> = others.iter().copied().chain([Move { axis, group, from, to }]).collect();
             let seconds = |(of, bytes): (&Move, f64)| {
                 if is_gradient && of.to == Along::Whole && is_copy_axis(mesh, of.axis) {
                     return 0.0;
                 }
-                convert_seconds(of.from, of.to, Extent { bytes, shape: &ty.shape }, of.group, cluster)
+                let all = convert_seconds(of.from, of.to, Extent { bytes, shape: &ty.shape }, of.group, cluster);
+                let is_early = matches!(of.from, Along::Partial(_)) && all.is_finite();
+                if is_early { all - all.min(free / (1.0 - loss)) * (1.0 - loss) } else { all }
             };
             let bytes = bytes_of(&moves, ty.bytes().0 as f64);
             times * moves.iter().zip(bytes).map(seconds).sum::<f64>()
+        }
+    }
+
+    /// For a bound, the seconds of kernels that a conversion of a flow may run beside at the most: those of
+    /// nodes that nothing but the batch divides.
+    fn beside(&self, flow: &Flow) -> f64 {
+        let on = Ground { mesh: self.placed.mesh, cluster: self.placed.cluster };
+        let launch = Machine::own(&on.cluster.device).launch();
+        let seconds = |class: &usize| {
+            let (alone, bound) = self.prepared.seconds(*class, &self.strategies[*class], on);
+            self.prepared.emitted[*class].seconds(alone, bound, launch, true)
+        };
+        match self.objective {
+            Objective::Step { .. } => 0.0,
+            Objective::Bound { .. } => flow.between.iter().map(seconds).sum(),
         }
     }
 

@@ -1,0 +1,58 @@
+//! Bounds below the step of every plan of a mesh, by the same model of cost.
+//!
+//! The first axis that is searched is solved exactly for the bound's objective
+//! ([`Objective::Bound`]); further ones are left to suit every node by itself, with nothing to convert
+//! along them. Plans that do not fit are kept out by a price on bytes: whatever the price, the least of
+//! seconds and priced bytes, less the price of the memory that there is, is below the seconds of every plan
+//! that fits. The best of a few prices is taken.
+
+use crate::cost::step;
+use crate::shard::family::searched_axes;
+use crate::shard::objective::{Objective, Pricer};
+use crate::shard::tensor::{Placed, Prepared, Problem};
+use shardc_ir::Bytes;
+
+/// Prices of memory that are tried, as shares of the whole step for the whole memory.
+const PRICES: [f64; 5] = [0.02, 0.1, 0.4, 1.5, 6.0];
+
+/// No plan of a mesh, of which only the batch is placed, is predicted to take fewer seconds.
+pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
+    scaled(placed, relaxed(prepared, placed, 0.0))
+}
+
+/// As [`least`], of the plans that fit in `memory`; `least` is what that gave. Ends early above `enough`.
+pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Bytes, least: f64, enough: f64) -> f64 {
+    let stages = placed.mesh.degree("pp");
+    // In a pipeline a rank holds a part of the model, which a bound over all of it does not see.
+    if stages > 1 {
+        return least;
+    }
+    let free = memory.0 as f64;
+    let mut best = least;
+    for share in PRICES {
+        let byte = share * least / free.max(1.0) / scaled(placed, 1.0);
+        best = best.max(scaled(placed, relaxed(prepared, placed, byte) - byte * free));
+        if best > enough {
+            break;
+        }
+    }
+    best
+}
+
+/// Stages work beside each other at best; all ranks wait for the slowest.
+fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
+    seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
+}
+
+fn relaxed(prepared: &Prepared<'_>, placed: &Placed<'_>, byte: f64) -> f64 {
+    let objective = Objective::Bound { byte };
+    let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
+    if let [axis] = axes[..] {
+        let solution = Problem::new(prepared, placed, axis, objective).graph.solve();
+        if solution.is_exact {
+            return solution.cost;
+        }
+    }
+    let pricer = Pricer::new(prepared, placed, objective);
+    (0..placed.strategies.len()).map(|class| pricer.least(class, &placed.strategies[class], &axes)).sum()
+}

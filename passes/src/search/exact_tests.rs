@@ -1,0 +1,162 @@
+//! The search against all that it leaves out, on small random models and clusters.
+
+use super::bound::{least, least_fitting};
+use super::estimate::Shape;
+use super::visit::Visited;
+use super::{Candidate, Degrees, Pins, Recompute, Space, choose, enumerate, model_work, place_batch, search};
+use crate::cluster::Cluster;
+use crate::shard::eliminate::Solution;
+use crate::shard::eliminate::tests::integer_program;
+use crate::shard::family::searched_axes;
+use crate::shard::objective::Objective;
+use crate::shard::place::{apply, place_axes};
+use crate::shard::prepare::prepare;
+use crate::shard::tensor::Problem;
+use crate::synthetic::{Sizes, residual};
+use proptest::prelude::*;
+use shardc_ir::plan::Request;
+use shardc_ir::{Bytes, DType, Graph, NoScratch, Seconds};
+
+const CLUSTERS: [&str; 5] = ["h100:2", "h100:4", "h100:2x2", "a100-80:6", "h200:8"];
+
+fn models() -> impl Strategy<Value = (Graph, u64)> {
+    let sizes = (any::<u64>(), 10usize..40, 0u32..4, 0u32..4);
+    sizes.prop_map(|(seed, nodes, batch, width)| {
+        let (batch, width) = (24 << batch, 256 << width);
+        (residual(Sizes { seed, nodes, batch, width, dtype: DType::Bf16 }).unwrap(), batch)
+    })
+}
+
+fn request(batch: u64, memory: u64) -> Request {
+    Request { batch, seq: 1, device_memory: Bytes(memory), ..Request::default() }
+}
+
+/// The bytes between which plans begin to fit and all do.
+fn range(space: &Space<'_, '_>) -> (u64, u64) {
+    let all = enumerate(space, &mut Visited::new(Bytes(u64::MAX), false)).unwrap();
+    let bytes = |candidate: &Candidate| candidate.prediction.memory.total().0;
+    (all.iter().map(bytes).min().unwrap() * 7 / 8, all.iter().map(bytes).max().unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(8))]
+
+    /// No mesh that was left out, no stage and no number of steps of recomputation does better.
+    #[test]
+    fn the_plan_is_the_best_of_all_candidates((graph, batch) in models(), cluster in 0..CLUSTERS.len(), share in 0.0..1.0) {
+        let cluster = Cluster::parse(CLUSTERS[cluster], "h200").unwrap();
+        let prepared = prepare(&graph, batch, &NoScratch);
+        let (pins, free) = (Pins::default(), request(batch, u64::MAX));
+        let space = Space { prepared: &prepared, cluster: &cluster, request: &free, pins: &pins };
+        let (low, high) = range(&space);
+        let memory = low + ((high - low) as f64 * share) as u64;
+        let request = request(batch, memory);
+        let space = Space { request: &request, ..space };
+        let work = model_work(&graph, &cluster.device);
+        let mut best = f64::INFINITY;
+        for degrees in enumerate(&space, &mut Visited::new(Bytes(memory), false)).unwrap().iter().map(|c| &c.degrees) {
+            let mesh = degrees.mesh(batch);
+            let mut placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
+            let conversions = place_axes(&prepared, &mut placed, 0.0);
+            let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&mesh));
+            let steps = shape.menu().steps();
+            for (zero, step) in (0..4).flat_map(|zero| (0..=steps).map(move |step| (zero, step))) {
+                let recompute = if step == 0 { Recompute::None } else { Recompute::Values(step) };
+                let prediction = shape.predict(&placed, 0, zero, recompute, work);
+                // The search leaves a few percent where it recomputes.
+                let room = if step == 0 { 1.0 } else { 0.97 };
+                if prediction.memory.total().0 as f64 <= memory as f64 * room {
+                    best = best.min(prediction.step.0);
+                }
+            }
+        }
+        match search(&graph, &cluster, &request, &pins, &NoScratch) {
+            Ok(plan) => {
+                // Near-ties go to the simplest.
+                prop_assert!(plan.prediction.step.0 <= best * 1.0011, "{} for {best}", plan.prediction.step.0);
+                prop_assert!(plan.search.bound.0 <= best * (1.0 + 1e-9));
+                prop_assert!((plan.prediction.step.0 / plan.search.bound.0 - 1.0 - plan.search.gap).abs() < 1e-9);
+            }
+            Err(error) => prop_assert!(best == f64::INFINITY, "{error}, and a plan takes {best}"),
+        }
+    }
+
+    /// Other layouts than the search's take no less than the bound says, and fit in no less than it says.
+    #[test]
+    fn no_layout_is_below_the_bound(
+        (graph, batch) in models(),
+        ranks in prop_oneof![Just((1u64, 2u64)), Just((2, 2)), Just((1, 4)), Just((2, 4))],
+        microbatches in prop_oneof![Just(1u64), Just(2), Just(4)],
+        changes in proptest::collection::vec(proptest::collection::vec(any::<(usize, usize)>(), 0..6), 8),
+    ) {
+        let cluster = Cluster::parse(&format!("h100:{}", ranks.0 * ranks.1), "h200").unwrap();
+        let prepared = prepare(&graph, batch, &NoScratch);
+        let degrees = Degrees::new(batch / ranks.0 / microbatches).with("dp", &[ranks.0]).with("tp", &[ranks.1]);
+        let mesh = degrees.mesh(batch);
+        let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
+        let axis = searched_axes(&mesh)[0];
+        let lowest = least(&prepared, &placed);
+        let problem = Problem::new(&prepared, &placed, axis, Objective::Step { byte: 0.0 });
+        let best = problem.graph.solve();
+        let work = model_work(&graph, &cluster.device);
+        for change in changes {
+            let mut choices = best.choices.clone();
+            for (variable, choice) in change {
+                let variable = variable % choices.len();
+                choices[variable] = choice % problem.graph.unary[variable].len();
+            }
+            if !problem.graph.cost(&choices).is_finite() {
+                continue;
+            }
+            let solution = Solution { choices, ..best.clone() };
+            let mut own = placed.clone();
+            apply(&problem, &mut own, &solution);
+            let shape = Shape::new(&prepared, &own, &problem.conversions(&solution), 1, std::slice::from_ref(&mesh));
+            for (zero, recompute) in (0..4).flat_map(|zero| [Recompute::None, Recompute::All].map(|again| (zero, again))) {
+                let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;
+                let memory = shape.memory(0, zero, recompute).total();
+                prop_assert!(lowest <= step * (1.0 + 1e-9), "{lowest} for {step}, zero {zero}, {recompute}");
+                let fitting = least_fitting(&prepared, &placed, memory, lowest, f64::INFINITY);
+                prop_assert!(fitting <= step * (1.0 + 1e-9), "{fitting} for {step} in {memory}, zero {zero}, {recompute}");
+            }
+        }
+    }
+
+    /// The cost graphs of models are solved as the integer program solves them.
+    #[test]
+    fn layouts_are_those_of_the_integer_program(seed in any::<u64>(), nodes in 6usize..14, data in 1u64..3) {
+        let graph = residual(Sizes { seed, nodes, batch: 16, width: 512, dtype: DType::F32 }).unwrap();
+        let cluster = Cluster::parse(&format!("h100:{}", 2 * data), "h200").unwrap();
+        let prepared = prepare(&graph, 16, &NoScratch);
+        let mesh = Degrees::new(16 / data).with("dp", &[data]).with("tp", &[2]).mesh(16);
+        let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
+        let problem = Problem::new(&prepared, &placed, searched_axes(&mesh)[0], Objective::Step { byte: 0.0 });
+        let mut scaled = problem.graph.clone();
+        // In tens of microseconds, as the program's tolerances want it.
+        scaled.unary.iter_mut().flatten().chain(scaled.pairs.values_mut().flatten()).for_each(|cost| *cost *= 1e5);
+        let solution = scaled.solve();
+        prop_assert!(solution.is_exact);
+        prop_assert!((solution.cost - integer_program(&scaled)).abs() < 1e-6 * solution.cost.max(1.0));
+    }
+}
+
+/// Where the fastest layouts do not fit, leaner ones are found, and what is chosen is the same every time.
+#[test]
+fn the_same_request_gives_the_same_plan() {
+    let graph = residual(Sizes { seed: 3, nodes: 60, batch: 64, width: 1024, dtype: DType::Bf16 }).unwrap();
+    let cluster = Cluster::parse("h100:8", "h200").unwrap();
+    let prepared = prepare(&graph, 64, &NoScratch);
+    let (pins, free) = (Pins::default(), request(64, u64::MAX));
+    let space = Space { prepared: &prepared, cluster: &cluster, request: &free, pins: &pins };
+    let (low, high) = range(&space);
+    for memory in [u64::MAX, high, low.midpoint(high), low * 2] {
+        let request = request(64, memory);
+        let plan = || search(&graph, &cluster, &request, &pins, &NoScratch).unwrap().to_json();
+        assert_eq!(plan(), plan());
+    }
+    let space = Space { request: &request(64, low * 2), ..space };
+    let all = choose(&space, None, &mut Visited::new(Bytes(low * 2), false)).unwrap().0;
+    let pruned = search(&graph, &cluster, space.request, &pins, &NoScratch).unwrap();
+    assert_eq!((all.choice, all.search.bound), (pruned.choice, pruned.search.bound));
+    assert_eq!(all.search.pruned, 0);
+}

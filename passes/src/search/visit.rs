@@ -1,0 +1,100 @@
+//! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need
+//! no solution (branch and bound).
+
+use super::bound::{least, least_fitting};
+use super::{CLOSE, Candidate, Degrees, PlanError, Space, place_batch};
+use crate::shard::family::searched_axes;
+use crate::shard::tensor::{Placed, Prepared};
+use shardc_ir::plan::Search;
+use shardc_ir::{Bytes, Seconds};
+
+/// A mesh, and what is known of its plans.
+struct Known {
+    degrees: Degrees,
+    /// No plan of it takes less.
+    least: f64,
+    /// Whether only ZeRO and recomputation are left to choose, so that its plans are all predicted.
+    is_whole: bool,
+    /// The fastest plan found that fits.
+    best: f64,
+}
+
+/// The meshes so far.
+pub struct Visited {
+    memory: Bytes,
+    prunes: bool,
+    known: Vec<Known>,
+    best: f64,
+    /// Meshes that were left out.
+    pub pruned: u64,
+    /// The least bound of those.
+    pub cut: f64,
+}
+
+impl Visited {
+    /// None yet. `prunes` says whether meshes may be left out.
+    pub fn new(memory: Bytes, prunes: bool) -> Self {
+        Self { memory, prunes, known: Vec::new(), best: f64::INFINITY, pruned: 0, cut: f64::INFINITY }
+    }
+
+    /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
+    /// that may be the best, or so close to it that its programs decide.
+    pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees) -> bool {
+        let is_whole = searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
+        let least = if is_whole { 0.0 } else { least(prepared, placed) };
+        self.known.push(Known { degrees: degrees.clone(), least, is_whole, best: f64::INFINITY });
+        let opens = !self.prunes || least <= CLOSE * self.best;
+        if !opens {
+            self.pruned += 1;
+            self.cut = self.cut.min(least);
+        }
+        opens
+    }
+
+    /// Takes the plans of the latest mesh in.
+    pub fn add(&mut self, candidates: &[Candidate]) {
+        let fits = candidates.iter().filter(|candidate| candidate.prediction.memory.total() <= self.memory);
+        let best = fits.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+        self.best = self.best.min(best);
+        if let Some(known) = self.known.last_mut() {
+            known.best = known.best.min(best);
+        }
+    }
+
+    /// How the search went that found a plan with an estimated step of so many seconds, after as many
+    /// others had turned out not to fit.
+    ///
+    /// # Errors
+    /// Only a bug.
+    pub fn report(&self, space: &Space<'_, '_>, step: f64, refused: u64) -> Result<Search, PlanError> {
+        let bound = self.bound(space)?;
+        let gap = step / bound - 1.0;
+        let stopped = match refused {
+            0 if gap <= 1e-9 => "it is the best of its space".to_string(),
+            0 => "every mesh was solved, or left out by its bound".to_string(),
+            _ => format!("{refused} plans that are faster or leaner by their estimates do not fit when lowered"),
+        };
+        let meshes = self.known.len() as u64;
+        let (estimate, bound) = (Seconds(step), Seconds(bound));
+        Ok(Search { estimate, bound, gap, stopped, meshes, pruned: self.pruned, ..Search::default() })
+    }
+
+    /// No plan of any mesh that fits is predicted to take less.
+    fn bound(&self, space: &Space<'_, '_>) -> Result<f64, PlanError> {
+        let Space { prepared, cluster, request, .. } = *space;
+        let mut bound = self.best;
+        for known in &self.known {
+            let least = match known.is_whole {
+                true => known.best,
+                false if known.least >= bound => continue,
+                false => {
+                    let mesh = known.degrees.mesh(request.batch);
+                    let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
+                    least_fitting(prepared, &placed, self.memory, known.least, bound)
+                }
+            };
+            bound = bound.min(least);
+        }
+        Ok(bound)
+    }
+}
