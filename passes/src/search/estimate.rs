@@ -4,7 +4,7 @@
 //! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
 
 use super::beside::{BUCKET, Loop, Shown, Traffic};
-use super::liveness::Liveness;
+use super::liveness::{Liveness, Peak};
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Storage, stored_type};
@@ -15,7 +15,8 @@ use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
+use std::collections::BTreeMap;
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,6 +93,8 @@ pub struct Shape<'a> {
     /// Collectives of the tensor axes that run beside kernels.
     hidden: f64,
     liveness: Liveness<'a>,
+    /// Those that were asked for.
+    peaks: RefCell<BTreeMap<(Recompute, u64), Peak>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
@@ -124,6 +127,7 @@ impl<'a> Shape<'a> {
             loss_chunks,
             hidden: 0.0,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
+            peaks: RefCell::default(),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
             around: Loop::default(),
@@ -249,9 +253,19 @@ impl<'a> Shape<'a> {
         if recompute == Recompute::None { Selected::default() } else { self.menu().select(recompute) }
     }
 
+    /// The peak of a recomputation, which several stages of ZeRO share.
+    fn peak(&self, recompute: Recompute, kept: f64) -> Peak {
+        let key = (recompute, kept.to_bits());
+        if let Some(peak) = self.peaks.borrow().get(&key) {
+            return *peak;
+        }
+        let peak = self.liveness.peak(&self.select(recompute), kept);
+        self.peaks.borrow_mut().insert(key, peak);
+        peak
+    }
+
     /// Memory per rank, with parameters stored in one of the ways.
     pub fn memory(&self, storage: usize, zero: u64, recompute: Recompute) -> Memory {
-        let again = self.select(recompute);
         let storage = &self.storages[storage];
         let is_shared = storage.ranks() > 1;
         // Copies that live through the step: casts, and gathered parameters without one.
@@ -261,13 +275,13 @@ impl<'a> Shape<'a> {
         let (peak, gradients) = if self.microbatches > 1 {
             // The accumulators, and the gradient that is being added.
             let accumulators = if zero >= 2 { reduced } else { whole };
-            let peak = self.liveness.peak(&again, 0.0);
+            let peak = self.peak(recompute, 0.0);
             // In the loop, two buckets wait: one fills while one is reduced.
             let waiting = if zero >= 2 && is_shared { whole.min(2 * BUCKET as u64) } else { 0 };
             (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            let peak = self.liveness.peak(&again, kept);
+            let peak = self.peak(recompute, kept);
             // A gradient is whole until it is reduced.
             let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
             (peak, peak.gradients + waiting)
