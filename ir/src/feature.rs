@@ -29,7 +29,7 @@ impl Feature {
     /// Whether a plan needs it.
     pub fn is_in(self, plan: &Plan) -> bool {
         match self {
-            Self::Pipeline => plan.mesh.degree("pp") > 1,
+            Self::Pipeline => plan.stages() > 1,
             Self::QueryParts => plan.graph.nodes().any(|(id, node)| {
                 let is_causal = match &node.op {
                     Op::Attention(op) => op.causal,

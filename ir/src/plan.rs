@@ -10,7 +10,8 @@
 //! * ZeRO-1: optimizer state and parameters stored over `dp`; ZeRO-2: gradients reduced to their
 //!   shard in every microbatch ([`Plan::reduce_in_loop`]); ZeRO-3: gathered parameters are dropped
 //!   after each use ([`Plan::transient`]);
-//! * tensor parallel: factors of matmuls over `tp`; and so on.
+//! * tensor parallel: factors of matmuls over `tp`; and so on;
+//! * pipelines: no factor, but a chunk per node ([`Plan::pipeline`]).
 //!
 //! Recomputation is in the graph: a recomputed node is a second node with role
 //! [`Role::Recompute`](crate::Role::Recompute).
@@ -19,6 +20,7 @@ use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::factor::FactorRule;
 use crate::graph::Graph;
 use crate::mesh::Mesh;
+use crate::pipeline::Pipeline;
 use crate::sharding::{Sharding, Strategy};
 use crate::units::{Bytes, Flops, Seconds};
 use serde::{Deserialize, Serialize};
@@ -242,6 +244,8 @@ pub struct Plan {
     /// Whether gradients are reduced over the ranks in every microbatch, before they are
     /// accumulated, instead of once after all of them.
     pub reduce_in_loop: bool,
+    /// Who runs which part of the graph when; of a mesh without stages, the default.
+    pub pipeline: Pipeline,
     /// What was asked for.
     pub request: Request,
     /// The choices, as pins would say them.
@@ -264,6 +268,11 @@ impl Plan {
     /// The layout in which operand `index` of a node is read.
     pub fn operand_sharding(&self, node: NodeId, index: usize) -> Sharding {
         self.rule(node).operand_sharding(index, &self.strategies[node])
+    }
+
+    /// The number of pipeline stages; 1 where there is no pipeline.
+    pub fn stages(&self) -> u64 {
+        self.mesh.degree("pp")
     }
 
     /// A node's rule.

@@ -6,6 +6,7 @@ use shardc_ir::ops::{
     Affine, Binary, BinaryKind, Broadcast, Cast, Concat, Input, Matmul, Pad, Parameter, Reduce, ReduceOp, Reshape,
     Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
 };
+use shardc_ir::pipeline::Schedule;
 use shardc_ir::{
     Choice, DType, Graph, Mesh, NodeId, OutputKind, Plan, Program, Role, Sharding, Strategy as NodeStrategy,
     TensorType, ValueId, verify,
@@ -101,7 +102,7 @@ fn graph(numbers: &[u32]) -> Graph {
 
 fn mesh(choices: &mut Choices<'_>) -> Mesh {
     let mut mesh = Mesh::default();
-    for name in ["dp", "mb", "tp", "tp_1"].into_iter().take(choices.below(5)) {
+    for name in ["dp", "mb", "tp", "tp_1", "pp"].into_iter().take(choices.below(6)) {
         let kind = if name == "mb" { AxisKind::Time } else { AxisKind::Space };
         mesh.push(name, choices.of(&[1, 2, 3, 4]), kind);
     }
@@ -129,6 +130,13 @@ fn plan(numbers: &[u32]) -> Plan {
         }
     }
     plan.reduce_in_loop = choices.below(2) == 0;
+    if choices.below(2) == 0 {
+        plan.pipeline.schedule = choices.of(&Schedule::ALL);
+        plan.pipeline.per_stage = 1 + choices.below(3) as u64;
+        for node in plan.graph.nodes().map(|(id, _)| id).collect::<Vec<_>>() {
+            plan.pipeline.chunks[node] = choices.of(&[None, Some(0), Some(1), Some(7)]);
+        }
+    }
     plan.prediction.step.0 = choices.below(1000) as f64 / 7.0;
     plan
 }

@@ -20,6 +20,7 @@ pub mod lower;
 mod lower_tests;
 pub mod optimizer;
 pub mod pack;
+pub mod pipeline;
 pub mod precision;
 pub mod raise;
 pub mod rematerialize;

@@ -10,6 +10,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, OutputKind, Role};
 use crate::mesh::{AxisKind, Mesh};
+use crate::pipeline::Schedule;
 use crate::plan::Plan;
 use crate::sharding::Sharding;
 use crate::types::TensorType;
@@ -142,8 +143,9 @@ impl<'a> Parser<'a> {
                 self.plan.reduce_in_loop = true;
                 Ok(cursor.end()?)
             }
+            "pipeline" => Ok(self.pipeline(cursor)?),
             word => {
-                let near = suggestion(word, &["return", "mesh", "reduce_in_loop"]);
+                let near = suggestion(word, &["return", "mesh", "reduce_in_loop", "pipeline"]);
                 Err(format!("expected a node, `return`, `mesh` or `}}`, found `{word}`{near}").into())
             }
         }
@@ -177,6 +179,18 @@ impl<'a> Parser<'a> {
         }
         self.plan.mesh = mesh;
         Ok(())
+    }
+
+    fn pipeline(&mut self, cursor: &mut Cursor<'a>) -> Result<(), String> {
+        if self.plan.graph.node_count() > 0 {
+            return Err("the `pipeline` line stands before all nodes".to_string());
+        }
+        let names = Schedule::ALL.map(Schedule::name);
+        let name = cursor.word("a schedule like `1f1b`")?;
+        let known = || format!("`{name}` is no schedule{}; known are {}", suggestion(name, &names), names.join(", "));
+        self.plan.pipeline.schedule = Schedule::from_name(name).ok_or_else(known)?;
+        self.plan.pipeline.per_stage = cursor.size("the chunks of a stage")?;
+        cursor.end()
     }
 
     fn node(&mut self, cursor: &mut Cursor<'a>, line: usize) -> Result<(), Stop> {
@@ -229,15 +243,18 @@ impl<'a> Parser<'a> {
                 self.plan.transient[value] = true;
             }
         }
+        if clauses.chunk.is_some() {
+            self.plan.pipeline.chunks[id] = clauses.chunk;
+        }
         self.annotate(id, &clauses.strategy, declared).map_err(Stop::Wrong)
     }
 
     fn annotate(&mut self, id: NodeId, strategy: &str, declared: &[Declared<'a>]) -> Result<(), String> {
         if self.mesh_line.is_none() {
             let transient = declared.iter().any(|result| result.transient);
-            let needs_mesh = !strategy.is_empty() || transient;
+            let needs_mesh = !strategy.is_empty() || transient || self.plan.pipeline.chunks[id].is_some();
             return if needs_mesh {
-                Err("a strategy needs a `mesh` line before the nodes".to_string())
+                Err("a strategy or a chunk needs a `mesh` line before the nodes".to_string())
             } else {
                 Ok(())
             };
@@ -289,10 +306,14 @@ impl<'a> Parser<'a> {
                 clauses.role = Role::Recompute(forward(cursor)?);
             } else if cursor.eat_word("optimizer") {
                 clauses.role = Role::Optimizer;
+            } else if cursor.eat_word("chunk") {
+                let chunk = cursor.size("a chunk's number")?;
+                let most = || format!("chunk {chunk} is above {}", u32::MAX);
+                clauses.chunk = Some(u32::try_from(chunk).map_err(|_| most())?);
             } else if cursor.eat_word("by") {
                 clauses.strategy = self.strategy(cursor)?;
             } else {
-                let what = "`,`, attributes, `at`, `grad_of`, `recompute_of`, `optimizer`, `by` or the end of the line";
+                let what = "`,`, attributes, `at`, `grad_of`, `recompute_of`, `optimizer`, `chunk`, `by` or the end of the line";
                 return Err(cursor.expected(what).into());
             }
         }
@@ -336,5 +357,6 @@ impl<'a> Parser<'a> {
 struct Clauses {
     path: String,
     role: Role,
+    chunk: Option<u32>,
     strategy: String,
 }

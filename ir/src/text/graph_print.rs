@@ -4,6 +4,7 @@ use super::{is_word, quoted};
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Output, OutputKind, Role};
 use crate::ops::Op;
+use crate::pipeline::Pipeline;
 use crate::plan::Plan;
 use crate::sharding::{Sharding, Strategy};
 use crate::types::TensorType;
@@ -27,6 +28,10 @@ impl fmt::Display for Plan {
         writeln!(f, "{}", format!("  mesh {}", self.mesh).trim_end())?;
         if self.reduce_in_loop {
             writeln!(f, "  reduce_in_loop")?;
+        }
+        let Pipeline { schedule, per_stage, chunks } = &self.pipeline;
+        if self.pipeline != Pipeline::default() || chunks.values().any(Option::is_some) {
+            writeln!(f, "  pipeline {} {per_stage}", schedule.name())?;
         }
         for (id, _) in self.graph.nodes() {
             write_node(f, &self.graph, Some(self), id)?;
@@ -67,6 +72,9 @@ fn write_node(f: &mut fmt::Formatter<'_>, graph: &Graph, plan: Option<&Plan>, id
         write!(f, " at {}", quoted(&node.path))?;
     }
     write_role(f, graph, node.role)?;
+    if let Some(chunk) = plan.and_then(|plan| plan.pipeline.chunks[id]) {
+        write!(f, " chunk {chunk}")?;
+    }
     if let Some(plan) = annotated {
         let strategy = plan.rule(id).strategy_text(&plan.strategies[id], &plan.mesh);
         if !strategy.is_empty() {

@@ -8,6 +8,7 @@
 
 use super::cursor::Cursor;
 use crate::diagnostic::Diagnostics;
+use crate::pipeline::Pipeline;
 use crate::plan::Plan;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
@@ -103,10 +104,12 @@ impl Plan {
             "search": part(serde_json::to_value(&self.search)),
             "graph": text.lines().collect::<Vec<_>>(),
         });
-        match content {
-            Value::Object(content) => content,
-            _ => Map::new(),
+        let Value::Object(mut content) = content else { return Map::new() };
+        if self.stages() > 1 {
+            let Pipeline { schedule, per_stage, .. } = self.pipeline;
+            content.insert("pipeline".to_string(), json!({"schedule": schedule, "per_stage": per_stage}));
         }
+        content
     }
 
     /// Reads a plan file. The plan is not verified: that is [`verify::plan`](crate::verify::plan)'s.

@@ -8,6 +8,9 @@ mod agreement;
 mod graph;
 mod lockstep;
 mod memory;
+mod pipeline;
+#[cfg(test)]
+mod pipeline_tests;
 mod plan;
 mod program;
 mod translation;

@@ -13,6 +13,7 @@
 //! * order: say that a value is *resolved* over a time axis where a node reads it without the axis
 //!   and it is made partial over it. What depends on a resolved value is computed after the loop
 //!   over the microbatches ([`Phase::After`]), so no such node may name a time axis in its strategy;
+//! * the pipeline is legal (`pipeline`);
 //! * an output is whole after the step: it is not divided over time (unless the axis has size 1).
 //!
 //! [`FactorRule::check`]: crate::FactorRule::check
@@ -130,6 +131,9 @@ fn check(plan: &Plan) -> Result<PlanFacts, Diagnostics> {
     checker.nodes();
     checker.outputs();
     checker.found.finish(())?;
+    let mut found = Diagnostics::default();
+    super::pipeline::check(plan, &facts.phases, &mut found);
+    found.finish(())?;
     Ok(facts)
 }
 

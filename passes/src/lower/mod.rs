@@ -32,12 +32,13 @@ pub use convert::block_of;
 pub(crate) use in_place::share_storages;
 use section::place_nodes;
 use shardc_ir::ops::{Op, OpError, Part};
+use shardc_ir::pipeline::last_forward;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
-    AxisSet, BufferId, Graph, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role,
-    SecondaryMap, Sharding, Target, TensorType, ValueId,
+    AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
+    Sharding, Target, TensorType, ValueId,
 };
 
 /// Why a verified plan cannot be lowered.
@@ -362,11 +363,6 @@ impl<'a> Lowering<'a> {
     fn last_place(&self) -> Place {
         if self.time.is_empty() { Place::Microbatch } else { Place::Epilogue }
     }
-}
-
-fn last_forward(graph: &Graph) -> NodeId {
-    let mut forward = graph.nodes().filter(|(_, node)| node.role == Role::Forward);
-    forward.next_back().map_or(NodeId::from_u32(0), |(id, _)| id)
 }
 
 /// The buffers of device memory; other spaces come with offloading.

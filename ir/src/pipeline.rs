@@ -1,0 +1,136 @@
+//! The pipeline of a plan: which ranks run which part of the graph, and in which order.
+//!
+//! The ranks along the mesh axis `pp` are *stages*. The graph is cut into *chunks*, as many as there are
+//! stages or a multiple of it, in the order of the forward pass; each stage runs one or several of them. A
+//! node without a chunk depends on inputs and constants alone, or is arithmetic on what is left of all
+//! chunks after the loop over the microbatches (the norm of the gradients): every stage that needs it
+//! makes it itself. What a chunk makes and another stage reads is sent there, once per microbatch.
+//!
+//! No strategy names `pp`: layouts are those within a stage.
+
+use crate::entity::{NodeId, SecondaryMap};
+use crate::graph::{Graph, Role};
+use serde::{Deserialize, Serialize};
+
+/// In which order a stage runs its microbatches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Schedule {
+    /// All forward passes, then all backward passes (Huang et al., "GPipe", 2019).
+    #[serde(rename = "gpipe")]
+    GPipe,
+    /// One forward, one backward, once the pipeline is full (Narayanan et al.,
+    /// "Memory-efficient pipeline-parallel DNN training", 2021, section 3).
+    #[default]
+    #[serde(rename = "1f1b")]
+    OneForwardOneBackward,
+    /// The same over several chunks of a stage, which are dealt out in turns (Narayanan et al.,
+    /// "Efficient large-scale language model training on GPU clusters", 2021, section 2.2).
+    #[serde(rename = "interleaved")]
+    Interleaved,
+    /// Two chunks of a stage, down the pipeline and back up; gradients of weights fill the waits (Qi et
+    /// al., "Zero bubble pipeline parallelism", 2024, section 6).
+    #[serde(rename = "zbv")]
+    ZeroBubbleV,
+}
+
+impl Schedule {
+    /// Every schedule, the simplest first.
+    pub const ALL: [Schedule; 4] = [Self::GPipe, Self::OneForwardOneBackward, Self::Interleaved, Self::ZeroBubbleV];
+
+    /// The name in the text form and in pins.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::GPipe => "gpipe",
+            Self::OneForwardOneBackward => "1f1b",
+            Self::Interleaved => "interleaved",
+            Self::ZeroBubbleV => "zbv",
+        }
+    }
+
+    /// The schedule of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|schedule| schedule.name() == name)
+    }
+
+    /// Whether a stage may run so many chunks.
+    ///
+    /// # Errors
+    /// How many it runs, as a sentence.
+    pub fn check_chunks(self, per_stage: u64) -> Result<(), String> {
+        let name = self.name();
+        match (self, per_stage) {
+            (Self::GPipe | Self::OneForwardOneBackward, 1) | (Self::ZeroBubbleV, 2) | (Self::Interleaved, 2..) => {
+                Ok(())
+            }
+            (Self::GPipe | Self::OneForwardOneBackward, _) => Err(format!(
+                "a stage of schedule {name} runs one chunk, not {per_stage}; several take schedule interleaved"
+            )),
+            (Self::ZeroBubbleV, _) => Err(format!("a stage of schedule {name} runs two chunks, not {per_stage}")),
+            (Self::Interleaved, _) => Err(format!(
+                "a stage of schedule {name} runs at least two chunks, not {per_stage}; one takes schedule 1f1b"
+            )),
+        }
+    }
+
+    /// Whether gradients of weights are steps of their own.
+    pub fn splits_backward(self) -> bool {
+        self == Self::ZeroBubbleV
+    }
+}
+
+/// See the [module](self). The default is that of a mesh without stages.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pipeline {
+    /// The order of the microbatches.
+    pub schedule: Schedule,
+    /// Chunks of each stage.
+    pub per_stage: u64,
+    /// Per node, its chunk.
+    pub chunks: SecondaryMap<NodeId, Option<u32>>,
+}
+
+impl Default for Pipeline {
+    fn default() -> Self {
+        Self { schedule: Schedule::default(), per_stage: 1, chunks: SecondaryMap::new() }
+    }
+}
+
+impl Pipeline {
+    /// The stage that runs a chunk, of so many stages.
+    pub fn stage_of(&self, chunk: u32, stages: u64) -> u64 {
+        let chunk = u64::from(chunk);
+        match self.schedule {
+            // Down, and back up.
+            Schedule::ZeroBubbleV if chunk >= stages => (2 * stages - 1).saturating_sub(chunk),
+            _ => chunk % stages.max(1),
+        }
+    }
+
+    /// The chunks of a stage, in the order of the forward pass.
+    pub fn chunks_of(&self, stage: u64, stages: u64) -> Vec<u32> {
+        (0..(stages * self.per_stage) as u32).filter(|chunk| self.stage_of(*chunk, stages) == stage).collect()
+    }
+}
+
+/// The last node of the forward pass. What computes a gradient before it, as the head does chunk by
+/// chunk, runs in the forward pass.
+pub fn last_forward(graph: &Graph) -> NodeId {
+    let mut forward = graph.nodes().filter(|(_, node)| node.role == Role::Forward);
+    forward.next_back().map_or(NodeId::from_u32(0), |(id, _)| id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_dealt_out() {
+        let pipeline = |schedule, per_stage| Pipeline { schedule, per_stage, ..Pipeline::default() };
+        assert_eq!(pipeline(Schedule::OneForwardOneBackward, 1).chunks_of(2, 4), [2]);
+        assert_eq!(pipeline(Schedule::Interleaved, 3).chunks_of(1, 4), [1, 5, 9]);
+        assert_eq!(pipeline(Schedule::ZeroBubbleV, 2).chunks_of(0, 4), [0, 7]);
+        assert_eq!(pipeline(Schedule::ZeroBubbleV, 2).chunks_of(3, 4), [3, 4]);
+        assert_eq!(Schedule::from_name("1f1b"), Some(Schedule::OneForwardOneBackward));
+        assert!(Schedule::GPipe.check_chunks(2).is_err());
+    }
+}

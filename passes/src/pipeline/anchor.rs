@@ -1,0 +1,99 @@
+//! Which node of the forward pass decides the chunk of each node.
+//!
+//! The nodes of the forward pass that depend on a parameter are cut in their order: a *cut* at one of them
+//! begins the next chunk with it. Every other node follows one of them, its *anchor*: a gradient or a
+//! recomputation that of the node it belongs to, a parameter and its cast that of their first reader, an
+//! update that of its parameter. What depends on inputs and constants alone has no anchor, nor has the
+//! arithmetic on single numbers after the loop: every stage that needs it makes it itself.
+
+use shardc_ir::ops::Op;
+use shardc_ir::pipeline::last_forward;
+use shardc_ir::{Graph, Node, NodeId, Role, SecondaryMap};
+
+/// The anchor of every node.
+pub type Anchors = SecondaryMap<NodeId, Option<NodeId>>;
+
+/// Finds the anchors of a training step.
+pub fn anchors(graph: &Graph) -> Anchors {
+    let mut anchors = Anchors::new();
+    let (needs, weights) = dependencies(graph);
+    let behind = last_forward(graph);
+    for (id, node) in graph.nodes() {
+        anchors[id] = match node.role {
+            Role::Forward if needs[id] && !weights[id] => Some(id),
+            Role::Backward(of) | Role::Recompute(of) if needs[id] => {
+                // The backward pass goes to earlier chunks alone.
+                let gradients = node
+                    .operands
+                    .iter()
+                    .map(|value| graph.value(*value).def)
+                    .filter(|def| *def > behind && matches!(graph.node(*def).role, Role::Backward(_)));
+                anchors[of].into_iter().chain(gradients.filter_map(|def| anchors[def])).min()
+            }
+            _ => None,
+        };
+    }
+    // Weights stand before their readers: backwards, the first reader is known.
+    let weight_nodes: Vec<NodeId> = graph.nodes().filter(|(id, _)| weights[*id]).map(|(id, _)| id).collect();
+    let users = graph.users();
+    for id in weight_nodes.iter().rev() {
+        let readers = graph.node(*id).results.iter().flat_map(|value| users.get(value).into_iter().flatten());
+        let in_loop = readers.filter(|(reader, _)| graph.node(*reader).role != Role::Optimizer);
+        anchors[*id] = in_loop.filter_map(|(reader, _)| anchors[*reader]).min();
+    }
+    // Gradients of casts belong to what was not known above.
+    for (id, node) in graph.nodes() {
+        match node.role {
+            Role::Backward(of) if anchors[id].is_none() && needs[id] => {
+                let operands = node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]);
+                anchors[id] = anchors[of].into_iter().chain(operands).min();
+            }
+            Role::Optimizer => anchors[id] = of_update(graph, &anchors, node),
+            _ => {}
+        }
+    }
+    for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::State(_))) {
+        let update = users.get(&node.results[0]).into_iter().flatten().find_map(|(reader, _)| anchors[*reader]);
+        anchors[id] = update;
+    }
+    anchors
+}
+
+/// Per node, whether it depends on a parameter or a state, and whether on such alone.
+fn dependencies(graph: &Graph) -> (SecondaryMap<NodeId, bool>, SecondaryMap<NodeId, bool>) {
+    let (mut needs, mut weights) = (SecondaryMap::new(), SecondaryMap::new());
+    for (id, node) in graph.nodes() {
+        let is_stored = matches!(node.op, Op::Parameter(_) | Op::State(_));
+        let of = |map: &SecondaryMap<NodeId, bool>| {
+            let mut flags = node.operands.iter().map(|value| map[graph.value(*value).def]);
+            (flags.clone().any(|flag| flag), flags.all(|flag| flag))
+        };
+        needs[id] = is_stored || of(&needs).0;
+        let alone = !node.operands.is_empty() && of(&weights).1 && node.role == Role::Forward;
+        weights[id] = is_stored || alone;
+    }
+    (needs, weights)
+}
+
+/// The anchor of a node of the optimizer.
+fn of_update(graph: &Graph, anchors: &Anchors, node: &Node) -> Option<NodeId> {
+    let of = |value: &shardc_ir::ValueId| anchors[graph.value(*value).def];
+    let leaf = node.operands.iter().find(|value| matches!(graph.def(**value).op, Op::Parameter(_) | Op::State(_)));
+    let large = || node.operands.iter().find(|value| graph.ty(**value).elements() > 1);
+    let gradient = || node.operands.iter().find(|value| matches!(graph.def(**value).role, Role::Backward(_)));
+    match node.op {
+        Op::SumSquares(_) => gradient().and_then(of),
+        _ => leaf.or_else(large).and_then(of),
+    }
+}
+
+/// The chunk of each node, if the graph is cut at these nodes, which are in their order.
+pub fn chunks(anchors: &Anchors, graph: &Graph, cuts: &[NodeId]) -> SecondaryMap<NodeId, Option<u32>> {
+    let mut chunks = SecondaryMap::new();
+    for (id, _) in graph.nodes() {
+        if let Some(anchor) = anchors[id] {
+            chunks[id] = Some(cuts.partition_point(|cut| *cut <= anchor) as u32);
+        }
+    }
+    chunks
+}

@@ -1,0 +1,8 @@
+//! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
+//! ([`order`]), when messages pass between them ([`timeline`]).
+//!
+//! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
+
+pub mod anchor;
+pub mod order;
+pub mod timeline;

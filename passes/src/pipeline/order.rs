@@ -1,0 +1,201 @@
+//! The steps of every stage, in the order of the schedule.
+//!
+//! A *step* is one pass of one chunk over one microbatch. Invariants of every order: each stage runs each
+//! pass of its chunks once per microbatch, microbatches in their order; and if every stage runs its steps
+//! as soon as it can, all of them are run: no step waits for one that comes later.
+
+use shardc_ir::pipeline::{Pipeline, Schedule};
+
+/// Which part of a chunk's work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Pass {
+    /// The forward pass.
+    Forward,
+    /// The backward pass; without the gradients of weights, if the schedule splits it.
+    Backward,
+    /// The gradients of weights that no other chunk waits for.
+    Weight,
+}
+
+/// One pass of one chunk over one microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Step {
+    /// The chunk.
+    pub chunk: u32,
+    /// What of it.
+    pub pass: Pass,
+    /// The microbatch.
+    pub microbatch: u64,
+}
+
+/// The steps of every stage, or why the schedule has none for so many microbatches.
+///
+/// # Errors
+/// An interleaved schedule takes a multiple of the stages.
+pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Result<Vec<Vec<Step>>, String> {
+    let (p, m) = (stages, microbatches);
+    match pipeline.schedule {
+        Schedule::GPipe => Ok((0..p).map(|stage| one_chunk(stage, m, m)).collect()),
+        Schedule::OneForwardOneBackward => {
+            Ok((0..p).map(|stage| one_chunk(stage, (p - stage - 1).min(m), m)).collect())
+        }
+        Schedule::Interleaved if !m.is_multiple_of(p) => Err(format!(
+            "schedule interleaved takes a number of microbatches that is a multiple of the {p} stages, not {m}"
+        )),
+        Schedule::Interleaved => Ok((0..p).map(|stage| interleaved(stage, p, pipeline.per_stage, m)).collect()),
+        Schedule::ZeroBubbleV => Ok(zero_bubble_v(pipeline, p, m)),
+    }
+}
+
+/// `ahead` forward passes, then one forward and one backward in turns, then the backward passes that are left.
+fn one_chunk(stage: u64, ahead: u64, microbatches: u64) -> Vec<Step> {
+    let step = |pass, microbatch| Step { chunk: stage as u32, pass, microbatch };
+    let mut steps: Vec<Step> = (0..ahead).map(|m| step(Pass::Forward, m)).collect();
+    for m in ahead..microbatches {
+        steps.push(step(Pass::Forward, m));
+        steps.push(step(Pass::Backward, m - ahead));
+    }
+    steps.extend((microbatches - ahead..microbatches).map(|m| step(Pass::Backward, m)));
+    steps
+}
+
+/// Narayanan et al., 2021, section 2.2: microbatches in groups of `p`, each group through every chunk of
+/// the stage before the next one begins.
+fn interleaved(stage: u64, stages: u64, per_stage: u64, microbatches: u64) -> Vec<Step> {
+    let (p, v, all) = (stages, per_stage, microbatches * per_stage);
+    let step = |k: u64, pass: Pass| {
+        let (group, inside) = (k / (p * v), k % (p * v));
+        let turn = if pass == Pass::Forward { inside / p } else { v - 1 - inside / p };
+        Step { chunk: (turn * p + stage) as u32, pass, microbatch: group * p + inside % p }
+    };
+    let ahead = if microbatches == p { all } else { ((p - stage - 1) * 2 + (v - 1) * p).min(all) };
+    let mut steps: Vec<Step> = (0..ahead).map(|k| step(k, Pass::Forward)).collect();
+    for k in ahead..all {
+        steps.push(step(k, Pass::Forward));
+        steps.push(step(k - ahead, Pass::Backward));
+    }
+    steps.extend((all - ahead..all).map(|k| step(k, Pass::Backward)));
+    steps
+}
+
+/// Stages that run in lockstep, each the first of: a backward pass, a forward pass up the pipeline, a forward
+/// pass down while no more than the activations of `2 p` chunks are held, a weight gradient. All three
+/// parts count as equally long (Qi et al., "Zero bubble pipeline parallelism", 2024, section 6).
+fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Vec<Vec<Step>> {
+    let last = (2 * stages - 1) as u32;
+    // Per chunk and pass, how many microbatches are done; and how many at the beginning of this moment.
+    let mut done = vec![[0u64; 3]; 2 * stages as usize];
+    let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
+    let all = (stages * 2 * 3 * microbatches) as usize;
+    while orders.iter().map(Vec::len).sum::<usize>() < all {
+        let before = done.clone();
+        let count = |chunk: u32, pass: Pass| before[chunk as usize][pass as usize];
+        for stage in 0..stages {
+            let chunks = pipeline.chunks_of(stage, stages);
+            let (down, up) = (chunks[0], chunks[chunks.len() - 1]);
+            let held: u64 = chunks.iter().map(|chunk| count(*chunk, Pass::Forward) - count(*chunk, Pass::Weight)).sum();
+            let is_ready = |chunk: u32, pass: Pass| {
+                let next = count(chunk, pass);
+                let waits = match pass {
+                    Pass::Forward if chunk == 0 => microbatches,
+                    Pass::Forward => count(chunk - 1, Pass::Forward),
+                    Pass::Backward if chunk == last => count(chunk, Pass::Forward),
+                    Pass::Backward => count(chunk + 1, Pass::Backward),
+                    Pass::Weight => count(chunk, Pass::Backward),
+                };
+                next < waits
+            };
+            let wishes = [
+                (up, Pass::Backward),
+                (down, Pass::Backward),
+                (up, Pass::Forward),
+                (down, Pass::Forward),
+                (up, Pass::Weight),
+                (down, Pass::Weight),
+            ];
+            let may = |wish: &&(u32, Pass)| {
+                is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held < 2 * stages)
+            };
+            if let Some((chunk, pass)) = wishes.iter().find(may) {
+                orders[stage as usize].push(Step { chunk: *chunk, pass: *pass, microbatch: count(*chunk, *pass) });
+                done[*chunk as usize][*pass as usize] += 1;
+            }
+        }
+    }
+    orders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn pipeline(schedule: Schedule, per_stage: u64) -> Pipeline {
+        Pipeline { schedule, per_stage, ..Pipeline::default() }
+    }
+
+    fn text(steps: &[Step]) -> String {
+        let name = |step: &Step| match step.pass {
+            Pass::Forward => format!("F{}.{}", step.chunk, step.microbatch),
+            Pass::Backward => format!("B{}.{}", step.chunk, step.microbatch),
+            Pass::Weight => format!("W{}.{}", step.chunk, step.microbatch),
+        };
+        steps.iter().map(name).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn stages_run_as_the_schedules_say() {
+        let order = |schedule, per_stage, stage: usize, stages, microbatches| {
+            text(&orders(&pipeline(schedule, per_stage), stages, microbatches).unwrap()[stage])
+        };
+        use Schedule::{GPipe, Interleaved, OneForwardOneBackward};
+        assert_eq!(order(GPipe, 1, 0, 2, 3), "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2");
+        assert_eq!(order(OneForwardOneBackward, 1, 0, 2, 3), "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2");
+        assert_eq!(order(OneForwardOneBackward, 1, 1, 2, 3), "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2");
+        assert_eq!(
+            order(Interleaved, 2, 1, 2, 4),
+            "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
+        );
+        assert!(orders(&pipeline(Interleaved, 2), 2, 3).is_err());
+    }
+
+    /// Every step once, each after what it waits for: a stage that waits for ever has a step that never runs.
+    #[test]
+    fn every_order_can_be_run() {
+        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 3, 2]) {
+            for (stages, microbatches) in [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)] {
+                let pipeline = pipeline(schedule, per_stage);
+                let orders = orders(&pipeline, stages, microbatches).unwrap();
+                let chunks = (stages * per_stage) as u32;
+                let mut done: BTreeSet<Step> = BTreeSet::new();
+                let mut at = vec![0; orders.len()];
+                loop {
+                    let before = done.len();
+                    for (stage, steps) in orders.iter().enumerate() {
+                        while let Some(step) = steps.get(at[stage]) {
+                            assert_eq!(pipeline.stage_of(step.chunk, stages), stage as u64);
+                            let waits = match step.pass {
+                                Pass::Forward => step.chunk.checked_sub(1).map(|chunk| Step { chunk, ..*step }),
+                                Pass::Backward if step.chunk + 1 == chunks => {
+                                    Some(Step { pass: Pass::Forward, ..*step })
+                                }
+                                Pass::Backward => Some(Step { chunk: step.chunk + 1, ..*step }),
+                                Pass::Weight => Some(Step { pass: Pass::Backward, ..*step }),
+                            };
+                            if waits.is_some_and(|step| !done.contains(&step)) {
+                                break;
+                            }
+                            assert!(done.insert(*step), "{step:?} twice");
+                            at[stage] += 1;
+                        }
+                    }
+                    if done.len() == before {
+                        break;
+                    }
+                }
+                let passes = if schedule.splits_backward() { 3 } else { 2 };
+                assert_eq!(done.len() as u64, u64::from(chunks) * microbatches * passes, "{schedule:?} {stages}");
+            }
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! When every stage runs its steps and exchanges messages.
+//!
+//! A message is handed over when its receiver, between two steps, needs it; its sender may be between two
+//! steps as well, or in the middle of one, which goes on beside. So that no stage waits for ever, the
+//! hand-overs are those of one run of all stages together, in which each starts its next step as soon as it
+//! has what the step reads. Since all stages meet in the order of that one run, they cannot deadlock,
+//! however long their steps really take.
+
+use super::order::{Pass, Step};
+use shardc_ir::Pipeline;
+use std::collections::{BTreeMap, HashSet};
+
+/// Something that one pass of a chunk makes and a pass of a chunk of another stage reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Link {
+    /// Who makes it.
+    pub from: (u32, Pass),
+    /// Who reads it.
+    pub to: (u32, Pass),
+}
+
+/// One end of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Message {
+    /// The index of its link.
+    pub link: usize,
+    /// The microbatch.
+    pub microbatch: u64,
+    /// The other stage.
+    pub peer: u64,
+    /// Whether this stage sends it.
+    pub is_send: bool,
+}
+
+/// A message that is sent in the middle of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Beside {
+    /// The message.
+    pub message: Message,
+    /// Where in the step, in parts of [`PARTS`].
+    pub at: u32,
+}
+
+/// The parts of a step that [`Beside::at`] counts.
+pub const PARTS: u32 = 8;
+
+/// What a stage does next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// It runs a step, and sends messages beside it.
+    Step(Step, Vec<Beside>),
+    /// It exchanges messages, one after the other.
+    Exchange(Vec<Message>),
+}
+
+/// How long things take.
+pub trait Durations {
+    /// Seconds of a step.
+    fn step(&self, step: Step) -> f64;
+    /// Seconds of a message of a link, by its index.
+    fn message(&self, link: usize) -> f64;
+}
+
+/// Steps of one unit a pass, and messages that take no time: what an order is made by where no cost is known.
+#[derive(Clone, Copy, Debug)]
+pub struct Units;
+
+impl Durations for Units {
+    fn step(&self, step: Step) -> f64 {
+        if step.pass == Pass::Backward { 2.0 } else { 1.0 }
+    }
+
+    fn message(&self, _: usize) -> f64 {
+        0.0
+    }
+}
+
+/// What all stages do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// Per stage, in order.
+    pub events: Vec<Vec<Event>>,
+    /// Per stage, when it is done.
+    pub finish: Vec<f64>,
+}
+
+struct Stage {
+    next: usize,
+    /// When it is between two steps again.
+    free: f64,
+    /// The step that it runs, and since when.
+    running: Option<(Step, f64)>,
+    /// What was made and not sent yet.
+    held: Vec<(usize, u64)>,
+    received: HashSet<(usize, u64)>,
+}
+
+struct Run<'a> {
+    orders: &'a [Vec<Step>],
+    /// Per pass of a chunk, the links that it reads, and those that it makes.
+    reads: BTreeMap<(u32, Pass), Vec<usize>>,
+    makes: BTreeMap<(u32, Pass), Vec<usize>>,
+    ends: Vec<(usize, usize)>,
+    stages: Vec<Stage>,
+    events: Vec<Vec<Event>>,
+    now: f64,
+}
+
+/// Runs the orders of all stages; `links` are those between different stages. Nothing if the steps wait
+/// for each other in a circle, which those of [`orders`](super::order::orders) do not.
+pub fn timeline(
+    pipeline: &Pipeline,
+    orders: &[Vec<Step>],
+    links: &[Link],
+    durations: &dyn Durations,
+) -> Option<Timeline> {
+    let stages = orders.len() as u64;
+    let stage = |chunk: u32| pipeline.stage_of(chunk, stages) as usize;
+    let new = |_| Stage { next: 0, free: 0.0, running: None, held: Vec::new(), received: HashSet::new() };
+    let mut run = Run {
+        orders,
+        reads: BTreeMap::new(),
+        makes: BTreeMap::new(),
+        ends: links.iter().map(|link| (stage(link.from.0), stage(link.to.0))).collect(),
+        stages: (0..stages).map(new).collect(),
+        events: vec![Vec::new(); orders.len()],
+        now: 0.0,
+    };
+    for (index, link) in links.iter().enumerate() {
+        run.reads.entry(link.to).or_default().push(index);
+        run.makes.entry(link.from).or_default().push(index);
+    }
+    while run.advance(durations) {}
+    let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len() && stage.held.is_empty();
+    let done = run.stages.iter().zip(orders).all(is_done);
+    let finish = run.stages.iter().map(|stage| stage.free).collect();
+    done.then_some(Timeline { events: run.events, finish })
+}
+
+impl Run<'_> {
+    /// Does what can be done now, and goes on to the next moment; whether there is one.
+    fn advance(&mut self, durations: &dyn Durations) -> bool {
+        for stage in &mut self.stages {
+            if let Some((step, _)) = stage.running.filter(|_| stage.free <= self.now) {
+                stage.running = None;
+                let made = self.makes.get(&(step.chunk, step.pass)).map_or(&[][..], Vec::as_slice);
+                stage.held.extend(made.iter().map(|link| (*link, step.microbatch)));
+            }
+        }
+        // All messages come before the steps that begin now.
+        while (0..self.stages.len()).any(|stage| self.receive(stage, durations)) {}
+        (0..self.stages.len()).for_each(|stage| self.start(stage, durations));
+        if self.stages.iter().any(|stage| stage.running.is_some() && stage.free <= self.now) {
+            return true;
+        }
+        let later = self.stages.iter().map(|stage| stage.free).filter(|free| *free > self.now);
+        let next = later.fold(f64::INFINITY, f64::min);
+        self.now = next;
+        next.is_finite()
+    }
+
+    fn is_free(&self, stage: usize) -> bool {
+        self.stages[stage].running.is_none() && self.stages[stage].free <= self.now
+    }
+
+    /// What a stage's next step reads and has not received.
+    fn wanted(&self, stage: usize) -> impl Iterator<Item = (usize, u64)> + '_ {
+        let step = self.orders[stage].get(self.stages[stage].next);
+        let links = step.and_then(|step| self.reads.get(&(step.chunk, step.pass))).map_or(&[][..], Vec::as_slice);
+        let wanted = move |link: &usize| step.map(|step| (*link, step.microbatch));
+        links.iter().filter_map(wanted).filter(move |message| !self.stages[stage].received.contains(message))
+    }
+
+    /// Hands over one message that a stage needs, if it was made.
+    fn receive(&mut self, to: usize, durations: &dyn Durations) -> bool {
+        if !self.is_free(to) {
+            return false;
+        }
+        let is_there = |message: &(usize, u64)| {
+            let from = &self.stages[self.ends[message.0].0];
+            (from.running.is_some() || from.free <= self.now) && from.held.contains(message)
+        };
+        let Some(message) = self.wanted(to).find(is_there) else { return false };
+        let from = self.ends[message.0].0;
+        self.stages[from].held.retain(|held| *held != message);
+        self.stages[to].received.insert(message);
+        let free = self.now + durations.message(message.0);
+        let end = |peer: usize, is_send| Message { link: message.0, microbatch: message.1, peer: peer as u64, is_send };
+        match (self.stages[from].running, self.events[from].last_mut()) {
+            (Some((_, since)), Some(Event::Step(_, beside))) => {
+                let share = (self.now - since) / (self.stages[from].free - since).max(f64::MIN_POSITIVE);
+                beside.push(Beside { message: end(to, true), at: (share * f64::from(PARTS)) as u32 });
+            }
+            _ => {
+                self.exchange(from, end(to, true));
+                self.stages[from].free = free;
+            }
+        }
+        self.exchange(to, end(from, false));
+        self.stages[to].free = free;
+        true
+    }
+
+    fn exchange(&mut self, stage: usize, message: Message) {
+        match self.events[stage].last_mut() {
+            Some(Event::Exchange(messages)) => messages.push(message),
+            _ => self.events[stage].push(Event::Exchange(vec![message])),
+        }
+    }
+
+    /// Starts the next step of a stage, if it has all that the step reads.
+    fn start(&mut self, index: usize, durations: &dyn Durations) {
+        let Some(step) = self.orders[index].get(self.stages[index].next).copied() else { return };
+        if !self.is_free(index) || self.wanted(index).next().is_some() {
+            return;
+        }
+        let stage = &mut self.stages[index];
+        stage.next += 1;
+        stage.running = Some((step, self.now));
+        stage.free = self.now + durations.step(step);
+        // What was received is used up.
+        for link in self.reads.get(&(step.chunk, step.pass)).into_iter().flatten() {
+            stage.received.remove(&(*link, step.microbatch));
+        }
+        self.events[index].push(Event::Step(step, Vec::new()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::order::orders;
+    use super::*;
+    use shardc_ir::pipeline::Schedule;
+
+    /// The links of a chain of chunks.
+    fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
+        let chunks = (stages * pipeline.per_stage) as u32;
+        let apart = |link: &Link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages);
+        let pairs = (1..chunks).flat_map(|chunk| {
+            let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
+            [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
+        });
+        pairs.filter(apart).collect()
+    }
+
+    /// Passes of one unit each.
+    struct Ones;
+
+    impl Durations for Ones {
+        fn step(&self, _: Step) -> f64 {
+            1.0
+        }
+        fn message(&self, _: usize) -> f64 {
+            0.0
+        }
+    }
+
+    fn finish(schedule: Schedule, per_stage: u64, microbatches: u64, durations: &dyn Durations) -> f64 {
+        let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
+        let orders = orders(&pipeline, 4, microbatches).unwrap();
+        let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), durations).expect("all steps run");
+        run.finish.iter().copied().fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn the_bubble_is_that_of_the_schedule() {
+        // 8 microbatches of 3 units, and the bubble: 3 stages of 3 units.
+        assert_eq!(finish(Schedule::GPipe, 1, 8, &Units), 33.0);
+        assert_eq!(finish(Schedule::OneForwardOneBackward, 1, 8, &Units), 33.0);
+        // Twice as many chunks, each half as long: half the bubble.
+        assert_eq!(finish(Schedule::Interleaved, 2, 8, &Units), 2.0 * 24.0 + 9.0);
+        // 6 units for a microbatch, no bubble but where the pipeline fills.
+        let steps = finish(Schedule::ZeroBubbleV, 2, 16, &Ones);
+        assert!((96.0..=105.0).contains(&steps), "{steps}");
+    }
+
+    /// Both ends of all messages stand in one order of all meetings: so no stage waits for ever.
+    #[test]
+    fn messages_meet_in_one_order() {
+        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 2, 2]) {
+            let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
+            let orders = orders(&pipeline, 4, 8).unwrap();
+            let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), &Units).expect("all steps run");
+            let mut queues: Vec<std::collections::VecDeque<Message>> = run
+                .events
+                .iter()
+                .map(|events| {
+                    let messages = events.iter().map(|event| match event {
+                        Event::Exchange(messages) => messages.clone(),
+                        Event::Step(_, beside) => beside.iter().map(|beside| beside.message).collect(),
+                    });
+                    messages.flatten().collect()
+                })
+                .collect();
+            while let Some(stage) = (0..4).find(|stage| {
+                let Some(head) = queues[*stage].front() else { return false };
+                let other = Message { peer: *stage as u64, is_send: !head.is_send, ..*head };
+                queues[head.peer as usize].front() == Some(&other)
+            }) {
+                let head = queues[stage].pop_front().expect("a head");
+                queues[head.peer as usize].pop_front();
+            }
+            assert!(queues.iter().all(std::collections::VecDeque::is_empty), "{schedule:?}: {queues:?}");
+        }
+    }
+}
