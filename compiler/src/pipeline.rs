@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::options::Options;
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{AxisId, Diagnostics, Graph, NoScratch, Plan, Program, Target};
+use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
 use shardc_passes::cluster::Cluster;
@@ -19,7 +19,7 @@ use shardc_passes::precision::lower_precision;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search_confirmed};
 use shardc_passes::simulate::{Conditions, predict, simulate};
-use shardc_runtime::CudaTarget;
+use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -125,7 +125,7 @@ pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<Verif
 
 /// The runtime that a cluster's programs are for. A described cluster is one of GPUs, here or not.
 pub fn target(cluster: &str) -> &'static dyn Target {
-    if cluster.starts_with("cpu:") { &NoScratch } else { &CudaTarget }
+    if cluster.starts_with("cpu:") { &CpuTarget } else { &CudaTarget }
 }
 
 /// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is

@@ -34,7 +34,11 @@ pub fn plan_text(plan: &Plan) -> String {
         ("bound by memory or launches", prediction.memory_bound),
         ("communication that nothing hides", prediction.exposed_communication),
         ("the optimizer", prediction.optimizer),
-    ] {
+        ("waits for other stages of the pipeline", prediction.bubble),
+    ]
+    .into_iter()
+    .take(if plan.stages() > 1 { 5 } else { 4 })
+    {
         let _ = writeln!(text, "         {seconds:>10}  {name}");
     }
     let (total, live) = (prediction.memory.total(), prediction.memory.live());

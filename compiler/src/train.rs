@@ -17,7 +17,7 @@ use shardc_models::Model;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
 use shardc_runtime::launch::World;
 use shardc_runtime::{Runtime, RuntimeError, Span, TimedStep, evaluate_part};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -235,13 +235,16 @@ impl<'a> Trainer<'a> {
     fn holders(&self, name: &str) -> Result<Vec<(u64, &'a Slot)>, Error> {
         let mut holders: Vec<(u64, &'a Slot)> = Vec::new();
         for program in self.compiled.programs()? {
-            let slot = program.slots.iter().find(|slot| slot.name == name);
-            let slot = slot.ok_or_else(|| Error::Bug(format!("rank {} has no slot `{name}`", program.rank)))?;
+            // A stage of a pipeline holds the parameters that it reads.
+            let Some(slot) = program.slots.iter().find(|slot| slot.name == name) else { continue };
             if !holders.iter().any(|(_, known)| known.slice == slot.slice) {
                 holders.push((program.rank, slot));
             }
         }
-        Ok(holders)
+        match holders.is_empty() {
+            true => Err(Error::Bug(format!("no rank has a slot `{name}`"))),
+            false => Ok(holders),
+        }
     }
 
     /// The whole of a parameter or an optimizer state (`NAME.m`, `NAME.v`), from the ranks' parts.
@@ -277,8 +280,8 @@ impl<'a> Trainer<'a> {
 
     /// Every parameter, whole, one after the other; as [`Trainer::gather`].
     pub fn parameters(&mut self) -> Result<BTreeMap<String, HostTensor>, Error> {
-        let slots = self.compiled.programs()?.first().map(|program| program.slots.as_slice()).unwrap_or_default();
-        let names: Vec<String> = slots.iter().filter(|slot| slot.is_parameter).map(|slot| slot.name.clone()).collect();
+        let slots = self.compiled.programs()?.iter().flat_map(|program| &program.slots);
+        let names: BTreeSet<String> = slots.filter(|slot| slot.is_parameter).map(|slot| slot.name.clone()).collect();
         names.into_iter().map(|name| Ok((name.clone(), self.gather(&name)?))).collect()
     }
 
@@ -293,14 +296,12 @@ fn initialise(compiled: &Compiled, runtime: &mut dyn Runtime, weights: &dyn Weig
     let here = runtime.ranks();
     let programs = compiled.programs()?.iter().filter(|program| here.contains(&program.rank));
     let programs: Vec<&Program> = programs.collect();
-    let slots = programs.first().map(|program| program.slots.len()).unwrap_or_default();
-    for index in 0..slots {
+    let slots = programs.iter().flat_map(|program| &program.slots).filter(|slot| slot.is_parameter);
+    let names: BTreeSet<&str> = slots.map(|slot| slot.name.as_str()).collect();
+    for name in names {
         let mut made: Vec<(&[(u64, u64)], HostTensor)> = Vec::new();
         for program in &programs {
-            let slot = &program.slots[index];
-            if !slot.is_parameter {
-                continue;
-            }
+            let Some(slot) = program.slots.iter().find(|slot| slot.name == name) else { continue };
             if !made.iter().any(|(slice, _)| *slice == slot.slice) {
                 let part = parameter_part(&compiled.model, weights, &slot.name, &slot.ty, &slot.slice, seed)?;
                 made.push((&slot.slice, part));

@@ -54,9 +54,9 @@ impl Feature {
         }
     }
 
-    /// Whether a search considers it: a pin asks for it, every plan is wanted, or the target runs it.
+    /// Whether a search considers it: a pin asks for it, every plan is wanted, or it pays on the target.
     pub fn is_open(self, is_pinned: bool, scope: Scope, target: &dyn Target) -> bool {
-        is_pinned || scope == Scope::All || target.runs(self)
+        is_pinned || scope == Scope::All || target.searches(self)
     }
 }
 

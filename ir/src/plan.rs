@@ -148,6 +148,9 @@ pub struct Prediction {
     pub communication: Seconds,
     /// Of the step, the optimizer's update.
     pub optimizer: Seconds,
+    /// Of it, waits for other stages of a pipeline.
+    #[serde(default)]
+    pub bubble: Seconds,
     /// Model FLOPs of the step over all ranks: recomputation not counted, causal attention at half.
     pub flops: Flops,
     /// The share of the devices' peak rate that the model FLOPs reach.

@@ -20,6 +20,11 @@ pub trait Target: Debug {
         let _ = feature;
         false
     }
+
+    /// Whether plans with it are searched for this target without being asked for.
+    fn searches(&self, feature: Feature) -> bool {
+        self.runs(feature)
+    }
 }
 
 /// A target whose kernels need no scratch memory of the arena, and take any part of the queries: CPU ranks.

@@ -14,13 +14,19 @@
 //! from every read-after-write, write-after-read and write-after-write of addresses, without what the
 //! order of a stream or an earlier wait implies.
 //!
+//! A stage of a pipeline holds several microbatches at a time: what a pass of a chunk leaves for a later one
+//! has as many copies as there are (`stages`).
+//!
 //! Invariants: offsets are multiples of 256; storages of overlapping lifetimes are disjoint.
+
+mod stages;
 
 use crate::lower::{Draft, Item, Place, SPACE, share_storages};
 use crate::pack::{Life, pack};
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
-use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, Target, TensorType};
+use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Target, TensorType};
+pub(crate) use stages::Copies;
 use std::collections::{BTreeMap, HashMap};
 
 /// What offsets are multiples of.
@@ -32,7 +38,8 @@ pub(crate) const WINDOW: usize = 2;
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     share_storages(&mut draft);
     add_scratch(&mut draft, target);
-    let lives = lifetimes(&draft);
+    let copies = Copies::of(&draft);
+    let lives = lifetimes(&draft, &copies);
     let placed: Vec<Life> = lives.iter().copied().flatten().collect();
     let (offsets, arena) = pack(&placed);
     let mut of_storage: Vec<u64> = vec![0; draft.storages as usize];
@@ -41,7 +48,7 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     for (id, buffer) in draft.buffers.iter_mut() {
         buffer.offset = of_storage[draft.storage[id].0 as usize];
     }
-    assemble(draft, Bytes(arena))
+    assemble(draft, Bytes(arena), &copies)
 }
 
 /// Gives every instruction the scratch memory that the target asks for.
@@ -59,17 +66,22 @@ fn add_scratch(draft: &mut Draft, target: &dyn Target) {
 }
 
 /// Sections, runs and waits.
-fn assemble(draft: Draft, arena: Bytes) -> Program {
+fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
+    if draft.stage.is_some() {
+        return stages::assemble(draft, arena, copies);
+    }
     let mut program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
     let (buffers, sections) = drop_unused(draft.buffers, draft.sections, &draft.slots, &draft.readings);
     let renumber = |id: BufferId| sections.1.get(&id).copied().unwrap_or(id);
-    for (place, mut instructions) in Place::ALL.into_iter().zip(sections.0) {
-        if instructions.is_empty() && place != Place::Microbatch {
+    let count = sections.0.len();
+    for (index, mut instructions) in sections.0.into_iter().enumerate() {
+        let place = Place::of(index, count);
+        if instructions.is_empty() && place != Place::LOOP {
             continue;
         }
         find_waits(&buffers, &mut instructions);
         let section = program.sections.push(Section { name: place.name().to_string(), instructions });
-        let runs = if place == Place::Microbatch { draft.microbatches } else { 1 };
+        let runs = if place == Place::LOOP { draft.microbatches } else { 1 };
         program.order.extend((0..runs).map(|microbatch| Run { section, microbatch }));
     }
     program.slots = draft.slots;
@@ -83,17 +95,18 @@ fn assemble(draft: Draft, arena: Bytes) -> Program {
     program
 }
 
-type Sections = [Vec<Instruction>; 3];
+type Sections = Vec<Vec<Instruction>>;
 type Buffers = PrimaryMap<BufferId, shardc_ir::program::Buffer>;
 
 /// Drops buffers that nothing names, and numbers the rest in their order.
 fn drop_unused(
     buffers: Buffers,
-    sections: [Vec<Item>; 3],
+    sections: Vec<Vec<Item>>,
     slots: &[shardc_ir::program::Slot],
     readings: &[shardc_ir::program::Reading],
 ) -> (Buffers, (Sections, HashMap<BufferId, BufferId>)) {
-    let mut sections = sections.map(|items| items.into_iter().map(|item| item.instruction).collect::<Vec<_>>());
+    let instructions = |items: Vec<Item>| items.into_iter().map(|item| item.instruction).collect::<Vec<_>>();
+    let mut sections: Sections = sections.into_iter().map(instructions).collect();
     let mut used = vec![false; buffers.len()];
     let mut mark = |id: BufferId| used[id.as_u32() as usize] = true;
     sections.iter().flatten().flat_map(Instruction::buffers).for_each(&mut mark);
@@ -115,7 +128,7 @@ fn drop_unused(
 }
 
 /// Per storage, its life; `None` if nothing names it. Instructions count through all sections.
-pub(crate) fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
+pub(crate) fn lifetimes(draft: &Draft, copies: &Copies) -> Vec<Option<Life>> {
     let mut lives: Vec<Option<Life>> = vec![None; draft.storages as usize];
     let mut touch = |buffer: BufferId, from: usize, to: usize| {
         let bytes = draft.buffers[buffer].ty.bytes().0;
@@ -125,15 +138,17 @@ pub(crate) fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
     };
     let mut first = 0;
     let mut repeated = (0, 0);
-    for (place, items) in Place::ALL.into_iter().zip(&draft.sections) {
+    for (index, items) in draft.sections.iter().enumerate() {
+        let place = Place::of(index, draft.sections.len());
         let ends = access_ends(draft, items);
         for (index, (item, end)) in items.iter().zip(ends).enumerate() {
             for buffer in item.instruction.buffers() {
                 touch(buffer, first + index, first + end);
             }
         }
-        if place == Place::Microbatch {
-            repeated = (first, (first + items.len()).saturating_sub(1));
+        if let Place::Microbatch(part) = place {
+            let begin = if part == 0 { first } else { repeated.0 };
+            repeated = (begin, (first + items.len()).saturating_sub(1));
         }
         first += items.len();
     }
@@ -148,6 +163,7 @@ pub(crate) fn lifetimes(draft: &Draft) -> Vec<Option<Life>> {
     if draft.microbatches > 1 {
         through_the_loop(draft, &mut lives, repeated);
     }
+    copies.keep(&mut lives, repeated);
     lives
 }
 
@@ -159,7 +175,8 @@ fn through_the_loop(draft: &Draft, lives: &mut [Option<Life>], (first, last): (u
             *life = Life { start: life.start.min(first), end: life.end.max(last), ..*life };
         }
     }
-    for item in &draft.sections[Place::Microbatch as usize] {
+    let sections = draft.sections.len();
+    for item in draft.sections[1..sections - 1].iter().flatten() {
         if item.instruction.action == Action::Accumulate {
             for result in &item.instruction.results {
                 if let Some(life) = &mut lives[draft.storage[*result].0 as usize] {
@@ -347,13 +364,22 @@ pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
         *life = Some(life.map_or((at, at), |(start, end)| (start.min(at), end.max(at))));
     };
     let mut first = 0;
-    let mut spans = Vec::new();
-    for section in program.sections.values() {
+    // The sections of the loop, and whether a buffer is touched in more than one section.
+    let mut repeated: Option<(usize, usize)> = None;
+    let mut section_of: Vec<Option<SectionId>> = vec![None; program.buffers.len()];
+    let mut crosses = vec![false; program.buffers.len()];
+    for (id, section) in &program.sections {
         for (index, instruction) in section.instructions.iter().enumerate() {
-            instruction.buffers().for_each(|id| touch(id, first + index));
+            for buffer in instruction.buffers() {
+                touch(buffer, first + index);
+                let known = section_of[buffer.as_u32() as usize].replace(id);
+                crosses[buffer.as_u32() as usize] |= known.is_some_and(|known| known != id);
+            }
         }
         let last = (first + section.instructions.len()).saturating_sub(1);
-        spans.push((first, last, section));
+        if ![Place::Prologue, Place::Epilogue].map(Place::name).contains(&section.name.as_str()) {
+            repeated = Some((repeated.map_or(first, |(from, _)| from), last));
+        }
         first += section.instructions.len();
     }
     for id in program.slots.iter().map(|slot| slot.buffer) {
@@ -361,16 +387,16 @@ pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
         touch(id, first);
     }
     program.readings.iter().for_each(|reading| touch(reading.buffer, first));
-    let repeated = spans.iter().find(|(_, _, section)| section.name == Place::Microbatch.name());
-    if let Some((from, to, section)) = repeated {
-        let accumulators = section.instructions.iter().filter(|i| i.action == Action::Accumulate);
+    if let Some((from, to)) = repeated {
+        let accumulators = program.instructions().filter(|i| i.action == Action::Accumulate);
         for id in accumulators.flat_map(|i| &i.results) {
-            touch(*id, *from);
-            touch(*id, *to);
+            touch(*id, from);
+            touch(*id, to);
         }
-        for (start, end) in lives.iter_mut().flatten() {
-            if *start <= *to && *end >= *from && (*start < *from || *end > *to) {
-                (*start, *end) = ((*start).min(*from), (*end).max(*to));
+        for (life, crosses) in lives.iter_mut().zip(crosses) {
+            let Some((start, end)) = life.as_mut() else { continue };
+            if *start <= to && *end >= from && (crosses || *start < from || *end > to) {
+                (*start, *end) = ((*start).min(from), (*end).max(to));
             }
         }
     }

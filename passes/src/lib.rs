@@ -21,6 +21,8 @@ mod lower_tests;
 pub mod optimizer;
 pub mod pack;
 pub mod pipeline;
+#[cfg(test)]
+mod pipeline_tests;
 pub mod precision;
 pub mod raise;
 pub mod rematerialize;

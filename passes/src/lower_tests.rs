@@ -1,6 +1,6 @@
 //! Plans of the search, lowered for every rank and verified as programs.
 
-use crate::allocate::{lifetimes, memory};
+use crate::allocate::{Copies, lifetimes, memory};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::lower::{draft_rank, lower_all, lower_rank, share_storages};
@@ -176,7 +176,7 @@ fn storages_of_a_large_model_are_packed_into_little_more_than_lives_at_once() {
         let mut draft = draft_rank(&plan, 0).expect("a draft");
         schedule(&mut draft);
         share_storages(&mut draft);
-        let lives: Vec<Life> = lifetimes(&draft).into_iter().flatten().collect();
+        let lives: Vec<Life> = lifetimes(&draft, &Copies::of(&draft)).into_iter().flatten().collect();
         let (arena, live) = (pack(&lives).1, live_peak(&lives));
         assert!(live <= arena && arena as f64 <= 1.01 * live as f64, "{pins}: {arena} bytes for {live} at once");
         let program = lower_rank(&plan, 0, &NoScratch).expect("a program");

@@ -12,10 +12,12 @@ pub mod degrees;
 pub mod estimate;
 #[cfg(test)]
 mod exact_tests;
+pub mod line;
 pub mod liveness;
 mod outcome;
 pub mod pins;
 pub mod recompute;
+pub mod stages;
 pub mod storage;
 mod visit;
 pub mod ways;
@@ -32,9 +34,11 @@ use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use estimate::Shape;
 pub use estimate::Work;
+use line::Line;
 use outcome::{alternatives, breakdown, infeasible};
 use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{AxisId, Bytes, Choice, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
+use stages::Stages;
 use std::collections::BTreeMap;
 use visit::Visited;
 use ways::{divisors, ways};
@@ -90,6 +94,8 @@ pub enum PlanError {
 pub struct Candidate {
     /// How many ways the step is divided.
     pub degrees: Degrees,
+    /// The pipeline, if it has stages.
+    pub stages: Option<Stages>,
     /// ZeRO stage.
     pub zero: u64,
     /// Recomputation.
@@ -107,7 +113,9 @@ impl Candidate {
     pub fn choice(&self) -> String {
         let Self { degrees, zero, recompute, .. } = self;
         let chunks = if self.loss_chunks > 1 { format!(",loss_chunks={}", self.loss_chunks) } else { String::new() };
-        format!("{},zero={zero},microbatch={},recompute={recompute}{chunks}", degrees.text(), degrees.microbatch)
+        let stages = self.stages.as_ref().map_or(String::new(), |stages| format!(",{}", stages.text()));
+        let degrees = format!("{}{stages}", degrees.text());
+        format!("{degrees},zero={zero},microbatch={},recompute={recompute}{chunks}", self.degrees.microbatch)
     }
 
     /// The mesh, without axes of one coordinate.
@@ -164,7 +172,9 @@ pub fn search_confirmed(
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(&prepared, pins)?;
-    let space = Space { prepared: &prepared, cluster, request: &request, pins };
+    let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
+    let line = is_open.then(|| Line::new(&prepared));
+    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.pruned == 0 || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
@@ -178,6 +188,8 @@ pub fn search_confirmed(
 /// What is searched.
 struct Space<'a, 'b> {
     prepared: &'a Prepared<'b>,
+    /// What pipelines are cut along, if any are searched.
+    line: Option<&'a Line>,
     cluster: &'a Cluster,
     request: &'a Request,
     pins: &'a Pins,
@@ -189,7 +201,7 @@ fn choose(
     confirm: Option<Confirm<'_>>,
     visited: &mut Visited,
 ) -> Result<(Plan, f64), PlanError> {
-    let Space { prepared, cluster, request, pins } = *space;
+    let Space { prepared, line, cluster, request, pins } = *space;
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
     let bound = request.device_memory;
@@ -218,7 +230,7 @@ fn choose(
         if estimate > bound || was_refused || (is_too_large && !is_last_resort) {
             continue;
         }
-        let mut plan = build::build(prepared, cluster, request, candidate)?;
+        let mut plan = build::build(prepared, line, cluster, request, candidate)?;
         let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
             // What goes round a ring is not lowered yet: its memory and time stay estimates.
             plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
@@ -263,11 +275,11 @@ const MOST_REFUSED: usize = 8;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, cluster, request, pins } = *space;
+    let Space { prepared, line, cluster, request, pins } = *space;
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, &cluster.device);
     let mut candidates = Vec::new();
-    for way in ways(prepared, cluster, request, pins)? {
+    for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
         let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
         for microbatch in sizes {
@@ -278,7 +290,10 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                 let mesh = degrees.mesh(batch);
                 let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
                 if visited.opens(prepared, &placed, &degrees) {
-                    let found = solve(space, placed, &point);
+                    let found = match line.filter(|_| way.pp > 1) {
+                        Some(line) => stages::solve(space, line, placed, &point, visited.best),
+                        None => solve(space, placed, &point),
+                    };
                     visited.add(&found);
                     solved.extend(found);
                 } else {
@@ -287,11 +302,15 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will.
             let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
+            let is_tried = !solved.is_empty();
             candidates.extend(solved);
-            if !fits && is_solved {
+            if is_tried && !fits && is_solved {
                 break;
             }
         }
+    }
+    if candidates.is_empty() && pins.opens_stages() {
+        return Err(stages::none(pins, line, batch));
     }
     if candidates.is_empty() {
         let message = match pins.microbatch {
@@ -364,7 +383,7 @@ fn extend(
             for recompute in recomputations(shape, storage, zero, pins, point.bound) {
                 let prediction = shape.predict(placed, storage, zero, recompute, point.work);
                 let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-                candidates.push(Candidate { degrees, zero, recompute, loss_chunks, byte, prediction });
+                candidates.push(Candidate { degrees, stages: None, zero, recompute, loss_chunks, byte, prediction });
             }
         }
     }
@@ -498,7 +517,8 @@ pub fn model_work(graph: &Graph, device: &Profile) -> Work {
 /// By step time; what is equal within a thousandth by the simpler choice.
 fn sort(candidates: &mut [Candidate]) {
     candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
-    let simplicity = |c: &Candidate| (c.recompute, c.zero, c.degrees.axes(), c.degrees.degree("tp"));
+    let simplicity =
+        |c: &Candidate| (c.degrees.degree("pp"), c.recompute, c.zero, c.degrees.axes(), c.degrees.degree("tp"));
     // The best and its near-ties, simplest first.
     let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
     let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);

@@ -18,8 +18,8 @@ pub mod random;
 mod span;
 mod watch;
 
-pub use cpu::CpuRuntime;
 pub use cpu::interpret::{compute_op, evaluate_part, interpret};
+pub use cpu::{CpuRuntime, CpuTarget};
 pub use cuda::{CudaRuntime, CudaTarget};
 pub use span::Span;
 

@@ -118,6 +118,15 @@ fn gradient_accumulation() {
 }
 
 #[test]
+fn pipelines() {
+    check("llama", "cpu:2", "pp=2,schedule=1f1b,microbatch=1");
+    check("llama", "cpu:4", "pp=2,dp=2,schedule=gpipe,zero=1,microbatch=1");
+    check("llama", "cpu:4", "pp=2,tp=2,schedule=1f1b,microbatch=1,recompute=full");
+    check("llama", "cpu:2", "pp=2,schedule=interleaved,virtual=2,microbatch=1");
+    check("llama", "cpu:2", "pp=2,schedule=zbv,virtual=2,microbatch=1,recompute=none");
+}
+
+#[test]
 fn recomputation() {
     check_both("cpu:1", "recompute=full");
     check_both("cpu:1", "recompute=selective");

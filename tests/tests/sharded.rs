@@ -4,6 +4,7 @@
 mod lockstep;
 
 use lockstep::Lockstep;
+use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
     AxisId, AxisKind, Bytes, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Program, Strategy, Target, TensorType,
@@ -12,10 +13,12 @@ use shardc_ir::{
 use shardc_passes::differentiate::differentiate;
 use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind, add_optimizer};
+use shardc_passes::pipeline::anchor::{anchors, chunks};
 use shardc_passes::rematerialize::rematerialize;
 use shardc_runtime::Runtime;
 use shardc_runtime::cpu::CpuRuntime;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 type Tensors = BTreeMap<String, HostTensor>;
 
@@ -243,6 +246,36 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
     }
 }
 
+/// A random plan in stages, cut at random places, on threads.
+fn check_stages(text: &str, sizes: Sizes, axes: &[(&str, u64)], pipeline: (u64, Schedule, u64), seeds: Range<u64>) {
+    let graph = training_step(&sized(text, sizes));
+    let (stages, schedule, per_stage) = pipeline;
+    let (all, mut legal) = (seeds.clone().count(), 0);
+    for seed in seeds {
+        let mut random = Random(seed * 7919 + 1);
+        let given = leaves(&graph, &mut random);
+        let expect = shardc_runtime::interpret(&graph, &given).expect("a step on one device");
+        let mut plan = random_plan(&graph, &mesh(axes), &mut random);
+        plan.mesh.push("pp", stages, AxisKind::Space);
+        let anchors = anchors(&graph);
+        let main: Vec<NodeId> = graph.nodes().map(|(id, _)| id).filter(|id| anchors[*id] == Some(*id)).collect();
+        let mut cuts: BTreeSet<NodeId> = BTreeSet::new();
+        while (cuts.len() as u64) < stages * per_stage - 1 {
+            cuts.insert(main[1 + random.below(main.len() - 1)]);
+        }
+        let cuts: Vec<NodeId> = cuts.into_iter().collect();
+        plan.pipeline = Pipeline { schedule, per_stage, chunks: chunks(&anchors, &graph, &cuts) };
+        let place = format!("seed {seed}, {} of {stages} stages cut at {cuts:?}", schedule.name());
+        // A random strategy may read a gradient of one chunk after the loop in another.
+        let Ok(plan) = verify::plan(plan) else { continue };
+        legal += 1;
+        let programs = lower_all(&plan, &Wants(seed)).unwrap_or_else(|error| panic!("{place}: {error}"));
+        verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{place}: {found}"));
+        compare(&expect, &on_threads(&programs, &given), &place);
+    }
+    assert!(legal >= 2, "{legal} of {all} plans in {stages} stages are legal");
+}
+
 #[track_caller]
 fn compare(expect: &Tensors, actual: &Tensors, place: &str) {
     for (name, whole) in expect {
@@ -314,4 +347,18 @@ fn random_strategies_over_time() {
     check(MLP, MIXED, &mesh(&[("mb", 4), ("dp", 3)]), 0..8);
     check(LM, EVEN_LM, &mesh(&[("mb", 2), ("dp", 2), ("tp", 2)]), 0..24);
     check(LM, MIXED_LM, &mesh(&[("mb", 3), ("dp", 2), ("tp", 3)]), 0..12);
+}
+
+#[test]
+fn stages_of_a_pipeline() {
+    // What is read in two chunks is updated after the loop from both, which no stage can do.
+    let untied = LM.replace("%z, %table", "%z, %head");
+    let untied = untied
+        .replace("  %x: f32[B,S,D] = emb", "  %head: f32[V,D] = parameter \"head.weight\"\n  %x: f32[B,S,D] = emb");
+    check_stages(MLP, EVEN, &[("mb", 4)], (2, Schedule::GPipe, 1), 0..12);
+    check_stages(MLP, EVEN, &[("mb", 4), ("dp", 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[("mb", 4)], (3, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[("mb", 2), ("tp", 2)], (2, Schedule::OneForwardOneBackward, 1), 0..16);
+    check_stages(&untied, EVEN_LM, &[("mb", 4)], (2, Schedule::Interleaved, 2), 0..16);
+    check_stages(&untied, MIXED_LM, &[("mb", 3), ("dp", 2)], (2, Schedule::ZeroBubbleV, 2), 0..16);
 }

@@ -4,7 +4,7 @@ use super::args::{DiffArgs, ExplainArgs, SimulateArgs};
 use super::{plan_json, print, print_json, request, write};
 use serde_json::{Value, json};
 use shardc::Error;
-use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, text, timeline, value};
+use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, stages, text, timeline, value};
 use shardc_ir::Plan;
 use shardc_ir::program::Stream;
 use shardc_passes::simulate::Conditions;
@@ -54,6 +54,7 @@ fn write_report(path: &Path, text: &str) -> Result<(), Error> {
 fn explained_json(plan: &Plan, inspection: &Inspection<'_>) -> Value {
     let mut json = plan_json(plan);
     json["layouts"] = json!(layers::rows(plan));
+    json["stages"] = json!(stages::rows(plan));
     json["collectives"] = json!(collectives::rows(inspection));
     json["simulated"] = simulated_json(inspection);
     json

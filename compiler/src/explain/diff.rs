@@ -1,6 +1,7 @@
 //! `diff`: what two plans do differently.
 
 use super::layers::{self, Row};
+use super::stages;
 use serde::Serialize;
 use shardc_ir::{Plan, Seconds};
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ use std::fmt::Write;
 /// One thing that two plans say differently; `None` where one of them says nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// `request`, `mesh`, `choice`, `time`, `memory` or `layout`.
+    /// `request`, `mesh`, `stages`, `choice`, `time`, `memory` or `layout`.
     pub part: &'static str,
     /// What of it: `batch`, `matrix products`, `blocks.*.mlp.gate matmul`.
     pub what: String,
@@ -51,6 +52,9 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
         let size = |axes: &BTreeMap<String, u64>| axes.get(name).copied().unwrap_or(1).to_string();
         compare("mesh", name, size(&first), size(&second));
     }
+    for (what, first, second) in stages(a, b) {
+        compare("stages", &what, first, second);
+    }
     compare("choice", "plan", a.choice.clone(), b.choice.clone());
     for ((what, first), (_, second)) in times(a).into_iter().zip(times(b)) {
         compare("time", what, first.to_string(), second.to_string());
@@ -66,7 +70,18 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
     found
 }
 
-fn times(plan: &Plan) -> [(&'static str, Seconds); 6] {
+/// What the chunks run, where one of the plans has stages.
+fn stages(a: &Plan, b: &Plan) -> Vec<(String, String, String)> {
+    let [first, second] = [a, b].map(stages::rows);
+    let text = |rows: &[stages::Row], chunk: usize| {
+        let of = |row: &stages::Row| format!("stage {}, {} to {}", row.stage, row.modules[0], row.modules[1]);
+        rows.get(chunk).map_or("not there".to_string(), of)
+    };
+    let count = first.len().max(second.len());
+    (0..count).map(|chunk| (format!("chunk {chunk}"), text(&first, chunk), text(&second, chunk))).collect()
+}
+
+fn times(plan: &Plan) -> [(&'static str, Seconds); 7] {
     let prediction = &plan.prediction;
     [
         ("step", prediction.step),
@@ -75,6 +90,7 @@ fn times(plan: &Plan) -> [(&'static str, Seconds); 6] {
         ("communication that nothing hides", prediction.exposed_communication),
         ("communication in all", prediction.communication),
         ("the optimizer", prediction.optimizer),
+        ("waits for other stages", prediction.bubble),
     ]
 }
 

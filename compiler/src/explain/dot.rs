@@ -1,18 +1,23 @@
-//! The graph for Graphviz: one box per module of the folded blocks, coloured by what divides it.
+//! The graph for Graphviz: one box per module of the folded blocks, coloured by what divides it; of a
+//! pipeline, one for each chunk that runs it, coloured by the stage.
 
 use super::names::{folded_path, name_of};
-use shardc_ir::{Bytes, OpDef, Plan, Role};
+use shardc_ir::{Bytes, NodeId, OpDef, Plan, Role};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Fills by what divides a module's values: nothing, data axes alone, tensor axes too.
 const FILLS: [&str; 3] = ["#eceff4", "#d8e9f7", "#fbe3c8"];
 
+/// Fills by stage, in turns.
+const STAGES: [&str; 6] = ["#d8e9f7", "#fbe3c8", "#dcefd9", "#ecdcf2", "#f9d9dc", "#f5f0c8"];
+
 #[derive(Default)]
 struct Module {
     operations: usize,
     /// Index into [`FILLS`].
     fill: usize,
+    stage: Option<u64>,
     strategies: Vec<String>,
 }
 
@@ -25,12 +30,13 @@ pub fn dot(plan: &Plan) -> String {
     let mut edges: BTreeMap<(String, String), Bytes> = BTreeMap::new();
     let forward = |role: Role| role == Role::Forward;
     for (id, node) in graph.nodes().filter(|(_, node)| forward(node.role) && !node.op.is_leaf()) {
-        let name = folded_path(name_of(node));
+        let name = module_of(plan, id);
         let module = modules.entry(name.clone()).or_insert_with(|| {
             order.push(name.clone());
             Module::default()
         });
         module.operations += 1;
+        module.stage = plan.pipeline.chunks[id].map(|chunk| plan.pipeline.stage_of(chunk, plan.stages()));
         let strategy = &plan.strategies[id];
         let used: Vec<&str> = strategy.factors.values().flatten().map(|axis| plan.mesh.axis(*axis).family()).collect();
         let fill = if used.contains(&"tp") { 2 } else { usize::from(!used.is_empty()) };
@@ -41,7 +47,7 @@ pub fn dot(plan: &Plan) -> String {
         }
         for value in &node.operands {
             let def = graph.def(*value);
-            let from = folded_path(name_of(def));
+            let from = module_of(plan, graph.value(*value).def);
             if def.op.is_leaf() || from == name {
                 continue;
             }
@@ -57,7 +63,8 @@ pub fn dot(plan: &Plan) -> String {
         let module = &modules[name];
         let shown = if name.is_empty() { "(model)" } else { name };
         let lines: Vec<String> = module.strategies.iter().take(8).map(|line| escape(line.trim())).collect();
-        let (fill, label) = (FILLS[module.fill], escape(shown));
+        let by_stage = module.stage.map(|stage| STAGES[stage as usize % STAGES.len()]);
+        let (fill, label) = (by_stage.unwrap_or(FILLS[module.fill]), escape(shown));
         let _ = writeln!(
             text,
             "  \"{}\" [label=\"{label}\\n{}\\l\", fillcolor=\"{fill}\"];",
@@ -72,6 +79,18 @@ pub fn dot(plan: &Plan) -> String {
     }
     text.push_str("}\n");
     text
+}
+
+/// The module of a node, folded, and its chunk and stage if there are any.
+fn module_of(plan: &Plan, id: NodeId) -> String {
+    let path = folded_path(name_of(plan.graph.node(id)));
+    match plan.pipeline.chunks[id] {
+        Some(chunk) => {
+            let stage = plan.pipeline.stage_of(chunk, plan.stages());
+            format!("{path} (chunk {chunk}, stage {stage})")
+        }
+        None => path,
+    }
 }
 
 fn escape(text: &str) -> String {

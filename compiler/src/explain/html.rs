@@ -4,7 +4,7 @@
 //! blocks are one value with a count, equal microbatches one list of spans, names one table. So the page
 //! of a model with hundreds of layers on thousands of ranks stays small.
 
-use super::names::{folded_path, layout, local, name_of, role};
+use super::names::{folded_nodes, folded_path, layout, local, name_of, role, stage_of};
 use super::{Inspection, collectives, memory, sensitivity, text, value};
 use crate::error::Error;
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, ValueId};
 use shardc_passes::allocate::memory_over_time;
 use shardc_passes::cost::is_view;
-use shardc_passes::fold::{Folded, fold, leaf_name};
+use shardc_passes::fold::{Folded, leaf_name};
 use shardc_passes::simulate::{Rank, RunSpan};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
@@ -54,7 +54,7 @@ impl Names {
 fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
     let plan = inspection.plan;
     let mut names = Names::default();
-    let folded = fold(&plan.graph).split(|id| (plan.strategies[id].clone(), role(plan.graph.node(id).role)));
+    let folded = folded_nodes(plan);
     let values = values(inspection, &folded)?;
     let (sections, ranks) = ranks(inspection, &mut names);
     let tokens = plan.request.batch * plan.request.seq.max(1);
@@ -67,6 +67,7 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
         "mesh": plan.mesh.axes.iter().map(axis).collect::<Vec<_>>(),
         "per_node": inspection.cluster.per_node,
         "world": plan.mesh.ranks(),
+        "stages": plan.stages(),
         "prediction": plan.prediction,
         "simulated": inspection.simulated.step,
         "tokens_per_s": tokens as f64 / plan.prediction.step.0,
@@ -153,6 +154,7 @@ fn values(inspection: &Inspection<'_>, folded: &Folded) -> Result<Vec<Value>, Er
             "op": why.op,
             "name": why.name.unwrap_or_default(),
             "role": why.role,
+            "stage": stage_of(plan, def),
             "dtype": graph.ty(*value).dtype.to_string(),
             "shape": graph.ty(*value).shape,
             "dims": sharding.dims.iter().map(|axes| axes.iter().map(|axis| axis.0).collect()).collect::<Vec<Vec<u8>>>(),

@@ -4,7 +4,7 @@
 //! comes from there or from the plan itself, so that no figure is computed twice: layouts by module
 //! ([`layers`]), collectives ([`collectives`]), one value and its alternatives ([`value`]), memory over
 //! time ([`memory`]), the timeline ([`timeline`]), the graph for Graphviz ([`dot`]), what would change
-//! under other conditions ([`sensitivity`]), and all of it as one page ([`html`]). [`diff`] compares two
+//! under other conditions ([`sensitivity`]), the stages of a pipeline ([`stages`]), and all of it as one page ([`html`]). [`diff`] compares two
 //! plans; [`edit`] writes one as a text that a person edits, and reads it back.
 
 pub mod collectives;
@@ -16,6 +16,7 @@ pub mod layers;
 pub mod memory;
 mod names;
 pub mod sensitivity;
+pub mod stages;
 pub mod text;
 pub mod timeline;
 pub mod value;

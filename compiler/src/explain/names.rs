@@ -1,13 +1,24 @@
 //! Names of parts of a plan as reports show them.
 
 use shardc_ir::{Choice, FactorKind, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
-use shardc_passes::fold::{block, leaf_name};
+use shardc_passes::fold::{Folded, block, fold, leaf_name};
 
 /// A path whose block number stands for all of its family: `blocks.*.mlp`.
 pub(super) fn folded_path(path: &str) -> String {
     let Some(block) = block(path) else { return path.to_string() };
     let family = block.trim_end_matches(|c: char| c.is_ascii_digit());
     format!("{family}*{}", &path[block.len()..])
+}
+
+/// Equal nodes: those of equal blocks that do the same with every axis, on one stage.
+pub(super) fn folded_nodes(plan: &Plan) -> Folded {
+    let graph = &plan.graph;
+    fold(graph).split(|id| (plan.strategies[id].clone(), role(graph.node(id).role), stage_of(plan, id)))
+}
+
+/// The stage that runs a node, if only one does.
+pub(super) fn stage_of(plan: &Plan, node: NodeId) -> Option<u64> {
+    plan.pipeline.chunks[node].map(|chunk| plan.pipeline.stage_of(chunk, plan.stages()))
 }
 
 /// The module of a node, or the name of a leaf.

@@ -1,6 +1,6 @@
 //! A plan as text: the page of `shardc plan`, its layouts by module, its collectives, its simulated step.
 
-use super::{Inspection, collectives, layers};
+use super::{Inspection, collectives, layers, stages};
 use crate::report;
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, Seconds};
@@ -14,6 +14,7 @@ const MOST: usize = 24;
 pub fn plan(inspection: &Inspection<'_>) -> String {
     let mut text = report::plan_text(inspection.plan);
     text.push_str(&mesh(inspection));
+    text.push_str(&stages::text(inspection));
     text.push_str(&layouts(inspection));
     text.push_str(&moved(inspection));
     text.push_str(&step(inspection));

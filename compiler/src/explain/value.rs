@@ -4,7 +4,7 @@
 //! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
 //! all others did what then is best.
 
-use super::names::{choice, layout, local, role};
+use super::names::{choice, folded_nodes, layout, local, role, stage_of};
 use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
@@ -12,7 +12,7 @@ use serde::Serialize;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
 use shardc_passes::cluster::Cluster;
-use shardc_passes::fold::{fold, leaf_name};
+use shardc_passes::fold::leaf_name;
 use shardc_passes::search::why::{Options, Why, why};
 use shardc_passes::shard::family::batch_axes;
 use std::collections::BTreeSet;
@@ -87,7 +87,7 @@ pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
 /// A plan that does not divide over the cluster.
 pub fn explain(plan: &Plan, cluster: &Cluster, values: &[ValueId]) -> Result<Vec<Explained>, Error> {
     let graph = &plan.graph;
-    let folded = fold(graph).split(|id| (plan.strategies[id].clone(), role(graph.node(id).role)));
+    let folded = folded_nodes(plan);
     let mut seen: BTreeSet<(usize, usize)> = BTreeSet::new();
     let key = |value: ValueId| (folded.class[graph.value(value).def], graph.value(value).index);
     let firsts: Vec<ValueId> = values.iter().copied().filter(|value| seen.insert(key(*value))).collect();
@@ -139,6 +139,9 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
         others.iter().copied().filter(|axis| pick(&strategy.choice(*axis))).collect::<Vec<_>>()
     };
     let mut reasons = Vec::new();
+    if let (Some(chunk), Some(stage)) = (plan.pipeline.chunks[def], stage_of(plan, def)) {
+        reasons.push(format!("in chunk {chunk} of the pipeline, which stage {stage} runs"));
+    }
     if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
         reasons.extend(stored(plan, why));
         return reasons;
@@ -166,6 +169,10 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
 
 /// The ZeRO stages beside the chosen one.
 fn stored(plan: &Plan, why: &Why) -> Vec<String> {
+    // Whole models are priced, not their stages.
+    if plan.stages() > 1 {
+        return Vec::new();
+    }
     if why.stages.len() < 2 {
         return vec!["stored on every data rank: there is one".to_string()];
     }

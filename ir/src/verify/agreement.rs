@@ -1,9 +1,11 @@
 //! What the programs of all ranks must agree on, and whether their parts make up the whole: of a
-//! slot, the parts that the ranks hold; of an input, the parts that they are fed in one step.
+//! slot, the parts that the ranks hold; of an input, the parts that they are fed in one step. Ranks of
+//! different pipeline stages have slots and inputs of their own; what has one name has one type.
 
 use crate::diagnostic::Diagnostics;
 use crate::program::{Action, Program};
-use std::collections::BTreeSet;
+use crate::types::TensorType;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Per dimension, the first index and the length.
 type Part = Vec<(u64, u64)>;
@@ -11,48 +13,48 @@ type Part = Vec<(u64, u64)>;
 /// Checks the interfaces of programs that are sound by themselves.
 pub(super) fn check(programs: &[Program], found: &mut Diagnostics) {
     let Some(first) = programs.first() else { return };
-    for program in &programs[1..] {
-        let place = format!("rank {}", program.rank);
-        let inputs = |program: &Program| {
-            program.inputs.iter().map(|input| (input.name.clone(), input.ty.clone())).collect::<Vec<_>>()
-        };
-        let slots = |program: &Program| {
-            program.slots.iter().map(|slot| (slot.name.clone(), slot.ty.clone())).collect::<Vec<_>>()
-        };
-        let readings =
-            |program: &Program| program.readings.iter().map(|reading| reading.name.clone()).collect::<Vec<_>>();
-        if inputs(program) != inputs(first) {
-            found.push(&place, "its inputs are not those of rank 0");
-        }
-        if slots(program) != slots(first) {
-            found.push(&place, "its slots are not those of rank 0");
-        }
-        if readings(program) != readings(first) {
-            found.push(&place, "its readings are not those of rank 0");
-        }
+    let readings = |program: &Program| program.readings.iter().map(|reading| reading.name.clone()).collect::<Vec<_>>();
+    for program in programs.iter().filter(|program| readings(program) != readings(first)) {
+        found.push(format!("rank {}", program.rank), "its readings are not those of rank 0");
     }
-    for (index, slot) in first.slots.iter().enumerate() {
-        let parts = programs.iter().filter_map(|program| program.slots.get(index).map(|slot| &slot.slice)).collect();
-        if let Some(hole) = hole(&slot.ty.shape, parts) {
-            found.push(format!("slot \"{}\"", slot.name), format!("no rank holds its part {hole:?}"));
+    let mut slots: Named<'_> = BTreeMap::new();
+    let mut inputs: Named<'_> = BTreeMap::new();
+    for program in programs {
+        for slot in &program.slots {
+            let known = slots.entry(&slot.name).or_insert_with(|| (&slot.ty, BTreeSet::new()));
+            if *known.0 != slot.ty {
+                let message = format!("is {}, and {} on a rank before", slot.ty, known.0);
+                found.push(format!("rank {}, slot \"{}\"", program.rank, slot.name), message);
+            }
+            known.1.insert(&slot.slice);
         }
-    }
-    for (index, input) in first.inputs.iter().enumerate() {
-        let mut parts = BTreeSet::new();
-        for program in programs {
+        for (index, input) in program.inputs.iter().enumerate() {
+            let place = || format!("rank {}, input \"{}\"", program.rank, input.name);
+            let known = inputs.entry(&input.name).or_insert_with(|| (&input.ty, BTreeSet::new()));
+            if *known.0 != input.ty {
+                found.push(place(), format!("is {}, and {} on a rank before", input.ty, known.0));
+            }
             let fed = fed(program, index);
             if fed.is_empty() {
-                let place = format!("rank {}, input \"{}\"", program.rank, input.name);
-                found.push(place, "no instruction of the step feeds its part");
+                found.push(place(), "no instruction of the step feeds its part");
             }
-            parts.extend(fed);
+            known.1.extend(fed);
         }
-        if let Some(hole) = hole(&input.ty.shape, parts) {
-            let message = format!("no rank is fed its part {hole:?} in any microbatch");
-            found.push(format!("input \"{}\"", input.name), message);
+    }
+    for (name, (ty, parts)) in slots {
+        if let Some(hole) = hole(&ty.shape, parts) {
+            found.push(format!("slot \"{name}\""), format!("no rank holds its part {hole:?}"));
+        }
+    }
+    for (name, (ty, parts)) in inputs {
+        if let Some(hole) = hole(&ty.shape, parts) {
+            found.push(format!("input \"{name}\""), format!("no rank is fed its part {hole:?} in any microbatch"));
         }
     }
 }
+
+/// By name, the type and the parts that some rank has.
+type Named<'a> = BTreeMap<&'a str, (&'a TensorType, BTreeSet<&'a Part>)>;
 
 /// The parts of an input that a rank is fed in one step.
 fn fed(program: &Program, index: usize) -> Vec<&Part> {

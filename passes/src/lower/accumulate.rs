@@ -68,8 +68,7 @@ impl<'a> Merging<'a> {
                 }
             }
         }
-        let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
-        kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
+        let kept = draft.kept();
         Self { draft, touched, kept, dropped: BTreeSet::new() }
     }
 
@@ -239,11 +238,11 @@ mod tests {
             (add(), vec![residual, linear], out),
         ] {
             let action = Action::Compute(op);
-            draft.push(Place::Microbatch, action, operands, vec![result], Stream::Compute, None, Hint::None);
+            draft.push(Place::LOOP, action, operands, vec![result], Stream::Compute, None, Hint::None);
         }
         draft.readings.push(Reading { name: "out".to_string(), buffer: out });
         merge_sums(&mut draft);
-        let [item] = &draft.sections[Place::Microbatch as usize][..] else { panic!("{:?}", draft.sections) };
+        let [item] = &draft.sections[Place::LOOP.index(3)][..] else { panic!("{:?}", draft.sections) };
         assert_eq!(item.instruction.operands, [x, w, residual, bias]);
         assert_eq!(item.instruction.results, [out]);
         assert!(matmul(&item.instruction).is_some_and(|op| op.bias));

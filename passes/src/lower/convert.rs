@@ -85,6 +85,20 @@ impl Lowering<'_> {
         to: &Sharding,
         reader: Option<NodeId>,
     ) -> Result<BufferId, LowerError> {
+        match self.is_combined_for(value, reader) {
+            true => self.combined(value, to),
+            false => self.own_operand(value, to, reader),
+        }
+    }
+
+    /// [`operand`](Self::operand) of a value that this stage makes, or receives.
+    pub(super) fn own_operand(
+        &mut self,
+        value: ValueId,
+        to: &Sharding,
+        reader: Option<NodeId>,
+    ) -> Result<BufferId, LowerError> {
+        self.receive(value);
         let block = self.block(reader);
         let at = reader.map_or_else(|| self.last_place(), |node| self.places[node]);
         let own = self.plan.transient[value].then_some(block);
@@ -122,7 +136,35 @@ impl Lowering<'_> {
             return Err(self.no_conversion(value, &self.made_as(value), to, reader, reason));
         }
         // The accumulator is a copy now, of the layout itself or of one that has a path to it.
-        self.operand(value, to, reader)
+        self.own_operand(value, to, reader)
+    }
+
+    /// Whether a copy of a value is at hand.
+    pub(super) fn is_known(&self, value: ValueId) -> bool {
+        !self.copies.of[value].is_empty()
+    }
+
+    /// Records a copy that no conversion made.
+    pub(super) fn made_copy(&mut self, value: ValueId, sharding: Sharding, buffer: BufferId, place: Place) {
+        self.copies.made(value, sharding, buffer, place);
+    }
+
+    /// A value in a layout, converted where it is made if need be.
+    pub(super) fn copy_at(&mut self, value: ValueId, to: &Sharding, at: Place) -> Result<BufferId, LowerError> {
+        let copies = self.copies.of[value].clone();
+        let own = |copy: &&Copy| copy.place == at && copy.block.is_none();
+        if let Some(copy) = copies.iter().filter(own).find(|copy| copy.sharding == *to) {
+            return Ok(copy.buffer);
+        }
+        let def = Some(self.plan.graph.value(value).def);
+        let ty = self.plan.graph.ty(value).clone();
+        let made = self.made_as(value);
+        let copy = copies.into_iter().find(|copy| own(&copy) && copy.sharding == made);
+        let found = copy.and_then(|copy| Some((self.copies.path(&ty, &made, to, self.mesh)?.1, copy)));
+        let Some((steps, copy)) = found else {
+            return Err(self.no_conversion(value, &made, to, def, self.why_not(value, to)));
+        };
+        Ok(self.run_steps(value, copy, &steps, None, at, def))
     }
 
     /// A copy made in the loop can be read behind it only if it does not depend on the microbatch.
@@ -189,7 +231,7 @@ impl Lowering<'_> {
     ) -> BufferId {
         let def = self.plan.graph.value(value).def;
         // What does not depend on the microbatch is converted once, unless the copies shall be dropped.
-        let hoist = own.is_none() && from.place == Place::Prologue && at == Place::Microbatch;
+        let hoist = own.is_none() && from.place == Place::Prologue && matches!(at, Place::Microbatch(_));
         let place = if hoist { Place::Prologue } else { at };
         let for_optimizer = reader.is_none_or(|node| self.plan.graph.node(node).role == Role::Optimizer);
         let is_forward = reader.is_some_and(|node| self.phase(node) == Phase::Forward);
@@ -257,14 +299,14 @@ impl Lowering<'_> {
         };
         let shrinks = steps.iter().all(|step| matches!(step, Step::Slice { .. }));
         let (source, sharding) = if self.plan.reduce_in_loop || shrinks {
-            (self.run_steps(value, copy.clone(), &steps, None, Place::Microbatch, reader), in_loop)
+            (self.run_steps(value, copy.clone(), &steps, None, copy.place, reader), in_loop)
         } else {
             (copy.buffer, copy.sharding.clone())
         };
-        Ok(self.accumulate(value, source, &without_time(&sharding, self.time)))
+        Ok(self.accumulate(value, source, copy.place, &without_time(&sharding, self.time)))
     }
 
-    fn accumulate(&mut self, value: ValueId, source: BufferId, sharding: &Sharding) -> bool {
+    fn accumulate(&mut self, value: ValueId, source: BufferId, place: Place, sharding: &Sharding) -> bool {
         if self.copies.accumulators.contains_key(&source) {
             return false;
         }
@@ -276,7 +318,7 @@ impl Lowering<'_> {
         self.draft.buffers[total].value = Some(value);
         let def = Some(self.plan.graph.value(value).def);
         let (operands, results) = (vec![source], vec![total]);
-        self.draft.push(Place::Microbatch, Action::Accumulate, operands, results, Stream::Compute, def, Hint::None);
+        self.draft.push(place, Action::Accumulate, operands, results, Stream::Compute, def, Hint::None);
         self.copies.accumulators.insert(source, total);
         self.copies.made(value, sharding.clone(), total, Place::Epilogue);
         true

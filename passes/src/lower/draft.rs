@@ -4,32 +4,52 @@
 //! place in an arena.
 
 use super::SPACE;
+use crate::pipeline::order::Pass;
+use crate::pipeline::timeline::Event;
 use shardc_ir::ops::{Op, Reshape};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Reading, Slot, Stream};
-use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType};
+use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType, ValueId};
+use std::collections::BTreeSet;
 
 /// A section, in the order of execution.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Place {
     /// Once, before the microbatches.
     Prologue,
-    /// Once per microbatch.
-    #[default]
-    Microbatch,
+    /// Once per microbatch: the part of this number, of one or, in a pipeline, several.
+    Microbatch(u16),
     /// Once, after the microbatches.
     Epilogue,
 }
 
 impl Place {
-    /// Every section.
-    pub const ALL: [Place; 3] = [Self::Prologue, Self::Microbatch, Self::Epilogue];
+    /// All of a microbatch, where there is no pipeline.
+    pub const LOOP: Place = Self::Microbatch(0);
 
-    /// The name of the section.
+    /// Its index among the sections of a draft with so many.
+    pub fn index(self, sections: usize) -> usize {
+        match self {
+            Self::Prologue => 0,
+            Self::Microbatch(part) => 1 + part as usize,
+            Self::Epilogue => sections - 1,
+        }
+    }
+
+    /// The section of an index.
+    pub fn of(index: usize, sections: usize) -> Self {
+        match index {
+            0 => Self::Prologue,
+            _ if index + 1 == sections => Self::Epilogue,
+            _ => Self::Microbatch(index as u16 - 1),
+        }
+    }
+
+    /// The name of the section, where there is no pipeline.
     pub fn name(self) -> &'static str {
         match self {
             Self::Prologue => "prologue",
-            Self::Microbatch => "microbatch",
+            Self::Microbatch(_) => "microbatch",
             Self::Epilogue => "epilogue",
         }
     }
@@ -56,6 +76,32 @@ pub struct Item {
     pub hint: Hint,
 }
 
+/// A value that one stage of a pipeline sends and another receives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Handover {
+    /// The value.
+    pub value: ValueId,
+    /// Between which passes, as an index of the links; none if it is sent once, before the loop.
+    pub link: Option<usize>,
+    /// The other rank.
+    pub peer: u64,
+    /// Whether this rank sends it.
+    pub is_send: bool,
+    /// Where it lies here.
+    pub buffer: BufferId,
+}
+
+/// See [`Draft::stage`].
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StageDraft {
+    /// Which pass of which chunk each part is.
+    pub parts: Vec<(u32, Pass)>,
+    /// What is sent and received, in the order of the values.
+    pub messages: Vec<Handover>,
+    /// What the stage does in the loop.
+    pub events: Vec<Event>,
+}
+
 /// The bytes that one or several buffers share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StorageId(pub u32);
@@ -75,8 +121,10 @@ pub struct Draft {
     pub storage: SecondaryMap<BufferId, StorageId>,
     /// The number of storages.
     pub storages: u32,
-    /// The instructions of each [`Place`].
-    pub sections: [Vec<Item>; 3],
+    /// The instructions of each [`Place`]: the prologue, the parts of a microbatch, the epilogue.
+    pub sections: Vec<Vec<Item>>,
+    /// What a stage of a pipeline does in the loop, and what it sends and receives.
+    pub stage: Option<StageDraft>,
     /// The groups of ranks.
     pub groups: Vec<Vec<u64>>,
     /// The inputs.
@@ -90,7 +138,16 @@ pub struct Draft {
 impl Draft {
     /// An empty draft.
     pub fn new(rank: u64, mesh: &Mesh) -> Self {
-        Self { rank, mesh: mesh.clone(), microbatches: 1, ..Self::default() }
+        Self { rank, mesh: mesh.clone(), microbatches: 1, sections: vec![Vec::new(); 3], ..Self::default() }
+    }
+
+    /// The storages whose contents others than the instructions want: what outlives the step, and what is
+    /// sent or received.
+    pub fn kept(&self) -> BTreeSet<StorageId> {
+        let slots = self.slots.iter().map(|slot| slot.buffer);
+        let readings = self.readings.iter().map(|reading| reading.buffer);
+        let messages = self.stage.iter().flat_map(|stage| stage.messages.iter().map(|message| message.buffer));
+        slots.chain(readings).chain(messages).map(|buffer| self.storage[buffer]).collect()
     }
 
     /// A buffer with a storage of its own.
@@ -133,7 +190,8 @@ impl Draft {
         hint: Hint,
     ) {
         let instruction = Instruction { source, ..Instruction::new(action, operands, results, stream) };
-        self.sections[place as usize].push(Item { instruction, hint });
+        let index = place.index(self.sections.len());
+        self.sections[index].push(Item { instruction, hint });
     }
 
     /// The index of this rank's group over some axes.

@@ -42,8 +42,7 @@ impl Accesses {
 
 /// Lets results share storages where it is safe; drops the copies that become empty.
 pub(crate) fn share_storages(draft: &mut Draft) {
-    let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
-    kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
+    let kept = draft.kept();
     update_in_place(draft, &kept);
     reduce_in_place(draft, &kept);
     compute_in_place(draft, &kept);

@@ -18,9 +18,11 @@ mod convert;
 mod draft;
 mod emitted;
 mod in_place;
+mod messages;
 mod section;
+mod stages;
 
-pub use draft::{Draft, Hint, Item, Place, StorageId};
+pub use draft::{Draft, Handover, Hint, Item, Place, StageDraft, StorageId};
 pub use emitted::{Emitted, emitted};
 
 use crate::allocate::allocate;
@@ -40,6 +42,7 @@ use shardc_ir::{
     AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
     Sharding, Target, TensorType, ValueId,
 };
+use stages::Stage;
 
 /// Why a verified plan cannot be lowered.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -69,6 +72,12 @@ pub enum LowerError {
         op: String,
         /// Its module.
         path: String,
+    },
+    /// A pipeline whose stages cannot run: a bug of the plan's verifier.
+    #[error("the pipeline cannot be lowered: {message}")]
+    Pipeline {
+        /// Why.
+        message: String,
     },
     /// An operation's local types do not fit: a bug of its factor rule or of the plan.
     #[error("{node} does not fit its shards: a bug of the compiler")]
@@ -100,9 +109,9 @@ struct Layouts {
 
 /// A plan on its way to the program of one rank, before scheduling and allocation.
 pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
-    let mut lowering = Lowering::new(plan, rank);
+    let mut lowering = Lowering::new(plan, rank)?;
     let mut deferred: Vec<NodeId> = Vec::new();
-    for (id, node) in plan.graph.nodes() {
+    for (id, node) in plan.graph.nodes().filter(|(id, _)| lowering.is_here(*id)).collect::<Vec<_>>() {
         // Sums of the gradient norm wait until something large needs them, so that the scalars
         // they read are reduced in one collective.
         let reads_deferred = node.operands.iter().any(|value| deferred.contains(&plan.graph.value(*value).def));
@@ -142,11 +151,17 @@ struct Lowering<'a> {
     /// The last node of the forward pass.
     last_forward: NodeId,
     copies: Copies,
+    /// The stage of a pipeline that this rank is in.
+    stage: Option<Stage>,
+    /// Sums of which each stage makes a term, and whether this one does.
+    terms: std::collections::HashMap<ValueId, bool>,
+    /// Numbers that were summed over the stages.
+    summed: Vec<((ValueId, Sharding), BufferId)>,
     draft: Draft,
 }
 
 impl<'a> Lowering<'a> {
-    fn new(plan: &'a Plan, rank: u64) -> Self {
+    fn new(plan: &'a Plan, rank: u64) -> Result<Self, LowerError> {
         let mesh = &plan.mesh;
         let time: AxisSet = mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect();
         let mut layouts: PrimaryMap<NodeId, Layouts> = PrimaryMap::new();
@@ -162,20 +177,31 @@ impl<'a> Lowering<'a> {
             let of_weights = node.operands.iter().all(|value| weights[plan.graph.value(*value).def]);
             weights[id] = !matches!(node.op, Op::Input(_)) && of_weights;
         }
-        Self {
+        let coordinates = mesh.coordinates(rank, 0);
+        let mut places = place_nodes(plan, time);
+        let stage = Stage::of(plan, &coordinates, &mut places)?;
+        let mut draft = Draft::new(rank, mesh);
+        if let Some(Stage { parts, events, .. }) = &stage {
+            draft.sections = vec![Vec::new(); parts.len() + 2];
+            draft.stage = Some(StageDraft { parts: parts.clone(), events: events.clone(), messages: Vec::new() });
+        }
+        Ok(Self {
             plan,
             mesh,
             rank,
-            coordinates: mesh.coordinates(rank, 0),
+            coordinates,
             time,
-            places: place_nodes(plan, time),
+            places,
             weights,
             layouts,
             users: plan.graph.users(),
             last_forward: last_forward(&plan.graph),
             copies: Copies::default(),
-            draft: Draft::new(rank, mesh),
-        }
+            stage,
+            terms: std::collections::HashMap::new(),
+            summed: Vec::new(),
+            draft,
+        })
     }
 
     /// The layout in which a value is made.
@@ -213,7 +239,11 @@ impl<'a> Lowering<'a> {
     fn node(&mut self, id: NodeId) -> Result<(), LowerError> {
         let node = self.plan.graph.node(id);
         if node.op.is_leaf() {
-            return self.leaf(id, node);
+            self.leaf(id, node)?;
+            return self.send(node.results[0]);
+        }
+        if self.sum_of_terms(id, node)? {
+            return Ok(());
         }
         let (operand_layouts, result_layouts) = (self.layouts[id].operands.clone(), self.layouts[id].results.clone());
         let mut operands = Vec::with_capacity(node.operands.len());
@@ -239,7 +269,8 @@ impl<'a> Lowering<'a> {
             self.check_types(id, &op, &operands, &results)?;
             self.draft.push(place, Action::Compute(op), operands, results, Stream::Compute, Some(id), Hint::None);
         }
-        node.results.iter().try_for_each(|value| self.resolve_early(*value))
+        node.results.iter().try_for_each(|value| self.resolve_early(*value))?;
+        node.results.iter().try_for_each(|value| self.send(*value))
     }
 
     /// Converts a partial value behind its maker, where a reader needs it whole: the terms die early
@@ -250,6 +281,9 @@ impl<'a> Lowering<'a> {
             return Ok(());
         }
         for (user, index) in self.users.get(&value).cloned().unwrap_or_default() {
+            if !self.is_here(user) || self.is_combined_for(value, Some(user)) {
+                continue;
+            }
             let wanted = self.layouts[user].operands[index].clone();
             if wanted != made && wanted.partial.len() < made.partial.len() {
                 self.operand(value, &wanted, Some(user))?;
@@ -339,7 +373,8 @@ impl<'a> Lowering<'a> {
                     self.draft.readings.push(Reading { name: output.name.clone(), buffer });
                     continue;
                 }
-                OutputKind::Update(leaf) => self.output_copy(output, &self.made_as(leaf))?,
+                OutputKind::Update(leaf) if !self.is_here(self.plan.graph.value(leaf).def) => continue,
+                OutputKind::Update(leaf) => self.own_operand(output.value, &self.made_as(leaf), None)?,
             };
             let Some(slot) = self.draft.slots.iter().find(|slot| slot.name == output.name).map(|slot| slot.buffer)
             else {
@@ -352,6 +387,9 @@ impl<'a> Lowering<'a> {
             }
         }
         self.draft.microbatches = self.mesh.microbatches();
+        if let Some(stage) = &mut self.draft.stage {
+            stage.messages.sort_by_key(|message| (message.value, message.peer));
+        }
         Ok(self.draft)
     }
 
@@ -361,7 +399,7 @@ impl<'a> Lowering<'a> {
 
     /// Where outputs are read.
     fn last_place(&self) -> Place {
-        if self.time.is_empty() { Place::Microbatch } else { Place::Epilogue }
+        if self.time.is_empty() { Place::LOOP } else { Place::Epilogue }
     }
 }
 

@@ -12,7 +12,7 @@ fn in_loop(strategy: &Strategy, time: AxisSet) -> bool {
 /// reads a value of the loop reads what was accumulated, in the epilogue; the rest does not depend on
 /// the microbatch, and is in the prologue, or in the epilogue if only that reads it.
 pub(super) fn place_nodes(plan: &Plan, time: AxisSet) -> SecondaryMap<NodeId, Place> {
-    let mut places = SecondaryMap::with_default(Place::Microbatch);
+    let mut places = SecondaryMap::with_default(Place::LOOP);
     if time.is_empty() {
         return places;
     }
@@ -20,7 +20,7 @@ pub(super) fn place_nodes(plan: &Plan, time: AxisSet) -> SecondaryMap<NodeId, Pl
     for (id, node) in graph.nodes() {
         let after_loop = node.operands.iter().any(|value| places[graph.value(*value).def] != Place::Prologue);
         places[id] = match (in_loop(&plan.strategies[id], time), after_loop) {
-            (true, _) => Place::Microbatch,
+            (true, _) => Place::LOOP,
             (false, true) => Place::Epilogue,
             (false, false) => Place::Prologue,
         };

@@ -2,7 +2,7 @@
 //!
 //! The nodes of the forward pass that depend on a parameter are cut in their order: a *cut* at one of them
 //! begins the next chunk with it. Every other node follows one of them, its *anchor*: a gradient or a
-//! recomputation that of the node it belongs to, a parameter and its cast that of their first reader, an
+//! recomputation that of the node it belongs to, a single number that of what it is made of, a parameter and its cast that of their first reader, an
 //! update that of its parameter. What depends on inputs and constants alone has no anchor, nor has the
 //! arithmetic on single numbers after the loop: every stage that needs it makes it itself.
 
@@ -20,6 +20,10 @@ pub fn anchors(graph: &Graph) -> Anchors {
     let behind = last_forward(graph);
     for (id, node) in graph.nodes() {
         anchors[id] = match node.role {
+            // What the loss is made of at the end is read with what it is made of.
+            Role::Forward if needs[id] && !weights[id] && is_number(graph, node) => {
+                node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]).max().or(Some(id))
+            }
             Role::Forward if needs[id] && !weights[id] => Some(id),
             Role::Backward(of) | Role::Recompute(of) if needs[id] => {
                 // The backward pass goes to earlier chunks alone.
@@ -57,6 +61,11 @@ pub fn anchors(graph: &Graph) -> Anchors {
         anchors[id] = update;
     }
     anchors
+}
+
+/// Whether a node makes single numbers alone.
+fn is_number(graph: &Graph, node: &Node) -> bool {
+    node.results.iter().all(|value| graph.ty(*value).elements() == 1)
 }
 
 /// Per node, whether it depends on a parameter or a state, and whether on such alone.

@@ -1,8 +1,9 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`]), when messages pass between them ([`timeline`]).
+//! ([`order`]), when messages pass between them ([`timeline`]), and which cuts are best ([`cut`]).
 //!
 //! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
 
 pub mod anchor;
+pub mod cut;
 pub mod order;
 pub mod timeline;

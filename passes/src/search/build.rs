@@ -1,6 +1,7 @@
 //! Makes the annotated plan of one candidate.
 
 use super::estimate::Shape;
+use super::line::Line;
 use super::liveness::block_order;
 use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
@@ -12,13 +13,14 @@ use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
-use shardc_ir::{Choice, Graph, NodeId, OpDef, Plan, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, SecondaryMap, Strategy};
 
 /// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
 /// again, or in chunks, does as its original: solved anew, the rewritten graph might be spread in
 /// another way than the one that was chosen for its memory.
 pub fn build(
     prepared: &Prepared<'_>,
+    line: Option<&Line>,
     cluster: &Cluster,
     request: &Request,
     candidate: &Candidate,
@@ -52,6 +54,15 @@ pub fn build(
             }
         };
     }
+    let mut pipeline = Pipeline::default();
+    if let (Some(stages), Some(line)) = (&candidate.stages, line) {
+        let chunks = line.chunks(prepared, &stages.cuts);
+        for (id, origin) in &origins {
+            let (Origin::Node(of) | Origin::Operand(of, _) | Origin::Result(of, _)) = *origin;
+            pipeline.chunks[id] = chunks[from[of]];
+        }
+        (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
+    }
     if candidate.zero >= 1 {
         shard_storage(&graph, &mesh, &mut strategies);
     }
@@ -61,6 +72,7 @@ pub fn build(
         strategies,
         reduce_in_loop: candidate.zero >= 2,
         request: request.clone(),
+        pipeline,
         choice: candidate.choice(),
         prediction: candidate.prediction,
         mesh,

@@ -243,6 +243,16 @@ impl<'a> Shape<'a> {
         (each, bound)
     }
 
+    /// What one node of a class takes, with its conversions.
+    pub fn each(&self, class: usize) -> Split {
+        self.prices[class]
+    }
+
+    /// Bytes of each result of each class on one rank.
+    pub fn sizes(&self) -> &[Vec<u64>] {
+        self.liveness.sizes()
+    }
+
     /// What can be computed again.
     pub fn menu(&self) -> &Menu {
         let prices = Prices { seconds: &self.prices, sizes: self.liveness.sizes() };
@@ -345,6 +355,7 @@ impl<'a> Shape<'a> {
             exposed_communication: Seconds(tensor + shown),
             communication: Seconds(tensor + self.hidden * microbatches + communication),
             optimizer: Seconds(update),
+            bubble: Seconds(0.0),
             flops: work.flops,
             mfu: work.at_peak.0 / (step * cluster.ranks() as f64),
             memory: self.memory(storage, zero, recompute),

@@ -47,7 +47,7 @@ proptest! {
         let cluster = Cluster::parse(CLUSTERS[cluster], "h200").unwrap();
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
-        let space = Space { prepared: &prepared, cluster: &cluster, request: &free, pins: &pins };
+        let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -147,7 +147,7 @@ fn the_same_request_gives_the_same_plan() {
     let cluster = Cluster::parse("h100:8", "h200").unwrap();
     let prepared = prepare(&graph, 64, &NoScratch);
     let (pins, free) = (Pins::default(), request(64, u64::MAX));
-    let space = Space { prepared: &prepared, cluster: &cluster, request: &free, pins: &pins };
+    let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins };
     let (low, high) = range(&space);
     for memory in [u64::MAX, high, low.midpoint(high), low * 2] {
         let request = request(64, memory);

@@ -63,6 +63,7 @@ fn slower(prediction: &Prediction, winner: &Prediction) -> String {
         ("matmuls", prediction.matmul, winner.matmul),
         ("memory traffic and launches", prediction.memory_bound, winner.memory_bound),
         ("the update", prediction.optimizer, winner.optimizer),
+        ("waits between stages", prediction.bubble, winner.bubble),
     ];
     let worst = parts.iter().max_by(|a, b| (a.1.0 - a.2.0).total_cmp(&(b.1.0 - b.2.0)));
     match worst {

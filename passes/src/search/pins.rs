@@ -1,6 +1,7 @@
 //! Pins: choices that the user fixes.
 
 use super::PlanError;
+use shardc_ir::pipeline::Schedule;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -60,6 +61,12 @@ pub struct Pins {
     pub tp: Option<u64>,
     /// The sizes of the axes of families that are to have several: `tp=2x4`.
     pub axes: BTreeMap<&'static str, Vec<u64>>,
+    /// Pipeline stages.
+    pub pp: Option<u64>,
+    /// The order of their microbatches.
+    pub schedule: Option<Schedule>,
+    /// Chunks of each stage.
+    pub virtual_stages: Option<u64>,
     /// ZeRO stage, 0 to 3.
     pub zero: Option<u64>,
     /// Sequences per data rank per microbatch, as in Megatron.
@@ -96,6 +103,8 @@ impl Pins {
                 "ring" => &mut pins.ring,
                 "ulysses" => &mut pins.ulysses,
                 "tp" => &mut pins.tp,
+                "pp" => &mut pins.pp,
+                "virtual" => &mut pins.virtual_stages,
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
                 "loss_chunks" => &mut pins.loss_chunks,
@@ -118,16 +127,17 @@ impl Pins {
                     });
                     continue;
                 }
-                "pp" => {
-                    if positive()? != 1 {
-                        return Err(pin(format!(
-                            "the runtime cannot execute {name} above 1 yet; pin {name}=1 or leave it out"
-                        )));
+                "schedule" => {
+                    if pins.schedule.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
                     }
+                    let known = Schedule::ALL.map(Schedule::name).join(", ");
+                    let unknown = || pin(format!("`{value}` is no schedule; known are {known}"));
+                    pins.schedule = Some(Schedule::from_name(value).ok_or_else(unknown)?);
                     continue;
                 }
                 _ => {
-                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, zero, microbatch, recompute, loss_chunks";
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, loss_chunks";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -155,15 +165,48 @@ impl Pins {
         Ok(pins)
     }
 
+    /// Whether a pin asks for pipeline stages.
+    pub fn opens_stages(&self) -> bool {
+        self.pp.map_or(self.schedule.is_some() || self.virtual_stages.is_some_and(|pin| pin > 1), |pin| pin > 1)
+    }
+
+    /// Whether what is pinned of a pipeline fits together.
+    fn check_stages(&self) -> Result<(), PlanError> {
+        let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
+        if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
+            let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
+            return fail(format!("pp=1,schedule={}", schedule.name()), message);
+        }
+        let Some(chunks) = self.virtual_stages else { return Ok(()) };
+        if self.pp == Some(1) && chunks > 1 {
+            let message = "several chunks are those of a pipeline stage; pin pp above 1, or leave it out".to_string();
+            return fail(format!("pp=1,virtual={chunks}"), message);
+        }
+        match self.schedule.map_or(Ok(()), |schedule| schedule.check_chunks(chunks)) {
+            Ok(()) => Ok(()),
+            Err(message) => fail(format!("virtual={chunks}"), message),
+        }
+    }
+
     /// The degrees, by family.
-    fn degrees(&self) -> [(&'static str, Option<u64>); 7] {
-        let Self { dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
-        [("dp", dp), ("fsdp", fsdp), ("ep", ep), ("ring", ring), ("ulysses", ulysses), ("cp", cp), ("tp", tp)]
+    fn degrees(&self) -> [(&'static str, Option<u64>); 8] {
+        let Self { pp, dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
+        [
+            ("pp", pp),
+            ("dp", dp),
+            ("fsdp", fsdp),
+            ("ep", ep),
+            ("ring", ring),
+            ("ulysses", ulysses),
+            ("cp", cp),
+            ("tp", tp),
+        ]
     }
 
     /// Whether the pins agree with each other, the cluster and the batch.
     pub fn check(&self, ranks: u64, batch: u64) -> Result<(), PlanError> {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
+        self.check_stages()?;
         let degrees: Vec<(&str, u64)> =
             self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
         for (name, degree) in &degrees {
@@ -172,8 +215,10 @@ impl Pins {
                 return fail(format!("{name}={degree}"), message);
             }
         }
+        // How many stages there are is open, unless it is pinned.
+        let is_open = self.pp.is_none() && self.opens_stages();
         let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
-        if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && all != ranks) {
+        if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && !is_open && all != ranks) {
             let fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" };
             let message = format!("they make {all} ranks and the cluster has {ranks}; {fix}");
             let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
@@ -187,7 +232,7 @@ impl Pins {
         let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
         let dp = match (self.dp, self.tp) {
             (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
-            (None, tp) => tp.map(|tp| ranks / (tp * context)),
+            (None, tp) => tp.filter(|_| !is_open).map(|tp| ranks / (tp * context * divides(self.pp))),
         };
         if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
             let message = format!("a batch of {batch} does not divide over {dp} data ranks; use a multiple of {dp}");
@@ -221,7 +266,7 @@ mod tests {
 
     #[test]
     fn pins() {
-        check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, zero: Some(1)");
+        check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, pp: None");
         check("tp=2x2,zero=1", "axes: {\"tp\": [2, 2]}");
         check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
         check("dp=3", "3 does not divide the cluster's 4 ranks");
@@ -229,7 +274,14 @@ mod tests {
         check("dp=4,microbatch=18446744073709551615", "a batch of 8 does not divide into 4 data ranks");
         check("recompute=1,recompute=none", "`recompute` is pinned twice");
         check("zero=4", "stages 0 to 3");
-        check("pp=2", "cannot execute pp above 1 yet");
+        check("pp=2,schedule=1f1b", "pp: Some(2), schedule: Some(OneForwardOneBackward)");
+        check("pp=3", "3 does not divide the cluster's 4 ranks");
+        check("pp=2,dp=2,tp=2", "pin `pp=2,dp=2,tp=2`: they make 8 ranks and the cluster has 4");
+        check("pp=2,schedule=2f2b", "`2f2b` is no schedule; known are gpipe, 1f1b, interleaved, zbv");
+        check("pp=1,schedule=1f1b", "a schedule is that of pipeline stages");
+        check("pp=2,schedule=1f1b,virtual=2", "several take schedule interleaved");
+        check("pp=2,schedule=interleaved,virtual=1", "at least two chunks");
+        check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
         check("pp=1,tp=0", "at least 1");
         check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");
         check("fsdp=2,zero=0", "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3");

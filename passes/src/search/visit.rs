@@ -24,7 +24,8 @@ pub struct Visited {
     memory: Bytes,
     prunes: bool,
     known: Vec<Known>,
-    best: f64,
+    /// The fastest plan found that fits.
+    pub best: f64,
     /// Meshes that were left out.
     pub pruned: u64,
     /// The least bound of those.
@@ -40,8 +41,10 @@ impl Visited {
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
     /// that may be the best, or so close to it that its programs decide.
     pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees) -> bool {
-        let is_whole = searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
-        let least = if is_whole { 0.0 } else { least(prepared, placed) };
+        // The slowest of some stages takes at least what they take on average.
+        let stages = degrees.degree("pp");
+        let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
+        let least = if is_whole { 0.0 } else { least(prepared, placed) / stages as f64 };
         self.known.push(Known { degrees: degrees.clone(), least, is_whole, best: f64::INFINITY });
         let opens = !self.prunes || least <= CLOSE * self.best;
         if !opens {
@@ -87,6 +90,8 @@ impl Visited {
             let least = match known.is_whole {
                 true => known.best,
                 false if known.least >= bound => continue,
+                // What memory costs is known of whole models.
+                false if known.degrees.degree("pp") > 1 => known.least,
                 false => {
                     let mesh = known.degrees.mesh(request.batch);
                     let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };

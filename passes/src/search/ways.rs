@@ -9,6 +9,8 @@ use shardc_ir::{Choice, FactorKind};
 /// One way to divide the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Way {
+    /// Pipeline stages.
+    pub pp: u64,
     /// Ranks among which the batch is divided: those of `dp`, `fsdp` and `ep`.
     pub data: u64,
     /// Of them, those of experts.
@@ -27,7 +29,8 @@ pub struct Way {
 impl Way {
     /// The degrees with these tensor axes, all data ranks being one axis.
     pub fn placed(&self, microbatch: u64, tp: &[u64]) -> Degrees {
-        let degrees = Degrees::new(microbatch).with("dp", &[self.data / self.ep]).with("ep", &[self.ep]);
+        let degrees = Degrees::new(microbatch).with("pp", &[self.pp]);
+        let degrees = degrees.with("dp", &[self.data / self.ep]).with("ep", &[self.ep]);
         self.context.iter().fold(degrees, |degrees, (family, sizes)| degrees.with(family, sizes)).with("tp", tp)
     }
 
@@ -52,13 +55,27 @@ const FEW_NODES: u64 = 8;
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
-/// Every way, in a fixed order.
+/// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
 ///
 /// # Errors
 /// A pin that the model or its sequence cannot keep.
-pub fn ways(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins: &Pins) -> Result<Vec<Way>, PlanError> {
-    let (ranks, batch) = (cluster.ranks(), request.batch);
+pub fn ways(
+    prepared: &Prepared<'_>,
+    most: u64,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+) -> Result<Vec<Way>, PlanError> {
     check(prepared, request, pins)?;
+    let least = if pins.opens_stages() { 2 } else { 1 };
+    let is_wanted = |pp: &u64| pins.pp.map_or((least..=most).contains(pp), |pin| pin == *pp);
+    let stages = divisors(cluster.ranks()).into_iter().filter(is_wanted);
+    Ok(stages.flat_map(|pp| ways_of_stage(prepared, pp, cluster, request, pins)).collect())
+}
+
+/// The ways to divide the ranks of each of so many stages.
+fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &Request, pins: &Pins) -> Vec<Way> {
+    let (ranks, batch) = (cluster.ranks() / pp, request.batch);
     let widest = (2 * cluster.per_node).max(8);
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
@@ -91,12 +108,12 @@ pub fn ways(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins:
                     let context = [("ring", ring), ("ulysses", ulysses), ("cp", cp)];
                     let context = context.map(|(family, degree)| (family, axes(pins, family, degree))).to_vec();
                     let is_pinned = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
-                    ways.push(Way { data, ep, stored, is_pinned, context, tp: splits(prepared, tp, pins) });
+                    ways.push(Way { pp, data, ep, stored, is_pinned, context, tp: splits(prepared, tp, pins) });
                 }
             }
         }
     }
-    Ok(ways)
+    ways
 }
 
 /// Whether the model and its sequence can be divided as is pinned.

@@ -28,6 +28,10 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
         prediction.memory_bound = Seconds(rest);
         prediction.exposed_communication = Seconds(rank.exposed_communication.0 + lost.max(0.0));
         prediction.communication = rank.communication;
+        if plan.stages() > 1 {
+            let busy = rank.busy[Stream::Compute as usize].0 + rank.exposed_communication.0;
+            prediction.bubble = Seconds((end(rank) - busy).max(0.0));
+        }
     }
     prediction
 }

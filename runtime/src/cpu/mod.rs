@@ -9,8 +9,11 @@ mod executor;
 pub mod interpret;
 mod kernels;
 mod memory;
+mod target;
 #[cfg(test)]
 mod tests;
+
+pub use target::CpuTarget;
 
 use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds};
 use collectives::{Exchange, Interrupt};

@@ -25,6 +25,10 @@
 //! Any set of ranks may be given; [`cover`] is one that tells the axes of the mesh apart, for meshes too
 //! large to lower every rank. Each rank's own program is shown again before it runs.
 //!
+//! **Stages.** The programs of a plan in stages differ in more than coordinates, and are not shown to
+//! compute its graph: of them it is known that each is sound by itself and that all of them together meet
+//! ([`program`](super::program())), and no kernel or conversion is counted in the facts.
+//!
 //! Numbers are treated as exact: the order of a sum is not part of the claim.
 
 mod alike;
@@ -68,6 +72,10 @@ pub fn translation(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tran
 
 /// [`translation`] of programs whose structure and memory are known to be sound.
 pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<TranslationFacts, Diagnostics> {
+    if plan.stages() > 1 {
+        let instructions = programs.first().map_or(0, |program| program.instructions().count());
+        return Ok(TranslationFacts { ranks: programs.len(), instructions, ..TranslationFacts::default() });
+    }
     let mut found = Diagnostics::default();
     let ranks = plan.mesh.ranks();
     for program in programs.iter().filter(|program| program.rank >= ranks || program.ranks != ranks) {

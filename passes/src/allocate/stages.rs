@@ -1,0 +1,369 @@
+//! The memory of a pipeline's stage: several microbatches are under way at a time.
+//!
+//! What one pass of a chunk leaves for another, or receives for it, has as many *copies* as microbatches are
+//! between the two at a time, by the stage's own order of steps; microbatch `m` takes copy `m` modulo their
+//! number. Sections are instantiated accordingly: a section of a pass for each of the copies, and with
+//! the messages that are sent beside it. What a pass makes and uses up alone has one copy: a section runs when
+//! the one before it is done.
+
+use super::{Bytes, Life, find_waits};
+use crate::lower::{Draft, Handover, Item, SPACE};
+use crate::pipeline::order::{Pass, Step};
+use crate::pipeline::timeline::{Event, Message, PARTS};
+use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Stream};
+use shardc_ir::{BufferId, Program, SectionId};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// How many copies a storage has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Kind {
+    /// One, which lives in a single section.
+    #[default]
+    Local,
+    /// One, which lives through the whole step or loop.
+    Whole,
+    /// So many, for as many microbatches.
+    Slots(u64),
+}
+
+/// The copies of every storage; those of a draft without stages are one each.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Copies {
+    kinds: Vec<Kind>,
+    /// Per part, how often its section is instantiated.
+    variants: Vec<u64>,
+}
+
+/// Where in the loop a storage is touched.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Touches {
+    parts: BTreeSet<usize>,
+    /// Links, and whether it is sent.
+    links: BTreeSet<(usize, bool)>,
+    /// Whether something outside of the loop touches it.
+    is_outside: bool,
+}
+
+impl Copies {
+    /// Counts the copies that the stage's order of steps needs.
+    pub fn of(draft: &Draft) -> Self {
+        let Some(stage) = &draft.stage else { return Self::default() };
+        let mut touches = vec![Touches::default(); draft.storages as usize];
+        let count = draft.sections.len();
+        for (section, items) in draft.sections.iter().enumerate() {
+            for buffer in items.iter().flat_map(|item| item.instruction.buffers()) {
+                let touches = &mut touches[draft.storage[buffer].0 as usize];
+                match section {
+                    0 => touches.is_outside = true,
+                    _ if section + 1 == count => touches.is_outside = true,
+                    _ => drop(touches.parts.insert(section - 1)),
+                }
+            }
+        }
+        for message in &stage.messages {
+            let touches = &mut touches[draft.storage[message.buffer].0 as usize];
+            match message.link {
+                Some(link) => drop(touches.links.insert((link, message.is_send))),
+                None => touches.is_outside = true,
+            }
+        }
+        let outside = draft.slots.iter().map(|slot| slot.buffer);
+        for buffer in outside.chain(draft.readings.iter().map(|reading| reading.buffer)) {
+            touches[draft.storage[buffer].0 as usize].is_outside = true;
+        }
+        let times = Times::of(&stage.events, &stage.parts);
+        let mut known: BTreeMap<Touches, Kind> = BTreeMap::new();
+        for touches in &touches {
+            known.entry(touches.clone()).or_insert_with(|| match touches.parts.len() + touches.links.len() {
+                _ if touches.is_outside => Kind::Whole,
+                0 | 1 => Kind::Local,
+                _ => Kind::Slots(times.under_way(touches, draft.microbatches)),
+            });
+        }
+        let variants = round(&mut known, stage.parts.len());
+        Self { kinds: touches.iter().map(|touches| known[touches]).collect(), variants }
+    }
+
+    fn kind(&self, storage: usize) -> Kind {
+        self.kinds.get(storage).copied().unwrap_or_default()
+    }
+
+    /// What has several copies, or crosses a border of sections, lives through the whole loop.
+    pub fn keep(&self, lives: &mut [Option<Life>], (first, last): (usize, usize)) {
+        for (life, kind) in lives.iter_mut().zip(&self.kinds) {
+            let Some(life) = life else { continue };
+            let copies = match kind {
+                Kind::Local => continue,
+                Kind::Whole if life.end < first || life.start > last => continue,
+                Kind::Whole => 1,
+                Kind::Slots(copies) => *copies,
+            };
+            let each = life.bytes.next_multiple_of(super::ALIGNMENT);
+            let bytes = if copies > 1 { copies * each } else { life.bytes };
+            *life = Life { start: life.start.min(first), end: life.end.max(last), bytes };
+        }
+    }
+}
+
+/// Makes the numbers of copies of what one section touches divide each other, so that few sections are
+/// needed; gives the number for each part.
+fn round(known: &mut BTreeMap<Touches, Kind>, parts: usize) -> Vec<u64> {
+    // Parts that touch the same copies, by their first.
+    let mut of: Vec<usize> = (0..parts).collect();
+    for touches in known.iter().filter(|(_, kind)| matches!(kind, Kind::Slots(2..))).map(|(touches, _)| touches) {
+        let Some(least) = touches.parts.iter().map(|part| of[*part]).min() else { continue };
+        let joined: Vec<usize> = touches.parts.iter().map(|part| of[*part]).collect();
+        of.iter_mut().filter(|other| joined.contains(other)).for_each(|other| *other = least);
+    }
+    let mut most = vec![1; parts];
+    for (touches, kind) in known.iter() {
+        if let (Kind::Slots(copies), Some(part)) = (kind, touches.parts.first()) {
+            most[of[*part]] = most[of[*part]].max(*copies);
+        }
+    }
+    for (touches, kind) in known.iter_mut() {
+        if let (Kind::Slots(copies), Some(part)) = (kind, touches.parts.first()) {
+            let all = most[of[*part]];
+            *copies = (*copies..=all).find(|count| all.is_multiple_of(*count)).unwrap_or(all);
+        }
+    }
+    of.iter().map(|first| most[*first]).collect()
+}
+
+/// When the stage touches what, as indices of its events.
+struct Times {
+    steps: HashMap<(usize, u64), usize>,
+    messages: HashMap<(usize, bool, u64), usize>,
+}
+
+impl Times {
+    fn of(events: &[Event], parts: &[(u32, Pass)]) -> Self {
+        let mut times = Self { steps: HashMap::new(), messages: HashMap::new() };
+        for (at, event) in events.iter().enumerate() {
+            let mut note = |message: &Message| {
+                times.messages.insert((message.link, message.is_send, message.microbatch), at);
+            };
+            match event {
+                Event::Exchange(messages) => messages.iter().for_each(&mut note),
+                Event::Step(step, beside) => {
+                    beside.iter().for_each(|beside| note(&beside.message));
+                    if let Some(part) = part_of(parts, *step) {
+                        times.steps.insert((part, step.microbatch), at);
+                    }
+                }
+            }
+        }
+        times
+    }
+
+    /// How many microbatches are between the first and the last touch at a time, at most.
+    fn under_way(&self, touches: &Touches, microbatches: u64) -> u64 {
+        let span = |microbatch: u64| {
+            let steps = touches.parts.iter().filter_map(|part| self.steps.get(&(*part, microbatch)));
+            let messages =
+                touches.links.iter().filter_map(|(link, sent)| self.messages.get(&(*link, *sent, microbatch)));
+            let at: Vec<usize> = steps.chain(messages).copied().collect();
+            Some((*at.iter().min()?, *at.iter().max()?))
+        };
+        let spans: Vec<(usize, usize)> = (0..microbatches).filter_map(span).collect();
+        let fits = |copies: &usize| spans.iter().zip(spans.iter().skip(*copies)).all(|(a, b)| a.1 < b.0);
+        (1..=spans.len().max(1)).find(fits).unwrap_or(1) as u64
+    }
+}
+
+fn part_of(parts: &[(u32, Pass)], step: Step) -> Option<usize> {
+    parts.iter().position(|part| *part == (step.chunk, step.pass))
+}
+
+/// A program in the making.
+struct Assembly<'a> {
+    draft: &'a Draft,
+    copies: &'a Copies,
+    program: Program,
+    /// Buffers of the program, by those of the draft and the copy.
+    made: HashMap<(BufferId, u64), BufferId>,
+    /// Bytes of one copy of each storage.
+    sizes: Vec<u64>,
+}
+
+/// What tells the sections of one part from each other: the copy, and the messages beside: where, which and of
+/// which copies.
+type Variant = (Option<(usize, u64)>, Vec<(u32, usize, bool, Vec<u64>)>);
+
+/// Sections, runs and waits of a stage.
+pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
+    let Some(stage) = &draft.stage else { return Program::default() };
+    let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
+    let mut sizes = vec![0u64; draft.storages as usize];
+    for (id, buffer) in &draft.buffers {
+        let size = &mut sizes[draft.storage[id].0 as usize];
+        *size = (*size).max(buffer.ty.bytes().0.next_multiple_of(super::ALIGNMENT));
+    }
+    let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes };
+    let last = draft.sections.len() - 1;
+    assembly.whole("prologue", &draft.sections[0]);
+    let once = stage.messages.iter().filter(|message| message.link.is_none());
+    let once: Vec<Instruction> = once.map(|message| assembly.message(message, 0)).collect();
+    assembly.section("exchange", once, 0);
+    let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();
+    for event in &stage.events {
+        let variant = assembly.variant(event);
+        let microbatch = if let Event::Step(step, _) = event { step.microbatch } else { 0 };
+        let known = sections.get(&variant).copied();
+        let section = known.or_else(|| {
+            let instructions = assembly.instructions(event);
+            (!instructions.is_empty()).then(|| assembly.named(event, &variant, instructions, sections.len()))
+        });
+        let Some(section) = section else { continue };
+        sections.insert(variant, section);
+        assembly.program.order.push(Run { section, microbatch });
+    }
+    assembly.whole("epilogue", &draft.sections[last]);
+    let slots = draft.slots.iter().cloned();
+    assembly.program.slots =
+        slots.map(|slot| shardc_ir::program::Slot { buffer: assembly.buffer(slot.buffer, 0), ..slot }).collect();
+    let readings = draft.readings.iter().cloned();
+    assembly.program.readings = readings
+        .map(|reading| shardc_ir::program::Reading { buffer: assembly.buffer(reading.buffer, 0), ..reading })
+        .collect();
+    let mut program = assembly.program;
+    program.arenas = vec![(SPACE, arena)];
+    program.groups = draft.groups.clone();
+    program.inputs = draft.inputs.clone();
+    program
+}
+
+impl Assembly<'_> {
+    /// The buffer of a copy.
+    fn buffer(&mut self, id: BufferId, copy: u64) -> BufferId {
+        if let Some(known) = self.made.get(&(id, copy)) {
+            return *known;
+        }
+        let storage = self.draft.storage[id].0 as usize;
+        let of = &self.draft.buffers[id];
+        let offset = match self.copies.kind(storage) {
+            // All buffers of a storage are of one size, but for those that are parts of it.
+            Kind::Slots(_) => of.offset + copy * self.sizes[storage],
+            _ => of.offset,
+        };
+        let made = self.program.buffers.push(Buffer { offset, ..of.clone() });
+        self.made.insert((id, copy), made);
+        made
+    }
+
+    /// Which copy of a buffer a microbatch takes, in a part or outside of all.
+    fn copy(&self, id: BufferId, part: Option<usize>, microbatch: u64) -> u64 {
+        match self.copies.kind(self.draft.storage[id].0 as usize) {
+            Kind::Slots(copies) => microbatch % copies,
+            // Sections of one pass share these bytes, but each has buffers of its own.
+            Kind::Local => part.map_or(0, |_| self.program.sections.len() as u64),
+            Kind::Whole => 0,
+        }
+    }
+
+    fn instruction(&mut self, instruction: &Instruction, part: Option<usize>, microbatch: u64) -> Instruction {
+        let mut own = instruction.clone();
+        for id in own.operands.iter_mut().chain(&mut own.results).chain(&mut own.scratch) {
+            let copy = self.copy(*id, part, microbatch);
+            *id = self.buffer(*id, copy);
+        }
+        own
+    }
+
+    fn message(&mut self, message: &Handover, microbatch: u64) -> Instruction {
+        let copy = self.copy(message.buffer, None, microbatch);
+        let buffer = self.buffer(message.buffer, copy);
+        let (peer, stream) = (message.peer, Stream::Communication);
+        match message.is_send {
+            true => Instruction::new(Action::Send { peer }, vec![buffer], vec![], stream),
+            false => Instruction::new(Action::Receive { peer }, vec![], vec![buffer], stream),
+        }
+    }
+
+    fn handovers(&self, message: &Message) -> Vec<Handover> {
+        let all = self.draft.stage.iter().flat_map(|stage| &stage.messages);
+        all.filter(|other| other.link == Some(message.link) && other.is_send == message.is_send).cloned().collect()
+    }
+
+    fn variant(&self, event: &Event) -> Variant {
+        let parts = self.draft.stage.as_ref().map_or(&[][..], |stage| &stage.parts);
+        let of = |at: u32, message: &Message| {
+            let handovers = self.handovers(message);
+            let copies = handovers.iter().map(|other| self.copy(other.buffer, None, message.microbatch)).collect();
+            (at, message.link, message.is_send, copies)
+        };
+        match event {
+            Event::Exchange(messages) => (None, messages.iter().map(|message| of(0, message)).collect()),
+            Event::Step(step, beside) => {
+                let part = part_of(parts, *step).unwrap_or_default();
+                let copy = step.microbatch % self.copies.variants[part];
+                (Some((part, copy)), beside.iter().map(|beside| of(beside.at, &beside.message)).collect())
+            }
+        }
+    }
+
+    /// The instructions of an event: those of the part, with the messages among them.
+    fn instructions(&mut self, event: &Event) -> Vec<Instruction> {
+        let draft = self.draft;
+        let parts = draft.stage.as_ref().map_or(&[][..], |stage| &stage.parts);
+        let mut all = Vec::new();
+        let pass_on = |own: &mut Self, all: &mut Vec<Instruction>, message: &Message| {
+            for handover in own.handovers(message) {
+                all.push(own.message(&handover, message.microbatch));
+            }
+        };
+        match event {
+            Event::Exchange(messages) => messages.iter().for_each(|message| pass_on(self, &mut all, message)),
+            Event::Step(step, beside) => {
+                let Some(part) = part_of(parts, *step) else { return all };
+                let items: &[Item] = &draft.sections[1 + part];
+                let mut beside = beside.iter().peekable();
+                for (index, item) in items.iter().enumerate() {
+                    let is_here = |at: u32| items.len() * at as usize <= index * PARTS as usize;
+                    while let Some(beside) = beside.next_if(|beside| is_here(beside.at)) {
+                        pass_on(self, &mut all, &beside.message);
+                    }
+                    all.push(self.instruction(&item.instruction, Some(part), step.microbatch));
+                }
+                beside.for_each(|beside| pass_on(self, &mut all, &beside.message));
+            }
+        }
+        all
+    }
+
+    /// Adds a section; `number` tells sections of one pass and copy apart.
+    fn named(&mut self, event: &Event, variant: &Variant, instructions: Vec<Instruction>, number: usize) -> SectionId {
+        let name = match event {
+            Event::Exchange(_) => format!("exchange.{number}"),
+            Event::Step(step, beside) => {
+                let pass = match step.pass {
+                    Pass::Forward => "forward",
+                    Pass::Backward => "backward",
+                    Pass::Weight => "weight",
+                };
+                let copy = variant.0.map_or(0, |(_, copy)| copy);
+                let sends = if beside.is_empty() { String::new() } else { format!(".{number}") };
+                format!("{pass}.{}.{copy}{sends}", step.chunk)
+            }
+        };
+        self.push(&name, instructions)
+    }
+
+    fn push(&mut self, name: &str, mut instructions: Vec<Instruction>) -> SectionId {
+        find_waits(&self.program.buffers, &mut instructions);
+        self.program.sections.push(Section { name: name.to_string(), instructions })
+    }
+
+    /// Adds a section that runs once, unless it is empty.
+    fn section(&mut self, name: &str, instructions: Vec<Instruction>, microbatch: u64) {
+        if !instructions.is_empty() {
+            let section = self.push(name, instructions);
+            self.program.order.push(Run { section, microbatch });
+        }
+    }
+
+    fn whole(&mut self, name: &str, items: &[Item]) {
+        let instructions = items.iter().map(|item| self.instruction(&item.instruction, None, 0)).collect();
+        self.section(name, instructions, 0);
+    }
+}

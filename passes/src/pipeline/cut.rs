@@ -1,0 +1,142 @@
+//! Where a graph is cut into chunks: exact, by a dynamic program over the places where it may be cut.
+//!
+//! A step takes each chunk's time once, while the pipeline fills and drains, and the slowest chunk's for every
+//! further microbatch: `sum(t) + (rounds - 1) * max(t)`. So of the ways to cut the first part of the graph
+//! into so many chunks, those matter that no other beats in both, the sum and the largest; there are few of
+//! them, since cuts change the sum by their messages alone. (Narayanan et al., "PipeDream", 2019, section 3.1,
+//! minimizes the largest alone.)
+
+/// What a chunk between two places costs.
+pub trait Segments {
+    /// Seconds of one microbatch.
+    fn seconds(&self, from: usize, to: usize) -> f64;
+    /// Whether its memory suffices as the chunk of this number.
+    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool;
+}
+
+/// A way to cut a first part of the graph.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    sum: f64,
+    largest: f64,
+    /// Where the last chunk begins, and which way leads there.
+    from: usize,
+    before: usize,
+}
+
+/// The best cuts of `0..end` into so many chunks, and their objective; none if no cuts fit.
+pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments) -> Option<(f64, Vec<usize>)> {
+    let objective = |way: &Way| way.sum + rounds.saturating_sub(1) as f64 * way.largest;
+    // Per number of chunks and place, the ways that nothing beats.
+    let mut ways: Vec<Vec<Vec<Way>>> = vec![vec![Vec::new(); end + 1]; chunks + 1];
+    ways[0][0].push(Way { sum: 0.0, largest: 0.0, from: 0, before: 0 });
+    for chunk in 0..chunks {
+        for from in chunk..end {
+            if ways[chunk][from].is_empty() {
+                continue;
+            }
+            let known = std::mem::take(&mut ways[chunk][from]);
+            // As many places are left as there are chunks.
+            let last = end - (chunks - chunk - 1).min(end);
+            let first = if chunk + 1 == chunks { end } else { from + 1 };
+            for to in first..=last {
+                if !segments.fits(chunk, from, to) {
+                    continue;
+                }
+                let seconds = segments.seconds(from, to);
+                for (before, way) in known.iter().enumerate() {
+                    let way = Way { sum: way.sum + seconds, largest: way.largest.max(seconds), from, before };
+                    insert(&mut ways[chunk + 1][to], way);
+                }
+            }
+            ways[chunk][from] = known;
+        }
+    }
+    let found = ways[chunks][end].iter().min_by(|a, b| objective(a).total_cmp(&objective(b)))?;
+    let mut cuts = Vec::with_capacity(chunks - 1);
+    let mut way = *found;
+    for chunk in (1..chunks).rev() {
+        cuts.push(way.from);
+        way = ways[chunk][way.from][way.before];
+    }
+    cuts.reverse();
+    Some((objective(found), cuts))
+}
+
+/// Adds a way, unless one is known that is no worse in both; drops those that it beats.
+fn insert(ways: &mut Vec<Way>, way: Way) {
+    if ways.iter().any(|known| known.sum <= way.sum && known.largest <= way.largest) {
+        return;
+    }
+    ways.retain(|known| known.sum < way.sum || known.largest < way.largest);
+    ways.push(way);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A table of seconds and bytes; messages make a cut dearer.
+    struct Table {
+        seconds: Vec<f64>,
+        message: Vec<f64>,
+        bytes: Vec<u64>,
+        bound: u64,
+        chunks: usize,
+    }
+
+    impl Segments for Table {
+        fn seconds(&self, from: usize, to: usize) -> f64 {
+            self.seconds[from..to].iter().sum::<f64>() + self.message[from] + self.message[to]
+        }
+
+        fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
+            (self.chunks - chunk) as u64 * self.bytes[from..to].iter().sum::<u64>() <= self.bound
+        }
+    }
+
+    /// Every way to cut.
+    fn brute_force(end: usize, from: usize, chunk: usize, table: &Table) -> Vec<(f64, f64)> {
+        if chunk + 1 == table.chunks {
+            let seconds = table.seconds(from, end);
+            return if from < end && table.fits(chunk, from, end) { vec![(seconds, seconds)] } else { Vec::new() };
+        }
+        let cuts = (from + 1..end).filter(|to| table.fits(chunk, from, *to));
+        let ways = cuts.flat_map(|to| {
+            let seconds = table.seconds(from, to);
+            let rest = brute_force(end, to, chunk + 1, table).into_iter();
+            rest.map(move |(sum, largest)| (sum + seconds, largest.max(seconds))).collect::<Vec<_>>()
+        });
+        ways.collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn cuts_are_the_best_of_all(
+            places in prop::collection::vec((1u32..100, 0u32..30, 1u64..20), 1..9),
+            chunks in 1usize..5,
+            rounds in 1u64..20,
+            bound in 10u64..200,
+        ) {
+            let mut message: Vec<f64> = places.iter().map(|(_, message, _)| f64::from(*message)).collect();
+            message[0] = 0.0;
+            message.push(0.0);
+            let seconds = places.iter().map(|(seconds, ..)| f64::from(*seconds)).collect();
+            let bytes = places.iter().map(|(.., bytes)| *bytes).collect();
+            let table = Table { seconds, message, bytes, bound, chunks };
+            let all = brute_force(places.len(), 0, 0, &table);
+            let best = all.iter().map(|(sum, largest)| sum + (rounds - 1) as f64 * largest).min_by(f64::total_cmp);
+            let found = best_cuts(places.len(), chunks, rounds, &table);
+            prop_assert_eq!(found.as_ref().map(|(objective, _)| *objective), best);
+            if let Some((objective, cuts)) = found {
+                let ends: Vec<usize> = [0].into_iter().chain(cuts).chain([places.len()]).collect();
+                let parts: Vec<f64> = ends.windows(2).map(|pair| table.seconds(pair[0], pair[1])).collect();
+                let largest = parts.iter().copied().fold(0.0, f64::max);
+                prop_assert_eq!(parts.iter().sum::<f64>() + (rounds - 1) as f64 * largest, objective);
+            }
+        }
+    }
+}

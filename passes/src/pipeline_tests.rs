@@ -1,0 +1,129 @@
+//! Plans in stages, lowered for every rank, verified as programs and simulated.
+
+use crate::cluster::Cluster;
+use crate::fold::block_of;
+use crate::lower::lower_all;
+use crate::lower_tests::{TINY, plan};
+use crate::pipeline::anchor::{anchors, chunks};
+use crate::search::{Pins, search};
+use crate::search_tests::{Sizes, llama};
+use crate::simulate::{Conditions, predict, simulate};
+use shardc_ir::pipeline::Schedule;
+use shardc_ir::plan::{Prediction, Request, Scope};
+use shardc_ir::{AxisKind, Bytes, DType, NoScratch, NodeId, Plan, Role, verify};
+
+const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
+
+/// The plan cut into stages of about equally many nodes; between blocks, if some are computed again.
+fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage: u64) -> Plan {
+    plan.mesh.push("pp", stages, AxisKind::Space);
+    let anchors = anchors(&plan.graph);
+    let is_main = |id: &NodeId| anchors[*id] == Some(*id) && plan.graph.node(*id).role == Role::Forward;
+    let mut main: Vec<NodeId> = plan.graph.nodes().map(|(id, _)| id).filter(is_main).collect();
+    let count = (stages * per_stage) as usize;
+    if plan.graph.nodes().any(|(_, node)| matches!(node.role, Role::Recompute(_))) {
+        let block = |id: &NodeId| block_of(&plan.graph, plan.graph.node(*id)).map(str::to_string);
+        main = main.iter().zip(&main[1..]).filter(|(a, b)| block(a) != block(b)).map(|(_, b)| *b).collect();
+        main.insert(0, NodeId::from_u32(0));
+    }
+    let cuts: Vec<NodeId> = (1..count).map(|chunk| main[main.len() * chunk / count]).collect();
+    plan.pipeline.chunks = chunks(&anchors, &plan.graph, &cuts);
+    (plan.pipeline.schedule, plan.pipeline.per_stage) = (schedule, per_stage);
+    plan
+}
+
+#[test]
+fn programs_of_stages_are_sound() {
+    for (cluster, pins) in [
+        ("cpu:1", "microbatch=1"),
+        ("cpu:2", "dp=2,tp=1,zero=0,microbatch=1"),
+        ("cpu:2", "dp=2,tp=1,zero=3,microbatch=1"),
+        ("cpu:2", "dp=2,tp=1,zero=2,microbatch=1,recompute=block"),
+        ("cpu:2", "tp=2,dp=1,microbatch=1"),
+        ("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,loss_chunks=2"),
+    ] {
+        let base = plan(LAYERS, DType::Bf16, cluster, pins, false);
+        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 2, 2]) {
+            for stages in [2, 3] {
+                let plan = staged(base.clone(), stages, schedule, per_stage);
+                let name = format!("{pins} {stages} stages {}", schedule.name());
+                let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{name}: {found}"));
+                let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{name}: {error}"));
+                verify::program(&programs).unwrap_or_else(|found| panic!("{name}: {found}"));
+                let apart = plan.mesh.family("pp");
+                let first: Vec<_> =
+                    plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
+                let cluster = Cluster::parse(&format!("h200:{}", plan.mesh.ranks()), "h200").expect("a cluster");
+                let simulated = simulate(&first, &apart, &plan, &cluster, &Conditions::default());
+                let step = simulated.unwrap_or_else(|error| panic!("{name}: {error}")).step;
+                assert!(step.0 > 0.0, "{name}");
+            }
+        }
+    }
+}
+
+fn searched(sizes: Sizes, cluster: &str, pins: &str, scope: Scope, memory: u64) -> Result<Plan, String> {
+    let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
+    let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
+    let (batch, seq) = (sizes.batch, sizes.seq);
+    let request = Request { batch, seq, scope, device_memory: Bytes(memory), ..Request::default() };
+    search(&llama(sizes, DType::Bf16), &cluster, &request, &pins, &NoScratch).map_err(|error| error.to_string())
+}
+
+/// The plan's step and memory by its programs.
+fn by_programs(plan: &Plan, cluster: &str) -> Prediction {
+    let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
+    let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
+    verify::program(&programs).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
+    let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
+    let apart = plan.mesh.family("pp");
+    let first: Vec<_> = plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
+    let simulated = simulate(&first, &apart, &plan, &cluster, &Conditions::default()).expect("a step");
+    predict(&first, &simulated, &plan, &cluster)
+}
+
+#[test]
+fn pinned_pipelines_are_planned_as_their_programs_run() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 512, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    for (pins, expect) in [
+        ("pp=2,dp=4,schedule=1f1b,recompute=none", "pp=2,dp=4,tp=1,schedule=1f1b"),
+        ("pp=4,dp=2,schedule=gpipe,recompute=none", "pp=4,dp=2,tp=1,schedule=gpipe"),
+        ("pp=2,dp=1,tp=4,schedule=1f1b,zero=0", "pp=2,dp=1,tp=4,schedule=1f1b"),
+        ("pp=2,dp=4,schedule=interleaved,virtual=2", "schedule=interleaved,virtual=2"),
+        ("pp=4,dp=2,schedule=zbv,zero=1", "schedule=zbv,virtual=2"),
+        ("pp=8,microbatch=1,recompute=block", "pp=8,dp=1,tp=1"),
+    ] {
+        let plan = searched(sizes, "h200:8", pins, Scope::Runnable, 140 << 30)
+            .unwrap_or_else(|error| panic!("{pins}: {error}"));
+        assert!(plan.choice.contains(expect), "{pins}: {}", plan.choice);
+        let exact = by_programs(&plan, "h200:8");
+        let off = |own: f64, exact: f64| own / exact - 1.0;
+        let time = off(plan.prediction.step.0, exact.step.0);
+        let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);
+        assert!(time.abs() < 0.15, "{}: {time:+.3}", plan.choice);
+        assert!(memory.abs() < 0.08, "{}: {memory:+.3}", plan.choice);
+    }
+}
+
+#[test]
+fn pins_of_pipelines_that_cannot_be_kept() {
+    let check = |pins: &str, expect: &str| {
+        let error = searched(LAYERS, "h200:4", pins, Scope::Runnable, 140 << 30).expect_err(pins);
+        assert!(error.contains(expect), "{pins}: {error}");
+    };
+    check("pp=3", "3 does not divide the cluster's 4 ranks");
+    check("pp=4,schedule=interleaved,virtual=100", "400 chunks are more than the");
+    check("pp=4,microbatch=12", "a pipeline takes at least 2 microbatches");
+    check("pp=4,schedule=interleaved,microbatch=2", "schedule interleaved a multiple of 4");
+    check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");
+}
+
+#[test]
+fn every_plan_is_no_worse_than_what_can_be_run() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 512, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let runnable = searched(sizes, "h200:2x4", "", Scope::Runnable, 140 << 30).expect("a plan");
+    let all = searched(sizes, "h200:2x4", "", Scope::All, 140 << 30).expect("a plan");
+    assert_eq!(runnable.stages(), 1);
+    assert!(all.prediction.step.0 <= runnable.prediction.step.0, "{} {}", all.choice, runnable.choice);
+    assert!(all.alternatives.iter().any(|other| other.choice.contains("pp=")) || all.stages() > 1);
+}

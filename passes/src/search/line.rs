@@ -1,0 +1,255 @@
+//! A training step laid out along its forward pass: what a chunk between two of its nodes takes and holds.
+//!
+//! Sums over classes are laid out by the node that decides the chunk of each
+//! ([`anchor`](crate::pipeline::anchor)): seconds of the three parts of a microbatch, bytes that are kept for
+//! the backward pass, the share of the parameters, and the bytes that would pass over a cut.
+//!
+//! Cuts lie where few bytes pass: at the local minima of what lives, and between blocks only where blocks
+//! are computed again, since a block is computed again in one go.
+
+use super::estimate::Shape;
+use super::liveness::block_order;
+use super::pins::Recompute;
+use crate::cost::is_view;
+use crate::pipeline::anchor::{Anchors, anchors};
+use crate::shard::tensor::Prepared;
+use shardc_ir::pipeline::last_forward;
+use shardc_ir::{NodeId, Op, Role, SecondaryMap};
+use std::collections::BTreeSet;
+
+/// The most places at which a graph may be cut.
+const MOST_PLACES: usize = 160;
+/// The fewest operations of a stage that is tried, where a graph has no blocks.
+const LEAST_OPERATIONS: u64 = 4;
+
+/// What of a graph no mesh changes.
+pub struct Line {
+    anchors: Anchors,
+    /// The nodes of the forward pass that may begin a chunk, in order.
+    pub main: Vec<NodeId>,
+    /// The place of each of them.
+    place: SecondaryMap<NodeId, Option<usize>>,
+    /// Whether a block ends before it.
+    is_between: Vec<bool>,
+    /// Whether it may not begin a chunk: what is read after the loop lies in one chunk, as a gradient does to
+    /// which two uses of a parameter contribute.
+    is_joined: Vec<bool>,
+    /// What they make, but for views.
+    values: Vec<Value>,
+}
+
+/// A value of the forward pass.
+struct Value {
+    maker: NodeId,
+    /// Which of the results.
+    result: usize,
+    /// The places of its maker and of its last reader in the forward pass.
+    made: usize,
+    last: usize,
+    /// Whether the backward pass reads it.
+    is_read_behind: bool,
+    /// Who reads it in the forward pass.
+    readers: Vec<NodeId>,
+}
+
+impl Line {
+    /// Finds the nodes along which a graph is cut.
+    pub fn new(prepared: &Prepared<'_>) -> Self {
+        let graph = prepared.graph;
+        let anchors = anchors(graph);
+        let is_main = |id: &NodeId| anchors[*id] == Some(*id);
+        let main: Vec<NodeId> = graph.nodes().map(|(id, _)| id).filter(is_main).collect();
+        let mut place = SecondaryMap::new();
+        main.iter().enumerate().for_each(|(index, id)| place[*id] = Some(index));
+        let block = |id: NodeId| crate::fold::block(&graph.node(id).path);
+        let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
+        let is_between = (0..main.len()).map(is_between).collect();
+        let values = values(prepared, &main, &place);
+        let is_joined = joined(prepared, &anchors, &place, main.len());
+        Self { anchors, main, place, is_between, is_joined, values }
+    }
+
+    /// The chunk of every node for these cuts.
+    pub fn chunks(&self, prepared: &Prepared<'_>, cuts: &[NodeId]) -> SecondaryMap<NodeId, Option<u32>> {
+        crate::pipeline::anchor::chunks(&self.anchors, prepared.graph, cuts)
+    }
+
+    /// The most stages worth a try where none are pinned: one for each block, or for some operations where
+    /// there are no blocks.
+    pub fn most(&self) -> u64 {
+        match self.is_between.iter().filter(|is_between| **is_between).count() {
+            _ if self.places() < 2 => 1,
+            0 => self.main.len() as u64 / LEAST_OPERATIONS,
+            borders => 1 + borders as u64,
+        }
+    }
+
+    /// How many chunks there may be.
+    pub fn places(&self) -> u64 {
+        self.is_joined.iter().filter(|is_joined| !**is_joined).count() as u64
+    }
+
+    fn of(&self, id: NodeId) -> Option<usize> {
+        self.anchors[id].and_then(|anchor| self.place[anchor])
+    }
+}
+
+/// The places between a value and those who read it after the loop, where no chunk may begin.
+fn joined(
+    prepared: &Prepared<'_>,
+    anchors: &Anchors,
+    place: &SecondaryMap<NodeId, Option<usize>>,
+    count: usize,
+) -> Vec<bool> {
+    let graph = prepared.graph;
+    let mut is_joined = vec![false; count];
+    let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
+    for (id, node) in graph.nodes().filter(|(id, _)| !prepared.in_loop(prepared.folded.class[*id])) {
+        for value in node.operands.iter().filter(|value| graph.ty(**value).elements() > 1) {
+            if let (Some(a), Some(b)) = (of(id), of(graph.value(*value).def)) {
+                is_joined[a.min(b)..a.max(b)].iter_mut().skip(1).for_each(|is_joined| *is_joined = true);
+                is_joined[a.max(b)] |= a != b;
+            }
+        }
+    }
+    is_joined
+}
+
+/// The values along a line, each with those who read it or a view of it.
+fn values(prepared: &Prepared<'_>, main: &[NodeId], place: &SecondaryMap<NodeId, Option<usize>>) -> Vec<Value> {
+    let graph = prepared.graph;
+    let users = graph.users();
+    let mut values = Vec::new();
+    for (made, maker) in main.iter().enumerate() {
+        let node = graph.node(*maker);
+        if is_view(&node.op) || !prepared.in_loop(prepared.folded.class[*maker]) {
+            continue;
+        }
+        for (result, value) in node.results.iter().enumerate() {
+            let (maker, readers) = (*maker, Vec::new());
+            let mut own = Value { maker, result, made, last: made, is_read_behind: false, readers };
+            let mut open = vec![*value];
+            while let Some(value) = open.pop() {
+                for (reader, _) in users.get(&value).into_iter().flatten() {
+                    let by = graph.node(*reader);
+                    own.is_read_behind |= matches!(by.role, Role::Backward(_));
+                    own.last = own.last.max(place[*reader].unwrap_or(0));
+                    if by.role == Role::Forward {
+                        own.readers.push(*reader);
+                    }
+                    if is_view(&by.op) {
+                        open.extend(by.results.iter().copied());
+                    }
+                }
+            }
+            values.push(own);
+        }
+    }
+    values
+}
+
+/// Sums from the beginning of the line to each place.
+pub(super) struct Sums {
+    /// The places at which it may be cut, with both ends.
+    pub places: Vec<usize>,
+    pub forward: Vec<f64>,
+    pub backward: Vec<f64>,
+    pub weight: Vec<f64>,
+    /// Bytes that one microbatch leaves for the backward pass.
+    pub kept: Vec<f64>,
+    /// The share of the parameters.
+    pub stored: Vec<f64>,
+    /// Bytes that pass over a cut before each node.
+    passing: Vec<f64>,
+}
+
+fn prefix(each: &[f64]) -> Vec<f64> {
+    let mut sum = 0.0;
+    let rest = each.iter().map(|each| {
+        sum += each;
+        sum
+    });
+    [0.0].into_iter().chain(rest.collect::<Vec<_>>()).collect()
+}
+
+impl Sums {
+    pub fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, recompute: Recompute, line: &Line) -> Self {
+        let (graph, count) = (prepared.graph, line.main.len());
+        let selected = shape.menu().select(recompute);
+        let order = block_order(graph);
+        let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
+        let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
+        let behind = last_forward(graph);
+        let [mut forward, mut backward, mut weight, mut kept, mut stored] = [(); 5].map(|()| vec![0.0; count]);
+        let mut change = vec![0.0; count + 1];
+        let mut recomputed: BTreeSet<u64> = BTreeSet::new();
+        for (id, node) in graph.nodes() {
+            let (class, Some(at)) = (prepared.folded.class[id], line.of(id)) else { continue };
+            if let Op::Parameter(_) = node.op {
+                stored[at] += shape.sizes()[class].iter().sum::<u64>() as f64;
+            }
+            if !prepared.in_loop(class) {
+                continue;
+            }
+            let seconds = shape.each(class).seconds();
+            match node.role {
+                Role::Forward => forward[at] += seconds,
+                _ if id < behind => forward[at] += seconds,
+                _ if prepared.is_gradient[class] => weight[at] += seconds,
+                _ => backward[at] += seconds,
+            }
+            if node.role != Role::Forward || line.place[id].is_none() {
+                continue;
+            }
+            if let Some(way) = block(id).filter(|block| recomputed.insert(*block)).and_then(|block| selected.way(block))
+            {
+                backward[at] += way.cost.seconds();
+            }
+        }
+        for value in &line.values {
+            let sizes = &shape.sizes()[prepared.folded.class[value.maker]];
+            let bytes = sizes.get(value.result).copied().unwrap_or(0) as f64;
+            let is_kept = value.is_read_behind || value.readers.iter().any(|reader| is_again(*reader));
+            kept[value.made] += if is_kept && !is_again(value.maker) { bytes } else { 0.0 };
+            change[value.made + 1] += bytes;
+            change[value.last + 1] -= bytes;
+        }
+        change.pop();
+        let passing = prefix(&change)[1..].to_vec();
+        let all: f64 = stored.iter().sum();
+        stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
+        let places = places(line, &passing, selected.is_empty());
+        let [forward, backward, weight, kept, stored] =
+            [forward, backward, weight, kept, stored].map(|each| prefix(&each));
+        Self { places, forward, backward, weight, kept, stored, passing }
+    }
+
+    /// Of a sum, what lies between two of the places.
+    pub fn between(&self, sums: &[f64], from: usize, to: usize) -> f64 {
+        sums[self.places[to]] - sums[self.places[from]]
+    }
+
+    pub fn seconds(&self, from: usize, to: usize) -> f64 {
+        [&self.forward, &self.backward, &self.weight].into_iter().map(|sums| self.between(sums, from, to)).sum()
+    }
+
+    /// Bytes that pass into a chunk that begins at a place.
+    pub fn passing(&self, place: usize) -> f64 {
+        let is_end = place == 0 || place + 1 == self.places.len();
+        if is_end { 0.0 } else { self.passing[self.places[place]] }
+    }
+}
+
+/// The places where a cut lets fewer bytes pass than beside it, the best of them if there are many; both ends.
+fn places(line: &Line, passing: &[f64], anywhere: bool) -> Vec<usize> {
+    let is_least = |at: &usize| {
+        let before = *at < 2 || passing[*at] <= passing[at - 1];
+        before && passing.get(at + 1).is_none_or(|after| passing[*at] < *after || line.is_between[*at])
+    };
+    let is_open = |at: &usize| !line.is_joined[*at] && (line.is_between[*at] || (anywhere && is_least(at)));
+    let mut inner: Vec<usize> = (1..line.main.len()).filter(is_open).collect();
+    inner.sort_by(|a, b| passing[*a].total_cmp(&passing[*b]).then(a.cmp(b)));
+    inner.truncate(MOST_PLACES);
+    inner.sort_unstable();
+    [0].into_iter().chain(inner).chain([line.main.len()]).collect()
+}

@@ -1,0 +1,346 @@
+//! Pipelines in the search: schedules, cuts, and what a step in stages takes.
+//!
+//! For a placed mesh with stages, the sums over classes are laid out along the forward pass
+//! ([`line`](super::line)). The best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under
+//! the memory of the schedule's own microbatches in flight; what they take by running the schedule's steps
+//! with these seconds ([`timeline`](crate::pipeline::timeline)). With several chunks a stage, the program
+//! cuts into all chunks at once, and the memory of a stage is looked at afterwards.
+
+use super::estimate::{Shape, Work};
+use super::line::{Line, Sums};
+use super::pins::{Pins, Recompute};
+use super::{Candidate, Degrees, PlanError, Point, Space, solved};
+use crate::cost::collective::send_seconds;
+use crate::cost::step;
+use crate::pipeline::cut::{Segments, best_cuts};
+use crate::pipeline::order::{Pass, Step, orders};
+use crate::pipeline::timeline::{Durations, Link, timeline};
+use crate::shard::family::copy_axes;
+use crate::shard::tensor::{Placed, Prepared};
+use shardc_ir::pipeline::Schedule;
+use shardc_ir::plan::{Memory, Prediction};
+use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+
+/// Microbatches, in stages, after which every further one takes what the slowest stage does.
+const STEADY: u64 = 3;
+
+/// The pipeline of a candidate.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stages {
+    /// The order of the microbatches.
+    pub schedule: Schedule,
+    /// Chunks of each stage.
+    pub per_stage: u64,
+    /// The nodes, of the graph that was searched, that begin the chunks but the first.
+    pub cuts: Vec<NodeId>,
+}
+
+impl Stages {
+    /// The choices, as pins would say them.
+    pub fn text(&self) -> String {
+        let chunks = if self.per_stage > 1 { format!(",virtual={}", self.per_stage) } else { String::new() };
+        format!("schedule={}{chunks}", self.schedule.name())
+    }
+}
+
+/// What all candidates of one placed mesh share.
+struct Mesh<'a> {
+    prepared: &'a Prepared<'a>,
+    line: &'a Line,
+    placed: &'a Placed<'a>,
+    shape: &'a Shape<'a>,
+    /// One for each way to store parameters.
+    degrees: &'a [Degrees],
+    work: Work,
+    bound: Bytes,
+    /// The fastest step of those that fit and are known.
+    best: f64,
+}
+
+/// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
+const FAR: f64 = 1.3;
+
+/// One schedule on one mesh, with one choice of ZeRO and recomputation.
+struct Problem<'a> {
+    mesh: &'a Mesh<'a>,
+    sums: &'a Sums,
+    pipeline: Pipeline,
+    stages: u64,
+    /// What the whole model would take on one stage.
+    whole: Prediction,
+    /// Of its memory, what does not grow with microbatches.
+    working: f64,
+    /// Per chunk, the microbatches that are held at a time.
+    held: Vec<u64>,
+}
+
+impl Segments for Problem<'_> {
+    fn seconds(&self, from: usize, to: usize) -> f64 {
+        self.sums.seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
+    }
+
+    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
+        self.pipeline.per_stage > 1 || self.memory(&[(chunk, from, to)]).total() <= self.mesh.bound
+    }
+}
+
+impl Problem<'_> {
+    fn message(&self, place: usize) -> f64 {
+        let bytes = self.sums.passing(place);
+        if bytes > 0.0 { send_seconds(bytes, self.is_away(), self.mesh.placed.cluster).0 } else { 0.0 }
+    }
+
+    /// Whether some stage's next one lies on another node.
+    fn is_away(&self) -> bool {
+        self.mesh.placed.cluster.ranks() > self.mesh.placed.cluster.per_node
+    }
+
+    /// The memory of a stage with these chunks.
+    fn memory(&self, chunks: &[(usize, usize, usize)]) -> Memory {
+        let share: f64 = chunks.iter().map(|(_, from, to)| self.sums.between(&self.sums.stored, *from, *to)).sum();
+        let held = chunks.iter().map(|(chunk, from, to)| {
+            let kept = self.sums.between(&self.sums.kept, *from, *to) + self.sums.passing(*from);
+            self.held[*chunk] as f64 * kept
+        });
+        let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
+        let whole = &self.whole.memory;
+        Memory {
+            parameters: part(whole.parameters),
+            gradients: part(whole.gradients),
+            optimizer: part(whole.optimizer),
+            activations: Bytes((held.sum::<f64>() + self.working) as u64),
+            buffers: whole.buffers,
+            reserved: Bytes(0),
+        }
+    }
+
+    /// Cuts the line, and predicts the step; nothing if no cuts fit.
+    fn solve(&self, microbatches: u64) -> Option<(Vec<NodeId>, Prediction)> {
+        let chunks = (self.stages * self.pipeline.per_stage) as usize;
+        let end = self.sums.places.len() - 1;
+        let (_, cuts) = best_cuts(end, chunks, microbatches * self.pipeline.per_stage, self)?;
+        let ends: Vec<usize> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
+        let of_stage = |stage: u64| {
+            let chunks = self.pipeline.chunks_of(stage, self.stages).into_iter().map(|chunk| chunk as usize);
+            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>()
+        };
+        let stages: Vec<Vec<(usize, usize, usize)>> = (0..self.stages).map(of_stage).collect();
+        let memory = stages.iter().map(|chunks| self.memory(chunks)).max_by_key(|memory| memory.total())?;
+        let cuts = cuts.iter().map(|cut| self.mesh.line.main[self.sums.places[*cut]]).collect();
+        Some((cuts, self.predict(&ends, &stages, memory, microbatches)?))
+    }
+
+    fn predict(
+        &self,
+        ends: &[usize],
+        stages: &[Vec<(usize, usize, usize)>],
+        memory: Memory,
+        microbatches: u64,
+    ) -> Option<Prediction> {
+        let seconds = |chunks: &Vec<(usize, usize, usize)>| {
+            chunks.iter().map(|(_, from, to)| self.sums.seconds(*from, *to)).sum::<f64>()
+        };
+        let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
+        let links = chain(&self.pipeline, self.stages);
+        let durations = Costs { problem: self, ends, links: &links };
+        let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
+        let some = some.min(microbatches);
+        let orders = orders(&self.pipeline, self.stages, some).ok()?;
+        let run = timeline(&self.pipeline, &orders, &links, &durations)?;
+        let run = run.finish.into_iter().fold(0.0, f64::max) + (microbatches - some) as f64 * slowest;
+        // What the whole model does outside of the loop falls to each stage by its share of the parameters.
+        let (whole, spread) = (&self.whole, step::spread(self.mesh.placed.cluster.ranks()));
+        let all = microbatches as f64 * self.sums.seconds(0, self.sums.places.len() - 1);
+        let once = (whole.step.0 / spread - all).max(0.0);
+        let share = |chunks: &Vec<(usize, usize, usize)>| {
+            chunks.iter().map(|(_, from, to)| self.sums.between(&self.sums.stored, *from, *to)).sum::<f64>()
+        };
+        let largest = stages.iter().map(share).fold(0.0, f64::max);
+        let total = (run + once * largest) * spread;
+        let part = microbatches as f64 * slowest / all.max(f64::MIN_POSITIVE);
+        let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
+        let mut prediction = Prediction {
+            step: Seconds(total),
+            matmul: scaled(whole.matmul),
+            memory_bound: scaled(whole.memory_bound),
+            exposed_communication: scaled(whole.exposed_communication),
+            communication: scaled(whole.communication),
+            optimizer: Seconds(whole.optimizer.0 * largest),
+            mfu: self.mesh.work.at_peak.0 / (total * self.mesh.placed.cluster.ranks() as f64),
+            memory,
+            ..*whole
+        };
+        let named = prediction.matmul + prediction.memory_bound + prediction.exposed_communication;
+        prediction.bubble = Seconds((total - (named + prediction.optimizer).0).max(0.0));
+        Some(prediction)
+    }
+}
+
+/// The links of chunks that follow each other, between stages.
+fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
+    let chunks = (stages * pipeline.per_stage) as u32;
+    let both = (1..chunks).flat_map(|chunk| {
+        let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
+        [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
+    });
+    both.filter(|link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages)).collect()
+}
+
+/// The seconds of a schedule's steps.
+struct Costs<'a> {
+    problem: &'a Problem<'a>,
+    ends: &'a [usize],
+    links: &'a [Link],
+}
+
+impl Durations for Costs<'_> {
+    fn step(&self, step: Step) -> f64 {
+        let (sums, chunk) = (self.problem.sums, step.chunk as usize);
+        let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
+        match step.pass {
+            Pass::Forward => of(&sums.forward),
+            Pass::Weight => of(&sums.weight),
+            Pass::Backward if self.problem.pipeline.schedule.splits_backward() => of(&sums.backward),
+            Pass::Backward => of(&sums.backward) + of(&sums.weight),
+        }
+    }
+
+    fn message(&self, link: usize) -> f64 {
+        let Link { from, to } = self.links[link];
+        self.problem.message(self.ends[from.0.max(to.0) as usize])
+    }
+}
+
+/// How many microbatches each chunk holds at a time, at most.
+fn held(pipeline: &Pipeline, orders: &[Vec<Step>], chunks: usize) -> Vec<u64> {
+    let last = if pipeline.schedule.splits_backward() { Pass::Weight } else { Pass::Backward };
+    let (mut now, mut most) = (vec![0u64; chunks], vec![0u64; chunks]);
+    for step in orders.iter().flatten() {
+        let (now, most) = (&mut now[step.chunk as usize], &mut most[step.chunk as usize]);
+        if step.pass == Pass::Forward {
+            *now += 1;
+            *most = (*most).max(*now);
+        } else if step.pass == last {
+            *now = now.saturating_sub(1);
+        }
+    }
+    most
+}
+
+/// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
+/// so it is taken where it is pinned.
+fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
+    let all = [
+        (Schedule::OneForwardOneBackward, 1),
+        (Schedule::GPipe, 1),
+        (Schedule::ZeroBubbleV, 2),
+        (Schedule::Interleaved, 2),
+        (Schedule::Interleaved, 4),
+    ];
+    let mut open: Vec<(Schedule, u64)> = all
+        .into_iter()
+        .filter(|(schedule, per_stage)| {
+            let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
+            is_named && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
+        })
+        .collect();
+    if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
+        && !open.contains(&(Schedule::Interleaved, per_stage))
+    {
+        open.push((Schedule::Interleaved, per_stage));
+    }
+    open
+}
+
+/// Why pins leave no pipeline at all.
+pub(super) fn none(pins: &Pins, line: Option<&Line>, batch: u64) -> PlanError {
+    let (stages, per_stage) = (pins.pp.unwrap_or(2), pins.virtual_stages.unwrap_or(1));
+    let most = line.map_or(0, Line::places);
+    let message = match stages.saturating_mul(per_stage) {
+        chunks if chunks > most => {
+            format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer")
+        }
+        _ => {
+            let interleaved = match pins.schedule {
+                Some(Schedule::Interleaved) => format!(", and schedule interleaved a multiple of {stages}"),
+                _ => String::new(),
+            };
+            format!(
+                "a pipeline takes at least 2 microbatches on each data rank{interleaved}, and no way to divide a batch \
+                 of {batch} gives them; use a larger batch, smaller microbatches or fewer data ranks"
+            )
+        }
+    };
+    PlanError::Pin { pin: format!("pp={stages}"), message }
+}
+
+/// The pipelines of a mesh with stages, of which the batch is placed; `best` is the fastest known step.
+pub(super) fn solve(
+    space: &Space<'_, '_>,
+    line: &Line,
+    placed: Placed<'_>,
+    point: &Point,
+    best: f64,
+) -> Vec<Candidate> {
+    let mut found = Vec::new();
+    let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
+    let (placed, shape) = solved(space.prepared, placed, 0.0, &meshes, space.pins);
+    let (prepared, degrees, work, bound) = (space.prepared, &point.degrees[..], point.work, point.bound);
+    let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, degrees, work, bound, best };
+    extend(&mut found, &mesh, space.pins);
+    found
+}
+
+/// Adds the pipelines of a placed mesh with stages.
+fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
+    let microbatches = mesh.placed.microbatches;
+    let stages = mesh.placed.mesh.degree("pp");
+    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
+    if microbatches < 2 {
+        return;
+    }
+    let recomputes = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
+        Some(pin) => vec![pin],
+        None => vec![Recompute::None, Recompute::Selective, Recompute::All],
+    };
+    let sums: Vec<Sums> =
+        recomputes.iter().map(|recompute| Sums::new(mesh.prepared, mesh.shape, *recompute, mesh.line)).collect();
+    for (schedule, per_stage) in schedules(pins) {
+        let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
+        let Ok(orders) = orders(&pipeline, stages, microbatches) else { continue };
+        let held = held(&pipeline, &orders, (stages * per_stage) as usize);
+        // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
+        let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
+            true => zero == 1,
+            false => zero == 0 || (zero == 1 && has_copies),
+        };
+        for (storage, degrees) in mesh.degrees.iter().enumerate() {
+            for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
+                let of = |(recompute, sums): (&Recompute, &Sums)| {
+                    let all = sums.seconds(0, sums.places.len() - 1);
+                    if microbatches as f64 * all / stages as f64 > FAR * mesh.best {
+                        return None;
+                    }
+                    let whole = mesh.shape.predict(mesh.placed, storage, zero, *recompute, mesh.work);
+                    let kept = sums.kept.last().copied().unwrap_or(0.0);
+                    let working = (whole.memory.activations.0 as f64 - kept).max(0.0);
+                    let (pipeline, held) = (pipeline.clone(), held.clone());
+                    let (cuts, prediction) =
+                        Problem { mesh, sums, pipeline, stages, working, whole, held }.solve(microbatches)?;
+                    let stages = Some(Stages { schedule, per_stage, cuts });
+                    let (degrees, loss_chunks) = (degrees.clone(), mesh.shape.loss_chunks);
+                    let (recompute, byte) = (*recompute, 0.0);
+                    Some(Candidate { degrees, stages, zero, recompute, loss_chunks, byte, prediction })
+                };
+                // More recomputation takes longer: the first that fits is the best.
+                for candidate in recomputes.iter().zip(&sums).filter_map(of) {
+                    let fits = candidate.prediction.memory.total() <= mesh.bound;
+                    candidates.push(candidate);
+                    if fits {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
