@@ -275,6 +275,20 @@ impl Device {
         unsafe { result::memset_d8_async(to, 0, bytes as usize, self.stream(stream)) }.map_err(says("clear"))
     }
 
+    /// Waits for all that a stream was given.
+    pub fn drain(&self, stream: Stream) -> Result<(), Failure> {
+        // SAFETY: the stream is valid while the device lives.
+        unsafe { result::stream::synchronize(self.stream(stream)) }.map_err(says("the device failed"))
+    }
+
+    /// The GPU's product name, and the version of its driver's interface.
+    pub fn description(&self) -> Result<(String, i32), Failure> {
+        let mut driver = 0;
+        // SAFETY: writes one number.
+        unsafe { sys::cuDriverGetVersion(&mut driver).result() }.map_err(says("version of the driver"))?;
+        Ok((result::device::get_name(self.device).map_err(says("name of the GPU"))?, driver))
+    }
+
     /// Writes page-locked memory.
     pub fn write_pinned(&self, to: u64, bytes: &[u8]) {
         // SAFETY: `to` came from `allocate_pinned` with at least this size, and no copy is under way:

@@ -15,11 +15,12 @@ mod inspect;
 
 use super::cudnn::Cudnn;
 use super::device::{Device, Failure};
-use super::gemm::Blas;
+use super::gemm::{Blas, Problem};
 use super::graph::{self, Graph};
 use super::nccl::Communicator;
-use super::select::{Selection, launches, select_action};
+use super::select::{Selection, Step, launches, select_action};
 use super::trail::Trail;
+use super::tune::{self, Tuning};
 use crate::Span;
 pub use commands::WORLD;
 use commands::{Command, Layout, Libraries, commands};
@@ -125,8 +126,8 @@ impl Rank {
         chosen: &Chosen,
         mut device: Device,
         communicators: HashMap<usize, Arc<Communicator>>,
+        tuning: &Tuning,
     ) -> Result<Self, Failure> {
-        let mut libraries = Libraries { blas: Blas::new()?, cudnn: Cudnn::default() };
         let mut arenas = HashMap::new();
         for (space, bytes) in &program.arenas {
             let at = match space {
@@ -137,6 +138,16 @@ impl Rank {
             };
             arenas.insert(*space, at);
         }
+        let blas = Blas::new()?;
+        let choices = tuning.choices(program.rank, &tune::file(&device)?, |choices| {
+            let layout = Layout { program: &program, arenas: &arenas };
+            tune::measure(&blas, &device, problems(&layout, chosen, &blas), choices)?;
+            for (space, bytes) in program.arenas.iter().filter(|(space, _)| *space == Space::Device) {
+                device.zero(arenas[space], bytes.0, Stream::Compute)?;
+            }
+            device.drain(Stream::Compute)
+        })?;
+        let mut libraries = Libraries { blas, choices, cudnn: Cudnn::default() };
         let mut sections = Vec::new();
         for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
             let mut events = HashMap::new();
@@ -481,6 +492,23 @@ impl Drop for Rank {
         // Before the device goes.
         self.give_up();
     }
+}
+
+/// The matrix products of a program.
+fn problems<'a>(
+    layout: &'a Layout<'a>,
+    chosen: &'a Chosen,
+    blas: &'a Blas,
+) -> impl Iterator<Item = Result<Problem, Failure>> + 'a {
+    let instructions = layout.program.instructions().zip(chosen.sections.iter().flatten());
+    instructions.flat_map(move |(instruction, selection)| {
+        let steps =
+            selection.iter().flat_map(|selection| selection.steps.iter().map(|step| (step, selection.workspace)));
+        steps.filter_map(move |(step, workspace)| match step {
+            Step::Gemm(gemm) => Some(layout.problem(blas, instruction, gemm, workspace)),
+            _ => None,
+        })
+    })
 }
 
 /// The collectives of a step between several ranks, in the order of issue.

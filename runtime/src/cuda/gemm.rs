@@ -1,8 +1,9 @@
 //! Matrix products by cuBLASLt.
 //!
 //! Operands in bf16 or f16 are multiplied exactly and summed in f32; f32 operands are multiplied in
-//! f32, never in TF32, so that plans can be compared. The algorithm is the library's own first choice
-//! for the shapes, made when the program is loaded.
+//! f32, never in TF32, so that plans can be compared. A product is described once ([`Problem`]) and then
+//! bound to an algorithm, when the program is loaded: the fastest that was measured ([`super::tune`]), or
+//! the library's own first choice.
 
 #![allow(unsafe_code)]
 
@@ -18,16 +19,30 @@ pub struct Blas {
     handle: sys::cublasLtHandle_t,
 }
 
-/// A product whose algorithm is chosen and whose addresses are known.
-pub struct ReadyGemm {
+/// How the library computes a product: its own description, opaque and of one version of the library.
+pub type Algorithm = [u64; 8];
+
+/// A product that is described to the library, at known addresses.
+pub struct Problem {
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
-    algorithm: sys::cublasLtMatmulAlgo_t,
     /// Of the operands, the result, and what is added to it.
     addresses: [u64; 4],
     /// Its address and bytes.
     workspace: (u64, u64),
     beta: f32,
+    /// The first byte and the bytes of each operand.
+    pub operands: [(u64, u64); 2],
+    /// All on which the speed of an algorithm depends, in words.
+    pub key: String,
+    /// Arithmetic operations.
+    pub flops: f64,
+}
+
+/// A product whose algorithm is chosen.
+pub struct ReadyGemm {
+    problem: Problem,
+    algorithm: Algorithm,
 }
 
 fn says(what: &'static str) -> impl Fn(result::CublasError) -> Failure {
@@ -51,6 +66,27 @@ struct Seen {
     transposed: bool,
 }
 
+impl Seen {
+    /// The first byte of one matrix of a batch and the bytes of all.
+    fn extent(&self, at: u64, matrix: &Matrix, batch: u64) -> (u64, u64) {
+        let elements = (batch - 1) * matrix.batch + self.columns.saturating_sub(1) * self.leading + self.rows;
+        (at, elements * matrix.dtype.size())
+    }
+
+    /// `bf16[4096,2048]/2048+0@256`, with a `t` where it is transposed: type, size, distance of columns and of
+    /// matrices, and the alignment of the first byte.
+    fn text(&self, at: u64, matrix: &Matrix) -> String {
+        let transposed = if self.transposed { "t" } else { "" };
+        let (dtype, Seen { rows, columns, leading, .. }) = (matrix.dtype, self);
+        format!("{dtype}[{rows},{columns}]{transposed}/{leading}+{}@{}", matrix.batch, alignment(at))
+    }
+}
+
+/// The largest power of two, of at most 256, that divides an address.
+fn alignment(address: u64) -> u32 {
+    1 << address.trailing_zeros().min(8)
+}
+
 /// How `matrix`, `[rows, columns]`, looks where its transpose is wanted.
 fn seen(matrix: &Matrix, rows: u64, columns: u64) -> Seen {
     if matrix.column == 1 {
@@ -66,14 +102,14 @@ impl Blas {
         Ok(Self { handle: result::create_handle().map_err(says("open"))? })
     }
 
-    /// Chooses an algorithm. `resolve` gives addresses; `workspace` is an address and bytes that nothing
-    /// else uses while the product runs.
-    pub fn prepare(
+    /// Describes a product to the library. `resolve` gives addresses; `workspace` is an address and bytes that
+    /// nothing else uses while the product runs.
+    pub fn describe(
         &self,
         gemm: &Gemm,
         workspace: (u64, u64),
         resolve: impl Fn(Arg) -> u64,
-    ) -> Result<ReadyGemm, Failure> {
+    ) -> Result<Problem, Failure> {
         // The library writes column-major: the transposed product is asked for, with the operands
         // swapped. Where the result is column-major already, it is the plain one.
         let flip = |matrix: Matrix| Matrix { row: matrix.column, column: matrix.row, ..matrix };
@@ -102,69 +138,140 @@ impl Blas {
         use sys::cublasLtMatmulDescAttributes_t as D;
         for (attribute, seen) in [(D::CUBLASLT_MATMUL_DESC_TRANSA, &a), (D::CUBLASLT_MATMUL_DESC_TRANSB, &b)] {
             // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
-            describe(description, attribute, &i32::from(seen.transposed))?;
+            set_description(description, attribute, &i32::from(seen.transposed))?;
         }
         if let Some(bias) = gemm.bias {
             // One element per row of the library's result, which is a column of ours; of its type.
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as i32;
-            describe(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
-            describe(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let addend = gemm.addend.map_or(resolve(target.at), &resolve);
         let addresses = [resolve(first.at), resolve(second.at), resolve(target.at), addend];
-        let algorithm = self.choose(description, layouts, addresses, workspace.1).map_err(|error| {
-            format!("{error} ({} x {} x {}, {} products of {})", gemm.m, gemm.n, gemm.k, gemm.batch, gemm.a.dtype)
-        })?;
-        let beta = if gemm.addend.is_some() { 1.0 } else { 0.0 };
-        Ok(ReadyGemm { description, layouts, algorithm, addresses, workspace, beta })
+        let operands = [(&a, &first), (&b, &second), (&c, &target)];
+        let mut words: Vec<String> =
+            operands.iter().zip(addresses).map(|((seen, matrix), at)| seen.text(at, matrix)).collect();
+        words.push(format!("x{} workspace {}", gemm.batch, workspace.1));
+        words.extend(gemm.addend.map(|_| format!("added to @{}", alignment(addend))));
+        words.extend(gemm.bias.map(|bias| format!("bias @{}", alignment(resolve(bias)))));
+        let extent = |index: usize| operands[index].0.extent(addresses[index], operands[index].1, gemm.batch);
+        Ok(Problem {
+            description,
+            layouts,
+            addresses,
+            workspace,
+            beta: if gemm.addend.is_some() { 1.0 } else { 0.0 },
+            operands: [extent(0), extent(1)],
+            key: words.join(" "),
+            flops: gemm.flops(),
+        })
     }
 
-    fn choose(
-        &self,
-        description: sys::cublasLtMatmulDesc_t,
-        [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
-        [a_at, b_at, d_at, c_at]: [u64; 4],
-        workspace: u64,
-    ) -> Result<sys::cublasLtMatmulAlgo_t, Failure> {
+    /// Up to `count` algorithms that fit, the library's first choice first.
+    ///
+    /// # Errors
+    /// None that fits.
+    pub fn candidates(&self, problem: &Problem, count: usize) -> Result<Vec<Algorithm>, Failure> {
         use sys::cublasLtMatmulPreferenceAttributes_t as P;
         let preference = result::create_matmul_pref().map_err(says("preference"))?;
         let set = |attribute, bytes: *const c_void, size| {
             // SAFETY: the preference is valid and the attribute has this size.
             unsafe { result::set_matmul_pref_attribute(preference, attribute, bytes, size) }.map_err(says("preference"))
         };
-        let workspace = workspace as usize;
+        let workspace = problem.workspace.1 as usize;
         set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, std::ptr::from_ref(&workspace).cast(), 8)?;
+        let [a, b, d, c] = problem.addresses;
         let alignments = [
-            P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-            P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-            P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+            (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, a),
+            (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, b),
+            (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+            (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ];
-        for (attribute, address) in alignments.into_iter().zip([a_at, b_at, c_at, d_at]) {
-            let alignment = 1u32 << address.trailing_zeros().min(8);
-            set(attribute, std::ptr::from_ref(&alignment).cast(), 4)?;
+        for (attribute, address) in alignments {
+            set(attribute, std::ptr::from_ref(&alignment(address)).cast(), 4)?;
         }
-        // SAFETY: all handles are valid; the preference is destroyed once.
-        unsafe {
-            let found = result::get_matmul_algo_heuristic(self.handle, description, a, b, c, c, preference);
+        // SAFETY: all zero bytes are a value of this plain structure.
+        let mut found = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; count];
+        let ([la, lb, lc], mut number) = (problem.layouts, 0);
+        // SAFETY: all handles are valid and there is room for `count` results; the preference is destroyed once.
+        let asked = unsafe {
+            let (handle, out) = (self.handle, found.as_mut_ptr());
+            let description = problem.description;
+            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                description,
+                la,
+                lb,
+                lc,
+                lc,
+                preference,
+                count as i32,
+                out,
+                &mut number,
+            );
             result::destroy_matmul_pref(preference).map_err(says("preference"))?;
-            Ok(found.map_err(says("no algorithm"))?.algo)
+            asked
+        };
+        found.truncate(number.max(0) as usize);
+        found.retain(|one| one.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+        match asked.result() {
+            Ok(()) if !found.is_empty() => Ok(found.into_iter().map(|one| one.algo.data).collect()),
+            Ok(()) => Err(format!("cuBLASLt has no algorithm for {}", problem.key)),
+            Err(error) => Err(format!("{} for {}", says("no algorithm")(error), problem.key)),
         }
+    }
+
+    /// Whether an algorithm computes a problem, on this device and within its workspace.
+    pub fn fits(&self, problem: &Problem, algorithm: &Algorithm) -> bool {
+        let algorithm = sys::cublasLtMatmulAlgo_t { data: *algorithm };
+        let [la, lb, lc] = problem.layouts;
+        // SAFETY: all handles are valid; all zero bytes are a value of the plain structure that is filled in.
+        let (checked, needs) = unsafe {
+            let mut needs = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
+            let (handle, description) = (self.handle, problem.description);
+            let checked =
+                sys::cublasLtMatmulAlgoCheck(handle, description, la, lb, lc, lc, &algorithm, &mut needs).result();
+            (checked, needs)
+        };
+        checked.is_ok() && needs.workspaceSize as u64 <= problem.workspace.1
+    }
+
+    /// Binds a product to an algorithm: the given one if it fits, else the library's first choice.
+    ///
+    /// # Errors
+    /// No algorithm that fits.
+    pub fn bind(&self, problem: Problem, algorithm: Option<Algorithm>) -> Result<ReadyGemm, Failure> {
+        let algorithm = match algorithm.filter(|algorithm| self.fits(&problem, algorithm)) {
+            Some(algorithm) => algorithm,
+            None => self.candidates(&problem, 1)?[0],
+        };
+        Ok(ReadyGemm { problem, algorithm })
     }
 
     /// Enqueues a product.
     pub fn launch(&self, ready: &ReadyGemm, stream: cudarc::driver::sys::CUstream) -> Result<(), Failure> {
-        let [a, b, d, c] = ready.addresses;
+        self.run(&ready.problem, &ready.algorithm, stream)
+    }
+
+    /// Enqueues a product by an algorithm.
+    pub fn run(
+        &self,
+        problem: &Problem,
+        algorithm: &Algorithm,
+        stream: cudarc::driver::sys::CUstream,
+    ) -> Result<(), Failure> {
+        let [a, b, d, c] = problem.addresses;
         let alpha = 1.0f32;
-        let [la, lb, lc] = ready.layouts;
+        let [la, lb, lc] = problem.layouts;
+        let algorithm = sys::cublasLtMatmulAlgo_t { data: *algorithm };
         // SAFETY: layouts and algorithm were made for these addresses, which live as long as the
-        // device; the factors are read before the call returns.
+        // device; factors and algorithm are read before the call returns.
         unsafe {
             result::matmul(
                 self.handle,
-                ready.description,
+                problem.description,
                 std::ptr::from_ref(&alpha).cast(),
-                std::ptr::from_ref(&ready.beta).cast(),
+                std::ptr::from_ref(&problem.beta).cast(),
                 a as *const c_void,
                 la,
                 b as *const c_void,
@@ -173,9 +280,9 @@ impl Blas {
                 lc,
                 d as *mut c_void,
                 lc,
-                &ready.algorithm,
-                ready.workspace.0 as *mut c_void,
-                ready.workspace.1 as usize,
+                &algorithm,
+                problem.workspace.0 as *mut c_void,
+                problem.workspace.1 as usize,
                 stream.cast(),
             )
         }
@@ -183,7 +290,26 @@ impl Blas {
     }
 }
 
-fn describe<T>(
+/// The version of the library.
+pub fn version() -> usize {
+    // SAFETY: reads a number.
+    unsafe { sys::cublasLtGetVersion() }
+}
+
+impl Drop for Problem {
+    fn drop(&mut self) {
+        // SAFETY: made by `describe` and destroyed once; the library has read them when a call returned.
+        // Errors cannot be helped.
+        unsafe {
+            for layout in self.layouts {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+            let _ = result::destroy_matmul_desc(self.description);
+        }
+    }
+}
+
+fn set_description<T>(
     description: sys::cublasLtMatmulDesc_t,
     attribute: sys::cublasLtMatmulDescAttributes_t,
     value: &T,

@@ -7,6 +7,7 @@
 //! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
 //! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
+//! * `tune` measures which algorithm of cuBLASLt suits each product, and `cache` keeps what was found.
 //! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
@@ -14,6 +15,7 @@
 //! All device memory is the program's arena: scratch memory and the libraries' workspaces are buffers
 //! of their instructions, as large as [`select`] says ([`CudaTarget`]).
 
+mod cache;
 pub mod cudnn;
 mod device;
 mod executor;
@@ -27,6 +29,7 @@ mod target;
 #[cfg(test)]
 mod tests;
 mod trail;
+mod tune;
 #[cfg(all(test, feature = "vulkan"))]
 mod vulkan_tests;
 mod watch;
@@ -47,6 +50,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use tune::Tuning;
 use watch::{Watch, Watched};
 
 /// Why the CUDA backend cannot start.
@@ -203,6 +207,7 @@ struct Shared {
     meetings: BTreeMap<Vec<u64>, Vec<u8>>,
     has_messages: bool,
     watched: Arc<watch::Shared>,
+    tuning: Tuning,
     started: Barrier,
 }
 
@@ -235,7 +240,8 @@ impl CudaRuntime {
         })?;
         let watched = Arc::new(watch::Shared::default());
         let started = Barrier::new(programs.len());
-        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: watched.clone(), started });
+        let tuning = Tuning::new(world.clone(), programs.first().map_or(0, |program| program.rank));
+        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: watched.clone(), tuning, started });
         let mut workers = Vec::new();
         for ((program, choice), ordinal) in programs.into_iter().zip(chosen).zip(devices.iter().copied()) {
             workers.push(spawn(program, choice, ordinal, shared.clone()));
@@ -410,7 +416,10 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
         let watched = shared.watched.clone();
         let mut rank = match start(own, chosen, ordinal, &shared) {
             Ok(rank) => rank,
-            Err(error) => return drop(outbox.send(Answer::Bytes(Err(error)))),
+            Err(error) => {
+                shared.tuning.give_up();
+                return drop(outbox.send(Answer::Bytes(Err(error))));
+            }
         };
         drop(shared);
         let taken = rank.device_bytes().0.to_le_bytes().to_vec();
@@ -471,7 +480,7 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     }
     device.load(shared.binaries.iter())?;
     let (number, groups) = (program.rank, communicators.values().cloned().collect());
-    let rank = Rank::new(program, &chosen, device, communicators)?;
+    let rank = Rank::new(program, &chosen, device, communicators, &shared.tuning)?;
     shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups });
     Ok(rank)
 }

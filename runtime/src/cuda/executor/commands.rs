@@ -2,14 +2,16 @@
 
 use super::super::cudnn::{Bound, Cudnn};
 use super::super::device::{Device, Failure, ReadyLaunch};
-use super::super::gemm::{Blas, ReadyGemm};
+use super::super::gemm::{Blas, Problem, ReadyGemm};
 use super::super::kernel::Arg;
 use super::super::nccl::{Collective, Part};
-use super::super::select::{Selection, Step, launches};
+use super::super::select::{Gemm, Selection, Step, launches};
+use super::super::tune::Choices;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, DType, Program};
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Something to enqueue, with its addresses.
 pub enum Command {
@@ -47,6 +49,8 @@ pub enum Command {
 /// The libraries, opened for this rank's device.
 pub struct Libraries {
     pub blas: Blas,
+    /// The algorithms of products that were measured.
+    pub choices: Arc<Choices>,
     pub cudnn: Cudnn,
 }
 
@@ -71,6 +75,20 @@ impl Layout<'_> {
             // Without scratch memory nothing asks for it: `choose` has checked.
             Arg::Scratch(at) => instruction.scratch.map_or(0, |scratch| self.buffer(scratch)) + at,
         }
+    }
+}
+
+impl Layout<'_> {
+    /// A product of an instruction, at its addresses. `workspace` is a part of the scratch memory.
+    pub fn problem(
+        &self,
+        blas: &Blas,
+        instruction: &Instruction,
+        gemm: &Gemm,
+        workspace: (u64, u64),
+    ) -> Result<Problem, Failure> {
+        let resolve = |arg: Arg| self.resolve(instruction, arg);
+        blas.describe(gemm, (resolve(Arg::Scratch(workspace.0)), workspace.1), resolve)
     }
 }
 
@@ -160,8 +178,9 @@ fn selected(
                 Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
             }
             Step::Gemm(gemm) => {
-                let workspace = (resolve(Arg::Scratch(workspace.0)), workspace.1);
-                Command::Gemm(Box::new(libraries.blas.prepare(gemm, workspace, resolve)?))
+                let problem = layout.problem(&libraries.blas, instruction, gemm, workspace)?;
+                let choice = libraries.choices.get(&problem.key);
+                Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?))
             }
             Step::Fused(fused) => {
                 let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
