@@ -9,7 +9,6 @@ use crate::error::Error;
 use crate::model::NamedModel;
 use crate::options::{Batch, Options};
 use serde::Serialize;
-use shardc_models::zoo::Config;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::search::{Pins, PlanError};
 
@@ -74,6 +73,15 @@ pub fn maximize(
     dimension: Dimension,
 ) -> Result<Largest, Error> {
     let unit = dimension.unit();
+    let is_there = match dimension {
+        Dimension::Layers => model.config.clone().layers().is_some(),
+        Dimension::Batch => true,
+        Dimension::Seq => model.vocabulary().is_some(),
+    };
+    if !is_there {
+        let what = if dimension == Dimension::Seq { "no sequence" } else { "no layers that are alike" };
+        return Err(Error::request(format!("{} has {what} to make larger", model.name), "ask for the largest batch"));
+    }
     let limit = match dimension {
         Dimension::Seq => model.positions().unwrap_or(MOST).min(MOST) / unit,
         _ => MOST,
@@ -165,9 +173,8 @@ fn whole_batches(batch: u64, ranks: u64, pins: &str) -> Result<Vec<String>, Erro
 /// The model with another number of layers.
 fn with_layers(model: &NamedModel, layers: u64) -> NamedModel {
     let mut config = model.config.clone();
-    match &mut config {
-        Config::Gpt2(config) => config.layers = layers as usize,
-        Config::Llama(config) => config.layers = layers as usize,
+    if let Some(count) = config.layers() {
+        *count = layers as usize;
     }
     NamedModel::from_config(&model.name, config)
 }

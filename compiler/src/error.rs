@@ -74,6 +74,20 @@ pub enum DataError {
         /// The size of the vocabulary.
         vocab: u64,
     },
+    /// A number of an exact batch that the model has no place for.
+    #[error("{}: `{input}` holds {value} at position {position}; it must be at least 0 and below {below}", path.display())]
+    BeyondRange {
+        /// The file.
+        path: PathBuf,
+        /// The tensor, with its step.
+        input: String,
+        /// The number.
+        value: i64,
+        /// Its index in the tensor.
+        position: u64,
+        /// What it must be below.
+        below: u64,
+    },
     /// The model has an input that tokens cannot feed.
     #[error("{}: tokens cannot feed input `{input}` of type {ty}; they make {expected}", path.display())]
     NotTokens {
@@ -138,6 +152,7 @@ impl DataError {
             Self::BeyondVocabulary { .. } => {
                 "tokenize the data with the model's own tokenizer (--tokenizer tokenizer.json for a text file)".into()
             }
+            Self::BeyondRange { .. } => "number classes, users or items from 0".into(),
             Self::NotTokens { .. } => "give exact batches: a safetensors file with tensors NAME.STEP".into(),
             Self::MissingInput { input, .. } => format!("add tensors `{input}.0`, `{input}.1`, ... to the file"),
             Self::WrongType { .. } => "make the tensor of the type and shape that the model takes".into(),

@@ -110,6 +110,41 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     ["fp32", "bf16"].map(say).to_vec()
 }
 
+/// How a model trains on devices of so much memory that leave their optimizer state, and if need be
+/// their parameters, in one host's memory beside them: a line per precision. The host keeps the master
+/// copies, AdamW's moments and the gradients it is given; `shardc plan --search all` says which of it
+/// to move and what that costs.
+pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<String> {
+    let ranks = ranks.max(1);
+    let say = |precision: &str| {
+        let working = if precision == "bf16" { 2 } else { 4 };
+        let mut leanest = None;
+        for (zero, streams) in (0..=3).flat_map(|zero| [(zero, false), (zero, true)]) {
+            let share = |bytes: u64, from_stage: u64| {
+                if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes }
+            };
+            let copies = share(working, 3);
+            let on_device = share(4, 2) + if streams { 0 } else { copies };
+            let on_host = Bytes(ranks * (share(4 + 8 + 4, 1) + if streams { copies } else { 0 }));
+            let what = if streams { "optimizer state and parameters" } else { "optimizer state" };
+            if on_host <= host
+                && let Some(left) = device.0.checked_sub(on_device)
+            {
+                let left = Bytes(left);
+                return format!(
+                    "{precision}: trains with ZeRO {zero} or more and its {what} on the host, which holds {on_host}; \
+                     each device has {left} left for activations"
+                );
+            }
+            let needed = (on_host, Bytes(on_device));
+            leanest = Some(leanest.map_or(needed, |least: (Bytes, Bytes)| least.min(needed)));
+        }
+        let (on_host, on_device) = leanest.unwrap_or_default();
+        format!("{precision}: does not fit; at least it needs {on_host} of the host and {on_device} of each device")
+    };
+    ["fp32", "bf16"].map(say).to_vec()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,6 +164,20 @@ mod tests {
         let check = |room, expect: &str| assert!(verdict(1000, 10, room)[1].contains(expect));
         check(Room::Devices(Bytes(1600)), "it would over 12 data ranks or more");
         check(Room::Host(Bytes(16_000)), "it needs 17.58 KiB and the activations");
+    }
+
+    #[test]
+    fn hosts_take_what_devices_cannot() {
+        let check = |device: u64, host: u64, expect: &str| {
+            let line = hosted(1000, 10, Bytes(device), Bytes(host)).remove(1);
+            assert!(line.contains(expect), "{line}");
+        };
+        check(6000, 160_000, "bf16: trains with ZeRO 0 or more and its optimizer state on the host");
+        check(6000, 16_000, "trains with ZeRO 1 or more");
+        check(2400, 16_000, "trains with ZeRO 2 or more and its optimizer state on the host");
+        check(600, 16_000, "trains with ZeRO 3 or more and its optimizer state on the host, which holds 15.62 KiB");
+        check(400, 18_000, "trains with ZeRO 3 or more and its optimizer state and parameters on the host");
+        check(400, 16_000, "does not fit; at least it needs 15.62 KiB of the host and 600 B of each device");
     }
 
     #[test]

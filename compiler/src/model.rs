@@ -53,9 +53,9 @@ impl NamedModel {
         Self { name: name.to_string(), config, dir: None }
     }
 
-    /// The number of tokens it knows.
-    pub fn vocabulary(&self) -> u64 {
-        self.config.vocabulary() as u64
+    /// The number of tokens it knows, if it is a language model.
+    pub fn vocabulary(&self) -> Option<u64> {
+        self.config.vocabulary().map(|tokens| tokens as u64)
     }
 
     /// Its weights: those of the directory, or none.
@@ -74,11 +74,15 @@ impl NamedModel {
         self.dir.as_ref().map(|dir| dir.join("tokenizer.json")).filter(|path| path.is_file())
     }
 
-    /// Writes the trained parameters as a Hugging Face directory, with what lay beside them where the
+    /// Writes the trained parameters as a Hugging Face directory (as [`Trainer::save`] does, where the family
+    /// has none), with what lay beside them where the
     /// model was one, and with `tokenizer` if its text was read by another. A parameter at a time is
     /// gathered from the ranks, and what was there before stays until all of it is on the disk. Where
     /// every rank is a process, all call this, and rank 0 writes.
     pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
+        if !matches!(self.config, Config::Gpt2(_) | Config::Llama(_)) {
+            return trainer.save(dir);
+        }
         let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
         if let Some(path) = tokenizer {
             beside.add("tokenizer.json", path)?;
@@ -88,10 +92,7 @@ impl NamedModel {
 
     /// The longest sequence it can be given, where positions are learned.
     pub fn positions(&self) -> Option<u64> {
-        match &self.config {
-            Config::Gpt2(config) => Some(config.positions as u64),
-            Config::Llama(_) => None,
-        }
+        self.config.positions().map(|positions| positions as u64)
     }
 }
 

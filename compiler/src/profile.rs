@@ -163,6 +163,8 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
 fn text(program: &Program, instruction: &Instruction) -> String {
     let name = match &instruction.action {
         Action::Compute(Op::Matmul(matmul)) => format!("matmul {}", matmul.spec),
+        Action::Compute(Op::Each(each)) => format!("{} of {} tensors", each.op.name(), each.count),
+        Action::Compute(Op::Fused(region)) => region.steps_text(),
         other => other.name().to_string(),
     };
     let types = instruction.operands.iter().take(4).map(|id| program.buffers[*id].ty.to_string());

@@ -4,6 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::Plan;
 use shardc_ir::feature::missing;
 use shardc_ir::plan::{Memory, Search};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
@@ -11,11 +12,11 @@ pub fn plan_text(plan: &Plan) -> String {
     let (request, prediction) = (&plan.request, &plan.prediction);
     let mut text = String::new();
     let tokens = request.batch * request.seq.max(1);
-    let _ = writeln!(
-        text,
-        "{} on {}: {} sequences of {} tokens per step, {}",
-        request.model, request.cluster, request.batch, request.seq, request.precision
-    );
+    let (batch, unit) = match request.seq {
+        0 => (format!("{} samples", request.batch), "samples"),
+        seq => (format!("{} sequences of {seq} tokens", request.batch), "tokens"),
+    };
+    let _ = writeln!(text, "{} on {}: {batch} per step, {}", request.model, request.cluster, request.precision);
     let _ = writeln!(text, "\nplan     {}", plan.choice);
     let _ = writeln!(
         text,
@@ -25,7 +26,7 @@ pub fn plan_text(plan: &Plan) -> String {
     let rate = tokens as f64 / prediction.step.0;
     let _ = writeln!(
         text,
-        "step     {}, {rate:.0} tokens/s, {:.1}% of the devices' peak (predicted)",
+        "step     {}, {rate:.0} {unit}/s, {:.1}% of the devices' peak (predicted)",
         prediction.step,
         prediction.mfu * 100.0
     );
@@ -74,7 +75,26 @@ pub fn refused(plan: &Plan) -> Option<(String, String)> {
     let names = list(missing.iter().map(ToString::to_string).collect(), " and ");
     let pins = list(missing.iter().map(|feature| feature.avoided_by().to_string()).collect(), ",");
     let message = format!("the runtime of `{cluster}` cannot execute {names} yet");
-    (!missing.is_empty()).then(|| (message, format!("plan again with --pin {pins}")))
+    if !missing.is_empty() {
+        return Some((message, format!("plan again with --pin {pins}")));
+    }
+    let kernels = without_kernels(plan)?;
+    let message = format!("the runtime of `{cluster}` has no kernel yet for {kernels}");
+    Some((message, "CPU ranks run it: --cluster cpu:N".to_string()))
+}
+
+/// The operations for which the runtime of a plan's cluster has no kernel, each with the first node that
+/// does it.
+fn without_kernels(plan: &Plan) -> Option<String> {
+    let target = target(&plan.request.cluster);
+    let mut first: BTreeMap<&str, String> = BTreeMap::new();
+    for (_, node) in plan.graph.nodes().filter(|(_, node)| !target.has_kernel(&node.op)) {
+        let value = node.results.first().map(ToString::to_string).unwrap_or_default();
+        let path = if node.path.is_empty() { String::new() } else { format!(" of {}", node.path) };
+        first.entry(node.op.name()).or_insert_with(|| format!("{value}{path}"));
+    }
+    let texts: Vec<String> = first.iter().map(|(op, node)| format!("`{op}` ({node})")).collect();
+    (!texts.is_empty()).then(|| texts.join(", "))
 }
 
 /// How the plan was found, in two lines.

@@ -18,8 +18,7 @@ use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::plan::Space;
 use shardc_ir::verify::{TranslationFacts, VerifiedPlan};
-use shardc_ir::{HostTensor, Op, Pipeline, Plan};
-use shardc_models::zoo::Config;
+use shardc_ir::{DType, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
 
@@ -27,6 +26,8 @@ use shardc_passes::precision::Precision;
 const MOST_RANKS: u64 = 16;
 /// The steps that are compared: enough that the optimizer's state matters.
 const STEPS: u64 = 3;
+/// The samples of a microbatch on one data rank, where they are no sequences.
+const SAMPLES: u64 = 4;
 /// How far apart the losses may be, relative.
 const LOSS: f64 = 1e-4;
 /// How far apart gradient norms may be, relative.
@@ -123,7 +124,7 @@ struct Degrees {
     pins: String,
 }
 
-fn degrees(plan: &Plan) -> Degrees {
+fn degrees(plan: &Plan, samples: u64) -> Degrees {
     let families = ["dp", "fsdp", "ep", "ulysses", "cp", "tp"];
     let sizes = |family: &str| plan.mesh.family(family).into_iter().map(|axis| plan.mesh.size(axis)).collect();
     let mut axes: Vec<(&str, Vec<u64>)> = families.map(|family| (family, sizes(family))).to_vec();
@@ -160,7 +161,7 @@ fn degrees(plan: &Plan) -> Degrees {
         is_named.then(|| format!("{family}={}", if sizes.is_empty() { "1".to_string() } else { sizes.join("x") }))
     };
     let degrees: Vec<String> = axes.iter().filter_map(text).collect();
-    let mut pins = format!("{},zero={zero},microbatch=1,recompute={recompute}", degrees.join(","));
+    let mut pins = format!("{},zero={zero},microbatch={samples},recompute={recompute}", degrees.join(","));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
@@ -174,46 +175,19 @@ fn largest_factor(number: u64, limit: u64) -> u64 {
     (1..=limit).rev().find(|divisor| number.is_multiple_of(*divisor)).unwrap_or(1)
 }
 
-/// A model with two layers and small dimensions, of which `tp` and `dp` divide what they divided.
-fn shrink(config: &Config, dp: u64, tp: u64) -> Config {
-    let (dp, tp) = (dp as usize, tp as usize);
-    let keep = |size: usize, small: usize| if size.is_multiple_of(tp) { small } else { small + 1 };
-    let unit = 4 * dp * tp;
-    match config {
-        Config::Llama(config) => {
-            let mut small = config.clone();
-            let group = config.heads / config.kv_heads;
-            small.layers = config.layers.min(2);
-            small.kv_heads = if config.kv_heads.is_multiple_of(tp) { tp } else { config.kv_heads };
-            small.heads = small.kv_heads * group;
-            small.head_width = 8;
-            small.width = 2 * unit;
-            small.hidden = keep(config.hidden, 4 * unit);
-            small.vocabulary = keep(config.vocabulary, 16 * unit);
-            Config::Llama(small)
-        }
-        Config::Gpt2(config) => {
-            let mut small = config.clone();
-            small.layers = config.layers.min(2);
-            small.heads = if config.heads.is_multiple_of(tp) { tp } else { config.heads };
-            small.width = small.heads * 8 * dp;
-            small.hidden = 4 * small.width;
-            small.vocabulary = keep(config.vocabulary, 16 * unit);
-            Config::Gpt2(small)
-        }
-    }
-}
-
 /// The shrunken model under the plan's choices and on one device.
 fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
-    let Degrees { data, inner, stages, microbatches, pins } = degrees(plan);
-    let small = NamedModel::from_config("shrunken", shrink(&model.config, data, inner));
-    let batch = Batch { batch: data * microbatches, seq: 8 * inner };
+    // Statistics of a batch need samples to be those of anything.
+    let samples = if model.vocabulary().is_some() { 1 } else { SAMPLES };
+    let Degrees { data, inner, stages, microbatches, pins } = degrees(plan, samples);
+    let small = NamedModel::from_config("shrunken", model.config.shrunk(data, inner));
+    let seq = if model.vocabulary().is_some() { 8 * inner } else { 0 };
+    let batch = Batch { batch: data * microbatches * samples, seq };
     let run = |cluster: String, pins: &str| {
         let cluster = Cluster::parse(&cluster, "h200")?;
         let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
         let compiled = compile(&small, batch, &cluster, &options)?;
-        train(&small, &compiled, batch)
+        train(&small, &compiled)
     };
     let whole = run("cpu:1".to_string(), "")?;
     let spread = run(format!("cpu:{}", stages * data * inner), &pins)?;
@@ -245,25 +219,42 @@ struct Outcome {
     moments: Vec<HostTensor>,
 }
 
-fn train(model: &NamedModel, compiled: &Compiled, batch: Batch) -> Result<Outcome, Error> {
+fn train(model: &NamedModel, compiled: &Compiled) -> Result<Outcome, Error> {
     let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: STEPS };
     let weights: Box<dyn Weights> = model.weights()?;
     let mut trainer = compiled.start(weights.as_ref(), TrainOptions { learning_rate, seed: 1 })?;
     let mut metrics = Vec::new();
     for step in 0..STEPS {
-        let token = |at: u64| ((at * 7919 + step * 104_729) % model.vocabulary()) as i64;
-        let tokens: Vec<i64> = (0..batch.batch * batch.seq).map(token).collect();
-        let feed = HostTensor::from_i64([batch.batch, batch.seq], &tokens);
-        let inputs = compiled.model.graph.leaves().filter_map(|(_, node)| match &node.op {
-            Op::Input(input) => Some(input.name.clone()),
-            _ => None,
-        });
-        let step = trainer.step(inputs.map(|name| (name, feed.clone())).collect())?;
+        let inputs = compiled.model.inputs.iter();
+        let step = trainer.step(inputs.map(|(name, ty)| (name.clone(), feed(model, name, ty, step))).collect())?;
         metrics.push((step.loss, step.grad_norm));
     }
-    let names: Vec<String> = trainer.parameters()?.into_keys().collect();
+    let names: Vec<String> = compiled.model.graph.leaves().filter_map(|(_, node)| trained(&node.op)).collect();
     let moments = names.iter().map(|name| trainer.gather(&format!("{name}.m"))).collect::<Result<_, _>>()?;
     Ok(Outcome { metrics, moments })
+}
+
+/// The name of a trained parameter.
+fn trained(op: &Op) -> Option<String> {
+    match op {
+        Op::Parameter(parameter) if !parameter.frozen => Some(parameter.name.clone()),
+        _ => None,
+    }
+}
+
+/// Numbers for an input: integers below what the model allows, or floats between -1 and 1.
+fn feed(model: &NamedModel, name: &str, ty: &TensorType, step: u64) -> HostTensor {
+    let number = |at: u64| at * 7919 + step * 104_729;
+    if ty.dtype == DType::I64 {
+        let below = model.config.below(name).or(model.vocabulary()).unwrap_or(2);
+        return HostTensor::from_i64(
+            ty.shape.clone(),
+            &(0..ty.elements()).map(|at| (number(at) % below) as i64).collect::<Vec<_>>(),
+        );
+    }
+    // The fraction of a large multiple is noise enough.
+    let noise = |at: u64| (number(at) as f64 * 0.618_033_988_749).fract() as f32 * 2.0 - 1.0;
+    HostTensor::from_f32(ty.shape.clone(), &(0..ty.elements()).map(noise).collect::<Vec<_>>())
 }
 
 fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {

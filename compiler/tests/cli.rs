@@ -339,6 +339,24 @@ fn clusters_that_are_not_here() {
     assert!(text.contains("driver") || text.contains("GPUs are needed") || text.contains("missing"), "{text}");
 }
 
+/// A plan that keeps its optimizer on the host is planned, written, explained and not trained.
+#[test]
+fn what_lies_on_the_host_is_planned_and_not_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("plan.json");
+    let plan = ["plan", "llama-tiny", "--cluster", "h100:2", "--batch", "4", "--seq", "32", "-o", text(&file)];
+    let refused = "cannot execute offloading to the host or its disk (offload) yet";
+    let pinned: Vec<&str> = plan.into_iter().chain(["--pin", "offload=optimizer:2+activations"]).collect();
+    check(&pinned, 0, &["offload=optimizer:2+activations", refused, "--pin offload=none"]);
+    check(&["explain", text(&file)], 0, &["away from the device", "optimizer state", "activations, per microbatch"]);
+    check(&["train", text(&file), "--data", text(&file), "--steps", "1"], 2, &[refused]);
+    let pinned: Vec<&str> = plan.into_iter().chain(["--pin", "offload=optimizer:99"]).collect();
+    check(&pinned, 2, &["blocks; leave the number out"]);
+    let sizes = ["--ranks", "8", "--device-memory", "24GiB", "--host-memory", "160GiB"];
+    let asked: Vec<&str> = ["estimate", "llama-8b"].into_iter().chain(sizes).collect();
+    check(&asked, 0, &["in 24.00 GiB of each device, with 160.00 GiB of their host", "on the host, which holds"]);
+}
+
 #[test]
 fn estimates_and_checks() {
     check(&["estimate", "llama-8b", "--ranks", "8"], 0, &["8,030,261,248", "bf16", "adamw"]);
@@ -365,14 +383,15 @@ fn a_step_is_profiled() {
     let (dir, data) = (tempfile::tempdir().unwrap(), fixture("llama").join("batches.safetensors"));
     let timeline = dir.path().join("timeline.json");
     let more = ["--profile", "--timeline", text(&timeline), "--cluster", "cpu:2"];
-    let words = ["matrix products", "exposed communication", "idle", "adamw(f32["];
+    let words = ["matrix products", "exposed communication", "idle", "adamw of "];
     check_train(&fixture("llama"), &data, &more, 0, &words);
     let events: serde_json::Value = serde_json::from_slice(&fs::read(&timeline).unwrap()).unwrap();
     let events = events["traceEvents"].as_array().unwrap();
     let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
     for rank in 0..2 {
-        let adamw = spans.iter().filter(|span| span["pid"] == rank && span["name"] == "adamw");
-        assert!(adamw.count() > 10, "{} spans", spans.len());
+        let is_update = |name: &serde_json::Value| name.as_str().unwrap().starts_with("adamw");
+        let adamw = spans.iter().filter(|span| span["pid"] == rank && is_update(&span["name"]));
+        assert!(adamw.count() > 0, "{} spans", spans.len());
     }
     assert!(spans.iter().all(|span| span["dur"].as_f64().unwrap() >= 0.0));
     // A place that cannot be written is told before the run.

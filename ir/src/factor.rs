@@ -11,6 +11,7 @@
 use crate::entity::FactorId;
 use crate::mesh::{AxisId, Mesh};
 use crate::sharding::{Choice, ReduceKind, Sharding, Strategy};
+use std::borrow::Cow;
 use std::fmt;
 
 /// Whether a factor may be divided.
@@ -92,13 +93,33 @@ impl FactorRule {
         self.factors.iter().position(|factor| factor.name == name)
     }
 
-    /// The axes that divide a factor, outermost first: its own, and those of rings beside it.
+    /// The axes that divide a factor, outermost first: those of rings beside it, and its own.
     pub fn axes<'a>(&'a self, factor: usize, strategy: &'a Strategy) -> impl Iterator<Item = AxisId> + 'a {
         let rings = strategy.factors.iter().filter(move |(ring, _)| {
             let kind = self.factors.get(**ring).map(|factor| factor.kind);
             kind == Some(FactorKind::Ring { beside: factor })
         });
-        strategy.axes(factor).iter().chain(rings.flat_map(|(_, axes)| axes)).copied()
+        rings.flat_map(|(_, axes)| axes).chain(strategy.axes(factor)).copied()
+    }
+
+    /// What a kernel does in the place of a ring: it is given all parts at once, so the axes divide the factor
+    /// beside alone, and what is made of each part is a term of a sum.
+    pub fn unrolled<'a>(&self, strategy: &'a Strategy) -> Cow<'a, Strategy> {
+        let ring = |factor: &usize| match self.factors.get(*factor).map(|factor| factor.kind) {
+            Some(FactorKind::Ring { beside }) => Some(beside),
+            _ => None,
+        };
+        if strategy.factors.keys().all(|factor| ring(factor).is_none()) {
+            return Cow::Borrowed(strategy);
+        }
+        let mut unrolled = strategy.clone();
+        for (factor, axes) in &strategy.factors {
+            if let Some(beside) = ring(factor) {
+                unrolled.factors.remove(factor);
+                unrolled.factors.entry(beside).or_default().splice(..0, axes.iter().copied());
+            }
+        }
+        Cow::Owned(unrolled)
     }
 
     fn dims_sharding(&self, dims: &Dims, strategy: &Strategy) -> Sharding {
@@ -311,6 +332,38 @@ mod tests {
         assert_eq!(result.dim_text(0, &mesh), "@dp");
         assert_eq!(result.partial_text(&mesh), "/sum(tp)");
         assert_eq!(rule.strategy_text(&strategy, &mesh), "m=dp k=tp");
+    }
+
+    #[test]
+    fn a_ring_divides_what_stands_beside_it() {
+        let mut mesh = Mesh::default();
+        mesh.push("ring", 2, AxisKind::Space);
+        mesh.push("cp", 2, AxisKind::Space);
+        let mut rule = FactorRule::default();
+        let s = rule.reduced("s", 8, 0, ReduceKind::Sum);
+        let t = rule.ring("t", 8, s);
+        rule.operands = vec![vec![vec![s]], vec![vec![t]]];
+        rule.results = vec![vec![vec![t]], vec![vec![s]]];
+        assert_eq!(rule.to_string(), "(s),(t)->(t),(s)|sum s|ring t");
+        let strategy = rule.parse_strategy("s=cp t=ring", &mesh).unwrap();
+        assert_eq!(rule.check(&strategy, &mesh), Ok(()));
+        let texts = |strategy: &Strategy| {
+            let of = [
+                rule.operand_sharding(0, strategy),
+                rule.operand_sharding(1, strategy),
+                rule.result_sharding(0, strategy),
+            ];
+            of.map(|sharding| format!("{}{}", sharding.dim_text(0, &mesh), sharding.partial_text(&mesh)))
+        };
+        assert_eq!(texts(&strategy), ["@ring.cp", "@ring", "@ring/sum(cp)"]);
+        assert_eq!(texts(&rule.unrolled(&strategy)), ["@ring.cp", "", "/sum(ring)/sum(cp)"]);
+        let choices = rule.choices(&Strategy::default(), AxisId(0), &mesh);
+        assert_eq!(choices, [Choice::Replicate, Choice::Factor(s)]);
+        assert_eq!(rule.rings(&Strategy::default(), AxisId(0), &mesh), [Choice::Factor(t)]);
+        assert!(rule.check(&rule.parse_strategy("t=ring.cp", &mesh).unwrap(), &mesh).is_ok());
+        let mut wide = Mesh::default();
+        wide.push("ring", 16, AxisKind::Space);
+        assert!(rule.rings(&Strategy::default(), AxisId(0), &wide).is_empty());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::entity::NodeId;
 use crate::factor::{Factor, FactorKind};
 use crate::mesh::AxisId;
 use crate::ops::Op;
-use crate::plan::{Plan, Scope};
+use crate::plan::{Plan, Scope, Space};
 use crate::target::Target;
 use std::fmt;
 
@@ -18,13 +18,16 @@ pub enum Feature {
     Pipeline,
     /// Causal attention of which each rank has a part of the queries and all keys.
     QueryParts,
-    /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]).
+    /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]). Their programs gather the
+    /// parts instead: they compute the same, but in more memory and time than is planned.
     Ring,
+    /// Values that lie in the host's memory or on its disk.
+    Offload,
 }
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Feature; 3] = [Self::Pipeline, Self::QueryParts, Self::Ring];
+    pub const ALL: [Feature; 4] = [Self::Pipeline, Self::QueryParts, Self::Ring, Self::Offload];
 
     /// Whether a plan needs it.
     pub fn is_in(self, plan: &Plan) -> bool {
@@ -42,6 +45,7 @@ impl Feature {
                 matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_))
                     && divides(plan, id, |factor| matches!(factor.kind, FactorKind::Ring { .. }))
             }),
+            Self::Offload => plan.spaces.values().any(|space| *space != Space::Device),
         }
     }
 
@@ -51,6 +55,7 @@ impl Feature {
             Self::Pipeline => "pp=1",
             Self::QueryParts => "cp=1",
             Self::Ring => "ring=1",
+            Self::Offload => "offload=none",
         }
     }
 
@@ -66,6 +71,7 @@ impl fmt::Display for Feature {
             Self::Pipeline => "pipeline stages (pp)",
             Self::QueryParts => "causal attention of a part of the queries (cp)",
             Self::Ring => "attention round a ring of ranks (ring)",
+            Self::Offload => "offloading to the host or its disk (offload)",
         })
     }
 }

@@ -13,6 +13,8 @@
 //! * tensor parallel: factors of matmuls over `tp`; and so on;
 //! * pipelines: no factor, but a chunk per node ([`Plan::pipeline`]).
 //!
+//! What a device has no room for lies in its host's memory or on its disk ([`Plan::spaces`]).
+//!
 //! Recomputation is in the graph: a recomputed node is a second node with role
 //! [`Role::Recompute`](crate::Role::Recompute).
 
@@ -157,7 +159,7 @@ pub struct Prediction {
     pub mfu: f64,
     /// Memory per rank at the peak.
     pub memory: Memory,
-    /// Of one host's memory, what its ranks take.
+    /// Of one host's memory, what its ranks take: what lies in it, and the copies in flight.
     #[serde(default)]
     pub host: Bytes,
 }
@@ -244,6 +246,9 @@ pub struct Plan {
     /// Values of which copies in another layout are made at each use and dropped after it, instead
     /// of being kept through the step.
     pub transient: SecondaryMap<ValueId, bool>,
+    /// Where a value lies while nothing reads it: a leaf between its uses, an activation between its last
+    /// reader in the forward pass and its first in the backward pass. Not named: on the device.
+    pub spaces: SecondaryMap<ValueId, Space>,
     /// Whether gradients are reduced over the ranks in every microbatch, before they are
     /// accumulated, instead of once after all of them.
     pub reduce_in_loop: bool,

@@ -4,6 +4,7 @@
 //! counts the same bytes as one that is about to run.
 
 use crate::feature::Feature;
+use crate::ops::{Fused, Op};
 use crate::program::Action;
 use crate::types::TensorType;
 use crate::units::Bytes;
@@ -15,6 +16,12 @@ pub trait Target: Debug {
     /// action that the target cannot run needs none; loading the program tells.
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes;
 
+    /// Whether it has a kernel for an operation at all.
+    fn has_kernel(&self, op: &Op) -> bool {
+        let _ = op;
+        true
+    }
+
     /// Whether it runs what not every target does.
     fn runs(&self, feature: Feature) -> bool {
         let _ = feature;
@@ -24,6 +31,11 @@ pub trait Target: Debug {
     /// Whether plans with it are searched for this target without being asked for.
     fn searches(&self, feature: Feature) -> bool {
         self.runs(feature)
+    }
+
+    /// Whether it has one kernel for a region on these local types. Lowering fuses nothing else.
+    fn fuses(&self, _region: &Fused, _operands: &[TensorType]) -> bool {
+        false
     }
 }
 

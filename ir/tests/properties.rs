@@ -7,6 +7,7 @@ use shardc_ir::ops::{
     Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
 };
 use shardc_ir::pipeline::Schedule;
+use shardc_ir::plan::Space;
 use shardc_ir::{
     Choice, DType, Graph, Mesh, NodeId, OutputKind, Plan, Program, Role, Sharding, Strategy as NodeStrategy,
     TensorType, ValueId, verify,
@@ -127,6 +128,9 @@ fn plan(numbers: &[u32]) -> Plan {
     for value in plan.graph.values().map(|(id, _)| id).collect::<Vec<_>>() {
         if choices.below(4) == 0 {
             plan.transient[value] = true;
+        }
+        if choices.below(4) == 0 {
+            plan.spaces[value] = choices.of(&[Space::Host, Space::Disk]);
         }
     }
     plan.reduce_in_loop = choices.below(2) == 0;

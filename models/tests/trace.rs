@@ -1,7 +1,7 @@
 //! Tracing modules of one's own.
 
 use burn::module::{Module, Param};
-use burn::nn::conv::{Conv1d, Conv1dConfig};
+use burn::nn::conv::{Conv3d, Conv3dConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 use shardc_ir::{DType, Op, OpDef, TensorType};
@@ -103,22 +103,22 @@ struct Unsupported {
 
 #[derive(Module, Debug)]
 struct Inner {
-    conv: Conv1d,
+    conv: Conv3d,
 }
 
 #[test]
 fn every_unsupported_operation_is_listed() {
     let init = |device: &Device| Unsupported {
-        inner: Inner { conv: Conv1dConfig::new(3, 3, 1).init(device) },
+        inner: Inner { conv: Conv3dConfig::new([3, 3], [1, 1, 1]).init(device) },
         last: LinearConfig::new(8, 8).init(device),
     };
     let error = trace("unsupported", init, |model, batch| {
-        let x = model.inner.conv.forward(batch.float("x", [2, 3, 8]));
-        model.last.forward(x).cumsum(1).mean()
+        let x = model.inner.conv.forward(batch.float("x", [2, 3, 1, 1, 8]));
+        model.last.forward(x).cumprod(1).mean()
     });
     let Err(TraceError::Unsupported(list)) = error else { panic!("{error:?}") };
     let list: Vec<(&str, &str)> = list.iter().map(|op| (op.operation.as_str(), op.path.as_str())).collect();
-    assert_eq!(list, [("conv1d", "inner.conv"), ("cum_sum", "")]);
+    assert_eq!(list, [("conv3d", "inner.conv"), ("cum_prod", "")]);
 }
 
 #[derive(Module, Debug)]
@@ -149,6 +149,47 @@ fn mistakes_of_the_user() {
     let error = trace("dropping", init(0.1), loss);
     assert!(matches!(&error, Err(TraceError::SilentDropout(paths)) if paths[..] == ["dropout"]), "{error:?}");
     assert!(trace("dropping", init(0.0), loss).is_ok());
+}
+
+/// What a loss of a picture `[2, 4, 6, 8]` becomes.
+#[track_caller]
+fn check_picture(loss: impl FnOnce(Tensor<4>) -> Tensor<4>, expect: &str) {
+    let init = |device: &Device| LinearConfig::new(4, 4).with_bias(false).init(device);
+    let model = trace("check", init, |_, batch| loss(batch.float("x", [2, 4, 6, 8])).sum()).unwrap();
+    assert_eq!(operations(&model).join(" "), format!("{expect} reduce_sum"));
+}
+
+#[test]
+fn pictures() {
+    use burn::tensor::module::{adaptive_avg_pool2d, avg_pool2d, interpolate};
+    use burn::tensor::ops::{AvgPoolOptions, InterpolateMode, InterpolateOptions};
+    let overlapping = AvgPoolOptions::new([3, 3]).with_stride([1, 1]).with_padding([1, 1]);
+    check_picture(|x| adaptive_avg_pool2d(x, [1, 1]), "reshape reduce_sum affine");
+    check_picture(|x| avg_pool2d(x, AvgPoolOptions::new([2, 2])), "reshape reduce_sum affine");
+    check_picture(|x| avg_pool2d(x, overlapping), "constant convolution");
+    let nearest =
+        |size| InterpolateOptions { output_size: Some(size), ..InterpolateOptions::new(InterpolateMode::Nearest) };
+    check_picture(|x| interpolate(x, nearest([12, 16])), "broadcast reshape");
+    let init = |device: &Device| LinearConfig::new(4, 4).init(device);
+    let error = trace("odd", init, |_, batch| interpolate(batch.float("x", [2, 4, 6, 8]), nearest([9, 8])).sum());
+    assert!(matches!(error, Err(TraceError::Unsupported(_))), "{error:?}");
+}
+
+/// A normalization that trains takes the statistics of the batch, as under Burn's autodiff; a frozen one its
+/// own.
+#[test]
+fn batch_norms() {
+    use burn::nn::{BatchNorm, BatchNormConfig};
+    let traced = |init: fn(&Device) -> BatchNorm| {
+        trace("norm", init, |norm: &BatchNorm, batch| norm.forward(batch.float("x", [2, 4, 6, 8])).sum()).unwrap()
+    };
+    let trained = traced(|device| BatchNormConfig::new(4).init(device));
+    assert_eq!(names(&trained)[2..], ["running_mean frozen", "running_var frozen"]);
+    assert_eq!(trained.parameters, 8);
+    let sums = operations(&trained).iter().filter(|name| **name == "reduce_sum").count();
+    assert_eq!(sums, 3, "the mean, the variance and the loss");
+    let frozen = traced(|device| BatchNormConfig::new(4).init(device).freeze());
+    assert_eq!(operations(&frozen).iter().filter(|name| **name == "reduce_sum").count(), 1);
 }
 
 #[track_caller]

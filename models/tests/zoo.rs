@@ -33,6 +33,10 @@ fn published_counts() {
     counts("llama-65b", 65_285_660_672);
     counts("llama-70b", 70_553_706_496);
     counts("llama-405b", 405_853_388_800);
+    counts("mixtral-8x7b", 46_702_792_704);
+    counts("resnet-50", 25_557_032);
+    counts("unet", 31_037_698);
+    counts("mixer-b-16", 59_880_472);
 }
 
 /// The operations of block 0 in order, broadcasts left out.

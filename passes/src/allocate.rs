@@ -21,7 +21,7 @@
 
 mod stages;
 
-use crate::lower::{Draft, Item, Place, SPACE, share_storages};
+use crate::lower::{Draft, Item, Place, SPACE, merge_repeated, share_storages};
 use crate::pack::{Life, pack};
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
@@ -37,6 +37,7 @@ pub(crate) const WINDOW: usize = 2;
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     share_storages(&mut draft);
+    merge_repeated(&mut draft);
     add_scratch(&mut draft, target);
     let copies = Copies::of(&draft);
     let lives = lifetimes(&draft, &copies);

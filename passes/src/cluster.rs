@@ -147,6 +147,10 @@ profile! {
     attention_backward,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
     attention_backward_ramp,
+    /// The share of the peak rate that it keeps up through a step, where the power limit binds, forward.
+    attention_forward_sustained,
+    /// The same, backward.
+    attention_backward_sustained,
     /// The factor for heads narrower than 128.
     attention_narrow,
     /// The share of the peak rate that FlashAttention 2 reaches, forward.
@@ -173,6 +177,12 @@ profile! {
     host_bandwidth,
     /// Memory of one host.
     host_memory_bytes,
+    /// Memory of one host, bytes/s that all of its devices and cores reach together.
+    host_memory_bandwidth,
+    /// Disks of one host, bytes/s read.
+    disk_read_bandwidth,
+    /// The same, written.
+    disk_write_bandwidth,
 }
 
 const PROFILES: [&str; 11] = [
@@ -285,7 +295,7 @@ impl Cluster {
     }
 
     /// The host memory that the ranks of one host take, where each takes so much memory. What lies on
-    /// a GPU takes none: no plan places values in its host.
+    /// a GPU takes none.
     pub fn on_host(&self, rank: Bytes) -> Bytes {
         if self.device.kind == "cpu" { Bytes(rank.0 * self.per_node) } else { Bytes(0) }
     }

@@ -18,6 +18,8 @@ pub mod fold;
 pub mod lower;
 #[cfg(test)]
 mod lower_tests;
+#[cfg(test)]
+mod offload_tests;
 pub mod optimizer;
 pub mod pack;
 pub mod pipeline;

@@ -10,13 +10,15 @@ use crate::rematerialize::rematerialize;
 use crate::schedule::schedule;
 use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, Sizes, llama};
+use shardc_ir::ops::{Binary, BinaryKind, Fused};
 use shardc_ir::plan::{Request, Space};
-use shardc_ir::program::Action;
+use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{Bytes, DType, NoScratch, Op, Plan, Program, Target, TensorType, verify};
 
 pub(crate) const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
 
-/// Wants eight times the bytes of the results of products and reductions, and one more.
+/// Wants eight times the bytes of the results of products and reductions, and one more; fuses whatever is
+/// bound by memory.
 #[derive(Debug)]
 struct Wants;
 
@@ -24,6 +26,28 @@ impl Target for Wants {
     fn scratch(&self, action: &Action, _: &[TensorType], results: &[TensorType]) -> Bytes {
         let wants = matches!(action, Action::Compute(Op::Matmul(_) | Op::Reduce(_) | Op::RmsNormGrad(_)));
         Bytes(if wants { 8 * results.iter().map(|ty| ty.bytes().0).sum::<u64>() + 1 } else { 0 })
+    }
+
+    fn fuses(&self, region: &Fused, _: &[TensorType]) -> bool {
+        let fits = |op: &Op| {
+            matches!(
+                op,
+                Op::Unary(_)
+                    | Op::UnaryGrad(_)
+                    | Op::Affine(_)
+                    | Op::Binary(_)
+                    | Op::Cast(_)
+                    | Op::Broadcast(_)
+                    | Op::Reduce(_)
+                    | Op::SumSquares(_)
+                    | Op::RmsNorm(_)
+                    | Op::RmsNormGrad(_)
+                    | Op::Swiglu(_)
+                    | Op::SwigluGrad(_)
+                    | Op::Rotary(_)
+            )
+        };
+        region.steps.iter().all(|step| fits(&step.op))
     }
 }
 
@@ -121,6 +145,57 @@ fn plans_of_the_search_are_lowered() {
         for dtype in [DType::F32, DType::Bf16] {
             check(TINY, dtype, cluster, pins, dtype == DType::F32);
         }
+    }
+}
+
+/// The regions of a program.
+fn regions<'a>(program: &'a mut Program) -> Vec<&'a mut Fused> {
+    let instructions = program.sections.values_mut().flat_map(|section| &mut section.instructions);
+    let region = |instruction: &'a mut Instruction| match &mut instruction.action {
+        Action::Compute(Op::Fused(region)) => Some(region),
+        _ => None,
+    };
+    instructions.filter_map(region).collect()
+}
+
+#[test]
+fn what_a_target_fuses_is_one_instruction_and_is_proven_step_by_step() {
+    let plan = plan(TINY, DType::Bf16, "cpu:4", "dp=2,tp=2,zero=1,microbatch=3", false);
+    let plan = verify::plan(&plan).expect("a plan");
+    let [programs, plain] =
+        [lower_all(&plan, &Wants), lower_all(&plan, &NoScratch)].map(|made| made.expect("programs"));
+    let steps = |program: &Program| {
+        let of = |action: &Action| if let Action::Compute(Op::Fused(region)) = action { region.steps.len() } else { 1 };
+        program.instructions().map(|instruction| of(&instruction.action)).sum::<usize>()
+    };
+    assert_eq!(steps(&programs[0]), plain[0].instructions().count());
+    let bytes = |program: &Program| {
+        let values = program.buffers.values().map(|buffer| &buffer.ty).filter(|ty| ty.dtype != DType::U8);
+        values.map(|ty| ty.bytes().0).sum::<u64>()
+    };
+    let fused = programs[0].instructions().count();
+    assert!(fused < steps(&programs[0]) && bytes(&programs[0]) < bytes(&plain[0]), "{fused} instructions");
+    let mut names: Vec<String> = regions(&mut programs[0].clone()).iter().map(|region| region.steps_text()).collect();
+    names.dedup();
+    // The derivative of a norm, and the gradient of the residual stream to which it is added.
+    assert!(names.iter().any(|name| name.contains("rms_norm_grad+add")), "{names:?}");
+    // Printed and read back; and each step that is wrong is found.
+    assert_eq!(programs[0].to_string().parse::<Program>().as_ref(), Ok(&programs[0]));
+    type Bug = (fn(&mut Fused), &'static str);
+    let bugs: [Bug; 3] = [
+        (|region| region.steps[1].operands[1] = region.steps[1].operands[0], "as operand 1, but add"),
+        (|region| region.steps[1].op = Binary { kind: BinaryKind::Sub }.into(), "runs sub"),
+        (|region| region.steps[1].source = region.steps[0].source, "is no change of its layout"),
+    ];
+    for (bug, expect) in bugs {
+        let mut broken = programs.clone();
+        for program in &mut broken {
+            let mut found = regions(program).into_iter();
+            let region = found.find(|region| region.steps_text().starts_with("rms_norm_grad+add"));
+            bug(region.expect("a region"));
+        }
+        let found = verify::step(&plan, broken).map(drop).expect_err(expect).to_string();
+        assert!(found.contains(expect), "`{expect}` is not in:\n{found}");
     }
 }
 

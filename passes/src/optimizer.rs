@@ -8,7 +8,7 @@
 use crate::differentiate::Differentiated;
 use crate::error::{PassError, UserError};
 use serde::{Deserialize, Serialize};
-use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Unary, UnaryKind};
+use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Total, Unary, UnaryKind};
 use shardc_ir::{DType, Graph, Op, OutputKind, Role, TensorType, ValueId};
 
 /// The name of the input that holds the learning rate of the step, an f32 scalar.
@@ -162,17 +162,13 @@ impl Builder<'_> {
 
     /// The norm of all gradients of the loss: `sqrt(sum of squares) * |scale|`.
     fn norm(&mut self, gradients: &[(ValueId, ValueId)], scale: ValueId) -> Result<ValueId, PassError> {
-        let mut total = None;
+        let mut terms = Vec::with_capacity(gradients.len());
         for (parameter, gradient) in gradients {
             self.path = parameter_name(self.graph, *parameter).1;
-            let squares = self.add(SumSquares {}, &[*gradient], &[])?;
-            self.path.clear();
-            total = Some(match total {
-                Some(total) => self.add(Binary { kind: BinaryKind::Add }, &[total, squares], &[])?,
-                None => squares,
-            });
+            terms.push(self.add(SumSquares {}, &[*gradient], &[])?);
         }
-        let total = total.ok_or(UserError::NothingToTrain)?;
+        self.path.clear();
+        let total = self.add(Total {}, &terms, &[])?;
         let root = self.add(Unary { kind: UnaryKind::Sqrt }, &[total], &[])?;
         let size = self.add(Unary { kind: UnaryKind::Abs }, &[scale], &[])?;
         self.add(Binary { kind: BinaryKind::Mul }, &[root, size], &[])

@@ -5,17 +5,18 @@
 //! come back through them in f32.
 //!
 //! * Parameters stay f32 leaves; each has one cast to bf16, next to it.
-//! * Matmuls, attention, norms, embeddings and elementwise operations on activations compute in
+//! * Matmuls, convolutions, attention, norms, embeddings and elementwise operations on activations compute in
 //!   bf16, and so the residual stream is bf16. Kernels work in f32 inside.
 //! * Exponentials, logarithms, powers, roots and reciprocals that no composite operation took in
-//!   give f32, as under `autocast`, and what they reach stays f32 until the next matmul or norm.
+//!   give f32, as do sums, as under `autocast`, and what they reach stays f32 until the next matmul or
+//!   norm, or until it is copied to the elements of an activation in bf16.
 //! * Values that no parameter reaches (positions, masks, rotary tables, counts) stay as they are;
 //!   where an activation meets one, that one is cast.
 //! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
 
 use crate::error::PassError;
 use serde::{Deserialize, Serialize};
-use shardc_ir::ops::{BinaryKind, Cast, OpError, UnaryKind};
+use shardc_ir::ops::{BinaryKind, Cast, OpError, ReduceOp, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
 use std::collections::HashMap;
 
@@ -73,6 +74,8 @@ enum Class {
     Wide,
     /// In the widest element type of the operands that parameters reach.
     Follow,
+    /// Operands as for `Follow`, the result in f32: the sum is rounded once.
+    Sum,
     /// Each operand as it comes; the results by their own rule.
     AsIs,
 }
@@ -81,6 +84,8 @@ fn class(op: &Op, result: &TensorType) -> Class {
     use UnaryKind::{Exp, Log, Log1p, Recip, Rsqrt, Sqrt};
     match op {
         Op::Matmul(_)
+        | Op::Convolution(_)
+        | Op::ConvolutionTranspose(_)
         | Op::Attention(_)
         | Op::RmsNorm(_)
         | Op::LayerNorm(_)
@@ -91,6 +96,7 @@ fn class(op: &Op, result: &TensorType) -> Class {
         Op::Binary(binary) if binary.kind == BinaryKind::Pow => Class::Wide,
         Op::CrossEntropy(_) | Op::SumSquares(_) | Op::Cast(_) => Class::AsIs,
         Op::Reduce(_) if result.rank() == 0 => Class::AsIs,
+        Op::Reduce(reduce) if reduce.kind == ReduceOp::Sum => Class::Sum,
         _ => Class::Follow,
     }
 }
@@ -114,7 +120,7 @@ impl Lowering<'_> {
         let dtype = match class(&node.op, result) {
             Class::Narrow => Some(DType::Bf16),
             Class::Wide => Some(DType::F32),
-            Class::Follow => Some(self.followed(to, id, map)),
+            Class::Follow | Class::Sum => Some(self.followed(to, id, map)),
             Class::AsIs => None,
         };
         let mut operands = Vec::new();
@@ -126,7 +132,13 @@ impl Lowering<'_> {
         let types = self.from.result_types(id);
         let declared: Vec<TensorType> = match &node.op {
             Op::Cast(_) => types,
-            Op::Reshape(_) | Op::Broadcast(_) | Op::Matmul(_) | Op::Reduce(_) | Op::ScatterAdd(_) => {
+            Op::Reduce(reduce) if reduce.kind == ReduceOp::Sum => types,
+            Op::Reshape(_)
+            | Op::Broadcast(_)
+            | Op::Matmul(_)
+            | Op::Reduce(_)
+            | Op::ScatterAdd(_)
+            | Op::ConvolutionTranspose(_) => {
                 let narrow = |ty: &TensorType| match dtype {
                     Some(dtype) if ty.dtype == DType::F32 => ty.with_dtype(dtype),
                     _ => ty.clone(),
@@ -142,11 +154,13 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// The widest element type of the operands that parameters reach; a parameter counts as bf16.
+    /// The widest element type of the operands that parameters reach; a parameter counts as bf16, and so
+    /// does what is copied to every element (a statistic of a norm).
     fn followed(&self, to: &Graph, id: NodeId, map: &HashMap<ValueId, ValueId>) -> DType {
         let operands = self.from.node(id).operands.iter().filter(|operand| self.reached[operand.index()]);
         let wide = |operand: &ValueId| {
-            !matches!(self.from.def(*operand).op, Op::Parameter(_)) && to.ty(map[operand]).dtype == DType::F32
+            !matches!(self.from.def(*operand).op, Op::Parameter(_) | Op::Broadcast(_))
+                && to.ty(map[operand]).dtype == DType::F32
         };
         if operands.into_iter().any(wide) { DType::F32 } else { DType::Bf16 }
     }
@@ -161,6 +175,12 @@ impl Lowering<'_> {
         let node = to.def(value);
         let (path, role) = (node.path.clone(), node.role);
         let cast = match &node.op {
+            // Fewer numbers are cast before they are copied.
+            Op::Broadcast(broadcast) => {
+                let (broadcast, source) = (broadcast.clone(), node.operands[0]);
+                let source = self.cast(to, source, Some(dtype))?;
+                to.add_as(broadcast.into(), &[source], &[ty.with_dtype(dtype)], path, role)?
+            }
             Op::Constant(constant) => {
                 let constant = constant.clone().into();
                 to.add_as(constant, &[], &[ty.with_dtype(dtype)], path, role)?

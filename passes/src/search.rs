@@ -5,6 +5,7 @@
 //! then arithmetic on its sums ([`estimate`]). Only the winner becomes an annotated plan
 //! ([`build`]). The order of candidates, and so the result, is deterministic.
 
+pub mod away;
 pub mod beside;
 mod bound;
 pub mod build;
@@ -14,6 +15,7 @@ pub mod estimate;
 mod exact_tests;
 pub mod line;
 pub mod liveness;
+pub mod offload;
 mod outcome;
 pub mod pins;
 pub mod recompute;
@@ -28,16 +30,19 @@ pub use pins::{Pins, Recompute};
 
 use crate::cluster::{Cluster, Profile};
 use crate::cost;
+use crate::shard::coupled::is_possible_over;
 use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
+use away::Away;
 use estimate::Shape;
 pub use estimate::Work;
 use line::Line;
+use offload::{At, Offload, Relief};
 use outcome::{alternatives, breakdown, infeasible};
 use shardc_ir::plan::{Memory, Prediction, Request};
-use shardc_ir::{AxisId, Bytes, Choice, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
+use shardc_ir::{AxisId, Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
 use stages::Stages;
 use std::collections::BTreeMap;
 use visit::Visited;
@@ -104,18 +109,33 @@ pub struct Candidate {
     pub loss_chunks: u64,
     /// The seconds that a byte of memory cost where its layouts were chosen.
     pub byte: f64,
+    /// What lies away from the device.
+    pub offload: Offload,
+    /// What that takes from the device and adds to the step; the prediction has both.
+    pub relief: Relief,
     /// What it is predicted to need.
     pub prediction: Prediction,
 }
 
 impl Candidate {
+    /// Whether it differs from another in computing more values again, and in nothing else.
+    fn is_spare_of(&self, other: &Self) -> bool {
+        let is_more = match (self.recompute, other.recompute) {
+            (Recompute::Values(own), Recompute::Values(least)) => own > least,
+            _ => false,
+        };
+        let same = |of: &Self| (of.zero, of.loss_chunks, of.byte.to_bits(), of.offload);
+        is_more && self.degrees == other.degrees && self.stages == other.stages && same(self) == same(other)
+    }
+
     /// The choices, as pins would say them.
     pub fn choice(&self) -> String {
         let Self { degrees, zero, recompute, .. } = self;
         let chunks = if self.loss_chunks > 1 { format!(",loss_chunks={}", self.loss_chunks) } else { String::new() };
         let stages = self.stages.as_ref().map_or(String::new(), |stages| format!(",{}", stages.text()));
         let degrees = format!("{}{stages}", degrees.text());
-        format!("{degrees},zero={zero},microbatch={},recompute={recompute}{chunks}", self.degrees.microbatch)
+        let away = if self.offload.is_none() { String::new() } else { format!(",offload={}", self.offload) };
+        format!("{degrees},zero={zero},microbatch={},recompute={recompute}{chunks}{away}", self.degrees.microbatch)
     }
 
     /// The mesh, without axes of one coordinate.
@@ -172,9 +192,13 @@ pub fn search_confirmed(
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(&prepared, pins)?;
+    if let Some(pin) = &pins.offload {
+        away::check(pin, blocks, pins.recompute)?;
+    }
+    let away = Away::new(cluster, &request, pins, target)?;
     let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
     let line = is_open.then(|| Line::new(&prepared));
-    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins };
+    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.pruned == 0 || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
@@ -193,6 +217,7 @@ struct Space<'a, 'b> {
     cluster: &'a Cluster,
     request: &'a Request,
     pins: &'a Pins,
+    away: Away,
 }
 
 /// The best plan of the meshes that are visited, and its estimated step.
@@ -201,7 +226,7 @@ fn choose(
     confirm: Option<Confirm<'_>>,
     visited: &mut Visited,
 ) -> Result<(Plan, f64), PlanError> {
-    let Space { prepared, line, cluster, request, pins } = *space;
+    let Space { prepared, line, cluster, request, pins, .. } = *space;
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
     let bound = request.device_memory;
@@ -227,17 +252,23 @@ fn choose(
         let factor = excess.get(&kin).copied().unwrap_or(1.0);
         let is_too_large = estimate.0 as f64 * factor > bound.0 as f64 || refused.len() >= MOST_REFUSED;
         let was_refused = refused.iter().any(|(other, _)| *other == index);
-        if estimate > bound || was_refused || (is_too_large && !is_last_resort) {
+        // What computes more again than it must by the estimate is for where that turns out too large.
+        let is_kept = |other: &usize| !refused.iter().any(|(known, _)| known == other);
+        let is_spare = (0..candidates.len()).filter(is_kept).any(|other| candidate.is_spare_of(&candidates[other]));
+        if estimate > bound || was_refused || ((is_too_large || is_spare) && !is_last_resort) {
             continue;
         }
         let mut plan = build::build(prepared, line, cluster, request, candidate)?;
         let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
-            // What goes round a ring is not lowered yet: its memory and time stay estimates.
-            plan.prediction.host = cluster.on_host(plan.prediction.memory.total());
+            // The programs of a ring gather what goes round it: its memory and time stay estimates.
+            plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
+            candidate.offload.mark(&mut plan);
             close.push((index, plan));
             break;
         };
-        plan.prediction = confirm(&plan).map_err(PlanError::Bug)?;
+        // Programs have everything on the device; what does not lie there is taken off.
+        plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+        candidate.offload.mark(&mut plan);
         let memory = plan.prediction.memory;
         tracing::info!(
             choice = candidate.choice(),
@@ -275,7 +306,8 @@ const MOST_REFUSED: usize = 8;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, line, cluster, request, pins } = *space;
+    let Space { prepared, line, cluster, request, pins, mut away } = *space;
+    away.room.device = request.device_memory;
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, &cluster.device);
     let mut candidates = Vec::new();
@@ -285,7 +317,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         for microbatch in sizes {
             let (mut solved, mut is_solved) = (Vec::new(), true);
             for axes in &way.tp {
-                let point = Point { work, bound: request.device_memory, degrees: way.degrees(microbatch, axes) };
+                let point = Point { work, away, degrees: way.degrees(microbatch, axes) };
                 let degrees = way.placed(microbatch, axes);
                 let mesh = degrees.mesh(batch);
                 let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
@@ -300,7 +332,8 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                     is_solved = false;
                 }
             }
-            // A larger microbatch needs more memory: where none fits, none of the larger ones will.
+            // A larger microbatch needs more memory: where none fits, none of the larger ones will. Where
+            // samples depend on each other (statistics of the batch), only the whole batch is one.
             let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
             let is_tried = !solved.is_empty();
             candidates.extend(solved);
@@ -311,6 +344,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     }
     if candidates.is_empty() && pins.opens_stages() {
         return Err(stages::none(pins, line, batch));
+    }
+    if candidates.is_empty() && away.pin.is_some() {
+        return Err(away.too_large());
     }
     if candidates.is_empty() {
         let message = match pins.microbatch {
@@ -327,11 +363,10 @@ struct Point {
     /// One for each way to store parameters.
     degrees: Vec<Degrees>,
     work: Work,
-    bound: Bytes,
+    away: Away,
 }
 
-/// Prices of a byte at which leaner layouts are looked for where the fastest do not fit without
-/// recomputation, as shares of the whole step for the whole memory; the highest first.
+/// Prices of a byte at which leaner layouts are looked for where the fastest do not fit, as shares of the whole step for the whole memory; the highest first.
 const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
 
 /// The plans of a mesh of which the batch is placed.
@@ -341,15 +376,14 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point) -> Vec<Candid
     let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, &meshes, pins);
     let (fastest, shape) = solve(0.0);
     extend(&mut found, (&fastest, 0.0), &shape, pins, point);
-    let is_kept = |candidate: &Candidate| candidate.recompute == Recompute::None;
-    let fits = |candidate: &Candidate| candidate.prediction.memory.total() <= point.bound;
-    if found.iter().any(|candidate| is_kept(candidate) && fits(candidate)) {
+    let fits = |candidate: &Candidate| candidate.prediction.memory.total() <= point.away.room.device;
+    if found.iter().any(|candidate| candidate.offload.is_none() && fits(candidate)) {
         return found;
     }
     let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
     let mut known = vec![fastest.strategies];
     for share in LEAN {
-        let byte = share * step / (point.bound.0 as f64).max(1.0);
+        let byte = share * step / (point.away.room.device.0 as f64).max(1.0);
         let (lean, shape) = solve(byte);
         if known.contains(&lean.strategies) {
             break;
@@ -380,10 +414,24 @@ fn extend(
             if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
                 continue;
             }
-            for recompute in recomputations(shape, storage, zero, pins, point.bound) {
-                let prediction = shape.predict(placed, storage, zero, recompute, point.work);
-                let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-                candidates.push(Candidate { degrees, stages: None, zero, recompute, loss_chunks, byte, prediction });
+            for recompute in recomputations(shape, storage, zero, pins, point.away.room.device) {
+                let on_device = shape.predict(placed, storage, zero, recompute, point.work);
+                let at = At { shape, storage, zero, recompute };
+                for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
+                    let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
+                    let choice = Candidate {
+                        degrees,
+                        stages: None,
+                        zero,
+                        recompute,
+                        loss_chunks,
+                        byte,
+                        offload,
+                        relief,
+                        prediction,
+                    };
+                    candidates.push(choice);
+                }
             }
         }
     }
@@ -395,11 +443,13 @@ fn recomputations(shape: &Shape<'_>, storage: usize, zero: u64, pins: &Pins, bou
     let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
     let mut choices = vec![pinned.unwrap_or(Recompute::None)];
     if pinned.is_none() && total(Recompute::None) > bound {
-        // A few percent are left for what the estimate does not see.
-        let bound = bound.0 as f64 * 0.97;
-        let fits = |count| total(Recompute::Values(count)).0 as f64 <= bound;
-        let all = shape.menu().steps();
-        choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
+        // A few percent are left for what the estimate does not see; and some more, where those do not do.
+        for share in [0.97, 0.92] {
+            let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
+            let all = shape.menu().steps();
+            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
+        }
+        choices.dedup();
     }
     choices
 }
@@ -486,16 +536,8 @@ fn place_batch<'a>(
         }
         strategies.push(strategy);
     }
-    let is_looped = |class: usize| matches!(prepared.batch[class], Choice::Factor(_));
-    let resolved = |maker: usize, result: usize| {
-        let sharding = prepared.rules[maker].result_sharding(result, &strategies[maker]);
-        sharding.partial.iter().any(|(axis, _)| mesh.is_time(*axis))
-    };
-    // A value summed over microbatches exists only after the last of them.
-    for flow in prepared.flows.iter().filter(|flow| resolved(flow.maker, flow.result)) {
-        if flow.readers.iter().any(|(reader, _, _)| is_looped(*reader)) {
-            return Ok(None);
-        }
+    if mesh.ids().any(|axis| mesh.is_time(axis) && !is_possible_over(prepared, &strategies, axis)) {
+        return Ok(None);
     }
     Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches(), handed: BTreeMap::new() }))
 }

@@ -60,6 +60,9 @@ const BUGS: &[(&str, &str, Bug, &str)] = &[
     ("collectives in another order on one rank", PLAIN, swapped_collectives, "but rank 0 comes with"),
     ("a kernel on one rank only", PLAIN, lonely_kernel, "has sections"),
     ("messages to another peer", PLAIN, swapped_peer, "waits forever"),
+    ("the gradients of two updates exchanged in one instruction", PLAIN, exchanged_items, "as operand 1, but adamw"),
+    ("an update written over another of its instruction", PLAIN, overwritten_item, "which it still reads"),
+    ("an update less in one instruction of one rank", PLAIN, item_missing, "does something else"),
 ];
 
 fn findings(plan: &Plan, programs: &[Program]) -> String {
@@ -412,7 +415,8 @@ fn swapped_readings(programs: &mut [Program]) {
 }
 
 fn lost_update(programs: &mut [Program]) {
-    let at = find(&programs[0], |_, instruction| is_op(instruction, "adamw"));
+    let is_update = |action: &Action| matches!(action, Action::Compute(Op::Each(each)) if each.op.name() == "adamw");
+    let at = find(&programs[0], |_, instruction| is_update(&instruction.action));
     programs.iter_mut().for_each(|program| drop(remove(program, at)));
 }
 
@@ -485,9 +489,42 @@ fn swapped_collectives(programs: &mut [Program]) {
 }
 
 fn lonely_kernel(programs: &mut [Program]) {
-    let at = find(&programs[3], |_, instruction| is_op(instruction, "sum_squares"));
+    let at = find(&programs[3], |_, instruction| is_op(instruction, "sqrt"));
     let again = instruction(&mut programs[3], at).clone();
     insert(&mut programs[3], (at.0, at.1 + 1), again);
+}
+
+/// Two updates of tensors of one type in one instruction: where it is, and the items.
+fn equal_items(program: &Program) -> (At, [usize; 2]) {
+    let pair = |program: &Program, instruction: &Instruction| {
+        let Action::Compute(Op::Each(each)) = &instruction.action else { return None };
+        let ty = |item: usize| &program.buffers[instruction.operands[item * 7]].ty;
+        let pairs = (1..each.count).flat_map(|b| (0..b).map(move |a| [a, b]));
+        pairs.filter(|_| matches!(*each.op, Op::Adamw(_))).find(|[a, b]| ty(*a) == ty(*b))
+    };
+    let at = find(program, |program, instruction| pair(program, instruction).is_some());
+    let found = pair(program, &program.sections[at.0].instructions[at.1]);
+    (at, found.expect("it was found"))
+}
+
+fn exchanged_items(programs: &mut [Program]) {
+    let (at, [a, b]) = equal_items(&programs[0]);
+    programs.iter_mut().for_each(|program| instruction(program, at).operands.swap(7 * a + 1, 7 * b + 1));
+}
+
+fn overwritten_item(programs: &mut [Program]) {
+    let (at, [a, b]) = equal_items(&programs[0]);
+    programs.iter_mut().for_each(|program| instruction(program, at).results.swap(3 * a, 3 * b));
+}
+
+fn item_missing(programs: &mut [Program]) {
+    let (at, _) = equal_items(&programs[0]);
+    let changed = instruction(&mut programs[3], at);
+    let Action::Compute(Op::Each(each)) = &mut changed.action else { panic!("it was found") };
+    each.count -= 1;
+    let count = each.count;
+    changed.operands.truncate(7 * count);
+    changed.results.truncate(3 * count);
 }
 
 fn swapped_peer(programs: &mut [Program]) {

@@ -293,7 +293,13 @@ fn elementwise() -> Vec<Case> {
         let scalar = || (TensorType::scalar(DType::F32), Positive);
         let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let tensors = [(x.clone(), Signed), (x.clone(), Signed), (x.clone(), Signed), (x.clone(), Positive)];
-        cases.push(case(update, &[&tensors[..], &[scalar(), scalar(), scalar()]].concat(), &[]));
+        let operands = [&tensors[..], &[scalar(), scalar(), scalar()]].concat();
+        cases.push(case(update.clone(), &operands, &[]));
+        let twice = Each { count: 2, op: Box::new(update.into()) };
+        cases.push(case(twice, &[operands.clone(), operands].concat(), &[]));
+        let squares = Each { count: 2, op: Box::new(SumSquares {}.into()) };
+        cases.push(case(squares, &[(x.clone(), Signed), (x.clone(), Signed)], &[]));
+        cases.push(case(Total {}, &[(x.clone(), Signed), (x.clone(), Signed), (x.clone(), Signed)], &[]));
     }
     cases
 }
@@ -407,6 +413,17 @@ fn contractions() -> Vec<Case> {
     let (lhs, rhs) = (of(DType::Bf16, &[4, 6]), of(DType::Bf16, &[6, 8]));
     let (addend, bias) = ((f32s(&[4, 8]), Signed), (f32s(&[8]), Signed));
     let with_bias = Matmul { bias: true, ..Matmul::plain() };
+    let result = f32s(&[4, 8]);
+    let activated = Matmul { epilogue: Some(Epilogue::GeluTanh), ..with_bias.clone() };
+    let operands = [(lhs.clone(), Signed), (rhs.clone(), Signed), bias.clone()];
+    cases.push(case(activated, &operands, &[result.clone(), result.clone()]));
+    let activated = Matmul { epilogue: Some(Epilogue::GeluTanh), ..Matmul::plain() };
+    cases.push(case(activated, &operands[..2], std::slice::from_ref(&result)));
+    let derived = Matmul { epilogue: Some(Epilogue::GeluTanhGrad), ..Matmul::plain() };
+    cases.push(case(derived, &[(lhs.clone(), Signed), (rhs.clone(), Signed), addend.clone()], &[result]));
+    let sums = Matmul { epilogue: Some(Epilogue::Sums), ..Matmul::new("bsk,bsn->kn") };
+    let tall = [(of(DType::Bf16, &[2, 4, 6]), Signed), (of(DType::Bf16, &[2, 4, 4]), Signed)];
+    cases.push(case(sums, &tall, &[f32s(&[6, 4]), f32s(&[4])]));
     let operands = [(lhs.clone(), Signed), (rhs.clone(), Signed), addend.clone(), bias];
     cases.push(case(with_bias, &operands, &[f32s(&[4, 8])]));
     cases.push(case(Matmul::plain(), &[(lhs.clone(), Signed), (rhs.clone(), Signed), addend], &[f32s(&[4, 8])]));
@@ -426,6 +443,58 @@ fn lookups() -> Vec<Case> {
         case(ScatterAdd { dim: 1 }, &[(f32s(&[4, 6]), Signed), ids(&[4, 6], 8)], &[f32s(&[4, 8])]),
         case(ScatterAdd { dim: 0 }, &[(f32s(&[6, 4]), Signed), ids(&[6, 4], 3)], &[f32s(&[3, 4])]),
     ]
+}
+
+fn pictures() -> Vec<Case> {
+    let x = |shape: &[u64]| (f32s(shape), Signed);
+    let window = |stride, padding, dilation| Window { stride, low: padding, high: padding, dilation };
+    // Filters that overlap and that do not, with padding and without, in groups, with gaps between them.
+    type Convolve<'a> = (Window, u64, &'a [u64; 4], &'a [u64; 4]);
+    let convolutions: [Convolve<'_>; 8] = [
+        (Window::default(), 1, &[4, 2, 5, 4], &[6, 2, 3, 2]),
+        (Window { high: [0, 2], ..window([2, 1], [1, 1], [1, 1]) }, 2, &[2, 4, 6, 5], &[4, 2, 3, 3]),
+        (Window::default(), 1, &[2, 4, 4, 6], &[4, 4, 1, 1]),
+        (window([2, 2], [0, 0], [1, 1]), 1, &[2, 2, 8, 4], &[4, 2, 2, 2]),
+        (window([2, 2], [0, 0], [1, 1]), 1, &[2, 2, 8, 4], &[2, 2, 1, 1]),
+        (window([3, 3], [0, 0], [1, 2]), 2, &[1, 4, 6, 12], &[8, 2, 2, 2]),
+        (window([1, 2], [1, 2], [2, 2]), 1, &[2, 2, 7, 7], &[2, 2, 3, 3]),
+        (Window::default(), 4, &[2, 4, 5, 5], &[4, 1, 3, 3]),
+    ];
+    let mut cases = Vec::new();
+    for (window, groups, picture, filters) in convolutions {
+        let op = Convolution { window: window.clone(), groups };
+        let y = op.infer(&[f32s(picture), f32s(filters)], &[]).expect("a convolution").remove(0);
+        let (y, picture, filters) = ((y, Signed), x(picture), x(filters));
+        let transpose = ConvolutionTranspose { window: window.clone(), groups };
+        cases.push(case(op, &[picture.clone(), filters.clone()], &[]));
+        cases.push(case(transpose, &[y.clone(), filters.clone()], std::slice::from_ref(&picture.0)));
+        cases.push(case(ConvolutionFilterGrad { window, groups }, &[y, picture], &[filters.0]));
+    }
+    for (kernel, window, size) in [
+        ([2, 2], window([2, 2], [0, 0], [1, 1]), [8, 6]),
+        ([3, 3], window([2, 2], [1, 1], [1, 1]), [5, 7]),
+        ([2, 1], window([1, 3], [0, 0], [2, 1]), [4, 6]),
+    ] {
+        let picture = x(&[2, 4, size[0], size[1]]);
+        let op = MaxPool { kernel, window: window.clone() };
+        let y = op.infer(std::slice::from_ref(&picture.0), &[]).expect("a pooling").remove(0);
+        cases.push(case(op, std::slice::from_ref(&picture), &[]));
+        cases.push(case(MaxPoolGrad { kernel, window }, &[(y, Signed), picture], &[]));
+    }
+    cases
+}
+
+fn ranked() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for k in [1, 2, 6] {
+        cases.push(case(TopK { k }, &[(f32s(&[4, 6]), Signed)], &[]));
+        cases.push(case(TopK { k }, &[(of(DType::I64, &[2, 4, 6]), Integer(0, 4))], &[]));
+    }
+    for (dim, reverse) in [(0, false), (1, false), (1, true), (2, true)] {
+        cases.push(case(Cumsum { dim, reverse }, &[(f32s(&[4, 3, 6]), Signed)], &[]));
+        cases.push(case(Cumsum { dim, reverse }, &[(of(DType::I64, &[4, 3, 6]), Integer(-9, 9))], &[]));
+    }
+    cases
 }
 
 fn normalizations() -> Vec<Case> {
@@ -503,6 +572,8 @@ families! {
     reductions 500,
     contractions 1000,
     lookups 300,
+    pictures 1000,
+    ranked 200,
     normalizations 150,
     attention 200,
     cross_entropy 100,
@@ -515,7 +586,8 @@ fn every_operation_has_a_case() {
         _ => None,
     };
     let mut seen: BTreeSet<String> = every_case().into_iter().filter_map(variant).collect();
-    seen.extend(["input", "parameter", "state"].map(str::to_string));
+    // Regions are made of parts, and stand in programs only.
+    seen.extend(["input", "parameter", "state", "fused"].map(str::to_string));
     let missing: Vec<_> = Op::NAMES.iter().filter(|name| !seen.contains(**name)).collect();
     assert!(missing.is_empty(), "no case of {missing:?}");
 }

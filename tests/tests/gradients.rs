@@ -202,6 +202,38 @@ fn lookups() {
 }
 
 #[test]
+fn ranked() {
+    let x = "%x: f32[3,5] = parameter \"x\"\n";
+    check::<2>("top_k", &format!("{x}%y: f32[3,2], %i: i64[3,2] = top_k %x {{k=2}}"), |l| {
+        l.p::<2>("x").topk_with_indices(2, 1).0
+    });
+    check::<2>("cumsum", &format!("{x}%y: f32[3,5] = cumsum %x {{dim=1}}"), |l| l.p::<2>("x").cumsum(1));
+}
+
+#[test]
+fn pictures() {
+    use burn::tensor::module::{conv_transpose2d, conv2d, max_pool2d};
+    use burn::tensor::ops::{ConvOptions, ConvTransposeOptions, MaxPoolOptions};
+    let leaves = "%x: f32[2,4,6,5] = parameter \"x\"\n%w: f32[4,2,3,2] = parameter \"w\"\n";
+    let attributes = "{stride=[2,1], low=[1,0], high=[1,0], dilation=[1,2], groups=2}";
+    check::<4>("convolution", &format!("{leaves}%y: f32[2,4,3,3] = convolution %x, %w {attributes}"), |l| {
+        let options = ConvOptions::new([2, 1], [1, 0], [1, 2], 2);
+        conv2d(l.p::<4>("x"), l.p::<4>("w"), None, options)
+    });
+    let leaves = "%x: f32[2,4,3,3] = parameter \"x\"\n%w: f32[4,2,3,2] = parameter \"w\"\n";
+    let body = format!("{leaves}%y: f32[2,4,6,5] = convolution_transpose %x, %w {attributes}");
+    check::<4>("convolution_transpose", &body, |l| {
+        let options = ConvTransposeOptions::new([2, 1], [1, 0], [1, 0], [1, 2], 2);
+        conv_transpose2d(l.p::<4>("x"), l.p::<4>("w"), None, options)
+    });
+    let body = "%x: f32[2,3,5,6] = parameter \"x\"\n\
+                %y: f32[2,3,3,3] = max_pool %x {kernel=[3,2], stride=[2,2], low=[1,0], high=[1,0]}";
+    check::<4>("max_pool", body, |l| {
+        max_pool2d(l.p::<4>("x"), MaxPoolOptions::new([3, 2]).with_stride([2, 2]).with_padding([1, 0]))
+    });
+}
+
+#[test]
 fn contractions() {
     let body = "%x: f32[2,3,4] = parameter \"x\"\n%w: f32[4,5] = parameter \"w\"\n\
                 %y: f32[2,3,5] = matmul %x, %w {spec=\"bsk,kn->bsn\"}";

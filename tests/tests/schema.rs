@@ -26,6 +26,7 @@ fn every_plan_conforms() {
         ("cpu:4", "tp=4"),
         ("h100:8x1", "dp=4,tp=2,zero=2,microbatch=1"),
         ("cpu:2", "zero=1,recompute=block"),
+        ("h100:2", "offload=optimizer@disk+activations:1"),
     ] {
         assert_eq!(violations(&emitted(cluster, pins), &schema()), Vec::<String>::new(), "{cluster} {pins}");
     }

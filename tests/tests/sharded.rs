@@ -4,6 +4,7 @@
 mod lockstep;
 
 use lockstep::Lockstep;
+use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
@@ -15,14 +16,14 @@ use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind, add_optimizer};
 use shardc_passes::pipeline::anchor::{anchors, chunks};
 use shardc_passes::rematerialize::rematerialize;
-use shardc_runtime::Runtime;
 use shardc_runtime::cpu::CpuRuntime;
+use shardc_runtime::{CudaTarget, Runtime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 type Tensors = BTreeMap<String, HostTensor>;
 
-/// Wants scratch memory for two instructions of three, as large as their results or so.
+/// Wants scratch memory for two instructions of three, as large as their results or so; fuses what GPUs do.
 #[derive(Debug)]
 struct Wants(u64);
 
@@ -30,6 +31,10 @@ impl Target for Wants {
     fn scratch(&self, _: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let elements: u64 = operands.iter().chain(results).map(TensorType::elements).sum();
         Bytes(if (elements + self.0).is_multiple_of(3) { 0 } else { elements * (1 + self.0 % 5) })
+    }
+
+    fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {
+        CudaTarget.fuses(region, operands)
     }
 }
 
@@ -99,6 +104,73 @@ const LM: &str = r#"graph @lm {
   %total: f32[] = reduce_sum %nll {dims=[0,1]} at "loss"
   %count: f32[] = constant {value=16.0} at "loss"
   %loss: f32[] = div %total, %count at "loss"
+  return loss %loss
+}"#;
+
+/// Pictures: a convolution, the statistics of the batch, pooling, a convolution whose windows do not
+/// overlap, groups of channels, and a transposed convolution back.
+const PICTURES: &str = r#"graph @pictures {
+  %x: f32[B,2,6,4] = input "x"
+  %y: f32[B,D] = input "y"
+  %w1: f32[D,2,3,3] = parameter "blocks.0.conv.weight"
+  %w2: f32[D,K,1,1] = parameter "blocks.1.conv.weight"
+  %w3: f32[D,D,3,2] = parameter "blocks.1.up.weight"
+  %gamma: f32[D] = parameter "blocks.0.norm.gamma"
+  %c: f32[B,D,6,4] = convolution %x, %w1 {low=[1,1], high=[1,1]} at "blocks.0.conv"
+  %sum: f32[D] = reduce_sum %c {dims=[0,2,3]} at "blocks.0.norm"
+  %mean: f32[D] = affine %sum {scale=0.005, offset=0.0} at "blocks.0.norm"
+  %mb: f32[B,D,6,4] = broadcast %mean {dims=[1]} at "blocks.0.norm"
+  %d: f32[B,D,6,4] = sub %c, %mb at "blocks.0.norm"
+  %g: f32[B,D,6,4] = broadcast %gamma {dims=[1]} at "blocks.0.norm"
+  %n: f32[B,D,6,4] = mul %d, %g at "blocks.0.norm"
+  %p: f32[B,D,3,2] = max_pool %n {kernel=[2,2], stride=[2,2]} at "blocks.0"
+  %e: f32[B,D,3,2] = convolution %p, %w2 {groups=2} at "blocks.1.conv"
+  %r: f32[B,D,3,2] = gelu %e at "blocks.1"
+  %u: f32[B,D,9,4] = convolution_transpose %r, %w3 {stride=[3,2]} at "blocks.1.up"
+  %m: f32[B,D] = reduce_max %u {dims=[2,3]} at "loss"
+  %o: f32[B,D] = sub %m, %y at "loss"
+  %q: f32[B,D] = mul %o, %o at "loss"
+  %s: f32[] = reduce_sum %q {dims=[0,1]} at "loss"
+  %count: f32[] = constant {value=64.0} at "loss"
+  %loss: f32[] = div %s, %count at "loss"
+  return loss %loss
+}"#;
+
+/// Experts: each token goes to two of `H`, in the order in which they come.
+const EXPERTS: &str = r#"graph @experts {
+  %x: f32[B,S,D] = input "x"
+  %y: f32[B,S,D] = input "y"
+  %wr: f32[D,H] = parameter "blocks.0.router.weight"
+  %we: f32[H,D,K] = parameter "blocks.0.experts.up"
+  %wd: f32[H,K,D] = parameter "blocks.0.experts.down"
+  %scores: f32[B,S,H] = matmul %x, %wr {spec="bsk,kn->bsn"} at "blocks.0.router"
+  %p: f32[B,S,H] = softmax %scores at "blocks.0"
+  %v: f32[B,S,2], %i: i64[B,S,2] = top_k %p {k=2} at "blocks.0"
+  %ib: i64[B,S,2,H] = broadcast %i {dims=[0,1,2]} at "blocks.0"
+  %e: i64[B,S,2,H] = iota {dim=3} at "blocks.0"
+  %taken: bool[B,S,2,H] = eq %ib, %e at "blocks.0"
+  %t: f32[B,S,2,H] = cast %taken at "blocks.0"
+  %queue: f32[B,S,2,H] = cumsum %t {dim=1} at "blocks.0"
+  %places: f32[B,S,2,H] = mul %queue, %t at "blocks.0"
+  %place: f32[B,S,2] = reduce_sum %places {dims=[3]} at "blocks.0"
+  %placei: i64[B,S,2] = cast %place at "blocks.0"
+  %pb: i64[B,S,2,3] = broadcast %placei {dims=[0,1,2]} at "blocks.0"
+  %c: i64[B,S,2,3] = iota {dim=3, start=1} at "blocks.0"
+  %fits: bool[B,S,2,3] = eq %pb, %c at "blocks.0"
+  %slots: f32[B,S,2,3] = cast %fits at "blocks.0"
+  %vb: f32[B,S,2,H] = broadcast %v {dims=[0,1,2]} at "blocks.0"
+  %weights: f32[B,S,2,H] = mul %t, %vb at "blocks.0"
+  %combine: f32[B,S,H,3] = matmul %weights, %slots {spec="bsjk,bsjc->bskc"} at "blocks.0"
+  %into: f32[B,H,3,D] = matmul %combine, %x {spec="bsec,bsk->beck"} at "blocks.0"
+  %h: f32[B,H,3,K] = matmul %into, %we {spec="beck,ekn->becn"} at "blocks.0.experts"
+  %a: f32[B,H,3,K] = gelu %h at "blocks.0.experts"
+  %z: f32[B,H,3,D] = matmul %a, %wd {spec="beck,ekn->becn"} at "blocks.0.experts"
+  %out: f32[B,S,D] = matmul %combine, %z {spec="bsec,beck->bsk"} at "blocks.0"
+  %d: f32[B,S,D] = sub %out, %y at "loss"
+  %q: f32[B,S,D] = mul %d, %d at "loss"
+  %s: f32[] = reduce_sum %q {dims=[0,1,2]} at "loss"
+  %count: f32[] = constant {value=64.0} at "loss"
+  %loss: f32[] = div %s, %count at "loss"
   return loss %loss
 }"#;
 
@@ -186,7 +258,7 @@ fn spread_over_time(plan: &mut Plan, time: AxisId) {
 
 /// Whether a value depends on no leaf along what is divided: made of constants and broadcasts.
 fn can_spread(plan: &Plan, value: ValueId) -> bool {
-    matches!(plan.graph.def(value).op, Op::Constant(_) | Op::Broadcast(_))
+    matches!(plan.graph.def(value).op, Op::Constant(_) | Op::Iota(_) | Op::Broadcast(_))
 }
 
 fn spread(plan: &mut Plan, value: ValueId, dim: usize, time: AxisId) {
@@ -341,7 +413,21 @@ fn random_strategies_on_three_axes() {
 }
 
 #[test]
+fn random_strategies_of_pictures() {
+    check(PICTURES, EVEN_LM, &mesh(&[("tp", 2)]), 0..8);
+    check(PICTURES, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
+    check(PICTURES, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..8);
+}
+
+#[test]
+fn random_strategies_of_experts() {
+    check(EXPERTS, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
+    check(EXPERTS, MIXED_LM, &mesh(&[("dp", 2), ("tp", 3)]), 0..8);
+}
+
+#[test]
 fn random_strategies_over_time() {
+    check(EXPERTS, EVEN_LM, &mesh(&[("mb", 2), ("dp", 2)]), 0..8);
     check(MLP, EVEN, &mesh(&[("mb", 2)]), 0..3);
     check(MLP, EVEN, &mesh(&[("mb", 2), ("dp", 2)]), 0..12);
     check(MLP, MIXED, &mesh(&[("mb", 4), ("dp", 3)]), 0..8);

@@ -1,18 +1,19 @@
 //! Our gradients of whole models against Burn's autodiff, in f32: every family of the zoo in a tiny size,
-//! traced and raised as `shardc` does it, and a model of another kind.
+//! traced and raised as `shardc` does it.
 
 #[path = "common/derivatives.rs"]
 mod derivatives;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
 use derivatives::{compare, ours};
-use shardc_ir::HostTensor;
-use shardc_models::zoo::{Gpt2Config, LlamaConfig, RopeScaling, causal_loss};
-use shardc_models::{Batch, Model, trace};
+use shardc_ir::{DType, HostTensor, TensorType};
+use shardc_models::zoo::{
+    Config, Gpt2Config, LlamaConfig, MixerConfig, MoeConfig, ResNetConfig, RopeScaling, TwoTowerConfig, UNetConfig,
+    build_config, causal_loss, in_batch_loss, pixel_loss,
+};
+use shardc_models::{Model, trace};
 use shardc_passes::raise::raise;
 use std::collections::BTreeMap;
 
@@ -32,8 +33,12 @@ impl ModuleVisitor for Parameters<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let (name, tensor) = (self.path.join("."), param.val());
         let shape: Vec<u64> = tensor.dims().iter().map(|size| *size as u64).collect();
-        let gradient = tensor.grad(self.gradients).expect("every parameter is used");
-        self.found.insert(name.clone(), gradient.into_data().try_to_vec().unwrap());
+        // Running statistics are held beside the parameters and have no gradient.
+        let gradient = tensor.grad(self.gradients);
+        assert!(gradient.is_some() || name.contains(".running_"), "{name} is used");
+        if let Some(gradient) = gradient {
+            self.found.insert(name.clone(), gradient.into_data().try_to_vec().unwrap());
+        }
         let values: Vec<f32> = tensor.into_data().try_to_vec().unwrap();
         self.values.insert(name, HostTensor::from_f32(shape, &values));
     }
@@ -105,69 +110,91 @@ fn llama_with_a_tied_head_and_scaled_rotary_frequencies() {
     check_language_model!("tied llama", llama_config(true, true));
 }
 
-/// Mixes the tokens, then the channels (Tolstikhin et al., "MLP-Mixer", 2021).
-#[derive(Module, Debug)]
-struct Mixer {
-    embed: Linear,
-    token_norm: LayerNorm,
-    token_up: Linear,
-    token_down: Linear,
-    channel_norm: LayerNorm,
-    channel_up: Linear,
-    channel_down: Linear,
-    head: Linear,
-}
-
-const PATCHES: usize = 4;
-const PATCH_WIDTH: usize = 6;
-const CLASSES: usize = 5;
-
-fn mixer(device: &Device) -> Mixer {
-    let linear = |from, to| LinearConfig::new(from, to).init(device);
-    let norm = || LayerNormConfig::new(8).init(device);
-    Mixer {
-        embed: linear(PATCH_WIDTH, 8),
-        token_norm: norm(),
-        token_up: linear(PATCHES, 12),
-        token_down: linear(12, PATCHES),
-        channel_norm: norm(),
-        channel_up: linear(8, 16),
-        channel_down: linear(16, 8),
-        head: linear(8, CLASSES),
+/// Numbers for an input: integers below `below`, floats between -1 and 1.
+fn given(ty: &TensorType, below: usize) -> HostTensor {
+    let count = ty.elements() as usize;
+    match ty.dtype {
+        DType::I64 => HostTensor::from_i64(
+            ty.shape.clone(),
+            &(0..count).map(|at| ((at * 7 + 3) % below) as i64).collect::<Vec<_>>(),
+        ),
+        _ => HostTensor::from_f32(
+            ty.shape.clone(),
+            &(0..count).map(|at| (at * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<_>>(),
+        ),
     }
 }
 
-impl Mixer {
-    fn loss(&self, pictures: Tensor<3>, labels: Tensor<1, Int>) -> Tensor<1> {
-        let x = self.embed.forward(pictures);
-        let y = self.token_norm.forward(x.clone()).swap_dims(1, 2);
-        let x = x + self.token_down.forward(gelu(self.token_up.forward(y))).swap_dims(1, 2);
-        let y = self.channel_norm.forward(x.clone());
-        let x = x + self.channel_down.forward(gelu(self.channel_up.forward(y)));
-        let [batch, _, width] = x.dims();
-        let logits = self.head.forward(x.mean_dim(1).reshape([batch, width]));
-        CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
-    }
+fn sizes<const D: usize>(host: &HostTensor) -> [usize; D] {
+    std::array::from_fn(|dim| host.ty.shape[dim] as usize)
+}
+
+fn floats<const D: usize>(host: &HostTensor, device: &Device) -> Tensor<D> {
+    Tensor::from_data(TensorData::new(derivatives::floats(host), sizes::<D>(host)), device)
+}
+
+fn ints<const D: usize>(host: &HostTensor, device: &Device) -> Tensor<D, Int> {
+    let numbers: Vec<i64> = host.bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect();
+    Tensor::from_data(TensorData::new(numbers, sizes::<D>(host)), device)
+}
+
+/// The loss of a model of the zoo in Burn, from its inputs by name, and traced.
+macro_rules! check_model {
+    ($config:expr, $variant:ident, $below:expr, |$model:ident, $inputs:ident, $device:ident| $loss:expr) => {{
+        let (config, $device) = ($config, Device::flex().autodiff());
+        let traced = build_config("model", &Config::$variant(config.clone()), BATCH, SEQ).unwrap();
+        let $inputs: BTreeMap<String, HostTensor> =
+            traced.inputs.iter().map(|(name, ty)| (name.clone(), given(ty, $below))).collect();
+        let $model = config.init(&$device);
+        let loss = $loss;
+        check(&$model, loss, &traced, $inputs);
+    }};
+}
+
+fn cross_entropy(logits: Tensor<2>, labels: Tensor<1, Int>) -> Tensor<1> {
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
 }
 
 #[test]
 fn mlp_mixer() {
-    const PICTURES: usize = 3;
-    let shape = [PICTURES, PATCHES, PATCH_WIDTH];
-    let pixels: Vec<f32> = (0..shape.iter().product()).map(|at| ((at * 37 % 101) as f32 - 50.0) / 50.0).collect();
-    let labels = [1i64, 4, 0];
-    let device = Device::flex().autodiff();
-    let module = mixer(&device);
-    let loss = module.loss(
-        Tensor::from_data(TensorData::new(pixels.clone(), shape), &device),
-        Tensor::from_data(TensorData::new(labels.to_vec(), [PICTURES]), &device),
-    );
-    let traced = |module: &Mixer, batch: &mut Batch| {
-        let (pictures, labels) = (batch.float("pictures", shape), batch.int("labels", [PICTURES]));
-        module.loss(pictures, labels)
-    };
-    let model = trace("mixer", mixer, traced).unwrap();
-    let pictures = HostTensor::from_f32(shape.map(|size| size as u64), &pixels);
-    let inputs = [("pictures", pictures), ("labels", HostTensor::from_i64([PICTURES as u64], &labels))];
-    check(&module, loss, &model, inputs.map(|(name, value)| (name.to_string(), value)).into());
+    let config = MixerConfig { patch: 2, size: 4, classes: 5, ..MixerConfig::new([2, 8, 12, 16]) };
+    check_model!(config, Mixer, 5, |model, inputs, device| {
+        cross_entropy(model.forward(floats(&inputs["images"], &device)), ints(&inputs["labels"], &device))
+    });
+}
+
+#[test]
+fn resnet() {
+    let config = ResNetConfig { stages: vec![2, 1], width: 4, classes: 5, size: 16 };
+    check_model!(config, ResNet, 5, |model, inputs, device| {
+        cross_entropy(model.forward(floats(&inputs["images"], &device)), ints(&inputs["labels"], &device))
+    });
+}
+
+#[test]
+fn unet() {
+    let config = UNetConfig { depth: 2, width: 4, groups: 2, channels: 3, classes: 3, size: 8 };
+    check_model!(config, UNet, 3, |model, inputs, device| {
+        pixel_loss(model.forward(floats(&inputs["images"], &device)), ints(&inputs["masks"], &device))
+    });
+}
+
+#[test]
+fn two_tower() {
+    // The width is the batch, which nothing may confuse.
+    let config = TwoTowerConfig { users: 9, items: 9, width: BATCH, hidden: vec![6, BATCH], temperature: 0.5 };
+    check_model!(config, TwoTower, 9, |model, inputs, device| {
+        in_batch_loss(model.forward(ints(&inputs["users"], &device), ints(&inputs["items"], &device)))
+    });
+}
+
+#[test]
+fn mixture_of_experts() {
+    // Groups of three tokens, so that some find no slot.
+    let base = LlamaConfig { init_std: 0.3, ..LlamaConfig::new([2, 16, 2, 1, 24, VOCABULARY]) };
+    let config = MoeConfig { group: 3, capacity: 0.7, ..MoeConfig::new(base, 4, 2) };
+    check_model!(config, Moe, VOCABULARY, |model, inputs, device| {
+        let (logits, balance) = model.forward(ints(&inputs["input_ids"], &device));
+        causal_loss(logits, ints(&inputs["labels"], &device)) + balance * 0.005
+    });
 }

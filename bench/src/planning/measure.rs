@@ -4,7 +4,6 @@ use shardc::pipeline;
 use shardc::{Batch, Cluster, Error, NamedModel, Options, Precision, Trace};
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, DType, Plan};
-use shardc_models::zoo::Config;
 use shardc_passes::search::{self, Degrees, Recompute, fastest};
 use shardc_passes::shard::prepare::prepare;
 use shardc_passes::synthetic::{Sizes, residual};
@@ -61,20 +60,18 @@ fn options() -> Options {
 pub fn model(name: &str, layers: Option<u64>, cluster: &str, batch: u64) -> Result<Planned, Error> {
     let cluster = Cluster::parse(cluster, "h100")?;
     let mut model = NamedModel::find(name)?;
-    let size = match &mut model.config {
-        Config::Llama(config) => {
-            config.layers = layers.map_or(config.layers, |layers| layers as usize);
-            config.layers
+    let size = match (model.config.layers(), layers) {
+        (Some(size), Some(layers)) => {
+            *size = layers as usize;
+            layers
         }
-        Config::Gpt2(config) => {
-            config.layers = layers.map_or(config.layers, |layers| layers as usize);
-            config.layers
-        }
+        (Some(size), None) => *size as u64,
+        (None, _) => 1,
     };
     let start = Instant::now();
     let compiled = shardc::compile(&model, Batch { batch, seq: SEQ }, &cluster, &options())?;
     let seconds = start.elapsed().as_secs_f64();
-    Ok(Planned::of(compiled.plan(), cluster.ranks(), size as u64, seconds))
+    Ok(Planned::of(compiled.plan(), cluster.ranks(), size, seconds))
 }
 
 /// Plans a residual network of so many forward nodes, of which no two layers are alike.

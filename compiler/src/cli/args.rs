@@ -275,7 +275,8 @@ pub struct EstimateArgs {
     /// Memory of a device: says what fits in it, and what is left for activations.
     #[arg(long, value_name = "SIZE")]
     pub device_memory: Option<String>,
-    /// Memory of a host: says what fits if all ranks are CPU ranks of one host.
+    /// Memory of a host: says what fits if all ranks are CPU ranks of one host; with --device-memory, also
+    /// what fits if the devices of one host leave optimizer state and parameters in its memory.
     #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<String>,
 }

@@ -4,7 +4,7 @@
 use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
-use shardc::estimate::{Room, estimate, verdict};
+use shardc::estimate::{Room, estimate, hosted, verdict};
 use shardc::{Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_runtime::probe;
@@ -41,12 +41,16 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
         host.map(|bytes| ("host_memory", format!("as cpu:{ranks} in {bytes} of one host"), Room::Host(bytes))),
     ];
     let rows = estimate(parameters, ranks);
+    let beside = device.zip(host).map(|(device, host)| hosted(parameters, ranks, device, host));
     if json {
         let mut text = json!({"model": args.model, "parameters": parameters, "ranks": ranks, "rows": rows});
         for (name, _, room) in rooms.iter().flatten() {
             let memory = room.per_rank(ranks);
             let fits: Vec<bool> = rows.iter().map(|row| row.left(memory).is_some()).collect();
             text[name] = json!({"per_rank": memory, "fits": fits, "verdict": verdict(parameters, ranks, *room)});
+        }
+        if let Some(lines) = &beside {
+            text["device_and_host_memory"] = json!({"verdict": lines});
         }
         print_json(&text);
         return Ok(());
@@ -72,6 +76,10 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     for (_, place, room) in rooms.iter().flatten() {
         print(&format!("\n{place}\n"));
         verdict(parameters, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
+    }
+    if let Some((lines, (device, host))) = beside.zip(device.zip(host)) {
+        print(&format!("\nin {device} of each device, with {host} of their host (planned, not trained yet)\n"));
+        lines.iter().for_each(|line| print(&format!("  {line}\n")));
     }
     Ok(())
 }

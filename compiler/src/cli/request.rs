@@ -61,6 +61,13 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
         }
         return Ok(Batch { batch, seq });
     }
+    if model.vocabulary().is_none() {
+        if let Some(seq) = args.seq {
+            let message = format!("--seq {seq}: {} takes no sequences", model.name);
+            return Err(Error::request(message, "leave --seq out"));
+        }
+        return Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: 0 });
+    }
     let longest = model.positions().unwrap_or(u64::MAX);
     Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: args.seq.unwrap_or(DEFAULT_SEQ.min(longest)) })
 }

@@ -29,7 +29,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let (model, compiled, data) = prepare(args)?;
     compiled.check_runs()?;
     let inputs = &compiled.model.inputs;
-    data.check(inputs, Some(model.vocabulary()))?;
+    data.check(inputs, &|input| model.config.below(input))?;
     if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
         let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
         return Err(Error::request(message, format!("ask for --steps {steps} or less")));
@@ -176,7 +176,12 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
     let data = match exact {
         Some(data) => data,
         None => {
-            let (batch, seq, vocab, seed) = (request.batch, request.seq, model.vocabulary(), args.seed);
+            let inputs = || compiled.model.inputs.iter().map(|(name, _)| format!("{name}.STEP")).collect::<Vec<_>>();
+            let vocab = model.vocabulary().ok_or_else(|| {
+                let message = format!("{} is no language model, and {} holds tokens", model.name, args.data.display());
+                Error::request(message, format!("give exact batches: a .safetensors file with {}", inputs().join(", ")))
+            })?;
+            let (batch, seq, seed) = (request.batch, request.seq, args.seed);
             let config = StreamConfig { batch, seq, vocab, seed };
             let tokenizer = args.tokenizer.clone().or_else(|| model.tokenizer());
             open_stream(&args.data, tokenizer.as_deref(), config)?

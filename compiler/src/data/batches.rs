@@ -60,23 +60,23 @@ impl ExactBatches {
         self.steps.len() as u64
     }
 
-    /// The batch and the sequence length: the shape of `input_ids`, else of the first tensor with
-    /// two dimensions.
+    /// The batch and the sequence length: the shape of `input_ids`; without tokens the first dimension of
+    /// any tensor, and no sequence.
     pub fn shape(&self) -> Option<(u64, u64)> {
         let first = self.steps.first()?;
-        let ids = first.get("input_ids").or_else(|| first.values().find(|tensor| tensor.ty.rank() == 2))?;
-        match ids.ty.shape[..] {
-            [batch, seq] => Some((batch, seq)),
-            _ => None,
+        match first.get("input_ids").map(|ids| &ids.ty.shape[..]) {
+            Some([batch, seq]) => Some((*batch, *seq)),
+            Some(_) => None,
+            None => first.values().find_map(|tensor| tensor.ty.shape.first()).map(|batch| (*batch, 0)),
         }
     }
 
-    /// Checks that every input is there, with its type, and that tokens are of the vocabulary.
-    pub fn check(&self, inputs: &[(String, TensorType)], vocab: Option<u64>) -> Result<(), DataError> {
+    /// Checks that every input is there, with its type, and that its integers are below what is allowed.
+    pub fn check(&self, inputs: &[(String, TensorType)], below: &dyn Fn(&str) -> Option<u64>) -> Result<(), DataError> {
         for (step, tensors) in self.steps.iter().enumerate() {
-            select(&self.path, tensors, step as u64, inputs)?;
-            if let (Some(vocab), Some(ids)) = (vocab, tensors.get("input_ids")) {
-                check_tokens(&self.path, ids, vocab)?;
+            let batch = select(&self.path, tensors, step as u64, inputs)?;
+            for (name, ids) in &batch {
+                below(name).map_or(Ok(()), |below| check_below(&self.path, name, step, ids, below))?;
             }
         }
         Ok(())
@@ -113,23 +113,19 @@ fn select(
     Ok(batch)
 }
 
-fn check_tokens(path: &Path, ids: &HostTensor, vocab: u64) -> Result<(), DataError> {
+fn check_below(path: &Path, name: &str, step: usize, ids: &HostTensor, below: u64) -> Result<(), DataError> {
     if ids.ty.dtype != DType::I64 {
         return Ok(());
     }
-    let (tokens, _) = ids.bytes.as_chunks::<8>();
-    let token = |bytes: &[u8; 8]| i64::from_le_bytes(*bytes);
-    match tokens
-        .iter()
-        .map(token)
-        .enumerate()
-        .find(|(_, token)| u64::try_from(*token).is_ok_and(|token| token >= vocab) || *token < 0)
-    {
-        None => Ok(()),
-        Some((position, token)) => {
-            Err(DataError::BeyondVocabulary { path: path.to_path_buf(), token, position: position as u64, vocab })
-        }
-    }
+    let (numbers, _) = ids.bytes.as_chunks::<8>();
+    let mut numbers = numbers.iter().map(|bytes| i64::from_le_bytes(*bytes)).enumerate();
+    let is_beyond = |value: i64| u64::try_from(value).is_ok_and(|value| value >= below) || value < 0;
+    let Some((position, value)) = numbers.find(|(_, value)| is_beyond(*value)) else { return Ok(()) };
+    let (path, position) = (path.to_path_buf(), position as u64);
+    Err(match name {
+        "input_ids" => DataError::BeyondVocabulary { path, token: value, position, vocab: below },
+        _ => DataError::BeyondRange { path, input: format!("{name}.{step}"), value, position, below },
+    })
 }
 
 fn element_type(dtype: Dtype) -> Option<DType> {

@@ -73,14 +73,14 @@ impl Data {
     }
 
     /// Checks everything that can be checked before the first step: that every input can be fed,
-    /// and that the tokens are of the vocabulary.
-    pub fn check(&self, inputs: &[(String, TensorType)], vocab: Option<u64>) -> Result<(), DataError> {
+    /// and that its integers are below what the model allows for an input of that name.
+    pub fn check(&self, inputs: &[(String, TensorType)], below: &dyn Fn(&str) -> Option<u64>) -> Result<(), DataError> {
         match self {
             Self::Stream(stream) => {
                 stream.names(inputs)?;
                 stream.check_range(0, stream.tokens.len().min(CHECKED_AT_START))
             }
-            Self::Exact(batches) => batches.check(inputs, vocab),
+            Self::Exact(batches) => batches.check(inputs, below),
         }
     }
 }

@@ -7,6 +7,7 @@
 //! under other conditions ([`sensitivity`]), the stages of a pipeline ([`stages`]), and all of it as one page ([`html`]). [`diff`] compares two
 //! plans; [`edit`] writes one as a text that a person edits, and reads it back.
 
+mod away;
 pub mod collectives;
 pub mod diff;
 pub mod dot;

@@ -1,6 +1,6 @@
 //! A plan as text: the page of `shardc plan`, its layouts by module, its collectives, its simulated step.
 
-use super::{Inspection, collectives, layers, stages};
+use super::{Inspection, away, collectives, layers, stages};
 use crate::report;
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, Seconds};
@@ -15,6 +15,7 @@ pub fn plan(inspection: &Inspection<'_>) -> String {
     let mut text = report::plan_text(inspection.plan);
     text.push_str(&mesh(inspection));
     text.push_str(&stages::text(inspection));
+    text.push_str(&away::text(inspection.plan));
     text.push_str(&layouts(inspection));
     text.push_str(&moved(inspection));
     text.push_str(&step(inspection));

@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
 use serde::Serialize;
-use shardc_ir::plan::Prediction;
+use shardc_ir::plan::{Prediction, Space};
 use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
@@ -141,6 +141,10 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     let mut reasons = Vec::new();
     if let (Some(chunk), Some(stage)) = (plan.pipeline.chunks[def], stage_of(plan, def)) {
         reasons.push(format!("in chunk {chunk} of the pipeline, which stage {stage} runs"));
+    }
+    if plan.spaces[value] != Space::Device {
+        let place = if plan.spaces[value] == Space::Disk { "disk" } else { "memory" };
+        reasons.push(format!("lies in the host's {place} while nothing reads it: the device has no room for it"));
     }
     if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
         reasons.extend(stored(plan, why));

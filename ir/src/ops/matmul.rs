@@ -4,7 +4,7 @@
 //! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
 //! tensors, once in each; its factor rule is the notation itself.
 
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_type, is_false};
+use super::{Gradient, GradientError, OpDef, UnaryKind, arity, expect_float, expect_type, is_false};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -16,7 +16,8 @@ use serde::{Deserialize, Serialize};
 ///
 /// Two more operands may follow, in this order: a summand of the result's type, and a bias, a vector
 /// along the last dimension of the result. Lowering makes them of sums, so that a gradient is
-/// accumulated where it lies and a bias costs no pass over memory.
+/// accumulated where it lies and a bias costs no pass over memory. In the same way it makes an activation, or
+/// the derivative of one, part of the product ([`Epilogue`]); such a product adds nothing but a bias.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Matmul {
     /// The notation: one letter per index. The plain matrix product if it is not given.
@@ -25,6 +26,33 @@ pub struct Matmul {
     /// Whether the last operand is a bias.
     #[serde(default, skip_serializing_if = "is_false")]
     pub bias: bool,
+    /// What is done to the sum of the product and its bias.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epilogue: Option<Epilogue>,
+}
+
+/// What a product does to each element before it leaves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Epilogue {
+    /// The result is the tanh form of GELU of the element. A second result, if it is declared, is the element.
+    GeluTanh,
+    /// The result is the element times the derivative of that function at the same place of a third operand,
+    /// of the result's type. There is no bias.
+    GeluTanhGrad,
+    /// The element stays as it is. A second result is the sum of the second operand over the indices that the
+    /// product sums over: the gradient of a bias beside that of its weight. Nothing is added.
+    Sums,
+}
+
+impl Epilogue {
+    /// The elementwise function, if it is one or its derivative.
+    pub fn function(self) -> Option<UnaryKind> {
+        match self {
+            Self::GeluTanh | Self::GeluTanhGrad => Some(UnaryKind::GeluTanh),
+            Self::Sums => None,
+        }
+    }
 }
 
 const PLAIN: &str = "mk,kn->mn";
@@ -53,7 +81,7 @@ pub struct MatmulDims {
 impl Matmul {
     /// A contraction of this notation.
     pub fn new(spec: impl Into<String>) -> Self {
-        Self { spec: spec.into(), bias: false }
+        Self { spec: spec.into(), bias: false, epilogue: None }
     }
 
     /// Which operand is the bias, of so many.
@@ -63,7 +91,7 @@ impl Matmul {
 
     /// Which operand is the summand, of so many.
     pub fn addend(&self, operands: usize) -> Option<usize> {
-        (operands > 2 + usize::from(self.bias)).then_some(2)
+        (self.epilogue.is_none() && operands > 2 + usize::from(self.bias)).then_some(2)
     }
 
     /// The plain matrix product, `mk,kn->mn`.
@@ -106,6 +134,13 @@ impl Matmul {
         }
         dims.n = rhs.iter().filter(|letter| !lhs.contains(letter)).copied().collect();
         Ok(dims)
+    }
+
+    /// The dimensions of the second operand that are summed over.
+    pub fn summed(&self) -> Result<Vec<usize>, String> {
+        let [lhs, rhs, result] = self.letters()?;
+        let is_summed = |letter: &char| lhs.contains(letter) && !result.contains(letter);
+        Ok((0..rhs.len()).filter(|dim| is_summed(&rhs[*dim])).collect())
     }
 
     /// The size of every letter, from the operands.
@@ -155,22 +190,56 @@ impl OpDef for Matmul {
         if operands.len() == 4 && !self.bias {
             return Err("takes one summand, or a summand and a bias".to_string());
         }
-        Ok(vec![result])
+        let more = operands.len() - 2 - usize::from(self.bias);
+        match self.epilogue {
+            None => Ok(vec![result]),
+            Some(Epilogue::GeluTanh) if more == 0 => Ok(vec![result; declared.len().clamp(1, 2)]),
+            Some(Epilogue::GeluTanhGrad) if more == 1 && !self.bias => {
+                expect_type("where the derivative is taken", &operands[2], &result)?;
+                Ok(vec![result])
+            }
+            Some(Epilogue::Sums) if more == 0 && !self.bias => {
+                let summed = self.summed()?;
+                let rhs = operands[1].shape.iter().enumerate().filter(|(dim, _)| !summed.contains(dim));
+                let sums = result.with_shape(rhs.map(|(_, size)| *size).collect::<Vec<_>>());
+                Ok(vec![result, sums])
+            }
+            Some(_) => {
+                Err("an activation takes a bias and no summand, its derivative one operand, sums none".to_string())
+            }
+        }
     }
 
-    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
-        let adds = operands.len() > 2;
+    fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
+        // The derivative is linear in what it is multiplied by, the activation in nothing.
+        let derives = self.epilogue == Some(Epilogue::GeluTanhGrad);
+        let activates = self.epilogue == Some(Epilogue::GeluTanh);
+        let adds = operands.len() > 2 && !derives || activates;
         // Terms of the product need terms of what is added beside them.
-        let linear = [0, 1].map(|index| [index].into_iter().chain(2..operands.len()).collect()).to_vec();
+        let beside = if derives { 2..2 } else { 2..operands.len() };
+        let linear = [0, 1].map(|index| [index].into_iter().chain(beside.clone()).collect()).to_vec();
+        let sums = self.epilogue == Some(Epilogue::Sums);
+        let linear = match () {
+            () if activates => Vec::new(),
+            // The sums do not depend on the first operand.
+            () if sums => vec![vec![1]],
+            () => linear,
+        };
         let mut rule = FactorRule { linear, ..FactorRule::default() };
         let (Ok(letters), Ok(sizes)) = (self.letters(), self.sizes(operands)) else { return rule };
         for (letter, size) in &sizes {
-            if letters[2].contains(letter) {
+            if sums && letters[2].contains(letter) && !letters[1].contains(letter) {
+                // The second result lacks it, and is no sum over it.
+                rule.whole(letter.to_string(), *size);
+            } else if letters[2].contains(letter) {
                 rule.parallel(letter.to_string(), *size);
             } else if adds {
                 rule.whole(letter.to_string(), *size);
             } else {
-                rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
+                let factor = rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
+                if sums {
+                    rule.factors[factor].reduce.push((1, ReduceKind::Sum));
+                }
             }
         }
         let index = |letter: &char| sizes.iter().position(|(known, _)| known == letter).unwrap_or(0);
@@ -178,7 +247,12 @@ impl OpDef for Matmul {
         rule.operands = letters[..2].iter().map(|letters| dims(letters)).collect();
         rule.operands.extend(self.addend(operands.len()).map(|_| dims(&letters[2])));
         rule.operands.extend(self.bias(operands.len()).map(|_| dims(&letters[2][letters[2].len() - 1..])));
-        rule.results = vec![dims(&letters[2])];
+        rule.operands.extend(derives.then(|| dims(&letters[2])));
+        rule.results = vec![dims(&letters[2]); results.len()];
+        if sums {
+            let kept: Vec<char> = letters[1].iter().copied().filter(|letter| letters[2].contains(letter)).collect();
+            rule.results[1] = dims(&kept);
+        }
         rule
     }
 
@@ -187,6 +261,9 @@ impl OpDef for Matmul {
         Flops(2.0 * sizes.iter().map(|(_, size)| *size as f64).product::<f64>())
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        if self.epilogue.is_some() {
+            return Err(gradient.not_differentiable());
+        }
         let dy = gradient.cotangent(0)?;
         let (a, b) = (gradient.operands[0], gradient.operands[1]);
         let Some((operands, result)) = self.spec.split_once("->") else { return Ok(()) };

@@ -14,13 +14,18 @@ mod broadcast;
 mod cast;
 mod concat;
 mod constant;
+mod convolution;
 mod cross_entropy;
+mod cumsum;
+mod each;
 mod embedding;
+mod fused;
 mod gather;
 mod gradient;
 mod layer_norm;
 mod leaf;
 mod matmul;
+mod max_pool;
 mod pad;
 mod random;
 mod reduce;
@@ -32,8 +37,11 @@ mod slice;
 mod softmax;
 mod sum_squares;
 mod swiglu;
+mod top_k;
+mod total;
 mod transpose;
 mod unary;
+mod window;
 
 pub use adamw::Adamw;
 pub use attention::{Attention, AttentionGrad};
@@ -42,13 +50,18 @@ pub use broadcast::Broadcast;
 pub use cast::Cast;
 pub use concat::Concat;
 pub use constant::{Constant, Iota, Literal};
+pub use convolution::{Convolution, ConvolutionFilterGrad, ConvolutionTranspose};
 pub use cross_entropy::{CrossEntropy, CrossEntropyGrad, live_columns};
+pub use cumsum::Cumsum;
+pub use each::Each;
 pub use embedding::{Embedding, EmbeddingGrad};
+pub use fused::{Fused, FusedStep};
 pub use gather::{Gather, ScatterAdd};
 pub use gradient::{Gradient, GradientError};
 pub use layer_norm::{LayerNorm, LayerNormGrad};
 pub use leaf::{Input, Parameter, State};
-pub use matmul::{Matmul, MatmulDims};
+pub use matmul::{Epilogue, Matmul, MatmulDims};
+pub use max_pool::{MaxPool, MaxPoolGrad};
 pub use pad::Pad;
 pub use random::{Distribution, Random};
 pub use reduce::{Reduce, ReduceOp};
@@ -60,8 +73,11 @@ pub use slice::Slice;
 pub use softmax::Softmax;
 pub use sum_squares::SumSquares;
 pub use swiglu::{Swiglu, SwigluGrad};
+pub use top_k::TopK;
+pub use total::Total;
 pub use transpose::Transpose;
 pub use unary::{Affine, Unary, UnaryGrad, UnaryKind};
+pub use window::Window;
 
 use crate::factor::{Dims, FactorRule};
 use crate::types::{DType, TensorType};
@@ -217,6 +233,16 @@ ops! {
     "reduce" Reduce,
     /// A tensor contraction.
     "matmul" Matmul,
+    /// A convolution of pictures.
+    "convolution" Convolution,
+    /// Its transpose, which is the gradient of its pictures.
+    "convolution_transpose" ConvolutionTranspose,
+    /// The gradient of its filters.
+    "convolution_filter_grad" ConvolutionFilterGrad,
+    /// The maximum of every window of a picture.
+    "max_pool" MaxPool,
+    /// Its derivative.
+    "max_pool_grad" MaxPoolGrad,
     /// Rows of a table.
     "embedding" Embedding,
     /// The gradient of a table.
@@ -225,6 +251,10 @@ ops! {
     "gather" Gather,
     /// The transpose of a gather.
     "scatter_add" ScatterAdd,
+    /// The largest elements of every row.
+    "top_k" TopK,
+    /// Running sums.
+    "cumsum" Cumsum,
     /// Softmax over the last dimension.
     "softmax" Softmax,
     /// Layer normalization over the last dimension.
@@ -251,8 +281,14 @@ ops! {
     "cross_entropy_grad" CrossEntropyGrad,
     /// The sum of the squares of all elements.
     "sum_squares" SumSquares,
+    /// The sum of any number of operands.
+    "total" Total,
     /// One AdamW update.
     "adamw" Adamw,
+    /// One operation on several tensors, each by itself.
+    "each" Each,
+    /// A region of operations as one kernel.
+    "fused" Fused,
 }
 
 impl Op {
@@ -260,8 +296,9 @@ impl Op {
     /// the operand is read after the result's element in its place is written.
     pub fn may_overwrite(&self, operand: usize) -> bool {
         match self {
+            Op::Each(each) => each.op.may_overwrite(operand),
             // The summand; a bias in its place has another shape.
-            Op::Matmul(_) => operand == 2,
+            Op::Matmul(op) => operand == 2 && op.epilogue.is_none(),
             Op::Unary(_)
             | Op::UnaryGrad(_)
             | Op::Affine(_)
@@ -272,7 +309,8 @@ impl Op {
             | Op::Swiglu(_)
             | Op::SwigluGrad(_)
             | Op::CrossEntropyGrad(_)
-            | Op::Adamw(_) => true,
+            | Op::Adamw(_)
+            | Op::Fused(_) => true,
             _ => false,
         }
     }

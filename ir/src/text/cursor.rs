@@ -4,6 +4,7 @@
 
 use crate::mesh::{AxisId, Mesh};
 use crate::ops::Op;
+use crate::plan::Space;
 use crate::sharding::{ReduceKind, Sharding};
 use crate::types::TensorType;
 use serde_json::{Map, Number, Value};
@@ -106,6 +107,11 @@ impl<'a> Cursor<'a> {
     }
 
     /// A word.
+    pub(super) fn space(&mut self) -> Result<Space, String> {
+        let name = self.word("a memory space")?;
+        Space::from_name(name).ok_or_else(|| format!("unknown memory space `{name}`; known are device, host, disk"))
+    }
+
     pub(super) fn word(&mut self, what: &str) -> Result<&'a str, String> {
         match self.peek_word() {
             "" => Err(self.expected(what)),

@@ -11,7 +11,7 @@ use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, OutputKind, Role};
 use crate::mesh::{AxisKind, Mesh};
 use crate::pipeline::Schedule;
-use crate::plan::Plan;
+use crate::plan::{Plan, Space};
 use crate::sharding::Sharding;
 use crate::types::TensorType;
 use std::collections::HashMap;
@@ -83,6 +83,7 @@ struct Declared<'a> {
     ty: TensorType,
     layout: Sharding,
     transient: bool,
+    space: Space,
 }
 
 fn place(line: usize) -> String {
@@ -209,13 +210,14 @@ impl<'a> Parser<'a> {
             cursor.expect("%")?;
             let name = cursor.word("a value's name")?;
             // Registered before the rest is read: if that fails, the name is known to be broken.
-            let blank = TensorType::scalar(crate::types::DType::F32);
-            declared.push(Declared { name, ty: blank, layout: Sharding::default(), transient: false });
+            let (blank, space) = (TensorType::scalar(crate::types::DType::F32), Space::Device);
+            declared.push(Declared { name, ty: blank, layout: Sharding::default(), transient: false, space });
             cursor.expect(":")?;
             let (ty, layout) = cursor.ty_over(&self.plan.mesh)?;
             let transient = cursor.eat_word("transient");
+            let space = if cursor.eat_word("in") { cursor.space()? } else { Space::Device };
             declared.pop();
-            declared.push(Declared { name, ty, layout, transient });
+            declared.push(Declared { name, ty, layout, transient, space });
             if !cursor.eat(",") {
                 break;
             }
@@ -241,6 +243,9 @@ impl<'a> Parser<'a> {
             self.names.insert(result.name, (Known::Value(value), line));
             if result.transient {
                 self.plan.transient[value] = true;
+            }
+            if result.space != Space::Device {
+                self.plan.spaces[value] = result.space;
             }
         }
         if clauses.chunk.is_some() {

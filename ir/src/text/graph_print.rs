@@ -5,7 +5,7 @@ use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Output, OutputKind, Role};
 use crate::ops::Op;
 use crate::pipeline::Pipeline;
-use crate::plan::Plan;
+use crate::plan::{Plan, Space};
 use crate::sharding::{Sharding, Strategy};
 use crate::types::TensorType;
 use std::fmt;
@@ -66,6 +66,9 @@ fn write_node(f: &mut fmt::Formatter<'_>, graph: &Graph, plan: Option<&Plan>, id
         let ty = annotated.map_or_else(|| graph.ty(*value).to_string(), |plan| laid_out(plan, *value));
         let transient = if plan.is_some_and(|plan| plan.transient[*value]) { " transient" } else { "" };
         write!(f, "{comma}{value}: {ty}{transient}")?;
+        if let Some(space) = plan.map(|plan| plan.spaces[*value]).filter(|space| *space != Space::Device) {
+            write!(f, " in {}", space.name())?;
+        }
     }
     write!(f, " = {}", op_text(&node.op, node.operands.iter().map(ToString::to_string).collect()))?;
     if !node.path.is_empty() {

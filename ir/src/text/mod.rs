@@ -14,8 +14,9 @@
 //! ```
 //!
 //! A plan is the same text with a `mesh` line, layouts in the types and ` by FACTOR=AXES` after
-//! the nodes; one in stages has a `pipeline SCHEDULE CHUNKS` line, the chunks of a stage, and ` chunk N`
-//! after the nodes. `;` starts a comment. Values may be named by words (`%query`); printing numbers them.
+//! the nodes, and ` in host` or ` in disk` after the type of what does not lie on the device; one in stages has
+//! a `pipeline SCHEDULE CHUNKS` line, the chunks of a stage, and ` chunk N` after the nodes. `;` starts a comment.
+//! Values may be named by words (`%query`); printing numbers them.
 //!
 //! Invariants: `parse(print(x)) == x` for everything the verifiers accept; a parser never panics,
 //! and gathers every finding of a text, at most one per line.

@@ -204,7 +204,7 @@ mod tests {
   mesh dp=2,time mb=2
   reduce_in_loop
   %0: f32[8@dp.mb,4] = input \"x\" by i=dp.mb
-  %1: f32[4@dp,2] transient = parameter \"w\" by i=dp
+  %1: f32[4@dp,2] transient in host = parameter \"w\" by i=dp
   %2: f32[8@dp.mb,2] = matmul %0, %1 by m=dp.mb
   %3: f32[]/sum(dp)/sum(mb) = sum_squares %2 by i=dp.mb
   return loss %3

@@ -112,7 +112,7 @@ impl Parser {
         }
         match cursor.word("a statement")? {
             "arena" => {
-                let space = space(cursor)?;
+                let space = cursor.space()?;
                 self.program.arenas.push((space, Bytes(cursor.size("the arena's bytes")?)));
             }
             "group" => {
@@ -157,7 +157,7 @@ impl Parser {
         counted(cursor, expected, "buffer")?;
         cursor.expect(":")?;
         let ty = cursor.ty()?;
-        let space = space(cursor)?;
+        let space = cursor.space()?;
         cursor.expect("+")?;
         let offset = cursor.size("the offset")?;
         let name = cursor.word("a category")?;
@@ -358,11 +358,6 @@ fn peer(cursor: &mut Cursor<'_>, preposition: &str) -> Result<u64, String> {
 fn reduce(cursor: &mut Cursor<'_>) -> Result<ReduceKind, String> {
     let name = cursor.word("`sum` or `max`")?;
     ReduceKind::from_name(name).ok_or_else(|| format!("expected `sum` or `max`, found `{name}`"))
-}
-
-fn space(cursor: &mut Cursor<'_>) -> Result<Space, String> {
-    let name = cursor.word("a memory space")?;
-    Space::from_name(name).ok_or_else(|| format!("unknown memory space `{name}`; known are device, host, disk"))
 }
 
 fn slice(cursor: &mut Cursor<'_>) -> Result<Vec<(u64, u64)>, String> {

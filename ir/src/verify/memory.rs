@@ -280,7 +280,7 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
         }
         for (position, operand) in instruction.operands.iter().enumerate() {
             let from = &program.buffers[*operand];
-            if overlaps(from, to) && !in_place(program, &instruction.action, [from, to], [position, index]) {
+            if overlaps(from, to) && !in_place(program, instruction, [from, to], [position, index]) {
                 return Some(format!("writes {result} over {operand}, which it still reads"));
             }
         }
@@ -288,12 +288,23 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
     None
 }
 
-/// Whether an action may write its result `index` over its operand `position`.
-fn in_place(program: &Program, action: &Action, [from, to]: [&Buffer; 2], [position, index]: [usize; 2]) -> bool {
+/// Whether an instruction may write its result `index` over its operand `position`.
+fn in_place(
+    program: &Program,
+    instruction: &Instruction,
+    [from, to]: [&Buffer; 2],
+    [position, index]: [usize; 2],
+) -> bool {
     let own = position == index;
     let equal = from.offset == to.offset && from.ty.bytes() == to.ty.bytes();
     let place = |group: usize| program.groups[group].iter().position(|rank| *rank == program.rank).unwrap_or(0) as u64;
-    match action {
+    match &instruction.action {
+        // The items run in no order.
+        Action::Compute(Op::Each(each))
+            if !each.is_one_item([instruction.operands.len(), instruction.results.len()], [position, index]) =>
+        {
+            false
+        }
         Action::Compute(op) => equal && op.may_overwrite(position) && from.ty.shape == to.ty.shape,
         Action::AllReduce { .. } => equal && own,
         Action::AllGather { group } => own && from.offset == to.offset + place(*group) * from.ty.bytes().0,

@@ -229,6 +229,7 @@ pub(super) fn write(config: &Config) -> Map<String, Value> {
                 "vocab_size": c.vocabulary,
             })
         }
+        _ => Value::Null,
     };
     match value {
         Value::Object(map) => map,

@@ -3,6 +3,7 @@
 //! A linear weight of ours is `[in, out]`; Llama's files have it `[out, in]`, GPT-2's `[in, out]`
 //! with query, key and value side by side.
 
+use super::HfError;
 use crate::zoo::{Config, Gpt2Config, LlamaConfig};
 use shardc_ir::{DType, TensorType};
 
@@ -22,17 +23,22 @@ pub(super) struct FileTensor {
 }
 
 /// The tensors of a model's files, in the order of the model.
-pub(super) fn tensors(config: &Config) -> Vec<FileTensor> {
+///
+/// # Errors
+///
+/// A family of which Hugging Face has no directories of ours.
+pub(super) fn tensors(config: &Config) -> Result<Vec<FileTensor>, HfError> {
     let (prefix, mut all) = match config {
         Config::Gpt2(config) => ("transformer.", gpt2(config)),
         Config::Llama(config) => ("model.", llama(config)),
+        _ => return Err(HfError::NoFormat),
     };
     for tensor in &mut all {
         if let Some(bare) = &tensor.bare {
             tensor.name = format!("{prefix}{bare}");
         }
     }
-    all
+    Ok(all)
 }
 
 /// The tensors of a model of no family: its parameters as they are, under their own names.

@@ -87,6 +87,9 @@ pub enum HfError {
         /// What is wrong.
         message: String,
     },
+    /// A model of a family that Hugging Face's directories are not read or written for.
+    #[error("only GPT-2 and Llama are read and written as Hugging Face directories")]
+    NoFormat,
     /// The sizes do not make a model.
     #[error(transparent)]
     Model(#[from] ZooError),

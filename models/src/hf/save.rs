@@ -27,7 +27,7 @@ pub fn save(
     beside: &Beside,
     read: impl FnMut(&str) -> Result<HostTensor, HfError>,
 ) -> Result<(), HfError> {
-    write_directory(dir.as_ref(), tensors(config), beside.files(config), read, SHARD_BYTES)
+    write_directory(dir.as_ref(), tensors(config)?, beside.files(config), read, SHARD_BYTES)
 }
 
 /// [`save`] with files of at most `limit` bytes of weights, or of one tensor.
@@ -41,7 +41,7 @@ pub fn save_in_shards(
     read: impl FnMut(&str) -> Result<HostTensor, HfError>,
     limit: u64,
 ) -> Result<(), HfError> {
-    write_directory(dir.as_ref(), tensors(config), Beside::default().files(config), read, limit)
+    write_directory(dir.as_ref(), tensors(config)?, Beside::default().files(config), read, limit)
 }
 
 /// Writes a model of no Hugging Face family, as [`save`] does: its parameters under their own names,

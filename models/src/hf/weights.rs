@@ -53,7 +53,7 @@ impl HfWeights {
     ///
     /// A file that is missing, cut short or malformed; a tensor that is missing or of another shape.
     pub fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
-        Self::find(dir, tensors(config))
+        Self::find(dir, tensors(config)?)
     }
 
     /// The weights that [`save_plain`](super::save_plain) wrote, for a model of these parameters.

@@ -291,7 +291,8 @@ impl Builder {
         let source = self.operand(a, 0);
         let (merged, whole, row) = (self.shape(a), self.shape(source), self.shape(b));
         let fits = merged.len() == 2 && whole.len() > 2 && whole.last() == merged.last();
-        (fits && proper(&row) == merged[1..]).then_some(source)
+        let is_row = row.last() == merged.last() && proper(&row) == proper(&merged[1..]);
+        (fits && is_row).then_some(source)
     }
 
     /// A function of two operands where one is a number, or a quotient by a root.

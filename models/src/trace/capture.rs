@@ -108,6 +108,8 @@ pub(super) struct Captured {
     pub values: BTreeMap<TensorId, TensorData>,
     /// The parameters in the order of the module's fields.
     pub slots: Vec<Slot>,
+    /// The paths of batch normalizations that train.
+    pub norms: Vec<String>,
     /// The inputs.
     pub inputs: Vec<(String, TensorType, TensorId)>,
     /// The results, the loss first.
@@ -120,6 +122,7 @@ struct Parameters {
     containers: Vec<String>,
     slots: Vec<Slot>,
     dropouts: Vec<String>,
+    norms: Vec<String>,
     mistakes: Vec<String>,
 }
 
@@ -144,6 +147,10 @@ impl ModuleVisitor for Parameters {
         self.push(param.id, id!(param.base()), true);
     }
     fn visit_flag(&mut self, flag: &Param<Flag>) {
+        // Burn's batch normalization takes the statistics of the batch only under Burn's autodiff.
+        if self.containers.last().is_some_and(|name| name == "Struct:BatchNorm") && flag.is_enabled() {
+            self.norms.push(self.path[..self.path.len().saturating_sub(1)].join("."));
+        }
         // Burn's own dropout does nothing without Burn's autodiff, which capture does not have.
         if self.containers.last().is_some_and(|name| name == "Struct:Dropout") && flag.is_enabled() {
             self.dropouts.push(self.path[..self.path.len().saturating_sub(1)].join("."));
@@ -234,6 +241,7 @@ pub(super) fn capture<M: Module + Display>(
         operations: captured.graph.operations,
         values: captured.values,
         slots: parameters.slots,
+        norms: parameters.norms,
         inputs: batch.inputs,
         results: batch.results,
     })

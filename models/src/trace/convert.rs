@@ -9,7 +9,7 @@ use burn::backend::ir::{
 use burn::tensor::{TensorData, TensorId};
 use shardc_ir::ops::{BinaryKind, Distribution, Embedding, Input, LayerNorm, Matmul, Random};
 use shardc_ir::{DType, HostTensor, TensorType, ValueId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// The name of the input that numbers the steps, on which random numbers of the forward pass depend.
 pub(super) const STEP: &str = "step";
@@ -28,6 +28,8 @@ pub(super) struct Converter<'a> {
     pub stream_name: String,
     /// The data of large tables.
     pub values: BTreeMap<String, HostTensor>,
+    /// The running means of batch normalizations that train.
+    pub trained_norms: HashSet<TensorId>,
     /// What could not be converted.
     pub unsupported: Vec<Unsupported>,
     streams: Vec<u64>,
@@ -51,6 +53,7 @@ impl<'a> Converter<'a> {
             per_step,
             stream_name: String::new(),
             values: BTreeMap::new(),
+            trained_norms: HashSet::new(),
             unsupported: Vec::new(),
             streams: Vec::new(),
             step: None,
@@ -152,7 +155,7 @@ impl<'a> Converter<'a> {
             ModuleOperationIr::Linear(op) => self.linear(op),
             ModuleOperationIr::LayerNorm(op) => self.layer_norm(op),
             ModuleOperationIr::Attention(op) => self.attention(op),
-            _ => return None,
+            _ => return self.picture(op),
         })
     }
 

@@ -18,6 +18,8 @@ mod convert;
 mod model;
 mod numeric;
 mod paths;
+mod pictures;
+mod ranked;
 mod shapes;
 
 pub use capture::Batch;

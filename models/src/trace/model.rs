@@ -188,6 +188,11 @@ fn forward_graph<'a>(
         inputs.contains(&tensor) || slots.names.contains_key(&tensor)
     });
     let operations: Vec<&OperationIr> = order.iter().map(|index| &captured.operations[*index]).collect();
+    let means = captured.slots.iter().filter(|slot| {
+        let path = slot.name.strip_suffix("running_mean").map(|path| path.trim_end_matches('.'));
+        path.is_some_and(|path| captured.norms.iter().any(|norm| norm == path))
+    });
+    converter.trained_norms = means.map(|slot| slot.tensor).collect();
     for (name, ty, id) in &captured.inputs {
         let value = converter.b.emit(Input { name: name.clone() }, &[], std::slice::from_ref(ty))?;
         converter.map.insert(*id, value);

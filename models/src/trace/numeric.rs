@@ -61,7 +61,7 @@ impl Converter<'_> {
             Numeric::MinDim(op) => self.reduce(Min, &op.input, Some(&[op.axis]), &op.out),
             Numeric::MaxAbs(op) => self.reduce(MaxAbs, &op.input, None, &op.out),
             Numeric::MaxAbsDim(op) => self.reduce(MaxAbs, &op.input, Some(&[op.axis]), &op.out),
-            _ => return None,
+            other => return self.ranked(other),
         })
     }
 

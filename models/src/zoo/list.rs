@@ -1,37 +1,11 @@
 //! The models by name.
 
-use super::{Gpt2Config, LlamaConfig, RopeScaling};
-use crate::trace::{Model, TraceError, trace};
-use serde::{Deserialize, Serialize};
+use super::{
+    Config, Gpt2Config, LlamaConfig, MixerConfig, MoeConfig, ResNetConfig, RopeScaling, TwoTowerConfig, UNetConfig,
+    ZooError, build_config,
+};
+use crate::trace::Model;
 use shardc_ir::names::edit_distance;
-
-/// The sizes of a model of one of the families.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Config {
-    /// GPT-2 and GPT-3.
-    Gpt2(Gpt2Config),
-    /// Llama.
-    Llama(LlamaConfig),
-}
-
-impl Config {
-    /// The number of parameters.
-    pub fn parameters(&self) -> u64 {
-        match self {
-            Self::Gpt2(config) => config.parameters(),
-            Self::Llama(config) => config.parameters(),
-        }
-    }
-
-    /// The number of tokens.
-    pub fn vocabulary(&self) -> usize {
-        match self {
-            Self::Gpt2(config) => config.vocabulary,
-            Self::Llama(config) => config.vocabulary,
-        }
-    }
-}
 
 /// A model of the zoo.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,31 +20,18 @@ pub struct Entry {
     pub source: &'static str,
 }
 
-/// Why a model of the zoo cannot be built.
-#[derive(Debug, thiserror::Error)]
-pub enum ZooError {
-    /// There is no such model.
-    #[error("no model is called `{name}`; the nearest are {}", .nearest.join(", "))]
-    Unknown {
-        /// The name that was asked for.
-        name: String,
-        /// The names that differ least.
-        nearest: Vec<String>,
-    },
-    /// A size that makes no sense.
-    #[error("{0}")]
-    Size(String),
-    /// The trace failed.
-    #[error(transparent)]
-    Trace(#[from] TraceError),
-}
-
 const GPT2: &str = "Radford et al., \"Language models are unsupervised multitask learners\", 2019, table 2";
 const GPT3: &str = "Brown et al., \"Language models are few-shot learners\", 2020, table 2.1";
 const LLAMA1: &str = "Touvron et al., \"LLaMA\", 2023, table 2";
 const LLAMA3: &str = "Grattafiori et al., \"The Llama 3 herd of models\", 2024, table 3";
 const LLAMA32: &str = "Meta, Llama 3.2 1B, config.json";
 const SMALL: &str = "the Llama 3 block in a small shape";
+const MIXTRAL: &str = "Jiang et al., \"Mixtral of experts\", 2024, table 1";
+const RESNET: &str = "He et al., \"Deep residual learning for image recognition\", 2015, table 1";
+const UNET: &str = "Ronneberger et al., \"U-Net\", 2015, padded, with group norms and two classes";
+const MIXER: &str = "Tolstikhin et al., \"MLP-Mixer\", 2021, table 1";
+const TOWERS: &str = "Yi et al., 2019, two towers with a million users and items";
+const TINY: &str = "the same network in a small shape";
 
 /// Every model of the zoo, small ones first in each family.
 pub fn list() -> Vec<Entry> {
@@ -88,6 +49,14 @@ pub fn list() -> Vec<Entry> {
     let new = LlamaConfig::new;
     let long = |sizes, factor| LlamaConfig { rope_scaling: scaling(factor), positions: 131_072, ..new(sizes) };
     let first = |sizes| LlamaConfig { rope_theta: 10_000.0, positions: 2048, ..new(sizes) };
+    let other = |name, config: Config, source| Entry { name, parameters: config.parameters(), config, source };
+    let mixtral = LlamaConfig { rope_theta: 1e6, positions: 32_768, ..new([32, 4096, 32, 8, 14336, 32_000]) };
+    let resnet = ResNetConfig { stages: vec![1, 1], width: 8, classes: 10, size: 16 };
+    let unet = UNetConfig { depth: 2, width: 8, groups: 4, size: 16, ..UNetConfig::published() };
+    let mixer = MixerConfig { patch: 4, size: 16, classes: 10, ..MixerConfig::new([2, 32, 32, 64]) };
+    let towers = |rows, width, hidden: &[usize]| {
+        Config::TwoTower(TwoTowerConfig { users: rows, items: rows, width, hidden: hidden.to_vec(), temperature: 0.05 })
+    };
     vec![
         gpt("gpt2-124m", 12, 768, 12, 1024, GPT2),
         gpt("gpt2-355m", 24, 1024, 16, 1024, GPT2),
@@ -112,6 +81,16 @@ pub fn list() -> Vec<Entry> {
         llama("llama-65b", first([80, 8192, 64, 64, 22016, 32000]), LLAMA1),
         llama("llama-70b", new([80, 8192, 64, 8, 28672, 128_256]), LLAMA3),
         llama("llama-405b", long([126, 16384, 128, 8, 53248, 128_256], 8.0), LLAMA3),
+        other("moe-tiny", Config::Moe(MoeConfig::new(new([2, 64, 4, 4, 96, 256]), 4, 2)), TINY),
+        other("mixtral-8x7b", Config::Moe(MoeConfig::new(mixtral, 8, 2)), MIXTRAL),
+        other("resnet-tiny", Config::ResNet(resnet), TINY),
+        other("resnet-50", Config::ResNet(ResNetConfig::resnet50()), RESNET),
+        other("unet-tiny", Config::UNet(unet), TINY),
+        other("unet", Config::UNet(UNetConfig::published()), UNET),
+        other("mixer-tiny", Config::Mixer(mixer), TINY),
+        other("mixer-b-16", Config::Mixer(MixerConfig::new([12, 768, 384, 3072])), MIXER),
+        other("two-tower-tiny", towers(1000, 16, &[32, 16]), TINY),
+        other("two-tower", towers(1_000_000, 128, &[512, 256, 128]), TOWERS),
     ]
 }
 
@@ -128,87 +107,4 @@ pub fn build(name: &str, batch: usize, seq: usize) -> Result<Model, ZooError> {
     entries.sort_by_key(|entry| edit_distance(name, entry.name));
     let nearest = entries.iter().take(3).map(|entry| entry.name.to_string()).collect();
     Err(ZooError::Unknown { name: name.to_string(), nearest })
-}
-
-/// A model of any sizes.
-///
-/// # Errors
-///
-/// A size that makes no sense.
-pub fn build_config(name: &str, config: &Config, batch: usize, seq: usize) -> Result<Model, ZooError> {
-    check(config, batch, seq)?;
-    Ok(match config {
-        Config::Gpt2(config) => {
-            trace(name, |device| config.init(device), |model, inputs| model.loss(inputs, batch, seq))?
-        }
-        Config::Llama(config) => {
-            trace(name, |device| config.init(device), |model, inputs| model.loss(inputs, batch, seq))?
-        }
-    })
-}
-
-/// The longest sequence that is traced: the table of its positions is made in memory.
-const LONGEST: usize = 1 << 26;
-
-fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
-    let fail = |message: String| Err(ZooError::Size(message));
-    let tokens = (batch as u64).checked_mul(seq as u64).and_then(|tokens| tokens.checked_mul(1 << 24));
-    if tokens.is_none() {
-        return fail(format!("a batch of {batch} sequences of {seq} tokens is too large to count"));
-    }
-    if seq > LONGEST {
-        return fail(format!("sequences of {seq} tokens; {LONGEST} tokens are the most"));
-    }
-    if batch == 0 {
-        return fail("the batch is empty".to_string());
-    }
-    if seq < 2 {
-        return fail(format!("sequences of {seq} tokens have nothing to predict"));
-    }
-    match config {
-        Config::Gpt2(c) => {
-            let sizes = [
-                ("layers", c.layers),
-                ("width", c.width),
-                ("heads", c.heads),
-                ("hidden width", c.hidden),
-                ("vocabulary", c.vocabulary),
-                ("positions", c.positions),
-            ];
-            no_zeros(&sizes)?;
-            if c.width % c.heads != 0 {
-                return fail(format!("{} heads do not divide a width of {}", c.heads, c.width));
-            }
-            if seq > c.positions {
-                return fail(format!("sequences of {seq} tokens; the model has {} positions", c.positions));
-            }
-        }
-        Config::Llama(c) => {
-            let sizes = [
-                ("layers", c.layers),
-                ("width", c.width),
-                ("heads", c.heads),
-                ("key/value heads", c.kv_heads),
-                ("width of a head", c.head_width),
-                ("hidden width", c.hidden),
-                ("vocabulary", c.vocabulary),
-            ];
-            no_zeros(&sizes)?;
-            if c.head_width % 2 != 0 {
-                let message = "the rotary embedding turns its numbers in pairs";
-                return fail(format!("the width of a head is {}, which is odd; {message}", c.head_width));
-            }
-            if c.heads % c.kv_heads != 0 {
-                return fail(format!("{} key/value heads do not divide {} heads", c.kv_heads, c.heads));
-            }
-        }
-    }
-    Ok(())
-}
-
-fn no_zeros(sizes: &[(&str, usize)]) -> Result<(), ZooError> {
-    match sizes.iter().find(|(_, size)| *size == 0) {
-        Some((name, _)) => Err(ZooError::Size(format!("the model's size `{name}` is 0"))),
-        None => Ok(()),
-    }
 }

@@ -112,21 +112,10 @@ impl LlamaConfig {
     }
 
     fn block(&self, device: &Device) -> Block {
-        let project = |from, to| Linear {
-            weight: Initializer::Normal { mean: 0.0, std: self.init_std }.init([from, to], device),
-            bias: None,
-        };
-        let (queries, keys) = (self.heads * self.head_width, self.kv_heads * self.head_width);
+        let project = |from, to| self.project(from, to, device);
         Block {
             attention_norm: self.norm(device),
-            attention: SelfAttention {
-                query: project(self.width, queries),
-                key: project(self.width, keys),
-                value: project(self.width, keys),
-                output: project(queries, self.width),
-                heads: self.heads,
-                kv_heads: self.kv_heads,
-            },
+            attention: SelfAttention::new(self, device),
             mlp_norm: self.norm(device),
             mlp: Mlp {
                 gate: project(self.width, self.hidden),
@@ -134,6 +123,11 @@ impl LlamaConfig {
                 down: project(self.hidden, self.width),
             },
         }
+    }
+
+    fn project(&self, from: usize, to: usize, device: &Device) -> Linear {
+        let weight = Initializer::Normal { mean: 0.0, std: self.init_std }.init([from, to], device);
+        Linear { weight, bias: None }
     }
 
     fn norm(&self, device: &Device) -> RmsNorm {
@@ -160,8 +154,9 @@ struct Block {
     mlp: Mlp,
 }
 
+/// Causal attention with grouped queries and rotary positions.
 #[derive(Module, Debug)]
-struct SelfAttention {
+pub(super) struct SelfAttention {
     query: Linear,
     key: Linear,
     value: Linear,
@@ -181,12 +176,7 @@ impl Llama {
     /// The logits `[b, s, v]` of `ids` `[b, s]`.
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         let [_, seq] = ids.dims();
-        let device = ids.device();
-        let half = self.frequencies.len();
-        let frequencies = Tensor::<2>::from_data(TensorData::new(self.frequencies.clone(), [1, half]), &device);
-        let positions = Tensor::<1, Int>::arange(0..seq as i64, &device).float().reshape([seq, 1]);
-        let angles = (positions * frequencies).reshape([1, seq, 1, half]);
-        let (cos, sin) = (angles.clone().cos(), angles.sin());
+        let (cos, sin) = angles(&self.frequencies, seq, &ids.device());
         let mut x = self.token.forward(ids);
         for block in &self.blocks {
             let y = block.attention_norm.forward(x.clone());
@@ -211,6 +201,15 @@ impl Llama {
     }
 }
 
+/// Cosines and sines `[1, s, 1, d/2]` of the angles of every position.
+pub(super) fn angles(frequencies: &[f32], seq: usize, device: &Device) -> (Tensor<4>, Tensor<4>) {
+    let half = frequencies.len();
+    let frequencies = Tensor::<2>::from_data(TensorData::new(frequencies.to_vec(), [1, half]), device);
+    let positions = Tensor::<1, Int>::arange(0..seq as i64, device).float().reshape([seq, 1]);
+    let angles = (positions * frequencies).reshape([1, seq, 1, half]);
+    (angles.clone().cos(), angles.sin())
+}
+
 /// Turns the two halves of each head of `x` `[b, s, h, d]` by angles given as `[1, s, 1, d/2]`.
 fn rotary(x: Tensor<4>, cos: &Tensor<4>, sin: &Tensor<4>) -> Tensor<4> {
     let [batch, seq, heads, width] = x.dims();
@@ -232,7 +231,20 @@ fn repeat_heads(x: Tensor<4>, groups: usize) -> Tensor<4> {
 }
 
 impl SelfAttention {
-    fn forward(&self, x: Tensor<3>, cos: &Tensor<4>, sin: &Tensor<4>) -> Tensor<3> {
+    pub(super) fn new(config: &LlamaConfig, device: &Device) -> Self {
+        let (queries, keys) = (config.heads * config.head_width, config.kv_heads * config.head_width);
+        Self {
+            query: config.project(config.width, queries, device),
+            key: config.project(config.width, keys, device),
+            value: config.project(config.width, keys, device),
+            output: config.project(queries, config.width, device),
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+        }
+    }
+
+    /// What tokens `[b, s, d]` read of those before them.
+    pub(super) fn forward(&self, x: Tensor<3>, cos: &Tensor<4>, sin: &Tensor<4>) -> Tensor<3> {
         let [batch, seq, _] = x.dims();
         let split = |x: Tensor<3>, heads: usize| {
             let [_, _, width] = x.dims();

@@ -1,6 +1,7 @@
-//! Language models, written as ordinary Burn modules.
+//! Models, written as ordinary Burn modules: language models, and others that share no operation but the
+//! product with them.
 //!
-//! What a trace of them holds (raising composite operations relies on it; `d` is the width, all
+//! What a trace of the language models holds (raising composite operations relies on it; `d` is the width, all
 //! dimensions are `[b, s, …]`):
 //!
 //! * Parameters: `token.weight`, `position` (GPT-2), `blocks.N.attention_norm.gamma`,
@@ -21,12 +22,25 @@
 //!   `sub lse, picked`; `select` zero where ignored; `reduce_sum`; divided by the number of labels
 //!   that are not ignored (`not`, `cast`, `reduce_sum`). Results: `loss`, `logits`.
 
+mod config;
 mod gpt2;
 mod list;
 mod llama;
 mod loss;
+mod mixer;
+mod moe;
+mod resnet;
+mod shrink;
+mod two_tower;
+mod unet;
 
+pub use config::{Config, ZooError, build_config};
 pub use gpt2::{Gpt2, Gpt2Config};
-pub use list::{Config, Entry, ZooError, build, build_config, list};
+pub use list::{Entry, build, list};
 pub use llama::{Llama, LlamaConfig, RopeScaling};
 pub use loss::{IGNORED, causal_loss};
+pub use mixer::{Mixer, MixerConfig};
+pub use moe::{Moe, MoeConfig};
+pub use resnet::{ResNet, ResNetConfig};
+pub use two_tower::{TwoTower, TwoTowerConfig, in_batch_loss};
+pub use unet::{UNet, UNetConfig, pixel_loss};

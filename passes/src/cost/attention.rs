@@ -51,6 +51,13 @@ pub fn seconds(
         (backward_kernel, device.attention_backward_ramp.value * longer)
     };
     // A kernel's rows of queries are what amortises its prologue.
-    let rate = peak * share * narrow * queries / (queries + ramp);
+    let alone = share * queries / (queries + ramp);
+    // Only cuDNN's kernels come near what the power allows through a step.
+    let sustained = match (library.attention, forward) {
+        (Attention::Cudnn { .. }, true) => device.attention_forward_sustained.value,
+        (Attention::Cudnn { .. }, false) => device.attention_backward_sustained.value,
+        _ => 1.0,
+    };
+    let rate = peak * narrow * alone.min(sustained);
     Some(op.flops(operands, results).0 / rate.max(1.0))
 }

@@ -12,6 +12,8 @@
 //! over those measurements, with device and link figures shared by all of them, unless a comment
 //! gives another source.
 
+use shardc_ir::ops::Op;
+
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Attention {
@@ -62,6 +64,35 @@ pub struct Host {
     pub ends: f64,
 }
 
+/// The share of the device's memory rate that kernels of a kind reach; elementwise ones reach all of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Reach {
+    /// Those that read rows twice: norms, softmax, the loss.
+    pub rows: f64,
+    /// The gradients of norms, with the sums over rows that they leave.
+    pub rows_backward: f64,
+    /// Sums: of rows, of columns, of squares, of a table's rows.
+    pub folds: f64,
+}
+
+impl Reach {
+    /// What moves bytes moves them at the device's rate; what is slower is in the traffic.
+    const ALL: Reach = Reach { rows: 1.0, rows_backward: 1.0, folds: 1.0 };
+
+    /// The share that an operation's kernel reaches.
+    pub fn of(&self, op: &Op) -> f64 {
+        match op {
+            Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::CrossEntropy(_) => self.rows,
+            Op::LayerNormGrad(_) | Op::RmsNormGrad(_) => self.rows_backward,
+            Op::Reduce(_) | Op::SumSquares(_) | Op::EmbeddingGrad(_) => self.folds,
+            Op::Each(each) => self.of(&each.op),
+            // The slowest of its steps sets a region's pace.
+            Op::Fused(region) => region.steps.iter().map(|step| self.of(&step.op)).fold(1.0, f64::min),
+            _ => 1.0,
+        }
+    }
+}
+
 /// One generation of training software.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Library {
@@ -74,6 +105,8 @@ pub struct Library {
     pub traffic_forward: f64,
     /// The same, backward.
     pub traffic_backward: f64,
+    /// What of the memory rate kernels reach.
+    pub reach: Reach,
     /// What starting a kernel takes, of the device's launch time.
     pub launch: f64,
     /// Whether a product whose result has few tiles is cut along its depth, so that all multiprocessors work.
@@ -126,6 +159,7 @@ const COMMON: Library = Library {
     attention: Attention::Cudnn { forward: 1.0, backward: 1.0, ramp: 1.0 },
     traffic_forward: 0.8,
     traffic_backward: 1.15,
+    reach: Reach::ALL,
     launch: 1.0,
     splits_products: false,
     logit_bytes: 16.0,
@@ -160,6 +194,8 @@ impl Library {
         name: "shardc",
         traffic_forward: 1.0,
         traffic_backward: 1.0,
+        // `train --profile` of gpt2-124m, gpt2-1.5b and llama-1b on one H200.
+        reach: Reach { rows: 0.62, rows_backward: 0.42, folds: 0.62 },
         launch: 0.5,
         splits_products: true,
         logit_bytes: 0.0,

@@ -8,7 +8,7 @@
 
 use super::node::Machine;
 use shardc_ir::TensorType;
-use shardc_ir::ops::Matmul;
+use shardc_ir::ops::{Matmul, Op};
 
 /// Of a last wave that is not full, the share that is lost: persistent kernels and split products
 /// fill the rest. Fitted to published runs (vTrain, Megatron-LM, llm-foundry; see [`Library`](super::Library)).
@@ -40,6 +40,27 @@ impl Sizes {
             letters.iter().map(size).product::<u64>() as f64
         };
         Some(Self { batch: product(&dims.batch), m: product(&dims.m), n: product(&dims.n), k: product(&dims.k) })
+    }
+
+    /// The sizes of the product that a convolution or a derivative of it is, as libraries compute it: the
+    /// elements under each window are a column, made in registers (Chetlur et al., "cuDNN", 2014).
+    /// `None` for any other operation.
+    pub fn of_convolution(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Option<Self> {
+        let (groups, y, filters) = match op {
+            Op::Convolution(op) => (op.groups, &results[0], &operands[1]),
+            Op::ConvolutionTranspose(op) => (op.groups, &operands[0], &operands[1]),
+            Op::ConvolutionFilterGrad(op) => (op.groups, &operands[0], &results[0]),
+            _ => return None,
+        };
+        let windows = (y.shape[0] * y.shape[2] * y.shape[3]) as f64;
+        let channels = (filters.shape[0] / groups.max(1)) as f64;
+        let under = filters.shape[1..].iter().product::<u64>() as f64;
+        let batch = groups as f64;
+        Some(match op {
+            Op::Convolution(_) => Self { batch, m: channels, n: windows, k: under },
+            Op::ConvolutionTranspose(_) => Self { batch, m: under, n: windows, k: channels },
+            _ => Self { batch, m: channels, n: under, k: windows },
+        })
     }
 }
 

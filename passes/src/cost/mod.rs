@@ -4,6 +4,7 @@
 //!   depth ([`matmul`]), attention by the generation of its kernel ([`attention`]), the rest by the
 //!   bytes it moves;
 //! * [`collective`]: a start, hops and bytes over the slowest link of a group;
+//! * [`host`]: what lies on the host or its disks, and the host's update;
 //! * [`ring`]: attention whose keys and values go round the ranks;
 //! * [`overlap`]: what communication and the host cost beside computation;
 //! * [`pipeline`]: the bubble of each schedule;
@@ -15,6 +16,7 @@
 
 pub mod attention;
 pub mod collective;
+pub mod host;
 pub mod library;
 pub mod matmul;
 pub mod node;
@@ -24,4 +26,4 @@ pub mod ring;
 pub mod step;
 
 pub use library::Library;
-pub use node::{Bound, Machine, Pass, is_view, model_flops, peak};
+pub use node::{Bound, Machine, Pass, is_product, is_view, model_flops, peak};

@@ -128,7 +128,7 @@ impl Lowering<'_> {
         Ok(true)
     }
 
-    /// A number of all stages, summed.
+    /// A number of all stages, summed: with others of its kind, if there are any, in one collective.
     pub(super) fn combined(&mut self, value: ValueId, to: &Sharding) -> Result<BufferId, LowerError> {
         if let Some((_, buffer)) = self.summed.iter().find(|((known, layout), _)| *known == value && layout == to) {
             return Ok(*buffer);
@@ -148,7 +148,7 @@ impl Lowering<'_> {
         let buffer = self.draft.buffer(ty, Category::Activation);
         self.draft.buffers[buffer].value = Some(value);
         let action = Action::AllReduce { reduce: ReduceKind::Sum, group };
-        self.draft.push(place, action, vec![own], vec![buffer], Stream::Communication, def, Hint::None);
+        self.draft.push(place, action, vec![own], vec![buffer], Stream::Communication, def, Hint::Bucket);
         self.summed.push(((value, to.clone()), buffer));
         Ok(buffer)
     }

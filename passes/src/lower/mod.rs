@@ -5,7 +5,8 @@
 //! accumulated. With one microbatch everything is one section, so that reductions of gradients may
 //! overlap the backward pass. Where a value is made in one layout and read in another, a conversion
 //! ([`crate::reshard`]) is inserted before its first reader, or, if it reduces a partial value, behind
-//! its maker; readers of one layout share it. Then [`crate::schedule`] moves and merges collectives,
+//! its maker; readers of one layout share it. What the target has one kernel for becomes one instruction
+//! ([`mod@fuse`]). Then [`crate::schedule`] moves and merges collectives,
 //! and [`crate::allocate`] gives every buffer its offset.
 //!
 //! Invariants: the instructions of all ranks have the same order, actions and types; only the numbers
@@ -17,8 +18,11 @@ mod collective;
 mod convert;
 mod draft;
 mod emitted;
+mod epilogue;
+mod fuse;
 mod in_place;
 mod messages;
+mod repeat;
 mod section;
 mod stages;
 
@@ -31,7 +35,10 @@ use crate::schedule::schedule;
 use accumulate::merge_sums;
 use convert::Copies;
 pub use convert::block_of;
+use epilogue::merge_epilogues;
+use fuse::fuse;
 pub(crate) use in_place::share_storages;
+pub(crate) use repeat::merge_repeated;
 use section::place_nodes;
 use shardc_ir::ops::{Op, OpError, Part};
 use shardc_ir::pipeline::last_forward;
@@ -92,6 +99,7 @@ pub enum LowerError {
 /// The program of one rank, for a target.
 pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
+    fuse(&mut draft, target);
     schedule(&mut draft);
     Ok(allocate(draft, target))
 }
@@ -133,6 +141,7 @@ pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerErro
     }
     let mut draft = lowering.finish()?;
     merge_sums(&mut draft);
+    merge_epilogues(&mut draft);
     Ok(draft)
 }
 
@@ -168,8 +177,9 @@ impl<'a> Lowering<'a> {
         let mut weights: SecondaryMap<NodeId, bool> = SecondaryMap::new();
         for (id, node) in plan.graph.nodes() {
             let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
-            let operand = |index| normalize(&rule.operand_sharding(index, strategy), mesh);
-            let result = |index| normalize(&rule.result_sharding(index, strategy), mesh);
+            let strategy = rule.unrolled(strategy);
+            let operand = |index| normalize(&rule.operand_sharding(index, &strategy), mesh);
+            let result = |index| normalize(&rule.result_sharding(index, &strategy), mesh);
             layouts.push(Layouts {
                 operands: (0..node.operands.len()).map(operand).collect(),
                 results: (0..node.results.len()).map(result).collect(),

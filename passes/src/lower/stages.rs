@@ -141,12 +141,13 @@ fn edges(
     let made = |value: ValueId| passes[graph.value(value).def];
     let links = read.iter().filter_map(|((value, _), (_, to))| made(*value).map(|from| Link { from, to: *to }));
     let links: Vec<Link> = links.collect::<BTreeSet<_>>().into_iter().collect();
-    let edge = |((value, to), (reader, pass)): (&(ValueId, u64), &(NodeId, (u32, Pass)))| {
+    let mut edges = Vec::with_capacity(read.len());
+    for ((value, to), (reader, pass)) in &read {
         let link = made(*value).and_then(|from| links.iter().position(|link| *link == Link { from, to: *pass }));
         let chunk = plan.pipeline.chunks[graph.value(*value).def].unwrap_or_default();
-        Edge { value: *value, reader: *reader, from: stage(chunk), to: *to, link, pass: *pass }
-    };
-    (read.iter().map(edge).collect(), links)
+        edges.push(Edge { value: *value, reader: *reader, from: stage(chunk), to: *to, link, pass: *pass });
+    }
+    (edges, links)
 }
 
 /// The nodes that a stage lowers: those of its chunks, and of those without a chunk what it needs.

@@ -39,10 +39,7 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
             // As many places are left as there are chunks.
             let last = end - (chunks - chunk - 1).min(end);
             let first = if chunk + 1 == chunks { end } else { from + 1 };
-            for to in first..=last {
-                if !segments.fits(chunk, from, to) {
-                    continue;
-                }
+            for to in (first..=last).filter(|to| segments.fits(chunk, from, *to)) {
                 let seconds = segments.seconds(from, to);
                 for (before, way) in known.iter().enumerate() {
                     let way = Way { sum: way.sum + seconds, largest: way.largest.max(seconds), from, before };

@@ -17,26 +17,19 @@ const PRICES: [f64; 5] = [0.02, 0.1, 0.4, 1.5, 6.0];
 
 /// No plan of a mesh, of which only the batch is placed, is predicted to take fewer seconds.
 pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
-    scaled(placed, relaxed(prepared, placed, 0.0))
+    scaled(placed, relaxed(prepared, placed, &[0.0])[0])
 }
 
-/// As [`least`], of the plans that fit in `memory`; `least` is what that gave. Ends early above `enough`.
-pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Bytes, least: f64, enough: f64) -> f64 {
-    let stages = placed.mesh.degree("pp");
+/// As [`least`], of the plans that fit in `memory`; `least` is what that gave.
+pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Bytes, least: f64) -> f64 {
     // In a pipeline a rank holds a part of the model, which a bound over all of it does not see.
-    if stages > 1 {
+    if placed.mesh.degree("pp") > 1 {
         return least;
     }
-    let free = memory.0 as f64;
-    let mut best = least;
-    for share in PRICES {
-        let byte = share * least / free.max(1.0) / scaled(placed, 1.0);
-        best = best.max(scaled(placed, relaxed(prepared, placed, byte) - byte * free));
-        if best > enough {
-            break;
-        }
-    }
-    best
+    let free = (memory.0 as f64).max(1.0);
+    let bytes = PRICES.map(|share| share * least / free / scaled(placed, 1.0));
+    let relaxed = relaxed(prepared, placed, &bytes).into_iter().zip(bytes);
+    relaxed.map(|(cost, byte)| scaled(placed, cost - byte * free)).fold(least, f64::max)
 }
 
 /// Stages work beside each other at best; all ranks wait for the slowest.
@@ -44,15 +37,21 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }
 
-fn relaxed(prepared: &Prepared<'_>, placed: &Placed<'_>, byte: f64) -> f64 {
-    let objective = Objective::Bound { byte };
+/// The least cost for each price of a byte.
+fn relaxed(prepared: &Prepared<'_>, placed: &Placed<'_>, bytes: &[f64]) -> Vec<f64> {
     let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
-    if let [axis] = axes[..] {
-        let solution = Problem::new(prepared, placed, axis, objective).graph.solve();
-        if solution.is_exact {
-            return solution.cost;
+    let apart = |byte: f64| -> f64 {
+        let pricer = Pricer::new(prepared, placed, Objective::Bound { byte });
+        (0..placed.strategies.len()).map(|class| pricer.least(class, &placed.strategies[class], &axes)).sum()
+    };
+    let [axis] = axes[..] else { return bytes.iter().copied().map(apart).collect() };
+    let mut problem = Problem::new(prepared, placed, axis, Objective::Bound { byte: 0.0 });
+    let exact = |byte: &f64| {
+        if *byte > 0.0 {
+            problem.reprice(Objective::Bound { byte: *byte });
         }
-    }
-    let pricer = Pricer::new(prepared, placed, objective);
-    (0..placed.strategies.len()).map(|class| pricer.least(class, &placed.strategies[class], &axes)).sum()
+        let solution = problem.graph.solve();
+        if solution.is_exact { solution.cost } else { apart(*byte) }
+    };
+    bytes.iter().map(exact).collect()
 }

@@ -7,7 +7,7 @@ use super::beside::{BUCKET, Loop, Shown, Traffic};
 use super::liveness::{Liveness, Peak};
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
-use super::storage::{Storage, stored_type};
+use super::storage::{Held, Storage, stored_type};
 use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
 use crate::shard::price::Ground;
@@ -186,12 +186,15 @@ impl<'a> Shape<'a> {
         let is_read =
             readers.into_iter().any(|(reader, _, _)| !matches!(prepared.op(*reader), Op::Cast(_) | Op::Adamw(_)));
         let ty = stored_type(prepared, class, is_square.then_some(0));
+        let is_in_block = self.is_in_block(prepared, class);
         for storage in &mut self.storages {
             let ranks = storage.among(placed, class, ty);
             match op {
                 Op::Parameter(_) => {
                     storage.parameters.add(bytes(&results[0]), ranks);
                     storage.bare += if ranks > 1 && is_read { bytes(&results[0]) } else { 0.0 };
+                    storage.direct.add(if is_read { bytes(&results[0]) } else { 0.0 }, ranks);
+                    storage.in_blocks += if is_in_block { bytes(&results[0]) } else { 0.0 };
                 }
                 Op::State(_) => storage.state.add(bytes(&results[0]), ranks),
                 Op::Adamw(_) => {
@@ -272,6 +275,22 @@ impl<'a> Shape<'a> {
         let peak = self.liveness.peak(&self.select(recompute), kept);
         self.peaks.borrow_mut().insert(key, peak);
         peak
+    }
+
+    /// What a rank holds through the step.
+    pub fn held(&self, storage: usize, zero: u64) -> Held {
+        self.storages[storage].held(zero)
+    }
+
+    /// Seconds of a microbatch's forward pass, and of its backward pass with recomputation.
+    pub fn passes(&self, recompute: Recompute) -> [f64; 2] {
+        let seconds = |split: Split| split.matmul + split.memory + split.communication;
+        [seconds(self.forward), seconds(self.backward + self.select(recompute).cost())]
+    }
+
+    /// Microbatches of a step.
+    pub fn microbatches(&self) -> f64 {
+        self.microbatches as f64
     }
 
     /// Memory per rank, with parameters stored in one of the ways.

@@ -1,5 +1,6 @@
 //! The search against all that it leaves out, on small random models and clusters.
 
+use super::away::Away;
 use super::bound::{least, least_fitting};
 use super::estimate::Shape;
 use super::visit::Visited;
@@ -47,7 +48,8 @@ proptest! {
         let cluster = Cluster::parse(CLUSTERS[cluster], "h200").unwrap();
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
-        let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins };
+        let away = Away::default();
+        let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins, away };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -116,7 +118,7 @@ proptest! {
                 let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;
                 let memory = shape.memory(0, zero, recompute).total();
                 prop_assert!(lowest <= step * (1.0 + 1e-9), "{lowest} for {step}, zero {zero}, {recompute}");
-                let fitting = least_fitting(&prepared, &placed, memory, lowest, f64::INFINITY);
+                let fitting = least_fitting(&prepared, &placed, memory, lowest);
                 prop_assert!(fitting <= step * (1.0 + 1e-9), "{fitting} for {step} in {memory}, zero {zero}, {recompute}");
             }
         }
@@ -147,7 +149,8 @@ fn the_same_request_gives_the_same_plan() {
     let cluster = Cluster::parse("h100:8", "h200").unwrap();
     let prepared = prepare(&graph, 64, &NoScratch);
     let (pins, free) = (Pins::default(), request(64, u64::MAX));
-    let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins };
+    let away = Away::default();
+    let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins, away };
     let (low, high) = range(&space);
     for memory in [u64::MAX, high, low.midpoint(high), low * 2] {
         let request = request(64, memory);

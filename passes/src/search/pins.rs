@@ -1,6 +1,7 @@
 //! Pins: choices that the user fixes.
 
 use super::PlanError;
+use super::offload::Offload;
 use shardc_ir::pipeline::Schedule;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -75,12 +76,14 @@ pub struct Pins {
     pub recompute: Option<Recompute>,
     /// Chunks of the head and its loss; 1 for none.
     pub loss_chunks: Option<u64>,
+    /// What lies away from the device.
+    pub offload: Option<Offload>,
 }
 
 impl Pins {
     /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4`; an empty text fixes
     /// nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a product such as
-    /// `tp=2x4` makes several axes.
+    /// `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -127,6 +130,13 @@ impl Pins {
                     });
                     continue;
                 }
+                "offload" => {
+                    if pins.offload.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    pins.offload = Some(Offload::parse(value).map_err(pin)?);
+                    continue;
+                }
                 "schedule" => {
                     if pins.schedule.is_some() {
                         return Err(pin(format!("`{name}` is pinned twice")));
@@ -137,7 +147,8 @@ impl Pins {
                     continue;
                 }
                 _ => {
-                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, loss_chunks";
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
+                                 loss_chunks, offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -293,6 +304,9 @@ mod tests {
         check("recompute=value:3,tp=2", "recompute: Some(Values(3))");
         check("recompute=block:3", "`block:3` is not none, selective, value");
         check("recompute=half", "`half` is not none, selective, value");
+        check("offload=optimizer:2,tp=2", "optimizer: 2, parameters: 0");
+        check("offload=optimizer,offload=none", "`offload` is pinned twice");
+        check("offload=weights", "`weights` is none of none, optimizer");
         check("dp", "write NAME=VALUE");
     }
 }

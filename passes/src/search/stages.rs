@@ -8,6 +8,7 @@
 
 use super::estimate::{Shape, Work};
 use super::line::{Line, Sums};
+use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
 use super::{Candidate, Degrees, PlanError, Point, Space, solved};
 use crate::cost::collective::send_seconds;
@@ -285,7 +286,7 @@ pub(super) fn solve(
     let mut found = Vec::new();
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
     let (placed, shape) = solved(space.prepared, placed, 0.0, &meshes, space.pins);
-    let (prepared, degrees, work, bound) = (space.prepared, &point.degrees[..], point.work, point.bound);
+    let (prepared, degrees, work, bound) = (space.prepared, &point.degrees[..], point.work, point.away.room.device);
     let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, degrees, work, bound, best };
     extend(&mut found, &mesh, space.pins);
     found
@@ -330,7 +331,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     let stages = Some(Stages { schedule, per_stage, cuts });
                     let (degrees, loss_chunks) = (degrees.clone(), mesh.shape.loss_chunks);
                     let (recompute, byte) = (*recompute, 0.0);
-                    Some(Candidate { degrees, stages, zero, recompute, loss_chunks, byte, prediction })
+                    let (offload, relief) = (Offload::default(), Relief::default());
+                    Some(Candidate { degrees, stages, zero, recompute, loss_chunks, byte, offload, relief, prediction })
                 };
                 // More recomputation takes longer: the first that fits is the best.
                 for candidate in recomputes.iter().zip(&sums).filter_map(of) {

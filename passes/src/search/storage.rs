@@ -69,6 +69,23 @@ impl Amount {
     }
 }
 
+/// What a rank holds through the step, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// Parameters that only casts and the update read.
+    pub masters: f64,
+    /// What the passes read of parameters: casts, and parameters without one.
+    pub copies: f64,
+    /// Optimizer state.
+    pub state: f64,
+    /// Gradients that the update reads, in f32.
+    pub gradients: f64,
+    /// Bytes of an element of a parameter as the passes read it.
+    pub width: f64,
+    /// The share of parameters that are in blocks.
+    pub in_blocks: f64,
+}
+
 /// The sums over all parameters, for one way to store them.
 #[derive(Clone, Debug)]
 pub struct Storage {
@@ -82,6 +99,10 @@ pub struct Storage {
     pub state: Amount,
     /// Bytes of gradients.
     pub gradients: Amount,
+    /// Of the bytes of parameters, those that are read without a cast.
+    pub direct: Amount,
+    /// Of the whole bytes of parameters, those in blocks.
+    pub in_blocks: f64,
     /// Bytes of casts of parameters.
     pub casts: Amount,
     /// Of them, the whole bytes of those that are stored in parts, and the whole bytes of parameters stored
@@ -106,6 +127,8 @@ impl Storage {
             parameters: none,
             state: none,
             gradients: none,
+            direct: none,
+            in_blocks: 0.0,
             casts: none,
             gathered: 0.0,
             bare: 0.0,
@@ -117,6 +140,20 @@ impl Storage {
     /// The number of copies of a parameter that nothing divides.
     pub fn ranks(&self) -> u64 {
         self.copies[0].all.size()
+    }
+
+    /// What a rank holds through the step under a ZeRO stage.
+    pub fn held(&self, zero: u64) -> Held {
+        let direct = self.direct.under(zero);
+        let is_cast = self.casts.whole > 0.0;
+        Held {
+            masters: self.parameters.under(zero) - direct,
+            copies: if zero >= 3 { self.casts.part } else { self.casts.whole } + direct,
+            state: self.state.under(zero),
+            gradients: self.gradients.under(zero),
+            width: if is_cast { 2.0 } else { 4.0 },
+            in_blocks: self.in_blocks / self.parameters.whole.max(1.0),
+        }
     }
 
     /// Among how many ranks a value of this type is stored that is computed with as a class is.

@@ -2,7 +2,7 @@
 //! no solution (branch and bound).
 
 use super::bound::{least, least_fitting};
-use super::{CLOSE, Candidate, Degrees, PlanError, Space, place_batch};
+use super::{CLOSE, Candidate, Degrees, PlanError, Recompute, Space, place_batch};
 use crate::shard::family::searched_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::plan::Search;
@@ -15,6 +15,8 @@ struct Known {
     least: f64,
     /// Whether only ZeRO and recomputation are left to choose, so that its plans are all predicted.
     is_whole: bool,
+    /// Whether memory makes no difference to that.
+    is_tight: bool,
     /// The fastest plan found that fits.
     best: f64,
 }
@@ -45,7 +47,9 @@ impl Visited {
         let stages = degrees.degree("pp");
         let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
         let least = if is_whole { 0.0 } else { least(prepared, placed) / stages as f64 };
-        self.known.push(Known { degrees: degrees.clone(), least, is_whole, best: f64::INFINITY });
+        let (degrees, is_tight) = (degrees.clone(), is_whole || stages > 1);
+        // What memory costs is known of whole models.
+        self.known.push(Known { degrees, least, is_whole, is_tight, best: f64::INFINITY });
         let opens = !self.prunes || least <= CLOSE * self.best;
         if !opens {
             self.pruned += 1;
@@ -56,11 +60,13 @@ impl Visited {
 
     /// Takes the plans of the latest mesh in.
     pub fn add(&mut self, candidates: &[Candidate]) {
-        let fits = candidates.iter().filter(|candidate| candidate.prediction.memory.total() <= self.memory);
-        let best = fits.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+        let fits = || candidates.iter().filter(|candidate| candidate.prediction.memory.total() <= self.memory);
+        let is_free = fits().any(|candidate| candidate.recompute == Recompute::None);
+        let best = fits().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
         self.best = self.best.min(best);
         if let Some(known) = self.known.last_mut() {
             known.best = known.best.min(best);
+            known.is_tight |= is_free;
         }
     }
 
@@ -82,24 +88,25 @@ impl Visited {
         Ok(Search { estimate, bound, gap, stopped, meshes, pruned: self.pruned, ..Search::default() })
     }
 
-    /// No plan of any mesh that fits is predicted to take less.
+    /// No plan of any mesh that fits is predicted to take less: the least of the meshes' bounds, where the
+    /// lowest is made as tight as can be before it counts.
     fn bound(&self, space: &Space<'_, '_>) -> Result<f64, PlanError> {
         let Space { prepared, cluster, request, .. } = *space;
-        let mut bound = self.best;
-        for known in &self.known {
-            let least = match known.is_whole {
-                true => known.best,
-                false if known.least >= bound => continue,
-                // What memory costs is known of whole models.
-                false if known.degrees.degree("pp") > 1 => known.least,
-                false => {
-                    let mesh = known.degrees.mesh(request.batch);
-                    let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
-                    least_fitting(prepared, &placed, self.memory, known.least, bound)
-                }
+        let bound = |known: &Known| (if known.is_whole { known.best } else { known.least }, known.is_tight);
+        let mut bounds: Vec<(f64, bool)> = self.known.iter().map(bound).collect();
+        loop {
+            let lowest = bounds.iter_mut().zip(&self.known).min_by(|a, b| a.0.0.total_cmp(&b.0.0));
+            let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
+                return Ok(self.best);
             };
-            bound = bound.min(least);
+            if *is_tight {
+                return Ok(*bound);
+            }
+            let mesh = known.degrees.mesh(request.batch);
+            if let Some(placed) = place_batch(prepared, &mesh, cluster)? {
+                *bound = least_fitting(prepared, &placed, self.memory, *bound);
+            }
+            *is_tight = true;
         }
-        Ok(bound)
     }
 }

@@ -3,8 +3,11 @@
 //! Data parallelism and microbatches divide the batch: dimension 0 of the inputs. That dimension is
 //! followed through the factor rules: a node that reads it divided divides the same factor; a
 //! reduction over it (a weight's gradient, the sum of losses) leaves a partial sum, which linear
-//! operations pass on. A second sweep, from the readers back, divides what is made from nothing
-//! (masks, the seed of the gradient), so that no rank makes the whole batch of it.
+//! operations pass on. A second sweep, from the readers back, divides what all of its readers want
+//! divided: what is made from nothing (masks, the seed of the gradient), so that no rank makes the whole
+//! batch of it, and what was passed on as a partial sum (statistics of the batch that are copied to
+//! each sample, the gradient of samples that every other is compared with), so that the sum is made
+//! before the copies and no rank goes on with the whole batch.
 
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
@@ -89,7 +92,7 @@ fn divide_sources(graph: &Graph, folded: &Folded, rules: &[FactorRule], choices:
     let users = graph.users();
     let updated: Vec<ValueId> = graph.outputs.iter().map(|output| output.value).collect();
     for (id, node) in graph.nodes().rev() {
-        if choices[id] != Choice::Replicate || node.op.is_leaf() || node.results.len() != 1 {
+        if matches!(choices[id], Choice::Factor(_)) || node.op.is_leaf() || node.results.len() != 1 {
             continue;
         }
         let (value, rule) = (node.results[0], &rules[folded.class[id]]);

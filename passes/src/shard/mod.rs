@@ -3,6 +3,7 @@
 //! that hold copies by ZeRO stage ([`zero`]). What each family of axes may divide stands in [`family`].
 
 pub mod batch;
+pub mod coupled;
 pub mod dominate;
 pub mod eliminate;
 pub mod family;

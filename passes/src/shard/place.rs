@@ -4,6 +4,7 @@
 //! the step longer, so it ends where no single axis can do better: for two axes at a product's two
 //! dimensions, or at its depth and one of them, as well as for one axis alone.
 
+use super::coupled::coupled;
 use super::eliminate::Solution;
 use super::family::searched_axes;
 use super::layout::Along;
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 const MOST_ROUNDS: usize = 2;
 
 /// Chooses what every class does with the axes that are searched, and adds it to the strategies: the fastest
-/// if a byte of memory costs so many seconds. Gives the conversions that follow.
+/// if a byte of memory costs so many seconds. Gives the conversions that follow, and those between samples.
 pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -> Vec<Conversion> {
     let axes = searched_axes(placed.mesh);
     let mut conversions = BTreeMap::new();
@@ -40,7 +41,7 @@ pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -
             }
         }
     }
-    conversions.into_values().flatten().collect()
+    conversions.into_values().flatten().chain(coupled(prepared, placed)).collect()
 }
 
 /// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions

@@ -35,7 +35,16 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let is_gradient = (0..count).map(|class| first(class).results.iter().any(|value| gradients.contains(value)));
     let weight = (0..count).map(|class| {
         let node = first(class);
-        if !matches!(node.op, Op::Matmul(_) | Op::Embedding(_) | Op::EmbeddingGrad(_)) {
+        let meets = matches!(
+            node.op,
+            Op::Matmul(_)
+                | Op::Embedding(_)
+                | Op::EmbeddingGrad(_)
+                | Op::Convolution(_)
+                | Op::ConvolutionTranspose(_)
+                | Op::ConvolutionFilterGrad(_)
+        );
+        if !meets {
             return None;
         }
         let matrix = |value: &ValueId| graph.ty(*value).rank() >= 2;
@@ -49,7 +58,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let flows = flows(graph, &folded);
     let experts = experts(graph, &folded, &rules, &weight);
     let head = Head::find(graph);
-    let (lives, kinds, emitted) = (Lives::default(), Vec::new(), emitted(graph, &folded));
+    let (lives, kinds, emitted) = (Lives::default(), Vec::new(), emitted(graph, &folded, target));
     let mut prepared = Prepared {
         graph,
         target,

@@ -4,7 +4,7 @@
 use crate::cost::Bound;
 use crate::fold::Folded;
 use crate::lower;
-use shardc_ir::{Graph, NodeId, Seconds};
+use shardc_ir::{Graph, NodeId, Seconds, Target};
 
 /// The instructions that stand for one node of a class, on average.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,8 +29,8 @@ impl Share {
 }
 
 /// Of each class, what one device emits: sums and copies that products make by themselves are not there.
-pub fn emitted(graph: &Graph, folded: &Folded) -> Vec<Share> {
-    let emitted = lower::emitted(graph);
+pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share> {
+    let emitted = lower::emitted(graph, target);
     let mean = |members: &[NodeId], of: &dyn Fn(&lower::Emitted) -> f64| {
         members.iter().map(|id| of(&emitted[*id])).sum::<f64>() / members.len().max(1) as f64
     };

@@ -227,7 +227,6 @@ impl<'a, 'b> Problem<'a, 'b> {
 
     fn add_variables(&mut self) {
         let count = self.strategies.len();
-        let pricer = Pricer::new(self.prepared, self.placed, self.objective);
         for class in 0..count {
             let stands = self.prepared.tied[class];
             if self.variable[stands] == usize::MAX {
@@ -242,10 +241,35 @@ impl<'a, 'b> Problem<'a, 'b> {
             let mut own = Vec::new();
             for index in 0..self.domains[variable].len() {
                 let strategy = self.strategies[class].with(self.axis, self.domains[variable][index]);
-                self.graph.unary[variable][index] += pricer.class(class, &strategy);
                 own.push(layouts(self.prepared, class, &strategy, self.axis));
             }
             self.layouts.push(own);
+        }
+        self.graph.unary = self.prices();
+    }
+
+    /// Per variable, what its classes cost by the objective.
+    fn prices(&self) -> Vec<Vec<f64>> {
+        let pricer = Pricer::new(self.prepared, self.placed, self.objective);
+        let mut prices: Vec<Vec<f64>> = self.domains.iter().map(|domain| vec![0.0; domain.len()]).collect();
+        for (class, variable) in self.variable.iter().enumerate() {
+            for (price, choice) in prices[*variable].iter_mut().zip(&self.domains[*variable]) {
+                *price += pricer.class(class, &self.strategies[class].with(self.axis, *choice));
+            }
+        }
+        prices
+    }
+
+    /// The same with bytes at another price: conversions stay as they are.
+    pub fn reprice(&mut self, objective: Objective) {
+        let before = self.prices();
+        self.objective = objective;
+        let after = self.prices();
+        // The layouts in which values are handed on have no price of their own.
+        for (costs, prices) in self.graph.unary.iter_mut().zip(before.iter().zip(&after)) {
+            for (cost, (before, after)) in costs.iter_mut().zip(prices.0.iter().zip(prices.1)) {
+                *cost += after - before;
+            }
         }
     }
 

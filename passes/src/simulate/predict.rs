@@ -4,6 +4,7 @@ use super::price::{Work, work};
 use super::{Rank, Simulated};
 use crate::allocate::memory;
 use crate::cluster::Cluster;
+use crate::cost::is_product;
 use crate::search::model_work;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Prediction;
@@ -45,8 +46,9 @@ fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3]
         for instruction in section.instructions.iter().filter(|instruction| instruction.stream == Stream::Compute) {
             let Work::Local(alone) = work(program, instruction, &plan.graph, &cluster.device) else { continue };
             let place = match &instruction.action {
-                Action::Compute(Op::Matmul(_) | Op::Attention(_) | Op::AttentionGrad(_)) => 0,
+                Action::Compute(op) if is_product(op) => 0,
                 Action::Compute(Op::Adamw(_)) => 1,
+                Action::Compute(Op::Each(each)) if matches!(*each.op, Op::Adamw(_)) => 1,
                 _ => 2,
             };
             seconds[place] += alone * runs as f64;

@@ -21,6 +21,7 @@ pub fn cases() -> Vec<Case> {
         row_cases(f, &mut all);
         movement_cases(f, &mut all);
         matmul_cases(f, &mut all);
+        epilogue_cases(f, &mut all);
     }
     for f in [F32, Bf16, F16] {
         attention_cases(f, &mut all);
@@ -86,14 +87,88 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     }
     let (p, g, s) = (t(F32, &[40]), t(f, &[40]), t(F32, &[]));
     let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-    let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s];
-    all.push(case(adamw, &operands, &[p.clone(), p.clone(), p]));
+    let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
+    all.push(case(adamw.clone(), &operands, &[p.clone(), p.clone(), p]));
+    // More tensors than one launch takes, of several sizes and of two widths of vectors.
+    let sizes: Vec<u64> = (0..37).map(|index| [40, 7, 30_000, 1, 8192][index % 5]).collect();
+    let count = sizes.len();
+    let gradients: Vec<TensorType> = sizes.iter().map(|size| t(f, &[*size])).collect();
+    all.push(case(Each { count, op: Box::new(SumSquares {}.into()) }, &gradients, &vec![s.clone(); count]));
+    all.push(case(Total {}, &vec![s.clone(); 150], std::slice::from_ref(&s)));
+    let of = |size: &u64| {
+        let (p, g) = (t(F32, &[*size]), t(f, &[*size]));
+        [p.clone(), g, p.clone(), p, s.clone(), s.clone(), s.clone()]
+    };
+    let operands: Vec<TensorType> = sizes.iter().flat_map(of).collect();
+    let results: Vec<TensorType> = sizes.iter().flat_map(|size| vec![t(F32, &[*size]); 3]).collect();
+    all.push(case(Each { count, op: Box::new(adamw.into()) }, &operands, &results));
+}
+
+/// Products that make an activation or its derivative; the last of them in a form for which the library is not
+/// asked.
+fn epilogue_cases(f: DType, all: &mut Vec<Case>) {
+    for (spec, lhs, rhs, shape) in [
+        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 512], vec![2, 256, 512]),
+        ("bsk,nk->bsn", vec![2, 256, 64], vec![512, 64], vec![2, 256, 512]),
+        ("mk,nk->nm", vec![256, 64], vec![512, 64], vec![512, 256]),
+    ] {
+        let (lhs, rhs, y) = (t(f, &lhs), t(f, &rhs), t(f, &shape));
+        let bias = t(f, &shape[shape.len() - 1..]);
+        for (epilogue, bias, place, results) in [
+            (Epilogue::GeluTanh, None, None, 1),
+            (Epilogue::GeluTanh, None, None, 2),
+            (Epilogue::GeluTanh, Some(bias.clone()), None, 1),
+            (Epilogue::GeluTanh, Some(bias), None, 2),
+            (Epilogue::GeluTanhGrad, None, Some(y.clone()), 1),
+        ] {
+            let op = Matmul { bias: bias.is_some(), epilogue: Some(epilogue), ..Matmul::new(spec) };
+            let operands: Vec<_> = [lhs.clone(), rhs.clone()].into_iter().chain(place).chain(bias).collect();
+            all.push(case(op, &operands, &vec![y.clone(); results]));
+        }
+    }
+    for (spec, lhs, rhs, results) in [
+        ("bsk,bsn->kn", [2, 256, 64], [2, 256, 512], [vec![64, 512], vec![512]]),
+        ("bsk,bsn->nk", [2, 256, 64], [2, 256, 512], [vec![512, 64], vec![512]]),
+    ] {
+        let op = Matmul { epilogue: Some(Epilogue::Sums), ..Matmul::new(spec) };
+        all.push(case(op, &[t(f, &lhs), t(f, &rhs)], &results.map(|shape| t(F32, &shape))));
+    }
+}
+
+/// A step of a region.
+fn step(op: impl Into<Op>, operands: &[usize], results: &[TensorType]) -> FusedStep {
+    FusedStep { op: op.into(), operands: operands.to_vec(), results: results.to_vec(), source: None }
+}
+
+/// The regions of a backward pass over `shape`: the derivative of a norm, the residual's sum and the gradient of a
+/// bias; the derivative of an activation and the gradient of a bias.
+fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
+    let (x, row, last) = (t(f, shape), t(F32, &shape[..shape.len() - 1]), shape.len() - 1);
+    let (d, w) = (t(f, &shape[last..]), t(F32, &shape[last..]));
+    let (add, sum) = (Binary { kind: BinaryKind::Add }, Reduce { kind: ReduceOp::Sum, dims: (0..last).collect() });
+    let steps = vec![
+        step(LayerNormGrad {}, &[0, 1, 2, 3, 4], &[x.clone(), w.clone(), w.clone()]),
+        step(add.clone(), &[5, 6], &[x.clone()]),
+        step(sum.clone(), &[9], &[w.clone()]),
+    ];
+    let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone(), x.clone()];
+    let results = [w.clone(), w.clone(), x.clone(), w.clone()];
+    let layer_norm = case(Fused { steps, results: vec![7, 8, 9, 10] }, &operands, &results);
+    let steps = vec![step(RmsNormGrad {}, &[0, 1, 2, 3], &[x.clone(), w.clone()]), step(add, &[4, 5], &[x.clone()])];
+    let operands = [x.clone(), x.clone(), d, row, x.clone()];
+    let rms_norm = case(Fused { steps, results: vec![6, 7] }, &operands, &[w.clone(), x.clone()]);
+    let steps =
+        vec![step(UnaryGrad { kind: UnaryKind::GeluTanh }, &[0, 1], &[x.clone()]), step(sum, &[2], &[w.clone()])];
+    let gelu = case(Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x, w]);
+    [layer_norm, rms_norm, gelu]
 }
 
 fn row_cases(f: DType, all: &mut Vec<Case>) {
     for columns in [96, 768, 4096, 50] {
         let (x, row, d) = (t(f, &[80, columns]), t(F32, &[80]), t(f, &[columns]));
         let w = t(F32, &[columns]);
+        all.extend(regions(f, &[80, columns]));
+        all.extend(regions(f, &[3, 1000, columns]));
         all.push(case(Softmax {}, &[x.clone()], &[x.clone()]));
         all.push(case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]));
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
@@ -238,6 +313,13 @@ pub fn heavy_cases() -> Vec<Case> {
         matmul("bsn,bsk->nk", &wide, &[4, 4096, 2048], t(F32, &[8192, 2048])),
         matmul("bsk,nk->bsn", &x, &[128_256, 2048], logits),
     ];
+    for shape in [[4, 4096, 2048], [32, 1024, 768], [8, 1024, 1600], [8, 1024, 6400]] {
+        all.extend(regions(f, &shape));
+        let (x, d) = (t(f, &shape), t(f, &shape[2..]));
+        let row = t(F32, &shape[..2]);
+        all.push(case(LayerNorm { eps: 1e-5 }, &[x.clone(), d.clone(), d], &[x.clone(), row.clone(), row]));
+        all.push(case(Unary { kind: UnaryKind::GeluTanh }, &[x.clone()], &[x]));
+    }
     for (shape, causal) in [
         ([4, 4096, 4096, 32, 8, 64], true),
         ([4, 4096, 4096, 32, 8, 64], false),

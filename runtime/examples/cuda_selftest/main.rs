@@ -41,6 +41,7 @@ impl Case {
         let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         let spec = match &self.op {
             Op::Matmul(op) => op.spec.clone(),
+            Op::Fused(op) => op.steps_text(),
             Op::Attention(Attention { causal: true, .. }) | Op::AttentionGrad(AttentionGrad { causal: true, .. }) => {
                 "causal".to_string()
             }
@@ -374,14 +375,18 @@ fn inputs(case: &Case) -> Vec<HostTensor> {
             let made = from(Attention { causal: op.causal, scale: op.scale, lead: None }.into(), &all[1..4], &[]);
             (all[4], all[5]) = (made[0].clone(), made[1].clone());
         }
-        Op::Adamw(_) => {
-            all[3] = positive(&all[3]);
-            let scalar = |value: f32| HostTensor::from_f32([], &[value]);
-            all.splice(4..7, [scalar(0.5), scalar(0.01), scalar(3.0)]);
-        }
+        Op::Adamw(_) => prepare_update(&mut all),
+        Op::Each(each) if matches!(*each.op, Op::Adamw(_)) => all.chunks_mut(7).for_each(prepare_update),
         _ => {}
     }
     all
+}
+
+/// Operands of an update as they occur: a second moment that is no less than 0, and its numbers.
+fn prepare_update(operands: &mut [HostTensor]) {
+    operands[3] = map(&operands[3], |value| value.abs() + 0.1);
+    let numbers = [0.5, 0.01, 3.0].map(|value| HostTensor::from_f32([], &[value]));
+    operands[4..7].clone_from_slice(&numbers);
 }
 
 fn numbers(tensor: &HostTensor) -> Vec<f64> {

@@ -219,6 +219,15 @@ impl Rank {
             operand.zip(result).is_some_and(|(operand, result)| self.range(*operand).is(self.range(*result)))
         };
         match op {
+            // Each by itself, so that what is in place stays so.
+            Op::Each(each) => {
+                let items = each.items(&instruction.operands).zip(each.items(&instruction.results));
+                for (operands, results) in items {
+                    let (operands, results) = (operands.to_vec(), results.to_vec());
+                    self.compute(context, &each.op, &Instruction { operands, results, ..instruction.clone() })?;
+                }
+                return Ok(());
+            }
             Op::Reshape(_) if in_place(0, 0) => return Ok(()),
             Op::Adamw(op) if in_place(0, 0) && in_place(2, 1) && in_place(3, 2) && self.is_f32(instruction) => {
                 self.adamw(op, instruction)?;

@@ -6,14 +6,16 @@
 
 #![allow(unsafe_code)]
 
-use super::kernel::{Launch, Source};
+use super::cache::{self, Cache};
+use super::kernel::{Kernel, Launch, Source};
+use super::table::{Table, TableLaunch};
 use cudarc::driver::{result, sys};
 use cudarc::nvrtc;
 use shardc_ir::program::Stream;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_void};
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex};
 
 /// What went wrong on a device, in words; the caller says which rank and instruction.
 pub type Failure = String;
@@ -33,14 +35,14 @@ pub struct Binary {
     pub source: Source,
 }
 
-/// Compiles the kernels of launches, by key, for an architecture such as `sm_90a`, on as many threads
-/// as the machine has.
+/// Compiles kernels, by key, for an architecture such as `sm_90a`, on as many threads as the machine has. What
+/// was compiled once is kept on disk, per text, architecture, and version and place of the compiler.
 pub fn compile<'a>(
-    launches: impl Iterator<Item = &'a Launch>,
+    all: impl Iterator<Item = &'a Arc<Kernel>>,
     architecture: &str,
 ) -> Result<HashMap<String, Binary>, Failure> {
     let mut kernels = BTreeMap::new();
-    for kernel in launches.map(|launch| &launch.kernel) {
+    for kernel in all {
         if !kernels.contains_key(&kernel.key) {
             let source = kernel.source().map_err(|error| format!("`{}`: {error}", kernel.key))?;
             kernels.insert(kernel.key.clone(), (kernel.name, source));
@@ -49,11 +51,17 @@ pub fn compile<'a>(
     let kernels: Vec<_> = kernels.into_iter().map(|(key, (entry, source))| (key, entry, source)).collect();
     let threads = std::thread::available_parallelism().map_or(1, Into::into).min(kernels.len().max(1));
     let (queue, done) = (Mutex::new(kernels), Mutex::new(Ok(HashMap::new())));
+    let (cache, compiler) = (Cache::of_user(), format!("{architecture} {} {}", version()?, include_path().display()));
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
                 while let Some((key, entry, source)) = queue.lock().ok().and_then(|mut queue| queue.pop()) {
-                    let image = compile_one(&source.text, architecture);
+                    let name =
+                        format!("kernels/{}.cubin", cache::digest(format!("{compiler}\n{}", source.text).as_bytes()));
+                    let image = match cache.read(&name) {
+                        Some(image) => Ok(image),
+                        None => compile_one(&source.text, architecture).inspect(|image| cache.write(&name, image)),
+                    };
                     let Ok(mut done) = done.lock() else { return };
                     match (image, done.as_mut()) {
                         (Ok(image), Ok(all)) => drop(all.insert(key, Binary { image, entry, source })),
@@ -71,6 +79,15 @@ pub fn compile<'a>(
 pub fn include_path() -> std::path::PathBuf {
     let root = std::env::var("CUDA_PATH").or_else(|_| std::env::var("CUDA_HOME"));
     std::path::Path::new(&root.unwrap_or_else(|_| "/usr/local/cuda".to_string())).join("include")
+}
+
+/// The version of the compiler of kernels.
+fn version() -> Result<String, Failure> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: writes two numbers.
+    unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor).result() }
+        .map_err(|error| format!("NVRTC: {error:?}"))?;
+    Ok(format!("{major}.{minor}"))
 }
 
 fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
@@ -324,10 +341,9 @@ impl Device {
         Ok(())
     }
 
-    /// Compiles and loads the kernels of launches that are not loaded yet.
-    pub fn load_missing<'a>(&mut self, launches: impl Iterator<Item = &'a Launch>) -> Result<(), Failure> {
-        let missing: Vec<&Launch> =
-            launches.filter(|launch| !self.functions.contains_key(&launch.kernel.key)).collect();
+    /// Compiles and loads kernels that are not loaded yet.
+    pub fn load_missing<'a>(&mut self, kernels: impl Iterator<Item = &'a Arc<Kernel>>) -> Result<(), Failure> {
+        let missing: Vec<&Arc<Kernel>> = kernels.filter(|kernel| !self.functions.contains_key(&kernel.key)).collect();
         let binaries = compile(missing.into_iter(), &architecture(self.ordinal)?)?;
         self.load(binaries.iter())
     }
@@ -338,23 +354,34 @@ impl Device {
         launch: &Launch,
         resolve: impl Fn(super::kernel::Arg) -> u64,
     ) -> Result<ReadyLaunch, Failure> {
-        let key = &launch.kernel.key;
+        let pointers = launch.buffers.iter().map(|arg| resolve(*arg)).collect();
+        self.ready(&launch.kernel, pointers, (&launch.numbers, &launch.reals), launch.grid)
+    }
+
+    /// Puts the arguments of one launch of a table together.
+    pub fn prepare_table(&self, table: &Table, launch: TableLaunch) -> Result<ReadyLaunch, Failure> {
+        let TableLaunch { buffers, numbers, blocks } = launch;
+        self.ready(&table.kernel, buffers, (&numbers, &table.reals), [blocks, 1, 1])
+    }
+
+    fn ready(
+        &self,
+        kernel: &Kernel,
+        pointers: Vec<u64>,
+        (numbers, reals): (&[u32], &[f32]),
+        grid: [u32; 3],
+    ) -> Result<ReadyLaunch, Failure> {
+        let key = &kernel.key;
         let (function, source) = self.functions.get(key).ok_or_else(|| format!("kernel `{key}` is not loaded"))?;
         let mut info = vec![0u64; source.info_bytes.div_ceil(8)];
         let mut put = |at: usize, bits: u32| {
             let shift = (at % 8) * 8;
             info[at / 8] |= u64::from(bits) << shift;
         };
-        launch.numbers.iter().enumerate().for_each(|(index, bits)| put(source.numbers_at + 4 * index, *bits));
-        launch.reals.iter().enumerate().for_each(|(index, real)| put(source.reals_at + 4 * index, real.to_bits()));
-        Ok(ReadyLaunch {
-            function: *function,
-            pointers: launch.buffers.iter().map(|arg| resolve(*arg)).collect(),
-            info,
-            grid: launch.grid,
-            threads: launch.kernel.threads,
-            shared_bytes: source.shared_bytes,
-        })
+        numbers.iter().enumerate().for_each(|(index, bits)| put(source.numbers_at + 4 * index, *bits));
+        reals.iter().enumerate().for_each(|(index, real)| put(source.reals_at + 4 * index, real.to_bits()));
+        let (function, threads, shared_bytes) = (*function, kernel.threads, source.shared_bytes);
+        Ok(ReadyLaunch { function, pointers, info, grid, threads, shared_bytes })
     }
 
     /// Enqueues a kernel.

@@ -17,8 +17,9 @@ use super::cudnn::Cudnn;
 use super::device::{Device, Failure};
 use super::gemm::{Blas, Problem};
 use super::graph::{self, Graph};
+use super::kernel::Kernel;
 use super::nccl::Communicator;
-use super::select::{Selection, Step, launches, select_action};
+use super::select::{Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::{self, Tuning};
 use crate::Span;
@@ -57,9 +58,9 @@ pub fn choose(program: &Program) -> Result<Chosen, Failure> {
 }
 
 impl Chosen {
-    /// The launches whose kernels are compiled before a device is taken.
-    pub fn launches(&self) -> impl Iterator<Item = &super::kernel::Launch> {
-        self.sections.iter().flatten().flatten().flat_map(|selection| launches(&selection.steps))
+    /// The kernels that are compiled before a device is taken.
+    pub fn kernels(&self) -> impl Iterator<Item = &Arc<Kernel>> {
+        self.sections.iter().flatten().flatten().flat_map(|selection| kernels(&selection.steps))
     }
 }
 

@@ -12,6 +12,7 @@ use super::kernel::Arg;
 use super::select::{Gemm, Matrix};
 use cudarc::cublaslt::{result, sys};
 use shardc_ir::DType;
+use shardc_ir::ops::Epilogue;
 use std::ffi::c_void;
 
 /// The library, for one thread and device.
@@ -142,9 +143,18 @@ impl Blas {
         }
         if let Some(bias) = gemm.bias {
             // One element per row of the library's result, which is a column of ours; of its type.
-            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as i32;
-            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
+        }
+        let beside = gemm.epilogue.and_then(|(_, beside)| beside);
+        if let Some((Epilogue::Sums, Some(sums))) = gemm.epilogue {
+            // One per row of the library's result, of its type.
+            set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(sums))?;
+        } else if let Some(beside) = beside {
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &resolve(beside))?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(c.leading as i64))?;
+        }
+        if let Some(epilogue) = epilogue(gemm)? {
+            set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as i32))?;
         }
         let addend = gemm.addend.map_or(resolve(target.at), &resolve);
         let addresses = [resolve(first.at), resolve(second.at), resolve(target.at), addend];
@@ -153,6 +163,8 @@ impl Blas {
             operands.iter().zip(addresses).map(|((seen, matrix), at)| seen.text(at, matrix)).collect();
         words.push(format!("x{} workspace {}", gemm.batch, workspace.1));
         words.extend(gemm.addend.map(|_| format!("added to @{}", alignment(addend))));
+        words.extend(gemm.epilogue.map(|(epilogue, _)| format!("{epilogue:?}")));
+        words.extend(beside.map(|beside| format!("beside @{}", alignment(resolve(beside)))));
         words.extend(gemm.bias.map(|bias| format!("bias @{}", alignment(resolve(bias)))));
         let extent = |index: usize| operands[index].0.extent(addresses[index], operands[index].1, gemm.batch);
         Ok(Problem {
@@ -307,6 +319,23 @@ impl Drop for Problem {
             let _ = result::destroy_matmul_desc(self.description);
         }
     }
+}
+
+/// What the library is to do with the elements of a product.
+fn epilogue(gemm: &Gemm) -> Result<Option<sys::cublasLtEpilogue_t>, Failure> {
+    use sys::cublasLtEpilogue_t as E;
+    Ok(match (gemm.epilogue, gemm.bias.is_some()) {
+        (None, false) => None,
+        (None, true) => Some(E::CUBLASLT_EPILOGUE_BIAS),
+        (Some((Epilogue::GeluTanh, None)), false) => Some(E::CUBLASLT_EPILOGUE_GELU),
+        (Some((Epilogue::GeluTanh, None)), true) => Some(E::CUBLASLT_EPILOGUE_GELU_BIAS),
+        (Some((Epilogue::GeluTanh, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_GELU_AUX),
+        (Some((Epilogue::GeluTanh, Some(_))), true) => Some(E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS),
+        (Some((Epilogue::GeluTanhGrad, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_DGELU),
+        // The library's first operand is our second.
+        (Some((Epilogue::Sums, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_BGRADA),
+        (Some((other, _)), _) => return Err(format!("{other:?} with a bias, or at no place")),
+    })
 }
 
 fn set_description<T>(

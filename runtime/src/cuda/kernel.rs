@@ -87,6 +87,16 @@ impl Definition {
         self.builder.scalar(ElemType::UInt(UIntKind::U32).into()).into()
     }
 
+    /// So many unsigned numbers, the next scalar arguments.
+    pub fn numbers(&mut self, count: usize) -> SequenceExpand<u32> {
+        let mut all = Sequence::<u32>::__expand_new(&mut self.builder.scope);
+        for _ in 0..count {
+            let number = self.number();
+            all.__expand_push_method(&mut self.builder.scope, number);
+        }
+        all
+    }
+
     /// The next scalar argument, an f32.
     pub fn real(&mut self) -> NativeExpand<f32> {
         self.builder.scalar(ElemType::Float(FloatKind::F32).into()).into()
@@ -101,7 +111,7 @@ pub struct Kernel {
     pub name: &'static str,
     /// What tells it from every other kernel.
     pub key: String,
-    /// Threads per block; a power of two.
+    /// Threads per block; a multiple of 32.
     pub threads: u32,
     types: Vec<StorageType>,
     lanes: usize,

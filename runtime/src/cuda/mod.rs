@@ -25,6 +25,7 @@ pub mod kernel;
 pub mod kernels;
 mod nccl;
 pub mod select;
+pub mod table;
 mod target;
 #[cfg(test)]
 mod tests;
@@ -232,7 +233,7 @@ impl CudaRuntime {
         }
         let load = |message| CudaError::Load { rank: world.rank(), device: devices[0], message };
         let architecture = device::architecture(devices[0]).map_err(load)?;
-        let binaries = device::compile(chosen.iter().flat_map(Chosen::launches), &architecture).map_err(load)?;
+        let binaries = device::compile(chosen.iter().flat_map(Chosen::kernels), &architecture).map_err(load)?;
         let has_messages = world.any("messages", programs.iter().any(|program| has_messages(program)))?;
         let meetings = meetings(&programs, has_messages, &world).map_err(|error| match error {
             MeetingError::Nccl(message) => load(message),

@@ -1,6 +1,7 @@
 //! CUDA as the target of a program, with no device present.
 
-use super::select::select_action;
+use super::select::{fuses, has_kernel, select_action};
+use shardc_ir::ops::{Fused, Op};
 use shardc_ir::program::Action;
 use shardc_ir::{Bytes, Target, TensorType};
 
@@ -9,8 +10,16 @@ use shardc_ir::{Bytes, Target, TensorType};
 pub struct CudaTarget;
 
 impl Target for CudaTarget {
+    fn has_kernel(&self, op: &Op) -> bool {
+        has_kernel(op)
+    }
+
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let selection = select_action(action, operands, results).ok().flatten();
         Bytes(selection.map_or(0, |selection| selection.scratch))
+    }
+
+    fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {
+        fuses(region, operands)
     }
 }

@@ -4,6 +4,7 @@
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
+use super::kernel::Kernel;
 use super::select::{Step, select};
 use shardc_ir::ops::*;
 use shardc_ir::{DType, Op, TensorType};
@@ -19,16 +20,17 @@ fn t(dtype: DType, shape: &[u64]) -> TensorType {
 fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Vec<String> {
     let selection = select(&op.into(), operands, results).unwrap_or_else(|error| panic!("{error}"));
     let mut known = BTreeMap::new();
+    let mut named = |kernel: &Kernel, scalars: usize| {
+        let key = kernel.key.clone();
+        let source =
+            known.entry(key).or_insert_with_key(|key| kernel.source().unwrap_or_else(|error| panic!("{key}: {error}")));
+        assert!(source.text.contains(&format!("{} (", kernel.name)), "{}", source.text);
+        assert!(source.info_bytes >= 4 * scalars);
+        kernel.name.to_string()
+    };
     let mut word = |step: &Step| match step {
-        Step::Launch(launch) => {
-            let key = launch.kernel.key.clone();
-            let source = known
-                .entry(key)
-                .or_insert_with_key(|key| launch.kernel.source().unwrap_or_else(|error| panic!("{key}: {error}")));
-            assert!(source.text.contains(&format!("{} (", launch.kernel.name)), "{}", source.text);
-            assert!(source.info_bytes >= 4 * (launch.numbers.len() + launch.reals.len()));
-            launch.kernel.name.to_string()
-        }
+        Step::Launch(launch) => named(&launch.kernel, launch.numbers.len() + launch.reals.len()),
+        Step::Table(table) => named(&table.kernel, table.slots + table.reals.len()),
         Step::Zero { .. } => "zero".to_string(),
         Step::Copy { .. } => "copy".to_string(),
         Step::Upload { .. } => "upload".to_string(),
@@ -74,9 +76,9 @@ fn kernels_become_cuda() {
             check(Unary { kind }, &[x.clone()], &[x.clone()], &["unary"]);
             check(UnaryGrad { kind }, &[x.clone(), x.clone()], &[x.clone()], &["unary_grad"]);
         }
-        check(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()], &["rms_norm"]);
+        check(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()], &["region"]);
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
-        let expect = ["rms_norm_grad", "norm_weights_grad", "reduce_columns"];
+        let expect = ["region", "sum_partials"];
         check(RmsNormGrad {}, &operands, &[x.clone(), w], &expect);
         let labels = t(I64, &[80]);
         let expect = ["cross_entropy"];
@@ -127,8 +129,8 @@ fn half_precision_attention_is_fused_or_tiled() {
     check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 1 steps"]);
     let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
-    assert_eq!(super::select::launches(&selection.steps).count(), 0);
-    assert_eq!(super::select::launches(&fused.otherwise).count(), 1);
+    assert_eq!(super::select::kernels(&selection.steps).count(), 0);
+    assert_eq!(super::select::kernels(&fused.otherwise).count(), 1);
     let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));

@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 use cubecl::server::{Handle, KernelArguments};
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
 use shardc_ir::ops::*;
-use shardc_ir::{DType, HostTensor, Op, TensorType};
+use shardc_ir::{DType, HostTensor, Op, Target, TensorType};
 use std::sync::Arc;
 
 type Client = ComputeClient<WgpuRuntime>;
@@ -47,17 +47,27 @@ fn client() -> Option<Client> {
 }
 
 fn launch(client: &Client, launch: Launch, resolve: impl Fn(Arg) -> Handle) {
+    let buffers = launch.buffers.iter().map(|arg| resolve(*arg)).collect();
+    start(client, launch.kernel, buffers, (&launch.numbers, &launch.reals), launch.grid);
+}
+
+fn start(
+    client: &Client,
+    kernel: Arc<Kernel>,
+    buffers: Vec<Handle>,
+    (numbers, reals): (&[u32], &[f32]),
+    [x, y, z]: [u32; 3],
+) {
     let mut info = InfoBuilder::default();
     let mut arguments = KernelArguments::new();
-    for arg in &launch.buffers {
-        arguments.buffers.push(resolve(*arg).binding());
+    for buffer in buffers {
+        arguments.buffers.push(buffer.binding());
         info.metadata.register_array(1 << 30, 1 << 30, AddressType::U32);
     }
-    launch.numbers.iter().for_each(|number| info.scalars.push(*number));
-    launch.reals.iter().for_each(|real| info.scalars.push(*real));
+    numbers.iter().for_each(|number| info.scalars.push(*number));
+    reals.iter().for_each(|real| info.scalars.push(*real));
     arguments.info = info.finish(AddressType::U32);
-    let [x, y, z] = launch.grid;
-    let task = KernelTask::<<WgpuRuntime as Runtime>::Compiler, _>::new(Wrapped(launch.kernel));
+    let task = KernelTask::<<WgpuRuntime as Runtime>::Compiler, _>::new(Wrapped(kernel));
     client.launch(Box::new(task), CubeCount::Static(x, y, z), arguments);
 }
 
@@ -70,7 +80,66 @@ fn run(client: &Client, op: &Op, operands: &[HostTensor], types: &[TensorType], 
     execute(client, selection, operands, types)
 }
 
+/// Where the buffers of an instruction lie in one arena: operands, then results, then scratch memory.
+struct Arena {
+    offsets: Vec<u64>,
+    operands: usize,
+    bytes: u64,
+}
+
+impl Arena {
+    fn new(operands: &[HostTensor], types: &[TensorType], scratch: u64) -> Self {
+        let sizes = operands.iter().map(|operand| operand.ty.bytes().0).chain(types.iter().map(|ty| ty.bytes().0));
+        let (mut offsets, mut bytes) = (Vec::new(), 0);
+        for size in sizes.chain([scratch]) {
+            offsets.push(bytes);
+            bytes += size.next_multiple_of(256).max(256);
+        }
+        Self { offsets, operands: operands.len(), bytes }
+    }
+
+    fn at(&self, arg: Arg) -> u64 {
+        match arg {
+            Arg::Operand(index, at) => self.offsets[index] + at,
+            Arg::Result(index, at) => self.offsets[self.operands + index] + at,
+            Arg::Scratch(at) => self.offsets[self.offsets.len() - 1] + at,
+        }
+    }
+}
+
+/// [`execute`], with everything in one arena, as the tables of kernels need it.
+fn execute_in_arena(
+    client: &Client,
+    selection: Selection,
+    operands: &[HostTensor],
+    types: &[TensorType],
+) -> Vec<HostTensor> {
+    let arena = Arena::new(operands, types, selection.scratch);
+    let mut bytes = vec![0; arena.bytes as usize];
+    for (index, operand) in operands.iter().enumerate() {
+        let at = arena.at(Arg::Operand(index, 0)) as usize;
+        bytes[at..at + operand.bytes.len()].copy_from_slice(&operand.bytes);
+    }
+    let memory = client.create_from_slice(&bytes);
+    for step in selection.steps {
+        let Step::Table(table) = step else { panic!("{step:?} is no table") };
+        for one in table.launches(|arg| arena.at(arg)) {
+            let buffers = one.buffers.iter().map(|at| memory.clone().offset_start(*at)).collect();
+            start(client, table.kernel.clone(), buffers, (&one.numbers, &table.reals), [one.blocks, 1, 1]);
+        }
+    }
+    let bytes = client.read_one_unchecked(memory).to_vec();
+    let result = |(index, ty): (usize, &TensorType)| {
+        let at = arena.at(Arg::Result(index, 0)) as usize;
+        HostTensor { ty: ty.clone(), bytes: bytes[at..at + ty.bytes().0 as usize].to_vec() }
+    };
+    types.iter().enumerate().map(result).collect()
+}
+
 fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
+    if selection.steps.iter().any(|step| matches!(step, Step::Table(_))) {
+        return execute_in_arena(client, selection, operands, types);
+    }
     let inputs: Vec<Handle> = operands.iter().map(|operand| client.create_from_slice(&operand.bytes)).collect();
     let zeros = |bytes: u64| client.create_from_slice(&vec![0; bytes as usize]);
     let outputs: Vec<Handle> = types.iter().map(|ty| zeros(ty.bytes().0)).collect();
@@ -207,6 +276,96 @@ fn rows() {
     }
 }
 
+/// A step of a region.
+fn step(op: impl Into<Op>, operands: &[usize], results: &[TensorType]) -> FusedStep {
+    FusedStep { op: op.into(), operands: operands.to_vec(), results: results.to_vec(), source: None }
+}
+
+/// Rows that a block does not fill, or fills more than once, and more of them than blocks.
+#[test]
+fn regions() {
+    let Some(client) = client() else { return };
+    let add = || Binary { kind: BinaryKind::Add };
+    let sum = |dims: &[usize]| Reduce { kind: ReduceOp::Sum, dims: dims.to_vec() };
+    for (rows, columns) in [([40, 50], 96), ([1, 7], 36), ([3, 1000], 4), ([2, 3], 2500)] {
+        let x = t(&[rows[0], rows[1], columns]);
+        let (row, d) = (t(&rows), t(&[columns]));
+        // The derivative of a norm, the residual's sum and the gradient of a bias.
+        for is_centered in [true, false] {
+            let (norm, results, count): (Op, Vec<TensorType>, usize) = match is_centered {
+                true => (LayerNormGrad {}.into(), vec![x.clone(), d.clone(), d.clone()], 5),
+                false => (RmsNormGrad {}.into(), vec![x.clone(), d.clone()], 4),
+            };
+            let operands: Vec<usize> = (0..count).collect();
+            let residual = count;
+            let dx = count + 1;
+            let total = dx + results.len();
+            let steps = vec![
+                step(norm, &operands, &results),
+                step(add(), &[residual, dx], &[x.clone()]),
+                step(sum(&[0, 1]), &[total], &[d.clone()]),
+            ];
+            let fused = Fused { steps, results: (dx + 1..total + 2).collect() };
+            let mut types = vec![x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+            types.truncate(count);
+            types.push(x.clone());
+            let made: Vec<TensorType> = results[1..].iter().cloned().chain([x.clone(), d.clone()]).collect();
+            check(&client, fused, &types, &made, 1);
+        }
+        // A residual's sum and a norm of it, scaled by a number.
+        let steps = vec![
+            step(add(), &[0, 1], &[x.clone()]),
+            step(RmsNorm { eps: 1e-5 }, &[5, 2], &[x.clone(), row.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[6, 3], &[x.clone()]),
+            step(Broadcast { dims: vec![2] }, &[4], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Sub }, &[8, 9], &[x.clone()]),
+        ];
+        let fused = Fused { steps, results: vec![5, 7, 10] };
+        let types = [x.clone(), x.clone(), d.clone(), t(&[]), d.clone()];
+        check(&client, fused, &types, &[x.clone(), row.clone(), x.clone()], 1);
+        // An activation's derivative and the gradient of a bias.
+        let steps = vec![
+            step(UnaryGrad { kind: UnaryKind::GeluTanh }, &[0, 1], &[x.clone()]),
+            step(sum(&[0, 1]), &[2], &[d.clone()]),
+        ];
+        check(&client, Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x.clone(), d.clone()], 1);
+        // Elements that know neither row nor column.
+        let steps = vec![
+            step(SwigluGrad {}, &[0, 1, 2], &[x.clone(), x.clone()]),
+            step(Affine { scale: 0.5, offset: 1.0 }, &[3], &[x.clone()]),
+            step(shardc_ir::ops::Cast {}, &[5], &[x.clone()]),
+            step(Unary { kind: UnaryKind::Tanh }, &[6], &[x.clone()]),
+        ];
+        let types = [x.clone(), x.clone(), x.clone()];
+        check(&client, Fused { steps, results: vec![4, 7] }, &types, &[x.clone(), x.clone()], 1);
+        let norm: [Op; 2] = [LayerNorm { eps: 1e-5 }.into(), RmsNorm { eps: 1e-5 }.into()];
+        check(&client, norm[0].clone(), &[x.clone(), d.clone(), d.clone()], &[x.clone(), row.clone(), row.clone()], 1);
+        check(&client, norm[1].clone(), &[x.clone(), d.clone()], &[x, row], 1);
+    }
+}
+
+#[test]
+fn what_is_no_region_is_refused() {
+    let (x, d) = (t(&[8, 16]), t(&[16]));
+    let refused = |steps: Vec<FusedStep>, operands: &[TensorType]| {
+        let results = vec![operands.len() + steps.iter().map(|step| step.results.len()).sum::<usize>() - 1];
+        let region = Fused { steps, results };
+        region.infer(operands, &[]).unwrap_or_else(|error| panic!("{error}"));
+        assert!(!crate::CudaTarget.fuses(&region, operands), "{}", region.steps_text());
+    };
+    let unary = |operand: usize| step(Unary { kind: UnaryKind::Exp }, &[operand], &[x.clone()]);
+    // Another operation, a sum over rows, a sum that is read again, and two shapes.
+    refused(vec![unary(0), step(Softmax {}, &[1], &[x.clone()])], &[x.clone()]);
+    let sum = |dim: usize, ty: &TensorType| {
+        step(Reduce { kind: ReduceOp::Sum, dims: vec![dim] }, &[1], std::slice::from_ref(ty))
+    };
+    refused(vec![unary(0), sum(1, &t(&[8]))], &[x.clone()]);
+    let broadcast = step(Broadcast { dims: vec![1] }, &[2], &[x.clone()]);
+    refused(vec![unary(0), sum(0, &d), broadcast], &[x.clone()]);
+    let other = step(Unary { kind: UnaryKind::Exp }, &[1], std::slice::from_ref(&d));
+    refused(vec![step(Unary { kind: UnaryKind::Exp }, &[0], &[x.clone()]), other], &[x.clone(), d]);
+}
+
 #[test]
 fn reductions_and_moves() {
     let Some(client) = client() else { return };
@@ -253,6 +412,12 @@ fn large_tensors_are_taken_in_parts() {
     check(CrossEntropy { start: 9, classes: None }.into(), &[x.clone(), labels.clone()], &[row.clone(), row.clone()]);
     let operands = [x.clone(), labels.clone(), row.clone(), row.clone(), row.clone()];
     check(CrossEntropyGrad { start: 0, classes: None }.into(), &operands, &[x.clone()]);
+    let steps = vec![
+        step(RmsNormGrad {}, &[0, 1, 2, 3], &[x.clone(), d.clone()]),
+        step(Binary { kind: BinaryKind::Add }, &[4, 0], &[x.clone()]),
+    ];
+    let fused = Fused { steps, results: vec![5, 6] };
+    check(fused.into(), &[x.clone(), x.clone(), d.clone(), row.clone()], &[d.clone(), x.clone()]);
     // 64 of the 526 segments of the first pass.
     check_within(&client, SumSquares {}, &[t(&[640, 256])], &[t(&[])], 1, 64 * 78 * 16);
     check(Reduce { kind: ReduceOp::Sum, dims: vec![0] }.into(), &[x.clone()], &[d.clone()]);
@@ -263,6 +428,38 @@ fn large_tensors_are_taken_in_parts() {
     check(Embedding { start: 0 }.into(), &[t(&[64, 64]), labels.clone()], &[x.clone()]);
     check(EmbeddingGrad { start: 0 }.into(), &[x.clone(), labels], &[t(&[320, 64])]);
     check(Gather { dim: 1 }.into(), &[t(&[320, 64]), ids(&[320, 64])], &[x]);
+}
+
+#[test]
+fn many_small_tensors_at_once() {
+    let Some(client) = client() else { return };
+    let sizes = [[36, 1], [8, 8], [7, 3], [300, 100], [1, 1], [16, 12]];
+    // More than one launch takes, and of two widths of vectors.
+    let all: Vec<TensorType> = (0..22).map(|index| t(&sizes[index % sizes.len()])).collect();
+    let count = all.len();
+    let squares = Each { count, op: Box::new(SumSquares {}.into()) };
+    check(&client, squares, &all, &vec![t(&[]); count], 1);
+    check(&client, Total {}, &vec![t(&[]); 150], &[t(&[])], 1);
+    check(&client, Total {}, &vec![t(&[40, 30]); 70], &[t(&[40, 30])], 1);
+    let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let results: Vec<TensorType> = all.iter().flat_map(|ty| vec![ty.clone(); 3]).collect();
+    let (mut operands, mut types) = (Vec::new(), Vec::new());
+    for (index, ty) in all.iter().enumerate() {
+        let mut values: Vec<HostTensor> = (0..4).map(|at| tensor(ty, 4 * index as u64 + at + 1, 1)).collect();
+        // The second moment is a sum of squares.
+        let positive: Vec<f32> = floats(&values[3]).iter().map(|value| value * value).collect();
+        values[3] = HostTensor::from_f32(ty.shape.clone(), &positive);
+        values.extend([0.5, 0.01, 3.0].map(|value| HostTensor::from_f32([], &[value])));
+        types.extend(values.iter().map(|value| value.ty.clone()));
+        operands.extend(values);
+    }
+    let op = Op::from(Each { count, op: Box::new(update.into()) });
+    assert_eq!(op.infer(&types, &[]), Ok(results.clone()));
+    let expected = compute_op(&op, &operands, &results).unwrap_or_else(|error| panic!("{error}"));
+    for (actual, expected) in run(&client, &op, &operands, &results, u64::MAX).iter().zip(&expected) {
+        let gap = floats(actual).iter().zip(floats(expected)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(gap < 2e-5, "{gap}");
+    }
 }
 
 #[test]

@@ -164,6 +164,17 @@ impl<'a> Lockstep<'a> {
 }
 
 fn combine(terms: &[&HostTensor], reduce: ReduceKind) -> Vec<u8> {
+    if terms[0].ty.dtype == DType::I64 {
+        assert_eq!(reduce, ReduceKind::Sum);
+        let numbers = |term: &HostTensor| -> Vec<i64> {
+            term.bytes.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect()
+        };
+        let mut total = numbers(terms[0]);
+        for term in &terms[1..] {
+            total.iter_mut().zip(numbers(term)).for_each(|(sum, value)| *sum += value);
+        }
+        return total.iter().flat_map(|value| value.to_le_bytes()).collect();
+    }
     let mut total = f32s(terms[0]);
     for term in &terms[1..] {
         for (sum, value) in total.iter_mut().zip(f32s(term)) {

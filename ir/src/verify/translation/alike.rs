@@ -2,6 +2,7 @@
 //! inputs and slots and the attributes of kernels must be equal; those are checked where they are used.
 
 use crate::diagnostic::Diagnostics;
+use crate::ops::Op;
 use crate::program::{Action, Instruction, Program};
 use crate::verify::program::instruction_place;
 
@@ -49,6 +50,10 @@ fn compare(first: &Program, other: &Program, found: &mut Diagnostics) {
 
 fn difference(ours: &Instruction, theirs: &Instruction) -> Option<&'static str> {
     let equal = match (&ours.action, &theirs.action) {
+        (Action::Compute(Op::Each(a)), Action::Compute(Op::Each(b))) => a == b,
+        (Action::Compute(Op::Matmul(a)), Action::Compute(Op::Matmul(b))) => {
+            (a.bias, a.epilogue) == (b.bias, b.epilogue)
+        }
         (Action::Compute(a), Action::Compute(b)) => a.name() == b.name(),
         // The peer of a message is a number of the rank.
         (Action::Send { .. }, Action::Send { .. }) | (Action::Receive { .. }, Action::Receive { .. }) => true,

@@ -11,7 +11,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, EntityRef, NodeId, SectionId, ValueId};
 use crate::graph::OutputKind;
 use crate::mesh::{AxisId, AxisSet};
-use crate::ops::Op;
+use crate::ops::{Each, Epilogue, Op};
 use crate::plan::{Plan, Space};
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
@@ -177,6 +177,7 @@ impl Interpreter<'_> {
         let first = !self.seen.contains(&at);
         let mesh = &self.plan.mesh;
         match &instruction.action {
+            Action::Compute(Op::Each(each)) => self.each(run, at, instruction, each),
             Action::Compute(op) => {
                 let is_conversion = self.is_conversion(op, instruction);
                 self.facts.conversions += usize::from(first && is_conversion && !matches!(op, Op::Reshape(_)));
@@ -223,6 +224,36 @@ impl Interpreter<'_> {
         }
     }
 
+    /// The items of an instruction, each by the node that it is: of those that read what its first operand
+    /// holds, all that justify it.
+    fn each(&mut self, run: Run, at: At, instruction: &Instruction, each: &Each) -> Result<Vec<Vec<Fact>>, String> {
+        let mut made = Vec::with_capacity(instruction.results.len());
+        let items = each.items(&instruction.operands).zip(each.items(&instruction.results));
+        for (index, (operands, results)) in items.enumerate() {
+            let (operands, results) = (operands.to_vec(), results.to_vec());
+            let held = self.contents[operands[0].index()].facts().iter().map(|fact| fact.value);
+            let readers = held.flat_map(|value| self.kernels.users(value)).filter(|(_, position)| *position == 0);
+            let is_same = |id: &NodeId| self.plan.graph.node(*id).op == *each.op;
+            let nodes: Vec<NodeId> = readers.map(|(id, _)| *id).filter(is_same).collect();
+            let item = Instruction { operands, results, ..instruction.clone() };
+            let (mut facts, mut why) = (vec![Vec::new(); item.results.len()], None);
+            for id in nodes {
+                match self.kernel(run, at, &item, id) {
+                    Ok(more) => facts.iter_mut().zip(more).for_each(|(facts, more)| facts.extend(more)),
+                    Err(message) => why = why.or(Some(message)),
+                }
+            }
+            if facts.iter().any(Vec::is_empty) {
+                let held = self.held(item.operands[0]);
+                let why = why.unwrap_or_else(|| format!("no {} of the graph reads {held}", each.op.name()));
+                return Err(format!("item {index}: {why}"));
+            }
+            made.extend(facts);
+        }
+        self.facts.kernels += if self.seen.contains(&at) { 0 } else { each.count };
+        Ok(made)
+    }
+
     /// Whether a local operation rearranges a result of the node it comes from, instead of making it.
     fn is_conversion(&self, op: &Op, instruction: &Instruction) -> bool {
         if matches!(op, Op::Matmul(_)) {
@@ -248,6 +279,11 @@ impl Interpreter<'_> {
             let held: Vec<String> = instruction.operands.iter().map(|buffer| self.held(*buffer)).collect();
             format!("{} of {} is no change of its layout: {why}", op.name(), held.join(" and "))
         })
+    }
+
+    /// Whether a buffer holds a value in an arrangement.
+    pub fn holds(&self, buffer: BufferId, value: ValueId, arrangement: &Arrangement) -> bool {
+        self.contents[buffer.index()].is(value, arrangement)
     }
 
     /// `$3 (%5 [8@dp,4])`.
@@ -293,8 +329,10 @@ impl Interpreter<'_> {
         if takes > 0 && counts == (0, 1) && is_zero(instruction) {
             return Ok(vec![vec![self.zeros(node.results[0])]]);
         }
-        let adds = matches!(node.op, Op::Matmul(_)) && (takes + 1..=takes + 2).contains(&counts.0) && counts.1 == makes;
-        if counts != (takes, makes) && !adds {
+        let epilogue = self.epilogue(at).filter(|_| matches!(&node.op, Op::Matmul(op) if op.epilogue.is_none()));
+        let more = takes + 1..=takes + 2;
+        let adds = matches!(node.op, Op::Matmul(_)) && more.contains(&counts.0) && counts.1 == makes;
+        if counts != (takes, makes) && !adds && epilogue.is_none() {
             return Err(format!("is no {} of {}", node.op.name(), node.results[0]));
         }
         if takes == 0 {
@@ -316,12 +354,23 @@ impl Interpreter<'_> {
         if !self.seen.contains(&at) {
             self.kernels.check(id, at, instruction, &layouts)?;
         }
+        if let Some(epilogue) = epilogue {
+            let product = Fact::ready(node.results[0], layouts.results[0].arrangement.clone());
+            return self.activate(run, epilogue, &product, instruction);
+        }
         if adds {
             let product = Fact::ready(node.results[0], layouts.results[0].arrangement.clone());
             return Ok(vec![self.add_all(run, &product, instruction, takes)?]);
         }
         let fact = |(value, layout): (_, &Layout)| vec![Fact::ready(value, layout.arrangement.clone())];
         Ok(node.results.iter().copied().zip(&layouts.results).map(fact).collect())
+    }
+
+    fn epilogue(&self, at: At) -> Option<Epilogue> {
+        match &self.program().sections[at.0].instructions[at.1].action {
+            Action::Compute(Op::Matmul(op)) => op.epilogue,
+            _ => None,
+        }
     }
 
     /// Readings hold results, slots hold their next values, or what they held.

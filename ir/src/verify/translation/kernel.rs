@@ -67,11 +67,12 @@ impl<'a> Kernels<'a> {
             return Rc::clone(known);
         }
         let (node, rule, strategy) = (self.plan.graph.node(id), self.plan.rule(id), &self.plan.strategies[id]);
+        let strategy = rule.unrolled(strategy);
         let operands = node.operands.iter().enumerate();
         let results = node.results.iter().enumerate();
         let layouts = Rc::new(Layouts {
-            operands: operands.map(|(at, value)| self.layout(*value, rule.operand_sharding(at, strategy))).collect(),
-            results: results.map(|(at, value)| self.layout(*value, rule.result_sharding(at, strategy))).collect(),
+            operands: operands.map(|(at, value)| self.layout(*value, rule.operand_sharding(at, &strategy))).collect(),
+            results: results.map(|(at, value)| self.layout(*value, rule.result_sharding(at, &strategy))).collect(),
         });
         self.layouts[id] = Some(Rc::clone(&layouts));
         layouts
@@ -79,6 +80,7 @@ impl<'a> Kernels<'a> {
 
     fn op(&self, program: usize, at: At) -> Option<&Op> {
         match &self.programs[program].sections[at.0].instructions[at.1].action {
+            Action::Compute(Op::Each(each)) => Some(&each.op),
             Action::Compute(op) => Some(op),
             _ => None,
         }
@@ -90,7 +92,7 @@ impl<'a> Kernels<'a> {
     }
 
     /// Checks the buffers' types, and that every rank's operation is the node's for its part. Operands
-    /// beyond the node's are not looked at.
+    /// and results beyond the node's are not looked at.
     pub fn check(&self, id: NodeId, at: At, instruction: &Instruction, layouts: &Layouts) -> Result<(), String> {
         let operands = &instruction.operands[..layouts.operands.len()];
         let buffers = operands.iter().chain(&instruction.results);
@@ -119,7 +121,7 @@ impl<'a> Kernels<'a> {
                 let results: Vec<Part> = node.results.iter().zip(&layouts.results).map(part).collect();
                 let localized = node.op.localize(&operands, &results);
                 let wanted = localized.as_ref().unwrap_or(&node.op);
-                let given = self.op(rank, at).map(|op| unbiased(op, &node.op));
+                let given = self.op(rank, at).map(|op| bare(op, &node.op));
                 if given.as_deref() != Some(wanted) {
                     let given = given.as_deref().map_or("no kernel".to_string(), op_text);
                     let rank = self.programs[rank].rank;
@@ -169,11 +171,12 @@ impl<'a> Kernels<'a> {
     }
 }
 
-/// A product without the bias that it adds beside what its node computes.
-fn unbiased<'a>(op: &'a Op, of: &Op) -> Cow<'a, Op> {
+/// A product without what it does beside what its node computes: a bias, an activation.
+fn bare<'a>(op: &'a Op, of: &Op) -> Cow<'a, Op> {
     match (op, of) {
-        (Op::Matmul(given), Op::Matmul(node)) if given.bias && !node.bias => {
-            Cow::Owned(Matmul { bias: false, ..given.clone() }.into())
+        (Op::Matmul(given), Op::Matmul(node)) => {
+            let (bias, epilogue) = (given.bias && node.bias, given.epilogue.filter(|_| node.epilogue.is_some()));
+            Cow::Owned(Matmul { bias, epilogue, ..given.clone() }.into())
         }
         _ => Cow::Borrowed(op),
     }

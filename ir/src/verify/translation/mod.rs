@@ -8,6 +8,7 @@
 //! *fact* (`state`): these elements of this value of the graph, in this order
 //! (`arrangement`), whole or one term of a reduction. One pass over the instructions (`interpret`)
 //!
+//! * opens up each region of fused operations (`expand`), since it does what its steps do;
 //! * justifies each kernel: it is its node's operation, with the attributes that this rank's part
 //!   needs, on operands whose facts are the layouts of the node's strategy;
 //! * justifies each collective, slice and transpose as a change of layout (`conversion`);
@@ -31,9 +32,11 @@
 //!
 //! Numbers are treated as exact: the order of a sum is not part of the claim.
 
+mod activations;
 mod alike;
 mod arrangement;
 mod conversion;
+mod expand;
 mod interface;
 mod interpret;
 mod kernel;
@@ -76,6 +79,7 @@ pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tra
         let instructions = programs.first().map_or(0, |program| program.instructions().count());
         return Ok(TranslationFacts { ranks: programs.len(), instructions, ..TranslationFacts::default() });
     }
+    let programs = &*expand::expand(programs);
     let mut found = Diagnostics::default();
     let ranks = plan.mesh.ranks();
     for program in programs.iter().filter(|program| program.rank >= ranks || program.ranks != ranks) {

@@ -268,6 +268,15 @@ pub(super) fn select(operands: &[View<'_>], result: &mut ViewMut<'_>) -> Result<
     Ok(())
 }
 
+pub(super) fn total(operands: &[View<'_>], result: &mut ViewMut<'_>) -> Result<(), String> {
+    let terms = operands.iter().map(View::f32s).collect::<Result<Vec<_>, _>>()?;
+    result.write_f32(|out| {
+        for (index, out) in out.iter_mut().enumerate() {
+            *out = terms.iter().fold(0.0, |sum, term| sum + term[index]);
+        }
+    })
+}
+
 pub(super) fn cast(x: View<'_>, result: &mut ViewMut<'_>) -> Result<(), String> {
     match (x.ty.dtype, result.ty.dtype) {
         (from, to) if from == to => result.bytes.copy_from_slice(x.bytes),

@@ -1,9 +1,10 @@
 //! Contractions, as batched matrix products on Burn's Flex backend.
 
+use super::super::memory::AlignedBytes;
 use super::movement::strides;
-use super::{Context, View, ViewMut, by_units};
+use super::{Context, View, ViewMut, by_units, elementwise, reduce};
 use burn::tensor::{Device, Tensor, TensorData};
-use shardc_ir::ops::{Matmul, MatmulDims};
+use shardc_ir::ops::{Epilogue, Matmul, MatmulDims, Reduce, ReduceOp};
 
 /// A matrix on the Flex backend, row-major.
 pub(super) fn matrix(values: Vec<f32>, rows: usize, columns: usize) -> Tensor<2> {
@@ -54,8 +55,34 @@ pub(super) fn contract(
     op: &Matmul,
     context: Context,
     operands: &[View<'_>],
-    result: &mut ViewMut<'_>,
+    results: &mut [ViewMut<'_>],
 ) -> Result<(), String> {
+    let [result, more @ ..] = results else { return Err("has a result".to_string()) };
+    let Some(epilogue) = op.epilogue else { return sum(op, context, operands, result) };
+    let plain = Matmul { epilogue: None, ..op.clone() };
+    let Some(kind) = epilogue.function() else {
+        sum(&plain, context, operands, result)?;
+        let over = Reduce { kind: ReduceOp::Sum, dims: op.summed()? };
+        let sums = more.first_mut().ok_or("has a second result")?;
+        return reduce::reduce(&over, operands[1], sums);
+    };
+    // Rounded as the product by itself would be.
+    let mut bytes = AlignedBytes::zeros(result.ty.bytes().0 as usize);
+    let mut product = ViewMut { ty: result.ty, bytes: &mut bytes };
+    let count = 2 + usize::from(op.bias);
+    sum(&plain, context, &operands[..count.min(operands.len())], &mut product)?;
+    let product = View { ty: product.ty, bytes: product.bytes };
+    if let [element] = more {
+        element.bytes.copy_from_slice(product.bytes);
+    }
+    match operands.get(2).filter(|_| epilogue == Epilogue::GeluTanhGrad) {
+        Some(at) => elementwise::unary_grad(kind, context, product, *at, result),
+        None => elementwise::unary(kind, context, product, result),
+    }
+}
+
+/// The product, and what is added to it.
+fn sum(op: &Matmul, context: Context, operands: &[View<'_>], result: &mut ViewMut<'_>) -> Result<(), String> {
     let [lhs, rhs, more @ ..] = operands else { return Err("takes two operands".to_string()) };
     if more.is_empty() {
         return product_of(op, context, *lhs, *rhs, result);

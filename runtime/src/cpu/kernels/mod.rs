@@ -10,13 +10,17 @@
 
 mod adamw;
 mod attention;
+mod convolution;
 mod cross_entropy;
 mod elementwise;
+mod fused;
 mod generate;
 mod lookup;
 mod matmul;
+mod max_pool;
 mod movement;
 mod normalize;
+mod ranked;
 mod reduce;
 mod rotary;
 #[cfg(test)]
@@ -172,7 +176,14 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Concat(op) => movement::concat(op, operands, &mut results[0]),
         Op::Reduce(op) => reduce::reduce(op, operands[0], &mut results[0]),
         Op::SumSquares(_) => reduce::sum_squares(operands[0], &mut results[0]),
-        Op::Matmul(op) => matmul::contract(op, context, operands, &mut results[0]),
+        Op::Matmul(op) => matmul::contract(op, context, operands, results),
+        Op::Convolution(op) => convolution::forward(op, context, operands, &mut results[0]),
+        Op::ConvolutionTranspose(op) => convolution::transpose(op, context, operands, &mut results[0]),
+        Op::ConvolutionFilterGrad(op) => convolution::filter_grad(op, context, operands, &mut results[0]),
+        Op::MaxPool(op) => max_pool::forward(op, context, operands[0], &mut results[0]),
+        Op::MaxPoolGrad(op) => max_pool::backward(op, context, operands, &mut results[0]),
+        Op::TopK(op) => ranked::top_k(op, operands[0], results),
+        Op::Cumsum(op) => ranked::cumsum(op, operands[0], &mut results[0]),
         Op::Embedding(op) => lookup::embedding(op, operands, &mut results[0]),
         Op::EmbeddingGrad(op) => lookup::embedding_grad(op, operands, &mut results[0]),
         Op::Gather(op) => lookup::gather(op, operands, &mut results[0]),
@@ -194,7 +205,14 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         ),
         Op::CrossEntropy(op) => cross_entropy::forward(op, context, operands, results),
         Op::CrossEntropyGrad(op) => cross_entropy::backward(op, context, operands, &mut results[0]),
+        Op::Total(_) => elementwise::total(operands, &mut results[0]),
         Op::Adamw(op) => adamw::adamw(op, operands, results),
+        Op::Each(each) => {
+            let size = (results.len() / each.count.max(1)).max(1);
+            let mut items = each.items(operands).zip(results.chunks_mut(size));
+            items.try_for_each(|(operands, results)| run(context, &each.op, operands, results))
+        }
+        Op::Fused(op) => fused::fused(context, op, operands, results),
     }
 }
 

@@ -5,7 +5,7 @@ use super::super::device::{Device, Failure, ReadyLaunch};
 use super::super::gemm::{Blas, Problem, ReadyGemm};
 use super::super::kernel::Arg;
 use super::super::nccl::{Collective, Part};
-use super::super::select::{Gemm, Selection, Step, launches};
+use super::super::select::{Gemm, Selection, Step, kernels};
 use super::super::tune::Choices;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
@@ -170,6 +170,12 @@ fn selected(
     for step in steps {
         commands.push(match step {
             Step::Launch(launch) => Command::Launch(device.prepare(launch, resolve)?),
+            Step::Table(table) => {
+                let launches = table.launches(resolve);
+                let ready = launches.into_iter().map(|launch| device.prepare_table(table, launch).map(Command::Launch));
+                commands.extend(ready.collect::<Result<Vec<_>, _>>()?);
+                continue;
+            }
             Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
             Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
             Step::Upload { to, bytes } => {
@@ -189,7 +195,7 @@ fn selected(
                     // The library has logged why.
                     Err(_) => {
                         let steps = &fused.otherwise;
-                        device.load_missing(launches(steps))?;
+                        device.load_missing(kernels(steps))?;
                         commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
                         continue;
                     }

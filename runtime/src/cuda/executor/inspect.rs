@@ -48,7 +48,7 @@ impl Rank {
     fn load_scans(&mut self) -> Result<(), Failure> {
         let scanned = self.program.buffers.values().filter(|buffer| is_scanned(buffer.ty.dtype));
         let scans: Vec<Selection> = scanned.map(|buffer| select_scan(&buffer.ty)).collect();
-        self.device.load_missing(scans.iter().flat_map(launches))
+        self.device.load_missing(scans.iter().flat_map(launches).map(|launch| &launch.kernel))
     }
 
     /// The worst element of a buffer.

@@ -44,7 +44,7 @@ pub fn unary_grad(
 }
 
 #[cube]
-fn sigmoid(x: f32) -> f32 {
+pub(super) fn sigmoid(x: f32) -> f32 {
     1.0f32 / (1.0f32 + (-x).exp())
 }
 
@@ -60,7 +60,7 @@ fn gelu_inner(x: f32) -> f32 {
 }
 
 #[cube]
-fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
+pub(super) fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
     match kind {
         UnaryKind::Neg => -x,
         UnaryKind::Abs => x.abs(),
@@ -78,7 +78,8 @@ fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
         UnaryKind::Sigmoid => sigmoid(x),
         UnaryKind::Relu => select(x > 0.0f32, x, 0.0f32),
         UnaryKind::Gelu => 0.5f32 * x * (1.0f32 + (x * 0.707_106_77f32).erf()),
-        UnaryKind::GeluTanh => 0.5f32 * x * (1.0f32 + gelu_inner(x).tanh()),
+        // (1 + tanh(u)) / 2 is the logistic function of 2u, which takes one exponential.
+        UnaryKind::GeluTanh => x * sigmoid(2.0f32 * gelu_inner(x)),
         UnaryKind::Silu => x * sigmoid(x),
         UnaryKind::Floor => x.floor(),
         UnaryKind::Ceil => x.ceil(),
@@ -88,7 +89,7 @@ fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
 }
 
 #[cube]
-fn derivative(x: f32, #[comptime] kind: UnaryKind) -> f32 {
+pub(super) fn derivative(x: f32, #[comptime] kind: UnaryKind) -> f32 {
     match kind {
         UnaryKind::Neg => x * 0.0f32 - 1.0f32,
         UnaryKind::Abs => sign(x),
@@ -109,9 +110,9 @@ fn derivative(x: f32, #[comptime] kind: UnaryKind) -> f32 {
             0.5f32 * (1.0f32 + (x * 0.707_106_77f32).erf()) + x * normal
         }
         UnaryKind::GeluTanh => {
-            let t = gelu_inner(x).tanh();
+            let s = sigmoid(2.0f32 * gelu_inner(x));
             let inner = 0.797_884_56f32 * (1.0f32 + 0.134145f32 * x * x);
-            0.5f32 * (1.0f32 + t) + 0.5f32 * x * (1.0f32 - t * t) * inner
+            s + 2.0f32 * x * s * (1.0f32 - s) * inner
         }
         UnaryKind::Silu => sigmoid(x) * (1.0f32 + x * (1.0f32 - sigmoid(x))),
         UnaryKind::Sign | UnaryKind::Floor | UnaryKind::Ceil | UnaryKind::Round | UnaryKind::Not => x * 0.0f32,
@@ -129,7 +130,7 @@ pub enum Pair {
 
 /// `f(a, b)` in the kernel's computation type, its element type 3.
 #[cube]
-fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3> {
+pub(super) fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3> {
     let one = Elem::<3>::cast_from(1u32);
     let zero = Elem::<3>::cast_from(0u32);
     match pair {
@@ -401,34 +402,88 @@ pub fn adamw(
 ) {
     let at = ABSOLUTE_POS;
     if at < n as usize {
-        let old_p = parameter[at];
-        let old_g = gradient[at];
-        let old_m = m[at];
-        let old_v = v[at];
-        let scale = gradient_scale[0];
-        let is_finite = u32::reinterpret(scale) & 0x7F80_0000u32 != 0x7F80_0000u32;
-        let rate = learning_rate[0];
-        let correction1 = one_minus_exp(step[0] * log_beta1);
-        let correction2 = one_minus_exp(step[0] * log_beta2);
-        let mut out_p = Pack::<0>::empty();
-        let mut out_m = Pack::<2>::empty();
-        let mut out_v = Pack::<2>::empty();
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            let g = f32::cast_from(old_g[lane]) * scale;
-            let p = f32::cast_from(old_p[lane]) * (1.0f32 - rate * weight_decay);
-            let moment1 = f32::cast_from(old_m[lane]) * (1.0f32 - rest1) + rest1 * g;
-            let moment2 = f32::cast_from(old_v[lane]) * (1.0f32 - rest2) + rest2 * g * g;
-            let denominator = (moment2 / correction2).sqrt() + eps;
-            let next = p - rate * (moment1 / correction1) / denominator;
-            out_p[lane] = select(is_finite, Elem::<0>::cast_from(next), old_p[lane]);
-            out_m[lane] = select(is_finite, Elem::<2>::cast_from(moment1), old_m[lane]);
-            out_v[lane] = select(is_finite, Elem::<2>::cast_from(moment2), old_v[lane]);
-        }
-        new_parameter[at] = out_p;
-        new_m[at] = out_m;
-        new_v[at] = out_v;
+        let (scale, rate, step) = (gradient_scale[0], learning_rate[0], step[0]);
+        adamw_vector(
+            parameter,
+            gradient,
+            m,
+            v,
+            new_parameter,
+            new_m,
+            new_v,
+            at,
+            at,
+            at,
+            at,
+            at,
+            at,
+            at,
+            scale,
+            rate,
+            step,
+            log_beta1,
+            log_beta2,
+            rest1,
+            rest2,
+            eps,
+            weight_decay,
+        );
     }
+}
+
+/// [`adamw()`] of one vector, each tensor's at a place of its own.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn adamw_vector(
+    parameter: &Array<Pack<0>>,
+    gradient: &Array<Pack<1>>,
+    m: &Array<Pack<2>>,
+    v: &Array<Pack<2>>,
+    new_parameter: &mut Array<Pack<0>>,
+    new_m: &mut Array<Pack<2>>,
+    new_v: &mut Array<Pack<2>>,
+    at_p: usize,
+    at_g: usize,
+    at_m: usize,
+    at_v: usize,
+    to_p: usize,
+    to_m: usize,
+    to_v: usize,
+    scale: f32,
+    rate: f32,
+    step: f32,
+    log_beta1: f32,
+    log_beta2: f32,
+    rest1: f32,
+    rest2: f32,
+    eps: f32,
+    weight_decay: f32,
+) {
+    let old_p = parameter[at_p];
+    let old_g = gradient[at_g];
+    let old_m = m[at_m];
+    let old_v = v[at_v];
+    let is_finite = u32::reinterpret(scale) & 0x7F80_0000u32 != 0x7F80_0000u32;
+    let correction1 = one_minus_exp(step * log_beta1);
+    let correction2 = one_minus_exp(step * log_beta2);
+    let mut out_p = Pack::<0>::empty();
+    let mut out_m = Pack::<2>::empty();
+    let mut out_v = Pack::<2>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        let g = f32::cast_from(old_g[lane]) * scale;
+        let p = f32::cast_from(old_p[lane]) * (1.0f32 - rate * weight_decay);
+        let moment1 = f32::cast_from(old_m[lane]) * (1.0f32 - rest1) + rest1 * g;
+        let moment2 = f32::cast_from(old_v[lane]) * (1.0f32 - rest2) + rest2 * g * g;
+        let denominator = (moment2 / correction2).sqrt() + eps;
+        let next = p - rate * (moment1 / correction1) / denominator;
+        out_p[lane] = select(is_finite, Elem::<0>::cast_from(next), old_p[lane]);
+        out_m[lane] = select(is_finite, Elem::<2>::cast_from(moment1), old_m[lane]);
+        out_v[lane] = select(is_finite, Elem::<2>::cast_from(moment2), old_v[lane]);
+    }
+    new_parameter[to_p] = out_p;
+    new_m[to_m] = out_m;
+    new_v[to_v] = out_v;
 }
 
 /// Rotates pairs by the position's angle; `n` counts vectors of half rows. `x` is `[b, s, h, 2 half]`

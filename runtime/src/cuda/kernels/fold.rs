@@ -10,7 +10,7 @@ const fn gatherers(threads: u32) -> u32 {
 }
 
 /// Folds `value` over the block, in two stages and in a fixed order; every unit gets the result. `threads` is the
-/// block's size, a power of two from 32 on.
+/// block's size, a multiple of 32.
 #[cube]
 fn block_fold(value: f32, #[comptime] fold: Fold, #[comptime] threads: u32) -> f32 {
     let gather = comptime!(gatherers(threads) as usize);
@@ -38,10 +38,44 @@ fn block_fold(value: f32, #[comptime] fold: Fold, #[comptime] threads: u32) -> f
     state.read()
 }
 
-/// The sum over the block of `value`; `threads` is the block's size, a power of two from 32 on.
+/// The sum over the block of `value`; `threads` is the block's size, a multiple of 32.
 #[cube]
 pub fn block_sum(value: f32, #[comptime] threads: u32) -> f32 {
     block_fold(value, Fold::Sum, threads)
+}
+
+/// The sums over the block of two numbers, with as many waits as for one: of `a`, and in `other` of `b`.
+#[cube]
+pub fn block_sum_pair(a: f32, b: f32, other: &RuntimeCell<f32>, #[comptime] threads: u32) -> f32 {
+    let gather = comptime!(gatherers(threads) as usize);
+    let each = comptime!((threads / gatherers(threads)) as usize);
+    let all = comptime!(threads as usize);
+    let mut shared = SharedMemory::<f32>::new(comptime!(2 * threads as usize));
+    let mut gathered = SharedMemory::<f32>::new(comptime!(2 * gatherers(threads) as usize));
+    let unit = UNIT_POS as usize;
+    shared[unit] = a;
+    shared[all + unit] = b;
+    sync_cube();
+    if unit < 2 * gather {
+        let start = (unit / gather) * all + unit % gather;
+        let sum = RuntimeCell::<f32>::new(shared[start]);
+        #[unroll]
+        for part in 1..each {
+            sum.store(sum.read() + shared[start + part * gather]);
+        }
+        gathered[unit] = sum.read();
+    }
+    sync_cube();
+    let first = RuntimeCell::<f32>::new(gathered[0]);
+    let second = RuntimeCell::<f32>::new(gathered[gather]);
+    #[unroll]
+    for part in 1..gather {
+        first.store(first.read() + gathered[part]);
+        second.store(second.read() + gathered[gather + part]);
+    }
+    sync_cube();
+    other.store(second.read());
+    first.read()
 }
 
 /// The maximum over the block of `value`.

@@ -13,5 +13,8 @@ pub mod attention;
 pub mod elementwise;
 pub mod fold;
 pub mod indexing;
+pub mod many;
+pub mod pack;
 pub mod random;
+pub mod region;
 pub mod rows;

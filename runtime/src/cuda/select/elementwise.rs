@@ -5,7 +5,7 @@ use super::{Arg, OP, RES, Select, Step, THREADS, compute_type, lanes};
 use crate::cuda::kernel::{Definition, Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::elementwise as kernels;
 use crate::cuda::kernels::elementwise::Pair;
-use shardc_ir::ops::{Adamw, BinaryKind, Iota, UnaryKind};
+use shardc_ir::ops::{Adamw, BinaryKind, Epilogue, Iota, UnaryKind};
 use shardc_ir::{DType, TensorType};
 
 /// A buffer with one element per element of the result; its type.
@@ -145,6 +145,26 @@ impl Select<'_> {
         Ok(())
     }
 
+    /// An activation, or the derivative of one, of what is in the result already; see
+    /// [`Gemm::epilogue`](super::Gemm::epilogue).
+    pub(super) fn activate(&mut self, kind: UnaryKind, epilogue: Epilogue, beside: Option<Arg>) {
+        let (own, ty) = (self.result(0), self.results[0].clone());
+        if epilogue == Epilogue::GeluTanhGrad {
+            let arguments = Arguments::of([own, (beside.unwrap_or(own.0), ty.dtype), own]);
+            return self.map("unary_grad", &[ty.dtype], ty.elements(), &kind, arguments, move |d| {
+                let (dy, x, dx) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.output::<Pack<0>>());
+                let n = d.number();
+                kernels::unary_grad::expand(d.scope(), dy, x, dx, n, kind);
+            });
+        }
+        let copies = beside.map(|to| Step::Copy { from: RES(0), to, bytes: ty.bytes().0 });
+        self.out.steps.extend(copies);
+        self.map("unary", &[ty.dtype; 2], ty.elements(), &kind, Arguments::of([own, own]), move |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            kernels::unary::expand(d.scope(), x, y, n, kind);
+        });
+    }
+
     pub(super) fn affine(&mut self, scale: f64, offset: f64) -> Result<(), String> {
         let (dtype, elements) = (self.operands[0].dtype, self.results[0].elements());
         let types = [dtype, dtype, dtype, compute_type(dtype)];
@@ -278,9 +298,8 @@ impl Select<'_> {
         if self.operands[2].dtype != self.operands[3].dtype {
             return Err("moments of two element types".to_string());
         }
-        let reals = [op.beta1.ln(), op.beta2.ln(), 1.0 - op.beta1, 1.0 - op.beta2, op.eps, op.weight_decay];
         let each = (0..4).map(|index| self.operand(index)).chain((0..3).map(|index| self.result(index)));
-        let arguments = Arguments::of(each.collect::<Vec<_>>()).reals(reals.map(|value| value as f32));
+        let arguments = Arguments::of(each.collect::<Vec<_>>()).reals(adamw_reals(op));
         let arguments = (4..7).fold(arguments, |arguments, index| arguments.scalar(index, OP(index)));
         self.map("adamw", &types, self.results[0].elements(), &(), arguments, |d| {
             let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
@@ -316,4 +335,10 @@ impl Select<'_> {
         self.launch_cut(kernel, &buffers, numbers, vec![direction], cut);
         Ok(())
     }
+}
+
+/// The scalars of the kernels that update parameters.
+pub(super) fn adamw_reals(op: &Adamw) -> [f32; 6] {
+    let reals = [op.beta1.ln(), op.beta2.ln(), 1.0 - op.beta1, 1.0 - op.beta2, op.eps, op.weight_decay];
+    reals.map(|value| value as f32)
 }

@@ -6,9 +6,9 @@
 //! tensor without a unit stride) is copied into an order that fits.
 
 use super::movement::Move;
-use super::{Arg, OP, RES, Select, dense};
+use super::{Arg, OP, RES, Select, Step, dense};
 use shardc_ir::DType;
-use shardc_ir::ops::Matmul;
+use shardc_ir::ops::{Epilogue, Matmul, Op, Reduce, ReduceOp};
 
 /// A matrix of a batch: where it is, and its strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +46,9 @@ pub struct Gemm {
     pub addend: Option<Arg>,
     /// Where the bias is, if it is added: `n` elements of the type of `c`, of which `column` is 1.
     pub bias: Option<Arg>,
+    /// What is done to each element, and where the element is written (if it is), or the place of the
+    /// derivative is read; it lies as `c` does, of which `column` is 1.
+    pub epilogue: Option<(Epilogue, Option<Arg>)>,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -109,7 +112,45 @@ fn join(letters: &[char], size: &dyn Fn(char) -> u64, tensors: &[Operand; 3]) ->
 
 impl Select<'_> {
     pub(super) fn matmul(&mut self, op: &Matmul) -> Result<(), String> {
-        let sizes = op.sizes(self.operands)?;
+        let Some(epilogue) = op.epilogue else { return self.product(op, self.operands.len()) };
+        let from = self.out.steps.len();
+        let plain = Matmul { epilogue: None, ..op.clone() };
+        self.product(&plain, 2 + usize::from(op.bias))?;
+        let beside = match epilogue {
+            Epilogue::GeluTanh => (self.results.len() > 1).then(|| RES(1)),
+            Epilogue::GeluTanhGrad => Some(OP(2)),
+            Epilogue::Sums => Some(RES(1)),
+        };
+        let fits = match epilogue {
+            Epilogue::Sums => self.results.iter().all(|ty| ty.dtype == DType::F32),
+            _ => matches!(self.results[0].dtype, DType::Bf16 | DType::F16),
+        };
+        // A product whose rows are the result's does it itself.
+        if let [Step::Gemm(gemm)] = &mut self.out.steps[from..]
+            && gemm.c.column == 1
+            && gemm.batch == 1
+            && Some(&gemm.n) == self.results[0].shape.last()
+            && gemm.n.is_multiple_of(8)
+            && matches!(gemm.a.dtype, DType::Bf16 | DType::F16)
+            && gemm.bias.is_some() == op.bias
+            && fits
+        {
+            gemm.epilogue = Some((epilogue, beside));
+            return Ok(());
+        }
+        match epilogue.function() {
+            Some(kind) => self.activate(kind, epilogue, beside),
+            None => {
+                let over = Op::from(Reduce { kind: ReduceOp::Sum, dims: op.summed()? });
+                self.nested(&over, &[1], &[1]).map_err(|error| error.to_string())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The product and what is added to it, of the first `count` operands.
+    fn product(&mut self, op: &Matmul, count: usize) -> Result<(), String> {
+        let sizes = op.sizes(&self.operands[..count])?;
         let size = |letter: char| sizes.iter().find(|(known, _)| *known == letter).map_or(1, |(_, size)| *size);
         let letters = op.letters()?;
         let tensor = |index: usize, at: Arg, dtype: DType| {
@@ -122,7 +163,7 @@ impl Select<'_> {
         if lhs != rhs {
             return Err("operands of two element types".to_string());
         }
-        let (addend, bias) = (op.addend(self.operands.len()).map(OP), op.bias(self.operands.len()).map(OP));
+        let (addend, bias) = (op.addend(count).map(OP), op.bias(count).map(OP));
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
         if let Some(products) = products(&tensors, addend, &size) {
             self.finish(products, bias);
@@ -238,7 +279,8 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
         Some(Matrix { at: operand.at, dtype: operand.dtype, row, column, batch: batch.strides[index] })
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
-    let whole = Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend, bias: None };
+    let whole =
+        Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend, bias: None, epilogue: None };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {

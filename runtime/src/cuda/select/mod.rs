@@ -7,25 +7,49 @@
 mod attention;
 mod cut;
 mod elementwise;
+mod many;
 mod matmul;
 mod movement;
 mod random;
+mod region;
 mod rows;
 
 pub use matmul::{Gemm, Matrix};
+pub use region::fuses;
 
 use super::cudnn::attention::Attention;
 use super::kernel::{Arg, Kernel, Launch};
+use super::table::Table;
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
 use shardc_ir::{DType, TensorType};
 use std::sync::Arc;
+
+/// The operations that have no kernel yet, as a pattern.
+macro_rules! without_kernel {
+    () => {
+        Op::Convolution(_)
+            | Op::ConvolutionTranspose(_)
+            | Op::ConvolutionFilterGrad(_)
+            | Op::MaxPool(_)
+            | Op::MaxPoolGrad(_)
+            | Op::TopK(_)
+            | Op::Cumsum(_)
+    };
+}
+
+/// Whether an operation has a kernel, on whatever types.
+pub fn has_kernel(op: &Op) -> bool {
+    !matches!(op, without_kernel!())
+}
 
 /// One thing the device does.
 #[derive(Debug)]
 pub enum Step {
     /// Launches a kernel.
     Launch(Box<Launch>),
+    /// Launches a kernel over many small tensors.
+    Table(Box<Table>),
     /// Sets bytes to zero.
     Zero {
         /// The first byte.
@@ -107,10 +131,11 @@ pub fn select_action(
     }
 }
 
-/// The kernels that steps launch, but for what stands in place of a fused one.
-pub fn launches(steps: &[Step]) -> impl Iterator<Item = &Launch> {
+/// The kernels of steps, but for what stands in place of a fused one.
+pub fn kernels(steps: &[Step]) -> impl Iterator<Item = &Arc<Kernel>> {
     steps.iter().filter_map(|step| match step {
-        Step::Launch(launch) => Some(&**launch),
+        Step::Launch(launch) => Some(&launch.kernel),
+        Step::Table(table) => Some(&table.kernel),
         _ => None,
     })
 }
@@ -220,10 +245,7 @@ impl Select<'_> {
             Op::Gather(op) => self.gather(op.dim),
             Op::ScatterAdd(op) => self.scatter_add(op.dim),
             Op::Softmax(_) => self.softmax(),
-            Op::LayerNorm(op) => self.layer_norm(op.eps),
-            Op::LayerNormGrad(_) => self.layer_norm_grad(),
-            Op::RmsNorm(op) => self.rms_norm(op.eps),
-            Op::RmsNormGrad(_) => self.rms_norm_grad(),
+            Op::LayerNorm(_) | Op::LayerNormGrad(_) | Op::RmsNorm(_) | Op::RmsNormGrad(_) => self.single(op.clone()),
             Op::Rotary(op) => self.rotary(op.inverse),
             Op::Swiglu(_) => self.swiglu(),
             Op::SwigluGrad(_) => self.swiglu_grad(),
@@ -233,8 +255,44 @@ impl Select<'_> {
             Op::AttentionGrad(op) => self.attention_grad(op.causal, op.scale),
             Op::CrossEntropy(op) => self.cross_entropy(op),
             Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op),
+            Op::Total(_) => self.total(),
             Op::Adamw(op) => self.adamw(op),
+            Op::Each(each) => self.each(each),
+            Op::Fused(op) => self.region(op),
+            without_kernel!() => Err("there is none yet".to_string()),
         }
+    }
+
+    /// Adds the steps of another operation on some of the operands and results.
+    fn nested(&mut self, op: &Op, operands: &[usize], results: &[usize]) -> Result<(), Unsupported> {
+        let types = |all: &[TensorType], of: &[usize]| of.iter().map(|index| all[*index].clone()).collect::<Vec<_>>();
+        let (takes, makes) = (types(self.operands, operands), types(self.results, results));
+        let inner = select_within(op, &takes, &makes, self.limit)?;
+        let first = match self.scratch(inner.scratch) {
+            Arg::Scratch(at) => at,
+            _ => 0,
+        };
+        let place = |arg: Arg| match arg {
+            Arg::Operand(index, at) => Arg::Operand(operands[index], at),
+            Arg::Result(index, at) => Arg::Result(results[index], at),
+            Arg::Scratch(at) => Arg::Scratch(first + at),
+        };
+        for step in inner.steps {
+            let step = match step {
+                Step::Launch(mut launch) => {
+                    launch.buffers.iter_mut().for_each(|arg| *arg = place(*arg));
+                    Step::Launch(launch)
+                }
+                Step::Zero { to, bytes } => Step::Zero { to: place(to), bytes },
+                Step::Copy { from, to, bytes } => Step::Copy { from: place(from), to: place(to), bytes },
+                other => {
+                    let (op, operands) = (op.name().to_string(), format!("{takes:?}"));
+                    return Err(Unsupported { op, operands, reason: format!("{other:?} within another operation") });
+                }
+            };
+            self.out.steps.push(step);
+        }
+        Ok(())
     }
 
     /// Scratch memory that stays valid until the operation ends.

@@ -1,8 +1,8 @@
-//! Reductions, normalizations and the cross-entropy.
+//! Reductions, the softmax and the cross-entropy.
 
 use super::cut::Cut;
 use super::{Arg, OP, RES, Select, lanes, row_threads};
-use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
+use crate::cuda::kernel::{Elem, Kernel, Pack};
 use crate::cuda::kernels::fold::{COLUMNS, Fold, reduce_columns, reduce_segments};
 use crate::cuda::kernels::rows as kernels;
 use shardc_ir::DType;
@@ -183,107 +183,6 @@ impl Select<'_> {
         let buffers = [(OP(0), bytes), (RES(0), vectors * width as u64 * types[1].size())];
         self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
         Ok(())
-    }
-
-    pub(super) fn rms_norm(&mut self, eps: f64) -> Result<(), String> {
-        let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types);
-        let kernel = Kernel::new("rms_norm", &types, width, threads, &(), move |d| {
-            let (x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<1>>());
-            let (y, rstd) = (d.output::<Pack<0>>(), d.output::<f32>());
-            let (columns, eps) = (d.number(), d.real());
-            kernels::rms_norm::expand(d.scope(), x, gamma, y, rstd, columns, eps, threads);
-        });
-        let buffers = [(OP(0), bytes), (OP(1), 0), (RES(0), bytes), (RES(1), STATISTIC)];
-        self.launch_cut(kernel, &buffers, vec![vectors as u32], vec![eps as f32], Cut::rows(count));
-        Ok(())
-    }
-
-    pub(super) fn rms_norm_grad(&mut self) -> Result<(), String> {
-        let types = [self.operands[1].dtype, self.operands[2].dtype];
-        let Rows { count, bytes, vectors, width, threads } = self.rows_of(1, &types);
-        let kernel = Kernel::new("rms_norm_grad", &types, width, threads, &(), move |d| {
-            let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
-            let (gamma, rstd, dx) = (d.input::<Pack<1>>(), d.input::<f32>(), d.output::<Pack<0>>());
-            let columns = d.number();
-            kernels::rms_norm_grad::expand(d.scope(), dy, x, gamma, rstd, dx, columns, threads);
-        });
-        let buffers = [(OP(0), bytes), (OP(1), bytes), (OP(2), 0), (OP(3), STATISTIC), (RES(0), bytes)];
-        self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
-        self.norm_weights_grad(None, OP(3), RES(1), None);
-        Ok(())
-    }
-
-    pub(super) fn layer_norm(&mut self, eps: f64) -> Result<(), String> {
-        let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types);
-        let kernel = Kernel::new("layer_norm", &types, width, threads, &(), move |d| {
-            let (x, gamma, beta) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<1>>());
-            let (y, mean, rstd) = (d.output::<Pack<0>>(), d.output::<f32>(), d.output::<f32>());
-            let (columns, eps) = (d.number(), d.real());
-            kernels::layer_norm::expand(d.scope(), x, gamma, beta, y, mean, rstd, columns, eps, threads);
-        });
-        let statistics = [RES(1), RES(2)].map(|arg| (arg, STATISTIC));
-        let buffers = [[(OP(0), bytes), (OP(1), 0), (OP(2), 0), (RES(0), bytes)].as_slice(), &statistics].concat();
-        self.launch_cut(kernel, &buffers, vec![vectors as u32], vec![eps as f32], Cut::rows(count));
-        Ok(())
-    }
-
-    pub(super) fn layer_norm_grad(&mut self) -> Result<(), String> {
-        let types = [self.operands[1].dtype, self.operands[2].dtype];
-        let Rows { count, bytes, vectors, width, threads } = self.rows_of(1, &types);
-        let kernel = Kernel::new("layer_norm_grad", &types, width, threads, &(), move |d| {
-            let (dy, x, gamma) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<1>>());
-            let (mean, rstd, dx) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
-            let columns = d.number();
-            kernels::layer_norm_grad::expand(d.scope(), dy, x, gamma, mean, rstd, dx, columns, threads);
-        });
-        let statistics = [OP(3), OP(4)].map(|arg| (arg, STATISTIC));
-        let values = [(OP(0), bytes), (OP(1), bytes), (OP(2), 0)];
-        let buffers = [values.as_slice(), &statistics, &[(RES(0), bytes)]].concat();
-        self.launch_cut(kernel, &buffers, vec![vectors as u32], Vec::new(), Cut::rows(count));
-        self.norm_weights_grad(Some(OP(3)), OP(4), RES(1), Some(RES(2)));
-        Ok(())
-    }
-
-    /// The gradients of a norm's gamma and beta, from `dy` (operand 0) and `x` (operand 1): partial
-    /// sums over chunks of rows, and then their sum, so that the result does not depend on timing.
-    fn norm_weights_grad(&mut self, mean: Option<Arg>, rstd: Arg, dgamma: Arg, dbeta: Option<Arg>) {
-        let types = [self.operands[1].dtype];
-        let size = self.operands[2].elements();
-        let rows = self.operands[1].elements() / size.max(1);
-        let width = lanes(&[types[0], DType::F32], &[size]);
-        let columns = size / width as u64;
-        let blocks = columns.div_ceil(u64::from(COLUMNS));
-        let chunks = chunks(blocks, rows);
-        let chunk = rows.div_ceil(chunks);
-        let tile = tile_rows(chunk);
-        let partial = self.scratch(chunks * size * 4);
-        let partial_beta = dbeta.map(|_| self.scratch(chunks * size * 4));
-        let centered = mean.is_some();
-        let kernel = Kernel::new("norm_weights_grad", &types, width, tile * COLUMNS, &centered, move |d| {
-            let (dy, x) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
-            let (mean, rstd) = (d.input::<f32>(), d.input::<f32>());
-            let (dgamma, dbeta) = (d.output::<PackF32>(), d.output::<PackF32>());
-            let (rows, columns, chunk) = (d.number(), d.number(), d.number());
-            let scope = d.scope();
-            let (r, c) = (rows, columns);
-            kernels::norm_weights_grad::expand(
-                scope, dy, x, mean, rstd, dgamma, dbeta, r, c, chunk, centered, tile, width,
-            );
-        });
-        let grid = [blocks as u32, 1, 1];
-        let cut = Cut { grid, axis: 1, per_unit: chunk, per_block: chunk, number: Some(0), ..Cut::rows(rows) };
-        let values = [OP(0), OP(1)].map(|arg| (arg, chunk * size * types[0].size()));
-        let statistics = [mean.unwrap_or(rstd), rstd].map(|arg| (arg, chunk * STATISTIC));
-        let sums = [partial, partial_beta.unwrap_or(partial)].map(|arg| (arg, size * 4));
-        let numbers = vec![0, columns as u32, chunk as u32];
-        self.launch_cut(kernel, &[values, statistics, sums].concat(), numbers, Vec::new(), cut);
-        for (from, to) in [(Some(partial), Some(dgamma)), (partial_beta, dbeta)] {
-            if let (Some(from), Some(to)) = (from, to) {
-                self.fold_columns(Fold::Sum, (from, DType::F32), (to, DType::F32), [1, chunks, size], 1);
-            }
-        }
     }
 
     pub(super) fn cross_entropy(&mut self, op: &CrossEntropy) -> Result<(), String> {

@@ -1,0 +1,133 @@
+//! Models of every kind through the command line: planned for clusters of GPUs, explained, simulated,
+//! verified, and trained on CPU ranks. Nothing here or in `shardc` is about one model.
+
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs shardc, and expects an exit code and words in what it says.
+#[track_caller]
+fn check(args: &[&str], code: i32, words: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
+    }
+    text
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// An input of a model: its name, its shape, and what its integers are below; 0 for floats.
+type Input = (&'static str, &'static [usize], i64);
+
+const MODELS: [(&str, &[Input]); 5] = [
+    ("resnet-tiny", &[("images", &[8, 3, 16, 16], 0), ("labels", &[8], 10)]),
+    ("unet-tiny", &[("images", &[8, 3, 16, 16], 0), ("masks", &[8, 16, 16], 2)]),
+    ("mixer-tiny", &[("images", &[8, 3, 16, 16], 0), ("labels", &[8], 10)]),
+    ("two-tower-tiny", &[("users", &[8], 1000), ("items", &[8], 1000)]),
+    ("moe-tiny", &[("input_ids", &[8, 16], 256), ("labels", &[8, 16], 256)]),
+];
+
+/// Writes exact batches for some steps, the same for all of them, so that their losses can be compared.
+fn batches(path: &Path, inputs: &[Input], steps: usize) {
+    let mut tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> = BTreeMap::new();
+    for (step, (name, shape, below)) in (0..steps).flat_map(|step| inputs.iter().map(move |input| (step, input))) {
+        let numbers = (0..shape.iter().product::<usize>()).map(|at| (at * 7919) as i64);
+        let (dtype, bytes) = match below {
+            0 => (Dtype::F32, numbers.flat_map(|x| ((x % 2001) as f32 / 1000.0 - 1.0).to_le_bytes()).collect()),
+            below => (Dtype::I64, numbers.flat_map(|x| (x % below).to_le_bytes()).collect()),
+        };
+        tensors.insert(format!("{name}.{step}"), (dtype, shape.to_vec(), bytes));
+    }
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+/// The losses of a short run.
+fn losses(model: &str, data: &Path, cluster: &str, pins: &str) -> Vec<f64> {
+    let dir = tempfile::tempdir().unwrap();
+    let metrics = dir.path().join("metrics.jsonl");
+    let common = ["--steps", "3", "--lr", "0.001", "--cluster", cluster, "--pin", pins];
+    let files = ["train", model, "--data", text(data), "--metrics", text(&metrics)];
+    check(&[&files[..], &common[..]].concat(), 0, &["3 of 3 steps"]);
+    let lines = std::fs::read_to_string(metrics).unwrap();
+    let loss = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap();
+    lines.lines().map(loss).collect()
+}
+
+#[test]
+fn trained_on_one_rank_and_on_several() {
+    let dir = tempfile::tempdir().unwrap();
+    for (model, inputs) in MODELS {
+        let data = dir.path().join(format!("{model}.safetensors"));
+        batches(&data, inputs, 3);
+        let whole = losses(model, &data, "cpu:1", "");
+        assert!(whole[2] < whole[0], "{model}: {whole:?}");
+        for (cluster, pins) in [("cpu:2", "dp=2,zero=1"), ("cpu:4", "dp=2,tp=2,zero=3")] {
+            let spread = losses(model, &data, cluster, pins);
+            let off = whole.iter().zip(&spread).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max);
+            assert!(off < 1e-4, "{model} with {pins}: {spread:?} for {whole:?}");
+        }
+    }
+}
+
+#[test]
+fn planned_explained_simulated_and_verified() {
+    let dir = tempfile::tempdir().unwrap();
+    for (model, _) in MODELS {
+        let plan = dir.path().join(format!("{model}.json"));
+        let plan = text(&plan);
+        check(&["plan", model, "--cluster", "cpu:4", "--batch", "8", "-o", plan], 0, &["runners-up"]);
+        check(&["explain", plan], 0, &["layouts"]);
+        check(&["simulate", plan], 0, &[]);
+        check(&["verify", plan], 0, &["gradient norm"]);
+    }
+}
+
+#[test]
+fn planned_for_many_gpus() {
+    let dir = tempfile::tempdir().unwrap();
+    let asked = [
+        ("resnet-50", "h100:8x2", "--pin tp=1"),
+        ("unet", "h100:8", "--pin zero=1"),
+        ("mixer-b-16", "h100:8x8", "--pin microbatch=2"),
+        ("two-tower", "h100:8x8", ""),
+        ("mixtral-8x7b", "h100:8x2", "--seq 512 --pin microbatch=8"),
+    ];
+    for (model, cluster, more) in asked {
+        let plan = dir.path().join("plan.json");
+        let args = ["plan", model, "--cluster", cluster, "--batch", "128", "-o", text(&plan)];
+        let more: Vec<&str> = more.split_whitespace().collect();
+        check(&[&args[..], &more].concat(), 0, &["memory"]);
+        check(&["verify", text(&plan), "--static-only"], 0, &["compute the graph of one device"]);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    check(&["plan", "resnet-tiny", "--seq", "16"], 2, &["takes no sequences", "--seq out"]);
+    check(&["plan", "unet-tiny", "--maximize", "layers"], 2, &["no layers that are alike"]);
+    check(&["plan", "resnet-tiny", "--cluster", "h100:2", "--batch", "8"], 0, &["has no kernel yet for `convolution`"]);
+    // Statistics of the batch are those of the whole batch.
+    check(&["plan", "resnet-tiny", "--batch", "8", "--pin", "microbatch=2"], 2, &["microbatch"]);
+    let dir = tempfile::tempdir().unwrap();
+    let words = dir.path().join("words.txt");
+    std::fs::write(&words, "some text").unwrap();
+    let train = |data: &Path, words: &[&str]| {
+        check(&["train", "resnet-tiny", "--data", text(data), "--steps", "1"], 2, words);
+    };
+    train(&words, &["no language model", "images.STEP"]);
+    let data = dir.path().join("data.safetensors");
+    batches(&data, &[("images", &[8, 3, 16, 16], 0), ("labels", &[8], 11)], 1);
+    train(&data, &["`labels.0` holds 10", "below 10"]);
+    batches(&data, &[("images", &[8, 3, 16, 16], 0)], 1);
+    train(&data, &["no tensors for input `labels`"]);
+}

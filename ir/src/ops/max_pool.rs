@@ -1,0 +1,90 @@
+//! The maximum of every window of a picture, and its derivative.
+
+use super::window::Window;
+use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape};
+use crate::factor::{Dims, FactorRule};
+use crate::types::TensorType;
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// From `x` `[b, c, h, w]`: the maxima `[b, c, oh, ow]`. Padding never is one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MaxPool {
+    /// Height and width of a window.
+    pub kernel: [u64; 2],
+    /// How it slides.
+    #[serde(flatten)]
+    pub window: Window,
+}
+
+/// From operands `dy` `[b, c, oh, ow]` and `x` `[b, c, h, w]`: `dx`. The first maximum of a window, row by
+/// row, has its cotangent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MaxPoolGrad {
+    /// As in the forward operation.
+    pub kernel: [u64; 2],
+    /// As in the forward operation.
+    #[serde(flatten)]
+    pub window: Window,
+}
+
+/// The shape of the maxima.
+fn pooled(kernel: [u64; 2], window: &Window, x: &TensorType) -> Result<Vec<u64>, String> {
+    expect_float(x)?;
+    let [b, c, h, w] = x.shape[..] else { return Err(format!("takes pictures [b, c, h, w], not {x}")) };
+    let [rows, columns] = window.count([h, w], kernel)?;
+    for axis in [0, 1] {
+        let size = [h, w][axis];
+        let count = [rows, columns][axis];
+        if (0..count).any(|at| window.overlap(axis, size, kernel[axis], at).1 == 0) {
+            return Err(format!("a window of {kernel:?} lies in the padding of {x} only"));
+        }
+    }
+    Ok(vec![b, c, rows, columns])
+}
+
+/// The rule, and the dimensions of the picture and of the maxima.
+fn factors(kernel: [u64; 2], window: &Window, x: &TensorType) -> (FactorRule, Dims, Dims) {
+    let mut rule = FactorRule::default();
+    let (b, c) = (rule.parallel("b", x.shape[0]), rule.parallel("c", x.shape[1]));
+    let [h, w] = window.factors(&mut rule, [x.shape[2], x.shape[3]], kernel, None);
+    (rule, vec![vec![b], vec![c], h.picture, w.picture], vec![vec![b], vec![c], h.windows, w.windows])
+}
+
+impl OpDef for MaxPool {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        Ok(vec![operands[0].with_shape(pooled(self.kernel, &self.window, &operands[0])?)])
+    }
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let (mut rule, x, y) = factors(self.kernel, &self.window, &operands[0]);
+        (rule.operands, rule.results) = (vec![x], vec![y]);
+        rule
+    }
+    fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
+        Flops((results[0].elements() * self.kernel[0] * self.kernel[1]) as f64)
+    }
+    fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
+        let (dy, x) = (gradient.cotangent(0)?, gradient.operands[0]);
+        let dx = gradient.add(MaxPoolGrad { kernel: self.kernel, window: self.window.clone() }, &[dy, x], &[])?;
+        gradient.set(0, dx);
+        Ok(())
+    }
+}
+
+impl OpDef for MaxPoolGrad {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 2)?;
+        expect_shape("the cotangent", &operands[0], &pooled(self.kernel, &self.window, &operands[1])?)?;
+        Ok(vec![operands[1].clone()])
+    }
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let (mut rule, x, y) = factors(self.kernel, &self.window, &operands[1]);
+        rule.linear = vec![vec![0]];
+        (rule.operands, rule.results) = (vec![y, x.clone()], vec![x]);
+        rule
+    }
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        Flops((operands[0].elements() * self.kernel[0] * self.kernel[1]) as f64)
+    }
+}

@@ -1,0 +1,187 @@
+//! Regions of operations that a target runs as one kernel.
+//!
+//! Between two kernels a value is written to memory and read again. An operation therefore joins the one
+//! that makes an operand of it, if the target has a kernel for both together: a residual's sum joins the
+//! derivative of the norm before it, the gradient of a bias joins what it is the sum of. What the pair
+//! then is joins others in the same way. No pattern is listed here: the target says what it can fuse.
+//!
+//! A region runs where its first operation stood, so the others move up, past everything that they do
+//! not depend on. What only the region reads is no buffer any more.
+
+use super::{Draft, Hint, Item, StorageId};
+use shardc_ir::ops::{Fused, FusedStep, Op};
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, Target, TensorType};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Fuses what the target has kernels for, in every section.
+pub(super) fn fuse(draft: &mut Draft, target: &dyn Target) {
+    let touches = Touches::of(draft);
+    for section in 0..draft.sections.len() {
+        let forming = Forming { draft, target, section, touches: &touches };
+        let regions = forming.regions();
+        let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
+        let mut moved: BTreeSet<usize> = BTreeSet::new();
+        for members in regions.values().filter(|members| members.len() > 1) {
+            if let Some(instruction) = forming.fused(members) {
+                fused.insert(members[0], instruction);
+                moved.extend(&members[1..]);
+            }
+        }
+        let items = std::mem::take(&mut draft.sections[section]).into_iter().enumerate();
+        let kept = items.filter(|(at, _)| !moved.contains(at)).map(|(at, item)| match fused.remove(&at) {
+            Some(instruction) => Item { instruction, hint: Hint::None },
+            None => item,
+        });
+        draft.sections[section] = kept.collect();
+    }
+}
+
+/// Who touches each storage, in order, by section and index; and the storages that others read: those that
+/// outlive the step, and those that another stage of a pipeline is given.
+struct Touches {
+    by: Vec<Vec<(usize, usize)>>,
+    kept: BTreeSet<StorageId>,
+}
+
+impl Touches {
+    fn of(draft: &Draft) -> Self {
+        let mut by = vec![Vec::new(); draft.storages as usize];
+        for (section, items) in draft.sections.iter().enumerate() {
+            for (index, item) in items.iter().enumerate() {
+                for buffer in item.instruction.buffers() {
+                    by[draft.storage[buffer].0 as usize].push((section, index));
+                }
+            }
+        }
+        let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
+        kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
+        let messages = draft.stage.iter().flat_map(|stage| &stage.messages);
+        kept.extend(messages.map(|message| draft.storage[message.buffer]));
+        Self { by, kept }
+    }
+
+    fn get(&self, storage: StorageId) -> &[(usize, usize)] {
+        &self.by[storage.0 as usize]
+    }
+}
+
+/// The regions of one section.
+struct Forming<'a> {
+    draft: &'a Draft,
+    target: &'a dyn Target,
+    section: usize,
+    touches: &'a Touches,
+}
+
+impl Forming<'_> {
+    fn item(&self, at: usize) -> &Item {
+        &self.draft.sections[self.section][at]
+    }
+
+    fn op(&self, at: usize) -> Option<&Op> {
+        let Item { instruction, hint: Hint::None } = self.item(at) else { return None };
+        match &instruction.action {
+            Action::Compute(op) if !self.draft.is_view(instruction) => Some(op),
+            _ => None,
+        }
+    }
+
+    /// By their first operation, the operations of each region in their order.
+    fn regions(&self) -> BTreeMap<usize, Vec<usize>> {
+        let mut regions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        let mut region_of: HashMap<usize, usize> = HashMap::new();
+        let mut makers: HashMap<BufferId, usize> = HashMap::new();
+        for at in 0..self.draft.sections[self.section].len() {
+            let instruction = &self.item(at).instruction;
+            if self.op(at).is_some() {
+                let made_by = instruction.operands.iter().filter_map(|buffer| makers.get(buffer));
+                let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
+                let fits = |first: &&usize| {
+                    let members = &regions[*first];
+                    self.may_move(at, members) && self.fused(&[members, &[at][..]].concat()).is_some()
+                };
+                let first = joined.iter().rev().find(fits).copied().unwrap_or(at);
+                regions.entry(first).or_default().push(at);
+                region_of.insert(at, first);
+            }
+            makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
+        }
+        regions
+    }
+
+    /// Whether an operation may run where a region does: what it reads and no operation of the region
+    /// makes is there before it, and what it writes is nobody's business before.
+    fn may_move(&self, at: usize, members: &[usize]) -> bool {
+        let instruction = &self.item(at).instruction;
+        let is_made = |buffer: &BufferId| members.iter().any(|member| self.makes(*member, *buffer));
+        let is_written = |buffer: &BufferId| {
+            let storage = self.draft.storage[*buffer];
+            let writes = |index: usize| {
+                let mut results = self.item(index).instruction.results.iter();
+                results.any(|result| self.draft.storage[*result] == storage)
+            };
+            let between = |(section, index): &(usize, usize)| {
+                *section == self.section && (members[0]..at).contains(index) && writes(*index)
+            };
+            self.touches.get(storage).iter().any(between)
+        };
+        let is_fresh = |buffer: &BufferId| {
+            let storage = self.draft.storage[*buffer];
+            self.touches.get(storage).first() == Some(&(self.section, at)) && !self.touches.kept.contains(&storage)
+        };
+        instruction.operands.iter().all(|buffer| is_made(buffer) || !is_written(buffer))
+            && instruction.results.iter().all(is_fresh)
+    }
+
+    fn makes(&self, at: usize, buffer: BufferId) -> bool {
+        self.item(at).instruction.results.contains(&buffer)
+    }
+
+    /// The instruction of a region, if the target has a kernel for it.
+    fn fused(&self, members: &[usize]) -> Option<Instruction> {
+        let is_made = |buffer: &BufferId| members.iter().any(|member| self.makes(*member, *buffer));
+        let mut operands: Vec<BufferId> = Vec::new();
+        for buffer in members.iter().flat_map(|member| &self.item(*member).instruction.operands) {
+            if !is_made(buffer) && !operands.contains(buffer) {
+                operands.push(*buffer);
+            }
+        }
+        let mut values: Vec<BufferId> = operands.clone();
+        let mut region = Fused::default();
+        let mut results = Vec::new();
+        for member in members {
+            let instruction = &self.item(*member).instruction;
+            let value = |buffer: &BufferId| values.iter().position(|value| value == buffer);
+            let of = instruction.operands.iter().map(value).collect::<Option<Vec<_>>>()?;
+            let types = self.types(&instruction.results);
+            let step =
+                FusedStep { op: self.op(*member)?.clone(), operands: of, results: types, source: instruction.source };
+            region.steps.push(step);
+            for buffer in &instruction.results {
+                if self.leaves(*buffer, members) {
+                    region.results.push(values.len());
+                    results.push(*buffer);
+                }
+                values.push(*buffer);
+            }
+        }
+        let types = self.types(&operands);
+        let first = &self.item(*members.first()?).instruction;
+        (!results.is_empty() && self.target.fuses(&region, &types)).then(|| {
+            let action = Action::Compute(region.into());
+            Instruction { source: first.source, ..Instruction::new(action, operands, results, first.stream) }
+        })
+    }
+
+    fn types(&self, buffers: &[BufferId]) -> Vec<TensorType> {
+        buffers.iter().map(|buffer| self.draft.buffers[*buffer].ty.clone()).collect()
+    }
+
+    /// Whether anything but the members sees a value.
+    fn leaves(&self, buffer: BufferId, members: &[usize]) -> bool {
+        let storage = self.draft.storage[buffer];
+        let is_inside = |(section, at): &(usize, usize)| *section == self.section && members.contains(at);
+        self.touches.kept.contains(&storage) || !self.touches.get(storage).iter().all(is_inside)
+    }
+}

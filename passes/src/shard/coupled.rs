@@ -1,0 +1,92 @@
+//! What the samples of a batch have to do with each other: statistics over all of them, products of each
+//! with every other.
+//!
+//! Such values are exchanged between the ranks that divide the batch, in the middle of the forward and
+//! the backward pass. Most models have none: their samples meet in the loss and in the gradients only.
+
+use super::family::batch_axes;
+use super::layout::{Along, Extent, convert_seconds};
+use super::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::cost::collective::Group;
+use shardc_ir::{AxisId, Choice, Strategy};
+
+/// Whether the batch can be divided over an axis of time: a value that is summed over microbatches exists
+/// only after the last of them, and so does what is made of it; one that is divided over them is never
+/// whole.
+pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: AxisId) -> bool {
+    let made = |flow: &Flow| {
+        let sharding = prepared.rules[flow.maker].result_sharding(flow.result, &strategies[flow.maker]);
+        Along::of(&sharding, axis)
+    };
+    let flows: Vec<(&Flow, Along)> = prepared.flows.iter().map(|flow| (flow, made(flow))).collect();
+    let is_looped = |class: usize| prepared.in_loop(class);
+    let mut late = vec![false; prepared.rules.len()];
+    loop {
+        let mut is_settled = true;
+        for (flow, from) in &flows {
+            if !late[flow.maker] && !matches!(from, Along::Partial(_)) {
+                continue;
+            }
+            for (reader, _, _) in flow.readers.iter().filter(|(reader, _, _)| !is_looped(*reader)) {
+                is_settled &= std::mem::replace(&mut late[*reader], true);
+            }
+        }
+        if is_settled {
+            break;
+        }
+    }
+    let reads = |(reader, operand, _): &(usize, usize, usize)| {
+        Along::of(&prepared.rules[*reader].operand_sharding(*operand, &strategies[*reader]), axis)
+    };
+    flows.iter().all(|(flow, from)| {
+        flow.readers.iter().all(|read| match from {
+            Along::Whole => !late[flow.maker] || !is_looped(read.0),
+            Along::Partial(_) => reads(read) == *from || !is_looped(read.0),
+            Along::Dim(_) => reads(read) == *from,
+        })
+    })
+}
+
+/// The conversions along the axes that divide the batch over ranks, between nodes that run once per
+/// microbatch.
+pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> {
+    let mut conversions = Vec::new();
+    let is_looped = |class: usize| matches!(prepared.batch[class], Choice::Factor(_));
+    for axis in batch_axes(placed.mesh).into_iter().filter(|axis| !placed.mesh.is_time(*axis)) {
+        let group = Group::new(placed.mesh, &[axis], placed.cluster);
+        for flow in &prepared.flows {
+            let rule = &prepared.rules[flow.maker];
+            let made = rule.result_sharding(flow.result, &placed.strategies[flow.maker]);
+            let from = Along::of(&made, axis);
+            if from == Along::Whole {
+                continue;
+            }
+            let class = &prepared.folded.classes[flow.maker];
+            let value = prepared.graph.node(class.node).results[flow.result];
+            let ty = Prepared::local(prepared.graph.ty(value), &made, placed.mesh);
+            let parts = if matches!(from, Along::Dim(_)) { group.size() as f64 } else { 1.0 };
+            let whole = ty.bytes().0 as f64 * parts;
+            let mut known = Vec::new();
+            for (reader, operand, _) in flow.readers.iter().filter(|(reader, _, _)| is_looped(*reader)) {
+                let read = prepared.rules[*reader].operand_sharding(*operand, &placed.strategies[*reader]);
+                let to = Along::of(&read, axis);
+                if to == from || known.contains(&to) {
+                    continue;
+                }
+                known.push(to);
+                let extent = Extent { bytes: whole, shape: &ty.shape };
+                conversions.push(Conversion {
+                    maker: flow.maker,
+                    result: flow.result,
+                    reader: *reader,
+                    seconds: convert_seconds(from, to, extent, group, placed.cluster),
+                    count: class.members.len(),
+                    bytes: if matches!(to, Along::Dim(_)) { whole / group.size() as f64 } else { whole },
+                    is_shared: flow.readers.len() > 1,
+                    is_early: matches!(from, Along::Partial(_)),
+                });
+            }
+        }
+    }
+    conversions
+}

@@ -1,0 +1,338 @@
+//! What the kernels of regions are put together from: functions on vectors of f32 in registers.
+
+use super::elementwise::{Pair, apply, combine, derivative, sigmoid};
+use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
+use cubecl::prelude::*;
+use shardc_ir::ops::UnaryKind;
+
+/// The elements in f32.
+#[cube]
+pub fn widen(x: Pack<0>) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = f32::cast_from(x[lane]);
+    }
+    out
+}
+
+/// The elements rounded to the kernel's element type.
+#[cube]
+pub fn narrow(x: PackF32) -> Pack<0> {
+    let mut out = Pack::<0>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = Elem::<0>::cast_from(x[lane]);
+    }
+    out
+}
+
+/// One number in every lane.
+#[cube]
+pub fn splat(x: f32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = x;
+    }
+    out
+}
+
+#[cube]
+pub fn load_narrow(x: &Array<Pack<0>>, at: usize) -> Pack<0> {
+    x[at]
+}
+
+#[cube]
+pub fn load_wide(x: &Array<PackF32>, at: usize) -> PackF32 {
+    x[at]
+}
+
+#[cube]
+pub fn load_number(x: &Array<f32>, at: usize) -> f32 {
+    x[at]
+}
+
+#[cube]
+pub fn load_element(x: &Array<Elem<0>>) -> f32 {
+    f32::cast_from(x[0])
+}
+
+#[cube]
+pub fn store_narrow(y: &mut Array<Pack<0>>, at: usize, value: PackF32, is_inside: bool) {
+    if is_inside {
+        y[at] = narrow(value);
+    }
+}
+
+#[cube]
+pub fn store_wide(y: &mut Array<PackF32>, at: usize, value: PackF32, is_inside: bool) {
+    if is_inside {
+        y[at] = value;
+    }
+}
+
+/// The first unit of the block writes a number of the row.
+#[cube]
+pub fn store_number(y: &mut Array<f32>, at: usize, value: f32) {
+    if UNIT_POS == 0 {
+        y[at] = value;
+    }
+}
+
+/// `f(x)`
+#[cube]
+pub fn unary(x: PackF32, #[comptime] kind: UnaryKind) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = apply(x[lane], kind);
+    }
+    out
+}
+
+/// `f'(x) * dy`
+#[cube]
+pub fn unary_grad(dy: PackF32, x: PackF32, #[comptime] kind: UnaryKind) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = derivative(x[lane], kind) * dy[lane];
+    }
+    out
+}
+
+/// `f(a, b)`; the kernel's element type 3 is f32.
+#[cube]
+pub fn binary(a: PackF32, b: PackF32, #[comptime] pair: Pair) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = f32::cast_from(combine(Elem::<3>::cast_from(a[lane]), Elem::<3>::cast_from(b[lane]), pair));
+    }
+    out
+}
+
+/// `scale * x + offset`
+#[cube]
+pub fn affine(x: PackF32, #[comptime] scale: f32, #[comptime] offset: f32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = x[lane] * scale + offset;
+    }
+    out
+}
+
+/// `gate * sigmoid(gate) * up`
+#[cube]
+pub fn swiglu(gate: PackF32, up: PackF32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = gate[lane] * sigmoid(gate[lane]) * up[lane];
+    }
+    out
+}
+
+/// The derivative of [`swiglu()`] with respect to the gate.
+#[cube]
+pub fn swiglu_grad_gate(dy: PackF32, gate: PackF32, up: PackF32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        let s = sigmoid(gate[lane]);
+        out[lane] = dy[lane] * up[lane] * s * (1.0f32 + gate[lane] * (1.0f32 - s));
+    }
+    out
+}
+
+/// The derivative of [`swiglu()`] with respect to `up`.
+#[cube]
+pub fn swiglu_grad_up(dy: PackF32, gate: PackF32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = dy[lane] * gate[lane] * sigmoid(gate[lane]);
+    }
+    out
+}
+
+#[cube]
+pub fn add(a: PackF32, b: PackF32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = a[lane] + b[lane];
+    }
+    out
+}
+
+#[cube]
+pub fn multiply(a: PackF32, b: PackF32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = a[lane] * b[lane];
+    }
+    out
+}
+
+/// `(x - center) * scale`
+#[cube]
+pub fn normalize(x: PackF32, center: f32, scale: f32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = (x[lane] - center) * scale;
+    }
+    out
+}
+
+/// `scale * (own - mean_own - normal * mean_product)`, the derivative of a norm.
+#[cube]
+pub fn project(own: PackF32, normal: PackF32, mean_own: f32, mean_product: f32, scale: f32) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = scale * (own[lane] - mean_own - normal[lane] * mean_product);
+    }
+    out
+}
+
+/// The sum of the lanes of `a * b`, or 0 outside.
+#[cube]
+pub fn dot(a: PackF32, b: PackF32, is_inside: bool) -> f32 {
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        sum.store(sum.read() + a[lane] * b[lane]);
+    }
+    select(is_inside, sum.read(), 0.0f32)
+}
+
+/// The sum of the lanes, or 0 outside.
+#[cube]
+pub fn total(a: PackF32, is_inside: bool) -> f32 {
+    let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        sum.store(sum.read() + a[lane]);
+    }
+    select(is_inside, sum.read(), 0.0f32)
+}
+
+#[cube]
+pub fn sum_two(a: f32, b: f32) -> f32 {
+    a + b
+}
+
+/// `sum / columns`, where a row has so many vectors.
+#[cube]
+pub fn mean(sum: f32, columns: usize) -> f32 {
+    sum / f32::cast_from((columns * Lanes::value()) as u32)
+}
+
+/// `1 / sqrt(x + eps)`
+#[cube]
+pub fn reciprocal_deviation(x: f32, #[comptime] eps: f32) -> f32 {
+    1.0f32 / (x + eps).sqrt()
+}
+
+/// The vector of a row that a unit begins with, where a block has `wide` of them.
+#[cube]
+pub fn first_column(#[comptime] wide: u32) -> usize {
+    CUBE_POS_X as usize * comptime!(wide as usize) + UNIT_POS as usize
+}
+
+#[cube]
+pub fn next_column(column: usize, #[comptime] threads: u32) -> usize {
+    column + comptime!(threads as usize)
+}
+
+#[cube]
+pub fn is_below(column: usize, columns: usize) -> bool {
+    column < columns
+}
+
+/// An index that may be read.
+#[cube]
+pub fn clamp_column(column: usize, columns: usize) -> usize {
+    min(column, columns - 1)
+}
+
+#[cube]
+pub fn first_row(chunk: u32) -> usize {
+    (CUBE_POS_Y * chunk) as usize
+}
+
+#[cube]
+pub fn last_row(first: usize, chunk: u32, rows: u32) -> usize {
+    min(first + chunk as usize, rows as usize)
+}
+
+#[cube]
+pub fn next_row(row: usize, last: usize) -> usize {
+    min(row + 1, last - 1)
+}
+
+#[cube]
+pub fn place(row: usize, columns: usize, column: usize) -> usize {
+    row * columns + column
+}
+
+/// The place of a block's partial sum.
+#[cube]
+pub fn partial_place(columns: usize, column: usize) -> usize {
+    CUBE_POS_Y as usize * columns + column
+}
+
+#[cube]
+pub fn as_index(x: u32) -> usize {
+    x as usize
+}
+
+#[cube]
+pub fn zeros() -> PackF32 {
+    splat(f32::new(0.0))
+}
+
+/// Columns that a block of [`sum_partials()`] adds up.
+pub const PARTIAL_COLUMNS: u32 = 32;
+
+/// Units that share a column there.
+pub const PARTIAL_ROWS: u32 = 16;
+
+/// `y = sum of the rows of x`, which is `[rows, columns]`, if the block's second index is `part`; in a fixed order.
+/// The grid is (columns / [`PARTIAL_COLUMNS`], parts), the block [`PARTIAL_ROWS`] x [`PARTIAL_COLUMNS`] units.
+#[cube]
+pub fn sum_partials(x: &Array<f32>, y: &mut Array<f32>, rows: u32, columns: u32, #[comptime] part: u32) {
+    let units = comptime!((PARTIAL_ROWS * PARTIAL_COLUMNS) as usize);
+    let side = comptime!(PARTIAL_COLUMNS as usize);
+    if CUBE_POS_Y == part {
+        let unit = UNIT_POS as usize;
+        let column = CUBE_POS_X as usize * side + unit % side;
+        let columns = columns as usize;
+        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        if column < columns {
+            let row = RuntimeCell::<usize>::new(unit / side);
+            while row.read() < rows as usize {
+                sum.store(sum.read() + x[row.read() * columns + column]);
+                row.store(row.read() + comptime!(PARTIAL_ROWS as usize));
+            }
+        }
+        let mut shared = SharedMemory::<f32>::new(units);
+        shared[unit] = sum.read();
+        sync_cube();
+        if unit < side {
+            if column < columns {
+                let total = RuntimeCell::<f32>::new(shared[unit]);
+                #[unroll]
+                for row in 1..comptime!(PARTIAL_ROWS as usize) {
+                    total.store(total.read() + shared[row * side + unit]);
+                }
+                y[column] = total.read();
+            }
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! One operation on several tensors, and sums of several tensors.
+
+use super::{Arg, OP, RES, Select, Step, THREADS, lanes};
+use crate::cuda::kernel::{Elem, Kernel, Pack};
+use crate::cuda::kernels::many as kernels;
+use crate::cuda::table::{Row, Table};
+use shardc_ir::ops::{Adamw, Each, Op};
+use shardc_ir::{DType, TensorType};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Tensors of one launch: their places are arguments, of which there is room for some hundreds.
+const SLOTS: usize = 16;
+
+/// Terms of a sum that one launch adds.
+const TERMS: usize = 64;
+
+/// Vectors that a block works on: eight per thread.
+const CHUNK: u32 = 8 * THREADS;
+
+/// An item of an instruction: which one, and its first operand and result.
+#[derive(Clone, Copy)]
+struct Item {
+    operand: usize,
+    result: usize,
+    /// How many vectors its tensors have.
+    vectors: u32,
+}
+
+impl Item {
+    fn blocks(self) -> u32 {
+        self.vectors.div_ceil(CHUNK).max(1)
+    }
+}
+
+impl Select<'_> {
+    pub(super) fn each(&mut self, each: &Each) -> Result<(), String> {
+        let (takes, makes) = (self.operands.len() / each.count, self.results.len() / each.count);
+        // Tensors of one type and one width of vectors are one table.
+        let mut kinds: BTreeMap<(Vec<DType>, usize), Vec<Item>> = BTreeMap::new();
+        for index in 0..each.count {
+            let (operand, result) = (index * takes, index * makes);
+            let ty = |at: usize| -> &TensorType { &self.operands[operand + at] };
+            let types: Vec<DType> = match &*each.op {
+                Op::Adamw(_) if ty(2).dtype != ty(3).dtype => return Err("moments of two element types".to_string()),
+                Op::Adamw(_) => (0..3).map(|at| ty(at).dtype).collect(),
+                _ => vec![ty(0).dtype],
+            };
+            let elements = ty(0).elements();
+            if elements >= 1 << 31 {
+                return Err(format!("{} is too large to be one of several", ty(0)));
+            }
+            let width = lanes(&types, &[elements]);
+            let item = Item { operand, result, vectors: (elements / width as u64) as u32 };
+            kinds.entry((types, width)).or_default().push(item);
+        }
+        for ((types, width), items) in kinds {
+            match &*each.op {
+                Op::Adamw(op) => self.adamw_many(op, &types, width, &items),
+                Op::SumSquares(_) => self.squares_many(types[0], width, &items),
+                other => return Err(format!("several {} at once", other.name())),
+            }
+        }
+        Ok(())
+    }
+
+    fn table(&mut self, table: Table) {
+        self.out.steps.push(Step::Table(Box::new(table)));
+    }
+
+    fn adamw_many(&mut self, op: &Adamw, types: &[DType], width: usize, items: &[Item]) {
+        let columns = 10;
+        let kernel = Kernel::new("adamw_many", types, width, THREADS, &(), move |d| {
+            let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
+            let (np, nm, nv) = (d.output::<Pack<0>>(), d.output::<Pack<2>>(), d.output::<Pack<2>>());
+            let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
+            let table = d.numbers(SLOTS * (1 + columns + 1));
+            let (l1, l2, r1, r2, eps, decay) = (d.real(), d.real(), d.real(), d.real(), d.real(), d.real());
+            let (_, _) = (d.number(), d.number());
+            let scope = d.scope();
+            kernels::adamw_many::expand(
+                scope, p, g, m, v, np, nm, nv, scale, rate, step, table, l1, l2, r1, r2, eps, decay, SLOTS, CHUNK,
+                THREADS,
+            );
+        });
+        let row = |item: &Item| {
+            let operand = |at: usize| OP(item.operand + at);
+            let results = (0..3).map(|at| RES(item.result + at));
+            Row {
+                tensors: (0..4).map(operand).chain(results).chain((4..7).map(operand)).collect(),
+                numbers: vec![item.vectors],
+                blocks: item.blocks(),
+            }
+        };
+        let bytes = |index: usize| types[index].size() * width as u64;
+        let units = [0, 1, 2, 2, 0, 2, 2].map(bytes).into_iter().chain([4; 3]).collect();
+        let reals = super::elementwise::adamw_reals(op);
+        self.table(Table {
+            kernel: Arc::new(kernel),
+            slots: SLOTS,
+            units,
+            rows: items.iter().map(row).collect(),
+            buffers: Vec::new(),
+            reals: reals.to_vec(),
+            blocks: None,
+        });
+    }
+
+    fn squares_many(&mut self, dtype: DType, width: usize, items: &[Item]) {
+        let blocks: u32 = items.iter().map(|item| item.blocks()).sum();
+        let partial = self.scratch(u64::from(blocks) * 4);
+        let chunks = Kernel::new("squares_many", &[dtype], width, THREADS, &(), |d| {
+            let (x, partial) = (d.input::<Pack<0>>(), d.output::<f32>());
+            let table = d.numbers(SLOTS * 4);
+            let (_, _) = (d.number(), d.number());
+            kernels::squares_many::expand(d.scope(), x, partial, table, SLOTS, CHUNK, THREADS);
+        });
+        let sums = Kernel::new("sums_many", &[DType::F32], 1, THREADS, &(), |d| {
+            let (y, partial) = (d.output::<Elem<0>>(), d.input::<f32>());
+            let table = d.numbers(SLOTS * 4);
+            let (_, _) = (d.number(), d.number());
+            kernels::sums_many::expand(d.scope(), y, partial, table, SLOTS, THREADS);
+        });
+        let (mut rows, mut ends, mut first) = (Vec::new(), Vec::new(), 0);
+        for item in items {
+            let blocks = item.blocks();
+            let (tensors, numbers) = (vec![OP(item.operand)], vec![item.vectors, first]);
+            rows.push(Row { tensors, numbers, blocks });
+            ends.push(Row { tensors: vec![RES(item.result)], numbers: vec![blocks, first], blocks: 1 });
+            first += blocks;
+        }
+        for (kernel, unit, rows) in [(chunks, dtype.size() * width as u64, rows), (sums, 4, ends)] {
+            let (kernel, units) = (Arc::new(kernel), vec![unit]);
+            let (buffers, reals) = (vec![partial], Vec::new());
+            self.table(Table { kernel, slots: SLOTS, units, rows, buffers, reals, blocks: None });
+        }
+    }
+
+    pub(super) fn total(&mut self) -> Result<(), String> {
+        let ty = self.results[0].clone();
+        if ty.elements() >= 1 << 31 {
+            return Err(format!("{ty} is too large for a sum of several"));
+        }
+        let width = lanes(&[ty.dtype], &[ty.elements()]);
+        let n = (ty.elements() / width as u64) as u32;
+        let kernel = Kernel::new("total", &[ty.dtype], width, THREADS, &n, move |d| {
+            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<0>>());
+            let (table, rows, earlier) = (d.numbers(TERMS * 2), d.number(), d.number());
+            kernels::total::expand(d.scope(), x, y, table, rows, earlier, n, TERMS);
+        });
+        let row = |index: usize| Row { tensors: vec![OP(index)], numbers: Vec::new(), blocks: 0 };
+        let buffers: Vec<Arg> = vec![RES(0)];
+        self.table(Table {
+            kernel: Arc::new(kernel),
+            slots: TERMS,
+            units: vec![ty.dtype.size() * width as u64],
+            rows: (0..self.operands.len()).map(row).collect(),
+            buffers,
+            reals: Vec::new(),
+            blocks: Some(n.div_ceil(THREADS)),
+        });
+        Ok(())
+    }
+}

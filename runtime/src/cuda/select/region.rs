@@ -1,0 +1,267 @@
+//! Regions: which can be one kernel, and how its blocks lie over the rows. Norms are regions of one step.
+
+use super::cut::Cut;
+use super::{Arg, OP, RES, Select, THREADS, lanes};
+use crate::cuda::kernel::Kernel;
+use crate::cuda::kernels::pack::{PARTIAL_COLUMNS, PARTIAL_ROWS, sum_partials};
+use crate::cuda::kernels::region::{Class, Port, Region, Step};
+use shardc_ir::ops::{Fused, FusedStep, Op, ReduceOp};
+use shardc_ir::{DType, TensorType};
+use std::collections::BTreeSet;
+
+/// Multiprocessors of a large device.
+const PROCESSORS: u64 = 132;
+
+/// The most units that share a row.
+const MOST_UNITS: u64 = 512;
+
+/// Units of a block where every unit minds its own columns.
+const TILE: u64 = 128;
+
+/// Whether a region on these types is one kernel.
+pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
+    Sorted::new(region, operands).is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok())
+}
+
+/// The buffers of a region, and the element type of those that are not f32.
+struct Buffers {
+    operands: Vec<Port>,
+    results: Vec<Port>,
+    main: DType,
+}
+
+/// The values of a region, and how each lies.
+struct Sorted {
+    types: Vec<TensorType>,
+    classes: Vec<Option<Class>>,
+    /// The shape of what lies along rows and columns.
+    shape: Vec<u64>,
+    steps: Vec<Step>,
+}
+
+impl Sorted {
+    fn new(region: &Fused, operands: &[TensorType]) -> Result<Self, String> {
+        let types = region.values(operands);
+        let classes = vec![None; types.len()];
+        let of = |step: &FusedStep| match step.op {
+            Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Reduce(_) => types.get(*step.operands.first()?).cloned(),
+            _ => step.results.first().cloned(),
+        };
+        let shape = region.steps.first().and_then(of).ok_or("no steps")?.shape;
+        if shape.is_empty() {
+            return Err("a number has no rows".to_string());
+        }
+        let mut sorted = Self { types, classes, shape, steps: Vec::new() };
+        let mut first = operands.len();
+        for step in &region.steps {
+            sorted.step(step, first)?;
+            first += step.results.len();
+        }
+        Ok(sorted)
+    }
+
+    fn step(&mut self, step: &FusedStep, first: usize) -> Result<(), String> {
+        use Class::{Column, ColumnSum, Full, Row, Scalar};
+        let last = self.shape.len() - 1;
+        let (takes, makes): (Vec<Class>, Vec<Class>) = match &step.op {
+            Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Swiglu(_) | Op::SwigluGrad(_) => {
+                (vec![Full; step.operands.len()], vec![Full; step.results.len()])
+            }
+            Op::Binary(_) => {
+                let class = |value: &usize| if self.types[*value].rank() == 0 { Scalar } else { Full };
+                (step.operands.iter().map(class).collect(), vec![Full])
+            }
+            Op::Broadcast(op) if op.dims == [last] => (vec![Column], vec![Full]),
+            Op::Reduce(op) if op.kind == ReduceOp::Sum && op.dims.iter().copied().eq(0..last) => {
+                (vec![Full], vec![ColumnSum])
+            }
+            Op::LayerNorm(_) => (vec![Full, Column, Column], vec![Full, Row, Row]),
+            Op::RmsNorm(_) => (vec![Full, Column], vec![Full, Row]),
+            Op::LayerNormGrad(_) => (vec![Full, Full, Column, Row, Row], vec![Full, ColumnSum, ColumnSum]),
+            Op::RmsNormGrad(_) => (vec![Full, Full, Column, Row], vec![Full, ColumnSum]),
+            op => return Err(format!("{} is no step of a region", op.name())),
+        };
+        for (value, class) in step.operands.iter().copied().zip(takes).chain((first..).zip(makes)) {
+            self.put(value, class)?;
+        }
+        self.steps.push(Step { op: step.op.clone(), operands: step.operands.clone(), first });
+        Ok(())
+    }
+
+    fn put(&mut self, value: usize, class: Class) -> Result<(), String> {
+        let (rows, columns) = self.shape.split_at(self.shape.len() - 1);
+        let ty = &self.types[value];
+        let shape = match class {
+            Class::Full => &self.shape[..],
+            Class::Row => rows,
+            Class::Column | Class::ColumnSum => columns,
+            Class::Scalar => &[],
+        };
+        let is_f32 = ty.dtype == DType::F32 || !matches!(class, Class::Row | Class::ColumnSum);
+        let is_known = self.classes[value].is_none_or(|known| known == class);
+        if ty.shape != shape || !ty.dtype.is_float() || ty.dtype.size() == 1 || !is_f32 || !is_known {
+            return Err(format!("{ty} cannot lie by {class:?} in a region of {:?}", self.shape));
+        }
+        self.classes[value] = Some(class);
+        Ok(())
+    }
+
+    fn port(&self, value: usize) -> Result<Port, String> {
+        let class = self.classes[value].ok_or("a value that no step knows")?;
+        Ok(Port { value, class, is_wide: self.types[value].dtype == DType::F32 })
+    }
+
+    fn buffers(&self, region: &Fused, count: usize) -> Result<Buffers, String> {
+        let operands = (0..count).map(|value| self.port(value)).collect::<Result<Vec<_>, _>>()?;
+        let results = region.results.iter().map(|value| self.port(*value)).collect::<Result<Vec<_>, _>>()?;
+        let dtypes = operands.iter().chain(&results).map(|port| self.types[port.value].dtype);
+        let narrow: BTreeSet<DType> = dtypes.filter(|dtype| *dtype != DType::F32).collect();
+        if narrow.len() > 1 {
+            return Err("a region of two 16-bit element types".to_string());
+        }
+        Ok(Buffers { operands, results, main: narrow.first().copied().unwrap_or(DType::F32) })
+    }
+
+    fn has(&self, class: Class) -> bool {
+        self.classes.contains(&Some(class))
+    }
+}
+
+/// How blocks lie over the rows.
+struct Layout {
+    rows: u64,
+    columns: u64,
+    width: usize,
+    threads: u32,
+    packs: u32,
+    /// Rows of a block.
+    chunk: u64,
+    cut: Cut,
+}
+
+impl Layout {
+    /// `width` elements to a vector.
+    fn new(sorted: &Sorted, width: usize) -> Self {
+        let elements: u64 = sorted.shape.iter().product();
+        let columns = sorted.shape[sorted.shape.len() - 1];
+        let (rows, vectors) = (elements / columns.max(1), columns / width as u64);
+        let is_norm = sorted.has(Class::Row);
+        let packs = if is_norm { vectors.div_ceil(MOST_UNITS).max(1) } else { 1 };
+        let most = if is_norm { MOST_UNITS } else { TILE };
+        let threads = vectors.div_ceil(packs).next_multiple_of(32).clamp(32, most);
+        let tiles = vectors.div_ceil(threads * packs).max(1);
+        // Units of a processor, by the registers that each takes; blocks stay for all of their rows.
+        let resident = match (is_norm, sorted.has(Class::ColumnSum)) {
+            (true, true) => 576,
+            (true, false) => 1152,
+            (false, _) => 1024,
+        };
+        let blocks = PROCESSORS * (resident / threads).clamp(1, 16) / tiles;
+        let chunk = rows.div_ceil(blocks.clamp(1, rows.max(1))).max(1);
+        let cut = Cut {
+            grid: [tiles as u32, 1, 1],
+            axis: 1,
+            per_unit: chunk,
+            per_block: chunk,
+            number: Some(0),
+            ..Cut::rows(rows)
+        };
+        Self { rows, columns, width, threads: threads as u32, packs: packs as u32, chunk, cut }
+    }
+
+    /// Of a region in which elements know neither row nor column: one long row.
+    fn flat(elements: u64, width: usize) -> Self {
+        let cut = Cut { number: Some(1), ..Cut::vectors(elements / width as u64, THREADS) };
+        Self { rows: 1, columns: elements, width, threads: THREADS, packs: 1, chunk: 1, cut }
+    }
+}
+
+impl Select<'_> {
+    /// An operation as a region of one step.
+    pub(super) fn single(&mut self, op: impl Into<Op>) -> Result<(), String> {
+        let count = self.operands.len();
+        let (operands, results) = ((0..count).collect(), self.results.to_vec());
+        let step = FusedStep { op: op.into(), operands, results, source: None };
+        self.region(&Fused { steps: vec![step], results: (count..count + self.results.len()).collect() })
+    }
+
+    pub(super) fn region(&mut self, op: &Fused) -> Result<(), String> {
+        let sorted = Sorted::new(op, self.operands)?;
+        let Buffers { operands, results, main } = sorted.buffers(op, self.operands.len())?;
+        let full = operands.iter().chain(&results).filter(|port| port.class == Class::Full);
+        let full: Vec<DType> = full.map(|port| sorted.types[port.value].dtype).collect();
+        let has = |class| sorted.has(class);
+        let is_flat = !has(Class::Row) && !has(Class::Column) && !has(Class::ColumnSum);
+        let elements: u64 = sorted.shape.iter().product();
+        let layout = match is_flat {
+            true => Layout::flat(elements, lanes(&full, &[elements])),
+            false => Layout::new(&sorted, lanes(&full, &sorted.shape[sorted.shape.len() - 1..])),
+        };
+        let region = Region {
+            operands,
+            results,
+            values: sorted.types.len(),
+            threads: layout.threads,
+            packs: layout.packs,
+            is_tall: layout.chunk > 1,
+            steps: sorted.steps,
+        };
+        self.launch_region(region, main, &sorted.types, &layout);
+        Ok(())
+    }
+
+    fn launch_region(&mut self, region: Region, main: DType, types: &[TensorType], layout: &Layout) {
+        let chunks = layout.rows.div_ceil(layout.chunk);
+        let mut sums: Vec<(Arg, Arg)> = Vec::new();
+        let mut buffers = Vec::new();
+        let bytes = |port: &Port| {
+            let size = types[port.value].dtype.size();
+            match port.class {
+                Class::Full if layout.cut.axis == 0 => layout.width as u64 * size,
+                Class::Full => layout.chunk * layout.columns * size,
+                Class::Row => layout.chunk * size,
+                Class::ColumnSum => layout.columns * size,
+                Class::Column | Class::Scalar => 0,
+            }
+        };
+        buffers.extend(region.operands.iter().enumerate().map(|(index, port)| (OP(index), bytes(port))));
+        for (index, port) in region.results.iter().enumerate() {
+            let to = match port.class {
+                Class::ColumnSum => {
+                    let partial = self.scratch(chunks * layout.columns * 4);
+                    sums.push((partial, RES(index)));
+                    partial
+                }
+                _ => RES(index),
+            };
+            buffers.push((to, bytes(port)));
+        }
+        let vectors = (layout.columns / layout.width as u64) as u32;
+        let numbers = vec![layout.rows as u32, vectors, layout.chunk as u32];
+        let kernel_types = [main, DType::F32, DType::F32, DType::F32];
+        let key = format!("{region:?}");
+        let kernel =
+            Kernel::new("region", &kernel_types, layout.width, layout.threads, &key, move |d| region.define(d));
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), layout.cut);
+        self.sum_partials(&sums, chunks, layout.columns);
+    }
+
+    /// Adds up the rows of partial sums.
+    fn sum_partials(&mut self, sums: &[(Arg, Arg)], rows: u64, columns: u64) {
+        if sums.is_empty() {
+            return;
+        }
+        let parts = sums.len() as u32;
+        let kernel = Kernel::new("sum_partials", &[], 1, PARTIAL_ROWS * PARTIAL_COLUMNS, &parts, move |d| {
+            let from: Vec<_> = (0..parts).map(|_| d.input::<f32>()).collect();
+            let to: Vec<_> = (0..parts).map(|_| d.output::<f32>()).collect();
+            let (rows, columns) = (d.number(), d.number());
+            for (part, (from, to)) in from.into_iter().zip(to).enumerate() {
+                sum_partials::expand(d.scope(), from, to, rows.clone(), columns.clone(), part as u32);
+            }
+        });
+        let buffers = sums.iter().map(|(from, _)| *from).chain(sums.iter().map(|(_, to)| *to)).collect();
+        let grid = [columns.div_ceil(u64::from(PARTIAL_COLUMNS)) as u32, parts, 1];
+        self.launch(kernel, buffers, vec![rows as u32, columns as u32], Vec::new(), grid);
+    }
+}
