@@ -250,12 +250,15 @@ fn choose(
         let estimate = candidate.prediction.memory.total();
         let kin = (candidate.degrees.degree("dp"), candidate.zero);
         let factor = excess.get(&kin).copied().unwrap_or(1.0);
-        let is_too_large = estimate.0 as f64 * factor > bound.0 as f64 || refused.len() >= MOST_REFUSED;
-        let was_refused = refused.iter().any(|(other, _)| *other == index);
+        let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
+        let is_too_large = |of: &Candidate| of.prediction.memory.total().0 as f64 * factor > bound.0 as f64;
         // What computes more again than it must by the estimate is for where that turns out too large.
-        let is_kept = |other: &usize| !refused.iter().any(|(known, _)| known == other);
-        let is_spare = (0..candidates.len()).filter(is_kept).any(|other| candidate.is_spare_of(&candidates[other]));
-        if estimate > bound || was_refused || ((is_too_large || is_spare) && !is_last_resort) {
+        let is_spare = || {
+            let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
+            others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
+        };
+        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare();
+        if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
         let mut plan = build::build(prepared, line, cluster, request, candidate)?;
