@@ -1,5 +1,5 @@
-//! An MLP-mixer (Tolstikhin et al., 2021) for pictures cut into patches: a model that is not in
-//! the zoo, as its author would write it in Burn, and the few lines that plan and train it.
+//! An MLP-mixer (Tolstikhin et al., 2021) for pictures cut into patches: a model of one's own,
+//! as its author would write it in Burn, and the few lines that plan and train it.
 //!
 //! It takes a cluster: `mixer cuda:2` runs as one process per GPU.
 
