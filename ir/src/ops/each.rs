@@ -31,6 +31,11 @@ impl Each {
         all.chunks(self.size_of(all.len()))
     }
 
+    /// The same, to be written.
+    pub fn items_mut<'a, T>(&self, all: &'a mut [T]) -> impl Iterator<Item = &'a mut [T]> {
+        all.chunks_mut(self.size_of(all.len()))
+    }
+
     /// How many of so many operands, or results, an item has.
     fn size_of(&self, all: usize) -> usize {
         (all / self.count.max(1)).max(1)

@@ -292,11 +292,18 @@ ops! {
 }
 
 impl Op {
+    /// What is done to one item: the operation itself, or of [`Each`] the one that is repeated.
+    pub fn single(&self) -> &Op {
+        match self {
+            Op::Each(each) => &each.op,
+            op => op,
+        }
+    }
+
     /// Whether a result of the same shape and size may be written over this operand: no element of
     /// the operand is read after the result's element in its place is written.
     pub fn may_overwrite(&self, operand: usize) -> bool {
-        match self {
-            Op::Each(each) => each.op.may_overwrite(operand),
+        match self.single() {
             // The summand; a bias in its place has another shape.
             Op::Matmul(op) => operand == 2 && op.epilogue.is_none(),
             Op::Unary(_)

@@ -81,11 +81,10 @@ impl Reach {
 
     /// The share that an operation's kernel reaches.
     pub fn of(&self, op: &Op) -> f64 {
-        match op {
+        match op.single() {
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::CrossEntropy(_) => self.rows,
             Op::LayerNormGrad(_) | Op::RmsNormGrad(_) => self.rows_backward,
             Op::Reduce(_) | Op::SumSquares(_) | Op::EmbeddingGrad(_) => self.folds,
-            Op::Each(each) => self.of(&each.op),
             // The slowest of its steps sets a region's pace.
             Op::Fused(region) => region.steps.iter().map(|step| self.of(&step.op)).fold(1.0, f64::min),
             _ => 1.0,

@@ -47,8 +47,7 @@ fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3]
             let Work::Local(alone) = work(program, instruction, &plan.graph, &cluster.device) else { continue };
             let place = match &instruction.action {
                 Action::Compute(op) if is_product(op) => 0,
-                Action::Compute(Op::Adamw(_)) => 1,
-                Action::Compute(Op::Each(each)) if matches!(*each.op, Op::Adamw(_)) => 1,
+                Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => 1,
                 _ => 2,
             };
             seconds[place] += alone * runs as f64;

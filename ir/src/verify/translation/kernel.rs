@@ -80,8 +80,7 @@ impl<'a> Kernels<'a> {
 
     fn op(&self, program: usize, at: At) -> Option<&Op> {
         match &self.programs[program].sections[at.0].instructions[at.1].action {
-            Action::Compute(Op::Each(each)) => Some(&each.op),
-            Action::Compute(op) => Some(op),
+            Action::Compute(op) => Some(op.single()),
             _ => None,
         }
     }

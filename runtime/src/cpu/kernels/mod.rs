@@ -208,8 +208,7 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Total(_) => elementwise::total(operands, &mut results[0]),
         Op::Adamw(op) => adamw::adamw(op, operands, results),
         Op::Each(each) => {
-            let size = (results.len() / each.count.max(1)).max(1);
-            let mut items = each.items(operands).zip(results.chunks_mut(size));
+            let mut items = each.items(operands).zip(each.items_mut(results));
             items.try_for_each(|(operands, results)| run(context, &each.op, operands, results))
         }
         Op::Fused(op) => fused::fused(context, op, operands, results),

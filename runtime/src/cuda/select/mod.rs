@@ -152,7 +152,7 @@ pub fn select_within(
     results: &[TensorType],
     limit: u64,
 ) -> Result<Selection, Unsupported> {
-    let mut select = Select { operands, results, limit, too_large: None, out: Selection::default() };
+    let mut select = Select::new(operands, results, limit);
     let done = select.op(op).and_then(|()| select.too_large.take().map_or(Ok(()), Err));
     done.map_err(|reason| Unsupported {
         op: op.name().to_string(),
@@ -170,13 +170,7 @@ pub fn select_within(
 /// by what the first microbatch does instead, a conversion.
 pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection {
     let (operands, results) = ([operand.clone()], [result.clone()]);
-    let mut select = Select {
-        operands: &operands,
-        results: &results,
-        limit: cut::LIMIT,
-        too_large: None,
-        out: Selection::default(),
-    };
+    let mut select = Select::new(&operands, &results, cut::LIMIT);
     select.accumulate();
     if operand.dtype != result.dtype {
         select.cast_elements(OP(0), RES(0), operand.dtype, result.dtype, result.elements());
@@ -188,13 +182,7 @@ pub fn select_accumulate(operand: &TensorType, result: &TensorType) -> Selection
 /// becomes 1 if there is an infinity, and the second if there is a NaN.
 pub fn select_scan(ty: &TensorType) -> Selection {
     let (operands, results) = ([ty.clone()], [TensorType::new(DType::I32, [2])]);
-    let mut select = Select {
-        operands: &operands,
-        results: &results,
-        limit: cut::LIMIT,
-        too_large: None,
-        out: Selection::default(),
-    };
+    let mut select = Select::new(&operands, &results, cut::LIMIT);
     select.scan();
     select.out
 }
@@ -213,7 +201,11 @@ struct Select<'a> {
 const OP: fn(usize) -> Arg = |index| Arg::Operand(index, 0);
 const RES: fn(usize) -> Arg = |index| Arg::Result(index, 0);
 
-impl Select<'_> {
+impl<'a> Select<'a> {
+    fn new(operands: &'a [TensorType], results: &'a [TensorType], limit: u64) -> Self {
+        Self { operands, results, limit, too_large: None, out: Selection::default() }
+    }
+
     fn op(&mut self, op: &Op) -> Result<(), String> {
         if self.results.iter().all(|ty| ty.elements() == 0) {
             return Ok(());
