@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::launch;
-use crate::options::{Batch, Options, precision_name};
+use crate::options::{Batch, Options};
 use crate::pipeline;
 use crate::report;
 use crate::train::{TrainOptions, Trainer, Weights};
@@ -74,7 +74,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         cluster: cluster.name.clone(),
         batch: batch.batch,
         seq: batch.seq,
-        precision: precision_name(options.precision).into(),
+        precision: options.precision.name().into(),
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
         host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
         pins: options.pins.clone(),

@@ -19,6 +19,7 @@ pub mod estimate;
 pub mod explain;
 pub mod launch;
 pub mod learning_rate;
+mod loss_scale;
 pub mod metrics;
 pub mod model;
 pub mod nearest;

@@ -13,8 +13,11 @@ pub struct StepMetrics {
     pub step: u64,
     /// The loss before the update.
     pub loss: f64,
-    /// The global norm of the gradients, before clipping.
+    /// The global norm of the gradients, before clipping. If it is not finite, the step was skipped.
     pub grad_norm: f64,
+    /// By what the loss was scaled, where it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// The learning rate.
     pub learning_rate: f64,
     /// The measured time in seconds.
@@ -25,6 +28,13 @@ pub struct StepMetrics {
     pub peak_device_bytes: u64,
     /// The time the plan predicts, in seconds.
     pub predicted_step_s: f64,
+}
+
+impl StepMetrics {
+    /// Whether nothing was updated, because scaled gradients overflowed.
+    pub fn is_skipped(&self) -> bool {
+        self.loss_scale.is_some() && !self.grad_norm.is_finite()
+    }
 }
 
 /// A file of steps.

@@ -33,11 +33,3 @@ pub struct Options {
     /// A directory for the graph after every pass.
     pub dump_to: Option<PathBuf>,
 }
-
-/// The name of a precision in requests: `fp32`, `bf16`.
-pub fn precision_name(precision: Precision) -> &'static str {
-    match precision {
-        Precision::Fp32 => "fp32",
-        Precision::Bf16 => "bf16",
-    }
-}

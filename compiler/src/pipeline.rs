@@ -12,7 +12,7 @@ use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
 use shardc_passes::cluster::Cluster;
-use shardc_passes::differentiate::differentiate;
+use shardc_passes::differentiate::{differentiate, differentiate_scaled};
 use shardc_passes::lower::{lower_all, lower_rank};
 use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::lower_precision;
@@ -83,6 +83,7 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let graph = stage.graph(Pass::Raise, || Ok(raise(&graph)?.0))?;
     let graph = stage.graph(Pass::LowerPrecision, || Ok(lower_precision(&graph, options.precision)?))?;
     let graph = stage.graph(Pass::AlignHead, || Ok(align_head(&graph)?))?;
+    let differentiate = if options.precision.scales_loss() { differentiate_scaled } else { differentiate };
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))

@@ -10,10 +10,12 @@ use crate::compile::Compiled;
 use crate::error::Error;
 use crate::launch;
 use crate::learning_rate::LearningRate;
+use crate::loss_scale::LossScale;
 use crate::metrics::StepMetrics;
 use shardc_ir::program::Slot;
-use shardc_ir::{Bytes, HostTensor, Program, TensorType};
+use shardc_ir::{Bytes, HostTensor, Op, Program, TensorType};
 use shardc_models::Model;
+use shardc_passes::differentiate::LOSS_SCALE;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
 use shardc_runtime::launch::World;
 use shardc_runtime::{Runtime, RuntimeError, Span, TimedStep, evaluate_part};
@@ -67,6 +69,8 @@ pub struct Trainer<'a> {
     world: Arc<World>,
     options: TrainOptions,
     step: u64,
+    /// By what the loss is scaled, where it is.
+    loss_scale: Option<LossScale>,
     /// While rank 0 reads parts of other ranks: the keys' prefix, and how many it has asked for.
     reading: Option<(String, u64)>,
 }
@@ -85,7 +89,10 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self, Error> {
         world.at("loading its parameters");
         initialise(compiled, runtime.as_mut(), weights, options.seed)?;
-        Ok(Self { compiled, runtime, world, options, step: 0, reading: None })
+        let is_scale = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
+        let is_scaled = compiled.plan().graph.leaves().any(|(_, node)| is_scale(&node.op));
+        let loss_scale = is_scaled.then(LossScale::default);
+        Ok(Self { compiled, runtime, world, options, step: 0, loss_scale, reading: None })
     }
 
     /// What is trained.
@@ -112,8 +119,8 @@ impl<'a> Trainer<'a> {
     /// Runs the next step on a global batch: one tensor per input of the model.
     ///
     /// # Errors
-    /// [`Error::NotFinite`] if the loss is not a finite number, with the step and the first tensor
-    /// that is not.
+    /// [`Error::NotFinite`] if the loss or the norm is not a finite number, with the step and the first tensor
+    /// that is not. Where the loss is scaled, a norm that is not finite skips the step and lowers the scale.
     pub fn step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
         let mut run =
             |runtime: &mut dyn Runtime, batch: &_| Ok(TimedStep { readings: runtime.step(batch)?, spans: Vec::new() });
@@ -159,7 +166,13 @@ impl<'a> Trainer<'a> {
     ) -> Result<(StepMetrics, Vec<Span>), Error> {
         let rate = self.options.learning_rate.at(self.step);
         batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]));
-        batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1) as f32]));
+        // The optimizer's moments know nothing of steps that were skipped.
+        let skipped = self.loss_scale.as_ref().map_or(0, LossScale::skipped);
+        batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1 - skipped) as f32]));
+        let loss_scale = self.loss_scale.as_ref().map(LossScale::factor);
+        if let Some(factor) = loss_scale {
+            batch.insert(LOSS_SCALE.into(), HostTensor::from_f32([], &[factor as f32]));
+        }
         let start = Instant::now();
         let TimedStep { readings, spans } = run(self.runtime.as_mut(), &batch)?;
         let step_s = start.elapsed().as_secs_f64();
@@ -168,13 +181,17 @@ impl<'a> Trainer<'a> {
             step: self.step,
             loss: reading(LOSS),
             grad_norm: reading(GRAD_NORM),
+            loss_scale,
             learning_rate: rate,
             step_s,
             tokens_per_s: self.compiled.tokens_per_step() as f64 / step_s,
             peak_device_bytes: self.runtime.peak_bytes().0,
             predicted_step_s: self.compiled.plan().prediction.step.0,
         };
-        if !metrics.loss.is_finite() || !metrics.grad_norm.is_finite() {
+        // Every rank reads the same norm, so all of them keep the same scale.
+        let scaled = self.loss_scale.as_mut().filter(|_| metrics.loss.is_finite());
+        let goes_on = scaled.map(|scale| scale.observe(metrics.grad_norm.is_finite()));
+        if !goes_on.unwrap_or(metrics.loss.is_finite() && metrics.grad_norm.is_finite()) {
             let first = self.runtime.first_non_finite()?;
             let (step, loss, grad_norm) = (self.step, metrics.loss, metrics.grad_norm);
             return Err(Error::NotFinite { step, loss, grad_norm, first });

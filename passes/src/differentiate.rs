@@ -9,10 +9,17 @@
 //! Invariants: every node added has the role `Backward` of the forward node it came from; only
 //! cotangents that a trained parameter needs are made; the order of the nodes is a function of the
 //! graph alone. A parameter's gradient is in f32 wherever its uses were in 16 bits.
+//!
+//! In fp16 the smallest cotangents would be lost. There the numerator's cotangent is not 1 but a number
+//! that the run adapts, [`LOSS_SCALE`], and the scale that is left to the end is divided by it
+//! (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
 
 use crate::error::{PassError, UserError};
-use shardc_ir::ops::{Binary, BinaryKind, Cast, Constant, Gradient, GradientError, Reshape, UnaryKind};
+use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Constant, Gradient, GradientError, Input, Reshape, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
+
+/// The name of the input by which the loss is scaled while it is differentiated, an f32 scalar.
+pub const LOSS_SCALE: &str = "loss_scale";
 
 /// A graph with the gradients of its loss.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,6 +41,24 @@ pub struct Differentiated {
 /// If there is no such output, it is not a floating-point scalar, or it reaches a trained parameter
 /// only through operations without a derivative (all of them are named).
 pub fn differentiate(graph: &Graph, loss: &str) -> Result<Differentiated, PassError> {
+    from_seed(graph, loss, false)
+}
+
+/// As [`differentiate`], with every cotangent multiplied by the input [`LOSS_SCALE`] and
+/// [`Differentiated::scale`] divided by it. The input is the factor of the loss itself: what the
+/// numerator sums over is divided out of its cotangent, to the next power of two.
+///
+/// # Errors
+/// As [`differentiate`], and if an input of the model has that name.
+pub fn differentiate_scaled(graph: &Graph, loss: &str) -> Result<Differentiated, PassError> {
+    let is_taken = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
+    if graph.leaves().any(|(_, node)| is_taken(&node.op)) {
+        return Err(UserError::ReservedName { name: LOSS_SCALE.into() }.into());
+    }
+    from_seed(graph, loss, true)
+}
+
+fn from_seed(graph: &Graph, loss: &str, is_scaled: bool) -> Result<Differentiated, PassError> {
     let Some(output) = graph.find_output(loss) else {
         let known = graph.outputs.iter().map(|output| output.name.clone()).collect();
         return Err(UserError::NoOutput { name: loss.to_string(), known }.into());
@@ -43,12 +68,21 @@ pub fn differentiate(graph: &Graph, loss: &str) -> Result<Differentiated, PassEr
         return Err(UserError::LossNotScalar { ty: ty.to_string() }.into());
     }
     let needed = reached_by_parameters(graph);
+    let leaves: Vec<_> = graph.leaves().map(|(leaf, _)| leaf).filter(|leaf| needed[leaf.index()]).collect();
     let mut graph = graph.clone();
     let peeled = peel(&graph, &needed, loss);
-    let scale = add_scale(&mut graph, loss, &peeled)?;
-    let cotangents = propagate(&mut graph, &needed, peeled.numerator)?;
+    let mut scale = add_scale(&mut graph, loss, &peeled)?;
+    let mut seed = None;
+    if is_scaled {
+        let of = graph.value(loss).def;
+        let factor = add(&mut graph, of, Input { name: LOSS_SCALE.into() }, &[], &[TensorType::scalar(DType::F32)])?;
+        let terms = summed_elements(&graph, peeled.numerator).next_power_of_two();
+        let factor = add(&mut graph, of, Affine { scale: 1.0 / terms as f64, offset: 0.0 }, &[factor], &[])?;
+        scale = add(&mut graph, of, Binary { kind: BinaryKind::Div }, &[scale, factor], &[])?;
+        seed = Some(factor);
+    }
+    let cotangents = propagate(&mut graph, &needed, peeled.numerator, seed)?;
     let mut gradients = Vec::new();
-    let leaves: Vec<_> = graph.leaves().map(|(leaf, _)| leaf).filter(|leaf| needed[leaf.index()]).collect();
     for leaf in leaves {
         if let Some(gradient) = cotangents[leaf.index()] {
             gradients.push((leaf, gradient));
@@ -113,6 +147,16 @@ fn peel(graph: &Graph, needed: &[bool], loss: ValueId) -> Peeled {
     }
 }
 
+/// How many elements a number is the sum of, as far as its first operands tell.
+fn summed_elements(graph: &Graph, number: ValueId) -> u64 {
+    let mut value = number;
+    while graph.ty(value).elements() == 1 {
+        let Some(operand) = graph.def(value).operands.first() else { return 1 };
+        value = *operand;
+    }
+    graph.ty(value).elements().max(1)
+}
+
 /// Adds the scale's nodes: an f32 scalar.
 fn add_scale(graph: &mut Graph, loss: ValueId, peeled: &Peeled) -> Result<ValueId, PassError> {
     let mut constant = peeled.constant;
@@ -140,6 +184,17 @@ fn add_scale(graph: &mut Graph, loss: ValueId, peeled: &Peeled) -> Result<ValueI
     Ok(scale)
 }
 
+/// An f32 scalar as a value of one element.
+fn like(graph: &mut Graph, of: NodeId, mut scalar: ValueId, ty: &TensorType) -> Result<ValueId, PassError> {
+    if ty.dtype != DType::F32 {
+        scalar = add(graph, of, Cast {}, &[scalar], &[ty.with_shape([])])?;
+    }
+    if ty.rank() > 0 {
+        scalar = add(graph, of, Reshape {}, &[scalar], std::slice::from_ref(ty))?;
+    }
+    Ok(scalar)
+}
+
 /// Adds a node that came from the forward node `of`; gives its first result.
 fn add(
     graph: &mut Graph,
@@ -154,13 +209,21 @@ fn add(
 }
 
 /// The cotangent of every forward value that a trained parameter reaches and the numerator depends
-/// on, going backwards over the forward nodes.
-fn propagate(graph: &mut Graph, needed: &[bool], numerator: ValueId) -> Result<Vec<Option<ValueId>>, PassError> {
+/// on, going backwards over the forward nodes. That of the numerator is the f32 scalar `seed`, or 1.
+fn propagate(
+    graph: &mut Graph,
+    needed: &[bool],
+    numerator: ValueId,
+    seed: Option<ValueId>,
+) -> Result<Vec<Option<ValueId>>, PassError> {
     let mut cotangents: Vec<Option<ValueId>> = vec![None; needed.len()];
     let mut failed = Vec::new();
     if needed[numerator.index()] {
         let (of, ty) = (graph.value(numerator).def, graph.ty(numerator).clone());
-        cotangents[numerator.index()] = Some(add(graph, of, Constant { value: 1.0 }, &[], &[ty])?);
+        cotangents[numerator.index()] = Some(match seed {
+            None => add(graph, of, Constant { value: 1.0 }, &[], &[ty])?,
+            Some(seed) => like(graph, of, seed, &ty)?,
+        });
     }
     for id in (0..=graph.value(numerator).def.index()).rev().map(NodeId::new) {
         let node = graph.node(id);

@@ -1,10 +1,10 @@
-//! Lowers a forward graph to mixed precision: bf16 compute with f32 master parameters.
+//! Lowers a forward graph to mixed precision: 16-bit compute with f32 master parameters.
 //!
 //! Where PyTorch would run under `autocast` with parameters kept in f32 by FSDP's mixed precision,
 //! this pass makes the casts part of the graph, before differentiation, so gradients of parameters
 //! come back through them in f32.
 //!
-//! * Parameters stay f32 leaves; each has one cast to bf16, next to it.
+//! * Parameters stay f32 leaves; each has one cast to bf16 (or fp16: what follows holds for both), next to it.
 //! * Matmuls, convolutions, attention, norms, embeddings and elementwise operations on activations compute in
 //!   bf16, and so the residual stream is bf16. Kernels work in f32 inside.
 //! * Exponentials, logarithms, powers, roots and reciprocals that no composite operation took in
@@ -29,21 +29,47 @@ pub enum Precision {
     /// bf16 with f32 parameters, optimizer states, gradients of parameters and loss.
     #[default]
     Bf16,
+    /// fp16 with the same in f32, and a loss that is scaled while it is differentiated
+    /// ([`differentiate_scaled`](crate::differentiate::differentiate_scaled)).
+    Fp16,
+}
+
+impl Precision {
+    /// The name in requests and flags.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
+
+    /// The element type of what is not kept in f32; `None` where all is.
+    fn narrow(self) -> Option<DType> {
+        match self {
+            Self::Fp32 => None,
+            Self::Bf16 => Some(DType::Bf16),
+            Self::Fp16 => Some(DType::F16),
+        }
+    }
+
+    /// Whether small gradients would be lost if the loss were not scaled.
+    pub fn scales_loss(self) -> bool {
+        self == Self::Fp16
+    }
 }
 
 /// The graph in another precision; see the [module](self).
 pub fn lower_precision(graph: &Graph, precision: Precision) -> Result<Graph, PassError> {
-    if precision == Precision::Fp32 {
-        return Ok(graph.clone());
-    }
-    let mut lowering = Lowering { from: graph, reached: reached(graph), casts: HashMap::new() };
+    let Some(narrow) = precision.narrow() else { return Ok(graph.clone()) };
+    let mut lowering = Lowering { from: graph, narrow, reached: reached(graph), casts: HashMap::new() };
     let mut lowered = graph
         .rebuild(|to, id, map| lowering.node(to, id, map).map(|()| true))
         .map_err(PassError::ill_formed("lower_precision"))?;
     for index in 0..lowered.outputs.len() {
         let value = lowered.outputs[index].value;
         let ty = lowered.ty(value).clone();
-        if ty.rank() == 0 && ty.dtype == DType::Bf16 {
+        if ty.rank() == 0 && ty.dtype == narrow {
             let path = lowered.def(value).path.clone();
             let f32 = ty.with_dtype(DType::F32);
             let cast = lowered.add_as(Cast {}.into(), &[value], &[f32], path, Role::Forward);
@@ -68,7 +94,7 @@ fn reached(graph: &Graph) -> Vec<bool> {
 
 /// In which element type an operation computes.
 enum Class {
-    /// In bf16, whatever its operands come in.
+    /// In 16 bits, whatever its operands come in.
     Narrow,
     /// In f32, whatever its operands come in.
     Wide,
@@ -103,6 +129,8 @@ fn class(op: &Op, result: &TensorType) -> Class {
 
 struct Lowering<'a> {
     from: &'a Graph,
+    /// The 16-bit type.
+    narrow: DType,
     reached: Vec<bool>,
     /// Values of the new graph in other element types.
     casts: HashMap<(ValueId, DType), ValueId>,
@@ -118,7 +146,7 @@ impl Lowering<'_> {
         }
         let result = self.from.ty(node.results[0]);
         let dtype = match class(&node.op, result) {
-            Class::Narrow => Some(DType::Bf16),
+            Class::Narrow => Some(self.narrow),
             Class::Wide => Some(DType::F32),
             Class::Follow | Class::Sum => Some(self.followed(to, id, map)),
             Class::AsIs => None,
@@ -154,7 +182,7 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// The widest element type of the operands that parameters reach; a parameter counts as bf16, and so
+    /// The widest element type of the operands that parameters reach; a parameter counts as narrow, and so
     /// does what is copied to every element (a statistic of a norm).
     fn followed(&self, to: &Graph, id: NodeId, map: &HashMap<ValueId, ValueId>) -> DType {
         let operands = self.from.node(id).operands.iter().filter(|operand| self.reached[operand.index()]);
@@ -162,7 +190,7 @@ impl Lowering<'_> {
             !matches!(self.from.def(*operand).op, Op::Parameter(_) | Op::Broadcast(_))
                 && to.ty(map[operand]).dtype == DType::F32
         };
-        if operands.into_iter().any(wide) { DType::F32 } else { DType::Bf16 }
+        if operands.into_iter().any(wide) { DType::F32 } else { self.narrow }
     }
 
     /// The value in an element type: itself, an earlier cast, the constant anew, or a cast.

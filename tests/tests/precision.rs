@@ -1,6 +1,8 @@
-//! Training in bf16 follows training in f32: the same model, weights and batches.
+//! Training in 16 bits follows training in f32: the same model, weights and batches.
 
-use shardc::{Batch, Cluster, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions};
+use shardc::{
+    Batch, Cluster, Compiled, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
+};
 use shardc_ir::HostTensor;
 use std::collections::BTreeMap;
 
@@ -15,30 +17,83 @@ fn tokens(step: u64) -> BTreeMap<String, HostTensor> {
     BTreeMap::from([("input_ids".into(), ids.clone()), ("labels".into(), ids)])
 }
 
-fn train(precision: Precision) -> Vec<StepMetrics> {
+fn compiled(precision: Precision, cluster: &str, pins: &str) -> (NamedModel, Compiled) {
     let model = NamedModel::find("llama-tiny").unwrap();
-    let cluster = Cluster::parse("cpu:1", "h200").unwrap();
-    let options = Options { precision, ..Options::default() };
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let options = Options { precision, pins: pins.into(), ..Options::default() };
     let compiled = shardc::compile(&model, BATCH, &cluster, &options).unwrap();
+    (model, compiled)
+}
+
+fn train_options() -> TrainOptions {
     let learning_rate = LearningRate { rate: 1e-3, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: STEPS };
+    TrainOptions { learning_rate, seed: 1 }
+}
+
+fn train(precision: Precision) -> Vec<StepMetrics> {
+    let (model, compiled) = compiled(precision, "cpu:1", "");
     let weights = model.weights().unwrap();
-    let mut trainer = compiled.start(weights.as_ref(), TrainOptions { learning_rate, seed: 1 }).unwrap();
+    let mut trainer = compiled.start(weights.as_ref(), train_options()).unwrap();
     (0..STEPS).map(|step| trainer.step(tokens(step)).unwrap()).collect()
+}
+
+/// Every loss and norm of a run within these fractions of those in f32.
+fn follows(precision: Precision, of_loss: f64, of_norm: f64) {
+    let (name, exact, rounded) = (precision.name(), train(Precision::Fp32), train(precision));
+    let mut equal = 0;
+    for (a, b) in exact.iter().zip(&rounded) {
+        let error = |a: f64, b: f64| (b / a - 1.0).abs();
+        assert!(error(a.loss, b.loss) < of_loss, "step {}: loss {} in f32, {} in {name}", a.step, a.loss, b.loss);
+        let norms = (a.grad_norm, b.grad_norm);
+        assert!(error(norms.0, norms.1) < of_norm, "step {}: norm {} in f32, {} in {name}", a.step, norms.0, norms.1);
+        equal += usize::from(a.loss == b.loss);
+    }
+    assert!(equal < exact.len(), "{name} changed nothing");
+    let (first, last) = (exact[0].loss, exact[exact.len() - 1].loss);
+    assert!(last < 0.9 * first, "it must learn for this to say anything: {first} to {last}");
 }
 
 /// bf16 keeps 8 bits, so one rounding is off by up to 0.4%; a loss is a mean of many.
 #[test]
 fn bf16_follows_f32() {
-    let (exact, rounded) = (train(Precision::Fp32), train(Precision::Bf16));
-    let mut equal = 0;
-    for (a, b) in exact.iter().zip(&rounded) {
-        let error = |a: f64, b: f64| (b / a - 1.0).abs();
-        assert!(error(a.loss, b.loss) < 0.01, "step {}: loss {} in f32, {} in bf16", a.step, a.loss, b.loss);
-        let norms = (a.grad_norm, b.grad_norm);
-        assert!(error(norms.0, norms.1) < 0.05, "step {}: norm {} in f32, {} in bf16", a.step, norms.0, norms.1);
-        equal += usize::from(a.loss == b.loss);
+    follows(Precision::Bf16, 0.01, 0.05);
+}
+
+/// fp16 keeps 11 bits, and what would be too small for it is scaled.
+#[test]
+fn fp16_follows_f32() {
+    follows(Precision::Fp16, 0.001, 0.01);
+}
+
+/// Scaled gradients that overflow skip the step on every rank, and halve the scale for the next.
+#[test]
+fn an_overflow_skips_the_step_on_every_rank() {
+    for pins in ["tp=2", "dp=2,zero=1", "pp=2"] {
+        let (model, compiled) = compiled(Precision::Fp16, "cpu:2", pins);
+        let mut weights = {
+            let weights = model.weights().unwrap();
+            compiled.start(weights.as_ref(), train_options()).unwrap().parameters().unwrap()
+        };
+        // A steep head: its logits are finite, what goes back through it is not.
+        let (name, head) = weights.iter_mut().find(|(name, _)| name.as_str() == "head.weight").unwrap();
+        let float = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
+        let steep: Vec<f32> = head.bytes.chunks_exact(4).map(|bytes| 1e4 * float(bytes)).collect();
+        *head = HostTensor::from_f32(head.ty.shape.clone(), &steep);
+        let name = name.clone();
+        let mut trainer = compiled.start(&weights, train_options()).unwrap();
+        let mut scale = 65_536.0;
+        let mut skipped = 0;
+        for step in 0..30 {
+            let metrics = trainer.step(tokens(0)).unwrap();
+            assert_eq!(metrics.loss_scale, Some(scale), "{pins}, step {step}");
+            let after = trainer.parameters().unwrap();
+            if !metrics.is_skipped() {
+                assert!(metrics.grad_norm.is_finite() && after != weights, "{pins}: nothing was learnt from {name}");
+                break;
+            }
+            assert!(after == weights, "{pins}: step {step} was skipped, and changed something");
+            (scale, skipped) = (scale / 2.0, skipped + 1);
+        }
+        assert!((1..30).contains(&skipped), "{pins}: {skipped} steps skipped");
     }
-    assert!(equal < exact.len(), "bf16 changed nothing");
-    let (first, last) = (exact[0].loss, exact[exact.len() - 1].loss);
-    assert!(last < 0.9 * first, "it must learn for this to say anything: {first} to {last}");
 }

@@ -96,6 +96,8 @@ pub enum PrecisionArg {
     Fp32,
     /// bfloat16, with fp32 master weights.
     Bf16,
+    /// IEEE binary16, with fp32 master weights and a loss scale that adapts.
+    Fp16,
 }
 
 /// `shardc plan`.

@@ -78,6 +78,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         None => default,
         Some(PrecisionArg::Fp32) => Precision::Fp32,
         Some(PrecisionArg::Bf16) => Precision::Bf16,
+        Some(PrecisionArg::Fp16) => Precision::Fp16,
     };
     Ok(Options {
         precision,

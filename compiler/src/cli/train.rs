@@ -262,9 +262,10 @@ fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
     // Off a terminal a run is followed by its lines: about twenty of them, and the last.
     let every = (steps / 20).max(1);
     if bar.is_hidden() && (step.step.is_multiple_of(every) || step.step + 1 == steps) {
+        let scale = step.loss_scale.map(|scale| format!("  loss scale {scale}")).unwrap_or_default();
         let StepMetrics { step, loss, grad_norm, step_s, tokens_per_s, .. } = step;
         eprintln!(
-            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s"
+            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s{scale}"
         );
     }
 }
@@ -281,12 +282,16 @@ fn summarize(compiled: &Compiled, run: &Run, json: bool) {
     let mfu = prediction.mfu * prediction.step.0 / step_s;
     let peak = steps.last().map_or(0, |step| step.peak_device_bytes);
     let (first, last) = (steps.first().map(|step| step.loss), steps.last().map(|step| step.loss));
+    let scale = steps.last().and_then(|step| step.loss_scale);
+    let skipped = steps.iter().filter(|step| step.is_skipped()).count();
     if json {
         print_json(&json!({
             "steps": steps.len(),
             "stopped": stopped,
             "first_loss": first,
             "last_loss": last,
+            "loss_scale": scale,
+            "skipped_steps": skipped,
             "step_s": step_s,
             "predicted_step_s": prediction.step,
             "tokens_per_s": tokens_per_s,
@@ -302,6 +307,9 @@ fn summarize(compiled: &Compiled, run: &Run, json: bool) {
     print(&format!("\n{} of {asked} steps{why}\n", steps.len()));
     let (Some(first), Some(last)) = (first, last) else { return };
     print(&format!("loss         {first:.4} -> {last:.4}\n"));
+    if let Some(scale) = scale {
+        print(&format!("loss scale   {scale}, {skipped} steps skipped\n"));
+    }
     print("                 measured   predicted\n");
     let row =
         |name: &str, measured: String, predicted: String| print(&format!("{name:12} {measured:>12} {predicted:>12}\n"));
