@@ -17,7 +17,7 @@ use crate::pipeline;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::plan::Space;
-use shardc_ir::verify::{TranslationFacts, VerifiedPlan};
+use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
@@ -85,27 +85,19 @@ fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<boo
     let shown = facts.translation;
     let detail = match ranks > MOST_RANKS {
         true => format!(
-            "of {ranks} ranks {} that tell the axes apart have one program but for coordinates: none waits forever",
-            shown.ranks
+            "of {ranks} ranks {} that tell the axes apart have one program{} but for coordinates: none waits forever",
+            shown.ranks,
+            if plan.stages() > 1 { " per stage" } else { "" }
         ),
         false => "memory, order and collectives of all ranks agree".to_string(),
     };
     add("programs", Some(true), detail);
-    if plan.stages() > 1 {
-        let detail = "not shown statically of a plan in stages; its numbers are compared with one device's";
-        add("equality", None, detail.to_string());
-    } else {
-        add_equality(shown, add);
-    }
+    let (kernels, conversions) = (shown.kernels, shown.conversions);
+    let what = if plan.stages() > 1 { "changes of layout and messages" } else { "changes of layout" };
+    add("equality", Some(true), format!("{kernels} kernels and {conversions} {what} compute the graph of one device"));
     let most = facts.arenas.get(&Space::Device).copied().unwrap_or_default();
     let planned = plan.prediction.memory.total();
     add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
-}
-
-fn add_equality(shown: TranslationFacts, add: &mut impl FnMut(&str, Option<bool>, String)) {
-    let (kernels, conversions) = (shown.kernels, shown.conversions);
-    let detail = format!("{kernels} kernels and {conversions} changes of layout compute the graph of one device");
-    add("equality", Some(true), detail);
 }
 
 fn mesh_text(plan: &Plan) -> String {

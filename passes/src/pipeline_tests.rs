@@ -12,10 +12,10 @@ use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::{AxisKind, Bytes, DType, NoScratch, NodeId, Plan, Role, verify};
 
-const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
+pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
 
 /// The plan cut into stages of about equally many nodes; between blocks, if some are computed again.
-fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage: u64) -> Plan {
+pub(crate) fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage: u64) -> Plan {
     plan.mesh.push("pp", stages, AxisKind::Space);
     let anchors = anchors(&plan.graph);
     let is_main = |id: &NodeId| anchors[*id] == Some(*id) && plan.graph.node(*id).role == Role::Forward;
@@ -49,7 +49,7 @@ fn programs_of_stages_are_sound() {
                 let name = format!("{pins} {stages} stages {}", schedule.name());
                 let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{name}: {found}"));
                 let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{name}: {error}"));
-                verify::program(&programs).unwrap_or_else(|found| panic!("{name}: {found}"));
+                verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{name}: {found}"));
                 let apart = plan.mesh.family("pp");
                 let first: Vec<_> =
                     plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
@@ -74,7 +74,7 @@ fn searched(sizes: Sizes, cluster: &str, pins: &str, scope: Scope, memory: u64) 
 fn by_programs(plan: &Plan, cluster: &str) -> Prediction {
     let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
     let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
-    verify::program(&programs).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
+    verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
     let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
     let apart = plan.mesh.family("pp");
     let first: Vec<_> = plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();

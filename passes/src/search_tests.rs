@@ -86,6 +86,11 @@ impl Builder {
 
 /// The training step of a Llama-like model.
 pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
+    llama_with(sizes, dtype, false)
+}
+
+/// The same, whose head may share the table of the embedding.
+pub(crate) fn llama_with(sizes: Sizes, dtype: DType, is_tied: bool) -> Graph {
     let mut b = Builder { graph: Graph::new("llama"), dtype };
     let rows = TensorType::new(DType::I64, [sizes.batch, sizes.seq]);
     let ids = b.add(Input { name: "ids".into() }, &[], std::slice::from_ref(&rows), "");
@@ -98,7 +103,10 @@ pub(crate) fn llama(sizes: Sizes, dtype: DType) -> Graph {
         x = b.block(x, index, sizes, tables);
     }
     let x = b.norm(x, "norm");
-    let logits = b.linear(x, "head", sizes.vocab);
+    let logits = match is_tied {
+        true => b.add(Matmul::new("bsk,nk->bsn"), &[x, table], &[], "head"),
+        false => b.linear(x, "head", sizes.vocab),
+    };
     let entropy = b.graph.add(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[]).unwrap();
     let [lse, picked] = b.graph.node(entropy).results[..] else { unreachable!() };
     let rows = b.add(Binary { kind: BinaryKind::Sub }, &[lse, picked], &[], "");

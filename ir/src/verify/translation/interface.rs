@@ -101,21 +101,36 @@ fn check_slot(plan: &Plan, leaves: &Leaves<'_>, rank: u64, slot: &Slot) -> Resul
     }
 }
 
-/// Every output has its reading or its slot, and nothing else is read.
+/// Every output has its reading, every slot lies in its stage, and nothing else is read.
 fn check_outputs(plan: &Plan, program: &Program, found: &mut Diagnostics) {
     let place = format!("rank {}", program.rank);
     let mut wanted = BTreeSet::new();
     for output in &plan.graph.outputs {
-        if output.kind == OutputKind::Result {
-            wanted.insert(output.name.as_str());
-            if !program.readings.iter().any(|reading| reading.name == output.name) {
-                found.push(&place, format!("has no reading \"{}\"", output.name));
+        match output.kind {
+            OutputKind::Result => {
+                wanted.insert(output.name.as_str());
+                if !program.readings.iter().any(|reading| reading.name == output.name) {
+                    found.push(&place, format!("has no reading \"{}\"", output.name));
+                }
             }
-        } else if !program.slots.iter().any(|slot| slot.name == output.name) {
-            found.push(&place, format!("has no slot \"{}\"", output.name));
+            OutputKind::Update(leaf) => {
+                let is_here = is_home(plan, leaf, program.rank);
+                if is_here != program.slots.iter().any(|slot| slot.name == output.name) {
+                    let what = if is_here { "no slot" } else { "a slot of another stage:" };
+                    found.push(&place, format!("has {what} \"{}\"", output.name));
+                }
+            }
         }
     }
     for reading in program.readings.iter().filter(|reading| !wanted.contains(reading.name.as_str())) {
         found.push(&place, format!("the reading \"{}\" is no result of the graph", reading.name));
     }
+}
+
+/// Whether a leaf lies in the stage of a rank.
+fn is_home(plan: &Plan, leaf: ValueId, rank: u64) -> bool {
+    let chunk = plan.pipeline.chunks[plan.graph.value(leaf).def];
+    let home = chunk.map(|chunk| plan.pipeline.stage_of(chunk, plan.stages()));
+    let group = plan.mesh.group(rank, &plan.mesh.family("pp"));
+    home.is_none_or(|stage| group.get(stage as usize) == Some(&rank))
 }

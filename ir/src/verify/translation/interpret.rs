@@ -1,15 +1,16 @@
-//! One step of all ranks at once, instruction by instruction, over facts.
+//! One step of the ranks of a stage at once, instruction by instruction, over facts.
 
 use super::TranslationFacts;
 use super::arrangement::Arrangement;
 use super::conversion::{self, Local, group_axes};
 use super::interface::Leaves;
-use super::kernel::{Kernels, Layout};
-use super::state::{Content, Fact, Stage, value_text};
+use super::kernel::{Kernels, Layout, Layouts};
+use super::segment::{Kind, Segment, segments};
+use super::state::{Content, Fact, value_text};
 use super::sums::is_zero;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, EntityRef, NodeId, SectionId, ValueId};
-use crate::graph::OutputKind;
+use crate::graph::{Node, OutputKind};
 use crate::mesh::{AxisId, AxisSet};
 use crate::ops::{Each, Epilogue, Op};
 use crate::plan::{Plan, Space};
@@ -17,19 +18,23 @@ use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
 use crate::verify::memory::view_of;
 use crate::verify::program::instruction_place;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+use std::rc::Rc;
 
 /// Where an instruction stands.
 pub(super) type At = (SectionId, usize);
+
+/// In which run, where, and whether it was interpreted before.
+type When = (Run, At, bool);
 
 /// What a collective over some axes makes of a fact.
 type Conversion<'a> = dyn Fn(&Fact, &[AxisId]) -> Result<Fact, String> + 'a;
 
 pub(super) struct Interpreter<'a> {
     pub plan: &'a Plan,
-    programs: &'a [Program],
+    pub programs: &'a [Program],
     coordinates: Vec<Vec<u64>>,
-    groups: Vec<Result<Vec<AxisId>, String>>,
+    pub groups: Vec<Result<Vec<AxisId>, String>>,
     /// The time axes of more than one microbatch.
     pub time: AxisSet,
     leaves: Leaves<'a>,
@@ -37,39 +42,48 @@ pub(super) struct Interpreter<'a> {
     pub contents: Vec<Content>,
     /// Per place of a slot, the buffers whose contents its bytes are.
     stored: BTreeMap<(Space, u64), Vec<BufferId>>,
-    /// Instructions that were found to be right, or wrong, in an earlier run of their section.
-    seen: BTreeSet<At>,
-    facts: TranslationFacts,
-    found: &'a mut Diagnostics,
+    pub segments: Rc<BTreeMap<SectionId, Vec<Segment>>>,
+    pub kinds: Vec<Kind>,
+    pub facts: TranslationFacts,
+    pub found: Diagnostics,
 }
 
-/// Interprets the step of programs that are alike.
-pub(super) fn run(plan: &Plan, programs: &[Program], found: &mut Diagnostics) -> TranslationFacts {
-    let Some(first) = programs.first() else { return TranslationFacts::default() };
-    let mesh = &plan.mesh;
-    let facts = TranslationFacts {
-        ranks: programs.len(),
-        instructions: first.instructions().count(),
-        ..TranslationFacts::default()
-    };
-    let mut interpreter = Interpreter {
-        plan,
-        programs,
-        coordinates: programs.iter().map(|program| mesh.coordinates(program.rank, 0)).collect(),
-        groups: (0..first.groups.len()).map(|index| group_axes(programs, index, mesh)).collect(),
-        time: mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect(),
-        leaves: Leaves::of(plan),
-        kernels: Kernels::new(plan, programs),
-        contents: vec![Content::Nothing; first.buffers.len()],
-        stored: BTreeMap::new(),
-        seen: BTreeSet::new(),
-        facts,
-        found,
-    };
-    interpreter.seed();
-    interpreter.runs(&first.order);
-    interpreter.finish();
-    interpreter.facts
+impl<'a> Interpreter<'a> {
+    /// Before the step of programs that are alike. `stages` are the axes along which they are not.
+    pub fn new(plan: &'a Plan, programs: &'a [Program], stages: &[AxisId]) -> Self {
+        let (mesh, count) = (&plan.mesh, |of: fn(&Program) -> usize| programs.first().map_or(0, of));
+        let groups: Vec<_> =
+            (0..count(|program| program.groups.len())).map(|index| group_axes(programs, index, mesh)).collect();
+        let (segments, kinds) = segments(programs, |instruction| meets_stages(instruction, &groups, stages));
+        let mut interpreter = Self {
+            plan,
+            programs,
+            coordinates: programs.iter().map(|program| mesh.coordinates(program.rank, 0)).collect(),
+            groups,
+            time: mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect(),
+            leaves: Leaves::of(plan),
+            kernels: Kernels::new(plan, programs),
+            contents: vec![Content::Nothing; count(|program| program.buffers.len())],
+            stored: BTreeMap::new(),
+            segments: Rc::new(segments),
+            kinds: vec![Kind::default(); kinds],
+            facts: TranslationFacts {
+                ranks: programs.len(),
+                instructions: count(|program| program.instructions().count()),
+                ..TranslationFacts::default()
+            },
+            found: Diagnostics::default(),
+        };
+        interpreter.seed();
+        interpreter
+    }
+}
+
+/// Whether other stages take part in an instruction.
+fn meets_stages(instruction: &Instruction, groups: &[Result<Vec<AxisId>, String>], stages: &[AxisId]) -> bool {
+    let axes = instruction.action.group().and_then(|group| groups[group].as_ref().ok());
+    matches!(instruction.action, Action::Send { .. } | Action::Receive { .. })
+        || axes.is_some_and(|axes| axes.iter().any(|axis| stages.contains(axis)))
 }
 
 impl Interpreter<'_> {
@@ -82,65 +96,16 @@ impl Interpreter<'_> {
         for slot in &program.slots {
             let Some(value) = self.leaves.stored.get(slot.name.as_str()) else { continue };
             let fact = Fact::ready(*value, self.kernels.made_as(*value));
-            self.contents[slot.buffer.index()] = Content::Holds(vec![fact]);
+            self.contents[slot.buffer.index()] = vec![fact].into();
             let buffer = &program.buffers[slot.buffer];
             self.stored.insert((buffer.space, buffer.offset), vec![slot.buffer]);
         }
     }
 
-    /// Runs the sections in their order. Once a microbatch leaves everything as the one before did, so
-    /// does every later one, and they are left out.
-    fn runs(&mut self, order: &[Run]) {
-        let mut before: Option<(Run, Vec<Content>)> = None;
-        let mut index = 0;
-        while let Some(run) = order.get(index).copied() {
-            self.forget();
-            let program = &self.programs[0];
-            for (at, instruction) in program.sections[run.section].instructions.iter().enumerate() {
-                self.step(run, (run.section, at), instruction);
-            }
-            let is_next = |(offset, next): &(usize, &Run)| {
-                (next.section, next.microbatch) == (run.section, run.microbatch + *offset as u64 + 1)
-            };
-            let repeats = order[index + 1..].iter().enumerate().take_while(is_next).count();
-            let steady = before.as_ref().is_some_and(|(earlier, contents)| {
-                (earlier.section, earlier.microbatch + 1) == (run.section, run.microbatch)
-                    && contents.iter().zip(&self.contents).all(|(a, b)| is_followed_by(a, b))
-            });
-            if steady && repeats > 0 {
-                self.skip(run.microbatch, run.microbatch + repeats as u64);
-                index += repeats;
-            }
-            before = (repeats > 0).then(|| (run, self.contents.clone()));
-            index += 1;
-        }
-    }
-
-    /// A run begins: what belongs to one microbatch is that of an earlier one now.
-    fn forget(&mut self) {
-        for content in &mut self.contents {
-            let Content::Holds(facts) = content else { continue };
-            for fact in facts.iter_mut().filter(|fact| fact.stage == Stage::Ready) {
-                if fact.arrangement.axes().any(|axis| self.time.contains(axis)) {
-                    fact.stage = Stage::Stale;
-                }
-            }
-        }
-    }
-
-    /// The microbatches after `from` up to `to` have run.
-    fn skip(&mut self, from: u64, to: u64) {
-        let last = self.plan.mesh.microbatches() - 1;
-        for content in &mut self.contents {
-            let Content::Holds(facts) = content else { continue };
-            for fact in facts.iter_mut().filter(|fact| fact.stage == Stage::Accumulating(from)) {
-                fact.stage = if to == last { Stage::Ready } else { Stage::Accumulating(to) };
-            }
-        }
-    }
-
-    fn step(&mut self, run: Run, at: At, instruction: &Instruction) {
-        let program = &self.programs[0];
+    /// Interprets one instruction; `is_seen` says that it is not the first time.
+    pub fn step(&mut self, run: Run, at: At, is_seen: bool) {
+        let programs = self.programs;
+        let instruction = &programs[0].sections[at.0].instructions[at.1];
         let mut read = instruction.operands.clone();
         if instruction.action == Action::Accumulate && run.microbatch > 0 {
             read.extend(&instruction.results);
@@ -148,36 +113,49 @@ impl Interpreter<'_> {
         let refuted = read.iter().any(|buffer| self.contents[buffer.index()] == Content::Refuted);
         let made = match refuted {
             true => None,
-            false => match self.transfer(run, at, instruction) {
+            false => match self.transfer(run, at, instruction, is_seen) {
                 Ok(facts) => Some(facts),
                 Err(message) => {
-                    self.found.push(instruction_place(program, at.0, at.1), message);
+                    self.found.push(instruction_place(&programs[0], at.0, at.1), message);
                     None
                 }
             },
         };
-        let is_view = view_of(program, instruction).is_some();
+        let is_view = view_of(&programs[0], instruction).is_some();
         let mut made = made.map(Vec::into_iter);
         for result in &instruction.results {
             let facts = made.as_mut().and_then(Iterator::next);
-            self.contents[result.index()] = facts.map_or(Content::Refuted, Content::Holds);
-            let buffer = &program.buffers[*result];
-            if let Some(holders) = self.stored.get_mut(&(buffer.space, buffer.offset)) {
-                if !is_view {
-                    holders.clear();
-                }
-                holders.push(*result);
+            self.contents[result.index()] = facts.map_or(Content::Refuted, Content::from);
+            self.note_stored(*result, is_view);
+        }
+    }
+
+    /// A buffer was written: if it lies where a slot does, the slot's bytes are its contents, and only
+    /// its unless it is a view.
+    pub fn note_stored(&mut self, buffer: BufferId, is_view: bool) {
+        let home = &self.programs[0].buffers[buffer];
+        if let Some(holders) = self.stored.get_mut(&(home.space, home.offset)) {
+            if !is_view {
+                holders.clear();
+            }
+            if !holders.contains(&buffer) {
+                holders.push(buffer);
             }
         }
-        self.seen.insert(at);
     }
 
     /// The facts about each result.
-    fn transfer(&mut self, run: Run, at: At, instruction: &Instruction) -> Result<Vec<Vec<Fact>>, String> {
-        let first = !self.seen.contains(&at);
+    fn transfer(
+        &mut self,
+        run: Run,
+        at: At,
+        instruction: &Instruction,
+        is_seen: bool,
+    ) -> Result<Vec<Vec<Fact>>, String> {
+        let first = !is_seen;
         let mesh = &self.plan.mesh;
         match &instruction.action {
-            Action::Compute(Op::Each(each)) => self.each(run, at, instruction, each),
+            Action::Compute(Op::Each(each)) => self.each((run, at, is_seen), instruction, each),
             Action::Compute(op) => {
                 let is_conversion = self.is_conversion(op, instruction);
                 self.facts.conversions += usize::from(first && is_conversion && !matches!(op, Op::Reshape(_)));
@@ -186,7 +164,7 @@ impl Interpreter<'_> {
                 }
                 self.facts.kernels += usize::from(first);
                 let node = instruction.source.ok_or("is no change of layout, and comes from no node of the graph")?;
-                self.kernel(run, at, instruction, node)
+                self.kernel((run, at, is_seen), instruction, node)
             }
             Action::AllReduce { reduce, group } => {
                 let name = if *reduce == ReduceKind::Max { "takes the maximum of" } else { "reduces" };
@@ -219,14 +197,14 @@ impl Interpreter<'_> {
                 Ok(vec![vec![Fact::ready(value, self.kernels.made_as(value))]])
             }
             Action::Send { .. } | Action::Receive { .. } => {
-                Err("passes a value to another stage, and the plan has none".to_string())
+                Err("passes a value to another stage: it is no part of a segment".to_string())
             }
         }
     }
 
     /// The items of an instruction, each by the node that it is: of those that read what its first operand
     /// holds, all that justify it.
-    fn each(&mut self, run: Run, at: At, instruction: &Instruction, each: &Each) -> Result<Vec<Vec<Fact>>, String> {
+    fn each(&mut self, when: When, instruction: &Instruction, each: &Each) -> Result<Vec<Vec<Fact>>, String> {
         let mut made = Vec::with_capacity(instruction.results.len());
         let items = each.items(&instruction.operands).zip(each.items(&instruction.results));
         for (index, (operands, results)) in items.enumerate() {
@@ -238,7 +216,7 @@ impl Interpreter<'_> {
             let item = Instruction { operands, results, ..instruction.clone() };
             let (mut facts, mut why) = (vec![Vec::new(); item.results.len()], None);
             for id in nodes {
-                match self.kernel(run, at, &item, id) {
+                match self.kernel(when, &item, id) {
                     Ok(more) => facts.iter_mut().zip(more).for_each(|(facts, more)| facts.extend(more)),
                     Err(message) => why = why.or(Some(message)),
                 }
@@ -250,7 +228,7 @@ impl Interpreter<'_> {
             }
             made.extend(facts);
         }
-        self.facts.kernels += if self.seen.contains(&at) { 0 } else { each.count };
+        self.facts.kernels += if when.2 { 0 } else { each.count };
         Ok(made)
     }
 
@@ -322,7 +300,8 @@ impl Interpreter<'_> {
     }
 
     /// A kernel: its node's operation on operands in the layouts of the node's strategy.
-    fn kernel(&mut self, run: Run, at: At, instruction: &Instruction, id: NodeId) -> Result<Vec<Vec<Fact>>, String> {
+    fn kernel(&mut self, when: When, instruction: &Instruction, id: NodeId) -> Result<Vec<Vec<Fact>>, String> {
+        let (run, at, is_seen) = when;
         let node = self.plan.graph.node(id);
         let counts = (instruction.operands.len(), instruction.results.len());
         let (takes, makes) = (node.operands.len(), node.results.len());
@@ -339,19 +318,10 @@ impl Interpreter<'_> {
             return Ok(vec![self.kernels.made_of_nothing(id, at, instruction.results[0])?]);
         }
         let layouts = self.kernels.layouts(id);
-        for (index, (buffer, value)) in instruction.operands.iter().zip(&node.operands).enumerate() {
-            let wanted = &layouts.operands[index];
-            if !self.contents[buffer.index()].is(*value, &wanted.arrangement) {
-                return Err(format!(
-                    "reads {} as operand {index}, but {} of {} takes {}",
-                    self.held(*buffer),
-                    node.op.name(),
-                    node.results[0],
-                    value_text(self.plan, *value, &wanted.arrangement)
-                ));
-            }
+        if let Err(why) = self.expect_operands(instruction, node, &layouts) {
+            return self.sum_of_terms(instruction, node).map(|fact| vec![vec![fact]]).ok_or(why);
         }
-        if !self.seen.contains(&at) {
+        if !is_seen {
             self.kernels.check(id, at, instruction, &layouts)?;
         }
         if let Some(epilogue) = epilogue {
@@ -366,6 +336,23 @@ impl Interpreter<'_> {
         Ok(node.results.iter().copied().zip(&layouts.results).map(fact).collect())
     }
 
+    /// Whether the operands hold what the node reads, as its strategy says.
+    fn expect_operands(&self, instruction: &Instruction, node: &Node, layouts: &Layouts) -> Result<(), String> {
+        for (index, (buffer, value)) in instruction.operands.iter().zip(&node.operands).enumerate() {
+            let wanted = &layouts.operands[index];
+            if !self.contents[buffer.index()].is(*value, &wanted.arrangement) {
+                return Err(format!(
+                    "reads {} as operand {index}, but {} of {} takes {}",
+                    self.held(*buffer),
+                    node.op.name(),
+                    node.results[0],
+                    value_text(self.plan, *value, &wanted.arrangement)
+                ));
+            }
+        }
+        Ok(())
+    }
+
     fn epilogue(&self, at: At) -> Option<Epilogue> {
         match &self.program().sections[at.0].instructions[at.1].action {
             Action::Compute(Op::Matmul(op)) => op.epilogue,
@@ -374,7 +361,7 @@ impl Interpreter<'_> {
     }
 
     /// Readings hold results, slots hold their next values, or what they held.
-    fn finish(&mut self) {
+    pub fn finish(&mut self) {
         let (plan, program) = (self.plan, &self.programs[0]);
         for output in &plan.graph.outputs {
             let ty = plan.graph.ty(output.value);
@@ -413,15 +400,5 @@ impl Interpreter<'_> {
         let held = contents.last().map_or("nothing".to_string(), |content| content.text(self.plan));
         let wanted = value_text(self.plan, value, wanted);
         self.found.push(what, format!("holds {held} after the step; it should hold {wanted}"));
-    }
-}
-
-fn is_followed_by(before: &Content, after: &Content) -> bool {
-    let (a, b) = (before.facts(), after.facts());
-    match (before, after) {
-        (Content::Holds(_), Content::Holds(_)) => {
-            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a.is_followed_by(b))
-        }
-        _ => before == after,
     }
 }

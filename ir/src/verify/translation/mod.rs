@@ -26,9 +26,13 @@
 //! Any set of ranks may be given; [`cover`] is one that tells the axes of the mesh apart, for meshes too
 //! large to lower every rank. Each rank's own program is shown again before it runs.
 //!
-//! **Stages.** The programs of a plan in stages differ in more than coordinates, and are not shown to
-//! compute its graph: of them it is known that each is sound by itself and that all of them together meet
-//! ([`program`](super::program())), and no kernel or conversion is counted in the facts.
+//! **Stages.** The programs of the ranks of one stage of a pipeline are one program in that sense, and those of
+//! different stages are not. All stages are walked through the step together (`stages`): what a message
+//! brings is what its sender was shown to hold, of the microbatch of which it was, and single numbers that are
+//! summed over the stages are sums of the graph (`terms`). So a value that comes of another microbatch, from
+//! another stage or in another order is no operand of the kernel that reads it, and a gradient counts each
+//! microbatch once wherever its terms were made. Microbatches, and sections that differ in the names of their
+//! buffers alone, are interpreted once (`segment`).
 //!
 //! Numbers are treated as exact: the order of a sum is not part of the claim.
 
@@ -40,26 +44,40 @@ mod expand;
 mod interface;
 mod interpret;
 mod kernel;
+mod segment;
+mod stages;
 mod state;
 mod sums;
+mod terms;
 
 use super::plan::VerifiedPlan;
 use super::program::check_each;
 use crate::diagnostic::Diagnostics;
-use crate::mesh::{AxisKind, Mesh};
+use crate::mesh::{AxisId, Mesh};
 use crate::program::Program;
+use stages::{Walk, walk};
+use std::ops::AddAssign;
 
 /// What was shown; see [`translation`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TranslationFacts {
     /// Programs that were looked at.
     pub ranks: usize,
-    /// Instructions of one rank.
+    /// Instructions of one rank, of each stage.
     pub instructions: usize,
     /// Of them, kernels that were justified by a node of the graph.
     pub kernels: usize,
-    /// Of them, those that change the layout of a value.
+    /// Of them, those that change the layout of a value, or pass it on.
     pub conversions: usize,
+}
+
+impl AddAssign for TranslationFacts {
+    fn add_assign(&mut self, more: Self) {
+        self.ranks += more.ranks;
+        self.instructions += more.instructions;
+        self.kernels += more.kernels;
+        self.conversions += more.conversions;
+    }
 }
 
 /// Shows that programs (of all ranks, or of some) compute what the plan's graph computes on one device.
@@ -75,35 +93,54 @@ pub fn translation(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<Tran
 
 /// [`translation`] of programs whose structure and memory are known to be sound.
 pub(super) fn check(plan: &VerifiedPlan<'_>, programs: &[Program]) -> Result<TranslationFacts, Diagnostics> {
-    if plan.stages() > 1 {
-        let instructions = programs.first().map_or(0, |program| program.instructions().count());
-        return Ok(TranslationFacts { ranks: programs.len(), instructions, ..TranslationFacts::default() });
-    }
-    let programs = &*expand::expand(programs);
     let mut found = Diagnostics::default();
-    let ranks = plan.mesh.ranks();
+    let (mesh, ranks) = (&plan.mesh, plan.mesh.ranks());
     for program in programs.iter().filter(|program| program.rank >= ranks || program.ranks != ranks) {
-        let message = format!("is one of {} ranks; the plan's mesh {} has {ranks}", program.ranks, plan.mesh);
+        let message = format!("is one of {} ranks; the plan's mesh {mesh} has {ranks}", program.ranks);
         found.push(format!("rank {}", program.rank), message);
     }
-    alike::check(programs, &mut found);
+    found.finish(())?;
+    let (axes, mut programs) = (mesh.family("pp"), expand::expand(programs));
+    let stage_of = |program: &Program| mesh.group(program.rank, &axes).iter().position(|rank| *rank == program.rank);
+    if !programs.is_sorted_by_key(stage_of) {
+        programs.to_mut().sort_by_key(stage_of);
+    }
+    let stages: Vec<&[Program]> = programs.chunk_by(|a, b| stage_of(a) == stage_of(b)).collect();
+    let mut found = Diagnostics::default();
+    for stage in (0..plan.stages()).filter(|stage| !stages.iter().any(|of| stage_of(&of[0]) == Some(*stage as usize))) {
+        found.push("programs", format!("none of them is of stage {stage} of {}", plan.stages()));
+    }
+    stages.iter().for_each(|programs| alike::check(programs, &mut found));
     found.finish(())?;
     let mut found = Diagnostics::default();
-    interface::check(plan, programs, &mut found);
-    let facts = interpret::run(plan, programs, &mut found);
+    interface::check(plan, &programs, &mut found);
+    let mut stages: Vec<Walk<'_>> = stages.into_iter().map(|programs| Walk::new(plan, programs, &axes)).collect();
+    walk(&mut stages, &axes, &mut found);
+    let mut facts = TranslationFacts::default();
+    for Walk { interpreter, .. } in &mut stages {
+        interpreter.finish();
+        facts += interpreter.facts;
+        found.0.append(&mut interpreter.found.0);
+    }
     found.finish(facts)
 }
 
-/// Ranks that tell the axes of a mesh apart: the first, the last, and per axis the one that is second on
-/// it and first on all others.
+/// Ranks that tell the axes of a mesh apart: of each stage of a pipeline the first, the last, and per axis the
+/// one that is second on it and first on all others.
 pub fn cover(mesh: &Mesh) -> Vec<u64> {
-    let mut ranks = vec![0, mesh.ranks() - 1];
-    let mut stride = 1;
-    for axis in mesh.axes.iter().rev().filter(|axis| axis.kind == AxisKind::Space && axis.size > 1) {
-        ranks.push(stride);
-        stride *= axis.size;
+    let (stages, mut within) = (mesh.family("pp"), vec![0]);
+    let (mut stride, mut last) = (1, 0);
+    let axes: Vec<AxisId> = mesh.ids().filter(|axis| !mesh.is_time(*axis)).collect();
+    for axis in axes.into_iter().rev() {
+        if !stages.contains(&axis) && mesh.size(axis) > 1 {
+            within.push(stride);
+            last += stride * (mesh.size(axis) - 1);
+        }
+        stride *= mesh.size(axis);
     }
-    ranks.sort_unstable();
-    ranks.dedup();
-    ranks
+    within.push(last);
+    within.sort_unstable();
+    within.dedup();
+    let firsts = mesh.group(0, &stages);
+    firsts.iter().flat_map(|first| within.iter().map(move |rank| first + rank)).collect()
 }

@@ -27,7 +27,8 @@ impl Interpreter<'_> {
         };
         if run.microbatch > 0 {
             let arrangement = fact.arrangement.without_partial(&over);
-            let before = Fact { value: fact.value, arrangement, stage: Stage::Accumulating(run.microbatch - 1) };
+            let before =
+                Fact { value: fact.value, arrangement, stage: Stage::Accumulating(run.microbatch - 1), of: None };
             if !self.contents[result.index()].facts().contains(&before) {
                 let before = before.text(self.plan);
                 return Err(format!("adds {} to {}, not to {before}", self.held(operand), self.held(result)));
@@ -41,7 +42,7 @@ impl Interpreter<'_> {
     pub fn zeros(&mut self, value: ValueId) -> Fact {
         let over: Vec<AxisId> = self.time.iter().collect();
         let arrangement = self.kernels.made_as(value).without_partial(&over);
-        Fact { value, arrangement, stage: Stage::Empty }
+        Fact { value, arrangement, stage: Stage::Empty, of: None }
     }
 
     /// What a product makes that adds its operands from the given one on: a summand, a bias, or both. The
@@ -162,7 +163,7 @@ impl Interpreter<'_> {
             (true, false) => Stage::Accumulating(run.microbatch),
             (true, true) => Stage::Ready,
         };
-        is_term.then(|| Fact { value: total, arrangement: part.arrangement.without_partial(&over), stage })
+        is_term.then(|| Fact { value: total, arrangement: part.arrangement.without_partial(&over), stage, of: None })
     }
 }
 

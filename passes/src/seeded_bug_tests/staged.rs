@@ -1,0 +1,318 @@
+//! Bugs put into the programs of stages of a pipeline.
+
+use super::{At, Bug, find, instruction, is_op, is_scale, missed, relocate, remove};
+use crate::cluster::Cluster;
+use crate::lower::lower_all;
+use crate::pipeline_tests::{LAYERS, staged};
+use crate::search::{Pins, search};
+use crate::search_tests::llama_with;
+use shardc_ir::ops::{Constant, Op};
+use shardc_ir::pipeline::Schedule;
+use shardc_ir::plan::Request;
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, Bytes, DType, NoScratch, Plan, Program, verify};
+
+/// The stages of the plans, which lie along the innermost axis.
+const STAGES: u64 = 3;
+
+/// What is put in, into the plan of which schedule, and a part of what the verifier says.
+const BUGS: &[(&str, Schedule, Bug, &str)] = &[
+    ("swapped sends", Schedule::OneForwardOneBackward, swapped_sends, "which nothing has written"),
+    ("a send of another microbatch", Schedule::OneForwardOneBackward, sent_too_early, "what is in microbatch"),
+    (
+        "a message taken for another microbatch",
+        Schedule::OneForwardOneBackward,
+        received_elsewhere,
+        "what is in microbatch",
+    ),
+    ("a slot reused while it is read", Schedule::OneForwardOneBackward, reused_slot, "what is in microbatch"),
+    ("a message to another stage", Schedule::OneForwardOneBackward, wrong_stage, "waits forever"),
+    ("a message to another rank of the stage", Schedule::OneForwardOneBackward, wrong_rank, "does not stand"),
+    (
+        "a gradient without one microbatch",
+        Schedule::ZeroBubbleV,
+        missing_microbatch,
+        "(the sum over the microbatches up to 1 of",
+    ),
+    (
+        "a gradient with one microbatch twice",
+        Schedule::ZeroBubbleV,
+        doubled_microbatch,
+        "(the sum over the microbatches up to 2 of",
+    ),
+    (
+        "microbatches in another order",
+        Schedule::ZeroBubbleV,
+        exchanged_microbatches,
+        "(the sum over the microbatches up to 0 of",
+    ),
+    ("a loss scaled for another number of microbatches", Schedule::GPipe, wrong_scale, "its part needs affine"),
+    (
+        "a shared gradient of one stage alone",
+        Schedule::GPipe,
+        unsummed_gradient,
+        "not to the sum over the microbatches",
+    ),
+    ("a stage that adds more than it has", Schedule::GPipe, foreign_term, "no value of the graph is the sum"),
+    ("zeros of a stage that are none", Schedule::GPipe, wrong_zero, "is no sum_squares of"),
+    ("numbers of one stage exchanged", Schedule::GPipe, exchanged_terms, "as operand 0, but total of"),
+    ("a stage that stays out of a sum", Schedule::GPipe, absent_stage, "waits forever"),
+    ("an update of a stage that is lost", Schedule::GPipe, lost_update, "after the step; it should hold"),
+    ("a slot of another stage", Schedule::GPipe, foreign_slot, "a slot of another stage"),
+];
+
+/// Two tensor ranks, four microbatches; the head shares the table of the embedding, which is in another stage.
+fn plan(schedule: Schedule) -> Plan {
+    let graph = llama_with(LAYERS, DType::F32, true);
+    let cluster = Cluster::parse("cpu:2", "h200").expect("a cluster");
+    let pins = Pins::parse("tp=2,dp=1,microbatch=3").expect("pins");
+    let (batch, seq) = (LAYERS.batch, LAYERS.seq);
+    let request = Request { batch, seq, device_memory: Bytes(1 << 40), ..Request::default() };
+    let plan = search(&graph, &cluster, &request, &pins, &NoScratch).expect("a plan");
+    staged(plan, STAGES, schedule, if schedule == Schedule::ZeroBubbleV { 2 } else { 1 })
+}
+
+#[test]
+fn every_seeded_bug_of_stages_is_found() {
+    let mut wrong = Vec::new();
+    for schedule in [Schedule::OneForwardOneBackward, Schedule::ZeroBubbleV, Schedule::GPipe] {
+        let plan = plan(schedule);
+        let programs = lower_all(&verify::plan(&plan).expect("a plan"), &NoScratch).expect("programs");
+        let verified = verify::step(&verify::plan(&plan).expect("a plan"), &programs);
+        let shown = verified.unwrap_or_else(|found| panic!("{}: {found}", schedule.name())).facts().translation;
+        assert!(shown.kernels > 100 && shown.ranks == 6, "{shown:?}");
+        for (name, _, bug, expect) in BUGS.iter().filter(|(_, of, ..)| *of == schedule) {
+            wrong.extend(missed(&plan, &programs, name, *bug, expect));
+        }
+        // Without the programs of a stage nothing is shown of it.
+        let some: Vec<Program> = programs.iter().filter(|program| program.rank % STAGES != 1).cloned().collect();
+        let found = verify::translation(&verify::plan(&plan).expect("a plan"), &some).expect_err("a stage is missing");
+        assert!(found.to_string().contains("none of them is of stage 1 of 3"), "{found}");
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Does something to the programs of one stage.
+fn each(programs: &mut [Program], stage: u64, bug: impl FnMut(&mut Program)) {
+    programs.iter_mut().filter(|program| program.rank % STAGES == stage).for_each(bug);
+}
+
+/// The instructions of a program that fit.
+fn all(program: &Program, fits: impl Fn(&Instruction) -> bool) -> Vec<At> {
+    let sections = program.sections.iter();
+    let all = sections.flat_map(|(section, body)| body.instructions.iter().enumerate().map(move |of| (section, of)));
+    all.filter(|(_, (_, instruction))| fits(instruction)).map(|(section, (at, _))| (section, at)).collect()
+}
+
+/// Another buffer of the same value: its copy for another microbatch.
+fn other_copy(program: &Program, buffer: BufferId) -> Option<BufferId> {
+    let of = &program.buffers[buffer];
+    let mut others = program.buffers.iter().filter(|(id, other)| {
+        *id != buffer
+            && other.value.is_some()
+            && other.value == of.value
+            && other.ty == of.ty
+            && other.offset != of.offset
+    });
+    others.next().map(|(id, _)| id)
+}
+
+fn sent(instruction: &Instruction) -> Option<(u64, BufferId)> {
+    match instruction.action {
+        Action::Send { peer } => Some((peer, instruction.operands[0])),
+        _ => None,
+    }
+}
+
+fn swapped_sends(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let at = all(program, |instruction| sent(instruction).is_some());
+        let of = |at: &At| sent(&program.sections[at.0].instructions[at.1]).expect("a message");
+        let alike = |(a, b): &(At, At)| {
+            let ((to, x), (other, y)) = (of(a), of(b));
+            to == other && x != y && program.buffers[x].value == program.buffers[y].value
+        };
+        let mut pairs = at.iter().flat_map(|a| at.iter().map(move |b| (*a, *b)));
+        let (a, b) = pairs.find(alike).expect("messages of two microbatches");
+        let (x, y) = (of(&a).1, of(&b).1);
+        instruction(program, a).operands = vec![y];
+        instruction(program, b).operands = vec![x];
+    });
+}
+
+fn sent_too_early(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let at = all(program, |instruction| sent(instruction).is_some());
+        let copy = |at: &At| other_copy(program, program.sections[at.0].instructions[at.1].operands[0]);
+        let (at, other) = at.iter().rev().find_map(|at| Some((*at, copy(at)?))).expect("a message with copies");
+        instruction(program, at).operands = vec![other];
+    });
+}
+
+fn received_elsewhere(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = all(program, |instruction| matches!(instruction.action, Action::Receive { .. }));
+        let copy = |at: &At| other_copy(program, program.sections[at.0].instructions[at.1].results[0]);
+        let (at, other) = at.iter().rev().find_map(|at| Some((*at, copy(at)?))).expect("a message with copies");
+        instruction(program, at).results = vec![other];
+    });
+}
+
+fn reused_slot(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let made = all(program, |instruction| is_op(instruction, "swiglu"));
+        let made: Vec<BufferId> = made.iter().map(|at| instruction(program, *at).results[0]).collect();
+        let (from, to) = made.iter().find_map(|buffer| Some((*buffer, other_copy(program, *buffer)?))).expect("copies");
+        for instruction in program.sections.values_mut().flat_map(|section| &mut section.instructions) {
+            let buffers = instruction.operands.iter_mut().chain(&mut instruction.results);
+            buffers.filter(|buffer| **buffer == from).for_each(|buffer| *buffer = to);
+        }
+    });
+}
+
+fn wrong_stage(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let own = program.rank;
+        let at = all(program, |instruction| sent(instruction).is_some_and(|(peer, _)| peer == own + 1));
+        instruction(program, at[0]).action = Action::Send { peer: own + 2 };
+    });
+}
+
+fn wrong_rank(programs: &mut [Program]) {
+    for program in programs {
+        let away = |peer: u64| (peer + STAGES) % (2 * STAGES);
+        for instruction in program.sections.values_mut().flat_map(|section| &mut section.instructions) {
+            match &mut instruction.action {
+                Action::Send { peer } | Action::Receive { peer } => *peer = away(*peer),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The run in which a stage makes the gradients of weights of one of its chunks, for a microbatch.
+fn weights(program: &Program, microbatch: u64) -> usize {
+    let is_it = |run: &shardc_ir::program::Run| {
+        program.sections[run.section].name.starts_with("weight.") && run.microbatch == microbatch
+    };
+    program.order.iter().position(is_it).expect("a run")
+}
+
+fn missing_microbatch(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = weights(program, 2);
+        program.order.remove(at);
+    });
+}
+
+fn doubled_microbatch(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = weights(program, 2);
+        program.order.insert(at, program.order[at]);
+    });
+}
+
+fn exchanged_microbatches(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let (a, b) = (weights(program, 1), weights(program, 2));
+        program.order.swap(a, b);
+    });
+}
+
+fn wrong_scale(programs: &mut [Program]) {
+    each(programs, STAGES - 1, |program| {
+        let at = find(program, is_scale);
+        if let Action::Compute(Op::Affine(affine)) = &mut instruction(program, at).action {
+            affine.scale /= 4.0;
+        }
+    });
+}
+
+fn unsummed_gradient(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let table = program.slots.iter().find(|slot| slot.name == "embedding.weight").expect("a table").buffer;
+        let ty = program.buffers[table].ty.clone();
+        let got = all(program, |instruction| matches!(instruction.action, Action::Receive { .. }));
+        let got = got.iter().map(|at| program.sections[at.0].instructions[at.1].results[0]);
+        let got: Vec<BufferId> = got.filter(|buffer| program.buffers[*buffer].ty == ty).collect();
+        let at = find(program, |_, instruction| instruction.operands.iter().any(|operand| got.contains(operand)));
+        let sum = instruction(program, at);
+        sum.operands.retain(|operand| !got.contains(operand));
+        sum.action = Action::Copy;
+    });
+}
+
+/// The instruction of a sum over stages.
+fn sum_over_stages(program: &Program) -> At {
+    let is_it = |program: &Program, instruction: &Instruction| {
+        instruction.action.group().is_some_and(|group| program.groups[group].len() as u64 == STAGES)
+    };
+    find(program, is_it)
+}
+
+/// What a stage adds to the sums of all: of the numbers that others have, zeros.
+fn terms(program: &Program) -> (Vec<At>, Vec<BufferId>) {
+    let at = sum_over_stages(program);
+    let terms = program.sections[at.0].instructions[at.1].operands.clone();
+    let zero = Action::Compute(Constant { value: 0.0 }.into());
+    let zeros = all(program, |instruction| instruction.action == zero && terms.contains(&instruction.results[0]));
+    (zeros, terms)
+}
+
+fn foreign_term(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let (zeros, terms) = terms(program);
+        let zeros: Vec<BufferId> = zeros.iter().map(|at| instruction(program, *at).results[0]).collect();
+        let is_zero = |term: &BufferId| zeros.contains(term);
+        let (zero, own) = (terms.iter().position(is_zero), terms.iter().position(|term| !is_zero(term)));
+        let (zero, own, at) = (zero.expect("zeros"), own.expect("a term"), sum_over_stages(program));
+        let results = [zero, own].map(|index| instruction(program, at).results[index]);
+        results.into_iter().for_each(|result| relocate(program, result));
+        instruction(program, at).operands[zero] = terms[own];
+    });
+}
+
+fn wrong_zero(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let zero = terms(program).0[0];
+        instruction(program, zero).action = Action::Compute(Constant { value: 1.0 }.into());
+    });
+}
+
+fn exchanged_terms(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = sum_over_stages(program);
+        let sum = instruction(program, at);
+        sum.operands.swap(0, 1);
+        sum.results.swap(0, 1);
+    });
+}
+
+fn absent_stage(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = sum_over_stages(program);
+        remove(program, at);
+    });
+}
+
+fn lost_update(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let at = find(
+            program,
+            |_, instruction| matches!(&instruction.action, Action::Compute(op) if op.single().name() == "adamw"),
+        );
+        remove(program, at);
+    });
+}
+
+fn foreign_slot(programs: &mut [Program]) {
+    let slot = programs[0].slots[0].clone();
+    each(programs, 1, |program| {
+        let buffer = program.buffers[program.slots[0].buffer].clone();
+        let at = program.arenas[0].1.0.next_multiple_of(256);
+        let ty = slot.ty.with_shape(slot.slice.iter().map(|(_, length)| *length).collect::<Vec<u64>>());
+        program.arenas[0].1.0 = at + ty.bytes().0;
+        let buffer = program.buffers.push(shardc_ir::program::Buffer { ty, offset: at, ..buffer });
+        program.slots.push(shardc_ir::program::Slot { buffer, ..slot.clone() });
+    });
+}
