@@ -224,6 +224,16 @@ impl FactorRule {
         Ok(())
     }
 
+    /// Whether a factor may be divided at all, given axes whose extent divides its size and what else has to be
+    /// divided first.
+    pub fn may_divide(&self, factor: usize) -> bool {
+        match self.factors[factor].kind {
+            FactorKind::Parallel => self.is_reducible(factor),
+            FactorKind::Ring { .. } => true,
+            FactorKind::Whole => false,
+        }
+    }
+
     /// Every legal way to add one axis to a strategy, replication first, then the factors in
     /// order, then the linear sets. Rings are not among them: see [`rings`](Self::rings).
     pub fn choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {

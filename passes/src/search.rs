@@ -542,7 +542,8 @@ fn place_batch<'a>(
     if mesh.ids().any(|axis| mesh.is_time(axis) && !is_possible_over(prepared, &strategies, axis)) {
         return Ok(None);
     }
-    Ok(Some(Placed { mesh, cluster, strategies, microbatches: mesh.microbatches(), handed: BTreeMap::new() }))
+    let (microbatches, locals) = (mesh.microbatches(), prepared.locals(cluster));
+    Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals }))
 }
 
 /// The model's work in one step: recomputation does not count.

@@ -139,8 +139,8 @@ impl Loop {
             tensor[conversion.reader].1 += each;
         }
         let bytes = |class: usize| {
-            let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-            results.first().map_or(0.0, |ty| ty.bytes().0 as f64)
+            let local = placed.local(prepared, class, &placed.strategies[class]);
+            local.results.first().map_or(0.0, |bytes| *bytes as f64)
         };
         let mut own = Self::default();
         // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
@@ -185,9 +185,9 @@ impl Loop {
         let mut made: Vec<(usize, f64, usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
-            let (operands, _) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+            let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
-            made.push((graph.value(node.operands[1]).def.index(), operands[1].bytes().0 as f64, kind));
+            made.push((graph.value(node.operands[1]).def.index(), local.operands[1] as f64, kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));

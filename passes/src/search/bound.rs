@@ -1,14 +1,15 @@
 //! Bounds below the step of every plan of a mesh, by the same model of cost.
 //!
-//! The first axis that is searched is solved exactly for the bound's objective
-//! ([`Objective::Bound`]); further ones are left to suit every node by itself, with nothing to convert
-//! along them. Plans that do not fit are kept out by a price on bytes: whatever the price, the least of
+//! An axis that is searched is solved exactly for the bound's objective ([`Objective::Bound`]). Where there are
+//! several, each is solved by itself, as if the others divided every value and all work on it as far as they
+//! can, and nodes count for each of them by an equal share: the sum is below the cost of any layout, since a
+//! conversion along one axis moves no less than that. Plans that do not fit are kept out by a price on bytes: whatever the price, the least of
 //! seconds and priced bytes, less the price of the memory that there is, is below the seconds of every plan
 //! that fits. The best of a few prices is taken.
 
 use crate::cost::step;
 use crate::shard::family::searched_axes;
-use crate::shard::objective::{Objective, Pricer};
+use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::tensor::{Placed, Prepared, Problem};
 use shardc_ir::Bytes;
 
@@ -40,18 +41,28 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
 /// The least cost for each price of a byte.
 fn relaxed(prepared: &Prepared<'_>, placed: &Placed<'_>, bytes: &[f64]) -> Vec<f64> {
     let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
-    let apart = |byte: f64| -> f64 {
-        let pricer = Pricer::new(prepared, placed, Objective::Bound { byte });
-        (0..placed.strategies.len()).map(|class| pricer.least(class, &placed.strategies[class], &axes)).sum()
-    };
-    let [axis] = axes[..] else { return bytes.iter().copied().map(apart).collect() };
-    let mut problem = Problem::new(prepared, placed, axis, Objective::Bound { byte: 0.0 });
-    let exact = |byte: &f64| {
-        if *byte > 0.0 {
-            problem.reprice(Objective::Bound { byte: *byte });
+    if axes.is_empty() {
+        return apart(prepared, placed, bytes);
+    }
+    let mut sums = vec![0.0; bytes.len()];
+    let all: u64 = axes.iter().map(|axis| placed.mesh.size(*axis)).product();
+    for axis in &axes {
+        let parts = (all / placed.mesh.size(*axis)) as f64;
+        let beside = Beside { parts, share: 1.0 / axes.len() as f64 };
+        let mut problem = Problem::new(prepared, placed, *axis, Objective::Bound { byte: 0.0, beside });
+        for (sum, byte) in sums.iter_mut().zip(bytes) {
+            problem.reprice(*byte);
+            let solution = problem.graph.solve();
+            *sum += if solution.is_exact { solution.cost } else { problem.graph.least() };
         }
-        let solution = problem.graph.solve();
-        if solution.is_exact { solution.cost } else { apart(*byte) }
-    };
-    bytes.iter().map(exact).collect()
+    }
+    sums
+}
+
+/// The same where nothing is left to place.
+fn apart(prepared: &Prepared<'_>, placed: &Placed<'_>, bytes: &[f64]) -> Vec<f64> {
+    let pricer = Pricer::new(prepared, placed, Objective::Bound { byte: 0.0, beside: Beside::NONE });
+    let quotes: Vec<Quote> =
+        placed.strategies.iter().enumerate().map(|(class, strategy)| pricer.quote(class, strategy)).collect();
+    bytes.iter().map(|byte| quotes.iter().map(|quote| quote.at(*byte)).sum()).collect()
 }

@@ -10,11 +10,11 @@ use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage, stored_type};
 use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
-use crate::shard::price::Ground;
+use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds, TensorType};
+use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds};
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 
@@ -179,9 +179,9 @@ impl<'a> Shape<'a> {
         if !is_cast && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
             return;
         }
-        let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+        let Local { operands, results, .. } = &*placed.local(prepared, class, &placed.strategies[class]);
         let count = prepared.folded.classes[class].members.len() as f64;
-        let bytes = |ty: &TensorType| ty.bytes().0 as f64 * count;
+        let bytes = |bytes: &u64| *bytes as f64 * count;
         let readers = prepared.flows.iter().filter(|flow| flow.maker == class).flat_map(|flow| &flow.readers);
         let is_read =
             readers.into_iter().any(|(reader, _, _)| !matches!(prepared.op(*reader), Op::Cast(_) | Op::Adamw(_)));
@@ -215,11 +215,10 @@ impl<'a> Shape<'a> {
     /// seconds of one of them, and what bounds it.
     fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
-        let (operands, results) = prepared.local_types(class, strategy, placed.mesh);
+        let Local { seconds, bound, operands, results, .. } = &*placed.local(prepared, class, strategy);
+        let (seconds, bound) = (*seconds, *bound);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
-        let on = Ground { mesh: placed.mesh, cluster: placed.cluster };
-        let (seconds, bound) = prepared.seconds(class, strategy, on);
         let launch = Machine::own(&placed.cluster.device).launch();
         let each = prepared.emitted[class].seconds(seconds, bound, launch, apart);
         let seconds = each * count as f64;
@@ -228,16 +227,16 @@ impl<'a> Shape<'a> {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
                 if !matches!(prepared.graph.def(gradient).op, Op::Matmul(_)) {
-                    self.added_up += operands[1].bytes().0 * count;
+                    self.added_up += operands[1] * count;
                 }
                 if self.is_in_block(prepared, class) {
-                    self.block_gradient = self.block_gradient.max(operands[1].bytes().0);
+                    self.block_gradient = self.block_gradient.max(operands[1]);
                 }
             }
             Op::Parameter(_) | Op::State(_) => {}
             Op::Cast(_) if prepared.is_parameter[class] => {
                 if !self.is_in_block(prepared, class) {
-                    self.head = self.head.max(results[0].bytes().0 * count);
+                    self.head = self.head.max(results[0] * count);
                 }
             }
             Op::SumSquares(_) if !prepared.in_loop(class) => {}

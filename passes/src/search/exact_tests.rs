@@ -10,7 +10,7 @@ use crate::shard::eliminate::Solution;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;
 use crate::shard::objective::Objective;
-use crate::shard::place::{apply, place_axes};
+use crate::shard::place::{apply, current, place_axes};
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::Problem;
 use crate::synthetic::{Sizes, residual};
@@ -87,33 +87,41 @@ proptest! {
     #[test]
     fn no_layout_is_below_the_bound(
         (graph, batch) in models(),
-        ranks in prop_oneof![Just((1u64, 2u64)), Just((2, 2)), Just((1, 4)), Just((2, 4))],
+        ranks in prop_oneof![Just((1u64, [2u64, 1])), Just((2, [2, 1])), Just((1, [2, 2])), Just((2, [4, 1])), Just((1, [2, 4]))],
         microbatches in prop_oneof![Just(1u64), Just(2), Just(4)],
         changes in proptest::collection::vec(proptest::collection::vec(any::<(usize, usize)>(), 0..6), 8),
     ) {
-        let cluster = Cluster::parse(&format!("h100:{}", ranks.0 * ranks.1), "h200").unwrap();
+        let tensor: u64 = ranks.1.iter().product();
+        let cluster = Cluster::parse(&format!("h100:{}", ranks.0 * tensor), "h200").unwrap();
         let prepared = prepare(&graph, batch, &NoScratch);
-        let degrees = Degrees::new(batch / ranks.0 / microbatches).with("dp", &[ranks.0]).with("tp", &[ranks.1]);
+        let degrees = Degrees::new(batch / ranks.0 / microbatches).with("dp", &[ranks.0]).with("tp", &ranks.1);
         let mesh = degrees.mesh(batch);
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
-        let axis = searched_axes(&mesh)[0];
+        let axes = searched_axes(&mesh);
         let lowest = least(&prepared, &placed);
-        let problem = Problem::new(&prepared, &placed, axis, Objective::Step { byte: 0.0 });
-        let best = problem.graph.solve();
         let work = model_work(&graph, &cluster.device);
-        for change in changes {
-            let mut choices = best.choices.clone();
-            for (variable, choice) in change {
-                let variable = variable % choices.len();
-                choices[variable] = choice % problem.graph.unary[variable].len();
-            }
-            if !problem.graph.cost(&choices).is_finite() {
-                continue;
-            }
-            let solution = Solution { choices, ..best.clone() };
+        'layouts: for change in changes {
             let mut own = placed.clone();
-            apply(&problem, &mut own, &solution);
-            let shape = Shape::new(&prepared, &own, &problem.conversions(&solution), 1, std::slice::from_ref(&mesh));
+            for axis in axes.iter().rev() {
+                let before = own.clone();
+                let problem = Problem::new(&prepared, &before, *axis, Objective::Step { byte: 0.0 });
+                let mut solution = problem.graph.solve();
+                for (variable, choice) in &change {
+                    let variable = variable % solution.choices.len();
+                    solution.choices[variable] = choice % problem.graph.unary[variable].len();
+                }
+                if !problem.graph.cost(&solution.choices).is_finite() {
+                    continue 'layouts;
+                }
+                apply(&problem, &mut own, &solution);
+            }
+            let mut conversions = Vec::new();
+            for axis in &axes {
+                let problem = Problem::new(&prepared, &own, *axis, Objective::Step { byte: 0.0 });
+                let Some(choices) = current(&problem, &own) else { continue 'layouts };
+                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, is_exact: true }));
+            }
+            let shape = Shape::new(&prepared, &own, &conversions, 1, std::slice::from_ref(&mesh));
             for (zero, recompute) in (0..4).flat_map(|zero| [Recompute::None, Recompute::All].map(|again| (zero, again))) {
                 let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;
                 let memory = shape.memory(0, zero, recompute).total();

@@ -10,7 +10,6 @@ use super::recompute::Selected;
 use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::program::Action;
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeMap;
 
@@ -293,8 +292,8 @@ impl<'a> Liveness<'a> {
 fn local_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion]) -> Vec<Vec<u64>> {
     let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len())
         .map(|class| {
-            let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-            results.iter().map(|ty| ty.bytes().0).collect()
+            let local = placed.local(prepared, class, &placed.strategies[class]);
+            local.results.clone()
         })
         .collect();
     for conversion in conversions.iter().filter(|conversion| conversion.is_shared) {
@@ -306,13 +305,6 @@ fn local_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conv
 
 /// Bytes of scratch memory of each class on one rank.
 fn scratch_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<u64> {
-    let of = |class: usize| {
-        let op = prepared.op(class);
-        if op.is_leaf() || is_view(op) {
-            return 0;
-        }
-        let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-        prepared.target.scratch(&Action::Compute(op.clone()), &operands, &results).0
-    };
+    let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).scratch(prepared, placed, class);
     (0..prepared.rules.len()).map(of).collect()
 }

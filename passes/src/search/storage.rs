@@ -159,13 +159,18 @@ impl Storage {
     /// Among how many ranks a value of this type is stored that is computed with as a class is.
     pub fn among(&self, placed: &Placed<'_>, class: usize, ty: &TensorType) -> u64 {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
+        let ranks = self.sharing(mesh, strategy);
+        if storage_dim(ty, strategy, mesh, ranks).is_some() { ranks } else { 1 }
+    }
+
+    /// Among how many ranks a value is stored at the most that is computed with under a strategy.
+    pub fn sharing(&self, mesh: &Mesh, strategy: &Strategy) -> u64 {
         let inside = |axis: &AxisId| {
             is_copy_axis(mesh, *axis)
                 && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
                 && strategy.choice(*axis) == Choice::Replicate
         };
-        let ranks = self.inner * mesh.extent(mesh.ids().filter(inside));
-        if storage_dim(ty, strategy, mesh, ranks).is_some() { ranks } else { 1 }
+        self.inner * mesh.extent(mesh.ids().filter(inside))
     }
 }
 

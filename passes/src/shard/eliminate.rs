@@ -66,6 +66,12 @@ impl CostGraph {
         single + self.pairs.iter().map(pair).sum::<f64>()
     }
 
+    /// A bound below the cost of every assignment: each variable and each pair by itself.
+    pub fn least(&self) -> f64 {
+        let least = |costs: &Vec<f64>| costs.iter().copied().fold(f64::INFINITY, f64::min);
+        self.unary.iter().chain(self.pairs.values()).map(least).sum()
+    }
+
     /// An assignment of least cost.
     pub fn solve(&self) -> Solution {
         let reduced = dominate::reduce(self, &[]);

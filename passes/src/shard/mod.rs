@@ -8,6 +8,7 @@ pub mod dominate;
 pub mod eliminate;
 pub mod family;
 pub mod layout;
+pub mod local;
 pub mod objective;
 pub mod place;
 pub mod prepare;

@@ -8,12 +8,12 @@
 //! `t + price (m - M)`, which is at most `t` where it fits).
 
 use super::family::copy_axes;
-use super::price::Ground;
+use super::local::Local;
 use super::tensor::{Placed, Prepared};
 use crate::cost::Machine;
 use crate::cost::collective::{self, Collective, Group};
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Strategy, TensorType};
+use shardc_ir::{AxisId, Choice, Strategy};
 
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,13 +27,69 @@ pub enum Objective {
     Bound {
         /// Seconds per byte.
         byte: f64,
+        /// What is left of the rest of the mesh: see [`Beside`].
+        beside: Beside,
     },
 }
 
+/// Axes that are not placed, for a bound along one axis.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Beside {
+    /// Into how many parts they divide a value at the most.
+    pub parts: f64,
+    /// The share of what nodes cost that is counted here: the rest is counted along the other axes.
+    pub share: f64,
+}
+
+impl Beside {
+    /// No such axes.
+    pub const NONE: Self = Self { parts: 1.0, share: 1.0 };
+}
+
 impl Objective {
-    fn byte(self) -> f64 {
-        let (Self::Step { byte } | Self::Bound { byte }) = self;
+    /// Seconds per byte.
+    pub fn byte(self) -> f64 {
+        let (Self::Step { byte } | Self::Bound { byte, .. }) = self;
         byte
+    }
+
+    /// The same with bytes at another price.
+    pub fn with_byte(mut self, price: f64) -> Self {
+        let (Self::Step { byte } | Self::Bound { byte, .. }) = &mut self;
+        *byte = price;
+        self
+    }
+
+    /// The axes that are not placed.
+    pub fn beside(self) -> Beside {
+        if let Self::Bound { beside, .. } = self { beside } else { Beside::NONE }
+    }
+}
+
+/// What a class costs, for every price of a byte.
+#[derive(Clone, Debug, Default)]
+pub struct Quote {
+    /// Seconds.
+    seconds: f64,
+    /// Bytes that are kept.
+    bytes: f64,
+    /// Per kind of value that can be computed again: how many there are, the bytes of one, and the seconds in
+    /// which that is done.
+    again: Vec<[f64; 3]>,
+}
+
+impl Quote {
+    /// The cost if a byte costs so many seconds.
+    pub fn at(&self, byte: f64) -> f64 {
+        let again = self.again.iter().map(|[count, bytes, seconds]| count * (byte * bytes).min(*seconds));
+        self.seconds + byte * self.bytes + again.sum::<f64>()
+    }
+
+    fn scaled(mut self, by: f64) -> Self {
+        self.seconds *= by;
+        self.bytes *= by;
+        self.again.iter_mut().for_each(|[count, ..]| *count *= by);
+        self
     }
 }
 
@@ -55,37 +111,40 @@ impl<'a, 'b> Pricer<'a, 'b> {
         Self { prepared, placed, objective, copies, data }
     }
 
-    /// What all nodes of a class cost under a strategy.
+    /// What all nodes of a class cost under a strategy, at the objective's price of a byte.
     pub fn class(&self, class: usize, strategy: &Strategy) -> f64 {
-        let prepared = self.prepared;
-        let on = Ground { mesh: self.placed.mesh, cluster: self.placed.cluster };
-        let (operands, results) = prepared.local_types(class, strategy, on.mesh);
+        self.quote(class, strategy).at(self.objective.byte())
+    }
+
+    /// What all nodes of a class cost under a strategy.
+    pub fn quote(&self, class: usize, strategy: &Strategy) -> Quote {
+        let (prepared, cluster) = (self.prepared, self.placed.cluster);
+        let local = self.placed.local(prepared, class, strategy);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as f64;
-        let (alone, bound) = prepared.seconds(class, strategy, on);
         // What is merged into a product is merged only where nothing is converted between the two, which
         // one node does not know.
         let seconds = match self.objective {
-            Objective::Step { .. } => alone.0,
+            Objective::Step { .. } => local.seconds.0,
             Objective::Bound { .. } => {
-                let launch = Machine::own(&on.cluster.device).launch();
-                prepared.emitted[class].seconds(alone, bound, launch, false)
+                let launch = Machine::own(&cluster.device).launch();
+                prepared.emitted[class].seconds(local.seconds, local.bound, launch, false)
             }
         };
         let runs = if prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 };
         let seconds = seconds * runs;
-        let parameter = operands.first();
         let cost = match (self.objective, op) {
             (Objective::Step { .. }, Op::Adamw(_)) => {
-                seconds + parameter.map_or(0.0, |of| self.reduction(Collective::AllReduce, of, strategy, 0.5))
+                let parameter = local.operands.first();
+                seconds + parameter.map_or(0.0, |bytes| self.reduction(Collective::AllReduce, *bytes, strategy, 0.5))
             }
             (Objective::Step { .. }, _) => seconds,
             (Objective::Bound { .. }, Op::Adamw(_)) => {
-                let loss = on.cluster.device.overlap_loss.value;
+                let loss = cluster.device.overlap_loss.value;
                 // Over several nodes, replicas of parts may reduce inside and across, each over less.
-                let is_plain = on.cluster.nodes == 1 && on.mesh.degree("ep") == 1;
-                let shown = match operands.get(1).filter(|_| is_plain) {
-                    Some(gradient) => self.reduction(Collective::ReduceScatter, gradient, strategy, loss),
+                let is_plain = cluster.nodes == 1 && self.placed.mesh.degree("ep") == 1;
+                let shown = match local.operands.get(1).filter(|_| is_plain) {
+                    Some(gradient) => self.reduction(Collective::ReduceScatter, *gradient, strategy, loss),
                     None => 0.0,
                 };
                 seconds / self.data.size() as f64 + shown
@@ -96,23 +155,17 @@ impl<'a, 'b> Pricer<'a, 'b> {
             }
             (Objective::Bound { .. }, _) => seconds,
         };
-        let byte = self.objective.byte();
-        let kept = if byte > 0.0 { self.memory(class, &operands, &results, seconds) } else { 0.0 };
-        cost * count + kept
-    }
-
-    /// The least that a class can cost whatever it does with axes that are not placed.
-    pub fn least(&self, class: usize, strategy: &Strategy, rest: &[AxisId]) -> f64 {
-        let Some((axis, rest)) = rest.split_first() else { return self.class(class, strategy) };
-        let (rule, mesh) = (&self.prepared.rules[class], self.placed.mesh);
-        let choices = rule.choices(strategy, *axis, mesh).into_iter().chain(rule.rings(strategy, *axis, mesh));
-        let costs = choices.map(|choice| self.least(class, &strategy.with(*axis, choice), rest));
-        costs.fold(f64::INFINITY, f64::min)
+        let mut quote = self.memory(class, &local, seconds);
+        quote.seconds = cost * count;
+        match self.objective {
+            Objective::Step { .. } => quote,
+            Objective::Bound { beside, .. } => quote.scaled(beside.share / beside.parts),
+        }
     }
 
     /// What a value of this size costs on the axes that hold copies of its parameter, where its gradient is
     /// reduced: the share of it that shows.
-    fn reduction(&self, kind: Collective, value: &TensorType, strategy: &Strategy, share: f64) -> f64 {
+    fn reduction(&self, kind: Collective, bytes: u64, strategy: &Strategy, share: f64) -> f64 {
         let (mesh, cluster) = (self.placed.mesh, self.placed.cluster);
         let holds = |axis: &AxisId| strategy.choice(*axis) == Choice::Replicate;
         let group = match self.copies.iter().all(holds) {
@@ -125,22 +178,31 @@ impl<'a, 'b> Pricer<'a, 'b> {
             Objective::Step { .. } => cluster.device.collective_launch.value,
             Objective::Bound { .. } => time(0.0),
         };
-        share * (time(value.bytes().0 as f64) - latency).max(0.0)
+        share * (time(bytes as f64) - latency).max(0.0)
     }
 
-    /// The price of the bytes that a class's values take at the turn from forward to backward, ZeRO
-    /// dividing what is stored. What can be computed again costs no more than that.
-    fn memory(&self, class: usize, operands: &[TensorType], results: &[TensorType], again: f64) -> f64 {
-        let (prepared, byte) = (self.prepared, self.objective.byte());
+    /// The bytes that a class's values take at the turn from forward to backward, ZeRO dividing what is
+    /// stored. What can be computed again costs no more than that.
+    fn memory(&self, class: usize, local: &Local, again: f64) -> Quote {
+        let prepared = self.prepared;
         let count = prepared.folded.classes[class].members.len() as f64;
-        let price = |ty: Option<&TensorType>| ty.map_or(0.0, |ty| byte * ty.bytes().0 as f64);
+        let stored = |bytes: Option<&u64>| {
+            let bytes = bytes.map_or(0.0, |bytes| *bytes as f64) * count / self.data.size() as f64;
+            Quote { bytes, ..Quote::default() }
+        };
         match prepared.op(class) {
-            Op::Parameter(_) | Op::State(_) => count * price(results.first()) / self.data.size() as f64,
-            Op::Cast(_) if prepared.is_parameter[class] => count * price(results.first()) / self.data.size() as f64,
-            Op::Adamw(_) if self.placed.microbatches > 1 => count * price(operands.get(1)) / self.data.size() as f64,
+            Op::Parameter(_) | Op::State(_) => stored(local.results.first()),
+            Op::Cast(_) if prepared.is_parameter[class] => stored(local.results.first()),
+            Op::Adamw(_) if self.placed.microbatches > 1 => stored(local.operands.get(1)),
             _ => {
-                let alive = prepared.lives.at_turn(class).iter().zip(results);
-                alive.map(|(alive, ty)| alive[0] * price(Some(ty)) + alive[1] * price(Some(ty)).min(again)).sum()
+                let mut quote = Quote::default();
+                for ([stay, go], bytes) in prepared.lives.at_turn(class).iter().zip(&local.results) {
+                    quote.bytes += stay * *bytes as f64;
+                    if *go > 0.0 {
+                        quote.again.push([*go, *bytes as f64, again]);
+                    }
+                }
+                quote
             }
         }
     }

@@ -80,6 +80,21 @@ pub(crate) fn apply(problem: &Problem<'_, '_>, placed: &mut Placed<'_>, solution
     write(placed, problem.axis, chosen(problem, solution), problem.handed_in(solution));
 }
 
+/// The choices that are placed already on a problem's axis, if the problem has them all.
+#[cfg(test)]
+pub(crate) fn current(problem: &Problem<'_, '_>, placed: &Placed<'_>) -> Option<Vec<usize>> {
+    let mut choices = vec![0; problem.graph.unary.len()];
+    for (class, variable) in problem.variable.iter().enumerate() {
+        let own = placed.strategies[class].choice(problem.axis);
+        choices[*variable] = problem.domains[*variable].iter().position(|choice| *choice == own)?;
+    }
+    for (flow, (variable, layouts)) in &problem.handed {
+        let own = placed.handed.get(&(problem.axis, *flow))?;
+        choices[*variable] = layouts.iter().position(|layout| layout == own)?;
+    }
+    Some(choices)
+}
+
 /// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
 /// are free to suit it, the other axes stay as they are placed.
 pub fn choices_of(

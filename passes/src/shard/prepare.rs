@@ -1,6 +1,7 @@
 //! Everything about a graph that the search needs and that no mesh changes.
 
 use super::batch::batch_choices;
+use super::local::AllLocals;
 use super::share::emitted;
 use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
@@ -76,6 +77,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         lives,
         kinds,
         emitted,
+        locals: AllLocals::default(),
     };
     prepared.lives = Lives::new(&prepared);
     prepared.kinds = kinds_of(&prepared);

@@ -18,8 +18,8 @@
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, searched_axes};
 use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
-use super::objective::{Objective, Pricer};
-use super::price::Ground;
+use super::local::{AllLocals, Locals};
+use super::objective::{Objective, Pricer, Quote};
 use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
@@ -32,6 +32,7 @@ use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// What does not depend on the mesh: computed once per graph.
 pub struct Prepared<'a> {
@@ -68,6 +69,8 @@ pub struct Prepared<'a> {
     pub kinds: Vec<Kind>,
     /// Per class, what lowering makes of one of its nodes, on average.
     pub emitted: Vec<Share>,
+    /// What is known of its nodes on one rank.
+    pub locals: AllLocals,
 }
 
 /// One result of a class and the classes that read it.
@@ -159,6 +162,8 @@ pub struct Placed<'a> {
     pub microbatches: u64,
     /// Per axis and flow with several readers, the layout in which the value is handed on.
     pub handed: BTreeMap<(AxisId, usize), Along>,
+    /// What is known of nodes on one rank.
+    pub locals: Rc<Locals>,
 }
 
 /// An axis that is placed already.
@@ -182,8 +187,9 @@ pub(crate) struct Problem<'a, 'b> {
     pub graph: CostGraph,
     /// The variable of each class.
     pub variable: Vec<usize>,
-    /// The choices of each variable.
+    /// The choices of each variable, and what their classes cost.
     pub domains: Vec<Vec<Choice>>,
+    quotes: Vec<Vec<Vec<Quote>>>,
     /// Per flow with several readers, its variable and the layouts it may be handed on in.
     pub handed: BTreeMap<usize, (usize, Vec<Along>)>,
     /// Per class, per choice, the layouts of operands and results along the axis.
@@ -217,6 +223,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             graph: CostGraph::default(),
             variable: vec![usize::MAX; placed.strategies.len()],
             domains: Vec::new(),
+            quotes: Vec::new(),
             handed: BTreeMap::new(),
             layouts: Vec::new(),
         };
@@ -245,26 +252,26 @@ impl<'a, 'b> Problem<'a, 'b> {
             }
             self.layouts.push(own);
         }
-        self.graph.unary = self.prices();
-    }
-
-    /// Per variable, what its classes cost by the objective.
-    fn prices(&self) -> Vec<Vec<f64>> {
+        self.quotes = self.domains.iter().map(|domain| vec![Vec::new(); domain.len()]).collect();
         let pricer = Pricer::new(self.prepared, self.placed, self.objective);
-        let mut prices: Vec<Vec<f64>> = self.domains.iter().map(|domain| vec![0.0; domain.len()]).collect();
         for (class, variable) in self.variable.iter().enumerate() {
-            for (price, choice) in prices[*variable].iter_mut().zip(&self.domains[*variable]) {
-                *price += pricer.class(class, &self.strategies[class].with(self.axis, *choice));
+            for (quotes, choice) in self.quotes[*variable].iter_mut().zip(&self.domains[*variable]) {
+                quotes.push(pricer.quote(class, &self.strategies[class].with(self.axis, *choice)));
             }
         }
-        prices
+        self.graph.unary = self.prices(self.objective.byte());
+    }
+
+    /// Per variable, what its classes cost if a byte costs so many seconds.
+    fn prices(&self, byte: f64) -> Vec<Vec<f64>> {
+        let at = |quotes: &Vec<Quote>| quotes.iter().map(|quote| quote.at(byte)).sum();
+        self.quotes.iter().map(|choices| choices.iter().map(at).collect()).collect()
     }
 
     /// The same with bytes at another price: conversions stay as they are.
-    pub fn reprice(&mut self, objective: Objective) {
-        let before = self.prices();
-        self.objective = objective;
-        let after = self.prices();
+    pub fn reprice(&mut self, byte: f64) {
+        let (before, after) = (self.prices(self.objective.byte()), self.prices(byte));
+        self.objective = self.objective.with_byte(byte);
         // The layouts in which values are handed on have no price of their own.
         for (costs, prices) in self.graph.unary.iter_mut().zip(before.iter().zip(&after)) {
             for (cost, (before, after)) in costs.iter_mut().zip(prices.0.iter().zip(prices.1)) {
@@ -277,6 +284,15 @@ impl<'a, 'b> Problem<'a, 'b> {
     fn domain(&self, class: usize) -> Vec<Choice> {
         let family = self.placed.mesh.axis(self.axis).family();
         let (rule, given) = (&self.prepared.rules[class], &self.strategies[class]);
+        if self.objective.beside().parts > 1.0 {
+            // Axes that are not placed may make legal what is not by itself.
+            let size = self.placed.mesh.size(self.axis);
+            let divides = |factor: &usize| rule.may_divide(*factor) && rule.factors[*factor].size.is_multiple_of(size);
+            let factors = (0..rule.factors.len()).filter(divides).map(Choice::Factor);
+            let choices =
+                [Choice::Replicate].into_iter().chain(factors).chain((0..rule.linear.len()).map(Choice::Pass));
+            return choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect();
+        }
         let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
         let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
         choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect()
@@ -372,6 +388,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         let times = self.flow_runs(flow, reader) * count as f64;
         let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
         let (others, is_gradient) = (self.others(index, way), self.is_gradient(flow, way));
+        let whole = ty.bytes().0 as f64 / self.objective.beside().parts;
         let (free, loss) = (self.beside(flow), cluster.device.overlap_loss.value);
         move |from, to| {
             let moves: Vec<Move> = others.iter().copied().chain([Move { axis, group, from, to }]).collect();
@@ -383,7 +400,7 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let is_early = matches!(of.from, Along::Partial(_)) && all.is_finite();
                 if is_early { all - all.min(free / (1.0 - loss)) * (1.0 - loss) } else { all }
             };
-            let bytes = bytes_of(&moves, ty.bytes().0 as f64);
+            let bytes = bytes_of(&moves, whole);
             times * moves.iter().zip(bytes).map(seconds).sum::<f64>()
         }
     }
@@ -391,11 +408,10 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// For a bound, the seconds of kernels that a conversion of a flow may run beside at the most: those of
     /// nodes that nothing but the batch divides.
     fn beside(&self, flow: &Flow) -> f64 {
-        let on = Ground { mesh: self.placed.mesh, cluster: self.placed.cluster };
-        let launch = Machine::own(&on.cluster.device).launch();
+        let launch = Machine::own(&self.placed.cluster.device).launch();
         let seconds = |class: &usize| {
-            let (alone, bound) = self.prepared.seconds(*class, &self.strategies[*class], on);
-            self.prepared.emitted[*class].seconds(alone, bound, launch, true)
+            let local = self.placed.local(self.prepared, *class, &self.strategies[*class]);
+            self.prepared.emitted[*class].seconds(local.seconds, local.bound, launch, true)
         };
         match self.objective {
             Objective::Step { .. } => 0.0,

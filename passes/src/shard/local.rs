@@ -1,0 +1,99 @@
+//! What a node is to one rank: its seconds and bytes, found once for every way to divide its factors.
+//!
+//! Both follow from by how much each factor is divided, whichever axes do it. So meshes share them, as do
+//! choices of an axis that come to the same.
+
+use super::price::Ground;
+use super::tensor::{Placed, Prepared};
+use crate::cluster::Cluster;
+use crate::cost::{Bound, is_view};
+use shardc_ir::program::Action;
+use shardc_ir::{FactorKind, OpDef, Seconds, Strategy, TensorType};
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// One node of a class, as the rank that has the most to do sees it.
+#[derive(Clone, Debug)]
+pub struct Local {
+    /// Its seconds, alone.
+    pub seconds: Seconds,
+    /// What bounds them.
+    pub bound: Bound,
+    /// Bytes of each operand.
+    pub operands: Vec<u64>,
+    /// Bytes of each result.
+    pub results: Vec<u64>,
+    /// Bytes of scratch memory, once somebody asked.
+    scratch: OnceCell<u64>,
+}
+
+/// Per class, what is known of its nodes, by the parts that each factor is divided into.
+type Known = HashMap<Vec<u64>, Rc<Local>>;
+
+/// What is known of the nodes of a graph on one cluster.
+#[derive(Debug)]
+pub struct Locals {
+    cluster: Cluster,
+    known: RefCell<Vec<Known>>,
+}
+
+/// What is known on each cluster.
+pub type AllLocals = RefCell<Vec<Rc<Locals>>>;
+
+impl Prepared<'_> {
+    /// What is known of nodes on a cluster.
+    pub fn locals(&self, cluster: &Cluster) -> Rc<Locals> {
+        let mut all = self.locals.borrow_mut();
+        if let Some(known) = all.iter().find(|known| known.cluster == *cluster) {
+            return Rc::clone(known);
+        }
+        let known = RefCell::new(vec![Known::new(); self.rules.len()]);
+        all.push(Rc::new(Locals { cluster: cluster.clone(), known }));
+        Rc::clone(&all[all.len() - 1])
+    }
+}
+
+impl Placed<'_> {
+    /// One node of a class under a strategy.
+    pub fn local(&self, prepared: &Prepared<'_>, class: usize, strategy: &Strategy) -> Rc<Local> {
+        let rule = &prepared.rules[class];
+        let find = || {
+            let on = Ground { mesh: self.mesh, cluster: self.cluster };
+            let (operands, results) = prepared.local_types(class, strategy, self.mesh);
+            let (seconds, bound) = prepared.seconds(class, strategy, on);
+            let bytes = |types: Vec<TensorType>| types.iter().map(|ty| ty.bytes().0).collect();
+            let scratch = OnceCell::new();
+            Rc::new(Local { seconds, bound, operands: bytes(operands), results: bytes(results), scratch })
+        };
+        let mut parts = vec![1; rule.factors.len()];
+        for (factor, axes) in strategy.factors.iter().filter(|(_, axes)| !axes.is_empty()) {
+            // What goes round a ring depends on the links of its axes.
+            if matches!(rule.factors[*factor].kind, FactorKind::Ring { .. }) {
+                return find();
+            }
+            parts[*factor] = self.mesh.extent(axes.iter().copied());
+        }
+        if let Some(known) = self.locals.known.borrow()[class].get(&parts) {
+            return Rc::clone(known);
+        }
+        let found = find();
+        self.locals.known.borrow_mut()[class].insert(parts, Rc::clone(&found));
+        found
+    }
+}
+
+impl Local {
+    /// Bytes of scratch memory that a placed class needs, of which this is one node.
+    pub fn scratch(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> u64 {
+        let op = prepared.op(class);
+        if op.is_leaf() || is_view(op) {
+            return 0;
+        }
+        let find = || {
+            let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+            prepared.target.scratch(&Action::Compute(op.clone()), &operands, &results).0
+        };
+        *self.scratch.get_or_init(find)
+    }
+}
