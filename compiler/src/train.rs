@@ -13,7 +13,7 @@ use crate::learning_rate::LearningRate;
 use crate::loss_scale::LossScale;
 use crate::metrics::StepMetrics;
 use shardc_ir::program::Slot;
-use shardc_ir::{Bytes, HostTensor, Op, Program, TensorType};
+use shardc_ir::{Bytes, HostTensor, Op, TensorType};
 use shardc_models::Model;
 use shardc_passes::differentiate::LOSS_SCALE;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
@@ -308,27 +308,60 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Fills the parameters of the runtime's ranks. Ranks that hold the same part share its making.
+/// Fills the parameters of the runtime's ranks: with what is given, else by what the runtime makes of their
+/// initialisers in place, else from here. Ranks that hold the same part share its making.
 fn initialise(compiled: &Compiled, runtime: &mut dyn Runtime, weights: &dyn Weights, seed: u64) -> Result<(), Error> {
-    let here = runtime.ranks();
+    let (here, model) = (runtime.ranks(), &compiled.model);
     let programs = compiled.programs()?.iter().filter(|program| here.contains(&program.rank));
-    let programs: Vec<&Program> = programs.collect();
-    let slots = programs.iter().flat_map(|program| &program.slots).filter(|slot| slot.is_parameter);
-    let names: BTreeSet<&str> = slots.map(|slot| slot.name.as_str()).collect();
-    for name in names {
-        let mut made: Vec<(&[(u64, u64)], HostTensor)> = Vec::new();
-        for program in &programs {
-            let Some(slot) = program.slots.iter().find(|slot| slot.name == name) else { continue };
-            if !made.iter().any(|(slice, _)| *slice == slot.slice) {
-                let part = parameter_part(&compiled.model, weights, &slot.name, &slot.ty, &slot.slice, seed)?;
-                made.push((&slot.slice, part));
-            }
-            for (_, part) in made.iter().filter(|(slice, _)| *slice == slot.slice) {
-                runtime.write_slot(program.rank, &slot.name, part)?;
-            }
-        }
+    let slots = programs.flat_map(|program| program.slots.iter().map(|slot| (program.rank, slot)));
+    let mut holders: BTreeMap<&str, Vec<(u64, &Slot)>> = BTreeMap::new();
+    for (rank, slot) in slots.filter(|(_, slot)| slot.is_parameter) {
+        holders.entry(&slot.name).or_default().push((rank, slot));
+    }
+    let mut left: Vec<(u64, String)> = Vec::new();
+    for (name, holders) in &holders {
+        let given = write_parts(runtime, holders, |slot| given_part(model, weights, name, &slot.ty, &slot.slice))?;
+        left.extend(given.into_iter().map(|rank| (rank, (*name).to_string())));
+    }
+    let left: BTreeSet<(u64, String)> = runtime.make_slots(&model.init, seed, left)?.into_iter().collect();
+    for (name, mut holders) in holders {
+        holders.retain(|(rank, _)| left.contains(&(*rank, name.to_string())));
+        write_parts(runtime, &holders, |slot| Ok(Some(evaluate_part(&model.init, name, &slot.slice, seed)?)))?;
     }
     Ok(())
+}
+
+/// Writes what `make` gives for each part of a parameter to the ranks that hold it; the ranks for which there is none.
+fn write_parts(
+    runtime: &mut dyn Runtime,
+    holders: &[(u64, &Slot)],
+    make: impl Fn(&Slot) -> Result<Option<HostTensor>, Error>,
+) -> Result<Vec<u64>, Error> {
+    let mut parts: Vec<(&[(u64, u64)], Option<HostTensor>)> = Vec::new();
+    let mut without = Vec::new();
+    for (rank, slot) in holders {
+        if !parts.iter().any(|(slice, _)| *slice == slot.slice) {
+            parts.push((&slot.slice, make(slot)?));
+        }
+        match parts.iter().find(|(slice, _)| *slice == slot.slice) {
+            Some((_, Some(part))) => runtime.write_slot(*rank, &slot.name, part)?,
+            _ => without.push(*rank),
+        }
+    }
+    Ok(without)
+}
+
+/// A part of a parameter's initial value that need not be computed: from the weights, else from data that the module
+/// held.
+fn given_part(
+    model: &Model,
+    weights: &dyn Weights,
+    name: &str,
+    ty: &TensorType,
+    slice: &[(u64, u64)],
+) -> Result<Option<HostTensor>, Error> {
+    let part = weights.part(name, ty, slice)?;
+    Ok(part.or_else(|| model.values.get(name).map(|whole| whole.part(slice))))
 }
 
 /// A part of a parameter's initial value: from the weights, else from data that the module held,
@@ -341,11 +374,8 @@ pub fn parameter_part(
     slice: &[(u64, u64)],
     seed: u64,
 ) -> Result<HostTensor, Error> {
-    if let Some(part) = weights.part(name, ty, slice)? {
-        return Ok(part);
-    }
-    match model.values.get(name) {
-        Some(whole) => Ok(whole.part(slice)),
+    match given_part(model, weights, name, ty, slice)? {
+        Some(part) => Ok(part),
         None => Ok(evaluate_part(&model.init, name, slice, seed)?),
     }
 }

@@ -24,7 +24,7 @@ pub use cuda::{CudaRuntime, CudaTarget};
 pub use span::Span;
 
 use shardc_ir::ops::OpError;
-use shardc_ir::{Bytes, HostTensor, Program, TensorType};
+use shardc_ir::{Bytes, Graph, HostTensor, Program, TensorType};
 use std::collections::BTreeMap;
 
 /// Readings of a step, by name.
@@ -37,6 +37,18 @@ pub trait Runtime {
 
     /// Writes a rank's part of a slot (a parameter or an optimizer state).
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError>;
+
+    /// Gives slots their initial values where this backend can make them in place: each a rank's part of an output
+    /// of the graph `init`, under this seed. Those that are left are to be written.
+    fn make_slots(
+        &mut self,
+        init: &Graph,
+        seed: u64,
+        slots: Vec<(u64, String)>,
+    ) -> Result<Vec<(u64, String)>, RuntimeError> {
+        let _ = (init, seed);
+        Ok(slots)
+    }
 
     /// Reads a rank's part of a slot.
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError>;

@@ -82,6 +82,7 @@ fn main() {
         table.push(("steps recorded as a graph", whole::recorded()));
         table.push(("the first NaN is named", whole::inspected()));
         table.push(("equal bits when repeated", whole::repeated()));
+        table.push(("initial values in place", whole::made()));
         table.push(("2^32 elements and more", whole::large()));
     }
     for (what, outcome) in &table {

@@ -6,8 +6,8 @@ use DType::{Bf16, F32, I64};
 use shardc_ir::ops::*;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Feed, Instruction, Reading, Run, Section, Stream};
-use shardc_ir::{BufferId, DType, HostTensor, Op, Program, TensorType};
-use shardc_runtime::{CudaRuntime, Runtime};
+use shardc_ir::{BufferId, DType, Graph, HostTensor, Op, OutputKind, Program, TensorType, ValueId};
+use shardc_runtime::{CudaRuntime, Runtime, evaluate_part};
 use std::collections::BTreeMap;
 
 /// A program of one rank and one section.
@@ -138,6 +138,45 @@ pub fn repeated() -> Result<(), String> {
         let made = runtime.read_slot(0, "table").map_err(message)?;
         if first.get_or_insert_with(|| made.clone()).bytes != made.bytes {
             return Err(format!("step {number} gives other bits than the first"));
+        }
+    }
+    Ok(())
+}
+
+/// Initial values that a rank makes in its slots are those of the CPU, also of a part of a tensor; what is no chain of
+/// operations in place is left.
+pub fn made() -> Result<(), String> {
+    let (whole, slice) = ([600, 512], [(200, 300), (128, 256)]);
+    let mut init = Graph::new("init");
+    let mut add = |op: Op, operands: &[ValueId]| {
+        let node = init.add(op, operands, &[t(F32, &whole)]).map_err(message)?;
+        Ok::<ValueId, String>(init.result(node))
+    };
+    let random = |distribution, stream| Random { distribution, stream, seed: 0, global: vec![], start: vec![] };
+    let normal = add(random(Distribution::Normal { mean: 0.5, std: 0.02 }, 1).into(), &[])?;
+    let uniform = add(random(Distribution::Uniform { low: -0.1, high: 0.3 }, 2).into(), &[])?;
+    let scaled = add(Affine { scale: 3.0, offset: 1.0 }.into(), &[uniform])?;
+    let ones = add(Constant { value: 1.0 }.into(), &[])?;
+    let sum = add(Binary { kind: BinaryKind::Add }.into(), &[normal, uniform])?;
+    let outputs = [("normal", normal), ("scaled", scaled), ("ones", ones), ("sum", sum)];
+    let mut builder = Builder::new();
+    for (name, value) in outputs {
+        init.output(name, value, OutputKind::Result);
+        add_slot(&mut builder.program, name, &t(F32, &[300, 256]));
+    }
+    builder.program.slots.iter_mut().for_each(|slot| slot.slice = slice.to_vec());
+    let mut runtime = builder.load()?;
+    let slots = outputs.map(|(name, _)| (0, name.to_string())).to_vec();
+    let left = runtime.make_slots(&init, 7, slots).map_err(message)?;
+    if left != [(0, "sum".to_string())] {
+        return Err(format!("left are {left:?}"));
+    }
+    for name in ["normal", "scaled", "ones"] {
+        let expected = numbers(&evaluate_part(&init, name, &slice, 7).map_err(message)?);
+        let actual = numbers(&runtime.read_slot(0, name).map_err(message)?);
+        let wrong = actual.iter().zip(&expected).position(|(a, b)| (a - b).abs() > 1e-5);
+        if let Some(at) = wrong {
+            return Err(format!("{name}[{at}] is {}, not {}", actual[at], expected[at]));
         }
     }
     Ok(())

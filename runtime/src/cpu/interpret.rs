@@ -126,6 +126,33 @@ pub fn evaluate_part(init: &Graph, output: &str, slice: &[(u64, u64)], seed: u64
     Ok(evaluation.value(value, slice.to_vec())?.to_host())
 }
 
+/// The operations on local types that make the part `slice` of an output from nothing, each but the first from the one
+/// before and in its place; `None` where it takes more than that. As [`evaluate_part`] otherwise.
+pub fn chain(init: &Graph, output: &str, slice: &[(u64, u64)], seed: u64) -> Option<Vec<(Op, TensorType)>> {
+    let evaluation = Evaluation { graph: init, seed, made: HashMap::new() };
+    let (mut value, mut slice) = (init.find_output(output)?.value, slice.to_vec());
+    let mut steps: Vec<(Op, TensorType)> = Vec::new();
+    loop {
+        let (id, index) = (init.value(value).def, init.value(value).index);
+        let (operands, results) = evaluation.parts(id, index, &slice)?;
+        let (op, mut types) = evaluation.local(id, &operands, &results);
+        let ty = types.pop().filter(|_| types.is_empty())?;
+        // What the step behind reads is what this one makes.
+        if steps.last().is_some_and(|(_, later)| *later != ty) {
+            return None;
+        }
+        let is_in_place = op.may_overwrite(0);
+        steps.push((op, ty));
+        match &init.node(id).operands[..] {
+            [] => break,
+            [operand] if is_in_place => (value, slice) = (*operand, operands.into_iter().next()?),
+            _ => return None,
+        }
+    }
+    steps.reverse();
+    Some(steps)
+}
+
 struct Evaluation<'a> {
     graph: &'a Graph,
     seed: u64,
@@ -154,21 +181,8 @@ impl Evaluation<'_> {
 
     /// Computes a node on parts of its operands, making parts of its results.
     fn node(&mut self, id: NodeId, operands: Vec<Slices>, results: Vec<Slices>) -> Result<Vec<Array>, RuntimeError> {
-        let node = self.graph.node(id);
-        let part = |ty: TensorType, slice: &Slices| Part { shape: ty.shape, slice: slice.clone() };
-        let parts = |types: Vec<TensorType>, slices: &[Slices]| -> Vec<Part> {
-            types.into_iter().zip(slices).map(|(ty, slice)| part(ty, slice)).collect()
-        };
-        let op = node
-            .op
-            .localize(&parts(self.graph.operand_types(id), &operands), &parts(self.graph.result_types(id), &results));
-        let op = match op.unwrap_or_else(|| node.op.clone()) {
-            Op::Random(op) => Random { seed: self.seed, ..op }.into(),
-            op => op,
-        };
-        let types = self.graph.result_types(id).into_iter().zip(&results).map(|(ty, slice)| local(&ty, slice));
-        let types: Vec<TensorType> = types.collect();
-        let values: Vec<ValueId> = node.operands.clone();
+        let (op, types) = self.local(id, &operands, &results);
+        let values: Vec<ValueId> = self.graph.node(id).operands.clone();
         let arrays: Vec<Rc<Array>> = values
             .into_iter()
             .zip(operands)
@@ -176,6 +190,24 @@ impl Evaluation<'_> {
             .collect::<Result<_, _>>()?;
         let arrays: Vec<&Array> = arrays.iter().map(|array| &**array).collect();
         compute(Context { threads: super::cores() }, &op, &arrays, types)
+    }
+
+    /// A node on parts of its operands and results, and the types of its results.
+    fn local(&self, id: NodeId, operands: &[Slices], results: &[Slices]) -> (Op, Vec<TensorType>) {
+        let node = self.graph.node(id);
+        let parts = |types: Vec<TensorType>, slices: &[Slices]| -> Vec<Part> {
+            let part = |(ty, slice): (TensorType, &Slices)| Part { shape: ty.shape, slice: slice.clone() };
+            types.into_iter().zip(slices).map(part).collect()
+        };
+        let op = node
+            .op
+            .localize(&parts(self.graph.operand_types(id), operands), &parts(self.graph.result_types(id), results));
+        let op = match op.unwrap_or_else(|| node.op.clone()) {
+            Op::Random(op) => Random { seed: self.seed, ..op }.into(),
+            op => op,
+        };
+        let types = self.graph.result_types(id).into_iter().zip(results).map(|(ty, slice)| local(&ty, slice));
+        (op, types.collect())
     }
 
     /// The parts of a node's operands and results that a part of one result goes with; `None` if

@@ -1,7 +1,8 @@
 //! Programs written by hand on rank threads, and graphs without a plan.
 
 use super::CpuRuntime;
-use crate::{Runtime, RuntimeError, evaluate_part, interpret};
+use super::interpret::chain;
+use crate::{Runtime, RuntimeError, compute_op, evaluate_part, interpret};
 use shardc_ir::ops::*;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Program, Reading, Run, Section, Slot, Stream};
@@ -264,6 +265,7 @@ fn parts_of_initialisers_do_not_depend_on_the_cut() {
     let joined = add(&mut g, Concat { dim: 0 }, &[sum, turned], &[16, 6]);
     g.output("w", sum, OutputKind::Result);
     g.output("u", joined, OutputKind::Result);
+    g.output("line", scaled, OutputKind::Result);
     let cuts: [[(u64, u64); 2]; 4] = [[(0, 4), (0, 6)], [(4, 4), (3, 3)], [(2, 2), (0, 6)], [(0, 8), (4, 2)]];
     for name in ["w", "u"] {
         let size = if name == "w" { 8 } else { 16 };
@@ -277,6 +279,18 @@ fn parts_of_initialisers_do_not_depend_on_the_cut() {
     assert_ne!(other, evaluate_part(&g, "w", &cuts[0], 5).ok());
     assert!(matches!(evaluate_part(&g, "v", &cuts[0], 5), Err(RuntimeError::Unknown { .. })));
     assert!(evaluate_part(&g, "w", &[(7, 4), (0, 6)], 5).is_err());
+    // What is a chain makes the same part step by step.
+    for cut in [[(0, 6), (0, 8)], [(2, 3), (4, 4)]] {
+        let steps = chain(&g, "line", &cut, 5).unwrap_or_default();
+        assert_eq!(steps.iter().map(|(op, _)| op.name()).collect::<Vec<_>>(), ["random", "affine"]);
+        let made = steps.iter().fold(None, |before: Option<HostTensor>, (op, ty)| {
+            compute_op(op, before.as_slice(), std::slice::from_ref(ty)).ok()?.pop()
+        });
+        assert_eq!(made, evaluate_part(&g, "line", &cut, 5).ok(), "{cut:?}");
+    }
+    for name in ["w", "u", "v"] {
+        assert!(chain(&g, name, &cuts[0], 5).is_none(), "{name}");
+    }
 }
 
 #[test]

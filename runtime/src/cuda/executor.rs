@@ -11,6 +11,7 @@
 //! are measured or inspected are not launched as a graph.
 
 mod commands;
+mod initial;
 mod inspect;
 
 use super::cudnn::Cudnn;
@@ -26,6 +27,7 @@ use crate::Span;
 pub use commands::WORLD;
 use commands::{Command, Layout, Libraries, commands};
 use cudarc::driver::sys::CUevent;
+pub use initial::Making;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Run, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};

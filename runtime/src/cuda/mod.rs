@@ -38,13 +38,14 @@ mod watch;
 pub use device::identity;
 pub use target::CudaTarget;
 
+use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
 use crate::{Readings, Runtime, RuntimeError, Span, TimedStep, check_feeds};
 use device::{Device, Failure};
-use executor::{Chosen, Rank, WORLD};
+use executor::{Chosen, Making, Rank, WORLD};
 use nccl::{Communicator, Meeting};
 use shardc_ir::program::{Action, Slot};
-use shardc_ir::{BufferId, Bytes, DType, HostTensor, Program};
+use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -156,6 +157,8 @@ pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
 enum Request {
     Write(BufferId, Vec<u8>),
     Read(BufferId),
+    /// Initial values, made in place.
+    Make(Vec<Making>),
     /// A step on these inputs, measured or not.
     Step(Arc<BTreeMap<String, HostTensor>>, bool),
     /// The last step once more, looked into.
@@ -431,6 +434,7 @@ fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shar
             let answer = match request {
                 Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
+                Request::Make(all) => Answer::Done(rank.make(&all)),
                 Request::Step(feeds, is_timed) => {
                     let readings = match is_timed {
                         true => rank.timed_step(&feeds, &watched.stop),
@@ -513,6 +517,31 @@ impl Runtime for CudaRuntime {
             Answer::Done(done) => done.map_err(|message| failed(rank, message)),
             _ => Err(failed(rank, "an answer to another question".to_string())),
         }
+    }
+
+    fn make_slots(
+        &mut self,
+        init: &Graph,
+        seed: u64,
+        slots: Vec<(u64, String)>,
+    ) -> Result<Vec<(u64, String)>, RuntimeError> {
+        let (mut left, mut made) = (Vec::new(), BTreeMap::<u64, Vec<Making>>::new());
+        for (rank, name) in slots {
+            let slot = self.slot(rank, &name)?;
+            let ty = &self.worker(rank)?.program.buffers[slot.buffer].ty;
+            let chain = chain(init, &name, &slot.slice, seed).filter(|chain| chain.iter().all(|(_, made)| made == ty));
+            match chain.and_then(|chain| Making::new(slot.buffer, chain)) {
+                Some(making) => made.entry(rank).or_default().push(making),
+                None => left.push((rank, name)),
+            }
+        }
+        for (rank, makings) in made {
+            match self.ask(rank, Request::Make(makings))? {
+                Answer::Done(done) => done.map_err(|message| failed(rank, message))?,
+                _ => return Err(failed(rank, "an answer to another question".to_string())),
+            }
+        }
+        Ok(left)
     }
 
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {

@@ -1,0 +1,49 @@
+//! Initial values made where they stay: a parameter's first value is a short chain of operations, the first of which
+//! needs nothing and the others work in place, so a rank makes its shard in the slot itself. Only a few numbers cross
+//! the bus, however large the model.
+
+use super::commands::{Layout, commands};
+use super::{Command, Rank, Ready};
+use crate::cuda::device::Failure;
+use crate::cuda::select::{Selection, kernels, select};
+use shardc_ir::program::{Action, Instruction, Stream};
+use shardc_ir::{BufferId, Op, TensorType};
+use std::sync::atomic::AtomicBool;
+
+/// How one slot gets its value.
+pub struct Making {
+    steps: Vec<(Instruction, Selection)>,
+}
+
+impl Making {
+    /// The steps of `chain` in a slot's buffer; `None` where one has no kernel, or needs more memory than the slot.
+    pub fn new(buffer: BufferId, chain: Vec<(Op, TensorType)>) -> Option<Self> {
+        let step = |(op, ty): (Op, TensorType), is_first: bool| {
+            let operands: &[TensorType] = if is_first { &[] } else { std::slice::from_ref(&ty) };
+            let selection = select(&op, operands, std::slice::from_ref(&ty)).ok()?;
+            let operands = operands.iter().map(|_| buffer).collect();
+            let instruction = Instruction::new(Action::Compute(op), operands, vec![buffer], Stream::Compute);
+            (selection.scratch == 0).then_some((instruction, selection))
+        };
+        let steps = chain.into_iter().enumerate().map(|(index, made)| step(made, index == 0));
+        Some(Self { steps: steps.collect::<Option<_>>()? })
+    }
+}
+
+impl Rank {
+    /// Makes the values of slots, between steps.
+    pub fn make(&mut self, all: &[Making]) -> Result<(), Failure> {
+        let steps = || all.iter().flat_map(|making| &making.steps);
+        self.device.load_missing(steps().flat_map(|(_, selection)| kernels(&selection.steps)))?;
+        let program = self.program.clone();
+        let layout = Layout { program: &program, arenas: &self.arenas };
+        let mut ready: Vec<Command> = Vec::new();
+        for (instruction, selection) in steps() {
+            ready.extend(commands(&mut self.device, &mut self.libraries, &layout, instruction, Some(selection))?);
+        }
+        let text = "the initial values".into();
+        let ready = Ready { commands: ready, stream: Stream::Compute, waits: Vec::new(), mark: None, text };
+        self.enqueue(&ready, 0)?;
+        self.finish(Stream::Compute, &AtomicBool::new(false))
+    }
+}
