@@ -26,6 +26,8 @@ pub struct Options {
     pub pins: String,
     /// Which plans are searched: those that the cluster's runtime executes, or all.
     pub scope: Scope,
+    /// Whether every operation is to give the same bits each time, at the price that its plan states.
+    pub deterministic: bool,
     /// A bound on the memory of each rank; the device's own if there is none.
     pub device_memory: Option<Bytes>,
     /// A bound on the memory of each host, for all of its ranks; the host's own if there is none.

@@ -12,6 +12,7 @@ use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::align_head;
 use shardc_passes::cluster::Cluster;
+use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
 use shardc_passes::lower::{lower_all, lower_rank};
 use shardc_passes::optimizer::add_optimizer;
@@ -42,6 +43,8 @@ enum Pass {
     Differentiate,
     /// Part of the graph, because how it is spread (ZeRO) is part of the plan.
     AddOptimizer,
+    /// Only if asked for; where all operations are there.
+    MakeDeterministic,
     /// Recomputation is a choice of the search: it rewrites the graph for each candidate, since what
     /// a layout costs decides what is worth recomputing. So is the cutting of the head into chunks,
     /// of which the tokens of a microbatch on one rank decide the number.
@@ -60,6 +63,7 @@ impl Pass {
             Self::AlignHead => "align_head",
             Self::Differentiate => "differentiate",
             Self::AddOptimizer => "add_optimizer",
+            Self::MakeDeterministic => "make_deterministic",
             Self::Search => "search",
             Self::Lower => "lower",
         }
@@ -86,7 +90,11 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let differentiate = if options.precision.scales_loss() { differentiate_scaled } else { differentiate };
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
-    stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))
+    let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
+    match options.deterministic {
+        true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?)),
+        false => Ok(graph),
+    }
 }
 
 /// From a training step to a plan.

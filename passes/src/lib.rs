@@ -10,6 +10,7 @@ mod axes_tests;
 pub mod chunk;
 pub mod cluster;
 pub mod cost;
+pub mod deterministic;
 pub mod differentiate;
 #[cfg(test)]
 mod differentiate_tests;

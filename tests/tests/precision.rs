@@ -3,7 +3,8 @@
 use shardc::{
     Batch, Cluster, Compiled, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
-use shardc_ir::HostTensor;
+use shardc_ir::program::Action;
+use shardc_ir::{HostTensor, Op};
 use std::collections::BTreeMap;
 
 const BATCH: Batch = Batch { batch: 4, seq: 32 };
@@ -96,4 +97,38 @@ fn an_overflow_skips_the_step_on_every_rank() {
         }
         assert!((1..30).contains(&skipped), "{pins}: {skipped} steps skipped");
     }
+}
+
+/// Asked for equal bits, every derivative of attention is the one that gives them, and the plan counts what it takes.
+#[test]
+fn a_deterministic_plan_counts_what_it_costs() {
+    let model = NamedModel::find("llama-tiny").unwrap();
+    let cluster = Cluster::parse("h100:1x1", "h200").unwrap();
+    let [free, fixed] = [false, true].map(|deterministic| {
+        let options = Options {
+            precision: Precision::Bf16,
+            pins: "microbatch=4,recompute=none,loss_chunks=1".into(),
+            deterministic,
+            ..Options::default()
+        };
+        shardc::compile(&model, Batch { batch: 4, seq: 512 }, &cluster, &options).unwrap()
+    });
+    let flags = |compiled: &Compiled| -> Vec<bool> {
+        let of = |node: &shardc_ir::graph::Node| match &node.op {
+            Op::AttentionGrad(op) => Some(op.deterministic),
+            _ => None,
+        };
+        compiled.plan().graph.nodes().filter_map(|(_, node)| of(node)).collect()
+    };
+    assert!(!flags(&free).is_empty() && flags(&free).iter().all(|flag| !flag));
+    assert_eq!(flags(&fixed), vec![true; flags(&free).len()]);
+    // What the derivative's kernels have to themselves, at most.
+    let scratch = |compiled: &Compiled| {
+        let program = &compiled.programs().unwrap()[0];
+        let grads = program.instructions().filter(|instruction| {
+            matches!(&instruction.action, Action::Compute(op) if matches!(op.single(), Op::AttentionGrad(_)))
+        });
+        grads.filter_map(|grad| Some(program.buffers[grad.scratch?].ty.bytes())).max().unwrap()
+    };
+    assert!(scratch(&fixed) > scratch(&free), "{} and {}", scratch(&fixed), scratch(&free));
 }

@@ -233,7 +233,15 @@ impl Bench<'_> {
         );
         let operands = [query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row];
         let results = [query, key.clone(), key];
-        [forward, self.seconds(AttentionGrad { causal, scale, lead: None }, &operands, &results, Pass::Backward)]
+        [
+            forward,
+            self.seconds(
+                AttentionGrad { causal, scale, lead: None, deterministic: false },
+                &operands,
+                &results,
+                Pass::Backward,
+            ),
+        ]
     }
 
     /// What ring attention adds: transfers of keys and values that attention does not hide, and

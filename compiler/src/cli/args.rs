@@ -63,6 +63,9 @@ pub struct RequestArgs {
     /// Precision of the computation; weights and optimizer state are always kept in fp32.
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionArg>,
+    /// Take kernels that give the same bits each time; the plan states what they cost.
+    #[arg(long)]
+    pub deterministic: bool,
     /// Bound on the memory of each rank: `24GiB`, `800MB`.
     #[arg(long, value_name = "SIZE")]
     pub device_memory: Option<String>,

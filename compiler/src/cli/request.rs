@@ -88,6 +88,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
             SearchArg::Runnable => Scope::Runnable,
             SearchArg::All => Scope::All,
         },
+        deterministic: args.deterministic,
         device_memory: args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?,
         host_memory: args.host_memory.as_deref().map(|text| size("--host-memory", text)).transpose()?,
         dump_to: args.dump_to.clone(),

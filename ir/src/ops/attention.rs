@@ -15,7 +15,7 @@ use super::{
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
-use crate::units::Flops;
+use crate::units::{Bytes, Flops};
 use serde::{Deserialize, Serialize};
 
 /// From operands `q` `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]`: `o` `[b, s, h, e]`,
@@ -43,6 +43,10 @@ pub struct AttentionGrad {
     /// As in the forward operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lead: Option<i64>,
+    /// Whether the same operands give the same bits every time. Then the derivative of all scores is written to memory
+    /// instead of being added to `dq` in any order.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub deterministic: bool,
 }
 
 /// The sizes `b, s, h, d, t, kv, e`.
@@ -127,8 +131,8 @@ impl OpDef for Attention {
         }
         let dy = gradient.cotangent(0)?;
         let read = [&[dy], gradient.operands.as_slice(), gradient.results.as_slice()].concat();
-        let parts =
-            gradient.add_many(AttentionGrad { causal: self.causal, scale: self.scale, lead: self.lead }, &read, &[])?;
+        let Self { causal, scale, lead } = *self;
+        let parts = gradient.add_many(AttentionGrad { causal, scale, lead, deterministic: false }, &read, &[])?;
         gradient.set_parts(&parts)?;
         Ok(())
     }
@@ -161,5 +165,12 @@ impl OpDef for AttentionGrad {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(2.5 * score_flops([&operands[1], &operands[2], &operands[3]], self.causal, self.lead))
+    }
+    fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        let read_once: Bytes = operands.iter().chain(results).map(TensorType::bytes).sum();
+        let (q, keys) = (&operands[1], operands[2].shape[1]);
+        let scores = q.shape[0] * q.shape[1] * q.shape[2] * keys * q.dtype.size();
+        // Written once and read once.
+        read_once + Bytes(if self.deterministic { 2 * scores } else { 0 })
     }
 }

@@ -187,7 +187,7 @@ mod tests {
                     forward,
                 ),
                 (
-                    AttentionGrad { causal: true, scale: 1.0, lead: None }.into(),
+                    AttentionGrad { causal: true, scale: 1.0, lead: None, deterministic: false }.into(),
                     vec![query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row.clone()],
                     vec![query.clone(), key.clone(), key.clone()],
                     backward,

@@ -120,24 +120,38 @@ pub fn large() -> Result<(), String> {
     Ok(())
 }
 
-/// Sums of rows that many tokens share have the same bits every time.
+/// What adds in a fixed order has the same bits every time: sums of rows that many tokens share, and the derivative of
+/// attention where it is asked to.
 pub fn repeated() -> Result<(), String> {
     let (dy, ids, table) = (t(Bf16, &[4096, 1024]), t(I64, &[4096]), t(F32, &[512, 1024]));
-    let mut builder = Builder::new();
+    equal_bits(EmbeddingGrad { start: 0 }, &[(dy, 1), (ids, 512)], &[table])?;
+    let (q, k, lse) = (t(Bf16, &[2, 1024, 8, 64]), t(Bf16, &[2, 1024, 2, 64]), t(F32, &[2, 8, 1024]));
+    let operands = [&q, &q, &k, &k, &q, &lse].map(|ty| (ty.clone(), 1));
+    let op = AttentionGrad { causal: true, scale: 0.125, lead: None, deterministic: true };
+    equal_bits(op, &operands, &[q, k.clone(), k])
+}
+
+/// Runs an operation several times, on numbers below the limits.
+fn equal_bits(op: impl Into<Op>, operands: &[(TensorType, i64)], results: &[TensorType]) -> Result<(), String> {
+    let (op, mut builder) = (op.into(), Builder::new());
+    let name = op.name();
     let program = &mut builder.program;
-    let place = |(name, ty): (&str, &TensorType), program: &mut Program| add_slot(program, name, ty);
-    let operands = [("dy", &dy), ("ids", &ids)].map(|slot| place(slot, program));
-    let result = place(("table", &table), program);
-    builder.compute(EmbeddingGrad { start: 0 }, &operands, &[result], &[]);
+    let mut place = |prefix: &str, index: usize, ty: &TensorType| add_slot(program, &format!("{prefix}{index}"), ty);
+    let taken: Vec<_> = operands.iter().enumerate().map(|(index, (ty, _))| place("in", index, ty)).collect();
+    let made: Vec<_> = results.iter().enumerate().map(|(index, ty)| place("out", index, ty)).collect();
+    builder.compute(op, &taken, &made, &[]);
     let mut runtime = builder.load()?;
-    runtime.write_slot(0, "dy", &tensor(&dy, 1, 1)).map_err(message)?;
-    runtime.write_slot(0, "ids", &tensor(&ids, 2, 512)).map_err(message)?;
+    for (index, (ty, limit)) in operands.iter().enumerate() {
+        let values = tensor(ty, index as u64 + 1, *limit);
+        runtime.write_slot(0, &format!("in{index}"), &values).map_err(message)?;
+    }
     let mut first = None;
     for number in 0..8 {
         runtime.step(&BTreeMap::new()).map_err(message)?;
-        let made = runtime.read_slot(0, "table").map_err(message)?;
-        if first.get_or_insert_with(|| made.clone()).bytes != made.bytes {
-            return Err(format!("step {number} gives other bits than the first"));
+        let read = |index: usize| runtime.read_slot(0, &format!("out{index}"));
+        let bytes: Vec<HostTensor> = (0..results.len()).map(read).collect::<Result<_, _>>().map_err(message)?;
+        if *first.get_or_insert_with(|| bytes.clone()) != bytes {
+            return Err(format!("{name}: run {number} gives other bits than the first"));
         }
     }
     Ok(())

@@ -114,7 +114,7 @@ fn attention_keeps_its_scores_on_the_chip() {
         check(op.clone(), &operands, &[q.clone(), lse.clone()], &["attention"]);
         let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(selection.scratch, 0);
-        let grad = AttentionGrad { causal: true, scale: 0.25, lead: None };
+        let grad = AttentionGrad { causal: true, scale: 0.25, lead: None, deterministic: false };
         let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
         let expect = ["attention_delta", "attention_queries_grad", "attention_keys_grad"];
         check(grad, &operands, &[q, k.clone(), k], &expect);
@@ -131,7 +131,7 @@ fn half_precision_attention_is_fused_or_tiled() {
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
     assert_eq!(super::select::kernels(&selection.steps).count(), 0);
     assert_eq!(super::select::kernels(&fused.otherwise).count(), 1);
-    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None });
+    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None, deterministic: false });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
@@ -141,6 +141,9 @@ fn half_precision_attention_is_fused_or_tiled() {
     let expect = [0, scratch.dq, scratch.dq + scratch.delta].map(super::kernel::Arg::Scratch);
     assert_eq!((scratch.dq, scratch.delta, places), (4 * 64 * 4 * 64, 4 * 64 * 4, expect));
     assert!(selection.scratch >= scratch.dq + scratch.delta + scratch.workspace);
+    // In a fixed order: no sums of dq, but the derivative of all scores, in whole tiles.
+    let fixed = fused.attention.deterministic(true).scratch();
+    assert_eq!((fixed.dq, fixed.workspace - scratch.workspace), (0, 4 * 64 * 128 * 2));
 }
 
 #[test]

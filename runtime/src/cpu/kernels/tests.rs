@@ -135,7 +135,7 @@ fn attention_and_its_derivative() {
         // The derivative of the sum of o * weights, by central differences.
         let weights = random(4, &[b, s, h, e]);
         let operands = [weights.clone(), q.clone(), k.clone(), v.clone(), made[0].clone(), made[1].clone()];
-        let grads = run(AttentionGrad { causal, scale, lead: None }, &operands, &[]);
+        let grads = run(AttentionGrad { causal, scale, lead: None, deterministic: false }, &operands, &[]);
         let dot = |x: [&HostTensor; 3]| -> f64 {
             let (o, _) = naive_attention(causal, scale, x[0], x[1], x[2]);
             o.iter().zip(floats(&weights)).map(|(o, w)| o * f64::from(w)).sum()

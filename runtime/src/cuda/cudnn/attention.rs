@@ -41,12 +41,14 @@ pub struct Attention {
     pub causal: bool,
     /// The factor of the scores.
     pub scale: f32,
+    /// Whether the derivative adds in a fixed order, for which it writes that of all scores.
+    pub deterministic: bool,
 }
 
 /// Scratch memory of a launch, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
-    /// The gradient of the queries in f32, to which blocks of keys add.
+    /// The gradient of the queries in f32, to which blocks of keys add; none if it is deterministic.
     pub dq: u64,
     /// The rows' sums of `do * o`.
     pub delta: u64,
@@ -59,7 +61,12 @@ impl Attention {
     pub fn new(backward: bool, [q, k, v]: [&TensorType; 3], causal: bool, scale: f64) -> Self {
         let [b, s, h, d] = [0, 1, 2, 3].map(|dim: usize| q.shape[dim]);
         let (t, kv, e) = (k.shape[1], k.shape[2], v.shape[3]);
-        Self { backward, b, s, h, d, t, kv, e, dtype: q.dtype, causal, scale: scale as f32 }
+        Self { backward, b, s, h, d, t, kv, e, dtype: q.dtype, causal, scale: scale as f32, deterministic: false }
+    }
+
+    /// With the derivative's order of additions fixed, or left to the engine.
+    pub fn deterministic(self, deterministic: bool) -> Self {
+        Self { deterministic, ..self }
     }
 
     /// Why no version of cuDNN takes it, if none does.
@@ -92,13 +99,16 @@ impl Attention {
 
     /// The scratch memory of a launch.
     pub fn scratch(&self) -> Scratch {
-        let Self { b, s, h, d, t, kv, e, dtype, .. } = *self;
+        let Self { b, s, h, d, t, kv, e, dtype, deterministic, .. } = *self;
         if !self.backward {
             return Scratch { dq: 0, delta: 0, workspace: ENGINE };
         }
         // The gradients of a group's keys and values before they are added.
         let groups = if h > kv { b * h * t * (d + e) * dtype.size() } else { 0 };
-        Scratch { dq: b * h * s * d * 4, delta: b * h * s * 4, workspace: ENGINE + groups }
+        // Whole tiles of 64 queries and 128 keys.
+        let scores = b * h * s.next_multiple_of(64) * t.next_multiple_of(128) * dtype.size();
+        let (dq, scores) = if deterministic { (0, scores) } else { (b * h * s * d * 4, 0) };
+        Scratch { dq, delta: b * h * s * 4, workspace: ENGINE + groups + scores }
     }
 
     fn queries(&self, width: u64) -> Layout {
@@ -149,7 +159,7 @@ impl Attention {
         Ok(graph)
     }
 
-    /// Buffers: `do`, `q`, `k`, `v`, `o`, `lse`; `dq`, `dk`, `dv`; the sums of dq and `delta`.
+    /// Buffers: `do`, `q`, `k`, `v`, `o`, `lse`; `dq`, `dk`, `dv`; the sums of dq (if any) and `delta`.
     fn backward_graph(&self, version: usize) -> Result<Graph, Failure> {
         let (mut graph, dtype) = (Graph::default(), self.dtype);
         let g = &mut graph;
@@ -162,7 +172,6 @@ impl Attention {
         let dq = g.buffer(6, dtype, self.queries(self.d))?;
         let dk = g.buffer(7, dtype, self.keys(self.d))?;
         let dv = g.buffer(8, dtype, self.keys(self.e))?;
-        let dq_sum = g.buffer(9, DType::F32, Layout::dense([self.b, self.h, self.s, self.d]))?;
         let delta = g.buffer(10, DType::F32, self.rows())?;
         // delta = sum(do * o); the factor of one is dropout's place in the pattern.
         let products = g.map(Map::Mul, &[cotangent, o])?;
@@ -186,8 +195,14 @@ impl Attention {
         let ds = g.map(Map::Mul, &[ds, scale])?;
         self.group_sum(g, ds, q, dk, self.d)?;
         let keys = g.reshape(k, DType::F32, self.keys(self.d))?;
-        g.matmul(ds, keys, dq_sum)?;
-        g.map_into(Map::Identity, &[dq_sum], dq)?;
+        if self.deterministic {
+            // Without a sum in memory of its own the engine keeps `ds` and makes `dq` of it in a pass behind.
+            g.matmul(ds, keys, dq)?;
+        } else {
+            let dq_sum = g.buffer(9, DType::F32, Layout::dense([self.b, self.h, self.s, self.d]))?;
+            g.matmul(ds, keys, dq_sum)?;
+            g.map_into(Map::Identity, &[dq_sum], dq)?;
+        }
         Ok(graph)
     }
 

@@ -7,6 +7,7 @@ use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Kernel, Pack};
 use crate::cuda::kernels::attention::{self as kernels, Tiling};
 use shardc_ir::DType;
+use shardc_ir::ops::AttentionGrad;
 
 /// Bytes of shared memory that a block may have on every GPU since 2020.
 const SHARED: usize = 96 << 10;
@@ -28,9 +29,9 @@ impl Select<'_> {
         Ok(())
     }
 
-    pub(super) fn attention_grad(&mut self, causal: bool, scale: f64) -> Result<(), String> {
+    pub(super) fn attention_grad(&mut self, op: &AttentionGrad) -> Result<(), String> {
         let [q, k, v] = [1, 2, 3].map(|index: usize| &self.operands[index]);
-        let attention = Attention::new(true, [q, k, v], causal, scale);
+        let attention = Attention::new(true, [q, k, v], op.causal, op.scale).deterministic(op.deterministic);
         self.attention_grad_by_tiles(&attention)?;
         self.fuse(attention, vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)]);
         Ok(())

@@ -244,7 +244,7 @@ impl<'a> Select<'a> {
             Op::Attention(op) if op.lead.is_some() => Err(PART_OF_QUERIES.to_string()),
             Op::AttentionGrad(op) if op.lead.is_some() => Err(PART_OF_QUERIES.to_string()),
             Op::Attention(op) => self.attention(op.causal, op.scale),
-            Op::AttentionGrad(op) => self.attention_grad(op.causal, op.scale),
+            Op::AttentionGrad(op) => self.attention_grad(op),
             Op::CrossEntropy(op) => self.cross_entropy(op),
             Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op),
             Op::Total(_) => self.total(),
