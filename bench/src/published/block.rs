@@ -39,6 +39,8 @@ pub struct Shape {
     pub context: u64,
     /// Ranks of the experts.
     pub expert: u64,
+    /// Tensor ranks of one expert.
+    pub expert_tensor: u64,
     /// Recomputation.
     pub again: Again,
     /// Whether products run in 8 bits.
@@ -104,7 +106,9 @@ impl Bench<'_> {
     pub(super) fn linear(&self, batch: u64, rows: u64, from: u64, to: u64) -> [f64; 3] {
         let dtype = if self.shape.is_f8 { DType::F8e4m3 } else { HALF };
         let product = |m, n, k| self.product(batch, m, n, k, dtype);
-        [product(rows, to, from), product(rows, from, to), product(from, to, rows)]
+        let weight = (batch * from * to) as f64;
+        let accumulated = weight * self.machine.library.accumulated_bytes / self.machine.bandwidth();
+        [product(rows, to, from), product(rows, from, to), product(from, to, rows) + accumulated]
     }
 
     fn block(&self) -> Block {

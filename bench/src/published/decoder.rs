@@ -211,12 +211,13 @@ impl Decoder {
         } else {
             h * (self.head_width() * (2 * self.heads + 2 * self.kv_heads)) as f64 / t
         };
-        let network = |width: u64| self.matrices() as f64 * h * width as f64 / t;
+        let network = |width: u64, tensor: u64| self.matrices() as f64 * h * width as f64 / tensor as f64;
         let scan = h * (self.scan_input() + self.scan_width()) as f64 / t;
         let of = |count: u64, parameters: f64| if count > 0 { count as f64 * parameters / layers } else { 0.0 };
-        let shared = of(self.routed, self.shared as f64 * network(self.expert_ffn));
-        let dense = of(self.attentions, attention) + of(self.networks, network(self.ffn)) + of(self.scans, scan);
-        let experts = network(self.expert_ffn) * self.experts as f64 / shape.expert as f64;
+        let shared = of(self.routed, self.shared as f64 * network(self.expert_ffn, shape.tensor));
+        let dense =
+            of(self.attentions, attention) + of(self.networks, network(self.ffn, shape.tensor)) + of(self.scans, scan);
+        let experts = network(self.expert_ffn, shape.expert_tensor) * self.experts as f64 / shape.expert as f64;
         (dense + shared, of(self.routed, experts))
     }
 

@@ -49,7 +49,13 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         // A stage's weights in 16 bits and its gradients in 32, through the step.
         _ => 6.0 * (layers * dense + table),
     };
-    stored + in_flight * layers * kept + working.max(head) + gathered
+    // Buffers that pipelines in PyTorch keep for every microbatch: what arrives from either side, and the output.
+    let arriving = match degrees.stages {
+        2.. if system.buffers_microbatches => 3.0 * degrees.microbatches() as f64 * stream(evaluator, degrees),
+        _ => 0.0,
+    };
+    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving;
+    used * (1.0 + system.slack)
 }
 
 /// Bytes of the input of a layer.

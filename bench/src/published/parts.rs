@@ -91,7 +91,7 @@ impl Bench<'_> {
     /// A dense feed-forward network.
     pub(super) fn network_part(&self) -> Times {
         let mut times = self.frame();
-        self.network(&mut times, 1, self.tokens(), self.decoder.ffn);
+        self.network(&mut times, 1, self.tokens(), self.decoder.ffn / self.shape.tensor);
         times
     }
 
@@ -100,27 +100,31 @@ impl Bench<'_> {
         let Self { decoder, shape, .. } = self;
         let mut times = self.frame();
         let (experts, rows) = self.expert_rows();
-        self.network(&mut times, experts, rows, decoder.expert_ffn);
+        let width = decoder.expert_ffn / shape.expert_tensor;
+        self.network(&mut times, experts, rows, width);
         for _ in 0..decoder.shared {
-            self.network(&mut times, 1, self.tokens(), decoder.expert_ffn);
+            self.network(&mut times, 1, self.tokens(), decoder.expert_ffn / shape.tensor);
         }
         // Tokens are sorted by expert, and back: the stream is read, its copies are written.
         let stream = self.stream();
         let copies = TensorType::new(HALF, [stream.shape[0] * decoder.visited, decoder.hidden]);
         let sorted = self.copied(&stream, &copies);
-        times.moved(sorted.map(|time| 2.0 * time));
+        times.moved(sorted.map(|time| 2.0 * self.machine.library.expert_sorts * time));
         // An expert's rows are cast by themselves, after they are sorted.
         let library = self.machine.library;
         let again = (library.expert_casts - 1.0) * (experts * rows) as f64;
-        times.moved(self.casts(again * (decoder.hidden + self.inner(decoder.expert_ffn)) as f64));
-        if shape.expert > 1 {
-            let parts = if self.is_sequence_parallel { shape.tensor } else { 1 };
-            let sent = (2 * self.tokens() * decoder.hidden * decoder.visited / parts) as f64;
-            let experts = group(self.cluster, shape.expert, shape.tensor);
-            let all = sent * shape.expert as f64;
-            let moved = collective::seconds(Collective::AllToAll, all, experts, self.cluster).0;
-            times.shown = times.shown.map(|shown| shown + 2.0 * library.experts_exposed * moved);
-        }
+        times.moved(self.casts(again * (decoder.hidden + self.inner(width)) as f64));
+        let run = |kind, bytes: u64, ranks, apart| {
+            collective::seconds(kind, bytes as f64, group(self.cluster, ranks, apart), self.cluster).0
+        };
+        // Copies go to their experts' ranks and back; the tensor ranks of an expert gather them, and sum what
+        // each made of them. Nothing overlaps these with products. Of the whole stream, only the experts that
+        // every token visits need it gathered.
+        let copies = copies.shape.iter().product::<u64>() * 2;
+        let sent = run(Collective::AllToAll, copies * shape.expert, shape.expert, shape.expert_tensor);
+        let gathered = run(Collective::AllReduce, copies * shape.expert_tensor, shape.expert_tensor, 1);
+        let whole = if decoder.shared > 0 { times.shown[0] } else { 0.0 };
+        times.shown = [whole + library.experts_exposed * (2.0 * sent + gathered); 2];
         times
     }
 
@@ -143,7 +147,9 @@ impl Bench<'_> {
     fn expert_rows(&self) -> (u64, u64) {
         let (decoder, shape) = (&self.decoder, &self.shape);
         let here = (decoder.experts / shape.expert).max(1);
-        let busiest = self.machine.library.expert_imbalance * (self.tokens() * decoder.visited) as f64;
+        // Each rank brings its own tokens, which the tensor ranks of an expert gather.
+        let given = self.tokens() * decoder.visited * shape.expert_tensor / shape.tensor;
+        let busiest = self.machine.library.expert_imbalance * given as f64;
         (here, (busiest as u64 / here).max(1))
     }
 
@@ -174,16 +180,18 @@ impl Bench<'_> {
         TensorType::new(HALF, [(self.tokens() / parts).max(1), self.decoder.hidden])
     }
 
-    /// What enters an activation, per token.
-    fn inner(&self, ffn: u64) -> u64 {
-        ffn / self.shape.tensor * (self.decoder.matrices() - 1)
+    /// What enters an activation of this width, per token.
+    fn inner(&self, width: u64) -> u64 {
+        width * (self.decoder.matrices() - 1)
     }
 
-    /// Products and activation of feed-forward networks side by side.
-    fn network(&self, times: &mut Times, experts: u64, rows: u64, ffn: u64) {
-        let (h, narrow) = (self.decoder.hidden, ffn / self.shape.tensor);
-        times.linear(self.linear(experts, rows, h, self.inner(ffn)));
-        times.linear(self.linear(experts, rows, narrow, h));
+    /// Products and activation of feed-forward networks of this width on one rank, side by side.
+    fn network(&self, times: &mut Times, experts: u64, rows: u64, narrow: u64) {
+        let h = self.decoder.hidden;
+        let (rounds, at_once) = if self.machine.library.groups_experts { (1, experts) } else { (experts, 1) };
+        for (from, to) in [(h, self.inner(narrow)), (narrow, h)] {
+            times.linear(self.linear(at_once, rows, from, to).map(|time| rounds as f64 * time));
+        }
         let inner = TensorType::new(HALF, [experts * rows, narrow.max(1)]);
         let read = [inner.clone(), inner.clone(), inner.clone()];
         if self.decoder.is_gated {
@@ -198,7 +206,7 @@ impl Bench<'_> {
                 self.seconds(UnaryGrad { kind }, &read[..2], one(&inner), Pass::Backward),
             ]);
         }
-        times.moved(self.casts((experts * rows * self.inner(ffn)) as f64));
+        times.moved(self.casts((experts * rows * self.inner(narrow)) as f64));
     }
 
     /// One operand read and one result written, forward and backward.

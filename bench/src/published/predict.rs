@@ -24,6 +24,8 @@ pub struct Degrees {
     pub context: u64,
     /// Ranks of the experts.
     pub expert: u64,
+    /// Tensor ranks of one expert.
+    pub expert_tensor: u64,
     /// ZeRO stage.
     pub zero: u64,
     /// Recomputation.
@@ -53,8 +55,8 @@ impl fmt::Display for Degrees {
 impl Degrees {
     /// What a layer's time depends on.
     pub fn shape(&self, is_f8: bool) -> Shape {
-        let Self { microbatch, tensor, context, expert, again, .. } = *self;
-        Shape { microbatch, tensor, context, expert, again, is_f8 }
+        let Self { microbatch, tensor, context, expert, expert_tensor, again, .. } = *self;
+        Shape { microbatch, tensor, context, expert, expert_tensor, again, is_f8 }
     }
 
     /// Microbatches of a step.
@@ -70,7 +72,7 @@ impl Degrees {
     /// The ranks that hold the same dense parameters, and the same experts.
     pub fn data_ranks(&self) -> [u64; 2] {
         let ranks = self.data * self.context;
-        [ranks, (ranks / self.expert).max(1)]
+        [ranks, (ranks * self.tensor / (self.expert * self.expert_tensor)).max(1)]
     }
 }
 
@@ -116,7 +118,7 @@ impl Evaluator {
             sends_away: neighbour >= cluster.per_node,
             data: [
                 group(cluster, ranks, degrees.tensor),
-                group(cluster, expert_ranks, degrees.tensor * degrees.expert),
+                group(cluster, expert_ranks, shape.expert_tensor * degrees.expert),
             ],
             zero: degrees.zero,
             ranks: neighbour * degrees.stages,
@@ -228,6 +230,7 @@ enum Choice {
     Microbatch,
     Batch,
     Chunks,
+    ExpertTensor,
 }
 
 impl Choice {
@@ -241,6 +244,7 @@ impl Choice {
             Self::Microbatch => format!("microbatch={}", degrees.microbatch),
             Self::Batch => format!("batch={}", degrees.global_batch),
             Self::Chunks => format!("virtual={}", degrees.chunks),
+            Self::ExpertTensor => format!("etp={}", degrees.expert_tensor),
         }
     }
 }
@@ -299,6 +303,9 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         }
     };
     let expert = parallel.ep.filter(|expert| *expert > 0).unwrap_or(1);
+    if decoder.routed > 0 && tensors.iter().any(|tensor| *tensor > 1) && !system.divides_experts {
+        chosen.push(Choice::ExpertTensor);
+    }
     let mut plans = Vec::new();
     for (tensor, stages, context) in product(&tensors, &stages, &contexts) {
         let others = tensor * stages * context;
@@ -306,7 +313,11 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         if data * others != count || !decoder.heads.is_multiple_of(tensor) || stages > decoder.layers {
             continue;
         }
-        for (microbatch, again, chunks) in product(&microbatches, &agains, &chunks) {
+        let expert_tensors = expert_tensors(decoder, system, tensor, (data * context * tensor / expert).max(1));
+        let parts = product(&microbatches, &agains, &chunks);
+        for (expert_tensor, (microbatch, again, chunks)) in
+            expert_tensors.iter().flat_map(|ranks| parts.iter().map(|parts| (*ranks, *parts)))
+        {
             let global_batch = match (parallel.global_batch, parallel.microbatch) {
                 (Some(batch), _) => batch,
                 // One microbatch, then: that of the source, or ours.
@@ -327,6 +338,7 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
                 stages,
                 context,
                 expert,
+                expert_tensor,
                 zero,
                 again,
                 microbatch,
@@ -339,6 +351,13 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         return Err(format!("no degrees divide its {count} devices, its batch and its {} heads", decoder.heads));
     }
     Ok((plans, chosen))
+}
+
+/// Into how many parts an expert may be cut: into as many as everything else or, where the software can,
+/// into fewer; a stage has this many ranks left for them.
+fn expert_tensors(decoder: &Decoder, system: &System, tensor: u64, left: u64) -> Vec<u64> {
+    let most = (1..=tensor).rev().find(|parts| tensor.is_multiple_of(*parts) && *parts <= left).unwrap_or(1);
+    if decoder.routed == 0 || system.divides_experts { vec![most] } else { powers(most) }
 }
 
 fn product<A: Copy, B: Copy, C: Copy>(a: &[A], b: &[B], c: &[C]) -> Vec<(A, B, C)> {

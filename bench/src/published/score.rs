@@ -32,7 +32,8 @@ impl Scored<'_> {
     /// Model FLOPs per token, with full attention: 6 per parameter of a product, 12 per layer, width and key.
     fn flops(&self) -> f64 {
         let decoder = &self.predicted.evaluator.decoder;
-        let shape = super::block::Shape { tensor: 1, expert: 1, ..self.predicted.degrees.shape(false) };
+        let shape =
+            super::block::Shape { tensor: 1, expert: 1, expert_tensor: 1, ..self.predicted.degrees.shape(false) };
         let (dense, experts) = decoder.layer_parameters(shape);
         let visited = experts * decoder.visited as f64 / decoder.experts as f64;
         let layers = decoder.layers as f64;

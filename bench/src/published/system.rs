@@ -37,15 +37,23 @@ pub struct System {
     pub is_compiled: bool,
     /// Whether tensor ranks keep the gathered sequence for the gradient of the weight.
     pub keeps_gathered: bool,
+    /// Whether an expert is always cut into as many parts as everything else is for the tensor ranks.
+    pub divides_experts: bool,
+    /// Whether a pipeline stage allocates what it receives and sends for all microbatches at once.
+    pub buffers_microbatches: bool,
+    /// What the allocator holds beyond what is in use, as a share of it: sizes that change from kernel to kernel
+    /// leave holes. Sources print what is held.
+    pub slack: f64,
     /// Whether stages can have several chunks.
     pub interleaves: bool,
 }
 
 /// Where words of the source, split, or notes name the software: the first that is found.
-const GENERATIONS: [(&str, &Library); 28] = [
+const GENERATIONS: [(&str, &Library); 29] = [
     ("vtrain", &Library::MEGATRON_DEEPSPEED),
     ("maxtext", &Library::XLA),
-    ("v25.05", &Library::MEGATRON_CORE_BALANCED),
+    ("v25.05", &Library::MEGATRON_CORE),
+    ("dgxc_moe", &Library::MEGATRON_CORE_SERIAL),
     ("25.", &Library::MEGATRON_CORE),
     ("dgxc", &Library::MEGATRON_CORE),
     ("nemo", &Library::MEGATRON_CORE_2024),
@@ -120,6 +128,9 @@ pub fn system(row: &Row) -> System {
         logit_stored_divided: if logit_stored > 10.0 { logit_stored + 10.0 } else { logit_stored },
         is_compiled,
         keeps_gathered: !is_megatron && !is_compiled,
+        divides_experts: is(&[Library::MEGATRON_CORE_SERIAL.name, Library::MEGATRON_CORE_2024.name]),
+        buffers_microbatches: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
+        slack: if is(&[Library::FSDP2.name]) { 0.07 } else { 0.0 },
         interleaves: !is(&[Library::MEGATRON_2020.name]),
     }
 }

@@ -110,12 +110,20 @@ pub struct Library {
     pub launch: f64,
     /// Whether a product whose result has few tiles is cut along its depth, so that all multiprocessors work.
     pub splits_products: bool,
+    /// Bytes moved per element of a weight to add a microbatch's gradient to those before it, which the product
+    /// that makes it does not hide.
+    pub accumulated_bytes: f64,
     /// Bytes moved per logit besides those of the head's products: casts, softmax, loss, gradient.
     pub logit_bytes: f64,
     /// By how much the busiest rank's share of the routed tokens exceeds the mean: all wait for it.
     pub expert_imbalance: f64,
+    /// Whether the experts of a rank are computed at once; one after the other otherwise.
+    pub groups_experts: bool,
     /// The share of moving tokens to experts and back that nothing hides.
     pub experts_exposed: f64,
+    /// How many times as much moves where tokens are sorted by expert, and back, as reading and writing them
+    /// once.
+    pub expert_sorts: f64,
     /// How many times as much a cast to 8 bits moves of rows that are sorted by expert.
     pub expert_casts: f64,
     /// Bytes moved per element that is cast to an 8-bit format, with its statistics.
@@ -161,9 +169,12 @@ const COMMON: Library = Library {
     reach: Reach::ALL,
     launch: 1.0,
     splits_products: false,
+    accumulated_bytes: 0.0,
     logit_bytes: 16.0,
     expert_imbalance: 1.25,
+    groups_experts: true,
     experts_exposed: 1.0,
+    expert_sorts: 1.0,
     expert_casts: 1.0,
     f8_cast_bytes: 4.0,
     host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, sync: 1e-5, tensor_sync: 1e-5, jitter: 0.0, ends: 1e-3 },
@@ -210,24 +221,25 @@ impl Library {
     /// Megatron-DeepSpeed of 2022 on eager PyTorch, as vTrain measured it.
     pub const MEGATRON_DEEPSPEED: Library = Library {
         name: "Megatron-DeepSpeed (2022)",
-        attention: Attention::Unfused { forward: 18.85, backward: 19.75 },
-        traffic_forward: 0.6,
-        traffic_backward: 0.7,
-        logit_bytes: 10.75,
+        attention: Attention::Unfused { forward: 17.2, backward: 18.8 },
+        traffic_forward: 0.33,
+        traffic_backward: 0.42,
+        accumulated_bytes: 0.36,
+        logit_bytes: 83.0,
         host: Host {
-            forward: 8.13e-4,
-            backward: 1.282e-3,
-            tensor: 2.1e-5,
-            sync: 9.5e-5,
-            tensor_sync: 3.97e-4,
-            jitter: 1.34e-3,
-            ends: 6.38e-3,
+            forward: 8.52e-4,
+            backward: 1.304e-3,
+            tensor: 1.43e-5,
+            sync: 8.1e-5,
+            tensor_sync: 5.85e-4,
+            jitter: 1.8e-3,
+            ends: 5.35e-3,
         },
-        tensor_exposed: 0.98,
+        tensor_exposed: 1.05,
         sends_parts: true,
-        pipeline_exposed: 0.206,
-        pipeline_shared: 0.085,
-        step_seconds: 1.52e-3,
+        pipeline_exposed: 0.193,
+        pipeline_shared: 0.092,
+        step_seconds: 1.13e-3,
         ..COMMON
     };
 
@@ -266,33 +278,42 @@ impl Library {
     /// Megatron-Core with Transformer Engine of 2025 (NeMo 25, NVIDIA's benchmarking recipes).
     pub const MEGATRON_CORE: Library = Library {
         name: "Megatron-Core (2025)",
-        traffic_forward: 0.746,
-        traffic_backward: 1.037,
+        traffic_forward: 0.726,
+        traffic_backward: 0.961,
         logit_bytes: 11.9,
-        expert_casts: 3.0,
-        f8_cast_bytes: 4.4,
+        expert_imbalance: 1.0,
+        f8_cast_bytes: 4.87,
         host: Host { forward: 4e-4, backward: 5e-4, ..COMMON.host },
-        tensor_exposed: 0.5,
+        tensor_exposed: 0.42,
         is_sequence_parallel: true,
         sends_parts: true,
-        pipeline_exposed: 0.338,
-        context_loss: 0.31,
-        context_merge_bytes: 36.4,
-        data_exposed: 0.244,
-        step_seconds: 3.44e-2,
+        pipeline_exposed: 0.226,
+        context_loss: 0.317,
+        context_merge_bytes: 26.3,
+        data_exposed: 0.376,
+        step_seconds: 1.84e-2,
+        accumulated_bytes: 4.68,
+        experts_exposed: 1.5,
         ..COMMON
     };
 
-    /// The same from version 25.05 on: experts are given equal loads in benchmarks, and the rows of all
-    /// experts are cast at once.
-    pub const MEGATRON_CORE_BALANCED: Library =
-        Library { name: "Megatron-Core (25.05)", expert_imbalance: 1.0, expert_casts: 1.0, ..Self::MEGATRON_CORE };
+    /// The same where layers have experts, up to version 25.02: experts one after the other, and the tensor
+    /// ranks' collectives not under their products (`moe_grouped_gemm: false`, `ub_tp_comm_overlap: false` in
+    /// the recipe's configuration).
+    pub const MEGATRON_CORE_SERIAL: Library = Library {
+        name: "Megatron-Core (2025), experts one by one",
+        groups_experts: false,
+        tensor_exposed: 1.0,
+        expert_sorts: 16.0,
+        expert_casts: 1.85,
+        ..Self::MEGATRON_CORE
+    };
 
     /// The same of 2024 (NeMo 24.07), with cuDNN's first backward kernels for Hopper.
     pub const MEGATRON_CORE_2024: Library = Library {
         name: "Megatron-Core (2024)",
         attention: Attention::Cudnn { forward: 1.0, backward: 0.53, ramp: 1.0 },
-        traffic_forward: 0.765,
+        traffic_forward: 0.726,
         tensor_exposed: 0.462,
         data_exposed: 0.2,
         context_merge_bytes: 12.0,
@@ -345,10 +366,12 @@ impl Library {
         traffic_forward: 0.6,
         traffic_backward: 0.9,
         host: Host { forward: 5e-4, backward: 8e-4, ..COMMON.host },
-        tensor_exposed: 0.94,
+        f8_cast_bytes: 6.6,
+        tensor_exposed: 0.96,
+        tensor_async: 0.61,
         is_sequence_parallel: true,
         sends_parts: true,
-        shard_loss: 0.148,
+        shard_loss: 0.13,
         ..COMMON
     };
 }
