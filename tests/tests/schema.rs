@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 use shardc::{Batch, Cluster, NamedModel, Options};
+use shardc_ir::Plan;
 use shardc_ir::text::PLAN_SCHEMA;
 use shardc_tests::schema::violations;
 
@@ -9,12 +10,12 @@ fn schema() -> Value {
     serde_json::from_str(PLAN_SCHEMA).unwrap()
 }
 
-fn emitted(cluster: &str, pins: &str) -> Value {
-    let model = NamedModel::find("llama-tiny").unwrap();
+fn emitted(model: &str, cluster: &str, pins: &str) -> String {
+    let model = NamedModel::find(model).unwrap();
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let options = Options { pins: pins.to_string(), ..Options::default() };
-    let compiled = shardc::compile(&model, Batch { batch: 8, seq: 32 }, &cluster, &options).unwrap();
-    serde_json::from_str(&compiled.plan().to_json()).unwrap()
+    let compiled = shardc::compile(&model, Batch { batch: 8, seq: 32 }, &cluster, &options);
+    compiled.unwrap_or_else(|error| panic!("{pins}: {error}")).plan().to_json()
 }
 
 #[test]
@@ -27,14 +28,38 @@ fn every_plan_conforms() {
         ("h100:8x1", "dp=4,tp=2,zero=2,microbatch=1"),
         ("cpu:2", "zero=1,recompute=block"),
         ("h100:2", "offload=optimizer@disk+activations:1"),
+        ("h100:2", "offload=parameters+optimizer"),
+        ("h100:2x4", "fsdp=4,dp=2,zero=3,microbatch=1"),
+        ("h100:8", "tp=2x2,dp=2"),
+        ("h100:4", "cp=2,dp=2,microbatch=1"),
+        ("h100:4", "ulysses=2,dp=2,microbatch=1"),
+        ("h100:4", "ring=2,dp=2,microbatch=1"),
+        ("cpu:4", "pp=2,dp=2,schedule=1f1b,microbatch=1"),
+        ("cpu:4", "pp=2,tp=2,schedule=gpipe,microbatch=1,recompute=full"),
+        ("cpu:2", "pp=2,schedule=interleaved,virtual=2,microbatch=1"),
+        ("h100:2x4", "pp=2,dp=4,schedule=zbv,zero=1,microbatch=1"),
     ] {
-        assert_eq!(violations(&emitted(cluster, pins), &schema()), Vec::<String>::new(), "{cluster} {pins}");
+        check("llama-tiny", cluster, pins);
     }
+    check("moe-tiny", "cpu:4", "ep=2,dp=2");
+}
+
+/// The plan keeps to the schema, and what is read is what was written, as a file and as text.
+#[track_caller]
+fn check(model: &str, cluster: &str, pins: &str) {
+    let text = emitted(model, cluster, pins);
+    let plan: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(violations(&plan, &schema()), Vec::<String>::new(), "{cluster} {pins}");
+    let read = Plan::from_json(&text).unwrap_or_else(|error| panic!("{cluster} {pins}: {error}"));
+    assert_eq!(read.to_json(), text, "{cluster} {pins}");
+    let again = read.to_string().parse::<Plan>().unwrap_or_else(|found| panic!("{cluster} {pins}: {found}"));
+    assert_eq!(again.to_string(), read.to_string(), "{cluster} {pins}");
+    assert_eq!(again.pipeline, read.pipeline, "{cluster} {pins}");
 }
 
 #[test]
 fn the_schema_is_strict() {
-    let plan = emitted("cpu:2", "");
+    let plan: Value = serde_json::from_str(&emitted("llama-tiny", "cpu:2", "")).unwrap();
     let check = |spoil: &dyn Fn(&mut Value), expect: &str| {
         let mut plan = plan.clone();
         spoil(&mut plan);

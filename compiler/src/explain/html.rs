@@ -9,11 +9,11 @@ use super::{Inspection, collectives, memory, sensitivity, text, value};
 use crate::error::Error;
 use serde_json::{Value, json};
 use shardc_ir::program::Stream;
-use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, ValueId};
+use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
 use shardc_passes::allocate::memory_over_time;
 use shardc_passes::cost::is_view;
 use shardc_passes::fold::{Folded, leaf_name};
-use shardc_passes::simulate::{Rank, RunSpan};
+use shardc_passes::simulate::{Rank, RunSpan, Span};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
@@ -185,24 +185,28 @@ fn folded_module(plan: &Plan, alike: usize, node: NodeId) -> String {
     if alike > 1 { folded_path(path) } else { path.to_string() }
 }
 
-/// The spans and memory of every distinct run, and the runs of every class of ranks.
+/// The spans and memory of every distinct run, and the runs of every class of ranks: what they show, when,
+/// for which microbatch, and of which section.
 fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Value>) {
     let mut sections: Vec<Value> = Vec::new();
-    let mut known: Vec<(*const Vec<shardc_passes::simulate::Span>, usize)> = Vec::new();
+    // Equal sections are one, whatever they are called: those of the microbatches in flight are.
+    let mut numbers: HashMap<String, usize> = HashMap::new();
     let mut ranks = Vec::new();
     for rank in &inspection.simulated.ranks {
         let program = &inspection.programs[rank.program];
         let curve = memory_over_time(program);
+        let mut known: HashMap<(*const Vec<Span>, SectionId), usize> = HashMap::new();
         let mut runs = Vec::new();
         for run in &rank.runs {
-            let spans = Rc::as_ptr(&run.spans);
-            let number = known.iter().find(|(other, _)| *other == spans).map(|(_, number)| *number);
-            let number = number.unwrap_or_else(|| {
-                known.push((spans, sections.len()));
-                sections.push(section(inspection, program, &curve, run, names));
-                sections.len() - 1
+            let number = *known.entry((Rc::as_ptr(&run.spans), run.run.section)).or_insert_with(|| {
+                let section = section(inspection, program, &curve, run, names);
+                *numbers.entry(section.to_string()).or_insert_with(|| {
+                    sections.push(section);
+                    sections.len() - 1
+                })
             });
-            runs.push(json!([number, nanos(run.start), run.run.microbatch]));
+            let name = names.of(pass_of(&program.sections[run.run.section].name));
+            runs.push(json!([number, nanos(run.start), run.run.microbatch, name]));
         }
         ranks.push(json!({
             "rank": rank.rank,
@@ -217,6 +221,16 @@ fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Val
         }));
     }
     (sections, ranks)
+}
+
+/// `backward.3` of `backward.3.1.17`: the pass and the chunk, without the copy and what is sent beside.
+fn pass_of(section: &str) -> &str {
+    let mut dots = section.match_indices('.').map(|(at, _)| at);
+    let first = dots.next();
+    match section.split('.').next() {
+        Some("exchange") => &section[..first.unwrap_or(section.len())],
+        _ => &section[..dots.next().unwrap_or(section.len())],
+    }
 }
 
 fn finish(rank: &Rank) -> f64 {
@@ -252,7 +266,8 @@ fn section(
             nanos(span.hidden),
         ]);
     }
-    let moments = thin(memory::of_run(program, curve, run), run.finish - run.start);
+    let length = nanos(run.finish - run.start);
+    let moments = thin(memory::of_run(program, curve, run), length as f64 / 1e9);
     let memory: Vec<u64> = moments
         .iter()
         .flat_map(|moment| {
@@ -261,7 +276,7 @@ fn section(
             [nanos(moment.at)].into_iter().chain(parts.map(|bytes| bytes.0))
         })
         .collect();
-    json!({"name": section.name, "seconds": run.finish - run.start, "spans": flat, "memory": memory})
+    json!({"length": length, "spans": flat, "memory": memory})
 }
 
 /// Of the moments that fall together the fullest and the last, at most [`POINTS`] times.

@@ -72,6 +72,24 @@ struct State {
     now: f64,
     /// Runs of a section that all lanes have made alike.
     known: BTreeMap<SectionId, (f64, Rc<Vec<Span>>)>,
+    /// Per program, the spans of runs that differ.
+    different: Vec<Vec<Rc<Vec<Span>>>>,
+}
+
+/// Seconds below which two times are the same: sums of the same numbers in another order.
+const SAME: f64 = 1e-9;
+
+/// Whether two runs took the same time in every instruction.
+fn is_same(a: &[Span], b: &[Span]) -> bool {
+    let near = |a: f64, b: f64| (a - b).abs() < SAME;
+    let same = |(a, b): (&Span, &Span)| {
+        a.index == b.index
+            && near(a.ready, b.ready)
+            && near(a.start, b.start)
+            && near(a.finish, b.finish)
+            && near(a.hidden, b.hidden)
+    };
+    a.len() == b.len() && a.iter().zip(b).all(same)
 }
 
 impl Engine<'_> {
@@ -83,6 +101,7 @@ impl Engine<'_> {
             waiting: BTreeMap::new(),
             now: 0.0,
             known: BTreeMap::new(),
+            different: vec![Vec::new(); self.programs.len()],
         };
         for lane in 0..state.lanes.len() {
             self.enter(&mut state, lane);
@@ -158,9 +177,16 @@ impl Engine<'_> {
                 }
             }
             if state.lanes[lane].open == 0 && state.lanes[lane].run < self.program(lane).order.len() {
+                let class = self.folded.classes[lane].program;
                 let run = self.program(lane).order[state.lanes[lane].run];
                 let own = &mut state.lanes[lane];
-                let spans = Rc::new(std::mem::take(&mut own.spans));
+                let (spans, known) = (std::mem::take(&mut own.spans), &mut state.different[class]);
+                // The runs of a pipeline repeat themselves: what is the same is kept once.
+                let same = known.iter().find(|other| is_same(other, &spans)).cloned();
+                let spans = same.unwrap_or_else(|| {
+                    known.push(Rc::new(spans));
+                    known[known.len() - 1].clone()
+                });
                 own.runs.push(RunSpan { run, start: own.entered, finish: state.now, spans: spans.clone() });
                 own.run += 1;
                 state.known.insert(run.section, (state.now - own.entered, spans));

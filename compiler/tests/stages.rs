@@ -1,0 +1,81 @@
+//! Plans in stages from outside: explained, drawn, compared, edited, verified, and their page.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Runs shardc, and expects it to succeed and words in what it says.
+#[track_caller]
+fn check(args: &[&str], words: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
+    }
+    text
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
+    let path = dir.join(name);
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
+    check(&[&args[..], &["-o", text(&path)]].concat(), &[]);
+    path
+}
+
+#[test]
+fn plans_in_stages_are_opened_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = plan_in(dir.path(), "a.json", "pp=2,tp=2,schedule=1f1b,microbatch=1");
+    let second = plan_in(dir.path(), "b.json", "pp=2,dp=2,schedule=zbv,zero=1,microbatch=1");
+    check(&["explain", text(&first)], &["pp=2", "schedule=1f1b", "stage"]);
+    check(&["explain", text(&first), "blocks.0.mlp.gate.weight"], &["tp: j divided", "chosen"]);
+    let dot = dir.path().join("g.dot");
+    check(&["explain", text(&first), "--dot", text(&dot)], &["wrote"]);
+    let graph = fs::read_to_string(&dot).unwrap();
+    assert!(graph.starts_with("digraph plan {") && graph.contains("stage 1"), "{graph}");
+    let words = ["stages", "chunk 3", "not there -> stage 0", "-> pp=2,dp=2,tp=1,schedule=zbv"];
+    check(&["diff", text(&first), text(&second)], &words);
+    for plan in [&first, &second] {
+        let words = ["✓ layouts", "✓ programs", "✓ equality", "changes of layout and messages", "✓ memory"];
+        check(&["verify", text(plan), "--static-only"], &words);
+    }
+}
+
+/// The text says the same as the file, and a stage can be edited in it.
+#[test]
+fn plans_in_stages_are_edited_as_text() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, pin) in [
+        ("1f1b", "pp=2,tp=2,schedule=1f1b,microbatch=1,recompute=none"),
+        ("interleaved", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=1"),
+        ("zbv", "pp=4,schedule=zbv,microbatch=1"),
+    ] {
+        let plan = plan_in(dir.path(), &format!("{name}.json"), pin);
+        let edited = dir.path().join(format!("{name}.ir"));
+        check(&["explain", text(&plan), "--text", text(&edited)], &["wrote"]);
+        let said = check(&["diff", text(&plan), text(&edited)], &[]);
+        assert!(!said.contains("layout") && !said.contains("stages"), "{said}");
+        let schedule = format!("schedule={name}");
+        check(&["explain", text(&edited)], &[&schedule, "+0.0%"]);
+    }
+}
+
+/// Equal runs are written once: many more microbatches add little to the page.
+#[test]
+fn the_page_of_a_pipeline_is_small() {
+    let dir = tempfile::tempdir().unwrap();
+    let size = |batch: &str| {
+        let (plan, page) = (dir.path().join("plan.json"), dir.path().join("page.html"));
+        let args = ["plan", "llama-1b", "--cluster", "h200:8x4", "--batch", batch, "--seq", "2048"];
+        check(&[&args[..], &["--pin", "pp=4,tp=4,dp=2,microbatch=1", "-o", text(&plan)]].concat(), &[]);
+        check(&["explain", text(&plan), "--html", text(&page)], &["wrote"]);
+        fs::metadata(&page).unwrap().len()
+    };
+    let (few, many) = (size("32"), size("256"));
+    assert!(many < 3 << 20 && many < few + (1 << 19), "{few} and {many} bytes");
+}
