@@ -3,8 +3,9 @@
 //! All ranks derive the same edges from the plan, so what one sends another receives, in one order.
 
 use super::{LowerError, Place};
+use crate::pipeline::effort::Efforts;
 use crate::pipeline::order::{Pass, orders};
-use crate::pipeline::timeline::{Event, Link, Units, timeline};
+use crate::pipeline::timeline::{Event, Link, timeline};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::{NodeId, OutputKind, Plan, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -54,7 +55,7 @@ impl Stage {
         let (edges, links) = edges(plan, places, &passes);
         let fail = |message: String| LowerError::Pipeline { message };
         let orders = orders(&plan.pipeline, stages, plan.mesh.microbatches()).map_err(fail)?;
-        let run = timeline(&plan.pipeline, &orders, &links, &Units);
+        let run = timeline(&plan.pipeline, &orders, &links, &Efforts::new(&plan.graph, &passes));
         let run = run.ok_or_else(|| fail("its steps wait for each other in a circle".to_string()))?;
         let parts = parts(plan, stage);
         let here = here(plan, stage);

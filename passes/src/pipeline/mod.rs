@@ -5,5 +5,6 @@
 
 pub mod anchor;
 pub mod cut;
+pub mod effort;
 pub mod order;
 pub mod timeline;

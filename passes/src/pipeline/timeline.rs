@@ -61,20 +61,6 @@ pub trait Durations {
     fn message(&self, link: usize) -> f64;
 }
 
-/// Steps of one unit a pass, and messages that take no time: what an order is made by where no cost is known.
-#[derive(Clone, Copy, Debug)]
-pub struct Units;
-
-impl Durations for Units {
-    fn step(&self, step: Step) -> f64 {
-        if step.pass == Pass::Backward { 2.0 } else { 1.0 }
-    }
-
-    fn message(&self, _: usize) -> f64 {
-        0.0
-    }
-}
-
 /// What all stages do.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
@@ -241,6 +227,19 @@ mod tests {
             [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
         });
         pairs.filter(apart).collect()
+    }
+
+    /// Forward passes of one unit, backward passes of two, and messages that take no time.
+    struct Units;
+
+    impl Durations for Units {
+        fn step(&self, step: Step) -> f64 {
+            if step.pass == Pass::Backward { 2.0 } else { 1.0 }
+        }
+
+        fn message(&self, _: usize) -> f64 {
+            0.0
+        }
     }
 
     /// Passes of one unit each.
