@@ -105,6 +105,42 @@ fn pinned_pipelines_are_planned_as_their_programs_run() {
     }
 }
 
+/// Gradients of weights fill the waits: by the programs, too, zero-bubble V waits less than 1F1B.
+#[test]
+fn halves_of_the_backward_pass_fill_the_bubble() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 512, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let bubble = |schedule: &str| {
+        let pins = format!("pp=4,dp=2,zero=0,microbatch=1,recompute=none,schedule={schedule}");
+        let plan = searched(sizes, "h200:8", &pins, Scope::Runnable, 140 << 30).expect("a plan");
+        by_programs(&plan, "h200:8").bubble.0
+    };
+    let (plain, halves) = (bubble("1f1b"), bubble("zbv"));
+    assert!(halves < 0.7 * plain, "{halves}, with 1f1b {plain}");
+}
+
+/// The first stage holds most microbatches: where memory is short it computes again, and the last one does not.
+#[test]
+fn stages_compute_again_what_they_must() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let pins = "pp=4,dp=2,schedule=1f1b,zero=0,microbatch=1";
+    let plan = |more: &str, memory: u64| searched(sizes, "h200:8", &format!("{pins}{more}"), Scope::Runnable, memory);
+    let free = plan(",recompute=none", 140 << 30).expect("a plan").prediction;
+    let all = plan(",recompute=block", 140 << 30).expect("a plan").prediction;
+    let between = (free.memory.total().0 + all.memory.total().0) / 2;
+    let mixed = plan("", between).expect("a plan");
+    let again = |chunk: u32| {
+        let of_chunk = |(id, _): &(NodeId, _)| mixed.pipeline.chunks[*id] == Some(chunk);
+        mixed.graph.nodes().filter(of_chunk).filter(|(_, node)| matches!(node.role, Role::Recompute(_))).count()
+    };
+    assert!(mixed.choice.contains("stage_recompute="), "{}", mixed.choice);
+    assert!(again(0) > 0 && again(3) == 0, "{}", mixed.choice);
+    let exact = by_programs(&mixed, "h200:8");
+    assert!(exact.memory.total().0 <= between && exact.step.0 < all.step.0, "{exact:?}");
+    // What was chosen can be asked for.
+    let named = mixed.choice.split(',').find(|part| part.starts_with("stage_recompute=")).expect("it was found");
+    assert_eq!(plan(&format!(",{named}"), between).expect("a plan").choice, mixed.choice);
+}
+
 #[test]
 fn pins_of_pipelines_that_cannot_be_kept() {
     let check = |pins: &str, expect: &str| {
@@ -116,6 +152,8 @@ fn pins_of_pipelines_that_cannot_be_kept() {
     check("pp=4,microbatch=12", "a pipeline takes at least 2 microbatches");
     check("pp=4,schedule=interleaved,microbatch=2", "schedule interleaved a multiple of 4");
     check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");
+    check("pp=2,stage_recompute=block/none/none", "it names 3 stages");
+    check("pp=2,stage_recompute=block/some", "`some` is not none, selective or block");
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use super::estimate::Shape;
 use super::line::Line;
 use super::liveness::block_order;
+use super::pins::Recompute;
+use super::stages::Stages;
 use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
@@ -13,7 +15,8 @@ use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
-use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
+use std::collections::BTreeMap;
 
 /// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
 /// again, or in chunks, does as its original: solved anew, the rewritten graph might be spread in
@@ -31,8 +34,15 @@ pub fn build(
     let conversions = place_axes(prepared, &mut placed, candidate.byte);
     let meshes = std::slice::from_ref(&mesh);
     let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
-    let selected = shape.menu().select(candidate.recompute);
     let order = block_order(prepared.graph);
+    let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty()).zip(line);
+    let selected = match by_stage {
+        None => shape.menu().select(candidate.recompute),
+        Some((stages, line)) => {
+            let of_block = recompute_of_blocks(prepared, line, stages, mesh.degree("pp"));
+            shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
+        }
+    };
     let chosen = |block: &str| order.get(block).is_some_and(|index| selected.way(*index).is_some());
     let keep = |id: NodeId| {
         let block = crate::fold::block(&prepared.graph.node(id).path).and_then(|block| order.get(block));
@@ -82,6 +92,22 @@ pub fn build(
         mark_transient(&mut plan);
     }
     Ok(plan)
+}
+
+/// What each block computes again, by the stage that it is in.
+fn recompute_of_blocks(prepared: &Prepared<'_>, line: &Line, stages: &Stages, count: u64) -> BTreeMap<u64, Recompute> {
+    let (graph, order) = (prepared.graph, block_order(prepared.graph));
+    let pipeline = Pipeline { schedule: stages.schedule, per_stage: stages.per_stage, ..Pipeline::default() };
+    let chunks = line.chunks(prepared, &stages.cuts);
+    let mut of_block = BTreeMap::new();
+    for (id, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf()) {
+        let block = crate::fold::block(&node.path).and_then(|block| order.get(block));
+        if let (Some(block), Some(chunk)) = (block, chunks[id]) {
+            let stage = pipeline.stage_of(chunk, count) as usize;
+            of_block.entry(*block).or_insert(stages.recompute.get(stage).copied().unwrap_or(Recompute::None));
+        }
+    }
+    of_block
 }
 
 /// Every strategy must be legal; anything else is our own mistake.

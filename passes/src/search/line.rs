@@ -149,6 +149,7 @@ fn values(prepared: &Prepared<'_>, main: &[NodeId], place: &SecondaryMap<NodeId,
 }
 
 /// Sums from the beginning of the line to each place.
+#[derive(Clone, Debug)]
 pub(super) struct Sums {
     /// The places at which it may be cut, with both ends.
     pub places: Vec<usize>,
@@ -222,6 +223,11 @@ impl Sums {
         let [forward, backward, weight, kept, stored] =
             [forward, backward, weight, kept, stored].map(|each| prefix(&each));
         Self { places, forward, backward, weight, kept, stored, passing }
+    }
+
+    /// The same, cut at the places of another.
+    pub fn cut_as(&self, other: &Self) -> Self {
+        Self { places: other.places.clone(), ..self.clone() }
     }
 
     /// Of a sum, what lies between two of the places.

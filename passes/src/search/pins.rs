@@ -25,6 +25,35 @@ pub enum Recompute {
 impl Recompute {
     /// As many steps of [`Values`](Self::Values) as memory needs.
     pub const BY_NEED: Self = Self::Values(u64::MAX);
+
+    /// Reads the value of a pin.
+    fn parse(text: &str) -> Result<Self, String> {
+        Ok(match text {
+            "none" | "0" => Self::None,
+            "selective" => Self::Selective,
+            "value" => Self::BY_NEED,
+            "block" | "full" => Self::All,
+            _ => {
+                let (kind, count) = text.split_once(':').unwrap_or(("", text));
+                let count = count.parse().ok().filter(|_| matches!(kind, "" | "value"));
+                let known = "none, selective, value, value:STEPS, block or a number of blocks";
+                let count = count.ok_or_else(|| format!("`{text}` is not {known}"))?;
+                if kind.is_empty() { Self::Blocks(count) } else { Self::Values(count) }
+            }
+        })
+    }
+
+    /// Reads what one stage of a pipeline does.
+    fn parse_of_stage(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self::None),
+            "selective" => Ok(Self::Selective),
+            "block" | "full" => Ok(Self::All),
+            _ => {
+                Err(format!("`{text}` is not none, selective or block; write one for each stage: block/selective/none"))
+            }
+        }
+    }
 }
 
 impl fmt::Display for Recompute {
@@ -74,6 +103,8 @@ pub struct Pins {
     pub microbatch: Option<u64>,
     /// Recomputation.
     pub recompute: Option<Recompute>,
+    /// Recomputation of each stage of a pipeline; empty if it is open.
+    pub stage_recompute: Vec<Recompute>,
     /// Chunks of the head and its loss; 1 for none.
     pub loss_chunks: Option<u64>,
     /// What lies away from the device.
@@ -115,19 +146,15 @@ impl Pins {
                     if pins.recompute.is_some() {
                         return Err(pin(format!("`{name}` is pinned twice")));
                     }
-                    pins.recompute = Some(match value {
-                        "none" | "0" => Recompute::None,
-                        "selective" => Recompute::Selective,
-                        "value" => Recompute::BY_NEED,
-                        "block" | "full" => Recompute::All,
-                        _ => {
-                            let (kind, count) = value.split_once(':').unwrap_or(("", value));
-                            let count = count.parse().ok().filter(|_| matches!(kind, "" | "value"));
-                            let known = "none, selective, value, value:STEPS, block or a number of blocks";
-                            let count = count.ok_or_else(|| pin(format!("`{value}` is not {known}")))?;
-                            if kind.is_empty() { Recompute::Blocks(count) } else { Recompute::Values(count) }
-                        }
-                    });
+                    pins.recompute = Some(Recompute::parse(value).map_err(pin)?);
+                    continue;
+                }
+                "stage_recompute" => {
+                    if !pins.stage_recompute.is_empty() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    let all: Result<Vec<Recompute>, String> = value.split('/').map(Recompute::parse_of_stage).collect();
+                    pins.stage_recompute = all.map_err(pin)?;
                     continue;
                 }
                 "offload" => {
@@ -148,7 +175,7 @@ impl Pins {
                 }
                 _ => {
                     let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
-                                 loss_chunks, offload";
+                                 stage_recompute, loss_chunks, offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -187,6 +214,11 @@ impl Pins {
         if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
             let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,schedule={}", schedule.name()), message);
+        }
+        let named = self.stage_recompute.len() as u64;
+        if named > 0 && self.pp != Some(named) {
+            let message = format!("it names {named} stages; pin pp={named} with it, or name as many as there are");
+            return fail("stage_recompute".to_string(), message);
         }
         let Some(chunks) = self.virtual_stages else { return Ok(()) };
         if self.pp == Some(1) && chunks > 1 {

@@ -181,6 +181,16 @@ impl Menu {
         self.steps.len() as u64
     }
 
+    /// What is computed again if each block has a choice of its own: nothing, all, or all but products.
+    pub fn select_by(&self, of: &dyn Fn(u64) -> Recompute) -> Selected<'_> {
+        let chosen = |(block, ways): (usize, &Option<[usize; 2]>)| match of(block as u64) {
+            Recompute::All => ways.map(|ways| ways[0]),
+            Recompute::Selective => ways.map(|ways| ways[1]),
+            _ => None,
+        };
+        Selected { ways: &self.ways, of: self.whole.iter().enumerate().map(chosen).collect() }
+    }
+
     /// What a choice computes again.
     pub fn select(&self, recompute: Recompute) -> Selected<'_> {
         let whole = |count: u64, index: usize| {

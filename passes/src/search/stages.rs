@@ -5,6 +5,9 @@
 //! the memory of the schedule's own microbatches in flight; what they take by running the schedule's steps
 //! with these seconds ([`timeline`](crate::pipeline::timeline)). With several chunks a stage, the program
 //! cuts into all chunks at once, and the memory of a stage is looked at afterwards.
+//!
+//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them: the
+//! least that fits, which the dynamic program weighs against moving the cut.
 
 use super::estimate::{Shape, Work};
 use super::line::{Line, Sums};
@@ -34,13 +37,20 @@ pub struct Stages {
     pub per_stage: u64,
     /// The nodes, of the graph that was searched, that begin the chunks but the first.
     pub cuts: Vec<NodeId>,
+    /// What each stage computes again, if not all the same.
+    pub recompute: Vec<Recompute>,
 }
 
 impl Stages {
     /// The choices, as pins would say them.
     pub fn text(&self) -> String {
         let chunks = if self.per_stage > 1 { format!(",virtual={}", self.per_stage) } else { String::new() };
-        format!("schedule={}{chunks}", self.schedule.name())
+        let recompute: Vec<String> = self.recompute.iter().map(Recompute::to_string).collect();
+        let recompute = match recompute.is_empty() {
+            true => String::new(),
+            false => format!(",stage_recompute={}", recompute.join("/")),
+        };
+        format!("schedule={}{chunks}{recompute}", self.schedule.name())
     }
 }
 
@@ -61,33 +71,87 @@ struct Mesh<'a> {
 /// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
 const FAR: f64 = 1.3;
 
-/// One schedule on one mesh, with one choice of ZeRO and recomputation.
-struct Problem<'a> {
-    mesh: &'a Mesh<'a>,
-    sums: &'a Sums,
-    pipeline: Pipeline,
-    stages: u64,
+/// How far below the bound a stage stays whose recomputation is its own: estimates are off by as much.
+const SPARE: f64 = 0.97;
+
+/// One way to compute again, in whatever stages.
+struct Level {
+    recompute: Recompute,
+    sums: Sums,
     /// What the whole model would take on one stage.
     whole: Prediction,
     /// Of its memory, what does not grow with microbatches.
     working: f64,
+}
+
+/// Which level each stage takes.
+#[derive(Clone, Debug)]
+enum Choice {
+    /// The same for all.
+    All(usize),
+    /// The first that fits, for each.
+    Least,
+    /// These.
+    Named(Vec<usize>),
+}
+
+/// One schedule on one mesh, with one choice of ZeRO.
+struct Problem<'a> {
+    mesh: &'a Mesh<'a>,
+    /// From the least to the most; all are cut at the places of the last.
+    levels: &'a [Level],
+    choice: Choice,
+    pipeline: Pipeline,
+    stages: u64,
     /// Per chunk, the microbatches that are held at a time.
-    held: Vec<u64>,
+    held: &'a [u64],
+}
+
+/// The chunks of a stage, with where they begin and end.
+type Parts = Vec<(usize, usize, usize)>;
+
+/// Cuts, what each stage computes again, and what they take.
+struct Solution {
+    cuts: Vec<NodeId>,
+    levels: Vec<usize>,
+    prediction: Prediction,
 }
 
 impl Segments for Problem<'_> {
-    fn seconds(&self, from: usize, to: usize) -> f64 {
-        self.sums.seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
+    fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
+        // The memory of several chunks is known only when all are cut: until then the most is taken.
+        let last = self.levels.len() - 1;
+        let level = match self.pipeline.per_stage {
+            1 => self.level(chunk as u64, &[(chunk, from, to)]).unwrap_or(last),
+            _ => last,
+        };
+        self.levels[level].sums.seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.pipeline.per_stage > 1 || self.memory(&[(chunk, from, to)]).total() <= self.mesh.bound
+        self.pipeline.per_stage > 1 || self.level(chunk as u64, &[(chunk, from, to)]).is_some()
     }
 }
 
 impl Problem<'_> {
+    /// Where the line may be cut.
+    fn line(&self) -> &Sums {
+        &self.levels[self.levels.len() - 1].sums
+    }
+
+    /// The level of a stage with these chunks; nothing if none fits.
+    fn level(&self, stage: u64, chunks: &[(usize, usize, usize)]) -> Option<usize> {
+        let fits =
+            |level: usize, share: f64| self.memory(level, chunks).total().0 as f64 <= share * self.mesh.bound.0 as f64;
+        match &self.choice {
+            Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
+            Choice::Least => (0..self.levels.len()).find(|level| fits(*level, SPARE)),
+            Choice::Named(levels) => levels.get(stage as usize).copied().filter(|level| fits(*level, 1.0)),
+        }
+    }
+
     fn message(&self, place: usize) -> f64 {
-        let bytes = self.sums.passing(place);
+        let bytes = self.line().passing(place);
         if bytes > 0.0 { send_seconds(bytes, self.is_away(), self.mesh.placed.cluster).0 } else { 0.0 }
     }
 
@@ -97,64 +161,76 @@ impl Problem<'_> {
     }
 
     /// The memory of a stage with these chunks.
-    fn memory(&self, chunks: &[(usize, usize, usize)]) -> Memory {
-        let share: f64 = chunks.iter().map(|(_, from, to)| self.sums.between(&self.sums.stored, *from, *to)).sum();
+    fn memory(&self, level: usize, chunks: &[(usize, usize, usize)]) -> Memory {
+        let Level { sums, whole, working, .. } = &self.levels[level];
+        let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
         let held = chunks.iter().map(|(chunk, from, to)| {
-            let kept = self.sums.between(&self.sums.kept, *from, *to) + self.sums.passing(*from);
+            let kept = sums.between(&sums.kept, *from, *to) + sums.passing(*from);
             self.held[*chunk] as f64 * kept
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
-        let whole = &self.whole.memory;
+        let whole = &whole.memory;
         Memory {
             parameters: part(whole.parameters),
             gradients: part(whole.gradients),
             optimizer: part(whole.optimizer),
-            activations: Bytes((held.sum::<f64>() + self.working) as u64),
+            activations: Bytes((held.sum::<f64>() + working) as u64),
             buffers: whole.buffers,
             reserved: Bytes(0),
         }
     }
 
     /// Cuts the line, and predicts the step; nothing if no cuts fit.
-    fn solve(&self, microbatches: u64) -> Option<(Vec<NodeId>, Prediction)> {
+    fn solve(&self, microbatches: u64) -> Option<Solution> {
         let chunks = (self.stages * self.pipeline.per_stage) as usize;
-        let end = self.sums.places.len() - 1;
+        let (sums, last) = (self.line(), self.levels.len() - 1);
+        let end = sums.places.len() - 1;
         let (_, cuts) = best_cuts(end, chunks, microbatches * self.pipeline.per_stage, self)?;
         let ends: Vec<usize> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
         let of_stage = |stage: u64| {
             let chunks = self.pipeline.chunks_of(stage, self.stages).into_iter().map(|chunk| chunk as usize);
-            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>()
+            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Parts>()
         };
-        let stages: Vec<Vec<(usize, usize, usize)>> = (0..self.stages).map(of_stage).collect();
-        let memory = stages.iter().map(|chunks| self.memory(chunks)).max_by_key(|memory| memory.total())?;
-        let cuts = cuts.iter().map(|cut| self.mesh.line.main[self.sums.places[*cut]]).collect();
-        Some((cuts, self.predict(&ends, &stages, memory, microbatches)?))
+        let stages: Vec<Parts> = (0..self.stages).map(of_stage).collect();
+        let level = |(stage, chunks): (usize, &Parts)| match &self.choice {
+            Choice::All(level) => *level,
+            Choice::Least => self.level(stage as u64, chunks).unwrap_or(last),
+            Choice::Named(levels) => levels[stage],
+        };
+        let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
+        let memory = stages.iter().zip(&levels).map(|(chunks, level)| self.memory(*level, chunks));
+        let memory = memory.max_by_key(|memory| memory.total())?;
+        let cuts = cuts.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
+        let prediction = self.predict(&ends, &stages, &levels, memory, microbatches)?;
+        Some(Solution { cuts, levels, prediction })
     }
 
     fn predict(
         &self,
         ends: &[usize],
-        stages: &[Vec<(usize, usize, usize)>],
+        stages: &[Parts],
+        levels: &[usize],
         memory: Memory,
         microbatches: u64,
     ) -> Option<Prediction> {
-        let seconds = |chunks: &Vec<(usize, usize, usize)>| {
-            chunks.iter().map(|(_, from, to)| self.sums.seconds(*from, *to)).sum::<f64>()
+        let seconds = |(chunks, level): (&Parts, &usize)| {
+            chunks.iter().map(|(_, from, to)| self.levels[*level].sums.seconds(*from, *to)).sum::<f64>()
         };
-        let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
+        let slowest = stages.iter().zip(levels).map(seconds).fold(0.0, f64::max);
         let links = chain(&self.pipeline, self.stages);
-        let durations = Costs { problem: self, ends, links: &links };
+        let durations = Costs { problem: self, ends, levels, links: &links };
         let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
         let some = some.min(microbatches);
         let orders = orders(&self.pipeline, self.stages, some).ok()?;
         let run = timeline(&self.pipeline, &orders, &links, &durations)?;
         let run = run.finish.into_iter().fold(0.0, f64::max) + (microbatches - some) as f64 * slowest;
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
-        let (whole, spread) = (&self.whole, step::spread(self.mesh.placed.cluster.ranks()));
-        let all = microbatches as f64 * self.sums.seconds(0, self.sums.places.len() - 1);
+        let most = levels.iter().max().map_or(&self.levels[0], |level| &self.levels[*level]);
+        let (whole, spread) = (&most.whole, step::spread(self.mesh.placed.cluster.ranks()));
+        let all = microbatches as f64 * most.sums.seconds(0, most.sums.places.len() - 1);
         let once = (whole.step.0 / spread - all).max(0.0);
-        let share = |chunks: &Vec<(usize, usize, usize)>| {
-            chunks.iter().map(|(_, from, to)| self.sums.between(&self.sums.stored, *from, *to)).sum::<f64>()
+        let share = |chunks: &Parts| {
+            chunks.iter().map(|(_, from, to)| most.sums.between(&most.sums.stored, *from, *to)).sum::<f64>()
         };
         let largest = stages.iter().map(share).fold(0.0, f64::max);
         let total = (run + once * largest) * spread;
@@ -191,17 +267,21 @@ fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
 struct Costs<'a> {
     problem: &'a Problem<'a>,
     ends: &'a [usize],
+    /// Of each stage.
+    levels: &'a [usize],
     links: &'a [Link],
 }
 
 impl Durations for Costs<'_> {
     fn step(&self, step: Step) -> f64 {
-        let (sums, chunk) = (self.problem.sums, step.chunk as usize);
+        let (problem, chunk) = (self.problem, step.chunk as usize);
+        let stage = problem.pipeline.stage_of(step.chunk, problem.stages) as usize;
+        let sums = &problem.levels[self.levels[stage]].sums;
         let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
         match step.pass {
             Pass::Forward => of(&sums.forward),
             Pass::Weight => of(&sums.weight),
-            Pass::Backward if self.problem.pipeline.schedule.splits_backward() => of(&sums.backward),
+            Pass::Backward if problem.pipeline.schedule.splits_backward() => of(&sums.backward),
             Pass::Backward => of(&sums.backward) + of(&sums.weight),
         }
     }
@@ -300,9 +380,10 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     if microbatches < 2 {
         return;
     }
+    let named = &pins.stage_recompute;
     let recomputes = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        Some(pin) => vec![pin],
-        None => vec![Recompute::None, Recompute::Selective, Recompute::All],
+        Some(pin) if named.is_empty() => vec![pin],
+        _ => vec![Recompute::None, Recompute::Selective, Recompute::All],
     };
     let sums: Vec<Sums> =
         recomputes.iter().map(|recompute| Sums::new(mesh.prepared, mesh.shape, *recompute, mesh.line)).collect();
@@ -317,28 +398,62 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
-                let of = |(recompute, sums): (&Recompute, &Sums)| {
-                    let all = sums.seconds(0, sums.places.len() - 1);
-                    if microbatches as f64 * all / stages as f64 > FAR * mesh.best {
-                        return None;
-                    }
-                    let whole = mesh.shape.predict(mesh.placed, storage, zero, *recompute, mesh.work);
+                let level = |recompute: Recompute, sums: Sums| {
+                    let whole = mesh.shape.predict(mesh.placed, storage, zero, recompute, mesh.work);
                     let kept = sums.kept.last().copied().unwrap_or(0.0);
                     let working = (whole.memory.activations.0 as f64 - kept).max(0.0);
-                    let (pipeline, held) = (pipeline.clone(), held.clone());
-                    let (cuts, prediction) =
-                        Problem { mesh, sums, pipeline, stages, working, whole, held }.solve(microbatches)?;
-                    let stages = Some(Stages { schedule, per_stage, cuts });
-                    let (degrees, loss_chunks) = (degrees.clone(), mesh.shape.loss_chunks);
-                    let (recompute, byte) = (*recompute, 0.0);
-                    let (offload, relief) = (Offload::default(), Relief::default());
-                    Some(Candidate { degrees, stages, zero, recompute, loss_chunks, byte, offload, relief, prediction })
+                    Level { recompute, sums, whole, working }
                 };
-                // More recomputation takes longer: the first that fits is the best.
-                for candidate in recomputes.iter().zip(&sums).filter_map(of) {
-                    let fits = candidate.prediction.memory.total() <= mesh.bound;
-                    candidates.push(candidate);
-                    if fits {
+                let is_far = |sums: &Sums| {
+                    let all = sums.seconds(0, sums.places.len() - 1);
+                    microbatches as f64 * all / stages as f64 > FAR * mesh.best
+                };
+                let mut try_out = |levels: &[Level], choice: Choice| {
+                    let (pipeline, held) = (pipeline.clone(), &held[..]);
+                    let Solution { cuts, levels: of_stages, prediction } =
+                        Problem { mesh, levels, choice, pipeline, stages, held }.solve(microbatches)?;
+                    let mut recompute: Vec<Recompute> =
+                        of_stages.iter().map(|level| levels[*level].recompute).collect();
+                    let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
+                    if recompute.iter().all(|own| *own == most) {
+                        recompute.clear();
+                    }
+                    let stages = Some(Stages { schedule, per_stage, cuts, recompute });
+                    let (degrees, loss_chunks, byte) = (degrees.clone(), mesh.shape.loss_chunks, 0.0);
+                    let (offload, relief, recompute) = (Offload::default(), Relief::default(), most);
+                    let fits = prediction.memory.total() <= mesh.bound;
+                    candidates.push(Candidate {
+                        degrees,
+                        stages,
+                        zero,
+                        recompute,
+                        loss_chunks,
+                        byte,
+                        offload,
+                        relief,
+                        prediction,
+                    });
+                    Some(fits)
+                };
+                // All may be computed again by stage: then cuts lie between blocks.
+                let mixed = |most: usize| -> Vec<Level> {
+                    let each = recomputes.iter().zip(&sums).take(most + 1);
+                    each.map(|(recompute, own)| level(*recompute, own.cut_as(&sums[most]))).collect()
+                };
+                if !named.is_empty() {
+                    let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
+                    let levels: Vec<usize> = named.iter().map(of).collect();
+                    let most = levels.iter().copied().max().unwrap_or(0);
+                    try_out(&mixed(most), Choice::Named(levels));
+                    continue;
+                }
+                // More recomputation takes longer: the first that fits is the best that all stages can do.
+                for (index, own) in sums.iter().enumerate().filter(|(_, sums)| !is_far(sums)) {
+                    let fits = try_out(&[level(recomputes[index], own.clone())], Choice::All(0));
+                    if index > 0 && fits != Some(false) {
+                        try_out(&mixed(index), Choice::Least);
+                    }
+                    if fits == Some(true) {
                         break;
                     }
                 }
