@@ -141,6 +141,31 @@ fn stages_compute_again_what_they_must() {
     assert_eq!(plan(&format!(",{named}"), between).expect("a plan").choice, mixed.choice);
 }
 
+/// Stages on faster nodes get more of the model, and the step is faster than if all nodes were the slower ones.
+#[test]
+fn stages_are_as_large_as_their_nodes_are_fast() {
+    let sizes = Sizes { layers: 12, batch: 32, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let plan = |parts: &[&str]| {
+        let parts: Vec<String> =
+            parts.iter().map(|name| format!("[[parts]]\ndevice = \"{name}\"\nnodes = 1\n")).collect();
+        let cluster = Cluster::from_toml("c.toml", &format!("per_node = 4\n{}", parts.concat())).expect("a cluster");
+        let pins = Pins::parse("pp=2,dp=4,schedule=1f1b,zero=0,microbatch=1,recompute=none").expect("pins");
+        let (batch, seq) = (sizes.batch, sizes.seq);
+        let request = Request { batch, seq, device_memory: Bytes(70 << 30), ..Request::default() };
+        let plan = search(&llama(sizes, DType::Bf16), &cluster, &request, &pins, &NoScratch).expect("a plan");
+        let products = |chunk: u32| {
+            let is_own = |(id, node): &(NodeId, &shardc_ir::Node)| {
+                plan.pipeline.chunks[*id] == Some(chunk) && node.op.name() == "matmul"
+            };
+            plan.graph.nodes().filter(is_own).count() as f64
+        };
+        (products(0) / products(1), plan.prediction.step.0)
+    };
+    let (mixed, turned, slow) = (plan(&["h100", "a100-80"]), plan(&["a100-80", "h100"]), plan(&["a100-80", "a100-80"]));
+    assert!(mixed.0 > 1.5 && turned.0 < 0.67, "{mixed:?} {turned:?}");
+    assert!(mixed.1 < 0.85 * slow.1 && turned.1 < 0.85 * slow.1, "{mixed:?} {turned:?} {slow:?}");
+}
+
 #[test]
 fn pins_of_pipelines_that_cannot_be_kept() {
     let check = |pins: &str, expect: &str| {

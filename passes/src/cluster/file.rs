@@ -2,6 +2,7 @@
 
 use super::{Cluster, ClusterError, Figure, Level, MOST_RANKS, Profile, check};
 use serde::Deserialize;
+use shardc_ir::Mesh;
 use std::collections::BTreeMap;
 
 /// Nodes of one kind, in a cluster that has several.
@@ -54,7 +55,8 @@ impl Cluster {
     /// ```
     ///
     /// Instead of `device` and `nodes`, `[[parts]]` with `device`, `nodes` and `[parts.figures]` each say which
-    /// kinds of nodes there are; any rank is then planned as if it had the slowest of each figure.
+    /// kinds of nodes there are, in their order. A stage of a pipeline whose nodes are of one kind is planned as
+    /// that kind, with the least memory of all; any other rank as if it had the slowest of each figure.
     ///
     /// # Errors
     /// What is missing, unknown or cannot be right, with what would be.
@@ -103,11 +105,36 @@ impl Cluster {
         Cluster { name, per_node, nodes, device, levels, parts }.checked()
     }
 
+    /// The device of a stage of a pipeline: that of its nodes, if they are of one kind, else the slowest of each
+    /// figure.
+    pub fn stage_device(&self, mesh: &Mesh, stage: u64) -> &Profile {
+        let [axis] = mesh.family("pp")[..] else { return &self.device };
+        if self.parts.len() < 2 {
+            return &self.device;
+        }
+        let is_in = |rank: &u64| mesh.coordinates(*rank, 0)[axis.0 as usize] == stage;
+        let mut kinds = (0..mesh.ranks()).filter(is_in).map(|rank| self.kind_of(rank / self.per_node));
+        let first = kinds.next();
+        let part = first.filter(|first| kinds.all(|kind| kind == *first)).and_then(|kind| self.parts.get(kind));
+        part.map_or(&self.device, |part| &part.device)
+    }
+
+    /// Which of the parts a node belongs to.
+    fn kind_of(&self, node: u64) -> usize {
+        let mut end = 0;
+        let before = self.parts.iter().take_while(|part| {
+            end += part.nodes;
+            end <= node
+        });
+        before.count()
+    }
+
     /// What a cluster of several kinds of nodes is planned as; nothing for any other.
     pub fn mixture(&self) -> Option<String> {
         let part = |part: &Part| format!("{} nodes of {}", part.nodes, part.device.name);
         let parts: Vec<String> = self.parts.iter().map(part).collect();
-        let text = format!("{}: every rank is planned with the slowest of each figure", parts.join(", "));
+        let as_what = "a stage of a pipeline on nodes of one kind is planned as such, any other rank with the slowest of each figure";
+        let text = format!("{}: {as_what}", parts.join(", "));
         (self.parts.len() > 1).then_some(text)
     }
 }

@@ -13,13 +13,15 @@ use super::estimate::{Shape, Work};
 use super::line::{Line, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
-use super::{Candidate, Degrees, PlanError, Point, Space, solved};
+use super::{Candidate, Degrees, PlanError, Point, Space, loss_chunks};
+use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
 use crate::cost::step;
 use crate::pipeline::cut::{Segments, best_cuts};
 use crate::pipeline::order::{Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
 use crate::shard::family::copy_axes;
+use crate::shard::place::place_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Memory, Prediction};
@@ -60,6 +62,10 @@ struct Mesh<'a> {
     line: &'a Line,
     placed: &'a Placed<'a>,
     shape: &'a Shape<'a>,
+    /// What a node takes on each kind of device that a stage of its own has; empty if there is one kind.
+    kinds: &'a [Shape<'a>],
+    /// Per stage, its kind.
+    kind: &'a [usize],
     /// One for each way to store parameters.
     degrees: &'a [Degrees],
     work: Work,
@@ -78,6 +84,8 @@ const SPARE: f64 = 0.97;
 struct Level {
     recompute: Recompute,
     sums: Sums,
+    /// The same for each kind of device; empty if there is one.
+    kinds: Vec<Sums>,
     /// What the whole model would take on one stage.
     whole: Prediction,
     /// Of its memory, what does not grow with microbatches.
@@ -125,7 +133,8 @@ impl Segments for Problem<'_> {
             1 => self.level(chunk as u64, &[(chunk, from, to)]).unwrap_or(last),
             _ => last,
         };
-        self.levels[level].sums.seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
+        let stage = self.pipeline.stage_of(chunk as u32, self.stages) as usize;
+        self.sums(level, stage).seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
@@ -137,6 +146,12 @@ impl Problem<'_> {
     /// Where the line may be cut.
     fn line(&self) -> &Sums {
         &self.levels[self.levels.len() - 1].sums
+    }
+
+    /// What a stage takes, on its kind of device.
+    fn sums(&self, level: usize, stage: usize) -> &Sums {
+        let Level { sums, kinds, .. } = &self.levels[level];
+        self.mesh.kind.get(stage).and_then(|kind| kinds.get(*kind)).unwrap_or(sums)
     }
 
     /// The level of a stage with these chunks; nothing if none fits.
@@ -213,10 +228,10 @@ impl Problem<'_> {
         memory: Memory,
         microbatches: u64,
     ) -> Option<Prediction> {
-        let seconds = |(chunks, level): (&Parts, &usize)| {
-            chunks.iter().map(|(_, from, to)| self.levels[*level].sums.seconds(*from, *to)).sum::<f64>()
+        let seconds = |(stage, (chunks, level)): (usize, (&Parts, &usize))| {
+            chunks.iter().map(|(_, from, to)| self.sums(*level, stage).seconds(*from, *to)).sum::<f64>()
         };
-        let slowest = stages.iter().zip(levels).map(seconds).fold(0.0, f64::max);
+        let slowest = stages.iter().zip(levels).enumerate().map(seconds).fold(0.0, f64::max);
         let links = chain(&self.pipeline, self.stages);
         let durations = Costs { problem: self, ends, levels, links: &links };
         let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
@@ -276,7 +291,7 @@ impl Durations for Costs<'_> {
     fn step(&self, step: Step) -> f64 {
         let (problem, chunk) = (self.problem, step.chunk as usize);
         let stage = problem.pipeline.stage_of(step.chunk, problem.stages) as usize;
-        let sums = &problem.levels[self.levels[stage]].sums;
+        let sums = problem.sums(self.levels[stage], stage);
         let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
         match step.pass {
             Pass::Forward => of(&sums.forward),
@@ -365,11 +380,38 @@ pub(super) fn solve(
 ) -> Vec<Candidate> {
     let mut found = Vec::new();
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
-    let (placed, shape) = solved(space.prepared, placed, 0.0, &meshes, space.pins);
     let (prepared, degrees, work, bound) = (space.prepared, &point.degrees[..], point.work, point.away.room.device);
-    let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, degrees, work, bound, best };
+    let mut placed = placed;
+    let conversions = place_axes(prepared, &mut placed, 0.0);
+    let chunks = loss_chunks(prepared, &placed, space.pins);
+    let shape = Shape::new(prepared, &placed, &conversions, chunks, &meshes);
+    // Layouts are those of the slowest kind; what a stage takes is of its own.
+    let (clusters, kind) = clusters_by_stage(placed.cluster, placed.mesh);
+    let kinds: Vec<Shape<'_>> = clusters
+        .iter()
+        .map(|cluster| Shape::new(prepared, &Placed { cluster, ..placed.clone() }, &conversions, chunks, &meshes))
+        .collect();
+    let (kinds, kind) = (&kinds[..], &kind[..]);
+    let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, kinds, kind, degrees, work, bound, best };
     extend(&mut found, &mesh, space.pins);
     found
+}
+
+/// The cluster as each kind of its stages sees it, and the kind of each stage; nothing if there is one kind.
+fn clusters_by_stage(cluster: &Cluster, mesh: &shardc_ir::Mesh) -> (Vec<Cluster>, Vec<usize>) {
+    let (mut clusters, mut kind): (Vec<Cluster>, Vec<usize>) = (Vec::new(), Vec::new());
+    if cluster.parts.len() < 2 {
+        return (clusters, kind);
+    }
+    for stage in 0..mesh.degree("pp") {
+        let device = cluster.stage_device(mesh, stage);
+        let known = clusters.iter().position(|known| known.device == *device);
+        kind.push(known.unwrap_or(clusters.len()));
+        if known.is_none() {
+            clusters.push(Cluster { device: device.clone(), parts: Vec::new(), ..cluster.clone() });
+        }
+    }
+    (clusters, kind)
 }
 
 /// Adds the pipelines of a placed mesh with stages.
@@ -385,8 +427,11 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
         Some(pin) if named.is_empty() => vec![pin],
         _ => vec![Recompute::None, Recompute::Selective, Recompute::All],
     };
-    let sums: Vec<Sums> =
-        recomputes.iter().map(|recompute| Sums::new(mesh.prepared, mesh.shape, *recompute, mesh.line)).collect();
+    let sums_of = |shape: &Shape<'_>| -> Vec<Sums> {
+        recomputes.iter().map(|recompute| Sums::new(mesh.prepared, shape, *recompute, mesh.line)).collect()
+    };
+    let sums = sums_of(mesh.shape);
+    let of_kinds: Vec<Vec<Sums>> = mesh.kinds.iter().map(sums_of).collect();
     for (schedule, per_stage) in schedules(pins) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         let Ok(orders) = orders(&pipeline, stages, microbatches) else { continue };
@@ -398,14 +443,17 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
-                let level = |recompute: Recompute, sums: Sums| {
+                let level = |index: usize, places: &Sums| {
+                    let (recompute, sums) = (recomputes[index], sums[index].cut_as(places));
+                    let kinds = of_kinds.iter().map(|all| all[index].cut_as(places)).collect();
                     let whole = mesh.shape.predict(mesh.placed, storage, zero, recompute, mesh.work);
                     let kept = sums.kept.last().copied().unwrap_or(0.0);
                     let working = (whole.memory.activations.0 as f64 - kept).max(0.0);
-                    Level { recompute, sums, whole, working }
+                    Level { recompute, sums, kinds, whole, working }
                 };
-                let is_far = |sums: &Sums| {
-                    let all = sums.seconds(0, sums.places.len() - 1);
+                let is_far = |index: usize| {
+                    let all = of_kinds.iter().map(|all| &all[index]).chain([&sums[index]]);
+                    let all = all.map(|sums| sums.seconds(0, sums.places.len() - 1)).fold(f64::INFINITY, f64::min);
                     microbatches as f64 * all / stages as f64 > FAR * mesh.best
                 };
                 let mut try_out = |levels: &[Level], choice: Choice| {
@@ -436,10 +484,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     Some(fits)
                 };
                 // All may be computed again by stage: then cuts lie between blocks.
-                let mixed = |most: usize| -> Vec<Level> {
-                    let each = recomputes.iter().zip(&sums).take(most + 1);
-                    each.map(|(recompute, own)| level(*recompute, own.cut_as(&sums[most]))).collect()
-                };
+                let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, &sums[most])).collect() };
                 if !named.is_empty() {
                     let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
                     let levels: Vec<usize> = named.iter().map(of).collect();
@@ -448,8 +493,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     continue;
                 }
                 // More recomputation takes longer: the first that fits is the best that all stages can do.
-                for (index, own) in sums.iter().enumerate().filter(|(_, sums)| !is_far(sums)) {
-                    let fits = try_out(&[level(recomputes[index], own.clone())], Choice::All(0));
+                for index in (0..sums.len()).filter(|index| !is_far(*index)) {
+                    let fits = try_out(&[level(index, &sums[index])], Choice::All(0));
                     if index > 0 && fits != Some(false) {
                         try_out(&mixed(index), Choice::Least);
                     }

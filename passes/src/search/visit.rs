@@ -46,7 +46,9 @@ impl Visited {
         // The slowest of some stages takes at least what they take on average.
         let stages = degrees.degree("pp");
         let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
-        let least = if is_whole { 0.0 } else { least(prepared, placed) / stages as f64 };
+        // Stages on several kinds of nodes may be faster than the slowest kind.
+        let is_mixed = stages > 1 && placed.cluster.parts.len() > 1;
+        let least = if is_whole || is_mixed { 0.0 } else { least(prepared, placed) / stages as f64 };
         let (degrees, is_tight) = (degrees.clone(), is_whole || stages > 1);
         // What memory costs is known of whole models.
         self.known.push(Known { degrees, least, is_whole, is_tight, best: f64::INFINITY });

@@ -208,7 +208,8 @@ pub fn simulate(
 }
 
 fn works_of(program: &Program, plan: &Plan, cluster: &Cluster) -> Vec<Vec<Work>> {
-    let of = |instruction| price::work(program, instruction, &plan.graph, &cluster.device);
+    let device = price::device_of(program, plan, cluster);
+    let of = |instruction| price::work(program, instruction, &plan.graph, device);
     program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect()
 }
 

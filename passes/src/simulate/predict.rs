@@ -1,6 +1,6 @@
 //! What a plan will need, by its programs.
 
-use super::price::{Work, work};
+use super::price::{Work, device_of, work};
 use super::{Rank, Simulated};
 use crate::allocate::memory;
 use crate::cluster::Cluster;
@@ -39,12 +39,12 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
 
 /// The seconds of a step's kernels, each alone: matrix products and attention, the optimizer's update, the rest.
 fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3] {
-    let mut seconds = [0.0; 3];
+    let (mut seconds, device) = ([0.0; 3], device_of(program, plan, cluster));
     let mut runs = vec![0u64; program.sections.len()];
     program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
     for (section, runs) in program.sections.values().zip(runs) {
         for instruction in section.instructions.iter().filter(|instruction| instruction.stream == Stream::Compute) {
-            let Work::Local(alone) = work(program, instruction, &plan.graph, &cluster.device) else { continue };
+            let Work::Local(alone) = work(program, instruction, &plan.graph, device) else { continue };
             let place = match &instruction.action {
                 Action::Compute(op) if is_product(op) => 0,
                 Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => 1,

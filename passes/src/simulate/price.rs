@@ -4,7 +4,7 @@ use crate::cluster::{Cluster, Profile};
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Graph, Program, TensorType};
+use shardc_ir::{BufferId, Graph, Plan, Program, TensorType};
 
 /// What an instruction needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -15,6 +15,12 @@ pub(super) enum Work {
     Meet { group: usize, collective: Collective, bytes: f64 },
     /// A message of so many bytes between this rank and another.
     Message { peer: u64, is_sender: bool, bytes: f64 },
+}
+
+/// The device that runs a program: that of its stage.
+pub(super) fn device_of<'a>(program: &Program, plan: &Plan, cluster: &'a Cluster) -> &'a Profile {
+    let [axis] = plan.mesh.family("pp")[..] else { return &cluster.device };
+    cluster.stage_device(&plan.mesh, plan.mesh.coordinates(program.rank, 0)[axis.0 as usize])
 }
 
 /// What an instruction of a program needs on this device; `graph` knows in which half of the step the
