@@ -18,7 +18,9 @@ pub mod liveness;
 pub mod offload;
 mod outcome;
 pub mod pins;
+mod placed;
 pub mod recompute;
+pub(crate) mod sharing;
 pub mod stages;
 pub mod storage;
 mod visit;
@@ -30,9 +32,7 @@ pub use pins::{Pins, Recompute};
 
 use crate::cluster::{Cluster, Profile};
 use crate::cost;
-use crate::shard::coupled::is_possible_over;
-use crate::shard::family::{batch_axes, copy_axes};
-use crate::shard::place::place_axes;
+use crate::shard::family::copy_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use away::Away;
@@ -41,8 +41,10 @@ pub use estimate::Work;
 use line::Line;
 use offload::{At, Offload, Relief};
 use outcome::{alternatives, breakdown, infeasible};
+pub use placed::fastest;
+use placed::{divide_batch, place_batch, solved};
 use shardc_ir::plan::{Memory, Prediction, Request};
-use shardc_ir::{AxisId, Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Strategy, Target};
+use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
 use std::collections::BTreeMap;
 use visit::Visited;
@@ -201,7 +203,7 @@ pub fn search_confirmed(
     let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
-    let is_final = visited.pruned == 0 || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
+    let is_final = visited.cut == f64::INFINITY || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
     if is_final {
         return found.map(|(plan, _)| plan);
     }
@@ -313,26 +315,30 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     away.room.device = request.device_memory;
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, &cluster.device);
-    let mut candidates = Vec::new();
+    let (mut candidates, mut is_coupled) = (Vec::new(), false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
         let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
         for microbatch in sizes {
-            let (mut solved, mut is_solved) = (Vec::new(), true);
+            let mut solved = Vec::new();
+            visited.may_fit = false;
             for axes in &way.tp {
                 let point = Point { work, away, degrees: way.degrees(microbatch, axes) };
                 let degrees = way.placed(microbatch, axes);
                 let mesh = degrees.mesh(batch);
-                let Some(placed) = place_batch(prepared, &mesh, cluster)? else { continue };
-                if visited.opens(prepared, &placed, &degrees) {
+                let Some(placed) = place_batch(prepared, &mesh, cluster)? else {
+                    is_coupled |= divide_batch(prepared, &mesh).is_some();
+                    continue;
+                };
+                if visited.opens(prepared, &placed, &degrees, &point) {
                     let found = match line.filter(|_| way.pp > 1) {
                         Some(line) => stages::solve(space, line, placed, &point, visited.best),
-                        None => solve(space, placed, &point),
+                        None => solve(space, placed, &point, visited),
                     };
                     visited.add(&found);
                     solved.extend(found);
                 } else {
-                    is_solved = false;
+                    visited.may_fit = true;
                 }
             }
             // A larger microbatch needs more memory: where none fits, none of the larger ones will. Where
@@ -340,7 +346,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
             let is_tried = !solved.is_empty();
             candidates.extend(solved);
-            if is_tried && !fits && is_solved {
+            if is_tried && !fits && !visited.may_fit {
                 break;
             }
         }
@@ -350,6 +356,13 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     }
     if candidates.is_empty() && away.pin.is_some() {
         return Err(away.too_large());
+    }
+    if let Some(microbatch) = pins.microbatch.filter(|_| candidates.is_empty() && is_coupled) {
+        let message = format!(
+            "samples of the batch of {batch} depend on each other (statistics over a batch, places at experts), so what a \
+             rank has of it is one microbatch, and no data degree on {ranks} ranks leaves {microbatch}; leave it out"
+        );
+        return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
     }
     if candidates.is_empty() {
         let message = match pins.microbatch {
@@ -373,17 +386,21 @@ struct Point {
 const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
 
 /// The plans of a mesh of which the batch is placed.
-fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point) -> Vec<Candidate> {
+fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut Visited) -> Vec<Candidate> {
     let (pins, mut found) = (space.pins, Vec::new());
     let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
     let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, &meshes, pins);
     let (fastest, shape) = solve(0.0);
-    extend(&mut found, (&fastest, 0.0), &shape, pins, point);
+    extend(&mut found, (&fastest, 0.0), &shape, (pins, point), visited);
     let fits = |candidate: &Candidate| candidate.prediction.memory.total() <= point.away.room.device;
     if found.iter().any(|candidate| candidate.offload.is_none() && fits(candidate)) {
         return found;
     }
     let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+    if !point.away.moves() && !visited.is_open(step) {
+        visited.may_fit = true;
+        return found;
+    }
     let mut known = vec![fastest.strategies];
     for share in LEAN {
         let byte = share * step / (point.away.room.device.0 as f64).max(1.0);
@@ -391,7 +408,7 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point) -> Vec<Candid
         if known.contains(&lean.strategies) {
             break;
         }
-        extend(&mut found, (&lean, byte), &shape, pins, point);
+        extend(&mut found, (&lean, byte), &shape, (pins, point), visited);
         known.push(lean.strategies);
     }
     found
@@ -402,22 +419,23 @@ fn extend(
     candidates: &mut Vec<Candidate>,
     (placed, byte): (&Placed<'_>, f64),
     shape: &Shape<'_>,
-    pins: &Pins,
-    point: &Point,
+    (pins, point): (&Pins, &Point),
+    visited: &mut Visited,
 ) {
     for (storage, degrees) in point.degrees.iter().enumerate() {
-        // Where every rank stores all there are no parts to have replicas of.
-        let is_kept = |zero: &u64| match (copy_axes(placed.mesh).is_empty(), degrees.degree("fsdp") > 1) {
-            (true, _) => *zero == 0,
-            (false, has_parts) => *zero > 0 || !has_parts,
-        };
-        let stages = (0..=3).filter(|zero| pins.zero.map_or(is_kept(zero), |pin| pin == *zero));
-        for zero in stages {
-            // With one microbatch stage 2 is stage 1.
-            if zero == 2 && placed.microbatches == 1 && pins.zero.is_none() {
-                continue;
+        for zero in zero_stages(!copy_axes(placed.mesh).is_empty(), placed.microbatches, degrees, pins) {
+            // Recomputation takes longer than none.
+            let is_open = point.away.moves() || {
+                let free = shape.predict(placed, storage, zero, Recompute::None, point.work);
+                visited.is_open(free.step.0)
+            };
+            let bound = point.away.room.device;
+            if !is_open {
+                let all = pins.recompute.unwrap_or(Recompute::Values(shape.menu().steps()));
+                visited.may_fit |= shape.memory(storage, zero, all).total() <= bound;
             }
-            for recompute in recomputations(shape, storage, zero, pins, point.away.room.device) {
+            let room = if is_open { bound } else { Bytes(u64::MAX) };
+            for recompute in recomputations(shape, storage, zero, pins, room) {
                 let on_device = shape.predict(placed, storage, zero, recompute, point.work);
                 let at = At { shape, storage, zero, recompute };
                 for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
@@ -438,6 +456,16 @@ fn extend(
             }
         }
     }
+}
+
+/// The stages of ZeRO that are tried where parameters are stored in one way.
+fn zero_stages(has_copies: bool, microbatches: u64, degrees: &Degrees, pins: &Pins) -> Vec<u64> {
+    // Where every rank stores all there are no parts to have replicas of; with one microbatch stage 2 is stage 1.
+    let is_kept = |zero: u64| match (has_copies, degrees.degree("fsdp") > 1) {
+        (false, _) => zero == 0,
+        (true, has_parts) => (zero > 0 || !has_parts) && (zero != 2 || microbatches > 1),
+    };
+    (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero), |pin| pin == *zero)).collect()
 }
 
 /// How much may be computed again: as pinned; else nothing, and where that does not fit what does.
@@ -470,34 +498,6 @@ fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
     Some(high)
 }
 
-/// A mesh of which the batch is placed with the fastest layouts if a byte costs so many seconds, and the sums
-/// from which its plans are predicted. `meshes` are the ways to store parameters.
-fn solved<'a>(
-    prepared: &'a Prepared<'_>,
-    mut placed: Placed<'a>,
-    byte: f64,
-    meshes: &[Mesh],
-    pins: &Pins,
-) -> (Placed<'a>, Shape<'a>) {
-    let conversions = place_axes(prepared, &mut placed, byte);
-    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins), meshes);
-    (placed, shape)
-}
-
-/// A mesh with the layouts that are fastest on it, and the sums from which its plans are predicted; `None`
-/// where the batch does not divide.
-///
-/// # Errors
-/// Only a bug.
-pub fn fastest<'a>(
-    prepared: &'a Prepared<'_>,
-    mesh: &'a Mesh,
-    cluster: &'a Cluster,
-) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
-    let placed = place_batch(prepared, mesh, cluster)?;
-    Ok(placed.map(|placed| solved(prepared, placed, 0.0, std::slice::from_ref(mesh), &Pins::default())))
-}
-
 /// Whether the head can be cut as it is pinned.
 fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
     let Some(chunks) = pins.loss_chunks.filter(|chunks| *chunks > 1) else { return Ok(()) };
@@ -509,41 +509,6 @@ fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
         },
     };
     Err(PlanError::Pin { pin: format!("loss_chunks={chunks}"), message })
-}
-
-/// Into how many chunks the head is cut: as pinned, or by the tokens of a microbatch on one rank.
-fn loss_chunks(prepared: &Prepared<'_>, placed: &Placed<'_>, pins: &Pins) -> u64 {
-    let strategy = |id| &placed.strategies[prepared.folded.class[id]];
-    let Some(head) = &prepared.head else { return 1 };
-    if !head.is_cut_whole(prepared.graph, placed.mesh, strategy) {
-        return 1;
-    }
-    let class = prepared.folded.class[head.entropy];
-    let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-    pins.loss_chunks.unwrap_or_else(|| head.chunks(prepared.graph, results[0].elements()))
-}
-
-/// The strategies with the batch divided over dp and mb; `None` where some node's batch does not divide.
-fn place_batch<'a>(
-    prepared: &Prepared<'_>,
-    mesh: &'a Mesh,
-    cluster: &'a Cluster,
-) -> Result<Option<Placed<'a>>, PlanError> {
-    let axes = batch_axes(mesh);
-    let mut strategies = Vec::with_capacity(prepared.rules.len());
-    for (choice, rule) in prepared.batch.iter().zip(&prepared.rules) {
-        let add = |strategy: Strategy, axis: &AxisId| strategy.with(*axis, *choice);
-        let strategy = axes.iter().fold(Strategy::default(), add);
-        if rule.check(&strategy, mesh).is_err() {
-            return Ok(None);
-        }
-        strategies.push(strategy);
-    }
-    if mesh.ids().any(|axis| mesh.is_time(axis) && !is_possible_over(prepared, &strategies, axis)) {
-        return Ok(None);
-    }
-    let (microbatches, locals) = (mesh.microbatches(), prepared.locals(cluster));
-    Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals }))
 }
 
 /// The model's work in one step: recomputation does not count.

@@ -52,6 +52,11 @@ impl Away {
         Ok(Self { room, pin, is_open: is_free && Feature::Offload.is_open(false, request.scope, target) })
     }
 
+    /// Whether values may lie away from the device, so that its memory does not bound a plan.
+    pub fn moves(&self) -> bool {
+        self.is_open || self.pin.is_some()
+    }
+
     /// A pin that no host has room for.
     pub fn too_large(&self) -> PlanError {
         let pin = format!("offload={}", self.pin.unwrap_or_default());

@@ -179,6 +179,34 @@ impl Loop {
         own
     }
 
+    /// How many stretches gather something at least, of the forward pass and of the other, if the data ranks store
+    /// parts of what the classes make that `divides` names.
+    pub fn gathers(prepared: &Prepared<'_>, divides: &dyn Fn(usize) -> bool) -> [u64; 2] {
+        let graph = prepared.graph;
+        let is_divided: Vec<bool> =
+            (0..prepared.rules.len()).map(|class| prepared.is_parameter[class] && divides(class)).collect();
+        let mut seen = vec![[false; 2]; graph.value_count()];
+        let (mut current, mut counted, mut counts) = (None, false, [0; 2]);
+        for (id, node) in graph.nodes() {
+            if !prepared.in_loop(prepared.folded.class[id]) || node.op.is_leaf() {
+                continue;
+            }
+            let key = (block_of(&node.path), node.role != Role::Forward);
+            if current != Some(key) {
+                (current, counted) = (Some(key), false);
+            }
+            for value in &node.operands {
+                let maker = prepared.folded.class[graph.value(*value).def];
+                let is_known = std::mem::replace(&mut seen[value.index()][usize::from(key.1)], true);
+                if is_divided[maker] && !is_known && !counted {
+                    counted = true;
+                    counts[usize::from(key.1)] += 1;
+                }
+            }
+        }
+        counts
+    }
+
     /// Gradients in the order in which they are made, merged as the schedule merges them.
     fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
         let graph = prepared.graph;
@@ -256,7 +284,7 @@ impl Loop {
                 }
             }
             // Between two collectives of the tensor axes, kernels and the wire go on by themselves.
-            let meetings = stretch.meetings.round();
+            let meetings = if tensor > 0.0 { stretch.meetings.round().max(1.0) } else { 0.0 };
             let mut done = 0.0;
             for gap in 0..=meetings as u64 {
                 let end = (gap + 1) as f64 / (meetings + 1.0);

@@ -5,32 +5,100 @@
 //! can, and nodes count for each of them by an equal share: the sum is below the cost of any layout, since a
 //! conversion along one axis moves no less than that. Plans that do not fit are kept out by a price on bytes: whatever the price, the least of
 //! seconds and priced bytes, less the price of the memory that there is, is below the seconds of every plan
-//! that fits. The best of a few prices is taken.
+//! that fits. The best of a few prices is taken, and of a few means of the bound by kernels and that by the wire
+//! ([`Sharing`]).
 
+use super::sharing::Sharing;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::tensor::{Placed, Prepared, Problem};
-use shardc_ir::Bytes;
+use shardc_ir::{Bytes, Mesh};
 
-/// Prices of memory that are tried, as shares of the whole step for the whole memory.
-const PRICES: [f64; 5] = [0.02, 0.1, 0.4, 1.5, 6.0];
+/// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside
+/// the best of them differ from it.
+const PRICES: [f64; 5] = [0.01, 0.05, 0.25, 1.2, 6.0];
+const FINER: [f64; 2] = [0.45, 2.2];
+
+/// Shares of the bound by a busy wire that are tried.
+const BUSY: [f64; 3] = [0.3, 0.6, 1.0];
+
+/// What is asked of a bound beyond the mesh.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// The ways to store parameters, with the stages of ZeRO.
+    pub stored: &'a [(Mesh, Vec<u64>)],
+    /// What a plan has to fit in, if that is all there is.
+    pub memory: Option<Bytes>,
+    /// The seconds beyond which a bound need not be any tighter.
+    pub enough: f64,
+}
 
 /// No plan of a mesh, of which only the batch is placed, is predicted to take fewer seconds.
 pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
-    scaled(placed, relaxed(prepared, placed, &[0.0])[0])
+    scaled(placed, Relaxed::new(prepared, placed, Sharing::least(placed.mesh)).cost(0.0))
 }
 
-/// As [`least`], of the plans that fit in `memory`; `least` is what that gave.
-pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Bytes, least: f64) -> f64 {
+/// As [`least`], of the plans that fit in memory, with what the data ranks say to each other; `least` is what
+/// that gave.
+pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<'_>, least: f64) -> f64 {
     // In a pipeline a rank holds a part of the model, which a bound over all of it does not see.
     if placed.mesh.degree("pp") > 1 {
         return least;
     }
-    let free = (memory.0 as f64).max(1.0);
-    let bytes = PRICES.map(|share| share * least / free / scaled(placed, 1.0));
-    let relaxed = relaxed(prepared, placed, &bytes).into_iter().zip(bytes);
-    relaxed.map(|(cost, byte)| scaled(placed, cost - byte * free)).fold(least, f64::max)
+    let ways = asked.stored.iter().flat_map(|(mesh, stages)| stages.iter().map(move |zero| (mesh, *zero)));
+    let bound = ways.fold(f64::INFINITY, |bound, (mesh, zero)| {
+        // The least of the ways counts, so no other need be tighter than that.
+        let enough = asked.enough.min(bound);
+        if bound <= least {
+            bound
+        } else {
+            bound.min(of_way(prepared, placed, (mesh, zero), asked.memory, [least, enough]))
+        }
+    });
+    bound.max(least)
+}
+
+/// The bound of one way to share what is stored: between the first of two numbers of seconds and, nearly, the other.
+fn of_way(
+    prepared: &Prepared<'_>,
+    placed: &Placed<'_>,
+    (stored, zero): (&Mesh, u64),
+    memory: Option<Bytes>,
+    [least, enough]: [f64; 2],
+) -> f64 {
+    let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
+    let unit = least / free / scaled(placed, 1.0);
+    let relaxed = |busy: f64| Relaxed::new(prepared, placed, Sharing::new(prepared, placed, stored, zero, busy));
+    let at =
+        |relaxed: &mut Relaxed<'_, '_>, price: f64| scaled(placed, relaxed.cost(price * unit) - price * unit * free);
+    let mut own = relaxed(0.0);
+    let (mut best, mut price) = (at(&mut own, 0.0).max(least), 0.0);
+    let mut take = |seconds: f64, tried: f64, price: &mut f64| {
+        if seconds > best {
+            (best, *price) = (seconds, tried);
+        }
+        best >= enough
+    };
+    let prices = PRICES.into_iter().filter(|_| memory.is_some());
+    for tried in prices {
+        if take(at(&mut own, tried), tried, &mut price) {
+            return enough;
+        }
+    }
+    for by in FINER {
+        let tried = price * by;
+        if tried > 0.0 && take(at(&mut own, tried), tried, &mut price) {
+            return enough;
+        }
+    }
+    for busy in BUSY {
+        let mut own = relaxed(busy);
+        if take(at(&mut own, price), price, &mut price) {
+            return enough;
+        }
+    }
+    best
 }
 
 /// Stages work beside each other at best; all ranks wait for the slowest.
@@ -38,31 +106,38 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }
 
-/// The least cost for each price of a byte.
-fn relaxed(prepared: &Prepared<'_>, placed: &Placed<'_>, bytes: &[f64]) -> Vec<f64> {
-    let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
-    if axes.is_empty() {
-        return apart(prepared, placed, bytes);
-    }
-    let mut sums = vec![0.0; bytes.len()];
-    let all: u64 = axes.iter().map(|axis| placed.mesh.size(*axis)).product();
-    for axis in &axes {
-        let parts = (all / placed.mesh.size(*axis)) as f64;
-        let beside = Beside { parts, share: 1.0 / axes.len() as f64 };
-        let mut problem = Problem::new(prepared, placed, *axis, Objective::Bound { byte: 0.0, beside });
-        for (sum, byte) in sums.iter_mut().zip(bytes) {
-            problem.reprice(*byte);
-            let solution = problem.graph.solve();
-            *sum += if solution.is_exact { solution.cost } else { problem.graph.least() };
-        }
-    }
-    sums
+/// A bound's problem, for every price of a byte.
+struct Relaxed<'a, 'b> {
+    /// One for each axis.
+    problems: Vec<Problem<'a, 'b>>,
+    /// The classes, where there is no axis.
+    quotes: Vec<Quote>,
+    latency: f64,
 }
 
-/// The same where nothing is left to place.
-fn apart(prepared: &Prepared<'_>, placed: &Placed<'_>, bytes: &[f64]) -> Vec<f64> {
-    let pricer = Pricer::new(prepared, placed, Objective::Bound { byte: 0.0, beside: Beside::NONE });
-    let quotes: Vec<Quote> =
-        placed.strategies.iter().enumerate().map(|(class, strategy)| pricer.quote(class, strategy)).collect();
-    bytes.iter().map(|byte| quotes.iter().map(|quote| quote.at(*byte)).sum()).collect()
+impl<'a, 'b> Relaxed<'a, 'b> {
+    fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, sharing: Sharing) -> Self {
+        let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
+        let all = placed.mesh.extent(axes.iter().copied());
+        let objective = |beside: Beside| Objective::Bound { byte: 0.0, beside, sharing };
+        let problem = |axis| {
+            let parts = (all / placed.mesh.size(axis)) as f64;
+            Problem::new(prepared, placed, axis, objective(Beside { parts, share: 1.0 / axes.len() as f64 }))
+        };
+        let problems: Vec<_> = axes.iter().copied().map(problem).collect();
+        let pricer = Pricer::new(prepared, placed, objective(Beside::NONE));
+        let apart = placed.strategies.iter().enumerate().filter(|_| axes.is_empty());
+        let quotes = apart.map(|(class, strategy)| pricer.quote(class, strategy)).collect();
+        Self { problems, quotes, latency: sharing.latency }
+    }
+
+    /// The least cost if a byte costs so many seconds.
+    fn cost(&mut self, byte: f64) -> f64 {
+        let solved = self.problems.iter_mut().map(|problem| {
+            problem.reprice(byte);
+            let solution = problem.graph.solve();
+            if solution.is_exact { solution.cost } else { problem.graph.least() }
+        });
+        self.latency + solved.sum::<f64>() + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
+    }
 }

@@ -1,7 +1,7 @@
 //! The search against all that it leaves out, on small random models and clusters.
 
 use super::away::Away;
-use super::bound::{least, least_fitting};
+use super::bound::{Asked, least, least_fitting};
 use super::estimate::Shape;
 use super::visit::Visited;
 use super::{Candidate, Degrees, Pins, Recompute, Space, choose, enumerate, model_work, place_batch, search};
@@ -126,7 +126,9 @@ proptest! {
                 let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;
                 let memory = shape.memory(0, zero, recompute).total();
                 prop_assert!(lowest <= step * (1.0 + 1e-9), "{lowest} for {step}, zero {zero}, {recompute}");
-                let fitting = least_fitting(&prepared, &placed, memory, lowest);
+                let stored = [(mesh.clone(), vec![zero])];
+                let asked = Asked { stored: &stored, memory: Some(memory), enough: f64::INFINITY };
+                let fitting = least_fitting(&prepared, &placed, asked, lowest);
                 prop_assert!(fitting <= step * (1.0 + 1e-9), "{fitting} for {step} in {memory}, zero {zero}, {recompute}");
             }
         }

@@ -11,7 +11,7 @@ use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// When a value lives. Positions are node indices.
 #[derive(Clone, Copy, Debug)]
@@ -75,6 +75,8 @@ pub struct Lives {
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
+    /// Blocks of the model.
+    blocks: u64,
     /// Per class and result, how many of them live where the backward pass starts: those that stay, and
     /// those that can be computed again.
     at_turn: Vec<Vec<[f64; 2]>>,
@@ -93,8 +95,7 @@ pub struct Liveness<'a> {
 impl Prepared<'_> {
     /// The number of blocks; at least 1.
     pub fn block_count(&self) -> u64 {
-        let blocks = self.graph.nodes().filter_map(|(_, node)| block_of(self.graph, node));
-        blocks.collect::<std::collections::BTreeSet<_>>().len().max(1) as u64
+        self.lives.blocks.max(1)
     }
 }
 
@@ -116,8 +117,13 @@ impl Lives {
         let graph = prepared.graph;
         let order = block_order(graph);
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-        let mut all =
-            Self { backward: vec![usize::MAX; order.len()], positions: graph.node_count(), ..Self::default() };
+        let blocks: BTreeSet<&str> = graph.nodes().filter_map(|(_, node)| block_of(graph, node)).collect();
+        let mut all = Self {
+            backward: vec![usize::MAX; order.len()],
+            positions: graph.node_count(),
+            blocks: blocks.len() as u64,
+            ..Self::default()
+        };
         // Per value, its place in the list.
         let mut life: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         for (id, node) in graph.nodes() {

@@ -13,7 +13,8 @@ use super::estimate::{Shape, Work};
 use super::line::{Line, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
-use super::{Candidate, Degrees, PlanError, Point, Space, loss_chunks};
+use super::placed::loss_chunks;
+use super::{Candidate, Degrees, PlanError, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
 use crate::cost::step;
@@ -389,7 +390,10 @@ pub(super) fn solve(
     let (clusters, kind) = clusters_by_stage(placed.cluster, placed.mesh);
     let kinds: Vec<Shape<'_>> = clusters
         .iter()
-        .map(|cluster| Shape::new(prepared, &Placed { cluster, ..placed.clone() }, &conversions, chunks, &meshes))
+        .map(|cluster| {
+            let placed = Placed { cluster, locals: prepared.locals(cluster), ..placed.clone() };
+            Shape::new(prepared, &placed, &conversions, chunks, &meshes)
+        })
         .collect();
     let (kinds, kind) = (&kinds[..], &kind[..]);
     let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, kinds, kind, degrees, work, bound, best };

@@ -159,25 +159,35 @@ impl Storage {
     /// Among how many ranks a value of this type is stored that is computed with as a class is.
     pub fn among(&self, placed: &Placed<'_>, class: usize, ty: &TensorType) -> u64 {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
-        let ranks = self.sharing(mesh, strategy);
+        let ranks = Self::sharing(self.inner, mesh, strategy);
         if storage_dim(ty, strategy, mesh, ranks).is_some() { ranks } else { 1 }
     }
 
-    /// Among how many ranks a value is stored at the most that is computed with under a strategy.
-    pub fn sharing(&self, mesh: &Mesh, strategy: &Strategy) -> u64 {
+    /// How many data ranks store one copy.
+    pub fn inner(&self) -> u64 {
+        self.inner
+    }
+
+    /// Among how many ranks a value is stored at the most that is computed with under a strategy, if `inner` data
+    /// ranks store one copy.
+    pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> u64 {
         let inside = |axis: &AxisId| {
             is_copy_axis(mesh, *axis)
                 && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
                 && strategy.choice(*axis) == Choice::Replicate
         };
-        self.inner * mesh.extent(mesh.ids().filter(inside))
+        inner * mesh.extent(mesh.ids().filter(inside))
     }
 }
 
 /// Of [`Storage::copies`], which those of a class are.
 pub fn kind(placed: &Placed<'_>, class: usize) -> usize {
-    let divides = |axis: AxisId| placed.strategies[class].choice(axis) != Choice::Replicate;
-    usize::from(placed.mesh.family("ep").into_iter().any(divides))
+    kind_under(placed.mesh, &placed.strategies[class])
+}
+
+/// The same of what is computed with under a strategy.
+pub fn kind_under(mesh: &Mesh, strategy: &Strategy) -> usize {
+    usize::from(mesh.family("ep").into_iter().any(|axis| strategy.choice(axis) != Choice::Replicate))
 }
 
 /// The global type of a class's first result, or of an operand.

@@ -1,21 +1,26 @@
 //! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need
 //! no solution (branch and bound).
 
-use super::bound::{least, least_fitting};
-use super::{CLOSE, Candidate, Degrees, PlanError, Recompute, Space, place_batch};
-use crate::shard::family::searched_axes;
+use super::bound::{Asked, least, least_fitting};
+use super::{CLOSE, Candidate, Degrees, PlanError, Point, Space, place_batch, zero_stages};
+use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::plan::Search;
 use shardc_ir::{Bytes, Seconds};
 
+/// A bound within this share of the best plan is not made any tighter.
+const NEAR: f64 = 0.005;
+
 /// A mesh, and what is known of its plans.
 struct Known {
     degrees: Degrees,
+    /// The ways to store parameters.
+    stored: Vec<Degrees>,
     /// No plan of it takes less.
     least: f64,
     /// Whether only ZeRO and recomputation are left to choose, so that its plans are all predicted.
     is_whole: bool,
-    /// Whether memory makes no difference to that.
+    /// Whether that is all that is known of it.
     is_tight: bool,
     /// The fastest plan found that fits.
     best: f64,
@@ -30,6 +35,8 @@ pub struct Visited {
     pub best: f64,
     /// Meshes that were left out.
     pub pruned: u64,
+    /// Whether what was left out of the latest microbatches may fit, though nothing that was found does.
+    pub may_fit: bool,
     /// The least bound of those.
     pub cut: f64,
 }
@@ -37,12 +44,12 @@ pub struct Visited {
 impl Visited {
     /// None yet. `prunes` says whether meshes may be left out.
     pub fn new(memory: Bytes, prunes: bool) -> Self {
-        Self { memory, prunes, known: Vec::new(), best: f64::INFINITY, pruned: 0, cut: f64::INFINITY }
+        Self { memory, prunes, known: Vec::new(), best: f64::INFINITY, pruned: 0, may_fit: false, cut: f64::INFINITY }
     }
 
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
     /// that may be the best, or so close to it that its programs decide.
-    pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees) -> bool {
+    pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
         // The slowest of some stages takes at least what they take on average.
         let stages = degrees.degree("pp");
         let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
@@ -51,10 +58,17 @@ impl Visited {
         let least = if is_whole || is_mixed { 0.0 } else { least(prepared, placed) / stages as f64 };
         let (degrees, is_tight) = (degrees.clone(), is_whole || stages > 1);
         // What memory costs is known of whole models.
-        self.known.push(Known { degrees, least, is_whole, is_tight, best: f64::INFINITY });
+        let stored = point.degrees.clone();
+        self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
+        let opens = self.is_open(least);
+        self.pruned += u64::from(!opens);
+        opens
+    }
+
+    /// Whether plans that take at least so many seconds are worth to be found.
+    pub fn is_open(&mut self, least: f64) -> bool {
         let opens = !self.prunes || least <= CLOSE * self.best;
         if !opens {
-            self.pruned += 1;
             self.cut = self.cut.min(least);
         }
         opens
@@ -63,12 +77,10 @@ impl Visited {
     /// Takes the plans of the latest mesh in.
     pub fn add(&mut self, candidates: &[Candidate]) {
         let fits = || candidates.iter().filter(|candidate| candidate.prediction.memory.total() <= self.memory);
-        let is_free = fits().any(|candidate| candidate.recompute == Recompute::None);
         let best = fits().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
         self.best = self.best.min(best);
         if let Some(known) = self.known.last_mut() {
             known.best = known.best.min(best);
-            known.is_tight |= is_free;
         }
     }
 
@@ -93,7 +105,8 @@ impl Visited {
     /// No plan of any mesh that fits is predicted to take less: the least of the meshes' bounds, where the
     /// lowest is made as tight as can be before it counts.
     fn bound(&self, space: &Space<'_, '_>) -> Result<f64, PlanError> {
-        let Space { prepared, cluster, request, .. } = *space;
+        let Space { prepared, cluster, request, pins, away, .. } = *space;
+        let memory = Some(self.memory).filter(|_| !away.moves());
         let bound = |known: &Known| (if known.is_whole { known.best } else { known.least }, known.is_tight);
         let mut bounds: Vec<(f64, bool)> = self.known.iter().map(bound).collect();
         loop {
@@ -101,12 +114,17 @@ impl Visited {
             let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
                 return Ok(self.best);
             };
-            if *is_tight {
+            if *is_tight || *bound * (1.0 + NEAR) >= self.best {
                 return Ok(*bound);
             }
             let mesh = known.degrees.mesh(request.batch);
             if let Some(placed) = place_batch(prepared, &mesh, cluster)? {
-                *bound = least_fitting(prepared, &placed, self.memory, *bound);
+                let stored = known.stored.iter().map(|degrees| {
+                    let stages = zero_stages(!copy_axes(&mesh).is_empty(), placed.microbatches, degrees, pins);
+                    (degrees.mesh(request.batch), stages)
+                });
+                let stored: Vec<_> = stored.collect();
+                *bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough: self.best }, *bound);
             }
             *is_tight = true;
         }

@@ -48,8 +48,9 @@ impl Way {
 /// Fewer tokens than this on a rank are not worth a division of the sequence that nobody asked for.
 const LEAST_TOKENS: u64 = 1024;
 
-/// Parameters may be stored in parts within so many nodes.
-const FEW_NODES: u64 = 8;
+/// Parameters may be stored in parts within a node, or within so many times as many nodes, so many times as many
+/// again, and so on.
+const MORE_NODES: u64 = 8;
 
 /// Tensor degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
 /// moves falls with the root of `n`, but it moves operands and results.
@@ -162,13 +163,15 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> 
     // Among the ranks of a node, and of a few nodes: a ring of all has as many hops as there are nodes.
     let within = (cluster.per_node / stride).max(1);
     let largest = |limit: u64| divisors(copies).into_iter().filter(|size| *size <= limit).max().unwrap_or(1);
-    let mut stored = vec![copies];
-    for inner in [largest(FEW_NODES * within), largest(within)] {
-        if inner > 1 && cluster.nodes > 1 && !stored.contains(&inner) {
-            stored.push(inner);
-        }
-    }
-    stored
+    let limits = std::iter::successors(Some(within), |limit| limit.checked_mul(MORE_NODES));
+    // Of parts over more than a node there are several replicas, or the gathers are as long as over all.
+    let is_apart = |limit: &u64| *limit < copies && (*limit == within || limit * MORE_NODES <= copies);
+    let mut inner: Vec<u64> = limits.take_while(is_apart).map(largest).collect();
+    inner.retain(|inner| *inner > 1 && cluster.nodes > 1);
+    inner.push(copies);
+    inner.dedup();
+    inner.reverse();
+    inner
 }
 
 /// A degree as the axes it is pinned to be, or as one.

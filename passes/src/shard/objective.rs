@@ -1,19 +1,21 @@
 //! What one class of nodes adds to a step: the unary costs of the cost graph.
 //!
 //! The search minimises a step in which half of what the data ranks say to each other is hidden. A
-//! *bound* is the least that any plan of the mesh can be predicted to take: what ZeRO divides is divided,
-//! and of the data ranks' communication only what it slows kernels down by is counted. In both, a byte of
+//! *bound* is the least that any plan of the mesh can be predicted to take whose data ranks share in one way
+//! what is stored ([`Sharing`]). In both, a byte of
 //! memory may have a price in seconds, so that leaner layouts are found, and bounds of plans that fit
 //! (Lagrangian relaxation: a plan of `t` seconds and `m` bytes, of which `M` are free, costs
 //! `t + price (m - M)`, which is at most `t` where it fits).
 
-use super::family::copy_axes;
+use super::family::{copy_axes, searched_axes};
 use super::local::Local;
 use super::tensor::{Placed, Prepared};
-use crate::cost::Machine;
 use crate::cost::collective::{self, Collective, Group};
+use crate::cost::{Machine, is_view};
+use crate::search::sharing::Sharing;
+use crate::search::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Strategy};
+use shardc_ir::{AxisId, Choice, Role, Strategy};
 
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,6 +31,8 @@ pub enum Objective {
         byte: f64,
         /// What is left of the rest of the mesh: see [`Beside`].
         beside: Beside,
+        /// How the data ranks share what is stored.
+        sharing: Sharing,
     },
 }
 
@@ -66,6 +70,27 @@ impl Objective {
     }
 }
 
+/// A kind of values that can be computed again.
+#[derive(Clone, Copy, Debug)]
+struct Again {
+    /// How many there are.
+    count: f64,
+    /// Bytes of one.
+    bytes: f64,
+    /// Seconds in which it is computed.
+    seconds: f64,
+    /// Bytes and seconds at the least of an operand that nothing else keeps, so that it is kept or computed as well.
+    operand: [f64; 2],
+}
+
+impl Again {
+    /// The cost of one if a byte costs so many seconds.
+    fn at(&self, byte: f64) -> f64 {
+        let [bytes, seconds] = self.operand;
+        (byte * self.bytes).min(self.seconds + seconds.min(byte * bytes))
+    }
+}
+
 /// What a class costs, for every price of a byte.
 #[derive(Clone, Debug, Default)]
 pub struct Quote {
@@ -73,22 +98,20 @@ pub struct Quote {
     seconds: f64,
     /// Bytes that are kept.
     bytes: f64,
-    /// Per kind of value that can be computed again: how many there are, the bytes of one, and the seconds in
-    /// which that is done.
-    again: Vec<[f64; 3]>,
+    /// Values that can be computed again.
+    again: Vec<Again>,
 }
 
 impl Quote {
     /// The cost if a byte costs so many seconds.
     pub fn at(&self, byte: f64) -> f64 {
-        let again = self.again.iter().map(|[count, bytes, seconds]| count * (byte * bytes).min(*seconds));
-        self.seconds + byte * self.bytes + again.sum::<f64>()
+        self.seconds + byte * self.bytes + self.again.iter().map(|again| again.count * again.at(byte)).sum::<f64>()
     }
 
     fn scaled(mut self, by: f64) -> Self {
         self.seconds *= by;
         self.bytes *= by;
-        self.again.iter_mut().for_each(|[count, ..]| *count *= by);
+        self.again.iter_mut().for_each(|again| again.count *= by);
         self
     }
 }
@@ -101,6 +124,12 @@ pub struct Pricer<'a, 'b> {
     copies: Vec<AxisId>,
     /// The ranks over which the gradients of parameters that nothing divides are summed.
     data: Group,
+    /// Per class, by how many passes of the loop its results are read.
+    passes: Vec<[bool; 2]>,
+    /// Blocks of the model.
+    blocks: f64,
+    /// For a bound, per class the operand that is computed again with it: see [`Again`].
+    operands: Vec<[f64; 2]>,
 }
 
 impl<'a, 'b> Pricer<'a, 'b> {
@@ -108,12 +137,60 @@ impl<'a, 'b> Pricer<'a, 'b> {
     pub fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, objective: Objective) -> Self {
         let copies = copy_axes(placed.mesh);
         let data = Group::new(placed.mesh, &copies, placed.cluster);
-        Self { prepared, placed, objective, copies, data }
+        let mut passes = vec![[false; 2]; prepared.rules.len()];
+        for flow in &prepared.flows {
+            for (reader, _, _) in flow.readers.iter().filter(|(reader, _, _)| prepared.in_loop(*reader)) {
+                passes[flow.maker][usize::from(prepared.role(*reader) != Role::Forward)] = true;
+            }
+        }
+        let (blocks, operands) = (prepared.block_count() as f64, Vec::new());
+        let mut own = Self { prepared, placed, objective, copies, data, passes, blocks, operands };
+        if let Objective::Bound { sharing, beside, .. } = objective {
+            own.operands = own.operands(sharing, beside);
+        }
+        own
     }
 
-    /// What all nodes of a class cost under a strategy, at the objective's price of a byte.
-    pub fn class(&self, class: usize, strategy: &Strategy) -> f64 {
-        self.quote(class, strategy).at(self.objective.byte())
+    /// Per class that can be computed again, the dearest operand that is not kept for the backward pass and that
+    /// nothing else in the forward pass reads: its bytes and its seconds, if all axes divide it.
+    fn operands(&self, sharing: Sharing, beside: Beside) -> Vec<[f64; 2]> {
+        let (prepared, placed) = (self.prepared, self.placed);
+        let launch = Machine::own(&placed.cluster.device).launch();
+        // Along the axes of the problem; the rest is counted with the quote.
+        let parts = placed.mesh.extent(searched_axes(placed.mesh)) as f64 / beside.parts;
+        let is_forward = |class: usize| prepared.in_loop(class) && prepared.role(class) == Role::Forward;
+        let mut readers: Vec<Vec<usize>> = vec![Vec::new(); prepared.rules.len()];
+        for flow in prepared.flows.iter().filter(|flow| is_forward(flow.maker)) {
+            let own = flow.readers.iter().map(|(reader, ..)| *reader).filter(|reader| is_forward(*reader));
+            readers[flow.maker].extend(own);
+            readers[flow.maker].dedup();
+        }
+        let mut found = vec![[0.0; 2]; prepared.rules.len()];
+        for class in (0..prepared.rules.len()).filter(|class| is_forward(*class)) {
+            let is_kept = |class: usize| prepared.lives.at_turn(class).iter().flatten().any(|count| *count > 0.0);
+            if is_view(prepared.op(class)) || is_kept(class) {
+                continue;
+            }
+            let members = |class: usize| prepared.folded.classes[class].members.len();
+            let mut reader = class;
+            while let [next] = readers[reader][..] {
+                reader = next;
+                if !is_view(prepared.op(reader)) {
+                    break;
+                }
+            }
+            if reader == class || is_view(prepared.op(reader)) || members(reader) != members(class) {
+                continue;
+            }
+            let local = placed.local(prepared, class, &placed.strategies[class]);
+            let seconds = prepared.emitted[class].seconds(local.seconds, local.bound, launch, false) / parts;
+            let seconds = seconds * placed.microbatches as f64 * sharing.kernels;
+            let bytes = local.results.iter().sum::<u64>() as f64 / parts;
+            if seconds > found[reader][1] {
+                found[reader] = [bytes, seconds];
+            }
+        }
+        found
     }
 
     /// What all nodes of a class cost under a strategy.
@@ -133,55 +210,90 @@ impl<'a, 'b> Pricer<'a, 'b> {
         };
         let runs = if prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 };
         let seconds = seconds * runs;
-        let cost = match (self.objective, op) {
-            (Objective::Step { .. }, Op::Adamw(_)) => {
-                let parameter = local.operands.first();
-                seconds + parameter.map_or(0.0, |bytes| self.reduction(Collective::AllReduce, *bytes, strategy, 0.5))
+        let mut quote = match self.objective {
+            Objective::Step { .. } => {
+                let parameter = local.operands.first().filter(|_| matches!(op, Op::Adamw(_)));
+                let cost = seconds + parameter.map_or(0.0, |bytes| self.reduction(*bytes, strategy));
+                Quote { seconds: cost * count, ..self.memory(class, &local, seconds) }
             }
-            (Objective::Step { .. }, _) => seconds,
-            (Objective::Bound { .. }, Op::Adamw(_)) => {
-                let loss = cluster.device.overlap_loss.value;
-                // Over several nodes, replicas of parts may reduce inside and across, each over less.
-                let is_plain = cluster.nodes == 1 && self.placed.mesh.degree("ep") == 1;
-                let shown = match local.operands.get(1).filter(|_| is_plain) {
-                    Some(gradient) => self.reduction(Collective::ReduceScatter, *gradient, strategy, loss),
-                    None => 0.0,
-                };
-                seconds / self.data.size() as f64 + shown
+            Objective::Bound { beside, sharing, .. } => {
+                self.bound(class, (strategy, &local), seconds, sharing, beside).scaled(beside.share / beside.parts)
             }
-            (Objective::Bound { .. }, Op::Cast(_)) if prepared.is_parameter[class] => seconds / self.data.size() as f64,
-            (Objective::Bound { .. }, Op::SumSquares(_)) if !prepared.in_loop(class) => {
-                seconds / self.data.size() as f64
-            }
-            (Objective::Bound { .. }, _) => seconds,
         };
-        let mut quote = self.memory(class, &local, seconds);
-        quote.seconds = cost * count;
-        match self.objective {
-            Objective::Step { .. } => quote,
-            Objective::Bound { beside, .. } => quote.scaled(beside.share / beside.parts),
-        }
+        quote.again.retain(|again| again.count * again.bytes > 0.0);
+        quote
     }
 
-    /// What a value of this size costs on the axes that hold copies of its parameter, where its gradient is
-    /// reduced: the share of it that shows.
-    fn reduction(&self, kind: Collective, bytes: u64, strategy: &Strategy, share: f64) -> f64 {
+    /// What all nodes of a class cost at least, of which one takes so many seconds in a step.
+    fn bound(
+        &self,
+        class: usize,
+        (strategy, local): (&Strategy, &Local),
+        seconds: f64,
+        sharing: Sharing,
+        beside: Beside,
+    ) -> Quote {
+        let (prepared, mesh) = (self.prepared, self.placed.mesh);
+        let (op, count) = (prepared.op(class), prepared.folded.classes[class].members.len() as f64);
+        let is_cast = matches!(op, Op::Cast(_)) && prepared.is_parameter[class];
+        let is_square = matches!(op, Op::SumSquares(_)) && !prepared.in_loop(class);
+        if !is_cast && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
+            let seconds = if prepared.in_loop(class) { seconds * sharing.kernels } else { seconds };
+            return Quote { seconds: seconds * count, ..self.alive(class, local, seconds) };
+        }
+        let is_whole = beside.parts <= 1.0;
+        let ty = stored_type(prepared, class, is_square.then_some(0));
+        let parts = sharing.parts(mesh, strategy, ty, is_whole);
+        let bytes = |list: &[u64], index: usize| list.get(index).map_or(0.0, |bytes| *bytes as f64);
+        let kind = kind_under(mesh, strategy);
+        // Which ranks talk is known where the axes of experts are placed.
+        let is_known = is_whole || mesh.family("ep").is_empty();
+        let (seconds, kept) = match op {
+            Op::Adamw(_) => {
+                let gradient = bytes(&local.operands, 1);
+                let reduced = if is_known { sharing.reduce[kind] * gradient } else { 0.0 };
+                let kept = match (self.placed.microbatches > 1, sharing.zero >= 2) {
+                    (false, _) => 0.0,
+                    (true, true) => gradient / parts,
+                    (true, false) => gradient,
+                };
+                (seconds / parts + reduced, kept)
+            }
+            Op::Cast(_) => {
+                let cast = bytes(&local.results, 0);
+                let [first, again] = self.passes[class].map(f64::from);
+                let times = if sharing.is_dropped { first + again } else { first.max(again) };
+                // With axes that are not placed, it may be that nothing divides it further.
+                let gathered = if parts > 1.0 && is_whole { times * sharing.gather[kind] * cast } else { 0.0 };
+                // The weights of a block are gathered beside those of the next.
+                let kept = match (sharing.zero == 3, parts > 1.0 && is_whole) {
+                    (true, true) => cast / parts + 2.0 * cast / self.blocks,
+                    (true, false) => cast / parts,
+                    (false, _) => cast,
+                };
+                (seconds / parts + gathered, kept)
+            }
+            Op::SumSquares(_) => (seconds / parts, 0.0),
+            _ => (seconds, bytes(&local.results, 0) / parts),
+        };
+        Quote { seconds: seconds * count, bytes: kept * count, again: Vec::new() }
+    }
+
+    /// What reducing a gradient as large as its parameter costs on the axes that hold copies of that: half of it is
+    /// hidden.
+    fn reduction(&self, bytes: u64, strategy: &Strategy) -> f64 {
         let (mesh, cluster) = (self.placed.mesh, self.placed.cluster);
         let holds = |axis: &AxisId| strategy.choice(*axis) == Choice::Replicate;
         let group = match self.copies.iter().all(holds) {
             true => self.data,
             false => Group::new(mesh, &self.copies.iter().copied().filter(holds).collect::<Vec<_>>(), cluster),
         };
-        // Many gradients are reduced together, so no latency belongs to one of them.
-        let time = |bytes: f64| collective::seconds(kind, bytes, group, cluster).0;
-        let latency = match self.objective {
-            Objective::Step { .. } => cluster.device.collective_launch.value,
-            Objective::Bound { .. } => time(0.0),
-        };
-        share * (time(bytes as f64) - latency).max(0.0)
+        let time = collective::seconds(Collective::AllReduce, bytes as f64, group, cluster).0;
+        // Many gradients are reduced together, so no launch belongs to one of them.
+        0.5 * (time - cluster.device.collective_launch.value).max(0.0)
     }
 
-    /// The bytes that a class's values take at the turn from forward to backward, ZeRO dividing what is
+    /// The bytes that a class keeps through the step or at the turn from forward to backward, ZeRO dividing what is
     /// stored. What can be computed again costs no more than that.
     fn memory(&self, class: usize, local: &Local, again: f64) -> Quote {
         let prepared = self.prepared;
@@ -194,16 +306,18 @@ impl<'a, 'b> Pricer<'a, 'b> {
             Op::Parameter(_) | Op::State(_) => stored(local.results.first()),
             Op::Cast(_) if prepared.is_parameter[class] => stored(local.results.first()),
             Op::Adamw(_) if self.placed.microbatches > 1 => stored(local.operands.get(1)),
-            _ => {
-                let mut quote = Quote::default();
-                for ([stay, go], bytes) in prepared.lives.at_turn(class).iter().zip(&local.results) {
-                    quote.bytes += stay * *bytes as f64;
-                    if *go > 0.0 {
-                        quote.again.push([*go, *bytes as f64, again]);
-                    }
-                }
-                quote
-            }
+            _ => self.alive(class, local, again),
         }
+    }
+
+    /// What lives of a class's values at the turn from forward to backward.
+    fn alive(&self, class: usize, local: &Local, again: f64) -> Quote {
+        let mut quote = Quote::default();
+        for ([stay, go], bytes) in self.prepared.lives.at_turn(class).iter().zip(&local.results) {
+            quote.bytes += stay * *bytes as f64;
+            let operand = self.operands.get(class).copied().unwrap_or_default();
+            quote.again.push(Again { count: *go, bytes: *bytes as f64, seconds: again, operand });
+        }
+        quote
     }
 }

@@ -1,0 +1,141 @@
+//! How the data ranks share what is stored, as bounds count it: one ZeRO stage over one way to store parts.
+//!
+//! Of `K` seconds of kernels, `T` of collectives of the tensor axes and `I` of the data ranks' collectives, all
+//! inside the loop over microbatches, a step takes at least `K + T + loss I`, what kernels lose to collectives
+//! beside them; and, since only one collective is on the wire at a time, at least `I + T + loss K`
+//! ([`beside`](super::beside)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
+
+use super::beside::{BUCKET, Loop};
+use super::storage::{Copies, Storage};
+use crate::shard::tensor::{Placed, Prepared};
+use crate::shard::zero::storage_dim;
+use shardc_ir::ops::Op;
+use shardc_ir::{EntityRef, Mesh, Strategy, TensorType};
+
+/// The parts, and what talking about them costs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sharing {
+    /// The ZeRO stage.
+    pub zero: u64,
+    /// What a second of kernels in the loop counts.
+    pub kernels: f64,
+    /// Seconds to reduce a byte of a gradient in a step, by [`kind`](super::storage::kind).
+    pub reduce: [f64; 2],
+    /// Seconds to gather a byte of a weight in a step, for each pass that reads it.
+    pub gather: [f64; 2],
+    /// Whether each pass gathers anew.
+    pub is_dropped: bool,
+    /// Seconds of latency, whatever is gathered and reduced.
+    pub latency: f64,
+    /// Data ranks that store one copy.
+    inner: u64,
+    /// Whether it is about no way of storing, but less than any of them.
+    is_least: bool,
+}
+
+impl Sharing {
+    /// Less than what any way to store costs, where these are the most ranks that store one copy.
+    pub fn least(mesh: &Mesh) -> Self {
+        let inner = mesh.degree("dp") * mesh.degree("fsdp");
+        let none = [0.0; 2];
+        Self {
+            zero: 3,
+            kernels: 1.0,
+            reduce: none,
+            gather: none,
+            is_dropped: false,
+            latency: 0.0,
+            inner,
+            is_least: true,
+        }
+    }
+
+    /// A stage on a mesh that differs from the placed one at most in how data ranks store; `busy` is the share of
+    /// the bound by a busy wire in the mean.
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, stored: &Mesh, zero: u64, busy: f64) -> Self {
+        let (cluster, loss) = (placed.cluster, placed.cluster.device.overlap_loss.value);
+        let storage = Storage::new(stored, cluster);
+        let (times, is_many) = (placed.microbatches as f64, placed.microbatches > 1);
+        let beside = (1.0 - busy) * loss + busy;
+        let reduce = if is_many && zero < 2 { 1.0 } else { beside * times };
+        let gather = match zero {
+            0 => 0.0,
+            3 => beside * times,
+            _ if is_many => 1.0,
+            _ => beside,
+        };
+        let per_byte = |time: &dyn Fn(f64) -> f64| (time(2.0 * BUCKET) - time(BUCKET)).max(0.0) / BUCKET;
+        let start = |time: &dyn Fn(f64) -> f64| (2.0 * time(BUCKET) - time(2.0 * BUCKET)).max(0.0);
+        let reducing = |copies: &Copies, bytes: f64| copies.reduce(zero, bytes, cluster);
+        let gathering = |copies: &Copies, bytes: f64| copies.gather(bytes, cluster);
+        let mut own = Self {
+            zero,
+            kernels: (1.0 - busy) + busy * loss,
+            reduce: storage.copies.map(|copies| reduce * per_byte(&|bytes| reducing(&copies, bytes))),
+            gather: storage.copies.map(|copies| gather * per_byte(&|bytes| gathering(&copies, bytes))),
+            is_dropped: zero == 3,
+            latency: 0.0,
+            inner: storage.inner(),
+            is_least: false,
+        };
+        if stored.degree("ep") == 1 {
+            let parts = own.most(stored, &Strategy::default());
+            let [first, again] = gathers(prepared, placed, parts);
+            let gathered = if own.is_dropped { first + again } else { first };
+            let copies = &storage.copies[0];
+            own.latency = gathered * gather * start(&|bytes| gathering(copies, bytes))
+                + buckets(prepared, placed) * reduce * start(&|bytes| reducing(copies, bytes));
+        }
+        own
+    }
+
+    /// Among how many ranks a value is stored at the most that is computed with under a strategy.
+    fn most(&self, mesh: &Mesh, strategy: &Strategy) -> u64 {
+        if self.zero == 0 { 1 } else { Storage::sharing(self.inner, mesh, strategy) }
+    }
+
+    /// Among how many ranks a value of this type is stored that is computed with under a strategy; at the most,
+    /// if axes that are not placed may divide it further.
+    pub fn parts(&self, mesh: &Mesh, strategy: &Strategy, ty: &TensorType, is_whole: bool) -> f64 {
+        let most = self.most(mesh, strategy);
+        let is_divided = self.is_least || !is_whole || storage_dim(ty, strategy, mesh, most).is_some();
+        if is_divided { most as f64 } else { 1.0 }
+    }
+}
+
+/// The parts into which the axes that are searched divide a value at the most.
+fn searched(mesh: &Mesh) -> u64 {
+    mesh.extent(crate::shard::family::searched_axes(mesh))
+}
+
+/// How often weights are gathered at least in a microbatch, those of the forward pass and those of the other: of
+/// parameters that some dimension divides among so many ranks whatever else divides it.
+fn gathers(prepared: &Prepared<'_>, placed: &Placed<'_>, parts: u64) -> [f64; 2] {
+    let all = parts * searched(placed.mesh);
+    let divides = |class: usize| {
+        let node = prepared.graph.node(prepared.folded.classes[class].node);
+        parts > 1 && prepared.graph.ty(node.results[0]).shape.iter().any(|size| size.is_multiple_of(all))
+    };
+    Loop::gathers(prepared, &divides).map(|count| count as f64)
+}
+
+/// How many buckets of gradients are full, if every gradient is divided as far as can be.
+fn buckets(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
+    let graph = prepared.graph;
+    let parts = searched(placed.mesh) as f64;
+    let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
+    let mut made: Vec<(usize, f64)> = updates
+        .map(|(_, node)| {
+            (graph.value(node.operands[1]).def.index(), graph.ty(node.operands[1]).bytes().0 as f64 / parts)
+        })
+        .collect();
+    made.sort_by_key(|(def, _)| *def);
+    let (mut open, mut full) = (0.0, 0.0);
+    for (_, bytes) in made {
+        open += bytes;
+        if open >= BUCKET {
+            (open, full) = (0.0, full + 1.0);
+        }
+    }
+    full
+}
