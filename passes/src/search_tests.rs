@@ -301,3 +301,27 @@ fn every_plan_is_lowered() {
         }
     }
 }
+
+/// Where each sample is compared with the mean of the batch, a rank's share of the batch is one microbatch.
+#[test]
+fn who_pins_a_part_of_a_coupled_batch_is_told_why_not() {
+    let mut b = Builder { graph: Graph::new("coupled"), dtype: DType::F32 };
+    let rows = TensorType::new(DType::F32, [16, 8]);
+    let x = b.add(Input { name: "x".into() }, &[], std::slice::from_ref(&rows), "");
+    let weight = b.parameter("weight", &[8, 8]);
+    let y = b.add(Matmul::new("bk,kn->bn"), &[x, weight], &[], "");
+    let sum = b.add(Reduce { kind: ReduceOp::Sum, dims: vec![0] }, &[y], &[], "");
+    let mean = b.add(Affine { scale: 1.0 / 16.0, offset: 0.0 }, &[sum], &[], "");
+    let mean = b.add(Broadcast { dims: vec![1] }, &[mean], std::slice::from_ref(&rows), "");
+    let apart = b.add(Binary { kind: BinaryKind::Sub }, &[y, mean], &[], "");
+    let square = b.add(Binary { kind: BinaryKind::Mul }, &[apart, apart], &[], "");
+    let loss = b.add(Reduce { kind: ReduceOp::Sum, dims: vec![0, 1] }, &[square], &[], "");
+    b.graph.output("loss", loss, OutputKind::Result);
+    let graph = add_optimizer(differentiate(&b.graph, "loss").unwrap(), &OptimizerConfig::default()).unwrap();
+    let cluster = Cluster::parse("cpu:4", "h200").unwrap();
+    let request = Request { batch: 16, seq: 1, device_memory: Bytes(1 << 30), ..Request::default() };
+    let plan = |pins: &str| search(&graph, &cluster, &request, &Pins::parse(pins).unwrap(), &NoScratch);
+    assert!(plan("dp=4").unwrap().choice.contains("microbatch=4"));
+    let error = plan("dp=4,microbatch=1").unwrap_err().to_string();
+    assert!(error.contains("pin `microbatch=1`") && error.contains("depend on each other"), "{error}");
+}

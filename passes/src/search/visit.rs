@@ -124,7 +124,11 @@ impl Visited {
                     (degrees.mesh(request.batch), stages)
                 });
                 let stored: Vec<_> = stored.collect();
+                let before = Seconds(*bound);
                 *bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough: self.best }, *bound);
+                let (degrees, microbatch) = (known.degrees.text(), known.degrees.microbatch);
+                let [before, bound, best] = [before, Seconds(*bound), Seconds(known.best)].map(|of| of.to_string());
+                tracing::debug!(degrees, microbatch, before, bound, best, "bounded");
             }
             *is_tight = true;
         }
