@@ -159,9 +159,12 @@ impl Decoder {
             ffn,
             vocab: size("vocabulary", model.vocab, 4).unwrap_or(51200),
             seq,
-            is_gated: ["llama", "grok", "mixtral", "qwen", "mistral", "deepseek"]
-                .iter()
-                .any(|name| kind.contains(name)),
+            is_gated: [
+                "llama", "grok", "mixtral", "qwen", "mistral", "deepseek", "gemma", "olmo", "gpt-oss", "internlm",
+                "baichuan",
+            ]
+            .iter()
+            .any(|name| kind.contains(name)),
             is_latent: kind.contains("mla"),
             attentions: parts[0],
             networks: parts[1],

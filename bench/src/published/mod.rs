@@ -9,3 +9,4 @@ pub mod report;
 pub mod rows;
 pub mod score;
 pub mod system;
+mod words;

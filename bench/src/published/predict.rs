@@ -5,6 +5,7 @@ use super::decoder::Decoder;
 use super::memory;
 use super::rows::Row;
 use super::system::{self, Habit, System};
+use super::words;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::cost::pipeline::Schedule;
 use shardc_passes::cost::step::{Step, Work};
@@ -159,11 +160,7 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
     let decoder = Decoder::of(row)?;
     let cluster = system::cluster(row)?;
     let system = system::system(row);
-    let is_f8 = match row.precision.as_str() {
-        "fp8" => true,
-        "bf16" | "fp16" => false,
-        other => return Err(format!("precision `{other}` is not bf16, fp16 or fp8")),
-    };
+    let is_f8 = words::is_f8(&row.precision)?;
     let (candidates, chosen) = candidates(row, &decoder, &system)?;
     let mut evaluator = Evaluator::new(cluster, system, decoder, is_f8);
     // The run did fit: what our own plans leave free for the driver may be its, too.
@@ -184,6 +181,9 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
     let guesses_batch = chosen.contains(&Choice::Batch);
     let chosen = chosen.into_iter().map(|choice| choice.text(&degrees)).collect();
     let (step, memory) = (evaluator.step(&degrees), evaluator.memory(&degrees));
+    if !(step.total.is_finite() && step.total > 0.0 && memory.is_finite()) {
+        return Err(format!("its sizes give a step of {} s", step.total));
+    }
     Ok(Predicted { degrees, chosen, guesses_batch, step, memory, evaluator })
 }
 
@@ -281,19 +281,11 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         let most = if system.interleaves { 32 } else { 1 };
         chunks = options(parallel.virtual_stages, (1..=most).collect(), Choice::Chunks);
     }
-    let zero = match &parallel.zero {
-        None => None,
-        Some(value) if value.is_null() => None,
-        Some(value) => Some(value.as_u64().ok_or_else(|| format!("ZeRO `{value}` moves state to the host"))?),
-    };
+    let zero = parallel.zero.as_ref().map(words::zero_stage).transpose()?;
     let zero = options(zero.map(|zero| zero + 1), vec![system.zero + 1], Choice::Zero)[0] - 1;
-    let agains = match parallel.recompute.as_deref() {
-        Some("none") => vec![Again::Nothing],
-        Some("full") => vec![Again::Everything],
-        Some("selective-op") => vec![Again::Operations],
-        Some("selective-layer") => vec![Again::HalfTheLayers],
-        Some(text) if text.starts_with("selective") => vec![Again::Attention],
-        Some(text) => return Err(format!("recomputation `{text}` is not known")),
+    let recompute = parallel.recompute.as_ref().map(|text| text.to_lowercase());
+    let agains = match recompute.as_deref() {
+        Some(text) => vec![words::recomputation(text)?],
         None => {
             chosen.push(Choice::Again);
             match system.habit {

@@ -233,10 +233,28 @@ fn row(index: usize, value: serde_json::Value) -> Row {
     let mut known = value.clone();
     // A text that is `null` is as unknown as one that is absent.
     strip_nulls(&mut known);
+    for part in ["model", "hardware", "parallel"] {
+        known.get_mut(part).map(plain_numbers);
+    }
     match serde_json::from_value::<Row>(known) {
         Err(error) => faulty(format!("row {index}: {error}")),
         Ok(row) if row.split.is_empty() => Row { fault: Some(format!("row {index} has no `split`")), ..row },
         Ok(row) => Row { fault: row.implausible().map(|what| format!("row {index}: {what}")), ..row },
+    }
+}
+
+/// Whole numbers that are written `8.0` or `\"8\"` become numbers, and a choice that is `true` or `false` a word.
+fn plain_numbers(value: &mut serde_json::Value) {
+    let serde_json::Value::Object(fields) = value else { return };
+    for (name, field) in fields {
+        let is_text = ["kind", "gpu", "interconnect", "recompute", "zero"].contains(&name.as_str());
+        let number = field.as_f64().or_else(|| field.as_str().and_then(|text| text.trim().parse().ok()));
+        let whole = number.filter(|number| number.fract() == 0.0 && (0.0..1e15).contains(number));
+        match (whole, field.as_bool()) {
+            (Some(number), _) if !is_text => *field = (number as u64).into(),
+            (_, Some(choice)) if name == "recompute" => *field = choice.to_string().into(),
+            _ => {}
+        }
     }
 }
 
@@ -300,6 +318,7 @@ mod tests {
         check(r#"[{"split": "a", "model": {"layers": -2}}]"#, "row 0: invalid value: integer `-2`");
         check(r#"[{"split": "a"}, 7]"#, "2 rows row 1 is not an object");
         check(r#"[{"split": "a", "model": {"seq": 1000000000000}}]"#, "row 0: `seq` is 1000000000000");
+        check(r#"[{"split": "a", "model": {"layers": 2.0, "seq": "8"}, "parallel": {"recompute": true}}]"#, "1 rows ");
         check(r#"[{"split": "a", "measured": {"step_s": NaN}, "notes": "NaN \" Infinity"}]"#, "1 rows ");
         check(r#"[{"split": "a", "notes": null, "model": {"kind": null}, "hardware": null}]"#, "1 rows ");
         check("[{", "EOF");

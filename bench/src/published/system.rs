@@ -94,7 +94,7 @@ pub fn system(row: &Row) -> System {
     if ["async t", "tp async"].iter().any(|word| notes.contains(word)) {
         library.tensor_exposed *= library.tensor_async;
     }
-    if notes.contains("rowwise") {
+    if notes.contains("rowwise") || row.precision.to_lowercase().contains("rowwise") {
         library.f8_cast_bytes *= Library::ROWWISE_CASTS;
     }
     let is = |names: &[&str]| names.contains(&library.name);
@@ -141,10 +141,15 @@ pub fn system(row: &Row) -> System {
 /// Says what is missing: the device has no profile, or there is no count.
 pub fn cluster(row: &Row) -> Result<Cluster, String> {
     let words = row.hardware.gpu.to_lowercase().replace(['_', ' '], "-");
-    let device_words = words.split('(').next().unwrap_or_default();
+    let device_words = words.split('(').next().unwrap_or_default().trim_start_matches("nvidia-");
     let name = match device_words {
         word if word.contains('/') => None,
         word if word.starts_with("a100") && word.contains("40gb") => Some("a100-40"),
+        word if word.starts_with("a100") && word.contains("pcie") => Some("a100-pcie"),
+        word if word.starts_with("h100") && word.contains("pcie") => Some("h100-pcie"),
+        word if word.starts_with("a800") => Some("a800"),
+        word if word.starts_with("h800") => Some("h800"),
+        word if word.starts_with("gh200") => Some("gh200"),
         word if word.starts_with("a100") => Some("a100-80"),
         word if word.starts_with("h100") && word.contains("500w") => Some("h100-500w"),
         word if word.starts_with("h100") => Some("h100"),
