@@ -16,7 +16,8 @@ use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
 use shardc_passes::lower::{lower_all, lower_rank};
 use shardc_passes::optimizer::add_optimizer;
-use shardc_passes::precision::lower_precision;
+use shardc_passes::precision::{Precision, lower_precision};
+use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search_confirmed};
 use shardc_passes::simulate::{Conditions, predict, simulate};
@@ -45,6 +46,9 @@ enum Pass {
     AddOptimizer,
     /// Only if asked for; where all operations are there.
     MakeDeterministic,
+    /// After differentiation, so that the three products of a linear layer share what they read in 8 bits;
+    /// only where 8-bit floats are asked for.
+    Quantize,
     /// Recomputation is a choice of the search: it rewrites the graph for each candidate, since what
     /// a layout costs decides what is worth recomputing. So is the cutting of the head into chunks,
     /// of which the tokens of a microbatch on one rank decide the number.
@@ -64,6 +68,7 @@ impl Pass {
             Self::Differentiate => "differentiate",
             Self::AddOptimizer => "add_optimizer",
             Self::MakeDeterministic => "make_deterministic",
+            Self::Quantize => "quantize",
             Self::Search => "search",
             Self::Lower => "lower",
         }
@@ -91,9 +96,13 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
-    match options.deterministic {
-        true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?)),
-        false => Ok(graph),
+    let graph = match options.deterministic {
+        true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?))?,
+        false => graph,
+    };
+    match options.precision {
+        Precision::Fp8 => stage.graph(Pass::Quantize, || Ok(quantize(&graph)?)),
+        _ => Ok(graph),
     }
 }
 

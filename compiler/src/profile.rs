@@ -29,7 +29,7 @@ pub enum Kind {
 impl Kind {
     fn of(action: &Action) -> Self {
         match action {
-            Action::Compute(Op::Matmul(_)) => Self::Matmul,
+            Action::Compute(Op::Matmul(_) | Op::ScaledMatmul(_)) => Self::Matmul,
             Action::Compute(Op::Attention(_) | Op::AttentionGrad(_)) => Self::Attention,
             Action::Compute(_) | Action::Accumulate | Action::Copy | Action::Feed { .. } => Self::Memory,
             _ => Self::Communication,
@@ -163,6 +163,7 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
 fn text(program: &Program, instruction: &Instruction) -> String {
     let name = match &instruction.action {
         Action::Compute(Op::Matmul(matmul)) => format!("matmul {}", matmul.spec),
+        Action::Compute(Op::ScaledMatmul(matmul)) => format!("scaled matmul {}", matmul.spec),
         Action::Compute(Op::Each(each)) => format!("{} of {} tensors", each.op.name(), each.count),
         Action::Compute(Op::Fused(region)) => region.steps_text(),
         other => other.name().to_string(),

@@ -27,6 +27,7 @@ pub mod pipeline;
 #[cfg(test)]
 mod pipeline_tests;
 pub mod precision;
+pub mod quantize;
 pub mod raise;
 pub mod rematerialize;
 pub mod reshard;

@@ -32,6 +32,8 @@ pub enum Precision {
     /// fp16 with the same in f32, and a loss that is scaled while it is differentiated
     /// ([`differentiate_scaled`](crate::differentiate::differentiate_scaled)).
     Fp16,
+    /// bf16, with the products of linear layers in 8-bit floats ([`quantize`](crate::quantize)).
+    Fp8,
 }
 
 impl Precision {
@@ -41,6 +43,7 @@ impl Precision {
             Self::Fp32 => "fp32",
             Self::Bf16 => "bf16",
             Self::Fp16 => "fp16",
+            Self::Fp8 => "fp8",
         }
     }
 
@@ -48,7 +51,7 @@ impl Precision {
     fn narrow(self) -> Option<DType> {
         match self {
             Self::Fp32 => None,
-            Self::Bf16 => Some(DType::Bf16),
+            Self::Bf16 | Self::Fp8 => Some(DType::Bf16),
             Self::Fp16 => Some(DType::F16),
         }
     }

@@ -13,6 +13,7 @@ use shardc_passes::differentiate::differentiate as differentiated;
 use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, add_optimizer as optimized};
 use shardc_passes::precision::{Precision, lower_precision as lowered};
+use shardc_passes::quantize::quantize as quantized;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search};
 
@@ -35,6 +36,7 @@ pub const VERBS: &[(&str, Verb)] = &[
         pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
     }),
     ("align-head", |text, _| pass(text, align_head)),
+    ("quantize", |text, _| pass(text, quantized)),
     ("chunk", chunk),
     ("lower", lower),
 ];

@@ -7,6 +7,10 @@
 //! localized; its results are put where the rule says, and partial ones are reduced. Everything
 //! shardc does with a plan rests on this.
 
+#[path = "common/elements.rs"]
+mod elements;
+
+use elements::{tensor, values};
 use shardc_ir::mesh::AxisKind;
 use shardc_ir::ops::*;
 use shardc_ir::{DType, FactorRule, HostTensor, Mesh, Op, OpDef, ReduceKind, Sharding, Strategy, TensorType};
@@ -50,40 +54,6 @@ fn case(op: impl Into<Op>, operands: &[(TensorType, Fill)], declared: &[TensorTy
 fn numbers(stream: u64, count: usize) -> Vec<f64> {
     let block = |index| random::block([7, 9], stream, index).map(|x| f64::from(x) / 4_294_967_296.0);
     (0..count.div_ceil(4) as u64).flat_map(block).take(count).collect()
-}
-
-/// Numbers as a tensor; those of bf16 are rounded.
-fn tensor(ty: &TensorType, values: &[f64]) -> HostTensor {
-    let bytes = match ty.dtype {
-        DType::F32 => values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
-        DType::Bf16 => values.iter().flat_map(|x| half(*x as f32).to_le_bytes()).collect(),
-        DType::I64 => values.iter().flat_map(|x| (*x as i64).to_le_bytes()).collect(),
-        DType::I32 => values.iter().flat_map(|x| (*x as i32).to_le_bytes()).collect(),
-        DType::Bool => values.iter().map(|x| u8::from(*x != 0.0)).collect(),
-        other => panic!("no test data of {other}"),
-    };
-    HostTensor { ty: ty.clone(), bytes }
-}
-
-/// bf16 by rounding to nearest even, on the bits.
-fn half(x: f32) -> u16 {
-    let bits = x.to_bits();
-    ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) as u16
-}
-
-fn values(tensor: &HostTensor) -> Vec<f64> {
-    let bytes = &tensor.bytes;
-    match tensor.ty.dtype {
-        DType::F32 => bytes.as_chunks().0.iter().map(|x| f64::from(f32::from_le_bytes(*x))).collect(),
-        DType::Bf16 => {
-            let widen = |x: &[u8; 2]| f64::from(f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16));
-            bytes.as_chunks().0.iter().map(widen).collect()
-        }
-        DType::I64 => bytes.as_chunks().0.iter().map(|x| i64::from_le_bytes(*x) as f64).collect(),
-        DType::I32 => bytes.as_chunks().0.iter().map(|x| f64::from(i32::from_le_bytes(*x))).collect(),
-        DType::Bool => bytes.iter().map(|x| f64::from(*x)).collect(),
-        other => panic!("no test data of {other}"),
-    }
 }
 
 fn fill(stream: u64, ty: &TensorType, fill: Fill) -> HostTensor {
@@ -431,6 +401,30 @@ fn contractions() -> Vec<Case> {
     cases
 }
 
+fn quantized() -> Vec<Case> {
+    let (e4m3, e5m2) = (DType::F8e4m3, DType::F8e5m2);
+    let (x, mut cases) = ((f32s(&[4, 6, 8]), Signed), Vec::new());
+    for (to, lead) in [(e4m3, 0), (e4m3, 1), (e5m2, 1), (e5m2, 2)] {
+        let scale = QuantizationScale { to, lead };
+        cases.push(Case { tolerance: 0.0, ..case(scale, std::slice::from_ref(&x), &[]) });
+        if lead < 2 {
+            let operands = [x.clone(), (f32s(&[4, 6, 8][..lead]), Positive)];
+            let results = [of(to, &[4, 6, 8]), of(to, &[4, 8, 6])];
+            cases.push(Case { tolerance: 0.0, ..case(Quantize {}, &operands, &results) });
+        }
+    }
+    for (spec, a, b, leads, result) in [
+        ("bsk,nk->bsn", of(e4m3, &[4, 6, 8]), of(e4m3, &[12, 8]), [1, 0], f32s(&[4, 6, 12])),
+        ("bsn,kn->bsk", of(e5m2, &[4, 6, 12]), of(e4m3, &[8, 12]), [1, 0], f32s(&[4, 6, 8])),
+        ("bks,bns->kn", of(e4m3, &[4, 8, 6]), of(e5m2, &[4, 12, 6]), [1, 1], f32s(&[8, 12])),
+    ] {
+        let scales = [(&a, leads[0]), (&b, leads[1])].map(|(ty, lead)| (f32s(&ty.shape[..lead]), Positive));
+        let operands = [&[(a, Signed), (b, Signed)], &scales[..]].concat();
+        cases.push(case(ScaledMatmul { spec: spec.into() }, &operands, &[result]));
+    }
+    cases
+}
+
 fn lookups() -> Vec<Case> {
     let ids = |shape: &[u64], high| (of(DType::I64, shape), Integer(0, high));
     vec![
@@ -575,6 +569,7 @@ families! {
     movement 400,
     reductions 500,
     contractions 1000,
+    quantized 300,
     lookups 300,
     pictures 1000,
     ranked 200,

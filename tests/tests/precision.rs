@@ -132,3 +132,37 @@ fn a_deterministic_plan_counts_what_it_costs() {
     };
     assert!(scratch(&fixed) > scratch(&free), "{} and {}", scratch(&fixed), scratch(&free));
 }
+
+/// 8-bit floats keep 4 bits of a weight or an activation and 3 of a cotangent: the linear layers' errors
+/// average out in the loss, and half of the gradient's norm is theirs.
+#[test]
+fn fp8_follows_f32() {
+    follows(Precision::Fp8, 0.02, 0.1);
+}
+
+/// However samples are divided over ranks and microbatches, and matrices over ranks, scales are those of whole
+/// tensors: what differs is the order of sums alone.
+#[test]
+fn fp8_is_the_same_on_any_plan() {
+    let run = |cluster: &str, pins: &str| -> Vec<StepMetrics> {
+        let (model, compiled) = compiled(Precision::Fp8, cluster, pins);
+        let weights = model.weights().unwrap();
+        let mut trainer = compiled.start(weights.as_ref(), train_options()).unwrap();
+        (0..3).map(|step| trainer.step(tokens(step)).unwrap()).collect()
+    };
+    let alone = run("cpu:1", "");
+    for (cluster, pins) in [
+        ("cpu:1", "microbatch=1"),
+        ("cpu:2", "dp=2,zero=0"),
+        ("cpu:2", "dp=2,zero=3"),
+        ("cpu:2", "tp=2"),
+        ("cpu:2", "pp=2"),
+        ("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,recompute=full"),
+    ] {
+        for (a, b) in alone.iter().zip(run(cluster, pins)) {
+            let error = |a: f64, b: f64| (b / a - 1.0).abs();
+            let errors = (error(a.loss, b.loss), error(a.grad_norm, b.grad_norm));
+            assert!(errors.0 < 2e-3 && errors.1 < 2e-2, "{pins}, step {}: off by {errors:?}", a.step);
+        }
+    }
+}

@@ -99,6 +99,8 @@ pub enum PrecisionArg {
     Fp32,
     /// bfloat16, with fp32 master weights.
     Bf16,
+    /// bfloat16, with linear layers in 8-bit floats (e4m3; gradients e5m2) under current scaling.
+    Fp8,
     /// IEEE binary16, with fp32 master weights and a loss scale that adapts.
     Fp16,
 }

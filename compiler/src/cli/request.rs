@@ -79,6 +79,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         Some(PrecisionArg::Fp32) => Precision::Fp32,
         Some(PrecisionArg::Bf16) => Precision::Bf16,
         Some(PrecisionArg::Fp16) => Precision::Fp16,
+        Some(PrecisionArg::Fp8) => Precision::Fp8,
     };
     Ok(Options {
         precision,

@@ -27,11 +27,13 @@ mod leaf;
 mod matmul;
 mod max_pool;
 mod pad;
+mod quantize;
 mod random;
 mod reduce;
 mod reshape;
 mod rms_norm;
 mod rotary;
+mod scaled_matmul;
 mod select;
 mod slice;
 mod softmax;
@@ -63,11 +65,13 @@ pub use leaf::{Input, Parameter, State};
 pub use matmul::{Epilogue, Matmul, MatmulDims};
 pub use max_pool::{MaxPool, MaxPoolGrad};
 pub use pad::Pad;
+pub use quantize::{QuantizationScale, Quantize, largest_exponent, scale_of};
 pub use random::{Distribution, Random};
 pub use reduce::{Reduce, ReduceOp};
 pub use reshape::Reshape;
 pub use rms_norm::{RmsNorm, RmsNormGrad};
 pub use rotary::Rotary;
+pub use scaled_matmul::ScaledMatmul;
 pub use select::Select;
 pub use slice::Slice;
 pub use softmax::Softmax;
@@ -233,6 +237,12 @@ ops! {
     "reduce" Reduce,
     /// A tensor contraction.
     "matmul" Matmul,
+    /// The scales of a tensor in 8-bit floats.
+    "quantization_scale" QuantizationScale,
+    /// A tensor in 8-bit floats.
+    "quantize" Quantize,
+    /// A tensor contraction of 8-bit floats.
+    "scaled_matmul" ScaledMatmul,
     /// A convolution of pictures.
     "convolution" Convolution,
     /// Its transpose, which is the gradient of its pictures.

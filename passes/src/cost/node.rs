@@ -66,6 +66,7 @@ impl<'a> Machine<'a> {
         let launch = self.launch();
         let product = match op {
             Op::Matmul(product) => matmul::Sizes::of(product, operands),
+            Op::ScaledMatmul(product) => matmul::Sizes::of(&product.product(), operands),
             _ => matmul::Sizes::of_convolution(op, operands, results),
         };
         if let Some(sizes) = product {
@@ -100,6 +101,7 @@ pub fn is_product(op: &Op) -> bool {
     matches!(
         op,
         Op::Matmul(_)
+            | Op::ScaledMatmul(_)
             | Op::Attention(_)
             | Op::AttentionGrad(_)
             | Op::Convolution(_)
@@ -112,6 +114,7 @@ pub fn is_product(op: &Op) -> bool {
 pub fn model_flops(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Flops {
     match op {
         Op::Matmul(_)
+        | Op::ScaledMatmul(_)
         | Op::Attention(_)
         | Op::Convolution(_)
         | Op::ConvolutionTranspose(_)

@@ -155,7 +155,7 @@ impl Menu {
         let mut menu = Self { ways: Vec::new(), whole: vec![None; blocks], steps: Vec::new() };
         let is_product = |class: usize| {
             let op = prepared.op(class);
-            matches!(op, Op::Matmul(_) | Op::Attention(_))
+            matches!(op, Op::Matmul(_) | Op::ScaledMatmul(_) | Op::Attention(_))
         };
         let mut steps = Vec::new();
         for kind in &prepared.kinds {

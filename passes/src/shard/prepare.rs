@@ -39,6 +39,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         let meets = matches!(
             node.op,
             Op::Matmul(_)
+                | Op::ScaledMatmul(_)
                 | Op::Embedding(_)
                 | Op::EmbeddingGrad(_)
                 | Op::Convolution(_)
@@ -137,11 +138,14 @@ fn experts(
     experts
 }
 
-/// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding.
+/// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding, and in 8 bits.
 fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
     let mut values = BTreeSet::new();
     for (_, node) in graph.nodes() {
-        let shape = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Pad(_));
+        let shape = matches!(
+            node.op,
+            Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_) | Op::Pad(_) | Op::QuantizationScale(_) | Op::Quantize(_)
+        );
         let copy = shape && node.operands.iter().all(|value| values.contains(value));
         if copy || matches!(node.op, Op::Parameter(_)) {
             values.extend(node.results.iter().copied());

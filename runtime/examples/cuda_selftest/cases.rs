@@ -26,6 +26,7 @@ pub fn cases() -> Vec<Case> {
     for f in [F32, Bf16, F16] {
         attention_cases(f, &mut all);
     }
+    quantized_cases(&mut all);
     let (flags, one) = (t(Bool, &[64]), t(Bool, &[64]));
     for kind in [BinaryKind::And, BinaryKind::Or] {
         all.push(case(Binary { kind }, &[flags.clone(), one.clone()], &[one.clone()]));
@@ -132,6 +133,32 @@ fn epilogue_cases(f: DType, all: &mut Vec<Case>) {
     ] {
         let op = Matmul { epilogue: Some(Epilogue::Sums), ..Matmul::new(spec) };
         all.push(case(op, &[t(f, &lhs), t(f, &rhs)], &results.map(|shape| t(F32, &shape))));
+    }
+}
+
+/// Linear layers in 8-bit floats: scales, quantised tensors, and the three products of a layer. Operands of the
+/// products are bytes that another quantisation made.
+fn quantized_cases(all: &mut Vec<Case>) {
+    for (x, lead) in [(t(Bf16, &[3, 96, 208]), 1), (t(Bf16, &[256, 1040]), 0), (t(F32, &[2, 2, 64, 32]), 2)] {
+        for to in [DType::F8e4m3, DType::F8e5m2] {
+            let scale = t(F32, &x.shape[..lead]);
+            let mut exchanged = x.with_dtype(to);
+            exchanged.shape.swap(x.rank() - 2, x.rank() - 1);
+            all.push(case(QuantizationScale { to, lead }, &[x.clone()], &[scale.clone()]));
+            all.push(case(Quantize {}, &[x.clone(), scale], &[x.with_dtype(to), exchanged]));
+        }
+    }
+    let (e4m3, e5m2) = (DType::F8e4m3, DType::F8e5m2);
+    for (spec, a, b, scales, y) in [
+        ("bsk,nk->bsn", t(e4m3, &[2, 256, 512]), t(e4m3, &[384, 512]), [1, 0], t(Bf16, &[2, 256, 384])),
+        ("bsn,kn->bsk", t(e5m2, &[2, 256, 384]), t(e4m3, &[512, 384]), [1, 0], t(Bf16, &[2, 256, 512])),
+        ("bks,bns->kn", t(e4m3, &[3, 512, 256]), t(e5m2, &[3, 384, 256]), [1, 1], t(F32, &[512, 384])),
+        ("bks,bns->nk", t(e4m3, &[2, 512, 256]), t(e5m2, &[2, 384, 256]), [1, 1], t(F32, &[384, 512])),
+        ("mk,nk->mn", t(e4m3, &[16, 64]), t(e4m3, &[48, 64]), [0, 0], t(F32, &[16, 48])),
+    ] {
+        let scale = |ty: &TensorType, lead: usize| t(F32, &ty.shape[..lead]);
+        let operands = [a.clone(), b.clone(), scale(&a, scales[0]), scale(&b, scales[1])];
+        all.push(case(ScaledMatmul { spec: spec.to_string() }, &operands, &[y]));
     }
 }
 

@@ -1,7 +1,9 @@
 //! Matrix products by cuBLASLt.
 //!
 //! Operands in bf16 or f16 are multiplied exactly and summed in f32; f32 operands are multiplied in
-//! f32, never in TF32, so that plans can be compared. A product is described once ([`Problem`]) and then
+//! f32, never in TF32, so that plans can be compared. Operands in 8-bit floats are multiplied by their scales; the
+//! sums of their products are kept in fewer bits where both are activations or weights (the library's fast
+//! accumulation), and in f32 where one is a cotangent. A product is described once ([`Problem`]) and then
 //! bound to an algorithm, when the program is loaded: the fastest that was measured ([`super::tune`]), or
 //! the library's own first choice.
 
@@ -55,6 +57,8 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType, Failure> {
         DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
         DType::Bf16 => Ok(sys::cudaDataType::CUDA_R_16BF),
         DType::F16 => Ok(sys::cudaDataType::CUDA_R_16F),
+        DType::F8e4m3 => Ok(sys::cudaDataType::CUDA_R_8F_E4M3),
+        DType::F8e5m2 => Ok(sys::cudaDataType::CUDA_R_8F_E5M2),
         other => Err(format!("no matrix product of {other}")),
     }
 }
@@ -140,6 +144,13 @@ impl Blas {
         for (attribute, seen) in [(D::CUBLASLT_MATMUL_DESC_TRANSA, &a), (D::CUBLASLT_MATMUL_DESC_TRANSB, &b)] {
             // CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
             set_description(description, attribute, &i32::from(seen.transposed))?;
+        }
+        if let Some([of_a, of_b]) = gemm.scales {
+            let [of_first, of_second] = if swap { [of_a, of_b] } else { [of_b, of_a] };
+            set_description(description, D::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &resolve(of_first))?;
+            set_description(description, D::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &resolve(of_second))?;
+            let is_fast = [&first, &second].iter().all(|matrix| matrix.dtype == DType::F8e4m3);
+            set_description(description, D::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(is_fast))?;
         }
         if let Some(bias) = gemm.bias {
             // One element per row of the library's result, which is a column of ours; of its type.

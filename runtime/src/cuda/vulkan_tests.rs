@@ -498,3 +498,30 @@ fn updates_by_what_is_not_finite_change_nothing() {
     let changed = update(0.5);
     assert!(changed[0] != values[0] && floats(&changed[0]).iter().all(|value| value.is_finite()));
 }
+
+/// Scales and codes are the CPU's, bit by bit.
+#[test]
+fn tensors_in_8_bit_floats() {
+    let Some(client) = client() else { return };
+    for (shape, lead) in [(vec![3, 96, 208], 1), (vec![68, 1036], 0), (vec![2, 2, 64, 32], 1)] {
+        let mut x = tensor(&t(&shape), 7, 1);
+        // Numbers of many magnitudes, among them zeros, and one that is none.
+        let mut values: Vec<f32> =
+            floats(&x).iter().enumerate().map(|(at, x)| x * (2.0f32).powi(at as i32 % 40 - 30)).collect();
+        values[5] = 0.0;
+        values[9] = f32::NAN;
+        x = HostTensor::from_f32(shape.clone(), &values);
+        let mut swapped = shape.clone();
+        swapped.swap(shape.len() - 2, shape.len() - 1);
+        for to in [DType::F8e4m3, DType::F8e5m2] {
+            let both = |op: Op, operands: &[HostTensor], types: &[TensorType]| {
+                let expected = compute_op(&op, operands, types).unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!(run(&client, &op, operands, types, u64::MAX), expected, "{} {shape:?} {to}", op.name());
+                expected
+            };
+            let scale = both(QuantizationScale { to, lead }.into(), &[x.clone()], &[t(&shape[..lead])]).remove(0);
+            let types = [TensorType::new(to, shape.clone()), TensorType::new(to, swapped.clone())];
+            both(Quantize {}.into(), &[x.clone(), scale], &types);
+        }
+    }
+}

@@ -13,6 +13,7 @@ mod attention;
 mod convolution;
 mod cross_entropy;
 mod elementwise;
+mod float8;
 mod fused;
 mod generate;
 mod lookup;
@@ -20,6 +21,7 @@ mod matmul;
 mod max_pool;
 mod movement;
 mod normalize;
+mod quantize;
 mod ranked;
 mod reduce;
 mod rotary;
@@ -29,6 +31,7 @@ mod tests;
 pub(super) use adamw::update as adamw_in_place;
 
 use attention::Scores;
+use float8::Format;
 use half::{bf16, f16};
 use shardc_ir::{DType, Op, TensorType};
 use std::borrow::Cow;
@@ -75,7 +78,11 @@ impl<'a> View<'a> {
             DType::Bf16 => Cow::Owned(bytemuck::cast_slice::<_, bf16>(self.bytes).iter().map(|x| x.to_f32()).collect()),
             DType::F16 => Cow::Owned(bytemuck::cast_slice::<_, f16>(self.bytes).iter().map(|x| x.to_f32()).collect()),
             DType::I64 | DType::I32 | DType::Bool => Cow::Owned(self.i64s()?.iter().map(|x| *x as f32).collect()),
-            DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(unsupported(self.ty)),
+            DType::F8e4m3 | DType::F8e5m2 => {
+                let table = Format::of(self.ty.dtype).ok_or_else(|| unsupported(self.ty))?.table();
+                Cow::Owned(self.bytes.iter().map(|code| table[usize::from(*code)]).collect())
+            }
+            DType::U8 => return Err(unsupported(self.ty)),
         })
     }
 
@@ -119,7 +126,11 @@ impl ViewMut<'_> {
             DType::I64 => fill(self.bytes, values, |x| x as i64),
             DType::I32 => fill(self.bytes, values, |x| x as i32),
             DType::Bool => fill(self.bytes, values, |x| u8::from(x != 0.0)),
-            DType::F8e4m3 | DType::F8e5m2 | DType::U8 => return Err(unsupported(self.ty)),
+            DType::F8e4m3 | DType::F8e5m2 => {
+                let format = Format::of(self.ty.dtype).ok_or_else(|| unsupported(self.ty))?;
+                fill(self.bytes, values, |x| format.encode(x));
+            }
+            DType::U8 => return Err(unsupported(self.ty)),
         }
         Ok(())
     }
@@ -177,6 +188,9 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::Reduce(op) => reduce::reduce(op, operands[0], &mut results[0]),
         Op::SumSquares(_) => reduce::sum_squares(operands[0], &mut results[0]),
         Op::Matmul(op) => matmul::contract(op, context, operands, results),
+        Op::QuantizationScale(op) => quantize::scale(op, operands[0], &mut results[0]),
+        Op::Quantize(_) => quantize::quantize(operands, results),
+        Op::ScaledMatmul(op) => quantize::contract(op, context, operands, results),
         Op::Convolution(op) => convolution::forward(op, context, operands, &mut results[0]),
         Op::ConvolutionTranspose(op) => convolution::transpose(op, context, operands, &mut results[0]),
         Op::ConvolutionFilterGrad(op) => convolution::filter_grad(op, context, operands, &mut results[0]),

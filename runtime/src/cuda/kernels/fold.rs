@@ -84,7 +84,7 @@ pub fn block_max(value: f32, #[comptime] threads: u32) -> f32 {
     block_fold(value, Fold::Max, threads)
 }
 
-/// Sum, sum of squares or maximum.
+/// Sum, sum of squares, maximum, or that of absolute values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fold {
     /// The sum.
@@ -93,6 +93,8 @@ pub enum Fold {
     SumSquares,
     /// The maximum.
     Max,
+    /// The maximum of the absolute values.
+    Largest,
 }
 
 impl Fold {
@@ -100,7 +102,7 @@ impl Fold {
     pub fn again(self) -> Self {
         match self {
             Self::Sum | Self::SumSquares => Self::Sum,
-            Self::Max => Self::Max,
+            Self::Max | Self::Largest => Self::Max,
         }
     }
 }
@@ -119,6 +121,7 @@ fn fold_step(state: f32, value: f32, #[comptime] fold: Fold) -> f32 {
         Fold::Sum => state + value,
         Fold::SumSquares => state + value * value,
         Fold::Max => max(state, value),
+        Fold::Largest => max(state, value.abs()),
     }
 }
 
@@ -146,7 +149,7 @@ pub fn reduce_segments(
         at.store(at.read() + comptime!(threads as usize));
     }
     let value = match fold {
-        Fold::Max => block_max(state.read(), threads),
+        Fold::Max | Fold::Largest => block_max(state.read(), threads),
         _ => block_sum(state.read(), threads),
     };
     if UNIT_POS == 0 {

@@ -15,6 +15,7 @@ pub mod fold;
 pub mod indexing;
 pub mod many;
 pub mod pack;
+pub mod quantize;
 pub mod random;
 pub mod region;
 pub mod rows;

@@ -49,6 +49,8 @@ pub struct Gemm {
     /// What is done to each element, and where the element is written (if it is), or the place of the
     /// derivative is read; it lies as `c` does, of which `column` is 1.
     pub epilogue: Option<(Epilogue, Option<Arg>)>,
+    /// Of operands in 8-bit floats, the f32 number by which each is multiplied.
+    pub scales: Option<[Arg; 2]>,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -279,8 +281,8 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
         Some(Matrix { at: operand.at, dtype: operand.dtype, row, column, batch: batch.strides[index] })
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
-    let whole =
-        Gemm { a, b, c, m: m.size, n: n.size, k: k.size, batch: batch.size, addend, bias: None, epilogue: None };
+    let (m, n, k, batch) = (m.size, n.size, k.size, batch.size);
+    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {

@@ -10,6 +10,7 @@ mod elementwise;
 mod many;
 mod matmul;
 mod movement;
+mod quantize;
 mod random;
 mod region;
 mod rows;
@@ -232,6 +233,9 @@ impl<'a> Select<'a> {
             Op::Reduce(op) => self.reduce(op),
             Op::SumSquares(_) => self.sum_squares(),
             Op::Matmul(op) => self.matmul(op),
+            Op::QuantizationScale(op) => self.quantization_scale(op),
+            Op::Quantize(_) => self.quantize(),
+            Op::ScaledMatmul(op) => self.scaled_matmul(op),
             Op::Embedding(op) => self.embedding(op.start),
             Op::EmbeddingGrad(op) => self.embedding_grad(op.start),
             Op::Gather(op) => self.gather(op.dim),

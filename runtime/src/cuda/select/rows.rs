@@ -144,7 +144,7 @@ impl Select<'_> {
     }
 
     /// Folds each `segment` vectors of all `vectors`.
-    fn segments(
+    pub(super) fn segments(
         &mut self,
         fold: Fold,
         width: usize,

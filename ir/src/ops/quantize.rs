@@ -1,0 +1,133 @@
+//! Tensors in 8-bit floats: the scale of a tensor, and its elements divided by it.
+//!
+//! A scale is a power of two, so that dividing by it and multiplying by it are exact, and the same on every
+//! device; what 8-bit floats round is the element alone (Micikevicius et al., "FP8 formats for deep learning",
+//! 2022; OCP, "8-bit floating point specification", 2023). It is that of the tensor as it is now ("current
+//! scaling"). The leading dimensions of an activation keep scales of their own, so that no sample depends on
+//! another one, however a batch is divided over ranks or microbatches.
+
+use super::{OpDef, arity, dim_factors, dim_name, expect_float, expect_shape, single};
+use crate::factor::FactorRule;
+use crate::sharding::ReduceKind;
+use crate::types::{DType, TensorType};
+use crate::units::Flops;
+use serde::{Deserialize, Serialize};
+
+/// Per index of the leading dimensions, the smallest power of two by which the elements must be divided to be in
+/// the range of an 8-bit float; from one operand, in f32. It grows with the largest element, so that of a
+/// tensor in parts is the largest of the parts'. Elements that are not a number do not count.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuantizationScale {
+    /// The 8-bit float.
+    pub to: DType,
+    /// How many leading dimensions have scales of their own.
+    pub lead: usize,
+}
+
+/// From operands `x` and its scales: two results, `x` divided by its scale and rounded to nearest even in the
+/// declared 8-bit float, and the same with the last two dimensions exchanged. Matrix units for 8-bit floats
+/// want the summed index innermost in both operands, and each matrix is summed over either of its two. What is
+/// out of range becomes the largest number, what is not finite a NaN.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Quantize {}
+
+/// The largest power of two that the 8-bit float holds, as an exponent; its largest number is 1.75 times that.
+pub fn largest_exponent(dtype: DType) -> Option<i32> {
+    match dtype {
+        DType::F8e4m3 => Some(8),
+        DType::F8e5m2 => Some(15),
+        _ => None,
+    }
+}
+
+/// The scale of a tensor whose largest absolute value is `largest`, a number that is at least 0.
+pub fn scale_of(largest: f32, to: DType) -> f32 {
+    let bits = largest.to_bits();
+    // With more than 1.75 before the power of two, the next one is needed.
+    let above = i32::from(bits & 0x007F_FFFF > 0x0060_0000);
+    let exponent = (bits >> 23) as i32 - 127 - largest_exponent(to).unwrap_or(0) + above;
+    f32::from_bits(((exponent.clamp(-126, 126) + 127) as u32) << 23)
+}
+
+fn expect_f8(ty: &TensorType) -> Result<(), String> {
+    if largest_exponent(ty.dtype).is_some() { Ok(()) } else { Err(format!("makes 8-bit floats, not {ty}")) }
+}
+
+/// The shape with its last two dimensions exchanged.
+fn exchanged(shape: &[u64]) -> Vec<u64> {
+    let mut shape = shape.to_vec();
+    let rank = shape.len();
+    shape.swap(rank - 2, rank - 1);
+    shape
+}
+
+impl OpDef for QuantizationScale {
+    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 1)?;
+        let x = &operands[0];
+        expect_float(x)?;
+        expect_f8(&TensorType::scalar(self.to))?;
+        if self.lead >= x.rank() {
+            return Err(format!("{} leading dimensions of {x} leave none to scale", self.lead));
+        }
+        Ok(vec![TensorType::new(DType::F32, &x.shape[..self.lead])])
+    }
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let mut rule = FactorRule::default();
+        let shape = &operands[0].shape;
+        let mut factors = dim_factors(&mut rule, &shape[..self.lead]);
+        rule.results = vec![single(&factors)];
+        for (dim, size) in shape.iter().enumerate().skip(self.lead) {
+            factors.push(rule.reduced(dim_name(dim), *size, 0, ReduceKind::Max));
+        }
+        rule.operands = vec![single(&factors)];
+        rule
+    }
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        Flops(operands[0].elements() as f64)
+    }
+}
+
+impl OpDef for Quantize {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+        arity(operands, 2)?;
+        let (x, scale) = (&operands[0], &operands[1]);
+        expect_float(x)?;
+        if x.rank() < 2 || scale.rank() + 2 > x.rank() || scale.dtype != DType::F32 {
+            return Err(format!("takes matrices and their scales in f32, not {x} and {scale}"));
+        }
+        expect_shape("the scale", scale, &x.shape[..scale.rank()])?;
+        let [whole, ..] = declared else { return Err("needs its result types declared".to_string()) };
+        expect_f8(whole)?;
+        Ok(vec![x.with_dtype(whole.dtype), TensorType::new(whole.dtype, exchanged(&x.shape))])
+    }
+    fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
+        let mut rule = FactorRule::default();
+        let factors = dim_factors(&mut rule, &operands[0].shape);
+        let mut swapped = factors.clone();
+        swapped.swap(factors.len() - 2, factors.len() - 1);
+        rule.operands = vec![single(&factors), single(&factors[..operands[1].rank()])];
+        rule.results = vec![single(&factors), single(&swapped)];
+        rule
+    }
+    fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
+        Flops(operands[0].elements() as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_is_the_least_power_of_two_that_fits() {
+        for (to, largest) in [(DType::F8e4m3, 448.0), (DType::F8e5m2, 57344.0)] {
+            for value in [1e-30f32, 0.013, 1.0, 1.75, 1.750001, 447.9, 448.0, 448.1, 57344.0, 1e30] {
+                let scale = scale_of(value, to);
+                assert_eq!(scale.to_bits() & 0x007F_FFFF, 0, "{scale} is no power of two");
+                assert!(value / scale <= largest && value / (scale / 2.0) > largest, "{value}: {scale}");
+            }
+            assert!(scale_of(0.0, to) <= scale_of(f32::MIN_POSITIVE, to) && scale_of(0.0, to) > 0.0);
+        }
+    }
+}
