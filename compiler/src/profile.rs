@@ -30,6 +30,7 @@ impl Kind {
     fn of(action: &Action) -> Self {
         match action {
             Action::Compute(Op::Matmul(_) | Op::ScaledMatmul(_)) => Self::Matmul,
+            Action::Compute(Op::Fused(region)) if region.is_products() => Self::Matmul,
             Action::Compute(Op::Attention(_) | Op::AttentionGrad(_)) => Self::Attention,
             Action::Compute(_) | Action::Accumulate | Action::Copy | Action::Feed { .. } => Self::Memory,
             _ => Self::Communication,
@@ -165,6 +166,10 @@ fn text(program: &Program, instruction: &Instruction) -> String {
         Action::Compute(Op::Matmul(matmul)) => format!("matmul {}", matmul.spec),
         Action::Compute(Op::ScaledMatmul(matmul)) => format!("scaled matmul {}", matmul.spec),
         Action::Compute(Op::Each(each)) => format!("{} of {} tensors", each.op.name(), each.count),
+        Action::Compute(Op::Fused(region)) if region.is_products() => match &region.steps[0].op {
+            Op::Matmul(matmul) => format!("{} matmuls {}", region.steps.len(), matmul.spec),
+            op => op.name().to_string(),
+        },
         Action::Compute(Op::Fused(region)) => region.steps_text(),
         other => other.name().to_string(),
     };

@@ -17,12 +17,15 @@
 //! A stage of a pipeline holds several microbatches at a time: what a pass of a chunk leaves for a later one
 //! has as many copies as there are (`stages`).
 //!
+//! What one launch works on side by side is placed so ([`mod@adjacent`]).
+//!
 //! Invariants: offsets are multiples of 256; storages of overlapping lifetimes are disjoint.
 
+mod adjacent;
 mod stages;
 
-use crate::lower::{Draft, Item, Place, SPACE, merge_repeated, share_storages};
-use crate::pack::{Life, pack};
+use crate::lower::{Draft, Item, Place, SPACE, merge_casts, merge_repeated, share_storages};
+use crate::pack::Life;
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Target, TensorType};
@@ -37,15 +40,12 @@ pub(crate) const WINDOW: usize = 2;
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     share_storages(&mut draft);
+    merge_casts(&mut draft);
     merge_repeated(&mut draft);
     add_scratch(&mut draft, target);
     let copies = Copies::of(&draft);
     let lives = lifetimes(&draft, &copies);
-    let placed: Vec<Life> = lives.iter().copied().flatten().collect();
-    let (offsets, arena) = pack(&placed);
-    let mut of_storage: Vec<u64> = vec![0; draft.storages as usize];
-    let known = lives.iter().enumerate().filter(|(_, life)| life.is_some()).map(|(storage, _)| storage);
-    known.zip(&offsets).for_each(|(storage, offset)| of_storage[storage] = *offset);
+    let (of_storage, arena) = adjacent::place(&draft, &lives);
     for (id, buffer) in draft.buffers.iter_mut() {
         buffer.offset = of_storage[draft.storage[id].0 as usize];
     }

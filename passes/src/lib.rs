@@ -38,6 +38,8 @@ pub(crate) mod search_tests;
 #[cfg(test)]
 mod seeded_bug_tests;
 pub mod shard;
+#[cfg(test)]
+mod siblings_tests;
 pub mod simulate;
 pub mod synthetic;
 

@@ -3,7 +3,7 @@
 use crate::allocate::{Copies, lifetimes, memory};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
-use crate::lower::{draft_rank, lower_all, lower_rank, share_storages};
+use crate::lower::{draft_rank, lower_all, lower_rank, merge_casts, merge_repeated, share_storages};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pack::{Life, live_peak, pack};
 use crate::rematerialize::rematerialize;
@@ -251,6 +251,8 @@ fn storages_of_a_large_model_are_packed_into_little_more_than_lives_at_once() {
         let mut draft = draft_rank(&plan, 0).expect("a draft");
         schedule(&mut draft);
         share_storages(&mut draft);
+        merge_casts(&mut draft);
+        merge_repeated(&mut draft);
         let lives: Vec<Life> = lifetimes(&draft, &Copies::of(&draft)).into_iter().flatten().collect();
         let (arena, live) = (pack(&lives).1, live_peak(&lives));
         assert!(live <= arena && arena as f64 <= 1.01 * live as f64, "{pins}: {arena} bytes for {live} at once");

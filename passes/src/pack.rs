@@ -30,7 +30,8 @@ pub struct Life {
 }
 
 impl Life {
-    fn size(&self) -> u64 {
+    /// The bytes it takes: a multiple of what offsets are multiples of.
+    pub fn size(&self) -> u64 {
         self.bytes.max(1).div_ceil(ALIGNMENT) * ALIGNMENT
     }
 

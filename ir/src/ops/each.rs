@@ -20,10 +20,9 @@ pub struct Each {
 }
 
 impl Each {
-    /// Whether an operation may be repeated: one that is the same on every part of its tensors, and whose
-    /// operands say what its results are.
+    /// Whether an operation may be repeated: one that is the same on every part of its tensors.
     pub fn may_repeat(op: &Op) -> bool {
-        matches!(op, Op::Adamw(_) | Op::SumSquares(_))
+        matches!(op, Op::Adamw(_) | Op::SumSquares(_) | Op::Cast(_))
     }
 
     /// The operands, or the results, of each item.
@@ -48,7 +47,7 @@ impl Each {
 }
 
 impl OpDef for Each {
-    fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
+    fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         if !Self::may_repeat(&self.op) {
             return Err(format!("repeats no `{}`", self.op.name()));
         }
@@ -56,8 +55,10 @@ impl OpDef for Each {
             return Err(format!("has {} operands for {} items", operands.len(), self.count));
         }
         let mut results = Vec::new();
+        let mut declared = self.items(declared);
         for (index, item) in self.items(operands).enumerate() {
-            results.extend(self.op.infer(item, &[]).map_err(|error| format!("item {index}: {error}"))?);
+            let made = self.op.infer(item, declared.next().unwrap_or_default());
+            results.extend(made.map_err(|error| format!("item {index}: {error}"))?);
         }
         Ok(results)
     }

@@ -40,6 +40,16 @@ impl Fused {
         operands.iter().chain(self.steps.iter().flat_map(|step| &step.results)).cloned().collect()
     }
 
+    /// Whether it is products beside each other, of which none reads another.
+    pub fn is_products(&self) -> bool {
+        let reads_operands = |step: &FusedStep| {
+            let made: usize = self.steps.iter().map(|step| step.results.len()).sum();
+            let operands = self.results.first().copied().unwrap_or(0);
+            self.results.len() == made && step.operands.iter().all(|value| *value < operands)
+        };
+        self.steps.len() > 1 && self.steps.iter().all(|step| matches!(step.op, Op::Matmul(_)) && reads_operands(step))
+    }
+
     /// The names of the steps: `layer_norm_grad+add+reduce_sum`.
     pub fn steps_text(&self) -> String {
         self.steps.iter().map(|step| step.op.name()).collect::<Vec<_>>().join("+")

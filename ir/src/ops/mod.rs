@@ -326,8 +326,9 @@ impl Op {
             | Op::Swiglu(_)
             | Op::SwigluGrad(_)
             | Op::CrossEntropyGrad(_)
-            | Op::Adamw(_)
-            | Op::Fused(_) => true,
+            | Op::Adamw(_) => true,
+            // A product reads all of an operand before its result is whole.
+            Op::Fused(region) => !region.is_products(),
             _ => false,
         }
     }

@@ -8,7 +8,7 @@
 
 use super::node::Machine;
 use shardc_ir::TensorType;
-use shardc_ir::ops::{Matmul, Op};
+use shardc_ir::ops::{Fused, Matmul, Op};
 
 /// Of a last wave that is not full, the share that is lost: persistent kernels and split products
 /// fill the rest. Fitted to published runs (vTrain, Megatron-LM, llm-foundry; see [`Library`](super::Library)).
@@ -40,6 +40,15 @@ impl Sizes {
             letters.iter().map(size).product::<u64>() as f64
         };
         Some(Self { batch: product(&dims.batch), m: product(&dims.m), n: product(&dims.n), k: product(&dims.k) })
+    }
+
+    /// The sizes of products of equal sizes beside each other, as one batch.
+    pub fn beside(region: &Fused, operands: &[TensorType]) -> Option<Self> {
+        let first = region.steps.first()?;
+        let Op::Matmul(matmul) = &first.op else { return None };
+        let of: Vec<TensorType> = first.operands.iter().filter_map(|value| operands.get(*value).cloned()).collect();
+        let sizes = Self::of(matmul, &of)?;
+        Some(Self { batch: sizes.batch * region.steps.len() as f64, ..sizes })
     }
 
     /// The sizes of the product that a convolution or a derivative of it is, as libraries compute it: the

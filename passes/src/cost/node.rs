@@ -67,6 +67,7 @@ impl<'a> Machine<'a> {
         let product = match op {
             Op::Matmul(product) => matmul::Sizes::of(product, operands),
             Op::ScaledMatmul(product) => matmul::Sizes::of(&product.product(), operands),
+            Op::Fused(region) if region.is_products() => matmul::Sizes::beside(region, operands),
             _ => matmul::Sizes::of_convolution(op, operands, results),
         };
         if let Some(sizes) = product {
@@ -107,7 +108,7 @@ pub fn is_product(op: &Op) -> bool {
             | Op::Convolution(_)
             | Op::ConvolutionTranspose(_)
             | Op::ConvolutionFilterGrad(_)
-    )
+    ) || matches!(op, Op::Fused(region) if region.is_products())
 }
 
 /// The FLOPs that count as the model's: matrix products, convolutions and attention.

@@ -14,6 +14,7 @@
 //! only through its accumulator.
 
 mod accumulate;
+mod casts;
 mod collective;
 mod convert;
 mod draft;
@@ -24,6 +25,7 @@ mod in_place;
 mod messages;
 mod repeat;
 mod section;
+mod siblings;
 mod stages;
 
 pub use draft::{Draft, Handover, Hint, Item, Place, StageDraft, StorageId};
@@ -33,6 +35,7 @@ use crate::allocate::allocate;
 use crate::reshard::normalize;
 use crate::schedule::schedule;
 use accumulate::merge_sums;
+pub(crate) use casts::merge_casts;
 use convert::Copies;
 pub use convert::block_of;
 use epilogue::merge_epilogues;
@@ -49,6 +52,7 @@ use shardc_ir::{
     AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
     Sharding, Target, TensorType, ValueId,
 };
+use siblings::join_siblings;
 use stages::Stage;
 
 /// Why a verified plan cannot be lowered.
@@ -100,6 +104,7 @@ pub enum LowerError {
 pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
     fuse(&mut draft, target);
+    join_siblings(&mut draft, target);
     schedule(&mut draft);
     Ok(allocate(draft, target))
 }

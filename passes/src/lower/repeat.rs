@@ -36,19 +36,24 @@ impl Waiting {
     }
 
     /// The one instruction for all.
-    fn merged(self) -> Item {
-        let count = self.items.len();
-        let mut items = self.items.into_iter();
-        let Some(mut first) = items.next() else { unreachable!("something waits") };
-        if count > 1 {
-            for item in items {
-                first.instruction.operands.extend(item.instruction.operands);
-                first.instruction.results.extend(item.instruction.results);
-            }
-            first.instruction.action = Action::Compute(Each { count, op: Box::new(self.op) }.into());
-        }
-        first
+    fn merged(self) -> Option<Item> {
+        together(self.items)
     }
+}
+
+/// Instructions of one operation as one; a single one as it is.
+pub(super) fn together(items: Vec<Item>) -> Option<Item> {
+    let count = items.len();
+    let mut items = items.into_iter();
+    let mut first = items.next()?;
+    if let (2.., Action::Compute(op)) = (count, &first.instruction.action) {
+        first.instruction.action = Action::Compute(Each { count, op: Box::new(op.clone()) }.into());
+        for item in items {
+            first.instruction.operands.extend(item.instruction.operands);
+            first.instruction.results.extend(item.instruction.results);
+        }
+    }
+    Some(first)
 }
 
 /// Merges what is done to small tensors, in every section.
@@ -70,7 +75,7 @@ fn merge(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
         let writes = if is_view { BTreeSet::new() } else { storages(&item.instruction.results) };
         let (met, rest) = waiting.into_iter().partition::<Vec<_>, _>(|waiting| waiting.is_met_by(&reads, &writes));
         waiting = rest;
-        out.extend(met.into_iter().map(Waiting::merged));
+        out.extend(met.into_iter().filter_map(Waiting::merged));
         let Some(op) = repeatable(draft, &item) else {
             out.push(item);
             continue;
@@ -86,10 +91,10 @@ fn merge(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             None => waiting.push(Waiting { op, items: vec![item], bytes, reads, writes }),
         }
         if let Some(full) = waiting.iter().position(|waiting| waiting.bytes >= MOST) {
-            out.push(waiting.remove(full).merged());
+            out.extend(waiting.remove(full).merged());
         }
     }
-    out.extend(waiting.into_iter().map(Waiting::merged));
+    out.extend(waiting.into_iter().filter_map(Waiting::merged));
     out
 }
 
@@ -99,7 +104,9 @@ fn repeatable(draft: &Draft, item: &Item) -> Option<Op> {
     let Action::Compute(op) = &instruction.action else { return None };
     let is_small = instruction.operands.iter().all(|id| draft.buffers[*id].ty.bytes().0 <= LARGEST);
     let is_local = instruction.stream == Stream::Compute && item.hint == Hint::None;
-    (is_small && is_local && Each::may_repeat(op)).then(|| op.clone())
+    // Casts are early, these are late.
+    let is_late = !matches!(op, Op::Cast(_)) && Each::may_repeat(op);
+    (is_small && is_local && is_late).then(|| op.clone())
 }
 
 #[cfg(test)]

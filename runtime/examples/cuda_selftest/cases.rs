@@ -22,6 +22,7 @@ pub fn cases() -> Vec<Case> {
         movement_cases(f, &mut all);
         matmul_cases(f, &mut all);
         epilogue_cases(f, &mut all);
+        sibling_cases(f, &mut all);
     }
     for f in [F32, Bf16, F16] {
         attention_cases(f, &mut all);
@@ -95,6 +96,8 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     let count = sizes.len();
     let gradients: Vec<TensorType> = sizes.iter().map(|size| t(f, &[*size])).collect();
     all.push(case(Each { count, op: Box::new(SumSquares {}.into()) }, &gradients, &vec![s.clone(); count]));
+    let narrow: Vec<TensorType> = sizes.iter().map(|size| t(Bf16, &[*size])).collect();
+    all.push(case(Each { count, op: Box::new(Cast {}.into()) }, &gradients, &narrow));
     all.push(case(Total {}, &vec![s.clone(); 150], std::slice::from_ref(&s)));
     let of = |size: &u64| {
         let (p, g) = (t(F32, &[*size]), t(f, &[*size]));
@@ -159,6 +162,31 @@ fn quantized_cases(all: &mut Vec<Case>) {
         let scale = |ty: &TensorType, lead: usize| t(F32, &ty.shape[..lead]);
         let operands = [a.clone(), b.clone(), scale(&a, scales[0]), scale(&b, scales[1])];
         all.push(case(ScaledMatmul { spec: spec.to_string() }, &operands, &[y]));
+    }
+}
+
+/// Products of one operand beside each other, with biases and with the sums that are the biases' gradients.
+fn sibling_cases(f: DType, all: &mut Vec<Case>) {
+    for (spec, shared, own, shape, biases, sums) in [
+        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 512], vec![2, 256, 512], 1, 0),
+        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 72], vec![2, 256, 72], 0, 0),
+        ("bsk,nk->bsn", vec![2, 256, 64], vec![512, 64], vec![2, 256, 512], 0, 0),
+        ("bsk,bsn->kn", vec![2, 256, 64], vec![2, 256, 128], vec![64, 128], 0, 1),
+        ("bsk,bsn->kn", vec![2, 256, 64], vec![2, 256, 128], vec![64, 128], 0, 0),
+    ] {
+        // Of f32 the library makes no sums beside a product.
+        let sums = if f == F32 { 0 } else { sums };
+        let wide = if spec.ends_with("->kn") { F32 } else { f };
+        let (x, w, y, b) = (t(f, &shared), t(f, &own), t(wide, &shape), t(wide, &shape[shape.len() - 1..]));
+        let op = Matmul { bias: biases > 0, epilogue: (sums > 0).then_some(Epilogue::Sums), ..Matmul::new(spec) };
+        let makes = [vec![y], vec![b.clone(); sums]].concat();
+        let (count, own) = (3, 1 + biases);
+        let of = |index: usize| [vec![0], (1 + index * own..1 + (index + 1) * own).collect()].concat();
+        let steps = (0..count).map(|index| step(op.clone(), &of(index), &makes)).collect();
+        let operands = [vec![x], vec![[vec![w], vec![b; biases]].concat(); count].concat()].concat();
+        let results: Vec<TensorType> = vec![makes; count].concat();
+        let named = (operands.len()..operands.len() + results.len()).collect();
+        all.push(case(Fused { steps, results: named }, &operands, &results));
     }
 }
 

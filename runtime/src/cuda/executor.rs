@@ -507,9 +507,16 @@ fn problems<'a>(
     instructions.flat_map(move |(instruction, selection)| {
         let steps =
             selection.iter().flat_map(|selection| selection.steps.iter().map(|step| (step, selection.workspace)));
-        steps.filter_map(move |(step, workspace)| match step {
-            Step::Gemm(gemm) => Some(layout.problem(blas, instruction, gemm, workspace)),
-            _ => None,
+        steps.flat_map(move |(step, workspace)| {
+            let found = match step {
+                Step::Gemm(gemm) => layout.problem(blas, instruction, gemm, workspace).map(|problem| vec![problem]),
+                Step::Products(gemms) => layout.problems(blas, instruction, gemms, workspace),
+                _ => Ok(Vec::new()),
+            };
+            match found {
+                Ok(problems) => problems.into_iter().map(Ok).collect(),
+                Err(error) => vec![Err(error)],
+            }
         })
     })
 }

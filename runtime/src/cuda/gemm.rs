@@ -157,6 +157,13 @@ impl Blas {
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let beside = gemm.epilogue.and_then(|(_, beside)| beside);
+        let is_activated = beside.is_some() && !matches!(gemm.epilogue, Some((Epilogue::Sums, _)));
+        if gemm.batch > 1 && gemm.beside > 0 {
+            use D::{
+                CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
+            };
+            set_description(description, if is_activated { AUX } else { BIAS }, &(gemm.beside as i64))?;
+        }
         if let Some((Epilogue::Sums, Some(sums))) = gemm.epilogue {
             // One per row of the library's result, of its type.
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(sums))?;

@@ -35,6 +35,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
         Step::Copy { .. } => "copy".to_string(),
         Step::Upload { .. } => "upload".to_string(),
         Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
+        Step::Products(gemms) => format!("{} products {}x{}x{}", gemms.len(), gemms[0].m, gemms[0].n, gemms[0].k),
         Step::Fused(fused) => format!("fused, else {} steps", fused.otherwise.len()),
     };
     selection.steps.iter().map(&mut word).collect()
@@ -68,6 +69,50 @@ fn contractions_that_are_no_products_are_copied_first() {
 }
 
 #[test]
+fn products_of_one_operand_are_a_batch_where_they_lie_evenly() {
+    use super::kernel::Arg;
+    use super::select::{batch, fuses};
+    let (x, dy, w, b) = (t(Bf16, &[8, 64, 32]), t(Bf16, &[8, 64, 48]), t(F32, &[32, 48]), t(F32, &[48]));
+    let op = Matmul { epilogue: Some(Epilogue::Sums), ..Matmul::new("bsk,bsn->kn") };
+    let step = |at: usize| FusedStep {
+        op: op.clone().into(),
+        operands: vec![0, at],
+        results: vec![w.clone(), b.clone()],
+        source: None,
+    };
+    let region = Fused { steps: vec![step(1), step(2), step(3)], results: (4..10).collect() };
+    let (operands, results) = ([vec![x], vec![dy; 3]].concat(), vec![[w.clone(), b.clone()]; 3].concat());
+    assert_eq!(region.infer(&operands, &results), Ok(results.clone()));
+    assert!(fuses(&region, &operands));
+    check(region.clone(), &operands, &results, &["3 products 32x48x512"]);
+    let selection = select(&region.into(), &operands, &results).unwrap_or_else(|error| panic!("{error}"));
+    let [Step::Products(gemms)] = &selection.steps[..] else { panic!("{:?}", selection.steps) };
+    let at = |last: u64| {
+        batch(gemms, |arg| match arg {
+            Arg::Operand(0, at) => at,
+            Arg::Operand(3, at) => last + at,
+            Arg::Operand(index, at) => (1 << 20) + index as u64 * 4096 + at,
+            Arg::Result(index, at) => index as u64 * 8192 + at,
+            Arg::Scratch(at) => at,
+        })
+    };
+    let even = at((1 << 20) + 3 * 4096).expect("a batch");
+    let batches = [even.a.batch, even.b.batch, even.c.batch, even.beside];
+    assert_eq!((even.batch, batches), (3, [0, 2048, 4096, 4096]));
+    assert_eq!(at(1 << 21), None);
+    // Large products fill the device alone.
+    let (x, w, y) = (t(Bf16, &[16384, 64]), t(Bf16, &[64, 8192]), t(Bf16, &[16384, 8192]));
+    let step = |at: usize| FusedStep {
+        op: Matmul::plain().into(),
+        operands: vec![0, at],
+        results: vec![y.clone()],
+        source: None,
+    };
+    let region = Fused { steps: vec![step(1), step(2)], results: vec![3, 4] };
+    assert!(!fuses(&region, &[x, w.clone(), w]));
+}
+
+#[test]
 fn kernels_become_cuda() {
     for f in [F32, Bf16] {
         let (x, row, d) = (t(f, &[80, 96]), t(F32, &[80]), t(f, &[96]));
@@ -79,7 +124,7 @@ fn kernels_become_cuda() {
         check(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()], &["region"]);
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
         let expect = ["region", "sum_partials"];
-        check(RmsNormGrad {}, &operands, &[x.clone(), w], &expect);
+        check(RmsNormGrad {}, &operands, &[x.clone(), w.clone()], &expect);
         let labels = t(I64, &[80]);
         let expect = ["cross_entropy"];
         check(CrossEntropy { start: 0, classes: None }, &[x.clone(), labels], &[row.clone(), row.clone()], &expect);
@@ -90,6 +135,8 @@ fn kernels_become_cuda() {
             &[table],
             &["token_order", "first_of_each", "embedding_grad"],
         );
+        let casts = Each { count: 2, op: Box::new(Cast {}.into()) };
+        check(casts, &[w.clone(), w.clone()], &[t(Bf16, &[96]), t(Bf16, &[96])], &["cast_many"]);
         check(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])], &["reduce_segments"; 2]);
     }
 }

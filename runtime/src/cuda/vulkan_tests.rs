@@ -439,6 +439,7 @@ fn many_small_tensors_at_once() {
     let count = all.len();
     let squares = Each { count, op: Box::new(SumSquares {}.into()) };
     check(&client, squares, &all, &vec![t(&[]); count], 1);
+    check(&client, Each { count, op: Box::new(Cast {}.into()) }, &all, &all, 1);
     check(&client, Total {}, &vec![t(&[]); 150], &[t(&[])], 1);
     check(&client, Total {}, &vec![t(&[40, 30]); 70], &[t(&[40, 30])], 1);
     let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };

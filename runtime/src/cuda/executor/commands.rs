@@ -5,7 +5,7 @@ use super::super::device::{Device, Failure, ReadyLaunch};
 use super::super::gemm::{Blas, Problem, ReadyGemm};
 use super::super::kernel::Arg;
 use super::super::nccl::{Collective, Part};
-use super::super::select::{Gemm, Selection, Step, kernels};
+use super::super::select::{Gemm, Selection, Step, batch, kernels};
 use super::super::tune::Choices;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
@@ -89,6 +89,24 @@ impl Layout<'_> {
     ) -> Result<Problem, Failure> {
         let resolve = |arg: Arg| self.resolve(instruction, arg);
         blas.describe(gemm, (resolve(Arg::Scratch(workspace.0)), workspace.1), resolve)
+    }
+
+    /// Products beside each other: one batch if they lie so and the library has an algorithm for it, else each.
+    pub fn problems(
+        &self,
+        blas: &Blas,
+        instruction: &Instruction,
+        gemms: &[Gemm],
+        workspace: (u64, u64),
+    ) -> Result<Vec<Problem>, Failure> {
+        if let Some(gemm) = batch(gemms, |arg| self.resolve(instruction, arg)) {
+            let problem = self.problem(blas, instruction, &gemm, workspace)?;
+            match blas.candidates(&problem, 1) {
+                Ok(_) => return Ok(vec![problem]),
+                Err(reason) => tracing::debug!("products one by one: {reason}"),
+            }
+        }
+        gemms.iter().map(|gemm| self.problem(blas, instruction, gemm, workspace)).collect()
     }
 }
 
@@ -182,6 +200,13 @@ fn selected(
                 let from = device.allocate_pinned(bytes.len() as u64)?;
                 device.write_pinned(from, bytes);
                 Command::Copy { from, to: resolve(*to), bytes: bytes.len() as u64 }
+            }
+            Step::Products(gemms) => {
+                for problem in layout.problems(&libraries.blas, instruction, gemms, workspace)? {
+                    let choice = libraries.choices.get(&problem.key);
+                    commands.push(Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?)));
+                }
+                continue;
             }
             Step::Gemm(gemm) => {
                 let problem = layout.problem(&libraries.blas, instruction, gemm, workspace)?;

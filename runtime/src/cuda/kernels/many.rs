@@ -88,6 +88,43 @@ pub fn adamw_many(
     }
 }
 
+/// The elements of every row in another element type: the columns are the operand and the result, the rows' number
+/// is their vectors, of which a block takes `chunk`. Two vectors of a unit are on their way at a time.
+#[cube]
+pub fn cast_many(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<1>>,
+    table: &Sequence<u32>,
+    #[comptime] slots: usize,
+    #[comptime] chunk: u32,
+    #[comptime] threads: u32,
+) {
+    let block = CUBE_POS as u32;
+    let first = (block - of_row(table, block, 0usize, slots)) * chunk;
+    let last = min(first + chunk, of_row(table, block, 3usize, slots)) as usize;
+    let at_x = of_row(table, block, 1usize, slots) as usize;
+    let at_y = of_row(table, block, 2usize, slots) as usize;
+    let at = RuntimeCell::<usize>::new((first + UNIT_POS as u32) as usize);
+    while at.read() < last {
+        let now = at.read();
+        let next = now + comptime!(threads as usize);
+        let a = x[at_x + now];
+        let b = x[at_x + min(next, last - 1)];
+        let mut out = Pack::<1>::empty();
+        let mut other = Pack::<1>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            out[lane] = Elem::<1>::cast_from(a[lane]);
+            other[lane] = Elem::<1>::cast_from(b[lane]);
+        }
+        y[at_y + now] = out;
+        if next < last {
+            y[at_y + next] = other;
+        }
+        at.store(now + comptime!(2 * threads as usize));
+    }
+}
+
 /// Sums of squares of chunks of every row: the column is the operand, the rows' numbers are their vectors, of
 /// which a block takes `chunk`, and where in `partial` the row's sums begin.
 #[cube]

@@ -44,6 +44,7 @@ impl Select<'_> {
             let types: Vec<DType> = match &*each.op {
                 Op::Adamw(_) if ty(2).dtype != ty(3).dtype => return Err("moments of two element types".to_string()),
                 Op::Adamw(_) => (0..3).map(|at| ty(at).dtype).collect(),
+                Op::Cast(_) => vec![ty(0).dtype, self.results[result].dtype],
                 _ => vec![ty(0).dtype],
             };
             let elements = ty(0).elements();
@@ -58,6 +59,7 @@ impl Select<'_> {
             match &*each.op {
                 Op::Adamw(op) => self.adamw_many(op, &types, width, &items),
                 Op::SumSquares(_) => self.squares_many(types[0], width, &items),
+                Op::Cast(_) if types.iter().all(|dtype| dtype.is_float()) => self.cast_many(&types, width, &items),
                 other => return Err(format!("several {} at once", other.name())),
             }
         }
@@ -102,6 +104,29 @@ impl Select<'_> {
             rows: items.iter().map(row).collect(),
             buffers: Vec::new(),
             reals: reals.to_vec(),
+            blocks: None,
+        });
+    }
+
+    fn cast_many(&mut self, types: &[DType], width: usize, items: &[Item]) {
+        let kernel = Kernel::new("cast_many", types, width, THREADS, &(), move |d| {
+            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
+            let table = d.numbers(SLOTS * 4);
+            let (_, _) = (d.number(), d.number());
+            kernels::cast_many::expand(d.scope(), x, y, table, SLOTS, CHUNK, THREADS);
+        });
+        let row = |item: &Item| Row {
+            tensors: vec![OP(item.operand), RES(item.result)],
+            numbers: vec![item.vectors],
+            blocks: item.blocks(),
+        };
+        self.table(Table {
+            kernel: Arc::new(kernel),
+            slots: SLOTS,
+            units: types.iter().map(|dtype| dtype.size() * width as u64).collect(),
+            rows: items.iter().map(row).collect(),
+            buffers: Vec::new(),
+            reals: Vec::new(),
             blocks: None,
         });
     }

@@ -51,6 +51,8 @@ pub struct Gemm {
     pub epilogue: Option<(Epilogue, Option<Arg>)>,
     /// Of operands in 8-bit floats, the f32 number by which each is multiplied.
     pub scales: Option<[Arg; 2]>,
+    /// The distance between the biases of the batch, or between what the epilogue writes or reads, in elements.
+    pub beside: u64,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -62,6 +64,21 @@ impl Gemm {
     /// in f32 fit.
     pub fn workspace(&self) -> u64 {
         (16 * 4 * self.batch * self.m * self.n).next_multiple_of(256).min(WORKSPACE)
+    }
+
+    /// The same at other places.
+    pub fn placed(&self, place: impl Fn(Arg) -> Arg) -> Self {
+        let matrix = |matrix: Matrix| Matrix { at: place(matrix.at), ..matrix };
+        Self {
+            a: matrix(self.a),
+            b: matrix(self.b),
+            c: matrix(self.c),
+            addend: self.addend.map(&place),
+            bias: self.bias.map(&place),
+            epilogue: self.epilogue.map(|(kind, beside)| (kind, beside.map(&place))),
+            scales: self.scales.map(|scales| scales.map(&place)),
+            ..*self
+        }
     }
 
     /// Arithmetic operations.
@@ -282,7 +299,7 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
     let (m, n, k, batch) = (m.size, n.size, k.size, batch.size);
-    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None };
+    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None, beside: 0 };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {

@@ -10,13 +10,14 @@ mod elementwise;
 mod many;
 mod matmul;
 mod movement;
+mod products;
 mod quantize;
 mod random;
 mod region;
 mod rows;
 
 pub use matmul::{Gemm, Matrix};
-pub use region::fuses;
+pub use products::batch;
 
 use super::cudnn::attention::Attention;
 use super::kernel::{Arg, Kernel, Launch};
@@ -37,6 +38,11 @@ macro_rules! without_kernel {
             | Op::TopK(_)
             | Op::Cumsum(_)
     };
+}
+
+/// Whether there is one kernel, or one launch of the library, for a region on these types.
+pub fn fuses(region: &shardc_ir::ops::Fused, operands: &[TensorType]) -> bool {
+    products::joins(region, operands) || region::fuses(region, operands)
 }
 
 /// Whether an operation has a kernel, on whatever types.
@@ -76,6 +82,8 @@ pub enum Step {
     },
     /// A matrix product.
     Gemm(Box<Gemm>),
+    /// Matrix products of equal sizes beside each other: one launch where they lie at even distances.
+    Products(Vec<Gemm>),
     /// A fused kernel of cuDNN.
     Fused(Box<Fused>),
 }
@@ -254,6 +262,7 @@ impl<'a> Select<'a> {
             Op::Total(_) => self.total(),
             Op::Adamw(op) => self.adamw(op),
             Op::Each(each) => self.each(each),
+            Op::Fused(op) if op.is_products() => self.products(op),
             Op::Fused(op) => self.region(op),
             without_kernel!() => Err("there is none yet".to_string()),
         }

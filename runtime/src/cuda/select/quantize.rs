@@ -144,6 +144,7 @@ impl Select<'_> {
                 bias: None,
                 epilogue: None,
                 scales: Some([0, 1].map(|tensor: usize| places[tensor].offset(SCALE_ALIGNED * scale[tensor]))),
+                beside: 0,
             });
         }
         Ok(())

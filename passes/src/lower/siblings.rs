@@ -1,0 +1,177 @@
+//! Products that read the same operand, beside each other in one instruction.
+//!
+//! Queries, keys and values are products of one activation, and so are the gradients of their weights. Each
+//! by itself leaves a part of a large device without work. They become one region ([`Fused`]) of which no
+//! step reads another, if the target has one launch for it; allocation then puts what they read and make
+//! side by side. Each step stays the kernel of its node.
+//!
+//! The later product moves up to the earlier one with the views that it reads, if those are of what is there;
+//! else the earlier moves down to it, together with the views and the waiting reductions of what it makes.
+//!
+//! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
+
+use super::{Draft, Hint, Item, StorageId};
+use shardc_ir::ops::{Fused, FusedStep, Matmul, Op};
+use shardc_ir::program::{Action, Instruction, Stream};
+use shardc_ir::{BufferId, Target, TensorType};
+use std::collections::BTreeSet;
+
+/// How many instructions behind a product its siblings are looked for.
+const REACH: usize = 48;
+
+/// Joins what the target has one launch for, in every section.
+pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
+    for section in 0..draft.sections.len() {
+        let mut items = std::mem::take(&mut draft.sections[section]);
+        let mut at = 0;
+        while at < items.len() {
+            // Where a product moved down, another instruction stands here now.
+            if !join_next(draft, target, &mut items, at) {
+                at += 1;
+            }
+        }
+        draft.sections[section] = items;
+    }
+}
+
+/// Joins the product at `at` with the first of its siblings that it can be joined with.
+fn join_next(draft: &Draft, target: &dyn Target, items: &mut Vec<Item>, at: usize) -> bool {
+    let members = products(&items[at]);
+    if members.is_empty() {
+        return false;
+    }
+    for next in at + 1..items.len().min(at + 1 + REACH) {
+        let Some(joined) = joined(draft, target, &members, &items[next]) else { continue };
+        if let Some(leaders) = leaders(draft, items, at, next) {
+            items[at].instruction = joined;
+            items.remove(next);
+            let moved: Vec<Item> = leaders.iter().map(|index| items.remove(*index)).collect();
+            moved.into_iter().for_each(|item| items.insert(at, item));
+            return true;
+        }
+        if let Some(followers) = followers(draft, items, at, next) {
+            items[next].instruction = joined;
+            let moved: Vec<Item> = followers.iter().rev().map(|index| items.remove(*index)).collect();
+            items.remove(at);
+            let behind = next - followers.len();
+            moved.into_iter().for_each(|item| items.insert(behind, item));
+            return true;
+        }
+    }
+    false
+}
+
+/// The products of an instruction, each by itself; none if it is something else or adds to a summand.
+fn products(item: &Item) -> Vec<Instruction> {
+    let Item { instruction, hint: Hint::None } = item else { return Vec::new() };
+    let is_plain = |op: &Matmul, operands: usize| op.addend(operands).is_none();
+    match &instruction.action {
+        Action::Compute(Op::Matmul(op)) if is_plain(op, instruction.operands.len()) => vec![instruction.clone()],
+        Action::Compute(Op::Fused(region)) if region.is_products() => {
+            let mut results = instruction.results.iter().copied();
+            let step = |step: &FusedStep| Instruction {
+                source: step.source,
+                ..Instruction::new(
+                    Action::Compute(step.op.clone()),
+                    step.operands.iter().map(|value| instruction.operands[*value]).collect(),
+                    results.by_ref().take(step.results.len()).collect(),
+                    instruction.stream,
+                )
+            };
+            region.steps.iter().map(step).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Products and one more as one instruction, if they are siblings and the target has one launch for them.
+fn joined(draft: &Draft, target: &dyn Target, members: &[Instruction], item: &Item) -> Option<Instruction> {
+    let [next] = &products(item)[..] else { return None };
+    let first = members.first()?;
+    let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<TensorType>>();
+    let is_alike = first.action == next.action
+        && first.stream == Stream::Compute
+        && next.stream == Stream::Compute
+        && types(&first.operands) == types(&next.operands)
+        && types(&first.results) == types(&next.results);
+    // Only the first factor is the same. Products of several activations and one weight would keep all of
+    // those until the last of them is there.
+    let is_shared = |at: usize| first.operands[at] == next.operands[at];
+    if !is_alike || !is_shared(0) || is_shared(1) {
+        return None;
+    }
+    let all: Vec<&Instruction> = members.iter().chain([next]).collect();
+    let mut operands: Vec<BufferId> = Vec::new();
+    for buffer in all.iter().flat_map(|member| &member.operands) {
+        if !operands.contains(buffer) {
+            operands.push(*buffer);
+        }
+    }
+    let mut region = Fused::default();
+    let mut results: Vec<BufferId> = Vec::new();
+    for member in &all {
+        let Action::Compute(op) = &member.action else { return None };
+        let of = |buffer: &BufferId| operands.iter().position(|known| known == buffer);
+        region.steps.push(FusedStep {
+            op: op.clone(),
+            operands: member.operands.iter().filter_map(of).collect(),
+            results: types(&member.results),
+            source: member.source,
+        });
+        results.extend(&member.results);
+    }
+    region.results = (operands.len()..operands.len() + results.len()).collect();
+    let types = types(&operands);
+    target.fuses(&region, &types).then(|| {
+        let action = Action::Compute(region.into());
+        Instruction { source: first.source, ..Instruction::new(action, operands, results, first.stream) }
+    })
+}
+
+/// What an instruction reads, and what it writes; a view touches no bytes of its own.
+fn touched(draft: &Draft, instruction: &Instruction) -> [BTreeSet<StorageId>; 2] {
+    let storages = |ids: &[BufferId]| ids.iter().map(|id| draft.storage[*id]).collect();
+    let writes = if draft.is_view(instruction) { BTreeSet::new() } else { storages(&instruction.results) };
+    [storages(&instruction.operands), writes]
+}
+
+/// The views that must move with the instruction `next` where that moves up to `at`, the last first, if that is
+/// possible.
+fn leaders(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Vec<usize>> {
+    let [reads, writes] = touched(draft, &items[next].instruction);
+    let is_free = items[at..next].iter().all(|item| {
+        let [other_reads, other_writes] = touched(draft, &item.instruction);
+        reads.is_disjoint(&other_writes) && writes.is_disjoint(&other_writes) && writes.is_disjoint(&other_reads)
+    });
+    let mut needed = items[next].instruction.operands.clone();
+    let mut found = Vec::new();
+    for index in (at + 1..next).rev() {
+        let instruction = &items[index].instruction;
+        if draft.is_view(instruction) && instruction.results.iter().any(|result| needed.contains(result)) {
+            needed.extend(&instruction.operands);
+            found.push(index);
+        }
+    }
+    is_free.then_some(found)
+}
+
+/// What must move with the instruction `at` where that moves down to `next`, if that is possible.
+fn followers(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Vec<usize>> {
+    let [mut reads, mut writes] = touched(draft, &items[at].instruction);
+    let mut found = Vec::new();
+    for (index, item) in items.iter().enumerate().take(next + 1).skip(at + 1) {
+        let [other_reads, other_writes] = touched(draft, &item.instruction);
+        let is_free =
+            writes.is_disjoint(&other_reads) && writes.is_disjoint(&other_writes) && reads.is_disjoint(&other_writes);
+        if is_free {
+            continue;
+        }
+        if index == next || !(draft.is_view(&item.instruction) || item.hint == Hint::Bucket) {
+            return None;
+        }
+        reads.extend(other_reads);
+        writes.extend(other_writes);
+        found.push(index);
+    }
+    Some(found)
+}
