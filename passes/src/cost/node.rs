@@ -3,7 +3,7 @@
 use super::library::Library;
 use super::{attention, matmul};
 use crate::cluster::Profile;
-use shardc_ir::ops::{Op, OpDef};
+use shardc_ir::ops::{Fused, FusedStep, Matmul, Op, OpDef};
 use shardc_ir::{DType, Flops, Role, Seconds, TensorType};
 
 /// What bounds a node.
@@ -90,6 +90,29 @@ impl<'a> Machine<'a> {
         };
         (Seconds(times * traffic / self.library.reach.of(op) + launch), Bound::Memory)
     }
+
+    /// How long one of `count` products takes that read the same first factor and are one launch.
+    pub fn beside(
+        self,
+        product: &Matmul,
+        count: usize,
+        operands: &[TensorType],
+        results: &[TensorType],
+        pass: Pass,
+    ) -> (Seconds, Bound) {
+        let (shared, own) = operands.split_at(1);
+        let all = [shared, &vec![own; count].concat()].concat();
+        let step = |index: usize| FusedStep {
+            op: product.clone().into(),
+            operands: [0].into_iter().chain((0..own.len()).map(|at| 1 + index * own.len() + at)).collect(),
+            results: results.to_vec(),
+            source: None,
+        };
+        let made = all.len()..all.len() + count * results.len();
+        let region = Fused { steps: (0..count).map(step).collect(), results: made.collect() };
+        let (seconds, bound) = self.seconds(&region.into(), &all, &vec![results; count].concat(), pass);
+        (Seconds(seconds.0 / count as f64), bound)
+    }
 }
 
 /// Whether the operation moves nothing: a leaf, a reshape, or a value that is folded into its reader.
@@ -148,7 +171,7 @@ fn rate(dtype: DType, device: &Profile) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardc_ir::ops::{Attention, AttentionGrad, Matmul};
+    use shardc_ir::ops::{Attention, AttentionGrad};
 
     /// The shapes measured on H200, each alone: within 10% of the rate reached there.
     #[test]

@@ -24,6 +24,10 @@ impl Prepared<'_> {
         let machine = Machine::own(&on.cluster.device);
         let pass = Pass::of(self.role(class));
         let op = self.op(class);
+        let beside = self.emitted[class].beside;
+        if let (2.., Op::Matmul(op)) = (beside, op) {
+            return machine.beside(op, beside, &operands, &results, pass);
+        }
         if !matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
             return machine.seconds(op, &operands, &results, pass);
         }

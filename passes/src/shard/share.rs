@@ -13,6 +13,8 @@ pub struct Share {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves.
     pub traffic: f64,
+    /// Of products, how many are one instruction.
+    pub beside: usize,
 }
 
 impl Share {
@@ -35,8 +37,9 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
         members.iter().map(|id| of(&emitted[*id])).sum::<f64>() / members.len().max(1) as f64
     };
     let share = |members: &[NodeId]| Share {
-        launches: mean(members, &|emitted| f64::from(emitted.launches)),
+        launches: mean(members, &|emitted| emitted.launches),
         traffic: mean(members, &|emitted| emitted.traffic),
+        beside: members.iter().map(|id| emitted[*id].beside).min().unwrap_or(1).max(1),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()
 }
