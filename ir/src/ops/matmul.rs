@@ -165,7 +165,7 @@ impl Matmul {
     }
 }
 
-fn size_of(sizes: &[(char, u64)], letter: char) -> u64 {
+pub(super) fn size_of(sizes: &[(char, u64)], letter: char) -> u64 {
     sizes.iter().find(|(known, _)| *known == letter).map_or(1, |(_, size)| *size)
 }
 

@@ -1,5 +1,6 @@
 //! A contraction of two tensors in 8-bit floats, each with its scales.
 
+use super::matmul::size_of;
 use super::quantize::largest_exponent;
 use super::{Matmul, OpDef, arity, declared_one, expect_shape};
 use crate::factor::{Dims, FactorRule};
@@ -21,6 +22,22 @@ impl ScaledMatmul {
     /// The same contraction without scales.
     pub fn product(&self) -> Matmul {
         Matmul::new(self.spec.clone())
+    }
+
+    /// The sizes of its products of two matrices, `[m, n, k]`, and how many they are: one per index of the letters
+    /// before the last two of either operand, since those may have scales of their own.
+    pub fn matrices(&self, operands: &[TensorType]) -> Result<([u64; 3], u64), String> {
+        let (sizes, [a, b, _]) = (self.product().sizes(operands)?, self.product().letters()?);
+        let (Some((_, of_a)), Some((_, of_b))) = (a.split_last(), b.split_last()) else {
+            return Err(format!("`{}` is no product of matrices", self.spec));
+        };
+        let of = |letter: Option<&char>| letter.map_or(1, |letter| size_of(&sizes, *letter));
+        let inner = [of_a.last(), of_b.last(), a.last()].map(of);
+        let is_outer = |(letter, _): &&(char, u64)| {
+            of_a.split_last().is_some_and(|(_, outer)| outer.contains(letter))
+                || of_b.split_last().is_some_and(|(_, outer)| outer.contains(letter))
+        };
+        Ok((inner, sizes.iter().filter(is_outer).map(|(_, size)| size).product()))
     }
 
     /// The letters of the operands, the scales and the result.
@@ -52,7 +69,7 @@ impl OpDef for ScaledMatmul {
             return Err(format!("`{}` does not sum over the last index of both operands", self.spec));
         }
         let sizes = self.product().sizes(operands)?;
-        let size = |letter: &char| sizes.iter().find(|(known, _)| known == letter).map_or(1, |(_, size)| *size);
+        let size = |letter: &char| size_of(&sizes, *letter);
         let result = declared_one(declared)?;
         expect_shape("the result", &result, &letters[2].iter().map(size).collect::<Vec<_>>())?;
         if !result.dtype.is_float() || largest_exponent(result.dtype).is_some() {

@@ -8,7 +8,7 @@
 
 use super::node::Machine;
 use shardc_ir::TensorType;
-use shardc_ir::ops::{Fused, Matmul, Op};
+use shardc_ir::ops::{Fused, Matmul, Op, ScaledMatmul};
 
 /// Of a last wave that is not full, the share that is lost: persistent kernels and split products
 /// fill the rest. Fitted to published runs (vTrain, Megatron-LM, llm-foundry; see [`Library`](super::Library)).
@@ -49,6 +49,12 @@ impl Sizes {
         let of: Vec<TensorType> = first.operands.iter().filter_map(|value| operands.get(*value).cloned()).collect();
         let sizes = Self::of(matmul, &of)?;
         Some(Self { batch: sizes.batch * region.steps.len() as f64, ..sizes })
+    }
+
+    /// The sizes of each product of a contraction of 8-bit floats, and how many run one after the other.
+    pub fn of_scaled(matmul: &ScaledMatmul, operands: &[TensorType]) -> Option<(Self, f64)> {
+        let ([m, n, k], count) = matmul.matrices(operands).ok()?;
+        Some((Self { batch: 1.0, m: m as f64, n: n as f64, k: k as f64 }, count as f64))
     }
 
     /// The sizes of the product that a convolution or a derivative of it is, as libraries compute it: the

@@ -65,14 +65,16 @@ impl<'a> Machine<'a> {
         let traffic = op.bytes(operands, results).0 as f64 / self.bandwidth();
         let launch = self.launch();
         let product = match op {
-            Op::Matmul(product) => matmul::Sizes::of(product, operands),
-            Op::ScaledMatmul(product) => matmul::Sizes::of(&product.product(), operands),
-            Op::Fused(region) if region.is_products() => matmul::Sizes::beside(region, operands),
-            _ => matmul::Sizes::of_convolution(op, operands, results),
+            Op::Matmul(product) => matmul::Sizes::of(product, operands).map(|sizes| (sizes, 1.0)),
+            Op::ScaledMatmul(product) => matmul::Sizes::of_scaled(product, operands),
+            Op::Fused(region) if region.is_products() => {
+                matmul::Sizes::beside(region, operands).map(|sizes| (sizes, 1.0))
+            }
+            _ => matmul::Sizes::of_convolution(op, operands, results).map(|sizes| (sizes, 1.0)),
         };
-        if let Some(sizes) = product {
+        if let Some((sizes, count)) = product {
             let (peak, rate) = (peak(operands[0].dtype, device), rate(operands[0].dtype, device));
-            let alone = matmul::seconds(sizes, rate, self);
+            let (alone, launch) = (count * matmul::seconds(sizes, rate, self), count * launch);
             // One product runs at the clock that a short burst reaches, those of a step at what the power allows.
             let sustained = op.flops(operands, results).0 / (peak * device.sustained_efficiency.value);
             let arithmetic = alone.max(sustained);
@@ -171,7 +173,22 @@ fn rate(dtype: DType, device: &Profile) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardc_ir::ops::{Attention, AttentionGrad};
+    use shardc_ir::ops::{Attention, AttentionGrad, ScaledMatmul};
+
+    #[test]
+    fn products_in_8_bits_run_sample_by_sample() {
+        let device = Profile::find("h200").unwrap();
+        let op = Op::from(ScaledMatmul { spec: "bsk,nk->bsn".into() });
+        let seconds = |batch: u64, seq: u64| {
+            let (a, b) =
+                (TensorType::new(DType::F8e4m3, [batch, seq, 768]), TensorType::new(DType::F8e4m3, [768, 768]));
+            let scales = [TensorType::new(DType::F32, [batch]), TensorType::scalar(DType::F32)];
+            let result = TensorType::new(DType::Bf16, [batch, seq, 768]);
+            let operands = [&[a, b], &scales[..]].concat();
+            Machine::own(&device).seconds(&op, &operands, &[result], Pass::Forward).0.0
+        };
+        assert!(seconds(32, 2048) > 1.5 * seconds(1, 65536), "{} {}", seconds(32, 2048), seconds(1, 65536));
+    }
 
     /// The shapes measured on H200, each alone: within 10% of the rate reached there.
     #[test]

@@ -87,8 +87,8 @@ fn data_type(dtype: DType) -> Result<sys::ncclDataType_t, Failure> {
         DType::F16 => Ok(T::ncclFloat16),
         DType::I64 => Ok(T::ncclInt64),
         DType::I32 => Ok(T::ncclInt32),
-        DType::Bool | DType::U8 => Ok(T::ncclUint8),
-        other => Err(format!("NCCL does not carry {other}")),
+        // 8-bit floats are moved only: no operation on them has partial results.
+        DType::Bool | DType::U8 | DType::F8e4m3 | DType::F8e5m2 => Ok(T::ncclUint8),
     }
 }
 
