@@ -64,6 +64,15 @@ pub struct Loop {
     buckets: Vec<Bucket>,
 }
 
+/// The seconds of a loop's collectives, for one way to hold copies.
+#[derive(Clone, Debug, Default)]
+pub struct Times {
+    /// Per bucket, without parts and with them.
+    reduce: [Vec<f64>; 2],
+    /// Per stretch, of what its direction reads first and of all that it reads.
+    gather: [Vec<f64>; 2],
+}
+
 /// Which data-parallel communication there is in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic<'a> {
@@ -232,27 +241,40 @@ impl Loop {
         }
     }
 
+    /// The seconds of each collective, for ranks that hold copies in one way.
+    pub fn times(&self, copies: &[Copies; 2], cluster: &Cluster) -> Times {
+        let reduce = |zero: u64| {
+            let of = |bucket: &Bucket| copies[bucket.kind].reduce(zero, bucket.bytes, cluster);
+            self.buckets.iter().map(of).collect()
+        };
+        let gather = |bytes: &dyn Fn(&Stretch) -> [f64; 2]| {
+            let of = |stretch: &Stretch| {
+                copies.iter().zip(bytes(stretch)).map(|(of, bytes)| of.gather(bytes, cluster)).sum::<f64>()
+            };
+            self.stretches.iter().map(of).collect()
+        };
+        Times {
+            reduce: [reduce(0), reduce(1)],
+            gather: [gather(&|stretch| stretch.gathered_first), gather(&|stretch| stretch.gathered)],
+        }
+    }
+
     /// What the communication of a step takes and shows.
-    pub fn shown(&self, traffic: &Traffic<'_>, copies: &[Copies; 2], cluster: &Cluster) -> Shown {
+    pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
         let many = traffic.microbatches > 1;
         let gathers_in_loop = traffic.gathers && (traffic.drops || !many);
         let reduces_in_loop = traffic.reduces_in_loop || !many;
-        let reduce = |bucket: &Bucket| copies[bucket.kind].reduce(traffic.zero, bucket.bytes, cluster);
-        let reduces = || self.buckets.iter().map(|bucket| (bucket, reduce(bucket)));
-        let gather = |stretch: &Stretch| {
-            let bytes = if traffic.drops { stretch.gathered } else { stretch.gathered_first };
-            copies.iter().zip(bytes).map(|(copies, bytes)| copies.gather(bytes, cluster)).sum::<f64>()
-        };
+        let reduces = || self.buckets.iter().zip(times.reduce[usize::from(traffic.zero > 0)].iter().copied());
+        let gathered = &times.gather[usize::from(traffic.drops)];
         // Outside of the loop nothing runs beside it.
         let mut outside = 0.0;
         if traffic.gathers && !gathers_in_loop {
-            outside += self.stretches.iter().map(gather).sum::<f64>();
+            outside += gathered.iter().sum::<f64>();
         }
         if !reduces_in_loop {
             outside += reduces().map(|(_, seconds)| seconds).sum::<f64>();
         }
-        let gathers: Vec<f64> =
-            self.stretches.iter().map(|stretch| if gathers_in_loop { gather(stretch) } else { 0.0 }).collect();
+        let gathers = if gathers_in_loop { gathered.clone() } else { vec![0.0; gathered.len()] };
         let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
         let mut wire = Wire::default();
         let (mut now, mut alone): (f64, f64) = (0.0, 0.0);
@@ -310,7 +332,7 @@ impl Loop {
         let (inside, wire) = (wire.carried, wire.free);
         let bare = (now.max(wire) - alone).clamp(0.0, inside);
         let shown = bare + (inside - bare) * cluster.device.overlap_loss.value;
-        let times = traffic.microbatches as f64;
-        Shown { all: outside + times * inside, shown: outside + times * shown }
+        let microbatches = traffic.microbatches as f64;
+        Shown { all: outside + microbatches * inside, shown: outside + microbatches * shown }
     }
 }

@@ -3,10 +3,10 @@
 //! An axis that is searched is solved exactly for the bound's objective ([`Objective::Bound`]). Where there are
 //! several, each is solved by itself, as if the others divided every value and all work on it as far as they
 //! can, and nodes count for each of them by an equal share: the sum is below the cost of any layout, since a
-//! conversion along one axis moves no less than that. Plans that do not fit are kept out by a price on bytes: whatever the price, the least of
-//! seconds and priced bytes, less the price of the memory that there is, is below the seconds of every plan
-//! that fits. The best of a few prices is taken, and of a few means of the bound by kernels and that by the wire
-//! ([`Sharing`]).
+//! conversion along one axis moves no less than that. Plans that do not fit are kept out by a price on bytes:
+//! whatever the price, the least of seconds and priced bytes, less the price of the memory that there is, is
+//! below the seconds of every plan that fits. The best of a few prices is taken, and of a few means of the bound
+//! by kernels and that by the wire ([`Sharing`]).
 
 use super::sharing::Sharing;
 use crate::cost::step;

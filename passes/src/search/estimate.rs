@@ -3,7 +3,7 @@
 //! A [`Shape`] holds what the tensor-parallel solution of one mesh needs: seconds per microbatch and
 //! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
 
-use super::beside::{BUCKET, Loop, Shown, Traffic};
+use super::beside::{BUCKET, Loop, Shown, Times, Traffic};
 use super::liveness::{Liveness, Peak};
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
@@ -98,8 +98,9 @@ pub struct Shape<'a> {
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
-    /// What communication over the data axes runs beside.
+    /// What communication over the data axes runs beside, and for each way to store what it takes.
     around: Loop,
+    times: Vec<OnceCell<Times>>,
 }
 
 impl<'a> Shape<'a> {
@@ -131,6 +132,7 @@ impl<'a> Shape<'a> {
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
             around: Loop::default(),
+            times: vec![OnceCell::new(); meshes.len()],
         };
         // What is converted in between is made and read by instructions of their own.
         let mut is_apart = vec![false; prepared.rules.len()];
@@ -353,7 +355,8 @@ impl<'a> Shape<'a> {
             microbatches: self.microbatches,
             again: &selected,
         };
-        let around = if is_shared { self.around.shown(&traffic, &of.copies, cluster) } else { Shown::default() };
+        let times = || self.times[storage].get_or_init(|| self.around.times(&of.copies, cluster));
+        let around = if is_shared { self.around.shown(&traffic, times(), cluster) } else { Shown::default() };
         let (communication, shown) = (around.all, around.shown);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves.
