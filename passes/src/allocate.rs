@@ -404,35 +404,31 @@ pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
     by_category(program, &lives)
 }
 
-/// Follows the live buffers through the program; those of one offset are views of each other.
+/// Follows the live buffers through the program; those that overlap are views of each other.
 fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usize, Memory)> {
-    let mut events: Vec<(usize, bool, u32)> = Vec::new();
-    for (index, life) in lives.iter().enumerate() {
+    let mut events: Vec<(usize, bool, BufferId)> = Vec::new();
+    for (id, life) in program.buffers.keys().zip(lives) {
         if let Some((start, end)) = life {
-            events.push((*start, true, index as u32));
-            events.push((*end + 1, false, index as u32));
+            events.push((*start, true, id));
+            events.push((*end + 1, false, id));
         }
     }
     events.sort_unstable();
-    let mut live: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+    let mut views = Views { program, live: BTreeMap::new() };
     let (mut now, mut curve) = (Memory::default(), Vec::new());
-    let owner = |ids: &[u32]| {
-        let of = |id: &u32| &program.buffers[BufferId::from_u32(*id)];
-        ids.iter().map(of).max_by_key(|buffer| buffer.ty.bytes()).map(|buffer| (buffer.category, buffer.ty.bytes()))
-    };
-    for (at, (time, starts, index)) in events.iter().enumerate() {
-        let ids = live.entry(program.buffers[BufferId::from_u32(*index)].offset).or_default();
-        if let Some((category, bytes)) = owner(ids) {
+    for (at, (time, starts, id)) in events.iter().enumerate() {
+        let (mut ids, before) = views.take(*id);
+        for (category, bytes) in before {
             let held = now.category(category);
-            *held = Bytes(held.0 - bytes.0);
+            *held = Bytes(held.0 - bytes);
         }
         if *starts {
-            ids.push(*index)
+            ids.push(*id)
         } else {
-            ids.retain(|id| id != index)
+            ids.retain(|known| known != id)
         }
-        if let Some((category, bytes)) = owner(ids) {
-            *now.category(category) += bytes;
+        for (category, bytes) in views.put(ids) {
+            *now.category(category) += Bytes(bytes);
         }
         let settled = events.get(at + 1).is_none_or(|(next, ..)| next != time);
         if settled {
@@ -440,4 +436,56 @@ fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usiz
         }
     }
     curve
+}
+
+/// The live buffers of a program, those that overlap together, by where they begin: each with where they end.
+struct Views<'a> {
+    program: &'a Program,
+    live: BTreeMap<u64, (u64, Vec<BufferId>)>,
+}
+
+impl Views<'_> {
+    fn range(&self, id: BufferId) -> (u64, u64) {
+        let buffer = &self.program.buffers[id];
+        (buffer.offset, buffer.offset + buffer.ty.bytes().0.max(1))
+    }
+
+    /// Takes out all that overlap with a buffer, and what they counted for.
+    fn take(&mut self, id: BufferId) -> (Vec<BufferId>, Vec<(Category, u64)>) {
+        let (start, end) = self.range(id);
+        let overlapping = self.live.range(..end).rev().take_while(|(_, (last, _))| *last > start);
+        let starts: Vec<u64> = overlapping.map(|(start, _)| *start).collect();
+        let (mut ids, mut counted) = (Vec::new(), Vec::new());
+        for start in starts {
+            if let Some((end, together)) = self.live.remove(&start) {
+                counted.extend(self.counts(start, end, &together));
+                ids.extend(together);
+            }
+        }
+        (ids, counted)
+    }
+
+    /// Puts buffers back, those that overlap together, and what they count for.
+    fn put(&mut self, mut ids: Vec<BufferId>) -> Vec<(Category, u64)> {
+        ids.sort_unstable_by_key(|id| self.range(*id));
+        let mut counted = Vec::new();
+        let mut ids = ids.into_iter().peekable();
+        while let Some(id) = ids.next() {
+            let ((start, mut end), mut together) = (self.range(id), vec![id]);
+            while let Some(next) = ids.next_if(|next| self.range(*next).0 < end) {
+                end = end.max(self.range(next).1);
+                together.push(next);
+            }
+            counted.extend(self.counts(start, end, &together));
+            self.live.insert(start, (end, together));
+        }
+        counted
+    }
+
+    /// The bytes of some that overlap: for what the largest of them is.
+    fn counts(&self, start: u64, end: u64, together: &[BufferId]) -> Option<(Category, u64)> {
+        let buffers = together.iter().map(|id| &self.program.buffers[*id]);
+        let largest = buffers.max_by_key(|buffer| buffer.ty.bytes())?;
+        (largest.ty.bytes().0 > 0).then_some((largest.category, end - start))
+    }
 }
