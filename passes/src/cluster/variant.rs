@@ -17,6 +17,13 @@ struct Variant {
     figures: BTreeMap<String, Figure>,
 }
 
+/// The names of all variants, as they are written.
+#[cfg(test)]
+pub(super) fn names() -> Vec<String> {
+    let variants: Vec<Variant> = serde_json::from_str(VARIANTS).unwrap();
+    variants.into_iter().map(|variant| variant.name).collect()
+}
+
 /// Adds the variants of these profiles to them. One that names a device or a figure that is not there is left out.
 pub(super) fn add(profiles: &mut BTreeMap<String, Profile>) {
     let variants: Vec<Variant> = serde_json::from_str(VARIANTS).unwrap_or_default();
