@@ -234,7 +234,9 @@ fn row(index: usize, value: serde_json::Value) -> Row {
     // A text that is `null` is as unknown as one that is absent.
     strip_nulls(&mut known);
     for part in ["model", "hardware", "parallel"] {
-        known.get_mut(part).map(plain_numbers);
+        if let Some(part) = known.get_mut(part) {
+            plain_numbers(part);
+        }
     }
     match serde_json::from_value::<Row>(known) {
         Err(error) => faulty(format!("row {index}: {error}")),
@@ -243,7 +245,7 @@ fn row(index: usize, value: serde_json::Value) -> Row {
     }
 }
 
-/// Whole numbers that are written `8.0` or `\"8\"` become numbers, and a choice that is `true` or `false` a word.
+/// Whole numbers that are written `8.0` or `"8"` become numbers, and a choice that is `true` or `false` a word.
 fn plain_numbers(value: &mut serde_json::Value) {
     let serde_json::Value::Object(fields) = value else { return };
     for (name, field) in fields {

@@ -19,14 +19,18 @@ pub fn is_f8(precision: &str) -> Result<bool, String> {
 /// The ZeRO stage, as a number or in words.
 ///
 /// # Errors
-/// State on the host, and what is no stage.
+/// State on the host, a stage with something else, and what is no stage.
 pub fn zero_stage(value: &serde_json::Value) -> Result<u64, String> {
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_lowercase);
-    if ["offload", "infinity", "cpu", "nvme", "+"].iter().any(|word| text.contains(word)) {
+    if ["offload", "infinity", "cpu", "nvme"].iter().any(|word| text.contains(word)) {
         return Err(format!("ZeRO `{text}` moves state to the host"));
     }
-    let digits = || text.trim_end().rsplit(|letter: char| !letter.is_ascii_digit()).next()?.parse().ok();
-    let number = if value.is_string() { digits() } else { value.as_f64() };
+    if text.contains('+') {
+        return Err(format!("ZeRO `{text}` is a stage and something more, which is not known"));
+    }
+    let is_figure = |letter: char| letter.is_ascii_digit() || letter == '.';
+    let last = || text.trim_end().rsplit(|letter| !is_figure(letter)).next()?.parse().ok();
+    let number = if value.is_string() { last() } else { value.as_f64() };
     let stage = number.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage));
     stage.map(|stage| stage as u64).ok_or_else(|| format!("ZeRO `{text}` is not a stage from 0 to 3"))
 }
@@ -57,8 +61,21 @@ mod tests {
         assert!(["fp32", "", "mxfp8", "int8"].iter().all(|text| is_f8(text).is_err()));
         let stages = [json!(1), json!(3.0), json!("zero1"), json!("ZeRO-2"), json!("stage 3")].map(|v| zero_stage(&v));
         assert_eq!(stages, [1, 3, 1, 2, 3].map(Ok));
-        let refused = [json!(9), json!(-1), json!(true), json!("3+offload"), json!("hsdp")];
-        assert!(refused.iter().all(|value| zero_stage(value).is_err()));
+        assert_eq!([json!("3.0"), json!("stage 2.0 "), json!("1")].map(|v| zero_stage(&v)), [3, 2, 1].map(Ok));
+        let refused = [
+            (json!(9), "`9` is not a stage"),
+            (json!(-1), "`-1` is not a stage"),
+            (json!(true), "`true` is not a stage"),
+            (json!("hsdp"), "`hsdp` is not a stage"),
+            (json!("1.5"), "`1.5` is not a stage"),
+            (json!("3.0.1"), "`3.0.1` is not a stage"),
+            (json!("3+offload"), "moves state to the host"),
+            (json!("2+hsdp"), "`2+hsdp` is a stage and something more"),
+        ];
+        for (value, expect) in refused {
+            let message = zero_stage(&value).unwrap_err();
+            assert!(message.contains(expect), "{message}");
+        }
         assert_eq!(recomputation("full-uniform"), Ok(Again::Everything));
         assert_eq!(recomputation("selective+seqpar"), Ok(Again::Attention));
         assert!(recomputation("some").is_err());
