@@ -21,8 +21,10 @@ pub struct Decoder {
     pub vocab: u64,
     /// Tokens of a sequence.
     pub seq: u64,
-    /// Whether the feed-forward network has a gate (SwiGLU), and the head its own matrix.
+    /// Whether the feed-forward network has a gate (SwiGLU); such a model also turns its queries and keys.
     pub is_gated: bool,
+    /// Whether the head has a matrix of its own.
+    pub is_untied: bool,
     /// Whether queries, keys and values come out of a narrow latent vector.
     pub is_latent: bool,
     /// Layers with attention.
@@ -65,9 +67,12 @@ pub const SCAN_GROUPS: u64 = 8;
 /// Channels of one head of a scan.
 pub const SCAN_HEAD: u64 = 64;
 
-/// Sizes that sources leave out because the model's own report has them.
+/// What sources leave out because the model's own report has it. This table is the one place for facts
+/// about single models: a row's `kind` names an entry, nothing else looks at names of models.
 struct Published {
     name: &'static str,
+    /// [`Decoder::is_gated`] and [`Decoder::is_untied`].
+    has: [bool; 2],
     /// Width, heads, key heads, dense feed-forward width, vocabulary.
     sizes: [u64; 5],
     /// Layers with attention, a dense network, experts, a scan.
@@ -76,10 +81,29 @@ struct Published {
     expert_ffn: u64,
 }
 
-const PUBLISHED: [Published; 5] = [
+const PUBLISHED: [Published; 7] = [
+    // Meta, "Llama 3.2" model card and configuration, 2024.
+    Published {
+        name: "llama3.2-1b",
+        has: [true, false],
+        sizes: [2048, 32, 8, 8192, 128256],
+        parts: [16, 16, 0, 0],
+        state: 0,
+        expert_ffn: 0,
+    },
+    // Gemma Team, "Gemma 2", 2024, table 1, whose feed-forward width counts both halves of the gate.
+    Published {
+        name: "gemma2-9b",
+        has: [true, false],
+        sizes: [3584, 16, 8, 14336, 256128],
+        parts: [42, 42, 0, 0],
+        state: 0,
+        expert_ffn: 0,
+    },
     // NVIDIA, "Nemotron-H", 2025, table 1 and section 2.1.
     Published {
         name: "nemotron-h-56b",
+        has: [false, true],
         sizes: [8192, 64, 8, 32768, 131072],
         parts: [10, 54, 0, 54],
         state: 256,
@@ -87,6 +111,7 @@ const PUBLISHED: [Published; 5] = [
     },
     Published {
         name: "nemotron-h-8b",
+        has: [false, true],
         sizes: [4096, 32, 8, 21504, 131072],
         parts: [4, 24, 0, 24],
         state: 128,
@@ -95,6 +120,7 @@ const PUBLISHED: [Published; 5] = [
     // Meta's Llama 4 configurations: every second layer of Maverick is dense, none of Scout's.
     Published {
         name: "llama4-maverick",
+        has: [true, true],
         sizes: [5120, 40, 8, 16384, 202048],
         parts: [48, 24, 24, 0],
         state: 0,
@@ -102,6 +128,7 @@ const PUBLISHED: [Published; 5] = [
     },
     Published {
         name: "llama4-scout",
+        has: [true, true],
         sizes: [5120, 40, 8, 16384, 202048],
         parts: [48, 0, 48, 0],
         state: 0,
@@ -110,6 +137,7 @@ const PUBLISHED: [Published; 5] = [
     // DeepSeek-AI, "DeepSeek-V3", 2024, section 4.2.
     Published {
         name: "deepseek-v3",
+        has: [true, true],
         sizes: [7168, 128, 128, 18432, 129280],
         parts: [61, 3, 58, 0],
         state: 0,
@@ -136,7 +164,7 @@ impl Decoder {
         let layers = model.layers.filter(|layers| *layers > 0).ok_or("the model's number of layers is not known")?;
         let seq = model.seq.filter(|seq| *seq > 0).ok_or("the model's sequence length is not known")?;
         let heads = size("number of heads", model.heads, 1)?;
-        let (experts, visited) = if kind.contains("moe") { experts(&kind)? } else { (1, 1) };
+        let (experts, visited) = if has_experts(row) { experts(&kind)? } else { (1, 1) };
         let ffn = size("feed-forward width", model.ffn, 3)?;
         let otherwise = if experts > 1 { [layers, 0, layers, 0] } else { [layers, layers, 0, 0] };
         // A report's counts, for as many layers as the run has.
@@ -147,9 +175,11 @@ impl Decoder {
         if parts[3] > 0 && parts.iter().sum::<u64>() != layers {
             return Err(format!("the parts of {layers} layers are not known, only those of the whole model"));
         }
+        let hidden = size("width", model.hidden, 0)?;
+        let [is_gated, is_untied] = published.map_or_else(|| form(&kind, hidden, ffn), |known| known.has);
         let decoder = Self {
             layers,
-            hidden: size("width", model.hidden, 0)?,
+            hidden,
             heads,
             kv_heads: model
                 .kv_heads
@@ -159,12 +189,8 @@ impl Decoder {
             ffn,
             vocab: size("vocabulary", model.vocab, 4).unwrap_or(51200),
             seq,
-            is_gated: [
-                "llama", "grok", "mixtral", "qwen", "mistral", "deepseek", "gemma", "olmo", "gpt-oss", "internlm",
-                "baichuan",
-            ]
-            .iter()
-            .any(|name| kind.contains(name)),
+            is_gated,
+            is_untied,
             is_latent: kind.contains("mla"),
             attentions: parts[0],
             networks: parts[1],
@@ -224,10 +250,31 @@ impl Decoder {
         (dense + shared, of(self.routed, experts))
     }
 
+    /// Matrices as large as the token table on one rank: where the last stage is the first, a head of its own besides.
+    pub fn tables(&self, stages: u64) -> f64 {
+        if stages == 1 && self.is_untied { 2.0 } else { 1.0 }
+    }
+
     /// Parameters of the token table on one rank.
     pub fn table_parameters(&self, tensor: u64) -> f64 {
         (self.vocab * self.hidden) as f64 / tensor as f64
     }
+}
+
+/// Whether a run's model has experts.
+pub fn has_experts(row: &Row) -> bool {
+    row.model.kind.to_lowercase().contains("moe")
+}
+
+/// Whether a network has a gate and the head its own matrix, by what the source says: the words for the
+/// activation; without any, the width. A network without a gate is four times as wide as the stream (Vaswani
+/// et al., 2017, section 3.3), one with a gate has another width, since its third matrix would make it larger
+/// (Shazeer, "GLU variants improve transformer", 2020, section 2). Models that are gated have untied heads as
+/// well, unless [`PUBLISHED`] says otherwise.
+fn form(kind: &str, hidden: u64, ffn: u64) -> [bool; 2] {
+    let is_plain = ["relu", "gelu"].iter().any(|word| kind.contains(word)) || ffn == 4 * hidden;
+    let is_gated = kind.contains("glu") || !is_plain;
+    [is_gated, is_gated || kind.contains("untied")]
 }
 
 /// Reads `8 experts top-2`.
@@ -238,4 +285,38 @@ fn experts(kind: &str) -> Result<(u64, u64), String> {
     let known =
         experts.zip(visited).filter(|(experts, visited)| (1..=4096).contains(experts) && (1..=64).contains(visited));
     known.ok_or_else(|| "the number of experts is not known".to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gates_and_heads_follow_from_what_is_published() {
+        let of = |kind: &str, hidden, ffn| {
+            let mut row = Row::default();
+            row.model.kind = kind.to_string();
+            (row.model.layers, row.model.hidden, row.model.heads) = (Some(16), Some(hidden), Some(16));
+            (row.model.ffn, row.model.seq) = (Some(ffn), Some(1024));
+            Decoder::of(&row).map(|decoder| [decoder.is_gated, decoder.is_untied])
+        };
+        assert_eq!(of("gpt", 2048, 8192), Ok([false, false]));
+        assert_eq!(of("a model of no known name", 4096, 11008), Ok([true, true]));
+        assert_eq!(of("MoE 8 experts top-2", 4096, 14336), Ok([true, true]));
+        assert_eq!(of("a model with SwiGLU", 2048, 8192), Ok([true, true]));
+        assert_eq!(of("squared-relu untied", 3072, 9216), Ok([false, true]));
+        assert_eq!(of("llama3.2-1b", 2048, 8192), Ok([true, false]));
+    }
+
+    #[test]
+    fn what_is_published_divides() {
+        for known in PUBLISHED {
+            let mut row = Row::default();
+            row.model.kind = known.name.to_string();
+            row.model.layers = Some(if known.parts[3] > 0 { known.parts.iter().sum() } else { known.parts[0] });
+            row.model.seq = Some(1024);
+            let decoder = Decoder::of(&row).unwrap_or_else(|error| panic!("{}: {error}", known.name));
+            assert_eq!([decoder.attentions, decoder.networks, decoder.routed, decoder.scans], known.parts);
+        }
+    }
 }

@@ -20,7 +20,7 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let (dense, experts) = decoder.layer_parameters(shape);
     let layers = decoder.layers.div_ceil(degrees.stages) as f64;
     let table = decoder.table_parameters(degrees.tensor);
-    let tables = if degrees.stages == 1 && decoder.is_gated { 2.0 } else { 1.0 };
+    let tables = decoder.tables(degrees.stages);
     let [data, expert_data] = degrees.data_ranks().map(|ranks| ranks as f64);
     let parts = |stage: u64, ranks: f64| if degrees.zero >= stage { ranks } else { 1.0 };
     let mut stored = 0.0;

@@ -102,7 +102,6 @@ impl Evaluator {
         let Self { cluster, system, decoder, blocks, .. } = self;
         let block = *blocks.entry(shape).or_insert_with(|| decoder.block(shape, cluster, &system.library));
         let table = decoder.table_parameters(degrees.tensor);
-        let tables = if degrees.stages == 1 && decoder.is_gated { 2.0 } else { 1.0 };
         let neighbour = degrees.tensor * degrees.context * degrees.data;
         let [ranks, expert_ranks] = degrees.data_ranks();
         let work = Work {
@@ -111,7 +110,7 @@ impl Evaluator {
             layer: block.layer,
             layers: decoder.layers,
             ends: block.ends,
-            end_parameters: tables * table,
+            end_parameters: decoder.tables(degrees.stages) * table,
             microbatches: degrees.microbatches(),
             stages: degrees.stages,
             schedule: degrees.schedule(),
