@@ -337,15 +337,15 @@ fn write_parts(
     holders: &[(u64, &Slot)],
     make: impl Fn(&Slot) -> Result<Option<HostTensor>, Error>,
 ) -> Result<Vec<u64>, Error> {
-    let mut parts: Vec<(&[(u64, u64)], Option<HostTensor>)> = Vec::new();
+    let mut parts: BTreeMap<_, Option<HostTensor>> = BTreeMap::new();
     let mut without = Vec::new();
     for (rank, slot) in holders {
-        if !parts.iter().any(|(slice, _)| *slice == slot.slice) {
-            parts.push((&slot.slice, make(slot)?));
+        if !parts.contains_key(&slot.slice) {
+            parts.insert(&slot.slice, make(slot)?);
         }
-        match parts.iter().find(|(slice, _)| *slice == slot.slice) {
-            Some((_, Some(part))) => runtime.write_slot(*rank, &slot.name, part)?,
-            _ => without.push(*rank),
+        match &parts[&slot.slice] {
+            Some(part) => runtime.write_slot(*rank, &slot.name, part)?,
+            None => without.push(*rank),
         }
     }
     Ok(without)

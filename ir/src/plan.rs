@@ -220,7 +220,7 @@ pub struct Request {
     pub batch: u64,
     /// Tokens per sequence (0 where the model has none).
     pub seq: u64,
-    /// The precision of the computation: `fp32`, `bf16`.
+    /// The precision of the computation: `fp32`, `bf16`, `fp16`, `fp8`.
     pub precision: String,
     /// The memory bound per rank.
     pub device_memory: Bytes,

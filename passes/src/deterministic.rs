@@ -1,8 +1,8 @@
 //! Asks for kernels that give the same bits every time.
 //!
-//! Of the operations only the derivative of attention has a faster kernel that does not: ranks of blocks add to the
-//! gradient of the queries in the order in which they come. The other writes the derivative of all scores instead,
-//! which the operation's bytes and the kernel's scratch memory count, so the plan knows what it costs.
+//! Of the operations only the derivative of attention has a faster kernel that does not: its blocks of keys add to the
+//! gradient of the queries in the order in which they end. The other kernel writes the derivative of all scores
+//! instead, which the operation's bytes and the kernel's scratch memory count, so the plan knows what it costs.
 
 use crate::error::PassError;
 use shardc_ir::ops::AttentionGrad;

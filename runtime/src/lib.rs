@@ -38,23 +38,26 @@ pub trait Runtime {
     /// Writes a rank's part of a slot (a parameter or an optimizer state).
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError>;
 
-    /// Gives slots their initial values where this backend can make them in place: each a rank's part of an output
-    /// of the graph `init`, under this seed. Those that are left are to be written.
+    /// Gives slots, each a rank and a name, their initial values where this backend can make them in place: the
+    /// rank's part of the output of `init` that has the slot's name, under this seed. Those that are left are to be
+    /// written; by default all are.
+    ///
+    /// # Errors
+    /// A slot that there is not; a device that fails.
     fn make_slots(
         &mut self,
-        init: &Graph,
-        seed: u64,
+        _init: &Graph,
+        _seed: u64,
         slots: Vec<(u64, String)>,
     ) -> Result<Vec<(u64, String)>, RuntimeError> {
-        let _ = (init, seed);
         Ok(slots)
     }
 
     /// Reads a rank's part of a slot.
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError>;
 
-    /// Runs one step on the ranks of this process, together with all others. `feeds` holds every input whole, by name; the readings (`loss`,
-    /// `grad_norm`) come back as they are, finite or not.
+    /// Runs one step on the ranks of this process, together with all others. `feeds` holds every input whole, by
+    /// name; the readings (`loss`, `grad_norm`) come back as they are, finite or not.
     fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError>;
 
     /// Runs one step as [`Runtime::step`] does and measures every instruction of this process's ranks. The
