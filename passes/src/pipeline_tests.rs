@@ -72,14 +72,17 @@ fn searched(sizes: Sizes, cluster: &str, pins: &str, scope: Scope, memory: u64) 
 
 /// The plan's step and memory by its programs.
 fn by_programs(plan: &Plan, cluster: &str) -> Prediction {
+    by_programs_on(plan, &Cluster::parse(cluster, "h200").expect("a cluster"))
+}
+
+fn by_programs_on(plan: &Plan, cluster: &Cluster) -> Prediction {
     let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
     let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
     verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{}: {found}", plan.choice));
-    let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
     let apart = plan.mesh.family("pp");
     let first: Vec<_> = plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
-    let simulated = simulate(&first, &apart, &plan, &cluster, &Conditions::default()).expect("a step");
-    predict(&first, &simulated, &plan, &cluster)
+    let simulated = simulate(&first, &apart, &plan, cluster, &Conditions::default()).expect("a step");
+    predict(&first, &simulated, &plan, cluster)
 }
 
 #[test]
@@ -141,7 +144,8 @@ fn stages_compute_again_what_they_must() {
     assert_eq!(plan(&format!(",{named}"), between).expect("a plan").choice, mixed.choice);
 }
 
-/// Stages on faster nodes get more of the model, and the step is faster than if all nodes were the slower ones.
+/// Stages on faster nodes get more of the model, and the step is faster than if all nodes were the slower ones. The
+/// plan says how it was found, can be read back, and is what its programs do, by what its own devices can.
 #[test]
 fn stages_are_as_large_as_their_nodes_are_fast() {
     let sizes = Sizes { layers: 12, batch: 32, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
@@ -159,6 +163,17 @@ fn stages_are_as_large_as_their_nodes_are_fast() {
             };
             plan.graph.nodes().filter(is_own).count() as f64
         };
+        let exact = by_programs_on(&plan, &cluster);
+        let off = |own: f64, exact: f64| (own / exact - 1.0).abs();
+        assert!(off(plan.prediction.step.0, exact.step.0) < 0.15, "{}: {exact:?}", plan.choice);
+        let memory = [&plan.prediction, &exact].map(|prediction| prediction.memory.total().0 as f64);
+        assert!(off(memory[0], memory[1]) < 0.08, "{}: {exact:?}", plan.choice);
+        let peak = 4.0 * cluster.parts.iter().map(|part| part.device.peak_bf16.value).sum::<f64>();
+        for Prediction { flops, step, mfu, .. } in [&plan.prediction, &exact] {
+            assert!(off(*mfu, flops.0 / (step.0 * peak)) < 1e-6, "{}: {mfu}", plan.choice);
+        }
+        let read = Plan::from_json(&plan.to_json()).unwrap_or_else(|error| panic!("{}: {error}", plan.choice));
+        assert!(read.search.bound.0 > 0.0 && read.search.bound <= read.search.estimate, "{:?}", read.search);
         (products(0) / products(1), plan.prediction.step.0)
     };
     let (mixed, turned, slow) = (plan(&["h100", "a100-80"]), plan(&["a100-80", "h100"]), plan(&["a100-80", "a100-80"]));

@@ -30,7 +30,7 @@ pub mod why;
 pub use degrees::Degrees;
 pub use pins::{Pins, Recompute};
 
-use crate::cluster::{Cluster, Profile};
+use crate::cluster::Cluster;
 use crate::cost;
 use crate::shard::family::copy_axes;
 use crate::shard::prepare::prepare;
@@ -314,7 +314,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     let Space { prepared, line, cluster, request, pins, mut away } = *space;
     away.room.device = request.device_memory;
     let (ranks, batch) = (cluster.ranks(), request.batch);
-    let work = model_work(prepared.graph, &cluster.device);
+    let work = model_work(prepared.graph, cluster);
     let (mut candidates, mut is_coupled) = (Vec::new(), false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
@@ -511,15 +511,16 @@ fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
     Err(PlanError::Pin { pin: format!("loss_chunks={chunks}"), message })
 }
 
-/// The model's work in one step: recomputation does not count.
-pub fn model_work(graph: &Graph, device: &Profile) -> Work {
+/// The model's work in one step: recomputation does not count. At peak it is done by a device that is as fast as
+/// those of the cluster are on average.
+pub fn model_work(graph: &Graph, cluster: &Cluster) -> Work {
     let mut work = Work { flops: Flops(0.0), at_peak: Seconds(0.0) };
     for (id, node) in graph.nodes().filter(|(_, node)| !matches!(node.role, shardc_ir::Role::Recompute(_))) {
         let operands = graph.operand_types(id);
         let flops = cost::model_flops(&node.op, &operands, &graph.result_types(id));
         if let Some(operand) = operands.first().filter(|_| flops.0 > 0.0) {
             work.flops += flops;
-            work.at_peak += Seconds(flops.0 / cost::peak(operand.dtype, device));
+            work.at_peak += Seconds(flops.0 / cluster.mean(|device| cost::peak(operand.dtype, device)));
         }
     }
     work

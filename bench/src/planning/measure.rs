@@ -112,7 +112,7 @@ pub fn evaluations(name: &str, cluster: &str, batch: u64) -> Result<f64, Error> 
     let prepared = prepare(&graph, batch, target);
     let degrees = Degrees::new(1).with("dp", &[cluster.ranks()]);
     let mesh = degrees.mesh(batch);
-    let work = search::model_work(&graph, &cluster.device);
+    let work = search::model_work(&graph, &cluster);
     let (mut seconds, mut count, mut sum) = (0.0, 0u64, 0.0);
     while seconds < 1.0 {
         // Anew every time: peaks that were asked for are known to a shape.

@@ -98,7 +98,7 @@ impl Cluster {
                     let (one, other) = (&first.device.name, &other.device.name);
                     return Err(fail(format!("{one} and {other} cannot run one program: name devices of one kind")));
                 }
-                (slowest(&first.device, others), nodes)
+                (of_all(&first.device, others, true), nodes)
             }
         };
         let (name, per_node, levels) = (path.to_string(), count(file.per_node)?, file.levels);
@@ -117,6 +117,19 @@ impl Cluster {
         let first = kinds.next();
         let part = first.filter(|first| kinds.all(|kind| kind == *first)).and_then(|kind| self.parts.get(kind));
         part.map_or(&self.device, |part| &part.device)
+    }
+
+    /// A cluster of one kind of nodes that no stage of a pipeline on this one is faster than.
+    pub fn fastest(&self) -> Self {
+        let [first, others @ ..] = &self.parts[..] else { return self.clone() };
+        Self { device: of_all(&first.device, others, false), parts: Vec::new(), ..self.clone() }
+    }
+
+    /// A figure of the cluster's devices, on average.
+    pub fn mean(&self, figure: impl Fn(&Profile) -> f64) -> f64 {
+        let nodes = self.parts.iter().map(|part| part.nodes).sum::<u64>();
+        let sum = self.parts.iter().map(|part| part.nodes as f64 * figure(&part.device)).sum::<f64>();
+        if nodes == 0 { figure(&self.device) } else { sum / nodes as f64 }
     }
 
     /// Which of the parts a node belongs to.
@@ -139,17 +152,17 @@ impl Cluster {
     }
 }
 
-/// A device that is as slow, and holds as little, as any of these.
-fn slowest(first: &Profile, others: &[Part]) -> Profile {
+/// A device that is as slow, and holds as little, as any of these; or as fast, and holds as much.
+fn of_all(first: &Profile, others: &[Part], is_slowest: bool) -> Profile {
     let mut device = first.clone();
     for Part { device: other, .. } in others.iter().filter(|other| other.device.name != first.name) {
         device.name = format!("{}+{}", device.name, other.name);
     }
     for name in Profile::FIGURES {
         for (_, figure) in others.iter().flat_map(|part| part.device.figures()).filter(|(known, _)| known == name) {
-            let is_worse =
-                |own: &Figure| if check::is_cost(name) { figure.value > own.value } else { figure.value < own.value };
-            if let Some(own) = device.figure_mut(name).filter(|own| is_worse(own)) {
+            let takes_more = check::is_cost(name) == is_slowest;
+            let counts = |own: &Figure| if takes_more { figure.value > own.value } else { figure.value < own.value };
+            if let Some(own) = device.figure_mut(name).filter(|own| counts(own)) {
                 *own = figure.clone();
             }
         }

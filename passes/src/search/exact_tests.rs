@@ -54,7 +54,7 @@ proptest! {
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
         let space = Space { request: &request, ..space };
-        let work = model_work(&graph, &cluster.device);
+        let work = model_work(&graph, &cluster);
         let mut best = f64::INFINITY;
         for degrees in enumerate(&space, &mut Visited::new(Bytes(memory), false)).unwrap().iter().map(|c| &c.degrees) {
             let mesh = degrees.mesh(batch);
@@ -99,7 +99,7 @@ proptest! {
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
         let axes = searched_axes(&mesh);
         let lowest = least(&prepared, &placed);
-        let work = model_work(&graph, &cluster.device);
+        let work = model_work(&graph, &cluster);
         'layouts: for change in changes {
             let mut own = placed.clone();
             for axis in axes.iter().rev() {

@@ -53,9 +53,16 @@ impl Visited {
         // The slowest of some stages takes at least what they take on average.
         let stages = degrees.degree("pp");
         let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
-        // Stages on several kinds of nodes may be faster than the slowest kind.
-        let is_mixed = stages > 1 && placed.cluster.parts.len() > 1;
-        let least = if is_whole || is_mixed { 0.0 } else { least(prepared, placed) / stages as f64 };
+        let least = match is_whole {
+            true => 0.0,
+            // Stages on several kinds of nodes may be faster than the slowest kind.
+            false if stages > 1 && placed.cluster.parts.len() > 1 => {
+                let cluster = &placed.cluster.fastest();
+                let placed = Placed { cluster, locals: prepared.locals(cluster), ..placed.clone() };
+                least(prepared, &placed) / stages as f64
+            }
+            false => least(prepared, placed) / stages as f64,
+        };
         let (degrees, is_tight) = (degrees.clone(), is_whole || stages > 1);
         // What memory costs is known of whole models.
         let stored = point.degrees.clone();

@@ -16,7 +16,7 @@ use shardc_ir::{Plan, Program, Seconds};
 pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Prediction {
     let end = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
     let last = simulated.ranks.iter().max_by(|a, b| end(a).total_cmp(&end(b)).then(b.rank.cmp(&a.rank)));
-    let work = model_work(&plan.graph, &cluster.device);
+    let work = model_work(&plan.graph, cluster);
     let memory = programs.iter().map(memory).max_by_key(|memory| memory.total()).unwrap_or_default();
     let host = cluster.on_host(memory.total());
     let mut prediction = Prediction { step: simulated.step, flops: work.flops, memory, host, ..Prediction::default() };
