@@ -1,17 +1,16 @@
 //! What stages of a pipeline tell each other: values that are sent, and numbers that are combined.
 //!
 //! A value is sent in the layout in which it is made, unless it is partial there and its first reader wants
-//! it whole: then it is resolved before it leaves. Single numbers that several stages make terms of (the squares
-//! of the gradients), or that one makes and all want (the loss), are summed over the stages after the loop;
-//! who has no term adds zero.
+//! it whole: then it is resolved before it leaves. Single numbers that one stage makes and all want (the loss, the
+//! squares of a gradient) are summed over the stages after the loop; who has none adds zero.
 
 use super::draft::Handover;
 use super::{LowerError, Lowering, Place};
 use crate::lower::Hint;
-use shardc_ir::ops::{Binary, BinaryKind, Constant, Op};
+use shardc_ir::ops::Constant;
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{BufferId, Node, NodeId, ReduceKind, Sharding, ValueId};
+use shardc_ir::{BufferId, NodeId, ReduceKind, Sharding, ValueId};
 
 impl Lowering<'_> {
     /// The layout in which a value is sent to its first reader in another stage.
@@ -74,68 +73,21 @@ impl Lowering<'_> {
         self.stage.as_ref().is_none_or(|stage| stage.here[node])
     }
 
-    /// Whether a value is a term, perhaps absent here, of a number that is summed over the stages.
-    fn is_term(&self, value: ValueId) -> bool {
-        let def = self.plan.graph.value(value).def;
-        self.stage.is_some() && (self.plan.pipeline.chunks[def].is_some() || self.terms.contains_key(&value))
-    }
-
-    /// Whether the term of this stage is at hand.
-    fn has_term(&self, value: ValueId) -> bool {
-        let def = self.plan.graph.value(value).def;
-        match self.terms.get(&value) {
-            Some(is_there) => *is_there,
-            None => self.is_here(def),
-        }
-    }
-
-    /// Whether a reader of a value (a node, or an output) wants it summed over the stages.
+    /// Whether a reader of a value (a node, or an output) wants it on all stages, of which one makes it.
     pub(super) fn is_combined_for(&self, value: ValueId, reader: Option<NodeId>) -> bool {
-        let is_outside = reader.is_none_or(|node| self.plan.pipeline.chunks[node].is_none());
-        is_outside && self.is_term(value)
+        let chunk = |id: NodeId| self.plan.pipeline.chunks[id];
+        let is_outside = reader.is_none_or(|node| chunk(node).is_none());
+        is_outside && self.stage.is_some() && chunk(self.plan.graph.value(value).def).is_some()
     }
 
-    /// Lowers a sum of terms: each stage adds those that it has.
-    pub(super) fn sum_of_terms(&mut self, id: NodeId, node: &Node) -> Result<bool, LowerError> {
-        let is_sum = matches!(&node.op, Op::Binary(Binary { kind: BinaryKind::Add }));
-        let [a, b] = node.operands[..] else { return Ok(false) };
-        if !is_sum || self.plan.pipeline.chunks[id].is_some() || !self.is_term(a) || !self.is_term(b) {
-            return Ok(false);
-        }
-        let result = node.results[0];
-        let mut own = Vec::new();
-        let present = [self.has_term(a), self.has_term(b)];
-        for (index, value) in node.operands.iter().enumerate().filter(|(index, _)| present[*index]) {
-            let layout = self.layouts[id].operands[index].clone();
-            own.push(self.own_operand(*value, &layout, Some(id))?);
-        }
-        self.terms.insert(result, !own.is_empty());
-        let place = self.last_place();
-        let layout = self.made_as(result);
-        let buffer = match own[..] {
-            [] => return Ok(true),
-            [alone] => alone,
-            _ => {
-                let ty = self.local_type(self.plan.graph.ty(result), &layout);
-                let buffer = self.draft.buffer(ty, self.category(result));
-                self.draft.buffers[buffer].value = Some(result);
-                let action = Action::Compute(node.op.clone());
-                self.draft.push(place, action, own, vec![buffer], Stream::Compute, Some(id), Hint::None);
-                buffer
-            }
-        };
-        self.made_copy(result, layout, buffer, place);
-        Ok(true)
-    }
-
-    /// A number of all stages, summed: with others of its kind, if there are any, in one collective.
+    /// A number of one stage, on all: with others of its kind, if there are any, in one collective.
     pub(super) fn combined(&mut self, value: ValueId, to: &Sharding) -> Result<BufferId, LowerError> {
         if let Some((_, buffer)) = self.summed.iter().find(|((known, layout), _)| *known == value && layout == to) {
             return Ok(*buffer);
         }
         let (def, place) = (Some(self.plan.graph.value(value).def), self.last_place());
         let ty = self.local_type(self.plan.graph.ty(value), to);
-        let own = match self.has_term(value) {
+        let own = match self.is_here(self.plan.graph.value(value).def) {
             true => self.own_operand(value, to, None)?,
             false => {
                 let zero = self.draft.buffer(ty.clone(), Category::Activation);

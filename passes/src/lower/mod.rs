@@ -167,8 +167,6 @@ struct Lowering<'a> {
     copies: Copies,
     /// The stage of a pipeline that this rank is in.
     stage: Option<Stage>,
-    /// Sums of which each stage makes a term, and whether this one does.
-    terms: std::collections::HashMap<ValueId, bool>,
     /// Numbers that were summed over the stages.
     summed: Vec<((ValueId, Sharding), BufferId)>,
     draft: Draft,
@@ -213,7 +211,6 @@ impl<'a> Lowering<'a> {
             last_forward: last_forward(&plan.graph),
             copies: Copies::default(),
             stage,
-            terms: std::collections::HashMap::new(),
             summed: Vec::new(),
             draft,
         })
@@ -256,9 +253,6 @@ impl<'a> Lowering<'a> {
         if node.op.is_leaf() {
             self.leaf(id, node)?;
             return self.send(node.results[0]);
-        }
-        if self.sum_of_terms(id, node)? {
-            return Ok(());
         }
         let (operand_layouts, result_layouts) = (self.layouts[id].operands.clone(), self.layouts[id].results.clone());
         let mut operands = Vec::with_capacity(node.operands.len());

@@ -1,16 +1,16 @@
 //! Bugs put into the programs of stages of a pipeline.
 
-use super::{At, Bug, find, instruction, is_op, is_scale, missed, relocate, remove};
+use super::{At, Bug, exchanged_items, find, instruction, is_op, is_scale, missed, relocate, remove};
 use crate::cluster::Cluster;
 use crate::lower::lower_all;
 use crate::pipeline_tests::{LAYERS, staged};
 use crate::search::{Pins, search};
 use crate::search_tests::llama_with;
-use shardc_ir::ops::{Constant, Op};
+use shardc_ir::ops::{Binary, BinaryKind, Constant, Op};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Request;
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Bytes, DType, NoScratch, Plan, Program, verify};
+use shardc_ir::{BufferId, Bytes, DType, NoScratch, OutputKind, Plan, Program, Role, verify};
 
 /// The stages of the plans, which lie along the innermost axis.
 const STAGES: u64 = 3;
@@ -46,6 +46,14 @@ const BUGS: &[(&str, Schedule, Bug, &str)] = &[
         exchanged_microbatches,
         "(the sum over the microbatches up to 0 of",
     ),
+    (
+        "another attribute in the section of one microbatch in flight",
+        Schedule::OneForwardOneBackward,
+        wrong_copy,
+        "its part needs rms_norm",
+    ),
+    ("another operation on numbers of the stages", Schedule::GPipe, wrong_total, "its part needs add"),
+    ("the updates of a stage exchanged", Schedule::GPipe, exchanged_updates, "as operand 1, but adamw"),
     ("a loss scaled for another number of microbatches", Schedule::GPipe, wrong_scale, "its part needs affine"),
     (
         "a shared gradient of one stage alone",
@@ -61,9 +69,23 @@ const BUGS: &[(&str, Schedule, Bug, &str)] = &[
     ("a slot of another stage", Schedule::GPipe, foreign_slot, "a slot of another stage"),
 ];
 
-/// Two tensor ranks, four microbatches; the head shares the table of the embedding, which is in another stage.
+/// The sum of two numbers.
+const SUM: Binary = Binary { kind: BinaryKind::Add };
+
+/// Two tensor ranks, four microbatches; the head shares the table of the embedding, which is in another stage. Beside
+/// the total of the gradients' squares, all stages read the sum of the first and the last of them, added twice.
 fn plan(schedule: Schedule) -> Plan {
-    let graph = llama_with(LAYERS, DType::F32, true);
+    let mut graph = llama_with(LAYERS, DType::F32, true);
+    let squares: Vec<_> = graph.nodes().filter(|(_, node)| node.op.name() == "sum_squares").collect();
+    let [first, .., last] = squares.iter().map(|(_, node)| node.results[0]).collect::<Vec<_>>()[..] else {
+        panic!("gradients of several parameters")
+    };
+    let mut sum = first;
+    for _ in 0..2 {
+        let node = graph.add_as(SUM.into(), &[sum, last], &[], String::new(), Role::Optimizer).expect("a sum");
+        sum = graph.result(node);
+    }
+    graph.output("both", sum, OutputKind::Result);
     let cluster = Cluster::parse("cpu:2", "h200").expect("a cluster");
     let pins = Pins::parse("tp=2,dp=1,microbatch=3").expect("pins");
     let (batch, seq) = (LAYERS.batch, LAYERS.seq);
@@ -81,6 +103,12 @@ fn every_seeded_bug_of_stages_is_found() {
         let verified = verify::step(&verify::plan(&plan).expect("a plan"), &programs);
         let shown = verified.unwrap_or_else(|found| panic!("{}: {found}", schedule.name())).facts().translation;
         assert!(shown.kernels > 100 && shown.ranks == 6, "{shown:?}");
+        // Each section counts, though it is like another one.
+        let is_kernel =
+            |instruction: &&Instruction| matches!(&instruction.action, Action::Compute(op) if op.name() != "reshape");
+        let kernels = |stage: usize| programs[stage].instructions().filter(is_kernel).count();
+        let least: usize = (0..STAGES as usize).map(kernels).sum();
+        assert!(shown.kernels + shown.conversions >= least, "{}: {shown:?} of {least}", schedule.name());
         for (name, _, bug, expect) in BUGS.iter().filter(|(_, of, ..)| *of == schedule) {
             wrong.extend(missed(&plan, &programs, name, *bug, expect));
         }
@@ -217,6 +245,31 @@ fn exchanged_microbatches(programs: &mut [Program]) {
         let (a, b) = (weights(program, 1), weights(program, 2));
         program.order.swap(a, b);
     });
+}
+
+fn wrong_copy(programs: &mut [Program]) {
+    each(programs, 0, |program| {
+        let copies = all(program, |instruction| is_op(instruction, "rms_norm"));
+        let last = *copies.last().expect("copies");
+        assert!(copies[0].0 != last.0, "a section for each microbatch in flight");
+        if let Action::Compute(Op::RmsNorm(norm)) = &mut instruction(program, last).action {
+            norm.eps *= 2.0;
+        }
+    });
+}
+
+fn wrong_total(programs: &mut [Program]) {
+    each(programs, 1, |program| {
+        let sums = all(program, |instruction| {
+            instruction.action == Action::Compute(SUM.into()) && program.buffers[instruction.results[0]].ty.rank() == 0
+        });
+        let last = *sums.last().expect("a sum of numbers");
+        instruction(program, last).action = Action::Compute(Binary { kind: BinaryKind::Sub }.into());
+    });
+}
+
+fn exchanged_updates(programs: &mut [Program]) {
+    each(programs, 1, |program| exchanged_items(std::slice::from_mut(program)));
 }
 
 fn wrong_scale(programs: &mut [Program]) {

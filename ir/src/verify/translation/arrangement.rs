@@ -72,11 +72,6 @@ impl Arrangement {
         self.spread.iter().map(|(axis, ..)| *axis).chain(self.partial.iter().map(|(axis, _)| *axis))
     }
 
-    /// Whether the sum of two values that lie so lies so.
-    pub fn is_linear(&self) -> bool {
-        self.partial.iter().all(|(_, kind)| *kind == ReduceKind::Sum)
-    }
-
     /// The same elements with the terms over some axes combined.
     pub fn without_partial(&self, axes: &[AxisId]) -> Self {
         let mut rest = self.clone();

@@ -52,10 +52,6 @@ pub(super) fn all_reduce(fact: &Fact, axes: &[AxisId], kind: ReduceKind, mesh: &
         {
             with(Stage::LogSumExp(LogSumExp::Max, axes.to_vec()))
         }
-        // The sum of some terms, each of which has terms over the axes.
-        (Stage::Terms(_), ReduceKind::Sum) => {
-            Ok(Fact { arrangement: fact.arrangement.reduced(axes, kind, mesh)?, ..fact.clone() })
-        }
         _ => Ok(Fact::ready(fact.value, expect_ready(fact)?.reduced(axes, kind, mesh)?)),
     }
 }

@@ -216,7 +216,8 @@ impl Interpreter<'_> {
             let item = Instruction { operands, results, ..instruction.clone() };
             let (mut facts, mut why) = (vec![Vec::new(); item.results.len()], None);
             for id in nodes {
-                match self.kernel(when, &item, id) {
+                // What is held says which node it is: in a later run it may be another one.
+                match self.kernel((when.0, when.1, false), &item, id) {
                     Ok(more) => facts.iter_mut().zip(more).for_each(|(facts, more)| facts.extend(more)),
                     Err(message) => why = why.or(Some(message)),
                 }
@@ -318,9 +319,7 @@ impl Interpreter<'_> {
             return Ok(vec![self.kernels.made_of_nothing(id, at, instruction.results[0])?]);
         }
         let layouts = self.kernels.layouts(id);
-        if let Err(why) = self.expect_operands(instruction, node, &layouts) {
-            return self.sum_of_terms(instruction, node).map(|fact| vec![vec![fact]]).ok_or(why);
-        }
+        self.expect_operands(instruction, node, &layouts)?;
         if !is_seen {
             self.kernels.check(id, at, instruction, &layouts)?;
         }

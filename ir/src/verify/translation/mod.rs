@@ -28,8 +28,8 @@
 //!
 //! **Stages.** The programs of the ranks of one stage of a pipeline are one program in that sense, and those of
 //! different stages are not. All stages are walked through the step together (`stages`): what a message
-//! brings is what its sender was shown to hold, of the microbatch of which it was, and single numbers that are
-//! summed over the stages are sums of the graph (`terms`). So a value that comes of another microbatch, from
+//! brings is what its sender was shown to hold, of the microbatch of which it was, and a single number that is
+//! summed over the stages is that of one of them, to which the others add zeros. So a value that comes of another microbatch, from
 //! another stage or in another order is no operand of the kernel that reads it, and a gradient counts each
 //! microbatch once wherever its terms were made. Microbatches, and sections that differ in the names of their
 //! buffers alone, are interpreted once (`segment`).
@@ -48,7 +48,6 @@ mod segment;
 mod stages;
 mod state;
 mod sums;
-mod terms;
 
 use super::plan::VerifiedPlan;
 use super::program::check_each;

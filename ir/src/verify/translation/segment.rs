@@ -37,8 +37,11 @@ pub(super) struct Segment {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Kind {
     known: Vec<Known>,
-    /// Whether it was interpreted before: then its instructions are counted, and their attributes checked.
-    pub is_seen: bool,
+    /// Of its instructions, the kernels and the changes of layout, once it was interpreted. Then their attributes
+    /// are checked, too.
+    counts: Option<[usize; 2]>,
+    /// The segments of the kind that are counted.
+    counted: BTreeSet<(SectionId, usize)>,
 }
 
 /// How many runs of a kind are remembered.
@@ -163,6 +166,12 @@ impl Segment {
 impl Interpreter<'_> {
     /// Runs a segment, or takes over what is known of it.
     pub fn run_segment(&mut self, run: Run, segment: &Segment) {
+        let kind = &mut self.kinds[segment.kind];
+        let (is_new, counts) = (kind.counted.insert((segment.section, segment.range.start)), kind.counts);
+        if let Some([kernels, conversions]) = counts.filter(|_| is_new) {
+            self.facts.kernels += kernels;
+            self.facts.conversions += conversions;
+        }
         let at = |index: usize| segment.buffers[index].index();
         let found: Vec<Content> = segment.reads.iter().map(|(index, _)| self.contents[at(*index)].clone()).collect();
         let now = run.microbatch;
@@ -183,9 +192,11 @@ impl Interpreter<'_> {
         for ((index, _), content) in segment.reads.iter().zip(&found) {
             self.contents[at(*index)] = content.seen_in(now);
         }
+        let before = [self.facts.kernels, self.facts.conversions];
         for index in segment.range.clone() {
-            self.step(run, (segment.section, index), self.kinds[segment.kind].is_seen);
+            self.step(run, (segment.section, index), counts.is_some());
         }
+        let counts = counts.unwrap_or([self.facts.kernels - before[0], self.facts.conversions - before[1]]);
         for ((index, _), content) in segment.reads.iter().zip(&found).filter(|((_, is_kept), _)| *is_kept) {
             self.contents[at(*index)] = content.clone();
         }
@@ -198,7 +209,7 @@ impl Interpreter<'_> {
             left.push(content.clone());
         }
         let kind = &mut self.kinds[segment.kind];
-        kind.is_seen = true;
+        kind.counts = Some(counts);
         if kind.known.len() == REMEMBERED {
             kind.known.remove(0);
         }

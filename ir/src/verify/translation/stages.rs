@@ -2,15 +2,14 @@
 //!
 //! The ranks of a stage run one program, those of different stages different ones. Each stage is interpreted
 //! up to where it meets another: a message, which takes what its sender has shown of a value, with its
-//! microbatch, to the receiver; or a sum over the stages ([`terms`](super::terms)). Both ends wait for each
+//! microbatch, to the receiver; or a sum over the stages, of a number that one has and of zeros. Both ends wait for each
 //! other, as ranks do, and messages go from each rank to the one that stands in the other stage where it stands
 //! in its own. All that is passed on is on one stream, so the order in which two stages meet is the order in
 //! which they issue; and this run is itself an order of all meetings in which no stage waits forever.
 
 use super::interpret::Interpreter;
 use super::segment::Segment;
-use super::state::Content;
-use super::terms::sum_over_stages;
+use super::state::{Content, Fact, Stage};
 use crate::diagnostic::Diagnostics;
 use crate::entity::{EntityRef, SectionId};
 use crate::mesh::AxisId;
@@ -210,7 +209,7 @@ fn add(stages: &mut [Walk<'_>], found: &mut Diagnostics) {
             true => Content::Refuted,
             false => {
                 let facts: Vec<_> = contents.iter().map(|content| content.facts()).collect();
-                match sum_over_stages(&stages[0].interpreter, &facts) {
+                match sum_over_stages(stages[0].interpreter.plan, &facts) {
                     Ok(fact) => vec![fact].into(),
                     Err(message) => {
                         found.push(stages[0].place(), format!("adds value {index} of all stages: {message}"));
@@ -229,4 +228,24 @@ fn add(stages: &mut [Walk<'_>], found: &mut Diagnostics) {
         stage.interpreter.facts.conversions += 1;
         stage.at += 1;
     }
+}
+
+/// What the sum over stages of what each of them holds is: what one holds, if all others hold zeros.
+///
+/// # Errors
+/// What it is instead, as a clause.
+fn sum_over_stages(plan: &Plan, all: &[&[Fact]]) -> Result<Fact, String> {
+    let text = |held: &[Fact]| held.first().map_or("what is not known".to_string(), |fact| fact.text(plan));
+    let is_zero = |held: &[Fact]| held.iter().any(|fact| fact.stage == Stage::Empty);
+    let is_whole = |fact: &&Fact| fact.stage == Stage::Ready && fact.of.is_none();
+    let mut fact = None;
+    for (stage, held) in all.iter().enumerate().filter(|(_, held)| !is_zero(held)) {
+        let own = held.iter().find(is_whole);
+        let own = own.ok_or_else(|| format!("stage {stage} adds {}, which is no number of its own", text(held)))?;
+        if fact.replace(own).is_some() {
+            let texts: Vec<String> = all.iter().map(|held| text(held)).collect();
+            return Err(format!("no value of the graph is the sum of what all stages hold: {}", texts.join("; ")));
+        }
+    }
+    fact.cloned().ok_or_else(|| "all stages add zeros".to_string())
 }

@@ -34,8 +34,6 @@ pub(super) enum Stage {
     Adding(u64, ValueId),
     /// The value in another microbatch than that of the run.
     Stale,
-    /// The sum of these terms of the value, in their order; other stages have the others.
-    Terms(Vec<ValueId>),
     /// A step of combining its terms over these axes.
     LogSumExp(LogSumExp, Vec<AxisId>),
 }
@@ -183,10 +181,6 @@ impl Fact {
                 Some(microbatch) => format!("what is in microbatch {microbatch} {value}"),
                 None => format!("what is in another microbatch {value}"),
             },
-            Stage::Terms(terms) => {
-                let terms: Vec<String> = terms.iter().map(ToString::to_string).collect();
-                format!("of the sum {value} the terms {}", terms.join(", "))
-            }
             Stage::LogSumExp(..) => format!("a step of the log-sum-exp of {value}"),
         }
     }
