@@ -53,11 +53,11 @@ pub enum Event {
     Exchange(Vec<Message>),
 }
 
-/// How long things take.
+/// How long things take, all in one unit: seconds, or what stands for them.
 pub trait Durations {
-    /// Seconds of a step.
+    /// How long a step takes.
     fn step(&self, step: Step) -> f64;
-    /// Seconds of a message of a link, by its index.
+    /// How long a message of a link takes, by its index.
     fn message(&self, link: usize) -> f64;
 }
 
@@ -66,7 +66,7 @@ pub trait Durations {
 pub struct Timeline {
     /// Per stage, in order.
     pub events: Vec<Vec<Event>>,
-    /// Per stage, when it is done.
+    /// Per stage, when it is done, in the unit of the [`Durations`].
     pub finish: Vec<f64>,
 }
 
