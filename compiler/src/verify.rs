@@ -136,30 +136,41 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         sizes.product::<u64>()
     };
     let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ulysses", "cp", "tp"]));
-    let choice = |name: &str| {
-        let parts = plan.choice.split(',').filter_map(|part| part.split_once('='));
-        parts.into_iter().find(|(key, _)| *key == name).map_or("0", |(_, value)| value)
-    };
-    let recompute = match choice("recompute") {
-        "none" | "0" => "none",
-        "block" | "full" => "block",
-        "selective" => "selective",
-        _ => "1",
-    };
-    let zero = if data * degree(&["ulysses", "cp"]) > 1 { choice("zero") } else { "0" };
+    let zero = choice(plan, "zero").filter(|_| data * degree(&["ulysses", "cp"]) > 1).unwrap_or("0");
     let text = |(family, sizes): &(&str, Vec<u64>)| {
         let sizes: Vec<String> = sizes.iter().filter(|size| **size > 1).map(u64::to_string).collect();
         let is_named = !sizes.is_empty() || ["dp", "tp"].contains(family);
         is_named.then(|| format!("{family}={}", if sizes.is_empty() { "1".to_string() } else { sizes.join("x") }))
     };
     let degrees: Vec<String> = axes.iter().filter_map(text).collect();
-    let mut pins = format!("{},zero={zero},microbatch={samples},recompute={recompute}", degrees.join(","));
+    let mut pins = format!("{},zero={zero},microbatch={samples},{}", degrees.join(","), recompute(plan));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
         pins = format!("pp={stages},schedule={},virtual={per_stage},{pins}", schedule.name());
     }
     Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), pins }
+}
+
+/// What a plan chose, as a pin says it.
+fn choice<'a>(plan: &'a Plan, name: &str) -> Option<&'a str> {
+    let mut parts = plan.choice.split(',').filter_map(|part| part.split_once('='));
+    parts.find(|(key, _)| *key == name).map(|(_, value)| value)
+}
+
+/// The pin of what is computed again: of the first stage and the last, if stages differ.
+fn recompute(plan: &Plan) -> String {
+    if let Some((first, others)) = choice(plan, "stage_recompute").and_then(|of| of.split_once('/')) {
+        let last = others.rsplit('/').next().unwrap_or(others);
+        return format!("stage_recompute={first}/{last}");
+    }
+    let recompute = match choice(plan, "recompute").unwrap_or("none") {
+        "none" | "0" => "none",
+        "block" | "full" => "block",
+        "selective" => "selective",
+        _ => "1",
+    };
+    format!("recompute={recompute}")
 }
 
 /// The largest divisor of `number` that is at most `limit`.
@@ -251,4 +262,17 @@ fn feed(model: &NamedModel, name: &str, ty: &TensorType, step: u64) -> HostTenso
 
 fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
     tensor.bytes.as_chunks::<4>().0.iter().map(|bytes| f64::from(f32::from_le_bytes(*bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_models_compute_again_what_the_plan_does() {
+        let of = |choice: &str| recompute(&Plan { choice: choice.to_string(), ..Plan::default() });
+        assert_eq!(of("pp=4,stage_recompute=block/selective/none/none,recompute=block"), "stage_recompute=block/none");
+        assert_eq!(of("dp=2,recompute=selective"), "recompute=selective");
+        assert_eq!(of("dp=2"), "recompute=none");
+    }
 }

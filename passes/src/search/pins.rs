@@ -220,6 +220,12 @@ impl Pins {
             let message = format!("it names {named} stages; pin pp={named} with it, or name as many as there are");
             return fail("stage_recompute".to_string(), message);
         }
+        if let (Some(pin), Some(most)) = (self.recompute, self.stage_recompute.iter().max())
+            && pin != *most
+        {
+            let message = format!("by stage_recompute it is {most} at most; leave recompute out, or pin {most}");
+            return fail(format!("recompute={pin}"), message);
+        }
         let Some(chunks) = self.virtual_stages else { return Ok(()) };
         if self.pp == Some(1) && chunks > 1 {
             let message = "several chunks are those of a pipeline stage; pin pp above 1, or leave it out".to_string();
