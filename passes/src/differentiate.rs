@@ -39,7 +39,8 @@ pub struct Differentiated {
 ///
 /// # Errors
 /// If there is no such output, it is not a floating-point scalar, or it reaches a trained parameter
-/// only through operations without a derivative (all of them are named).
+/// only through operations without a derivative (all of them are named); if an input of the model is named
+/// [`LOSS_SCALE`], whatever the precision, since a run knows by that name alone that its loss is scaled.
 pub fn differentiate(graph: &Graph, loss: &str) -> Result<Differentiated, PassError> {
     from_seed(graph, loss, false)
 }
@@ -49,16 +50,16 @@ pub fn differentiate(graph: &Graph, loss: &str) -> Result<Differentiated, PassEr
 /// numerator sums over is divided out of its cotangent, to the next power of two.
 ///
 /// # Errors
-/// As [`differentiate`], and if an input of the model has that name.
+/// As [`differentiate`].
 pub fn differentiate_scaled(graph: &Graph, loss: &str) -> Result<Differentiated, PassError> {
-    let is_taken = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
-    if graph.leaves().any(|(_, node)| is_taken(&node.op)) {
-        return Err(UserError::ReservedName { name: LOSS_SCALE.into() }.into());
-    }
     from_seed(graph, loss, true)
 }
 
 fn from_seed(graph: &Graph, loss: &str, is_scaled: bool) -> Result<Differentiated, PassError> {
+    let is_taken = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
+    if graph.leaves().any(|(_, node)| is_taken(&node.op)) {
+        return Err(UserError::ReservedName { name: LOSS_SCALE.into() }.into());
+    }
     let Some(output) = graph.find_output(loss) else {
         let known = graph.outputs.iter().map(|output| output.name.clone()).collect();
         return Err(UserError::NoOutput { name: loss.to_string(), known }.into());

@@ -1,7 +1,8 @@
 //! The shape of derivatives: what is peeled, which gradients are made, what is refused.
 
+use crate::differentiate::{LOSS_SCALE, differentiate, differentiate_scaled};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
-use crate::{PassError, UserError, differentiate::differentiate};
+use crate::{PassError, UserError};
 use shardc_ir::ops::{
     Binary, BinaryKind, Cast, Input, Matmul, Parameter, Reduce, ReduceOp, Softmax, SumSquares, Unary, UnaryKind,
 };
@@ -92,6 +93,18 @@ fn every_operation_without_a_derivative_is_named() {
     match differentiate(&graph, "loss").unwrap_err() {
         PassError::User(UserError::NotDifferentiable { nodes }) => assert_eq!(nodes.len(), 2),
         other => panic!("{other}"),
+    }
+}
+
+/// A run would give it the loss's scale, in any precision.
+#[test]
+fn no_input_of_a_model_has_the_name_of_the_scale() {
+    let mut graph = linear();
+    let scalar = TensorType::scalar(DType::F32);
+    add(&mut graph, Input { name: LOSS_SCALE.into() }, &[], &[scalar]);
+    for differentiate in [differentiate, differentiate_scaled] {
+        let refused = differentiate(&graph, "loss").unwrap_err();
+        assert!(matches!(refused, PassError::User(UserError::ReservedName { name }) if name == LOSS_SCALE));
     }
 }
 
