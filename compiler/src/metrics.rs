@@ -1,7 +1,7 @@
 //! The record of a run: one line of JSON per step.
 
 use crate::error::Error;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,9 @@ pub struct StepMetrics {
     pub step: u64,
     /// The loss before the update.
     pub loss: f64,
-    /// The global norm of the gradients, before clipping. If it is not finite, the step was skipped.
+    /// The global norm of the gradients, before clipping. If it is not finite, the step was skipped; JSON has no such
+    /// numbers, so that it is written as `null`, and read as a NaN.
+    #[serde(deserialize_with = "number_or_null")]
     pub grad_norm: f64,
     /// By what the loss was scaled, where it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -37,6 +39,11 @@ impl StepMetrics {
     }
 }
 
+/// A number, or what stands for one that is not finite.
+fn number_or_null<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
 /// A file of steps.
 pub struct MetricsFile {
     path: PathBuf,
@@ -58,5 +65,32 @@ impl MetricsFile {
         let line = serde_json::to_string(step).map_err(|error| Error::Bug(error.to_string()))?;
         let written = writeln!(self.file, "{line}").and_then(|()| self.file.flush());
         written.map_err(|source| Error::Io { path: self.path.clone(), source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_of_a_skipped_step_can_be_read() {
+        for grad_norm in [0.5, f64::INFINITY, f64::NAN] {
+            let step = StepMetrics {
+                step: 3,
+                loss: 2.5,
+                grad_norm,
+                loss_scale: Some(65_536.0),
+                learning_rate: 1e-3,
+                step_s: 0.25,
+                tokens_per_s: 512.0,
+                peak_device_bytes: 1 << 20,
+                predicted_step_s: 0.5,
+            };
+            let read: StepMetrics = serde_json::from_str(&serde_json::to_string(&step).unwrap()).unwrap();
+            assert_eq!(read.is_skipped(), step.is_skipped());
+            let rest = |metrics: StepMetrics| StepMetrics { grad_norm: 0.0, ..metrics };
+            assert_eq!(rest(read), rest(step));
+            assert!(read.is_skipped() || read.grad_norm == grad_norm);
+        }
     }
 }
