@@ -16,6 +16,7 @@ pub mod diagnostic;
 pub mod entity;
 pub mod factor;
 pub mod feature;
+pub mod float8;
 pub mod graph;
 pub mod mesh;
 pub mod names;

@@ -5,19 +5,18 @@
 //! activation and weight in e4m3, the cotangent in e5m2, whose range is larger (Micikevicius et al., "FP8 formats for
 //! deep learning", 2022, section 3.1). A weight has one scale, an activation or cotangent one per sample.
 //!
-//! * Products whose sizes are no multiples of [`ALIGNED`] stay as they are, and so does the one that makes the
+//! * Products whose sizes are no multiples of [`SIDE`] stay as they are, and so does the one that makes the
 //!   logits: matrix units take no others, and a rounded logit costs most.
 //! * What the products read and make stays in the type it has; norms, attention and the residual stream do not
 //!   know of it. Gradients of weights are summed, and kept, in f32.
 //! * The pass runs on the whole step, so that a backward product shares the quantised tensors of the forward one.
 
 use crate::error::PassError;
+use crate::shard::prepare::parameter_values;
+use shardc_ir::float8::SIDE;
 use shardc_ir::ops::{Matmul, OpError, QuantizationScale, Quantize, ScaledMatmul};
 use shardc_ir::{DType, Graph, Node, NodeId, Op, Role, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-
-/// What the sizes of a product must be multiples of (NVIDIA, "cuBLAS", requirements of 8-bit floats).
-pub const ALIGNED: u64 = 16;
 
 /// The training step with its linear layers in 8-bit floats.
 pub fn quantize(graph: &Graph) -> Result<Graph, PassError> {
@@ -89,7 +88,7 @@ fn one(
 
 /// The products that become 8-bit, forward and backward.
 fn products(graph: &Graph) -> BTreeMap<NodeId, Product> {
-    let (weights, heads) = (weights(graph), heads(graph));
+    let (weights, heads) = (parameter_values(graph), heads(graph));
     let mut found = BTreeMap::new();
     // Per linear layer, its activation and its weight.
     let mut layers: BTreeMap<NodeId, [ValueId; 2]> = BTreeMap::new();
@@ -136,7 +135,7 @@ fn product(graph: &Graph, matmul: &Matmul, mut operands: [Operand; 2]) -> Option
     for (letters, operand) in [&mut a, &mut b].into_iter().zip(&mut operands) {
         let ty = graph.ty(operand.value);
         let sizes = &ty.shape[ty.rank().checked_sub(2)?..];
-        if ty.dtype.size() != 2 || !sizes.iter().all(|size| size.is_multiple_of(ALIGNED)) {
+        if ty.dtype.size() != 2 || !sizes.iter().all(|size| size.is_multiple_of(SIDE)) {
             return None;
         }
         let last = letters.len() - 1;
@@ -147,19 +146,6 @@ fn product(graph: &Graph, matmul: &Matmul, mut operands: [Operand; 2]) -> Option
     }
     let text = |letters: &[char]| letters.iter().collect::<String>();
     Some(Product { operands, spec: format!("{},{}->{}", text(&a), text(&b), text(&result)) })
-}
-
-/// What is made of one parameter alone by casts and changes of shape.
-fn weights(graph: &Graph) -> BTreeSet<ValueId> {
-    let mut weights = BTreeSet::new();
-    for (_, node) in graph.nodes() {
-        let is_shape = matches!(node.op, Op::Cast(_) | Op::Reshape(_) | Op::Transpose(_));
-        let is_made = is_shape && node.operands.iter().all(|value| weights.contains(value));
-        if is_made || matches!(node.op, Op::Parameter(_)) {
-            weights.extend(node.results.iter().copied());
-        }
-    }
-    weights
 }
 
 /// The products that make logits: a cross-entropy reads them, perhaps in another shape.

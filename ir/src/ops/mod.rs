@@ -65,7 +65,7 @@ pub use leaf::{Input, Parameter, State};
 pub use matmul::{Epilogue, Matmul, MatmulDims};
 pub use max_pool::{MaxPool, MaxPoolGrad};
 pub use pad::Pad;
-pub use quantize::{QuantizationScale, Quantize, largest_exponent, scale_of};
+pub use quantize::{QuantizationScale, Quantize, scale_of};
 pub use random::{Distribution, Random};
 pub use reduce::{Reduce, ReduceOp};
 pub use reshape::Reshape;

@@ -8,6 +8,7 @@
 
 use super::{OpDef, arity, dim_factors, dim_name, expect_float, expect_shape, single};
 use crate::factor::FactorRule;
+use crate::float8::Format;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -31,26 +32,17 @@ pub struct QuantizationScale {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantize {}
 
-/// The largest power of two that the 8-bit float holds, as an exponent; its largest number is 1.75 times that.
-pub fn largest_exponent(dtype: DType) -> Option<i32> {
-    match dtype {
-        DType::F8e4m3 => Some(8),
-        DType::F8e5m2 => Some(15),
-        _ => None,
-    }
-}
-
 /// The scale of a tensor whose largest absolute value is `largest`, a number that is at least 0.
 pub fn scale_of(largest: f32, to: DType) -> f32 {
     let bits = largest.to_bits();
     // With more than 1.75 before the power of two, the next one is needed.
     let above = i32::from(bits & 0x007F_FFFF > 0x0060_0000);
-    let exponent = (bits >> 23) as i32 - 127 - largest_exponent(to).unwrap_or(0) + above;
+    let exponent = (bits >> 23) as i32 - 127 - Format::of(to).map_or(0, |format| format.most) + above;
     f32::from_bits(((exponent.clamp(-126, 126) + 127) as u32) << 23)
 }
 
 fn expect_f8(ty: &TensorType) -> Result<(), String> {
-    if largest_exponent(ty.dtype).is_some() { Ok(()) } else { Err(format!("makes 8-bit floats, not {ty}")) }
+    if Format::of(ty.dtype).is_some() { Ok(()) } else { Err(format!("makes 8-bit floats, not {ty}")) }
 }
 
 /// The shape with its last two dimensions exchanged.

@@ -1,9 +1,9 @@
 //! A contraction of two tensors in 8-bit floats, each with its scales.
 
 use super::matmul::size_of;
-use super::quantize::largest_exponent;
 use super::{Matmul, OpDef, arity, declared_one, expect_shape};
 use crate::factor::{Dims, FactorRule};
+use crate::float8::Format;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -53,7 +53,7 @@ impl ScaledMatmul {
 impl OpDef for ScaledMatmul {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 4)?;
-        if let Some(other) = operands[..2].iter().find(|ty| largest_exponent(ty.dtype).is_none()) {
+        if let Some(other) = operands[..2].iter().find(|ty| Format::of(ty.dtype).is_none()) {
             return Err(format!("takes 8-bit floats, not {other}"));
         }
         let letters = self.product().letters()?;
@@ -72,7 +72,7 @@ impl OpDef for ScaledMatmul {
         let size = |letter: &char| size_of(&sizes, *letter);
         let result = declared_one(declared)?;
         expect_shape("the result", &result, &letters[2].iter().map(size).collect::<Vec<_>>())?;
-        if !result.dtype.is_float() || largest_exponent(result.dtype).is_some() {
+        if !result.dtype.is_float() || Format::of(result.dtype).is_some() {
             return Err(format!("sums in 16 or 32 bits, not in {result}"));
         }
         Ok(vec![result])

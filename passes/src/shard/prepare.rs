@@ -139,7 +139,7 @@ fn experts(
 }
 
 /// Parameters and what is made of one parameter alone: casts, reshapes, transposes, padding, and in 8 bits.
-fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
+pub fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
     let mut values = BTreeSet::new();
     for (_, node) in graph.nodes() {
         let shape = matches!(

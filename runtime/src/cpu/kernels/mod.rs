@@ -31,8 +31,8 @@ mod tests;
 pub(super) use adamw::update as adamw_in_place;
 
 use attention::Scores;
-use float8::Format;
 use half::{bf16, f16};
+use shardc_ir::float8::Format;
 use shardc_ir::{DType, Op, TensorType};
 use std::borrow::Cow;
 
@@ -79,7 +79,7 @@ impl<'a> View<'a> {
             DType::F16 => Cow::Owned(bytemuck::cast_slice::<_, f16>(self.bytes).iter().map(|x| x.to_f32()).collect()),
             DType::I64 | DType::I32 | DType::Bool => Cow::Owned(self.i64s()?.iter().map(|x| *x as f32).collect()),
             DType::F8e4m3 | DType::F8e5m2 => {
-                let table = Format::of(self.ty.dtype).ok_or_else(|| unsupported(self.ty))?.table();
+                let table = float8::table(Format::of(self.ty.dtype).ok_or_else(|| unsupported(self.ty))?);
                 Cow::Owned(self.bytes.iter().map(|code| table[usize::from(*code)]).collect())
             }
             DType::U8 => return Err(unsupported(self.ty)),
@@ -128,7 +128,7 @@ impl ViewMut<'_> {
             DType::Bool => fill(self.bytes, values, |x| u8::from(x != 0.0)),
             DType::F8e4m3 | DType::F8e5m2 => {
                 let format = Format::of(self.ty.dtype).ok_or_else(|| unsupported(self.ty))?;
-                fill(self.bytes, values, |x| format.encode(x));
+                fill(self.bytes, values, |x| float8::encode(format, x));
             }
             DType::U8 => return Err(unsupported(self.ty)),
         }

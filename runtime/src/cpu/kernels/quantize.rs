@@ -1,7 +1,8 @@
 //! Tensors in 8-bit floats, and their products.
 
-use super::float8::Format;
+use super::float8::encode;
 use super::{Context, View, ViewMut, matmul};
+use shardc_ir::float8::Format;
 use shardc_ir::ops::{QuantizationScale, ScaledMatmul, scale_of};
 use shardc_ir::{DType, TensorType};
 
@@ -25,7 +26,7 @@ pub(super) fn quantize(operands: &[View<'_>], results: &mut [ViewMut<'_>]) -> Re
     let (rows, columns) = (x.dim(rank - 2), x.dim(rank - 1));
     let each = (values.len() / scales.len().max(1)).max(1);
     for (at, value) in values.iter().enumerate() {
-        let code = format.encode(value / scales[at / each]);
+        let code = encode(format, value / scales[at / each]);
         let (matrix, row, column) = (at / (rows * columns), at / columns % rows, at % columns);
         whole.bytes[at] = code;
         exchanged.bytes[(matrix * columns + column) * rows + row] = code;

@@ -4,19 +4,7 @@
 use super::fold::block_max;
 use crate::cuda::kernel::{Lanes, Pack};
 use cubecl::prelude::*;
-
-/// The layout of an 8-bit float.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Format {
-    /// Bits of the mantissa.
-    pub mantissa: u32,
-    /// The biased f32 exponent of the smallest normal number.
-    pub least: u32,
-    /// The bits of the largest number in f32.
-    pub largest: u32,
-    /// The exponent of the largest power of two.
-    pub exponent: u32,
-}
+use shardc_ir::float8::Format;
 
 /// The sides of the square of elements that a block exchanges: of either arrangement, a line of memory.
 pub const TILE: u32 = 128;
@@ -57,15 +45,14 @@ pub fn quantization_scale(
 fn encode(x: f32, #[comptime] format: Format) -> u32 {
     let all = u32::reinterpret(x);
     let sign = (all >> 24u32) & 0x80u32;
-    let bits = min(all & 0x7FFF_FFFFu32, comptime!(format.largest));
+    let bits = min(all & 0x7FFF_FFFFu32, comptime!(format.largest().to_bits()));
     // Where one unit is the least step, an addition rounds to it.
-    let round = comptime!(f32::from_bits((format.least + 23 - format.mantissa) << 23));
-    let small =
-        u32::reinterpret(f32::reinterpret(bits) + round) - comptime!((format.least + 23 - format.mantissa) << 23);
+    let round = comptime!(format.rounder());
+    let small = u32::reinterpret(f32::reinterpret(bits) + round) - comptime!(format.rounder().to_bits());
     let dropped = comptime!(23 - format.mantissa);
     let half = comptime!((1u32 << (22 - format.mantissa)) - 1) + ((bits >> dropped) & 1u32);
-    let normal = ((bits + half) >> dropped) - comptime!((format.least - 1) << format.mantissa);
-    let code = select(bits < comptime!(format.least << 23), small, normal);
+    let normal = ((bits + half) >> dropped) - comptime!(((126 + format.least) as u32) << format.mantissa);
+    let code = select(bits < comptime!(format.least_normal().to_bits()), small, normal);
     let is_finite = all & 0x7F80_0000u32 != 0x7F80_0000u32;
     sign | select(is_finite, code, 0x7Fu32)
 }

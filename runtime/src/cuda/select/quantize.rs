@@ -6,9 +6,10 @@ use super::movement::Move;
 use super::{Arg, OP, RES, Select, dense, lanes, row_threads};
 use crate::cuda::kernel::{Kernel, Pack};
 use crate::cuda::kernels::fold::Fold;
-use crate::cuda::kernels::quantize::{self as kernels, Format, TILE, UNITS};
+use crate::cuda::kernels::quantize::{self as kernels, TILE, UNITS};
 use shardc_ir::DType;
-use shardc_ir::ops::{QuantizationScale, ScaledMatmul, largest_exponent};
+use shardc_ir::float8::{Format, SIDE};
+use shardc_ir::ops::{QuantizationScale, ScaledMatmul};
 
 /// The most parts in which the elements of one scale are looked through.
 const PARTS: u64 = 512;
@@ -16,19 +17,13 @@ const PARTS: u64 = 512;
 /// The bytes that must divide the address of a scale that the library reads.
 const SCALE_ALIGNED: u64 = 16;
 
-/// What the sizes of a product must be multiples of.
-const ALIGNED: u64 = 16;
-
 fn format(dtype: DType) -> Result<Format, String> {
-    let exponent = largest_exponent(dtype).ok_or_else(|| format!("{dtype} is no 8-bit float"))? as u32;
-    let (mantissa, least) = if dtype == DType::F8e4m3 { (3, 121) } else { (2, 113) };
-    // 1.75 times the largest power of two.
-    Ok(Format { mantissa, least, largest: (127 + exponent) << 23 | 0x0060_0000, exponent })
+    Format::of(dtype).ok_or_else(|| format!("{dtype} is no 8-bit float"))
 }
 
 impl Select<'_> {
     pub(super) fn quantization_scale(&mut self, op: &QuantizationScale) -> Result<(), String> {
-        let (source, exponent) = (self.operands[0].clone(), format(op.to)?.exponent);
+        let (source, exponent) = (self.operands[0].clone(), format(op.to)?.most as u32);
         let scales = self.results[0].elements();
         let each = source.elements() / scales.max(1);
         let width = lanes(&[source.dtype], &[each]);
@@ -97,8 +92,8 @@ impl Select<'_> {
         let (m, n, k) = (a[a.len() - 2], b[b.len() - 2], a[a.len() - 1]);
         let [rows, columns, depth] = [m, n, k].map(size);
         let (row, column) = (at(2, m), at(2, n));
-        if [rows, columns, depth].iter().any(|size| !size.is_multiple_of(ALIGNED)) {
-            return Err(format!("a product of {rows} x {columns} x {depth}, which are no multiples of {ALIGNED}"));
+        if [rows, columns, depth].iter().any(|size| !size.is_multiple_of(SIDE)) {
+            return Err(format!("a product of {rows} x {columns} x {depth}, which are no multiples of {SIDE}"));
         }
         if row != 1 && column != 1 || c.iter().any(|letter| *letter == k) {
             return Err(format!("`{}` is no product of matrices", op.spec));
