@@ -8,7 +8,7 @@
 
 use super::{OpDef, arity, dim_factors, dim_name, expect_float, expect_shape, single};
 use crate::factor::FactorRule;
-use crate::float8::Format;
+use crate::float8::{Format, SIDE};
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -27,7 +27,8 @@ pub struct QuantizationScale {
 
 /// From operands `x` and its scales: two results, `x` divided by its scale and rounded to nearest even in the
 /// declared 8-bit float, and the same with the last two dimensions exchanged. Matrix units for 8-bit floats
-/// want the summed index innermost in both operands, and each matrix is summed over either of its two. What is
+/// want the summed index innermost in both operands, and each matrix is summed over either of its two; both sides
+/// are divided in multiples of [`SIDE`] alone. What is
 /// out of range becomes the largest number, what is not finite a NaN.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantize {}
@@ -43,6 +44,20 @@ pub fn scale_of(largest: f32, to: DType) -> f32 {
 
 fn expect_f8(ty: &TensorType) -> Result<(), String> {
     if Format::of(ty.dtype).is_some() { Ok(()) } else { Err(format!("makes 8-bit floats, not {ty}")) }
+}
+
+/// The factors of a side of a matrix in 8-bit floats: groups of [`SIDE`] indices, which may be divided, and the index
+/// in a group, which may not, so that every part is one that matrix units take. `reduced` says that the one result
+/// is summed over it.
+pub(super) fn side_factors(rule: &mut FactorRule, name: &str, size: u64, reduced: bool) -> Vec<usize> {
+    if size <= SIDE || !size.is_multiple_of(SIDE) {
+        return vec![rule.whole(name, size)];
+    }
+    let groups = match reduced {
+        true => rule.reduced(name, size / SIDE, 0, ReduceKind::Sum),
+        false => rule.parallel(name, size / SIDE),
+    };
+    vec![groups, rule.whole(format!("{name}_in"), SIDE)]
 }
 
 /// The shape with its last two dimensions exchanged.
@@ -95,11 +110,15 @@ impl OpDef for Quantize {
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
-        let factors = dim_factors(&mut rule, &operands[0].shape);
-        let mut swapped = factors.clone();
-        swapped.swap(factors.len() - 2, factors.len() - 1);
-        rule.operands = vec![single(&factors), single(&factors[..operands[1].rank()])];
-        rule.results = vec![single(&factors), single(&swapped)];
+        let (leading, sides) = operands[0].shape.split_at(operands[0].rank() - 2);
+        let mut dims = single(&dim_factors(&mut rule, leading));
+        for (dim, size) in (leading.len()..).zip(sides) {
+            dims.push(side_factors(&mut rule, &dim_name(dim), *size, false));
+        }
+        let mut swapped = dims.clone();
+        swapped.swap(leading.len(), leading.len() + 1);
+        rule.operands = vec![dims.clone(), dims[..operands[1].rank()].to_vec()];
+        rule.results = vec![dims, swapped];
         rule
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {

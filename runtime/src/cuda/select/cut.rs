@@ -17,7 +17,7 @@ const STEP: u64 = 64;
 
 /// The largest grid along its second and third dimension (CUDA C++ programming guide, technical
 /// specifications per compute capability).
-const MOST_BLOCKS: u64 = 65_535;
+pub const MOST_BLOCKS: u64 = 65_535;
 
 /// How a launch is divided.
 #[derive(Clone, Copy, Debug)]

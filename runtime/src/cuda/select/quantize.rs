@@ -1,6 +1,6 @@
 //! Tensors in 8-bit floats, and their products.
 
-use super::cut::Cut;
+use super::cut::{Cut, MOST_BLOCKS};
 use super::matmul::{Gemm, Matrix};
 use super::movement::Move;
 use super::{Arg, OP, RES, Select, dense, lanes, row_threads};
@@ -51,8 +51,12 @@ impl Select<'_> {
             return Err("sizes that are no multiples of 4".to_string());
         }
         let matrices: u64 = leading.iter().product();
-        let shared = matrices / self.operands[1].elements().max(1);
+        let shared = (matrices / self.operands[1].elements().max(1)).max(1);
         let tiles = |size: u64| size.div_ceil(u64::from(TILE)) as u32;
+        let grid = [tiles(columns), tiles(rows), 1];
+        if u64::from(grid[1]).max(shared) > MOST_BLOCKS {
+            return Err(format!("a grid takes neither {shared} matrices of one scale nor {rows} rows at once"));
+        }
         let kernel = Kernel::new("quantize", &[source.dtype], 4, UNITS, &format, move |d| {
             let (x, scales) = (d.input::<Pack<0>>(), d.input::<f32>());
             let (whole, exchanged) = (d.output::<u32>(), d.output::<u32>());
@@ -60,8 +64,11 @@ impl Select<'_> {
             kernels::quantize::expand(d.scope(), x, scales, whole, exchanged, rows, columns, shared, format);
         });
         let numbers = [rows, columns, shared].map(|number| number as u32).to_vec();
-        let grid = [tiles(columns), tiles(rows), matrices as u32];
-        self.launch(kernel, vec![OP(0), OP(1), RES(0), RES(1)], numbers, Vec::new(), grid);
+        // What shares a scale stays together, so that a part begins with a scale of its own.
+        let bytes = shared * rows * columns;
+        let buffers = [(OP(0), bytes * source.dtype.size()), (OP(1), 4), (RES(0), bytes), (RES(1), bytes)];
+        let cut = Cut { grid, axis: 2, count: matrices, per_unit: shared, per_block: 1, number: None };
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), cut);
         Ok(())
     }
 
@@ -95,7 +102,7 @@ impl Select<'_> {
         if [rows, columns, depth].iter().any(|size| !size.is_multiple_of(SIDE)) {
             return Err(format!("a product of {rows} x {columns} x {depth}, which are no multiples of {SIDE}"));
         }
-        if row != 1 && column != 1 || c.iter().any(|letter| *letter == k) {
+        if row != 1 && column != 1 || c.contains(&k) {
             return Err(format!("`{}` is no product of matrices", op.spec));
         }
         let outer = |letters: &[char]| letters[..letters.len() - 2].to_vec();
