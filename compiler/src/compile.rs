@@ -10,6 +10,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{Bytes, HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
+use shardc_passes::PassError;
 use shardc_passes::cluster::Cluster;
 use shardc_runtime::launch::World;
 use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, RuntimeError, cuda};
@@ -56,9 +57,10 @@ pub struct Compiled {
 /// Compiles a model's training step for a cluster: traces it, chooses a plan and checks it.
 ///
 /// # Errors
-/// A model that cannot be traced, a request that contradicts itself, a model that fits under no
-/// plan.
+/// A model that cannot be traced, a request that contradicts itself, a precision that the devices have no units
+/// for, a model that fits under no plan.
 pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Options) -> Result<Compiled, Error> {
+    options.precision.check(cluster).map_err(PassError::from)?;
     let name = model.name();
     let model = model.trace(batch)?;
     let name = name.unwrap_or_else(|| model.name.clone());

@@ -122,7 +122,7 @@ profile! {
     peak_f16,
     /// Dense matmul rate in fp32, FLOP/s.
     peak_f32,
-    /// Dense matmul rate in 8-bit formats, FLOP/s; that of bf16 where the device has none.
+    /// Dense matmul rate in 8-bit formats, FLOP/s; where the device has none, the larger of those in 16 bits.
     peak_f8,
     /// Device memory, bytes/s by the datasheet.
     memory_bandwidth,
@@ -208,6 +208,11 @@ impl Profile {
             PROFILES.iter().filter_map(read).map(|profile| (profile.name.clone(), profile)).collect();
         variant::add(&mut profiles);
         profiles
+    }
+
+    /// Whether it has units for products of 8-bit floats; what has none is given a rate of 16 bits.
+    pub fn has_f8_units(&self) -> bool {
+        self.peak_f8.value > self.peak_bf16.value.max(self.peak_f16.value)
     }
 
     /// The shipped profile of a name.

@@ -50,6 +50,18 @@ pub enum UserError {
         /// The name.
         name: String,
     },
+    /// The devices cannot compute in the precision that is asked for.
+    #[error(
+        "precision {precision} needs 8-bit floating-point units, and `{device}` of cluster {cluster} has none; use --precision bf16"
+    )]
+    NoUnits {
+        /// The precision.
+        precision: &'static str,
+        /// The device.
+        device: String,
+        /// The cluster, as it was asked for.
+        cluster: String,
+    },
     /// An option is out of its range.
     #[error("{option} is {value}; it must be {range}")]
     OutOfRange {

@@ -14,7 +14,8 @@
 //!   where an activation meets one, that one is cast.
 //! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
 
-use crate::error::PassError;
+use crate::cluster::{Cluster, Profile};
+use crate::error::{PassError, UserError};
 use serde::{Deserialize, Serialize};
 use shardc_ir::ops::{BinaryKind, Cast, OpError, ReduceOp, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
@@ -53,6 +54,23 @@ impl Precision {
             Self::Fp32 => None,
             Self::Bf16 | Self::Fp8 => Some(DType::Bf16),
             Self::Fp16 => Some(DType::F16),
+        }
+    }
+
+    /// Whether every device of a cluster computes in it. Ranks on CPUs do all of it by software.
+    ///
+    /// # Errors
+    /// 8-bit floats, and a GPU without units for them: no library has products of such there.
+    pub fn check(self, cluster: &Cluster) -> Result<(), UserError> {
+        let kinds = cluster.parts.iter().map(|part| &part.device);
+        let lacks = |device: &&Profile| !device.has_f8_units() && device.kind != "cpu";
+        match kinds.chain([&cluster.device]).find(lacks).filter(|_| self == Self::Fp8) {
+            Some(device) => Err(UserError::NoUnits {
+                precision: self.name(),
+                device: device.name.clone(),
+                cluster: cluster.name.clone(),
+            }),
+            None => Ok(()),
         }
     }
 
@@ -221,5 +239,32 @@ impl Lowering<'_> {
         let cast = to.result(cast);
         self.casts.insert((value, dtype), cast);
         Ok(cast)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_gpus_with_units_for_them_take_8_bit_floats() {
+        let cluster = |text: &str| Cluster::parse(text, "h200").unwrap();
+        for device in ["h100", "h200", "b200", "l40s", "rtx4090", "cpu"] {
+            assert_eq!(Precision::Fp8.check(&cluster(&format!("{device}:8"))), Ok(()));
+        }
+        for device in ["a100-40", "a100-80", "v100", "rtx3090"] {
+            let cluster = cluster(&format!("{device}:8"));
+            let message = Precision::Fp8.check(&cluster).unwrap_err().to_string();
+            let says = |text: &str| message.contains(text);
+            assert!(says("fp8") && says(device) && says("--precision bf16"), "{message}");
+            assert_eq!(
+                [Precision::Fp32, Precision::Bf16, Precision::Fp16].map(|other| other.check(&cluster)),
+                [Ok(()), Ok(()), Ok(())]
+            );
+        }
+        let mixed =
+            "per_node = 1\n[[parts]]\nnodes = 1\ndevice = \"h100\"\n[[parts]]\nnodes = 1\ndevice = \"a100-80\"\n";
+        let mixed = Cluster::from_toml("mixed.toml", mixed).unwrap();
+        assert!(Precision::Fp8.check(&mixed).unwrap_err().to_string().contains("`a100-80`"));
     }
 }

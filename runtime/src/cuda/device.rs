@@ -128,14 +128,31 @@ pub fn identity(ordinal: usize) -> Result<String, Failure> {
     Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
 }
 
-/// The architecture of a GPU in NVRTC's notation.
-pub fn architecture(ordinal: usize) -> Result<String, Failure> {
+/// Why a GPU of a compute capability runs no products of 8-bit floats, if it does not (NVIDIA, "cuBLAS",
+/// `cublasLtMatmul`: compute capability 8.9 and above).
+pub fn lacks_f8_units((major, minor): (i32, i32)) -> Option<String> {
+    ((major, minor) < (8, 9)).then(|| {
+        format!(
+            "compute capability {major}.{minor} has no products of 8-bit floats, which this plan (precision fp8) \
+             needs and 8.9 brings; plan with --precision bf16"
+        )
+    })
+}
+
+/// The compute capability of a GPU: major and minor.
+pub fn capability(ordinal: usize) -> Result<(i32, i32), Failure> {
     use sys::CUdevice_attribute as A;
     let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
     // SAFETY: `device` is valid.
     let read = |attribute| unsafe { result::device::get_attribute(device, attribute) };
     let major = read(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR).map_err(says("compute capability"))?;
     let minor = read(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR).map_err(says("compute capability"))?;
+    Ok((major, minor))
+}
+
+/// The architecture of a GPU in NVRTC's notation.
+pub fn architecture(ordinal: usize) -> Result<String, Failure> {
+    let (major, minor) = capability(ordinal)?;
     // The `a` targets hold the instructions of one generation only, and run on no other.
     Ok(format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" }))
 }

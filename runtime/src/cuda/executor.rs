@@ -20,7 +20,7 @@ use super::gemm::{Blas, Problem};
 use super::graph::{self, Graph};
 use super::kernel::Kernel;
 use super::nccl::Communicator;
-use super::select::{Selection, Step, kernels, select_action};
+use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::{self, Tuning};
 use crate::Span;
@@ -60,6 +60,16 @@ pub fn choose(program: &Program) -> Result<Chosen, Failure> {
 }
 
 impl Chosen {
+    /// Whether there are products of 8-bit floats among them.
+    pub fn has_f8_products(&self) -> bool {
+        let is_f8 = |gemm: &Gemm| gemm.scales.is_some();
+        self.sections.iter().flatten().flatten().flat_map(|selection| &selection.steps).any(|step| match step {
+            Step::Gemm(gemm) => is_f8(gemm),
+            Step::Products(gemms) => gemms.iter().any(is_f8),
+            _ => false,
+        })
+    }
+
     /// The kernels that are compiled before a device is taken.
     pub fn kernels(&self) -> impl Iterator<Item = &Arc<Kernel>> {
         self.sections.iter().flatten().flatten().flat_map(|selection| kernels(&selection.steps))

@@ -235,6 +235,13 @@ impl CudaRuntime {
             chosen.push(choice.map_err(|message| CudaError::Unsupported { rank: program.rank, message })?);
         }
         let load = |message| CudaError::Load { rank: world.rank(), device: devices[0], message };
+        for ((program, choice), device) in programs.iter().zip(&chosen).zip(devices.iter().copied()) {
+            let refuse = |message| CudaError::Load { rank: program.rank, device, message };
+            let capability = device::capability(device).map_err(refuse)?;
+            if let Some(message) = device::lacks_f8_units(capability).filter(|_| choice.has_f8_products()) {
+                return Err(refuse(message));
+            }
+        }
         let architecture = device::architecture(devices[0]).map_err(load)?;
         let binaries = device::compile(chosen.iter().flat_map(Chosen::kernels), &architecture).map_err(load)?;
         let has_messages = world.any("messages", programs.iter().any(|program| has_messages(program)))?;

@@ -227,3 +227,29 @@ fn a_missing_driver_is_an_error_with_a_remedy() {
     let text = error.to_string();
     assert!(text.contains("missing: install") || text.contains("GPU") || text.contains("driver"), "{text}");
 }
+
+/// A tall stack of matrices is cut where the grid ends.
+#[test]
+fn many_matrices_in_8_bits_are_several_launches() {
+    let quantized = |matrices: u64| {
+        let x = t(Bf16, &[matrices, 16, 32]);
+        let results = [t(DType::F8e4m3, &[matrices, 16, 32]), t(DType::F8e4m3, &[matrices, 32, 16])];
+        let steps = select(&Quantize {}.into(), &[x, t(F32, &[matrices])], &results).unwrap().steps;
+        let grid = |step: &Step| match step {
+            Step::Launch(launch) => u64::from(launch.grid[2]),
+            _ => panic!("a launch"),
+        };
+        steps.iter().map(grid).collect::<Vec<_>>()
+    };
+    assert_eq!(quantized(3), [3]);
+    let many = quantized(100_000);
+    assert!(many.iter().all(|blocks| *blocks <= 65_535) && many.iter().sum::<u64>() == 100_000, "{many:?}");
+}
+
+#[test]
+fn a_gpu_without_8_bit_units_is_refused_by_name() {
+    use super::device::lacks_f8_units;
+    let message = lacks_f8_units((8, 0)).unwrap();
+    assert!(message.contains("8.0") && message.contains("fp8") && message.contains("--precision bf16"), "{message}");
+    assert_eq!([(8, 9), (9, 0), (10, 0)].map(lacks_f8_units), [None, None, None]);
+}
