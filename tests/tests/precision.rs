@@ -3,9 +3,9 @@
 use shardc::{
     Batch, Cluster, Compiled, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
-use shardc_ir::program::Action;
-use shardc_ir::{HostTensor, Op};
-use std::collections::BTreeMap;
+use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, HostTensor, Op, ReduceKind};
+use std::collections::{BTreeMap, BTreeSet};
 
 const BATCH: Batch = Batch { batch: 4, seq: 32 };
 const STEPS: u64 = 10;
@@ -164,5 +164,37 @@ fn fp8_is_the_same_on_any_plan() {
             let errors = (error(a.loss, b.loss), error(a.grad_norm, b.grad_norm));
             assert!(errors.0 < 2e-3 && errors.1 < 2e-2, "{pins}, step {}: off by {errors:?}", a.step);
         }
+    }
+}
+
+/// What ranks with parts of a tensor find as its scale is not its scale: powers of two of either part round alike in
+/// most steps, so that a run does not tell. The programs do: what divides by a scale reads the largest of all ranks',
+/// wherever a rank looked at a part of a tensor.
+#[test]
+fn a_scale_of_a_tensor_in_parts_is_the_largest_of_its_parts() {
+    let (_, compiled) = compiled(Precision::Fp8, "cpu:2", "tp=2");
+    for program in compiled.programs().unwrap() {
+        let computes = |instruction: &&Instruction, is_it: fn(&Op) -> bool| match &instruction.action {
+            Action::Compute(op) => is_it(op.single()),
+            _ => false,
+        };
+        let is_largest = |instruction: &&Instruction| {
+            matches!(instruction.action, Action::AllReduce { reduce: ReduceKind::Max, .. })
+        };
+        let all = || program.instructions();
+        let found: BTreeSet<BufferId> = all()
+            .filter(|instruction| computes(instruction, |op| matches!(op, Op::QuantizationScale(_))))
+            .flat_map(|instruction| instruction.results.iter().copied())
+            .collect();
+        let reduced: BTreeSet<BufferId> = all()
+            .filter(is_largest)
+            .filter(|instruction| instruction.operands.iter().any(|operand| found.contains(operand)))
+            .flat_map(|instruction| instruction.results.iter().copied())
+            .collect();
+        let dividing = || all().filter(|instruction| computes(instruction, |op| matches!(op, Op::Quantize(_))));
+        let reads = |of: &BTreeSet<BufferId>| {
+            dividing().filter(|instruction| instruction.operands.iter().any(|operand| of.contains(operand))).count()
+        };
+        assert!(!reduced.is_empty() && reads(&reduced) > 0, "rank {}: {reduced:?} of {found:?}", program.rank);
     }
 }
