@@ -90,7 +90,7 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     }
     // Whatever was cut into chunks is cut in the plan's graph already.
     let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&plan.mesh));
-    let work = model_work(&graph, &cluster);
+    let work = model_work(&graph, cluster);
     let recompute = Pins::parse(&plan.choice).ok().and_then(|pins| pins.recompute).unwrap_or(Recompute::None);
     let is_shared = !copy_axes(&plan.mesh).is_empty();
     let has_parts = !plan.mesh.family("fsdp").is_empty();
