@@ -5,15 +5,22 @@
 //! least cost (Bertele and Brioschi, "Nonserial Dynamic Programming", 1972). The variable with the
 //! smallest resulting table goes first, so a graph of small treewidth takes milliseconds.
 //!
-//! A table never grows beyond [`TABLE_LIMIT`] entries. Where every elimination would, the variable
-//! with the most neighbours is fixed to its best choice in isolation and the result is not called
-//! exact ([`Solution::is_exact`]). Ties go to the smaller index, so the result is deterministic.
+//! A table never grows beyond [`TABLE_LIMIT`] entries, nor, once [`WORK`] entries have been made in all, beyond
+//! [`LATE_LIMIT`]: so a graph of many nodes and large treewidth is solved in about a second. Where every
+//! elimination would, the variable with the most neighbours is fixed to its best choice in isolation and the
+//! result is not called exact ([`Solution::is_exact`]). Ties go to the smaller index, so the result is deterministic.
 
 use super::dominate;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The most entries of one table.
 pub const TABLE_LIMIT: usize = 1 << 20;
+
+/// The entries that are made before tables are kept smaller.
+const WORK: usize = 1 << 20;
+
+/// The most entries of one table from then on.
+const LATE_LIMIT: usize = 1 << 8;
 
 /// Variables, their domains, and costs; an illegal combination costs infinity.
 #[derive(Clone, Debug, Default)]
@@ -165,9 +172,10 @@ impl Elimination {
     /// Eliminates variables, the one with the smallest resulting table first.
     fn eliminate_all(&mut self, variables: Vec<usize>) {
         let mut queue: BTreeSet<(usize, usize)> = variables.into_iter().map(|id| (self.weight(id), id)).collect();
+        let mut work: usize = 0;
         while let Some((weight, mut variable)) = queue.first().copied() {
             let mut fixed = None;
-            if weight > TABLE_LIMIT {
+            if weight > if work > WORK { LATE_LIMIT } else { TABLE_LIMIT } {
                 let most = queue.iter().max_by_key(|(_, id)| (self.neighbours[*id].len(), std::cmp::Reverse(*id)));
                 variable = most.map_or(variable, |(_, id)| *id);
                 fixed = Some(self.best_alone(variable));
@@ -182,7 +190,10 @@ impl Elimination {
                 .collect();
             match fixed {
                 Some(choice) => self.fix(variable, choice),
-                None => self.eliminate(variable),
+                None => {
+                    work = work.saturating_add(weight.saturating_mul(self.sizes[variable]));
+                    self.eliminate(variable);
+                }
             }
             let rest = held.iter().filter(|id| **id != variable).map(|id| (self.weight(*id), *id));
             queue.extend(rest.collect::<Vec<_>>());
