@@ -101,7 +101,8 @@ fn of_way(
     best
 }
 
-/// Stages work beside each other at best; all ranks wait for the slowest.
+/// Stages work beside each other at best, and the slowest takes at least what they take on average; all ranks wait
+/// for the slowest.
 fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }

@@ -50,7 +50,6 @@ impl Visited {
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
     /// that may be the best, or so close to it that its programs decide.
     pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
-        // The slowest of some stages takes at least what they take on average.
         let stages = degrees.degree("pp");
         let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
         let least = match is_whole {
@@ -59,13 +58,13 @@ impl Visited {
             false if stages > 1 && placed.cluster.parts.len() > 1 => {
                 let cluster = &placed.cluster.fastest();
                 let placed = Placed { cluster, locals: prepared.locals(cluster), ..placed.clone() };
-                least(prepared, &placed) / stages as f64
+                least(prepared, &placed)
             }
-            false => least(prepared, placed) / stages as f64,
+            false => least(prepared, placed),
         };
-        let (degrees, is_tight) = (degrees.clone(), is_whole || stages > 1);
         // What memory costs is known of whole models.
-        let stored = point.degrees.clone();
+        let is_tight = is_whole || stages > 1;
+        let (degrees, stored) = (degrees.clone(), point.degrees.clone());
         self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
         let opens = self.is_open(least);
         self.pruned += u64::from(!opens);
