@@ -312,11 +312,17 @@ impl<'a, 'b> Pricer<'a, 'b> {
 
     /// What lives of a class's values at the turn from forward to backward.
     fn alive(&self, class: usize, local: &Local, again: f64) -> Quote {
-        let mut quote = Quote::default();
-        for ([stay, go], bytes) in self.prepared.lives.at_turn(class).iter().zip(&local.results) {
-            quote.bytes += stay * *bytes as f64;
-            let operand = self.operands.get(class).copied().unwrap_or_default();
-            quote.again.push(Again { count: *go, bytes: *bytes as f64, seconds: again, operand });
+        let (turn, mut quote) = (self.prepared.lives.at_turn(class), Quote::default());
+        // Computing a node again makes all of its results: each bears a part of that by its bytes.
+        let goes = turn.iter().zip(&local.results).filter(|([_, go], _)| *go > 0.0);
+        let all = goes.map(|(_, bytes)| *bytes as f64).sum::<f64>().max(1.0);
+        let [operand_bytes, operand_seconds] = self.operands.get(class).copied().unwrap_or_default();
+        for ([stay, go], bytes) in turn.iter().zip(&local.results) {
+            let bytes = *bytes as f64;
+            let part = bytes / all;
+            quote.bytes += stay * bytes;
+            let operand = [part * operand_bytes, part * operand_seconds];
+            quote.again.push(Again { count: *go, bytes, seconds: part * again, operand });
         }
         quote
     }
