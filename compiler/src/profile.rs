@@ -162,17 +162,16 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
 
 /// The instruction with its local types, without where it lies: equal ones are one row.
 fn text(program: &Program, instruction: &Instruction) -> String {
-    let name = match &instruction.action {
-        Action::Compute(Op::Matmul(matmul)) => format!("matmul {}", matmul.spec),
-        Action::Compute(Op::ScaledMatmul(matmul)) => format!("scaled matmul {}", matmul.spec),
-        Action::Compute(Op::Each(each)) => format!("{} of {} tensors", each.op.name(), each.count),
+    let spec = match &instruction.action {
+        Action::Compute(Op::Matmul(matmul)) => Some(&matmul.spec),
+        Action::Compute(Op::ScaledMatmul(matmul)) => Some(&matmul.spec),
         Action::Compute(Op::Fused(region)) if region.is_products() => match &region.steps[0].op {
-            Op::Matmul(matmul) => format!("{} matmuls {}", region.steps.len(), matmul.spec),
-            op => op.name().to_string(),
+            Op::Matmul(matmul) => Some(&matmul.spec),
+            _ => None,
         },
-        Action::Compute(Op::Fused(region)) => region.steps_text(),
-        other => other.name().to_string(),
+        _ => None,
     };
+    let name = instruction.action.title() + &spec.map_or_else(String::new, |spec| format!(" {spec}"));
     let types = instruction.operands.iter().take(4).map(|id| program.buffers[*id].ty.to_string());
     format!("{name}({})", types.collect::<Vec<_>>().join(", "))
 }

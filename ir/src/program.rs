@@ -135,6 +135,14 @@ impl Action {
         }
     }
 
+    /// What it is called among instructions: see [`Op::title`].
+    pub fn title(&self) -> String {
+        match self {
+            Self::Compute(op) => op.title(),
+            other => other.name().to_string(),
+        }
+    }
+
     /// The group of a collective, as an index in [`Program::groups`].
     pub fn group(&self) -> Option<usize> {
         match self {

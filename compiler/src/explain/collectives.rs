@@ -60,7 +60,7 @@ pub(super) fn label(inspection: &Inspection<'_>, program: &Program, action: &Act
     match action {
         Action::Feed { input } => format!("feed {}", program.inputs[*input].name),
         meeting if meeting.is_meeting() => format!("{} {}", meeting.name(), axes(inspection, program, meeting)),
-        other => other.name().to_string(),
+        other => other.title(),
     }
 }
 

@@ -310,6 +310,17 @@ impl Op {
         }
     }
 
+    /// What the operation is called among instructions: of one that joins others, by those (`adamw of 46 tensors`,
+    /// `3 matmuls`, `layer_norm_grad+add`).
+    pub fn title(&self) -> String {
+        match self {
+            Op::Each(each) => format!("{} of {} tensors", each.op.name(), each.count),
+            Op::Fused(region) if region.is_products() => format!("{} matmuls", region.steps.len()),
+            Op::Fused(region) => region.steps_text(),
+            op => op.name().to_string(),
+        }
+    }
+
     /// Whether a result of the same shape and size may be written over this operand: no element of
     /// the operand is read after the result's element in its place is written.
     pub fn may_overwrite(&self, operand: usize) -> bool {
