@@ -27,29 +27,30 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     let sources = sources(&draft);
     join_siblings(&mut draft, target);
     merge_casts(&mut draft);
+    let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
+    let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
+        let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
+        let own = bytes(&graph.node(node).op, &graph.operand_types(node), &graph.result_types(node));
+        emitted[node].launches += part;
+        emitted[node].traffic += bytes(op, &types(operands), &types(results)) / own.max(1.0);
+    };
+    let mut joined: Vec<(NodeId, usize)> = Vec::new();
     for item in draft.sections.iter().flatten().filter(|item| !draft.is_view(&item.instruction)) {
         let Instruction { action: Action::Compute(op), operands, results, .. } = &item.instruction else { continue };
-        if let Op::Fused(region) = op
-            && region.is_products()
-        {
-            for node in region.steps.iter().filter_map(|step| step.source) {
-                emitted[node] =
-                    Emitted { launches: 1.0 / region.steps.len() as f64, traffic: 1.0, beside: region.steps.len() };
+        match op {
+            Op::Fused(region) if region.is_products() => {
+                let nodes = region.steps.iter().filter_map(|step| step.source);
+                joined.extend(nodes.map(|node| (node, region.steps.len())));
             }
-            continue;
+            Op::Each(each) => {
+                let items = each.items(operands).zip(each.items(results));
+                items.for_each(|(operands, results)| add(&each.op, operands, results, 1.0 / each.count as f64));
+            }
+            op => add(op, operands, results, 1.0),
         }
-        let (op, count) = match op {
-            Op::Each(each) => (&*each.op, each.count),
-            op => (op, 1),
-        };
-        let parts = operands.chunks((operands.len() / count).max(1)).chain(operands.is_empty().then_some(&[][..]));
-        for (operands, results) in parts.zip(results.chunks((results.len() / count).max(1))) {
-            let Some(node) = sources.get(&results[0]).copied() else { continue };
-            let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
-            let own = bytes(&graph.node(node).op, &graph.operand_types(node), &graph.result_types(node));
-            emitted[node].launches += 1.0 / count as f64;
-            emitted[node].traffic += bytes(op, &types(operands), &types(results)) / own.max(1.0);
-        }
+    }
+    for (node, beside) in joined {
+        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, beside };
     }
     emitted
 }

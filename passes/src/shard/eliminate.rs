@@ -175,7 +175,8 @@ impl Elimination {
         let mut work: usize = 0;
         while let Some((weight, mut variable)) = queue.first().copied() {
             let mut fixed = None;
-            if weight > if work > WORK { LATE_LIMIT } else { TABLE_LIMIT } {
+            let limit = if work > WORK { LATE_LIMIT } else { TABLE_LIMIT };
+            if weight > limit {
                 let most = queue.iter().max_by_key(|(_, id)| (self.neighbours[*id].len(), std::cmp::Reverse(*id)));
                 variable = most.map_or(variable, |(_, id)| *id);
                 fixed = Some(self.best_alone(variable));
