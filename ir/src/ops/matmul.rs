@@ -40,17 +40,13 @@ pub enum Epilogue {
     /// The result is the element times the derivative of that function at the same place of a third operand,
     /// of the result's type. There is no bias.
     GeluTanhGrad,
-    /// The element stays as it is. A second result is the sum of the second operand over the indices that the
-    /// product sums over: the gradient of a bias beside that of its weight. Nothing is added.
-    Sums,
 }
 
 impl Epilogue {
-    /// The elementwise function, if it is one or its derivative.
-    pub fn function(self) -> Option<UnaryKind> {
+    /// The elementwise function that it is, or the derivative of.
+    pub fn function(self) -> UnaryKind {
         match self {
-            Self::GeluTanh | Self::GeluTanhGrad => Some(UnaryKind::GeluTanh),
-            Self::Sums => None,
+            Self::GeluTanh | Self::GeluTanhGrad => UnaryKind::GeluTanh,
         }
     }
 }
@@ -136,13 +132,6 @@ impl Matmul {
         Ok(dims)
     }
 
-    /// The dimensions of the second operand that are summed over.
-    pub fn summed(&self) -> Result<Vec<usize>, String> {
-        let [lhs, rhs, result] = self.letters()?;
-        let is_summed = |letter: &char| lhs.contains(letter) && !result.contains(letter);
-        Ok((0..rhs.len()).filter(|dim| is_summed(&rhs[*dim])).collect())
-    }
-
     /// The size of every letter, from the operands.
     pub fn sizes(&self, operands: &[TensorType]) -> Result<Vec<(char, u64)>, String> {
         let letters = self.letters()?;
@@ -198,15 +187,7 @@ impl OpDef for Matmul {
                 expect_type("where the derivative is taken", &operands[2], &result)?;
                 Ok(vec![result])
             }
-            Some(Epilogue::Sums) if more == 0 && !self.bias => {
-                let summed = self.summed()?;
-                let rhs = operands[1].shape.iter().enumerate().filter(|(dim, _)| !summed.contains(dim));
-                let sums = result.with_shape(rhs.map(|(_, size)| *size).collect::<Vec<_>>());
-                Ok(vec![result, sums])
-            }
-            Some(_) => {
-                Err("an activation takes a bias and no summand, its derivative one operand, sums none".to_string())
-            }
+            Some(_) => Err("an activation takes a bias and no summand, its derivative one operand".to_string()),
         }
     }
 
@@ -218,28 +199,16 @@ impl OpDef for Matmul {
         // Terms of the product need terms of what is added beside them.
         let beside = if derives { 2..2 } else { 2..operands.len() };
         let linear = [0, 1].map(|index| [index].into_iter().chain(beside.clone()).collect()).to_vec();
-        let sums = self.epilogue == Some(Epilogue::Sums);
-        let linear = match () {
-            () if activates => Vec::new(),
-            // The sums do not depend on the first operand.
-            () if sums => vec![vec![1]],
-            () => linear,
-        };
+        let linear = if activates { Vec::new() } else { linear };
         let mut rule = FactorRule { linear, ..FactorRule::default() };
         let (Ok(letters), Ok(sizes)) = (self.letters(), self.sizes(operands)) else { return rule };
         for (letter, size) in &sizes {
-            if sums && letters[2].contains(letter) && !letters[1].contains(letter) {
-                // The second result lacks it, and is no sum over it.
-                rule.whole(letter.to_string(), *size);
-            } else if letters[2].contains(letter) {
+            if letters[2].contains(letter) {
                 rule.parallel(letter.to_string(), *size);
             } else if adds {
                 rule.whole(letter.to_string(), *size);
             } else {
-                let factor = rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
-                if sums {
-                    rule.factors[factor].reduce.push((1, ReduceKind::Sum));
-                }
+                rule.reduced(letter.to_string(), *size, 0, ReduceKind::Sum);
             }
         }
         let index = |letter: &char| sizes.iter().position(|(known, _)| known == letter).unwrap_or(0);
@@ -249,10 +218,6 @@ impl OpDef for Matmul {
         rule.operands.extend(self.bias(operands.len()).map(|_| dims(&letters[2][letters[2].len() - 1..])));
         rule.operands.extend(derives.then(|| dims(&letters[2])));
         rule.results = vec![dims(&letters[2]); results.len()];
-        if sums {
-            let kept: Vec<char> = letters[1].iter().copied().filter(|letter| letters[2].contains(letter)).collect();
-            rule.results[1] = dims(&kept);
-        }
         rule
     }
 

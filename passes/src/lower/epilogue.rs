@@ -1,27 +1,25 @@
-//! What products make beside themselves.
+//! What products make of themselves.
 //!
-//! * Where a product is first read by an activation, or only by an activation's derivative, the product makes
-//!   it: the library that multiplies has the element in a register. It approximates the exponential function
-//!   as well as elements of 16 bits need it; wider ones are left alone. What the backward pass reads of the
-//!   product is written beside the activation.
-//! * The gradient of a bias sums what the gradient of its weight multiplies: the product makes both.
+//! Where a product is first read by an activation, or only by an activation's derivative, the product makes
+//! it: the library that multiplies has the element in a register. It approximates the exponential function
+//! as well as elements of 16 bits need it; wider ones are left alone. What the backward pass reads of the
+//! product is written beside the activation.
+//!
+//! The gradient of a bias, which sums what the gradient of its weight multiplies, is left to a kernel of its
+//! own, or to that which makes what it sums: beside the product it takes longer than alone (on an H200 by a
+//! tenth to a fifth of the product).
 
 use super::{Draft, StorageId};
 use shardc_ir::BufferId;
-use shardc_ir::ops::{Epilogue, Matmul, Op, ReduceOp};
+use shardc_ir::ops::{Epilogue, Matmul, Op};
 use shardc_ir::program::{Action, Instruction};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The library takes rows of a multiple of this many elements.
 const ALIGNED: u64 = 8;
 
-/// Merges activations and sums into products, in every section.
+/// Merges activations into products, in every section.
 pub(super) fn merge_epilogues(draft: &mut Draft) {
-    merge_activations(draft);
-    merge_operand_sums(draft);
-}
-
-fn merge_activations(draft: &mut Draft) {
     for section in 0..draft.sections.len() {
         let mut dropped = BTreeSet::new();
         let touched = touches(draft);
@@ -46,68 +44,12 @@ fn merge_activations(draft: &mut Draft) {
             }
             dropped.insert(at);
         }
-        drop_items(draft, section, &dropped);
+        let mut index = 0;
+        draft.sections[section].retain(|_| {
+            index += 1;
+            !dropped.contains(&(index - 1))
+        });
     }
-}
-
-fn drop_items(draft: &mut Draft, section: usize, dropped: &BTreeSet<usize>) {
-    let mut index = 0;
-    draft.sections[section].retain(|_| {
-        index += 1;
-        !dropped.contains(&(index - 1))
-    });
-}
-
-/// Where the sum of a tensor is made before a product sums over the same: the product takes the place of the
-/// sum, with it as its second result.
-fn merge_operand_sums(draft: &mut Draft) {
-    for section in 0..draft.sections.len() {
-        // Where each tensor is summed, and over what.
-        let mut sums: BTreeMap<(BufferId, Vec<usize>), usize> = BTreeMap::new();
-        let mut written: BTreeMap<StorageId, usize> = BTreeMap::new();
-        let mut dropped = BTreeSet::new();
-        for at in 0..draft.sections[section].len() {
-            let instruction = &draft.sections[section][at].instruction;
-            let before = summed_product(draft, instruction).and_then(|key| sums.remove(&key));
-            let is_made = |sum: &usize| {
-                let mut storages = instruction.operands.iter().map(|id| draft.storage[*id]);
-                storages.all(|storage| written.get(&storage).is_none_or(|writer| writer < sum))
-            };
-            if let Some(sum) = before.filter(is_made) {
-                let mut product = draft.sections[section][at].clone();
-                let results = draft.sections[section][sum].instruction.results.clone();
-                let wide = [product.instruction.results[0], results[0]].map(|id| draft.buffers[id].ty.dtype);
-                if let Action::Compute(Op::Matmul(op)) = &mut product.instruction.action
-                    && wide[0] == wide[1]
-                {
-                    op.epilogue = Some(Epilogue::Sums);
-                    product.instruction.results.extend(results);
-                    draft.sections[section][sum] = product;
-                    dropped.insert(at);
-                }
-            }
-            let instruction = &draft.sections[section][at].instruction;
-            if let Action::Compute(Op::Reduce(op)) = &instruction.action
-                && op.kind == ReduceOp::Sum
-            {
-                sums.insert((instruction.operands[0], op.dims.clone()), at);
-            }
-            if !draft.is_view(instruction) {
-                written.extend(instruction.results.iter().map(|id| (draft.storage[*id], at)));
-            }
-        }
-        drop_items(draft, section, &dropped);
-    }
-}
-
-/// What a product sums its second operand over, if it may make that sum as well.
-fn summed_product(draft: &Draft, instruction: &Instruction) -> Option<(BufferId, Vec<usize>)> {
-    let op = matmul(instruction).filter(|op| op.epilogue.is_none() && !op.bias)?;
-    let [_, operand] = instruction.operands[..] else { return None };
-    let is_taken = draft.buffers[operand].ty.dtype.size() == 2;
-    // No index of both operands is in the result.
-    let is_single = op.dims().is_ok_and(|dims| dims.batch.is_empty());
-    Some((operand, op.summed().ok()?)).filter(|_| is_taken && is_single)
 }
 
 /// A place of an instruction: its section and its index.
@@ -141,10 +83,8 @@ fn candidate(
 ) -> Option<(Epilogue, Product, usize)> {
     let instruction = &draft.sections[section][at].instruction;
     let epilogue = match &instruction.action {
-        Action::Compute(Op::Unary(op)) if Some(op.kind) == Epilogue::GeluTanh.function() => Epilogue::GeluTanh,
-        Action::Compute(Op::UnaryGrad(op)) if Some(op.kind) == Epilogue::GeluTanhGrad.function() => {
-            Epilogue::GeluTanhGrad
-        }
+        Action::Compute(Op::Unary(op)) if op.kind == Epilogue::GeluTanh.function() => Epilogue::GeluTanh,
+        Action::Compute(Op::UnaryGrad(op)) if op.kind == Epilogue::GeluTanhGrad.function() => Epilogue::GeluTanhGrad,
         _ => return None,
     };
     let (buffer, result) = (*instruction.operands.first()?, *instruction.results.first()?);

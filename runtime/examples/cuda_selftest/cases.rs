@@ -130,13 +130,6 @@ fn epilogue_cases(f: DType, all: &mut Vec<Case>) {
             all.push(case(op, &operands, &vec![y.clone(); results]));
         }
     }
-    for (spec, lhs, rhs, results) in [
-        ("bsk,bsn->kn", [2, 256, 64], [2, 256, 512], [vec![64, 512], vec![512]]),
-        ("bsk,bsn->nk", [2, 256, 64], [2, 256, 512], [vec![512, 64], vec![512]]),
-    ] {
-        let op = Matmul { epilogue: Some(Epilogue::Sums), ..Matmul::new(spec) };
-        all.push(case(op, &[t(f, &lhs), t(f, &rhs)], &results.map(|shape| t(F32, &shape))));
-    }
 }
 
 /// Linear layers in 8-bit floats: scales, quantised tensors, and the three products of a layer. Operands of the
@@ -165,26 +158,23 @@ fn quantized_cases(all: &mut Vec<Case>) {
     }
 }
 
-/// Products of one operand beside each other, with biases and with the sums that are the biases' gradients.
+/// Products of one operand beside each other, with biases.
 fn sibling_cases(f: DType, all: &mut Vec<Case>) {
-    for (spec, shared, own, shape, biases, sums) in [
-        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 512], vec![2, 256, 512], 1, 0),
-        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 72], vec![2, 256, 72], 0, 0),
-        ("bsk,nk->bsn", vec![2, 256, 64], vec![512, 64], vec![2, 256, 512], 0, 0),
-        ("bsk,bsn->kn", vec![2, 256, 64], vec![2, 256, 128], vec![64, 128], 0, 1),
-        ("bsk,bsn->kn", vec![2, 256, 64], vec![2, 256, 128], vec![64, 128], 0, 0),
+    for (spec, shared, own, shape, biases) in [
+        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 512], vec![2, 256, 512], 1),
+        ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 72], vec![2, 256, 72], 0),
+        ("bsk,nk->bsn", vec![2, 256, 64], vec![512, 64], vec![2, 256, 512], 0),
+        ("bsk,bsn->kn", vec![2, 256, 64], vec![2, 256, 128], vec![64, 128], 0),
     ] {
-        // Of f32 the library makes no sums beside a product.
-        let sums = if f == F32 { 0 } else { sums };
         let wide = if spec.ends_with("->kn") { F32 } else { f };
         let (x, w, y, b) = (t(f, &shared), t(f, &own), t(wide, &shape), t(wide, &shape[shape.len() - 1..]));
-        let op = Matmul { bias: biases > 0, epilogue: (sums > 0).then_some(Epilogue::Sums), ..Matmul::new(spec) };
-        let makes = [vec![y], vec![b.clone(); sums]].concat();
+        let op = Matmul { bias: biases > 0, ..Matmul::new(spec) };
+        let makes = [y];
         let (count, own) = (3, 1 + biases);
         let of = |index: usize| [vec![0], (1 + index * own..1 + (index + 1) * own).collect()].concat();
         let steps = (0..count).map(|index| step(op.clone(), &of(index), &makes)).collect();
         let operands = [vec![x], vec![[vec![w], vec![b; biases]].concat(); count].concat()].concat();
-        let results: Vec<TensorType> = vec![makes; count].concat();
+        let results = vec![makes; count].concat();
         let named = (operands.len()..operands.len() + results.len()).collect();
         all.push(case(Fused { steps, results: named }, &operands, &results));
     }

@@ -157,17 +157,13 @@ impl Blas {
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let beside = gemm.epilogue.and_then(|(_, beside)| beside);
-        let is_activated = beside.is_some() && !matches!(gemm.epilogue, Some((Epilogue::Sums, _)));
         if gemm.batch > 1 && gemm.beside > 0 {
             use D::{
                 CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
             };
-            set_description(description, if is_activated { AUX } else { BIAS }, &(gemm.beside as i64))?;
+            set_description(description, if beside.is_some() { AUX } else { BIAS }, &(gemm.beside as i64))?;
         }
-        if let Some((Epilogue::Sums, Some(sums))) = gemm.epilogue {
-            // One per row of the library's result, of its type.
-            set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(sums))?;
-        } else if let Some(beside) = beside {
+        if let Some(beside) = beside {
             set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &resolve(beside))?;
             set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(c.leading as i64))?;
         }
@@ -350,8 +346,6 @@ fn epilogue(gemm: &Gemm) -> Result<Option<sys::cublasLtEpilogue_t>, Failure> {
         (Some((Epilogue::GeluTanh, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_GELU_AUX),
         (Some((Epilogue::GeluTanh, Some(_))), true) => Some(E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS),
         (Some((Epilogue::GeluTanhGrad, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_DGELU),
-        // The library's first operand is our second.
-        (Some((Epilogue::Sums, Some(_))), false) => Some(E::CUBLASLT_EPILOGUE_BGRADA),
         (Some((other, _)), _) => return Err(format!("{other:?} with a bias, or at no place")),
     })
 }

@@ -1,10 +1,9 @@
-//! What products make beside themselves: activations, their derivatives, and sums of an operand.
+//! What products make of themselves: activations and their derivatives.
 
 use super::interpret::Interpreter;
 use super::state::{Fact, Stage};
-use crate::entity::{BufferId, EntityRef};
-use crate::ops::{Epilogue, Matmul, Op, ReduceOp};
-use crate::program::Action;
+use crate::entity::BufferId;
+use crate::ops::{Epilogue, Op};
 use crate::program::{Instruction, Run};
 
 /// The operands that every product has.
@@ -20,14 +19,12 @@ impl Interpreter<'_> {
         product: &Fact,
         instruction: &Instruction,
     ) -> Result<Vec<Vec<Fact>>, String> {
-        let Some(function) = epilogue.function() else {
-            return Ok(vec![vec![product.clone()], self.operand_sums(instruction)?]);
-        };
+        let function = epilogue.function();
         let (operands, results) = (&instruction.operands, instruction.results.len());
         let (before, at) = match (epilogue, operands.len() - PRODUCT) {
             (Epilogue::GeluTanh, 0) => (vec![product.clone()], None),
             (Epilogue::GeluTanh, _) => (self.add_all(run, product, instruction, PRODUCT)?, None),
-            (Epilogue::GeluTanhGrad | Epilogue::Sums, _) => (vec![product.clone()], operands.get(PRODUCT).copied()),
+            (Epilogue::GeluTanhGrad, _) => (vec![product.clone()], operands.get(PRODUCT).copied()),
         };
         let mut made = Vec::new();
         for fact in before.iter().filter(|fact| fact.stage == Stage::Ready) {
@@ -58,27 +55,5 @@ impl Interpreter<'_> {
             all.push(before);
         }
         Ok(all)
-    }
-
-    /// The nodes of the graph that sum what a product's second operand holds over what the product sums over.
-    fn operand_sums(&mut self, instruction: &Instruction) -> Result<Vec<Fact>, String> {
-        let Action::Compute(Op::Matmul(op)) = &instruction.action else { return Err("is no product".to_string()) };
-        let op: &Matmul = op;
-        let (dims, buffer) = (op.summed()?, instruction.operands[1]);
-        let mut made = Vec::new();
-        for fact in self.contents[buffer.index()].facts().to_vec() {
-            for (reader, _) in self.kernels.users(fact.value).to_vec() {
-                let node = self.plan.graph.node(reader);
-                let is_it = matches!(&node.op, Op::Reduce(op) if op.kind == ReduceOp::Sum && op.dims == dims);
-                let layouts = self.kernels.layouts(reader);
-                if is_it && fact.stage == Stage::Ready && layouts.operands[0].arrangement == fact.arrangement {
-                    made.push(Fact::ready(node.results[0], layouts.results[0].arrangement.clone()));
-                }
-            }
-        }
-        match made.is_empty() {
-            true => Err(format!("sums {}, which the graph does not", self.held(buffer))),
-            false => Ok(made),
-        }
     }
 }

@@ -2,9 +2,9 @@
 
 use super::super::memory::AlignedBytes;
 use super::movement::strides;
-use super::{Context, View, ViewMut, by_units, elementwise, reduce};
+use super::{Context, View, ViewMut, by_units, elementwise};
 use burn::tensor::{Device, Tensor, TensorData};
-use shardc_ir::ops::{Epilogue, Matmul, MatmulDims, Reduce, ReduceOp};
+use shardc_ir::ops::{Epilogue, Matmul, MatmulDims};
 
 /// A matrix on the Flex backend, row-major.
 pub(super) fn matrix(values: Vec<f32>, rows: usize, columns: usize) -> Tensor<2> {
@@ -60,12 +60,7 @@ pub(super) fn contract(
     let [result, more @ ..] = results else { return Err("has a result".to_string()) };
     let Some(epilogue) = op.epilogue else { return sum(op, context, operands, result) };
     let plain = Matmul { epilogue: None, ..op.clone() };
-    let Some(kind) = epilogue.function() else {
-        sum(&plain, context, operands, result)?;
-        let over = Reduce { kind: ReduceOp::Sum, dims: op.summed()? };
-        let sums = more.first_mut().ok_or("has a second result")?;
-        return reduce::reduce(&over, operands[1], sums);
-    };
+    let kind = epilogue.function();
     // Rounded as the product by itself would be.
     let mut bytes = AlignedBytes::zeros(result.ty.bytes().0 as usize);
     let mut product = ViewMut { ty: result.ty, bytes: &mut bytes };

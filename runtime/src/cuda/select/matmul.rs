@@ -8,7 +8,7 @@
 use super::movement::Move;
 use super::{Arg, OP, RES, Select, Step, dense};
 use shardc_ir::DType;
-use shardc_ir::ops::{Epilogue, Matmul, Op, Reduce, ReduceOp};
+use shardc_ir::ops::{Epilogue, Matmul};
 
 /// A matrix of a batch: where it is, and its strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,12 +138,8 @@ impl Select<'_> {
         let beside = match epilogue {
             Epilogue::GeluTanh => (self.results.len() > 1).then(|| RES(1)),
             Epilogue::GeluTanhGrad => Some(OP(2)),
-            Epilogue::Sums => Some(RES(1)),
         };
-        let fits = match epilogue {
-            Epilogue::Sums => self.results.iter().all(|ty| ty.dtype == DType::F32),
-            _ => matches!(self.results[0].dtype, DType::Bf16 | DType::F16),
-        };
+        let fits = matches!(self.results[0].dtype, DType::Bf16 | DType::F16);
         // A product whose rows are the result's does it itself.
         if let [Step::Gemm(gemm)] = &mut self.out.steps[from..]
             && gemm.c.column == 1
@@ -157,13 +153,7 @@ impl Select<'_> {
             gemm.epilogue = Some((epilogue, beside));
             return Ok(());
         }
-        match epilogue.function() {
-            Some(kind) => self.activate(kind, epilogue, beside),
-            None => {
-                let over = Op::from(Reduce { kind: ReduceOp::Sum, dims: op.summed()? });
-                self.nested(&over, &[1], &[1]).map_err(|error| error.to_string())?;
-            }
-        }
+        self.activate(epilogue.function(), epilogue, beside);
         Ok(())
     }
 

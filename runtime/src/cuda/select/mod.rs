@@ -268,38 +268,6 @@ impl<'a> Select<'a> {
         }
     }
 
-    /// Adds the steps of another operation on some of the operands and results.
-    fn nested(&mut self, op: &Op, operands: &[usize], results: &[usize]) -> Result<(), Unsupported> {
-        let types = |all: &[TensorType], of: &[usize]| of.iter().map(|index| all[*index].clone()).collect::<Vec<_>>();
-        let (takes, makes) = (types(self.operands, operands), types(self.results, results));
-        let inner = select_within(op, &takes, &makes, self.limit)?;
-        let first = match self.scratch(inner.scratch) {
-            Arg::Scratch(at) => at,
-            _ => 0,
-        };
-        let place = |arg: Arg| match arg {
-            Arg::Operand(index, at) => Arg::Operand(operands[index], at),
-            Arg::Result(index, at) => Arg::Result(results[index], at),
-            Arg::Scratch(at) => Arg::Scratch(first + at),
-        };
-        for step in inner.steps {
-            let step = match step {
-                Step::Launch(mut launch) => {
-                    launch.buffers.iter_mut().for_each(|arg| *arg = place(*arg));
-                    Step::Launch(launch)
-                }
-                Step::Zero { to, bytes } => Step::Zero { to: place(to), bytes },
-                Step::Copy { from, to, bytes } => Step::Copy { from: place(from), to: place(to), bytes },
-                other => {
-                    let (op, operands) = (op.name().to_string(), format!("{takes:?}"));
-                    return Err(Unsupported { op, operands, reason: format!("{other:?} within another operation") });
-                }
-            };
-            self.out.steps.push(step);
-        }
-        Ok(())
-    }
-
     /// Scratch memory that stays valid until the operation ends.
     fn scratch(&mut self, bytes: u64) -> Arg {
         let at = self.out.scratch;
