@@ -9,6 +9,10 @@
 
 #![allow(unsafe_code)]
 
+mod configuration;
+
+pub use configuration::Configuration;
+
 use super::device::Failure;
 use super::kernel::Arg;
 use super::select::{Gemm, Matrix};

@@ -1,22 +1,22 @@
 //! The fastest algorithm for every matrix product of a program, measured.
 //!
 //! The library orders its algorithms by a model of the device. Here the first few of that order are run on
-//! the device, on the program's own addresses and with noise in the operands (a product of zeros draws
-//! little power, and is faster than any other), before the program's first step. What is found is kept on
-//! disk per GPU, driver and version of the library, so that a later run measures nothing and computes the
-//! same bits.
+//! the device, and what it proposes for the program's other products ([`gemm::Configuration`]), on the
+//! program's own addresses and with noise in the operands (a product of zeros draws little power, and is
+//! faster than any other), before the program's first step. What is found is kept on disk per GPU, driver
+//! and version of the library, so that a later run measures nothing and computes the same bits.
 //!
 //! **Ranks.** Two algorithms may add in two orders. Ranks that compute the same value must get the same
 //! bits, so one rank measures, the run's first, and the others take its choices ([`Tuning`]).
 
 use super::cache::Cache;
 use super::device::{Device, Failure};
-use super::gemm::{self, Algorithm, Blas, Problem};
+use super::gemm::{self, Algorithm, Blas, Configuration, Problem};
 use crate::launch::World;
 use cudarc::driver::sys::CUevent;
 use serde::{Deserialize, Serialize};
 use shardc_ir::program::Stream;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// The variable that, set to `0`, leaves every product to the library's first choice.
@@ -32,11 +32,23 @@ const LEAST_FLOPS: f64 = 1e8;
 /// within what a measurement repeats to.
 const MARGIN: f64 = 0.985;
 
+/// Configurations whose order of tiles is varied: the fastest.
+const VARIED: usize = 4;
+
 /// Candidates that are measured once more, longer.
-const FINALISTS: usize = 3;
+const FINALISTS: usize = 6;
+
+/// How often the finalists are measured, in turns: the device's clock changes meanwhile.
+const TURNS: usize = 3;
+
+/// A candidate that takes so much longer than the fastest in its first run is not measured any more.
+const HOPELESS: f64 = 1.25;
 
 /// Seconds of device time for a first measurement of one candidate, and for that of a finalist.
-const SPENT: [f64; 2] = [1e-3, 6e-3];
+const SPENT: [f64; 2] = [1e-3, 4e-3];
+
+/// The version of this way of choosing, in the name of the file: what older ones chose is not read.
+const METHOD: u32 = 2;
 
 /// What was measured of one product.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -136,7 +148,7 @@ impl Tuning {
 pub fn file(device: &Device) -> Result<String, Failure> {
     let (name, driver) = device.description()?;
     let word = |text: &str| text.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect::<String>();
-    Ok(format!("matmul/{}-driver-{driver}-cublaslt-{}.json", word(&name), gemm::version()))
+    Ok(format!("matmul/{}-driver-{driver}-cublaslt-{}-{METHOD}.json", word(&name), gemm::version()))
 }
 
 /// Measures the products that are not among the choices, one of each key. Nothing else may be running on
@@ -147,24 +159,28 @@ pub fn measure(
     problems: impl Iterator<Item = Result<Problem, Failure>>,
     choices: &mut Choices,
 ) -> Result<(), Failure> {
-    let mut bench: Option<Bench<'_>> = None;
+    let mut proposed: BTreeMap<String, (Problem, Vec<Algorithm>)> = BTreeMap::new();
     for problem in problems {
         let problem = problem?;
-        if problem.flops < LEAST_FLOPS || choices.0.contains_key(&problem.key) {
-            continue;
+        if problem.flops >= LEAST_FLOPS && !proposed.contains_key(&problem.key) {
+            let candidates = blas.candidates(&problem, CANDIDATES)?;
+            proposed.insert(problem.key.clone(), (problem, candidates));
         }
-        let bench = match &mut bench {
-            Some(bench) => bench,
-            None => bench.insert(Bench::new(blas, device)?),
-        };
-        let choice = bench.choose(&problem)?;
+    }
+    let known = proposed.values().flat_map(|(_, candidates)| candidates).map(Configuration::of).collect();
+    proposed.retain(|key, _| !choices.0.contains_key(key));
+    if proposed.is_empty() {
+        return Ok(());
+    }
+    let bench = Bench::new(blas, device, known)?;
+    for (key, (problem, candidates)) in proposed {
+        let choice = bench.choose(&problem, &candidates)?;
         tracing::debug!(
-            "{}: {:.1} us, by the first choice {:.1} us",
-            problem.key,
+            "{key}: {:.1} us, by the first choice {:.1} us",
             choice.microseconds,
             choice.first_microseconds
         );
-        choices.0.insert(problem.key.clone(), choice);
+        choices.0.insert(key, choice);
     }
     Ok(())
 }
@@ -178,6 +194,25 @@ struct Bench<'a> {
     start: CUevent,
     end: CUevent,
     noise: Vec<u8>,
+    /// What the library proposes for any product of the program.
+    known: BTreeSet<Configuration>,
+}
+
+/// What was measured of one product: seconds, and the algorithm, by how it is configured.
+#[derive(Default)]
+struct Tried(BTreeMap<Configuration, (f64, Algorithm)>);
+
+impl Tried {
+    fn least(&self) -> f64 {
+        self.0.values().map(|(seconds, _)| *seconds).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The `count` that took the least time.
+    fn fastest(&self, count: usize) -> Vec<(Configuration, Algorithm)> {
+        let mut all: Vec<_> = self.0.iter().map(|(at, (seconds, algorithm))| (*seconds, *at, *algorithm)).collect();
+        all.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+        all.into_iter().take(count).map(|(_, at, algorithm)| (at, algorithm)).collect()
+    }
 }
 
 /// bf16 numbers of magnitude 2^-8 to 1 with random signs and mantissas: finite numbers in f32, f16 and 8 bits, too.
@@ -195,43 +230,67 @@ fn noise(bytes: usize) -> Vec<u8> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(blas: &'a Blas, device: &'a Device) -> Result<Self, Failure> {
+    fn new(blas: &'a Blas, device: &'a Device, known: BTreeSet<Configuration>) -> Result<Self, Failure> {
         let (start, end) = (device.timed_event()?, device.timed_event()?);
-        Ok(Self { blas, device, start, end, noise: noise(NOISE) })
+        Ok(Self { blas, device, start, end, noise: noise(NOISE), known })
     }
 
-    fn choose(&self, problem: &Problem) -> Result<Choice, Failure> {
-        let candidates = self.blas.candidates(problem, CANDIDATES)?;
+    /// The fastest of the library's `candidates` and of what they become in other configurations.
+    fn choose(&self, problem: &Problem, candidates: &[Algorithm]) -> Result<Choice, Failure> {
         problem.operands.iter().try_for_each(|(at, bytes)| self.fill(*at, *bytes))?;
-        // A candidate that the library then refuses is none. The first comes last as well: it is what the
-        // others are compared with, and the device's clock may have changed since.
-        let time = |algorithm: &Algorithm, spent: f64| self.time(problem, algorithm, spent).unwrap_or(f64::INFINITY);
-        let mut times: Vec<(f64, usize)> =
-            candidates.iter().enumerate().map(|(at, algorithm)| (time(algorithm, SPENT[0]), at)).collect();
-        times.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-        let mut finalists: Vec<usize> = times.iter().take(FINALISTS).map(|(_, at)| *at).collect();
-        if !finalists.contains(&0) {
-            finalists.push(0);
+        let mut tried = Tried::default();
+        let own = candidates.iter().map(|algorithm| (Configuration::of(algorithm), *algorithm));
+        self.try_all(problem, own, &mut tried);
+        self.try_all(problem, self.blas.configured(problem, candidates, &self.known), &mut tried);
+        let varied = tried.fastest(VARIED).into_iter().flat_map(|(at, _)| at.reordered(&self.known)).collect();
+        let varied: BTreeSet<Configuration> = varied;
+        self.try_all(problem, self.blas.configured(problem, candidates, &varied), &mut tried);
+        // The library's first choice is what the others are compared with.
+        let mut finalists: Vec<Algorithm> = vec![candidates[0]];
+        finalists.extend(tried.fastest(FINALISTS).into_iter().map(|(_, algorithm)| algorithm));
+        let mut times = vec![f64::INFINITY; finalists.len()];
+        for _ in 0..TURNS {
+            for (best, algorithm) in times.iter_mut().zip(&finalists) {
+                *best = best.min(self.time(problem, algorithm, SPENT[1]));
+            }
         }
-        let mut best: Vec<(f64, usize)> = finalists.iter().map(|at| (time(&candidates[*at], SPENT[1]), *at)).collect();
-        for (seconds, at) in &mut best {
-            *seconds = seconds.min(time(&candidates[*at], SPENT[1]));
-        }
-        let first = best.iter().find(|(_, at)| *at == 0).map_or(f64::INFINITY, |(seconds, _)| *seconds);
-        let fastest = best.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((first, 0));
-        let (seconds, at) = if fastest.0 < first * MARGIN { fastest } else { (first, 0) };
+        let first = times[0];
+        let fastest = (0..times.len()).min_by(|a, b| times[*a].total_cmp(&times[*b])).unwrap_or(0);
+        let at = if times[fastest] < first * MARGIN { fastest } else { 0 };
+        let seconds = times[at];
         if !seconds.is_finite() {
             return Err(format!("no algorithm of cuBLASLt runs {}", problem.key));
         }
         let (microseconds, first_microseconds) = (seconds * 1e6, if first.is_finite() { first * 1e6 } else { 0.0 });
-        Ok(Choice { algorithm: candidates[at], microseconds, first_microseconds })
+        Ok(Choice { algorithm: finalists[at], microseconds, first_microseconds })
     }
 
-    /// Seconds of one run, over as many as take about `spent` seconds.
-    fn time(&self, problem: &Problem, algorithm: &Algorithm, spent: f64) -> Result<f64, Failure> {
-        let once = self.time_runs(problem, algorithm, 1)?.max(1e-6);
-        let runs = (spent / once).clamp(2.0, 200.0) as u32;
-        self.time_runs(problem, algorithm, runs)
+    /// Measures what was not tried before.
+    fn try_all(
+        &self,
+        problem: &Problem,
+        candidates: impl IntoIterator<Item = (Configuration, Algorithm)>,
+        tried: &mut Tried,
+    ) {
+        for (configuration, algorithm) in candidates {
+            if tried.0.contains_key(&configuration) {
+                continue;
+            }
+            let mut seconds = self.time_runs(problem, &algorithm, 1).unwrap_or(f64::INFINITY);
+            if seconds < HOPELESS * tried.least() {
+                seconds = self.time(problem, &algorithm, SPENT[0]);
+            }
+            tried.0.insert(configuration, (seconds, algorithm));
+        }
+    }
+
+    /// Seconds of one run, over as many as take about `spent` seconds; infinite for what the library refuses.
+    fn time(&self, problem: &Problem, algorithm: &Algorithm, spent: f64) -> f64 {
+        let timed = self.time_runs(problem, algorithm, 1).and_then(|once| {
+            let runs = (spent / once.max(1e-6)).clamp(2.0, 200.0) as u32;
+            self.time_runs(problem, algorithm, runs)
+        });
+        timed.unwrap_or(f64::INFINITY)
     }
 
     fn time_runs(&self, problem: &Problem, algorithm: &Algorithm, runs: u32) -> Result<f64, Failure> {
