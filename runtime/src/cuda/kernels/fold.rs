@@ -125,6 +125,46 @@ fn fold_step(state: f32, value: f32, #[comptime] fold: Fold) -> f32 {
     }
 }
 
+#[cube]
+fn fold_lanes(state: &RuntimeCell<f32>, a: Pack<0>, #[comptime] fold: Fold) {
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        state.store(fold_step(state.read(), f32::cast_from(a[lane]), fold));
+    }
+}
+
+/// Folds the vectors `first .. last` of `x` over a block; every unit gets the result. A unit has four vectors on
+/// their way at once.
+#[cube]
+pub fn fold_range(
+    x: &Array<Pack<0>>,
+    first: usize,
+    last: usize,
+    #[comptime] fold: Fold,
+    #[comptime] threads: u32,
+) -> f32 {
+    let step = comptime!(threads as usize);
+    let state = RuntimeCell::<f32>::new(fold_start(fold));
+    let at = RuntimeCell::<usize>::new(first + UNIT_POS as usize);
+    while at.read() + 3 * step < last {
+        let now = at.read();
+        let a = x[now];
+        let b = x[now + step];
+        let c = x[now + 2 * step];
+        let d = x[now + 3 * step];
+        fold_lanes(&state, a, fold);
+        fold_lanes(&state, b, fold);
+        fold_lanes(&state, c, fold);
+        fold_lanes(&state, d, fold);
+        at.store(now + 4 * step);
+    }
+    while at.read() < last {
+        fold_lanes(&state, x[at.read()], fold);
+        at.store(at.read() + step);
+    }
+    block_fold(state.read(), comptime!(fold.again()), threads)
+}
+
 /// Block `b` reduces vectors `b * length ..` (at most `length`, none from `n` on) to `y[b]`.
 #[cube]
 pub fn reduce_segments(
@@ -138,20 +178,7 @@ pub fn reduce_segments(
     let block = CUBE_POS as usize;
     let start = block * length as usize;
     let end = min(start + length as usize, n as usize);
-    let state = RuntimeCell::<f32>::new(fold_start(fold));
-    let at = RuntimeCell::<usize>::new(start + UNIT_POS as usize);
-    while at.read() < end {
-        let a = x[at.read()];
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            state.store(fold_step(state.read(), f32::cast_from(a[lane]), fold));
-        }
-        at.store(at.read() + comptime!(threads as usize));
-    }
-    let value = match fold {
-        Fold::Max | Fold::Largest => block_max(state.read(), threads),
-        _ => block_sum(state.read(), threads),
-    };
+    let value = fold_range(x, start, end, fold, threads);
     if UNIT_POS == 0 {
         y[block] = Elem::<1>::cast_from(value);
     }
@@ -220,14 +247,30 @@ pub fn reduce_columns(
         state[lane] = fold_start(fold);
     }
     if column < inner {
+        // A unit has four vectors on their way at once.
+        let step = comptime!(rows as usize);
         let row = RuntimeCell::<usize>::new(first + unit / comptime!(COLUMNS as usize));
+        while row.read() + 3 * step < last {
+            let at = (outer * length as usize + row.read()) * inner + column;
+            let a = x[at];
+            let b = x[at + step * inner];
+            let c = x[at + 2 * step * inner];
+            let d = x[at + 3 * step * inner];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                let early =
+                    fold_step(fold_step(state[lane], f32::cast_from(a[lane]), fold), f32::cast_from(b[lane]), fold);
+                state[lane] = fold_step(fold_step(early, f32::cast_from(c[lane]), fold), f32::cast_from(d[lane]), fold);
+            }
+            row.store(row.read() + 4 * step);
+        }
         while row.read() < last {
             let a = x[(outer * length as usize + row.read()) * inner + column];
             #[unroll]
             for lane in 0..Lanes::value() {
                 state[lane] = fold_step(state[lane], f32::cast_from(a[lane]), fold);
             }
-            row.store(row.read() + comptime!(rows as usize));
+            row.store(row.read() + step);
         }
     }
     let again = comptime!(fold.again());

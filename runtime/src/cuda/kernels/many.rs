@@ -1,7 +1,7 @@
 //! Kernels over many small tensors in one launch; see [`crate::cuda::table`] for how they find them.
 
 use super::elementwise::adamw_vector;
-use super::fold::block_sum;
+use super::fold::{Fold, block_sum, fold_range};
 use crate::cuda::kernel::{Elem, Lanes, Pack};
 use cubecl::prelude::*;
 
@@ -141,18 +141,7 @@ pub fn squares_many(
     let at_x = of_row(table, block, 1usize, slots) as usize;
     let first = own * chunk;
     let last = min(first + chunk, of_row(table, block, 2usize, slots)) as usize;
-    let state = RuntimeCell::<f32>::new(f32::new(0.0) * 1.0f32);
-    let at = RuntimeCell::<usize>::new((first + UNIT_POS as u32) as usize);
-    while at.read() < last {
-        let a = x[at_x + at.read()];
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            let value = f32::cast_from(a[lane]);
-            state.store(state.read() + value * value);
-        }
-        at.store(at.read() + comptime!(threads as usize));
-    }
-    let sum = block_sum(state.read(), threads);
+    let sum = fold_range(x, at_x + first as usize, at_x + last, Fold::SumSquares, threads);
     if UNIT_POS == 0 {
         partial[(of_row(table, block, 3usize, slots) + own) as usize] = sum;
     }

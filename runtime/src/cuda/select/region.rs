@@ -15,6 +15,10 @@ const PROCESSORS: u64 = 132;
 /// The most units that share a row.
 const MOST_UNITS: u64 = 512;
 
+/// The units of a warp, and the most vectors of a row that each keeps where a warp works on a row by itself.
+const WARP: u64 = 32;
+const WARP_PACKS: u64 = 8;
+
 /// Units of a block where every unit minds its own columns.
 const TILE: u64 = 128;
 
@@ -145,14 +149,21 @@ impl Layout {
         let elements: u64 = sorted.shape.iter().product();
         let columns = sorted.shape[sorted.shape.len() - 1];
         let (rows, vectors) = (elements / columns.max(1), columns / width as u64);
-        let is_norm = sorted.has(Class::Row);
-        let packs = if is_norm { vectors.div_ceil(MOST_UNITS).max(1) } else { 1 };
+        let (is_norm, has_sums) = (sorted.has(Class::Row), sorted.has(Class::ColumnSum));
+        // A row that fits into the registers of a warp waits for no other.
+        let is_narrow = is_norm && !has_sums && vectors <= WARP * WARP_PACKS;
+        let packs = match is_norm {
+            true if is_narrow => vectors.div_ceil(WARP).max(1),
+            true => vectors.div_ceil(MOST_UNITS).max(1),
+            false => 1,
+        };
         let most = if is_norm { MOST_UNITS } else { TILE };
         let threads = vectors.div_ceil(packs).next_multiple_of(32).clamp(32, most);
         let tiles = vectors.div_ceil(threads * packs).max(1);
         // Units of a processor, by the registers that each takes; blocks stay for all of their rows.
-        let resident = match (is_norm, sorted.has(Class::ColumnSum)) {
+        let resident = match (is_norm, has_sums) {
             (true, true) => 576,
+            (true, false) if is_narrow => 512,
             (true, false) => 1152,
             (false, _) => 1024,
         };

@@ -106,7 +106,11 @@ impl Select<'_> {
         [outer, length, inner]: [u64; 3],
         chunks: u64,
     ) {
-        let width = lanes(&[from.1, to.1], &[inner]);
+        // Narrower vectors where there would be few blocks.
+        let mut width = lanes(&[from.1, to.1], &[inner]);
+        while width > 1 && inner / width as u64 * chunks * outer < WAVE * u64::from(COLUMNS) / 4 {
+            width /= 2;
+        }
         let vectors = inner / width as u64;
         let chunk = length.div_ceil(chunks);
         let rows = tile_rows(chunk);
