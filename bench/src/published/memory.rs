@@ -54,7 +54,10 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         2.. if system.buffers_microbatches => 3.0 * degrees.microbatches() as f64 * stream(evaluator, degrees),
         _ => 0.0,
     };
-    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving;
+    let is_inside = (2..=evaluator.cluster.per_node).contains(&degrees.tensor);
+    let buffers = if is_inside { system.overlap_buffers[usize::from(evaluator.is_f8)] } else { 0.0 };
+    let buffers = buffers * tokens * decoder.hidden as f64;
+    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving + buffers;
     used * (1.0 + system.slack)
 }
 
@@ -131,14 +134,15 @@ fn activations(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         (false, true) => input * h,
         (false, false) => input * h / parts,
     };
-    let attention = 2.0 * (decoder.head_width() * (heads + 2 * kv_heads)) as f64 + input * h;
-    // What enters the activation (both halves of a gate; eager software also keeps the gate's own)
+    // The kernel's result is read in 16 bits, the projection's operand may be a copy in 8.
+    let result = if input < 2.0 { 2.0 + input } else { 2.0 };
+    let attention = 2.0 * (decoder.head_width() * (heads + 2 * kv_heads)) as f64 + result * h;
+    // What enters the activation (both halves of a gate; where they are not one kernel, the gate's own, too)
     // and what leaves it.
-    let is_eager = evaluator.system.library.traffic_forward > 1.0;
     let entering = match is_gated {
         false => 2.0,
-        true if is_eager => 6.0,
-        true => 4.0,
+        true if evaluator.system.fuses_gates => 4.0,
+        true => 6.0,
     };
     let leaving = if is_compiled { 0.0 } else { input };
     let network = mean.ffn * (entering + leaving);

@@ -248,6 +248,10 @@ impl Choice {
     }
 }
 
+/// Tokens of a batch that a source does not publish: 2,048 sequences of 4,096, as NeMo's configuration of Llama 2 7B has
+/// it (`launcher_scripts/conf/training/llama/llama2_7b.yaml` of its launcher).
+const USUAL_BATCH: u64 = 2048 * 4096;
+
 /// The powers of two up to a number.
 fn powers(most: u64) -> Vec<u64> {
     std::iter::successors(Some(1), |power| Some(power * 2)).take_while(|power| *power <= most).collect()
@@ -265,10 +269,10 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
             otherwise
         })
     };
-    // Where the data ranks are known, so is the product of the others. Tensor ranks span two nodes at most,
-    // each with a key head; the ranks of a sequence one.
+    // Where the data ranks are known, so is the product of the others. Tensor ranks stay in a node (Narayanan et al.,
+    // 2021, section 3.2), each with a key head, and so do the ranks of a sequence.
     let node = row.hardware.gpus_per_node.unwrap_or(8).min(count);
-    let tensors = options(parallel.tp, powers(decoder.kv_heads.min(2 * node).min(count)), Choice::Tensor);
+    let tensors = options(parallel.tp, powers(decoder.kv_heads.min(node)), Choice::Tensor);
     let stages = options(parallel.pp, powers(decoder.layers.min(64)), Choice::Stages);
     let contexts = options(parallel.cp, powers(node), Choice::Context);
     let microbatches = options(parallel.microbatch, powers(64), Choice::Microbatch);
@@ -289,6 +293,7 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
             chosen.push(Choice::Again);
             match system.habit {
                 Habit::Full => vec![Again::Everything],
+                Habit::Least if !system.recomputes_operations => vec![Again::Nothing, Again::Everything],
                 Habit::Least => vec![Again::Nothing, Again::Operations, Again::Everything],
             }
         }
@@ -311,8 +316,9 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         {
             let global_batch = match (parallel.global_batch, parallel.microbatch) {
                 (Some(batch), _) => batch,
-                // One microbatch, then: that of the source, or ours.
-                (None, _) => data * microbatch,
+                // A step of a printed length has one microbatch, then; a rate is that of a usual batch.
+                (None, _) if row.measured.step_s.is_some() => data * microbatch,
+                (None, _) => data * microbatch * (USUAL_BATCH / (data * microbatch * decoder.seq)).max(1),
             };
             // A published batch and its published parts are taken as they stand; our own parts must divide it.
             let is_ours = parallel.microbatch.is_none() || parallel.dp.is_none();
@@ -336,6 +342,13 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
                 chunks: if stages > 1 { chunks } else { 1 },
                 global_batch,
             });
+        }
+    }
+    // Where the batch is ours, plans that need a larger one are for runs whose degrees leave no other.
+    if parallel.global_batch.is_none() && row.measured.step_s.is_none() {
+        let is_usual = |plan: &Degrees| plan.global_batch * decoder.seq <= USUAL_BATCH;
+        if plans.iter().any(is_usual) {
+            plans.retain(is_usual);
         }
     }
     if plans.is_empty() {

@@ -35,10 +35,17 @@ pub struct System {
     pub logit_stored: f64,
     /// The same where the loss is divided over tensor ranks, so that each of its steps is a kernel of its own.
     pub logit_stored_divided: f64,
+    /// Whether a gate and its activation are one kernel, which keeps the gate's operands alone.
+    pub fuses_gates: bool,
     /// Whether compilation makes elementwise results again in the backward pass.
     pub is_compiled: bool,
     /// Whether tensor ranks keep the gathered sequence for the gradient of the weight.
     pub keeps_gathered: bool,
+    /// Bytes per element of a microbatch's whole stream of the buffers in which collectives run under the products
+    /// of tensor ranks in one node: where products run in 16 bits, and in 8.
+    pub overlap_buffers: [f64; 2],
+    /// Whether single operations can be computed again, not only whole layers.
+    pub recomputes_operations: bool,
     /// Whether an expert is always cut into as many parts as everything else is for the tensor ranks.
     pub divides_experts: bool,
     /// Whether a pipeline stage allocates what it receives and sends for all microbatches at once.
@@ -125,6 +132,10 @@ fn generation(row: &Row, source: &str) -> Library {
 /// too low without it.
 const EAGER_HOLES: f64 = 0.07;
 
+/// Transformer Engine has ten buffers of a whole stream for tensor ranks that overlap, one per product and pass;
+/// with products in 8 bits, the six of gathers are in 8 bits (`initialize_ub` of its version 1.5).
+const OVERLAP_BUFFERS: [f64; 2] = [20.0, 14.0];
+
 /// The software of a run.
 pub fn system(row: &Row) -> System {
     let words = row.source.to_lowercase();
@@ -144,17 +155,23 @@ pub fn system(row: &Row) -> System {
     let is_early = is(&[Library::MEGATRON_DEEPSPEED.name, Library::MEGATRON_2020.name, Library::MEGATRON_2021.name]);
     let is_megatron = library.name.starts_with("Megatron");
     let is_compiled = is(&[Library::FSDP2_COMPILED.name, Library::XLA.name]);
+    let is_2024 = is(&[Library::MEGATRON_CORE_2024.name]);
+    // NVIDIA's recipes came to NeMo 2 with release 25.04.
+    let is_nemo_1 = is_2024 || release(&words).is_some_and(|release| release < [25, 4]);
     // Alpa divides the optimizer's state over the data ranks (Zheng et al., 2022, section 4.2).
     let is_alpa = words.contains("alpa");
     let (stored, zero) = match library.name {
         _ if is_alpa => ([2.0, 2.0, 12.0], 1),
+        // NeMo 1's optimizer keeps the 16 bits of a master weight that its bf16 copy lacks
+        // (`store_param_remainders` in its `megatron_base_model.py`).
+        _ if is_core && is_nemo_1 => ([2.0, 2.0, 10.0], 1),
         _ if is_core => ([2.0, 2.0, 12.0], 1),
         _ if is_megatron => ([2.0, 4.0, 12.0], 0),
         _ if words.contains("nnscaler") => ([4.0, 4.0, 8.0], 0),
         _ => ([4.0, 4.0, 8.0], 3),
     };
-    // The loss itself is compiled, too, from 2025 on.
-    let is_fused = is_core || (is_compiled && words.contains("2025"));
+    // The loss itself is one kernel, too, from 2025 on.
+    let is_fused = (is_core && !is_2024) || (is_compiled && words.contains("2025"));
     let logit_stored = match library.name {
         _ if is_fused || words.contains("autoparallel") || is(&[Library::MEGATRON_DEEPSPEED.name]) => 6.0,
         _ if is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]) => 14.0,
@@ -168,9 +185,13 @@ pub fn system(row: &Row) -> System {
         stored,
         logit_stored,
         logit_stored_divided: if logit_stored > 10.0 { logit_stored + 10.0 } else { logit_stored },
+        // NeMo's configurations of Llama 2 of early 2024 say `bias_activation_fusion: false`.
+        fuses_gates: library.traffic_forward <= 1.0 && !is_2024,
         is_compiled,
         keeps_gathered: !is_megatron && !is_compiled,
-        divides_experts: is(&[Library::MEGATRON_CORE_SERIAL.name, Library::MEGATRON_CORE_2024.name]),
+        overlap_buffers: if is(&[Library::MEGATRON_CORE.name]) || is_2024 { OVERLAP_BUFFERS } else { [0.0; 2] },
+        recomputes_operations: !is_megatron || is(&[Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_SERIAL.name]),
+        divides_experts: is_2024 || is(&[Library::MEGATRON_CORE_SERIAL.name]),
         buffers_microbatches: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
         slack: if is(&[Library::FSDP2.name]) { EAGER_HOLES } else { 0.0 },
         interleaves: !is(&[Library::MEGATRON_2020.name]),
