@@ -21,7 +21,12 @@ const PRICES: [f64; 5] = [0.01, 0.05, 0.25, 1.2, 6.0];
 const FINER: [f64; 2] = [0.45, 2.2];
 
 /// Shares of the bound by a busy wire that are tried.
-const BUSY: [f64; 3] = [0.3, 0.6, 1.0];
+const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
+
+/// How often it is looked for a tighter bound nearby, where what is missing is between these shares of the bound:
+/// nearby there is a percent or two to be found.
+const ROUNDS: usize = 10;
+const MISSING: std::ops::Range<f64> = 0.005..0.03;
 
 /// What is asked of a bound beyond the mesh.
 #[derive(Clone, Copy, Debug)]
@@ -72,33 +77,72 @@ fn of_way(
     let relaxed = |busy: f64| Relaxed::new(prepared, placed, Sharing::new(prepared, placed, stored, zero, busy));
     let at =
         |relaxed: &mut Relaxed<'_, '_>, price: f64| scaled(placed, relaxed.cost(price * unit) - price * unit * free);
+    // The least of functions that are linear in the price and the share is concave in both: where a higher price does
+    // worse, so do all that are higher.
     let mut own = relaxed(0.0);
-    let (mut best, mut price) = (at(&mut own, 0.0).max(least), 0.0);
-    let mut take = |seconds: f64, tried: f64, price: &mut f64| {
-        if seconds > best {
-            (best, *price) = (seconds, tried);
-        }
-        best >= enough
-    };
-    let prices = PRICES.into_iter().filter(|_| memory.is_some());
-    for tried in prices {
-        if take(at(&mut own, tried), tried, &mut price) {
+    let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
+    let mut before = at(&mut own, 0.0);
+    if found.take(before, 0.0, 0.0) >= enough {
+        return enough;
+    }
+    for price in PRICES.into_iter().filter(|_| memory.is_some()) {
+        let seconds = at(&mut own, price);
+        if found.take(seconds, price, 0.0) >= enough {
             return enough;
         }
+        if seconds <= before {
+            break;
+        }
+        before = seconds;
     }
-    for by in FINER {
-        let tried = price * by;
-        if tried > 0.0 && take(at(&mut own, tried), tried, &mut price) {
+    for price in FINER.map(|by| found.price * by) {
+        if price > 0.0 && found.take(at(&mut own, price), price, 0.0) >= enough {
             return enough;
         }
     }
     for busy in BUSY {
-        let mut own = relaxed(busy);
-        if take(at(&mut own, price), price, &mut price) {
+        let price = found.price;
+        if found.take(at(&mut relaxed(busy), price), price, busy) >= enough {
             return enough;
         }
     }
-    best
+    let mut step = [0.15, 0.35];
+    for _ in 0..ROUNDS {
+        if !MISSING.contains(&(enough / found.seconds - 1.0)) {
+            break;
+        }
+        let before = found;
+        for busy in [before.busy - step[0], before.busy, before.busy + step[0]].map(|busy| busy.clamp(0.0, 1.0)) {
+            let mut own = relaxed(busy);
+            for price in [before.price * (1.0 - step[1]), before.price, before.price * (1.0 + step[1])] {
+                if found.take(at(&mut own, price), price, busy) >= enough {
+                    return enough;
+                }
+            }
+        }
+        if found == before {
+            step = step.map(|step| 0.5 * step);
+        }
+    }
+    found.seconds
+}
+
+/// A bound, and where it was found.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Found {
+    seconds: f64,
+    price: f64,
+    busy: f64,
+}
+
+impl Found {
+    /// Takes another bound in, if it is tighter; gives the tightest.
+    fn take(&mut self, seconds: f64, price: f64, busy: f64) -> f64 {
+        if seconds > self.seconds {
+            *self = Self { seconds, price, busy };
+        }
+        self.seconds
+    }
 }
 
 /// Stages work beside each other at best, and the slowest takes at least what they take on average; all ranks wait
@@ -136,8 +180,7 @@ impl<'a, 'b> Relaxed<'a, 'b> {
     fn cost(&mut self, byte: f64) -> f64 {
         let solved = self.problems.iter_mut().map(|problem| {
             problem.reprice(byte);
-            let solution = problem.graph.solve();
-            if solution.is_exact { solution.cost } else { problem.graph.least() }
+            problem.graph.solve().bound
         });
         self.latency + solved.sum::<f64>() + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
     }

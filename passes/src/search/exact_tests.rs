@@ -119,7 +119,7 @@ proptest! {
             for axis in &axes {
                 let problem = Problem::new(&prepared, &own, *axis, Objective::Step { byte: 0.0 });
                 let Some(choices) = current(&problem, &own) else { continue 'layouts };
-                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, is_exact: true }));
+                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, bound: 0.0 }));
             }
             let shape = Shape::new(&prepared, &own, &conversions, 1, std::slice::from_ref(&mesh));
             for (zero, recompute) in (0..4).flat_map(|zero| [Recompute::None, Recompute::All].map(|again| (zero, again))) {
@@ -147,7 +147,7 @@ proptest! {
         // In tens of microseconds, as the program's tolerances want it.
         scaled.unary.iter_mut().flatten().chain(scaled.pairs.values_mut().flatten()).for_each(|cost| *cost *= 1e5);
         let solution = scaled.solve();
-        prop_assert!(solution.is_exact);
+        prop_assert!(solution.is_exact());
         prop_assert!((solution.cost - integer_program(&scaled)).abs() < 1e-6 * solution.cost.max(1.0));
     }
 }

@@ -51,17 +51,7 @@ pub fn reduce(graph: &CostGraph, whole: &[usize]) -> Reduced {
             open.extend(pairs[variable].iter().map(|pair| pair.other).filter(|other| !whole.contains(other)));
         }
     }
-    let mut left = CostGraph::default();
-    for (costs, kept) in graph.unary.iter().zip(&kept) {
-        left.variable(kept.iter().map(|choice| costs[*choice]).collect());
-    }
-    for ((a, b), table) in &graph.pairs {
-        let columns = graph.unary[*b].len();
-        let rows = kept[*a].iter();
-        let table = rows.flat_map(|row| kept[*b].iter().map(move |column| table[row * columns + column])).collect();
-        left.pairs.insert((*a, *b), table);
-    }
-    Reduced { graph: left, kept }
+    Reduced { graph: graph.restricted(&kept), kept }
 }
 
 /// Whether the first choice never costs more than the second.

@@ -5,22 +5,16 @@
 //! least cost (Bertele and Brioschi, "Nonserial Dynamic Programming", 1972). The variable with the
 //! smallest resulting table goes first, so a graph of small treewidth takes milliseconds.
 //!
-//! A table never grows beyond [`TABLE_LIMIT`] entries, nor, once [`WORK`] entries have been made in all, beyond
-//! [`LATE_LIMIT`]: so a graph of many nodes and large treewidth is solved in about a second. Where every
-//! elimination would, the variable with the most neighbours is fixed to its best choice in isolation and the
-//! result is not called exact ([`Solution::is_exact`]). Ties go to the smaller index, so the result is deterministic.
+//! The order is found before any table is made. Where the tables would have more than [`WORK`] entries in all, only
+//! variables with at most two neighbours are eliminated: what is left is a smaller graph of pairs, which message
+//! passing solves nearly, with a bound below the least ([`relax`]). Ties go to the smaller index, so the
+//! result is deterministic.
 
-use super::dominate;
+use super::{dominate, relax};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The most entries of one table.
-pub const TABLE_LIMIT: usize = 1 << 20;
-
-/// The entries that are made before tables are kept smaller.
-const WORK: usize = 1 << 20;
-
-/// The most entries of one table from then on.
-const LATE_LIMIT: usize = 1 << 8;
+/// The most entries that tables have in all.
+const WORK: usize = 1 << 21;
 
 /// Variables, their domains, and costs; an illegal combination costs infinity.
 #[derive(Clone, Debug, Default)]
@@ -38,8 +32,15 @@ pub struct Solution {
     pub choices: Vec<usize>,
     /// Its cost.
     pub cost: f64,
+    /// No assignment costs less than this.
+    pub bound: f64,
+}
+
+impl Solution {
     /// Whether no other assignment costs less.
-    pub is_exact: bool,
+    pub fn is_exact(&self) -> bool {
+        self.bound >= self.cost
+    }
 }
 
 impl CostGraph {
@@ -73,23 +74,50 @@ impl CostGraph {
         single + self.pairs.iter().map(pair).sum::<f64>()
     }
 
-    /// A bound below the cost of every assignment: each variable and each pair by itself.
-    pub fn least(&self) -> f64 {
-        let least = |costs: &Vec<f64>| costs.iter().copied().fold(f64::INFINITY, f64::min);
-        self.unary.iter().chain(self.pairs.values()).map(least).sum()
+    /// The same with the choices of each variable that are kept.
+    pub fn restricted(&self, kept: &[Vec<usize>]) -> Self {
+        let mut left = Self::default();
+        for (costs, kept) in self.unary.iter().zip(kept) {
+            left.variable(kept.iter().map(|choice| costs[*choice]).collect());
+        }
+        for ((a, b), table) in &self.pairs {
+            let columns = self.unary[*b].len();
+            let rows = kept[*a].iter();
+            let table = rows.flat_map(|row| kept[*b].iter().map(move |column| table[row * columns + column]));
+            left.pairs.insert((*a, *b), table.collect());
+        }
+        left
     }
 
-    /// An assignment of least cost.
+    /// An assignment of least cost, or of nearly that where finding it would take too long.
     pub fn solve(&self) -> Solution {
         let reduced = dominate::reduce(self, &[]);
-        let mut solution = Elimination::new(&reduced.graph).run(&reduced.graph);
+        let state = Elimination::new(&reduced.graph);
+        let mut solution = match state.order((0..self.unary.len()).collect()) {
+            Some(order) => state.run(&reduced.graph, order),
+            None => state.run_nearly(&reduced.graph),
+        };
         solution.choices.iter_mut().zip(&reduced.kept).for_each(|(choice, kept)| *choice = kept[*choice]);
         solution
     }
 
     /// Per choice of a variable, by how much the best assignment that has it costs more than the best.
     pub fn costs_of(&self, variable: usize) -> Vec<f64> {
-        Elimination::new(&dominate::reduce(self, &[variable]).graph).costs_of(variable)
+        let graph = dominate::reduce(self, &[variable]).graph;
+        let state = Elimination::new(&graph);
+        let costs = match state.order((0..graph.unary.len()).filter(|id| *id != variable).collect()) {
+            Some(order) => state.costs_of(variable, order),
+            None => {
+                let mut kept: Vec<Vec<usize>> = graph.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
+                let with = |choice: usize| {
+                    kept[variable] = vec![choice];
+                    graph.restricted(&kept).solve().cost
+                };
+                (0..graph.unary[variable].len()).map(with).collect()
+            }
+        };
+        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+        costs.into_iter().map(|cost| cost - least).collect()
     }
 }
 
@@ -112,7 +140,8 @@ struct Elimination {
     holding: Vec<BTreeSet<usize>>,
     neighbours: Vec<BTreeSet<usize>>,
     steps: Vec<Step>,
-    is_exact: bool,
+    /// What the variables cost that no other has anything to do with.
+    constant: f64,
 }
 
 impl Elimination {
@@ -124,7 +153,7 @@ impl Elimination {
             holding: vec![BTreeSet::new(); count],
             neighbours: vec![BTreeSet::new(); count],
             steps: Vec::new(),
-            is_exact: true,
+            constant: 0.0,
         };
         for (variable, costs) in graph.unary.iter().enumerate() {
             state.push(Table { scope: vec![variable], costs: costs.clone() });
@@ -143,62 +172,96 @@ impl Elimination {
         self.tables.push(Some(table));
     }
 
-    /// Entries of the table that eliminating a variable makes.
-    fn weight(&self, variable: usize) -> usize {
-        self.neighbours[variable].iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
+    /// The order in which variables are eliminated, always that with the smallest resulting table; nothing if all
+    /// tables together would have too many entries.
+    fn order(&self, variables: Vec<usize>) -> Option<Vec<usize>> {
+        let mut neighbours = self.neighbours.clone();
+        let weight = |neighbours: &[BTreeSet<usize>], variable: usize| {
+            neighbours[variable].iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
+        };
+        let mut queue: BTreeSet<(usize, usize)> =
+            variables.into_iter().map(|id| (weight(&neighbours, id), id)).collect();
+        let (mut order, mut work) = (Vec::with_capacity(queue.len()), 0usize);
+        while let Some((entries, variable)) = queue.pop_first() {
+            work = work.saturating_add(entries.saturating_mul(self.sizes[variable]));
+            if work > WORK {
+                return None;
+            }
+            order.push(variable);
+            let around = std::mem::take(&mut neighbours[variable]);
+            let held: Vec<usize> =
+                around.iter().copied().filter(|id| queue.remove(&(weight(&neighbours, *id), *id))).collect();
+            for id in &around {
+                neighbours[*id].remove(&variable);
+                neighbours[*id].extend(around.iter().filter(|other| *other != id));
+            }
+            queue.extend(held.into_iter().map(|id| (weight(&neighbours, id), id)));
+        }
+        Some(order)
     }
 
-    fn run(mut self, graph: &CostGraph) -> Solution {
-        self.eliminate_all((0..self.sizes.len()).collect());
+    fn run(mut self, graph: &CostGraph, order: Vec<usize>) -> Solution {
+        order.into_iter().for_each(|variable| self.eliminate(variable));
+        let choices = self.decided(vec![0; self.sizes.len()]);
+        let cost = graph.cost(&choices);
+        Solution { cost, choices, bound: cost }
+    }
+
+    /// Eliminates the variables that have at most two neighbours, and solves what is left nearly.
+    fn run_nearly(mut self, graph: &CostGraph) -> Solution {
+        let mut open: BTreeSet<usize> = (0..self.sizes.len()).collect();
+        let mut left = open.clone();
+        while let Some(variable) = open.pop_first() {
+            if self.neighbours[variable].len() <= 2 {
+                open.extend(self.neighbours[variable].iter().copied());
+                left.remove(&variable);
+                self.eliminate(variable);
+            }
+        }
+        let left: Vec<usize> = left.into_iter().collect();
+        let solved = relax::solve(&self.rest(&left));
         let mut choices = vec![0; self.sizes.len()];
+        left.iter().zip(&solved.choices).for_each(|(variable, choice)| choices[*variable] = *choice);
+        let choices = self.decided(choices);
+        let cost = graph.cost(&choices);
+        let is_exact = solved.is_exact();
+        Solution { cost, choices, bound: if is_exact { cost } else { cost.min(self.constant + solved.bound) } }
+    }
+
+    /// The costs of the variables that are left, which no table has more than two of.
+    fn rest(&self, left: &[usize]) -> CostGraph {
+        let mut rest = CostGraph::default();
+        left.iter().for_each(|variable| {
+            rest.variable(vec![0.0; self.sizes[*variable]]);
+        });
+        let place = |variable: usize| left.binary_search(&variable).unwrap_or_default();
+        for Table { scope, costs } in self.tables.iter().flatten() {
+            match scope[..] {
+                [one] => rest.unary[place(one)].iter_mut().zip(costs).for_each(|(sum, cost)| *sum += cost),
+                [a, b] => rest.add_pair(place(a), place(b), |row, column| costs[row * self.sizes[b] + column]),
+                _ => {}
+            }
+        }
+        rest
+    }
+
+    /// The choices of all variables, where those of the ones that were not eliminated are given.
+    fn decided(&self, mut choices: Vec<usize>) -> Vec<usize> {
         for step in self.steps.iter().rev() {
             let index = step.scope.iter().fold(0, |index, id| index * self.sizes[*id] + choices[*id]);
             choices[step.variable] = step.best[index] as usize;
         }
-        Solution { cost: graph.cost(&choices), choices, is_exact: self.is_exact }
+        choices
     }
 
-    /// What is left of the costs when every other variable has been eliminated, beyond the least.
-    fn costs_of(mut self, variable: usize) -> Vec<f64> {
-        self.eliminate_all((0..self.sizes.len()).filter(|id| *id != variable).collect());
+    /// What is left of the costs when every other variable has been eliminated.
+    fn costs_of(mut self, variable: usize, order: Vec<usize>) -> Vec<f64> {
+        order.into_iter().for_each(|variable| self.eliminate(variable));
         let mut costs = vec![0.0; self.sizes[variable]];
         for table in self.tables.iter().flatten() {
             costs.iter_mut().zip(&table.costs).for_each(|(cost, more)| *cost += more);
         }
-        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
-        costs.into_iter().map(|cost| cost - least).collect()
-    }
-
-    /// Eliminates variables, the one with the smallest resulting table first.
-    fn eliminate_all(&mut self, variables: Vec<usize>) {
-        let mut queue: BTreeSet<(usize, usize)> = variables.into_iter().map(|id| (self.weight(id), id)).collect();
-        let mut work: usize = 0;
-        while let Some((weight, mut variable)) = queue.first().copied() {
-            let mut fixed = None;
-            let limit = if work > WORK { LATE_LIMIT } else { TABLE_LIMIT };
-            if weight > limit {
-                let most = queue.iter().max_by_key(|(_, id)| (self.neighbours[*id].len(), std::cmp::Reverse(*id)));
-                variable = most.map_or(variable, |(_, id)| *id);
-                fixed = Some(self.best_alone(variable));
-                self.is_exact = false;
-            }
-            let changed = self.neighbours[variable].clone();
-            let held: Vec<usize> = changed
-                .iter()
-                .chain([&variable])
-                .copied()
-                .filter(|id| queue.remove(&(self.weight(*id), *id)))
-                .collect();
-            match fixed {
-                Some(choice) => self.fix(variable, choice),
-                None => {
-                    work = work.saturating_add(weight.saturating_mul(self.sizes[variable]));
-                    self.eliminate(variable);
-                }
-            }
-            let rest = held.iter().filter(|id| **id != variable).map(|id| (self.weight(*id), *id));
-            queue.extend(rest.collect::<Vec<_>>());
-        }
+        costs
     }
 
     /// Takes the tables that hold a variable out.
@@ -246,43 +309,13 @@ impl Elimination {
             if *cost < least.0 { (*cost, choice as u32) } else { least }
         };
         let least = |row: &[f64]| row.iter().enumerate().fold((f64::INFINITY, 0), first);
-        let (costs, best) = sums.chunks_exact(choices).map(least).unzip();
+        let (costs, best): (Vec<f64>, Vec<u32>) = sums.chunks_exact(choices).map(least).unzip();
         self.steps.push(Step { variable, scope: scope.clone(), best });
-        if !scope.is_empty() {
+        if scope.is_empty() {
+            self.constant += costs.first().copied().unwrap_or_default();
+        } else {
             self.push(Table { scope, costs });
         }
-    }
-
-    /// The choice with the least cost if every neighbour were free to suit it.
-    fn best_alone(&self, variable: usize) -> usize {
-        let mut sums = vec![0.0; self.sizes[variable]];
-        for table in self.holding[variable].iter().filter_map(|index| self.tables[*index].as_ref()) {
-            let Some(place) = table.scope.iter().position(|id| *id == variable) else { continue };
-            let stride: usize = table.scope[place + 1..].iter().map(|id| self.sizes[*id]).product();
-            let mut least = vec![f64::INFINITY; sums.len()];
-            for (index, cost) in table.costs.iter().enumerate() {
-                let choice = index / stride % sums.len();
-                least[choice] = least[choice].min(*cost);
-            }
-            sums.iter_mut().zip(least).for_each(|(sum, least)| *sum += least);
-        }
-        let pick = |best: usize, choice: usize| if sums[choice] < sums[best] { choice } else { best };
-        (0..sums.len()).fold(0, pick)
-    }
-
-    /// Fixes a variable: its tables lose it.
-    fn fix(&mut self, variable: usize, choice: usize) {
-        for table in self.take(variable) {
-            let Some(place) = table.scope.iter().position(|id| *id == variable) else { continue };
-            let inner: usize = table.scope[place + 1..].iter().map(|id| self.sizes[*id]).product();
-            let kept = |(index, _): &(usize, &f64)| index / inner % self.sizes[variable] == choice;
-            let costs = table.costs.iter().enumerate().filter(kept).map(|(_, cost)| *cost).collect();
-            let scope: Vec<usize> = table.scope.iter().copied().filter(|id| *id != variable).collect();
-            if !scope.is_empty() {
-                self.push(Table { scope, costs });
-            }
-        }
-        self.steps.push(Step { variable, scope: Vec::new(), best: vec![choice as u32] });
     }
 }
 
@@ -291,7 +324,7 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn graphs() -> impl Strategy<Value = CostGraph> {
+    pub(crate) fn graphs() -> impl Strategy<Value = CostGraph> {
         let sizes = proptest::collection::vec(1usize..4, 1..7);
         sizes.prop_flat_map(|sizes| {
             let unary: Vec<_> = sizes.iter().map(|size| proptest::collection::vec(0u8..20, *size)).collect();
@@ -318,7 +351,7 @@ pub(crate) mod tests {
     }
 
     /// Every assignment, with its cost.
-    fn assignments(graph: &CostGraph) -> impl Iterator<Item = (Vec<usize>, f64)> {
+    pub(crate) fn assignments(graph: &CostGraph) -> impl Iterator<Item = (Vec<usize>, f64)> {
         let count: usize = graph.unary.iter().map(Vec::len).product();
         (0..count).map(|mut index| {
             let digit = |costs: &Vec<f64>| {
@@ -332,7 +365,7 @@ pub(crate) mod tests {
         })
     }
 
-    fn brute_force(graph: &CostGraph) -> f64 {
+    pub(crate) fn brute_force(graph: &CostGraph) -> f64 {
         assignments(graph).map(|(_, cost)| cost).fold(f64::INFINITY, f64::min)
     }
 
@@ -371,7 +404,7 @@ pub(crate) mod tests {
         #[test]
         fn elimination_finds_what_brute_force_and_the_integer_program_find(graph in graphs()) {
             let solution = graph.solve();
-            prop_assert!(solution.is_exact);
+            prop_assert!(solution.is_exact());
             prop_assert_eq!(solution.cost, brute_force(&graph));
             prop_assert!((solution.cost - integer_program(&graph)).abs() < 1e-6);
         }

@@ -1,6 +1,6 @@
 //! Choosing a strategy for every node: the batch by propagation ([`batch`]), all other axes by exact
-//! elimination, one at a time ([`place`], [`tensor`], [`dominate`], [`eliminate`]), storage over the axes
-//! that hold copies by ZeRO stage ([`zero`]). What each family of axes may divide stands in [`family`].
+//! elimination, one at a time ([`place`], [`tensor`], [`dominate`], [`eliminate`]; [`relax`] where a graph is too
+//! large for that), storage over the axes that hold copies by ZeRO stage ([`zero`]). What each family of axes may divide stands in [`family`].
 
 pub mod batch;
 pub mod coupled;
@@ -13,6 +13,7 @@ pub mod objective;
 pub mod place;
 pub mod prepare;
 pub mod price;
+pub mod relax;
 pub mod share;
 pub mod tensor;
 pub mod zero;

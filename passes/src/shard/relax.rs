@@ -1,0 +1,315 @@
+//! Nearly the least of a pairwise cost graph that is too large to eliminate, and a bound below it.
+//!
+//! Costs are moved between variables and pairs, so that no assignment costs another sum and what each of them costs at
+//! least adds up to as much as possible: sequential tree-reweighted message passing (Kolmogorov, "Convergent
+//! tree-reweighted message passing for energy minimization", 2006). That sum is a bound below the cost of every
+//! assignment. Good assignments follow the messages; a choice that, with all that the rest costs at least, costs more
+//! than the best of them is in no better one. Without such choices the graph is smaller, and as a rule can be
+//! eliminated, which makes the result exact.
+
+use super::eliminate::{CostGraph, Solution};
+use std::collections::VecDeque;
+
+/// How often messages go to and fro at the most.
+const MOST_ROUNDS: usize = 120;
+
+/// After so many rounds it is seen whether the bound still moves: by this share of what is missing.
+const SEEN_AFTER: usize = 10;
+const MOVES: f64 = 0.02;
+
+/// Which share of what there is to choose has to go for the rest to be solved anew.
+const WORTH: f64 = 0.05;
+
+/// What rounding may add to a cost, as a share of it.
+const ROUNDING: f64 = 1e-12;
+
+/// An assignment of small cost, and a bound.
+pub fn solve(graph: &CostGraph) -> Solution {
+    let mut passing = Passing::new(graph);
+    let mut best = Solution { choices: Vec::new(), cost: f64::INFINITY, bound: f64::NEG_INFINITY };
+    let (mut seen, mut bound) = (f64::NEG_INFINITY, f64::NEG_INFINITY);
+    for round in 1..=MOST_ROUNDS {
+        bound = bound.max(passing.pass(false, 0.0));
+        bound = bound.max(passing.pass(true, 0.0));
+        if round % SEEN_AFTER == 0 || round == MOST_ROUNDS {
+            let choices = settled(graph, passing.choices(graph), &passing.around);
+            let cost = graph.cost(&choices);
+            if cost < best.cost || best.choices.is_empty() {
+                (best.choices, best.cost) = (choices, cost);
+            }
+            if best.cost - bound <= ROUNDING * best.cost.abs() || bound - seen <= MOVES * (best.cost - bound) {
+                break;
+            }
+            seen = bound;
+        }
+    }
+    best.bound = bound.min(best.cost);
+    if best.cost - bound <= ROUNDING * best.cost.abs() {
+        best.bound = best.cost;
+        return best;
+    }
+    better(graph, passing, best)
+}
+
+/// The same, if it can be told which choices no better assignment has.
+fn better(graph: &CostGraph, mut passing: Passing, best: Solution) -> Solution {
+    let mut kept: Vec<Vec<usize>> = graph.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
+    let all: usize = kept.iter().map(|kept| kept.len() - 1).sum();
+    for is_back in [false, true] {
+        let bound = passing.pass(is_back, 1.0);
+        let most = best.cost - bound + 1e-9 * best.cost.abs();
+        for (kept, more) in kept.iter_mut().zip(&passing.more) {
+            kept.retain(|choice| more[*choice] <= most);
+        }
+    }
+    let left: usize = kept.iter().map(|kept| kept.len().saturating_sub(1)).sum();
+    let is_empty = kept.iter().any(Vec::is_empty);
+    if is_empty || all - left < ((all as f64 * WORTH) as usize).max(1) {
+        return best;
+    }
+    let mut rest = graph.restricted(&kept).solve();
+    rest.choices.iter_mut().zip(&kept).for_each(|(choice, kept)| *choice = kept[*choice]);
+    // What was left out costs more than the best.
+    let bound = rest.bound.min(best.cost).max(best.bound);
+    let (choices, cost) = if rest.cost < best.cost { (rest.choices, rest.cost) } else { (best.choices, best.cost) };
+    Solution { choices, cost, bound: bound.min(cost) }
+}
+
+/// Changes one variable after the other to what costs the least with the others as they are.
+fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Around]) -> Vec<usize> {
+    let tables: Vec<_> = graph.pairs.iter().collect();
+    for _ in 0..MOST_ROUNDS {
+        let mut is_settled = true;
+        for (variable, around) in around.iter().enumerate() {
+            let cost = |choice: usize| {
+                let pairs = around.earlier.iter().chain(&around.later).map(|(edge, _)| {
+                    let ((a, b), table) = tables[*edge];
+                    let columns = graph.unary[*b].len();
+                    let of = |end: usize| if end == variable { choice } else { choices[end] };
+                    table[of(*a) * columns + of(*b)]
+                });
+                graph.unary[variable][choice] + pairs.sum::<f64>()
+            };
+            let least = |best: (usize, f64), choice: usize| {
+                let own = cost(choice);
+                if own < best.1 { (choice, own) } else { best }
+            };
+            let now = choices[variable];
+            let found = (0..graph.unary[variable].len()).fold((now, cost(now) * (1.0 - ROUNDING)), least).0;
+            is_settled &= found == now;
+            choices[variable] = found;
+        }
+        if is_settled {
+            break;
+        }
+    }
+    choices
+}
+
+/// A pair of variables, with the messages to both.
+struct Edge {
+    ends: [usize; 2],
+    /// Row-major, of the first end's choices; none is infinite.
+    costs: Vec<f64>,
+    messages: [Vec<f64>; 2],
+}
+
+/// The pairs of a variable, by whether the other one comes before it: the pair, and which end the variable is.
+#[derive(Default)]
+struct Around {
+    earlier: Vec<(usize, usize)>,
+    later: Vec<(usize, usize)>,
+}
+
+/// Messages on a cost graph.
+struct Passing {
+    unary: Vec<Vec<f64>>,
+    edges: Vec<Edge>,
+    around: Vec<Around>,
+    order: Vec<usize>,
+    /// Per variable and choice, by how much an assignment with it costs more than the bound of the latest pass.
+    more: Vec<Vec<f64>>,
+}
+
+impl Passing {
+    fn new(graph: &CostGraph) -> Self {
+        let finite = |costs: &Vec<f64>| costs.iter().copied().filter(|cost| cost.is_finite()).fold(0.0, f64::max);
+        // What is illegal costs more than the dearest legal assignment.
+        let huge = 1.0 + 2.0 * graph.unary.iter().chain(graph.pairs.values()).map(finite).sum::<f64>();
+        let capped = |costs: &Vec<f64>| costs.iter().map(|cost| cost.min(huge)).collect::<Vec<f64>>();
+        let edges: Vec<Edge> = graph
+            .pairs
+            .iter()
+            .map(|((a, b), table)| {
+                let messages = [*a, *b].map(|end| vec![0.0; graph.unary[end].len()]);
+                Edge { ends: [*a, *b], costs: capped(table), messages }
+            })
+            .collect();
+        let order = breadth_first(graph.unary.len(), &edges);
+        let mut rank = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(index, variable)| rank[*variable] = index);
+        let mut around: Vec<Around> = order.iter().map(|_| Around::default()).collect();
+        for (index, Edge { ends, .. }) in edges.iter().enumerate() {
+            for (end, variable) in ends.iter().enumerate() {
+                let is_later = rank[ends[1 - end]] > rank[*variable];
+                let own = &mut around[*variable];
+                (if is_later { &mut own.later } else { &mut own.earlier }).push((index, end));
+            }
+        }
+        let unary: Vec<Vec<f64>> = graph.unary.iter().map(capped).collect();
+        Self { more: unary.clone(), unary, edges, around, order }
+    }
+
+    /// What a variable's choices cost with the messages to it.
+    fn belief(&self, variable: usize) -> Vec<f64> {
+        let mut belief = self.unary[variable].clone();
+        let Around { earlier, later } = &self.around[variable];
+        for (edge, end) in earlier.iter().chain(later) {
+            belief.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
+        }
+        belief
+    }
+
+    /// Sends a message over every pair, along the order or back; gives a bound. Each variable hands what its choices
+    /// cost beyond the least of them to the pairs in equal parts, of which it keeps so many at least.
+    fn pass(&mut self, is_back: bool, keeps: f64) -> f64 {
+        let mut bound = 0.0;
+        for place in 0..self.order.len() {
+            let variable = self.order[if is_back { self.order.len() - 1 - place } else { place }];
+            let mut belief = self.belief(variable);
+            let least = belief.iter().copied().fold(f64::INFINITY, f64::min);
+            bound += least;
+            belief.iter_mut().for_each(|cost| *cost -= least);
+            let Around { earlier, later } = &self.around[variable];
+            let to = if is_back { earlier } else { later };
+            let parts =
+                if keeps > 0.0 { to.len() as f64 + keeps } else { earlier.len().max(later.len()).max(1) as f64 };
+            for (edge, end) in to {
+                bound += self.edges[*edge].send(*end, &belief, 1.0 / parts);
+            }
+            let kept = 1.0 - to.len() as f64 / parts;
+            self.more[variable] = belief.into_iter().map(|cost| cost * kept).collect();
+        }
+        bound
+    }
+
+    /// Choices along the order: each the least with those before it, and with the messages of those behind.
+    fn choices(&self, graph: &CostGraph) -> Vec<usize> {
+        let mut choices = vec![0; self.order.len()];
+        for variable in &self.order {
+            let mut costs = graph.unary[*variable].clone();
+            let Around { earlier, later } = &self.around[*variable];
+            for (edge, end) in later {
+                costs.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
+            }
+            for (edge, end) in earlier {
+                let edge = &self.edges[*edge];
+                let other = choices[edge.ends[1 - end]];
+                costs.iter_mut().enumerate().for_each(|(choice, sum)| *sum += edge.cost(*end, choice, other));
+            }
+            let least = |best: usize, choice: usize| if costs[choice] < costs[best] { choice } else { best };
+            choices[*variable] = (0..costs.len()).fold(0, least);
+        }
+        choices
+    }
+}
+
+impl Edge {
+    /// The cost where one end has a choice and the other another.
+    fn cost(&self, end: usize, own: usize, other: usize) -> f64 {
+        let columns = self.messages[1].len();
+        if end == 0 { self.costs[own * columns + other] } else { self.costs[other * columns + own] }
+    }
+
+    /// Sends a message from an end that hands over a part of its belief; gives what is taken off it.
+    fn send(&mut self, end: usize, belief: &[f64], part: f64) -> f64 {
+        let given: Vec<f64> = belief.iter().zip(&self.messages[end]).map(|(cost, back)| part * cost - back).collect();
+        let message = |other: usize| {
+            let costs = given.iter().enumerate().map(|(own, given)| given + self.cost(end, own, other));
+            costs.fold(f64::INFINITY, f64::min)
+        };
+        let mut sent: Vec<f64> = (0..self.messages[1 - end].len()).map(message).collect();
+        let least = sent.iter().copied().fold(f64::INFINITY, f64::min);
+        sent.iter_mut().for_each(|cost| *cost -= least);
+        self.messages[1 - end] = sent;
+        least
+    }
+}
+
+/// The variables so that neighbours are near each other.
+fn breadth_first(count: usize, edges: &[Edge]) -> Vec<usize> {
+    let mut neighbours = vec![Vec::new(); count];
+    for [a, b] in edges.iter().map(|edge| edge.ends) {
+        neighbours[a].push(b);
+        neighbours[b].push(a);
+    }
+    let (mut order, mut is_known) = (Vec::with_capacity(count), vec![false; count]);
+    for first in 0..count {
+        let mut open = VecDeque::from([first]);
+        while let Some(variable) = open.pop_front() {
+            if !std::mem::replace(&mut is_known[variable], true) {
+                order.push(variable);
+                open.extend(neighbours[variable].iter().copied().filter(|other| !is_known[*other]));
+            }
+        }
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::eliminate::tests::{assignments, brute_force, graphs};
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+
+        #[test]
+        fn the_least_lies_between_the_bound_and_the_cost(graph in graphs()) {
+            let (least, found) = (brute_force(&graph), solve(&graph));
+            prop_assert_eq!(found.cost, graph.cost(&found.choices));
+            prop_assert!(found.bound <= least * (1.0 + 1e-9) && least <= found.cost, "{found:?} for {least}");
+            prop_assert!(!found.is_exact() || found.cost == least);
+        }
+
+        /// What a choice is said to cost more than the bound is no more than it does.
+        #[test]
+        fn no_choice_of_the_best_assignment_is_left_out(graph in graphs(), rounds in 0usize..4) {
+            let mut passing = Passing::new(&graph);
+            (0..rounds).for_each(|round| { passing.pass(round % 2 == 1, 0.0); });
+            for is_back in [false, true] {
+                let bound = passing.pass(is_back, 1.0);
+                for (choices, cost) in assignments(&graph) {
+                    let more: f64 = choices.iter().zip(&passing.more).map(|(choice, more)| more[*choice]).sum();
+                    prop_assert!(bound + more <= cost * (1.0 + 1e-9), "{bound} and {more} for {cost}");
+                }
+            }
+        }
+    }
+
+    /// A torus of random costs, whose tables would be far too many.
+    #[test]
+    fn what_is_too_large_to_eliminate_is_bounded_closely() {
+        const SIDE: usize = 24;
+        let mut state = 1u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f64 / (1u64 << 24) as f64
+        };
+        let mut graph = CostGraph::default();
+        for _ in 0..SIDE * SIDE {
+            graph.variable((0..3).map(|_| random()).collect());
+        }
+        for (row, column) in (0..SIDE).flat_map(|row| (0..SIDE).map(move |column| (row, column))) {
+            for other in [(row, (column + 1) % SIDE), ((row + 1) % SIDE, column)] {
+                let costs: Vec<f64> = (0..9).map(|_| 0.2 * random()).collect();
+                graph.add_pair(row * SIDE + column, other.0 * SIDE + other.1, |a, b| costs[a * 3 + b]);
+            }
+        }
+        let found = graph.solve();
+        assert_eq!(found.cost, graph.cost(&found.choices));
+        assert!(found.bound <= found.cost && found.cost <= 1.01 * found.bound, "{} and {}", found.bound, found.cost);
+        assert_eq!(graph.solve(), found);
+    }
+}
