@@ -13,6 +13,7 @@ pub mod degrees;
 pub mod estimate;
 #[cfg(test)]
 mod exact_tests;
+mod held;
 pub mod line;
 pub mod liveness;
 pub mod offload;

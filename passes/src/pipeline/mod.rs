@@ -1,9 +1,11 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`]), when messages pass between them ([`timeline`]), and which cuts are best ([`cut`]).
+//! ([`order`]), when messages pass between them ([`timeline`]), and which cuts are best
+//! ([`cut`], and [`balance`] where a stage has several chunks).
 //!
 //! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
 
 pub mod anchor;
+pub mod balance;
 pub mod cut;
 pub mod effort;
 pub mod order;

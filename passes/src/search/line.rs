@@ -14,7 +14,7 @@ use crate::cost::is_view;
 use crate::pipeline::anchor::{Anchors, anchors};
 use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{NodeId, Op, Role, SecondaryMap};
+use shardc_ir::{NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 
 /// The most places at which a graph may be cut.
@@ -36,6 +36,19 @@ pub struct Line {
     is_joined: Vec<bool>,
     /// What they make, but for views.
     values: Vec<Value>,
+    /// Whether a node makes gradients of weights, and nothing that the rest of the backward pass waits for.
+    is_late: SecondaryMap<NodeId, bool>,
+    /// What such nodes read of the backward pass.
+    awaited: Vec<Awaited>,
+}
+
+/// The gradient of an activation that a gradient of a weight is made of.
+struct Awaited {
+    maker: NodeId,
+    /// Which of the results.
+    result: usize,
+    /// Where along the line its maker belongs.
+    at: usize,
 }
 
 /// A value of the forward pass.
@@ -48,6 +61,8 @@ struct Value {
     last: usize,
     /// Whether the backward pass reads it.
     is_read_behind: bool,
+    /// Whether a gradient of a weight is made of it.
+    is_awaited: bool,
     /// Who reads it in the forward pass.
     readers: Vec<NodeId>,
 }
@@ -64,9 +79,11 @@ impl Line {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path);
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
-        let values = values(prepared, &main, &place);
+        let is_late = late(prepared);
+        let (awaited, read) = awaited(prepared, &is_late, &|id| anchors[id].and_then(|anchor| place[anchor]));
+        let values = values(prepared, &main, &place, &read);
         let is_joined = joined(prepared, &anchors, &place, main.len());
-        Self { anchors, main, place, is_between, is_joined, values }
+        Self { anchors, main, place, is_between, is_joined, values, is_late, awaited }
     }
 
     /// The chunk of every node for these cuts.
@@ -116,7 +133,12 @@ fn joined(
 }
 
 /// The values along a line, each with those who read it or a view of it.
-fn values(prepared: &Prepared<'_>, main: &[NodeId], place: &SecondaryMap<NodeId, Option<usize>>) -> Vec<Value> {
+fn values(
+    prepared: &Prepared<'_>,
+    main: &[NodeId],
+    place: &SecondaryMap<NodeId, Option<usize>>,
+    awaited: &BTreeSet<ValueId>,
+) -> Vec<Value> {
     let graph = prepared.graph;
     let users = graph.users();
     let mut values = Vec::new();
@@ -127,7 +149,8 @@ fn values(prepared: &Prepared<'_>, main: &[NodeId], place: &SecondaryMap<NodeId,
         }
         for (result, value) in node.results.iter().enumerate() {
             let (maker, readers) = (*maker, Vec::new());
-            let mut own = Value { maker, result, made, last: made, is_read_behind: false, readers };
+            let is_awaited = awaited.contains(value);
+            let mut own = Value { maker, result, made, last: made, is_read_behind: false, is_awaited, readers };
             let mut open = vec![*value];
             while let Some(value) = open.pop() {
                 for (reader, _) in users.get(&value).into_iter().flatten() {
@@ -148,6 +171,47 @@ fn values(prepared: &Prepared<'_>, main: &[NodeId], place: &SecondaryMap<NodeId,
     values
 }
 
+/// The nodes of the loop that only updates wait for, by themselves or by what reads them.
+fn late(prepared: &Prepared<'_>) -> SecondaryMap<NodeId, bool> {
+    let graph = prepared.graph;
+    let (mut is_late, mut is_read): (SecondaryMap<NodeId, bool>, SecondaryMap<NodeId, bool>) = Default::default();
+    for (id, node) in graph.nodes().rev().filter(|(id, _)| prepared.in_loop(prepared.folded.class[*id])) {
+        is_late[id] = prepared.is_gradient[prepared.folded.class[id]] && !is_read[id];
+        if !is_late[id] {
+            node.operands.iter().for_each(|value| is_read[graph.value(*value).def] = true);
+        }
+    }
+    is_late
+}
+
+/// What the gradients of weights read of a microbatch: what of it the backward pass makes, and all of it.
+fn awaited(
+    prepared: &Prepared<'_>,
+    is_late: &SecondaryMap<NodeId, bool>,
+    place: &dyn Fn(NodeId) -> Option<usize>,
+) -> (Vec<Awaited>, BTreeSet<ValueId>) {
+    let graph = prepared.graph;
+    let of_loop = |id: NodeId| prepared.in_loop(prepared.folded.class[id]);
+    let (mut known, mut all) = (BTreeSet::new(), Vec::new());
+    for (_, node) in graph.nodes().filter(|(id, _)| is_late[*id]) {
+        for value in &node.operands {
+            let mut value = *value;
+            // A view is what it views.
+            while let (true, Some(of)) = (is_view(&graph.def(value).op), graph.def(value).operands.first()) {
+                value = *of;
+            }
+            let (maker, result) = (graph.value(value).def, graph.value(value).index);
+            if !of_loop(maker) || is_late[maker] || graph.node(maker).op.is_leaf() || !known.insert(value) {
+                continue;
+            }
+            if let Some(at) = place(maker).filter(|_| graph.node(maker).role != Role::Forward) {
+                all.push(Awaited { maker, result, at });
+            }
+        }
+    }
+    (all, known)
+}
+
 /// Sums from the beginning of the line to each place.
 #[derive(Clone, Debug)]
 pub(super) struct Sums {
@@ -156,8 +220,12 @@ pub(super) struct Sums {
     pub forward: Vec<f64>,
     pub backward: Vec<f64>,
     pub weight: Vec<f64>,
-    /// Bytes that one microbatch leaves for the backward pass.
+    /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights.
     pub kept: Vec<f64>,
+    /// Bytes that it leaves for those.
+    pub lasting: Vec<f64>,
+    /// Bytes that the backward pass leaves for those: what is computed again, and gradients of activations.
+    pub awaited: Vec<f64>,
     /// The share of the parameters.
     pub stored: Vec<f64>,
     /// Bytes that pass over a cut before each node.
@@ -181,7 +249,8 @@ impl Sums {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
         let behind = last_forward(graph);
-        let [mut forward, mut backward, mut weight, mut kept, mut stored] = [(); 5].map(|()| vec![0.0; count]);
+        let [mut forward, mut backward, mut weight] = [(); 3].map(|()| vec![0.0; count]);
+        let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
         let mut change = vec![0.0; count + 1];
         let mut recomputed: BTreeSet<u64> = BTreeSet::new();
         for (id, node) in graph.nodes() {
@@ -196,7 +265,7 @@ impl Sums {
             match node.role {
                 Role::Forward => forward[at] += seconds,
                 _ if id < behind => forward[at] += seconds,
-                _ if prepared.is_gradient[class] => weight[at] += seconds,
+                _ if line.is_late[id] => weight[at] += seconds,
                 _ => backward[at] += seconds,
             }
             if node.role != Role::Forward || line.place[id].is_none() {
@@ -211,18 +280,27 @@ impl Sums {
             let sizes = &shape.sizes()[prepared.folded.class[value.maker]];
             let bytes = sizes.get(value.result).copied().unwrap_or(0) as f64;
             let is_kept = value.is_read_behind || value.readers.iter().any(|reader| is_again(*reader));
-            kept[value.made] += if is_kept && !is_again(value.maker) { bytes } else { 0.0 };
+            match (is_again(value.maker), value.is_awaited) {
+                (false, false) if is_kept => kept[value.made] += bytes,
+                (false, true) => lasting[value.made] += bytes,
+                (true, true) => awaited[value.made] += bytes,
+                _ => {}
+            }
             change[value.made + 1] += bytes;
             change[value.last + 1] -= bytes;
+        }
+        for Awaited { maker, result, at } in &line.awaited {
+            awaited[*at] +=
+                shape.sizes()[prepared.folded.class[*maker]].get(*result).map_or(0.0, |bytes| *bytes as f64);
         }
         change.pop();
         let passing = prefix(&change)[1..].to_vec();
         let all: f64 = stored.iter().sum();
         stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
         let places = places(line, &passing, selected.is_empty());
-        let [forward, backward, weight, kept, stored] =
-            [forward, backward, weight, kept, stored].map(|each| prefix(&each));
-        Self { places, forward, backward, weight, kept, stored, passing }
+        let [forward, backward, weight] = [forward, backward, weight].map(|each| prefix(&each));
+        let [kept, lasting, awaited, stored] = [kept, lasting, awaited, stored].map(|each| prefix(&each));
+        Self { places, forward, backward, weight, kept, lasting, awaited, stored, passing }
     }
 
     /// The same, cut at the places of another.
@@ -237,6 +315,11 @@ impl Sums {
 
     pub fn seconds(&self, from: usize, to: usize) -> f64 {
         [&self.forward, &self.backward, &self.weight].into_iter().map(|sums| self.between(sums, from, to)).sum()
+    }
+
+    /// The most bytes that the backward pass of one node leaves for the gradients of weights.
+    pub fn largest_awaited(&self) -> f64 {
+        self.awaited.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
     }
 
     /// Bytes that pass into a chunk that begins at a place.

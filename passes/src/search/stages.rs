@@ -4,12 +4,14 @@
 //! ([`line`](super::line)). The best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under
 //! the memory of the schedule's own microbatches in flight; what they take by running the schedule's steps
 //! with these seconds ([`timeline`](crate::pipeline::timeline)). With several chunks a stage, the program
-//! cuts into all chunks at once, and the memory of a stage is looked at afterwards.
+//! cuts into chunks that are equal, from where cuts are moved until the stages are equal and fit
+//! ([`balance`](crate::pipeline::balance)); of the two, the faster is taken.
 //!
 //! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them: the
 //! least that fits, which the dynamic program weighs against moving the cut.
 
 use super::estimate::{Shape, Work};
+use super::held::Held;
 use super::line::{Line, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
@@ -18,6 +20,7 @@ use super::{Candidate, Degrees, PlanError, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
 use crate::cost::step;
+use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
 use crate::pipeline::order::{Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
@@ -93,6 +96,9 @@ struct Level {
     working: f64,
 }
 
+/// By how much longer a stage is taken to be that does not fit, where cuts are moved.
+const UNFIT: f64 = 1000.0;
+
 /// Which level each stage takes.
 #[derive(Clone, Debug)]
 enum Choice {
@@ -112,8 +118,8 @@ struct Problem<'a> {
     choice: Choice,
     pipeline: Pipeline,
     stages: u64,
-    /// Per chunk, the microbatches that are held at a time.
-    held: &'a [u64],
+    /// Per chunk.
+    held: &'a [Held],
 }
 
 /// The chunks of a stage, with where they begin and end.
@@ -140,6 +146,23 @@ impl Segments for Problem<'_> {
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
         self.pipeline.per_stage > 1 || self.level(chunk as u64, &[(chunk, from, to)]).is_some()
+    }
+}
+
+impl Shares for Problem<'_> {
+    fn stage_of(&self, chunk: usize) -> usize {
+        self.pipeline.stage_of(chunk as u32, self.stages) as usize
+    }
+
+    fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64 {
+        let (level, by) = match self.level(stage as u64, chunks) {
+            Some(level) => (level, 1.0),
+            None => (self.levels.len() - 1, UNFIT),
+        };
+        let of = |(_, from, to): &(usize, usize, usize)| {
+            self.sums(level, stage).seconds(*from, *to) + 2.0 * (self.message(*from) + self.message(*to))
+        };
+        by * chunks.iter().map(of).sum::<f64>()
     }
 }
 
@@ -181,8 +204,10 @@ impl Problem<'_> {
         let Level { sums, whole, working, .. } = &self.levels[level];
         let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
         let held = chunks.iter().map(|(chunk, from, to)| {
-            let kept = sums.between(&sums.kept, *from, *to) + sums.passing(*from);
-            self.held[*chunk] as f64 * kept
+            let Held { kept, lasting, awaited } = self.held[*chunk];
+            let of = |copies: u64, bytes: &[f64]| copies as f64 * sums.between(bytes, *from, *to);
+            let passing = lasting as f64 * sums.passing(*from);
+            passing + of(kept, &sums.kept) + of(lasting, &sums.lasting) + of(awaited, &sums.awaited)
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
         let whole = &whole.memory;
@@ -199,10 +224,24 @@ impl Problem<'_> {
     /// Cuts the line, and predicts the step; nothing if no cuts fit.
     fn solve(&self, microbatches: u64) -> Option<Solution> {
         let chunks = (self.stages * self.pipeline.per_stage) as usize;
-        let (sums, last) = (self.line(), self.levels.len() - 1);
-        let end = sums.places.len() - 1;
+        let end = self.line().places.len() - 1;
         let (_, cuts) = best_cuts(end, chunks, microbatches * self.pipeline.per_stage, self)?;
-        let ends: Vec<usize> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
+        let ends: Vec<usize> = [0].into_iter().chain(cuts).chain([end]).collect();
+        let first = self.cut_at(&ends, microbatches);
+        if self.pipeline.per_stage == 1 {
+            return first;
+        }
+        let second = self.cut_at(&balanced(ends, self), microbatches);
+        let rank = |of: &Solution| (of.prediction.memory.total() > self.mesh.bound, of.prediction.step.0);
+        first.into_iter().chain(second).min_by(|a, b| {
+            let (a, b) = (rank(a), rank(b));
+            a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
+        })
+    }
+
+    /// What cuts at these places come to.
+    fn cut_at(&self, ends: &[usize], microbatches: u64) -> Option<Solution> {
+        let (sums, last) = (self.line(), self.levels.len() - 1);
         let of_stage = |stage: u64| {
             let chunks = self.pipeline.chunks_of(stage, self.stages).into_iter().map(|chunk| chunk as usize);
             chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Parts>()
@@ -216,8 +255,9 @@ impl Problem<'_> {
         let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
         let memory = stages.iter().zip(&levels).map(|(chunks, level)| self.memory(*level, chunks));
         let memory = memory.max_by_key(|memory| memory.total())?;
-        let cuts = cuts.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
-        let prediction = self.predict(&ends, &stages, &levels, memory, microbatches)?;
+        let inner = &ends[1..ends.len() - 1];
+        let cuts = inner.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
+        let prediction = self.predict(ends, &stages, &levels, memory, microbatches)?;
         Some(Solution { cuts, levels, prediction })
     }
 
@@ -296,7 +336,10 @@ impl Durations for Costs<'_> {
         let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
         match step.pass {
             Pass::Forward => of(&sums.forward),
+            // No chunk waits for what the first one does in its backward pass.
+            Pass::Weight if chunk == 0 => of(&sums.backward) + of(&sums.weight),
             Pass::Weight => of(&sums.weight),
+            Pass::Backward if problem.pipeline.schedule.splits_backward() && chunk == 0 => 0.0,
             Pass::Backward if problem.pipeline.schedule.splits_backward() => of(&sums.backward),
             Pass::Backward => of(&sums.backward) + of(&sums.weight),
         }
@@ -306,22 +349,6 @@ impl Durations for Costs<'_> {
         let Link { from, to } = self.links[link];
         self.problem.message(self.ends[from.0.max(to.0) as usize])
     }
-}
-
-/// How many microbatches each chunk holds at a time, at most.
-fn held(pipeline: &Pipeline, orders: &[Vec<Step>], chunks: usize) -> Vec<u64> {
-    let last = if pipeline.schedule.splits_backward() { Pass::Weight } else { Pass::Backward };
-    let (mut now, mut most) = (vec![0u64; chunks], vec![0u64; chunks]);
-    for step in orders.iter().flatten() {
-        let (now, most) = (&mut now[step.chunk as usize], &mut most[step.chunk as usize]);
-        if step.pass == Pass::Forward {
-            *now += 1;
-            *most = (*most).max(*now);
-        } else if step.pass == last {
-            *now = now.saturating_sub(1);
-        }
-    }
-    most
 }
 
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
@@ -439,7 +466,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     for (schedule, per_stage) in schedules(pins) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         let Ok(orders) = orders(&pipeline, stages, microbatches) else { continue };
-        let held = held(&pipeline, &orders, (stages * per_stage) as usize);
+        let held = Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize);
         // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
         let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
             true => zero == 1,
@@ -451,8 +478,10 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     let (recompute, sums) = (recomputes[index], sums[index].cut_as(places));
                     let kinds = of_kinds.iter().map(|all| all[index].cut_as(places)).collect();
                     let whole = mesh.shape.predict(mesh.placed, storage, zero, recompute, mesh.work);
-                    let kept = sums.kept.last().copied().unwrap_or(0.0);
-                    let working = (whole.memory.activations.0 as f64 - kept).max(0.0);
+                    let kept: f64 = [&sums.kept, &sums.lasting].into_iter().flat_map(|all| all.last()).sum();
+                    // The largest of what gradients of weights wait for is made where most lives, and counted with its copies.
+                    let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
+                    let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
                     Level { recompute, sums, kinds, whole, working }
                 };
                 let is_far = |index: usize| {

@@ -1,0 +1,166 @@
+//! Cuts where a stage has several chunks: what a stage takes is the sum over them.
+//!
+//! Cutting into chunks that are all as long as each other ([`cut`](super::cut)) leaves the stages unequal where a
+//! chunk is made of a few blocks, or ends in a head. From there cuts are moved, one at a time, as long as the stages
+//! get more equal.
+
+/// What the stages of a cut line cost.
+pub trait Shares {
+    /// The stage of a chunk.
+    fn stage_of(&self, chunk: usize) -> usize;
+    /// Seconds of one microbatch in a stage with these chunks, each with where it begins and ends; more than any stage
+    /// takes if its memory does not suffice.
+    fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64;
+}
+
+/// The power in which stages are added up: so high that the longest counts most, so low that the others count.
+const POWER: i32 = 8;
+
+/// How far a cut is moved in one go.
+const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
+
+/// Moves the cuts between `ends`, where the first chunk begins and each ends.
+pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
+    let chunks = ends.len() - 1;
+    let seconds = |ends: &[usize], stage: usize| {
+        let own = (0..chunks).filter(|chunk| shares.stage_of(*chunk) == stage);
+        shares.seconds(stage, &own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>())
+    };
+    let stages = (0..chunks).map(|chunk| shares.stage_of(chunk) + 1).max().unwrap_or(0);
+    let mut known: Vec<f64> = (0..stages).map(|stage| seconds(&ends, stage)).collect();
+    let mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
+    let weight = |seconds: f64| (seconds / mean).powi(POWER);
+    // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
+    loop {
+        let mut is_settled = true;
+        for cut in 1..chunks {
+            let touched = [shares.stage_of(cut - 1), shares.stage_of(cut)];
+            if touched[0] == touched[1] {
+                continue;
+            }
+            let mut least: f64 = touched.iter().map(|stage| weight(known[*stage])).sum::<f64>() * (1.0 - 1e-9);
+            let before = ends[cut];
+            let mut best = None;
+            for by in MOVES {
+                let Some(to) = before.checked_add_signed(by).filter(|to| ends[cut - 1] < *to && *to < ends[cut + 1])
+                else {
+                    continue;
+                };
+                ends[cut] = to;
+                let moved = touched.map(|stage| seconds(&ends, stage));
+                let sum = moved.into_iter().map(weight).sum();
+                if sum < least {
+                    (least, best) = (sum, Some((to, moved)));
+                }
+            }
+            ends[cut] = before;
+            if let Some((to, moved)) = best {
+                ends[cut] = to;
+                touched.into_iter().zip(moved).for_each(|(stage, seconds)| known[stage] = seconds);
+                is_settled = false;
+            }
+        }
+        if is_settled {
+            return ends;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::cut::{Segments, best_cuts};
+    use proptest::prelude::*;
+
+    /// Places along a line, and the stage of each chunk.
+    struct Line {
+        seconds: Vec<f64>,
+        stages: Vec<usize>,
+    }
+
+    impl Shares for Line {
+        fn stage_of(&self, chunk: usize) -> usize {
+            self.stages[chunk]
+        }
+
+        fn seconds(&self, _: usize, chunks: &[(usize, usize, usize)]) -> f64 {
+            chunks.iter().map(|(_, from, to)| self.seconds[*from..*to].iter().sum::<f64>()).sum()
+        }
+    }
+
+    impl Segments for Line {
+        fn seconds(&self, _: usize, from: usize, to: usize) -> f64 {
+            self.seconds[from..to].iter().sum()
+        }
+
+        fn fits(&self, _: usize, _: usize, _: usize) -> bool {
+            true
+        }
+    }
+
+    impl Line {
+        fn largest(&self, ends: &[usize]) -> f64 {
+            let mut sums = vec![0.0; self.stages.len()];
+            for (chunk, stage) in self.stages.iter().enumerate() {
+                sums[*stage] += self.seconds[ends[chunk]..ends[chunk + 1]].iter().sum::<f64>();
+            }
+            sums.into_iter().fold(0.0, f64::max)
+        }
+
+        /// The ends that make chunks as equal as can be.
+        fn cut(&self) -> Vec<usize> {
+            let end = self.seconds.len();
+            let (_, cuts) = best_cuts(end, self.stages.len(), 1000, self).expect("there are places enough");
+            [0].into_iter().chain(cuts).chain([end]).collect()
+        }
+
+        /// The least that the longest stage can take.
+        fn least(&self, ends: &mut Vec<usize>) -> f64 {
+            let (end, left) = (self.seconds.len(), self.stages.len() - ends.len());
+            let last = ends[ends.len() - 1];
+            if left == 0 {
+                ends.push(end);
+                let largest = self.largest(ends);
+                ends.pop();
+                return largest;
+            }
+            let mut least = f64::INFINITY;
+            for to in last + 1..=end - left {
+                ends.push(to);
+                least = least.min(self.least(ends));
+                ends.pop();
+            }
+            least
+        }
+    }
+
+    /// 32 equal blocks behind an embedding, and a longer head, in four stages of two chunks.
+    #[test]
+    fn stages_are_equal_though_chunks_cannot_be() {
+        for head in [0.5, 1.5, 2.5, 3.5, 4.5] {
+            let seconds: Vec<f64> = [0.1].into_iter().chain([1.0; 32]).chain([head]).collect();
+            let line = Line { seconds, stages: vec![0, 1, 2, 3, 3, 2, 1, 0] };
+            let (before, after) = (line.largest(&line.cut()), line.largest(&balanced(line.cut(), &line)));
+            // Blocks are whole.
+            assert!(after <= before && after < (32.1 + head) / 4.0 + 1.0, "{before} and {after} with a head of {head}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// No cut moved by one place makes it better, and what is found is at most one place from the best of all.
+        #[test]
+        fn the_longest_stage_is_nearly_as_short_as_can_be(
+            places in prop::collection::vec(1u32..10, 7..12),
+            is_v in any::<bool>(),
+        ) {
+            let stages = if is_v { vec![0, 1, 2, 2, 1, 0] } else { vec![0, 1, 2, 0, 1, 2] };
+            let line = Line { seconds: places.iter().map(|place| f64::from(*place)).collect(), stages };
+            let found = balanced(line.cut(), &line);
+            prop_assert!(found.windows(2).all(|pair| pair[0] < pair[1]));
+            let longest = places.iter().copied().max().map_or(0.0, f64::from);
+            prop_assert!(line.largest(&found) <= line.least(&mut vec![0]) + longest);
+        }
+    }
+}
