@@ -31,6 +31,7 @@ pub mod text;
 pub mod types;
 pub mod units;
 pub mod verify;
+pub mod view;
 
 pub use diagnostic::{Diagnostic, Diagnostics};
 pub use entity::{BufferId, EntityRef, FactorId, NodeId, PrimaryMap, SecondaryMap, SectionId, ValueId};

@@ -24,10 +24,11 @@
 mod adjacent;
 mod stages;
 
-use crate::lower::{Draft, Item, Place, SPACE, merge_casts, merge_repeated, share_storages};
+use crate::lower::{Draft, Item, Place, SPACE, merge_casts, merge_repeated, share_parts, share_storages};
 use crate::pack::Life;
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
+use shardc_ir::view::is_view;
 use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Target, TensorType};
 pub(crate) use stages::Copies;
 use std::collections::{BTreeMap, HashMap};
@@ -39,6 +40,7 @@ pub(crate) const WINDOW: usize = 2;
 
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
+    share_parts(&mut draft);
     share_storages(&mut draft);
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
@@ -47,7 +49,7 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     let lives = lifetimes(&draft, &copies);
     let (of_storage, arena) = adjacent::place(&draft, &lives);
     for (id, buffer) in draft.buffers.iter_mut() {
-        buffer.offset = of_storage[draft.storage[id].0 as usize];
+        buffer.offset = of_storage[draft.storage[id].0 as usize] + draft.first[id];
     }
     assemble(draft, Bytes(arena), &copies)
 }
@@ -132,7 +134,7 @@ fn drop_unused(
 pub(crate) fn lifetimes(draft: &Draft, copies: &Copies) -> Vec<Option<Life>> {
     let mut lives: Vec<Option<Life>> = vec![None; draft.storages as usize];
     let mut touch = |buffer: BufferId, from: usize, to: usize| {
-        let bytes = draft.buffers[buffer].ty.bytes().0;
+        let bytes = draft.first[buffer] + draft.buffers[buffer].ty.bytes().0;
         let life = &mut lives[draft.storage[buffer].0 as usize];
         let known = life.unwrap_or(Life { start: from, end: to, bytes });
         *life = Some(Life { start: known.start.min(from), end: known.end.max(to), bytes: known.bytes.max(bytes) });
@@ -250,8 +252,8 @@ fn find_waits(buffers: &Buffers, instructions: &mut [Instruction]) {
         let instruction = &instructions[at];
         let stream = instruction.stream as usize;
         let mut needed: Clock = [0; STREAMS];
-        let is_view = matches!(instruction.action, Action::Compute(Op::Reshape(_)))
-            && buffers[instruction.operands[0]].offset == buffers[instruction.results[0]].offset;
+        let may_view = matches!(instruction.action, Action::Compute(Op::Reshape(_) | Op::Slice(_) | Op::Concat(_)));
+        let is_view = may_view && is_view(buffers, instruction);
         let reads = instruction.operands.iter().map(|id| (*id, false));
         let writes = instruction.results.iter().chain(&instruction.scratch).map(|id| (*id, true));
         for (id, writes) in reads.chain(writes).filter(|_| !is_view) {

@@ -16,6 +16,7 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod fold;
+pub mod interleave;
 pub mod lower;
 #[cfg(test)]
 mod lower_tests;

@@ -8,14 +8,18 @@
 //!   2023, section 3.3.2);
 //! * reductions for the optimizer wait for others until there are enough bytes for one collective
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
-//!   bucket is added when some more have closed, so that kernels go on while buckets are reduced.
+//!   bucket is added when some more have closed, so that kernels go on while buckets are reduced;
+//! * what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
 //! the result depends on nothing that differs between ranks.
 
+mod sink;
+
 use crate::lower::{Draft, Hint, Item, StorageId};
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, ReduceKind};
+use sink::sink;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// The bytes of the operands of a bucket at which it is closed.
@@ -28,7 +32,8 @@ pub fn schedule(draft: &mut Draft) {
     for section in 0..draft.sections.len() {
         let items = std::mem::take(&mut draft.sections[section]);
         let items = prefetch(draft, items);
-        draft.sections[section] = bucket(draft, items);
+        let items = bucket(draft, items);
+        draft.sections[section] = sink(draft, items);
     }
 }
 

@@ -18,6 +18,7 @@ pub mod line;
 pub mod liveness;
 pub mod offload;
 mod outcome;
+mod overlap;
 pub mod pins;
 mod placed;
 pub mod recompute;
@@ -110,6 +111,8 @@ pub struct Candidate {
     pub recompute: Recompute,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
+    /// Into how many chunks the blocks' part of the batch is cut, which overlap.
+    pub overlap_chunks: u64,
     /// The seconds that a byte of memory cost where its layouts were chosen.
     pub byte: f64,
     /// What lies away from the device.
@@ -127,14 +130,15 @@ impl Candidate {
             (Recompute::Values(own), Recompute::Values(least)) => own > least,
             _ => false,
         };
-        let same = |of: &Self| (of.zero, of.loss_chunks, of.byte.to_bits(), of.offload);
+        let same = |of: &Self| (of.zero, of.loss_chunks, of.overlap_chunks, of.byte.to_bits(), of.offload);
         is_more && self.degrees == other.degrees && self.stages == other.stages && same(self) == same(other)
     }
 
     /// The choices, as pins would say them.
     pub fn choice(&self) -> String {
         let Self { degrees, zero, recompute, .. } = self;
-        let chunks = if self.loss_chunks > 1 { format!(",loss_chunks={}", self.loss_chunks) } else { String::new() };
+        let many = |name: &str, count: u64| if count > 1 { format!(",{name}={count}") } else { String::new() };
+        let chunks = [many("loss_chunks", self.loss_chunks), many("overlap_chunks", self.overlap_chunks)].concat();
         let stages = self.stages.as_ref().map_or(String::new(), |stages| format!(",{}", stages.text()));
         let degrees = format!("{}{stages}", degrees.text());
         let away = if self.offload.is_none() { String::new() } else { format!(",offload={}", self.offload) };
@@ -200,7 +204,8 @@ pub fn search_confirmed(
     }
     let away = Away::new(cluster, &request, pins, target)?;
     let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
-    let line = is_open.then(|| Line::new(&prepared));
+    let is_cut = pins.overlap_chunks.is_some_and(|chunks| chunks > 1);
+    let line = (is_open && !is_cut).then(|| Line::new(&prepared));
     let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
@@ -264,7 +269,8 @@ fn choose(
         if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
-        let mut plan = build::build(prepared, line, cluster, request, candidate)?;
+        let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
+        let mut plan = make(candidate)?;
         let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
             // The programs of a ring gather what goes round it: its memory and time stay estimates.
             plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
@@ -272,9 +278,13 @@ fn choose(
             close.push((index, plan));
             break;
         };
-        // Programs have everything on the device; what does not lie there is taken off.
-        plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
-        candidate.offload.mark(&mut plan);
+        let exact = |candidate: &Candidate, mut plan: Plan| {
+            // Programs have everything on the device; what does not lie there is taken off.
+            plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+            candidate.offload.mark(&mut plan);
+            Ok(plan)
+        };
+        let mut plan = exact(candidate, plan)?;
         let memory = plan.prediction.memory;
         tracing::info!(
             choice = candidate.choice(),
@@ -285,9 +295,17 @@ fn choose(
         if memory.total() > bound {
             refused.push((index, memory));
             excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
-        } else {
-            close.push((index, plan));
+            continue;
         }
+        let step = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(plan.prediction.step.0, f64::min);
+        if overlap::may_gain(candidate, &plan.prediction, space, step) {
+            let make = |candidate: &Candidate| exact(candidate, make(candidate)?);
+            if let Some((chunks, cut)) = overlap::in_chunks(candidate, (plan.prediction.step.0, bound), &make)? {
+                candidates[index].overlap_chunks = chunks;
+                plan = cut;
+            }
+        }
+        close.push((index, plan));
     }
     // The first of those that are equal within a thousandth is the simplest.
     let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
@@ -319,7 +337,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     let (mut candidates, mut is_coupled) = (Vec::new(), false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
-        let sizes = divisors(per_rank).into_iter().filter(|size| pins.microbatch.is_none_or(|pin| pin == *size));
+        let is_cut = |size: &u64| size.is_multiple_of(pins.overlap_chunks.unwrap_or(1));
+        let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
+        let sizes = divisors(per_rank).into_iter().filter(is_pinned);
         for microbatch in sizes {
             let mut solved = Vec::new();
             visited.may_fit = false;
@@ -441,12 +461,14 @@ fn extend(
                 let at = At { shape, storage, zero, recompute };
                 for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
                     let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
+                    let overlap_chunks = pins.overlap_chunks.unwrap_or(1);
                     let choice = Candidate {
                         degrees,
                         stages: None,
                         zero,
                         recompute,
                         loss_chunks,
+                        overlap_chunks,
                         byte,
                         offload,
                         relief,

@@ -6,6 +6,7 @@ use crate::entity::{BufferId, SectionId};
 use crate::ops::Op;
 use crate::plan::Space;
 use crate::program::{Action, Buffer, Instruction, Program, Stream};
+use crate::view::is_view;
 use std::collections::{BTreeMap, BTreeSet};
 
 const STREAMS: usize = Stream::ALL.len();
@@ -128,19 +129,19 @@ impl Memory<'_> {
     fn step(&mut self, section: SectionId, index: usize, instruction: &Instruction, clock: &Clock, first: bool) {
         let mut messages = Vec::new();
         let adds = instruction.action == Action::Accumulate;
-        let view = view_of(self.program, instruction);
+        let view = is_view(&self.program.buffers, instruction);
         messages.extend(illegal_overlap(self.program, instruction));
         let place = instruction_place(self.program, section, index);
         let of = &self.program.sections[section].instructions;
         let stream = instruction.stream as usize;
         let is_before = |earlier: usize| clock[of[earlier].stream as usize] >= Some(earlier);
         // A view touches no byte, so nothing needs to wait for it, nor it for anything.
-        let access = view.is_none().then_some((index, stream));
+        let access = (!view).then_some((index, stream));
         for operand in &instruction.operands {
             messages.extend(self.read(*operand, access, &is_before));
         }
         for result in &instruction.results {
-            if view.is_some() {
+            if view {
                 self.segments(*result).for_each(|segment| segment.holds.push(*result));
                 continue;
             }
@@ -231,35 +232,6 @@ impl Memory<'_> {
     }
 }
 
-/// The operand of which an instruction's result is a view, if it moves nothing.
-pub(super) fn view_of(program: &Program, instruction: &Instruction) -> Option<BufferId> {
-    let ([operand], [result]) = (instruction.operands.as_slice(), instruction.results.as_slice()) else { return None };
-    let (from, to) = (&program.buffers[*operand], &program.buffers[*result]);
-    let equal = from.offset == to.offset && from.ty.bytes() == to.ty.bytes();
-    let moves_nothing = match &instruction.action {
-        Action::Copy | Action::Compute(Op::Reshape(_)) => equal,
-        Action::Compute(Op::Broadcast(_)) => equal,
-        Action::Compute(Op::Cast(_)) => equal && from.ty == to.ty,
-        Action::Compute(Op::Transpose(op)) => {
-            let kept: Vec<_> = op.permutation.iter().filter(|dim| from.ty.shape[**dim] != 1).collect();
-            equal && kept.is_sorted()
-        }
-        Action::Compute(Op::Slice(op)) => {
-            let last = (0..to.ty.rank()).rev().find(|dim| to.ty.shape[*dim] != from.ty.shape[*dim]).unwrap_or(0);
-            let contiguous = to.ty.shape[..last.min(to.ty.rank())].iter().all(|size| *size == 1);
-            let mut stride = from.ty.dtype.size();
-            let mut offset = from.offset;
-            for (start, size) in op.start.iter().zip(&from.ty.shape).rev() {
-                offset += start * stride;
-                stride *= size;
-            }
-            contiguous && to.offset == offset
-        }
-        _ => false,
-    };
-    (from.space == to.space && moves_nothing).then_some(*operand)
-}
-
 /// Why an instruction may not write where it reads, if it does and may not.
 fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<String> {
     let results = &instruction.results;
@@ -270,7 +242,7 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
             return Some(format!("its scratch memory {scratch} shares bytes with {other}"));
         }
     }
-    if view_of(program, instruction).is_some() {
+    if is_view(&program.buffers, instruction) {
         return None;
     }
     for (index, result) in results.iter().enumerate() {

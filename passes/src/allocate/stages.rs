@@ -194,11 +194,7 @@ type Variant = (Option<(usize, u64)>, Vec<(u32, usize, bool, Vec<u64>)>);
 pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     let Some(stage) = &draft.stage else { return Program::default() };
     let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
-    let mut sizes = vec![0u64; draft.storages as usize];
-    for (id, buffer) in &draft.buffers {
-        let size = &mut sizes[draft.storage[id].0 as usize];
-        *size = (*size).max(buffer.ty.bytes().0.next_multiple_of(super::ALIGNMENT));
-    }
+    let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(super::ALIGNMENT)).collect();
     let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);

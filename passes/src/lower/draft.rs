@@ -1,7 +1,7 @@
 //! A program in the making: instructions with hints for the schedule, buffers without offsets.
 //!
-//! Buffers that share bytes (a reshape and its operand) have one *storage*. A storage is what gets a
-//! place in an arena.
+//! Buffers that share bytes (a reshape and its operand, a whole and its parts) have one *storage*, each at
+//! its own first byte of it. A storage is what gets a place in an arena.
 
 use super::SPACE;
 use crate::pipeline::order::Pass;
@@ -119,6 +119,10 @@ pub struct Draft {
     pub buffers: PrimaryMap<BufferId, Buffer>,
     /// Per buffer, its storage.
     pub storage: SecondaryMap<BufferId, StorageId>,
+    /// Per buffer, its first byte in the storage.
+    pub first: SecondaryMap<BufferId, u64>,
+    /// Results of slices that keep the same part on every rank: those of nodes, not those that change a layout.
+    pub is_common: SecondaryMap<BufferId, bool>,
     /// The number of storages.
     pub storages: u32,
     /// The instructions of each [`Place`]: the prologue, the parts of a microbatch, the epilogue.
@@ -160,12 +164,14 @@ impl Draft {
 
     /// A buffer of another shape on the storage of `of`, declared by a reshape that moves nothing.
     pub fn view(&mut self, of: BufferId, ty: TensorType, place: Place, source: Option<NodeId>) -> BufferId {
-        if self.buffers[of].ty == ty {
-            return of;
-        }
+        if self.buffers[of].ty == ty { of } else { self.name(of, ty, place, source) }
+    }
+
+    /// [`view`](Self::view), declared even if the shape is the same.
+    pub fn name(&mut self, of: BufferId, ty: TensorType, place: Place, source: Option<NodeId>) -> BufferId {
         let buffer = Buffer { ty, ..self.buffers[of].clone() };
         let id = self.buffers.push(buffer);
-        self.storage[id] = self.storage[of];
+        (self.storage[id], self.first[id]) = (self.storage[of], self.first[of]);
         let action = Action::Compute(Reshape {}.into());
         self.push(place, action, vec![of], vec![id], Stream::Compute, source, Hint::None);
         id
@@ -173,8 +179,18 @@ impl Draft {
 
     /// Whether an instruction only declares a view: it touches no bytes.
     pub fn is_view(&self, instruction: &Instruction) -> bool {
-        matches!(instruction.action, Action::Compute(Op::Reshape(_)))
-            && self.storage[instruction.operands[0]] == self.storage[instruction.results[0]]
+        matches!(instruction.action, Action::Compute(Op::Reshape(_) | Op::Slice(_) | Op::Concat(_)))
+            && instruction.operands.iter().all(|id| self.storage[*id] == self.storage[instruction.results[0]])
+    }
+
+    /// The bytes of each storage.
+    pub fn storage_bytes(&self) -> Vec<u64> {
+        let mut bytes = vec![0; self.storages as usize];
+        for (id, buffer) in &self.buffers {
+            let known = &mut bytes[self.storage[id].0 as usize];
+            *known = (*known).max(self.first[id] + buffer.ty.bytes().0);
+        }
+        bytes
     }
 
     /// Adds an instruction at the end of a section.

@@ -14,13 +14,13 @@ use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::BTreeSet;
 
 /// A place of an instruction: its section and its index.
-type Position = (usize, usize);
+pub(super) type Position = (usize, usize);
 
 /// Who touches each storage, in order.
-struct Accesses(Vec<Vec<Position>>);
+pub(super) struct Accesses(Vec<Vec<Position>>);
 
 impl Accesses {
-    fn of(draft: &Draft) -> Self {
+    pub fn of(draft: &Draft) -> Self {
         let mut accesses = vec![Vec::new(); draft.storages as usize];
         for (section, items) in draft.sections.iter().enumerate() {
             for (index, item) in items.iter().enumerate() {
@@ -35,8 +35,17 @@ impl Accesses {
         Self(accesses)
     }
 
-    fn get(&self, storage: StorageId) -> &[Position] {
+    pub fn get(&self, storage: StorageId) -> &[Position] {
         &self.0[storage.0 as usize]
+    }
+
+    /// What touches one storage touches another from now on.
+    pub fn join(&mut self, storage: StorageId, into: StorageId) {
+        let moved = std::mem::take(&mut self.0[storage.0 as usize]);
+        let list = &mut self.0[into.0 as usize];
+        list.extend(moved);
+        list.sort_unstable();
+        list.dedup();
     }
 }
 
@@ -49,7 +58,7 @@ pub(crate) fn share_storages(draft: &mut Draft) {
 }
 
 fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
-    let accesses = Accesses::of(draft);
+    let (accesses, bytes) = (Accesses::of(draft), draft.storage_bytes());
     let mut dropped: BTreeSet<Position> = BTreeSet::new();
     let mut renamed: SecondaryMap<BufferId, Option<StorageId>> = SecondaryMap::new();
     let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
@@ -58,7 +67,8 @@ fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
             let [source, target] =
                 [item.instruction.operands[0], item.instruction.results[0]].map(|buffer| draft.storage[buffer]);
             let Some(&(first_section, writer)) = accesses.get(source).first() else { continue };
-            if first_section != section || kept.contains(&source) || targets[source.0 as usize].is_some() {
+            let is_part = bytes[source.0 as usize] != draft.buffers[item.instruction.operands[0]].ty.bytes().0;
+            if first_section != section || kept.contains(&source) || targets[source.0 as usize].is_some() || is_part {
                 continue;
             }
             let between = |at: &&Position| **at >= (section, writer) && **at < (section, index);
@@ -105,22 +115,27 @@ fn works_in_place(draft: &Draft, instruction: &Instruction, source: StorageId, t
     matches!(pair, (Some(0), Some(0)) | (Some(1), Some(2)) | (Some(2), Some(3)))
 }
 
+/// Where the buffers of a storage go: another storage, and how far from its first byte.
+type Target = Option<(StorageId, u64)>;
+
 fn reduce_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
-    let accesses = Accesses::of(draft);
-    let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
+    let (accesses, bytes) = (Accesses::of(draft), draft.storage_bytes());
+    let mut targets: Vec<Target> = vec![None; draft.storages as usize];
     for (section, items) in draft.sections.iter().enumerate() {
         for (index, item) in items.iter().enumerate() {
             let Action::AllReduce { .. } = item.instruction.action else { continue };
             for (operand, result) in item.instruction.operands.iter().zip(&item.instruction.results) {
+                let (first, size) = (draft.first[*operand], draft.buffers[*result].ty.bytes().0);
                 let (operand, result) = (draft.storage[*operand], draft.storage[*result]);
+                let is_whole = bytes[result.0 as usize] == size;
                 let once = item.instruction.operands.iter().filter(|id| draft.storage[**id] == operand).count() == 1;
                 let here = (section, index);
                 let local = accesses.get(operand).first().is_some_and(|first| first.0 == section);
                 let last = accesses.get(operand).last() == Some(&here);
                 let fresh = accesses.get(result).first() == Some(&here);
                 let free = !kept.contains(&operand) && !kept.contains(&result) && operand != result;
-                if local && last && fresh && free && once {
-                    targets[result.0 as usize] = Some(operand);
+                if local && last && fresh && free && once && is_whole {
+                    targets[result.0 as usize] = Some((operand, first));
                 }
             }
         }
@@ -129,13 +144,13 @@ fn reduce_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
 }
 
 /// Gives every storage the place of its target.
-fn merge(draft: &mut Draft, targets: &[Option<StorageId>]) {
+fn merge(draft: &mut Draft, targets: &[Target]) {
     for id in draft.buffers.keys() {
-        let mut storage = draft.storage[id];
-        while let Some(target) = targets[storage.0 as usize] {
-            storage = target;
+        let (mut storage, mut first) = (draft.storage[id], draft.first[id]);
+        while let Some((target, further)) = targets[storage.0 as usize] {
+            (storage, first) = (target, first + further);
         }
-        draft.storage[id] = storage;
+        (draft.storage[id], draft.first[id]) = (storage, first);
     }
 }
 
@@ -143,8 +158,8 @@ fn merge(draft: &mut Draft, targets: &[Option<StorageId>]) {
 /// live in one section and on the compute stream alone, so that no stream waits for another because
 /// of it.
 fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
-    let accesses = Accesses::of(draft);
-    let mut targets: Vec<Option<StorageId>> = vec![None; draft.storages as usize];
+    let (accesses, bytes) = (Accesses::of(draft), draft.storage_bytes());
+    let mut targets: Vec<Target> = vec![None; draft.storages as usize];
     let mut taken: BTreeSet<StorageId> = BTreeSet::new();
     let is_local = |storage: StorageId, section: usize| {
         let computes = |at: &Position| draft.sections[at.0][at.1].instruction.stream == Stream::Compute;
@@ -156,7 +171,8 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
             let here = (section, index);
             for result in &item.instruction.results {
                 let (to, ty) = (draft.storage[*result], &draft.buffers[*result].ty);
-                if accesses.get(to).first() != Some(&here) || !is_local(to, section) {
+                let is_whole = bytes[to.0 as usize] == ty.bytes().0;
+                if accesses.get(to).first() != Some(&here) || !is_local(to, section) || !is_whole {
                     continue;
                 }
                 let free = |(position, operand): &(usize, &BufferId)| {
@@ -167,7 +183,7 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
                 };
                 if let Some((_, operand)) = item.instruction.operands.iter().enumerate().find(free) {
                     taken.insert(draft.storage[*operand]);
-                    targets[to.0 as usize] = Some(draft.storage[*operand]);
+                    targets[to.0 as usize] = Some((draft.storage[*operand], draft.first[*operand]));
                 }
             }
         }

@@ -27,6 +27,7 @@ mod repeat;
 mod section;
 mod siblings;
 mod stages;
+mod views;
 
 pub use draft::{Draft, Handover, Hint, Item, Place, StageDraft, StorageId};
 pub use emitted::{Emitted, emitted};
@@ -54,6 +55,7 @@ use shardc_ir::{
 };
 use siblings::join_siblings;
 use stages::Stage;
+pub(crate) use views::share_parts;
 
 /// Why a verified plan cannot be lowered.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -266,11 +268,12 @@ impl<'a> Lowering<'a> {
             let ty = self.local_type(self.plan.graph.ty(*value), layout);
             let category = self.category(*value);
             let buffer = if matches!(op, Op::Reshape(_)) {
-                self.draft.view(operands[0], ty, place, Some(id))
+                self.draft.name(operands[0], ty, place, Some(id))
             } else {
                 self.draft.buffer(ty, category)
             };
             self.draft.buffers[buffer].value = Some(*value);
+            self.draft.is_common[buffer] = matches!(op, Op::Slice(_));
             results.push(buffer);
             self.copies.made(*value, layout.clone(), buffer, place);
         }

@@ -8,14 +8,16 @@ use super::stages::Stages;
 use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
+use crate::error::PassError;
+use crate::interleave::{Step, interleave, order::order};
 use crate::rematerialize::rematerialize_from;
-use crate::shard::family::copy_axes;
+use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
-use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
 /// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
@@ -64,6 +66,22 @@ pub fn build(
             }
         };
     }
+    let (graph, mut strategies, origins) = match candidate.overlap_chunks {
+        0 | 1 => (graph, strategies, origins),
+        chunks => {
+            let batch = |id: NodeId| {
+                let Origin::Node(of) = origins[id] else { return None };
+                match prepared.batch[prepared.folded.class[from[of]]] {
+                    Choice::Factor(factor) => Some(factor),
+                    _ => None,
+                }
+            };
+            let parts = mesh.extent(batch_axes(&mesh));
+            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, batch: &batch, parts };
+            let (graph, strategies) = overlapped(step, chunks, cluster)?;
+            (graph, strategies, PrimaryMap::new())
+        }
+    };
     let mut pipeline = Pipeline::default();
     if let (Some(stages), Some(line)) = (&candidate.stages, line) {
         let chunks = line.chunks(prepared, &stages.cuts);
@@ -92,6 +110,22 @@ pub fn build(
         mark_transient(&mut plan);
     }
     Ok(plan)
+}
+
+/// The step in chunks that overlap.
+fn overlapped(
+    step: Step<'_>,
+    chunks: u64,
+    cluster: &Cluster,
+) -> Result<(Graph, SecondaryMap<NodeId, Strategy>), PlanError> {
+    let bug = |error: PassError| PlanError::Bug(error.to_string());
+    match interleave(step, chunks).map_err(bug)? {
+        Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),
+        None => Err(PlanError::Pin {
+            pin: format!("overlap_chunks={chunks}"),
+            message: "no block of the model can be cut along its samples here; leave it out".to_string(),
+        }),
+    }
 }
 
 /// What each block computes again, by the stage that it is in.

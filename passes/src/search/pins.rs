@@ -107,13 +107,15 @@ pub struct Pins {
     pub stage_recompute: Vec<Recompute>,
     /// Chunks of the head and its loss; 1 for none.
     pub loss_chunks: Option<u64>,
+    /// Chunks of a rank's microbatch that go through the blocks beside each other; 1 for none.
+    pub overlap_chunks: Option<u64>,
     /// What lies away from the device.
     pub offload: Option<Offload>,
 }
 
 impl Pins {
-    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4`; an empty text fixes
-    /// nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a product such as
+    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4,overlap_chunks=2`; an
+    /// empty text fixes nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a product such as
     /// `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
@@ -142,6 +144,7 @@ impl Pins {
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
                 "loss_chunks" => &mut pins.loss_chunks,
+                "overlap_chunks" => &mut pins.overlap_chunks,
                 "recompute" => {
                     if pins.recompute.is_some() {
                         return Err(pin(format!("`{name}` is pinned twice")));
@@ -175,7 +178,7 @@ impl Pins {
                 }
                 _ => {
                     let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
-                                 stage_recompute, loss_chunks, offload";
+                                 stage_recompute, loss_chunks, overlap_chunks, offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -214,6 +217,11 @@ impl Pins {
         if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
             let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,schedule={}", schedule.name()), message);
+        }
+        if let Some(chunks) = self.overlap_chunks.filter(|chunks| *chunks > 1 && self.opens_stages()) {
+            let message =
+                "the stages of a pipeline take whole microbatches; leave it out, or the pins of stages".to_string();
+            return fail(format!("overlap_chunks={chunks}"), message);
         }
         let named = self.stage_recompute.len() as u64;
         if named > 0 && self.pp != Some(named) {

@@ -509,6 +509,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                         zero,
                         recompute,
                         loss_chunks,
+                        overlap_chunks: 1,
                         byte,
                         offload,
                         relief,

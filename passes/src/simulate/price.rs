@@ -4,7 +4,8 @@ use crate::cluster::{Cluster, Profile};
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Graph, Plan, Program, TensorType};
+use shardc_ir::view::is_view;
+use shardc_ir::{BufferId, Graph, Op, Plan, Program, TensorType};
 
 /// What an instruction needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,6 +33,7 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
     let bandwidth = machine.bandwidth();
     let meet = |group: usize, collective: Collective, bytes: f64| Work::Meet { group, collective, bytes };
     match &instruction.action {
+        Action::Compute(Op::Slice(_) | Op::Concat(_)) if is_view(&program.buffers, instruction) => Work::Local(0.0),
         Action::Compute(op) => {
             let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect();
             let (operands, results): (Vec<TensorType>, Vec<TensorType>) =

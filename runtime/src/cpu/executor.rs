@@ -2,7 +2,7 @@
 //!
 //! Instructions run one after the other in the order of issue, whatever their streams: an order
 //! that every dependency allows. Kernels read and write the arenas in place. An operand whose bytes
-//! overlap a result's is copied first, except where the operation is made for it: a reshape or a
+//! overlap a result's is copied first, except where the operation is made for it: a view or a
 //! copy onto itself does nothing, and `adamw` updates in place.
 #![allow(unsafe_code)]
 
@@ -15,6 +15,7 @@ use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::tensor::for_each_row;
+use shardc_ir::view::is_view;
 use shardc_ir::{BufferId, DType, HostTensor, Op, Program, TensorType};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -228,7 +229,9 @@ impl Rank {
                 }
                 return Ok(());
             }
-            Op::Reshape(_) if in_place(0, 0) => return Ok(()),
+            Op::Reshape(_) | Op::Slice(_) | Op::Concat(_) if is_view(&self.program.buffers, instruction) => {
+                return Ok(());
+            }
             Op::Adamw(op) if in_place(0, 0) && in_place(2, 1) && in_place(3, 2) && self.is_f32(instruction) => {
                 self.adamw(op, instruction)?;
             }

@@ -16,8 +16,8 @@ use crate::ops::{Each, Epilogue, Op};
 use crate::plan::{Plan, Space};
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
-use crate::verify::memory::view_of;
 use crate::verify::program::instruction_place;
+use crate::view::is_view;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -121,7 +121,7 @@ impl Interpreter<'_> {
                 }
             },
         };
-        let is_view = view_of(&programs[0], instruction).is_some();
+        let is_view = is_view(&programs[0].buffers, instruction);
         let mut made = made.map(Vec::into_iter);
         for result in &instruction.results {
             let facts = made.as_mut().and_then(Iterator::next);

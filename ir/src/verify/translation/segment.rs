@@ -11,7 +11,7 @@ use super::state::{Content, Fact};
 use crate::entity::{BufferId, EntityRef, SectionId};
 use crate::plan::Space;
 use crate::program::{Action, Instruction, Program, Run};
-use crate::verify::memory::view_of;
+use crate::view::is_view;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
@@ -122,7 +122,7 @@ impl Segment {
                     all.reads.push((at, true));
                 }
             }
-            let is_view = view_of(program, instruction).is_some();
+            let is_view = is_view(&program.buffers, instruction);
             for buffer in &instruction.results {
                 let (at, home) = (index[buffer], &program.buffers[*buffer]);
                 if !is_written[at] {

@@ -9,7 +9,8 @@ use super::super::select::{Gemm, Selection, Step, batch, kernels};
 use super::super::tune::Choices;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, DType, Program};
+use shardc_ir::view::is_view;
+use shardc_ir::{BufferId, DType, Op, Program};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -126,6 +127,11 @@ pub fn commands(
         Ok(vec![Command::Collective { group, collective, parts }])
     };
     match &instruction.action {
+        Action::Compute(Op::Reshape(_) | Op::Slice(_) | Op::Concat(_))
+            if is_view(&layout.program.buffers, instruction) =>
+        {
+            Ok(Vec::new())
+        }
         Action::Compute(_) => {
             let selection = selection.ok_or("nothing chosen")?;
             selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace))

@@ -1,0 +1,540 @@
+//! Cuts the microbatch of every rank into chunks that go through the blocks beside each other, so that the
+//! collectives of one run while the kernels of another do.
+//!
+//! With tensor parallelism a rank waits for a gather before a product and for a reduction behind one. No part of
+//! one sample needs another, so each node of a block that keeps the batch becomes one node per chunk; while what one
+//! chunk makes is on the wire, the kernels of the others run (Wang et al., "Domino: eliminating communication
+//! in LLM training via generic tensor slicing and overlapping", 2024, section 3). What the batch is summed over, the
+//! gradients of weights, reads the chunks joined: lowering puts them side by side, so that costs nothing.
+//!
+//! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
+//! is seen as `(parts, samples of a part)`, and the second is cut. Where a chunk is to be in another layout, and
+//! ranks must communicate for it, a reshape to the same shape says so: it *hands on* the value in that
+//! layout, and stands where the collective shall begin ([`order`]).
+//!
+//! Invariants: the graph computes the same, up to the order of sums over the batch; every node does with the axes what
+//! the node it was made of does.
+
+pub mod order;
+#[cfg(test)]
+mod tests;
+
+use crate::error::PassError;
+use crate::fold::block;
+use crate::reshard::{normalize, path, rough_cost};
+use shardc_ir::ops::{Binary, BinaryKind, Concat, OpError, Part, Reshape, Slice};
+use shardc_ir::{
+    FactorKind, FactorRule, Graph, Mesh, NodeId, Op, OpDef, OutputKind, PrimaryMap, ReduceKind, Role, SecondaryMap,
+    Sharding, Strategy, TensorType, ValueId,
+};
+use std::collections::HashMap;
+
+/// A graph on a mesh, as it is before it is cut.
+#[derive(Clone, Copy)]
+pub struct Step<'a> {
+    /// The training step.
+    pub graph: &'a Graph,
+    /// What each node does with the axes.
+    pub strategies: &'a SecondaryMap<NodeId, Strategy>,
+    /// The axes.
+    pub mesh: &'a Mesh,
+    /// The factor of each node that is the batch, if it keeps the batch or reduces it.
+    pub batch: &'a dyn Fn(NodeId) -> Option<usize>,
+    /// Into how many parts ranks and microbatches divide the batch.
+    pub parts: u64,
+}
+
+/// What a node of the cut graph is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    /// The chunk; none if it is of all.
+    pub chunk: Option<u64>,
+    /// Whether it hands a value on in another layout.
+    pub hands_on: bool,
+}
+
+/// A graph in chunks.
+#[derive(Clone, Debug, Default)]
+pub struct Interleaved {
+    /// The graph.
+    pub graph: Graph,
+    /// What each node does with the axes.
+    pub strategies: SecondaryMap<NodeId, Strategy>,
+    /// What each node is of.
+    pub places: PrimaryMap<NodeId, Place>,
+}
+
+/// Why a graph is not cut.
+enum Stop {
+    /// A bug: a node that cannot be added.
+    Op(OpError),
+    /// Something in it has no form in chunks.
+    Uncut,
+}
+
+impl From<OpError> for Stop {
+    fn from(error: OpError) -> Self {
+        Self::Op(error)
+    }
+}
+
+/// Cuts the blocks of a step into so many chunks; `None` if nothing in them can be cut so.
+///
+/// # Errors
+/// None but a bug: a node that cannot be added.
+pub fn interleave(step: Step<'_>, chunks: u64) -> Result<Option<Interleaved>, PassError> {
+    let mut cutting = Cutting {
+        step,
+        chunks,
+        to: Interleaved { graph: Graph::new(step.graph.name.clone()), ..Interleaved::default() },
+        known: HashMap::new(),
+        kept: SecondaryMap::new(),
+        moved: SecondaryMap::new(),
+        slices: HashMap::new(),
+        joined: HashMap::new(),
+        handed: HashMap::new(),
+    };
+    match cutting.run() {
+        Ok(()) => Ok(Some(cutting.to).filter(|to| to.places.values().any(|place| place.chunk.is_some()))),
+        Err(Stop::Uncut) => Ok(None),
+        Err(Stop::Op(error)) => Err(PassError::ill_formed("interleave")(error)),
+    }
+}
+
+/// Where a value of the old graph is in the new one.
+#[derive(Clone, Debug)]
+enum Known {
+    Whole(ValueId),
+    /// In chunks along a dimension.
+    Cut(usize, Vec<ValueId>),
+}
+
+/// When a copy in another layout is made: as lowering would, where recomputation starts from a value, copies made in
+/// the forward pass are not kept for the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    Forward,
+    Recompute,
+    Backward,
+}
+
+impl Phase {
+    fn of(role: Role) -> Self {
+        match role {
+            Role::Forward | Role::Optimizer => Self::Forward,
+            Role::Recompute(_) => Self::Recompute,
+            Role::Backward(_) => Self::Backward,
+        }
+    }
+}
+
+/// How a node is cut.
+struct Cut {
+    /// Per operand and per result, the dimension that is cut.
+    operands: Vec<Option<usize>>,
+    results: Vec<Option<usize>>,
+    /// The types of a chunk's results.
+    types: Vec<TensorType>,
+    strategy: Strategy,
+}
+
+/// Who reads a value: its path, its role in the new graph, and how the value lies for it.
+struct Reader {
+    path: String,
+    role: Role,
+    layout: Sharding,
+}
+
+struct Cutting<'a> {
+    step: Step<'a>,
+    chunks: u64,
+    to: Interleaved,
+    known: HashMap<ValueId, Known>,
+    /// Per value of the old graph, whether recomputation reads it.
+    kept: SecondaryMap<ValueId, bool>,
+    /// Per old node, its new ones: one, or one for each chunk.
+    moved: SecondaryMap<NodeId, Vec<NodeId>>,
+    slices: HashMap<(ValueId, usize, Sharding), Vec<ValueId>>,
+    joined: HashMap<(ValueId, Sharding, Phase), ValueId>,
+    /// Values of the new graph that are handed on.
+    handed: HashMap<(ValueId, Sharding, Phase), ValueId>,
+}
+
+impl Cutting<'_> {
+    fn run(&mut self) -> Result<(), Stop> {
+        let graph = self.step.graph;
+        for (_, node) in graph.nodes().filter(|(_, node)| matches!(node.role, Role::Recompute(_))) {
+            node.operands.iter().for_each(|value| self.kept[*value] = true);
+        }
+        for (id, _) in graph.nodes() {
+            match self.cut_of(id) {
+                Some(cut) => self.cut(id, &cut)?,
+                None => self.copy(id)?,
+            }
+        }
+        for output in &graph.outputs {
+            let whole = |this: &Self, value: ValueId| match this.known.get(&value) {
+                Some(Known::Whole(value)) => Ok(*value),
+                _ => Err(Stop::Uncut),
+            };
+            let kind = match output.kind {
+                OutputKind::Update(leaf) => OutputKind::Update(whole(self, leaf)?),
+                OutputKind::Result => OutputKind::Result,
+            };
+            let value = whole(self, output.value)?;
+            self.to.graph.output(output.name.clone(), value, kind);
+        }
+        Ok(())
+    }
+
+    /// How a node is cut, if it is.
+    fn cut_of(&self, id: NodeId) -> Option<Cut> {
+        let Step { graph, strategies, mesh, batch, parts } = self.step;
+        let node = graph.node(id);
+        if node.op.is_leaf() || node.operands.is_empty() || node.role == Role::Optimizer {
+            return None;
+        }
+        block(&node.path)?;
+        let (rule, factor, strategy) = (graph.rule(id), batch(id)?, &strategies[id]);
+        let declared = rule.factors.get(factor).filter(|factor| factor.kind == FactorKind::Parallel)?;
+        let is_divided = mesh.extent(rule.axes(factor, strategy)) == parts;
+        if !is_divided || !declared.size.is_multiple_of(parts * self.chunks) {
+            return None;
+        }
+        let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
+        let results: Vec<Option<usize>> = rule.results.iter().map(|dims| outermost(dims, factor)).collect();
+        let is_summed = |result: usize| declared.reduce.contains(&(result, ReduceKind::Sum));
+        let is_complete = |result: usize| results[result].is_some() || is_summed(result);
+        if results.first().is_none_or(Option::is_none) || !(0..results.len()).all(is_complete) {
+            return None;
+        }
+        let takes: Vec<TensorType> = self.types(&graph.operand_types(id), &operands);
+        let types = self.types(&graph.result_types(id), &results);
+        let op = self.local_op(id, [&operands, &results], 0);
+        if op.infer(&takes, &types).ok().as_ref() != Some(&types) {
+            return None;
+        }
+        let own = op.rule(&takes, &types);
+        let strategy = strategy_like(&rule, strategy, &own, factor)?;
+        own.check(&strategy, mesh).ok()?;
+        Some(Cut { operands, results, types, strategy })
+    }
+
+    /// The types of chunks.
+    fn types(&self, types: &[TensorType], cut: &[Option<usize>]) -> Vec<TensorType> {
+        let of = |(ty, dim): (&TensorType, &Option<usize>)| {
+            let mut shape = ty.shape.clone();
+            dim.iter().for_each(|dim| shape[*dim] /= self.chunks);
+            ty.with_shape(shape)
+        };
+        types.iter().zip(cut).map(of).collect()
+    }
+
+    /// The operation of a chunk.
+    fn local_op(&self, id: NodeId, [operands, results]: [&[Option<usize>]; 2], chunk: u64) -> Op {
+        let graph = self.step.graph;
+        let parts = |types: Vec<TensorType>, cut: &[Option<usize>]| -> Vec<Part> {
+            let of = |(ty, dim): (TensorType, &Option<usize>)| {
+                let mut slice: Vec<(u64, u64)> = ty.shape.iter().map(|size| (0, *size)).collect();
+                dim.iter().for_each(|dim| {
+                    let length = ty.shape[*dim] / self.chunks;
+                    slice[*dim] = (chunk * length, length);
+                });
+                Part { shape: ty.shape, slice }
+            };
+            types.into_iter().zip(cut).map(of).collect()
+        };
+        let (takes, makes) = (parts(graph.operand_types(id), operands), parts(graph.result_types(id), results));
+        let op = &graph.node(id).op;
+        op.localize(&takes, &makes).unwrap_or_else(|| op.clone())
+    }
+
+    /// The role of a chunk of a node, or of the node itself.
+    fn role(&self, id: NodeId, chunk: usize) -> Role {
+        let of = |id: NodeId| {
+            let moved = &self.moved[id];
+            moved.get(chunk).or(moved.first()).copied()
+        };
+        match self.step.graph.node(id).role {
+            Role::Backward(from) => of(from).map_or(Role::Forward, Role::Backward),
+            Role::Recompute(from) => of(from).map_or(Role::Forward, Role::Recompute),
+            other => other,
+        }
+    }
+
+    fn reader(&self, id: NodeId, operand: usize, chunk: usize) -> Reader {
+        let Step { graph, strategies, mesh, .. } = self.step;
+        let (rule, node) = (graph.rule(id), graph.node(id));
+        let layout = normalize(&rule.operand_sharding(operand, &rule.unrolled(&strategies[id])), mesh);
+        Reader { path: node.path.clone(), role: self.role(id, chunk), layout }
+    }
+
+    /// Adds a node for each chunk.
+    fn cut(&mut self, id: NodeId, cut: &Cut) -> Result<(), Stop> {
+        let node = self.step.graph.node(id);
+        let mut made: Vec<Vec<ValueId>> = vec![Vec::new(); node.results.len()];
+        for chunk in 0..self.chunks {
+            let mut operands = Vec::with_capacity(node.operands.len());
+            for (index, (value, dim)) in node.operands.iter().zip(&cut.operands).enumerate() {
+                let reader = self.reader(id, index, chunk as usize);
+                operands.push(match dim {
+                    Some(dim) => self.chunk(*value, *dim, chunk as usize, &reader)?,
+                    None => self.whole(*value, &reader)?,
+                });
+            }
+            let op = self.local_op(id, [&cut.operands, &cut.results], chunk);
+            let role = self.role(id, chunk as usize);
+            let new = self.to.graph.add_as(op, &operands, &cut.types, node.path.clone(), role)?;
+            self.to.strategies[new] = cut.strategy.clone();
+            self.to.places.push(Place { chunk: Some(chunk), hands_on: false });
+            self.moved[id].push(new);
+            let results = self.to.graph.node(new).results.clone();
+            made.iter_mut().zip(results).for_each(|(parts, part)| parts.push(part));
+        }
+        for ((value, dim), parts) in node.results.iter().zip(&cut.results).zip(made) {
+            let known = match dim {
+                Some(dim) => Known::Cut(*dim, parts),
+                None => Known::Whole(self.sum(id, &parts)?),
+            };
+            self.known.insert(*value, known);
+        }
+        Ok(())
+    }
+
+    /// The sum of what the chunks of a node make of something that the batch is summed over.
+    fn sum(&mut self, id: NodeId, parts: &[ValueId]) -> Result<ValueId, Stop> {
+        let mut parts = parts.iter().copied();
+        let mut sum = parts.next().ok_or(Stop::Uncut)?;
+        for part in parts {
+            let layout = self.made_as(part);
+            let reader = Reader { path: self.step.graph.node(id).path.clone(), role: self.role(id, 0), layout };
+            let add = Binary { kind: BinaryKind::Add };
+            sum = self.add(add, &[sum, part], &[], &reader, (Place::default(), false))?;
+        }
+        Ok(sum)
+    }
+
+    /// Copies a node that is not cut.
+    fn copy(&mut self, id: NodeId) -> Result<(), Stop> {
+        let Step { graph, strategies, .. } = self.step;
+        let node = graph.node(id);
+        let mut operands = Vec::with_capacity(node.operands.len());
+        for (index, value) in node.operands.iter().enumerate() {
+            operands.push(match &self.known[value] {
+                Known::Whole(value) => *value,
+                Known::Cut(..) => {
+                    let reader = self.reader(id, index, 0);
+                    self.whole(*value, &reader)?
+                }
+            });
+        }
+        let (declared, role) = (graph.result_types(id), self.role(id, 0));
+        let new = self.to.graph.add_as(node.op.clone(), &operands, &declared, node.path.clone(), role)?;
+        self.to.strategies[new] = strategies[id].clone();
+        self.to.places.push(Place::default());
+        self.moved[id].push(new);
+        for (old, new) in node.results.iter().zip(&self.to.graph.node(new).results) {
+            self.known.insert(*old, Known::Whole(*new));
+        }
+        Ok(())
+    }
+
+    /// Adds a node of one operand layout, whose result, or operand if `by_operand`, lies as the reader wants.
+    fn add(
+        &mut self,
+        op: impl Into<Op>,
+        operands: &[ValueId],
+        declared: &[TensorType],
+        reader: &Reader,
+        (place, by_operand): (Place, bool),
+    ) -> Result<ValueId, Stop> {
+        let graph = &mut self.to.graph;
+        let id = graph.add_as(op.into(), operands, declared, reader.path.clone(), reader.role)?;
+        let rule = graph.rule(id);
+        let dims = if by_operand { &rule.operands[0] } else { &rule.results[0] };
+        let strategy = lying(&rule, dims, &reader.layout).filter(|it| rule.check(it, self.step.mesh).is_ok());
+        self.to.strategies[id] = strategy.ok_or(Stop::Uncut)?;
+        self.to.places.push(place);
+        Ok(self.to.graph.node(id).results[0])
+    }
+
+    /// How a value of the new graph is made.
+    fn made_as(&self, value: ValueId) -> Sharding {
+        let value = self.to.graph.value(value);
+        let (rule, strategy) = (self.to.graph.rule(value.def), &self.to.strategies[value.def]);
+        normalize(&rule.result_sharding(value.index, &rule.unrolled(strategy)), self.step.mesh)
+    }
+
+    /// One chunk of a value, in the layout in which it is read.
+    fn chunk(&mut self, value: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
+        match self.known[&value].clone() {
+            Known::Cut(known, parts) if known == dim => {
+                self.hand_on(parts[chunk], (chunk as u64, self.kept[value]), reader)
+            }
+            Known::Cut(..) => {
+                let whole = self.whole(value, reader)?;
+                self.part(whole, dim, chunk, reader)
+            }
+            Known::Whole(whole) => self.part(whole, dim, chunk, reader),
+        }
+    }
+
+    /// A value of the new graph in a layout, handed on behind its maker if ranks communicate for it.
+    fn hand_on(&mut self, value: ValueId, (chunk, kept): (u64, bool), reader: &Reader) -> Result<ValueId, Stop> {
+        let (made, mesh) = (self.made_as(value), self.step.mesh);
+        let ty = self.to.graph.ty(value).clone();
+        let steps = path(&ty, &made, &reader.layout, mesh, &|step, local| rough_cost(step, local, mesh));
+        if !steps.is_some_and(|steps| steps.iter().any(|step| !step.group_axes().is_empty())) {
+            return Ok(value);
+        }
+        let own = Phase::of(reader.role);
+        let key = |phase: Phase| (value, reader.layout.clone(), phase);
+        let shared: &[Phase] = match (own, kept) {
+            (Phase::Forward, _) | (_, false) => &[Phase::Forward, Phase::Recompute, Phase::Backward],
+            (Phase::Recompute, true) => &[Phase::Recompute],
+            (Phase::Backward, true) => &[Phase::Recompute, Phase::Backward],
+        };
+        if let Some(known) = shared.iter().find_map(|phase| self.handed.get(&key(*phase))) {
+            return Ok(*known);
+        }
+        // What is handed on again is a recomputation of what was handed on first.
+        let first = self.handed.get(&key(Phase::Forward)).map(|first| self.to.graph.value(*first).def);
+        let role = match (own, first) {
+            (Phase::Recompute, Some(first)) => Role::Recompute(first),
+            (Phase::Recompute, None) => self.recomputed(value, &reader.layout).ok_or(Stop::Uncut)?,
+            _ => reader.role,
+        };
+        let reader = Reader { path: reader.path.clone(), role, layout: reader.layout.clone() };
+        let place = Place { chunk: Some(chunk), hands_on: true };
+        let handed = self.add(Reshape {}, &[value], std::slice::from_ref(&ty), &reader, (place, false))?;
+        self.handed.insert(key(own), handed);
+        Ok(handed)
+    }
+
+    /// The role of handing on a value that is computed again: that of its first.
+    fn recomputed(&self, value: ValueId, layout: &Sharding) -> Option<Role> {
+        let (graph, made) = (&self.to.graph, self.to.graph.value(value));
+        let Role::Recompute(of) = graph.node(made.def).role else { return None };
+        let first = *graph.node(of).results.get(made.index)?;
+        let handed = self.handed.get(&(first, layout.clone(), Phase::Forward))?;
+        Some(Role::Recompute(graph.value(*handed).def))
+    }
+
+    /// A value that is in chunks as a whole, in the layout in which it is read.
+    fn whole(&mut self, value: ValueId, reader: &Reader) -> Result<ValueId, Stop> {
+        let (dim, parts) = match self.known[&value].clone() {
+            Known::Whole(whole) => return Ok(whole),
+            Known::Cut(dim, parts) => (dim, parts),
+        };
+        let (kept, own) = (self.kept[value], Phase::of(reader.role));
+        if own == Phase::Recompute {
+            return Err(Stop::Uncut);
+        }
+        let key = |phase: Phase| (value, reader.layout.clone(), phase);
+        let known = self.joined.get(&key(own)).or_else(|| self.joined.get(&key(Phase::Forward)).filter(|_| !kept));
+        if let Some(known) = known {
+            return Ok(*known);
+        }
+        let whole = self.step.graph.ty(value).clone();
+        let mut all = Vec::with_capacity(parts.len());
+        for (chunk, part) in parts.iter().enumerate() {
+            let part = self.hand_on(*part, (chunk as u64, kept), reader)?;
+            all.push(self.see_parts(part, dim, reader)?);
+        }
+        let split = Reader { path: reader.path.clone(), role: reader.role, layout: split_layout(&reader.layout, dim) };
+        let joined = self.add(Concat { dim: dim + 1 }, &all, &[], &split, (Place::default(), false))?;
+        let joined = self.add(Reshape {}, &[joined], &[whole], &split, (Place::default(), true))?;
+        self.joined.insert(key(own), joined);
+        Ok(joined)
+    }
+
+    /// A value with the batch, along `dim`, as parts and samples of a part.
+    fn see_parts(&mut self, value: ValueId, dim: usize, reader: &Reader) -> Result<ValueId, Stop> {
+        let ty = self.to.graph.ty(value);
+        let mut shape = ty.shape.clone();
+        shape[dim] /= self.step.parts;
+        shape.insert(dim, self.step.parts);
+        let ty = ty.with_shape(shape);
+        let layout = split_layout(&reader.layout, dim);
+        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
+        self.add(Reshape {}, &[value], &[ty], &split, (Place::default(), false))
+    }
+
+    /// One chunk of a value of the new graph.
+    fn part(&mut self, whole: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
+        let key = (whole, dim, reader.layout.clone());
+        if let Some(parts) = self.slices.get(&key) {
+            return Ok(parts[chunk]);
+        }
+        if matches!(self.to.graph.def(whole).role, Role::Recompute(_)) {
+            return Err(Stop::Uncut);
+        }
+        let layout = split_layout(&reader.layout, dim);
+        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
+        let seen = self.see_parts(whole, dim, reader)?;
+        let shape = self.to.graph.ty(seen).shape.clone();
+        let length = shape[dim + 1] / self.chunks;
+        let ty = self.to.graph.ty(whole).clone();
+        let mut own = ty.shape.clone();
+        own[dim] /= self.chunks;
+        let mut parts = Vec::new();
+        for index in 0..self.chunks {
+            let (mut start, mut limit) = (vec![0; shape.len()], shape.clone());
+            (start[dim + 1], limit[dim + 1]) = (index * length, (index + 1) * length);
+            let place = Place { chunk: Some(index), hands_on: false };
+            let part = self.add(Slice { start, limit }, &[seen], &[], &split, (place, false))?;
+            parts.push(self.add(Reshape {}, &[part], &[ty.with_shape(own.clone())], &split, (place, true))?);
+        }
+        self.slices.insert(key, parts.clone());
+        Ok(parts[chunk])
+    }
+}
+
+/// The dimension whose outermost factor this is.
+fn outermost(dims: &[Vec<usize>], factor: usize) -> Option<usize> {
+    dims.iter().position(|factors| factors.first() == Some(&factor))
+}
+
+/// The layout with a dimension seen as its parts and what is in one.
+fn split_layout(layout: &Sharding, dim: usize) -> Sharding {
+    let mut split = layout.clone();
+    split.dims.insert(dim + 1, Vec::new());
+    split
+}
+
+/// The strategy by which one side of a node lies in a layout, the outermost factor of each dimension taking its
+/// axes; sums of terms pass through.
+fn lying(rule: &FactorRule, dims: &[Vec<usize>], layout: &Sharding) -> Option<Strategy> {
+    let mut strategy = Strategy::default();
+    for (factors, axes) in dims.iter().zip(&layout.dims).filter(|(_, axes)| !axes.is_empty()) {
+        strategy.factors.insert(*factors.first()?, axes.clone());
+    }
+    let is_sum = layout.partial.iter().all(|(_, kind)| *kind == ReduceKind::Sum);
+    if !is_sum || (!layout.partial.is_empty() && rule.linear.is_empty()) {
+        return None;
+    }
+    strategy.pass = layout.partial.iter().map(|(axis, _)| (*axis, 0)).collect();
+    Some(strategy)
+}
+
+/// What a node does whose rule is that of another for a part of the batch: the same with the factors in the same
+/// places. Of a batch of one the factor may be missing.
+fn strategy_like(rule: &FactorRule, strategy: &Strategy, own: &FactorRule, batch: usize) -> Option<Strategy> {
+    let mut of: HashMap<usize, usize> = HashMap::new();
+    let sides = rule.operands.iter().zip(&own.operands).chain(rule.results.iter().zip(&own.results));
+    for (old, new) in sides.flat_map(|(old, new)| old.iter().zip(new)) {
+        let old = match old.split_first() {
+            Some((first, rest)) if *first == batch && rest.len() == new.len() => rest,
+            _ => old,
+        };
+        if old.len() != new.len() {
+            return None;
+        }
+        of.extend(old.iter().copied().zip(new.iter().copied()));
+    }
+    let mut like = Strategy { pass: strategy.pass.clone(), ..Strategy::default() };
+    for (factor, axes) in strategy.factors.iter().filter(|(_, axes)| !axes.is_empty()) {
+        like.factors.insert(*of.get(factor)?, axes.clone());
+    }
+    (rule.linear == own.linear).then_some(like)
+}

@@ -1,0 +1,140 @@
+//! Parts that lie in their whole: what is cut along its outermost dimension is not copied.
+//!
+//! * The result of a slice whose elements lie one behind the other is a view of its operand, if every rank keeps
+//!   the same part (all ranks have the same addresses);
+//! * the operands of a join along the outermost dimension are made where they lie in its result.
+//!
+//! So a value can be worked on chunk by chunk, and read as a whole, for nothing. Both hold only where what is
+//! shared is not written again: the operand of a slice from there on, a part and the whole behind a join.
+
+use super::in_place::{Accesses, Position};
+use super::{Draft, StorageId};
+use crate::allocate::ALIGNMENT;
+use shardc_ir::ops::Op;
+use shardc_ir::program::Action;
+use shardc_ir::view::{contiguous_part, is_outermost};
+use shardc_ir::{BufferId, SecondaryMap};
+use std::collections::BTreeSet;
+
+/// Lets slices and joins share the storage of the whole where that is safe.
+pub(crate) fn share_parts(draft: &mut Draft) {
+    let mut sharing = Sharing {
+        accesses: Accesses::of(draft),
+        bytes: draft.storage_bytes(),
+        members: members(draft),
+        kept: draft.kept(),
+        draft,
+    };
+    for section in 0..sharing.draft.sections.len() {
+        for at in 0..sharing.draft.sections[section].len() {
+            let instruction = &sharing.draft.sections[section][at].instruction;
+            let (operands, results) = (instruction.operands.clone(), instruction.results.clone());
+            match &instruction.action {
+                Action::Compute(Op::Slice(op)) if sharing.draft.is_common[results[0]] => {
+                    let start = op.start.clone();
+                    sharing.slice((section, at), (operands[0], results[0]), &start);
+                }
+                Action::Compute(Op::Concat(op)) => {
+                    let dim = op.dim;
+                    sharing.join((section, at), &operands, results[0], dim);
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// The buffers of each storage.
+fn members(draft: &Draft) -> Vec<Vec<BufferId>> {
+    let mut members = vec![Vec::new(); draft.storages as usize];
+    draft.buffers.keys().for_each(|id| members[draft.storage[id].0 as usize].push(id));
+    members
+}
+
+struct Sharing<'a> {
+    draft: &'a mut Draft,
+    accesses: Accesses,
+    bytes: Vec<u64>,
+    members: Vec<Vec<BufferId>>,
+    kept: BTreeSet<StorageId>,
+}
+
+impl Sharing<'_> {
+    fn storage(&self, id: BufferId) -> StorageId {
+        self.draft.storage[id]
+    }
+
+    /// Whether a buffer is all of its storage, and nothing outside of the section of `at` touches it.
+    fn is_free(&self, id: BufferId, at: Position) -> bool {
+        let storage = self.storage(id);
+        let whole = self.bytes[storage.0 as usize] == self.draft.buffers[id].ty.bytes().0;
+        whole && self.is_local(storage, at)
+    }
+
+    /// Whether a storage holds nothing for others, and nothing outside of the section of `at` touches it.
+    fn is_local(&self, storage: StorageId, at: Position) -> bool {
+        !self.kept.contains(&storage) && self.accesses.get(storage).iter().all(|(section, _)| *section == at.0)
+    }
+
+    /// Whether something behind `at` writes a storage.
+    fn is_written_behind(&self, storage: StorageId, at: Position) -> bool {
+        self.accesses.get(storage).iter().filter(|other| **other > at).any(|(section, index)| {
+            let instruction = &self.draft.sections[*section][*index].instruction;
+            let writes = instruction.results.iter().any(|id| self.draft.storage[*id] == storage);
+            writes && !self.draft.is_view(instruction)
+        })
+    }
+
+    /// Makes the part that is kept at `at` a view of its operand.
+    fn slice(&mut self, at: Position, (operand, result): (BufferId, BufferId), start: &[u64]) {
+        let (from, to) = (&self.draft.buffers[operand].ty, &self.draft.buffers[result].ty);
+        let Some(first) = contiguous_part(&from.shape, start, &to.shape) else { return };
+        let first = first * from.dtype.size();
+        let (whole, part) = (self.storage(operand), self.storage(result));
+        let is_fresh = self.accesses.get(part).first() == Some(&at) && whole != part;
+        let is_safe = is_fresh && self.is_free(result, at) && self.is_local(whole, at);
+        if is_safe
+            && first.is_multiple_of(ALIGNMENT)
+            && !self.is_written_behind(part, at)
+            && !self.is_written_behind(whole, at)
+        {
+            let first = first + self.draft.first[operand];
+            self.place(part, whole, first);
+        }
+    }
+
+    /// Makes the operands of the join at `at` parts of its result.
+    fn join(&mut self, at: Position, parts: &[BufferId], result: BufferId, dim: usize) {
+        let whole = self.storage(result);
+        let is_fresh = self.accesses.get(whole).first() == Some(&at) && self.is_free(result, at);
+        let is_last = is_outermost(&self.draft.buffers[result].ty.shape, dim);
+        if !is_fresh || !is_last || self.is_written_behind(whole, at) {
+            return;
+        }
+        let mut first = 0;
+        let mut places = Vec::with_capacity(parts.len());
+        for part in parts {
+            let storage = self.storage(*part);
+            let is_own = storage != whole && !places.iter().any(|(other, _)| *other == storage);
+            let is_safe = is_own && self.is_free(*part, at) && !self.is_written_behind(storage, at);
+            if !is_safe || !u64::is_multiple_of(first, ALIGNMENT) {
+                return;
+            }
+            places.push((storage, first));
+            first += self.draft.buffers[*part].ty.bytes().0;
+        }
+        places.into_iter().for_each(|(storage, first)| self.place(storage, whole, first));
+    }
+
+    /// Puts all of one storage into another, from the given byte on.
+    fn place(&mut self, part: StorageId, whole: StorageId, first: u64) {
+        let moved = std::mem::take(&mut self.members[part.0 as usize]);
+        let own: &mut SecondaryMap<BufferId, u64> = &mut self.draft.first;
+        for id in &moved {
+            own[*id] += first;
+            self.draft.storage[*id] = whole;
+        }
+        self.members[whole.0 as usize].extend(moved);
+        self.accesses.join(part, whole);
+    }
+}

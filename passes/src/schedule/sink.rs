@@ -1,0 +1,61 @@
+//! Rearrangements behind a collective wait until somebody reads what they make.
+//!
+//! A gather along an inner dimension stacks parts, which a transpose then brings into order. On the stream of
+//! kernels the transpose waits for the gather, and all that is issued behind it waits with it; so it is issued just
+//! before its first reader.
+//!
+//! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
+
+use crate::lower::{Draft, Item, StorageId};
+use shardc_ir::Op;
+use shardc_ir::program::{Action, Stream};
+use std::collections::{HashMap, HashSet};
+
+/// Moves the transposes of what collectives make down to their first readers, with the views of their results.
+pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
+    let kept = draft.kept();
+    let touched = |item: &Item| -> Vec<StorageId> { item.instruction.buffers().map(|id| draft.storage[id]).collect() };
+    let mut by_wire: HashSet<StorageId> = HashSet::new();
+    // Per storage that a waiting transpose reads or makes, the transpose.
+    let mut waits: HashMap<StorageId, usize> = HashMap::new();
+    let mut waiting: HashMap<usize, Vec<Item>> = HashMap::new();
+    let mut out = Vec::with_capacity(items.len());
+    for (at, item) in items.into_iter().enumerate() {
+        let storages = touched(&item);
+        let mut met: Vec<usize> = storages.iter().filter_map(|storage| waits.get(storage).copied()).collect();
+        met.sort_unstable();
+        met.dedup();
+        if let ([of], true) = (&met[..], draft.is_view(&item.instruction))
+            && let Some(group) = waiting.get_mut(of)
+        {
+            waits.extend(storages.into_iter().map(|storage| (storage, *of)));
+            group.push(item);
+            continue;
+        }
+        for of in met {
+            out.extend(waiting.remove(&of).into_iter().flatten());
+            waits.retain(|_, other| *other != of);
+        }
+        let instruction = &item.instruction;
+        let is_transpose = matches!(instruction.action, Action::Compute(Op::Transpose(_)));
+        let is_free = storages.iter().all(|storage| !kept.contains(storage));
+        if is_transpose && is_free && instruction.operands.iter().any(|id| by_wire.contains(&draft.storage[*id])) {
+            waits.extend(storages.into_iter().map(|storage| (storage, at)));
+            waiting.insert(at, vec![item]);
+            continue;
+        }
+        let results = instruction.results.iter().map(|id| draft.storage[*id]);
+        match instruction.stream {
+            Stream::Communication => by_wire.extend(results),
+            _ if draft.is_view(instruction) => {}
+            _ => results.for_each(|storage| {
+                by_wire.remove(&storage);
+            }),
+        }
+        out.push(item);
+    }
+    let mut rest: Vec<(usize, Vec<Item>)> = waiting.into_iter().collect();
+    rest.sort_unstable_by_key(|(at, _)| *at);
+    out.extend(rest.into_iter().flat_map(|(_, group)| group));
+    out
+}
