@@ -278,13 +278,7 @@ fn choose(
             close.push((index, plan));
             break;
         };
-        let exact = |candidate: &Candidate, mut plan: Plan| {
-            // Programs have everything on the device; what does not lie there is taken off.
-            plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
-            candidate.offload.mark(&mut plan);
-            Ok(plan)
-        };
-        let mut plan = exact(candidate, plan)?;
+        let mut plan = predicted(confirm, candidate, plan, cluster)?;
         let memory = plan.prediction.memory;
         tracing::info!(
             choice = candidate.choice(),
@@ -299,13 +293,30 @@ fn choose(
         }
         let step = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(plan.prediction.step.0, f64::min);
         if overlap::may_gain(candidate, &plan.prediction, space, step) {
-            let make = |candidate: &Candidate| exact(candidate, make(candidate)?);
+            let make = |candidate: &Candidate| predicted(confirm, candidate, make(candidate)?, cluster);
             if let Some((chunks, cut)) = overlap::in_chunks(candidate, (plan.prediction.step.0, bound), &make)? {
                 candidates[index].overlap_chunks = chunks;
                 plan = cut;
             }
         }
         close.push((index, plan));
+    }
+    let fastest = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
+    let is_open = |(index, candidate): &(usize, &Candidate)| {
+        let is_known = close.iter().map(|(known, _)| known).chain(refused.iter().map(|(known, _)| known));
+        let fits = candidate.prediction.memory.total() <= bound && is_known.clone().all(|known| known != index);
+        fits && overlap::may_gain(candidate, &candidate.prediction, space, fastest)
+    };
+    let contender = candidates.iter().enumerate().find(is_open).filter(|_| fastest.is_finite());
+    if let (Some((index, candidate)), Some(confirm)) = (contender, confirm) {
+        let make = |candidate: &Candidate| {
+            let plan = build::build(prepared, line, cluster, request, candidate)?;
+            predicted(confirm, candidate, plan, cluster)
+        };
+        if let Some((chunks, plan)) = overlap::in_chunks(candidate, (fastest, bound), &make)? {
+            candidates[index].overlap_chunks = chunks;
+            close.push((index, plan));
+        }
     }
     // The first of those that are equal within a thousandth is the simplest.
     let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
@@ -319,6 +330,19 @@ fn choose(
     plan.search.candidates = candidates.len() as u64;
     plan.search.lowered = (lowered.len() + refused.len()) as u64;
     Ok((plan, step))
+}
+
+/// A plan of a candidate with what its programs take.
+fn predicted(
+    confirm: Confirm<'_>,
+    candidate: &Candidate,
+    mut plan: Plan,
+    cluster: &Cluster,
+) -> Result<Plan, PlanError> {
+    // Programs have everything on the device; what does not lie there is taken off.
+    plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+    candidate.offload.mark(&mut plan);
+    Ok(plan)
 }
 
 /// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
@@ -371,6 +395,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                 break;
             }
         }
+    }
+    if let Some(chunks) = pins.overlap_chunks.filter(|chunks| candidates.is_empty() && *chunks > 1) {
+        return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
         return Err(stages::none(pins, line, batch));

@@ -145,6 +145,14 @@ fn head_in_chunks() {
 }
 
 #[test]
+fn chunks_that_overlap() {
+    check_both("cpu:2", "tp=2,microbatch=4,overlap_chunks=2");
+    check_both("cpu:4", "tp=4,microbatch=4,overlap_chunks=4");
+    check_both("cpu:4", "dp=2,tp=2,zero=3,microbatch=2,overlap_chunks=2,recompute=full");
+    check_both("cpu:2", "tp=2,microbatch=2,overlap_chunks=2,recompute=selective");
+}
+
+#[test]
 fn free_choice() {
     check_both("cpu:4", "");
 }

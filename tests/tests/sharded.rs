@@ -8,14 +8,17 @@ use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
-    AxisId, AxisKind, Bytes, DType, Graph, HostTensor, Mesh, NodeId, Op, Plan, Program, Strategy, Target, TensorType,
-    ValueId, verify,
+    AxisId, AxisKind, Bytes, Choice, DType, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
+    SecondaryMap, Strategy, Target, TensorType, ValueId, verify,
 };
+use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate;
+use shardc_passes::interleave::{Step, interleave, order::order};
 use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind, add_optimizer};
 use shardc_passes::pipeline::anchor::{anchors, chunks};
 use shardc_passes::rematerialize::rematerialize;
+use shardc_passes::shard::prepare::prepare;
 use shardc_runtime::cpu::CpuRuntime;
 use shardc_runtime::{CudaTarget, Runtime};
 use std::collections::{BTreeMap, BTreeSet};
@@ -293,14 +296,38 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
 /// Whether one in so many plans is recomputed block by block.
 const RECOMPUTED: u64 = 3;
 
-fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: std::ops::Range<u64>) {
+fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: Range<u64>) {
     let graph = training_step(&sized(text, sizes));
     let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
+    check_planned(&graph, [&graph, &recomputed], mesh, seeds);
+}
+
+/// The same with the blocks in chunks of the batch.
+fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, chunks: u64, seeds: Range<u64>) {
+    let graph = training_step(&sized(text, sizes));
+    let batch = sizes.iter().find(|(letter, _)| *letter == "B").expect("a batch").1;
+    let cut = |graph: &Graph| {
+        let prepared = prepare(graph, batch, &NoScratch);
+        let batch = |id: NodeId| match prepared.batch[prepared.folded.class[id]] {
+            Choice::Factor(factor) => Some(factor),
+            _ => None,
+        };
+        let (strategies, mesh) = (SecondaryMap::new(), Mesh::default());
+        let step = Step { graph, strategies: &strategies, mesh: &mesh, batch: &batch, parts: 1 };
+        let cut = interleave(step, chunks).expect("a graph").expect("chunks");
+        order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").0
+    };
+    let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
+    check_planned(&graph, [&cut(&graph), &cut(&recomputed)], mesh, seeds);
+}
+
+/// Plans of a graph, and of one that is computed again, under random strategies.
+fn check_planned(graph: &Graph, [kept, recomputed]: [&Graph; 2], mesh: &Mesh, seeds: Range<u64>) {
     for seed in seeds {
         let mut random = Random(seed * 7919 + 1);
-        let given = leaves(&graph, &mut random);
-        let expect = shardc_runtime::interpret(&graph, &given).expect("a step on one device");
-        let planned = if seed % RECOMPUTED == 1 { &recomputed } else { &graph };
+        let given = leaves(graph, &mut random);
+        let expect = shardc_runtime::interpret(graph, &given).expect("a step on one device");
+        let planned = if seed % RECOMPUTED == 1 { recomputed } else { kept };
         let plan = random_plan(planned, mesh, &mut random);
         let plan = verify::plan(plan).unwrap_or_else(|found| panic!("seed {seed} on {mesh}: {}", found.0[0]));
         let programs = match lower_all(&plan, &Wants(seed)) {
@@ -423,6 +450,14 @@ fn random_strategies_of_pictures() {
 fn random_strategies_of_experts() {
     check(EXPERTS, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 0..12);
     check(EXPERTS, MIXED_LM, &mesh(&[("dp", 2), ("tp", 3)]), 0..8);
+}
+
+#[test]
+fn random_strategies_of_chunks() {
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), 2, 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 2, 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), 4, 0..6);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), 2, 0..6);
 }
 
 #[test]

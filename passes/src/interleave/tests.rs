@@ -1,9 +1,10 @@
 //! Plans whose microbatch is cut into chunks that overlap.
 
 use crate::cluster::Cluster;
-use crate::lower::lower_all;
-use crate::search_tests::{SMALL, Sizes, plan};
-use crate::simulate::{Conditions, Simulated, simulate};
+use crate::lower::{lower_all, lower_rank};
+use crate::search::{Pins, search_confirmed};
+use crate::search_tests::{SMALL, Sizes, llama, plan, request};
+use crate::simulate::{Conditions, Simulated, predict, simulate};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::view::is_view;
 use shardc_ir::{DType, NoScratch, Op, Plan, Program, verify};
@@ -39,46 +40,79 @@ fn plans_in_chunks_are_shown_to_compute_their_graph() {
 fn simulated(plan: &Plan, cluster: &str) -> (Simulated, Program) {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let verified = verify::plan(plan).unwrap();
-    let program = crate::lower::lower_rank(&verified, 0, &NoScratch).unwrap();
+    let program = lower_rank(&verified, 0, &NoScratch).unwrap();
     (simulate(std::slice::from_ref(&program), &[], plan, &cluster, &Conditions::default()).unwrap(), program)
 }
 
+/// A plan of some layers of an 8B model in so many chunks: seconds of the step, exposed communication, copies that slices and joins are.
+fn measured(cluster: &str, pins: &str, chunks: u64) -> (f64, f64, usize) {
+    let sizes = Sizes { layers: 2, batch: 8, seq: 8192, ..SMALL };
+    let pins = format!("{pins},overlap_chunks={chunks}");
+    let plan = plan(sizes, DType::Bf16, cluster, 1000, &pins).unwrap();
+    let (simulated, program) = simulated(&plan, cluster);
+    let is_of_node = |i: &&Instruction| {
+        let op = i.source.map(|node| &plan.graph.node(node).op);
+        matches!(op, Some(Op::Slice(_) | Op::Concat(_))) && matches!(i.action, Action::Compute(_))
+    };
+    let copies = program.instructions().filter(is_of_node).filter(|i| !is_view(&program.buffers, i)).count();
+    (simulated.step.0, simulated.ranks[0].exposed_communication.0, copies)
+}
+
+/// What ranks wait for without chunks runs beside kernels with them, and nothing is copied for it.
 #[test]
-fn try_it() {
-    let sizes = Sizes { layers: 4, batch: 16, seq: 8192, ..SMALL };
-    for (cluster, tp) in [("h100:8", "8"), ("h100:8", "4x2"), ("h100:8", "2"), ("h200:2", "2"), ("h200:4", "4")] {
-        for chunks in [1, 2, 4] {
-            let text = format!("tp={tp},microbatch=4,overlap_chunks={chunks}");
-            let plan = plan(sizes, DType::Bf16, cluster, 1000, &text).unwrap();
-            let (simulated, program) = simulated(&plan, cluster);
-            let copies = |i: &&Instruction| {
-                matches!(i.action, Action::Compute(Op::Slice(_) | Op::Concat(_))) && !is_view(&program.buffers, i)
-            };
-            let copies = program.instructions().filter(copies).count();
-            let rank = &simulated.ranks[0];
-            println!(
-                "{cluster} tp={tp} {chunks}: {} communication {} exposed {} memory {} copies {copies}",
-                simulated.step,
-                rank.communication,
-                rank.exposed_communication,
-                crate::allocate::memory(&program).total(),
-            );
-            if std::env::var("SHOW").is_ok_and(|s| s == format!("{tp}/{chunks}")) {
-                let section = &program.sections[program.order[0].section];
-                for span in rank.runs[0].spans.iter() {
-                    let i = &section.instructions[span.index as usize];
-                    let path = i.source.map_or("", |s| &plan.graph.node(s).path);
-                    println!(
-                        "{:4} {:8.0} {:8.0} {} {} {path} {:?}",
-                        span.index,
-                        1e6 * span.start,
-                        1e6 * span.finish,
-                        i.stream.name(),
-                        i.action.name(),
-                        i.results.iter().map(|b| program.buffers[*b].ty.to_string()).collect::<Vec<_>>()
-                    );
-                }
-            }
-        }
+fn chunks_hide_communication() {
+    for (cluster, pins) in
+        [("h100:8", "tp=8,microbatch=4"), ("h200:4", "tp=4,microbatch=4"), ("h200:2", "tp=2,microbatch=2")]
+    {
+        let (step, exposed, before) = measured(cluster, pins, 1);
+        let (in_two, less, copies) = measured(cluster, pins, 2);
+        assert!(less < 0.6 * exposed && in_two < step, "{cluster} {pins}: {step} {exposed} and {in_two} {less}");
+        assert_eq!(copies, before, "{cluster} {pins}");
     }
+}
+
+/// The search takes chunks where its programs are faster with them, as many as are.
+#[track_caller]
+fn check_choice(sizes: Sizes, cluster: &str, pins: &str, expect: Option<u64>) {
+    let graph = llama(sizes, DType::Bf16);
+    let ranks = Cluster::parse(cluster, "h200").unwrap();
+    let confirm = |plan: &Plan| {
+        let verified = verify::plan(plan).map_err(|found| found.to_string())?;
+        let program = lower_rank(&verified, 0, &NoScratch).map_err(|error| error.to_string())?;
+        let programs = std::slice::from_ref(&program);
+        let simulated = simulate(programs, &[], plan, &ranks, &Conditions::default());
+        Ok(predict(programs, &simulated.map_err(|error| error.to_string())?, plan, &ranks))
+    };
+    let pins = Pins::parse(pins).unwrap();
+    let plan = search_confirmed(&graph, &ranks, &request(sizes, 1000), &pins, &NoScratch, Some(&confirm)).unwrap();
+    let found = plan.choice.split_once("overlap_chunks=").map(|(_, count)| count.parse::<u64>().unwrap());
+    assert_eq!(found, expect, "{}", plan.choice);
+}
+
+#[test]
+fn chunks_are_chosen_where_they_pay() {
+    let large = Sizes { layers: 2, batch: 4, seq: 4096, ..SMALL };
+    check_choice(large, "h200:4", "tp=4,microbatch=4", Some(4));
+    check_choice(large, "h200:4", "tp=4,microbatch=1", None);
+    check_choice(large, "h200:4", "tp=4,microbatch=4,overlap_chunks=1", None);
+    check_choice(large, "h200:4", "dp=4", None);
+    let small = Sizes { layers: 2, batch: 4, seq: 256, hidden: 512, heads: 8, kv: 4, ffn: 1024, vocab: 4096 };
+    check_choice(small, "h200:2", "tp=2,microbatch=4", None);
+    check_choice(large, "cpu:2", "tp=2,microbatch=4", None);
+}
+
+#[test]
+fn pins_that_cannot_be_kept_say_why() {
+    let check = |cluster: &str, pins: &str, expect: &str| {
+        let error = plan(TINY, DType::F32, cluster, 1, pins).expect_err(pins);
+        assert!(error.contains(expect), "{pins}: {error}");
+    };
+    check(
+        "cpu:2",
+        "tp=2,microbatch=1,overlap_chunks=2",
+        "pin `overlap_chunks=2`: microbatches of 1 sample do not divide",
+    );
+    check("cpu:2", "tp=2,overlap_chunks=3", "pin `overlap_chunks=3`: no microbatch of a batch of 16 divides");
+    check("cpu:2", "pp=2,overlap_chunks=2", "the stages of a pipeline take whole microbatches");
+    check("cpu:2", "tp=2,overlap_chunks=0", "at least 1");
 }

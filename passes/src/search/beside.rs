@@ -10,7 +10,8 @@
 //! What is not seen: squares of gradients that run beside the last reductions (without ZeRO the
 //! simulation is up to 4% shorter), collectives of the tensor axes that run beside gradients of weights
 //! (with tensor parallelism alone it is up to 4% shorter), and how ZeRO-3's gathers, reductions and
-//! recomputation push each other on a wire that tensor parallelism uses too (up to 6% longer).
+//! recomputation push each other on a wire that tensor parallelism uses too (up to 6% longer). Nor is what
+//! chunks that overlap hide: such plans are compared by their programs alone ([`overlap`](super::overlap)).
 
 use super::liveness::block_order;
 use super::recompute::Selected;

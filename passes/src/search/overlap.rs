@@ -57,3 +57,17 @@ pub(super) fn in_chunks(
     }
     Ok(best)
 }
+
+/// Why no microbatch is cut into so many chunks.
+pub(super) fn undivided(chunks: u64, microbatch: Option<u64>, batch: u64) -> PlanError {
+    let message = match microbatch {
+        Some(size) if !size.is_multiple_of(chunks) => {
+            let samples = if size == 1 { "1 sample".to_string() } else { format!("{size} samples") };
+            format!("microbatches of {samples} do not divide into {chunks} chunks; pin larger ones, or fewer chunks")
+        }
+        _ => format!(
+            "no microbatch of a batch of {batch} divides into {chunks} chunks of whole samples on each data rank"
+        ),
+    };
+    PlanError::Pin { pin: format!("overlap_chunks={chunks}"), message }
+}
