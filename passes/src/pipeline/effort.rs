@@ -4,7 +4,7 @@
 //! stages are unequal, or the parts of the backward pass are, an order that took all steps for equal would let
 //! them wait at meetings that come too early or too late.
 
-use super::order::{Pass, Step};
+use super::order::{Lengths, Pass, Step};
 use super::timeline::Durations;
 use crate::cost::is_view;
 use shardc_ir::{Graph, NodeId, OpDef, SecondaryMap, TensorType, ValueId};
@@ -33,6 +33,14 @@ impl Efforts {
             *efforts.entry(pass).or_insert(0.0) += node.op.flops(&operands, &results).0 + PER_BYTE * bytes;
         }
         Self(efforts)
+    }
+
+    /// What the passes of all chunks but the first, which has no backward pass of its own, take beside each other.
+    pub fn lengths(&self) -> Lengths {
+        let all = |pass: Pass| {
+            self.0.iter().filter(|((chunk, own), _)| *chunk > 0 && *own == pass).map(|(_, effort)| effort).sum::<f64>()
+        };
+        Lengths { forward: all(Pass::Forward), backward: all(Pass::Backward), weight: all(Pass::Weight) }
     }
 }
 

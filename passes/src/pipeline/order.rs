@@ -28,11 +28,39 @@ pub struct Step {
     pub microbatch: u64,
 }
 
+/// How long the parts of a microbatch are beside each other, on average over the chunks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lengths {
+    /// The forward pass.
+    pub forward: f64,
+    /// The backward pass without the gradients of weights.
+    pub backward: f64,
+    /// The gradients of weights.
+    pub weight: f64,
+}
+
+impl Lengths {
+    /// All as long as each other.
+    pub const EQUAL: Self = Self { forward: 1.0, backward: 1.0, weight: 1.0 };
+
+    /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: all of it is one with
+    /// its gradients of weights.
+    fn of(self, chunk: u32, pass: Pass) -> f64 {
+        match (pass, chunk) {
+            (Pass::Forward, _) => self.forward,
+            (Pass::Backward, 0) => 0.0,
+            (Pass::Backward, _) => self.backward,
+            (Pass::Weight, 0) => self.backward + self.weight,
+            (Pass::Weight, _) => self.weight,
+        }
+    }
+}
+
 /// The steps of every stage, or why the schedule has none for so many microbatches.
 ///
 /// # Errors
 /// An interleaved schedule takes a multiple of the stages.
-pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Result<Vec<Vec<Step>>, String> {
+pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Lengths) -> Result<Vec<Vec<Step>>, String> {
     let (p, m) = (stages, microbatches);
     match pipeline.schedule {
         Schedule::GPipe => Ok((0..p).map(|stage| one_chunk(stage, m, m)).collect()),
@@ -43,7 +71,7 @@ pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Result<Vec
             "schedule interleaved takes a number of microbatches that is a multiple of the {p} stages, not {m}"
         )),
         Schedule::Interleaved => Ok((0..p).map(|stage| interleaved(stage, p, pipeline.per_stage, m)).collect()),
-        Schedule::ZeroBubbleV => Ok(zero_bubble_v(pipeline, p, m)),
+        Schedule::ZeroBubbleV => Ok(zero_bubble_v(pipeline, p, m, lengths)),
     }
 }
 
@@ -78,32 +106,36 @@ fn interleaved(stage: u64, stages: u64, per_stage: u64, microbatches: u64) -> Ve
     steps
 }
 
-/// Stages that run in lockstep, each the first of: a backward pass, a forward pass up the pipeline, a forward
-/// pass down while no more than the activations of `2 p` chunks are held, a weight gradient. All three
-/// parts count as equally long (Qi et al., "Zero bubble pipeline parallelism", 2024, section 6).
-fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Vec<Vec<Step>> {
+/// Stages that each begin, when they are free, the first of: a backward pass, a forward pass up the pipeline, a
+/// forward pass down while no more than the activations of `2 p` chunks are held, a weight gradient (after Qi et al.,
+/// "Zero bubble pipeline parallelism", 2024, section 6, where all three parts are equally long: an order made for
+/// those lets stages wait for each other in every microbatch where a backward pass is longer than a forward pass).
+fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Lengths) -> Vec<Vec<Step>> {
     let last = (2 * stages - 1) as u32;
-    // Per chunk and pass, how many microbatches are done; and how many at the beginning of this moment.
-    let mut done = vec![[0u64; 3]; 2 * stages as usize];
+    // Per chunk and pass, how many microbatches were begun, and how many are done.
+    let mut begun = vec![[0u64; 3]; 2 * stages as usize];
+    let mut done = begun.clone();
+    let mut running: Vec<Option<(f64, u32, Pass)>> = vec![None; stages as usize];
     let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
-    let all = (stages * 2 * 3 * microbatches) as usize;
-    while orders.iter().map(Vec::len).sum::<usize>() < all {
-        let before = done.clone();
-        let count = |chunk: u32, pass: Pass| before[chunk as usize][pass as usize];
-        for stage in 0..stages {
-            let chunks = pipeline.chunks_of(stage, stages);
+    let mut now: f64 = 0.0;
+    loop {
+        for (stage, running) in running.iter_mut().enumerate().filter(|(_, running)| running.is_none()) {
+            let chunks = pipeline.chunks_of(stage as u64, stages);
             let (down, up) = (chunks[0], chunks[chunks.len() - 1]);
-            let held: u64 = chunks.iter().map(|chunk| count(*chunk, Pass::Forward) - count(*chunk, Pass::Weight)).sum();
+            let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
+            let held: u64 = chunks
+                .iter()
+                .map(|chunk| count(&begun, *chunk, Pass::Forward) - count(&done, *chunk, Pass::Weight))
+                .sum();
             let is_ready = |chunk: u32, pass: Pass| {
-                let next = count(chunk, pass);
                 let waits = match pass {
                     Pass::Forward if chunk == 0 => microbatches,
-                    Pass::Forward => count(chunk - 1, Pass::Forward),
-                    Pass::Backward if chunk == last => count(chunk, Pass::Forward),
-                    Pass::Backward => count(chunk + 1, Pass::Backward),
-                    Pass::Weight => count(chunk, Pass::Backward),
+                    Pass::Forward => count(&done, chunk - 1, Pass::Forward),
+                    Pass::Backward if chunk == last => count(&done, chunk, Pass::Forward),
+                    Pass::Backward => count(&done, chunk + 1, Pass::Backward),
+                    Pass::Weight => count(&done, chunk, Pass::Backward),
                 };
-                next < waits
+                count(&begun, chunk, pass) < waits
             };
             let wishes = [
                 (up, Pass::Backward),
@@ -116,13 +148,20 @@ fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Vec<Vec
             let may = |wish: &&(u32, Pass)| {
                 is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held < 2 * stages)
             };
-            if let Some((chunk, pass)) = wishes.iter().find(may) {
-                orders[stage as usize].push(Step { chunk: *chunk, pass: *pass, microbatch: count(*chunk, *pass) });
-                done[*chunk as usize][*pass as usize] += 1;
+            if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
+                orders[stage].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
+                begun[chunk as usize][pass as usize] += 1;
+                *running = Some((now + lengths.of(chunk, pass), chunk, pass));
+            }
+        }
+        let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { return orders };
+        now = next;
+        for running in &mut running {
+            if let Some((_, chunk, pass)) = running.take_if(|(end, ..)| *end <= now) {
+                done[chunk as usize][pass as usize] += 1;
             }
         }
     }
-    orders
 }
 
 #[cfg(test)]
@@ -146,7 +185,7 @@ mod tests {
     #[test]
     fn stages_run_as_the_schedules_say() {
         let order = |schedule, per_stage, stage: usize, stages, microbatches| {
-            text(&orders(&pipeline(schedule, per_stage), stages, microbatches).unwrap()[stage])
+            text(&orders(&pipeline(schedule, per_stage), stages, microbatches, Lengths::EQUAL).unwrap()[stage])
         };
         use Schedule::{GPipe, Interleaved, OneForwardOneBackward};
         assert_eq!(order(GPipe, 1, 0, 2, 3), "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2");
@@ -156,16 +195,20 @@ mod tests {
             order(Interleaved, 2, 1, 2, 4),
             "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
         );
-        assert!(orders(&pipeline(Interleaved, 2), 2, 3).is_err());
+        assert!(orders(&pipeline(Interleaved, 2), 2, 3, Lengths::EQUAL).is_err());
     }
 
     /// Every step once, each after what it waits for: a stage that waits for ever has a step that never runs.
     #[test]
     fn every_order_can_be_run() {
         for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 3, 2]) {
-            for (stages, microbatches) in [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)] {
+            let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)];
+            let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
+            for ((stages, microbatches), lengths) in
+                sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)])
+            {
                 let pipeline = pipeline(schedule, per_stage);
-                let orders = orders(&pipeline, stages, microbatches).unwrap();
+                let orders = orders(&pipeline, stages, microbatches, lengths).unwrap();
                 let chunks = (stages * per_stage) as u32;
                 let mut done: BTreeSet<Step> = BTreeSet::new();
                 let mut at = vec![0; orders.len()];

@@ -214,7 +214,7 @@ impl Run<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::order::orders;
+    use super::super::order::{Lengths, orders};
     use super::*;
     use shardc_ir::pipeline::Schedule;
 
@@ -256,7 +256,9 @@ mod tests {
 
     fn finish(schedule: Schedule, per_stage: u64, microbatches: u64, durations: &dyn Durations) -> f64 {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-        let orders = orders(&pipeline, 4, microbatches).unwrap();
+        let of = |pass: Pass| durations.step(Step { chunk: 1, pass, microbatch: 0 });
+        let lengths = Lengths { forward: of(Pass::Forward), backward: of(Pass::Backward), weight: of(Pass::Weight) };
+        let orders = orders(&pipeline, 4, microbatches, lengths).unwrap();
         let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), durations).expect("all steps run");
         run.finish.iter().copied().fold(0.0, f64::max)
     }
@@ -271,6 +273,9 @@ mod tests {
         // 6 units for a microbatch, no bubble but where the pipeline fills.
         let steps = finish(Schedule::ZeroBubbleV, 2, 16, &Ones);
         assert!((96.0..=105.0).contains(&steps), "{steps}");
+        // Little where backward passes are longer: 8 units for a microbatch, of which 1F1B would wait for three.
+        let steps = finish(Schedule::ZeroBubbleV, 2, 16, &Units);
+        assert!((128.0..=146.0).contains(&steps), "{steps}");
     }
 
     /// Both ends of all messages stand in one order of all meetings: so no stage waits for ever.
@@ -278,7 +283,7 @@ mod tests {
     fn messages_meet_in_one_order() {
         for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 2, 2]) {
             let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-            let orders = orders(&pipeline, 4, 8).unwrap();
+            let orders = orders(&pipeline, 4, 8, Lengths::EQUAL).unwrap();
             let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), &Units).expect("all steps run");
             let mut queues: Vec<std::collections::VecDeque<Message>> = run
                 .events

@@ -58,13 +58,13 @@ impl Held {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pipeline::order::orders;
+    use crate::pipeline::order::{Lengths, orders};
     use shardc_ir::pipeline::Schedule;
 
     #[track_caller]
     fn check(schedule: Schedule, per_stage: u64, expect: &[[u64; 3]]) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-        let orders = orders(&pipeline, 4, 12).unwrap();
+        let orders = orders(&pipeline, 4, 12, Lengths::EQUAL).unwrap();
         let held = Held::of_chunks(&pipeline, &orders, 4 * per_stage as usize);
         let held: Vec<[u64; 3]> = held.iter().map(|held| [held.kept, held.lasting, held.awaited]).collect();
         assert_eq!(held, expect);
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn split_backward_passes_hold_what_weights_wait_for() {
-        let held = [[8, 8, 0], [7, 7, 7], [7, 7, 7], [7, 7, 7], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
+        let held = [[8, 8, 0], [8, 8, 4], [7, 7, 7], [7, 7, 7], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
         check(Schedule::ZeroBubbleV, 2, &held);
     }
 }

@@ -12,6 +12,7 @@ use super::liveness::block_order;
 use super::pins::Recompute;
 use crate::cost::is_view;
 use crate::pipeline::anchor::{Anchors, anchors};
+use crate::pipeline::order::Lengths;
 use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::{NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
@@ -315,6 +316,13 @@ impl Sums {
 
     pub fn seconds(&self, from: usize, to: usize) -> f64 {
         [&self.forward, &self.backward, &self.weight].into_iter().map(|sums| self.between(sums, from, to)).sum()
+    }
+
+    /// How long the parts of a microbatch are.
+    pub fn lengths(&self) -> Lengths {
+        let all = |sums: &[f64]| sums.last().copied().unwrap_or(0.0);
+        let [forward, backward, weight] = [&self.forward, &self.backward, &self.weight].map(|sums| all(sums));
+        Lengths { forward, backward, weight }
     }
 
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.

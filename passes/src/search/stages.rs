@@ -277,7 +277,7 @@ impl Problem<'_> {
         let durations = Costs { problem: self, ends, levels, links: &links };
         let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
         let some = some.min(microbatches);
-        let orders = orders(&self.pipeline, self.stages, some).ok()?;
+        let orders = orders(&self.pipeline, self.stages, some, self.line().lengths()).ok()?;
         let run = timeline(&self.pipeline, &orders, &links, &durations)?;
         let run = run.finish.into_iter().fold(0.0, f64::max) + (microbatches - some) as f64 * slowest;
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
@@ -465,8 +465,6 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     let of_kinds: Vec<Vec<Sums>> = mesh.kinds.iter().map(sums_of).collect();
     for (schedule, per_stage) in schedules(pins) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-        let Ok(orders) = orders(&pipeline, stages, microbatches) else { continue };
-        let held = Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize);
         // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
         let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
             true => zero == 1,
@@ -490,7 +488,9 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     microbatches as f64 * all / stages as f64 > FAR * mesh.best
                 };
                 let mut try_out = |levels: &[Level], choice: Choice| {
-                    let (pipeline, held) = (pipeline.clone(), &held[..]);
+                    let (pipeline, lengths) = (pipeline.clone(), levels.last()?.sums.lengths());
+                    let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
+                    let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize)[..];
                     let Solution { cuts, levels: of_stages, prediction } =
                         Problem { mesh, levels, choice, pipeline, stages, held }.solve(microbatches)?;
                     let mut recompute: Vec<Recompute> =
