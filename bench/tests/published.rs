@@ -33,10 +33,11 @@ fn errors_stay_below_their_bounds() {
         let summary = summaries.splits[split];
         assert!(summary.mape < bound, "{split}: {:.3} is not below {bound}", summary.mape);
     }
-    // Sequences of up to a million tokens, with the ranks of a sequence and without: every single run.
+    // Sequences of up to a million tokens, with the ranks of a sequence and without: every single run. The figures
+    // of their software were fitted with these among others; RESULTS.md says how far a fit to half is off on the rest.
     let long = outcome.scored.iter().filter(|run| run.row.split == "long");
     let far: Vec<String> = long.filter(|run| run.error().abs() > 0.10).map(|run| run.row.label()).collect();
-    assert!(summaries.splits["long"].n == 18 && far.is_empty(), "{far:?}");
+    assert!(summaries.splits["long"].n == 15 && far.is_empty(), "{far:?}");
     let single = summaries.splits["vtrain_single"];
     assert!(single.tau.unwrap() > 0.75, "{:?}", single.tau);
     assert!(single.mape < single.baseline_mape / 2.0, "a constant does as well");

@@ -1,17 +1,23 @@
 //! Memory of parameters, gradients and optimizer state, without a device or a trace.
 //!
-//! What shardc keeps per parameter: an fp32 master copy (4 bytes), beside it a bf16 copy while a
-//! step runs (2 bytes) in bf16; an fp32 gradient (4 bytes); AdamW's two fp32 moments (8 bytes).
+//! What shardc keeps per parameter: an fp32 master copy (4 bytes), beside it while a step runs a copy in
+//! the precision of the products (2 bytes in bf16 and fp16, 1 in fp8); an fp32 gradient (4 bytes); AdamW's two fp32
+//! moments (8 bytes). The byte of fp8 is what a linear layer's weight takes at the peak of an allocated step: of its
+//! two arrangements one lives there, and the 16-bit copy that both are made from does not. ZeRO-3 shards that copy, so
+//! there it is 2 bytes. What is not counted: embeddings and norms, which have a 16-bit copy in fp8, too.
 //! ZeRO-1 shards the optimizer state and the master copy over the data ranks, ZeRO-2 the
 //! gradients, ZeRO-3 every copy of the parameters (Rajbhandari et al., "ZeRO", SC 2020).
 
 use serde::Serialize;
 use shardc_ir::Bytes;
 
+/// Every precision, with the bytes of a parameter in its products.
+pub const PRECISIONS: [(&str, u64); 4] = [("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1)];
+
 /// The bytes of one rank under one choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Row {
-    /// `fp32` or `bf16`.
+    /// One of [`PRECISIONS`].
     pub precision: &'static str,
     /// `adamw`, or `none` for inference.
     pub optimizer: &'static str,
@@ -37,18 +43,22 @@ impl Row {
     }
 }
 
+/// Bytes of a parameter's copy: shards are not of 8-bit floats.
+fn kept(working: u64, zero: u64) -> u64 {
+    if zero == 3 { working.max(2) } else { working }
+}
+
 /// Every precision, optimizer and ZeRO stage, for a number of parameters over `ranks` data ranks.
 pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
     let ranks = ranks.max(1);
     let mut rows = Vec::new();
-    for precision in ["fp32", "bf16"] {
-        let is_mixed = precision == "bf16";
-        let whole = Bytes(parameters * if is_mixed { 2 } else { 4 });
+    for (precision, working) in PRECISIONS {
+        let is_mixed = working < 4;
         rows.push(Row {
             precision,
             optimizer: "none",
             zero: 0,
-            parameters: whole,
+            parameters: Bytes(parameters * working),
             gradients: Bytes(0),
             state: Bytes(0),
         });
@@ -58,9 +68,8 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             };
             // In fp32 the master is the working copy: from stage 1 on, the shard is kept beside the
             // gathered copy, and from stage 3 on only the shard is.
-            let working = if is_mixed { 2 } else { 4 };
             let master = share(4, 1);
-            let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(working, 3) };
+            let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(kept(working, zero), 3) };
             let copy = if !is_mixed && zero == 3 { Bytes(0) } else { copy };
             let (gradients, state) = (share(4, 2), share(8, 1));
             rows.push(Row { precision, optimizer: "adamw", zero, parameters: master + copy, gradients, state });
@@ -107,7 +116,7 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
         };
         format!("{precision}: does not fit; with ZeRO 3 it {needs}")
     };
-    ["fp32", "bf16"].map(say).to_vec()
+    PRECISIONS.map(|(precision, _)| say(precision)).to_vec()
 }
 
 /// How a model trains on devices of so much memory that leave their optimizer state, and if need be
@@ -116,14 +125,13 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
 /// to move and what that costs.
 pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<String> {
     let ranks = ranks.max(1);
-    let say = |precision: &str| {
-        let working = if precision == "bf16" { 2 } else { 4 };
+    let say = |(precision, working): (&str, u64)| {
         let mut leanest = None;
         for (zero, streams) in (0..=3).flat_map(|zero| [(zero, false), (zero, true)]) {
             let share = |bytes: u64, from_stage: u64| {
                 if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes }
             };
-            let copies = share(working, 3);
+            let copies = share(kept(working, zero), 3);
             let on_device = share(4, 2) + if streams { 0 } else { copies };
             let on_host = Bytes(ranks * (share(4 + 8 + 4, 1) + if streams { copies } else { 0 }));
             let what = if streams { "optimizer state and parameters" } else { "optimizer state" };
@@ -142,7 +150,7 @@ pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<St
         let (on_host, on_device) = leanest.unwrap_or_default();
         format!("{precision}: does not fit; at least it needs {on_host} of the host and {on_device} of each device")
     };
-    ["fp32", "bf16"].map(say).to_vec()
+    PRECISIONS.map(say).to_vec()
 }
 
 #[cfg(test)]
@@ -195,5 +203,8 @@ mod tests {
         check("bf16", 0, 18_000);
         check("bf16", 1, 400 + 2000 + 4000 + 800);
         check("bf16", 3, 400 + 200 + 400 + 800);
+        check("fp16", 3, 400 + 200 + 400 + 800);
+        check("fp8", 1, 400 + 1000 + 4000 + 800);
+        check("fp8", 3, 400 + 200 + 400 + 800);
     }
 }

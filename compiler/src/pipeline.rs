@@ -51,7 +51,8 @@ enum Pass {
     Quantize,
     /// Recomputation is a choice of the search: it rewrites the graph for each candidate, since what
     /// a layout costs decides what is worth recomputing. So is the cutting of the head into chunks,
-    /// of which the tokens of a microbatch on one rank decide the number.
+    /// of which the tokens of a microbatch on one rank decide the number, and that of the blocks into
+    /// chunks that overlap, of which the simulation of their programs does.
     Search,
     /// Scheduling and allocation are part of lowering a rank: offsets exist only once the order of
     /// instructions is fixed.

@@ -113,6 +113,8 @@ struct Degrees {
     /// Pipeline stages.
     stages: u64,
     microbatches: u64,
+    /// Of a microbatch on one data rank.
+    samples: u64,
     pins: String,
 }
 
@@ -143,13 +145,19 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         is_named.then(|| format!("{family}={}", if sizes.is_empty() { "1".to_string() } else { sizes.join("x") }))
     };
     let degrees: Vec<String> = axes.iter().filter_map(text).collect();
-    let mut pins = format!("{},zero={zero},microbatch={samples},{}", degrees.join(","), recompute(plan));
+    // Chunks that overlap are as good in any number; of a single sample the tokens are cut.
+    let (samples, chunks) = match choice(plan, "overlap_chunks") {
+        Some(_) if choice(plan, "microbatch") == Some("1") => (1, ",overlap_chunks=2"),
+        Some(_) => (2 * samples, ",overlap_chunks=2"),
+        None => (samples, ""),
+    };
+    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(plan));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
         pins = format!("pp={stages},schedule={},virtual={per_stage},{pins}", schedule.name());
     }
-    Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), pins }
+    Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
 }
 
 /// What a plan chose, as a pin says it.
@@ -182,7 +190,7 @@ fn largest_factor(number: u64, limit: u64) -> u64 {
 fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
     // Statistics of a batch need samples to be those of anything.
     let samples = if model.vocabulary().is_some() { 1 } else { SAMPLES };
-    let Degrees { data, inner, stages, microbatches, pins } = degrees(plan, samples);
+    let Degrees { data, inner, stages, microbatches, samples, pins } = degrees(plan, samples);
     let small = NamedModel::from_config("shrunken", model.config.shrunk(data, inner));
     let seq = if model.vocabulary().is_some() { 8 * inner } else { 0 };
     let batch = Batch { batch: data * microbatches * samples, seq };

@@ -88,7 +88,7 @@ fn budgets() {
 
 #[test]
 fn pins() {
-    let cases: [(&str, &[&str]); 11] = [
+    let cases: [(&str, &[&str]); 13] = [
         ("tp=7", &["pin `tp=7`", "8 ranks", "use a divisor of 8"]),
         ("dp=16", &["pin `dp=16`", "use a divisor of 8"]),
         ("dp=4,tp=4", &["they make 16 ranks and the cluster has 8", "pin only one"]),
@@ -97,6 +97,11 @@ fn pins() {
         ("zero=4", &["stages 0 to 3"]),
         ("microbatch=3", &["microbatch=3", "a batch of 8", "use a multiple of 3"]),
         ("loss_chunks=7", &["loss_chunks=7", "the sequence of 64", "use a divisor"]),
+        (
+            "microbatch=2,overlap_chunks=4",
+            &["overlap_chunks=4", "a microbatch of 2 samples does not divide into 4 chunks"],
+        ),
+        ("tp=8,microbatch=8,overlap_chunks=4096", &["overlap_chunks=4096", "use at most 32"]),
         ("recompute=-1", &["recompute=-1", "block or a number of blocks"]),
         ("dp", &["write NAME=VALUE"]),
         ("dp=8,dp=8", &["pinned twice"]),

@@ -16,7 +16,6 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod fold;
-pub mod interleave;
 pub mod lower;
 #[cfg(test)]
 mod lower_tests;
@@ -42,6 +41,7 @@ pub mod shard;
 #[cfg(test)]
 mod siblings_tests;
 pub mod simulate;
+pub mod split_batch;
 pub mod synthetic;
 
 pub use error::{PassError, UserError};

@@ -5,6 +5,7 @@
 //! then arithmetic on its sums ([`estimate`]). Only the winner becomes an annotated plan
 //! ([`build`]). The order of candidates, and so the result, is deterministic.
 
+mod astray;
 pub mod away;
 pub mod beside;
 mod bound;
@@ -18,7 +19,7 @@ pub mod line;
 pub mod liveness;
 pub mod offload;
 mod outcome;
-mod overlap;
+pub mod overlap;
 pub mod pins;
 mod placed;
 pub mod recompute;
@@ -113,6 +114,8 @@ pub struct Candidate {
     pub loss_chunks: u64,
     /// Into how many chunks the blocks' part of the batch is cut, which overlap.
     pub overlap_chunks: u64,
+    /// The seconds that collectives within the blocks show without chunks.
+    pub within: f64,
     /// The seconds that a byte of memory cost where its layouts were chosen.
     pub byte: f64,
     /// What lies away from the device.
@@ -239,6 +242,8 @@ fn choose(
     sort(&mut candidates);
     let bound = request.device_memory;
     let mut refused: Vec<(usize, Memory)> = Vec::new();
+    let mut unmade = None;
+    let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
     // By how much the exact memory of refused plans exceeds the estimate: others of the same degrees
     // will exceed theirs as well.
     let mut excess: BTreeMap<(u64, u64), f64> = BTreeMap::new();
@@ -269,8 +274,14 @@ fn choose(
         if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
-        let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
-        let mut plan = make(candidate)?;
+        let mut plan = match make(candidate) {
+            // What is pinned suits other candidates.
+            Err(error @ PlanError::Pin { .. }) => {
+                unmade = Some(error);
+                continue;
+            }
+            made => made?,
+        };
         let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
             // The programs of a ring gather what goes round it: its memory and time stay estimates.
             plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
@@ -278,7 +289,7 @@ fn choose(
             close.push((index, plan));
             break;
         };
-        let mut plan = predicted(confirm, candidate, plan, cluster)?;
+        let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
         let memory = plan.prediction.memory;
         tracing::info!(
             choice = candidate.choice(),
@@ -292,28 +303,24 @@ fn choose(
             continue;
         }
         let step = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(plan.prediction.step.0, f64::min);
-        if overlap::may_gain(candidate, &plan.prediction, space, step) {
-            let make = |candidate: &Candidate| predicted(confirm, candidate, make(candidate)?, cluster);
-            if let Some((chunks, cut)) = overlap::in_chunks(candidate, (plan.prediction.step.0, bound), &make)? {
-                candidates[index].overlap_chunks = chunks;
-                plan = cut;
-            }
-        }
+        let make = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &make)?;
         close.push((index, plan));
     }
-    let fastest = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
-    let is_open = |(index, candidate): &(usize, &Candidate)| {
-        let is_known = close.iter().map(|(known, _)| known).chain(refused.iter().map(|(known, _)| known));
-        let fits = candidate.prediction.memory.total() <= bound && is_known.clone().all(|known| known != index);
-        fits && overlap::may_gain(candidate, &candidate.prediction, space, fastest)
-    };
-    let contender = candidates.iter().enumerate().find(is_open).filter(|_| fastest.is_finite());
-    if let (Some((index, candidate)), Some(confirm)) = (contender, confirm) {
-        let make = |candidate: &Candidate| {
-            let plan = build::build(prepared, line, cluster, request, candidate)?;
-            predicted(confirm, candidate, plan, cluster)
+    if let (Some(confirm), false) = (confirm, close.is_empty()) {
+        let lowered = |close: &[(usize, Plan)]| -> (Vec<usize>, f64) {
+            let known = close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect();
+            (known, close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min))
         };
-        if let Some((chunks, plan)) = overlap::in_chunks(candidate, (fastest, bound), &make)? {
+        let make = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+        let (known, best) = lowered(&close);
+        for (index, plan) in astray::other_meshes(&candidates, &known, (best, bound), &make)? {
+            let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
+            candidates[index].overlap_chunks = chunks;
+            close.push((index, plan));
+        }
+        let (known, best) = lowered(&close);
+        for (index, chunks, plan) in overlap::contenders(&candidates, &known, space, best, &make)? {
             candidates[index].overlap_chunks = chunks;
             close.push((index, plan));
         }
@@ -322,27 +329,21 @@ fn choose(
     let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
     let fastest = lowered.iter().map(|(_, exact)| exact.step.0).fold(f64::INFINITY, f64::min);
     let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * fastest) else {
-        return Err(infeasible(&candidates, &refused, bound, pins, request.batch, cluster));
+        let unmade = unmade.filter(|_| refused.is_empty());
+        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, bound, pins, request.batch, cluster)));
     };
     plan.alternatives = alternatives(&candidates, index, &lowered, &refused, bound);
     let step = candidates[index].prediction.step.0;
     plan.search = visited.report(space, step, refused.len() as u64)?;
     plan.search.candidates = candidates.len() as u64;
     plan.search.lowered = (lowered.len() + refused.len()) as u64;
+    // What chunks hide is not estimated.
+    let in_chunks = candidates[index].overlap_chunks > 1;
+    if in_chunks {
+        plan.search.stopped += "; estimate and bound are those of plans without chunks";
+    }
+    let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
     Ok((plan, step))
-}
-
-/// A plan of a candidate with what its programs take.
-fn predicted(
-    confirm: Confirm<'_>,
-    candidate: &Candidate,
-    mut plan: Plan,
-    cluster: &Cluster,
-) -> Result<Plan, PlanError> {
-    // Programs have everything on the device; what does not lie there is taken off.
-    plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
-    candidate.offload.mark(&mut plan);
-    Ok(plan)
 }
 
 /// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
@@ -361,7 +362,8 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     let (mut candidates, mut is_coupled) = (Vec::new(), false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
-        let is_cut = |size: &u64| size.is_multiple_of(pins.overlap_chunks.unwrap_or(1));
+        // Of one sample the tokens are cut.
+        let is_cut = |size: &u64| *size == 1 || size.is_multiple_of(pins.overlap_chunks.unwrap_or(1));
         let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
         let sizes = divisors(per_rank).into_iter().filter(is_pinned);
         for microbatch in sizes {
@@ -496,6 +498,7 @@ fn extend(
                         recompute,
                         loss_chunks,
                         overlap_chunks,
+                        within: shape.within(recompute),
                         byte,
                         offload,
                         relief,

@@ -150,6 +150,9 @@ fn chunks_that_overlap() {
     check_both("cpu:4", "tp=4,microbatch=4,overlap_chunks=4");
     check_both("cpu:4", "dp=2,tp=2,zero=3,microbatch=2,overlap_chunks=2,recompute=full");
     check_both("cpu:2", "tp=2,microbatch=2,overlap_chunks=2,recompute=selective");
+    // Of one sample the tokens are cut.
+    check_both("cpu:2", "tp=2,microbatch=1,overlap_chunks=2");
+    check_both("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
 }
 
 #[test]

@@ -13,12 +13,12 @@ use shardc_ir::{
 };
 use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate;
-use shardc_passes::interleave::{Step, interleave, order::order};
 use shardc_passes::lower::lower_all;
 use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind, add_optimizer};
 use shardc_passes::pipeline::anchor::{anchors, chunks};
 use shardc_passes::rematerialize::rematerialize;
 use shardc_passes::shard::prepare::prepare;
+use shardc_passes::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
 use shardc_runtime::cpu::CpuRuntime;
 use shardc_runtime::{CudaTarget, Runtime};
 use std::collections::{BTreeMap, BTreeSet};
@@ -302,19 +302,21 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: Range<u64>) {
     check_planned(&graph, [&graph, &recomputed], mesh, seeds);
 }
 
-/// The same with the blocks in chunks of the batch.
-fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, chunks: u64, seeds: Range<u64>) {
+/// The same with the blocks in chunks of the batch, or of the sequence.
+fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str), seeds: Range<u64>) {
     let graph = training_step(&sized(text, sizes));
-    let batch = sizes.iter().find(|(letter, _)| *letter == "B").expect("a batch").1;
+    let size = sizes.iter().find(|(letter, _)| *letter == of).expect("a size").1;
     let cut = |graph: &Graph| {
-        let prepared = prepare(graph, batch, &NoScratch);
-        let batch = |id: NodeId| match prepared.batch[prepared.folded.class[id]] {
-            Choice::Factor(factor) => Some(factor),
+        let prepared = prepare(graph, size, &NoScratch);
+        let tokens = sequence_factors(graph, size);
+        let factor = |id: NodeId| match (of, prepared.batch[prepared.folded.class[id]]) {
+            ("S", _) => tokens[id],
+            (_, Choice::Factor(factor)) => Some(factor),
             _ => None,
         };
         let (strategies, mesh) = (SecondaryMap::new(), Mesh::default());
-        let step = Step { graph, strategies: &strategies, mesh: &mesh, batch: &batch, parts: 1 };
-        let cut = interleave(step, chunks).expect("a graph").expect("chunks");
+        let step = Step { graph, strategies: &strategies, mesh: &mesh, factor: &factor, parts: 1 };
+        let cut = split_batch(step, chunks).expect("a graph").expect("chunks");
         order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").0
     };
     let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
@@ -454,10 +456,12 @@ fn random_strategies_of_experts() {
 
 #[test]
 fn random_strategies_of_chunks() {
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), 2, 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), 2, 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), 4, 0..6);
-    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), 2, 0..6);
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B"), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), (2, "B"), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), (4, "B"), 0..6);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B"), 0..6);
+    check_chunks(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), (2, "S"), 0..12);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "S"), 0..6);
 }
 
 #[test]

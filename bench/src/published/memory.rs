@@ -54,10 +54,14 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         2.. if system.buffers_microbatches => 3.0 * degrees.microbatches() as f64 * stream(evaluator, degrees),
         _ => 0.0,
     };
+    let keys = match degrees.context {
+        2.. if system.gathers_keys => 4.0 * (degrees.microbatch * decoder.seq * decoder.hidden / degrees.tensor) as f64,
+        _ => 0.0,
+    };
     let is_inside = (2..=evaluator.cluster.per_node).contains(&degrees.tensor);
     let buffers = if is_inside { system.overlap_buffers[usize::from(evaluator.is_f8)] } else { 0.0 };
     let buffers = buffers * tokens * decoder.hidden as f64;
-    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving + buffers;
+    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving + keys + buffers;
     used * (1.0 + system.slack)
 }
 

@@ -248,10 +248,6 @@ impl Choice {
     }
 }
 
-/// Tokens of a batch that a source does not publish: 2,048 sequences of 4,096, as NeMo's configuration of Llama 2 7B has
-/// it (`launcher_scripts/conf/training/llama/llama2_7b.yaml` of its launcher).
-const USUAL_BATCH: u64 = 2048 * 4096;
-
 /// The powers of two up to a number.
 fn powers(most: u64) -> Vec<u64> {
     std::iter::successors(Some(1), |power| Some(power * 2)).take_while(|power| *power <= most).collect()
@@ -302,6 +298,8 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
     if decoder.routed > 0 && tensors.iter().any(|tensor| *tensor > 1) && !system.divides_experts {
         chosen.push(Choice::ExpertTensor);
     }
+    // A step of a printed length is not of any batch.
+    let usual = if row.measured.step_s.is_none() { system.batch_tokens } else { 0 };
     let mut plans = Vec::new();
     for (tensor, stages, context) in product(&tensors, &stages, &contexts) {
         let others = tensor * stages * context;
@@ -316,9 +314,8 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         {
             let global_batch = match (parallel.global_batch, parallel.microbatch) {
                 (Some(batch), _) => batch,
-                // A step of a printed length has one microbatch, then; a rate is that of a usual batch.
-                (None, _) if row.measured.step_s.is_some() => data * microbatch,
-                (None, _) => data * microbatch * (USUAL_BATCH / (data * microbatch * decoder.seq)).max(1),
+                // One microbatch, then; or as many as the software's own configuration has.
+                (None, _) => data * microbatch * (usual / (data * microbatch * decoder.seq)).max(1),
             };
             // A published batch and its published parts are taken as they stand; our own parts must divide it.
             let is_ours = parallel.microbatch.is_none() || parallel.dp.is_none();
@@ -344,9 +341,9 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
             });
         }
     }
-    // Where the batch is ours, plans that need a larger one are for runs whose degrees leave no other.
-    if parallel.global_batch.is_none() && row.measured.step_s.is_none() {
-        let is_usual = |plan: &Degrees| plan.global_batch * decoder.seq <= USUAL_BATCH;
+    // Where the batch is the software's, plans that need a larger one are for runs whose degrees leave no other.
+    if parallel.global_batch.is_none() && usual > 0 {
+        let is_usual = |plan: &Degrees| plan.global_batch * decoder.seq <= usual;
         if plans.iter().any(is_usual) {
             plans.retain(is_usual);
         }

@@ -26,6 +26,8 @@ pub struct System {
     pub zero: u64,
     /// Recomputation where the source does not say.
     pub habit: Habit,
+    /// Tokens of a batch where the source does not say; 0 where the software has none of its own.
+    pub batch_tokens: u64,
     /// Whether the inputs of 8-bit products are kept in 8 bits for the backward pass.
     pub keeps_f8: bool,
     /// Bytes of weights, gradients, and master weights with the optimizer's state, per parameter.
@@ -46,6 +48,8 @@ pub struct System {
     pub overlap_buffers: [f64; 2],
     /// Whether single operations can be computed again, not only whole layers.
     pub recomputes_operations: bool,
+    /// Whether the ranks of a sequence gather all of its keys and values, a copy for every query head.
+    pub gathers_keys: bool,
     /// Whether an expert is always cut into as many parts as everything else is for the tensor ranks.
     pub divides_experts: bool,
     /// Whether a pipeline stage allocates what it receives and sends for all microbatches at once.
@@ -136,6 +140,10 @@ const EAGER_HOLES: f64 = 0.07;
 /// with products in 8 bits, the six of gathers are in 8 bits (`initialize_ub` of its version 1.5).
 const OVERLAP_BUFFERS: [f64; 2] = [20.0, 14.0];
 
+/// Tokens of a batch in NeMo's configurations of early 2024: 2,048 sequences of 4,096
+/// (`launcher_scripts/conf/training/llama/llama2_7b.yaml` of its launcher).
+const NEMO_BATCH: u64 = 2048 * 4096;
+
 /// The software of a run.
 pub fn system(row: &Row) -> System {
     let words = row.source.to_lowercase();
@@ -181,6 +189,7 @@ pub fn system(row: &Row) -> System {
         library,
         zero,
         habit: if is_early { Habit::Full } else { Habit::Least },
+        batch_tokens: if is_2024 { NEMO_BATCH } else { 0 },
         keeps_f8: is_core,
         stored,
         logit_stored,
@@ -191,6 +200,8 @@ pub fn system(row: &Row) -> System {
         keeps_gathered: !is_megatron && !is_compiled,
         overlap_buffers: if is(&[Library::MEGATRON_CORE.name]) || is_2024 { OVERLAP_BUFFERS } else { [0.0; 2] },
         recomputes_operations: !is_megatron || is(&[Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_SERIAL.name]),
+        // `context_parallel` of PyTorch gathers by default; torchtitan's models repeat the key heads before it.
+        gathers_keys: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
         divides_experts: is_2024 || is(&[Library::MEGATRON_CORE_SERIAL.name]),
         buffers_microbatches: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
         slack: if is(&[Library::FSDP2.name]) { EAGER_HOLES } else { 0.0 },

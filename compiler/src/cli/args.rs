@@ -72,7 +72,7 @@ pub struct RequestArgs {
     /// Bound on the memory of each host, which CPU ranks share: `128GiB`.
     #[arg(long, value_name = "SIZE")]
     pub host_memory: Option<String>,
-    /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=selective,loss_chunks=4`.
+    /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=selective,loss_chunks=4,overlap_chunks=2`.
     #[arg(long, value_name = "CHOICES")]
     pub pin: Option<String>,
     /// Which plans to consider: those that the cluster's runtime executes (and what a pin asks for), or all.

@@ -10,6 +10,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, Graph, Plan, Seconds};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::search::PlanError;
+use shardc_passes::search::overlap::is_in_chunks;
 use shardc_passes::search::why::{again, searched_graph};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -38,9 +39,14 @@ type Found = Result<Plan, PlanError>;
 
 /// What would change with more or less memory, faster links, faster devices, more nodes.
 ///
+/// Nothing for a plan in chunks that overlap: its graph is cut as one mesh divides the batch.
+///
 /// # Errors
 /// Only a bug: a plan whose graph cannot be read back.
 pub fn rows(plan: &Plan, cluster: &Cluster) -> Result<Vec<Row>, Error> {
+    if is_in_chunks(plan) {
+        return Ok(Vec::new());
+    }
     let graph = searched_graph(plan)?;
     let conditions = conditions(plan, cluster);
     let found = search_all(&graph, &conditions);

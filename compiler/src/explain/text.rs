@@ -4,7 +4,9 @@ use super::{Inspection, away, collectives, layers, stages};
 use crate::report;
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, Seconds};
+use shardc_passes::search::overlap::is_in_chunks;
 use shardc_passes::simulate::Rank;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The collectives that are listed; those left out are counted.
@@ -64,7 +66,7 @@ fn few(ranks: &[u64]) -> String {
     format!("{}{more}", shown.join(", "))
 }
 
-/// Layouts by module.
+/// Layouts by module; of the chunks of a microbatch one is listed.
 fn layouts(inspection: &Inspection<'_>) -> String {
     let rows = layers::rows(inspection.plan);
     let mut text = String::from("\nlayouts (size@axes per dimension; /sum(axes) is a partial sum)\n");
@@ -72,8 +74,13 @@ fn layouts(inspection: &Inspection<'_>) -> String {
     let widest = |of: &dyn Fn(&layers::Row) -> usize| rows.iter().map(of).max().unwrap_or(0);
     let names = widest(&|row| name(row).len() + if row.block.is_empty() { 0 } else { 2 });
     let (ops, layouts) = (widest(&|row| row.op.len()), widest(&|row| row.layout.len()));
-    let mut block = "";
+    let is_cut = is_in_chunks(inspection.plan);
+    let (mut block, mut seen) = ("", BTreeSet::new());
     for row in &rows {
+        if is_cut && !seen.insert((&row.block, &row.name, &row.op, &row.layout, &row.strategy)) && !row.name.is_empty()
+        {
+            continue;
+        }
         if row.block != block && !row.block.is_empty() {
             let _ = writeln!(text, "  {} ({} alike)", row.block, row.count);
         }

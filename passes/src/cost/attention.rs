@@ -50,14 +50,13 @@ pub fn seconds(
     } else {
         (backward_kernel, device.attention_backward_ramp.value * longer)
     };
-    // A kernel's rows of queries are what amortises its prologue.
-    let alone = share * queries / (queries + ramp);
     // Only cuDNN's kernels come near what the power allows through a step.
     let sustained = match (library.attention, forward) {
         (Attention::Cudnn { .. }, true) => device.attention_forward_sustained.value,
         (Attention::Cudnn { .. }, false) => device.attention_backward_sustained.value,
         _ => 1.0,
     };
-    let rate = peak * narrow * alone.min(sustained);
+    // A kernel's rows of queries are what amortises its prologue, at any clock.
+    let rate = peak * narrow * share.min(sustained) * queries / (queries + ramp);
     Some(op.flops(operands, results).0 / rate.max(1.0))
 }

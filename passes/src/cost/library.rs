@@ -67,24 +67,30 @@ pub struct Host {
 /// The share of the device's memory rate that kernels of a kind reach; elementwise ones reach all of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Reach {
-    /// Those that read rows twice: norms, softmax, the loss.
+    /// Those that read rows twice: norms with a mean, softmax, the loss.
     pub rows: f64,
-    /// The gradients of norms, with the sums over rows that they leave.
+    /// The gradients of such norms, with the sums over rows that they leave.
     pub rows_backward: f64,
-    /// Sums: of rows, of columns, of squares, of a table's rows.
+    /// Root-mean-square norms and their gradients.
+    pub rms: f64,
+    /// Sums, of rows, of columns, of squares, of a table's rows; and largest elements.
     pub folds: f64,
+    /// Casts to 8 bits, which write a tensor as it is and transposed.
+    pub quantize: f64,
 }
 
 impl Reach {
     /// What moves bytes moves them at the device's rate; what is slower is in the traffic.
-    const ALL: Reach = Reach { rows: 1.0, rows_backward: 1.0, folds: 1.0 };
+    const ALL: Reach = Reach { rows: 1.0, rows_backward: 1.0, rms: 1.0, folds: 1.0, quantize: 1.0 };
 
     /// The share that an operation's kernel reaches.
     pub fn of(&self, op: &Op) -> f64 {
         match op.single() {
-            Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::CrossEntropy(_) => self.rows,
-            Op::LayerNormGrad(_) | Op::RmsNormGrad(_) => self.rows_backward,
-            Op::Reduce(_) | Op::SumSquares(_) | Op::EmbeddingGrad(_) => self.folds,
+            Op::LayerNorm(_) | Op::Softmax(_) | Op::CrossEntropy(_) => self.rows,
+            Op::LayerNormGrad(_) => self.rows_backward,
+            Op::RmsNorm(_) | Op::RmsNormGrad(_) => self.rms,
+            Op::Reduce(_) | Op::SumSquares(_) | Op::EmbeddingGrad(_) | Op::QuantizationScale(_) => self.folds,
+            Op::Quantize(_) => self.quantize,
             // The slowest of its steps sets a region's pace.
             Op::Fused(region) => region.steps.iter().map(|step| self.of(&step.op)).fold(1.0, f64::min),
             _ => 1.0,
@@ -205,8 +211,8 @@ impl Library {
         name: "shardc",
         traffic_forward: 1.0,
         traffic_backward: 1.0,
-        // `train --profile` of gpt2-124m, gpt2-1.5b and llama-1b on one H200.
-        reach: Reach { rows: 0.62, rows_backward: 0.42, folds: 0.62 },
+        // `train --profile` of gpt2-124m, gpt2-1.5b, llama-160m and llama-1b on one H200.
+        reach: Reach { rows: 0.62, rows_backward: 0.57, rms: 0.78, folds: 0.62, quantize: 0.61 },
         launch: 0.5,
         splits_products: true,
         logit_bytes: 0.0,
@@ -315,9 +321,9 @@ impl Library {
         ..Self::MEGATRON_CORE
     };
 
-    /// The same of 2024 (NeMo 24.03 to 24.07), with the first attention kernels for Hopper, and casts to 8 bits that are
-    /// kernels of their own. Fitted to NVIDIA's 8-bit tables of 24.07 and its table of long sequences of 24.03; what
-    /// attention takes forward and backward is told apart by the runs of the latter that compute layers again.
+    /// The same of 2024 (NeMo 24.03 to 24.07), with the first attention kernels for Hopper, and casts to 8 bits that
+    /// are kernels of their own. Fitted to NVIDIA's 8-bit tables of 24.07 and its table of long sequences of 24.03;
+    /// what attention takes forward and backward is told apart by the runs of the latter that compute layers again.
     pub const MEGATRON_CORE_2024: Library = Library {
         name: "Megatron-Core (2024)",
         attention: Attention::Cudnn { forward: 0.47, backward: 0.675, ramp: 1.0 },

@@ -1,6 +1,7 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
 use super::{Draft, draft_rank, fuse::fuse, merge_casts, siblings::join_siblings};
+use crate::cost::node::epilogue_bytes;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
 use std::collections::HashMap;
@@ -12,6 +13,8 @@ pub struct Emitted {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves.
     pub traffic: f64,
+    /// Of a product, the bytes that it moves when its arithmetic is over, over those that the node says it moves.
+    pub after: f64,
     /// Of a product, how many are one instruction with it, itself included.
     pub beside: usize,
 }
@@ -32,7 +35,9 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
         let own = bytes(&graph.node(node).op, &graph.operand_types(node), &graph.result_types(node));
         emitted[node].launches += part;
-        emitted[node].traffic += bytes(op, &types(operands), &types(results)) / own.max(1.0);
+        let (operands, results) = (types(operands), types(results));
+        emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0);
+        emitted[node].after += epilogue_bytes(op, &operands, &results) / own.max(1.0);
     };
     let mut joined: Vec<(NodeId, usize)> = Vec::new();
     for item in draft.sections.iter().flatten().filter(|item| !draft.is_view(&item.instruction)) {
@@ -50,7 +55,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         }
     }
     for (node, beside) in joined {
-        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, beside };
+        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside };
     }
     emitted
 }

@@ -138,3 +138,70 @@ impl Sharing<'_> {
         self.accesses.join(part, whole);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Hint, Place};
+    use super::*;
+    use shardc_ir::ops::{Affine, Concat, Slice};
+    use shardc_ir::plan::Category;
+    use shardc_ir::program::Stream;
+    use shardc_ir::{DType, Mesh, TensorType};
+
+    fn draft() -> (Draft, impl Fn(&mut Draft, &[u64]) -> BufferId) {
+        let buffer =
+            |draft: &mut Draft, shape: &[u64]| draft.buffer(TensorType::new(DType::F32, shape), Category::Activation);
+        (Draft::new(0, &Mesh::default()), buffer)
+    }
+
+    fn push(draft: &mut Draft, op: impl Into<Op>, operands: &[BufferId], result: BufferId) {
+        let action = Action::Compute(op.into());
+        draft.push(Place::LOOP, action, operands.to_vec(), vec![result], Stream::Compute, None, Hint::None);
+    }
+
+    const HALF: Affine = Affine { scale: 0.5, offset: 0.0 };
+
+    /// Halves of `[4, 64]` along a dimension, each worked on by itself, joined again.
+    fn halves(dim: usize) -> (Draft, [BufferId; 6]) {
+        let (mut draft, buffer) = draft();
+        let shape: [u64; 2] = [4, 64];
+        let mut half = shape;
+        half[dim] /= 2;
+        let [input, whole, joined] = [(); 3].map(|()| buffer(&mut draft, &shape));
+        push(&mut draft, HALF, &[input], whole);
+        let mut made = Vec::new();
+        for index in 0..2 {
+            let [part, next] = [(); 2].map(|()| buffer(&mut draft, &half));
+            let (mut start, mut limit) = (vec![0; 2], shape.to_vec());
+            (start[dim], limit[dim]) = (index * half[dim], (index + 1) * half[dim]);
+            draft.is_common[part] = true;
+            push(&mut draft, Slice { start, limit }, &[whole], part);
+            push(&mut draft, HALF, &[part], next);
+            made.extend([part, next]);
+        }
+        push(&mut draft, Concat { dim }, &[made[1], made[3]], joined);
+        (draft, [whole, joined, made[0], made[1], made[2], made[3]])
+    }
+
+    #[test]
+    fn outermost_parts_lie_in_their_wholes() {
+        let (mut draft, [whole, joined, first, first_made, second, second_made]) = halves(0);
+        share_parts(&mut draft);
+        for (of, parts) in [(whole, [first, second]), (joined, [first_made, second_made])] {
+            assert!(parts.iter().all(|part| draft.storage[*part] == draft.storage[of]));
+            assert_eq!(parts.map(|part| draft.first[part]), [0, 2 * 64 * 4]);
+        }
+    }
+
+    #[test]
+    fn what_is_written_again_or_lies_apart_is_copied() {
+        let (mut draft, [whole, joined, first, first_made, ..]) = halves(1);
+        share_parts(&mut draft);
+        assert!(draft.storage[first] != draft.storage[whole] && draft.storage[first_made] != draft.storage[joined]);
+        let (mut draft, [whole, joined, first, first_made, ..]) = halves(0);
+        push(&mut draft, HALF, &[joined], whole);
+        push(&mut draft, HALF, &[joined], first_made);
+        share_parts(&mut draft);
+        assert!(draft.storage[first] != draft.storage[whole] && draft.storage[first_made] != draft.storage[joined]);
+    }
+}

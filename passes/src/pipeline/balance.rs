@@ -149,7 +149,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// No cut moved by one place makes it better, and what is found is at most one place from the best of all.
+        /// What is found is at most the longest place from the best of all.
         #[test]
         fn the_longest_stage_is_nearly_as_short_as_can_be(
             places in prop::collection::vec(1u32..10, 7..12),

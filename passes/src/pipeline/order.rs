@@ -59,7 +59,7 @@ impl Lengths {
 /// The steps of every stage, or why the schedule has none for so many microbatches.
 ///
 /// # Errors
-/// An interleaved schedule takes a multiple of the stages.
+/// An interleaved schedule takes a multiple of the stages; and a bug, if steps of zero-bubble V are left over.
 pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Lengths) -> Result<Vec<Vec<Step>>, String> {
     let (p, m) = (stages, microbatches);
     match pipeline.schedule {
@@ -71,7 +71,7 @@ pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Leng
             "schedule interleaved takes a number of microbatches that is a multiple of the {p} stages, not {m}"
         )),
         Schedule::Interleaved => Ok((0..p).map(|stage| interleaved(stage, p, pipeline.per_stage, m)).collect()),
-        Schedule::ZeroBubbleV => Ok(zero_bubble_v(pipeline, p, m, lengths)),
+        Schedule::ZeroBubbleV => zero_bubble_v(pipeline, p, m, lengths),
     }
 }
 
@@ -110,7 +110,12 @@ fn interleaved(stage: u64, stages: u64, per_stage: u64, microbatches: u64) -> Ve
 /// forward pass down while no more than the activations of `2 p` chunks are held, a weight gradient (after Qi et al.,
 /// "Zero bubble pipeline parallelism", 2024, section 6, where all three parts are equally long: an order made for
 /// those lets stages wait for each other in every microbatch where a backward pass is longer than a forward pass).
-fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Lengths) -> Vec<Vec<Step>> {
+fn zero_bubble_v(
+    pipeline: &Pipeline,
+    stages: u64,
+    microbatches: u64,
+    lengths: Lengths,
+) -> Result<Vec<Vec<Step>>, String> {
     let last = (2 * stages - 1) as u32;
     // Per chunk and pass, how many microbatches were begun, and how many are done.
     let mut begun = vec![[0u64; 3]; 2 * stages as usize];
@@ -154,13 +159,17 @@ fn zero_bubble_v(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: L
                 *running = Some((now + lengths.of(chunk, pass), chunk, pass));
             }
         }
-        let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { return orders };
+        let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { break };
         now = next;
         for running in &mut running {
             if let Some((_, chunk, pass)) = running.take_if(|(end, ..)| *end <= now) {
                 done[chunk as usize][pass as usize] += 1;
             }
         }
+    }
+    match done.iter().flatten().all(|done| *done == microbatches) {
+        true => Ok(orders),
+        false => Err(format!("schedule zbv leaves {stages} stages waiting for each other")),
     }
 }
 

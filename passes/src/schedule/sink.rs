@@ -59,3 +59,33 @@ pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     out.extend(rest.into_iter().flat_map(|(_, group)| group));
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lower::{Hint, Place};
+    use shardc_ir::ops::{Affine, Transpose};
+    use shardc_ir::plan::Category;
+    use shardc_ir::{BufferId, DType, Mesh, TensorType};
+
+    #[test]
+    fn a_transpose_of_what_is_gathered_waits_for_its_reader() {
+        let mut draft = Draft::new(0, &Mesh::default());
+        let mut buffer = |shape: [u64; 3]| draft.buffer(TensorType::new(DType::F32, shape), Category::Activation);
+        let [part, other, apart, read] = [(); 4].map(|()| buffer([1, 3, 4]));
+        let [stacked, turned] = [buffer([2, 3, 4]), buffer([3, 2, 4])];
+        let half = || Action::Compute(Affine { scale: 0.5, offset: 0.0 }.into());
+        let turn = || Action::Compute(Transpose { permutation: vec![1, 0, 2] }.into());
+        let mut push = |action: Action, from: BufferId, to: BufferId, stream: Stream| {
+            draft.push(Place::LOOP, action, vec![from], vec![to], stream, None, Hint::None);
+        };
+        push(Action::AllGather { group: 0 }, part, stacked, Stream::Communication);
+        push(turn(), stacked, turned, Stream::Compute);
+        push(half(), other, apart, Stream::Compute);
+        push(half(), turned, read, Stream::Compute);
+        push(turn(), apart, other, Stream::Compute);
+        let items = sink(&draft, draft.sections[1].clone());
+        let results: Vec<BufferId> = items.iter().map(|item| item.instruction.results[0]).collect();
+        assert_eq!(results, [stacked, apart, turned, read, other]);
+    }
+}

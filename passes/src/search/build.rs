@@ -5,16 +5,16 @@ use super::line::Line;
 use super::liveness::block_order;
 use super::pins::Recompute;
 use super::stages::Stages;
-use super::{Candidate, PlanError, place_batch};
+use super::{Candidate, Confirm, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::error::PassError;
-use crate::interleave::{Step, interleave, order::order};
 use crate::rematerialize::rematerialize_from;
 use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
+use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Request;
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
@@ -76,8 +76,13 @@ pub fn build(
                     _ => None,
                 }
             };
-            let parts = mesh.extent(batch_axes(&mesh));
-            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, batch: &batch, parts };
+            let tokens = sequence_factors(&graph, request.seq);
+            let sequence = |id: NodeId| tokens[id];
+            let (factor, parts): (&dyn Fn(NodeId) -> Option<usize>, u64) = match candidate.degrees.microbatch {
+                1 => (&sequence, 1),
+                _ => (&batch, mesh.extent(batch_axes(&mesh))),
+            };
+            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts };
             let (graph, strategies) = overlapped(step, chunks, cluster)?;
             (graph, strategies, PrimaryMap::new())
         }
@@ -112,6 +117,19 @@ pub fn build(
     Ok(plan)
 }
 
+/// A plan of a candidate with what its programs take.
+pub(super) fn predicted(
+    confirm: Confirm<'_>,
+    candidate: &Candidate,
+    mut plan: Plan,
+    cluster: &Cluster,
+) -> Result<Plan, PlanError> {
+    // Programs have everything on the device; what does not lie there is taken off.
+    plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+    candidate.offload.mark(&mut plan);
+    Ok(plan)
+}
+
 /// The step in chunks that overlap.
 fn overlapped(
     step: Step<'_>,
@@ -119,11 +137,11 @@ fn overlapped(
     cluster: &Cluster,
 ) -> Result<(Graph, SecondaryMap<NodeId, Strategy>), PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
-    match interleave(step, chunks).map_err(bug)? {
+    match split_batch(step, chunks).map_err(bug)? {
         Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),
         None => Err(PlanError::Pin {
             pin: format!("overlap_chunks={chunks}"),
-            message: "no block of the model can be cut along its samples here; leave it out".to_string(),
+            message: "no block of the model can be cut along its samples or tokens here; leave it out".to_string(),
         }),
     }
 }

@@ -83,6 +83,8 @@ pub struct Shape<'a> {
     storages: Vec<Storage>,
     /// Bytes of the gradients that no product makes, which are added up over microbatches.
     added_up: u64,
+    /// Bytes of the others, to which products add, and which they read for it.
+    added_to: u64,
     /// Bytes of the largest cast outside the blocks (the head's), and of the largest gradient in them.
     head: u64,
     block_gradient: u64,
@@ -122,6 +124,7 @@ impl<'a> Shape<'a> {
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
+            added_to: 0,
             head: 0,
             block_gradient: 0,
             blocks: prepared.block_count(),
@@ -228,9 +231,9 @@ impl<'a> Shape<'a> {
         match op {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
-                if !matches!(prepared.graph.def(gradient).op, Op::Matmul(_)) {
-                    self.added_up += operands[1] * count;
-                }
+                let is_product = matches!(prepared.graph.def(gradient).op, Op::Matmul(_));
+                let added = if is_product { &mut self.added_to } else { &mut self.added_up };
+                *added += operands[1] * count;
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -287,6 +290,12 @@ impl<'a> Shape<'a> {
     pub fn passes(&self, recompute: Recompute) -> [f64; 2] {
         let seconds = |split: Split| split.matmul + split.memory + split.communication;
         [seconds(self.forward), seconds(self.backward + self.select(recompute).cost())]
+    }
+
+    /// Seconds of a step that collectives of the tensor axes show.
+    pub fn within(&self, recompute: Recompute) -> f64 {
+        let again = self.select(recompute).cost();
+        (self.forward.communication + self.backward.communication + again.communication) * self.microbatches as f64
     }
 
     /// Microbatches of a step.
@@ -359,9 +368,10 @@ impl<'a> Shape<'a> {
         let around = if is_shared { self.around.shown(&traffic, times(), cluster) } else { Shown::default() };
         let (communication, shown) = (around.all, around.shown);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
-        // What is reduced in every microbatch is added up as a shard; else products add by themselves.
-        let added = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
-        let accumulate = if self.microbatches > 1 { 3.0 * added / bandwidth * microbatches } else { 0.0 };
+        // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
+        let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
+        let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
+        let accumulate = if self.microbatches > 1 { (3.0 * all + read) / bandwidth * microbatches } else { 0.0 };
         let (stored_once, update) = (of.once.under(zero), of.update.under(zero));
         let tensor = self.forward.communication + self.backward.communication + again.communication;
         let tensor = tensor * microbatches + self.once.communication;

@@ -1,12 +1,12 @@
 //! Whether communication within the blocks is hidden better if the microbatch is cut into chunks
-//! ([`interleave`](crate::interleave)).
+//! ([`split_batch`](crate::split_batch)).
 //!
 //! What chunks hide depends on the order of kernels and collectives, and what they lose on kernels of small products
 //! and on more launches. So plans in chunks are not estimated: for plans that are lowered anyway, and for the
-//! fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as well.
+//! fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as well. The
+//! estimate and the bound that a search reports are those of whole plans.
 
-use super::{Candidate, PlanError, Space};
-use shardc_ir::plan::Prediction;
+use super::{Candidate, Degrees, PlanError, Space};
 use shardc_ir::{Bytes, Plan};
 
 /// The numbers of chunks that are tried.
@@ -15,34 +15,59 @@ const CHUNKS: [u64; 3] = [2, 4, 8];
 /// More chunks are taken if they make the step so much shorter.
 const GAIN: f64 = 0.005;
 
-/// The share of the communication that shows which chunks are thought to hide at the most, before they are tried.
+/// The share of the communication within blocks that chunks are thought to hide at the most, before they are tried.
 const HIDDEN: f64 = 0.8;
 
-/// The families whose collectives lie within blocks.
-const WITHIN: [&str; 3] = ["tp", "cp", "ulysses"];
+/// How many plans are tried in chunks that without them are not among the fastest.
+const CONTENDERS: usize = 2;
 
-/// Whether a plan of a candidate, which is predicted to take this without chunks, may be faster in chunks than `step`
+/// The most nodes that a graph in chunks may have, of a plan that is lowered anyway and of another: lowering takes
+/// time.
+const NODES: [u64; 2] = [32_000, 16_000];
+
+/// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
 /// seconds. Ranks that are threads of one process run nothing beside anything.
-pub(super) fn may_gain(candidate: &Candidate, prediction: &Prediction, space: &Space<'_, '_>, step: f64) -> bool {
-    let communicates = WITHIN.iter().any(|family| candidate.degrees.degree(family) > 1);
+fn may_gain(candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
     let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-    let is_open = is_open && candidate.stages.is_none() && candidate.offload.is_none();
-    let shows = prediction.exposed_communication.0;
-    communicates && is_open && shows > GAIN * prediction.step.0 && prediction.step.0 - HIDDEN * shows < step
+    let is_whole = candidate.stages.is_none() && candidate.offload.is_none();
+    is_open && is_whole && candidate.within > GAIN * alone && alone - HIDDEN * candidate.within < step
 }
 
-/// The fastest plan of a candidate in chunks, and in how many, that takes less than `step` seconds and fits. `make`
-/// builds a candidate and predicts it by its programs.
+/// A lowered plan of a candidate or, where that is faster and fits, one of it in chunks, and in how many. `best` is what
+/// the fastest plan takes, in seconds; `make` builds a candidate and predicts it by its programs.
 ///
 /// # Errors
 /// Those of `make`; that a plan cannot be cut is none.
 pub(super) fn in_chunks(
     candidate: &Candidate,
+    plan: Plan,
+    space: &Space<'_, '_>,
+    best: f64,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<(u64, Plan), PlanError> {
+    let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
+    let cut = match may_gain(candidate, own, space, best) {
+        true => tried(candidate, (own, space.request.device_memory), most, make)?,
+        false => None,
+    };
+    Ok(cut.unwrap_or((candidate.overlap_chunks, plan)))
+}
+
+fn nodes(space: &Space<'_, '_>) -> u64 {
+    (space.prepared.graph.node_count() as u64).max(1)
+}
+
+/// The fastest plan of a candidate in chunks, of so many at the most, that takes less than `step` seconds and fits.
+fn tried(
+    candidate: &Candidate,
     (mut step, bound): (f64, Bytes),
+    most: u64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Option<(u64, Plan)>, PlanError> {
     let mut best = None;
-    for overlap_chunks in CHUNKS.into_iter().filter(|chunks| candidate.degrees.microbatch.is_multiple_of(*chunks)) {
+    let microbatch = candidate.degrees.microbatch;
+    let divides = |chunks: &u64| *chunks <= most && (microbatch == 1 || microbatch.is_multiple_of(*chunks));
+    for overlap_chunks in CHUNKS.into_iter().filter(divides) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
             Ok(plan) => plan,
             Err(PlanError::Pin { .. }) => break,
@@ -58,16 +83,53 @@ pub(super) fn in_chunks(
     Ok(best)
 }
 
+/// What of the others becomes faster in chunks than the best plan that is lowered, of `step` seconds: those that may
+/// gain most are tried, one of each mesh. Gives the candidates, their chunks, their plans.
+///
+/// # Errors
+/// Those of `make`.
+pub(super) fn contenders(
+    candidates: &[Candidate],
+    known: &[usize],
+    space: &Space<'_, '_>,
+    mut step: f64,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<Vec<(usize, u64, Plan)>, PlanError> {
+    let (bound, most) = (space.request.device_memory, NODES[1] / nodes(space));
+    let least = |of: &Candidate| of.prediction.step.0 - HIDDEN * of.within;
+    let mut found: Vec<(usize, u64, Plan)> = Vec::new();
+    let mut meshes: Vec<&Degrees> = Vec::new();
+    while meshes.len() < CONTENDERS && most >= CHUNKS[0] {
+        let is_open = |(index, of): &(usize, &Candidate)| {
+            let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
+            is_new && of.prediction.memory.total() <= bound && may_gain(of, of.prediction.step.0, space, step)
+        };
+        let open = candidates.iter().enumerate().filter(is_open);
+        let Some((index, candidate)) = open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))) else { break };
+        meshes.push(&candidate.degrees);
+        if let Some((chunks, plan)) = tried(candidate, (step, bound), most, make)? {
+            step = plan.prediction.step.0;
+            found.push((index, chunks, plan));
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a plan's graph is in chunks: it is that of one mesh then, and its sums are not those of whole nodes.
+pub fn is_in_chunks(plan: &Plan) -> bool {
+    plan.choice.contains("overlap_chunks=")
+}
+
+/// The most chunks that may be pinned: every node of a block is one in each.
+pub(super) const MOST_CHUNKS: u64 = 32;
+
 /// Why no microbatch is cut into so many chunks.
 pub(super) fn undivided(chunks: u64, microbatch: Option<u64>, batch: u64) -> PlanError {
     let message = match microbatch {
-        Some(size) if !size.is_multiple_of(chunks) => {
-            let samples = if size == 1 { "1 sample".to_string() } else { format!("{size} samples") };
-            format!("microbatches of {samples} do not divide into {chunks} chunks; pin larger ones, or fewer chunks")
+        Some(size) => {
+            format!("a microbatch of {size} samples does not divide into {chunks} chunks; use a divisor of it")
         }
-        _ => format!(
-            "no microbatch of a batch of {batch} divides into {chunks} chunks of whole samples on each data rank"
-        ),
+        None => format!("no microbatch of a batch of {batch} divides into {chunks} chunks; use a divisor of one"),
     };
     PlanError::Pin { pin: format!("overlap_chunks={chunks}"), message }
 }

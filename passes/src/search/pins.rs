@@ -2,6 +2,7 @@
 
 use super::PlanError;
 use super::offload::Offload;
+use super::overlap::MOST_CHUNKS;
 use shardc_ir::pipeline::Schedule;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -115,8 +116,8 @@ pub struct Pins {
 
 impl Pins {
     /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4,overlap_chunks=2`; an
-    /// empty text fixes nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a product such as
-    /// `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
+    /// empty text fixes nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a
+    /// product such as `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
         for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -217,6 +218,10 @@ impl Pins {
         if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
             let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,schedule={}", schedule.name()), message);
+        }
+        if let Some(chunks) = self.overlap_chunks.filter(|chunks| *chunks > MOST_CHUNKS) {
+            let message = format!("every block is computed once per chunk; use at most {MOST_CHUNKS}, such as 2 or 4");
+            return fail(format!("overlap_chunks={chunks}"), message);
         }
         if let Some(chunks) = self.overlap_chunks.filter(|chunks| *chunks > 1 && self.opens_stages()) {
             let message =

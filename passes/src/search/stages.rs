@@ -477,7 +477,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     let kinds = of_kinds.iter().map(|all| all[index].cut_as(places)).collect();
                     let whole = mesh.shape.predict(mesh.placed, storage, zero, recompute, mesh.work);
                     let kept: f64 = [&sums.kept, &sums.lasting].into_iter().flat_map(|all| all.last()).sum();
-                    // The largest of what gradients of weights wait for is made where most lives, and counted with its copies.
+                    // The largest of what gradients of weights wait for is made where most lives, and counted with
+                    // its copies.
                     let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
                     let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
                     Level { recompute, sums, kinds, whole, working }
@@ -510,6 +511,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                         recompute,
                         loss_chunks,
                         overlap_chunks: 1,
+                        within: 0.0,
                         byte,
                         offload,
                         relief,

@@ -6,6 +6,7 @@
 //! where parameters are stored is one of the ZeRO stages, which are priced as whole plans.
 
 use super::estimate::Shape;
+use super::overlap::is_in_chunks;
 use super::{Pins, PlanError, Recompute, model_work, place_batch};
 use crate::cluster::Cluster;
 use crate::rematerialize::without_recomputation;
@@ -32,7 +33,7 @@ pub struct Options {
 pub struct Why {
     /// Per node that was asked for, its options on each tensor axis.
     pub options: BTreeMap<NodeId, Vec<Options>>,
-    /// The ZeRO stages on the plan's mesh, with the plan's recomputation.
+    /// The ZeRO stages on the plan's mesh, with the plan's recomputation; of a plan in chunks that overlap none.
     pub stages: Vec<(u64, Prediction)>,
 }
 
@@ -50,8 +51,8 @@ pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
 /// # Errors
 /// As [`search`](super::search).
 pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn Target) -> Result<Plan, PlanError> {
-    // The graph's head is cut as the plan cut it.
-    let pins = Pins { loss_chunks: None, ..Pins::parse(&request.pins)? };
+    // The graph is cut as the plan cut it.
+    let pins = Pins { loss_chunks: None, overlap_chunks: None, ..Pins::parse(&request.pins)? };
     super::search(graph, cluster, request, &pins, target)
 }
 
@@ -87,6 +88,9 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
             let chosen = plan.strategies[*node].choice(axis);
             why.options.entry(*node).or_default().push(Options { axis, chosen, costs });
         }
+    }
+    if is_in_chunks(plan) {
+        return Ok(why);
     }
     // Whatever was cut into chunks is cut in the plan's graph already.
     let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&plan.mesh));

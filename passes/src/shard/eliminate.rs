@@ -14,7 +14,7 @@ use super::{dominate, relax};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The most entries that tables have in all.
-const WORK: usize = 1 << 21;
+const WORK: usize = 1 << 20;
 
 /// Variables, their domains, and costs; an illegal combination costs infinity.
 #[derive(Clone, Debug, Default)]
@@ -91,12 +91,13 @@ impl CostGraph {
 
     /// An assignment of least cost, or of nearly that where finding it would take too long.
     pub fn solve(&self) -> Solution {
+        self.solve_within(WORK)
+    }
+
+    /// The same with tables of at most so many entries in all.
+    pub(crate) fn solve_within(&self, work: usize) -> Solution {
         let reduced = dominate::reduce(self, &[]);
-        let state = Elimination::new(&reduced.graph);
-        let mut solution = match state.order((0..self.unary.len()).collect()) {
-            Some(order) => state.run(&reduced.graph, order),
-            None => state.run_nearly(&reduced.graph),
-        };
+        let mut solution = Elimination::new(&reduced.graph).run(&reduced.graph, work);
         solution.choices.iter_mut().zip(&reduced.kept).for_each(|(choice, kept)| *choice = kept[*choice]);
         solution
     }
@@ -105,7 +106,7 @@ impl CostGraph {
     pub fn costs_of(&self, variable: usize) -> Vec<f64> {
         let graph = dominate::reduce(self, &[variable]).graph;
         let state = Elimination::new(&graph);
-        let costs = match state.order((0..graph.unary.len()).filter(|id| *id != variable).collect()) {
+        let costs = match state.order((0..graph.unary.len()).filter(|id| *id != variable).collect(), WORK) {
             Some(order) => state.costs_of(variable, order),
             None => {
                 let mut kept: Vec<Vec<usize>> = graph.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
@@ -156,15 +157,21 @@ impl Elimination {
             constant: 0.0,
         };
         for (variable, costs) in graph.unary.iter().enumerate() {
-            state.push(Table { scope: vec![variable], costs: costs.clone() });
+            state.add(Table { scope: vec![variable], costs: costs.clone() });
         }
         for ((a, b), costs) in &graph.pairs {
-            state.push(Table { scope: vec![*a, *b], costs: costs.clone() });
+            // What has no choice left is no neighbour.
+            let scope = [*a, *b].into_iter().filter(|variable| state.sizes[*variable] != 1).collect();
+            state.add(Table { scope, costs: costs.clone() });
         }
         state
     }
 
-    fn push(&mut self, table: Table) {
+    fn add(&mut self, table: Table) {
+        if table.scope.is_empty() {
+            self.constant += table.costs.first().copied().unwrap_or_default();
+            return;
+        }
         for variable in &table.scope {
             self.holding[*variable].insert(self.tables.len());
             self.neighbours[*variable].extend(table.scope.iter().filter(|other| *other != variable));
@@ -173,8 +180,8 @@ impl Elimination {
     }
 
     /// The order in which variables are eliminated, always that with the smallest resulting table; nothing if all
-    /// tables together would have too many entries.
-    fn order(&self, variables: Vec<usize>) -> Option<Vec<usize>> {
+    /// tables together would have more entries than this.
+    fn order(&self, variables: Vec<usize>, most: usize) -> Option<Vec<usize>> {
         let mut neighbours = self.neighbours.clone();
         let weight = |neighbours: &[BTreeSet<usize>], variable: usize| {
             neighbours[variable].iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
@@ -184,7 +191,7 @@ impl Elimination {
         let (mut order, mut work) = (Vec::with_capacity(queue.len()), 0usize);
         while let Some((entries, variable)) = queue.pop_first() {
             work = work.saturating_add(entries.saturating_mul(self.sizes[variable]));
-            if work > WORK {
+            if work > most {
                 return None;
             }
             order.push(variable);
@@ -200,15 +207,9 @@ impl Elimination {
         Some(order)
     }
 
-    fn run(mut self, graph: &CostGraph, order: Vec<usize>) -> Solution {
-        order.into_iter().for_each(|variable| self.eliminate(variable));
-        let choices = self.decided(vec![0; self.sizes.len()]);
-        let cost = graph.cost(&choices);
-        Solution { cost, choices, bound: cost }
-    }
-
-    /// Eliminates the variables that have at most two neighbours, and solves what is left nearly.
-    fn run_nearly(mut self, graph: &CostGraph) -> Solution {
+    /// Eliminates the variables that have at most two neighbours, which is cheap; then the others, or solves what is
+    /// left nearly if they are too many.
+    fn run(mut self, graph: &CostGraph, work: usize) -> Solution {
         let mut open: BTreeSet<usize> = (0..self.sizes.len()).collect();
         let mut left = open.clone();
         while let Some(variable) = open.pop_first() {
@@ -219,13 +220,18 @@ impl Elimination {
             }
         }
         let left: Vec<usize> = left.into_iter().collect();
-        let solved = relax::solve(&self.rest(&left));
         let mut choices = vec![0; self.sizes.len()];
-        left.iter().zip(&solved.choices).for_each(|(variable, choice)| choices[*variable] = *choice);
+        let mut bound = None;
+        if let Some(order) = self.order(left.clone(), work) {
+            order.into_iter().for_each(|variable| self.eliminate(variable));
+        } else {
+            let solved = relax::solve(&self.rest(&left));
+            left.iter().zip(&solved.choices).for_each(|(variable, choice)| choices[*variable] = *choice);
+            bound = Some(self.constant + solved.bound).filter(|_| !solved.is_exact());
+        }
         let choices = self.decided(choices);
         let cost = graph.cost(&choices);
-        let is_exact = solved.is_exact();
-        Solution { cost, choices, bound: if is_exact { cost } else { cost.min(self.constant + solved.bound) } }
+        Solution { cost, choices, bound: bound.map_or(cost, |bound| bound.min(cost)) }
     }
 
     /// The costs of the variables that are left, which no table has more than two of.
@@ -234,12 +240,13 @@ impl Elimination {
         left.iter().for_each(|variable| {
             rest.variable(vec![0.0; self.sizes[*variable]]);
         });
-        let place = |variable: usize| left.binary_search(&variable).unwrap_or_default();
+        let mut place = vec![usize::MAX; self.sizes.len()];
+        left.iter().enumerate().for_each(|(index, variable)| place[*variable] = index);
         for Table { scope, costs } in self.tables.iter().flatten() {
             match scope[..] {
-                [one] => rest.unary[place(one)].iter_mut().zip(costs).for_each(|(sum, cost)| *sum += cost),
-                [a, b] => rest.add_pair(place(a), place(b), |row, column| costs[row * self.sizes[b] + column]),
-                _ => {}
+                [one] => rest.unary[place[one]].iter_mut().zip(costs).for_each(|(sum, cost)| *sum += cost),
+                [a, b] => rest.add_pair(place[a], place[b], |row, column| costs[row * self.sizes[b] + column]),
+                _ => unreachable!("eliminating variables with two neighbours makes tables of two"),
             }
         }
         rest
@@ -311,11 +318,7 @@ impl Elimination {
         let least = |row: &[f64]| row.iter().enumerate().fold((f64::INFINITY, 0), first);
         let (costs, best): (Vec<f64>, Vec<u32>) = sums.chunks_exact(choices).map(least).unzip();
         self.steps.push(Step { variable, scope: scope.clone(), best });
-        if scope.is_empty() {
-            self.constant += costs.first().copied().unwrap_or_default();
-        } else {
-            self.push(Table { scope, costs });
-        }
+        self.add(Table { scope, costs });
     }
 }
 

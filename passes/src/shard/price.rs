@@ -1,5 +1,6 @@
 //! What a node costs the rank that has the most to do.
 
+use super::share::Share;
 use super::tensor::Prepared;
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
@@ -24,12 +25,14 @@ impl Prepared<'_> {
         let machine = Machine::own(&on.cluster.device);
         let pass = Pass::of(self.role(class));
         let op = self.op(class);
-        let beside = self.emitted[class].beside;
+        let Share { beside, after, .. } = self.emitted[class];
         if let (2.., Op::Matmul(op)) = (beside, op) {
             return machine.beside(op, beside, &operands, &results, pass);
         }
         if !matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
-            return machine.seconds(op, &operands, &results, pass);
+            let (alone, bound) = machine.seconds(op, &operands, &results, pass);
+            let after = after * op.bytes(&operands, &results).0 as f64 / machine.bandwidth();
+            return (Seconds(alone.0 + after), bound);
         }
         let ring = self.ring_axes(class, strategy);
         if ring.is_empty() {

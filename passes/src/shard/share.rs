@@ -13,6 +13,8 @@ pub struct Share {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves.
     pub traffic: f64,
+    /// Of a product, the bytes that it moves when its arithmetic is over, over those that the node says it moves.
+    pub after: f64,
     /// Of products, how many are one instruction.
     pub beside: usize,
 }
@@ -21,7 +23,7 @@ impl Share {
     /// What a node takes that takes `alone` by itself, of which `launch` is the start of a kernel; `apart`
     /// means that nothing of it is merged into other instructions.
     pub fn seconds(self, alone: Seconds, bound: Bound, launch: f64, apart: bool) -> f64 {
-        // A view takes nothing, and a product what it takes whatever it adds.
+        // A view takes nothing; what a product takes counts what it adds already.
         if alone.0 <= 0.0 || bound == Bound::Matmul {
             return alone.0;
         }
@@ -39,6 +41,7 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
     let share = |members: &[NodeId]| Share {
         launches: mean(members, &|emitted| emitted.launches),
         traffic: mean(members, &|emitted| emitted.traffic),
+        after: mean(members, &|emitted| emitted.after),
         beside: members.iter().map(|id| emitted[*id].beside).min().unwrap_or(1).max(1),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()

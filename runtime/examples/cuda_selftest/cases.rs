@@ -258,7 +258,10 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
     all.push(case(Concat { dim: 2 }, &[x.clone(), x], &[t(f, &[8, 6, 32])]));
     for (i, start) in [(I64, 0), (I32, 30)] {
         all.push(case(Embedding { start }, &[t(f, &[96, 64]), t(i, &[4, 8])], &[t(f, &[4, 8, 64])]));
-        all.push(case(EmbeddingGrad { start }, &[t(f, &[4, 8, 64]), t(i, &[4, 8])], &[t(F32, &[96, 64])]));
+        for tokens in [8, 2500] {
+            let operands = [t(f, &[4, tokens, 64]), t(i, &[4, tokens])];
+            all.push(case(EmbeddingGrad { start }, &operands, &[t(F32, &[96, 64])]));
+        }
         all.push(case(Gather { dim: 1 }, &[t(f, &[8, 64]), t(i, &[8, 3])], &[t(f, &[8, 3])]));
         all.push(case(ScatterAdd { dim: 1 }, &[t(f, &[8, 3]), t(i, &[8, 3])], &[t(f, &[8, 64])]));
     }

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use shardc_ir::program::Stream;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
 
 /// The variable that, set to `0`, leaves every product to the library's first choice.
 const SWITCH: &str = "SHARDC_TUNE_MATMUL";
@@ -33,7 +34,7 @@ const LEAST_FLOPS: f64 = 1e8;
 const MARGIN: f64 = 0.985;
 
 /// Configurations whose order of tiles is varied: the fastest.
-const VARIED: usize = 4;
+const VARIED: usize = 3;
 
 /// Candidates that are measured once more, longer.
 const FINALISTS: usize = 6;
@@ -41,11 +42,14 @@ const FINALISTS: usize = 6;
 /// How often the finalists are measured, in turns: the device's clock changes meanwhile.
 const TURNS: usize = 3;
 
-/// A candidate that takes so much longer than the fastest in its first run is not measured any more.
-const HOPELESS: f64 = 1.25;
+/// A candidate that takes so much longer than the fastest in a single run is not measured any more.
+const HOPELESS: f64 = 1.15;
 
 /// Seconds of device time for a first measurement of one candidate, and for that of a finalist.
-const SPENT: [f64; 2] = [1e-3, 4e-3];
+const SPENT: [f64; 2] = [5e-4, 4e-3];
+
+/// Seconds after which no more candidates for one product are tried; the library's own come first.
+const LONGEST: f64 = 0.6;
 
 /// The version of this way of choosing, in the name of the file: what older ones chose is not read.
 const METHOD: u32 = 2;
@@ -199,17 +203,19 @@ struct Bench<'a> {
 }
 
 /// What was measured of one product: seconds, and the algorithm, by how it is configured.
-#[derive(Default)]
-struct Tried(BTreeMap<Configuration, (f64, Algorithm)>);
+struct Tried {
+    by: BTreeMap<Configuration, (f64, Algorithm)>,
+    since: Instant,
+}
 
 impl Tried {
     fn least(&self) -> f64 {
-        self.0.values().map(|(seconds, _)| *seconds).fold(f64::INFINITY, f64::min)
+        self.by.values().map(|(seconds, _)| *seconds).fold(f64::INFINITY, f64::min)
     }
 
     /// The `count` that took the least time.
     fn fastest(&self, count: usize) -> Vec<(Configuration, Algorithm)> {
-        let mut all: Vec<_> = self.0.iter().map(|(at, (seconds, algorithm))| (*seconds, *at, *algorithm)).collect();
+        let mut all: Vec<_> = self.by.iter().map(|(at, (seconds, algorithm))| (*seconds, *at, *algorithm)).collect();
         all.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         all.into_iter().take(count).map(|(_, at, algorithm)| (at, algorithm)).collect()
     }
@@ -238,7 +244,7 @@ impl<'a> Bench<'a> {
     /// The fastest of the library's `candidates` and of what they become in other configurations.
     fn choose(&self, problem: &Problem, candidates: &[Algorithm]) -> Result<Choice, Failure> {
         problem.operands.iter().try_for_each(|(at, bytes)| self.fill(*at, *bytes))?;
-        let mut tried = Tried::default();
+        let mut tried = Tried { by: BTreeMap::new(), since: Instant::now() };
         let own = candidates.iter().map(|algorithm| (Configuration::of(algorithm), *algorithm));
         self.try_all(problem, own, &mut tried);
         self.try_all(problem, self.blas.configured(problem, candidates, &self.known), &mut tried);
@@ -273,14 +279,19 @@ impl<'a> Bench<'a> {
         tried: &mut Tried,
     ) {
         for (configuration, algorithm) in candidates {
-            if tried.0.contains_key(&configuration) {
+            if tried.by.contains_key(&configuration) {
                 continue;
             }
-            let mut seconds = self.time_runs(problem, &algorithm, 1).unwrap_or(f64::INFINITY);
+            if tried.since.elapsed().as_secs_f64() > LONGEST {
+                return;
+            }
+            // The first launch loads the kernel.
+            let once = || self.time_runs(problem, &algorithm, 1);
+            let mut seconds = once().and_then(|_| once()).unwrap_or(f64::INFINITY);
             if seconds < HOPELESS * tried.least() {
                 seconds = self.time(problem, &algorithm, SPENT[0]);
             }
-            tried.0.insert(configuration, (seconds, algorithm));
+            tried.by.insert(configuration, (seconds, algorithm));
         }
     }
 

@@ -384,7 +384,9 @@ fn reductions_and_moves() {
     let (table, indices) = (t(&[50, 16]), ids(&[12]));
     check(&client, Embedding { start: 10 }, &[table, indices], &[t(&[12, 16])], 60);
     check(&client, Gather { dim: 1 }, &[t(&[6, 50]), ids(&[6, 3])], &[t(&[6, 3])], 50);
-    for (start, tokens, rows, columns) in [(10, 12, 50, 16), (0, 300, 20, 96), (0, 7, 9, 1028), (5, 500, 700, 4)] {
+    for (start, tokens, rows, columns) in
+        [(10, 12, 50, 16), (0, 300, 20, 96), (0, 7, 9, 1028), (5, 500, 700, 4), (3, 9001, 40, 8)]
+    {
         let (dy, ids, table) = (t(&[tokens, columns]), ids(&[tokens]), t(&[rows, columns]));
         check(&client, EmbeddingGrad { start }, &[dy, ids], &[table], rows + start);
     }

@@ -75,9 +75,9 @@ fn row_of(id: Elem<0>, rows: u32, first: u32) -> u32 {
     min(u32::cast_from(id) - first, rows)
 }
 
-/// Sorts `n` tokens by the rows that they name, those of one row in their own order: a token's place is
-/// the number of tokens before it. `keys` are the rows in that order, `order` the tokens. All tokens are
-/// compared with all, a tile of `threads` at a time.
+/// Sorts each `part` tokens of `n` by the rows that they name, those of one row in their own order: a token's
+/// place is the number of tokens of its part before it. `keys` are the rows in that order, `order` the tokens.
+/// All tokens of a part are compared with all, a tile of `threads` at a time; `part` is a multiple of it.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn token_order(
@@ -87,21 +87,25 @@ pub fn token_order(
     n: u32,
     rows: u32,
     first: u32,
+    #[comptime] part: u32,
     #[comptime] threads: u32,
 ) {
     let mut tile = SharedMemory::<u32>::new(comptime!(threads as usize));
     let unit = UNIT_POS;
-    let own = CUBE_POS as u32 * comptime!(threads) + unit;
+    let block = CUBE_POS as u32;
+    let own = block * comptime!(threads) + unit;
     let key = row_of(ids[min(own, n - 1u32) as usize], rows, first);
     let place = RuntimeCell::<u32>::new(u32::new(0));
-    let tiles = (n + comptime!(threads - 1)) / comptime!(threads);
-    for index in 0..tiles {
+    let start = own / comptime!(part) * comptime!(part);
+    let begin = start / comptime!(threads);
+    let end = (min(start + comptime!(part), n) + comptime!(threads - 1)) / comptime!(threads);
+    for index in begin..end {
         let at = index * comptime!(threads) + unit;
         let other = row_of(ids[min(at, n - 1u32) as usize], rows, first);
         // Behind the last token stands a row that comes after all.
         tile[unit as usize] = select(at < n, other, 0xFFFF_FFFFu32);
         sync_cube();
-        if index == CUBE_POS as u32 {
+        if index == block {
             for other in 0..comptime!(threads) {
                 let row = tile[other as usize];
                 if row < key || (row == key && other < unit) {
@@ -110,7 +114,7 @@ pub fn token_order(
             }
         } else {
             // Tokens of an earlier tile come first where the rows are equal.
-            let bound = key + select(index < CUBE_POS as u32, 1u32, 0u32);
+            let bound = key + select(index < block, 1u32, 0u32);
             for other in 0..comptime!(threads) {
                 if tile[other as usize] < bound {
                     place.store(place.read() + 1u32);
@@ -120,8 +124,52 @@ pub fn token_order(
         sync_cube();
     }
     if own < n {
+        keys[(start + place.read()) as usize] = key;
+        order[(start + place.read()) as usize] = own;
+    }
+}
+
+/// How many of the ascending `keys[first .. last]` are below `bound`.
+#[cube]
+fn count_below(keys: &Array<u32>, first: u32, last: u32, bound: u32) -> u32 {
+    let low = RuntimeCell::<u32>::new(first);
+    let high = RuntimeCell::<u32>::new(last);
+    while low.read() < high.read() {
+        let middle = (low.read() + high.read()) / 2u32;
+        if keys[middle as usize] < bound {
+            low.store(middle + 1u32);
+        } else {
+            high.store(middle);
+        }
+    }
+    low.read() - first
+}
+
+/// Merges what [`token_order()`] made of each `part` tokens: a token's place is the sum of those in all parts, of which
+/// earlier ones come first where the rows are equal.
+#[cube]
+pub fn merge_order(
+    sorted_keys: &Array<u32>,
+    sorted: &Array<u32>,
+    keys: &mut Array<u32>,
+    order: &mut Array<u32>,
+    n: u32,
+    #[comptime] part: u32,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let key = sorted_keys[at as usize];
+        let own = at / comptime!(part);
+        let place = RuntimeCell::<u32>::new(at - own * comptime!(part));
+        for other in 0..(n + comptime!(part - 1)) / comptime!(part) {
+            if other != own {
+                let first = other * comptime!(part);
+                let bound = key + select(other < own, 1u32, 0u32);
+                place.store(place.read() + count_below(sorted_keys, first, min(first + comptime!(part), n), bound));
+            }
+        }
         keys[place.read() as usize] = key;
-        order[place.read() as usize] = own;
+        order[place.read() as usize] = sorted[at as usize];
     }
 }
 
@@ -131,17 +179,7 @@ pub fn token_order(
 pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u32) {
     let row = ABSOLUTE_POS as u32;
     if row <= rows {
-        let low = RuntimeCell::<u32>::new(u32::new(0));
-        let high = RuntimeCell::<u32>::new(n);
-        while low.read() < high.read() {
-            let middle = (low.read() + high.read()) / 2u32;
-            if keys[middle as usize] < row {
-                low.store(middle + 1u32);
-            } else {
-                high.store(middle);
-            }
-        }
-        starts[row as usize] = low.read();
+        starts[row as usize] = count_below(keys, 0u32, n, row);
     }
 }
 

@@ -206,15 +206,29 @@ impl Select<'_> {
     /// The rows of the table that the tokens (operand 1) name, in ascending order, and whose they are.
     fn token_order(&mut self, start: u64, [keys, order]: [Arg; 2]) {
         let (ids, rows) = (&self.operands[1], self.results[0].shape[0]);
+        let n = ids.elements();
         const TILE: u32 = 128;
-        let kernel = Kernel::new("token_order", &[ids.dtype], 1, TILE, &(), |d| {
+        // Within a part all are compared with all.
+        const PART: u32 = 32 * TILE;
+        let kernel = Kernel::new("token_order", &[ids.dtype], 1, TILE, &PART, |d| {
             let (ids, keys, order) = (d.input::<Elem<0>>(), d.output::<u32>(), d.output::<u32>());
             let (n, rows, first) = (d.number(), d.number(), d.number());
-            kernels::token_order::expand(d.scope(), ids, keys, order, n, rows, first, TILE);
+            kernels::token_order::expand(d.scope(), ids, keys, order, n, rows, first, PART, TILE);
         });
-        let numbers = vec![ids.elements() as u32, rows as u32, start as u32];
-        let grid = [ids.elements().div_ceil(u64::from(TILE)) as u32, 1, 1];
-        self.launch(kernel, vec![OP(1), keys, order], numbers, Vec::new(), grid);
+        let numbers = vec![n as u32, rows as u32, start as u32];
+        let grid = [n.div_ceil(u64::from(TILE)) as u32, 1, 1];
+        if n <= u64::from(PART) {
+            return self.launch(kernel, vec![OP(1), keys, order], numbers, Vec::new(), grid);
+        }
+        let sorted = [(); 2].map(|()| self.scratch(n * 4));
+        self.launch(kernel, vec![OP(1), sorted[0], sorted[1]], numbers, Vec::new(), grid);
+        let kernel = Kernel::new("merge_order", &[], 1, THREADS, &PART, |d| {
+            let (sorted_keys, sorted) = (d.input::<u32>(), d.input::<u32>());
+            let (keys, order, n) = (d.output::<u32>(), d.output::<u32>(), d.number());
+            kernels::merge_order::expand(d.scope(), sorted_keys, sorted, keys, order, n, PART);
+        });
+        let grid = [n.div_ceil(u64::from(THREADS)) as u32, 1, 1];
+        self.launch(kernel, vec![sorted[0], sorted[1], keys, order], vec![n as u32], Vec::new(), grid);
     }
 
     /// Of a gather along `dim` of `whole` by an index of shape `index`: the elements inside of that

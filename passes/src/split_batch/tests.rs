@@ -35,6 +35,10 @@ fn plans_in_chunks_are_shown_to_compute_their_graph() {
     check("cpu:4", "dp=2,tp=2,microbatch=4,overlap_chunks=2,zero=2,recompute=block");
     check("cpu:4", "dp=2,tp=2,microbatch=4,overlap_chunks=4,zero=3,recompute=selective");
     check("cpu:4", "tp=2,microbatch=8,overlap_chunks=8,recompute=1");
+    // Of one sample the tokens are cut.
+    check("cpu:2", "tp=2,microbatch=1,overlap_chunks=2");
+    check("cpu:4", "tp=4,microbatch=1,overlap_chunks=2,recompute=block");
+    check("cpu:4", "dp=2,tp=2,microbatch=1,overlap_chunks=4,zero=3");
 }
 
 fn simulated(plan: &Plan, cluster: &str) -> (Simulated, Program) {
@@ -52,7 +56,8 @@ fn measured(cluster: &str, pins: &str, chunks: u64) -> (f64, f64, usize) {
     let (simulated, program) = simulated(&plan, cluster);
     let is_of_node = |i: &&Instruction| {
         let op = i.source.map(|node| &plan.graph.node(node).op);
-        matches!(op, Some(Op::Slice(_) | Op::Concat(_))) && matches!(i.action, Action::Compute(_))
+        let of_tokens = i.operands.iter().any(|id| program.buffers[*id].ty.rank() > 3);
+        matches!(op, Some(Op::Slice(_) | Op::Concat(_))) && matches!(i.action, Action::Compute(_)) && of_tokens
     };
     let copies = program.instructions().filter(is_of_node).filter(|i| !is_view(&program.buffers, i)).count();
     (simulated.step.0, simulated.ranks[0].exposed_communication.0, copies)
@@ -61,12 +66,15 @@ fn measured(cluster: &str, pins: &str, chunks: u64) -> (f64, f64, usize) {
 /// What ranks wait for without chunks runs beside kernels with them, and nothing is copied for it.
 #[test]
 fn chunks_hide_communication() {
-    for (cluster, pins) in
-        [("h100:8", "tp=8,microbatch=4"), ("h200:4", "tp=4,microbatch=4"), ("h200:2", "tp=2,microbatch=2")]
-    {
+    for (cluster, pins) in [
+        ("h100:4", "tp=4,microbatch=4"),
+        ("h200:4", "tp=4,microbatch=4"),
+        ("h200:2", "tp=2,microbatch=2"),
+        ("h100:8", "tp=8,microbatch=1"),
+    ] {
         let (step, exposed, before) = measured(cluster, pins, 1);
         let (in_two, less, copies) = measured(cluster, pins, 2);
-        assert!(less < 0.6 * exposed && in_two < step, "{cluster} {pins}: {step} {exposed} and {in_two} {less}");
+        assert!(less < 0.7 * exposed && in_two < step, "{cluster} {pins}: {step} {exposed} and {in_two} {less}");
         assert_eq!(copies, before, "{cluster} {pins}");
     }
 }
@@ -92,8 +100,7 @@ fn check_choice(sizes: Sizes, cluster: &str, pins: &str, expect: Option<u64>) {
 #[test]
 fn chunks_are_chosen_where_they_pay() {
     let large = Sizes { layers: 2, batch: 4, seq: 4096, ..SMALL };
-    check_choice(large, "h200:4", "tp=4,microbatch=4", Some(4));
-    check_choice(large, "h200:4", "tp=4,microbatch=1", None);
+    check_choice(large, "h200:4", "tp=4,microbatch=4", Some(2));
     check_choice(large, "h200:4", "tp=4,microbatch=4,overlap_chunks=1", None);
     check_choice(large, "h200:4", "dp=4", None);
     let small = Sizes { layers: 2, batch: 4, seq: 256, hidden: 512, heads: 8, kv: 4, ffn: 1024, vocab: 4096 };
@@ -107,12 +114,12 @@ fn pins_that_cannot_be_kept_say_why() {
         let error = plan(TINY, DType::F32, cluster, 1, pins).expect_err(pins);
         assert!(error.contains(expect), "{pins}: {error}");
     };
+    check("cpu:2", "tp=2,microbatch=4,overlap_chunks=8", "a microbatch of 4 samples does not divide into 8 chunks");
     check(
         "cpu:2",
-        "tp=2,microbatch=1,overlap_chunks=2",
-        "pin `overlap_chunks=2`: microbatches of 1 sample do not divide",
+        "tp=2,microbatch=1,overlap_chunks=3",
+        "no block of the model can be cut along its samples or tokens",
     );
-    check("cpu:2", "tp=2,overlap_chunks=3", "pin `overlap_chunks=3`: no microbatch of a batch of 16 divides");
     check("cpu:2", "pp=2,overlap_chunks=2", "the stages of a pipeline take whole microbatches");
     check("cpu:2", "tp=2,overlap_chunks=0", "at least 1");
 }

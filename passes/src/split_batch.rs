@@ -8,26 +8,29 @@
 //! gradients of weights, reads the chunks joined: lowering puts them side by side, so that costs nothing.
 //!
 //! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
-//! is seen as `(parts, samples of a part)`, and the second is cut. Where a chunk is to be in another layout, and
-//! ranks must communicate for it, a reshape to the same shape says so: it *hands on* the value in that
-//! layout, and stands where the collective shall begin ([`order`]).
+//! is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
+//! ([`sequence`]): ranks that divide them divide those of each chunk, and attention joins them. Where a chunk is to
+//! be in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
+//! value in that layout, and stands where the collective shall begin ([`order`]).
 //!
 //! Invariants: the graph computes the same, up to the order of sums over the batch; every node does with the axes what
 //! the node it was made of does.
 
+mod join;
 pub mod order;
+pub mod sequence;
 #[cfg(test)]
 mod tests;
 
 use crate::error::PassError;
 use crate::fold::block;
-use crate::reshard::{normalize, path, rough_cost};
-use shardc_ir::ops::{Binary, BinaryKind, Concat, OpError, Part, Reshape, Slice};
+use crate::reshard::normalize;
+use shardc_ir::ops::{Binary, BinaryKind, OpError, Part};
 use shardc_ir::{
     FactorKind, FactorRule, Graph, Mesh, NodeId, Op, OpDef, OutputKind, PrimaryMap, ReduceKind, Role, SecondaryMap,
     Sharding, Strategy, TensorType, ValueId,
 };
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 /// A graph on a mesh, as it is before it is cut.
 #[derive(Clone, Copy)]
@@ -38,9 +41,9 @@ pub struct Step<'a> {
     pub strategies: &'a SecondaryMap<NodeId, Strategy>,
     /// The axes.
     pub mesh: &'a Mesh,
-    /// The factor of each node that is the batch, if it keeps the batch or reduces it.
-    pub batch: &'a dyn Fn(NodeId) -> Option<usize>,
-    /// Into how many parts ranks and microbatches divide the batch.
+    /// The factor of each node that is cut, the batch or the sequence, if it has it.
+    pub factor: &'a dyn Fn(NodeId) -> Option<usize>,
+    /// Into how many parts ranks and microbatches divide it; 1 if each chunk is divided by itself.
     pub parts: u64,
 }
 
@@ -55,7 +58,7 @@ pub struct Place {
 
 /// A graph in chunks.
 #[derive(Clone, Debug, Default)]
-pub struct Interleaved {
+pub struct SplitBatch {
     /// The graph.
     pub graph: Graph,
     /// What each node does with the axes.
@@ -82,22 +85,25 @@ impl From<OpError> for Stop {
 ///
 /// # Errors
 /// None but a bug: a node that cannot be added.
-pub fn interleave(step: Step<'_>, chunks: u64) -> Result<Option<Interleaved>, PassError> {
+pub fn split_batch(step: Step<'_>, chunks: u64) -> Result<Option<SplitBatch>, PassError> {
     let mut cutting = Cutting {
         step,
         chunks,
-        to: Interleaved { graph: Graph::new(step.graph.name.clone()), ..Interleaved::default() },
+        to: SplitBatch { graph: Graph::new(step.graph.name.clone()), ..SplitBatch::default() },
         known: HashMap::new(),
         kept: SecondaryMap::new(),
         moved: SecondaryMap::new(),
         slices: HashMap::new(),
         joined: HashMap::new(),
+        made_by: HashMap::new(),
+        added: Vec::new(),
+        twins: VecDeque::new(),
         handed: HashMap::new(),
     };
     match cutting.run() {
         Ok(()) => Ok(Some(cutting.to).filter(|to| to.places.values().any(|place| place.chunk.is_some()))),
         Err(Stop::Uncut) => Ok(None),
-        Err(Stop::Op(error)) => Err(PassError::ill_formed("interleave")(error)),
+        Err(Stop::Op(error)) => Err(PassError::ill_formed("split_batch")(error)),
     }
 }
 
@@ -148,7 +154,7 @@ struct Reader {
 struct Cutting<'a> {
     step: Step<'a>,
     chunks: u64,
-    to: Interleaved,
+    to: SplitBatch,
     known: HashMap<ValueId, Known>,
     /// Per value of the old graph, whether recomputation reads it.
     kept: SecondaryMap<ValueId, bool>,
@@ -156,6 +162,11 @@ struct Cutting<'a> {
     moved: SecondaryMap<NodeId, Vec<NodeId>>,
     slices: HashMap<(ValueId, usize, Sharding), Vec<ValueId>>,
     joined: HashMap<(ValueId, Sharding, Phase), ValueId>,
+    /// By the last of them, the nodes of a join or of slices.
+    made_by: HashMap<ValueId, Vec<NodeId>>,
+    /// The nodes that are added now, and those that they are computed again of.
+    added: Vec<NodeId>,
+    twins: VecDeque<NodeId>,
     /// Values of the new graph that are handed on.
     handed: HashMap<(ValueId, Sharding, Phase), ValueId>,
 }
@@ -189,16 +200,21 @@ impl Cutting<'_> {
 
     /// How a node is cut, if it is.
     fn cut_of(&self, id: NodeId) -> Option<Cut> {
-        let Step { graph, strategies, mesh, batch, parts } = self.step;
+        let Step { graph, strategies, mesh, factor, parts } = self.step;
         let node = graph.node(id);
         if node.op.is_leaf() || node.operands.is_empty() || node.role == Role::Optimizer {
             return None;
         }
         block(&node.path)?;
-        let (rule, factor, strategy) = (graph.rule(id), batch(id)?, &strategies[id]);
+        // Chunks of the same bytes would be joined again for nothing.
+        let is_cut = |value: &ValueId| matches!(self.known[value], Known::Cut(..));
+        if matches!(node.op, Op::Reshape(_)) && !node.operands.iter().any(is_cut) {
+            return None;
+        }
+        let (rule, factor, strategy) = (graph.rule(id), factor(id)?, &strategies[id]);
         let declared = rule.factors.get(factor).filter(|factor| factor.kind == FactorKind::Parallel)?;
-        let is_divided = mesh.extent(rule.axes(factor, strategy)) == parts;
-        if !is_divided || !declared.size.is_multiple_of(parts * self.chunks) {
+        let extent = mesh.extent(rule.axes(factor, strategy));
+        if (extent != parts && parts > 1) || !declared.size.is_multiple_of(extent * self.chunks) {
             return None;
         }
         let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
@@ -349,7 +365,9 @@ impl Cutting<'_> {
         (place, by_operand): (Place, bool),
     ) -> Result<ValueId, Stop> {
         let graph = &mut self.to.graph;
-        let id = graph.add_as(op.into(), operands, declared, reader.path.clone(), reader.role)?;
+        let role = self.twins.pop_front().map_or(reader.role, Role::Recompute);
+        let id = graph.add_as(op.into(), operands, declared, reader.path.clone(), role)?;
+        self.added.push(id);
         let rule = graph.rule(id);
         let dims = if by_operand { &rule.operands[0] } else { &rule.results[0] };
         let strategy = lying(&rule, dims, &reader.layout).filter(|it| rule.check(it, self.step.mesh).is_ok());
@@ -357,149 +375,11 @@ impl Cutting<'_> {
         self.to.places.push(place);
         Ok(self.to.graph.node(id).results[0])
     }
-
-    /// How a value of the new graph is made.
-    fn made_as(&self, value: ValueId) -> Sharding {
-        let value = self.to.graph.value(value);
-        let (rule, strategy) = (self.to.graph.rule(value.def), &self.to.strategies[value.def]);
-        normalize(&rule.result_sharding(value.index, &rule.unrolled(strategy)), self.step.mesh)
-    }
-
-    /// One chunk of a value, in the layout in which it is read.
-    fn chunk(&mut self, value: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
-        match self.known[&value].clone() {
-            Known::Cut(known, parts) if known == dim => {
-                self.hand_on(parts[chunk], (chunk as u64, self.kept[value]), reader)
-            }
-            Known::Cut(..) => {
-                let whole = self.whole(value, reader)?;
-                self.part(whole, dim, chunk, reader)
-            }
-            Known::Whole(whole) => self.part(whole, dim, chunk, reader),
-        }
-    }
-
-    /// A value of the new graph in a layout, handed on behind its maker if ranks communicate for it.
-    fn hand_on(&mut self, value: ValueId, (chunk, kept): (u64, bool), reader: &Reader) -> Result<ValueId, Stop> {
-        let (made, mesh) = (self.made_as(value), self.step.mesh);
-        let ty = self.to.graph.ty(value).clone();
-        let steps = path(&ty, &made, &reader.layout, mesh, &|step, local| rough_cost(step, local, mesh));
-        if !steps.is_some_and(|steps| steps.iter().any(|step| !step.group_axes().is_empty())) {
-            return Ok(value);
-        }
-        let own = Phase::of(reader.role);
-        let key = |phase: Phase| (value, reader.layout.clone(), phase);
-        let shared: &[Phase] = match (own, kept) {
-            (Phase::Forward, _) | (_, false) => &[Phase::Forward, Phase::Recompute, Phase::Backward],
-            (Phase::Recompute, true) => &[Phase::Recompute],
-            (Phase::Backward, true) => &[Phase::Recompute, Phase::Backward],
-        };
-        if let Some(known) = shared.iter().find_map(|phase| self.handed.get(&key(*phase))) {
-            return Ok(*known);
-        }
-        // What is handed on again is a recomputation of what was handed on first.
-        let first = self.handed.get(&key(Phase::Forward)).map(|first| self.to.graph.value(*first).def);
-        let role = match (own, first) {
-            (Phase::Recompute, Some(first)) => Role::Recompute(first),
-            (Phase::Recompute, None) => self.recomputed(value, &reader.layout).ok_or(Stop::Uncut)?,
-            _ => reader.role,
-        };
-        let reader = Reader { path: reader.path.clone(), role, layout: reader.layout.clone() };
-        let place = Place { chunk: Some(chunk), hands_on: true };
-        let handed = self.add(Reshape {}, &[value], std::slice::from_ref(&ty), &reader, (place, false))?;
-        self.handed.insert(key(own), handed);
-        Ok(handed)
-    }
-
-    /// The role of handing on a value that is computed again: that of its first.
-    fn recomputed(&self, value: ValueId, layout: &Sharding) -> Option<Role> {
-        let (graph, made) = (&self.to.graph, self.to.graph.value(value));
-        let Role::Recompute(of) = graph.node(made.def).role else { return None };
-        let first = *graph.node(of).results.get(made.index)?;
-        let handed = self.handed.get(&(first, layout.clone(), Phase::Forward))?;
-        Some(Role::Recompute(graph.value(*handed).def))
-    }
-
-    /// A value that is in chunks as a whole, in the layout in which it is read.
-    fn whole(&mut self, value: ValueId, reader: &Reader) -> Result<ValueId, Stop> {
-        let (dim, parts) = match self.known[&value].clone() {
-            Known::Whole(whole) => return Ok(whole),
-            Known::Cut(dim, parts) => (dim, parts),
-        };
-        let (kept, own) = (self.kept[value], Phase::of(reader.role));
-        if own == Phase::Recompute {
-            return Err(Stop::Uncut);
-        }
-        let key = |phase: Phase| (value, reader.layout.clone(), phase);
-        let known = self.joined.get(&key(own)).or_else(|| self.joined.get(&key(Phase::Forward)).filter(|_| !kept));
-        if let Some(known) = known {
-            return Ok(*known);
-        }
-        let whole = self.step.graph.ty(value).clone();
-        let mut all = Vec::with_capacity(parts.len());
-        for (chunk, part) in parts.iter().enumerate() {
-            let part = self.hand_on(*part, (chunk as u64, kept), reader)?;
-            all.push(self.see_parts(part, dim, reader)?);
-        }
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout: split_layout(&reader.layout, dim) };
-        let joined = self.add(Concat { dim: dim + 1 }, &all, &[], &split, (Place::default(), false))?;
-        let joined = self.add(Reshape {}, &[joined], &[whole], &split, (Place::default(), true))?;
-        self.joined.insert(key(own), joined);
-        Ok(joined)
-    }
-
-    /// A value with the batch, along `dim`, as parts and samples of a part.
-    fn see_parts(&mut self, value: ValueId, dim: usize, reader: &Reader) -> Result<ValueId, Stop> {
-        let ty = self.to.graph.ty(value);
-        let mut shape = ty.shape.clone();
-        shape[dim] /= self.step.parts;
-        shape.insert(dim, self.step.parts);
-        let ty = ty.with_shape(shape);
-        let layout = split_layout(&reader.layout, dim);
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
-        self.add(Reshape {}, &[value], &[ty], &split, (Place::default(), false))
-    }
-
-    /// One chunk of a value of the new graph.
-    fn part(&mut self, whole: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
-        let key = (whole, dim, reader.layout.clone());
-        if let Some(parts) = self.slices.get(&key) {
-            return Ok(parts[chunk]);
-        }
-        if matches!(self.to.graph.def(whole).role, Role::Recompute(_)) {
-            return Err(Stop::Uncut);
-        }
-        let layout = split_layout(&reader.layout, dim);
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
-        let seen = self.see_parts(whole, dim, reader)?;
-        let shape = self.to.graph.ty(seen).shape.clone();
-        let length = shape[dim + 1] / self.chunks;
-        let ty = self.to.graph.ty(whole).clone();
-        let mut own = ty.shape.clone();
-        own[dim] /= self.chunks;
-        let mut parts = Vec::new();
-        for index in 0..self.chunks {
-            let (mut start, mut limit) = (vec![0; shape.len()], shape.clone());
-            (start[dim + 1], limit[dim + 1]) = (index * length, (index + 1) * length);
-            let place = Place { chunk: Some(index), hands_on: false };
-            let part = self.add(Slice { start, limit }, &[seen], &[], &split, (place, false))?;
-            parts.push(self.add(Reshape {}, &[part], &[ty.with_shape(own.clone())], &split, (place, true))?);
-        }
-        self.slices.insert(key, parts.clone());
-        Ok(parts[chunk])
-    }
 }
 
 /// The dimension whose outermost factor this is.
 fn outermost(dims: &[Vec<usize>], factor: usize) -> Option<usize> {
     dims.iter().position(|factors| factors.first() == Some(&factor))
-}
-
-/// The layout with a dimension seen as its parts and what is in one.
-fn split_layout(layout: &Sharding, dim: usize) -> Sharding {
-    let mut split = layout.clone();
-    split.dims.insert(dim + 1, Vec::new());
-    split
 }
 
 /// The strategy by which one side of a node lies in a layout, the outermost factor of each dimension taking its

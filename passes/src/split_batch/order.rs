@@ -4,13 +4,13 @@
 //! their order, each chunk by chunk, then what reads all chunks of it; and a short one (a residual's sum and the norm
 //! behind it) as soon as it can, since a collective waits for it. The order is made by running the step on two
 //! clocks, that of kernels and that of the wire, with the seconds of the cost model: of the nodes that are
-//! ready the first in this order runs, and where none is, the one that will be ready first. A value is handed on as soon
-//! as it is made.
+//! ready the first in this order runs, and where none is, the one that will be ready first. A value is handed on as
+//! soon as it is made.
 //!
 //! Invariants: a node stands behind what it reads; the order is a function of the graph and of what its nodes take, and
 //! no chunk is more than [`REACH`] stretches ahead of another, so that memory stays bounded.
 
-use super::Interleaved;
+use super::SplitBatch;
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
@@ -29,7 +29,7 @@ const REACH: u32 = 2;
 ///
 /// # Errors
 /// None but a bug: a node that cannot be added.
-pub fn order(cut: &Interleaved, mesh: &Mesh, cluster: &Cluster) -> Result<(Graph, Strategies), PassError> {
+pub fn order(cut: &SplitBatch, mesh: &Mesh, cluster: &Cluster) -> Result<(Graph, Strategies), PassError> {
     let nodes = Ordering::new(cut, mesh, cluster).run();
     rebuild(cut, &nodes).map_err(PassError::ill_formed("order"))
 }
@@ -41,7 +41,7 @@ type Strategies = SecondaryMap<NodeId, Strategy>;
 type Key = (u32, u64, NodeId);
 
 struct Ordering<'a> {
-    cut: &'a Interleaved,
+    cut: &'a SplitBatch,
     /// Per node, its seconds: of kernels, or on the wire if it hands a value on.
     seconds: PrimaryMap<NodeId, f64>,
     keys: PrimaryMap<NodeId, Key>,
@@ -63,7 +63,7 @@ struct Ordering<'a> {
 }
 
 impl<'a> Ordering<'a> {
-    fn new(cut: &'a Interleaved, mesh: &Mesh, cluster: &Cluster) -> Self {
+    fn new(cut: &'a SplitBatch, mesh: &Mesh, cluster: &Cluster) -> Self {
         let graph = &cut.graph;
         let ids = || graph.nodes().map(|(id, _)| id);
         let costs = Costs { cut, mesh, cluster };
@@ -186,7 +186,8 @@ impl<'a> Ordering<'a> {
     }
 }
 
-/// The nodes that must stand before a node: those that make what it reads, and that of which its role says that it came.
+/// The nodes that must stand before a node: those that make what it reads, and the one that its role says it came
+/// from.
 fn sources(graph: &Graph, id: NodeId) -> Vec<NodeId> {
     let node = graph.node(id);
     let of = match node.role {
@@ -200,7 +201,7 @@ fn sources(graph: &Graph, id: NodeId) -> Vec<NodeId> {
 }
 
 /// The stretches whose kernels take less than the longest collective behind them.
-fn short_stretches(cut: &Interleaved, keys: &PrimaryMap<NodeId, Key>, seconds: &PrimaryMap<NodeId, f64>) -> Vec<bool> {
+fn short_stretches(cut: &SplitBatch, keys: &PrimaryMap<NodeId, Key>, seconds: &PrimaryMap<NodeId, f64>) -> Vec<bool> {
     let count = keys.values().map(|key| key.0 as usize + 1).max().unwrap_or(0);
     let (mut kernels, mut wire) = (vec![0.0; count], vec![0.0f64; count + 1]);
     for (id, place) in cut.places.iter().filter(|(_, place)| place.chunk == Some(0)) {
@@ -216,7 +217,7 @@ fn short_stretches(cut: &Interleaved, keys: &PrimaryMap<NodeId, Key>, seconds: &
 
 /// What nodes take.
 struct Costs<'a> {
-    cut: &'a Interleaved,
+    cut: &'a SplitBatch,
     mesh: &'a Mesh,
     cluster: &'a Cluster,
 }
@@ -270,7 +271,7 @@ impl Costs<'_> {
 }
 
 /// The graph with its nodes in another order.
-fn rebuild(cut: &Interleaved, nodes: &[NodeId]) -> Result<(Graph, Strategies), OpError> {
+fn rebuild(cut: &SplitBatch, nodes: &[NodeId]) -> Result<(Graph, Strategies), OpError> {
     let (from, mut to) = (&cut.graph, Graph::new(cut.graph.name.clone()));
     let mut strategies: Strategies = SecondaryMap::new();
     let mut map = HashMap::new();
