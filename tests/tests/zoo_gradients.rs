@@ -16,10 +16,21 @@ use shardc_models::zoo::{
 use shardc_models::{Model, trace};
 use shardc_passes::raise::raise;
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const BATCH: usize = 2;
 const SEQ: usize = 6;
 const VOCABULARY: usize = 24;
+
+/// Burn's generator is one for all threads: one test at a time draws from it, from its beginning, so that every run
+/// compares the same numbers.
+static GENERATOR: Mutex<()> = Mutex::new(());
+
+fn seeded(device: &Device) -> MutexGuard<'static, ()> {
+    let drawing = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    device.seed(1);
+    drawing
+}
 
 /// The parameters of a module by name: their values, and their gradients.
 struct Parameters<'a> {
@@ -74,6 +85,7 @@ macro_rules! check_language_model {
     ($name:expr, $config:expr) => {{
         let config = $config;
         let device = Device::flex().autodiff();
+        let _drawing = seeded(&device);
         let (ids, labels) = tokens();
         let shape = [BATCH, SEQ];
         let tensor = |numbers: &Vec<i64>| Tensor::<2, Int>::from_data(TensorData::new(numbers.clone(), shape), &device);
@@ -142,6 +154,7 @@ fn ints<const D: usize>(host: &HostTensor, device: &Device) -> Tensor<D, Int> {
 macro_rules! check_model {
     ($config:expr, $variant:ident, $below:expr, |$model:ident, $inputs:ident, $device:ident| $loss:expr) => {{
         let (config, $device) = ($config, Device::flex().autodiff());
+        let _drawing = seeded(&$device);
         let traced = build_config("model", &Config::$variant(config.clone()), BATCH, SEQ).unwrap();
         let $inputs: BTreeMap<String, HostTensor> =
             traced.inputs.iter().map(|(name, ty)| (name.clone(), given(ty, $below))).collect();
