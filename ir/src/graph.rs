@@ -29,6 +29,26 @@ pub enum Role {
     Optimizer,
 }
 
+impl Role {
+    /// The node that it refers to.
+    pub fn source(self) -> Option<NodeId> {
+        match self {
+            Self::Backward(of) | Self::Recompute(of) => Some(of),
+            Self::Forward | Self::Optimizer => None,
+        }
+    }
+
+    /// The same role in another graph, where `moved` says which node is which. What comes before the node that it
+    /// refers to is part of the forward pass.
+    pub fn moved(self, moved: impl FnOnce(NodeId) -> Option<NodeId>) -> Self {
+        match self {
+            Self::Backward(of) => moved(of).map_or(Self::Forward, Self::Backward),
+            Self::Recompute(of) => moved(of).map_or(Self::Forward, Self::Recompute),
+            other => other,
+        }
+    }
+}
+
 /// One operation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
@@ -256,21 +276,22 @@ impl Graph {
             moved.insert(id, def.unwrap_or(first));
             for fresh in (first.as_u32()..graph.nodes.len() as u32).map(NodeId::from_u32) {
                 let role = graph.nodes[fresh].role;
-                graph.nodes[fresh].role = match role {
-                    Role::Backward(of) => Role::Backward(moved.get(&of).copied().unwrap_or(of)),
-                    Role::Recompute(of) => Role::Recompute(moved.get(&of).copied().unwrap_or(of)),
-                    other => other,
-                };
+                graph.nodes[fresh].role = role.moved(|of| Some(moved.get(&of).copied().unwrap_or(of)));
             }
         }
-        for output in &self.outputs {
+        graph.copy_outputs(self, &map);
+        Ok(graph)
+    }
+
+    /// Copies the outputs of a graph of which `map` has every value that they name.
+    pub fn copy_outputs(&mut self, from: &Graph, map: &HashMap<ValueId, ValueId>) {
+        for output in &from.outputs {
             let kind = match output.kind {
                 OutputKind::Update(leaf) => OutputKind::Update(map[&leaf]),
                 OutputKind::Result => OutputKind::Result,
             };
-            graph.output(output.name.clone(), map[&output.value], kind);
+            self.output(output.name.clone(), map[&output.value], kind);
         }
-        Ok(graph)
     }
 
     /// Which nodes an output depends on; leaves always count.

@@ -19,8 +19,7 @@
 use crate::error::PassError;
 use shardc_ir::ops::{Binary, BinaryKind, Concat, OpError, Slice};
 use shardc_ir::{
-    FactorRule, Graph, Mesh, NodeId, Op, OutputKind, PrimaryMap, ReduceKind, Role, SecondaryMap, Sharding, Strategy,
-    ValueId,
+    FactorRule, Graph, Mesh, NodeId, Op, PrimaryMap, ReduceKind, Role, SecondaryMap, Sharding, Strategy, ValueId,
 };
 use std::collections::HashMap;
 
@@ -190,24 +189,14 @@ impl Chunking<'_> {
                 self.copy(id)?;
             }
         }
-        for output in &self.from.outputs {
-            let kind = match output.kind {
-                OutputKind::Update(leaf) => OutputKind::Update(self.map[&leaf]),
-                OutputKind::Result => OutputKind::Result,
-            };
-            self.to.output(output.name.clone(), self.map[&output.value], kind);
-        }
+        self.to.copy_outputs(self.from, &self.map);
         Ok(())
     }
 
-    /// Copies a node. What is copied before the forward node it came from is part of the forward pass.
+    /// Copies a node.
     fn copy(&mut self, id: NodeId) -> Result<(), OpError> {
         let copy = self.to.copy_node(self.from, id, &mut self.map)?;
-        let role = match self.from.node(id).role {
-            Role::Backward(of) => self.moved[of].map_or(Role::Forward, Role::Backward),
-            Role::Recompute(of) => self.moved[of].map_or(Role::Forward, Role::Recompute),
-            other => other,
-        };
+        let role = self.from.node(id).role.moved(|of| self.moved[of]);
         let path = self.from.node(id).path.clone();
         self.to.annotate(copy, path, role);
         self.origins.push(Origin::Node(id));

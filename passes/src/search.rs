@@ -244,6 +244,9 @@ fn choose(
     let mut refused: Vec<(usize, Memory)> = Vec::new();
     let mut unmade = None;
     let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
+    let exact = |confirm, candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+    let fastest =
+        |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
     // By how much the exact memory of refused plans exceeds the estimate: others of the same degrees
     // will exceed theirs as well.
     let mut excess: BTreeMap<(u64, u64), f64> = BTreeMap::new();
@@ -302,33 +305,32 @@ fn choose(
             excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
             continue;
         }
-        let step = close.iter().map(|(_, plan)| plan.prediction.step.0).fold(plan.prediction.step.0, f64::min);
-        let make = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+        let step = fastest(&close).min(plan.prediction.step.0);
+        let make = |candidate: &Candidate| exact(confirm, candidate);
         (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &make)?;
         close.push((index, plan));
     }
     if let (Some(confirm), false) = (confirm, close.is_empty()) {
-        let lowered = |close: &[(usize, Plan)]| -> (Vec<usize>, f64) {
-            let known = close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect();
-            (known, close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min))
+        let make = |candidate: &Candidate| exact(confirm, candidate);
+        let known = |close: &[(usize, Plan)]| -> Vec<usize> {
+            close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
         };
-        let make = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
-        let (known, best) = lowered(&close);
-        for (index, plan) in astray::other_meshes(&candidates, &known, (best, bound), &make)? {
+        let (known_now, best) = (known(&close), fastest(&close));
+        for (index, plan) in astray::other_meshes(&candidates, &known_now, (best, bound), &make)? {
             let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
             candidates[index].overlap_chunks = chunks;
             close.push((index, plan));
         }
-        let (known, best) = lowered(&close);
-        for (index, chunks, plan) in overlap::contenders(&candidates, &known, space, best, &make)? {
+        let (known_now, best) = (known(&close), fastest(&close));
+        for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &make)? {
             candidates[index].overlap_chunks = chunks;
             close.push((index, plan));
         }
     }
     // The first of those that are equal within a thousandth is the simplest.
     let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
-    let fastest = lowered.iter().map(|(_, exact)| exact.step.0).fold(f64::INFINITY, f64::min);
-    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * fastest) else {
+    let least = fastest(&close);
+    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
         let unmade = unmade.filter(|_| refused.is_empty());
         return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, bound, pins, request.batch, cluster)));
     };

@@ -271,11 +271,7 @@ impl Cutting<'_> {
             let moved = &self.moved[id];
             moved.get(chunk).or(moved.first()).copied()
         };
-        match self.step.graph.node(id).role {
-            Role::Backward(from) => of(from).map_or(Role::Forward, Role::Backward),
-            Role::Recompute(from) => of(from).map_or(Role::Forward, Role::Recompute),
-            other => other,
-        }
+        self.step.graph.node(id).role.moved(of)
     }
 
     fn reader(&self, id: NodeId, operand: usize, chunk: usize) -> Reader {

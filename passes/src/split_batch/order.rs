@@ -17,9 +17,7 @@ use crate::cost::{Machine, Pass};
 use crate::error::PassError;
 use crate::reshard::{Step, path, rough_cost};
 use shardc_ir::ops::OpError;
-use shardc_ir::{
-    EntityRef, Graph, Mesh, NodeId, OutputKind, PrimaryMap, Role, SecondaryMap, Sharding, Strategy, TensorType,
-};
+use shardc_ir::{EntityRef, Graph, Mesh, NodeId, PrimaryMap, Role, SecondaryMap, Sharding, Strategy, TensorType};
 use std::collections::{BTreeSet, HashMap};
 
 /// How many stretches a node may run before those that are due.
@@ -190,11 +188,8 @@ impl<'a> Ordering<'a> {
 /// from.
 fn sources(graph: &Graph, id: NodeId) -> Vec<NodeId> {
     let node = graph.node(id);
-    let of = match node.role {
-        Role::Backward(of) | Role::Recompute(of) => Some(of),
-        Role::Forward | Role::Optimizer => None,
-    };
-    let mut sources: Vec<NodeId> = node.operands.iter().map(|value| graph.value(*value).def).chain(of).collect();
+    let makers = node.operands.iter().map(|value| graph.value(*value).def);
+    let mut sources: Vec<NodeId> = makers.chain(node.role.source()).collect();
     sources.sort_unstable_by_key(|id| id.index());
     sources.dedup();
     sources
@@ -278,22 +273,12 @@ fn rebuild(cut: &SplitBatch, nodes: &[NodeId]) -> Result<(Graph, Strategies), Op
     let mut moved: SecondaryMap<NodeId, Option<NodeId>> = SecondaryMap::new();
     for id in nodes {
         let new = to.copy_node(from, *id, &mut map)?;
-        let role = match from.node(*id).role {
-            Role::Backward(of) => moved[of].map_or(Role::Forward, Role::Backward),
-            Role::Recompute(of) => moved[of].map_or(Role::Forward, Role::Recompute),
-            other => other,
-        };
+        let role = from.node(*id).role.moved(|of| moved[of]);
         let path = from.node(*id).path.clone();
         to.annotate(new, path, role);
         strategies[new] = cut.strategies[*id].clone();
         moved[*id] = Some(new);
     }
-    for output in &from.outputs {
-        let kind = match output.kind {
-            OutputKind::Update(leaf) => OutputKind::Update(map[&leaf]),
-            OutputKind::Result => OutputKind::Result,
-        };
-        to.output(output.name.clone(), map[&output.value], kind);
-    }
+    to.copy_outputs(from, &map);
     Ok((to, strategies))
 }

@@ -253,7 +253,8 @@ impl<'a> Bench<'a> {
         self.try_all(problem, self.blas.configured(problem, candidates, &varied), &mut tried);
         // The library's first choice is what the others are compared with.
         let mut finalists: Vec<Algorithm> = vec![candidates[0]];
-        finalists.extend(tried.fastest(FINALISTS).into_iter().map(|(_, algorithm)| algorithm));
+        let fastest = tried.fastest(FINALISTS).into_iter().map(|(_, algorithm)| algorithm);
+        finalists.extend(fastest.filter(|algorithm| *algorithm != candidates[0]));
         let mut times = vec![f64::INFINITY; finalists.len()];
         for _ in 0..TURNS {
             for (best, algorithm) in times.iter_mut().zip(&finalists) {
