@@ -8,11 +8,13 @@
 //! learning rate), [`Op::Parameter`] and [`Op::State`] (optimizer state). An output either is a
 //! result (the loss) or replaces a leaf for the next step ([`OutputKind::Update`]).
 
+use crate::FactorRule;
 use crate::entity::{NodeId, PrimaryMap, ValueId};
 use crate::ops::{Op, OpDef, OpError};
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 
 /// Why a node is in the graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -96,6 +98,17 @@ pub struct Output {
     pub kind: OutputKind,
 }
 
+/// A node's factor rule, made when it is first asked for. It follows from the node, so two of them never tell
+/// graphs apart.
+#[derive(Clone, Debug, Default)]
+struct KnownRule(OnceLock<Arc<FactorRule>>);
+
+impl PartialEq for KnownRule {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
 /// A graph; see the [module](self).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Graph {
@@ -103,6 +116,7 @@ pub struct Graph {
     pub name: String,
     nodes: PrimaryMap<NodeId, Node>,
     values: PrimaryMap<ValueId, Value>,
+    rules: PrimaryMap<NodeId, KnownRule>,
     /// The outputs.
     pub outputs: Vec<Output>,
 }
@@ -140,6 +154,7 @@ impl Graph {
         let id = self.nodes.next_key();
         let make = |(index, ty)| Value { ty, def: id, index };
         let results: Vec<_> = inferred.into_iter().enumerate().map(make).map(|value| self.values.push(value)).collect();
+        self.rules.push(KnownRule::default());
         Ok(self.nodes.push(Node { op, operands: operands.to_vec(), results, path, role }))
     }
 
@@ -210,8 +225,9 @@ impl Graph {
     }
 
     /// The node's factor rule.
-    pub fn rule(&self, id: NodeId) -> crate::FactorRule {
-        self.nodes[id].op.rule(&self.operand_types(id), &self.result_types(id))
+    pub fn rule(&self, id: NodeId) -> &FactorRule {
+        let make = || Arc::new(self.nodes[id].op.rule(&self.operand_types(id), &self.result_types(id)));
+        self.rules[id].0.get_or_init(make)
     }
 
     /// Declares an output.
@@ -253,6 +269,11 @@ impl Graph {
         let copy = self.add_as(node.op.clone(), &operands, &from.result_types(id), node.path.clone(), node.role)?;
         for (old, new) in node.results.iter().zip(self.nodes[copy].results.clone()) {
             map.insert(*old, new);
+        }
+        // Results are as they were; where operands are too, so is the rule.
+        let is_same = || node.operands.iter().zip(&operands).all(|(old, new)| from.ty(*old) == self.ty(*new));
+        if from.rules[id].0.get().is_some() && is_same() {
+            self.rules[copy] = from.rules[id].clone();
         }
         Ok(copy)
     }

@@ -284,7 +284,7 @@ impl Plan {
     }
 
     /// A node's rule.
-    pub fn rule(&self, node: NodeId) -> FactorRule {
+    pub fn rule(&self, node: NodeId) -> &FactorRule {
         self.graph.rule(node)
     }
 }

@@ -222,7 +222,7 @@ fn spread_over_time(plan: &mut Plan, time: AxisId) {
     let nodes: Vec<NodeId> = plan.graph.nodes().map(|(id, _)| id).collect();
     for id in nodes {
         let node = plan.graph.node(id).clone();
-        let rule = plan.rule(id);
+        let rule = plan.rule(id).clone();
         if let Op::Input(_) = node.op {
             if plan.graph.ty(node.results[0]).rank() > 0 {
                 plan.strategies[id] = rule.parse_strategy("i=mb", &plan.mesh).expect("a batch");
@@ -280,9 +280,8 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
     plan.reduce_in_loop = random.below(2) == 0;
     let nodes: Vec<NodeId> = plan.graph.nodes().map(|(id, _)| id).collect();
     for id in nodes {
-        let rule = plan.rule(id);
         for axis in mesh.ids().filter(|axis| !mesh.is_time(*axis)) {
-            let choices = rule.choices(&plan.strategies[id], axis, mesh);
+            let choices = plan.rule(id).choices(&plan.strategies[id], axis, mesh);
             let choice = choices[random.below(choices.len())];
             plan.strategies[id] = plan.strategies[id].with(axis, choice);
         }

@@ -264,9 +264,8 @@ impl<'a> Parser<'a> {
                 Ok(())
             };
         }
+        self.plan.strategies[id] = self.plan.rule(id).parse_strategy(strategy, &self.plan.mesh)?;
         let rule = self.plan.rule(id);
-        let parsed = rule.parse_strategy(strategy, &self.plan.mesh)?;
-        self.plan.strategies[id] = parsed;
         for (index, result) in declared.iter().enumerate() {
             let follows = rule.result_sharding(index, &self.plan.strategies[id]);
             if result.layout != follows {

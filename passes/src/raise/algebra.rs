@@ -9,7 +9,7 @@
 use super::{Composite, Found};
 use egg::{Id, Language, RecExpr, Rewrite, Runner, define_language, rewrite};
 use shardc_ir::ops::{BinaryKind, ReduceOp, UnaryKind};
-use shardc_ir::{Graph, NodeId, Op, ValueId};
+use shardc_ir::{Graph, NodeId, Op, TensorType, ValueId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 define_language! {
@@ -34,7 +34,7 @@ define_language! {
         "rms_norm" = RmsNorm([Id; 3]),
         "layer_norm" = LayerNorm([Id; 4]),
         "swiglu" = Swiglu([Id; 2]),
-        // Anything else: a value of the graph (`v12`) or a number (`n` and the bits of an f64).
+        // Anything else: a value of the graph (`v3`, the region's third) or a number (`n` and the bits of an f64).
         Leaf(egg::Symbol),
     }
 }
@@ -68,6 +68,8 @@ fn rules() -> Vec<Rewrite<Term, ()>> {
 pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
     let rules = rules();
     let (mut found, mut covered) = (BTreeMap::new(), HashSet::new());
+    // Layers are alike: what one region is, all of its form are. Their values are counted alike too.
+    let mut known: HashMap<Form, (Vec<ValueId>, Option<Found>)> = HashMap::new();
     // The last node of a formula comes before its parts, so that a layer normalization is not cut
     // short at its product.
     let nodes: Vec<NodeId> = graph.nodes().map(|(id, _)| id).collect();
@@ -82,13 +84,24 @@ pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
         if !region.triggered || region.term.len() > MOST_NODES {
             continue;
         }
-        if let Some(composite) = saturate(graph, id, region, root, &rules) {
-            covered.extend(covered_by(graph, id, &composite.composite));
-            found.insert(id, composite);
+        let values: Vec<ValueId> = region.values.iter().map(|(_, value)| *value).collect();
+        let form = region.form(id, root);
+        let (first, made) =
+            known.entry(form).or_insert_with(|| (values.clone(), saturate(graph, id, region, root, &rules)));
+        if let Some(made) = made.clone() {
+            let place =
+                |value: ValueId| first.iter().position(|own| *own == value).map_or(value, |place| values[place]);
+            let composite = made.composite.moved(place);
+            covered.extend(covered_by(graph, id, &composite));
+            found.insert(id, Found { composite, ..made });
         }
     }
     found
 }
+
+/// What decides on a region's composite: the term, its root, and for each value its place, and whether it has the
+/// type of the candidate or that of one of its rows.
+type Form = (Vec<Term>, Id, Vec<(Id, bool, bool)>);
 
 /// A term being written down.
 struct Region<'a> {
@@ -105,13 +118,20 @@ impl<'a> Region<'a> {
         Self { graph, term: RecExpr::default(), known: HashMap::new(), values: Vec::new(), triggered: false }
     }
 
+    fn form(&self, candidate: NodeId, root: Id) -> Form {
+        let fits = Fits::new(self.graph, candidate);
+        let places = self.values.iter().map(|(place, value)| (*place, fits.whole(*value), fits.vector(*value)));
+        (self.term.as_ref().to_vec(), root, places.collect())
+    }
+
     fn number(&mut self, number: f64) -> Id {
         let name = if number == 0.0 { "n0".to_string() } else { format!("n{}", number.to_bits()) };
         self.term.add(Term::Leaf(name.into()))
     }
 
-    fn leaf(&mut self, value: ValueId) -> Id {
-        self.term.add(Term::Leaf(format!("v{}", value.as_u32()).into()))
+    /// A value that is not looked into, by its place among the region's.
+    fn leaf(&mut self) -> Id {
+        self.term.add(Term::Leaf(format!("v{}", self.values.len()).into()))
     }
 
     /// A value's term, down to a depth.
@@ -120,7 +140,7 @@ impl<'a> Region<'a> {
             return *known;
         }
         let inner = if depth == 0 || self.term.len() > MOST_NODES { None } else { self.node(value, depth - 1) };
-        let id = inner.unwrap_or_else(|| self.leaf(value));
+        let id = inner.unwrap_or_else(|| self.leaf());
         self.known.insert(value, id);
         self.values.push((id, value));
         id
@@ -249,6 +269,29 @@ fn mean(graph: &Graph, value: ValueId) -> Option<(ValueId, f64)> {
     }
 }
 
+/// Which values have the type of a candidate, and which that of one of its rows.
+struct Fits<'a> {
+    graph: &'a Graph,
+    whole: &'a TensorType,
+    row: TensorType,
+}
+
+impl<'a> Fits<'a> {
+    fn new(graph: &'a Graph, candidate: NodeId) -> Self {
+        let whole = graph.ty(graph.result(candidate));
+        let row = whole.with_shape(whole.shape.last().copied().into_iter().collect::<Vec<_>>());
+        Self { graph, whole, row }
+    }
+
+    fn whole(&self, value: ValueId) -> bool {
+        self.graph.ty(value) == self.whole
+    }
+
+    fn vector(&self, value: ValueId) -> bool {
+        *self.graph.ty(value) == self.row
+    }
+}
+
 /// The composite in the candidate's class, if there is one.
 fn saturate(graph: &Graph, id: NodeId, region: Region<'_>, root: Id, rules: &[Rewrite<Term, ()>]) -> Option<Found> {
     let Region { term, values, .. } = region;
@@ -281,10 +324,8 @@ fn saturate(graph: &Graph, id: NodeId, region: Region<'_>, root: Id, rules: &[Re
             _ => None,
         })
     };
-    let ty = graph.ty(graph.result(id));
-    let whole = |value: ValueId| graph.ty(value) == ty;
-    let row = ty.with_shape(ty.shape.last().copied().into_iter().collect::<Vec<_>>());
-    let vector = |value: ValueId| *graph.ty(value) == row;
+    let fits = Fits::new(graph, id);
+    let (whole, vector) = (|value: ValueId| fits.whole(value), |value: ValueId| fits.vector(value));
     for node in &egraph[top].nodes {
         let made = match node {
             Term::RmsNorm([x, g, e]) => of_class(*x, &whole)

@@ -124,6 +124,26 @@ pub enum Composite {
     },
 }
 
+impl Composite {
+    /// The same of other values, of which `moved` says which takes whose place.
+    fn moved(self, moved: impl Fn(ValueId) -> ValueId) -> Self {
+        match self {
+            Self::RmsNorm { x, gamma, eps } => Self::RmsNorm { x: moved(x), gamma: moved(gamma), eps },
+            Self::LayerNorm { x, gamma, beta, eps } => {
+                Self::LayerNorm { x: moved(x), gamma: moved(gamma), beta: moved(beta), eps }
+            }
+            Self::Swiglu { gate, up } => Self::Swiglu { gate: moved(gate), up: moved(up) },
+            Self::Rotary { x, cos, sin, heads_first } => {
+                Self::Rotary { x: moved(x), cos: moved(cos), sin: moved(sin), heads_first }
+            }
+            Self::Attention { read, made, causal, scale } => {
+                let read = read.map(|heads| Heads { value: moved(heads.value), ..heads });
+                Self::Attention { read, made, causal, scale }
+            }
+        }
+    }
+}
+
 /// A tensor of heads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Heads {

@@ -139,7 +139,7 @@ fn check(prepared: &Prepared<'_>, request: &Request, pins: &Pins) -> Result<(), 
 
 /// The numbers of experts of the model's layers.
 fn expert_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
-    let of = |(factors, rule): (&std::collections::BTreeSet<usize>, &shardc_ir::FactorRule)| {
+    let of = |(factors, rule): (&std::collections::BTreeSet<usize>, &&shardc_ir::FactorRule)| {
         factors.iter().map(|factor| rule.factors[*factor].size).collect::<Vec<_>>()
     };
     prepared.experts.iter().zip(&prepared.rules).flat_map(of).filter(|size| *size > 1).collect()

@@ -23,7 +23,12 @@ enum State {
 }
 
 /// What every node does with an axis that divides the batch.
-pub fn batch_choices(graph: &Graph, folded: &Folded, rules: &[FactorRule], batch: u64) -> SecondaryMap<NodeId, Choice> {
+pub fn batch_choices(
+    graph: &Graph,
+    folded: &Folded,
+    rules: &[&FactorRule],
+    batch: u64,
+) -> SecondaryMap<NodeId, Choice> {
     let mut choices = SecondaryMap::with_default(Choice::Replicate);
     let mut states: HashMap<ValueId, State> = HashMap::new();
     for (id, node) in graph.nodes() {
@@ -88,7 +93,7 @@ fn result_state(rule: &FactorRule, index: usize, choice: Choice) -> State {
 }
 
 /// From the readers back: what all readers want divided is made divided.
-fn divide_sources(graph: &Graph, folded: &Folded, rules: &[FactorRule], choices: &mut SecondaryMap<NodeId, Choice>) {
+fn divide_sources(graph: &Graph, folded: &Folded, rules: &[&FactorRule], choices: &mut SecondaryMap<NodeId, Choice>) {
     let users = graph.users();
     let updated: Vec<ValueId> = graph.outputs.iter().map(|output| output.value).collect();
     for (id, node) in graph.nodes().rev() {

@@ -91,7 +91,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
 fn experts(
     graph: &Graph,
     folded: &Folded,
-    rules: &[FactorRule],
+    rules: &[&FactorRule],
     weight: &[Option<(bool, usize)>],
 ) -> Vec<BTreeSet<usize>> {
     let held = |dims: &Dims, factor: usize| dims.iter().any(|factors| factors.first() == Some(&factor));

@@ -31,6 +31,7 @@ use crate::search::recompute::Kind;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
 use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
@@ -45,7 +46,7 @@ pub struct Prepared<'a> {
     /// Its classes.
     pub folded: Folded,
     /// The rule of each class.
-    pub rules: Vec<FactorRule>,
+    pub rules: Vec<&'a FactorRule>,
     /// What each class does with axes that divide the batch.
     pub batch: Vec<Choice>,
     /// Per class, the class whose strategy it shares (a parameter's update, for its state).
@@ -196,6 +197,16 @@ pub(crate) struct Problem<'a, 'b> {
     layouts: Vec<Vec<(Vec<Along>, Vec<Along>)>>,
 }
 
+/// The value of a flow.
+struct Flowing<'a> {
+    index: usize,
+    flow: &'a Flow,
+    /// Its type, undivided along all axes that are searched.
+    ty: TensorType,
+    /// The seconds of what its reduction may run beside, once they were asked for.
+    beside: OnceCell<f64>,
+}
+
 /// Where a value goes: to be handed on, to a reader from there, or to its only reader.
 #[derive(Clone, Copy)]
 enum Way {
@@ -301,9 +312,10 @@ impl<'a, 'b> Problem<'a, 'b> {
     fn add_flows(&mut self) {
         for (index, flow) in self.prepared.flows.iter().enumerate() {
             let made: Vec<Along> = self.layouts[flow.maker].iter().map(|(_, results)| results[flow.result]).collect();
+            let value = Flowing { index, flow, ty: self.value_type(flow), beside: OnceCell::new() };
             if let [(reader, operand, count)] = flow.readers[..] {
                 let way = Way::Read { reader, operand, is_handed: false };
-                let cost = self.converter(index, way, count);
+                let cost = self.converter(&value, way, count);
                 let read: Vec<Along> = self.layouts[reader].iter().map(|(operands, _)| operands[operand]).collect();
                 let table = table(&made, &read, cost);
                 let (maker, reader) = (self.variable[flow.maker], self.variable[reader]);
@@ -318,12 +330,12 @@ impl<'a, 'b> Problem<'a, 'b> {
             let handed = self.graph.variable(vec![0.0; layouts.len()]);
             self.domains.push(Vec::new());
             let members = self.prepared.folded.classes[flow.maker].members.len();
-            let shared = table(&made, &layouts, self.converter(index, Way::Handed, members));
+            let shared = table(&made, &layouts, self.converter(&value, Way::Handed, members));
             self.graph.add_pair(self.variable[flow.maker], handed, |a, b| shared[a * layouts.len() + b]);
             for (reader, operand, count) in &flow.readers {
                 let read: Vec<Along> = self.layouts[*reader].iter().map(|(operands, _)| operands[*operand]).collect();
                 let way = Way::Read { reader: *reader, operand: *operand, is_handed: true };
-                let own = table(&layouts, &read, self.converter(index, way, *count));
+                let own = table(&layouts, &read, self.converter(&value, way, *count));
                 self.graph.add_pair(handed, self.variable[*reader], |a, b| own[a * read.len() + b]);
             }
             self.handed.insert(index, (handed, layouts));
@@ -378,27 +390,34 @@ impl<'a, 'b> Problem<'a, 'b> {
     }
 
     /// Seconds of all conversions of a flow that go one way, along all axes.
-    fn converter(&self, index: usize, way: Way, count: usize) -> impl Fn(Along, Along) -> f64 + use<'a, 'b> {
-        let flow = &self.prepared.flows[index];
-        let ty = self.value_type(flow);
+    fn converter(&self, value: &Flowing<'_>, way: Way, count: usize) -> impl Fn(Along, Along) -> f64 {
+        let flow = value.flow;
         let reader = match way {
             Way::Handed => flow.readers[0].0,
             Way::Read { reader, .. } => reader,
         };
         let times = self.flow_runs(flow, reader) * count as f64;
         let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
-        let (others, is_gradient) = (self.others(index, way), self.is_gradient(flow, way));
-        let whole = ty.bytes().0 as f64 / self.objective.beside().parts;
-        let (free, loss) = (self.beside(flow), cluster.device.overlap_loss.value);
+        let (others, is_gradient) = (self.others(value.index, way), self.is_gradient(flow, way));
+        let whole = value.ty.bytes().0 as f64 / self.objective.beside().parts;
+        let loss = cluster.device.overlap_loss.value;
+        let is_kept = others.iter().all(|other| other.from == other.to);
         move |from, to| {
+            if is_kept && from == to {
+                return 0.0;
+            }
             let moves: Vec<Move> = others.iter().copied().chain([Move { axis, group, from, to }]).collect();
             let seconds = |(of, bytes): (&Move, f64)| {
                 if is_gradient && of.to == Along::Whole && is_copy_axis(mesh, of.axis) {
                     return 0.0;
                 }
-                let all = convert_seconds(of.from, of.to, Extent { bytes, shape: &ty.shape }, of.group, cluster);
-                let is_early = matches!(of.from, Along::Partial(_)) && all.is_finite();
-                if is_early { all - all.min(free / (1.0 - loss)) * (1.0 - loss) } else { all }
+                let extent = Extent { bytes, shape: &value.ty.shape };
+                let all = convert_seconds(of.from, of.to, extent, of.group, cluster);
+                if !matches!(of.from, Along::Partial(_)) || !all.is_finite() {
+                    return all;
+                }
+                let free = *value.beside.get_or_init(|| self.beside(flow));
+                all - all.min(free / (1.0 - loss)) * (1.0 - loss)
             };
             let bytes = bytes_of(&moves, whole);
             times * moves.iter().zip(bytes).map(seconds).sum::<f64>()
