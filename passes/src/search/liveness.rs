@@ -58,12 +58,6 @@ pub struct Peak {
     pub scratch: u64,
 }
 
-impl Peak {
-    fn total(&self) -> u64 {
-        self.activations + self.gradients + self.scratch
-    }
-}
-
 /// The lives of all values of a microbatch, whatever the mesh.
 #[derive(Debug, Default)]
 pub struct Lives {
@@ -237,11 +231,11 @@ impl<'a> Liveness<'a> {
     /// `kept` stays from the moment it is made.
     pub fn peak(&self, selected: &Selected<'_>, kept: f64) -> Peak {
         let Lives { lives, readers, gradients, runs, backward, positions, .. } = self.of;
-        // Per position, the change of activations, gradients and scratch memory.
-        let mut change = vec![[0i64; 3]; positions + 2];
-        let mut add = |kind: usize, bytes: u64, from: usize, to: usize| {
-            change[from][kind] += bytes as i64;
-            change[to + 1][kind] -= bytes as i64;
+        // Per position, the change of what is held, and the scratch memory beside it.
+        let (mut change, mut scratch) = (vec![0i64; positions + 2], vec![0u64; positions + 1]);
+        let mut add = |bytes: u64, from: usize, to: usize| {
+            change[from] += bytes as i64;
+            change[to + 1] -= bytes as i64;
         };
         let again = |block: Option<u64>, class: usize| {
             block.filter(|block| selected.is_again(*block, class)).map(|block| backward[block as usize])
@@ -258,34 +252,31 @@ impl<'a> Liveness<'a> {
             let last = if life.given == Some(last) { last - 1 } else { last };
             match again(life.block, life.class).filter(|start| *start <= last && *start > life.last_forward) {
                 Some(start) => {
-                    add(0, bytes, life.made, life.last_forward);
-                    add(0, bytes, start, last);
+                    add(bytes, life.made, life.last_forward);
+                    add(bytes, start, last);
                 }
-                None => add(0, bytes, life.made, last),
+                None => add(bytes, life.made, last),
             }
         }
-        for (made, class) in gradients {
-            let bytes: u64 = self.sizes[*class].iter().sum();
-            add(1, (bytes as f64 * kept) as u64, *made, *positions);
-        }
-        let mut largest = vec![0; positions + 1];
+        let kept = |class: usize| (self.sizes[class].iter().sum::<u64>() as f64 * kept) as u64;
+        gradients.iter().for_each(|(made, class)| add(kept(*class), *made, *positions));
         for Run { class, position, block } in runs.iter().filter(|run| self.scratch[run.class] > 0) {
             for at in [Some(*position), again(*block, *class).filter(|start| start < positions)].into_iter().flatten() {
                 // Nodes that are computed again run one after the other.
-                largest[at] = self.scratch[*class].max(largest[at]);
+                scratch[at] = self.scratch[*class].max(scratch[at]);
             }
         }
-        largest.into_iter().enumerate().filter(|(_, bytes)| *bytes > 0).for_each(|(at, bytes)| add(2, bytes, at, at));
-        let (mut now, mut most) = ([0i64; 3], Peak::default());
-        for change in change {
-            now.iter_mut().zip(change).for_each(|(now, change)| *now += change);
-            let [activations, gradients, scratch] = now.map(|bytes| bytes.max(0) as u64);
-            let here = Peak { activations, gradients, scratch };
-            if here.total() > most.total() {
-                most = here;
+        let (mut held, mut most) = (0i64, (0, 0, 0));
+        for (at, (change, scratch)) in change.iter().zip(&scratch).enumerate() {
+            held += change;
+            let total = held.max(0) as u64 + scratch;
+            if total > most.0 {
+                most = (total, at, *scratch);
             }
         }
-        most
+        let (total, at, scratch) = most;
+        let gradients = gradients.iter().filter(|(made, _)| *made <= at).map(|(_, class)| kept(*class)).sum();
+        Peak { activations: (total - scratch).saturating_sub(gradients), gradients, scratch }
     }
 
     /// The bytes of the largest gradient.
