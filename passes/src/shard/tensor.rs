@@ -406,7 +406,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             if is_kept && from == to {
                 return 0.0;
             }
-            let moves: Vec<Move> = others.iter().copied().chain([Move { axis, group, from, to }]).collect();
+            let own = Move { axis, group, from, to };
             let seconds = |(of, bytes): (&Move, f64)| {
                 if is_gradient && of.to == Along::Whole && is_copy_axis(mesh, of.axis) {
                     return 0.0;
@@ -419,8 +419,11 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let free = *value.beside.get_or_init(|| self.beside(flow));
                 all - all.min(free / (1.0 - loss)) * (1.0 - loss)
             };
-            let bytes = bytes_of(&moves, whole);
-            times * moves.iter().zip(bytes).map(seconds).sum::<f64>()
+            if others.is_empty() {
+                return times * seconds((&own, whole));
+            }
+            let moves: Vec<Move> = others.iter().copied().chain([own]).collect();
+            times * moves.iter().zip(bytes_of(&moves, whole)).map(seconds).sum::<f64>()
         }
     }
 
