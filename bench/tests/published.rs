@@ -41,7 +41,7 @@ fn errors_stay_below_their_bounds() {
     let single = summaries.splits["vtrain_single"];
     assert!(single.tau.unwrap() > 0.75, "{:?}", single.tau);
     assert!(single.mape < single.baseline_mape / 2.0, "a constant does as well");
-    for (split, bound) in [("korthikanti", 0.05), ("titan", 0.09)] {
+    for (split, bound) in [("korthikanti", 0.05), ("titan", 0.04)] {
         let Summary { memory_n, memory_mape, .. } = summaries.splits[split];
         assert!(memory_n >= 3 && memory_mape < bound, "{split}: {memory_mape} of {memory_n}");
     }

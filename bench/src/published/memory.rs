@@ -13,6 +13,12 @@ use super::system::System;
 use shardc_passes::cost::library::Attention;
 use shardc_passes::cost::pipeline;
 
+/// Bytes per key of the whole sequence, and per value beside it, where each rank gathers both in 16 bits.
+const KEYS_FORWARD: f64 = 4.0;
+/// The same of their gradients, which go round in f32, a part per step (`_templated_ring_attention_backward` of PyTorch):
+/// what a step sends and receives is not free before the transfer is over, which the host does not wait for.
+const KEYS_BACKWARD: f64 = 16.0;
+
 /// Bytes of one rank at the peak.
 pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
     let decoder = &evaluator.decoder;
@@ -47,22 +53,37 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         // Two layers' weights, and a gradient before it is scattered.
         (_, 1) => 3.0 * 2.0 * dense.max(table),
         // A stage's weights in 16 bits and its gradients in 32, through the step.
-        _ => 6.0 * (layers * dense + table),
+        // With a layer's gradient in 16 bits before it is added to them.
+        _ => 6.0 * (layers * dense + table) + 2.0 * dense,
     };
     // Buffers that pipelines in PyTorch keep for every microbatch: what arrives from either side, and the output.
     let arriving = match degrees.stages {
         2.. if system.buffers_microbatches => 3.0 * degrees.microbatches() as f64 * stream(evaluator, degrees),
         _ => 0.0,
     };
+    // Elements of the keys of the whole sequence, of as many heads as there are queries.
     let keys = match degrees.context {
-        2.. if system.gathers_keys => 4.0 * (degrees.microbatch * decoder.seq * decoder.hidden / degrees.tensor) as f64,
+        2.. if system.gathers_keys => (degrees.microbatch * decoder.seq * decoder.hidden / degrees.tensor) as f64,
         _ => 0.0,
     };
+    let head = head + KEYS_FORWARD * keys;
+    let working = working + gradients(evaluator, degrees) + (KEYS_FORWARD + KEYS_BACKWARD) * keys;
     let is_inside = (2..=evaluator.cluster.per_node).contains(&degrees.tensor);
     let buffers = if is_inside { system.overlap_buffers[usize::from(evaluator.is_f8)] } else { 0.0 };
     let buffers = buffers * tokens * decoder.hidden as f64;
-    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving + keys + buffers;
+    let used = stored + in_flight * layers * kept + working.max(head) + gathered + arriving + buffers;
     used * (1.0 + system.slack)
+}
+
+/// Bytes of what lives for a moment in the backward pass of one layer: gradients on both sides of the activation, of the
+/// whole sequence where tensor ranks gather it, and the input that they gather again for the gradient of the weight.
+fn gradients(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
+    let decoder = &evaluator.decoder;
+    let [h, t] = [decoder.hidden, degrees.tensor].map(|size| size as f64);
+    let tokens = (degrees.microbatch * decoder.seq / degrees.context) as f64;
+    let inner = decoder.matrices() as f64 * Mean::of(decoder).ffn / t;
+    let gathered = if sequence_parts(evaluator, degrees) > 1.0 { h } else { 0.0 };
+    2.0 * tokens * (inner + h + gathered)
 }
 
 /// Bytes of the input of a layer.
