@@ -145,6 +145,9 @@ const PUBLISHED: [Published; 7] = [
     },
 ];
 
+/// Words for models whose layers differ, or have other parts than a decoder's.
+const OTHERS: [&str; 9] = ["t5", "encoder", "unet", "diffusion", "resnet", "wresnet", "wrn", "convnet", "vit"];
+
 impl Decoder {
     /// The sizes of a run's model.
     ///
@@ -158,6 +161,9 @@ impl Decoder {
             let value = value.filter(|value| *value > 0).or(published.map(|known| known.sizes[index]));
             value.ok_or_else(|| format!("the model's {name} is not known"))
         };
+        if let Some(word) = kind.split(|letter: char| !letter.is_alphanumeric()).find(|word| OTHERS.contains(word)) {
+            return Err(format!("a `{word}` is not a stack of equal decoder layers"));
+        }
         if kind.contains("mamba") && published.is_none() {
             return Err("the parts of its layers are not known".to_string());
         }
@@ -306,6 +312,16 @@ mod tests {
         assert_eq!(of("a model with SwiGLU", 2048, 8192), Ok([true, true]));
         assert_eq!(of("squared-relu untied", 3072, 9216), Ok([false, true]));
         assert_eq!(of("llama3.2-1b", 2048, 8192), Ok([true, false]));
+    }
+
+    #[test]
+    fn other_models_are_refused_by_name() {
+        for kind in ["T5-11b encoder-decoder", "wresnet 1B", "ViT-22b", "U-Net diffusion"] {
+            let mut row = Row::default();
+            row.model.kind = kind.to_string();
+            let reason = Decoder::of(&row).unwrap_err();
+            assert!(reason.contains("is not a stack of equal decoder layers"), "{reason}");
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Predictions of runs that others published, by the planner's cost model, and how far they are off.
 
 pub mod block;
+mod contradiction;
 pub mod decoder;
 pub mod memory;
 mod parts;

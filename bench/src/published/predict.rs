@@ -1,6 +1,7 @@
 //! Predicts a published run: its degrees pinned, what it does not say chosen as the planner would.
 
 use super::block::{Again, Block, Shape, group};
+use super::contradiction::contradiction;
 use super::decoder::Decoder;
 use super::memory;
 use super::rows::Row;
@@ -35,6 +36,8 @@ pub struct Degrees {
     pub microbatch: u64,
     /// Chunks of a stage.
     pub chunks: u64,
+    /// The schedule of the stages, where the source names one; else 1F1B, interleaved if a stage has chunks.
+    pub named: Option<Schedule>,
     /// Sequences of a step.
     pub global_batch: u64,
 }
@@ -67,7 +70,8 @@ impl Degrees {
 
     /// The schedule of the stages.
     pub fn schedule(&self) -> Schedule {
-        if self.chunks > 1 { Schedule::Interleaved(self.chunks) } else { Schedule::OneForwardOneBackward }
+        let usual = if self.chunks > 1 { Schedule::Interleaved(self.chunks) } else { Schedule::OneForwardOneBackward };
+        self.named.unwrap_or(usual)
     }
 
     /// The ranks that hold the same dense parameters, and the same experts.
@@ -157,6 +161,12 @@ pub fn predict(row: &Row) -> Result<Predicted, String> {
         return Err(fault.clone());
     }
     let decoder = Decoder::of(row)?;
+    if let Some(contradiction) = contradiction(row, &decoder) {
+        return Err(contradiction);
+    }
+    if row.measured.step_s.is_some() && row.parallel.global_batch.is_none() {
+        return Err("the length of a step was measured, but not of how many sequences".to_string());
+    }
     let cluster = system::cluster(row)?;
     let system = system::system(row);
     let is_f8 = words::is_f8(&row.precision)?;
@@ -276,7 +286,8 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         options(None, Vec::new(), Choice::Batch);
     }
     let mut chunks = vec![1];
-    if stages.iter().any(|stages| *stages > 1) {
+    let named = words::schedule(&row.notes);
+    if named.is_none() && stages.iter().any(|stages| *stages > 1) {
         let most = if system.interleaves { 32 } else { 1 };
         chunks = options(parallel.virtual_stages, (1..=most).collect(), Choice::Chunks);
     }
@@ -337,6 +348,7 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
                 again,
                 microbatch,
                 chunks: if stages > 1 { chunks } else { 1 },
+                named,
                 global_batch,
             });
         }

@@ -162,6 +162,18 @@ impl Row {
         self.measured.step_s.or_else(derived).filter(|seconds| seconds.is_finite() && *seconds > 0.0)
     }
 
+    /// The sequences of a step: as published, else as many as a step's time and the rate of tokens say together.
+    fn batch(&self) -> Option<u64> {
+        let derived = || {
+            let tokens = self.measured.step_s? * self.measured.tokens_per_s_per_gpu? * self.hardware.count? as f64;
+            let batch = tokens / self.model.seq.filter(|seq| *seq > 0)? as f64;
+            // Both are rounded where they are printed.
+            let is_whole = (batch / batch.round() - 1.0).abs() < 0.01;
+            (is_whole && (1.0..MOST as f64).contains(&batch)).then_some(batch.round() as u64)
+        };
+        self.parallel.global_batch.filter(|batch| *batch > 0).or_else(derived)
+    }
+
     /// A line that names the run.
     pub fn label(&self) -> String {
         let number = |value: Option<u64>| value.map_or("?".to_string(), |value| value.to_string());
@@ -209,6 +221,7 @@ pub fn read(path: &Path) -> Result<Vec<Row>, RowsError> {
 /// Reads the text of a file of runs. Figures that are not numbers (`NaN`, `Infinity`, which other
 /// languages write) are unknown, like `null`.
 pub fn parse(text: &str) -> Result<Vec<Row>, String> {
+    let text = text.trim_start_matches('\u{feff}');
     if text.trim().is_empty() {
         return Err("it is empty; write [{...}, {...}]".to_string());
     }
@@ -231,7 +244,7 @@ fn row(index: usize, value: serde_json::Value) -> Row {
         return faulty(format!("row {index} is not an object"));
     }
     let mut known = value.clone();
-    // A text that is `null` is as unknown as one that is absent.
+    // What is `null` or an empty text is as unknown as what is absent.
     strip_nulls(&mut known);
     for part in ["model", "hardware", "parallel"] {
         if let Some(part) = known.get_mut(part) {
@@ -241,7 +254,11 @@ fn row(index: usize, value: serde_json::Value) -> Row {
     match serde_json::from_value::<Row>(known) {
         Err(error) => faulty(format!("row {index}: {error}")),
         Ok(row) if row.split.is_empty() => Row { fault: Some(format!("row {index} has no `split`")), ..row },
-        Ok(row) => Row { fault: row.implausible().map(|what| format!("row {index}: {what}")), ..row },
+        Ok(mut row) => {
+            row.fault = row.implausible().map(|what| format!("row {index}: {what}"));
+            row.parallel.global_batch = row.batch();
+            row
+        }
     }
 }
 
@@ -262,7 +279,7 @@ fn plain_numbers(value: &mut serde_json::Value) {
 
 fn strip_nulls(value: &mut serde_json::Value) {
     if let serde_json::Value::Object(fields) = value {
-        fields.retain(|_, value| !value.is_null());
+        fields.retain(|_, value| !value.is_null() && value.as_str().is_none_or(|text| !text.trim().is_empty()));
         fields.values_mut().for_each(strip_nulls);
     }
 }
@@ -305,9 +322,21 @@ mod tests {
     #[track_caller]
     fn check(text: &str, expect: &str) {
         let faults = |rows: &[Row]| rows.iter().filter_map(|row| row.fault.clone()).collect::<Vec<_>>().join("; ");
-        let of = |rows: Vec<Row>| format!("{} rows {}", rows.len(), faults(&rows));
+        let of = |rows: Vec<Row>| format!("{} rows {};", rows.len(), faults(&rows));
         let text = parse(text).map_or_else(|message| message, of);
         assert!(text.contains(expect), "{text}");
+    }
+
+    #[test]
+    fn a_batch_follows_from_the_time_and_the_rate() {
+        let batch = |measured: &str| {
+            let text = r#"[{"split": "a", "model": {"seq": 1024}, "hardware": {"count": 8}, "measured": MEASURED}]"#;
+            parse(&text.replace("MEASURED", measured)).unwrap()[0].parallel.global_batch
+        };
+        assert_eq!(batch(r#"{"step_s": 2.0, "tokens_per_s_per_gpu": 4095.6}"#), Some(64));
+        assert_eq!(batch(r#"{"step_s": 2.0, "tokens_per_s_per_gpu": 96}"#), None);
+        assert_eq!(batch(r#"{"step_s": 2.0}"#), None);
+        assert_eq!(batch(r#"{"step_s": 2.0, "tokens_per_s_per_gpu": 0}"#), None);
     }
 
     #[test]
@@ -325,6 +354,7 @@ mod tests {
         check(r#"[{"split": "a", "notes": null, "model": {"kind": null}, "hardware": null}]"#, "1 rows ");
         check("[{", "EOF");
         check(" \n", "it is empty");
+        check("\u{feff}[{\"split\": \"a\", \"parallel\": {\"recompute\": \"\", \"dp\": \" \"}}]", "1 rows ;");
         assert!(read(Path::new("no/such/file")).unwrap_err().to_string().contains("cannot read `no/such/file`"));
     }
 }

@@ -215,7 +215,11 @@ pub fn system(row: &Row) -> System {
 /// Says what is missing: the device has no profile, or there is no count.
 pub fn cluster(row: &Row) -> Result<Cluster, String> {
     let words = row.hardware.gpu.to_lowercase().replace(['_', ' '], "-");
-    let device_words = words.split('(').next().unwrap_or_default().trim_start_matches("nvidia-");
+    let mut device_words = words.split('(').next().unwrap_or_default();
+    // The maker's name and those of its servers say nothing about the device.
+    for brand in ["nvidia-", "tesla-", "dgx-", "hgx-"] {
+        device_words = device_words.trim_start_matches(brand);
+    }
     let name = match device_words {
         word if word.contains('/') => None,
         word if word.starts_with("a100") && word.contains("40gb") => Some("a100-40"),
@@ -242,7 +246,7 @@ pub fn cluster(row: &Row) -> Result<Cluster, String> {
     if words.contains("16gb") {
         device.memory_bytes = Figure { value: 16e9, source: row.source.clone() };
     }
-    if words.contains("v100-32gb") {
+    if words.contains("v100") && words.contains("32gb") {
         device.memory_bytes = Figure { value: 32e9, source: row.source.clone() };
     }
     let links = format!("{} {}", row.hardware.interconnect.as_deref().unwrap_or_default(), row.notes);
