@@ -5,10 +5,11 @@
 //!
 //! * the gathers of weights of one block become one instruction, issued when the block before begins
 //!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
-//!   2023, section 3.3.2);
+//!   2023, section 3.3.2); a collective that kernels wait for at once, there, goes first;
 //! * reductions for the optimizer wait for others until there are enough bytes for one collective
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
-//!   bucket is added when some more have closed, so that kernels go on while buckets are reduced;
+//!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
+//!   reduced;
 //! * what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
@@ -18,7 +19,7 @@ mod sink;
 
 use crate::lower::{Draft, Hint, Item, StorageId};
 use shardc_ir::program::Action;
-use shardc_ir::{BufferId, ReduceKind};
+use shardc_ir::{BufferId, Op, ReduceKind};
 use sink::sink;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
@@ -75,10 +76,12 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     if order.is_empty() {
         return items;
     }
-    // Where each block's gathers go: to the first gather of the block before.
+    // Where each block's gathers go: to a gather of the block before.
+    let issue = behind_others(&items, &first);
     let mut target: BTreeMap<u32, usize> = BTreeMap::new();
-    for (index, (_, block)) in order.iter().enumerate() {
-        target.insert(*block, order[index.saturating_sub(1)].0);
+    for (index, (own, block)) in order.iter().enumerate() {
+        let before = index.checked_sub(1).map_or(*own, |before| issue[&order[before].1]);
+        target.insert(*block, before.min(*own));
     }
     let writers = writers(draft, &items);
     // (position, 0 = what the gather reads, 1 = the gathers, 2 = the rest, where it stood)
@@ -93,6 +96,26 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let mut moved: Vec<(usize, Item)> = items.into_iter().enumerate().collect();
     moved.sort_by_key(|(at, _)| keys[*at]);
     merge_gathers(moved)
+}
+
+/// Per block, its first gather behind a collective that kernels of the block wait for; its very first, if there is
+/// none: a long gather would hold such a collective up, which has nothing to run beside.
+fn behind_others(items: &[Item], first: &BTreeMap<u32, usize>) -> BTreeMap<u32, usize> {
+    let mut issue = first.clone();
+    let mut latest = None;
+    for (at, item) in items.iter().enumerate() {
+        match item.hint {
+            Hint::Prefetch(block) => {
+                let is_behind = |from: usize| latest.is_some_and(|latest| latest > from);
+                if issue[&block] == first[&block] && is_behind(first[&block]) {
+                    issue.insert(block, at);
+                }
+            }
+            Hint::None if kind(&item.instruction.action).is_some() => latest = Some(at),
+            _ => {}
+        }
+    }
+    issue
 }
 
 /// Per storage, where it is written, in order.
@@ -159,48 +182,68 @@ fn merge_gathers(items: Vec<(usize, Item)>) -> Vec<Item> {
     merged
 }
 
-/// A bucket that waits for more.
-struct Open {
-    collective: Item,
-    /// Accumulations of its results, which follow it.
-    deferred: Vec<Item>,
-    bytes: u64,
-    /// How many instructions lie before it.
-    at: usize,
+/// The bytes that some instructions read and write.
+#[derive(Clone, Default)]
+struct Touched {
     reads: BTreeSet<StorageId>,
     writes: BTreeSet<StorageId>,
 }
 
-impl Open {
-    /// Whether something that reads and writes these bytes may not pass this bucket.
-    fn is_met_by(&self, reads: &BTreeSet<StorageId>, writes: &BTreeSet<StorageId>) -> bool {
-        reads.iter().chain(writes).any(|storage| self.writes.contains(storage))
-            || writes.iter().any(|storage| self.reads.contains(storage))
+impl Touched {
+    fn of(draft: &Draft, item: &Item) -> Self {
+        let storages = |buffers: &[BufferId]| buffers.iter().map(|id| draft.storage[*id]).collect();
+        Self { reads: storages(&item.instruction.operands), writes: storages(&item.instruction.results) }
     }
 
-    /// Whether what writes these bytes may wait until the bucket has closed.
-    fn may_defer(&self, writes: &BTreeSet<StorageId>) -> bool {
-        writes.iter().all(|storage| !self.reads.contains(storage))
+    /// Whether neither may pass the other.
+    fn meets(&self, other: &Self) -> bool {
+        let hits = |a: &BTreeSet<StorageId>, b: &BTreeSet<StorageId>| b.iter().any(|storage| a.contains(storage));
+        hits(&self.writes, &other.reads) || hits(&self.writes, &other.writes) || hits(&self.reads, &other.writes)
     }
 
-    /// Lets an accumulation of a result wait.
-    fn defer(&mut self, item: Item, reads: BTreeSet<StorageId>, writes: BTreeSet<StorageId>) {
-        self.reads.extend(reads);
-        self.writes.extend(writes);
+    fn extend(&mut self, other: &Self) {
+        self.reads.extend(&other.reads);
+        self.writes.extend(&other.writes);
+    }
+}
+
+/// A bucket that waits for more, or has closed.
+struct Bucket {
+    collective: Item,
+    bytes: u64,
+    /// How many instructions lie before it.
+    at: usize,
+    /// What it and what follows it touch.
+    touched: Touched,
+    /// Accumulations and slices of its results, which follow it, and what they touch.
+    deferred: Vec<Item>,
+    deferred_touch: Touched,
+}
+
+impl Bucket {
+    /// Whether what touches these bytes may wait until the bucket has closed.
+    fn may_defer(&self, item: &Touched) -> bool {
+        item.writes.iter().all(|storage| !self.touched.reads.contains(storage))
+    }
+
+    /// Lets an accumulation or a slice of a result wait.
+    fn defer(&mut self, item: Item, touched: &Touched) {
+        self.touched.extend(touched);
+        self.deferred_touch.extend(touched);
         self.deferred.push(item);
     }
 }
 
 /// Merges reductions that may wait.
 fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
-    let mut open: BTreeMap<Kind, Open> = BTreeMap::new();
+    let mut open: BTreeMap<Kind, Bucket> = BTreeMap::new();
     let mut out: Vec<Item> = Vec::with_capacity(items.len());
     let mut placed: Vec<(usize, Item)> = Vec::new();
     let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
-    let storages = |buffers: &[BufferId]| buffers.iter().map(|id| draft.storage[*id]).collect::<BTreeSet<_>>();
     // Buckets that closed: what adds their results up waits until some more have.
-    let mut late: VecDeque<Open> = VecDeque::new();
-    let mut close = |bucket: Open, late: &mut VecDeque<Open>, out: &mut Vec<Item>| {
+    let mut late: VecDeque<Bucket> = VecDeque::new();
+    let mut close = |bucket: Bucket, late: &mut VecDeque<Bucket>, out: &mut Vec<Item>| {
+        late.retain(|bucket| !bucket.deferred.is_empty());
         if late.len() == LATE {
             out.extend(late.pop_front().into_iter().flat_map(|bucket| bucket.deferred));
         }
@@ -208,22 +251,20 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
         late.push_back(bucket);
     };
     for item in items {
-        let (reads, writes) = (storages(&item.instruction.operands), storages(&item.instruction.results));
-        let adds = item.instruction.action == Action::Accumulate;
-        if let Some(met) = late.iter().rposition(|bucket| bucket.is_met_by(&reads, &writes)) {
-            if adds && late[met].may_defer(&writes) {
-                late[met].defer(item, reads, writes);
-                continue;
-            }
-            out.extend(late.drain(..=met).flat_map(|bucket| bucket.deferred));
+        let touched = Touched::of(draft, &item);
+        let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_)));
+        let met = open.iter().filter(|(_, bucket)| bucket.touched.meets(&touched)).map(|(kind, _)| *kind);
+        let met: Vec<Kind> = met.collect();
+        let closed = late.iter_mut().rfind(|bucket| bucket.touched.meets(&touched));
+        if let Some(bucket) = closed.filter(|bucket| waits && met.is_empty() && bucket.may_defer(&touched)) {
+            bucket.defer(item, &touched);
+            continue;
         }
-        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket);
-        let met: Vec<Kind> =
-            open.iter().filter(|(_, bucket)| bucket.is_met_by(&reads, &writes)).map(|(kind, _)| *kind).collect();
+        out.extend(released(&mut late, &touched));
         if let [only] = met.as_slice()
-            && let Some(bucket) = open.get_mut(only).filter(|bucket| adds && bucket.may_defer(&writes))
+            && let Some(bucket) = open.get_mut(only).filter(|bucket| waits && bucket.may_defer(&touched))
         {
-            bucket.defer(item, reads, writes);
+            bucket.defer(item, &touched);
             continue;
         }
         for kind in met {
@@ -231,7 +272,8 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
                 close(bucket, &mut late, &mut out);
             }
         }
-        let Some(kind) = own else {
+        out.extend(released(&mut late, &touched));
+        let Some(kind) = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket) else {
             out.push(item);
             continue;
         };
@@ -241,12 +283,12 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
                 merge(&mut bucket.collective, item);
                 bucket.bytes += size;
                 bucket.at = out.len();
-                bucket.reads.extend(reads);
-                bucket.writes.extend(writes);
+                bucket.touched.extend(&touched);
             }
             None => {
-                let (deferred, at) = (Vec::new(), out.len());
-                open.insert(kind, Open { collective: item, deferred, bytes: size, at, reads, writes });
+                let (deferred, deferred_touch, at) = (Vec::new(), Touched::default(), out.len());
+                let bucket = Bucket { collective: item, bytes: size, at, touched, deferred, deferred_touch };
+                open.insert(kind, bucket);
             }
         }
         if open.get(&kind).is_some_and(|bucket| bucket.bytes >= BUCKET_BYTES)
@@ -258,6 +300,25 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut late, &mut out));
     out.extend(late.into_iter().flat_map(|bucket| bucket.deferred));
     insert_at(out, placed)
+}
+
+/// What follows closed buckets and something else may not pass, nor what that may not pass. A reduction of what a
+/// bucket made, over other ranks, hurries none of it.
+fn released(late: &mut VecDeque<Bucket>, item: &Touched) -> Vec<Item> {
+    if !late.iter().any(|bucket| bucket.deferred_touch.meets(item)) {
+        return Vec::new();
+    }
+    let (mut touched, mut kept, mut out) = (item.clone(), VecDeque::new(), VecDeque::new());
+    while let Some(bucket) = late.pop_back() {
+        if bucket.deferred_touch.meets(&touched) {
+            touched.extend(&bucket.deferred_touch);
+            out.push_front(bucket.deferred);
+        } else {
+            kept.push_front(bucket);
+        }
+    }
+    *late = kept;
+    out.into_iter().flatten().collect()
 }
 
 /// Inserts each item before the instruction of its position; those of one position in their order.

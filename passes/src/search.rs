@@ -10,6 +10,7 @@ pub mod away;
 pub mod beside;
 mod bound;
 pub mod build;
+mod clocks;
 pub mod degrees;
 pub mod estimate;
 #[cfg(test)]

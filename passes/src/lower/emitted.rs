@@ -1,9 +1,9 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
-use super::{Draft, draft_rank, fuse::fuse, merge_casts, siblings::join_siblings};
+use super::{Draft, draft_rank, fuse::fuse, merge_casts, merge_repeated, siblings::join_siblings};
 use crate::cost::node::epilogue_bytes;
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
+use shardc_ir::{BufferId, EntityRef, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
 use std::collections::HashMap;
 
 /// The instructions of one node: what is merged into another node's instruction is emitted there.
@@ -17,6 +17,8 @@ pub struct Emitted {
     pub after: f64,
     /// Of a product, how many are one instruction with it, itself included.
     pub beside: usize,
+    /// How many nodes before it the instruction stands for that makes its results.
+    pub ahead: usize,
 }
 
 /// What a graph on one device is lowered to for a target, node by node; nothing for a graph that is not legal. A region
@@ -28,8 +30,10 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     let Ok(mut draft) = draft_rank(&plan, 0) else { return emitted };
     fuse(&mut draft, target);
     let sources = sources(&draft);
+    ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);
     join_siblings(&mut draft, target);
     merge_casts(&mut draft);
+    merge_repeated(&mut draft);
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
@@ -55,9 +59,22 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         }
     }
     for (node, beside) in joined {
-        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside };
+        let ahead = emitted[node].ahead;
+        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside, ahead };
     }
     emitted
+}
+
+/// The nodes whose results an instruction of an earlier node makes, and how many nodes lie between the two.
+fn ahead(draft: &Draft, graph: &Graph) -> Vec<(NodeId, usize)> {
+    let instructions = draft.sections.iter().flatten().map(|item| &item.instruction);
+    let of = |instruction: &Instruction| {
+        let source = instruction.source?.index();
+        let made = instruction.results.iter().filter_map(|result| draft.buffers[*result].value);
+        let made = made.map(|value| graph.value(value).def).max()?;
+        Some((made, made.index().checked_sub(source).filter(|nodes| *nodes > 0)?))
+    };
+    instructions.filter_map(of).collect()
 }
 
 /// The node of each instruction, by its first result.

@@ -1,25 +1,24 @@
-//! What data-parallel communication runs beside computation, and what of it shows.
+//! What communication runs beside computation in the loop over microbatches, and what of it shows.
 //!
-//! The loop over microbatches is cut into *stretches*: consecutive nodes of one block and direction.
-//! Two clocks, the kernels' and the wire's, go through the stretches as the schedule does
-//! ([`crate::schedule`]): the weights of a stretch are gathered while the one before runs, gradients are
-//! reduced in buckets while backward goes on, and what is still on the wire at the end is waited for.
-//! So a large gradient that comes last (an embedding's) shows. Kernels also wait for the wire where they
-//! need its memory again, and where collectives of the tensor axes queue behind what is on it.
+//! The loop is cut into *stretches*: consecutive nodes of one block and direction. Two clocks, the kernels' and the
+//! wire's ([`Clocks`]), go through the stretches as the schedule does ([`crate::schedule`]): the weights of a stretch
+//! are gathered while the one before runs, values whose layout changes are on their way between the kernel that makes
+//! them and the first that reads them, gradients are reduced in buckets while backward goes on, and what is still on
+//! the wire at the end is waited for. So a large gradient that comes last (an embedding's) shows. Kernels also wait
+//! for the wire where they need its memory again.
 //!
-//! What is not seen: squares of gradients that run beside the last reductions (without ZeRO the
-//! simulation is up to 4% shorter), collectives of the tensor axes that run beside gradients of weights
-//! (with tensor parallelism alone it is up to 4% shorter), and how ZeRO-3's gathers, reductions and
-//! recomputation push each other on a wire that tensor parallelism uses too (up to 6% longer). Nor is what
-//! chunks that overlap hide: such plans are compared by their programs alone ([`overlap`](super::overlap)).
+//! What is not seen: squares of gradients that run beside the last reductions (without ZeRO the simulation is up to
+//! 4% shorter). Nor is what chunks that overlap hide: such plans are compared by their programs alone
+//! ([`overlap`](super::overlap)).
 
+use super::clocks::Clocks;
+use super::estimate::Split;
 use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Copies, kind};
-use crate::allocate::WINDOW;
 use crate::cluster::Cluster;
 use crate::lower::block_of;
-use crate::shard::tensor::{Conversion, Placed, Prepared};
+use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role};
 use std::collections::VecDeque;
@@ -30,27 +29,39 @@ pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
 /// Weights that take less than this share of the time of the next ones are gathered with those before.
 const SMALL: f64 = 0.1;
 
+/// A value whose layout along the tensor axes changes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Meeting {
+    /// When it begins: after so many seconds of the stretch's kernels.
+    pub at: f64,
+    /// Seconds of kernels from there to its first reader.
+    pub slack: f64,
+    /// Seconds of its collectives.
+    pub seconds: f64,
+}
+
 /// Consecutive nodes of one block and direction.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Stretch {
     is_backward: bool,
     /// Its block, in the order of the forward pass.
     block: Option<u64>,
     /// Kernels.
     seconds: f64,
-    /// Collectives of the tensor axes: their seconds, and how many there are.
-    tensor: f64,
-    meetings: f64,
+    /// Collectives of the tensor axes, in the order in which they begin.
+    meetings: Vec<Meeting>,
     /// Bytes of the weights that it reads, as they are after a gather, and of those that the other
     /// direction has not read before, by [`kind`].
     gathered: [f64; 2],
     gathered_first: [f64; 2],
+    /// When those of the next stretch are gathered, and whether that is behind a meeting.
+    fetch: (f64, bool),
 }
 
 /// Gradients that are reduced together.
 #[derive(Clone, Copy, Debug)]
 struct Bucket {
-    /// The stretch that makes the last of them, and when, as a share of it.
+    /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
     bytes: f64,
@@ -63,6 +74,8 @@ struct Bucket {
 pub struct Loop {
     stretches: Vec<Stretch>,
     buckets: Vec<Bucket>,
+    /// Seconds in which a microbatch's inputs arrive from the host.
+    feed: f64,
 }
 
 /// The seconds of a loop's collectives, for one way to hold copies.
@@ -74,11 +87,13 @@ pub struct Times {
     gather: [Vec<f64>; 2],
 }
 
-/// Which data-parallel communication there is in a step.
+/// Which communication there is in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic<'a> {
     /// The ZeRO stage, which says how gradients are reduced.
     pub zero: u64,
+    /// Whether there are several copies of parameters, whose gradients are reduced.
+    pub reduces: bool,
     /// Whether weights are gathered.
     pub gathers: bool,
     /// Whether gathered weights are dropped after each use.
@@ -100,32 +115,30 @@ pub struct Shown {
     pub shown: f64,
 }
 
-/// What is on its way between the data ranks.
-#[derive(Default)]
-struct Wire {
-    /// When it is free.
-    free: f64,
-    /// When each bucket ended that kernels have not waited for yet.
-    ends: Vec<f64>,
-    carried: f64,
+/// The meetings that begin at a node of each class.
+struct Meetings {
+    /// Where a value is read.
+    before: Vec<Vec<Meeting>>,
+    /// Where it is made.
+    behind: Vec<Vec<Meeting>>,
 }
 
-impl Wire {
-    /// Carries something that is ready at a moment; gives when it has arrived.
-    fn carry(&mut self, ready: f64, seconds: f64) -> f64 {
-        if seconds > 0.0 {
-            self.free = self.free.max(ready) + seconds;
-            self.carried += seconds;
+impl Meetings {
+    fn new(prepared: &Prepared<'_>, conversions: &[Conversion], seconds: &[f64]) -> Self {
+        let mut own = Self { before: vec![Vec::new(); seconds.len()], behind: vec![Vec::new(); seconds.len()] };
+        let meets = |of: &&Conversion| of.seconds > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
+        for conversion in conversions.iter().filter(meets) {
+            let is_own = |flow: &&Flow| flow.maker == conversion.maker && flow.result == conversion.result;
+            let flow = prepared.flows.iter().find(is_own).filter(|_| conversion.is_early);
+            let slack: f64 = flow.iter().flat_map(|flow| &flow.between).map(|class| seconds[*class]).sum();
+            let (class, list) = match conversion.is_early {
+                true => (conversion.maker, &mut own.behind),
+                false => (conversion.reader, &mut own.before),
+            };
+            let each = conversion.count as f64 / prepared.folded.classes[class].members.len() as f64;
+            list[class].push(Meeting { at: 0.0, slack, seconds: conversion.seconds * each });
         }
-        self.free
-    }
-
-    /// Reduces a bucket that is ready at a moment; gives when kernels may go on: the allocator keeps the
-    /// memory of the latest buckets alone from being used again.
-    fn reduce(&mut self, ready: f64, seconds: f64) -> f64 {
-        let end = self.carry(ready, seconds);
-        self.ends.push(end);
-        self.ends.len().checked_sub(1 + WINDOW).map_or(0.0, |index| self.ends[index])
+        own
     }
 }
 
@@ -141,24 +154,21 @@ impl Loop {
     ) -> Self {
         let graph = prepared.graph;
         let order = block_order(graph);
-        let mut tensor = vec![(0.0, 0.0); prepared.rules.len()];
-        for conversion in conversions {
-            let readers = prepared.folded.classes[conversion.reader].members.len();
-            let each = conversion.count as f64 / readers as f64;
-            tensor[conversion.reader].0 += conversion.seconds * each;
-            tensor[conversion.reader].1 += each;
-        }
+        let meetings = Meetings::new(prepared, conversions, seconds);
         let bytes = |class: usize| {
             let local = placed.local(prepared, class, &placed.strategies[class]);
             local.results.first().map_or(0.0, |bytes| *bytes as f64)
         };
         let mut own = Self::default();
         // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
-        let mut place = vec![(0, 0.0); graph.node_count()];
+        let mut place: Vec<(usize, f64)> = Vec::with_capacity(graph.node_count());
         let mut gathered = vec![[false; 2]; graph.value_count()];
         let mut current = None;
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
+            if matches!(node.op, Op::Input(_)) {
+                own.feed += bytes(class) / placed.cluster.device.host_bandwidth.value;
+            }
             if prepared.in_loop(class) && !node.op.is_leaf() {
                 let key = (block_of(&node.path), node.role != Role::Forward);
                 if current != Some(key) {
@@ -166,10 +176,18 @@ impl Loop {
                     let block = order.get(key.0).copied();
                     own.stretches.push(Stretch { is_backward: key.1, block, ..Stretch::default() });
                 }
-                let Some(stretch) = own.stretches.last_mut() else { continue };
+                let index = own.stretches.len() - 1;
+                let stretch = &mut own.stretches[index];
+                let before = stretch.seconds;
+                stretch.meetings.extend(meetings.before[class].iter().map(|of| Meeting { at: before, ..*of }));
                 stretch.seconds += seconds[class];
-                stretch.tensor += tensor[class].0;
-                stretch.meetings += tensor[class].1;
+                // What is merged into an earlier instruction is made there.
+                let made = match prepared.emitted[class].ahead {
+                    0 => stretch.seconds,
+                    ahead => place[id.index() - ahead].1.min(stretch.seconds),
+                };
+                let (is_met, is_first) = (!stretch.meetings.is_empty(), stretch.gathered == [0.0; 2]);
+                stretch.meetings.extend(meetings.behind[class].iter().map(|of| Meeting { at: made, ..*of }));
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
@@ -180,11 +198,14 @@ impl Loop {
                     stretch.gathered[kind] += size;
                     stretch.gathered_first[kind] += if seen[usize::from(!key.1)] { 0.0 } else { size };
                     seen[usize::from(key.1)] = true;
+                    if is_first || (is_met && !stretch.fetch.1) {
+                        stretch.fetch = (before, is_met);
+                    }
                 }
             }
-            place[id.index()] =
-                (own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds));
+            place.push((own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds)));
         }
+        own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
         own.fill_buckets(prepared, placed, &place);
         own
     }
@@ -233,9 +254,7 @@ impl Loop {
         for (index, (def, bytes, kind)) in made.iter().enumerate() {
             open[*kind] += bytes;
             if open[*kind] >= BUCKET || last[*kind] == Some(index) {
-                let (stretch, before) = place[*def];
-                let all = self.stretches.get(stretch).map_or(0.0, |stretch| stretch.seconds);
-                let at = if all > 0.0 { before / all } else { 1.0 };
+                let (stretch, at) = place[*def];
                 self.buckets.push(Bucket { stretch, at, bytes: open[*kind], kind: *kind });
                 open[*kind] = 0.0;
             }
@@ -260,11 +279,16 @@ impl Loop {
         }
     }
 
+    /// Seconds in which the inputs of a microbatch arrive from the host.
+    pub fn feed(&self) -> f64 {
+        self.feed
+    }
+
     /// What the communication of a step takes and shows.
     pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
         let many = traffic.microbatches > 1;
         let gathers_in_loop = traffic.gathers && (traffic.drops || !many);
-        let reduces_in_loop = traffic.reduces_in_loop || !many;
+        let reduces_in_loop = traffic.reduces && (traffic.reduces_in_loop || !many);
         let reduces = || self.buckets.iter().zip(times.reduce[usize::from(traffic.zero > 0)].iter().copied());
         let gathered = &times.gather[usize::from(traffic.drops)];
         // Outside of the loop nothing runs beside it.
@@ -272,68 +296,98 @@ impl Loop {
         if traffic.gathers && !gathers_in_loop {
             outside += gathered.iter().sum::<f64>();
         }
-        if !reduces_in_loop {
+        if traffic.reduces && !reduces_in_loop {
             outside += reduces().map(|(_, seconds)| seconds).sum::<f64>();
         }
-        let gathers = if gathers_in_loop { gathered.clone() } else { vec![0.0; gathered.len()] };
+        let gathers: &[f64] = if gathers_in_loop { gathered } else { &[] };
         let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
-        let mut wire = Wire::default();
-        let (mut now, mut alone): (f64, f64) = (0.0, 0.0);
-        // The weights that come next are gathered from where the last ones were waited for; after small
+        let mut clocks = Clocks::new(cluster.device.overlap_loss.value);
+        // The weights that come next are gathered where the last ones are read; after small
         // ones (a norm's), whose memory holds nothing back, those after them as well.
         let mut next = gathers.iter().copied().filter(|seconds| *seconds > 0.0).peekable();
         let mut arrivals = VecDeque::new();
-        let mut fetch = |wire: &mut Wire, now: f64, arrivals: &mut VecDeque<f64>| {
+        let mut fetch_next = |clocks: &mut Clocks, arrivals: &mut VecDeque<f64>| {
             while let Some(seconds) = next.next() {
-                arrivals.push_back(wire.carry(now, seconds));
+                arrivals.push_back(clocks.carry(seconds));
                 if next.peek().is_none_or(|after| seconds > SMALL * after) {
                     break;
                 }
             }
         };
-        fetch(&mut wire, 0.0, &mut arrivals);
+        fetch_next(&mut clocks, &mut arrivals);
+        clocks.wait(self.feed);
         for (index, stretch) in self.stretches.iter().enumerate() {
-            let way = stretch.block.filter(|_| stretch.is_backward).and_then(|block| traffic.again.way(block));
-            let again = way.map(|way| way.cost).unwrap_or_default();
-            let kernels = stretch.seconds + again.seconds() - again.communication;
-            let tensor = stretch.tensor + again.communication;
-            alone += kernels + tensor;
-            if gathers[index] > 0.0 {
-                now = now.max(arrivals.pop_front().unwrap_or(0.0));
-                // What was on the wire before these weights has arrived with them.
-                wire.ends.clear();
-                if arrivals.is_empty() {
-                    fetch(&mut wire, now, &mut arrivals);
+            let mut fetches = false;
+            if gathers.get(index).is_some_and(|seconds| *seconds > 0.0) {
+                clocks.wait(arrivals.pop_front().unwrap_or(0.0));
+                fetches = arrivals.is_empty();
+            }
+            if let Some(way) = stretch.block.filter(|_| stretch.is_backward).and_then(|block| traffic.again.way(block))
+            {
+                // What is computed again reads the weights first.
+                self.recompute(&mut clocks, stretch, way.cost, &mut |clocks| {
+                    if std::mem::take(&mut fetches) {
+                        fetch_next(clocks, &mut arrivals);
+                    }
+                });
+            }
+            let start = clocks.done;
+            let mut meetings = stretch.meetings.iter().peekable();
+            loop {
+                let is_here = |bucket: &Bucket| {
+                    bucket.stretch < index || (bucket.stretch == index && bucket.at <= stretch.seconds)
+                };
+                let met = meetings.peek().map_or(f64::INFINITY, |meeting| meeting.at);
+                let fetch = if fetches { stretch.fetch.0 } else { f64::INFINITY };
+                let at = |bucket: &Bucket| if bucket.stretch < index { 0.0 } else { bucket.at };
+                let filled = buckets.peek().filter(|(bucket, _)| is_here(bucket)).map(|(bucket, _)| at(bucket));
+                match filled {
+                    _ if met < f64::INFINITY && met <= fetch.min(filled.unwrap_or(met)) => {
+                        clocks.run(start + met);
+                        meetings.next().into_iter().for_each(|meeting| clocks.meet(meeting));
+                    }
+                    _ if fetches && fetch <= filled.unwrap_or(fetch) => {
+                        clocks.run(start + fetch);
+                        fetch_next(&mut clocks, &mut arrivals);
+                        fetches = false;
+                    }
+                    Some(filled) => {
+                        clocks.run(start + filled);
+                        let seconds = buckets.next().map_or(0.0, |(_, seconds)| seconds);
+                        // What is reduced in place gives no memory back.
+                        if traffic.zero > 0 {
+                            clocks.reduce(seconds);
+                        } else {
+                            clocks.carry(seconds);
+                        }
+                    }
+                    None => break,
                 }
             }
-            // Between two collectives of the tensor axes, kernels and the wire go on by themselves.
-            let meetings = if tensor > 0.0 { stretch.meetings.round().max(1.0) } else { 0.0 };
-            let mut done = 0.0;
-            for gap in 0..=meetings as u64 {
-                let end = (gap + 1) as f64 / (meetings + 1.0);
-                let is_here = |bucket: &Bucket| bucket.stretch < index || (bucket.stretch == index && bucket.at <= end);
-                while let Some((bucket, seconds)) = buckets.next_if(|(bucket, _)| is_here(bucket)) {
-                    now += kernels * (bucket.at - done).max(0.0);
-                    done = done.max(bucket.at);
-                    let free = wire.reduce(now, seconds);
-                    // What is reduced in place gives no memory back.
-                    now = if traffic.zero == 0 { now } else { now.max(free) };
-                }
-                now += kernels * (end - done).max(0.0);
-                done = done.max(end);
-                if (gap as f64) < meetings && tensor > 0.0 {
-                    now = now.max(wire.free) + tensor / meetings;
-                    wire.free = now;
-                }
-            }
+            clocks.run(start + stretch.seconds);
         }
-        for (_, seconds) in buckets {
-            wire.carry(now, seconds);
-        }
-        let (inside, wire) = (wire.carried, wire.free);
-        let bare = (now.max(wire) - alone).clamp(0.0, inside);
-        let shown = bare + (inside - bare) * cluster.device.overlap_loss.value;
+        buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
+        let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
         let microbatches = traffic.microbatches as f64;
-        Shown { all: outside + microbatches * inside, shown: outside + microbatches * shown }
+        Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown }
+    }
+
+    /// Computes again what the backward pass of a block reads, at so much cost: with the collectives of its forward
+    /// pass, behind the first of which `fetch` gathers the next weights.
+    fn recompute(&self, clocks: &mut Clocks, stretch: &Stretch, cost: Split, fetch: &mut dyn FnMut(&mut Clocks)) {
+        let (start, kernels) = (clocks.done, cost.seconds() - cost.communication);
+        let is_forward = |of: &&Stretch| !of.is_backward && of.block == stretch.block;
+        let meetings = match cost.communication {
+            0.0 => 0,
+            _ => self.stretches.iter().find(is_forward).map_or(0, |of| of.meetings.len()).max(1),
+        };
+        for index in 0..meetings {
+            clocks.run(start + kernels * (index + 1) as f64 / (meetings + 1) as f64);
+            let arrival = clocks.carry(cost.communication / meetings as f64);
+            clocks.wait(arrival);
+            fetch(clocks);
+        }
+        fetch(clocks);
+        clocks.run(start + kernels);
     }
 }

@@ -92,15 +92,13 @@ pub struct Shape<'a> {
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
-    /// Collectives of the tensor axes that run beside kernels.
-    hidden: f64,
     liveness: Liveness<'a>,
     /// Those that were asked for.
     peaks: RefCell<BTreeMap<(Recompute, u64), Peak>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
-    /// What communication over the data axes runs beside, and for each way to store what it takes.
+    /// What communication runs beside, and for each way to store what that over the data axes takes.
     around: Loop,
     times: Vec<OnceCell<Times>>,
 }
@@ -129,7 +127,6 @@ impl<'a> Shape<'a> {
             block_gradient: 0,
             blocks: prepared.block_count(),
             loss_chunks,
-            hidden: 0.0,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: RefCell::default(),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
@@ -146,19 +143,16 @@ impl<'a> Shape<'a> {
             each.push(Split::of(time, bound));
             seconds.push(time);
         }
-        let all: f64 = communication(conversions);
-        let conversions = &beside_kernels(prepared, placed, conversions, &seconds)[..];
-        shape.hidden = all - communication(conversions);
-        for conversion in conversions {
+        let first = &shape.storages[0];
+        let divides = |class: usize| first.among(placed, class, stored_type(prepared, class, None)) > 1;
+        shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
+        for conversion in &beside_kernels(prepared, placed, conversions, &seconds) {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
             let readers = prepared.folded.classes[conversion.reader].members.len();
             each[conversion.reader].communication += seconds / readers as f64;
         }
         shape.prices = each;
-        let first = &shape.storages[0];
-        let divides = |class: usize| first.among(placed, class, stored_type(prepared, class, None)) > 1;
-        shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         shape
     }
 
@@ -358,33 +352,33 @@ impl<'a> Shape<'a> {
         let again = selected.cost();
         let traffic = Traffic {
             zero,
-            gathers: zero >= 1,
+            reduces: is_shared,
+            gathers: zero >= 1 && is_shared,
             drops: zero == 3,
             reduces_in_loop: zero >= 2,
             microbatches: self.microbatches,
             again: &selected,
         };
-        let times = || self.times[storage].get_or_init(|| self.around.times(&of.copies, cluster));
-        let around = if is_shared { self.around.shown(&traffic, times(), cluster) } else { Shown::default() };
-        let (communication, shown) = (around.all, around.shown);
+        let times = self.times[storage].get_or_init(|| self.around.times(&of.copies, cluster));
+        let Shown { all: communication, shown } = self.around.shown(&traffic, times, cluster);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
         let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
         let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
         let accumulate = if self.microbatches > 1 { (3.0 * all + read) / bandwidth * microbatches } else { 0.0 };
         let (stored_once, update) = (of.once.under(zero), of.update.under(zero));
-        let tensor = self.forward.communication + self.backward.communication + again.communication;
-        let tensor = tensor * microbatches + self.once.communication;
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
         let memory_bound = memory + self.once.memory + stored_once + accumulate;
-        let step = (matmul + memory_bound + tensor + shown + update) * step::spread(cluster.ranks());
+        let (communication, shown) = (communication + self.once.communication, shown + self.once.communication);
+        let feed = self.around.feed() * microbatches;
+        let step = (matmul + memory_bound + shown + update + feed) * step::spread(cluster.ranks());
         Prediction {
             step: Seconds(step),
             matmul: Seconds(matmul),
             memory_bound: Seconds(memory_bound),
-            exposed_communication: Seconds(tensor + shown),
-            communication: Seconds(tensor + self.hidden * microbatches + communication),
+            exposed_communication: Seconds(shown),
+            communication: Seconds(communication),
             optimizer: Seconds(update),
             bubble: Seconds(0.0),
             flops: work.flops,
@@ -393,11 +387,6 @@ impl<'a> Shape<'a> {
             host: Bytes(0),
         }
     }
-}
-
-/// What conversions take in all.
-fn communication(conversions: &[Conversion]) -> f64 {
-    conversions.iter().map(|conversion| conversion.seconds * conversion.count as f64).sum()
 }
 
 /// Conversions with the seconds that show of them: one that resolves a partial value begins behind the maker, and

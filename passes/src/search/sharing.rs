@@ -2,8 +2,8 @@
 //!
 //! Of `K` seconds of kernels, `T` of collectives of the tensor axes and `I` of the data ranks' collectives, all
 //! inside the loop over microbatches, a step takes at least `K + T + loss I`, what kernels lose to collectives
-//! beside them; and, since only one collective is on the wire at a time, at least `I + T + loss K`
-//! ([`beside`](super::beside)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
+//! beside them; and, since only one collective is on the wire at a time, at least `I + T`
+//! ([`clocks`](super::clocks)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
 
 use super::beside::{BUCKET, Loop};
 use super::storage::{Copies, Storage};
@@ -70,7 +70,7 @@ impl Sharing {
         let gathering = |copies: &Copies, bytes: f64| copies.gather(bytes, cluster);
         let mut own = Self {
             zero,
-            kernels: (1.0 - busy) + busy * loss,
+            kernels: 1.0 - busy,
             reduce: storage.copies.map(|copies| reduce * per_byte(&|bytes| reducing(&copies, bytes))),
             gather: storage.copies.map(|copies| gather * per_byte(&|bytes| gathering(&copies, bytes))),
             is_dropped: zero == 3,

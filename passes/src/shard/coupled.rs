@@ -8,7 +8,7 @@ use super::family::batch_axes;
 use super::layout::{Along, Extent, convert_seconds};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, Strategy};
+use shardc_ir::{AxisId, Choice, Role, Strategy};
 
 /// Whether the batch can be divided over an axis of time: a value that is summed over microbatches exists
 /// only after the last of them, and so does what is made of it; one that is divided over them is never
@@ -48,10 +48,15 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
 }
 
 /// The conversions along the axes that divide the batch over ranks, between nodes that run once per
-/// microbatch.
+/// microbatch, or are of the forward and the backward pass all the same: what is made of statistics of the batch
+/// alone is whole on every rank. Gradients that updates read are priced by how the data ranks share them.
 pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> {
     let mut conversions = Vec::new();
-    let is_looped = |class: usize| matches!(prepared.batch[class], Choice::Factor(_));
+    let is_read = |flow: &Flow, reader: usize| {
+        let is_whole = prepared.batch[reader] == Choice::Replicate;
+        let is_statistic = is_whole && prepared.role(reader) != Role::Optimizer && !prepared.is_gradient[flow.maker];
+        matches!(prepared.batch[reader], Choice::Factor(_)) || is_statistic
+    };
     for axis in batch_axes(placed.mesh).into_iter().filter(|axis| !placed.mesh.is_time(*axis)) {
         let group = Group::new(placed.mesh, &[axis], placed.cluster);
         for flow in &prepared.flows {
@@ -67,7 +72,7 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> 
             let parts = if matches!(from, Along::Dim(_)) { group.size() as f64 } else { 1.0 };
             let whole = ty.bytes().0 as f64 * parts;
             let mut known = Vec::new();
-            for (reader, operand, _) in flow.readers.iter().filter(|(reader, _, _)| is_looped(*reader)) {
+            for (reader, operand, _) in flow.readers.iter().filter(|(reader, _, _)| is_read(flow, *reader)) {
                 let read = prepared.rules[*reader].operand_sharding(*operand, &placed.strategies[*reader]);
                 let to = Along::of(&read, axis);
                 if to == from || known.contains(&to) {

@@ -2,7 +2,7 @@
 
 use super::batch::batch_choices;
 use super::local::AllLocals;
-use super::share::emitted;
+use super::share::{Share, emitted};
 use super::tensor::{Flow, Prepared};
 use crate::chunk::Head;
 use crate::fold::{Folded, fold};
@@ -57,10 +57,11 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let (is_parameter, is_gradient) = (is_parameter.collect(), is_gradient.collect());
     let weight: Vec<Option<(bool, usize)>> = weight.collect();
     let tied = ties(graph, &folded);
-    let flows = flows(graph, &folded);
+    let emitted = emitted(graph, &folded, target);
+    let flows = flows(graph, &folded, &emitted);
     let experts = experts(graph, &folded, &rules, &weight);
     let head = Head::find(graph);
-    let (lives, kinds, emitted) = (Lives::default(), Vec::new(), emitted(graph, &folded, target));
+    let (lives, kinds) = (Lives::default(), Vec::new());
     let mut prepared = Prepared {
         graph,
         target,
@@ -186,7 +187,7 @@ fn ties(graph: &Graph, folded: &Folded) -> Vec<usize> {
     tied
 }
 
-fn flows(graph: &Graph, folded: &Folded) -> Vec<Flow> {
+fn flows(graph: &Graph, folded: &Folded, emitted: &[Share]) -> Vec<Flow> {
     let mut readers: BTreeMap<(usize, usize), BTreeMap<(usize, usize), usize>> = BTreeMap::new();
     // Per flow, the first node that reads a value of the class's first node.
     let mut first: BTreeMap<(usize, usize), NodeId> = BTreeMap::new();
@@ -203,7 +204,8 @@ fn flows(graph: &Graph, folded: &Folded) -> Vec<Flow> {
     }
     let flow = |((maker, result), readers): ((usize, usize), BTreeMap<(usize, usize), usize>)| {
         let readers = readers.into_iter().map(|((reader, operand), count)| (reader, operand, count)).collect();
-        let range = first.get(&(maker, result)).map(|reader| folded.classes[maker].node.index() + 1..reader.index());
+        let made = folded.classes[maker].node.index() - emitted[maker].ahead;
+        let range = first.get(&(maker, result)).map(|reader| made + 1..reader.index());
         let between = range.unwrap_or_default().take(MOST_BETWEEN);
         let between = between.map(|index| folded.class[NodeId::from_u32(index as u32)]).collect();
         Flow { maker, result, readers, between }

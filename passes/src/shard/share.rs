@@ -17,6 +17,8 @@ pub struct Share {
     pub after: f64,
     /// Of products, how many are one instruction.
     pub beside: usize,
+    /// How many nodes earlier what it makes is there, where an earlier instruction makes it.
+    pub ahead: usize,
 }
 
 impl Share {
@@ -43,6 +45,7 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
         traffic: mean(members, &|emitted| emitted.traffic),
         after: mean(members, &|emitted| emitted.after),
         beside: members.iter().map(|id| emitted[*id].beside).min().unwrap_or(1).max(1),
+        ahead: members.iter().map(|id| emitted[*id].ahead).min().unwrap_or(0),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()
 }

@@ -1,0 +1,129 @@
+//! Two clocks: that of a rank's kernels, and that of its wire.
+//!
+//! Collectives go over the wire one after the other, in the order in which they are issued. Kernels run on beside
+//! them, slower by the share of the device that collectives take ([`overlap_loss`](crate::cluster::Profile)), and
+//! wait where they read what one of them brings. That is what the simulation of programs does
+//! ([`crate::simulate`]), without programs.
+
+use super::beside::Meeting;
+use crate::allocate::WINDOW;
+
+/// Where the clocks of a microbatch stand.
+#[derive(Debug, Default)]
+pub(super) struct Clocks {
+    /// When the kernels that were started are done.
+    pub now: f64,
+    /// When the wire is free.
+    free: f64,
+    /// What kernels lose while the wire is busy.
+    loss: f64,
+    /// Seconds of the kernels so far.
+    pub done: f64,
+    /// Seconds of the collectives so far.
+    pub carried: f64,
+    /// When the latest reductions end, up to the one whose memory is used again.
+    ends: [f64; 1 + WINDOW],
+    /// What is read later: how far kernels come before, and when it has arrived.
+    awaited: Vec<(f64, f64)>,
+}
+
+impl Clocks {
+    /// At the beginning of a microbatch.
+    pub fn new(loss: f64) -> Self {
+        Self { loss: loss.clamp(0.0, 0.99), ..Self::default() }
+    }
+
+    /// Runs kernels of so many seconds, which wait for nothing.
+    fn go(&mut self, seconds: f64) {
+        let rate = 1.0 - self.loss;
+        let beside = (self.free - self.now).clamp(0.0, seconds / rate);
+        self.now += beside + (seconds - beside * rate);
+        self.done += seconds;
+    }
+
+    /// Runs kernels until so many seconds of them are done; on their way they wait for what they read.
+    pub fn run(&mut self, until: f64) {
+        loop {
+            let due = self.awaited.iter().filter(|(at, _)| *at <= until);
+            let Some((at, arrival)) = due.copied().min_by(|a, b| a.0.total_cmp(&b.0)) else { break };
+            self.go((at - self.done).max(0.0));
+            self.wait(arrival);
+        }
+        self.go((until - self.done).max(0.0));
+    }
+
+    /// Lets kernels wait for what arrives at a moment; whatever arrives before is there as well.
+    pub fn wait(&mut self, arrival: f64) {
+        self.now = self.now.max(arrival);
+        self.awaited.retain(|(_, other)| *other > arrival);
+    }
+
+    /// Puts a collective on the wire; gives when it has arrived.
+    pub fn carry(&mut self, seconds: f64) -> f64 {
+        if seconds > 0.0 {
+            self.free = self.free.max(self.now) + seconds;
+            self.carried += seconds;
+        }
+        self.free
+    }
+
+    /// Reduces gradients in memory that is used again: of the latest reductions alone the allocator keeps it, so
+    /// these gradients lie where those before them did.
+    pub fn reduce(&mut self, seconds: f64) {
+        self.wait(self.ends[0]);
+        self.ends.rotate_left(1);
+        self.ends[WINDOW] = self.carry(seconds);
+    }
+
+    /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later.
+    pub fn meet(&mut self, meeting: &Meeting) {
+        let arrival = self.carry(meeting.seconds);
+        if meeting.slack > 0.0 {
+            self.awaited.push((self.done + meeting.slack, arrival));
+        } else {
+            self.wait(arrival);
+        }
+    }
+
+    /// When kernels and wire are done.
+    pub fn end(&self) -> f64 {
+        self.now.max(self.free)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meeting(slack: f64, seconds: f64) -> Meeting {
+        Meeting { at: 0.0, slack, seconds }
+    }
+
+    #[test]
+    fn kernels_go_on_slower_beside_the_wire_and_wait_for_what_they_read() {
+        let mut clocks = Clocks::new(0.5);
+        clocks.run(1.0);
+        clocks.meet(&meeting(1.0, 4.0));
+        // A second of kernels takes two beside the wire; then they wait until it is over.
+        clocks.run(3.0);
+        assert_eq!((clocks.now, clocks.end()), (6.0, 6.0));
+        // What is read at once shows in full.
+        clocks.meet(&meeting(0.0, 1.0));
+        clocks.run(4.0);
+        assert_eq!((clocks.now, clocks.carried), (8.0, 5.0));
+    }
+
+    #[test]
+    fn collectives_queue() {
+        let mut clocks = Clocks::new(0.0);
+        clocks.carry(3.0);
+        clocks.meet(&meeting(1.0, 2.0));
+        clocks.run(2.0);
+        assert_eq!(clocks.now, 6.0);
+        // Gradients are made where those were that were reduced some time ago.
+        (0..=WINDOW).for_each(|_| clocks.reduce(1.0));
+        assert_eq!(clocks.now, 6.0);
+        clocks.reduce(1.0);
+        assert_eq!(clocks.now, 7.0);
+    }
+}
