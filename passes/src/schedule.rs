@@ -18,7 +18,7 @@
 mod sink;
 
 use crate::lower::{Draft, Hint, Item, StorageId};
-use shardc_ir::program::Action;
+use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, Op, ReduceKind};
 use sink::sink;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -111,7 +111,7 @@ fn behind_others(items: &[Item], first: &BTreeMap<u32, usize>) -> BTreeMap<u32, 
                     issue.insert(block, at);
                 }
             }
-            Hint::None if kind(&item.instruction.action).is_some() => latest = Some(at),
+            Hint::None if item.instruction.stream == Stream::Communication => latest = Some(at),
             _ => {}
         }
     }

@@ -1,6 +1,7 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
 use super::{Draft, draft_rank, fuse::fuse, merge_casts, merge_repeated, siblings::join_siblings};
+use crate::cost::Library;
 use crate::cost::node::epilogue_bytes;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, EntityRef, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
@@ -11,7 +12,7 @@ use std::collections::HashMap;
 pub struct Emitted {
     /// How many there are; of one that repeats an operation, a part for each node.
     pub launches: f64,
-    /// The bytes they move, over those that the node says it moves.
+    /// The bytes they move, over those that the node says it moves; more where they move them slower than it would.
     pub traffic: f64,
     /// Of a product, the bytes that it moves when its arithmetic is over, over those that the node says it moves.
     pub after: f64,
@@ -35,12 +36,14 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
+    let reach = Library::SHARDC.reach;
     let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
         let own = bytes(&graph.node(node).op, &graph.operand_types(node), &graph.result_types(node));
         emitted[node].launches += part;
         let (operands, results) = (types(operands), types(results));
-        emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0);
+        let pace = reach.of(op) / reach.of(&graph.node(node).op);
+        emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0) / pace;
         emitted[node].after += epilogue_bytes(op, &operands, &results) / own.max(1.0);
     };
     let mut joined: Vec<(NodeId, usize)> = Vec::new();

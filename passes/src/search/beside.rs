@@ -12,7 +12,6 @@
 //! ([`overlap`](super::overlap)).
 
 use super::clocks::Clocks;
-use super::estimate::Split;
 use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Copies, kind};
@@ -30,7 +29,7 @@ pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
 const SMALL: f64 = 0.1;
 
 /// A value whose layout along the tensor axes changes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Meeting {
     /// When it begins: after so many seconds of the stretch's kernels.
     pub at: f64,
@@ -38,6 +37,10 @@ pub(super) struct Meeting {
     pub slack: f64,
     /// Seconds of its collectives.
     pub seconds: f64,
+    /// Whether a kernel does it, and nobody is met.
+    pub is_local: bool,
+    /// How many of the stretch's nodes come before it.
+    pub node: usize,
 }
 
 /// Consecutive nodes of one block and direction.
@@ -48,6 +51,8 @@ struct Stretch {
     block: Option<u64>,
     /// Kernels.
     seconds: f64,
+    /// Those of each node: its class, and their seconds. Of a forward pass alone, which may run again.
+    nodes: Vec<(usize, f64)>,
     /// Collectives of the tensor axes, in the order in which they begin.
     meetings: Vec<Meeting>,
     /// Bytes of the weights that it reads, as they are after a gather, and of those that the other
@@ -117,9 +122,9 @@ pub struct Shown {
 
 /// The meetings that begin at a node of each class.
 struct Meetings {
-    /// Where a value is read.
-    before: Vec<Vec<Meeting>>,
-    /// Where it is made.
+    /// Where a value is read that a node of another class makes.
+    before: Vec<Vec<(usize, Meeting)>>,
+    /// Where it is made, on average.
     behind: Vec<Vec<Meeting>>,
 }
 
@@ -131,12 +136,14 @@ impl Meetings {
             let is_own = |flow: &&Flow| flow.maker == conversion.maker && flow.result == conversion.result;
             let flow = prepared.flows.iter().find(is_own).filter(|_| conversion.is_early);
             let slack: f64 = flow.iter().flat_map(|flow| &flow.between).map(|class| seconds[*class]).sum();
-            let (class, list) = match conversion.is_early {
-                true => (conversion.maker, &mut own.behind),
-                false => (conversion.reader, &mut own.before),
-            };
-            let each = conversion.count as f64 / prepared.folded.classes[class].members.len() as f64;
-            list[class].push(Meeting { at: 0.0, slack, seconds: conversion.seconds * each });
+            let Conversion { maker, reader, seconds, is_local, .. } = *conversion;
+            let meeting = Meeting { slack, seconds, is_local, ..Meeting::default() };
+            if conversion.is_early {
+                let each = conversion.count as f64 / prepared.folded.classes[maker].members.len() as f64;
+                own.behind[maker].push(Meeting { seconds: seconds * each, ..meeting });
+            } else {
+                own.before[reader].push((maker, meeting));
+            }
         }
         own
     }
@@ -178,16 +185,26 @@ impl Loop {
                 }
                 let index = own.stretches.len() - 1;
                 let stretch = &mut own.stretches[index];
+                let begins = |at: f64, node: usize| move |of: &Meeting| Meeting { at, node, ..*of };
                 let before = stretch.seconds;
-                stretch.meetings.extend(meetings.before[class].iter().map(|of| Meeting { at: before, ..*of }));
+                let reads = |maker: usize| {
+                    let mut makers = node.operands.iter().map(|value| prepared.folded.class[graph.value(*value).def]);
+                    makers.any(|of| of == maker)
+                };
+                let late = meetings.before[class].iter().filter(|(maker, _)| reads(*maker)).map(|(_, of)| of);
+                stretch.meetings.extend(late.map(begins(before, stretch.nodes.len())));
                 stretch.seconds += seconds[class];
+                if !key.1 {
+                    stretch.nodes.push((class, seconds[class]));
+                }
                 // What is merged into an earlier instruction is made there.
                 let made = match prepared.emitted[class].ahead {
                     0 => stretch.seconds,
                     ahead => place[id.index() - ahead].1.min(stretch.seconds),
                 };
-                let (is_met, is_first) = (!stretch.meetings.is_empty(), stretch.gathered == [0.0; 2]);
-                stretch.meetings.extend(meetings.behind[class].iter().map(|of| Meeting { at: made, ..*of }));
+                let is_met = stretch.meetings.iter().any(|meeting| !meeting.is_local);
+                let is_first = stretch.gathered == [0.0; 2];
+                stretch.meetings.extend(meetings.behind[class].iter().map(begins(made, stretch.nodes.len())));
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
@@ -322,15 +339,12 @@ impl Loop {
                 clocks.wait(arrivals.pop_front().unwrap_or(0.0));
                 fetches = arrivals.is_empty();
             }
-            if let Some(way) = stretch.block.filter(|_| stretch.is_backward).and_then(|block| traffic.again.way(block))
-            {
-                // What is computed again reads the weights first.
-                self.recompute(&mut clocks, stretch, way.cost, &mut |clocks| {
-                    if std::mem::take(&mut fetches) {
-                        fetch_next(clocks, &mut arrivals);
-                    }
-                });
-            }
+            // What is computed again reads the weights first.
+            self.recompute(&mut clocks, stretch, traffic.again, &mut |clocks| {
+                if std::mem::take(&mut fetches) {
+                    fetch_next(clocks, &mut arrivals);
+                }
+            });
             let start = clocks.done;
             let mut meetings = stretch.meetings.iter().peekable();
             loop {
@@ -372,22 +386,37 @@ impl Loop {
         Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown }
     }
 
-    /// Computes again what the backward pass of a block reads, at so much cost: with the collectives of its forward
-    /// pass, behind the first of which `fetch` gathers the next weights.
-    fn recompute(&self, clocks: &mut Clocks, stretch: &Stretch, cost: Split, fetch: &mut dyn FnMut(&mut Clocks)) {
-        let (start, kernels) = (clocks.done, cost.seconds() - cost.communication);
-        let is_forward = |of: &&Stretch| !of.is_backward && of.block == stretch.block;
-        let meetings = match cost.communication {
-            0.0 => 0,
-            _ => self.stretches.iter().find(is_forward).map_or(0, |of| of.meetings.len()).max(1),
-        };
-        for index in 0..meetings {
-            clocks.run(start + kernels * (index + 1) as f64 / (meetings + 1) as f64);
-            let arrival = clocks.carry(cost.communication / meetings as f64);
-            clocks.wait(arrival);
+    /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the
+    /// first of which `fetch` gathers the next weights.
+    fn recompute(
+        &self,
+        clocks: &mut Clocks,
+        stretch: &Stretch,
+        again: &Selected<'_>,
+        fetch: &mut dyn FnMut(&mut Clocks),
+    ) {
+        let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return };
+        let Some(way) = again.way(block) else { return };
+        if way.cost.communication <= 0.0 {
             fetch(clocks);
+            return clocks.run(clocks.done + way.cost.seconds());
+        }
+        let forward = self.stretches.iter().filter(|of| !of.is_backward && of.block == stretch.block);
+        for of in forward {
+            let mut meetings = of.meetings.iter().peekable();
+            for (index, (class, seconds)) in of.nodes.iter().enumerate() {
+                if !again.is_again(block, *class) {
+                    continue;
+                }
+                while let Some(meeting) = meetings.next_if(|meeting| meeting.node <= index) {
+                    clocks.meet(&Meeting { slack: 0.0, ..*meeting });
+                    if !meeting.is_local {
+                        fetch(clocks);
+                    }
+                }
+                clocks.run(clocks.done + *seconds);
+            }
         }
         fetch(clocks);
-        clocks.run(start + kernels);
     }
 }

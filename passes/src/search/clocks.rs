@@ -77,6 +77,9 @@ impl Clocks {
 
     /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later.
     pub fn meet(&mut self, meeting: &Meeting) {
+        if meeting.is_local {
+            return self.wait(self.now + meeting.seconds);
+        }
         let arrival = self.carry(meeting.seconds);
         if meeting.slack > 0.0 {
             self.awaited.push((self.done + meeting.slack, arrival));
@@ -96,7 +99,7 @@ mod tests {
     use super::*;
 
     fn meeting(slack: f64, seconds: f64) -> Meeting {
-        Meeting { at: 0.0, slack, seconds }
+        Meeting { slack, seconds, ..Meeting::default() }
     }
 
     #[test]

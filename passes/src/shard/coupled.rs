@@ -89,6 +89,7 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> 
                     bytes: if matches!(to, Along::Dim(_)) { whole / group.size() as f64 } else { whole },
                     is_shared: flow.readers.len() > 1,
                     is_early: matches!(from, Along::Partial(_)),
+                    is_local: false,
                 });
             }
         }

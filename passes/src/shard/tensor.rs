@@ -106,6 +106,8 @@ pub struct Conversion {
     pub is_shared: bool,
     /// Whether it resolves a partial value: such a conversion begins behind the maker.
     pub is_early: bool,
+    /// Whether a kernel does it, without the other ranks.
+    pub is_local: bool,
 }
 
 impl Prepared<'_> {
@@ -468,8 +470,9 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let bytes =
                     if matches!(to, Along::Dim(_)) { value.bytes / self.group.size() as f64 } else { value.bytes };
                 let (maker, result, is_shared) = (flow.maker, flow.result, matches!(way, Way::Handed));
-                let is_early = matches!(from, Along::Partial(_));
-                conversions.push(Conversion { maker, result, reader, seconds, count, bytes, is_shared, is_early });
+                let (is_early, is_local) = (matches!(from, Along::Partial(_)), from == Along::Whole);
+                let own = Conversion { maker, result, reader, seconds, count, bytes, is_shared, is_early, is_local };
+                conversions.push(own);
             };
             let members = self.prepared.folded.classes[flow.maker].members.len();
             let handed = self.handed.get(&index).map(|(variable, layouts)| layouts[solution.choices[*variable]]);
