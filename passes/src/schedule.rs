@@ -17,6 +17,7 @@
 
 mod sink;
 
+use crate::cost::is_product;
 use crate::lower::{Draft, Hint, Item, StorageId};
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, Op, ReduceKind};
@@ -98,20 +99,24 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     merge_gathers(moved)
 }
 
-/// Per block, its first gather behind a collective that kernels of the block wait for; its very first, if there is
-/// none: a long gather would hold such a collective up, which has nothing to run beside.
+/// Per block, where the weights of the next are gathered: at its first gather or, if there is a collective for its
+/// kernels before its first product, at the first behind that. A long gather would hold such a collective up, which
+/// has nothing to run beside.
 fn behind_others(items: &[Item], first: &BTreeMap<u32, usize>) -> BTreeMap<u32, usize> {
     let mut issue = first.clone();
-    let mut latest = None;
-    for (at, item) in items.iter().enumerate() {
-        match item.hint {
-            Hint::Prefetch(block) => {
-                let is_behind = |from: usize| latest.is_some_and(|latest| latest > from);
-                if issue[&block] == first[&block] && is_behind(first[&block]) {
-                    issue.insert(block, at);
-                }
+    // The blocks without a product so far, and whether there was a collective since the first gather.
+    let mut open: BTreeMap<u32, bool> = BTreeMap::new();
+    for (at, Item { instruction, hint }) in items.iter().enumerate() {
+        match (hint, &instruction.action) {
+            (Hint::Prefetch(block), _) if first[block] == at => _ = open.insert(*block, false),
+            (Hint::Prefetch(block), _) if open.get(block) == Some(&true) => {
+                issue.insert(*block, at);
+                open.remove(block);
             }
-            Hint::None if item.instruction.stream == Stream::Communication => latest = Some(at),
+            (Hint::None, Action::Compute(op)) if is_product(op) => open.clear(),
+            (Hint::None, _) if instruction.stream == Stream::Communication => {
+                open.values_mut().for_each(|is_met| *is_met = true);
+            }
             _ => {}
         }
     }

@@ -16,6 +16,7 @@ use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Copies, kind};
 use crate::cluster::Cluster;
+use crate::cost::is_product;
 use crate::lower::block_of;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
@@ -59,8 +60,8 @@ struct Stretch {
     /// direction has not read before, by [`kind`].
     gathered: [f64; 2],
     gathered_first: [f64; 2],
-    /// When those of the next stretch are gathered, and whether that is behind a meeting.
-    fetch: (f64, bool),
+    /// When those of the next stretch are gathered: with the first of these, or behind a meeting before any product.
+    fetch: f64,
 }
 
 /// Gradients that are reduced together.
@@ -170,7 +171,7 @@ impl Loop {
         // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
         let mut place: Vec<(usize, f64)> = Vec::with_capacity(graph.node_count());
         let mut gathered = vec![[false; 2]; graph.value_count()];
-        let mut current = None;
+        let (mut current, mut is_settled) = (None, false);
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
             if matches!(node.op, Op::Input(_)) {
@@ -179,7 +180,7 @@ impl Loop {
             if prepared.in_loop(class) && !node.op.is_leaf() {
                 let key = (block_of(&node.path), node.role != Role::Forward);
                 if current != Some(key) {
-                    current = Some(key);
+                    (current, is_settled) = (Some(key), false);
                     let block = order.get(key.0).copied();
                     own.stretches.push(Stretch { is_backward: key.1, block, ..Stretch::default() });
                 }
@@ -215,10 +216,12 @@ impl Loop {
                     stretch.gathered[kind] += size;
                     stretch.gathered_first[kind] += if seen[usize::from(!key.1)] { 0.0 } else { size };
                     seen[usize::from(key.1)] = true;
-                    if is_first || (is_met && !stretch.fetch.1) {
-                        stretch.fetch = (before, is_met);
+                    if is_first || (is_met && !is_settled) {
+                        stretch.fetch = before;
+                        is_settled |= is_met;
                     }
                 }
+                is_settled |= is_product(&node.op);
             }
             place.push((own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds)));
         }
@@ -352,7 +355,7 @@ impl Loop {
                     bucket.stretch < index || (bucket.stretch == index && bucket.at <= stretch.seconds)
                 };
                 let met = meetings.peek().map_or(f64::INFINITY, |meeting| meeting.at);
-                let fetch = if fetches { stretch.fetch.0 } else { f64::INFINITY };
+                let fetch = if fetches { stretch.fetch } else { f64::INFINITY };
                 let at = |bucket: &Bucket| if bucket.stretch < index { 0.0 } else { bucket.at };
                 let filled = buckets.peek().filter(|(bucket, _)| is_here(bucket)).map(|(bucket, _)| at(bucket));
                 match filled {
