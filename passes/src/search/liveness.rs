@@ -2,8 +2,8 @@
 //!
 //! Nodes run in the order of the graph. A value lives from its node to its last reader, through
 //! views of it. Where a block is computed again, its values live once in the forward pass, up to
-//! their last reader there, and again from the start of the block's backward pass. A gradient lives
-//! from its node to the end; with several microbatches its accumulator lives through all of them. A
+//! their last reader there, and again from the start of the block's backward pass. A gradient that is read
+//! behind the loop lives from its node to the end; with several microbatches its accumulator lives through all of them. A
 //! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
 use super::recompute::Selected;
@@ -63,7 +63,7 @@ pub struct Peak {
 pub struct Lives {
     lives: Vec<Life>,
     readers: Vec<Reader>,
-    /// Where each gradient is made, and by which class.
+    /// Where each gradient that is read behind the loop is made, and by which class.
     gradients: Vec<(usize, usize)>,
     runs: Vec<Run>,
     /// Per block, where its backward pass starts.
@@ -105,6 +105,18 @@ pub fn block_order<'a>(graph: &'a shardc_ir::Graph) -> BTreeMap<&'a str, u64> {
     order
 }
 
+/// Whether a value, or a view of it, is read behind the loop.
+fn lasting(prepared: &Prepared<'_>) -> SecondaryMap<ValueId, bool> {
+    let mut is_lasting: SecondaryMap<ValueId, bool> = SecondaryMap::new();
+    for (id, node) in prepared.graph.nodes().rev() {
+        let is_behind = !prepared.in_loop(prepared.folded.class[id]);
+        if is_behind || (is_view(&node.op) && node.results.iter().any(|value| is_lasting[*value])) {
+            node.operands.iter().for_each(|value| is_lasting[*value] = true);
+        }
+    }
+    is_lasting
+}
+
 impl Lives {
     /// Follows every value through the graph.
     pub fn new(prepared: &Prepared<'_>) -> Self {
@@ -118,6 +130,7 @@ impl Lives {
             blocks: blocks.len() as u64,
             ..Self::default()
         };
+        let is_lasting = lasting(prepared);
         // Per value, its place in the list.
         let mut life: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         for (id, node) in graph.nodes() {
@@ -143,10 +156,11 @@ impl Lives {
                     }
                 }
             }
-            if prepared.in_loop(class) && prepared.is_gradient[class] && !is_view(&node.op) {
+            let is_gradient = prepared.is_gradient[class] && node.results.iter().any(|value| is_lasting[*value]);
+            if prepared.in_loop(class) && is_gradient && !is_view(&node.op) {
                 all.gradients.push((position, class));
             }
-            if !prepared.in_loop(class) || prepared.is_gradient[class] || prepared.is_parameter[class] {
+            if !prepared.in_loop(class) || is_gradient || prepared.is_parameter[class] {
                 continue;
             }
             if is_view(&node.op)
