@@ -157,7 +157,9 @@ impl Bench<'_> {
         let products = product(tokens, vocab, h) + product(tokens, h, vocab) + product(h, vocab, tokens);
         // The table's rows are read, written and their gradients added up, with the last norm: 40 bytes
         // per element of the stream.
-        let bytes = (tokens * vocab) as f64 * self.machine.library.logit_bytes + (40 * tokens * h) as f64;
+        let library = self.machine.library;
+        let logit = library.logit_bytes * if shape.tensor > 1 { library.divided_logits } else { 1.0 };
+        let bytes = (tokens * vocab) as f64 * logit + (40 * tokens * h) as f64;
         let group = group(self.cluster, shape.tensor, 1);
         let reduce = collective::seconds(Collective::AllReduce, (2 * tokens * h) as f64, group, self.cluster).0;
         products + bytes / self.machine.bandwidth() + 2.0 * reduce

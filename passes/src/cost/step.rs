@@ -48,11 +48,13 @@ impl Layer {
         let forward = host.forward + tensor * host.tensor;
         let backward = host.backward + tensor * host.tensor + if self.restarts { forward } else { 0.0 };
         let (device, starts) = (self.forward + self.backward + self.again, forward + backward);
-        let waits = host.sync + tensor * host.tensor_sync;
+        // Of equal ranks each is the last at a collective as often as any other.
+        let skew = host.skew * (1.0 - 1.0 / self.tensor.max(1) as f64);
+        let waits = (skew - (starts - device).max(0.0)).max(0.0);
         // Ranks that wait for their hosts meet at collectives, and wait for the latest of them.
         let bound = if starts > 0.0 { (1.0 - device / starts).max(0.0) } else { 0.0 };
         let jitter = host.jitter * tensor * (self.tensor as f64 / 8.0).powi(4).min(1.0) * bound;
-        overlap::beside_host(device + waits, starts) + jitter
+        overlap::beside_host(device, starts) + waits + jitter
     }
 }
 
