@@ -8,7 +8,7 @@ pub fn t(dtype: DType, shape: &[u64]) -> TensorType {
     TensorType::new(dtype, shape)
 }
 
-fn case(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Case {
+pub fn case(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> Case {
     Case { op: op.into(), operands: operands.to_vec(), results: results.to_vec() }
 }
 
@@ -187,7 +187,7 @@ fn step(op: impl Into<Op>, operands: &[usize], results: &[TensorType]) -> FusedS
 
 /// The regions of a backward pass over `shape`: the derivative of a norm, the residual's sum and the gradient of a
 /// bias; the derivative of an activation and the gradient of a bias.
-fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
+pub fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
     let (x, row, last) = (t(f, shape), t(F32, &shape[..shape.len() - 1]), shape.len() - 1);
     let (d, w) = (t(f, &shape[last..]), t(F32, &shape[last..]));
     let (add, sum) = (Binary { kind: BinaryKind::Add }, Reduce { kind: ReduceOp::Sum, dims: (0..last).collect() });

@@ -1,14 +1,15 @@
 //! Runs every CUDA kernel on GPU 0, compares it with the CPU backend's, and measures the heavy ones.
 //!
-//! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed|whole] [FILTER]` prints
-//! one line a case, then what concerns whole steps (`whole` for that alone), and last a table; exits
-//! with 1 if something is wrong. `cuda_selftest sources [FILTER]` prints the kernels as CUDA C++, which
+//! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed|memory|whole] [FILTER]`
+//! prints one line a case (`memory` measures the kernels that memory bounds, against what it can move), then what
+//! concerns whole steps (`whole` for that alone), and last a table; exits with 1 if something is wrong. `cuda_selftest sources [FILTER]` prints the kernels as CUDA C++, which
 //! takes no GPU. `cuda_selftest ranks N` runs every other kind of instruction (collectives, messages,
 //! feeds, accumulation) on N GPUs.
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
 mod cases;
+mod memory;
 mod whole;
 
 use DType::{Bf16, F32};
@@ -66,7 +67,8 @@ fn main() {
         table.push(("accumulation", accumulation(ranks)));
     }
     if mode == "sources" {
-        return chosen(cases()).iter().for_each(sources);
+        let all = cases().into_iter().chain(memory::memory_cases()).collect();
+        return chosen(all).iter().for_each(sources);
     }
     if matches!(mode, "all" | "correct") {
         let failures = correct(&chosen(cases()));
@@ -76,6 +78,11 @@ fn main() {
     if matches!(mode, "all" | "speed") {
         for case in chosen(heavy_cases()) {
             speed(&case);
+        }
+    }
+    if matches!(mode, "all" | "memory") {
+        for case in chosen(memory::memory_cases()) {
+            memory::memory(&case);
         }
     }
     if matches!(mode, "all" | "correct" | "whole") {
@@ -95,12 +102,16 @@ fn main() {
 /// Prints the case's kernels as CUDA C++; takes no GPU.
 fn sources(case: &Case) {
     use shardc_runtime::cuda::select::{Step, select};
+    fn text(kernel: &shardc_runtime::cuda::kernel::Kernel) {
+        match kernel.source() {
+            Ok(source) => println!("// {} bytes of shared memory\n{}", source.shared_bytes, source.text),
+            Err(error) => println!("// {error}"),
+        }
+    }
     fn print(step: &Step) {
         match step {
-            Step::Launch(launch) => match launch.kernel.source() {
-                Ok(source) => println!("// {} bytes of shared memory\n{}", source.shared_bytes, source.text),
-                Err(error) => println!("// {error}"),
-            },
+            Step::Launch(launch) => text(&launch.kernel),
+            Step::Table(table) => text(&table.kernel),
             Step::Fused(fused) => {
                 println!("// {:?}, or", fused.attention);
                 fused.otherwise.iter().for_each(print);

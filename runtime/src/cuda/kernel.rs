@@ -115,6 +115,8 @@ pub struct Kernel {
     pub threads: u32,
     types: Vec<StorageType>,
     lanes: usize,
+    /// Blocks that are to share a multiprocessor, if the compiler of kernels is to leave registers for them.
+    blocks: Option<u32>,
     body: Body,
 }
 
@@ -151,7 +153,12 @@ impl Kernel {
     ) -> Self {
         let key = format!("{name} {types:?} x{lanes} t{threads} {parameters:?}");
         let types = types.iter().map(|dtype| storage(*dtype)).collect();
-        Self { name, key, threads, types, lanes, body: Box::new(body) }
+        Self { name, key, threads, types, lanes, blocks: None, body: Box::new(body) }
+    }
+
+    /// The kernel with no more registers than leave room for so many blocks on a multiprocessor.
+    pub fn sharing(self, blocks: u32) -> Self {
+        Self { key: format!("{} b{blocks}", self.key), blocks: Some(blocks), ..self }
     }
 
     /// CubeCL's definition of the kernel.
@@ -167,6 +174,7 @@ impl Kernel {
         use cubecl::Compiler;
         let mut options = <cubecl::cuda::CudaCompiler as Compiler>::CompilationOptions::default();
         options.supports_features.grid_constants = true;
+        options.supports_features.fast_math = true;
         let address = AddressType::U32.unsigned_type();
         let compiled = cubecl::cuda::CudaCompiler::default()
             .compile(self.definition(), &options, ExecutionMode::Unchecked, address)
@@ -175,8 +183,13 @@ impl Kernel {
             let field = compiled.info.scalars.iter().find(|field| field.ty == wanted);
             field.map_or(0, |field| field.offset)
         };
+        // CubeCL states the threads of a block and leaves the blocks of a multiprocessor open.
+        let bounds = |blocks: Option<u32>| {
+            let blocks = blocks.map_or(String::new(), |blocks| format!(", {blocks}"));
+            format!("__launch_bounds__({}{blocks})", self.threads)
+        };
         Ok(Source {
-            text: compiled.to_string(),
+            text: compiled.to_string().replacen(&bounds(None), &bounds(self.blocks), 1),
             shared_bytes: compiled.shared_memory_size() as u32,
             numbers_at: at(ElemType::UInt(UIntKind::U32).into()),
             reals_at: at(ElemType::Float(FloatKind::F32).into()),

@@ -44,38 +44,48 @@ pub fn block_sum(value: f32, #[comptime] threads: u32) -> f32 {
     block_fold(value, Fold::Sum, threads)
 }
 
-/// The sums over the block of two numbers, with as many waits as for one: of `a`, and in `other` of `b`.
+/// The sums over the block of several numbers, with as many waits as for one; every unit gets them.
 #[cube]
-pub fn block_sum_pair(a: f32, b: f32, other: &RuntimeCell<f32>, #[comptime] threads: u32) -> f32 {
+pub fn block_sums(values: &Sequence<f32>, #[comptime] count: usize, #[comptime] threads: u32) -> Sequence<f32> {
     let gather = comptime!(gatherers(threads) as usize);
     let each = comptime!((threads / gatherers(threads)) as usize);
-    let all = comptime!(threads as usize);
-    let mut shared = SharedMemory::<f32>::new(comptime!(2 * threads as usize));
-    let mut gathered = SharedMemory::<f32>::new(comptime!(2 * gatherers(threads) as usize));
+    // Numbers begin in different banks.
+    let stride = comptime!((threads + gatherers(threads)) as usize);
+    let rounds = comptime!((count * gatherers(threads) as usize).div_ceil(threads as usize));
+    let mut all = SharedMemory::<f32>::new(comptime!(count * (threads + gatherers(threads)) as usize));
+    let mut gathered = SharedMemory::<f32>::new(comptime!(count * gatherers(threads) as usize));
     let unit = UNIT_POS as usize;
-    shared[unit] = a;
-    shared[all + unit] = b;
-    sync_cube();
-    if unit < 2 * gather {
-        let start = (unit / gather) * all + unit % gather;
-        let sum = RuntimeCell::<f32>::new(shared[start]);
-        #[unroll]
-        for part in 1..each {
-            sum.store(sum.read() + shared[start + part * gather]);
-        }
-        gathered[unit] = sum.read();
-    }
-    sync_cube();
-    let first = RuntimeCell::<f32>::new(gathered[0]);
-    let second = RuntimeCell::<f32>::new(gathered[gather]);
     #[unroll]
-    for part in 1..gather {
-        first.store(first.read() + gathered[part]);
-        second.store(second.read() + gathered[gather + part]);
+    for number in 0..count {
+        all[number * stride + unit] = *values.index(number);
     }
     sync_cube();
-    other.store(second.read());
-    first.read()
+    #[unroll]
+    for round in 0..rounds {
+        let own = unit + round * comptime!(threads as usize);
+        if own < count * gather {
+            let start = own / gather * stride + own % gather;
+            let sum = RuntimeCell::<f32>::new(all[start]);
+            #[unroll]
+            for part in 1..each {
+                sum.store(sum.read() + all[start + part * gather]);
+            }
+            gathered[own] = sum.read();
+        }
+    }
+    sync_cube();
+    let mut sums = Sequence::<f32>::new();
+    #[unroll]
+    for number in 0..count {
+        let sum = RuntimeCell::<f32>::new(gathered[number * gather]);
+        #[unroll]
+        for part in 1..gather {
+            sum.store(sum.read() + gathered[number * gather + part]);
+        }
+        sums.push(sum.read());
+    }
+    sync_cube();
+    sums
 }
 
 /// The maximum over the block of `value`.
@@ -158,9 +168,19 @@ pub fn fold_range(
         fold_lanes(&state, d, fold);
         at.store(now + 4 * step);
     }
-    while at.read() < last {
-        fold_lanes(&state, x[at.read()], fold);
-        at.store(at.read() + step);
+    // Of the last three, too, none waits for another.
+    if at.read() < last {
+        let now = at.read();
+        let a = x[now];
+        let b = x[min(now + step, last - 1)];
+        let c = x[min(now + 2 * step, last - 1)];
+        fold_lanes(&state, a, fold);
+        if now + step < last {
+            fold_lanes(&state, b, fold);
+        }
+        if now + 2 * step < last {
+            fold_lanes(&state, c, fold);
+        }
     }
     block_fold(state.read(), comptime!(fold.again()), threads)
 }
@@ -184,46 +204,70 @@ pub fn reduce_segments(
     }
 }
 
-/// Vectors side by side in a block that works on columns.
-pub const COLUMNS: u32 = 32;
+/// How a block lies over rows and columns of vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Vectors side by side; a multiple of 8.
+    pub columns: u32,
+    /// Rows; with the columns a multiple of 32 units.
+    pub rows: u32,
+}
 
-/// Folds the states of a block's units over its rows, in a fixed order; the units of the first row get the result. The
-/// block is `rows` x [`COLUMNS`] units.
+impl Tile {
+    /// The units of the block.
+    pub const fn units(self) -> u32 {
+        self.columns * self.rows
+    }
+}
+
+/// Folds the states of a block's units over its rows, in a fixed order; the units of the first row get the result.
+/// Each lane of each column is folded by a unit of its own, as far as there are units.
 #[cube]
-pub fn tile_fold(
+fn tile_fold(
     state: Vector<f32, Lanes>,
     #[comptime] fold: Fold,
-    #[comptime] rows: u32,
+    #[comptime] tile: Tile,
     #[comptime] width: usize,
 ) -> Vector<f32, Lanes> {
-    let units = comptime!((rows * COLUMNS) as usize);
-    let mut shared = SharedMemory::<f32>::new(comptime!((rows * COLUMNS) as usize * width));
+    let units = comptime!(tile.units() as usize);
+    let columns = comptime!(tile.columns as usize);
+    let rounds = comptime!((tile.columns as usize * width).div_ceil(tile.units() as usize));
+    let mut shared = SharedMemory::<f32>::new(comptime!(tile.units() as usize * width));
     let unit = UNIT_POS as usize;
     #[unroll]
     for lane in 0..Lanes::value() {
         shared[lane * units + unit] = state[lane];
     }
     sync_cube();
+    #[unroll]
+    for round in 0..rounds {
+        let own = unit + round * units;
+        let lane = own / columns;
+        if lane < Lanes::value() {
+            // What is folded here no other unit reads or writes.
+            let first = lane * units + own % columns;
+            let sum = RuntimeCell::<f32>::new(shared[first]);
+            #[unroll]
+            for row in 1..comptime!(tile.rows as usize) {
+                sum.store(fold_step(sum.read(), shared[first + row * columns], fold));
+            }
+            shared[first] = sum.read();
+        }
+    }
+    sync_cube();
     let mut total = Vector::<f32, Lanes>::empty();
     #[unroll]
     for lane in 0..Lanes::value() {
-        let sum = RuntimeCell::<f32>::new(state[lane]);
-        if unit < comptime!(COLUMNS as usize) {
-            #[unroll]
-            for row in 1..comptime!(rows as usize) {
-                let other = shared[lane * units + row * comptime!(COLUMNS as usize) + unit];
-                sum.store(fold_step(sum.read(), other, fold));
-            }
-        }
-        total[lane] = sum.read();
+        total[lane] = shared[lane * units + unit % columns];
     }
-    sync_cube();
     total
 }
 
+/// Rows that a unit of [`fold_tile()`] has on their way at once.
+pub const AHEAD: usize = 8;
+
 /// Reduces `x` `[outer, length, inner]` over its middle dimension in chunks: `y` is
-/// `[outer, chunks, inner]`. `inner` counts vectors; the grid is (inner / [`COLUMNS`], chunks, outer), the block
-/// `rows` x [`COLUMNS`] units.
+/// `[outer, chunks, inner]`. `inner` counts vectors; the grid is (columns of tiles, chunks, outer), a block is a tile.
 #[cube]
 pub fn reduce_columns(
     x: &Array<Pack<0>>,
@@ -232,50 +276,79 @@ pub fn reduce_columns(
     inner: u32,
     chunk: u32,
     #[comptime] fold: Fold,
-    #[comptime] rows: u32,
+    #[comptime] tile: Tile,
+    #[comptime] width: usize,
+) {
+    fold_tile(x, y, length, inner, chunk, CUBE_POS_Z as usize, fold, tile, width);
+}
+
+/// [`reduce_columns()`] of one of several tensors `[length, inner]`, if the block's third index is `part`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn reduce_part(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<1>>,
+    length: u32,
+    inner: u32,
+    chunk: u32,
+    #[comptime] part: u32,
+    #[comptime] fold: Fold,
+    #[comptime] tile: Tile,
+    #[comptime] width: usize,
+) {
+    if CUBE_POS_Z == part {
+        fold_tile(x, y, length, inner, chunk, 0usize, fold, tile, width);
+    }
+}
+
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn fold_tile(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<1>>,
+    length: u32,
+    inner: u32,
+    chunk: u32,
+    outer: usize,
+    #[comptime] fold: Fold,
+    #[comptime] tile: Tile,
     #[comptime] width: usize,
 ) {
     let unit = UNIT_POS as usize;
-    let column = CUBE_POS_X as usize * comptime!(COLUMNS as usize) + unit % comptime!(COLUMNS as usize);
+    let column = CUBE_POS_X as usize * comptime!(tile.columns as usize) + unit % comptime!(tile.columns as usize);
     let inner = inner as usize;
-    let outer = CUBE_POS_Z as usize;
-    let first = (CUBE_POS_Y * chunk) as usize;
-    let last = min(first + chunk as usize, length as usize);
+    let first = CUBE_POS_Y * chunk;
+    let last = min(first + chunk, length) as usize;
     let mut state = Vector::<f32, Lanes>::empty();
     #[unroll]
     for lane in 0..Lanes::value() {
         state[lane] = fold_start(fold);
     }
-    if column < inner {
-        // A unit has four vectors on their way at once.
-        let step = comptime!(rows as usize);
-        let row = RuntimeCell::<usize>::new(first + unit / comptime!(COLUMNS as usize));
-        while row.read() + 3 * step < last {
-            let at = (outer * length as usize + row.read()) * inner + column;
-            let a = x[at];
-            let b = x[at + step * inner];
-            let c = x[at + 2 * step * inner];
-            let d = x[at + 3 * step * inner];
+    let inside = min(column, inner - 1);
+    let start = outer * length as usize;
+    let step = comptime!(tile.rows as usize);
+    let row = RuntimeCell::<usize>::new(first as usize + unit / comptime!(tile.columns as usize));
+    while row.read() < last {
+        let now = row.read();
+        let mut rows = Array::<Pack<0>>::new(AHEAD);
+        #[unroll]
+        for next in 0..AHEAD {
+            rows[next] = x[(start + min(now + next * step, last - 1)) * inner + inside];
+        }
+        #[unroll]
+        for next in 0..AHEAD {
+            let a = rows[next];
+            let is_there = now + next * step < last;
             #[unroll]
             for lane in 0..Lanes::value() {
-                let early =
-                    fold_step(fold_step(state[lane], f32::cast_from(a[lane]), fold), f32::cast_from(b[lane]), fold);
-                state[lane] = fold_step(fold_step(early, f32::cast_from(c[lane]), fold), f32::cast_from(d[lane]), fold);
+                state[lane] = fold_step(state[lane], select(is_there, f32::cast_from(a[lane]), fold_start(fold)), fold);
             }
-            row.store(row.read() + 4 * step);
         }
-        while row.read() < last {
-            let a = x[(outer * length as usize + row.read()) * inner + column];
-            #[unroll]
-            for lane in 0..Lanes::value() {
-                state[lane] = fold_step(state[lane], f32::cast_from(a[lane]), fold);
-            }
-            row.store(row.read() + step);
-        }
+        row.store(now + comptime!(tile.rows as usize * AHEAD));
     }
     let again = comptime!(fold.again());
-    let total = tile_fold(state, again, rows, width);
-    if column < inner && unit < comptime!(COLUMNS as usize) {
+    let total = tile_fold(state, again, tile, width);
+    if column < inner && unit < comptime!(tile.columns as usize) {
         let mut out = Pack::<1>::empty();
         #[unroll]
         for lane in 0..Lanes::value() {

@@ -14,6 +14,7 @@ pub mod elementwise;
 pub mod fold;
 pub mod indexing;
 pub mod many;
+mod norm;
 pub mod pack;
 pub mod quantize;
 pub mod random;

@@ -72,10 +72,10 @@ pub fn store_wide(y: &mut Array<PackF32>, at: usize, value: PackF32, is_inside: 
     }
 }
 
-/// The first unit of the block writes a number of the row.
+/// The first unit of the block writes a number of the row, where that is there.
 #[cube]
-pub fn store_number(y: &mut Array<f32>, at: usize, value: f32) {
-    if UNIT_POS == 0 {
+pub fn store_number(y: &mut Array<f32>, at: usize, value: f32, is_there: bool) {
+    if UNIT_POS == 0 && is_there {
         y[at] = value;
     }
 }
@@ -178,6 +178,23 @@ pub fn multiply(a: PackF32, b: PackF32) -> PackF32 {
     out
 }
 
+/// `sum + x` where the row of `x` is there.
+#[cube]
+pub fn add_where(sum: PackF32, x: PackF32, is_there: bool) -> PackF32 {
+    let mut out = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        out[lane] = sum[lane] + select(is_there, x[lane], 0.0f32);
+    }
+    out
+}
+
+/// Of both.
+#[cube]
+pub fn both(a: bool, b: bool) -> bool {
+    a && b
+}
+
 /// `(x - center) * scale`
 #[cube]
 pub fn normalize(x: PackF32, center: f32, scale: f32) -> PackF32 {
@@ -251,6 +268,11 @@ pub fn next_column(column: usize, #[comptime] threads: u32) -> usize {
 }
 
 #[cube]
+pub fn next_index(index: usize) -> usize {
+    index + 1
+}
+
+#[cube]
 pub fn is_below(column: usize, columns: usize) -> bool {
     column < columns
 }
@@ -271,9 +293,22 @@ pub fn last_row(first: usize, chunk: u32, rows: u32) -> usize {
     min(first + chunk as usize, rows as usize)
 }
 
+/// How many groups of `rows` rows there are from `first` to `last`.
 #[cube]
-pub fn next_row(row: usize, last: usize) -> usize {
-    min(row + 1, last - 1)
+pub fn groups(first: usize, last: usize, #[comptime] rows: u32) -> usize {
+    (last - first + comptime!(rows as usize - 1)) / comptime!(rows as usize)
+}
+
+/// Row `row` of a group.
+#[cube]
+pub fn group_row(first: usize, group: usize, #[comptime] rows: u32, #[comptime] row: u32) -> usize {
+    first + group * comptime!(rows as usize) + comptime!(row as usize)
+}
+
+/// A row that may be read.
+#[cube]
+pub fn clamp_row(row: usize, last: usize) -> usize {
+    min(row, last - 1)
 }
 
 #[cube]
@@ -315,10 +350,21 @@ pub fn sum_partials(x: &Array<f32>, y: &mut Array<f32>, rows: u32, columns: u32,
         let columns = columns as usize;
         let sum = RuntimeCell::<f32>::new(f32::new(0.0));
         if column < columns {
+            let rows = rows as usize;
             let row = RuntimeCell::<usize>::new(unit / side);
-            while row.read() < rows as usize {
-                sum.store(sum.read() + x[row.read() * columns + column]);
-                row.store(row.read() + comptime!(PARTIAL_ROWS as usize));
+            while row.read() < rows {
+                // Eight numbers are on their way at once.
+                let mut next = Array::<f32>::new(8usize);
+                #[unroll]
+                for ahead in 0..8usize {
+                    let at = row.read() + ahead * comptime!(PARTIAL_ROWS as usize);
+                    next[ahead] = select(at < rows, x[min(at, rows - 1) * columns + column], 0.0f32);
+                }
+                #[unroll]
+                for ahead in 0..8usize {
+                    sum.store(sum.read() + next[ahead]);
+                }
+                row.store(row.read() + comptime!(8 * PARTIAL_ROWS as usize));
             }
         }
         let mut shared = SharedMemory::<f32>::new(units);

@@ -1,13 +1,14 @@
 //! The kernel of a region, put together step by step from the functions of [`super::pack`].
 //!
-//! A region is about a tensor of rows. A block takes some vectors of columns and a chunk of rows, one row
-//! after the other: a unit keeps its vectors of the row in registers, in f32, from the first step to the
-//! last. So what a step makes of what another made is neither written nor rounded. While a row is worked
-//! on the next one is on its way. Sums over a row meet in shared memory; sums over columns stay in
-//! registers to the end of the chunk, and the sums of chunks are added by another kernel in a fixed order.
+//! A region is about a tensor of rows. A block takes some vectors of columns and a chunk of rows, one group of
+//! rows after the other: a unit keeps its vectors of the group in registers, in f32, from the first step to the
+//! last. So what a step makes of what another made is neither written nor rounded. While a group is worked
+//! on the next one is on its way. Sums over rows meet in shared memory, those of a group together; sums over
+//! columns stay in registers to the end of the chunk, and the sums of chunks are added by another kernel in a
+//! fixed order.
 
 use super::elementwise::Pair;
-use super::fold::{block_sum, block_sum_pair};
+use super::norm::{Rows, layer_norm, norm_grad, rms_norm};
 use super::pack;
 use crate::cuda::kernel::{Definition, Elem, Pack, PackF32};
 use cubecl::frontend::branch::{Iterable, RangeExpand};
@@ -67,13 +68,16 @@ pub struct Region {
     pub threads: u32,
     /// Vectors of a row that a unit has.
     pub packs: u32,
-    /// Whether a block works on several rows.
+    /// Rows that a block works on at a time.
+    pub rows: u32,
+    /// Whether a block works on several groups of rows.
     pub is_tall: bool,
 }
 
-type Pack32 = NativeExpand<PackF32>;
-type Number = NativeExpand<f32>;
+pub(super) type Pack32 = NativeExpand<PackF32>;
+pub(super) type Number = NativeExpand<f32>;
 type Index = NativeExpand<usize>;
+type Flag = NativeExpand<bool>;
 
 enum Buffer {
     Narrow(NativeExpand<Array<Pack<0>>>),
@@ -84,18 +88,24 @@ enum Buffer {
 
 /// A value in registers.
 #[derive(Clone)]
-enum Value {
-    /// Per vector of the unit.
+pub(super) enum Value {
+    /// Per row of the group and vector of the unit.
     Packs(Vec<Pack32>),
-    /// The same number in all units.
-    One(Number),
+    /// Per row of the group, the same number in all units.
+    Numbers(Vec<Number>),
 }
 
-/// What the next row brings, on its way.
+/// What the next rows bring, on its way.
 enum Next {
     Narrow(Vec<RuntimeCellExpand<Pack<0>>>),
     Wide(Vec<RuntimeCellExpand<PackF32>>),
-    Number(RuntimeCellExpand<f32>),
+    Numbers(Vec<RuntimeCellExpand<f32>>),
+}
+
+/// The rows of a group, and which of them there are.
+struct Group {
+    rows: Vec<Index>,
+    is_there: Vec<Flag>,
 }
 
 fn read<T: CubePrimitive>(scope: &mut Scope, cell: &RuntimeCellExpand<T>) -> NativeExpand<T> {
@@ -112,7 +122,7 @@ struct Columns {
     at: Vec<Index>,
     /// The same, inside the row.
     clamped: Vec<Index>,
-    is_inside: Vec<NativeExpand<bool>>,
+    is_inside: Vec<Flag>,
 }
 
 impl Region {
@@ -125,34 +135,40 @@ impl Region {
         let columns = self.columns(scope, columns);
         let first = pack::first_row::expand(scope, chunk.clone());
         let last = pack::last_row::expand(scope, first.clone(), chunk, rows);
-        let mut still: Vec<Option<Value>> = vec![None; self.values];
+        let begins = self.readable(scope, &first, 0usize.into(), &last);
+        let mut kept: Vec<Option<Value>> = vec![None; self.values];
         let mut moving: Vec<(usize, usize, Next)> = Vec::new();
         for (index, (port, buffer)) in self.operands.iter().zip(&inputs).enumerate() {
             match port.class {
                 Class::Full | Class::Row => {
-                    moving.push((index, port.value, begin(scope, buffer, &columns, first.clone())));
+                    moving.push((index, port.value, begin(scope, buffer, &columns, &begins)));
                 }
-                _ => still[port.value] = Some(load(scope, buffer, &columns)),
+                _ => kept[port.value] = Some(self.load(scope, buffer, &columns)),
             }
         }
         let sums: Vec<Vec<RuntimeCellExpand<PackF32>>> =
             self.results.iter().map(|port| self.sums(scope, *port)).collect();
-        let row = |scope: &mut Scope, row: Index| {
-            let next = self.is_tall.then(|| pack::next_row::expand(scope, row.clone(), last.clone()));
-            let mut values = still.clone();
+        let work = |scope: &mut Scope, group: Index| {
+            let next = self.is_tall.then(|| {
+                let next = pack::next_index::expand(scope, group.clone());
+                self.readable(scope, &first, next, &last)
+            });
+            let mut values = kept.clone();
             for (index, value, cells) in &moving {
-                values[*value] = Some(advance(scope, &inputs[*index], cells, &columns, next.clone()));
+                values[*value] = Some(advance(scope, &inputs[*index], cells, &columns, next.as_deref()));
             }
+            let group = self.group(scope, &first, group, &last);
+            let results = || self.results.iter().zip(&outputs).zip(&sums);
             for step in &self.steps {
-                self.step(scope, step, &mut values, &columns);
-            }
-            for ((port, buffer), sums) in self.results.iter().zip(&outputs).zip(&sums) {
-                if let Some(value) = &values[port.value] {
-                    write(scope, buffer, value, sums, &columns, row.clone());
-                }
+                self.step(scope, step, &mut values, &columns, |scope, index, value| {
+                    for ((_, buffer), sums) in results().filter(|((port, _), _)| port.value == index) {
+                        write(scope, buffer, value, sums, &columns, &group);
+                    }
+                });
             }
         };
-        RangeExpand::new(first, last.clone(), false).expand(scope, row);
+        let groups = pack::groups::expand(scope, first.clone(), last.clone(), self.rows);
+        RangeExpand::new(0usize.into(), groups, false).expand(scope, work);
         for (buffer, sums) in outputs.iter().zip(&sums) {
             if let Buffer::Wide(buffer) = buffer {
                 for (at, sum) in sums.iter().enumerate() {
@@ -162,6 +178,22 @@ impl Region {
                 }
             }
         }
+    }
+
+    /// The rows of a group, each one that may be read.
+    fn readable(&self, scope: &mut Scope, first: &Index, group: Index, last: &Index) -> Vec<Index> {
+        let row = |row: u32| {
+            let at = pack::group_row::expand(scope, first.clone(), group.clone(), self.rows, row);
+            pack::clamp_row::expand(scope, at, last.clone())
+        };
+        (0..self.rows).map(row).collect()
+    }
+
+    fn group(&self, scope: &mut Scope, first: &Index, group: Index, last: &Index) -> Group {
+        let row = |row: u32| pack::group_row::expand(scope, first.clone(), group.clone(), self.rows, row);
+        let rows: Vec<Index> = (0..self.rows).map(row).collect();
+        let is_there = rows.iter().map(|row| pack::is_below::expand(scope, row.clone(), last.clone())).collect();
+        Group { rows, is_there }
     }
 
     fn columns(&self, scope: &mut Scope, count: NativeExpand<u32>) -> Columns {
@@ -185,22 +217,59 @@ impl Region {
         (0..count).map(|_| cell()).collect()
     }
 
-    fn step(&self, scope: &mut Scope, step: &Step, values: &mut [Option<Value>], columns: &Columns) {
+    /// What is the same in all rows.
+    fn load(&self, scope: &mut Scope, buffer: &Buffer, columns: &Columns) -> Value {
+        let rows = self.rows as usize;
+        let number = match buffer {
+            Buffer::Numbers(x) => Some(pack::load_number::expand(scope, x.clone(), 0usize.into())),
+            Buffer::Element(x) => Some(pack::load_element::expand(scope, x.clone())),
+            _ => None,
+        };
+        if let Some(number) = number {
+            return Value::Numbers(vec![number; rows]);
+        }
+        let one = |at: &Index| match buffer {
+            Buffer::Narrow(x) => {
+                let narrow = pack::load_narrow::expand(scope, x.clone(), at.clone());
+                Some(pack::widen::expand(scope, narrow))
+            }
+            Buffer::Wide(x) => Some(pack::load_wide::expand(scope, x.clone(), at.clone())),
+            _ => None,
+        };
+        let packs: Vec<Pack32> = columns.clamped.iter().filter_map(one).collect();
+        Value::Packs(vec![packs; rows].concat())
+    }
+
+    /// Does a step; what it makes is given to `finish` as soon as it is there.
+    fn step(
+        &self,
+        scope: &mut Scope,
+        step: &Step,
+        values: &mut [Option<Value>],
+        columns: &Columns,
+        finish: impl Fn(&mut Scope, usize, &Value),
+    ) {
         let packs = |scope: &mut Scope, index: usize| -> Vec<Pack32> {
             match values[step.operands[index]].clone() {
                 Some(Value::Packs(packs)) => packs,
-                Some(Value::One(number)) => {
-                    let all = pack::splat::expand(scope, number);
-                    vec![all; self.packs as usize]
+                Some(Value::Numbers(numbers)) => {
+                    let all = |number| vec![pack::splat::expand(scope, number); self.packs as usize];
+                    numbers.into_iter().flat_map(all).collect()
                 }
                 None => Vec::new(),
             }
         };
-        let number = |index: usize| match &values[step.operands[index]] {
-            Some(Value::One(number)) => Some(number.clone()),
-            _ => None,
+        let numbers = |index: usize| match &values[step.operands[index]] {
+            Some(Value::Numbers(numbers)) => numbers.clone(),
+            _ => Vec::new(),
         };
-        let made: Vec<Value> = match &step.op {
+        let rows = Rows { is_inside: &columns.is_inside, columns: &columns.count, threads: self.threads };
+        let mut made: Vec<(usize, Value)> = Vec::new();
+        let mut make = |scope: &mut Scope, index: usize, value: Value| {
+            finish(scope, step.first + index, &value);
+            made.push((step.first + index, value));
+        };
+        let all: Vec<Value> = match &step.op {
             Op::Unary(op) => vec![each(scope, packs, |scope, [x]| pack::unary::expand(scope, x, op.kind))],
             Op::UnaryGrad(op) => {
                 vec![each(scope, packs, |scope, [dy, x]| pack::unary_grad::expand(scope, dy, x, op.kind))]
@@ -222,23 +291,26 @@ impl Region {
             Op::Cast(_) | Op::Broadcast(_) | Op::Reduce(_) => vec![Value::Packs(packs(scope, 0))],
             Op::LayerNorm(op) => {
                 let operands = [packs(scope, 0), packs(scope, 1), packs(scope, 2)];
-                layer_norm(scope, self.threads, operands, columns, op.eps)
+                layer_norm(scope, &rows, operands, op.eps)
             }
             Op::RmsNorm(op) => {
                 let operands = [packs(scope, 0), packs(scope, 1)];
-                rms_norm(scope, self.threads, operands, columns, op.eps)
+                rms_norm(scope, &rows, operands, op.eps)
             }
-            Op::LayerNormGrad(_) | Op::RmsNormGrad(_) => {
+            Op::LayerNormGrad(_) => {
                 let operands = [packs(scope, 0), packs(scope, 1), packs(scope, 2)];
-                let is_centered = matches!(step.op, Op::LayerNormGrad(_));
-                let (mean, rstd) = if is_centered { (number(3), number(4)) } else { (None, number(3)) };
-                norm_grad(scope, self.threads, operands, (mean, rstd), columns)
+                norm_grad(scope, &rows, operands, (Some(numbers(3)), numbers(4)), &mut make);
+                Vec::new()
+            }
+            Op::RmsNormGrad(_) => {
+                let operands = [packs(scope, 0), packs(scope, 1), packs(scope, 2)];
+                norm_grad(scope, &rows, operands, (None, numbers(3)), &mut make);
+                Vec::new()
             }
             _ => Vec::new(),
         };
-        for (index, value) in made.into_iter().enumerate() {
-            values[step.first + index] = Some(value);
-        }
+        all.into_iter().enumerate().for_each(|(index, value)| make(scope, index, value));
+        made.into_iter().for_each(|(index, value)| values[index] = Some(value));
     }
 }
 
@@ -259,34 +331,18 @@ fn output(d: &mut Definition, port: Port) -> Buffer {
     }
 }
 
-/// What is the same in all rows.
-fn load(scope: &mut Scope, buffer: &Buffer, columns: &Columns) -> Value {
-    let zero = || Index::from(0usize);
-    match buffer {
-        Buffer::Numbers(x) => Value::One(pack::load_number::expand(scope, x.clone(), zero())),
-        Buffer::Element(x) => Value::One(pack::load_element::expand(scope, x.clone())),
-        Buffer::Wide(x) => {
-            let one = |at: &Index| pack::load_wide::expand(scope, x.clone(), at.clone());
-            Value::Packs(columns.clamped.iter().map(one).collect())
-        }
-        Buffer::Narrow(x) => {
-            let mut one = |at: &Index| {
-                let narrow = pack::load_narrow::expand(scope, x.clone(), at.clone());
-                pack::widen::expand(scope, narrow)
-            };
-            Value::Packs(columns.clamped.iter().map(&mut one).collect())
-        }
+fn places(scope: &mut Scope, columns: &Columns, rows: &[Index]) -> Vec<Index> {
+    let mut places = Vec::with_capacity(rows.len() * columns.clamped.len());
+    for row in rows {
+        let one = |at: &Index| pack::place::expand(scope, row.clone(), columns.count.clone(), at.clone());
+        places.extend(columns.clamped.iter().map(one));
     }
+    places
 }
 
-fn places(scope: &mut Scope, columns: &Columns, row: &Index) -> Vec<Index> {
-    let one = |at: &Index| pack::place::expand(scope, row.clone(), columns.count.clone(), at.clone());
-    columns.clamped.iter().map(one).collect()
-}
-
-/// Sends for the first row.
-fn begin(scope: &mut Scope, buffer: &Buffer, columns: &Columns, row: Index) -> Next {
-    let places = places(scope, columns, &row);
+/// Sends for the first rows.
+fn begin(scope: &mut Scope, buffer: &Buffer, columns: &Columns, rows: &[Index]) -> Next {
+    let places = places(scope, columns, rows);
     match buffer {
         Buffer::Narrow(x) => {
             let mut cell = |at: Index| {
@@ -303,19 +359,20 @@ fn begin(scope: &mut Scope, buffer: &Buffer, columns: &Columns, row: Index) -> N
             Next::Wide(places.into_iter().map(&mut cell).collect())
         }
         Buffer::Numbers(x) => {
-            let raw = pack::load_number::expand(scope, x.clone(), row);
-            Next::Number(RuntimeCell::<f32>::__expand_new(scope, raw))
+            let mut cell = |row: &Index| {
+                let raw = pack::load_number::expand(scope, x.clone(), row.clone());
+                RuntimeCell::<f32>::__expand_new(scope, raw)
+            };
+            Next::Numbers(rows.iter().map(&mut cell).collect())
         }
-        Buffer::Element(x) => {
-            let raw = pack::load_element::expand(scope, x.clone());
-            Next::Number(RuntimeCell::<f32>::__expand_new(scope, raw))
-        }
+        // One number is no row's.
+        Buffer::Element(_) => Next::Numbers(Vec::new()),
     }
 }
 
-/// What came for this row; sends for the next one.
-fn advance(scope: &mut Scope, buffer: &Buffer, cells: &Next, columns: &Columns, next: Option<Index>) -> Value {
-    let places = next.as_ref().map(|row| places(scope, columns, row));
+/// What came for these rows; sends for the next ones.
+fn advance(scope: &mut Scope, buffer: &Buffer, cells: &Next, columns: &Columns, next: Option<&[Index]>) -> Value {
+    let places = next.map(|rows| places(scope, columns, rows));
     let place = |index: usize| places.as_ref().map(|places| places[index].clone());
     match (buffer, cells) {
         (Buffer::Narrow(x), Next::Narrow(cells)) => {
@@ -341,13 +398,16 @@ fn advance(scope: &mut Scope, buffer: &Buffer, cells: &Next, columns: &Columns, 
             }
             Value::Packs(packs)
         }
-        (Buffer::Numbers(x), Next::Number(cell)) => {
-            let number = read(scope, cell);
-            if let Some(row) = next {
-                let next = pack::load_number::expand(scope, x.clone(), row);
-                store(scope, cell, next);
+        (Buffer::Numbers(x), Next::Numbers(cells)) => {
+            let mut numbers = Vec::with_capacity(cells.len());
+            for (index, cell) in cells.iter().enumerate() {
+                numbers.push(read(scope, cell));
+                if let Some(rows) = next {
+                    let next = pack::load_number::expand(scope, x.clone(), rows[index].clone());
+                    store(scope, cell, next);
+                }
             }
-            Value::One(number)
+            Value::Numbers(numbers)
         }
         _ => Value::Packs(Vec::new()),
     }
@@ -359,25 +419,34 @@ fn write(
     value: &Value,
     sums: &[RuntimeCellExpand<PackF32>],
     columns: &Columns,
-    row: Index,
+    group: &Group,
 ) {
+    let rows = || group.rows.iter().zip(&group.is_there);
     match (buffer, value) {
-        (Buffer::Numbers(y), Value::One(number)) => pack::store_number::expand(scope, y.clone(), row, number.clone()),
+        (Buffer::Numbers(y), Value::Numbers(numbers)) => {
+            for ((row, is_there), number) in rows().zip(numbers) {
+                pack::store_number::expand(scope, y.clone(), row.clone(), number.clone(), is_there.clone());
+            }
+        }
         (_, Value::Packs(packs)) if !sums.is_empty() => {
-            for (sum, value) in sums.iter().zip(packs) {
-                let before = read(scope, sum);
-                let after = pack::add::expand(scope, before, value.clone());
-                store(scope, sum, after);
+            for (packs, is_there) in packs.chunks(sums.len()).zip(&group.is_there) {
+                for (sum, value) in sums.iter().zip(packs) {
+                    let before = read(scope, sum);
+                    let after = pack::add_where::expand(scope, before, value.clone(), is_there.clone());
+                    store(scope, sum, after);
+                }
             }
         }
         (_, Value::Packs(packs)) => {
-            for ((at, value), inside) in columns.at.iter().zip(packs).zip(&columns.is_inside) {
-                let place = pack::place::expand(scope, row.clone(), columns.count.clone(), at.clone());
-                let (value, inside) = (value.clone(), inside.clone());
-                match buffer {
-                    Buffer::Narrow(y) => pack::store_narrow::expand(scope, y.clone(), place, value, inside),
-                    Buffer::Wide(y) => pack::store_wide::expand(scope, y.clone(), place, value, inside),
-                    _ => {}
+            for (packs, (row, is_there)) in packs.chunks(columns.at.len()).zip(rows()) {
+                for ((at, value), inside) in columns.at.iter().zip(packs).zip(&columns.is_inside) {
+                    let place = pack::place::expand(scope, row.clone(), columns.count.clone(), at.clone());
+                    let inside = pack::both::expand(scope, inside.clone(), is_there.clone());
+                    match buffer {
+                        Buffer::Narrow(y) => pack::store_narrow::expand(scope, y.clone(), place, value.clone(), inside),
+                        Buffer::Wide(y) => pack::store_wide::expand(scope, y.clone(), place, value.clone(), inside),
+                        _ => {}
+                    }
                 }
             }
         }
@@ -394,98 +463,4 @@ fn each<const N: usize>(
     let operands: [Vec<Pack32>; N] = std::array::from_fn(|index| packs(scope, index));
     let count = operands[0].len();
     Value::Packs((0..count).map(|at| f(scope, std::array::from_fn(|index| operands[index][at].clone()))).collect())
-}
-
-/// The sum over the unit's vectors of what `f` makes of each.
-fn sum(scope: &mut Scope, count: usize, mut f: impl FnMut(&mut Scope, usize) -> Number) -> Number {
-    let mut sum = f(scope, 0);
-    for at in 1..count {
-        let more = f(scope, at);
-        sum = pack::sum_two::expand(scope, sum, more);
-    }
-    sum
-}
-
-/// `y`, the mean and the reciprocal deviation; see [`shardc_ir::ops::LayerNorm`].
-fn layer_norm(
-    scope: &mut Scope,
-    threads: u32,
-    [x, gamma, beta]: [Vec<Pack32>; 3],
-    columns: &Columns,
-    eps: f64,
-) -> Vec<Value> {
-    let (inside, count) = (&columns.is_inside, columns.count.clone());
-    let own = sum(scope, x.len(), |scope, at| pack::total::expand(scope, x[at].clone(), inside[at].clone()));
-    let all = block_sum::expand(scope, own, threads);
-    let mean = pack::mean::expand(scope, all, count.clone());
-    let one = Number::from(1.0f32);
-    let centered: Vec<Pack32> =
-        x.into_iter().map(|x| pack::normalize::expand(scope, x, mean.clone(), one.clone())).collect();
-    let (normal, rstd) = scaled(scope, threads, centered, columns, eps);
-    let each = |((normal, gamma), beta)| {
-        let scaled = pack::multiply::expand(scope, normal, gamma);
-        pack::add::expand(scope, scaled, beta)
-    };
-    let y = normal.into_iter().zip(gamma).zip(beta).map(each).collect();
-    vec![Value::Packs(y), Value::One(mean), Value::One(rstd)]
-}
-
-/// `y` and the reciprocal deviation; see [`shardc_ir::ops::RmsNorm`].
-fn rms_norm(scope: &mut Scope, threads: u32, [x, gamma]: [Vec<Pack32>; 2], columns: &Columns, eps: f64) -> Vec<Value> {
-    let (normal, rstd) = scaled(scope, threads, x, columns, eps);
-    let y = normal.into_iter().zip(gamma).map(|(normal, gamma)| pack::multiply::expand(scope, normal, gamma)).collect();
-    vec![Value::Packs(y), Value::One(rstd)]
-}
-
-/// A row divided by the root of the mean of its squares, and what it was multiplied by.
-fn scaled(scope: &mut Scope, threads: u32, x: Vec<Pack32>, columns: &Columns, eps: f64) -> (Vec<Pack32>, Number) {
-    let inside = &columns.is_inside;
-    let own =
-        sum(scope, x.len(), |scope, at| pack::dot::expand(scope, x[at].clone(), x[at].clone(), inside[at].clone()));
-    let all = block_sum::expand(scope, own, threads);
-    let square = pack::mean::expand(scope, all, columns.count.clone());
-    let rstd = pack::reciprocal_deviation::expand(scope, square, eps as f32);
-    let zero = Number::from(0.0f32);
-    let normal = x.into_iter().map(|x| pack::normalize::expand(scope, x, zero.clone(), rstd.clone())).collect();
-    (normal, rstd)
-}
-
-/// `dx` and the terms of this row of `dgamma` and `dbeta`; see [`shardc_ir::ops::LayerNormGrad`]. Without a mean
-/// it is 0, and so is that of `dy gamma`: [`shardc_ir::ops::RmsNormGrad`].
-fn norm_grad(
-    scope: &mut Scope,
-    threads: u32,
-    [dy, x, gamma]: [Vec<Pack32>; 3],
-    (mean, rstd): (Option<Number>, Option<Number>),
-    columns: &Columns,
-) -> Vec<Value> {
-    let (is_centered, zero) = (mean.is_some(), Number::from(0.0f32));
-    let (mean, rstd) = (mean.unwrap_or(zero.clone()), rstd.unwrap_or(zero.clone()));
-    let (inside, count) = (&columns.is_inside, columns.count.clone());
-    let normal: Vec<Pack32> =
-        x.into_iter().map(|x| pack::normalize::expand(scope, x, mean.clone(), rstd.clone())).collect();
-    let own: Vec<Pack32> =
-        dy.iter().zip(gamma).map(|(dy, gamma)| pack::multiply::expand(scope, dy.clone(), gamma)).collect();
-    let product = sum(scope, own.len(), |scope, at| {
-        pack::dot::expand(scope, own[at].clone(), normal[at].clone(), inside[at].clone())
-    });
-    let (all_own, all_product) = if is_centered {
-        let total = sum(scope, own.len(), |scope, at| pack::total::expand(scope, own[at].clone(), inside[at].clone()));
-        let other = RuntimeCell::<f32>::__expand_new(scope, zero);
-        let all = block_sum_pair::expand(scope, total, product, other.clone(), threads);
-        (pack::mean::expand(scope, all, count.clone()), read(scope, &other))
-    } else {
-        (zero, block_sum::expand(scope, product, threads))
-    };
-    let mean_product = pack::mean::expand(scope, all_product, count);
-    let dx = own.into_iter().zip(&normal).map(|(own, normal)| {
-        pack::project::expand(scope, own, normal.clone(), all_own.clone(), mean_product.clone(), rstd.clone())
-    });
-    let dx = Value::Packs(dx.collect());
-    let terms = dy.iter().zip(normal).map(|(dy, normal)| pack::multiply::expand(scope, dy.clone(), normal)).collect();
-    let mut made = vec![dx, Value::Packs(terms)];
-    if is_centered {
-        made.push(Value::Packs(dy));
-    }
-    made
 }

@@ -1,7 +1,7 @@
 //! Kernels that work on rows: one block per row, threads striding over its vectors. All compute in f32.
 
 use super::fold::{block_max, block_sum};
-use crate::cuda::kernel::{Elem, Lanes, Pack};
+use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
 
 /// Smaller than any logit: stands for minus infinity without making NaN from a difference.
@@ -41,8 +41,61 @@ pub fn softmax(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, columns: u32, #[compt
     }
 }
 
+/// `exp(x)` by the device's own power of two, whose relative error is some units in the last place of `x`.
+#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
+fn quick_exp(x: f32) -> f32 {
+    x.exp()
+}
+
+/// Vectors of a row that a unit of [`cross_entropy()`] has on their way at once.
+pub const AHEAD: usize = 4;
+
+/// Takes [`AHEAD`] vectors, of which the first is vector `at` of its row, into a running maximum and the sum of
+/// exponentials below it, which is scaled once. Where they are `masked`, what is behind `live` elements counts nothing.
+#[cube]
+fn absorb(
+    vectors: &Array<Pack<0>>,
+    at: usize,
+    live: u32,
+    largest: &RuntimeCell<f32>,
+    sum: &RuntimeCell<f32>,
+    #[comptime] masked: bool,
+    #[comptime] threads: u32,
+) {
+    let mut values = Array::<PackF32>::new(AHEAD);
+    let next = RuntimeCell::<f32>::new(largest.read());
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let a = vectors[ahead];
+        let mut wide = PackF32::empty();
+        let first = (at + ahead * comptime!(threads as usize)) * Lanes::value();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = f32::cast_from(a[lane]);
+            if comptime!(masked) {
+                wide[lane] = select(((first + lane) as u32) < live, value, f32::new(LOWEST));
+            } else {
+                wide[lane] = value;
+            }
+            next.store(max(next.read(), wide[lane]));
+        }
+        values[ahead] = wide;
+    }
+    let shifted = RuntimeCell::<f32>::new(sum.read() * quick_exp(largest.read() - next.read()));
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let wide = values[ahead];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            shifted.store(shifted.read() + quick_exp(wide[lane] - next.read()));
+        }
+    }
+    sum.store(shifted.read());
+    largest.store(next.read());
+}
+
 /// `lse` and `picked` of rows of logits, of which `live` are not padding; see
-/// [`shardc_ir::ops::CrossEntropy`]. The sum of a vector is scaled once, by its largest element.
+/// [`shardc_ir::ops::CrossEntropy`].
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn cross_entropy(
@@ -53,44 +106,40 @@ pub fn cross_entropy(
     columns: u32,
     first: u32,
     live: u32,
-    #[comptime] padded: bool,
     #[comptime] threads: u32,
 ) {
     let columns = columns as usize;
     let row = CUBE_POS as usize;
     let start = row * columns;
+    let step = comptime!(threads as usize);
     // A label below `first` wraps to a large number, so one comparison finds both bounds.
     let label = u32::cast_from(labels[row]) - first;
     let label = select(label < live, label, 0xffff_ffffu32);
     let largest = RuntimeCell::<f32>::new(f32::new(LOWEST));
     let sum = RuntimeCell::<f32>::new(f32::new(0.0));
     let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
-    // While one vector is worked on the next one is on its way.
-    let coming = RuntimeCell::<Pack<0>>::new(logits[start + min(at.read(), columns - 1)]);
+    // While some vectors are worked on the next ones are on their way.
+    let mut coming = Array::<Pack<0>>::new(AHEAD);
+    #[unroll]
+    for ahead in 0..AHEAD {
+        coming[ahead] = logits[start + min(at.read() + ahead * step, columns - 1)];
+    }
+    // Up to here no vector has padding.
+    let whole = min(columns, live as usize / Lanes::value());
     while at.read() < columns {
-        let a = coming.read();
-        coming.store(logits[start + min(at.read() + comptime!(threads as usize), columns - 1)]);
-        let mut values = Vector::<f32, Lanes>::empty();
-        let next = RuntimeCell::<f32>::new(largest.read());
+        let mut vectors = Array::<Pack<0>>::new(AHEAD);
         #[unroll]
-        for lane in 0..Lanes::value() {
-            let column = (at.read() * Lanes::value() + lane) as u32;
-            let value = f32::cast_from(a[lane]);
-            if comptime!(padded) {
-                values[lane] = select(column < live, value, f32::new(LOWEST));
-            } else {
-                values[lane] = value;
-            }
-            next.store(max(next.read(), values[lane]));
+        for ahead in 0..AHEAD {
+            vectors[ahead] = coming[ahead];
+            let next = at.read() + comptime!((ahead + AHEAD) * threads as usize);
+            coming[ahead] = logits[start + min(next, columns - 1)];
         }
-        let shifted = RuntimeCell::<f32>::new(sum.read() * (largest.read() - next.read()).exp());
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            shifted.store(shifted.read() + (values[lane] - next.read()).exp());
+        if at.read() + comptime!((AHEAD - 1) * threads as usize) < whole {
+            absorb(&vectors, at.read(), live, &largest, &sum, false, threads);
+        } else {
+            absorb(&vectors, at.read(), live, &largest, &sum, true, threads);
         }
-        sum.store(shifted.read());
-        largest.store(next.read());
-        at.store(at.read() + comptime!(threads as usize));
+        at.store(at.read() + comptime!(AHEAD * threads as usize));
     }
     let row_max = block_max(largest.read(), threads);
     let row_sum = block_sum(sum.read() * (largest.read() - row_max).exp(), threads);

@@ -27,6 +27,18 @@ pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
     Sorted::new(region, operands).is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok())
 }
 
+/// Per result, the operand of whose rows it is the sum, if the region is nothing but such sums of one element type.
+fn row_sums(region: &Fused, sorted: &Sorted) -> Option<Vec<usize>> {
+    let first = region.results.first().copied()?;
+    let operand = |(index, step): (usize, &FusedStep)| match (&step.op, &step.operands[..]) {
+        (Op::Reduce(_), [operand]) if *operand < first && region.results.get(index) == Some(&(first + index)) => {
+            (sorted.types[*operand] == sorted.types[0]).then_some(*operand)
+        }
+        _ => None,
+    };
+    region.steps.iter().enumerate().map(operand).collect()
+}
+
 /// The buffers of a region, and the element type of those that are not f32.
 struct Buffers {
     operands: Vec<Port>,
@@ -138,6 +150,10 @@ struct Layout {
     width: usize,
     threads: u32,
     packs: u32,
+    /// Rows that a block works on at a time.
+    group: u32,
+    /// Blocks that share a multiprocessor, if the compiler of kernels would take their registers otherwise.
+    sharing: Option<u32>,
     /// Rows of a block.
     chunk: u64,
     cut: Cut,
@@ -160,15 +176,20 @@ impl Layout {
         let most = if is_norm { MOST_UNITS } else { TILE };
         let threads = vectors.div_ceil(packs).next_multiple_of(32).clamp(32, most);
         let tiles = vectors.div_ceil(threads * packs).max(1);
-        // Units of a processor, by the registers that each takes; blocks stay for all of their rows.
-        let resident = match (is_norm, has_sums) {
-            (true, true) => 576,
-            (true, false) if is_narrow => 512,
-            (true, false) => 1152,
-            (false, _) => 1024,
+        // Units of a processor, by the registers that each takes; blocks stay for all of their rows. A block that
+        // waits for its sums does so for two rows at once.
+        let (resident, together) = match (is_norm, has_sums) {
+            (true, true) if packs == 1 => (512, 2),
+            (true, true) => (576, 1),
+            (true, false) if is_narrow => (512, 1),
+            (true, false) => (1152, 1),
+            (false, _) => (1024, 1),
         };
-        let blocks = PROCESSORS * (resident / threads).clamp(1, 16) / tiles;
+        let sharing = (resident / threads).clamp(1, 16);
+        let blocks = PROCESSORS * sharing / tiles;
         let chunk = rows.div_ceil(blocks.clamp(1, rows.max(1))).max(1);
+        let group = chunk.min(together);
+        let chunk = chunk.next_multiple_of(group);
         let cut = Cut {
             grid: [tiles as u32, 1, 1],
             axis: 1,
@@ -177,13 +198,24 @@ impl Layout {
             number: Some(0),
             ..Cut::rows(rows)
         };
-        Self { rows, columns, width, threads: threads as u32, packs: packs as u32, chunk, cut }
+        Self {
+            rows,
+            columns,
+            width,
+            threads: threads as u32,
+            packs: packs as u32,
+            group: group as u32,
+            sharing: (group > 1).then_some(sharing as u32),
+            chunk,
+            cut,
+        }
     }
 
     /// Of a region in which elements know neither row nor column: one long row.
     fn flat(elements: u64, width: usize) -> Self {
         let cut = Cut { number: Some(1), ..Cut::vectors(elements / width as u64, THREADS) };
-        Self { rows: 1, columns: elements, width, threads: THREADS, packs: 1, chunk: 1, cut }
+        let (columns, threads) = (elements, THREADS);
+        Self { rows: 1, columns, width, threads, packs: 1, group: 1, sharing: None, chunk: 1, cut }
     }
 }
 
@@ -199,6 +231,10 @@ impl Select<'_> {
     pub(super) fn region(&mut self, op: &Fused) -> Result<(), String> {
         let sorted = Sorted::new(op, self.operands)?;
         let Buffers { operands, results, main } = sorted.buffers(op, self.operands.len())?;
+        if let Some(tensors) = row_sums(op, &sorted) {
+            self.row_sums(&tensors);
+            return Ok(());
+        }
         let full = operands.iter().chain(&results).filter(|port| port.class == Class::Full);
         let full: Vec<DType> = full.map(|port| sorted.types[port.value].dtype).collect();
         let has = |class| sorted.has(class);
@@ -214,7 +250,8 @@ impl Select<'_> {
             values: sorted.types.len(),
             threads: layout.threads,
             packs: layout.packs,
-            is_tall: layout.chunk > 1,
+            rows: layout.group,
+            is_tall: layout.chunk > u64::from(layout.group),
             steps: sorted.steps,
         };
         self.launch_region(region, main, &sorted.types, &layout);
@@ -250,15 +287,19 @@ impl Select<'_> {
         let vectors = (layout.columns / layout.width as u64) as u32;
         let numbers = vec![layout.rows as u32, vectors, layout.chunk as u32];
         let kernel_types = [main, DType::F32, DType::F32, DType::F32];
-        let key = format!("{region:?}");
+        let (key, sharing) = (format!("{region:?}"), layout.sharing);
         let kernel =
             Kernel::new("region", &kernel_types, layout.width, layout.threads, &key, move |d| region.define(d));
+        let kernel = match sharing {
+            Some(blocks) => kernel.sharing(blocks),
+            None => kernel,
+        };
         self.launch_cut(kernel, &buffers, numbers, Vec::new(), layout.cut);
         self.sum_partials(&sums, chunks, layout.columns);
     }
 
     /// Adds up the rows of partial sums.
-    fn sum_partials(&mut self, sums: &[(Arg, Arg)], rows: u64, columns: u64) {
+    pub(super) fn sum_partials(&mut self, sums: &[(Arg, Arg)], rows: u64, columns: u64) {
         if sums.is_empty() {
             return;
         }

@@ -1,26 +1,35 @@
 //! Reductions, the softmax and the cross-entropy.
 
 use super::cut::Cut;
-use super::{Arg, OP, RES, Select, lanes, row_threads};
+use super::{Arg, OP, RES, Select, THREADS, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack};
-use crate::cuda::kernels::fold::{COLUMNS, Fold, reduce_columns, reduce_segments};
+use crate::cuda::kernels::fold::{AHEAD, Fold, Tile, reduce_columns, reduce_part, reduce_segments};
 use crate::cuda::kernels::rows as kernels;
 use shardc_ir::DType;
 use shardc_ir::ops::{CrossEntropy, CrossEntropyGrad, Reduce, ReduceOp, live_columns};
 
-/// Blocks that keep a large device busy.
-const WAVE: u64 = 528;
+/// Units that a large device runs at once: 132 multiprocessors, each with 1024 units of at most 64 registers.
+const UNITS: u64 = 132 * 1024;
 
-/// The chunks of `length` rows so that blocks of `columns` side by side fill a large device, each with enough to do;
-/// none is empty.
-fn chunks(columns: u64, length: u64) -> u64 {
-    let wanted = WAVE.div_ceil(columns.max(1)).min(length.div_ceil(64)).max(1);
-    length.div_ceil(length.div_ceil(wanted).max(1)).max(1)
+/// The most units of a block.
+const MOST: u32 = 512;
+
+/// The tile of a block that folds `length` rows of `vectors` columns: as wide as leaves the fewest units without a
+/// column, and wider where that is the same.
+fn tile(vectors: u64, length: u64) -> Tile {
+    let idle = |columns: &u32| vectors.next_multiple_of(u64::from(*columns));
+    let columns = [32, 64, 56, 48, 40, 24, 16, 8].into_iter().min_by_key(idle).unwrap_or(32);
+    // A multiple of four rows, so that the units are whole warps.
+    let most = MOST / columns / 4 * 4;
+    let rows = (length.div_ceil(AHEAD as u64).min(u64::from(most)) as u32).next_multiple_of(4).min(most);
+    Tile { columns, rows }
 }
 
-/// The rows of a block that folds `length` rows.
-fn tile_rows(length: u64) -> u32 {
-    (length.next_power_of_two() as u32).clamp(1, 16)
+/// The chunks of `length` rows so that blocks of `columns` side by side fill a large device once; none is empty.
+fn chunks(columns: u64, length: u64, tile: Tile) -> u64 {
+    let blocks = UNITS / u64::from(tile.units());
+    let wanted = (blocks / columns.max(1)).min(length.div_ceil(64)).max(1);
+    length.div_ceil(length.div_ceil(wanted).max(1)).max(1)
 }
 
 /// A run of dimensions that are all reduced, or all kept.
@@ -86,8 +95,9 @@ impl Select<'_> {
         if inner == 1 {
             return self.fold_segments(fold, from, to, outer, length);
         }
-        let columns = (inner / lanes(&[from.1, to.1], &[inner]) as u64).div_ceil(u64::from(COLUMNS));
-        let chunks = chunks(columns * outer, length);
+        let vectors = inner / lanes(&[from.1, to.1], &[inner]) as u64;
+        let tile = tile(vectors, length);
+        let chunks = chunks(vectors.div_ceil(u64::from(tile.columns)) * outer, length, tile);
         if chunks == 1 {
             return self.fold_columns(fold, from, to, [outer, length, inner], 1);
         }
@@ -108,18 +118,18 @@ impl Select<'_> {
     ) {
         // Narrower vectors where there would be few blocks.
         let mut width = lanes(&[from.1, to.1], &[inner]);
-        while width > 1 && inner / width as u64 * chunks * outer < WAVE * u64::from(COLUMNS) / 4 {
+        while width > 1 && inner / width as u64 * chunks * outer < UNITS / 32 {
             width /= 2;
         }
         let vectors = inner / width as u64;
         let chunk = length.div_ceil(chunks);
-        let rows = tile_rows(chunk);
-        let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, rows * COLUMNS, &fold, move |d| {
+        let tile = tile(vectors, chunk);
+        let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, tile.units(), &(fold, tile), move |d| {
             let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
             let (length, inner, chunk) = (d.number(), d.number(), d.number());
-            reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, rows, width);
+            reduce_columns::expand(d.scope(), x, y, length, inner, chunk, fold, tile, width);
         });
-        let grid = [vectors.div_ceil(u64::from(COLUMNS)) as u32, chunks as u32, 1];
+        let grid = [vectors.div_ceil(u64::from(tile.columns)) as u32, chunks as u32, 1];
         let row = [from.1, to.1].map(|dtype| inner * dtype.size());
         // A launch takes some of the outer indices, or some chunks of the only one.
         let (cut, sizes) = if outer == 1 {
@@ -132,12 +142,41 @@ impl Select<'_> {
         self.launch_cut(kernel, &[(from.0, sizes[0]), (to.0, sizes[1])], numbers, Vec::new(), cut);
     }
 
+    /// The sums over the rows of several tensors of one shape, each by itself, in one launch for all.
+    pub(super) fn row_sums(&mut self, tensors: &[usize]) {
+        let source = &self.operands[tensors[0]];
+        let (dtype, columns) = (source.dtype, source.shape.last().copied().unwrap_or(1));
+        let (rows, width) = (source.elements() / columns.max(1), lanes(&[source.dtype, DType::F32], &[columns]));
+        let vectors = columns / width as u64;
+        let tile = tile(vectors, rows);
+        let tiles = vectors.div_ceil(u64::from(tile.columns));
+        let parts = tensors.len() as u32;
+        let chunks = chunks(tiles * u64::from(parts), rows, tile);
+        let chunk = rows.div_ceil(chunks);
+        let kernel = Kernel::new("reduce_parts", &[dtype, DType::F32], width, tile.units(), &(tile, parts), move |d| {
+            let from: Vec<_> = (0..parts).map(|_| d.input::<Pack<0>>()).collect();
+            let to: Vec<_> = (0..parts).map(|_| d.output::<Pack<1>>()).collect();
+            let (length, inner, chunk) = (d.number(), d.number(), d.number());
+            for (part, (x, y)) in from.into_iter().zip(to).enumerate() {
+                let (length, inner, chunk) = (length.clone(), inner.clone(), chunk.clone());
+                reduce_part::expand(d.scope(), x, y, length, inner, chunk, part as u32, Fold::Sum, tile, width);
+            }
+        });
+        let from: Vec<Arg> = tensors.iter().map(|index| OP(*index)).collect();
+        let partial: Vec<Arg> = tensors.iter().map(|_| self.scratch(chunks * columns * 4)).collect();
+        let numbers = vec![rows as u32, vectors as u32, chunk as u32];
+        let buffers = from.into_iter().chain(partial.iter().copied()).collect();
+        self.launch(kernel, buffers, numbers, Vec::new(), [tiles as u32, chunks as u32, parts]);
+        let sums: Vec<(Arg, Arg)> = partial.into_iter().enumerate().map(|(index, from)| (from, RES(index))).collect();
+        self.sum_partials(&sums, chunks, columns);
+    }
+
     /// Folds rows of `[outer, length]`; a single long row in two passes.
     fn fold_segments(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), outer: u64, length: u64) {
         let width = lanes(&[from.1], &[length]);
         let vectors = length / width as u64;
         if outer == 1 && vectors > 4096 {
-            let segment = vectors.div_ceil(WAVE);
+            let segment = vectors.div_ceil(UNITS / u64::from(MOST));
             let count = vectors.div_ceil(segment);
             let middle = self.scratch(count * 4);
             self.segments(fold, width, from, (middle, DType::F32), [segment, vectors]);
@@ -191,14 +230,15 @@ impl Select<'_> {
 
     pub(super) fn cross_entropy(&mut self, op: &CrossEntropy) -> Result<(), String> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
-        let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types[..1]);
-        let (numbers, padded) = self.classes(vectors, op.start, op.classes);
-        let kernel = Kernel::new("cross_entropy", &types, width, threads, &padded, move |d| {
+        let Rows { count, bytes, vectors, width, .. } = self.rows_of(0, &types[..1]);
+        let (numbers, _) = self.classes(vectors, op.start, op.classes);
+        let threads = row_threads(vectors.div_ceil(kernels::AHEAD as u64)).min(THREADS);
+        let kernel = Kernel::new("cross_entropy", &types, width, threads, &(), move |d| {
             let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
             let (lse, picked) = (d.output::<f32>(), d.output::<f32>());
             let (columns, first, live) = (d.number(), d.number(), d.number());
             let scope = d.scope();
-            kernels::cross_entropy::expand(scope, logits, labels, lse, picked, columns, first, live, padded, threads);
+            kernels::cross_entropy::expand(scope, logits, labels, lse, picked, columns, first, live, threads);
         });
         let statistics = [RES(0), RES(1)].map(|arg| (arg, STATISTIC));
         let buffers = [[(OP(0), bytes), (OP(1), types[1].size())], statistics].concat();
