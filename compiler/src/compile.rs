@@ -77,6 +77,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         batch: batch.batch,
         seq: batch.seq,
         precision: options.precision.name().into(),
+        reduce_dtype: options.reduce_dtype,
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
         host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
         pins: options.pins.clone(),

@@ -1,7 +1,7 @@
 //! What a compilation is asked for, beside the model and the cluster.
 
-use shardc_ir::Bytes;
 use shardc_ir::plan::Scope;
+use shardc_ir::{Bytes, DType};
 use shardc_passes::optimizer::OptimizerConfig;
 use shardc_passes::precision::Precision;
 use std::path::PathBuf;
@@ -20,6 +20,8 @@ pub struct Batch {
 pub struct Options {
     /// The precision of the computation.
     pub precision: Precision,
+    /// The element type in which gradients of matrices are summed over ranks; fp32 if none is named.
+    pub reduce_dtype: Option<DType>,
     /// The optimizer and gradient clipping.
     pub optimizer: OptimizerConfig,
     /// The choices that are fixed, as `--pin` takes them: `dp=2,tp=2,zero=1`; all else is searched.

@@ -20,10 +20,11 @@
 
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::factor::FactorRule;
-use crate::graph::Graph;
+use crate::graph::{Graph, Role};
 use crate::mesh::Mesh;
 use crate::pipeline::Pipeline;
 use crate::sharding::{Sharding, Strategy};
+use crate::types::DType;
 use crate::units::{Bytes, Flops, Seconds};
 use serde::{Deserialize, Serialize};
 
@@ -222,6 +223,9 @@ pub struct Request {
     pub seq: u64,
     /// The precision of the computation: `fp32`, `bf16`, `fp16`, `fp8`.
     pub precision: String,
+    /// The element type in which gradients of matrices are summed over ranks; their own (f32) if none is named.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reduce_dtype: Option<DType>,
     /// The memory bound per rank.
     pub device_memory: Bytes,
     /// The memory bound of one host, for all of its ranks.
@@ -276,6 +280,18 @@ impl Plan {
     /// The layout in which operand `index` of a node is read.
     pub fn operand_sharding(&self, node: NodeId, index: usize) -> Sharding {
         self.rule(node).operand_sharding(index, &self.strategies[node])
+    }
+
+    /// Whether a value, read by `users`, is a gradient whose sums over ranks are made in [`Request::reduce_dtype`]:
+    /// that of a matrix, which only the update reads. Vectors are too few to matter, and stay as they are.
+    pub fn sums_narrowed(&self, value: ValueId, users: &[(NodeId, usize)]) -> bool {
+        let (ty, is_update) = (self.graph.ty(value), |id: NodeId| self.graph.node(id).role == Role::Optimizer);
+        let narrows = self.request.reduce_dtype.is_some_and(|dtype| dtype.size() < ty.dtype.size());
+        narrows
+            && ty.dtype.is_float()
+            && ty.rank() >= 2
+            && !users.is_empty()
+            && users.iter().all(|user| is_update(user.0))
     }
 
     /// The number of pipeline stages; 1 where there is no pipeline.

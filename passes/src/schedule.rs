@@ -20,7 +20,7 @@ mod sink;
 use crate::cost::is_product;
 use crate::lower::{Draft, Hint, Item, StorageId};
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{BufferId, Op, ReduceKind};
+use shardc_ir::{BufferId, DType, Op, ReduceKind};
 use sink::sink;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
@@ -220,7 +220,7 @@ struct Bucket {
     at: usize,
     /// What it and what follows it touch.
     touched: Touched,
-    /// Accumulations and slices of its results, which follow it, and what they touch.
+    /// Accumulations, slices and casts of its results, which follow it, and what they touch.
     deferred: Vec<Item>,
     deferred_touch: Touched,
 }
@@ -231,7 +231,7 @@ impl Bucket {
         item.writes.iter().all(|storage| !self.touched.reads.contains(storage))
     }
 
-    /// Lets an accumulation or a slice of a result wait.
+    /// Lets an accumulation, a slice or a cast of a result wait.
     fn defer(&mut self, item: Item, touched: &Touched) {
         self.touched.extend(touched);
         self.deferred_touch.extend(touched);
@@ -241,7 +241,9 @@ impl Bucket {
 
 /// Merges reductions that may wait.
 fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
-    let mut open: BTreeMap<Kind, Bucket> = BTreeMap::new();
+    // Numbers of one type are reduced together.
+    let mut open: BTreeMap<(Kind, DType), Bucket> = BTreeMap::new();
+    let dtype = |item: &Item| item.instruction.operands.first().map(|id| draft.buffers[*id].ty.dtype);
     let mut out: Vec<Item> = Vec::with_capacity(items.len());
     let mut placed: Vec<(usize, Item)> = Vec::new();
     let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
@@ -257,9 +259,9 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     };
     for item in items {
         let touched = Touched::of(draft, &item);
-        let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_)));
+        let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_) | Op::Cast(_)));
         let met = open.iter().filter(|(_, bucket)| bucket.touched.meets(&touched)).map(|(kind, _)| *kind);
-        let met: Vec<Kind> = met.collect();
+        let met: Vec<(Kind, DType)> = met.collect();
         let closed = late.iter_mut().rfind(|bucket| bucket.touched.meets(&touched));
         if let Some(bucket) = closed.filter(|bucket| waits && met.is_empty() && bucket.may_defer(&touched)) {
             bucket.defer(item, &touched);
@@ -278,7 +280,8 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             }
         }
         out.extend(released(&mut late, &touched));
-        let Some(kind) = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket) else {
+        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket).zip(dtype(&item));
+        let Some(kind) = own else {
             out.push(item);
             continue;
         };

@@ -194,7 +194,7 @@ pub fn search_confirmed(
         request.device_memory = cluster.usable_memory();
     }
     let mut prepared = prepare(graph, request.batch, target);
-    prepared.scope = request.scope;
+    (prepared.scope, prepared.reduce_dtype) = (request.scope, request.reduce_dtype);
     let blocks = prepared.block_count();
     if let Some(Recompute::Blocks(count)) =
         pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))

@@ -5,9 +5,11 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use shardc::data::{Data, open_batches};
 use shardc::{Batch, Cluster, Compiled, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions};
-use shardc_ir::HostTensor;
+use shardc_ir::program::Action;
+use shardc_ir::{DType, HostTensor, ReduceKind, Role};
 use shardc_models::hf;
 use shardc_models::zoo::{Config, LlamaConfig};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -153,6 +155,50 @@ fn chunks_that_overlap() {
     // Of one sample the tokens are cut.
     check_both("cpu:2", "tp=2,microbatch=1,overlap_chunks=2");
     check_both("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
+}
+
+/// Gradients of matrices go over the wire in bf16, and training is as it was but for their rounding.
+#[track_caller]
+fn check_sums_in_bf16(cluster: &str, pins: &str) {
+    let dir = fixture("llama");
+    let model = NamedModel::find(dir.to_str().unwrap()).unwrap();
+    let data = open_batches(&dir.join("batches.safetensors")).unwrap();
+    let (batch, seq) = data.shape().unwrap();
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let trained = |reduce_dtype| {
+        let options = Options { reduce_dtype, ..options(pins) };
+        let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options).unwrap();
+        let program = &compiled.programs().unwrap()[0];
+        let reduces = |action: &Action| {
+            matches!(action, Action::AllReduce { reduce: ReduceKind::Sum, .. } | Action::ReduceScatter { .. })
+        };
+        let reductions = program.instructions().filter(|instruction| reduces(&instruction.action));
+        let operands = reductions.flat_map(|instruction| &instruction.operands);
+        let of_gradients = operands.map(|id| &program.buffers[*id]).filter(|buffer| {
+            let value = buffer.value.map(|value| compiled.plan().graph.value(value).def);
+            value.is_none_or(|def| compiled.plan().graph.node(def).role != Role::Forward) && buffer.ty.rank() >= 2
+        });
+        let dtypes: BTreeSet<DType> = of_gradients.map(|buffer| buffer.ty.dtype).collect();
+        (train(&model, &compiled, &data, 10), dtypes)
+    };
+    let ((exact, wide), (rounded, narrow)) = (trained(None), trained(Some(DType::Bf16)));
+    assert_eq!(wide, [DType::F32].into(), "{pins}");
+    assert!(narrow.contains(&DType::Bf16), "{pins}: {narrow:?}");
+    assert!(exact != rounded, "{pins}: nothing was rounded");
+    for (exact, rounded) in exact.iter().zip(&rounded) {
+        close(&format!("{pins} loss"), rounded.loss, exact.loss, 1e-3);
+        close(&format!("{pins} norm"), rounded.grad_norm, exact.grad_norm, 1e-2);
+    }
+}
+
+#[test]
+fn sums_in_bf16() {
+    for pins in ["dp=4,zero=0", "dp=4,zero=1,microbatch=1", "dp=4,zero=2,microbatch=1", "dp=4,zero=3"] {
+        check_sums_in_bf16("cpu:4", pins);
+    }
+    check_sums_in_bf16("cpu:4", "dp=2,fsdp=2,zero=1");
+    check_sums_in_bf16("cpu:4", "dp=2,tp=2,zero=1,microbatch=2");
+    check_sums_in_bf16("cpu:4", "pp=2,dp=2,schedule=1f1b,zero=1,microbatch=1");
 }
 
 #[test]

@@ -63,6 +63,9 @@ pub struct RequestArgs {
     /// Precision of the computation; weights and optimizer state are always kept in fp32.
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionArg>,
+    /// The type in which gradients of matrices are summed over ranks.
+    #[arg(long, value_enum, value_name = "DTYPE")]
+    pub reduce_dtype: Option<ReduceArg>,
     /// Take kernels that give the same bits each time; the plan states what they cost.
     #[arg(long)]
     pub deterministic: bool,
@@ -103,6 +106,15 @@ pub enum PrecisionArg {
     Fp8,
     /// IEEE binary16, with fp32 master weights and a loss scale that adapts.
     Fp16,
+}
+
+/// The types in which gradients are summed over ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ReduceArg {
+    /// As they are kept; the default.
+    Fp32,
+    /// Each rank's term is rounded to bfloat16: half of the bytes on the wire, sums over microbatches stay in fp32.
+    Bf16,
 }
 
 /// `shardc plan`.

@@ -1,12 +1,12 @@
 //! From flags to what the library takes.
 
-use super::args::{OptimizerArgs, PrecisionArg, RequestArgs, SearchArg};
+use super::args::{OptimizerArgs, PrecisionArg, ReduceArg, RequestArgs, SearchArg};
 use shardc::explain::edit;
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
 use shardc_ir::plan::Scope;
 use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{Bytes, Plan};
+use shardc_ir::{Bytes, DType, Plan};
 use std::path::Path;
 
 /// Sequences per step where neither a flag nor the data says.
@@ -83,6 +83,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
     };
     Ok(Options {
         precision,
+        reduce_dtype: args.reduce_dtype.filter(|of| *of == ReduceArg::Bf16).map(|_| DType::Bf16),
         optimizer: OptimizerConfig::default(),
         pins: args.pin.clone().unwrap_or_default(),
         scope: match args.search {

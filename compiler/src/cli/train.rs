@@ -209,9 +209,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
         }
     }
     let memory = flags.device_memory.is_some() || flags.host_memory.is_some();
-    if flags.pin.is_some() || flags.precision.is_some() || flags.deterministic || memory {
-        let message = "--pin, --precision, --deterministic, --device-memory and --host-memory are choices that the plan \
-                       file has made";
+    let numbers = flags.precision.is_some() || flags.reduce_dtype.is_some() || flags.deterministic;
+    if flags.pin.is_some() || numbers || memory {
+        let message = "--pin, --precision, --reduce-dtype, --deterministic, --device-memory and --host-memory are choices \
+                       that the plan file has made";
         return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
     }
     if request::optimizer(&args.optimizer)? != shardc::OptimizerConfig::default() {

@@ -5,7 +5,8 @@
 //! * where `c` is a vector copied along all dimensions but the last, it becomes the product's bias, and
 //!   the copy is never made;
 //! * the accumulation over microbatches of a product becomes a product that adds to its accumulator,
-//!   which begins at zero in the prologue.
+//!   which begins at zero in the prologue;
+//! * a product that is cast for its sum over ranks is written in that type.
 //!
 //! The library that multiplies adds while the product is still in registers, so the product is
 //! neither written nor read. Whether the sum lies where its summand lay is decided when everything is
@@ -26,7 +27,7 @@ pub(super) fn merge_sums(draft: &mut Draft) {
     for section in 0..merging.draft.sections.len() {
         for at in 0..merging.draft.sections[section].len() {
             let at = (section, at);
-            if !merging.merge_bias(at) && !merging.merge_add(at) {
+            if !merging.merge_bias(at) && !merging.merge_add(at) && !merging.merge_cast(at) {
                 merging.merge_accumulation(at);
             }
         }
@@ -175,6 +176,28 @@ impl<'a> Merging<'a> {
             return true;
         }
         false
+    }
+
+    /// Merges the cast at `at` of a product, on its way to another layout: it computes no node of its own.
+    fn merge_cast(&mut self, at: Position) -> bool {
+        let instruction = self.instruction(at);
+        let (Action::Compute(Op::Cast(_)), [source], [result]) =
+            (&instruction.action, &instruction.operands[..], &instruction.results[..])
+        else {
+            return false;
+        };
+        let (source, result, origin) = (*source, *result, instruction.source);
+        let Some(maker) = self.product(source, at) else { return false };
+        let product = self.instruction(maker);
+        let is_bare = |op: &Matmul| op.addend(product.operands.len()).is_none() && op.epilogue.is_none();
+        if product.source != origin || !matmul(product).is_some_and(is_bare) {
+            return false;
+        }
+        self.instruction_mut(maker).results = vec![result];
+        self.replace(&[result], at, maker);
+        self.touched.remove(&self.draft.storage[source]);
+        self.dropped.insert(at);
+        true
     }
 
     /// Merges the accumulation at `at` of a product, or of a sum of products, over microbatches.

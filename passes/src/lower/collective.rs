@@ -7,10 +7,10 @@
 
 use super::{Draft, Hint, Lowering, Place};
 use crate::reshard::Step;
-use shardc_ir::ops::{Affine, Binary, BinaryKind, Op, Slice, Transpose, Unary, UnaryKind};
+use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Op, Slice, Transpose, Unary, UnaryKind};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{AxisId, BufferId, NodeId, ReduceKind, TensorType};
+use shardc_ir::{AxisId, BufferId, DType, NodeId, ReduceKind, TensorType};
 
 /// Where instructions go and what they are marked with.
 #[derive(Clone, Copy)]
@@ -40,6 +40,14 @@ impl Lowering<'_> {
                 compute(&mut self.draft, Affine { scale, offset: 0.0 }, &[operand], site)
             }
         }
+    }
+
+    /// The same elements in another type.
+    pub(super) fn cast(&mut self, operand: BufferId, dtype: DType, site: Site) -> BufferId {
+        let draft = &mut self.draft;
+        let result = draft.buffer(ty(draft, operand).with_dtype(dtype), site.category);
+        push(draft, Action::Compute(Cast {}.into()), &[operand], result, site);
+        result
     }
 }
 

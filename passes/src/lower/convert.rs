@@ -5,7 +5,7 @@ use super::{Hint, LowerError, Lowering, Place};
 use crate::reshard::{Step, priced_path, rough_cost};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{AxisSet, BufferId, Mesh, NodeId, OpDef, Role, SecondaryMap, Sharding, TensorType, ValueId};
+use shardc_ir::{AxisSet, BufferId, DType, Mesh, NodeId, OpDef, Role, SecondaryMap, Sharding, TensorType, ValueId};
 use std::collections::HashMap;
 use std::rc::Rc;
 
@@ -248,11 +248,21 @@ impl Lowering<'_> {
             category => category,
         };
         let (mut buffer, mut sharding) = (from.buffer, from.sharding);
+        let cast = |category| Site { place, source: Some(def), hint: Hint::None, category };
+        let narrow = self.sums_in(value).filter(|_| for_optimizer && steps.iter().any(Step::is_reduction));
+        if let Some(dtype) = narrow {
+            buffer = self.cast(buffer, dtype, cast(Category::Buffer));
+        }
         for (index, (step, hint)) in steps.iter().zip(hints).enumerate() {
             let last = index + 1 == steps.len();
-            let category = if last { category } else { Category::Buffer };
-            buffer = self.emit(step, buffer, Site { place, source: Some(def), hint, category });
+            let own_category = if last && narrow.is_none() { category } else { Category::Buffer };
+            buffer = self.emit(step, buffer, Site { place, source: Some(def), hint, category: own_category });
             sharding = step.apply(&sharding);
+            match narrow {
+                Some(_) if !last => continue,
+                Some(_) => buffer = self.cast(buffer, self.plan.graph.ty(value).dtype, cast(category)),
+                None => {}
+            }
             let grown = self.draft.buffers[buffer].ty.bytes() > made_bytes;
             let copy =
                 Copy { sharding: sharding.clone(), buffer, place, block: own, is_forward_gather: grown && is_forward };
@@ -260,6 +270,12 @@ impl Lowering<'_> {
         }
         self.draft.buffers[buffer].value.get_or_insert(value);
         buffer
+    }
+
+    /// The element type in which a value is summed over ranks, if it is not its own.
+    fn sums_in(&self, value: ValueId) -> Option<DType> {
+        let dtype = self.plan.request.reduce_dtype?;
+        self.plan.sums_narrowed(value, self.users.get(&value).map_or(&[], Vec::as_slice)).then_some(dtype)
     }
 
     /// Accumulates a value that is partial over time: whole over the ranks first if the plan says so or

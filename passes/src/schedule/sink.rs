@@ -37,7 +37,7 @@ pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             waits.retain(|_, other| *other != of);
         }
         let instruction = &item.instruction;
-        let is_transpose = matches!(instruction.action, Action::Compute(Op::Transpose(_)));
+        let is_transpose = matches!(instruction.action, Action::Compute(Op::Transpose(_) | Op::Cast(_)));
         let is_free = storages.iter().all(|storage| !kept.contains(storage));
         if is_transpose && is_free && instruction.operands.iter().any(|id| by_wire.contains(&draft.storage[*id])) {
             waits.extend(storages.into_iter().map(|storage| (storage, at)));

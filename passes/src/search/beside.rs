@@ -266,7 +266,8 @@ impl Loop {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
-            made.push((graph.value(node.operands[1]).def.index(), local.operands[1] as f64, kind));
+            let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
+            made.push((graph.value(node.operands[1]).def.index(), bytes, kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));

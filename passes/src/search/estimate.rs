@@ -366,7 +366,14 @@ impl<'a> Shape<'a> {
         let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
         let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
         let accumulate = if self.microbatches > 1 { (3.0 * all + read) / bandwidth * microbatches } else { 0.0 };
-        let (stored_once, update) = (of.once.under(zero), of.update.under(zero));
+        // Sums over ranks in another type: products write it, what was added up is cast, and back.
+        let recast = match self.prepared.reduce_dtype.filter(|_| is_shared) {
+            Some(_) if self.microbatches > 1 && zero < 2 => 1.5 * (of.gradients.whole + of.gradients.under(zero)),
+            Some(_) if zero >= 2 => 1.5 * of.gradients.part * microbatches,
+            Some(_) => 1.5 * of.gradients.under(zero),
+            None => 0.0,
+        };
+        let (stored_once, update) = (of.once.under(zero) + recast / bandwidth, of.update.under(zero));
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
         let memory_bound = memory + self.once.memory + stored_once + accumulate;

@@ -126,7 +126,8 @@ fn buckets(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
     let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
     let mut made: Vec<(usize, f64)> = updates
         .map(|(_, node)| {
-            (graph.value(node.operands[1]).def.index(), graph.ty(node.operands[1]).bytes().0 as f64 / parts)
+            let ty = graph.ty(node.operands[1]);
+            (graph.value(node.operands[1]).def.index(), prepared.on_wire(ty, ty.bytes().0 as f64) / parts)
         })
         .collect();
     made.sort_by_key(|(def, _)| *def);

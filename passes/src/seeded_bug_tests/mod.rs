@@ -107,6 +107,37 @@ fn every_seeded_bug_is_found() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Casts around a sum over ranks are part of the plan that asks for them, and of no other.
+#[test]
+fn sums_in_another_type_are_found() {
+    for pins in [BOTH, PLAIN, GATHERED, DATA] {
+        let mut plan = plan(TINY, DType::F32, "cpu:4", pins, false);
+        plan.request.reduce_dtype = Some(DType::Bf16);
+        let programs = lower_all(&verify::plan(&plan).expect("a plan"), &NoScratch).expect("programs");
+        assert_eq!(findings(&plan, &programs), "", "{pins}");
+        let narrow = |program: &Program, instruction: &Instruction| {
+            let is_wide = |id: &BufferId| program.buffers[*id].ty.dtype == DType::F32;
+            matches!(instruction.action, Action::Compute(Op::Cast(_))) && instruction.results.iter().all(is_wide)
+        };
+        let skipped = |program: &mut Program| {
+            let at = find(program, narrow);
+            let cast = remove(program, at);
+            let all = program.sections.values_mut().flat_map(|section| &mut section.instructions);
+            let operands = all.flat_map(|instruction| &mut instruction.operands);
+            operands.filter(|id| **id == cast.results[0]).for_each(|id| *id = cast.operands[0]);
+        };
+        let bug: &dyn Fn(&mut [Program]) = &|programs| programs.iter_mut().for_each(skipped);
+        let mut broken = programs.clone();
+        bug(&mut broken);
+        let found = findings(&plan, &broken);
+        let is_found = found.contains("a rank's part of the value is f32") || found.contains("does not become f32");
+        assert!(is_found, "{pins}: {found}");
+        plan.request.reduce_dtype = None;
+        let found = findings(&plan, &programs);
+        assert!(found.contains("which no sum over ranks needs as") || found.contains("is bf16"), "{pins}: {found}");
+    }
+}
+
 /// What is wrong if the verifier does not find a bug, or does not say what is expected.
 fn missed(plan: &Plan, programs: &[Program], name: &str, bug: Bug, expect: &str) -> Option<String> {
     let mut broken = programs.to_vec();

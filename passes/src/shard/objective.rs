@@ -251,7 +251,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let (seconds, kept) = match op {
             Op::Adamw(_) => {
                 let gradient = bytes(&local.operands, 1);
-                let reduced = if is_known { sharing.reduce[kind] * gradient } else { 0.0 };
+                let reduced = if is_known { sharing.reduce[kind] * prepared.on_wire(ty, gradient) } else { 0.0 };
                 let kept = match (self.placed.microbatches > 1, sharing.zero >= 2) {
                     (false, _) => 0.0,
                     (true, true) => gradient / parts,

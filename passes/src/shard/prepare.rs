@@ -66,6 +66,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         graph,
         target,
         scope: Scope::Runnable,
+        reduce_dtype: None,
         rules,
         batch,
         tied,

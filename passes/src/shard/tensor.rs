@@ -30,7 +30,7 @@ use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
-use shardc_ir::{AxisId, Choice, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
+use shardc_ir::{AxisId, Choice, DType, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -43,6 +43,8 @@ pub struct Prepared<'a> {
     pub target: &'a dyn Target,
     /// Whether plans are wanted that it cannot run.
     pub scope: Scope,
+    /// The element type in which gradients of matrices are summed over ranks, if it is not their own.
+    pub reduce_dtype: Option<DType>,
     /// Its classes.
     pub folded: Folded,
     /// The rule of each class.
@@ -139,6 +141,12 @@ impl Prepared<'_> {
         let (is_result, index) = self.weight[class]?;
         let dims = if is_result { &rule.results[index] } else { &rule.operands[index] };
         Some(dims.iter().flatten().copied().collect())
+    }
+
+    /// Bytes that go over the wire where a gradient of so many bytes is summed.
+    pub fn on_wire(&self, ty: &TensorType, bytes: f64) -> f64 {
+        let narrow = self.reduce_dtype.filter(|dtype| ty.rank() >= 2 && dtype.size() < ty.dtype.size());
+        narrow.map_or(bytes, |dtype| bytes * dtype.size() as f64 / ty.dtype.size() as f64)
     }
 
     /// The operation of a class.

@@ -246,6 +246,9 @@ impl Interpreter<'_> {
     }
 
     fn local(&self, at: At, instruction: &Instruction, op: &Op) -> Result<Vec<Fact>, String> {
+        if let (Op::Cast(_), [from], [to]) = (op, &instruction.operands[..], &instruction.results[..]) {
+            return self.recast(*from, *to);
+        }
         let ops = self.programs.iter().filter_map(|program| match &program.sections[at.0].instructions[at.1].action {
             Action::Compute(op) => Some(op),
             _ => None,
@@ -258,6 +261,22 @@ impl Interpreter<'_> {
             let held: Vec<String> = instruction.operands.iter().map(|buffer| self.held(*buffer)).collect();
             format!("{} of {} is no change of its layout: {why}", op.name(), held.join(" and "))
         })
+    }
+
+    /// A gradient on its way through a sum over ranks, in the type in which the plan makes it and back.
+    fn recast(&self, from: BufferId, to: BufferId) -> Result<Vec<Fact>, String> {
+        let (program, sums) = (self.program(), self.plan.request.reduce_dtype);
+        let (old, new) = (&program.buffers[from].ty, &program.buffers[to].ty);
+        let is_way = |fact: &&Fact| {
+            let own = self.plan.graph.ty(fact.value).dtype;
+            let types = [Some(old.dtype), Some(new.dtype)];
+            self.kernels.sums_narrowed(fact.value) && (types == [Some(own), sums] || types == [sums, Some(own)])
+        };
+        let facts: Vec<Fact> = self.contents[from.index()].facts().iter().filter(is_way).cloned().collect();
+        match facts.is_empty() || old.shape != new.shape {
+            true => Err(format!("casts {}, which no sum over ranks needs as {new}", self.held(from))),
+            false => Ok(facts),
+        }
     }
 
     /// Whether a buffer holds a value in an arrangement.

@@ -90,14 +90,27 @@ impl<'a> Kernels<'a> {
         self.users.get(&value).map_or(&[], Vec::as_slice)
     }
 
+    /// Whether a value is a gradient that is summed over ranks in another type than its own.
+    pub fn sums_narrowed(&self, value: ValueId) -> bool {
+        self.plan.sums_narrowed(value, self.users(value))
+    }
+
     /// Checks the buffers' types, and that every rank's operation is the node's for its part. Operands
     /// and results beyond the node's are not looked at.
     pub fn check(&self, id: NodeId, at: At, instruction: &Instruction, layouts: &Layouts) -> Result<(), String> {
         let operands = &instruction.operands[..layouts.operands.len()];
+        // A product may write the type in which it is summed; who reads it otherwise finds another than it takes.
+        let node = self.plan.graph.node(id);
+        let is_narrow = matches!(node.op, Op::Matmul(_)) && node.results.iter().all(|value| self.sums_narrowed(*value));
+        let narrow = |layout: &Layout| {
+            let dtype = self.plan.request.reduce_dtype.unwrap_or(layout.local.dtype);
+            layout.local.with_dtype(dtype)
+        };
         let buffers = operands.iter().chain(&instruction.results);
-        for (buffer, layout) in buffers.zip(layouts.operands.iter().chain(&layouts.results)) {
+        for (index, (buffer, layout)) in buffers.zip(layouts.operands.iter().chain(&layouts.results)).enumerate() {
             let ty = &self.programs[0].buffers[*buffer].ty;
-            if *ty != layout.local {
+            let is_sum = is_narrow && index >= operands.len() && *ty == narrow(layout);
+            if *ty != layout.local && !is_sum {
                 return Err(format!("{buffer} is {ty}; a rank's part of the value is {}", layout.local));
             }
         }
