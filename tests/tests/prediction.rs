@@ -8,38 +8,91 @@ use shardc_passes::search::why::{again, searched_graph};
 /// A model, its batch and sequence, a cluster, pins.
 type Case = (&'static str, u64, u64, &'static str, &'static str);
 
+/// A node of one kind and one of another.
+const MIXED: &str = r#"
+per_node = 8
+[[parts]]
+device = "h100"
+nodes = 1
+[[parts]]
+device = "a100-80"
+nodes = 1
+"#;
+
 const CASES: &[Case] = &[
+    // One device; data ranks with every stage of ZeRO, on one node and on several.
     ("gpt2-124m", 32, 1024, "h100:1", "microbatch=32"),
+    ("gpt2-124m", 32, 1024, "h100:1", "microbatch=8"),
     ("gpt2-124m", 64, 1024, "h100:8", "dp=8,zero=0"),
+    ("gpt2-124m", 64, 1024, "h100:8", "dp=8,zero=3"),
     ("gpt2-1.5b", 64, 1024, "h100:8", "dp=8,zero=0,microbatch=8"),
-    ("llama-160m", 64, 2048, "h100:4", "dp=4,zero=0"),
     ("gpt2-1.5b", 64, 1024, "h100:8", "dp=8,zero=3,microbatch=8"),
+    ("llama-160m", 64, 2048, "h100:4", "dp=4,zero=0"),
     ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=0"),
     ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=1"),
     ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=3"),
-    ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=0"),
     ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=0,microbatch=4"),
     ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=2,microbatch=4"),
     ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=3,microbatch=4"),
     ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=1,microbatch=1"),
     ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=1"),
     ("llama-8b", 128, 8192, "h100:8x8", "dp=64,zero=3"),
-    ("llama-70b", 128, 8192, "h100:8x16", "dp=128,zero=3,recompute=block"),
-    ("llama-405b", 8192, 8192, "h100:8x1024", "dp=8192,zero=3,recompute=123"),
-];
-
-/// Where several axes meet on one wire, and where much of a step is small launches that lowering merges, the
-/// closed form sees less: these are within 7.5%, and within 12% of the bytes.
-const FARTHER: &[Case] = &[
-    ("gpt2-124m", 32, 1024, "h100:1", "microbatch=8"),
     ("llama-405b", 16384, 8192, "h100:8x2048", "dp=16384,zero=3,recompute=122"),
-    ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
-    ("gpt2-124m", 64, 1024, "h100:8", "dp=8,zero=3"),
+    // Copies in parts, with replicas of them.
+    ("llama-1b", 16, 4096, "h200:4", "fsdp=2,dp=2,zero=3"),
+    ("llama-8b", 128, 8192, "h100:8x4", "fsdp=8,dp=4,zero=3,microbatch=1"),
+    // Tensor ranks, along one axis and along several, with data ranks and without.
     ("llama-1b", 16, 4096, "h200:4", "tp=4,microbatch=16"),
+    ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=0"),
+    ("llama-8b", 8, 8192, "h100:8", "tp=8,microbatch=1"),
+    ("llama-8b", 8, 8192, "h100:8", "tp=2x2x2,microbatch=1"),
+    ("llama-8b", 8, 8192, "h100:8", "tp=4,dp=2,zero=0,microbatch=1"),
+    ("llama-8b", 8, 8192, "h100:8", "tp=2x2,dp=2,zero=1,microbatch=1"),
     ("llama-8b", 64, 8192, "h100:8", "tp=2,dp=4,zero=3,microbatch=1"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=16,tp=8,zero=3,microbatch=1,recompute=block"),
     ("llama-405b", 2048, 8192, "h100:8x256", "dp=1024,tp=2,zero=3,microbatch=1,recompute=108"),
+    // The sequence, heads, experts.
+    ("llama-1b", 4, 16384, "h200:4", "cp=4,zero=3"),
+    ("llama-1b", 16, 4096, "h200:4", "ulysses=4,zero=0"),
+    ("llama-1b", 16, 4096, "h200:4", "ulysses=2,dp=2,zero=3"),
+    ("mixtral-8x7b", 32, 4096, "h100:8", "ep=8,zero=3"),
+    // Pipelines.
+    ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=gpipe,microbatch=1,zero=0"),
+    ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=1"),
+    ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=interleaved,virtual=2,microbatch=1,zero=1"),
+    ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=zbv,microbatch=1,zero=1"),
+    ("llama-8b", 64, 8192, "h100:8", "pp=2,tp=4,schedule=1f1b,microbatch=1,zero=0"),
+    // What is computed again, value by value and by the kind of operation.
+    ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=1,recompute=value:8"),
+    ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=2,recompute=selective"),
+    ("llama-70b", 128, 8192, "h100:8x16", "dp=128,zero=3,recompute=block"),
+    // Pictures: inputs that take time to arrive, statistics of the batch.
+    ("resnet-50", 256, 224, "h100:1", "microbatch=256"),
+    ("resnet-50", 512, 224, "h100:8", "dp=8,zero=3"),
+    ("unet", 64, 256, "h100:8", "dp=8,zero=1"),
+    ("mixer-b-16", 512, 224, "h100:8", "dp=8,zero=0"),
+    // Nodes of several kinds.
+    ("llama-8b", 128, 8192, MIXED, "dp=16,zero=3,microbatch=1"),
+    ("llama-8b", 128, 8192, MIXED, "pp=2,dp=8,schedule=1f1b,microbatch=1,zero=1"),
 ];
+
+/// Products in 8 bits.
+const IN_8_BITS: &[Case] = &[("llama-1b", 64, 4096, "h200:4", "dp=4,zero=1")];
+
+/// These are within 4% of the seconds, and within 10% of the bytes.
+const FARTHER: &[Case] = &[
+    // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
+    ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
+    // Products of few heads on many ranks need transposes that keep their operands longer.
+    ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
+    // What is divided along two axes of one tensor dimension leaves less alive at the turn to the backward pass.
+    ("llama-1b", 16, 4096, "h200:4", "tp=2x2,microbatch=16"),
+];
+
+/// These are within 3% of the seconds; their bytes are known less well. Parameters in 8 bits stay gathered through the
+/// step, and a large table outside of any block has its gradient whole.
+const OTHER_BYTES: &[Case] = &[("two-tower", 4096, 1, "h100:8", "dp=8")];
+const OTHER_BYTES_IN_8_BITS: &[Case] = &[("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=1")];
 
 /// Plans that the search cuts into chunks that overlap, of samples and, last, of tokens.
 const IN_CHUNKS: &[Case] = &[
@@ -49,21 +102,24 @@ const IN_CHUNKS: &[Case] = &[
     ("llama-8b", 8, 8192, "h100:8", "tp=8,microbatch=1"),
 ];
 
-fn options(pins: &str) -> Options {
+fn options(pins: &str, precision: Precision) -> Options {
     Options {
-        precision: Precision::Bf16,
+        precision,
         pins: pins.to_string(),
         device_memory: Some(shardc_ir::Bytes(4000 << 30)),
         ..Options::default()
     }
 }
 
+fn cluster(text: &str) -> Cluster {
+    if text == MIXED { Cluster::from_toml("mixed.toml", text) } else { Cluster::parse(text, "h200") }.unwrap()
+}
+
 /// The plan without chunks that overlap, predicted by its programs, and its estimate.
-fn whole((model, batch, seq, cluster, pins): Case) -> (Plan, Prediction) {
+fn whole((model, batch, seq, on, pins): Case, precision: Precision) -> (Plan, Prediction) {
     let pins = format!("{pins},overlap_chunks=1");
-    let cluster = Cluster::parse(cluster, "h200").unwrap();
-    let model = NamedModel::find(model).unwrap();
-    let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(&pins)).unwrap();
+    let (cluster, model) = (cluster(on), NamedModel::find(model).unwrap());
+    let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(&pins, precision)).unwrap();
     let plan = compiled.plan();
     let request = Request { pins: plan.choice.clone(), ..plan.request.clone() };
     let target = shardc::pipeline::target(&plan.request.cluster);
@@ -81,9 +137,17 @@ fn distance(estimate: &Prediction, exact: &Prediction) -> (f64, f64) {
 #[test]
 fn the_closed_form_is_near_the_programs() {
     let mut wrong = Vec::new();
-    let lists = [(CASES, (0.03, 0.08)), (FARTHER, (0.075, 0.12))];
-    for (case, most) in lists.into_iter().flat_map(|(cases, most)| cases.iter().map(move |case| (*case, most))) {
-        let (plan, estimate) = whole(case);
+    let lists = [
+        (CASES, Precision::Bf16, (0.03, 0.05)),
+        (IN_8_BITS, Precision::Fp8, (0.03, 0.05)),
+        (FARTHER, Precision::Bf16, (0.04, 0.1)),
+        (OTHER_BYTES, Precision::Bf16, (0.03, 0.35)),
+        (OTHER_BYTES_IN_8_BITS, Precision::Fp8, (0.03, 0.2)),
+    ];
+    let all =
+        lists.into_iter().flat_map(|(cases, precision, most)| cases.iter().map(move |case| (*case, precision, most)));
+    for (case, precision, most) in all {
+        let (plan, estimate) = whole(case, precision);
         let (seconds, bytes) = distance(&estimate, &plan.prediction);
         println!("{:+.1}% of the seconds, {:+.1}% of the bytes: {case:?}", 100.0 * seconds, 100.0 * bytes);
         if seconds.abs() > most.0 || bytes.abs() > most.1 {
@@ -99,11 +163,11 @@ fn the_closed_form_is_near_the_programs() {
 #[test]
 fn plans_in_chunks_lie_between_the_estimates_of_whole_ones() {
     for case in IN_CHUNKS {
-        let (model, batch, seq, cluster, pins) = *case;
-        let (_, estimate) = whole(*case);
+        let (model, batch, seq, on, pins) = *case;
+        let (_, estimate) = whole(*case, Precision::Bf16);
         let name = NamedModel::find(model).unwrap();
-        let on = Cluster::parse(cluster, "h200").unwrap();
-        let compiled = shardc::compile(&name, Batch { batch, seq }, &on, &options(pins)).unwrap();
+        let options = options(pins, Precision::Bf16);
+        let compiled = shardc::compile(&name, Batch { batch, seq }, &cluster(on), &options).unwrap();
         let plan = compiled.plan();
         assert!(plan.choice.contains("overlap_chunks="), "{case:?}: {}", plan.choice);
         let (seconds, bytes) = distance(&estimate, &plan.prediction);

@@ -28,6 +28,8 @@ struct Life {
     block: Option<u64>,
     /// The last reader, if its result takes the bytes over.
     given: Option<usize>,
+    /// Whether a gradient is made of it.
+    is_term: bool,
 }
 
 /// A node of a block's forward pass that reads a value.
@@ -173,7 +175,8 @@ impl Lives {
             for (result, value) in node.results.iter().enumerate() {
                 life[*value] = Some(all.lives.len());
                 let (made, last, last_forward, given) = (position, position, position, None);
-                all.lives.push(Life { class, result, made, last, last_forward, block, given });
+                let is_term = prepared.is_gradient[class];
+                all.lives.push(Life { class, result, made, last, last_forward, block, given, is_term });
             }
         }
         all.give(prepared, &life);
@@ -242,7 +245,8 @@ impl<'a> Liveness<'a> {
     }
 
     /// The most bytes that live at one time, if what is selected is computed again. Of each gradient,
-    /// `kept` stays from the moment it is made.
+    /// `kept` stays from the moment it is made; where that is nothing, gradients are added up as they are made, with
+    /// what they are made of.
     pub fn peak(&self, selected: &Selected<'_>, kept: f64) -> Peak {
         let Lives { lives, readers, gradients, runs, backward, positions, .. } = self.of;
         // Per position, the change of what is held, and the scratch memory beside it.
@@ -260,7 +264,7 @@ impl<'a> Liveness<'a> {
             let start = again(Some(reader.block), reader.class).filter(|start| start < positions);
             last[reader.life] = last[reader.life].max(start.unwrap_or(0));
         }
-        for (life, last) in lives.iter().zip(last) {
+        for (life, last) in lives.iter().zip(last).filter(|(life, _)| !life.is_term || kept > 0.0) {
             let bytes = self.sizes[life.class][life.result];
             // What its last reader's result takes over ends before that.
             let last = if life.given == Some(last) { last - 1 } else { last };
