@@ -3,7 +3,8 @@
 //! The library orders its algorithms by a model of the device. Here the first few of that order are run on
 //! the device, and what it proposes for the program's other products ([`gemm::Configuration`]), on the
 //! program's own addresses and with noise in the operands (a product of zeros draws little power, and is
-//! faster than any other), before the program's first step. What is found is kept on disk per GPU, driver
+//! faster than any other), before the program's first step. What was fast for other products of the program comes
+//! first, and trying ends where some in a row were no faster. What is found is kept on disk per GPU, driver
 //! and version of the library, so that a later run measures nothing and computes the same bits.
 //!
 //! **Ranks.** Two algorithms may add in two orders. Ranks that compute the same value must get the same
@@ -36,8 +37,19 @@ const MARGIN: f64 = 0.985;
 /// Configurations whose order of tiles is varied: the fastest.
 const VARIED: usize = 3;
 
-/// Candidates that are measured once more, longer.
-const FINALISTS: usize = 6;
+/// Configurations in a row that are no faster than the fastest before, after which no more are tried: of those that
+/// the library proposes for other products, and of those with other orders of tiles.
+const PATIENCE: [usize; 2] = [10, 6];
+
+/// How much faster a candidate must be to count as faster.
+const GAIN: f64 = 0.995;
+
+/// What a configuration that was not tried yet is expected to take, of the fastest.
+const UNTRIED: f64 = 1.1;
+
+/// Candidates that are measured once more, longer: at most so many, which take at most so much longer than the
+/// fastest.
+const FINALISTS: (usize, f64) = (6, 1.04);
 
 /// How often the finalists are measured, in turns: the device's clock changes meanwhile.
 const TURNS: usize = 3;
@@ -52,7 +64,7 @@ const SPENT: [f64; 2] = [5e-4, 4e-3];
 const LONGEST: f64 = 0.6;
 
 /// The version of this way of choosing, in the name of the file: what older ones chose is not read.
-const METHOD: u32 = 2;
+const METHOD: u32 = 3;
 
 /// What was measured of one product.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -176,7 +188,7 @@ pub fn measure(
     if proposed.is_empty() {
         return Ok(());
     }
-    let bench = Bench::new(blas, device, known)?;
+    let mut bench = Bench::new(blas, device, known)?;
     for (key, (problem, candidates)) in proposed {
         let choice = bench.choose(&problem, &candidates)?;
         tracing::debug!(
@@ -200,6 +212,8 @@ struct Bench<'a> {
     noise: Vec<u8>,
     /// What the library proposes for any product of the program.
     known: BTreeSet<Configuration>,
+    /// The least that configurations took for a product, of the fastest for that product.
+    ratios: BTreeMap<Configuration, f64>,
 }
 
 /// What was measured of one product: seconds, and the algorithm, by how it is configured.
@@ -213,9 +227,10 @@ impl Tried {
         self.by.values().map(|(seconds, _)| *seconds).fold(f64::INFINITY, f64::min)
     }
 
-    /// The `count` that took the least time.
-    fn fastest(&self, count: usize) -> Vec<(Configuration, Algorithm)> {
+    /// The `count` that took the least time, without those that took `most` times that of the fastest.
+    fn fastest(&self, count: usize, most: f64) -> Vec<(Configuration, Algorithm)> {
         let mut all: Vec<_> = self.by.iter().map(|(at, (seconds, algorithm))| (*seconds, *at, *algorithm)).collect();
+        all.retain(|(seconds, ..)| *seconds <= most * self.least());
         all.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
         all.into_iter().take(count).map(|(_, at, algorithm)| (at, algorithm)).collect()
     }
@@ -238,22 +253,25 @@ fn noise(bytes: usize) -> Vec<u8> {
 impl<'a> Bench<'a> {
     fn new(blas: &'a Blas, device: &'a Device, known: BTreeSet<Configuration>) -> Result<Self, Failure> {
         let (start, end) = (device.timed_event()?, device.timed_event()?);
-        Ok(Self { blas, device, start, end, noise: noise(NOISE), known })
+        Ok(Self { blas, device, start, end, noise: noise(NOISE), known, ratios: BTreeMap::new() })
     }
 
     /// The fastest of the library's `candidates` and of what they become in other configurations.
-    fn choose(&self, problem: &Problem, candidates: &[Algorithm]) -> Result<Choice, Failure> {
+    fn choose(&mut self, problem: &Problem, candidates: &[Algorithm]) -> Result<Choice, Failure> {
         problem.operands.iter().try_for_each(|(at, bytes)| self.fill(*at, *bytes))?;
         let mut tried = Tried { by: BTreeMap::new(), since: Instant::now() };
         let own = candidates.iter().map(|algorithm| (Configuration::of(algorithm), *algorithm));
-        self.try_all(problem, own, &mut tried);
-        self.try_all(problem, self.blas.configured(problem, candidates, &self.known), &mut tried);
-        let varied = tried.fastest(VARIED).into_iter().flat_map(|(at, _)| at.reordered(&self.known)).collect();
-        let varied: BTreeSet<Configuration> = varied;
-        self.try_all(problem, self.blas.configured(problem, candidates, &varied), &mut tried);
+        self.try_all(problem, own, usize::MAX, &mut tried);
+        self.try_configured(problem, candidates, &self.known, PATIENCE[0], &mut tried);
+        let varied = tried.fastest(VARIED, HOPELESS).into_iter().flat_map(|(at, _)| at.reordered(&self.known));
+        self.try_configured(problem, candidates, &varied.collect(), PATIENCE[1], &mut tried);
+        for (configuration, (seconds, _)) in &tried.by {
+            let ratio = self.ratios.entry(*configuration).or_insert(f64::INFINITY);
+            *ratio = ratio.min(seconds / tried.least());
+        }
         // The library's first choice is what the others are compared with.
         let mut finalists: Vec<Algorithm> = vec![candidates[0]];
-        let fastest = tried.fastest(FINALISTS).into_iter().map(|(_, algorithm)| algorithm);
+        let fastest = tried.fastest(FINALISTS.0, FINALISTS.1).into_iter().map(|(_, algorithm)| algorithm);
         finalists.extend(fastest.filter(|algorithm| *algorithm != candidates[0]));
         let mut times = vec![f64::INFINITY; finalists.len()];
         for _ in 0..TURNS {
@@ -272,35 +290,53 @@ impl<'a> Bench<'a> {
         Ok(Choice { algorithm: finalists[at], microseconds, first_microseconds })
     }
 
-    /// Measures what was not tried before.
+    /// Measures what the library takes in these configurations, the most promising first.
+    fn try_configured(
+        &self,
+        problem: &Problem,
+        candidates: &[Algorithm],
+        configurations: &BTreeSet<Configuration>,
+        patience: usize,
+        tried: &mut Tried,
+    ) {
+        let ratio = |configuration: &Configuration| self.ratios.get(configuration).copied().unwrap_or(UNTRIED);
+        let mut all = self.blas.configured(problem, candidates, configurations);
+        all.sort_by(|(a, _), (b, _)| ratio(a).total_cmp(&ratio(b)).then(a.cmp(b)));
+        self.try_all(problem, all, patience, tried);
+    }
+
+    /// Measures what was not tried before, until `patience` in a row were no faster than the fastest.
     fn try_all(
         &self,
         problem: &Problem,
         candidates: impl IntoIterator<Item = (Configuration, Algorithm)>,
+        patience: usize,
         tried: &mut Tried,
     ) {
+        let mut in_vain = 0;
         for (configuration, algorithm) in candidates {
             if tried.by.contains_key(&configuration) {
                 continue;
             }
-            if tried.since.elapsed().as_secs_f64() > LONGEST {
+            if in_vain == patience || tried.since.elapsed().as_secs_f64() > LONGEST {
                 return;
             }
             // The first launch loads the kernel.
             let once = || self.time_runs(problem, &algorithm, 1);
-            let mut seconds = once().and_then(|_| once()).unwrap_or(f64::INFINITY);
-            if seconds < HOPELESS * tried.least() {
+            let (least, mut seconds) = (tried.least(), once().and_then(|_| once()).unwrap_or(f64::INFINITY));
+            if seconds < HOPELESS * least && seconds < SPENT[0] {
                 seconds = self.time(problem, &algorithm, SPENT[0]);
             }
+            in_vain = if seconds < GAIN * least { 0 } else { in_vain + 1 };
             tried.by.insert(configuration, (seconds, algorithm));
         }
     }
 
     /// Seconds of one run, over as many as take about `spent` seconds; infinite for what the library refuses.
     fn time(&self, problem: &Problem, algorithm: &Algorithm, spent: f64) -> f64 {
-        let timed = self.time_runs(problem, algorithm, 1).and_then(|once| {
-            let runs = (spent / once.max(1e-6)).clamp(2.0, 200.0) as u32;
-            self.time_runs(problem, algorithm, runs)
+        let timed = self.time_runs(problem, algorithm, 1).and_then(|once| match (spent / once.max(1e-6)) as u32 {
+            0..2 => Ok(once),
+            runs => self.time_runs(problem, algorithm, runs.min(200)),
         });
         timed.unwrap_or(f64::INFINITY)
     }
