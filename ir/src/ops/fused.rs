@@ -40,14 +40,17 @@ impl Fused {
         operands.iter().chain(self.steps.iter().flat_map(|step| &step.results)).cloned().collect()
     }
 
-    /// Whether it is products beside each other, of which none reads another.
+    /// Whether its steps lie beside each other: none reads another, and all that they make are results.
+    pub fn is_beside(&self) -> bool {
+        let made: usize = self.steps.iter().map(|step| step.results.len()).sum();
+        let operands = self.results.first().copied().unwrap_or(0);
+        let reads_operands = |step: &FusedStep| step.operands.iter().all(|value| *value < operands);
+        self.results.len() == made && self.steps.len() > 1 && self.steps.iter().all(reads_operands)
+    }
+
+    /// Whether it is products beside each other.
     pub fn is_products(&self) -> bool {
-        let reads_operands = |step: &FusedStep| {
-            let made: usize = self.steps.iter().map(|step| step.results.len()).sum();
-            let operands = self.results.first().copied().unwrap_or(0);
-            self.results.len() == made && step.operands.iter().all(|value| *value < operands)
-        };
-        self.steps.len() > 1 && self.steps.iter().all(|step| matches!(step.op, Op::Matmul(_)) && reads_operands(step))
+        self.is_beside() && self.steps.iter().all(|step| matches!(step.op, Op::Matmul(_)))
     }
 
     /// The names of the steps: `layer_norm_grad+add+reduce_sum`.

@@ -1,12 +1,14 @@
-//! Products that read the same operand, beside each other in one instruction.
+//! Products that read the same operand, and sums over the rows of equal tensors, beside each other in one instruction.
 //!
 //! Queries, keys and values are products of one activation, and so are the gradients of their weights. Each
 //! by itself leaves a part of a large device without work. They become one region ([`Fused`]) of which no
-//! step reads another, if the target has one launch for it; allocation then puts what they read and make
-//! side by side. Each step stays the kernel of its node.
+//! step reads another, if the target has one launch for it; allocation then puts what products read and make
+//! side by side. The gradients of the biases of queries, keys and values are such sums: of three tensors, which one
+//! derivative makes. Each step stays the kernel of its node.
 //!
-//! The later product moves up to the earlier one with the views that it reads, if those are of what is there;
-//! else the earlier moves down to it, together with the views and the waiting reductions of what it makes.
+//! The later one moves up to the earlier one with the views that it reads, if those are of what is there;
+//! else, of products, the earlier moves down to it, together with the views and the waiting reductions of what it
+//! makes. A sum does not wait: what it reads is large, and would be kept.
 //!
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
@@ -25,7 +27,7 @@ pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
         let mut items = std::mem::take(&mut draft.sections[section]);
         let mut at = 0;
         while at < items.len() {
-            // Where a product moved down, another instruction stands here now.
+            // Where one moved down, another instruction stands here now.
             if !join_next(draft, target, &mut items, at) {
                 at += 1;
             }
@@ -34,12 +36,13 @@ pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
     }
 }
 
-/// Joins the product at `at` with the first of its siblings that it can be joined with.
+/// Joins the instruction at `at` with the first of its siblings that it can be joined with.
 fn join_next(draft: &Draft, target: &dyn Target, items: &mut Vec<Item>, at: usize) -> bool {
-    let members = products(&items[at]);
+    let members = members_of(&items[at]);
     if members.is_empty() {
         return false;
     }
+    let may_wait = members.iter().all(is_product);
     for next in at + 1..items.len().min(at + 1 + REACH) {
         let Some(joined) = joined(draft, target, &members, &items[next]) else { continue };
         if let Some(leaders) = leaders(draft, items, at, next) {
@@ -49,7 +52,7 @@ fn join_next(draft: &Draft, target: &dyn Target, items: &mut Vec<Item>, at: usiz
             moved.into_iter().for_each(|item| items.insert(at, item));
             return true;
         }
-        if let Some(followers) = followers(draft, items, at, next) {
+        if let Some(followers) = followers(draft, items, at, next).filter(|_| may_wait) {
             items[next].instruction = joined;
             let moved: Vec<Item> = followers.iter().rev().map(|index| items.remove(*index)).collect();
             items.remove(at);
@@ -61,13 +64,18 @@ fn join_next(draft: &Draft, target: &dyn Target, items: &mut Vec<Item>, at: usiz
     false
 }
 
-/// The products of an instruction, each by itself; none if it is something else or adds to a summand.
-fn products(item: &Item) -> Vec<Instruction> {
+fn is_product(instruction: &Instruction) -> bool {
+    matches!(instruction.action, Action::Compute(Op::Matmul(_)))
+}
+
+/// The products or the sums of an instruction, each by itself; none if it is something else or adds to a summand.
+fn members_of(item: &Item) -> Vec<Instruction> {
     let Item { instruction, hint: Hint::None } = item else { return Vec::new() };
     let is_plain = |op: &Matmul, operands: usize| op.addend(operands).is_none();
     match &instruction.action {
         Action::Compute(Op::Matmul(op)) if is_plain(op, instruction.operands.len()) => vec![instruction.clone()],
-        Action::Compute(Op::Fused(region)) if region.is_products() => {
+        Action::Compute(Op::Reduce(_)) => vec![instruction.clone()],
+        Action::Compute(Op::Fused(region)) if region.is_beside() => {
             let mut results = instruction.results.iter().copied();
             let step = |step: &FusedStep| Instruction {
                 source: step.source,
@@ -84,10 +92,10 @@ fn products(item: &Item) -> Vec<Instruction> {
     }
 }
 
-/// Products and one more as one instruction, if they are siblings and the target has one launch for them.
-fn joined(draft: &Draft, target: &dyn Target, members: &[Instruction], item: &Item) -> Option<Instruction> {
-    let [next] = &products(item)[..] else { return None };
-    let first = members.first()?;
+/// Some and one more as one instruction, if they are siblings and the target has one launch for them.
+fn joined(draft: &Draft, target: &dyn Target, all: &[Instruction], item: &Item) -> Option<Instruction> {
+    let [next] = &members_of(item)[..] else { return None };
+    let first = all.first()?;
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<TensorType>>();
     let is_alike = first.action == next.action
         && first.stream == Stream::Compute
@@ -97,10 +105,10 @@ fn joined(draft: &Draft, target: &dyn Target, members: &[Instruction], item: &It
     // Only the first factor is the same. Products of several activations and one weight would keep all of
     // those until the last of them is there.
     let is_shared = |at: usize| first.operands[at] == next.operands[at];
-    if !is_alike || !is_shared(0) || is_shared(1) {
+    if !is_alike || is_product(first) && (!is_shared(0) || is_shared(1)) {
         return None;
     }
-    let all: Vec<&Instruction> = members.iter().chain([next]).collect();
+    let all: Vec<&Instruction> = all.iter().chain([next]).collect();
     let mut operands: Vec<BufferId> = Vec::new();
     for buffer in all.iter().flat_map(|member| &member.operands) {
         if !operands.contains(buffer) {
@@ -174,4 +182,60 @@ fn followers(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Ve
         found.push(index);
     }
     Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Place;
+    use super::*;
+    use shardc_ir::ops::{Affine, Reduce, ReduceOp};
+    use shardc_ir::plan::Category;
+    use shardc_ir::{Bytes, DType, Mesh};
+
+    /// Has one launch for whatever lies beside each other.
+    #[derive(Debug)]
+    struct Beside;
+
+    impl Target for Beside {
+        fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
+            Bytes(0)
+        }
+
+        fn fuses(&self, region: &Fused, _: &[TensorType]) -> bool {
+            region.is_beside()
+        }
+    }
+
+    #[test]
+    fn sums_of_equal_tensors_move_up_and_never_down() {
+        let mut draft = Draft::new(0, &Mesh::default());
+        let tensor =
+            |draft: &mut Draft, shape: &[u64]| draft.buffer(TensorType::new(DType::F32, shape), Category::Activation);
+        let rows: Vec<BufferId> = (0..4).map(|_| tensor(&mut draft, &[8, 4])).collect();
+        let sums: Vec<BufferId> = (0..4).map(|_| tensor(&mut draft, &[4])).collect();
+        let other = tensor(&mut draft, &[8]);
+        let push = |draft: &mut Draft, op: Op, operand: BufferId, result: BufferId| {
+            let action = Action::Compute(op);
+            draft.push(Place::LOOP, action, vec![operand], vec![result], Stream::Compute, None, Hint::None);
+        };
+        let half = || Op::from(Affine { scale: 0.5, offset: 0.0 });
+        let sum = |dim: usize| Op::from(Reduce { kind: ReduceOp::Sum, dims: vec![dim] });
+        push(&mut draft, half(), rows[0], rows[1]);
+        push(&mut draft, half(), rows[0], rows[2]);
+        push(&mut draft, sum(0), rows[0], sums[0]);
+        push(&mut draft, half(), rows[1], rows[3]);
+        // One that is there already, one of another dimension, one of what is made later.
+        push(&mut draft, sum(0), rows[1], sums[1]);
+        push(&mut draft, sum(1), rows[2], other);
+        push(&mut draft, sum(0), rows[3], sums[2]);
+        push(&mut draft, sum(0), rows[2], sums[3]);
+        join_siblings(&mut draft, &Beside);
+        let items = &draft.sections[Place::LOOP.index(3)];
+        let names: Vec<String> = items.iter().map(|item| item.instruction.action.title()).collect();
+        let joined = "reduce_sum+reduce_sum+reduce_sum";
+        assert_eq!(names, ["affine", "affine", joined, "affine", "reduce_sum", "reduce_sum"]);
+        assert_eq!(items[2].instruction.operands, [rows[0], rows[1], rows[2]]);
+        assert_eq!(items[2].instruction.results, [sums[0], sums[1], sums[3]]);
+        assert_eq!(items[5].instruction.operands, [rows[3]]);
+    }
 }

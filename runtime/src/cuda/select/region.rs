@@ -19,12 +19,20 @@ const MOST_UNITS: u64 = 512;
 const WARP: u64 = 32;
 const WARP_PACKS: u64 = 8;
 
+/// The most tensors whose rows one launch adds up.
+const MOST_SUMS: usize = 8;
+
 /// Units of a block where every unit minds its own columns.
 const TILE: u64 = 128;
 
 /// Whether a region on these types is one kernel.
 pub fn fuses(region: &Fused, operands: &[TensorType]) -> bool {
-    Sorted::new(region, operands).is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok())
+    let fits = |sorted: &Sorted| match row_sums(region, sorted) {
+        Some(tensors) => tensors.len() <= MOST_SUMS && sorted.types[tensors[0]].elements() < 1 << 31,
+        None => true,
+    };
+    let sorted = Sorted::new(region, operands);
+    sorted.is_ok_and(|sorted| sorted.buffers(region, operands.len()).is_ok() && fits(&sorted))
 }
 
 /// Per result, the operand of whose rows it is the sum, if the region is nothing but such sums of one element type.
