@@ -14,8 +14,14 @@ use shardc_ir::ops::{Each, Op};
 use shardc_ir::program::{Action, Stream};
 use std::collections::BTreeSet;
 
-/// The largest operand of an instruction that waits for others: above, the launch costs next to nothing.
-const LARGEST: u64 = 16 << 20;
+/// The largest operand of an instruction that waits for others: above, the launch costs next to nothing. A square is
+/// two launches, and its gradient is kept for the update that waits for all of them.
+fn largest(op: &Op) -> u64 {
+    match op {
+        Op::SumSquares(_) => MOST,
+        _ => 16 << 20,
+    }
+}
 
 /// The bytes of operands at which instructions wait no longer.
 const MOST: u64 = 256 << 20;
@@ -102,7 +108,7 @@ fn merge(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
 fn repeatable(draft: &Draft, item: &Item) -> Option<Op> {
     let instruction = &item.instruction;
     let Action::Compute(op) = &instruction.action else { return None };
-    let is_small = instruction.operands.iter().all(|id| draft.buffers[*id].ty.bytes().0 <= LARGEST);
+    let is_small = instruction.operands.iter().all(|id| draft.buffers[*id].ty.bytes().0 <= largest(op));
     let is_local = instruction.stream == Stream::Compute && item.hint == Hint::None;
     // Casts are early, these are late.
     let is_late = !matches!(op, Op::Cast(_)) && Each::may_repeat(op);
@@ -136,7 +142,7 @@ mod tests {
             draft.push(Place::LOOP, action, operands, vec![result], Stream::Compute, None, Hint::None);
         };
         let gradients: Vec<BufferId> = (0..4).map(|_| tensor(&mut draft, 8)).collect();
-        let large = tensor(&mut draft, LARGEST);
+        let large = tensor(&mut draft, MOST);
         let squares: Vec<BufferId> = (0..5).map(|_| scalar(&mut draft)).collect();
         let halved = tensor(&mut draft, 8);
         draft.storage[halved] = draft.storage[gradients[2]];
