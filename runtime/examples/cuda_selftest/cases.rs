@@ -208,6 +208,18 @@ pub fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
     [layer_norm, rms_norm, gelu]
 }
 
+/// The sums over the rows of some tensors: one by itself, or several as one region.
+pub fn row_sums(f: DType, shape: &[u64], count: usize) -> Case {
+    let (x, w) = (t(f, shape), t(F32, &shape[shape.len() - 1..]));
+    let op = Reduce { kind: ReduceOp::Sum, dims: (0..shape.len() - 1).collect() };
+    if count == 1 {
+        return case(op, &[x], &[w]);
+    }
+    let steps = (0..count).map(|index| step(op.clone(), &[index], std::slice::from_ref(&w))).collect();
+    let region = Fused { steps, results: (count..2 * count).collect() };
+    case(region, &vec![x; count], &vec![w; count])
+}
+
 fn row_cases(f: DType, all: &mut Vec<Case>) {
     for columns in [96, 768, 4096, 50] {
         let (x, row, d) = (t(f, &[80, columns]), t(F32, &[80]), t(f, &[columns]));
@@ -229,6 +241,17 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
             let operands = [x.clone(), labels, row.clone(), row.clone(), row.clone()];
             all.push(case(CrossEntropyGrad { start, classes: None }, &operands, &[x.clone()]));
         }
+    }
+    // Rows of which a unit has many vectors, and whose last elements are padding.
+    for (columns, classes) in [(16_384, None), (9_008, Some(9_001)), (50, Some(41))] {
+        let (x, labels, row) = (t(f, &[5, columns]), t(I64, &[5]), t(F32, &[5]));
+        let both = [row.clone(), row.clone()];
+        all.push(case(CrossEntropy { start: 0, classes }, &[x.clone(), labels.clone()], &both));
+        let operands = [x.clone(), labels, row.clone(), row.clone(), row];
+        all.push(case(CrossEntropyGrad { start: 0, classes }, &operands, &[x]));
+    }
+    for (shape, count) in [([80, 96], 3), ([3000, 1600], 3), ([700, 50], 2), ([1, 64], 8)] {
+        all.push(row_sums(f, &shape, count));
     }
     all.push(case(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])]));
     all.push(case(SumSquares {}, &[t(f, &[33])], &[t(F32, &[])]));

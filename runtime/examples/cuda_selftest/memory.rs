@@ -1,6 +1,6 @@
 //! How fast the kernels are that memory bounds: their bytes against what the device's memory can move.
 
-use super::cases::{case, regions, t};
+use super::cases::{case, regions, row_sums, t};
 use super::{Case, alone, message, program, tensor};
 use shardc_ir::ops::*;
 use shardc_ir::{HostTensor, Op, TensorType};
@@ -33,10 +33,10 @@ pub fn memory_cases() -> Vec<Case> {
         all.push(case(RmsNormGrad {}, &[x.clone(), x, d, row], &[statistics[0].clone(), w]));
     }
     for shape in [[8, 1024, 1600], [8, 1024, 6400], [32, 1024, 768], [32, 1024, 3072], [12, 4096, 2048]] {
-        all.push(row_sums(&shape, 1));
+        all.push(row_sums(f, &shape, 1));
     }
-    all.push(row_sums(&[8, 1024, 1600], 3));
-    all.push(row_sums(&[32, 1024, 768], 3));
+    all.push(row_sums(f, &[8, 1024, 1600], 3));
+    all.push(row_sums(f, &[32, 1024, 768], 3));
     for shape in [[8, 1024, 50304], [32, 256, 50304], [12, 512, 128_256], [32, 256, 32_000]] {
         let (logits, labels, row) = (t(f, &shape), t(I64, &shape[..2]), t(F32, &shape[..2]));
         let classes = (shape[2] == 50304).then_some(50257);
@@ -75,23 +75,6 @@ pub fn memory_cases() -> Vec<Case> {
     all.push(case(pad, &[t(f, &[50257, 1600])], &[t(f, &[50304, 1600])]));
     all.push(case(Swiglu {}, &[t(f, &[12, 4096, 8192]), t(f, &[12, 4096, 8192])], &[t(f, &[12, 4096, 8192])]));
     all
-}
-
-/// The sums over the rows of some tensors: one by itself, or several as one region.
-fn row_sums(shape: &[u64], count: usize) -> Case {
-    let (x, w) = (t(Bf16, shape), t(F32, &shape[shape.len() - 1..]));
-    let op = Reduce { kind: ReduceOp::Sum, dims: (0..shape.len() - 1).collect() };
-    if count == 1 {
-        return case(op, &[x], &[w]);
-    }
-    let step = |index: usize| FusedStep {
-        op: op.clone().into(),
-        operands: vec![index],
-        results: vec![w.clone()],
-        source: None,
-    };
-    let region = Fused { steps: (0..count).map(step).collect(), results: (count..2 * count).collect() };
-    case(region, &vec![x; count], &vec![w.clone(); count])
 }
 
 fn each(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], count: usize) -> Case {

@@ -39,7 +39,7 @@ const VARIED: usize = 3;
 
 /// Configurations in a row that are no faster than the fastest before, after which no more are tried: of those that
 /// the library proposes for other products, and of those with other orders of tiles.
-const PATIENCE: [usize; 2] = [10, 6];
+const PATIENCE: [usize; 2] = [16, 10];
 
 /// How much faster a candidate must be to count as faster.
 const GAIN: f64 = 0.995;
