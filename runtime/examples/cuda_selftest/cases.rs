@@ -226,6 +226,8 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
         let w = t(F32, &[columns]);
         all.extend(regions(f, &[80, columns]));
         all.extend(regions(f, &[3, 1000, columns]));
+        // The last block has an odd number of rows.
+        all.extend(regions(f, &[999, columns]).into_iter().take(2));
         all.push(case(Softmax {}, &[x.clone()], &[x.clone()]));
         all.push(case(RmsNorm { eps: 1e-5 }, &[x.clone(), d.clone()], &[x.clone(), row.clone()]));
         let operands = [x.clone(), x.clone(), d.clone(), row.clone()];
