@@ -263,7 +263,7 @@ fn tile_fold(
     total
 }
 
-/// Rows that a unit of [`fold_tile()`] has on their way at once.
+/// Rows that a unit of [`reduce_columns()`] has on their way at once.
 pub const AHEAD: usize = 8;
 
 /// Reduces `x` `[outer, length, inner]` over its middle dimension in chunks: `y` is
