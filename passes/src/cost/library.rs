@@ -185,7 +185,7 @@ const COMMON: Library = Library {
     expert_sorts: 1.0,
     expert_casts: 1.0,
     f8_cast_bytes: 4.0,
-    host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, skew: 0.0, jitter: 0.0, ends: 1e-3 },
+    host: Host { forward: 3e-4, backward: 5e-4, tensor: 4e-5, skew: 2e-5, jitter: 0.0, ends: 1e-3 },
     tensor_exposed: 1.0,
     tensor_async: 0.7,
     is_sequence_parallel: false,
