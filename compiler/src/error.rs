@@ -295,7 +295,7 @@ impl From<SimulateError> for Error {
                 "--straggler takes RANK=FACTOR, with ranks from 0"
             }
             SimulateError::Factor { .. } => "1 is as planned, 2 takes twice as long",
-            SimulateError::Ranks { .. } => "leave --cluster out, or name one of that many devices",
+            SimulateError::Ranks { .. } => "simulate it on the plan's own cluster, or on one of that many devices",
             SimulateError::Stuck { .. } => return Self::Check(error.to_string()),
         };
         Self::request(error.to_string(), fix)
@@ -341,6 +341,11 @@ impl Error {
             Self::Hf(HfError::Malformed { .. } | HfError::MissingTensor { .. }) => {
                 Some("the directory is not complete or not of this model: copy it again".into())
             }
+            Self::Hf(HfError::Field { .. }) => Some("correct the field, or copy the model's config.json again".into()),
+            Self::Hf(HfError::NotTied { .. }) => Some(
+                "a head of its own needs `\"tie_word_embeddings\": false` in config.json; else take it out of the file"
+                    .into(),
+            ),
             Self::Hf(HfError::WrongType { .. }) => Some("config.json and the weights must be of the same model".into()),
             Self::Zoo(ZooError::Unknown { .. }) => Some(
                 "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),

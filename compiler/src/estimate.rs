@@ -10,6 +10,7 @@
 
 use serde::Serialize;
 use shardc_ir::Bytes;
+use shardc_ir::units::counted;
 
 /// Every precision, with the bytes of a parameter in its products.
 pub const PRECISIONS: [(&str, u64); 4] = [("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1)];
@@ -62,7 +63,9 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             gradients: Bytes(0),
             state: Bytes(0),
         });
-        for zero in 0..=3 {
+        for stage in 0..=3 {
+            // One rank has nobody to divide anything with.
+            let zero = if ranks == 1 { 0 } else { stage };
             let share = |bytes: u64, from_stage: u64| {
                 Bytes(if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes })
             };
@@ -72,7 +75,8 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(kept(working, zero), 3) };
             let copy = if !is_mixed && zero == 3 { Bytes(0) } else { copy };
             let (gradients, state) = (share(4, 2), share(8, 1));
-            rows.push(Row { precision, optimizer: "adamw", zero, parameters: master + copy, gradients, state });
+            let parameters = master + copy;
+            rows.push(Row { precision, optimizer: "adamw", zero: stage, parameters, gradients, state });
         }
     }
     rows
@@ -105,13 +109,19 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     let say = |precision: &str| {
         let is_trained = |row: &&Row| row.optimizer != "none" && row.precision == precision;
         if let Some((row, left)) = rows.iter().filter(is_trained).find_map(|row| Some((row, row.left(memory)?))) {
-            return format!("{precision}: trains with ZeRO {} or more, and has {left} left for activations", row.zero);
+            return format!(
+                "{precision}: trains with ZeRO {} or more, and has {left} per rank left for activations",
+                row.zero
+            );
         }
         // With stage 3 the ranks together hold what one would.
         let whole = estimate(parameters, 1);
         let needed = whole.iter().filter(is_trained).map(Row::total).min().unwrap_or_default();
         let needs = match room {
-            Room::Devices(bytes) => format!("would over {} data ranks or more", needed.0.div_ceil(bytes.0.max(1))),
+            Room::Devices(bytes) => {
+                let ranks = counted(needed.0.div_ceil(bytes.0.max(1)), "data rank");
+                format!("would over {ranks} or more")
+            }
             Room::Host(_) => format!("needs {needed} and the activations"),
         };
         format!("{precision}: does not fit; with ZeRO 3 it {needs}")

@@ -11,6 +11,7 @@
 //! # }
 //! ```
 
+mod agrees;
 pub mod capacity;
 pub mod compile;
 pub mod data;

@@ -7,7 +7,8 @@ use shardc_ir::names::edit_distance;
 pub fn nearest<'a>(wrong: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let lower = wrong.to_lowercase();
     let score = |name: &'a str| (edit_distance(&lower, &name.to_lowercase()), name);
-    let (distance, name) = known.into_iter().map(score).min()?;
+    let named = known.into_iter().filter(|name| !name.is_empty());
+    let (distance, name) = named.map(score).min()?;
     let close = distance * 3 <= wrong.chars().count().max(3);
     let begins = wrong.len() >= 3 && (name.starts_with(&lower) || lower.starts_with(name));
     (close || begins).then_some(name)
@@ -26,5 +27,6 @@ mod tests {
         check("llama-tny", Some("llama-tiny"));
         check("LLAMA-8B", Some("llama-8b"));
         check("resnet50", None);
+        assert_eq!(nearest("ab", ["", "xyz"]), None);
     }
 }

@@ -142,9 +142,12 @@ pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<Verif
     Ok(programs)
 }
 
-/// The runtime that a cluster's programs are for. A described cluster is one of GPUs, here or not.
+/// The runtime that a cluster's programs are for: of CPU ranks, also where a file describes them; else of GPUs,
+/// here or not.
 pub fn target(cluster: &str) -> &'static dyn Target {
-    if cluster.starts_with("cpu:") { &CpuTarget } else { &CudaTarget }
+    let is_described = || Cluster::parse(cluster, "h200").is_ok_and(|cluster| cluster.device.kind == "cpu");
+    let is_cpu = cluster.starts_with("cpu:") || (cluster.ends_with(".toml") && is_described());
+    if is_cpu { &CpuTarget } else { &CudaTarget }
 }
 
 /// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is

@@ -4,6 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::Plan;
 use shardc_ir::feature::missing;
 use shardc_ir::plan::{Memory, Search};
+use shardc_ir::units::counted;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -13,8 +14,8 @@ pub fn plan_text(plan: &Plan) -> String {
     let mut text = String::new();
     let tokens = request.batch * request.seq.max(1);
     let (batch, unit) = match request.seq {
-        0 => (format!("{} samples", request.batch), "samples"),
-        seq => (format!("{} sequences of {seq} tokens", request.batch), "tokens"),
+        0 => (counted(request.batch, "sample"), "samples"),
+        seq => (format!("{} of {}", counted(request.batch, "sequence"), counted(seq, "token")), "tokens"),
     };
     let _ = writeln!(text, "{} on {}: {batch} per step, {}", request.model, request.cluster, request.precision);
     let _ = writeln!(text, "\nplan     {}", plan.choice);
@@ -43,7 +44,11 @@ pub fn plan_text(plan: &Plan) -> String {
         let _ = writeln!(text, "         {seconds:>10}  {name}");
     }
     let (total, live) = (prediction.memory.total(), prediction.memory.live());
-    let _ = writeln!(text, "memory   {total} per rank, {live} live at its peak, of {}", request.device_memory);
+    let _ = writeln!(
+        text,
+        "memory   {total} per rank, {live} live at its peak, of {}; at the peak:",
+        request.device_memory
+    );
     for (name, bytes) in memory_rows(&prediction.memory) {
         let _ = writeln!(text, "         {bytes:>10}  {name}");
     }
@@ -103,7 +108,9 @@ fn search_text(search: &Search) -> String {
     let gap = gap * 100.0;
     format!(
         "search   estimated at {estimate}, within {gap:.2}% of the least that is possible, {bound}: {stopped}\n         \
-         {candidates} plans estimated, {lowered} lowered; {pruned} of {meshes} meshes left out by their bounds\n"
+         {} estimated, {lowered} lowered; {pruned} of {} left out by their bounds\n",
+        counted(*candidates, "plan"),
+        if *meshes == 1 { "1 mesh".to_string() } else { format!("{meshes} meshes") },
     )
 }
 

@@ -1,6 +1,7 @@
 //! `verify`: is a plan legal, and does it compute what one device computes?
 //!
-//! Statically: the plan's layouts, its programs' memory, that every collective is entered by all of
+//! Statically: the plan's layouts, that its graph and mesh are those of the model, batch, precision and cluster it
+//! names, that it needs no more memory than there is, its programs' memory, that every collective is entered by all of
 //! its ranks in the same order, and that the programs compute the plan's graph. Numerically: the model with fewer layers and smaller
 //! dimensions, under the same choices, on CPU ranks and on one; losses, gradient norms and
 //! averaged gradients of a few steps must agree.
@@ -8,6 +9,7 @@
 //! The dimensions shrink so that the plan's axes still divide what they divided. A mesh of more
 //! than [`MOST_RANKS`] ranks shrinks too, each degree for itself, and the report says so.
 
+use crate::agrees;
 use crate::compile::{Compiled, compile};
 use crate::error::Error;
 use crate::learning_rate::{Decay, LearningRate};
@@ -16,7 +18,7 @@ use crate::options::{Batch, Options};
 use crate::pipeline;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
-use shardc_ir::plan::Space;
+use shardc_ir::plan::{Request, Space};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
@@ -55,6 +57,7 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
     match shardc_ir::verify::plan(plan) {
         Ok(plan) => {
             add("layouts", Some(true), format!("{} nodes on {}", plan.graph.node_count(), mesh_text(&plan)));
+            check_request(&plan, &mut add);
             check_programs(&plan, &mut add);
         }
         Err(found) => add("layouts", Some(false), found.to_string()),
@@ -70,6 +73,23 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
         }
     }
     findings
+}
+
+/// Whether the plan is of the model, the cluster and the budget for which it says it is.
+fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) {
+    let Request { model, cluster, device_memory, .. } = &plan.request;
+    match Cluster::parse(cluster, "h200") {
+        Err(error) => add("request", None, format!("not compared, for the cluster cannot be read: {error}")),
+        Ok(cluster) => match agrees::contradictions(plan, &cluster) {
+            wrong if wrong.is_empty() => add("request", Some(true), format!("the graph and the mesh are of {model}")),
+            wrong => add("request", Some(false), wrong.join("; ")),
+        },
+    }
+    let needed = plan.prediction.memory.total();
+    match agrees::beyond(needed, *device_memory) {
+        None => add("budget", Some(true), format!("{needed} per rank, of {device_memory}")),
+        Some(more) => add("budget", Some(false), format!("each rank needs {more}")),
+    }
 }
 
 fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<bool>, String)) {

@@ -2,8 +2,17 @@
 //! the figure, the constraint and what would satisfy it; nothing is a panic.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// A file of the directory of a small Llama.
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf/llama").join(name)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
 
 /// Runs shardc, and expects an exit code and words in what it says.
 #[track_caller]
@@ -40,7 +49,8 @@ const RACKS: &str = "nodes = 4\n[[levels]]\nname = \"rack\"\nnodes = 2\nbandwidt
 #[test]
 fn cluster_files() {
     check_cluster(NODE, 0, &["dp="]);
-    let cases: [(&str, &[&str]); 13] = [
+    let cases: [(&str, &[&str]); 14] = [
+        ("device = \"h100\"\nper_node = 8\n[figures]\npeak_bf16 = 1e300", &["`peak_bf16` is 1e300"]),
         ("", &["cluster.toml", "missing field `per_node`"]),
         ("per_node = 8", &["cluster.toml", "`device` is missing", "\"h100\""]),
         ("device = \"h10\"\nper_node = 8", &["unknown device `h10`", "did you mean `h100`", "a100-80"]),
@@ -70,7 +80,7 @@ fn racks_and_mixtures() {
     let dead = RACKS.replace("1e10", "0.0");
     check_cluster(&format!("{NODE}{dead}"), 2, &["`bandwidth` is 0", "bytes per second"]);
     let parts = "per_node = 4\n[[parts]]\ndevice = \"h100\"\nnodes = 1\n[[parts]]\ndevice = \"a100-80\"\nnodes = 1\n";
-    check_cluster(parts, 0, &["1 nodes of h100, 1 nodes of a100-80", "the slowest of each figure"]);
+    check_cluster(parts, 0, &["1 node of h100, 1 node of a100-80", "the slowest of each figure"]);
     check_cluster(&parts.replace("a100-80", "cpu"), 2, &["h100 and cpu", "name devices of one kind"]);
 }
 
@@ -112,6 +122,149 @@ fn pins() {
 }
 
 #[test]
+fn options() {
+    let data = fixture("batches.safetensors");
+    let train = |more: &[&str], words: &[&str]| {
+        let model = fixture("");
+        let args = ["train", text(&model), "--data", text(&data), "--steps", "1"];
+        check(&[&args, more].concat(), 2, words);
+    };
+    for (flag, value, word) in [
+        ("--batch", "-1", "it must be a whole number from 1"),
+        ("--seq", "0", "it must be a whole number from 1"),
+        ("--device-memory", "-1", "write 24GiB"),
+        ("--lr", "1e-400", "not told from 0"),
+        ("--lr", "fast", "it must be a number"),
+        ("--eps", "0", "eps is 0; it must be a number above 0"),
+        ("--clip-grad-norm", "-1", "at least 0 (0 does not clip)"),
+        ("--clip-grad-norm", "inf", "must be a number"),
+    ] {
+        train(&[flag, value], &[word]);
+    }
+    check_plan(&["--seq", "1"], 2, &["cannot be used multiple times"]);
+    check(&["plan", "llama-tiny", "--seq", "1"], 2, &["sequences of 1 token have nothing to predict: use 2 tokens"]);
+    check(&["plan", "gpt2-124m", "--seq", "2048"], 2, &["has 1024 positions: use 1024 tokens or less"]);
+    check_plan(&["--cluster", "cpu:2", "--pin", "dp = 2, tp=1"], 0, &["dp=2,tp=1"]);
+    check(&["estimate", "llama-tiny", "--ranks", "18446744073709551615"], 2, &["from 1 to 1048576"]);
+    let one = ["estimate", "llama-tiny", "--ranks", "1", "--device-memory", "1GiB"];
+    check(&one, 0, &["per rank, 1 data rank;", "fp32: trains with ZeRO 0 or more", "per rank left"]);
+    // A file that cannot be written is told before the search, and the search leaves nothing behind where it fails.
+    check_plan(&["-o", "/nowhere/plan.json", "--device-memory", "1MiB"], 2, &["/nowhere/plan.json"]);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("plan.json");
+    check_plan(&["-o", text(&path), "--device-memory", "1MiB"], 3, &["no plan fits"]);
+    assert!(!path.exists());
+}
+
+#[test]
+fn devices() {
+    check_plan(&["--cluster", "v100:2"], 0, &["per step, fp16"]);
+    check_plan(&["--cluster", "a100-80:2"], 0, &["per step, bf16"]);
+    check_plan(&["--cluster", "v100:2", "--precision", "fp8"], 2, &["`v100`", "use --precision fp16"]);
+    check_plan(&["--cluster", "cpu:1048576"], 2, &["1048576 ranks share the", "at most"]);
+    // CPU ranks that a file describes are CPU ranks.
+    let dir = tempfile::tempdir().unwrap();
+    let (file, plan) = (dir.path().join("cluster.toml"), dir.path().join("plan.json"));
+    fs::write(&file, "device = \"cpu\"\nper_node = 4\nnodes = 2\n").unwrap();
+    let buffers = |cluster: &str| {
+        check_plan(&["--cluster", cluster, "--pin", "dp=8", "-o", text(&plan)], 0, &[]);
+        let plan: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+        plan["prediction"]["memory"]["buffers"].as_u64().unwrap()
+    };
+    assert_eq!(buffers(text(&file)), buffers("cpu:4x2"));
+}
+
+#[test]
+fn configurations() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.json");
+    let whole = fs::read_to_string(fixture("config.json")).unwrap();
+    let plan = ["plan", text(dir.path()), "--batch", "4", "--seq", "32"];
+    let cases = [
+        ("\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 0", "`rms_norm_eps` must be a number above 0, not 0"),
+        ("\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": -1", "`rms_norm_eps` must be a number above 0, not -1"),
+        ("\"vocab_size\": 256", "\"vocab_size\": 1", "`vocab_size` must be a whole number from 2"),
+        ("\"intermediate_size\": 128", "\"intermediate_size\": 0", "`intermediate_size` must be a whole number from 1"),
+        ("\"rope_theta\": 10000.0", "\"rope_theta\": 0", "`rope_parameters.rope_theta` must be a number above 0"),
+        (
+            "\"head_dim\": 16,\n  \"hidden_act\": \"silu\",\n  \"hidden_size\": 64",
+            "\"hidden_size\": 66",
+            "`num_attention_heads` must be a divisor of `hidden_size`, which is 66",
+        ),
+        ("\"attention_dropout\": 0.0", "\"attention_dropout\": 2", "`attention_dropout` must be a probability"),
+    ];
+    for (from, to, words) in cases {
+        assert!(whole.contains(from), "nothing to edit: {from}");
+        fs::write(&path, whole.replace(from, to)).unwrap();
+        check(&plan, 2, &["config.json", words, "correct the field"]);
+    }
+    fs::write(&path, whole.replace("\"attention_dropout\": 0.0", "\"attention_dropout\": 0.5")).unwrap();
+    check(&plan, 0, &["`attention_dropout` is 0.5; the model is trained without dropout"]);
+    check(&[&plan[..4], &["--seq", "128"]].concat(), 0, &["128 tokens are longer than the 64 positions"]);
+    // Weights that the configuration has no place for.
+    let (model, data) = (dir.path().join("model.safetensors"), fixture("batches.safetensors"));
+    fs::copy(fixture("model.safetensors"), &model).unwrap();
+    let train = ["train", text(dir.path()), "--data", text(&data), "--steps", "1"];
+    fs::write(&path, whole.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1")).unwrap();
+    check(&train, 0, &["has no place for `model.layers.1.", "and 6 more"]);
+    fs::write(&path, whole.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true")).unwrap();
+    check(&train, 2, &["`lm_head.weight` differs from the embedding", "\"tie_word_embeddings\": false"]);
+}
+
+/// What the first lines of a plan's text say must be so.
+#[test]
+fn words_of_plans() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, edited) = (dir.path().join("plan.json"), dir.path().join("plan.txt"));
+    let pinned = ["--cluster", "cpu:2", "--pin", "dp=2,zero=1,microbatch=2,recompute=none", "-o", text(&plan)];
+    check_plan(&pinned, 0, &[]);
+    check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+    check(&["verify", text(&edited), "--static-only"], 0, &["✓ request", "✓ budget"]);
+    let whole = fs::read_to_string(&edited).unwrap();
+    let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+    let [needed, there] = [
+        planned["prediction"]["memory"].as_object().unwrap().values().map(|part| part.as_u64().unwrap()).sum::<u64>(),
+        planned["request"]["device_memory"].as_u64().unwrap(),
+    ];
+    let (memory, less) = (format!("\"device_memory\":{there}"), format!("\"device_memory\":{}", needed - 1));
+    let exact = format!("needs {needed} bytes, and there are {} bytes", needed - 1);
+    for (from, to, words) in [
+        ("\"batch\":8", "\"batch\":4", "takes `input_ids` as i64[4,64], and the graph has i64[8,64]"),
+        ("\"seq\":64", "\"seq\":32", "takes `input_ids` as i64[8,32]"),
+        ("\"precision\":\"fp32\"", "\"precision\":\"bf16\"", "the precision is `bf16`, and the graph computes in fp32"),
+        ("\"model\":\"llama-tiny\"", "\"model\":\"gpt2-124m\"", "gpt2-124m has parameter"),
+        ("\"cluster\":\"cpu:2\"", "\"cluster\":\"cpu:4\"", "the mesh has 2 ranks, and cluster cpu:4 has 4 devices"),
+        ("; choice dp=2", "; choice dp=1", "the choice says dp=1, and the mesh has dp=2"),
+        (
+            "zero=1,microbatch=2,recompute",
+            "zero=3,microbatch=2,recompute",
+            "says zero=3, and the layouts are those of zero=1",
+        ),
+        ("; choice dp=2,tp=1,zero=1,microbatch=2", "; choice dp=2,tp=1,zero=1,microbatch=4", "says microbatch=4"),
+        (
+            "; choice dp=2,tp=1,zero=1,microbatch=2,recompute=none",
+            "; choice dp=2,tp=1,zero=1,microbatch=2,recompute=block",
+            "graph itself",
+        ),
+        ("\"pins\":\"dp=2", "\"pins\":\"dp=1", "the pins say dp=1, and the choice dp=2"),
+        (&memory, &less, &exact),
+    ] {
+        let changed = whole.replacen(from, to, 1);
+        assert_ne!(changed, whole, "nothing to edit: {from}");
+        fs::write(&edited, changed).unwrap();
+        check(&["explain", text(&edited)], 2, &[words]);
+    }
+    // A plan is trained from its text, whatever the file is called.
+    let (trained, words) = (dir.path().join("trained.txt"), dir.path().join("words"));
+    check(&["explain", text(&plan), "--text", text(&trained)], 0, &["wrote"]);
+    fs::write(&words, b"shardc ".repeat(1000)).unwrap();
+    let train = ["train", text(&trained), "--data", text(&words), "--steps", "1", "--profile", "--json"];
+    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(train).output().unwrap();
+    let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(document["steps"] == 1 && document["profile"].is_object(), "{document}");
+}
+
+#[test]
 fn simulations() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("plan.json");
@@ -122,7 +275,7 @@ fn simulations() {
         (&["--straggler", "9=2"], &["rank 9", "ranks 0 to 7"]),
         (&["--straggler", "0=0.5"], &["the slowdown of a rank is 0.5", "from 1 to"]),
         (&["--straggler", "0=nan"], &["is NaN", "from 1 to"]),
-        (&["--straggler", "0=1e300"], &["from 1 to 1000000"]),
+        (&["--straggler", "0=1e300"], &["is 1e300; it must be", "from 1 to 1000000"]),
         (&["--straggler", "slow"], &["not RANK=FACTOR", "--straggler 3=1.5"]),
         (&["--straggler", "1=2", "--straggler", "1=3"], &["rank 1 is to be slow twice"]),
         (&["--contention", "0"], &["the contention is 0", "from 1 to"]),

@@ -184,9 +184,17 @@ fn bad_directories() {
     let dir = spoil("config.json", &replace("\"llama\"", "\"bert\""));
     check_train(dir.path(), &batches, &[], 2, &["bert"]);
     for (from, to, words) in [
-        ("\"num_attention_heads\": 4", "\"num_attention_heads\": 0", "`heads` is 0"),
-        ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "3 key/value heads do not divide 4 heads"),
-        ("\"head_dim\": 16", "\"head_dim\": 15", "width of a head is 15, which is odd"),
+        (
+            "\"num_attention_heads\": 4",
+            "\"num_attention_heads\": 0",
+            "`num_attention_heads` must be a whole number from 1",
+        ),
+        (
+            "\"num_key_value_heads\": 2",
+            "\"num_key_value_heads\": 3",
+            "`num_key_value_heads` must be a divisor of `num_attention_heads`, which is 4, not 3",
+        ),
+        ("\"head_dim\": 16", "\"head_dim\": 15", "field `head_dim` must be even"),
         ("\"hidden_size\": 64", "\"hidden_size\": -64", "`hidden_size` must be a whole number"),
     ] {
         let dir = spoil("config.json", &replace(from, to));
@@ -240,13 +248,13 @@ fn a_run_is_recorded_and_saved() {
     let (metrics, saved) = (dir.path().join("m.jsonl"), dir.path().join("saved"));
     let batches = model.join("batches.safetensors");
     let more = ["--cluster", "cpu:2", "--metrics", text(&metrics), "--save", text(&saved)];
-    check_train(&model, &batches, &more, 0, &["1 of 1 steps", "measured", "predicted", "saved to"]);
+    check_train(&model, &batches, &more, 0, &["1 of 1 step", "measured", "predicted", "saved to"]);
     let line: serde_json::Value = serde_json::from_str(fs::read_to_string(&metrics).unwrap().trim()).unwrap();
     for key in ["step", "loss", "grad_norm", "step_s", "tokens_per_s", "peak_device_bytes", "predicted_step_s"] {
         assert!(line[key].is_number(), "{key} in {line}");
     }
     // What was saved is a model: it trains on.
-    check_train(&saved, &batches, &[], 0, &["1 of 1 steps"]);
+    check_train(&saved, &batches, &[], 0, &["1 of 1 step"]);
     // A save that cannot be made leaves the previous one.
     let before = fs::read(saved.join("model.safetensors")).unwrap();
     check_train(&model, &batches, &["--save", "/dev/null/saved"], 2, &["/dev/null/saved"]);
@@ -414,6 +422,15 @@ fn a_value_says_why_it_lies_as_it_does() {
     let plan = plan_in(dir.path(), "plan.json", "dp=2,tp=2,zero=1,microbatch=2");
     let words = ["tp: j divided", "chosen", "tp: the same on every rank", "a step", "ZeRO-1:", "2 alike"];
     check(&["explain", text(&plan), "mlp.gate.weight"], 0, &words);
+    let page = dir.path().join("page.html");
+    let said = ["--html writes the whole plan", "leave `mlp` out"];
+    check(&["explain", text(&plan), "mlp", "--html", text(&page)], 2, &said);
+    check(&["explain", text(&plan), ""], 2, &["VALUE is empty"]);
+    assert!(!check(&["explain", text(&plan), "zz"], 2, &["no value"]).contains("did you mean"));
+    // Of the ZeRO stages, the chosen one is what the plan says.
+    let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+    let step = shardc_ir::Seconds(planned["prediction"]["step"].as_f64().unwrap());
+    check(&["explain", text(&plan), "mlp.gate.weight"], 0, &[&format!("{step} a step"), "  chosen"]);
     let output = shardc(&["explain", text(&plan), "blocks.0.mlp.gate.weight", "--json"]);
     let values: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let options = values[0]["alternatives"].as_array().unwrap();

@@ -113,3 +113,13 @@ impl fmt::Display for Flops {
         }
     }
 }
+/// So many of something: `1 node`, `2 nodes`.
+pub fn counted(count: u64, what: &str) -> String {
+    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
+}
+
+/// A number as a person writes it: with an exponent where there would be many zeros.
+pub fn number_text(value: f64) -> String {
+    let is_far = value != 0.0 && value.is_finite() && !(1e-6..1e15).contains(&value.abs());
+    if is_far { format!("{value:e}") } else { value.to_string() }
+}

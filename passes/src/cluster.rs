@@ -49,6 +49,25 @@ pub enum ClusterError {
         /// The whole text.
         cluster: String,
     },
+    /// So many ranks share a host that none has the memory for anything.
+    #[error(
+        "`{cluster}`: {ranks} ranks share the {host} of a host, {share} each; at most {most} have {least} each, the least \
+         that a rank needs"
+    )]
+    Share {
+        /// The whole text.
+        cluster: String,
+        /// The ranks of one host.
+        ranks: u64,
+        /// The memory of the host that ranks may use.
+        host: String,
+        /// A rank's share.
+        share: String,
+        /// How many ranks fit.
+        most: u64,
+        /// What a rank needs at least.
+        least: String,
+    },
     /// A figure cannot be right.
     #[error("cluster figure `{figure}` is {value}: it must be {expect}")]
     Figure {
@@ -215,6 +234,11 @@ impl Profile {
         self.peak_f8.value > self.peak_bf16.value.max(self.peak_f16.value)
     }
 
+    /// Whether products in fp16 are faster than in bf16, which a device without units for bf16 computes in f32.
+    pub fn prefers_f16(&self) -> bool {
+        self.peak_f16.value > self.peak_bf16.value
+    }
+
     /// The shipped profile of a name.
     pub fn find(name: &str) -> Result<Profile, ClusterError> {
         let mut shipped = Self::shipped();
@@ -227,8 +251,11 @@ impl Profile {
     }
 }
 
+/// The least memory of a CPU rank with which anything can be planned.
+const LEAST_SHARE: Bytes = Bytes(1 << 20);
+
 /// More ranks than any cluster has; the text of [`ClusterError::Count`] says it.
-const MOST_RANKS: u64 = 1 << 20;
+pub const MOST_RANKS: u64 = 1 << 20;
 
 /// Devices, equal in each of `nodes` equal nodes.
 #[derive(Clone, Debug, PartialEq)]
@@ -268,6 +295,13 @@ impl Cluster {
         };
         if profile.kind == "cpu" {
             share_host_memory(&mut profile, per_node);
+            let share = Bytes(profile.memory_bytes.value as u64);
+            if share < LEAST_SHARE {
+                let (host, least) = (share * per_node, LEAST_SHARE.to_string());
+                let (cluster, ranks, most) = (text.to_string(), per_node, host.0 / LEAST_SHARE.0);
+                let (host, share) = (host.to_string(), share.to_string());
+                return Err(ClusterError::Share { cluster, ranks, host, share, most, least });
+            }
         }
         Self::new(text, per_node, nodes, profile).checked()
     }
@@ -360,6 +394,7 @@ mod tests {
         check("h100:8x-1", "`-1`");
         check("h100:1048576x1048576", "`1099511627776` in cluster `h100:1048576x1048576`");
         check("h100", "is not a cluster");
+        check("cpu:1048576", "1048576 ranks share the");
     }
 
     #[test]

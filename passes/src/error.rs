@@ -52,7 +52,7 @@ pub enum UserError {
     },
     /// The devices cannot compute in the precision that is asked for.
     #[error(
-        "precision {precision} needs 8-bit floating-point units, and `{device}` of cluster {cluster} has none; use --precision bf16"
+        "precision {precision} needs 8-bit floating-point units, and `{device}` of cluster {cluster} has none; use --precision {instead}"
     )]
     NoUnits {
         /// The precision.
@@ -61,6 +61,8 @@ pub enum UserError {
         device: String,
         /// The cluster, as it was asked for.
         cluster: String,
+        /// The fastest precision that the device has units for.
+        instead: &'static str,
     },
     /// An option is out of its range.
     #[error("{option} is {value}; it must be {range}")]

@@ -57,6 +57,11 @@ impl Precision {
         }
     }
 
+    /// The precision of 16 bits in which a device is the fastest; bf16, whose range is that of f32, where both are.
+    pub fn fastest(device: &Profile) -> Self {
+        if device.prefers_f16() { Self::Fp16 } else { Self::Bf16 }
+    }
+
     /// Whether every device of a cluster computes in it. Ranks on CPUs do all of it by software.
     ///
     /// # Errors
@@ -69,6 +74,7 @@ impl Precision {
                 precision: self.name(),
                 device: device.name.clone(),
                 cluster: cluster.name.clone(),
+                instead: Self::fastest(device).name(),
             }),
             None => Ok(()),
         }

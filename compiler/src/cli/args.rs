@@ -1,5 +1,6 @@
 //! The command line: verbs, flags and their help.
 
+use super::number;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardc::learning_rate::Decay;
 use std::path::PathBuf;
@@ -51,16 +52,17 @@ pub enum Verb {
 /// What is planned: the model, the devices, the batch.
 #[derive(Debug, Args)]
 pub struct RequestArgs {
-    /// `cpu:N`, `cuda:N`, `h100:8x16` (per node x nodes) or a TOML file.
+    /// `cpu:N`, `cuda:N`, `h100:8x16` (per node x nodes) or a TOML file [default: cpu:1].
     #[arg(long, value_name = "CLUSTER")]
     pub cluster: Option<String>,
-    /// Sequences per step over all ranks.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Sequences per step over all ranks [default: 8, or those of exact batches].
+    #[arg(long, value_parser = number::count, allow_negative_numbers = true)]
     pub batch: Option<u64>,
-    /// Tokens per sequence.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Tokens per sequence [default: 256, the model's positions if they are fewer, or those of exact batches].
+    #[arg(long, value_parser = number::count, allow_negative_numbers = true)]
     pub seq: Option<u64>,
-    /// Precision of the computation; weights and optimizer state are always kept in fp32.
+    /// Precision of the computation; weights and optimizer state are always kept in fp32 [default: fp32 on CPU ranks,
+    /// else bf16 or fp16, whichever is faster on the device].
     #[arg(long, value_enum)]
     pub precision: Option<PrecisionArg>,
     /// The type in which gradients of matrices are summed over ranks.
@@ -70,10 +72,10 @@ pub struct RequestArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// Bound on the memory of each rank: `24GiB`, `800MB`.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<String>,
     /// Bound on the memory of each host, which CPU ranks share: `128GiB`.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub host_memory: Option<String>,
     /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=selective,loss_chunks=4,overlap_chunks=2`.
     #[arg(long, value_name = "CHOICES")]
@@ -171,6 +173,15 @@ pub struct ReportArgs {
     pub text: Option<PathBuf>,
 }
 
+impl ReportArgs {
+    /// The first of the flags that is given.
+    pub fn first(&self) -> Option<&'static str> {
+        let all =
+            [("--html", &self.html), ("--timeline", &self.timeline), ("--dot", &self.dot), ("--text", &self.text)];
+        all.into_iter().find(|(_, path)| path.is_some()).map(|(flag, _)| flag)
+    }
+}
+
 /// `shardc diff`.
 #[derive(Debug, Args)]
 pub struct DiffArgs {
@@ -189,7 +200,7 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "RANK=FACTOR")]
     pub straggler: Vec<String>,
     /// How many times more than they carry a node's devices may ask of its links to other nodes.
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = number::real, allow_negative_numbers = true)]
     pub contention: f64,
     /// The cluster to simulate on, if not the plan's own.
     #[arg(long, value_name = "CLUSTER")]
@@ -223,7 +234,7 @@ pub struct TrainArgs {
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<PathBuf>,
     /// Steps to train.
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_parser = number::count, allow_negative_numbers = true)]
     pub steps: u64,
     /// Seed of the initial weights and of the order of the samples.
     #[arg(long, default_value_t = 0)]
@@ -251,10 +262,10 @@ pub struct OptimizerArgs {
     #[arg(long, value_enum, default_value_t = OptimizerArg::Adamw)]
     pub optimizer: OptimizerArg,
     /// The highest learning rate.
-    #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1e-3, value_parser = number::real, allow_negative_numbers = true)]
     pub lr: f64,
     /// The learning rate at the end of a cosine or linear schedule.
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0, value_parser = number::real, allow_negative_numbers = true)]
     pub min_lr: f64,
     /// Steps of linear warm-up.
     #[arg(long, default_value_t = 0)]
@@ -266,13 +277,13 @@ pub struct OptimizerArgs {
     #[arg(long, value_delimiter = ',', num_args = 1..=2, default_values_t = [0.9, 0.95], value_name = "B1,B2")]
     pub betas: Vec<f64>,
     /// Added to the root of the second moment.
-    #[arg(long, default_value_t = 1e-8, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1e-8, value_parser = number::real, allow_negative_numbers = true)]
     pub eps: f64,
     /// Decoupled weight decay, of every parameter.
-    #[arg(long, default_value_t = 0.1, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.1, value_parser = number::real, allow_negative_numbers = true)]
     pub weight_decay: f64,
     /// Largest global norm of the gradients; 0 does not clip.
-    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 1.0, value_parser = number::real, allow_negative_numbers = true)]
     pub clip_grad_norm: f64,
 }
 
@@ -289,14 +300,14 @@ pub struct EstimateArgs {
     /// A built-in name or a Hugging Face directory.
     pub model: String,
     /// Data-parallel ranks over which ZeRO shards.
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = 8, value_parser = number::ranks, allow_negative_numbers = true)]
     pub ranks: u64,
     /// Memory of a device: says what fits in it, and what is left for activations.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub device_memory: Option<String>,
     /// Memory of a host: says what fits if all ranks are CPU ranks of one host; with --device-memory, also
     /// what fits if the devices of one host leave optimizer state and parameters in its memory.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub host_memory: Option<String>,
 }
 

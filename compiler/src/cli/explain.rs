@@ -8,13 +8,17 @@ use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, st
 use shardc_ir::Plan;
 use shardc_ir::program::Stream;
 use shardc_passes::simulate::Conditions;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Shows a plan, or one value of it, or writes reports.
 pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
     let plan = request::plan_file(&args.plan)?;
     let cluster = request::cluster(Some(&plan.request.cluster))?;
     if let Some(what) = &args.value {
+        if let Some(flag) = args.files.first() {
+            let message = format!("{flag} writes the whole plan, and `{what}` is a part of it");
+            return Err(Error::request(message, format!("leave `{what}` out, or {flag}")));
+        }
         let values = value::find(&plan.graph, what)?;
         let explained = value::explain(&plan, &cluster, &values)?;
         match json {
@@ -25,11 +29,12 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
     }
     let inspection = Inspection::new(&plan, cluster, &Conditions::default())?;
     let files = &args.files;
-    let mut written = false;
+    let mut written = Vec::new();
     let mut write_file = |path: &Option<PathBuf>, text: &dyn Fn() -> Result<String, Error>| match path {
         Some(path) => {
-            written = true;
-            write_report(path, &text()?)
+            write(path, &text()?)?;
+            written.push(path.display().to_string());
+            Ok::<(), Error>(())
         }
         None => Ok(()),
     };
@@ -37,17 +42,12 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
     write_file(&files.timeline, &|| Ok(timeline::chrome_trace(&inspection)))?;
     write_file(&files.dot, &|| Ok(dot::dot(&plan)))?;
     write_file(&files.text, &|| Ok(edit::to_text(&plan)))?;
-    match (written, json) {
-        (true, _) => {}
-        (false, true) => print_json(&explained_json(&plan, &inspection)),
-        (false, false) => print(&text::plan(&inspection)),
+    match (written.is_empty(), json) {
+        (false, true) => print_json(&json!({ "written": written })),
+        (false, false) => written.iter().for_each(|path| print(&format!("wrote {path}\n"))),
+        (true, true) => print_json(&explained_json(&plan, &inspection)),
+        (true, false) => print(&text::plan(&inspection)),
     }
-    Ok(())
-}
-
-fn write_report(path: &Path, text: &str) -> Result<(), Error> {
-    write(path, text)?;
-    print(&format!("wrote {}\n", path.display()));
     Ok(())
 }
 

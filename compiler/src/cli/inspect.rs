@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use shardc::estimate::{Room, estimate, hosted, verdict};
 use shardc::{Error, NamedModel};
 use shardc_ir::Bytes;
+use shardc_ir::units::counted;
 use shardc_runtime::probe;
 
 /// Whether a plan is legal and computes what one device computes.
@@ -56,7 +57,7 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
         return Ok(());
     }
     print(&format!("{}: {} parameters\n", args.model, super::thousands(parameters)));
-    print(&format!("per rank, {ranks} data ranks; activations come on top (see `shardc plan`)\n\n"));
+    print(&format!("per rank, {}; activations come on top (see `shardc plan`)\n\n", counted(ranks, "data rank")));
     print(&format!(
         "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
         "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total"

@@ -5,6 +5,7 @@ mod capacity;
 mod explain;
 mod inspect;
 pub mod log;
+mod number;
 mod request;
 mod train;
 
@@ -49,6 +50,16 @@ fn write(path: &Path, text: &str) -> Result<(), Error> {
     std::fs::write(path, text).map_err(|source| Error::Io { path: path.to_path_buf(), source })
 }
 
+/// Whether a file can be written, so that what cannot is told before the work and not after it. What is there
+/// stays as it is, and what is not there is not made.
+fn check_writable(path: &Path) -> Result<(), Error> {
+    let opened = match path.exists() {
+        true => std::fs::OpenOptions::new().append(true).open(path).map(drop),
+        false => std::fs::File::create_new(path).and_then(|_| std::fs::remove_file(path)),
+    };
+    opened.map_err(|source| Error::Io { path: path.to_path_buf(), source })
+}
+
 fn models(json: bool) -> Result<(), Error> {
     let entries = shardc_models::zoo::list();
     if json {
@@ -67,6 +78,9 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(args.request.cluster.as_deref())?;
     let batch = request::batch(&args.request, None, &model)?;
     let options = request::options(&args.request, request::default_precision(&cluster))?;
+    if let Some(path) = &args.output {
+        check_writable(path)?;
+    }
     let compiled = match args.maximize {
         Some(size) => capacity::maximize(&model, batch, &cluster, &options, size, json)?,
         None => {

@@ -69,7 +69,14 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
         return Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: 0 });
     }
     let longest = model.positions().unwrap_or(u64::MAX);
-    Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: args.seq.unwrap_or(DEFAULT_SEQ.min(longest)) })
+    let seq = args.seq.unwrap_or(DEFAULT_SEQ.min(longest));
+    if let Some(known) = model.config.rotary_positions().filter(|known| *known < seq) {
+        tracing::warn!(
+            "sequences of {seq} tokens are longer than the {known} positions that {} was made for",
+            model.name
+        );
+    }
+    Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq })
 }
 
 /// The options of a compilation.
@@ -97,11 +104,11 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
     })
 }
 
-/// The precision where no flag says: fp32 on CPU ranks, bf16 on devices that are made for it.
+/// The precision where no flag says: fp32 on CPU ranks, elsewhere the fastest that needs no other care.
 pub fn default_precision(cluster: &Cluster) -> Precision {
     match cluster.device.kind.as_str() {
         "cpu" => Precision::Fp32,
-        _ => Precision::Bf16,
+        _ => Precision::fastest(&cluster.device),
     }
 }
 

@@ -3,12 +3,13 @@
 use super::args::TrainArgs;
 use super::{print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
 use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
@@ -61,14 +62,19 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         let mut shown = Ok(());
         if world.is_lead() {
             run.bar.finish_and_clear();
-            summarize(&compiled, &run, json);
+            let measured = run.measured(args, &compiled);
+            let profile = measured.as_ref().ok().and_then(Option::as_ref);
+            match json {
+                true => print_json(&summary_json(&compiled, &run, profile, args.save.as_deref())),
+                false => summarize(&compiled, &run, profile),
+            }
             // What was trained is saved whatever becomes of what was measured.
-            shown = run.show_spans(args, &compiled, json);
+            shown = measured.map(drop);
         }
         outcome?;
         let Some(dir) = &args.save else { return shown };
         model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
-        if world.is_lead() {
+        if world.is_lead() && !json {
             print(&format!("saved to {}\n", dir.display()));
         }
         shown
@@ -129,10 +135,10 @@ impl Run {
         Ok(())
     }
 
-    /// What was measured of the last step: a file, a table, or both.
-    fn show_spans(&self, args: &TrainArgs, compiled: &Compiled, json: bool) -> Result<(), Error> {
+    /// What was measured of the last step: a timeline is written, and what a table shows is given.
+    fn measured(&self, args: &TrainArgs, compiled: &Compiled) -> Result<Option<Profile>, Error> {
         if self.spans.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         let (spans, programs) = (&self.spans, compiled.programs()?);
         let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
@@ -145,14 +151,8 @@ impl Run {
             }
             std::fs::write(path, trace.to_string()).map_err(|source| Error::Io { path: path.clone(), source })?;
         }
-        if let (true, Some(program)) = (args.profile, programs.first()) {
-            let profile = Profile::new(program, spans, &cluster.device);
-            match json {
-                true => print_json(&json!({ "profile": profile })),
-                false => print(&format!("\n{}", profile.text(OPERATIONS))),
-            }
-        }
-        Ok(())
+        let program = programs.first().filter(|_| args.profile);
+        Ok(program.map(|program| Profile::new(program, spans, &cluster.device)))
     }
 }
 
@@ -160,7 +160,9 @@ impl Run {
 fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
     let exact = is_exact(&args.data).then(|| open_batches(&args.data)).transpose()?;
     let fixed = exact.as_ref().and_then(Data::shape);
-    let (model, compiled) = match [".json", ".ir"].iter().any(|ending| args.model.ends_with(ending)) {
+    // A plan is a file, in JSON or as text, and a model never is; whatever looks like one was meant as one.
+    let is_plan = Path::new(&args.model).is_file() || [".json", ".ir"].iter().any(|end| args.model.ends_with(end));
+    let (model, compiled) = match is_plan {
         true => planned(args, fixed)?,
         false => {
             let model = NamedModel::find(&args.model)?;
@@ -273,51 +275,84 @@ fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
 }
 
 /// What the run did, measured beside predicted.
-fn summarize(compiled: &Compiled, run: &Run, json: bool) {
-    let (steps, asked, stopped) = (run.steps.as_slice(), run.asked, run.is_stopped);
-    let prediction = &compiled.plan().prediction;
-    let timed = if steps.len() > WARM { &steps[WARM..] } else { steps };
-    let mut times: Vec<f64> = timed.iter().map(|step| step.step_s).collect();
-    times.sort_by(f64::total_cmp);
-    let step_s = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
-    let tokens_per_s = compiled.tokens_per_step() as f64 / step_s;
-    let mfu = prediction.mfu * prediction.step.0 / step_s;
-    let peak = steps.last().map_or(0, |step| step.peak_device_bytes);
-    let (first, last) = (steps.first().map(|step| step.loss), steps.last().map(|step| step.loss));
-    let scale = steps.last().and_then(|step| step.loss_scale);
-    let skipped = steps.iter().filter(|step| step.is_skipped()).count();
-    if json {
-        print_json(&json!({
-            "steps": steps.len(),
-            "stopped": stopped,
-            "first_loss": first,
-            "last_loss": last,
-            "loss_scale": scale,
-            "skipped_steps": skipped,
-            "step_s": step_s,
-            "predicted_step_s": prediction.step,
-            "tokens_per_s": tokens_per_s,
-            "mfu": mfu,
-            "predicted_mfu": prediction.mfu,
-            "peak_device_bytes": peak,
-            "predicted_device_bytes": prediction.memory.total(),
-            "choice": compiled.plan().choice,
-        }));
-        return;
+struct Summary {
+    step_s: f64,
+    tokens_per_s: f64,
+    mfu: f64,
+    peak: u64,
+    first_loss: Option<f64>,
+    last_loss: Option<f64>,
+    loss_scale: Option<f64>,
+    skipped: usize,
+}
+
+impl Summary {
+    fn new(compiled: &Compiled, steps: &[StepMetrics]) -> Self {
+        let prediction = &compiled.plan().prediction;
+        let timed = if steps.len() > WARM { &steps[WARM..] } else { steps };
+        let mut times: Vec<f64> = timed.iter().map(|step| step.step_s).collect();
+        times.sort_by(f64::total_cmp);
+        let step_s = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
+        Self {
+            step_s,
+            tokens_per_s: compiled.tokens_per_step() as f64 / step_s,
+            mfu: prediction.mfu * prediction.step.0 / step_s,
+            peak: steps.last().map_or(0, |step| step.peak_device_bytes),
+            first_loss: steps.first().map(|step| step.loss),
+            last_loss: steps.last().map(|step| step.loss),
+            loss_scale: steps.last().and_then(|step| step.loss_scale),
+            skipped: steps.iter().filter(|step| step.is_skipped()).count(),
+        }
     }
-    let why = if stopped { ", stopped by the user" } else { "" };
-    print(&format!("\n{} of {asked} steps{why}\n", steps.len()));
-    let (Some(first), Some(last)) = (first, last) else { return };
+}
+
+/// All that a run has to say, as one document.
+fn summary_json(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save: Option<&Path>) -> Value {
+    let (summary, prediction) = (Summary::new(compiled, &run.steps), &compiled.plan().prediction);
+    let mut document = json!({
+        "steps": run.steps.len(),
+        "stopped": run.is_stopped,
+        "first_loss": summary.first_loss,
+        "last_loss": summary.last_loss,
+        "loss_scale": summary.loss_scale,
+        "skipped_steps": summary.skipped,
+        "step_s": summary.step_s,
+        "predicted_step_s": prediction.step,
+        "tokens_per_s": summary.tokens_per_s,
+        "mfu": summary.mfu,
+        "predicted_mfu": prediction.mfu,
+        "peak_device_bytes": summary.peak,
+        "predicted_device_bytes": prediction.memory.total(),
+        "choice": compiled.plan().choice,
+    });
+    if let Some(profile) = profile {
+        document["profile"] = json!(profile);
+    }
+    if let Some(dir) = save {
+        document["save"] = json!(dir.display().to_string());
+    }
+    document
+}
+
+/// All that a run has to say, as text.
+fn summarize(compiled: &Compiled, run: &Run, profile: Option<&Profile>) {
+    let (summary, prediction) = (Summary::new(compiled, &run.steps), &compiled.plan().prediction);
+    let why = if run.is_stopped { ", stopped by the user" } else { "" };
+    print(&format!("\n{} of {}{why}\n", run.steps.len(), counted(run.asked, "step")));
+    let (Some(first), Some(last)) = (summary.first_loss, summary.last_loss) else { return };
     print(&format!("loss         {first:.4} -> {last:.4}\n"));
-    if let Some(scale) = scale {
-        print(&format!("loss scale   {scale}, {skipped} steps skipped\n"));
+    if let Some(scale) = summary.loss_scale {
+        print(&format!("loss scale   {scale}, {} skipped\n", counted(summary.skipped as u64, "step")));
     }
     print("                 measured   predicted\n");
     let row =
         |name: &str, measured: String, predicted: String| print(&format!("{name:12} {measured:>12} {predicted:>12}\n"));
-    row("step", shardc_ir::Seconds(step_s).to_string(), prediction.step.to_string());
+    row("step", shardc_ir::Seconds(summary.step_s).to_string(), prediction.step.to_string());
     let predicted_rate = compiled.tokens_per_step() as f64 / prediction.step.0;
-    row("tokens/s", format!("{tokens_per_s:.0}"), format!("{predicted_rate:.0}"));
-    row("MFU", format!("{:.1}%", mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
-    row("peak memory", shardc_ir::Bytes(peak).to_string(), prediction.memory.total().to_string());
+    row("tokens/s", format!("{:.0}", summary.tokens_per_s), format!("{predicted_rate:.0}"));
+    row("MFU", format!("{:.1}%", summary.mfu * 100.0), format!("{:.1}%", prediction.mfu * 100.0));
+    row("peak memory", shardc_ir::Bytes(summary.peak).to_string(), prediction.memory.total().to_string());
+    if let Some(profile) = profile {
+        print(&format!("\n{}", profile.text(OPERATIONS)));
+    }
 }

@@ -4,7 +4,7 @@ use super::Inspection;
 use super::names::{folded_path, name_of, role};
 use serde::Serialize;
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{Bytes, Program, Seconds};
+use shardc_ir::{BufferId, Bytes, Graph, Node, Program, Seconds};
 use std::collections::BTreeMap;
 
 /// Collectives of one kind, over the same axes, of the same module in all equal blocks.
@@ -14,7 +14,7 @@ pub struct Row {
     pub kind: &'static str,
     /// The axes, outermost first: `dp.tp`.
     pub over: String,
-    /// The module, or the leaf, of its first operand.
+    /// The module, or the leaf, of its largest tensor.
     pub of: String,
     /// `forward`, `backward`, `optimizer`.
     pub role: &'static str,
@@ -88,9 +88,19 @@ pub(super) fn bytes(program: &Program, instruction: &Instruction) -> Bytes {
     }
 }
 
+/// The node whose value an instruction moves: of several that go in one, the largest value's.
+fn largest<'a>(graph: &'a Graph, program: &Program, instruction: &Instruction) -> Option<&'a Node> {
+    let all = if instruction.operands.is_empty() { &instruction.results } else { &instruction.operands };
+    let of = |id: &BufferId| program.buffers[*id].value.map(|value| graph.def(value));
+    // Of equal ones the first.
+    let most = all.iter().rev().max_by_key(|id| program.buffers[**id].ty.bytes()).and_then(of);
+    let own = instruction.source.map(|id| graph.node(id));
+    if all.len() > 1 { most.or(own) } else { own }
+}
+
 fn describe(inspection: &Inspection<'_>, program: &Program, instruction: &Instruction) -> Row {
     let graph = &inspection.plan.graph;
-    let node = instruction.source.map(|id| graph.node(id));
+    let node = largest(graph, program, instruction);
     Row {
         kind: instruction.action.name(),
         over: axes(inspection, program, &instruction.action),

@@ -6,6 +6,7 @@
 //! guards it. What is read back is verified, lowered and simulated, so its prediction is its own.
 
 use super::Inspection;
+use crate::agrees;
 use crate::error::Error;
 use sha2::{Digest, Sha256};
 use shardc_ir::plan::Request;
@@ -31,9 +32,11 @@ pub fn is_text(text: &str) -> bool {
     text.starts_with(';') || text.starts_with("graph ")
 }
 
-/// The SHA-256 of the graph alone, without layouts.
+/// The SHA-256 of the graph alone, without layouts, and of what the choice says about it.
 fn digest(plan: &Plan) -> String {
-    let text = plan.graph.to_string();
+    let of_graph = |part: &&str| ["recompute", "loss_chunks", "overlap_chunks"].iter().any(|word| part.contains(word));
+    let choices: Vec<&str> = plan.choice.split(',').filter(of_graph).collect();
+    let text = format!("{}{}", plan.graph, choices.join(","));
     Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -48,7 +51,8 @@ pub fn from_text(
     cluster: impl Fn(&str) -> Result<Cluster, Error>,
 ) -> Result<VerifiedPlan<'static>, Error> {
     let refuse = |message: String| {
-        let fix = "edit the layouts that `shardc explain PLAN --text FILE` wrote, and leave the rest";
+        let fix = "edit the mesh and the layouts that `shardc explain PLAN --text FILE` wrote and what its first lines say of them, \
+                   and leave the rest";
         Error::request(format!("{}: {message}", path.display()), fix)
     };
     let head = |key: &str| {
@@ -60,17 +64,22 @@ pub fn from_text(
     let cluster = cluster(&request.cluster)?;
     let illegal = |found: &Diagnostics| refuse(format!("the plan is not legal:\n{found}"));
     let mut plan: Plan = text.parse().map_err(|found| illegal(&found))?;
-    if digest(&plan) != head(GRAPH)?.trim() {
-        let message = "the graph itself was changed (operations, operands, sizes, paths or roles)";
-        return Err(refuse(message.to_string()));
-    }
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.choice) = (request, choice);
+    if digest(&plan) != head(GRAPH)?.trim() {
+        let message = "the graph itself was changed (operations, operands, sizes, paths or roles, or what the choice says \
+                       of recomputation and chunks)";
+        return Err(refuse(message.to_string()));
+    }
+    let wrong = agrees::contradictions(&plan, &cluster);
+    if !wrong.is_empty() {
+        return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
+    }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
     let (needed, bound) = (prediction.memory.total(), verified.request.device_memory);
-    if needed > bound {
-        return Err(refuse(format!("the edited plan needs {needed} per rank, and there are {bound}")));
+    if let Some(more) = agrees::beyond(needed, bound) {
+        return Err(refuse(format!("the edited plan needs {more} per rank")));
     }
     let mut plan: Plan = (*verified).clone();
     plan.prediction = prediction;

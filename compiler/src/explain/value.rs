@@ -63,6 +63,10 @@ pub struct Explained {
 /// # Errors
 /// If nothing has that name; the message suggests the nearest.
 pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
+    if what.trim().is_empty() {
+        let fix = "`shardc explain PLAN` lists the modules";
+        return Err(Error::request("VALUE is empty: it names a value (`%12`), a parameter or a module", fix));
+    }
     let is_value = what.starts_with('%');
     let matches = |id: ValueId, node: NodeId| {
         let node = graph.node(node);
@@ -183,11 +187,13 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
     let chosen = plan.choice.split(',').find_map(|part| part.strip_prefix("zero=")).unwrap_or("0");
     let bound = plan.request.device_memory;
     let line = |(zero, prediction): &(u64, Prediction)| {
+        // Others are estimated; the chosen one's programs are there.
+        let prediction = if zero.to_string() == chosen { &plan.prediction } else { prediction };
         let memory = prediction.memory.total();
         let mark = match (zero.to_string() == chosen, memory > bound) {
             (true, _) => "  chosen",
             (false, true) => "  does not fit",
-            (false, false) => "",
+            (false, false) => "  estimated",
         };
         let step = prediction.step.to_string();
         format!("ZeRO-{zero}: {step:>10} a step, {:>10} per rank{mark}", memory.to_string())

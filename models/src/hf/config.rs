@@ -3,13 +3,14 @@
 use super::{HfError, io};
 use crate::zoo::{Config, Gpt2Config, LlamaConfig, RopeScaling};
 use serde_json::{Map, Value, json};
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 /// No size of a model is beyond this.
 const SIZE_LIMIT: u64 = 1 << 28;
 
 /// No model has this many layers.
-const LAYER_LIMIT: usize = 1 << 16;
+const LAYER_LIMIT: u64 = (1 << 16) - 1;
 
 /// An object of the file, with where it is for errors.
 struct Fields<'a> {
@@ -27,29 +28,49 @@ impl<'a> Fields<'a> {
         HfError::MissingField { path: self.path.to_path_buf(), field: format!("{}{field}", self.prefix) }
     }
 
-    fn wrong(&self, field: &str, what: &str) -> HfError {
-        let message = format!("field `{}{field}` must be {what}, not {}", self.prefix, self.map[field]);
-        HfError::Malformed { path: self.path.to_path_buf(), message }
+    fn wrong(&self, field: &str, expect: impl Into<String>) -> HfError {
+        let (path, field, value) = (self.path.to_path_buf(), format!("{}{field}", self.prefix), &self.map[field]);
+        HfError::Field { path, field, value: value.to_string(), expect: expect.into() }
     }
 
     fn unsupported(&self, message: String) -> HfError {
         HfError::Unsupported { path: self.path.to_path_buf(), message }
     }
 
-    fn optional_size(&self, field: &str) -> Result<Option<usize>, HfError> {
+    fn optional_size_in(&self, field: &str, range: RangeInclusive<u64>) -> Result<Option<usize>, HfError> {
         let Some(value) = self.get(field) else { return Ok(None) };
-        let size = value.as_u64().filter(|size| *size <= SIZE_LIMIT);
-        size.map(|size| Some(size as usize)).ok_or_else(|| self.wrong(field, "a whole number of sensible size"))
+        let size = value.as_u64().filter(|size| range.contains(size)).map(|size| size as usize);
+        let expect = || format!("a whole number from {} to {}", range.start(), range.end());
+        size.map(Some).ok_or_else(|| self.wrong(field, expect()))
+    }
+
+    fn optional_size(&self, field: &str) -> Result<Option<usize>, HfError> {
+        self.optional_size_in(field, 1..=SIZE_LIMIT)
+    }
+
+    fn size_in(&self, field: &str, range: RangeInclusive<u64>) -> Result<usize, HfError> {
+        self.optional_size_in(field, range)?.ok_or_else(|| self.missing(field))
     }
 
     fn size(&self, field: &str) -> Result<usize, HfError> {
-        self.optional_size(field)?.ok_or_else(|| self.missing(field))
+        self.size_in(field, 1..=SIZE_LIMIT)
     }
 
     /// A number of layers, of which a mistaken one would fill the memory with names.
     fn layers(&self, field: &str) -> Result<usize, HfError> {
-        let layers = self.size(field)?;
-        if layers < LAYER_LIMIT { Ok(layers) } else { Err(self.wrong(field, "a sensible number of layers")) }
+        self.size_in(field, 1..=LAYER_LIMIT)
+    }
+
+    /// A number of tokens; of one alone there is nothing to tell apart.
+    fn vocabulary(&self, field: &str) -> Result<usize, HfError> {
+        self.size_in(field, 2..=SIZE_LIMIT)
+    }
+
+    /// Heads among which a width divides.
+    fn heads(&self, field: &str, width: (&str, usize)) -> Result<usize, HfError> {
+        let heads = self.size(field)?;
+        let expect = || format!("a divisor of `{}`, which is {}", width.0, width.1);
+        if width.1.is_multiple_of(heads) { Ok(heads) } else { Err(self.wrong(field, expect())) }
     }
 
     fn optional_number(&self, field: &str) -> Result<Option<f64>, HfError> {
@@ -57,8 +78,31 @@ impl<'a> Fields<'a> {
         value.as_f64().map(Some).ok_or_else(|| self.wrong(field, "a number"))
     }
 
-    fn number(&self, field: &str) -> Result<f64, HfError> {
-        self.optional_number(field)?.ok_or_else(|| self.missing(field))
+    /// A number above 0: what others are divided by, or the deviation of initial weights.
+    fn optional_positive(&self, field: &str) -> Result<Option<f64>, HfError> {
+        let number = self.optional_number(field)?;
+        match number.is_none_or(|number| number.is_finite() && number > 0.0) {
+            true => Ok(number),
+            false => Err(self.wrong(field, "a number above 0")),
+        }
+    }
+
+    fn positive(&self, field: &str) -> Result<f64, HfError> {
+        self.optional_positive(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// Says of probabilities to drop something that nothing is dropped.
+    fn no_dropout(&self, fields: &[&str]) -> Result<(), HfError> {
+        for field in fields {
+            let probability = self.optional_number(field)?.unwrap_or(0.0);
+            if !(0.0..=1.0).contains(&probability) {
+                return Err(self.wrong(field, "a probability, from 0 to 1"));
+            }
+            if probability > 0.0 {
+                tracing::warn!("`{field}` is {probability}; the model is trained without dropout");
+            }
+        }
+        Ok(())
     }
 
     fn flag(&self, field: &str, fallback: bool) -> Result<bool, HfError> {
@@ -106,22 +150,17 @@ fn gpt2(fields: &Fields<'_>) -> Result<Gpt2Config, HfError> {
     fields.only("scale_attn_weights", &[json!(true)])?;
     fields.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
     fields.only("tie_word_embeddings", &[json!(true)])?;
-    for dropout in ["attn_pdrop", "embd_pdrop", "resid_pdrop"] {
-        let probability = fields.optional_number(dropout)?.unwrap_or(0.0);
-        if probability > 0.0 {
-            tracing::warn!("`{dropout}` is {probability}; the model is trained without dropout");
-        }
-    }
+    fields.no_dropout(&["attn_pdrop", "embd_pdrop", "resid_pdrop"])?;
     let width = fields.size("n_embd")?;
     Ok(Gpt2Config {
         layers: fields.layers("n_layer")?,
         width,
-        heads: fields.size("n_head")?,
+        heads: fields.heads("n_head", ("n_embd", width))?,
         hidden: fields.optional_size("n_inner")?.unwrap_or(4 * width),
-        vocabulary: fields.size("vocab_size")?,
+        vocabulary: fields.vocabulary("vocab_size")?,
         positions: fields.size("n_positions")?,
-        eps: fields.optional_number("layer_norm_epsilon")?.unwrap_or(1e-5),
-        init_std: fields.optional_number("initializer_range")?.unwrap_or(0.02),
+        eps: fields.optional_positive("layer_norm_epsilon")?.unwrap_or(1e-5),
+        init_std: fields.optional_positive("initializer_range")?.unwrap_or(0.02),
     })
 }
 
@@ -129,44 +168,66 @@ fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
     fields.only("hidden_act", &[json!("silu")])?;
     fields.only("attention_bias", &[json!(false)])?;
     fields.only("mlp_bias", &[json!(false)])?;
-    let (width, heads) = (fields.size("hidden_size")?, fields.size("num_attention_heads")?);
+    fields.no_dropout(&["attention_dropout"])?;
+    let width = fields.size("hidden_size")?;
+    // Where heads have a width of their own, theirs need not be the model's.
+    let (heads, head_width) = match fields.optional_size("head_dim")? {
+        Some(head_width) => (fields.size("num_attention_heads")?, head_width),
+        None => {
+            let heads = fields.heads("num_attention_heads", ("hidden_size", width))?;
+            (heads, width / heads)
+        }
+    };
+    if !head_width.is_multiple_of(2) {
+        let even = "the rotary embedding turns the numbers of a head in pairs";
+        return Err(match fields.get("head_dim") {
+            Some(_) => fields.wrong("head_dim", format!("even: {even}")),
+            None => fields.wrong("num_attention_heads", format!("of even width, not {width} / {heads}: {even}")),
+        });
+    }
+    let kv_heads = match fields.get("num_key_value_heads") {
+        Some(_) => fields.heads("num_key_value_heads", ("num_attention_heads", heads))?,
+        None => heads,
+    };
     let (rope_theta, rope_scaling) = rope(fields)?;
     Ok(LlamaConfig {
         layers: fields.layers("num_hidden_layers")?,
         width,
         heads,
-        kv_heads: fields.optional_size("num_key_value_heads")?.unwrap_or(heads),
-        head_width: fields.optional_size("head_dim")?.unwrap_or(width / heads.max(1)),
+        kv_heads,
+        head_width,
         hidden: fields.size("intermediate_size")?,
-        vocabulary: fields.size("vocab_size")?,
+        vocabulary: fields.vocabulary("vocab_size")?,
         positions: fields.optional_size("max_position_embeddings")?.unwrap_or(2048),
         rope_theta,
         rope_scaling,
-        eps: fields.optional_number("rms_norm_eps")?.unwrap_or(1e-6),
+        eps: fields.optional_positive("rms_norm_eps")?.unwrap_or(1e-6),
         tied: fields.flag("tie_word_embeddings", false)?,
-        init_std: fields.optional_number("initializer_range")?.unwrap_or(0.02),
+        init_std: fields.optional_positive("initializer_range")?.unwrap_or(0.02),
     })
 }
 
 /// The base of the rotary frequencies and their scaling.
 fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
-    let outer = fields.optional_number("rope_theta")?;
+    let outer = fields.optional_positive("rope_theta")?;
     let object = |field| fields.get(field).and_then(Value::as_object).map(|map| (field, map));
     let Some((field, map)) = object("rope_parameters").or_else(|| object("rope_scaling")) else {
         return Ok((outer.unwrap_or(10_000.0), None));
     };
     let prefix = format!("{field}.");
     let rope = Fields { path: fields.path, prefix: &prefix, map };
-    let theta = rope.optional_number("rope_theta")?.or(outer).unwrap_or(10_000.0);
+    let theta = rope.optional_positive("rope_theta")?.or(outer).unwrap_or(10_000.0);
     let kind = rope.get("rope_type").or_else(|| rope.get("type")).and_then(Value::as_str).unwrap_or("default");
     let scaling = match kind {
         "default" => None,
-        "llama3" => Some(RopeScaling {
-            factor: rope.number("factor")?,
-            low: rope.number("low_freq_factor")?,
-            high: rope.number("high_freq_factor")?,
-            original: rope.number("original_max_position_embeddings")?,
-        }),
+        "llama3" => {
+            let (factor, low) = (rope.positive("factor")?, rope.positive("low_freq_factor")?);
+            let high = rope.positive("high_freq_factor")?;
+            if high <= low {
+                return Err(rope.wrong("high_freq_factor", format!("more than `low_freq_factor`, which is {low}")));
+            }
+            Some(RopeScaling { factor, low, high, original: rope.positive("original_max_position_embeddings")? })
+        }
         other => return Err(fields.unsupported(format!("rotary type `{other}`; supported: default, llama3"))),
     };
     Ok((theta, scaling))

@@ -51,6 +51,18 @@ pub enum HfError {
         /// The field.
         field: String,
     },
+    /// A field of the configuration that no model can have.
+    #[error("{}: field `{field}` must be {expect}, not {value}", .path.display())]
+    Field {
+        /// The configuration.
+        path: PathBuf,
+        /// The field.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        expect: String,
+    },
     /// An architecture, or an option of one, that is not supported.
     #[error("{}: {message}", .path.display())]
     Unsupported {
@@ -78,6 +90,14 @@ pub enum HfError {
         actual: TensorType,
         /// What it should be.
         expected: TensorType,
+    },
+    /// A head of its own beside an embedding that the configuration says it is tied to.
+    #[error("{}: `{head}` differs from the embedding of the tokens, to which the model ties it", .path.display())]
+    NotTied {
+        /// The directory.
+        path: PathBuf,
+        /// The tensor of the head.
+        head: String,
     },
     /// A parameter that the model does not have, or a part outside it.
     #[error("parameter `{name}`: {message}")]

@@ -14,6 +14,15 @@ use std::path::{Path, PathBuf};
 /// The longest header that is believed; the format's own limit.
 const HEADER_LIMIT: u64 = 100_000_000;
 
+/// The head where it is a tensor of its own.
+const HEAD: &str = "lm_head.weight";
+
+/// How tensors are called that a model makes itself, and that files of old have: masks, frequencies.
+const MADE: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
+
+/// How many numbers of a matrix are compared at a time.
+const COMPARED: u64 = 1 << 22;
+
 #[derive(Debug)]
 struct Shard {
     path: PathBuf,
@@ -51,9 +60,24 @@ impl HfWeights {
     ///
     /// # Errors
     ///
-    /// A file that is missing, cut short or malformed; a tensor that is missing or of another shape.
+    /// A file that is missing, cut short or malformed; a tensor that is missing or of another shape; a head that
+    /// differs from the embedding to which it is tied. Other tensors of the files are named in a warning.
     pub fn open(dir: &Path, config: &Config) -> Result<Self, HfError> {
-        Self::find(dir, tensors(config)?)
+        let (weights, mut beyond) = Self::find(dir, tensors(config)?)?;
+        if let (Some(place), Some(embedding)) = (beyond.remove(HEAD), weights.sources.get("token.weight"))
+            && !weights.are_equal(&place, &embedding.place)?
+        {
+            return Err(HfError::NotTied { path: dir.to_path_buf(), head: HEAD.to_string() });
+        }
+        let is_made = |name: &String| MADE.iter().any(|made| name.ends_with(made));
+        let unused: Vec<String> = beyond.into_keys().filter(|name| !is_made(name)).collect();
+        if !unused.is_empty() {
+            let shown = unused.iter().take(3).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+            let more = if unused.len() > 3 { format!(" and {} more", unused.len() - 3) } else { String::new() };
+            let dir = dir.display();
+            tracing::warn!("{dir}: the model of config.json has no place for {shown}{more}, which are not read");
+        }
+        Ok(weights)
     }
 
     /// The weights that [`save_plain`](super::save_plain) wrote, for a model of these parameters.
@@ -62,10 +86,11 @@ impl HfWeights {
     ///
     /// As [`open`](Self::open).
     pub fn open_plain(dir: &Path, parameters: &[(String, TensorType)]) -> Result<Self, HfError> {
-        Self::find(dir, plain(parameters))
+        Ok(Self::find(dir, plain(parameters))?.0)
     }
 
-    fn find(dir: &Path, tensors: Vec<FileTensor>) -> Result<Self, HfError> {
+    /// Where the tensors of a model lie, and what lies beside them.
+    fn find(dir: &Path, tensors: Vec<FileTensor>) -> Result<(Self, BTreeMap<String, Place>), HfError> {
         let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
         for path in shard_paths(dir)? {
             let file = File::open(&path).map_err(io(&path))?;
@@ -74,16 +99,16 @@ impl HfWeights {
         }
         let mut sources = BTreeMap::new();
         for tensor in tensors {
-            let place = places.get(&tensor.name).or_else(|| places.get(tensor.bare.as_ref()?));
+            let place = places.remove(&tensor.name).or_else(|| places.remove(tensor.bare.as_ref()?));
             let missing = || HfError::MissingTensor { path: dir.to_path_buf(), tensor: tensor.name.clone() };
-            let place: &Place = place.ok_or_else(missing)?;
+            let place: Place = place.ok_or_else(missing)?;
             let is_float = |dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
             let converts = tensor.ty.dtype == DType::F32 && is_float(place.ty.dtype);
             if place.ty.shape != tensor.ty.shape || (place.ty.dtype != tensor.ty.dtype && !converts) {
                 return Err(HfError::WrongType {
                     path: shards[place.shard].path.clone(),
                     tensor: tensor.name,
-                    actual: place.ty.clone(),
+                    actual: place.ty,
                     expected: tensor.ty,
                 });
             }
@@ -102,7 +127,26 @@ impl HfWeights {
                 sources.insert(parameter, Source { place, transposed, column, ty });
             }
         }
-        Ok(Self { shards, sources })
+        Ok((Self { shards, sources }, places))
+    }
+
+    /// Whether two matrices hold the same numbers; a few rows of each are in memory at a time.
+    fn are_equal(&self, first: &Place, second: &Place) -> Result<bool, HfError> {
+        if (first.shard, first.offset) == (second.shard, second.offset) {
+            return Ok(true);
+        }
+        let (&[rows, columns], true) = (&first.ty.shape[..], first.ty.shape == second.ty.shape) else {
+            return Ok(false);
+        };
+        let at_once = (COMPARED / columns.max(1)).max(1);
+        for row in (0..rows).step_by(at_once as usize) {
+            let part = [(row, at_once.min(rows - row)), (0, columns)];
+            let numbers = |place: &Place| Ok::<_, HfError>(widen(place.ty.dtype, &self.read_part(place, &part)?));
+            if numbers(first)? != numbers(second)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// The names of the parameters.

@@ -1,6 +1,7 @@
 //! Runs a module on Burn's capture device and collects what it did.
 
 use super::model::TraceError;
+use super::quiet;
 use burn::backend::Capture;
 use burn::backend::ir::OperationIr;
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId};
@@ -9,7 +10,7 @@ use shardc_ir::{DType, TensorType};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 
 /// The inputs of one step, and its results beside the loss. The loss function asks it for every
 /// tensor of the batch, by name and global shape, and records what it wants to see after a step.
@@ -201,7 +202,7 @@ pub(super) fn capture<M: Module + Display>(
     let (mut batch, mut parameters) = (Batch::new(&device), Parameters::default());
     let mut dropouts = Vec::new();
     // A module that is used wrongly panics inside Burn; its message is the user's error.
-    let run = catch_unwind(AssertUnwindSafe(|| {
+    let run = quiet::catch(AssertUnwindSafe(|| {
         device.capture_scope(|scope| {
             let mut model = init(&device);
             if model.devices().iter().any(|other| *other != device) {
@@ -225,11 +226,7 @@ pub(super) fn capture<M: Module + Display>(
             scope.complete([], outputs)
         })
     }));
-    let message = |panic: Box<dyn Any + Send>| {
-        let text = panic.downcast_ref::<String>().cloned();
-        text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap_or_default()
-    };
-    let captured = run.map_err(|panic| TraceError::Module(message(panic)))?;
+    let captured = run.map_err(TraceError::Module)?;
     let captured = captured.map_err(|error| TraceError::Module(error.to_string()))?;
     if !dropouts.is_empty() {
         return Err(TraceError::SilentDropout(dropouts));

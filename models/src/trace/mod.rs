@@ -19,6 +19,7 @@ mod model;
 mod numeric;
 mod paths;
 mod pictures;
+mod quiet;
 mod ranked;
 mod shapes;
 

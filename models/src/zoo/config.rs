@@ -3,6 +3,7 @@
 use super::{Gpt2Config, LlamaConfig, MixerConfig, MoeConfig, ResNetConfig, TwoTowerConfig, UNetConfig};
 use crate::trace::{Model, TraceError, trace};
 use serde::{Deserialize, Serialize};
+use shardc_ir::units::counted;
 
 /// The sizes of a model of one of the families.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -52,6 +53,15 @@ impl Config {
     pub fn positions(&self) -> Option<usize> {
         match self {
             Self::Gpt2(config) => Some(config.positions),
+            _ => None,
+        }
+    }
+
+    /// The longest sequence that the model was made for, where positions are turned and longer ones can be computed.
+    pub fn rotary_positions(&self) -> Option<u64> {
+        match self {
+            Self::Llama(config) => Some(config.positions as u64),
+            Self::Moe(config) => Some(config.base.positions as u64),
             _ => None,
         }
     }
@@ -146,7 +156,10 @@ fn check(config: &Config, batch: usize, seq: usize) -> Result<(), ZooError> {
                 return fail(format!("{} heads do not divide a width of {}", c.heads, c.width));
             }
             if seq > c.positions {
-                return fail(format!("sequences of {seq} tokens; the model has {} positions", c.positions));
+                let most = c.positions;
+                return fail(format!(
+                    "sequences of {seq} tokens; the model has {most} positions: use {most} tokens or less"
+                ));
             }
             Ok(())
         }
@@ -214,7 +227,8 @@ fn tokens(batch: usize, seq: usize) -> Result<(), ZooError> {
         return fail(format!("sequences of {seq} tokens; {LONGEST} tokens are the most"));
     }
     if seq < 2 {
-        return fail(format!("sequences of {seq} tokens have nothing to predict"));
+        let tokens = counted(seq as u64, "token");
+        return fail(format!("sequences of {tokens} have nothing to predict: use 2 tokens or more"));
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! Which values a figure may have: what is outside is a slip of a unit, and says so.
 
 use super::{ClusterError, Figure, Profile};
+use shardc_ir::units::number_text;
 
 /// The least and the most that a figure of a kind may be, and how to write it.
 struct Range {
@@ -8,6 +9,9 @@ struct Range {
     most: f64,
     how: &'static str,
 }
+
+/// What the names of figures that count something have in them.
+const COUNTS: [&str; 3] = ["per_node", "multiprocessors", "tile"];
 
 /// By the name of the figure; every figure is of one kind.
 fn range(name: &str) -> Range {
@@ -24,8 +28,8 @@ fn range(name: &str) -> Range {
         Range { least: 0.0, most: 1e6, how: "a length, from 0 to 1e6" }
     } else if name.starts_with("peak") {
         Range { least: 1e8, most: 1e19, how: "FLOP/s, from 1e8 to 1e19 (989 TFLOP/s are 9.89e14)" }
-    } else if is(&["per_node", "multiprocessors", "tile"]) {
-        Range { least: 1.0, most: 1e7, how: "a count, from 1 to 1e7" }
+    } else if is(&COUNTS) {
+        Range { least: 1.0, most: 1e7, how: "a count, a whole number from 1 to 1e7" }
     } else if name == "overlap_loss" {
         Range { least: 0.0, most: 0.99, how: "a share, from 0 to 0.99" }
     } else {
@@ -39,10 +43,11 @@ fn range(name: &str) -> Range {
 /// A value that is no number or out of the range of its kind.
 pub(super) fn figure(name: &str, value: f64) -> Result<(), ClusterError> {
     let Range { least, most, how } = range(name);
-    if (least..=most).contains(&value) {
+    let is_count = COUNTS.iter().any(|part| name.contains(part));
+    if (least..=most).contains(&value) && (!is_count || value.fract() == 0.0) {
         return Ok(());
     }
-    Err(ClusterError::Figure { figure: name.to_string(), value: value.to_string(), expect: how.to_string() })
+    Err(ClusterError::Figure { figure: name.to_string(), value: number_text(value), expect: how.to_string() })
 }
 
 /// Checks all figures of a profile.

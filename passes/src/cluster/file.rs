@@ -3,6 +3,7 @@
 use super::{Cluster, ClusterError, Figure, Level, MOST_RANKS, Profile, check};
 use serde::Deserialize;
 use shardc_ir::Mesh;
+use shardc_ir::units::counted;
 use std::collections::BTreeMap;
 
 /// Nodes of one kind, in a cluster that has several.
@@ -70,6 +71,9 @@ impl Cluster {
         let profile = |name: &str, own: &BTreeMap<String, f64>| {
             let mut device = Profile::find(name)?;
             for (name, value) in file.figures.iter().chain(own) {
+                if name == "devices_per_node" {
+                    return Err(fail(format!("`per_node` says how many devices a node has: leave `{name}` out")));
+                }
                 let known = || fail(format!("unknown figure `{name}`; known are {}", Profile::FIGURES.join(", ")));
                 *device.figure_mut(name).ok_or_else(known)? = Figure { value: *value, source: path.to_string() };
                 check::figure(name, *value)?;
@@ -144,7 +148,7 @@ impl Cluster {
 
     /// What a cluster of several kinds of nodes is planned as; nothing for any other.
     pub fn mixture(&self) -> Option<String> {
-        let part = |part: &Part| format!("{} nodes of {}", part.nodes, part.device.name);
+        let part = |part: &Part| format!("{} of {}", counted(part.nodes, "node"), part.device.name);
         let parts: Vec<String> = self.parts.iter().map(part).collect();
         let as_what = "a stage of a pipeline on nodes of one kind is planned as such, any other rank with the slowest of each figure";
         let text = format!("{}: {as_what}", parts.join(", "));
@@ -205,6 +209,9 @@ mod tests {
             ("node_latency = 12", "`node_latency` is 12: it must be seconds"),
             ("peak_bf16 = 989", "`peak_bf16` is 989: it must be FLOP/s"),
             ("matmul_efficiency = 83", "`matmul_efficiency` is 83: it must be a share"),
+            ("peak_bf16 = 1e300", "`peak_bf16` is 1e300: it must be FLOP/s"),
+            ("multiprocessors = 1.5", "`multiprocessors` is 1.5: it must be a count, a whole number"),
+            ("devices_per_node = 8", "`per_node` says how many devices a node has: leave `devices_per_node` out"),
             ("overlap_loss = 1", "`overlap_loss` is 1: it must be a share"),
         ] {
             check_more(&format!("[figures]\n{figure}"), expect);
@@ -240,10 +247,15 @@ mod tests {
         );
         check_more(
             &format!("nodes = 16\n{}", level("rack", 1, 1e9)),
-            "a rack of 1 nodes is not made of several nodes of 1",
+            "a rack of 1 node is not made of several nodes of 1",
         );
         check_more(&format!("nodes = 16\n{}", level("rack", 4, 0.0)), "`bandwidth` is 0: it must be bytes per second");
         check_more("nodes = 16\n[[levels]]\nname = \"rack\"", "missing field `nodes`");
+        for (outer, taken) in [("rack", "there is one inside"), ("node", "there is one inside"), (" ", "no name")] {
+            let text = format!("nodes = 16\n{rack}{}", level(outer, 8, 5e9));
+            check_more(&text, &format!("a level is called `{outer}`"));
+            check_more(&text, taken);
+        }
     }
 
     #[test]
@@ -257,7 +269,7 @@ mod tests {
         let least = h100.memory_bytes.value.min(a100.memory_bytes.value);
         assert_eq!(cluster.device.memory_bytes.value, least);
         assert_eq!(cluster.device.link_latency.value, h100.link_latency.value.max(a100.link_latency.value));
-        assert!(cluster.mixture().is_some_and(|text| text.starts_with("1 nodes of h100, 3 nodes of a100-80")));
+        assert!(cluster.mixture().is_some_and(|text| text.starts_with("1 node of h100, 3 nodes of a100-80")));
         check(&format!("nodes = 5\n{mixed}"), "`nodes` is 5 and the parts have 4 nodes");
         check(&format!("device = \"h100\"\n{mixed}"), "`device` and `parts` exclude each other");
         check(&format!("per_node = 8\n{}{}", part("h100", 1), part("cpu", 1)), "h100 and cpu cannot run one program");

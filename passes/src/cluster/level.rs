@@ -2,6 +2,7 @@
 
 use super::{ClusterError, check};
 use serde::{Deserialize, Serialize};
+use shardc_ir::units::counted;
 
 /// The most levels beyond the node.
 pub const MOST_LEVELS: usize = 2;
@@ -30,15 +31,23 @@ pub(super) fn check(levels: &[Level], nodes: u64, cluster: &str) -> Result<(), C
         ));
     }
     let mut inner = (1, "node");
-    for Level { name, nodes: size, bandwidth, latency } in levels {
+    for (index, Level { name, nodes: size, bandwidth, latency }) in levels.iter().enumerate() {
         let (unit, inside) = inner;
+        let is_taken = name == "node" || levels[..index].iter().any(|inside| inside.name == *name);
+        if is_taken || name.trim().is_empty() {
+            let taken = if is_taken { "there is one inside" } else { "that is no name" };
+            return fail(format!("a level is called `{name}`, but {taken}: give it another name, such as \"pod\""));
+        }
         if *size <= unit || !size.is_multiple_of(unit) {
             return fail(format!(
-                "a {name} of {size} nodes is not made of several {inside}s of {unit}: write a larger multiple of {unit}"
+                "a {name} of {} is not made of several {inside}s of {unit}: write a larger multiple of {unit}",
+                counted(*size, "node")
             ));
         }
         if !nodes.is_multiple_of(*size) {
-            return fail(format!("{nodes} nodes do not fill {name}s of {size}: write a divisor of {nodes}"));
+            let nodes_text = counted(nodes, "node");
+            let do_not = if nodes == 1 { "does not" } else { "do not" };
+            return fail(format!("{nodes_text} {do_not} fill {name}s of {size}: write a divisor of {nodes}"));
         }
         check::figure("bandwidth", *bandwidth)?;
         check::figure("latency", *latency)?;

@@ -4,6 +4,7 @@ use super::PlanError;
 use super::offload::Offload;
 use super::overlap::MOST_CHUNKS;
 use shardc_ir::pipeline::Schedule;
+use shardc_ir::units::counted;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -124,6 +125,7 @@ impl Pins {
             let pin = |message: String| PlanError::Pin { pin: part.to_string(), message };
             let (name, value) =
                 part.split_once('=').ok_or_else(|| pin("write NAME=VALUE, for instance dp=2".to_string()))?;
+            let (name, value) = (name.trim_end(), value.trim_start());
             let number = || {
                 let parsed = value.parse::<u64>().ok();
                 parsed.ok_or_else(|| pin(format!("`{value}` is not a whole number")))
@@ -251,7 +253,7 @@ impl Pins {
     }
 
     /// The degrees, by family.
-    fn degrees(&self) -> [(&'static str, Option<u64>); 8] {
+    pub fn degrees(&self) -> [(&'static str, Option<u64>); 8] {
         let Self { pp, dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
         [
             ("pp", pp),
@@ -273,7 +275,10 @@ impl Pins {
             self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
         for (name, degree) in &degrees {
             if !ranks.is_multiple_of(*degree) {
-                let message = format!("{degree} does not divide the cluster's {ranks} ranks; use a divisor of {ranks}");
+                let message = format!(
+                    "{degree} does not divide the cluster's {}; use a divisor of {ranks}",
+                    counted(ranks, "rank")
+                );
                 return fail(format!("{name}={degree}"), message);
             }
         }
@@ -282,7 +287,7 @@ impl Pins {
         let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
         if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && !is_open && all != ranks) {
             let fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" };
-            let message = format!("they make {all} ranks and the cluster has {ranks}; {fix}");
+            let message = format!("they make {} and the cluster has {ranks}; {fix}", counted(all, "rank"));
             let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
             return fail(pins.join(","), message);
         }

@@ -25,6 +25,7 @@ pub use predict::predict;
 use price::Work;
 use ranks::{Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
+use shardc_ir::units::{counted, number_text};
 use shardc_ir::{AxisId, Plan, Program, Seconds};
 use std::rc::Rc;
 
@@ -57,7 +58,7 @@ pub enum SimulateError {
         rank: u64,
     },
     /// The mesh has other ranks than the cluster.
-    #[error("the plan has {ranks} ranks and the cluster {devices} devices; simulate it on a cluster of {ranks}")]
+    #[error("the plan has {} and the cluster {}; it takes a cluster of {ranks}", counted(*ranks, "rank"), counted(*devices, "device"))]
     Ranks {
         /// The ranks of the mesh.
         ranks: u64,
@@ -173,7 +174,7 @@ pub fn simulate(
     let mut slowdown = vec![1.0; count as usize];
     let check = |what, value: f64| match (1.0..=MOST_SLOWDOWN).contains(&value) {
         true => Ok(value),
-        false => Err(SimulateError::Factor { what, value: value.to_string() }),
+        false => Err(SimulateError::Factor { what, value: number_text(value) }),
     };
     let contention = check("the contention", conditions.contention)?;
     for (rank, factor) in &conditions.stragglers {

@@ -360,7 +360,7 @@ fn copy(from: View<'_>, to: &mut ViewMut<'_>) -> Result<(), String> {
 fn describe(section: &str, index: usize, instruction: &Instruction) -> String {
     let name = instruction.action.name();
     let list = |ids: &[BufferId]| ids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let source = instruction.source.map(|node| format!(", node {node} of the plan")).unwrap_or_default();
+    let source = instruction.source.map(|node| format!(", {node} of the plan")).unwrap_or_default();
     let (results, operands) = (list(&instruction.results), list(&instruction.operands));
     format!("section `{section}`, instruction {index}: {results} = {name} {operands}{source}")
 }

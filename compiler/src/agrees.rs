@@ -1,0 +1,153 @@
+//! Whether what a plan says of itself agrees with what it is: its request and its choice with its graph and its
+//! mesh. A plan file's hash guards against damage, not against words that were wrong when it was written; a plan that
+//! was edited as text has no hash.
+
+use crate::compile::Trace;
+use crate::model::NamedModel;
+use crate::options::Batch;
+use shardc_ir::plan::Request;
+use shardc_ir::units::counted;
+use shardc_ir::{Bytes, DType, Op, OpDef, Plan, Role, TensorType};
+use shardc_passes::cluster::Cluster;
+use shardc_passes::fold::leaf_name;
+use shardc_passes::precision::Precision;
+use shardc_passes::search::Pins;
+use std::collections::BTreeMap;
+
+/// Everything that a plan says of itself and that is not so.
+pub(crate) fn contradictions(plan: &Plan, cluster: &Cluster) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let (ranks, devices) = (plan.mesh.ranks(), cluster.ranks());
+    if ranks != devices {
+        let (ranks, devices) = (counted(ranks, "rank"), counted(devices, "device"));
+        wrong.push(format!("the mesh has {ranks}, and cluster {} has {devices}", plan.request.cluster));
+    }
+    wrong.extend(wrong_precision(plan));
+    wrong.extend(wrong_choice(plan));
+    wrong.extend(wrong_model(plan));
+    wrong
+}
+
+/// What is needed and what there is, if that is less; where both read alike, to the byte.
+pub(crate) fn beyond(needed: Bytes, there: Bytes) -> Option<String> {
+    let [long, short] = [needed.to_string(), there.to_string()];
+    let exact = |bytes: Bytes| format!("{} bytes", bytes.0);
+    let (long, short) = if long == short { (exact(needed), exact(there)) } else { (long, short) };
+    (needed > there).then(|| format!("{long}, and there are {short}"))
+}
+
+/// The element types of the forward pass tell the precision.
+fn wrong_precision(plan: &Plan) -> Option<String> {
+    let graph = &plan.graph;
+    let has = |dtypes: &[DType]| {
+        let computed = graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf());
+        let mut results = computed.flat_map(|(_, node)| &node.results);
+        results.any(|value| dtypes.contains(&graph.ty(*value).dtype))
+    };
+    let is = if has(&[DType::F8e4m3, DType::F8e5m2]) {
+        Precision::Fp8
+    } else if has(&[DType::F16]) {
+        Precision::Fp16
+    } else if has(&[DType::Bf16]) {
+        Precision::Bf16
+    } else {
+        Precision::Fp32
+    };
+    let said = &plan.request.precision;
+    (is.name() != said).then(|| format!("the precision is `{said}`, and the graph computes in {}", is.name()))
+}
+
+/// The degrees, the microbatch and the ZeRO stage of the choice, and what of them was pinned.
+fn wrong_choice(plan: &Plan) -> Vec<String> {
+    let (mesh, Request { batch, pins, .. }) = (&plan.mesh, &plan.request);
+    let (chosen, pinned) = match (Pins::parse(&plan.choice), Pins::parse(pins)) {
+        (Ok(chosen), Ok(pinned)) => (chosen, pinned),
+        (Err(error), _) => return vec![format!("the choice: {error}")],
+        (_, Err(error)) => return vec![format!("the pins: {error}")],
+    };
+    let mut wrong = Vec::new();
+    for (family, said) in chosen.degrees() {
+        let (said, is) = (said.unwrap_or(1), mesh.degree(family));
+        if said != is {
+            wrong.push(format!("the choice says {family}={said}, and the mesh has {family}={is}"));
+        }
+    }
+    let parts = ["dp", "fsdp", "ep"].map(|family| mesh.degree(family)).iter().product::<u64>() * mesh.microbatches();
+    if let Some(microbatch) = chosen.microbatch.filter(|size| size.saturating_mul(parts) != *batch) {
+        let message = format!("the choice says microbatch={microbatch}, and the mesh cuts a batch of {batch}");
+        wrong.push(format!("{message} into {parts} parts"));
+    }
+    if let Some(zero) = chosen.zero.filter(|zero| zero_stage(plan, *zero) != *zero) {
+        let is = zero_stage(plan, zero);
+        wrong.push(format!("the choice says zero={zero}, and the layouts are those of zero={is}"));
+    }
+    let named = |of: &Pins| of.degrees().into_iter().chain([("microbatch", of.microbatch), ("zero", of.zero)]);
+    for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {
+        // What divides the sequence may be pinned by another name than it then has.
+        let pin = pin.filter(|_| !["ring", "ulysses", "cp"].contains(&name));
+        if let Some(pin) = pin.filter(|pin| *pin != is.unwrap_or(1)) {
+            wrong.push(format!("the pins say {name}={pin}, and the choice {name}={}", is.unwrap_or(1)));
+        }
+    }
+    wrong
+}
+
+/// The ZeRO stage that a plan's layouts are of; `said` where they cannot tell, having nothing to divide.
+fn zero_stage(plan: &Plan, said: u64) -> u64 {
+    let is_gathered = plan.graph.values().any(|(value, _)| plan.transient[value]);
+    match (is_gathered, plan.reduce_in_loop, is_stored_in_parts(plan)) {
+        (true, ..) => 3,
+        (false, true, true) => 2,
+        (false, true, false) => said.max(2),
+        (false, false, true) => 1,
+        (false, false, false) => said.min(1),
+    }
+}
+
+/// Whether optimizer state is divided over ranks that divide the batch.
+fn is_stored_in_parts(plan: &Plan) -> bool {
+    let axes = ["dp", "fsdp"].iter().flat_map(|family| plan.mesh.family(family)).collect::<Vec<_>>();
+    let states = plan.graph.nodes().filter(|(_, node)| matches!(node.op, Op::State(_)));
+    states.map(|(id, _)| &plan.strategies[id]).any(|strategy| {
+        axes.iter().any(|axis| plan.mesh.size(*axis) > 1 && strategy.factors.values().flatten().any(|own| own == axis))
+    })
+}
+
+/// Inputs and parameters are those of the model, for the batch; nothing where the model is not to be found.
+fn wrong_model(plan: &Plan) -> Option<String> {
+    let Request { model: name, batch, seq, .. } = &plan.request;
+    let model = NamedModel::find(name).ok()?;
+    let traced = match model.trace(Batch { batch: *batch, seq: *seq }) {
+        Ok(traced) => traced,
+        Err(error) => return Some(format!("{name} has no batch of {batch} sequences of {seq} tokens: {error}")),
+    };
+    let own: BTreeMap<&str, &TensorType> = leaves(plan);
+    let same = |(leaf, ty): &(&str, &TensorType)| own.get(leaf) == Some(ty);
+    let inputs: Vec<(&str, &TensorType)> = traced.inputs.iter().map(|(name, ty)| (name.as_str(), ty)).collect();
+    if let Some((input, ty)) = inputs.iter().find(|input| !same(input)) {
+        let has = own.get(input).map_or("none".to_string(), |own| own.to_string());
+        return Some(format!(
+            "{name} with a batch of {batch} x {seq} takes `{input}` as {ty}, and the graph has {has}"
+        ));
+    }
+    let is_parameter = |op: &Op| matches!(op, Op::Parameter(_));
+    let graph = &traced.graph;
+    let theirs: BTreeMap<&str, &TensorType> = graph
+        .leaves()
+        .filter(|(_, node)| is_parameter(&node.op))
+        .map(|(id, node)| (leaf_name(&node.op), graph.ty(id)))
+        .collect();
+    if let Some((leaf, ty)) = theirs.iter().map(|(leaf, ty)| (*leaf, *ty)).find(|leaf| !same(leaf)) {
+        let has = own.get(leaf).map_or("none".to_string(), |own| own.to_string());
+        return Some(format!("{name} has parameter `{leaf}` as {ty}, and the graph has {has}"));
+    }
+    let mut parameters = plan.graph.leaves().filter(|(_, node)| is_parameter(&node.op));
+    let beyond = parameters.find(|(_, node)| !theirs.contains_key(leaf_name(&node.op)));
+    beyond.map(|(_, node)| format!("the graph has parameter `{}`, which {name} has not", leaf_name(&node.op)))
+}
+
+/// The inputs and parameters of a plan's graph.
+fn leaves(plan: &Plan) -> BTreeMap<&str, &TensorType> {
+    let leaves = plan.graph.leaves();
+    leaves.map(|(id, node)| (leaf_name(&node.op), plan.graph.ty(id))).collect()
+}
