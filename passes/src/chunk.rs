@@ -27,6 +27,9 @@ use std::collections::HashMap;
 /// 8 bytes per weight, beside `6 * CHUNK_TOKENS` operations, which is 2% of their time on an H200.
 pub const CHUNK_TOKENS: u64 = 8192;
 
+/// The most chunks: each is a copy of the head's nodes.
+pub const MOST_CHUNKS: u64 = 128;
+
 /// The nodes of a head that can be cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Head {
@@ -116,11 +119,10 @@ impl Head {
         self.readers.iter().map(one).collect()
     }
 
-    /// The number of chunks for so many tokens on one rank: a divisor of the sequence.
+    /// The number of chunks for so many tokens on one rank: of the divisors of the sequence the least that makes them
+    /// small enough, or the largest if none up to [`MOST_CHUNKS`] does.
     pub fn chunks(&self, graph: &Graph, tokens: u64) -> u64 {
-        let sequence = self.sequence(graph);
-        let wanted = tokens.div_ceil(CHUNK_TOKENS).max(1);
-        (wanted..=sequence).find(|count| sequence.is_multiple_of(*count)).unwrap_or(1)
+        chunks_of(self.sequence(graph), tokens)
     }
 
     /// The size of the dimension that is cut.
@@ -135,6 +137,12 @@ impl Head {
             mesh.extent(made.dims[self.dim].iter().copied()) == 1
         })
     }
+}
+
+fn chunks_of(sequence: u64, tokens: u64) -> u64 {
+    let wanted = tokens.div_ceil(CHUNK_TOKENS).max(1);
+    let divides = |count: &u64| sequence.is_multiple_of(*count);
+    (wanted..=MOST_CHUNKS).find(divides).or_else(|| (1..=wanted.min(MOST_CHUNKS)).rev().find(divides)).unwrap_or(1)
 }
 
 /// Per node, whether it depends on `from`.
@@ -347,4 +355,22 @@ pub fn strategy_for(rule: &FactorRule, layout: &Sharding) -> Strategy {
     let sums = layout.partial.iter().filter(|(_, kind)| *kind == ReduceKind::Sum);
     strategy.pass = sums.map(|(axis, _)| (*axis, 0)).collect();
     strategy
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_few_and_divide_the_sequence() {
+        let tokens = |chunks: u64| chunks * CHUNK_TOKENS;
+        assert_eq!(chunks_of(4096, 100), 1);
+        assert_eq!(chunks_of(4096, tokens(2)), 2);
+        assert_eq!(chunks_of(96, tokens(4) + 1), 6);
+        // A prime: no divisor but itself.
+        assert_eq!(chunks_of(10_007, tokens(2)), 1);
+        assert_eq!(chunks_of(2 * 100_003, tokens(30)), 2);
+        assert_eq!(chunks_of(1 << 20, tokens(1000)), MOST_CHUNKS);
+        assert_eq!(chunks_of(3, tokens(1000)), 3);
+    }
 }

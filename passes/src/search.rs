@@ -10,6 +10,7 @@ pub mod away;
 pub mod beside;
 mod bound;
 pub mod build;
+mod choose;
 mod clocks;
 pub mod degrees;
 pub mod estimate;
@@ -21,6 +22,7 @@ pub mod liveness;
 pub mod offload;
 mod outcome;
 pub mod overlap;
+mod overstated;
 pub mod pins;
 mod placed;
 pub mod recompute;
@@ -34,23 +36,23 @@ pub mod why;
 pub use degrees::Degrees;
 pub use pins::{Pins, Recompute};
 
+use crate::chunk::MOST_CHUNKS;
 use crate::cluster::Cluster;
 use crate::cost;
 use crate::shard::family::copy_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use away::Away;
+use choose::choose;
 use estimate::Shape;
 pub use estimate::Work;
 use line::Line;
 use offload::{At, Offload, Relief};
-use outcome::{alternatives, breakdown, infeasible};
 pub use placed::fastest;
 use placed::{divide_batch, place_batch, solved};
-use shardc_ir::plan::{Memory, Prediction, Request};
+use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
-use std::collections::BTreeMap;
 use visit::Visited;
 use ways::{divisors, ways};
 
@@ -232,129 +234,8 @@ struct Space<'a, 'b> {
     away: Away,
 }
 
-/// The best plan of the meshes that are visited, and its estimated step.
-fn choose(
-    space: &Space<'_, '_>,
-    confirm: Option<Confirm<'_>>,
-    visited: &mut Visited,
-) -> Result<(Plan, f64), PlanError> {
-    let Space { prepared, line, cluster, request, pins, .. } = *space;
-    let mut candidates = enumerate(space, visited)?;
-    sort(&mut candidates);
-    let bound = request.device_memory;
-    let mut refused: Vec<(usize, Memory)> = Vec::new();
-    let mut unmade = None;
-    let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
-    let exact = |confirm, candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
-    let fastest =
-        |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
-    // By how much the exact memory of refused plans exceeds the estimate: others of the same degrees
-    // will exceed theirs as well.
-    let mut excess: BTreeMap<(u64, u64), f64> = BTreeMap::new();
-    // By time; then, if what was refused made the rest look too large, the leanest all the same.
-    let mut lean: Vec<usize> = (0..candidates.len()).collect();
-    lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
-    let rounds =
-        (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
-    let mut close: Vec<(usize, Plan)> = Vec::new();
-    for (index, is_last_resort) in rounds {
-        let candidate = &candidates[index];
-        if let Some((first, _)) = close.first()
-            && (candidate.prediction.step.0 > CLOSE * candidates[*first].prediction.step.0 || close.len() == MOST_CLOSE)
-        {
-            break;
-        }
-        let estimate = candidate.prediction.memory.total();
-        let kin = (candidate.degrees.degree("dp"), candidate.zero);
-        let factor = excess.get(&kin).copied().unwrap_or(1.0);
-        let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
-        let is_too_large = |of: &Candidate| of.prediction.memory.total().0 as f64 * factor > bound.0 as f64;
-        // What computes more again than it must by the estimate is for where that turns out too large.
-        let is_spare = || {
-            let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
-            others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
-        };
-        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare();
-        if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
-            continue;
-        }
-        let mut plan = match make(candidate) {
-            // What is pinned suits other candidates.
-            Err(error @ PlanError::Pin { .. }) => {
-                unmade = Some(error);
-                continue;
-            }
-            made => made?,
-        };
-        let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
-            // The programs of a ring gather what goes round it: its memory and time stay estimates.
-            plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
-            candidate.offload.mark(&mut plan);
-            close.push((index, plan));
-            break;
-        };
-        let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
-        let memory = plan.prediction.memory;
-        tracing::info!(
-            choice = candidate.choice(),
-            estimate = format!("{}, {}", candidate.prediction.step, breakdown(&candidate.prediction.memory)),
-            exact = format!("{}, {}", plan.prediction.step, breakdown(&memory)),
-            "lowered"
-        );
-        if memory.total() > bound {
-            refused.push((index, memory));
-            excess.insert(kin, factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
-            continue;
-        }
-        let step = fastest(&close).min(plan.prediction.step.0);
-        let make = |candidate: &Candidate| exact(confirm, candidate);
-        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &make)?;
-        close.push((index, plan));
-    }
-    if let (Some(confirm), false) = (confirm, close.is_empty()) {
-        let make = |candidate: &Candidate| exact(confirm, candidate);
-        let known = |close: &[(usize, Plan)]| -> Vec<usize> {
-            close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
-        };
-        let (known_now, best) = (known(&close), fastest(&close));
-        for (index, plan) in astray::other_meshes(&candidates, &known_now, (best, bound), &make)? {
-            let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
-            candidates[index].overlap_chunks = chunks;
-            close.push((index, plan));
-        }
-        let (known_now, best) = (known(&close), fastest(&close));
-        for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &make)? {
-            candidates[index].overlap_chunks = chunks;
-            close.push((index, plan));
-        }
-    }
-    // The first of those that are equal within a thousandth is the simplest.
-    let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
-    let least = fastest(&close);
-    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
-        let unmade = unmade.filter(|_| refused.is_empty());
-        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, bound, pins, request.batch, cluster)));
-    };
-    plan.alternatives = alternatives(&candidates, index, &lowered, &refused, bound);
-    let step = candidates[index].prediction.step.0;
-    plan.search = visited.report(space, step, refused.len() as u64)?;
-    plan.search.candidates = candidates.len() as u64;
-    plan.search.lowered = (lowered.len() + refused.len()) as u64;
-    // What chunks hide is not estimated.
-    let in_chunks = candidates[index].overlap_chunks > 1;
-    if in_chunks {
-        plan.search.stopped += "; estimate and bound are those of plans without chunks";
-    }
-    let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
-    Ok((plan, step))
-}
-
-/// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
-const CLOSE: f64 = 1.02;
-/// up to so many.
-const MOST_CLOSE: usize = 3;
-/// How many plans may turn out not to fit before the search gives up.
-const MOST_REFUSED: usize = 8;
+/// The most microbatches of a step: programs list each of them, and nobody sums up more.
+const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
@@ -368,8 +249,13 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         // Of one sample the tokens are cut.
         let is_cut = |size: &u64| *size == 1 || size.is_multiple_of(pins.overlap_chunks.unwrap_or(1));
         let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
-        let sizes = divisors(per_rank).into_iter().filter(is_pinned);
+        let is_few = |size: &u64| per_rank / size <= MOST_MICROBATCHES;
+        let sizes = divisors(per_rank).into_iter().filter(is_pinned).filter(is_few);
+        let mut is_whole_open: Option<bool> = None;
         for microbatch in sizes {
+            if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
+                continue;
+            }
             let mut solved = Vec::new();
             visited.may_fit = false;
             for axes in &way.tp {
@@ -391,14 +277,16 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                     visited.may_fit = true;
                 }
             }
-            // A larger microbatch needs more memory: where none fits, none of the larger ones will. Where
-            // samples depend on each other (statistics of the batch), only the whole batch is one.
-            let fits = solved.iter().any(|candidate| candidate.prediction.memory.total() <= request.device_memory);
-            let is_tried = !solved.is_empty();
-            candidates.extend(solved);
-            if is_tried && !fits && !visited.may_fit {
-                break;
+            // A larger microbatch needs more memory: where none fits, none of the larger ones will, but that which is
+            // the whole batch of a rank, for which no gradients are added up. Where samples depend on each other
+            // (statistics of the batch), it is the only one.
+            let fits = |memory: Bytes| memory <= request.device_memory;
+            if !solved.is_empty() && !visited.may_fit {
+                let memory = || solved.iter().map(|candidate| &candidate.prediction.memory);
+                let may_fit_whole = memory().any(|memory| fits(memory.total() - memory.gradients));
+                is_whole_open = (!memory().any(|memory| fits(memory.total()))).then_some(may_fit_whole);
             }
+            candidates.extend(solved);
         }
     }
     if let Some(chunks) = pins.overlap_chunks.filter(|chunks| candidates.is_empty() && *chunks > 1) {
@@ -418,7 +306,12 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
     }
     if candidates.is_empty() {
+        let least = batch / ranks.saturating_mul(pins.microbatch.unwrap_or(1)).max(1);
         let message = match pins.microbatch {
+            _ if least > MOST_MICROBATCHES => format!(
+                "a step has at most {MOST_MICROBATCHES} microbatches, and this would be {least} or more on each rank; \
+                 use a smaller batch, or one of more divisors"
+            ),
             Some(microbatch) => format!("no data degree takes microbatches of {microbatch}; pin another microbatch"),
             None => format!("use a multiple of {ranks}, or more tensor ranks"),
         };
@@ -560,6 +453,7 @@ fn check_chunks(prepared: &Prepared<'_>, pins: &Pins) -> Result<(), PlanError> {
     let message = match &prepared.head {
         None => "the loss is no cross-entropy of a product over a sequence; leave it out".to_string(),
         Some(head) => match head.sequence(prepared.graph) {
+            _ if chunks > MOST_CHUNKS => format!("every chunk is a copy of the head; use at most {MOST_CHUNKS}"),
             sequence if sequence.is_multiple_of(chunks) => return Ok(()),
             sequence => format!("{chunks} does not divide the sequence of {sequence}; use a divisor of it"),
         },

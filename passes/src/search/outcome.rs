@@ -1,63 +1,132 @@
 //! What a search tells: the runners-up and why they lost, or why nothing fits and what would help.
 
-use super::{Candidate, Pins, PlanError};
-use crate::cluster::Cluster;
+use super::choose::kin;
+use super::overstated::Refused;
+use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction};
 use shardc_ir::{Bytes, Seconds};
 
-/// The runners-up, best first, and why each lost. Those that were not lowered are estimated; what the estimate does
-/// not see of the winner it does not see of its like either, so their steps are scaled by what the winner's exact
-/// step is of its own estimate.
-pub(super) fn alternatives(
-    candidates: &[Candidate],
-    chosen: usize,
-    lowered: &[(usize, Prediction)],
-    refused: &[(usize, Memory)],
-    bound: Bytes,
-) -> Vec<Alternative> {
-    let exact = |index: usize| lowered.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
+/// Runners-up that are told of.
+const TOLD: usize = 12;
+
+/// What came of the candidates. Those that were lowered have their exact predictions.
+pub(super) struct Told<'a> {
+    pub candidates: &'a [Candidate],
+    pub chosen: usize,
+    /// Those that fit.
+    pub lowered: &'a [(usize, Prediction)],
+    /// Those that do not.
+    pub refused: &'a Refused,
+    pub bound: Bytes,
+}
+
+impl Told<'_> {
+    /// What a plan takes by its programs, if it was lowered.
+    fn exact(&self, index: usize) -> Option<&Prediction> {
+        self.lowered.iter().chain(self.refused).find(|(other, _)| *other == index).map(|(_, exact)| exact)
+    }
+
+    /// How many plans are faster or leaner by their estimates and do not fit when lowered; and how many are faster,
+    /// do not fit by their estimates, and were not lowered.
+    pub(super) fn left_out(&self) -> (u64, u64) {
+        let step = self.candidates[self.chosen].prediction.step.0;
+        let is_untried = |(index, of): &(usize, &Candidate)| {
+            of.prediction.step.0 < 0.999 * step
+                && of.prediction.memory.total() > self.bound
+                && self.exact(*index).is_none()
+        };
+        let fit = |of: &&(usize, Prediction)| self.candidates[of.0].prediction.memory.total() <= self.bound;
+        let refused = self.refused.iter().filter(fit).count() as u64;
+        (refused, self.candidates.iter().enumerate().filter(is_untried).count() as u64)
+    }
+
+    /// Why a plan lost that was not lowered; `scale` is what the winner's exact step is of its estimate.
+    fn estimated(&self, index: usize, scale: f64) -> String {
+        let (candidate, winner) = (&self.candidates[index], &self.candidates[self.chosen]);
+        let memory = &candidate.prediction.memory;
+        if memory.total() > self.bound {
+            return format!("estimated: {}", needs(memory, self.bound));
+        }
+        if candidate.prediction.step.0 >= 0.999 * winner.prediction.step.0 {
+            return format!("estimated: {}", slower(&candidate.prediction, &winner.prediction));
+        }
+        // It looks faster. Those like it that were lowered say why it was not.
+        let known = || self.lowered.iter().chain(self.refused).map(|(index, exact)| (&self.candidates[*index], exact));
+        let excess = known()
+            .filter(|(of, _)| kin(of) == kin(candidate))
+            .map(|(of, exact)| exact.memory.total().0 as f64 / of.prediction.memory.total().0.max(1) as f64);
+        let excess = excess.fold(1.0, f64::max);
+        let expected = Bytes((memory.total().0 as f64 * excess) as u64);
+        if expected > self.bound {
+            let ((data, zero), bound) = (kin(candidate), self.bound);
+            return format!(
+                "estimated faster; programs of dp={data},zero={zero} need {excess:.2} times what is estimated, so {expected} \
+                 of {bound}"
+            );
+        }
+        let same = known().find(|(of, _)| of.degrees == candidate.degrees);
+        let longest = known().max_by(|(a, exact), (b, other)| {
+            (exact.step.0 / a.prediction.step.0).total_cmp(&(other.step.0 / b.prediction.step.0))
+        });
+        match same.or(longest) {
+            Some((of, exact)) if exact.step.0 > of.prediction.step.0 * scale => {
+                let (choice, estimate) = (of.choice(), of.prediction.step);
+                format!(
+                    "estimated faster; of its like {choice} takes {} instead of {estimate} when lowered",
+                    exact.step
+                )
+            }
+            _ => "estimated faster, by less than estimates are off".to_string(),
+        }
+    }
+}
+
+/// The runners-up, fastest first, and why each lost. Those that were not lowered are said to be estimated; what the
+/// estimate does not see of the winner it does not see of its like either, so their steps are scaled by what the
+/// winner's exact step is of its own estimate.
+pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
+    let Told { candidates, chosen, lowered, refused, bound } = *told;
     let estimated = &candidates[chosen].prediction;
-    let winner = exact(chosen).unwrap_or(estimated);
+    let winner = told.exact(chosen).unwrap_or(estimated);
     let scale = winner.step.0 / estimated.step.0;
     let mut seen = vec![candidates[chosen].choice()];
     let (mut list, mut unfit) = (Vec::new(), 0);
-    for (index, candidate) in candidates.iter().enumerate() {
+    let known = lowered.iter().chain(refused).map(|of| of.0);
+    for index in known.chain(0..candidates.len()) {
+        let (candidate, exact) = (&candidates[index], told.exact(index));
         let choice = candidate.choice();
         if seen.contains(&choice) {
             continue;
         }
         seen.push(choice.clone());
-        let (prediction, beside, scale) = match exact(index) {
-            Some(exact) => (exact, winner, 1.0),
-            None => (&candidate.prediction, estimated, scale),
+        let memory = exact.unwrap_or(&candidate.prediction).memory;
+        // The fastest that do not fit say what memory costs; more of them say no more.
+        unfit += u64::from(memory.total() > bound);
+        if memory.total() > bound && unfit > 4 {
+            continue;
+        }
+        let (step, reason) = match exact {
+            Some(exact) if memory.total() > bound => (exact.step, needs(&memory, bound)),
+            Some(exact) => (exact.step, slower(exact, winner)),
+            None => (candidate.prediction.step * scale, told.estimated(index, scale)),
         };
-        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
-        let memory = confirmed.unwrap_or(prediction.memory);
-        let reason = if memory.total() > bound {
-            // The fastest that do not fit say what memory costs; more of them say no more.
-            unfit += 1;
-            if unfit > 4 {
-                continue;
-            }
-            let (name, bytes) = largest(&memory);
-            format!("needs {} of {bound} ({name} {bytes})", memory.total())
-        } else {
-            slower(prediction, beside)
-        };
-        list.push(Alternative { choice, step: prediction.step * scale, memory: memory.total(), reason });
-        if list.len() == 12 {
+        list.push(Alternative { choice, step, memory: memory.total(), reason });
+        if list.len() == TOLD {
             break;
         }
     }
+    list.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
     list
+}
+
+fn needs(memory: &Memory, bound: Bytes) -> String {
+    let (name, bytes) = largest(memory);
+    format!("needs {} of {bound} ({name} {bytes})", memory.total())
 }
 
 /// By how much a plan is slower, and what makes it so.
 fn slower(prediction: &Prediction, winner: &Prediction) -> String {
     let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
-    if percent < -0.1 {
-        return "faster, but plans of these degrees needed more memory than was estimated".to_string();
-    }
     let parts = [
         ("communication", prediction.exposed_communication, winner.exposed_communication),
         ("matmuls", prediction.matmul, winner.matmul),
@@ -92,26 +161,26 @@ fn largest(memory: &Memory) -> (&'static str, Bytes) {
     parts(memory).into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default()
 }
 
+/// Why nothing fits, by what needs the least of what was lowered, or of the estimates if nothing was.
 pub(super) fn infeasible(
     candidates: &[Candidate],
-    refused: &[(usize, Memory)],
+    refused: &Refused,
     bound: Bytes,
-    pins: &Pins,
-    batch: u64,
-    cluster: &Cluster,
+    space: &Space<'_, '_>,
 ) -> PlanError {
+    let Space { cluster, request, pins, .. } = *space;
     let memory = |index: usize| {
-        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, memory)| *memory);
-        confirmed.unwrap_or(candidates[index].prediction.memory)
+        let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
+        confirmed.unwrap_or(&candidates[index].prediction).memory
     };
-    // What was lowered is known; an estimate that fits is not, once others turned out larger.
+    // What was lowered is known; an estimate is not, once others turned out larger or smaller.
     let is_known = |index: &usize| refused.is_empty() || refused.iter().any(|(other, _)| other == index);
     let Some(nearest) = (0..candidates.len()).filter(is_known).min_by_key(|index| memory(*index).total()) else {
         return PlanError::Bug("no candidate at all".to_string());
     };
     let needs = memory(nearest);
     let breakdown = breakdown(&needs);
-    let is_pinned = *pins != Pins::default();
+    let is_pinned = *pins != Default::default();
     let (share, give) = match cluster.share_of_host() {
         Some(share) if share == bound => {
             let host = Bytes(cluster.device.host_memory_bytes.value as u64);
@@ -127,10 +196,10 @@ pub(super) fn infeasible(
     if largest(&needs).0 == "activations" && candidates[nearest].degrees.microbatch > 1 {
         fixes.push("use smaller microbatches".to_string());
     }
-    if largest(&needs).0 != "activations" {
-        fixes.push(format!("use more than {} ranks", cluster.ranks()));
-    } else {
-        fixes.push(format!("use shorter sequences or fewer of them than {batch}"));
+    match (largest(&needs).0, request.seq, request.batch) {
+        ("activations", 0, batch) => fixes.push(format!("use fewer samples than {batch}")),
+        ("activations", _, batch) => fixes.push(format!("use shorter sequences or fewer of them than {batch}")),
+        _ => fixes.push(format!("use more than {} ranks", cluster.ranks())),
     }
     PlanError::Infeasible {
         bound,

@@ -2,7 +2,8 @@
 //! no solution (branch and bound).
 
 use super::bound::{Asked, least, least_fitting};
-use super::{CLOSE, Candidate, Degrees, PlanError, Point, Space, place_batch, zero_stages};
+use super::choose::CLOSE;
+use super::{Candidate, Degrees, PlanError, Point, Space, place_batch, zero_stages};
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::plan::Search;
@@ -90,18 +91,22 @@ impl Visited {
         }
     }
 
-    /// How the search went that found a plan with an estimated step of so many seconds, after as many
-    /// others had turned out not to fit.
+    /// How the search went that found a plan with an estimated step of so many seconds, after `refused` others had
+    /// turned out not to fit when lowered; `untried` that are faster do not fit by their estimates alone.
     ///
     /// # Errors
     /// Only a bug.
-    pub fn report(&self, space: &Space<'_, '_>, step: f64, refused: u64) -> Result<Search, PlanError> {
-        let bound = self.bound(space)?;
+    pub fn report(&self, space: &Space<'_, '_>, step: f64, left_out: (u64, u64)) -> Result<Search, PlanError> {
+        // The bound is that of plans whose estimates fit.
+        let bound = self.bound(space)?.min(step);
         let gap = step / bound - 1.0;
-        let stopped = match refused {
-            0 if gap <= 1e-9 => "it is the best of its space".to_string(),
-            0 => "every mesh was solved, or left out by its bound".to_string(),
-            _ => format!("{refused} plans that are faster or leaner by their estimates do not fit when lowered"),
+        let stopped = match left_out {
+            (0, 0) if gap <= 1e-9 => "it is the best of its space".to_string(),
+            (0, _) if gap <= 1e-9 => "it is the best of those whose estimates fit".to_string(),
+            (0, _) => "every mesh was solved, or left out by its bound".to_string(),
+            (refused, _) => {
+                format!("{refused} plans that are faster or leaner by their estimates do not fit when lowered")
+            }
         };
         let meshes = self.known.len() as u64;
         let (estimate, bound) = (Seconds(step), Seconds(bound));

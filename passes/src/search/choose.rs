@@ -1,0 +1,146 @@
+//! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
+
+use super::outcome::{Told, alternatives, breakdown, infeasible};
+use super::overstated::{Refused, faster, nearest};
+use super::visit::Visited;
+use super::{Candidate, Confirm, PlanError, Space, astray, build, enumerate, overlap, sort};
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Feature, Plan};
+use std::collections::BTreeMap;
+
+/// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
+pub(super) const CLOSE: f64 = 1.02;
+/// up to so many.
+const MOST_CLOSE: usize = 3;
+/// How many plans may turn out not to fit before the search gives up.
+const MOST_REFUSED: usize = 8;
+
+/// Candidates that err alike in their memory: those of equal data ranks and ZeRO stage.
+type Kin = (u64, u64);
+
+pub(super) fn kin(candidate: &Candidate) -> Kin {
+    (candidate.degrees.degree("dp"), candidate.zero)
+}
+
+/// The best plan of the meshes that are visited, and its estimated step.
+pub(super) fn choose(
+    space: &Space<'_, '_>,
+    confirm: Option<Confirm<'_>>,
+    visited: &mut Visited,
+) -> Result<(Plan, f64), PlanError> {
+    let Space { prepared, line, cluster, request, .. } = *space;
+    let mut candidates = enumerate(space, visited)?;
+    sort(&mut candidates);
+    let bound = request.device_memory;
+    let mut refused: Refused = Vec::new();
+    let mut unmade = None;
+    let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
+    let exact = |confirm, candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+    let fastest =
+        |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
+    // By how much the exact memory of refused plans exceeds the estimate: that of their kin will as well.
+    let mut excess: BTreeMap<Kin, f64> = BTreeMap::new();
+    // By time; then, if what was refused made the rest look too large, the leanest all the same.
+    let mut lean: Vec<usize> = (0..candidates.len()).collect();
+    lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
+    let rounds =
+        (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
+    let mut close: Vec<(usize, Plan)> = Vec::new();
+    for (index, is_last_resort) in rounds {
+        let candidate = &candidates[index];
+        if let Some((first, _)) = close.first()
+            && (candidate.prediction.step.0 > CLOSE * candidates[*first].prediction.step.0 || close.len() == MOST_CLOSE)
+        {
+            break;
+        }
+        let estimate = candidate.prediction.memory.total();
+        let factor = excess.get(&kin(candidate)).copied().unwrap_or(1.0);
+        let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
+        let is_too_large = |of: &Candidate| of.prediction.memory.total().0 as f64 * factor > bound.0 as f64;
+        // What computes more again than it must by the estimate is for where that turns out too large.
+        let is_spare = || {
+            let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
+            others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
+        };
+        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare();
+        if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
+            continue;
+        }
+        let mut plan = match make(candidate) {
+            // What is pinned suits other candidates.
+            Err(error @ PlanError::Pin { .. }) => {
+                unmade = Some(error);
+                continue;
+            }
+            made => made?,
+        };
+        let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
+            // The programs of a ring gather what goes round it: its memory and time stay estimates.
+            plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
+            candidate.offload.mark(&mut plan);
+            close.push((index, plan));
+            break;
+        };
+        let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
+        let memory = plan.prediction.memory;
+        tracing::info!(
+            choice = candidate.choice(),
+            estimate = format!("{}, {}", candidate.prediction.step, breakdown(&candidate.prediction.memory)),
+            exact = format!("{}, {}", plan.prediction.step, breakdown(&memory)),
+            "lowered"
+        );
+        if memory.total() > bound {
+            refused.push((index, plan.prediction));
+            excess.insert(kin(candidate), factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
+            continue;
+        }
+        let step = fastest(&close).min(plan.prediction.step.0);
+        let make = |candidate: &Candidate| exact(confirm, candidate);
+        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &make)?;
+        close.push((index, plan));
+    }
+    if let Some(confirm) = confirm {
+        let make = |candidate: &Candidate| exact(confirm, candidate);
+        if close.is_empty() {
+            close = nearest(&candidates, &mut refused, bound, &make)?;
+        }
+        let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
+            close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
+        };
+        if !close.is_empty() {
+            let (known_now, best) = (known(&close, &refused), fastest(&close));
+            for (index, plan) in astray::other_meshes(&candidates, &known_now, (best, bound), &make)? {
+                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
+                candidates[index].overlap_chunks = chunks;
+                close.push((index, plan));
+            }
+            let (known_now, best) = (known(&close, &refused), fastest(&close));
+            for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &make)? {
+                candidates[index].overlap_chunks = chunks;
+                close.push((index, plan));
+            }
+            let found = faster(&candidates, &close, &mut refused, space, &make)?;
+            close.extend(found);
+        }
+    }
+    // The first of those that are equal within a thousandth is the simplest.
+    let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
+    let least = fastest(&close);
+    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
+        let unmade = unmade.filter(|_| refused.is_empty());
+        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, bound, space)));
+    };
+    let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused, bound };
+    plan.alternatives = alternatives(&told);
+    let step = candidates[index].prediction.step.0;
+    plan.search = visited.report(space, step, told.left_out())?;
+    plan.search.candidates = candidates.len() as u64;
+    plan.search.lowered = (lowered.len() + refused.len()) as u64;
+    // What chunks hide is not estimated.
+    let in_chunks = candidates[index].overlap_chunks > 1;
+    if in_chunks {
+        plan.search.stopped += "; estimate and bound are those of plans without chunks";
+    }
+    let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
+    Ok((plan, step))
+}

@@ -1,0 +1,140 @@
+//! Plans whose estimated memory is too large, and that of whose programs may not be.
+//!
+//! The closed form counts what lives at one time from above. So before nothing fits, the leanest of what nearly does
+//! are lowered; and where plans of some kind turned out smaller than was estimated, so are the fastest of their kin.
+
+use super::choose::kin;
+use super::outcome::breakdown;
+use super::{Candidate, PlanError, Space};
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Bytes, Plan};
+
+/// Plans that do not fit, and what they take by their programs.
+pub(super) type Refused = Vec<(usize, Prediction)>;
+
+/// Estimates up to so many times the bound may be of plans that fit.
+const NEAR: f64 = 1.5;
+
+/// How many plans are lowered before nothing fits.
+const NEAREST: usize = 4;
+
+/// How many faster plans are lowered whose estimates do not fit.
+const FASTER: usize = 2;
+
+/// A plan is tried whose estimate does not fit if it takes this share of the fastest that does.
+const GAIN: f64 = 0.98;
+
+/// The most nodes of a graph of which plans are lowered in the hope of a gain: lowering takes time.
+const NODES: usize = 16_000;
+
+/// What of the candidates fits though its estimate does not: the first found, the leanest of each kin first. What does
+/// not fit is added to `refused`. `make` builds a candidate and predicts it by its programs.
+///
+/// # Errors
+/// Those of `make`; that a pin does not suit a candidate is none.
+pub(super) fn nearest(
+    candidates: &[Candidate],
+    refused: &mut Refused,
+    bound: Bytes,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<Vec<(usize, Plan)>, PlanError> {
+    let total = |index: &usize| candidates[*index].prediction.memory.total();
+    let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
+    let is_near = |index: &usize| {
+        let is_close = total(index) > bound && total(index).0 as f64 <= NEAR * bound.0 as f64;
+        is_close && has_programs(&candidates[*index])
+    };
+    let mut open: Vec<usize> = (0..candidates.len()).filter(|index| is_near(index) && !known.contains(index)).collect();
+    open.sort_by_key(total);
+    let mut kinds = Vec::new();
+    open.retain(|index| {
+        let kind = (&candidates[*index].degrees, kin(&candidates[*index]));
+        let is_new = !kinds.contains(&kind);
+        kinds.push(kind);
+        is_new
+    });
+    let mut found = Vec::new();
+    for index in open.into_iter().take(NEAREST) {
+        found.extend(tried(candidates, index, refused, bound, make)?);
+        if !found.is_empty() {
+            break;
+        }
+    }
+    Ok(found)
+}
+
+/// The plans that are faster than those that are `lowered` and fit though their estimates do not: where programs of
+/// their kin, or if there are none of the others, took less than was estimated by as much as they lack.
+///
+/// # Errors
+/// As those of [`nearest`].
+pub(super) fn faster(
+    candidates: &[Candidate],
+    lowered: &[(usize, Plan)],
+    refused: &mut Refused,
+    space: &Space<'_, '_>,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<Vec<(usize, Plan)>, PlanError> {
+    let bound = space.request.device_memory;
+    if space.prepared.graph.node_count() > NODES {
+        return Ok(Vec::new());
+    }
+    let of_lowered = lowered.iter().map(|(index, plan)| (*index, plan.prediction));
+    let ratios: Vec<_> = of_lowered
+        .chain(refused.iter().copied())
+        .map(|(index, exact)| {
+            let estimate = candidates[index].prediction.memory.total().0.max(1) as f64;
+            (kin(&candidates[index]), exact.memory.total().0 as f64 / estimate)
+        })
+        .collect();
+    let ratio = |candidate: &Candidate| {
+        let most = |all: &mut dyn Iterator<Item = f64>| all.reduce(f64::max);
+        let of_kin = most(&mut ratios.iter().filter(|of| of.0 == kin(candidate)).map(|of| of.1));
+        of_kin.or_else(|| most(&mut ratios.iter().map(|of| of.1))).unwrap_or(1.0)
+    };
+    let mut step = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
+    let mut found: Vec<(usize, Plan)> = Vec::new();
+    let known: Vec<usize> = refused.iter().map(|of| of.0).chain(lowered.iter().map(|of| of.0)).collect();
+    let may_fit = |candidate: &Candidate| {
+        let estimate = candidate.prediction.memory.total();
+        has_programs(candidate) && estimate > bound && estimate.0 as f64 * ratio(candidate) <= bound.0 as f64
+    };
+    let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
+    for (index, candidate) in open.take(FASTER) {
+        if candidate.prediction.step.0 > GAIN * step {
+            break;
+        }
+        for (index, plan) in tried(candidates, index, refused, bound, make)? {
+            step = step.min(plan.prediction.step.0);
+            found.push((index, plan));
+        }
+    }
+    Ok(found)
+}
+
+/// Whether programs say what a candidate takes: those of a ring gather what goes round it.
+fn has_programs(candidate: &Candidate) -> bool {
+    candidate.degrees.degree("ring") == 1
+}
+
+/// A candidate's plan if it fits by its programs.
+fn tried(
+    candidates: &[Candidate],
+    index: usize,
+    refused: &mut Refused,
+    bound: Bytes,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<Option<(usize, Plan)>, PlanError> {
+    let candidate = &candidates[index];
+    let plan = match make(candidate) {
+        Err(PlanError::Pin { .. }) => return Ok(None),
+        made => made?,
+    };
+    let (estimate, exact) = (candidate.prediction.memory, plan.prediction.memory);
+    tracing::info!(choice = plan.choice, estimate = breakdown(&estimate), exact = breakdown(&exact), "lowered");
+    if exact.total() > bound {
+        refused.push((index, plan.prediction));
+        return Ok(None);
+    }
+    Ok(Some((index, plan)))
+}
