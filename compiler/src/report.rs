@@ -1,10 +1,10 @@
 //! Plans for people to read.
 
 use crate::pipeline::target;
-use shardc_ir::Plan;
 use shardc_ir::feature::missing;
 use shardc_ir::plan::{Memory, Search};
 use shardc_ir::units::counted;
+use shardc_ir::{AxisId, Choice, Plan};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -34,12 +34,13 @@ pub fn plan_text(plan: &Plan) -> String {
     for (name, seconds) in [
         ("matrix products and attention", prediction.matmul),
         ("bound by memory or launches", prediction.memory_bound),
-        ("communication that nothing hides", prediction.exposed_communication),
+        ("communication that nothing hides, and what it slows", prediction.exposed_communication),
         ("the optimizer", prediction.optimizer),
+        ("gaps between kernels, and waits for the slowest rank", prediction.rest()),
         ("waits for other stages of the pipeline", prediction.bubble),
     ]
     .into_iter()
-    .take(if plan.stages() > 1 { 5 } else { 4 })
+    .take(if plan.stages() > 1 { 6 } else { 5 })
     {
         let _ = writeln!(text, "         {seconds:>10}  {name}");
     }
@@ -54,6 +55,9 @@ pub fn plan_text(plan: &Plan) -> String {
     }
     if request.host_memory.0 > 0 {
         let _ = writeln!(text, "host     {} per host, of {}", prediction.host, request.host_memory);
+    }
+    if let Some(idle) = idle(plan) {
+        let _ = writeln!(text, "idle     {idle}");
     }
     if let Some((message, fix)) = refused(plan) {
         let _ = writeln!(text, "train    refused: {message}; {fix}");
@@ -70,6 +74,27 @@ pub fn plan_text(plan: &Plan) -> String {
         let _ = writeln!(text, "  {:width$}  {step:>10}  {memory:>10}  {}", other.choice, other.reason);
     }
     text
+}
+
+/// How many ranks do nothing but what others do, if any: those along axes by which no node is divided.
+fn idle(plan: &Plan) -> Option<String> {
+    let mesh = &plan.mesh;
+    let is_stage = |axis: AxisId| mesh.family("pp").contains(&axis);
+    let divides = |axis: AxisId| plan.strategies.values().any(|strategy| strategy.choice(axis) != Choice::Replicate);
+    let idle: Vec<AxisId> =
+        mesh.ids().filter(|axis| !mesh.is_time(*axis) && !is_stage(*axis) && !divides(*axis)).collect();
+    let copies = mesh.extent(idle.iter().copied());
+    let (ranks, batch) = (mesh.ranks(), plan.request.batch);
+    let names: Vec<&str> = idle.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
+    (copies > 1).then(|| {
+        format!(
+            "{} of {ranks} ranks repeat the work of others: nothing is divided by {}; {} would be as fast, or use a \
+             batch that is a multiple of {ranks} rather than {batch}",
+            ranks - ranks / copies,
+            names.join(", "),
+            if ranks == copies { "one rank".to_string() } else { format!("{} ranks", ranks / copies) },
+        )
+    })
 }
 
 /// Why the runtime of a plan's cluster cannot execute it, if it cannot, and what to do about it.

@@ -550,4 +550,14 @@ fn the_largest_that_fits() {
         0,
         &["the largest that fits", "beyond it"],
     );
+    // Multiples of all ranks fit where a batch in between, which no data ranks divide, does not.
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:5", "--seq", "128", "--device-memory", "60MiB"];
+    let args = [&args[..], &["--maximize", "batch"]].concat();
+    check(
+        &[&args[..], &["--batch", "5"]].concat(),
+        0,
+        &["a batch of 30 in one microbatch", "beyond it, a batch of 35"],
+    );
+    check(&[&args[..], &["--batch", "5", "--pin", "microbatch=2"]].concat(), 0, &["a batch of 10 in one microbatch"]);
+    check(&[&args[..], &["--batch", "5", "--pin", "tp=3"]].concat(), 2, &["3 does not divide the cluster's 5 ranks"]);
 }

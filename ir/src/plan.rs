@@ -145,7 +145,7 @@ pub struct Prediction {
     pub matmul: Seconds,
     /// Of it, everything bound by memory bandwidth or launches.
     pub memory_bound: Seconds,
-    /// Of it, communication that no computation hides.
+    /// Of it, communication that no computation hides, and what kernels lose to communication beside them.
     pub exposed_communication: Seconds,
     /// Communication in all, hidden or not.
     pub communication: Seconds,
@@ -163,6 +163,14 @@ pub struct Prediction {
     /// Of one host's memory, what its ranks take: what lies in it, and the copies in flight.
     #[serde(default)]
     pub host: Bytes,
+}
+
+impl Prediction {
+    /// What of the step its parts do not name: gaps between kernels, and waits for the slowest of many ranks.
+    pub fn rest(&self) -> Seconds {
+        let parts = [self.matmul, self.memory_bound, self.exposed_communication, self.optimizer, self.bubble];
+        Seconds((self.step.0 - parts.iter().map(|part| part.0).sum::<f64>()).max(0.0))
+    }
 }
 
 /// A plan that was considered and not chosen.

@@ -293,7 +293,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
-        return Err(stages::none(pins, line, batch));
+        return Err(stages::none(pins, line, ranks, batch));
     }
     if candidates.is_empty() && away.pin.is_some() {
         return Err(away.too_large());
@@ -421,6 +421,7 @@ fn zero_stages(has_copies: bool, microbatches: u64, degrees: &Degrees, pins: &Pi
 fn recomputations(shape: &Shape<'_>, storage: usize, zero: u64, pins: &Pins, bound: Bytes) -> Vec<Recompute> {
     let total = |recompute| shape.memory(storage, zero, recompute).total();
     let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+    let pinned = pinned.map(|pin| pin.within(shape.menu().steps()));
     let mut choices = vec![pinned.unwrap_or(Recompute::None)];
     if pinned.is_none() && total(Recompute::None) > bound {
         // A few percent are left for what the estimate does not see; and some more, where those do not do.

@@ -21,19 +21,28 @@ pub fn maximize(
         MaximizeArg::Batch => Dimension::Batch,
         MaximizeArg::Seq => Dimension::Seq,
     };
+    // Each size is a search of its own: whoever waits sees that it goes on.
+    let observe = |size: u64, fits: bool| {
+        eprintln!("tried {}: {}", dimension.text(size), if fits { "fits" } else { "does not fit" });
+    };
     let Largest { size, parameters, compiled, beyond, tried } =
-        capacity::maximize(model, batch, cluster, options, dimension)?;
+        capacity::maximize(model, batch, cluster, options, dimension, &observe)?;
     if json {
         let mut answer = plan_json(compiled.plan());
-        answer["maximize"] =
-            json!({"of": dimension, "size": size, "parameters": parameters, "beyond": beyond, "tried": tried});
+        let (next, beyond) = beyond.unzip();
+        answer["maximize"] = json!({
+            "of": dimension, "size": size, "multiple_of": dimension.unit(), "parameters": parameters,
+            "next": next, "beyond": beyond, "tried": tried,
+        });
         print_json(&answer);
         return Ok(compiled);
     }
     let what = dimension.text(size);
-    print(&format!("the largest that fits: {what} ({} parameters; {tried} sizes tried)\n", thousands(parameters)));
-    if let Some(beyond) = beyond {
-        print(&format!("beyond it: {beyond}\n"));
+    let unit = if dimension.unit() > 1 { format!(", multiples of {}", dimension.unit()) } else { String::new() };
+    let parameters = thousands(parameters);
+    print(&format!("the largest that fits: {what} ({parameters} parameters; {tried} sizes tried{unit})\n"));
+    if let Some((next, beyond)) = beyond {
+        print(&format!("beyond it, {}: {beyond}\n", dimension.text(next)));
     }
     print(&format!("\n{}", report::plan_text(compiled.plan())));
     Ok(compiled)

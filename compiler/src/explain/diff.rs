@@ -81,15 +81,16 @@ fn stages(a: &Plan, b: &Plan) -> Vec<(String, String, String)> {
     (0..count).map(|chunk| (format!("chunk {chunk}"), text(&first, chunk), text(&second, chunk))).collect()
 }
 
-fn times(plan: &Plan) -> [(&'static str, Seconds); 7] {
+fn times(plan: &Plan) -> [(&'static str, Seconds); 8] {
     let prediction = &plan.prediction;
     [
         ("step", prediction.step),
         ("matrix products and attention", prediction.matmul),
         ("bound by memory or launches", prediction.memory_bound),
-        ("communication that nothing hides", prediction.exposed_communication),
+        ("communication that nothing hides, and what it slows", prediction.exposed_communication),
         ("communication in all", prediction.communication),
         ("the optimizer", prediction.optimizer),
+        ("gaps, and waits for the slowest rank", prediction.rest()),
         ("waits for other stages", prediction.bubble),
     ]
 }

@@ -104,7 +104,7 @@ pub(super) fn faster(
         if candidate.prediction.step.0 > GAIN * step {
             break;
         }
-        for (index, plan) in tried(candidates, index, refused, bound, make)? {
+        if let Some((index, plan)) = tried(candidates, index, refused, bound, make)? {
             step = step.min(plan.prediction.step.0);
             found.push((index, plan));
         }

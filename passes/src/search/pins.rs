@@ -28,6 +28,16 @@ impl Recompute {
     /// As many steps of [`Values`](Self::Values) as memory needs.
     pub const BY_NEED: Self = Self::Values(u64::MAX);
 
+    /// With no more steps than there are.
+    pub(super) fn within(self, steps: u64) -> Self {
+        match self {
+            Self::BY_NEED => self,
+            Self::Values(_) if steps == 0 => Self::None,
+            Self::Values(count) => Self::Values(count.min(steps)),
+            _ => self,
+        }
+    }
+
     /// Reads the value of a pin.
     fn parse(text: &str) -> Result<Self, String> {
         Ok(match text {
@@ -40,7 +50,11 @@ impl Recompute {
                 let count = count.parse().ok().filter(|_| matches!(kind, "" | "value"));
                 let known = "none, selective, value, value:STEPS, block or a number of blocks";
                 let count = count.ok_or_else(|| format!("`{text}` is not {known}"))?;
-                if kind.is_empty() { Self::Blocks(count) } else { Self::Values(count) }
+                match (kind, count) {
+                    ("", _) => Self::Blocks(count),
+                    (_, 0) => Self::None,
+                    _ => Self::Values(count),
+                }
             }
         })
     }
@@ -231,8 +245,13 @@ impl Pins {
             return fail(format!("overlap_chunks={chunks}"), message);
         }
         let named = self.stage_recompute.len() as u64;
-        if named > 0 && self.pp != Some(named) {
-            let message = format!("it names {named} stages; pin pp={named} with it, or name as many as there are");
+        if named > 0 && (self.pp != Some(named) || named == 1) {
+            let message = match self.pp {
+                Some(1) => "it is of pipeline stages, and pp=1 has none; pin recompute instead".to_string(),
+                Some(stages) => format!("it names {named} of the {stages} stages of pp={stages}; name one for each"),
+                None if named == 1 => "it names one stage; name one for each stage, and pin pp with it".to_string(),
+                None => format!("it names {named} stages; pin pp={named} with it"),
+            };
             return fail("stage_recompute".to_string(), message);
         }
         if let (Some(pin), Some(most)) = (self.recompute, self.stage_recompute.iter().max())
@@ -358,6 +377,10 @@ mod tests {
         check("ep=3", "3 does not divide the cluster's 4 ranks");
         check("dp=1,fsdp=4,microbatch=4", "a batch of 8 does not divide into 4 data ranks times microbatches of 4");
         check("recompute=value:3,tp=2", "recompute: Some(Values(3))");
+        check("recompute=value:0", "recompute: Some(None)");
+        check("pp=2,stage_recompute=block", "it names 1 of the 2 stages of pp=2");
+        check("pp=1,stage_recompute=block", "pp=1 has none; pin recompute instead");
+        check("stage_recompute=block/none", "it names 2 stages; pin pp=2 with it");
         check("recompute=block:3", "`block:3` is not none, selective, value");
         check("recompute=half", "`half` is not none, selective, value");
         check("offload=optimizer:2,tp=2", "optimizer: 2, parameters: 0");

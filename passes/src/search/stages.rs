@@ -16,6 +16,7 @@ use super::line::{Line, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
 use super::placed::loss_chunks;
+use super::ways::divisors;
 use super::{Candidate, Degrees, PlanError, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
@@ -377,25 +378,44 @@ fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
 }
 
 /// Why pins leave no pipeline at all.
-pub(super) fn none(pins: &Pins, line: Option<&Line>, batch: u64) -> PlanError {
+pub(super) fn none(pins: &Pins, line: Option<&Line>, ranks: u64, batch: u64) -> PlanError {
     let (stages, per_stage) = (pins.pp.unwrap_or(2), pins.virtual_stages.unwrap_or(1));
-    let most = line.map_or(0, Line::places);
-    let message = match stages.saturating_mul(per_stage) {
-        chunks if chunks > most => {
-            format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer")
-        }
-        _ => {
-            let interleaved = match pins.schedule {
-                Some(Schedule::Interleaved) => format!(", and schedule interleaved a multiple of {stages}"),
-                _ => String::new(),
-            };
-            format!(
-                "a pipeline takes at least 2 microbatches on each data rank{interleaved}, and no way to divide a batch \
-                 of {batch} gives them; use a larger batch, smaller microbatches or fewer data ranks"
-            )
-        }
+    let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
+    let fail = |pin: String, message: String| PlanError::Pin { pin, message };
+    let named = if per_stage > 1 { format!("pp={stages},virtual={per_stage}") } else { format!("pp={stages}") };
+    if chunks > most {
+        let message = format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer");
+        return fail(named, message);
+    }
+    // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
+    let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);
+    let data = match (pins.dp, pins.tp) {
+        (Some(dp), _) => dp * pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
+        (None, Some(_)) => (ranks / fixed).max(1),
+        (None, None) => pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
     };
-    PlanError::Pin { pin: format!("pp={stages}"), message }
+    let per_rank = batch / data.max(1);
+    let is_interleaved = pins.schedule == Some(Schedule::Interleaved) || (pins.schedule.is_none() && per_stage > 1);
+    let is_round = |count: u64| count >= 2 && (!is_interleaved || count.is_multiple_of(stages));
+    let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
+    if divisors(per_rank).into_iter().filter(is_pinned).any(|size| is_round(per_rank / size)) {
+        let message =
+            format!("the step cannot be cut into {chunks} chunks where little passes between them; pin fewer");
+        return fail(named, message);
+    }
+    let (takes, needs) = match is_interleaved {
+        true => ("schedule interleaved", format!("a number of microbatches that is a multiple of {stages}")),
+        false => ("a pipeline", "at least 2 microbatches".to_string()),
+    };
+    let has = match pins.microbatch {
+        Some(size) => format!("are {} of {size}", per_rank / size),
+        None => format!("are {per_rank} sequences at the most"),
+    };
+    let message = format!(
+        "{takes} takes {needs} on each data rank, and of a batch of {batch} over {data} data ranks there {has}; use a \
+         larger batch, smaller microbatches or fewer data ranks"
+    );
+    fail(pins.microbatch.map_or(named, |size| format!("microbatch={size}")), message)
 }
 
 /// The pipelines of a mesh with stages, of which the batch is placed; `best` is the fastest known step.
@@ -455,7 +475,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     }
     let named = &pins.stage_recompute;
     let recomputes = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        Some(pin) if named.is_empty() => vec![pin],
+        Some(pin) if named.is_empty() => vec![pin.within(mesh.shape.menu().steps())],
         _ => vec![Recompute::None, Recompute::Selective, Recompute::All],
     };
     let sums_of = |shape: &Shape<'_>| -> Vec<Sums> {
