@@ -31,18 +31,18 @@ pub fn plan_text(plan: &Plan) -> String {
         prediction.step,
         prediction.mfu * 100.0
     );
-    for (name, seconds) in [
-        ("matrix products and attention", prediction.matmul),
-        ("bound by memory or launches", prediction.memory_bound),
-        ("communication that nothing hides, and what it slows", prediction.exposed_communication),
-        ("the optimizer", prediction.optimizer),
-        ("gaps between kernels, and waits for the slowest rank", prediction.rest()),
-        ("waits for other stages of the pipeline", prediction.bubble),
-    ]
-    .into_iter()
-    .take(if plan.stages() > 1 { 6 } else { 5 })
-    {
-        let _ = writeln!(text, "         {seconds:>10}  {name}");
+    let (rest, is_staged) = (prediction.rest(), plan.stages() > 1);
+    for (name, seconds, is_shown) in [
+        ("matrix products and attention", prediction.matmul, true),
+        ("bound by memory or launches", prediction.memory_bound, true),
+        ("communication that nothing hides, and what it slows", prediction.exposed_communication, true),
+        ("the optimizer", prediction.optimizer, true),
+        ("gaps between kernels, and waits for the slowest rank", rest, rest.0 > 1e-3 * prediction.step.0),
+        ("waits for other stages of the pipeline", prediction.bubble, is_staged),
+    ] {
+        if is_shown {
+            let _ = writeln!(text, "         {seconds:>10}  {name}");
+        }
     }
     let (total, live) = (prediction.memory.total(), prediction.memory.live());
     let _ = writeln!(

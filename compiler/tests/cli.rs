@@ -556,8 +556,36 @@ fn the_largest_that_fits() {
     check(
         &[&args[..], &["--batch", "5"]].concat(),
         0,
-        &["a batch of 30 in one microbatch", "beyond it, a batch of 35"],
+        &["a batch of 60 in one microbatch", "beyond it, a batch of 65"],
     );
     check(&[&args[..], &["--batch", "5", "--pin", "microbatch=2"]].concat(), 0, &["a batch of 10 in one microbatch"]);
+    // Ranks that only repeat what others do.
+    let twelve = ["plan", "llama-tiny", "--cluster", "cpu:5", "--seq", "128", "--batch", "12"];
+    check(&twelve, 0, &["4 of 5 ranks repeat the work of others"]);
     check(&[&args[..], &["--batch", "5", "--pin", "tp=3"]].concat(), 2, &["3 does not divide the cluster's 5 ranks"]);
+}
+
+/// What programs take decides what fits, not the estimate.
+#[test]
+fn estimates_alone_refuse_nothing() {
+    let tiny = ["plan", "llama-tiny", "--batch", "8", "--seq", "128", "--cluster", "cpu:4"];
+    let choice = &["plan     dp=4,tp=1,zero=1,microbatch=2,recompute=none"];
+    check(&[&tiny[..], &["--device-memory", "24MiB"]].concat(), 0, choice);
+    let large = ["plan", "llama-8b", "--batch", "8", "--seq", "128", "--cluster", "h200:8", "--precision", "fp8"];
+    let pins = ["--pin", "dp=8,zero=2,microbatch=1", "--device-memory", "24GiB"];
+    check(&[&large[..], &pins[..]].concat(), 0, &["zero=2,microbatch=1,recompute=none"]);
+    // Sizes without small factors: few chunks of the head, and no more microbatches than a program can list.
+    let prime = ["plan", "llama-tiny", "--cluster", "h100:4"];
+    check(&[&prime[..], &["--batch", "8", "--seq", "10007"]].concat(), 0, &["plan     dp=4"]);
+    check(&[&prime[..], &["--batch", "10000019"]].concat(), 3, &["no plan fits"]);
+    let pins = ["--batch", "10000000", "--pin", "microbatch=1"];
+    check(&[&prime[..], &pins[..]].concat(), 2, &["at most 65536 microbatches"]);
+    for (pins, expect) in [
+        ("pp=2,microbatch=8", "pin `microbatch=8`: a pipeline takes at least 2 microbatches"),
+        ("pp=4,virtual=3", "pin `pp=4,virtual=3`: the step cannot be cut into 12 chunks"),
+        ("recompute=value:99999", "recompute=value:14"),
+    ] {
+        let code = if pins.starts_with("pp") { 2 } else { 0 };
+        check(&[&tiny[..], &["--pin", pins]].concat(), code, &[expect]);
+    }
 }

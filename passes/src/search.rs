@@ -50,7 +50,7 @@ use line::Line;
 use offload::{At, Offload, Relief};
 pub use placed::fastest;
 use placed::{divide_batch, place_batch, solved};
-use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
 use visit::Visited;
@@ -283,7 +283,13 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             let fits = |memory: Bytes| memory <= request.device_memory;
             if !solved.is_empty() && !visited.may_fit {
                 let memory = || solved.iter().map(|candidate| &candidate.prediction.memory);
-                let may_fit_whole = memory().any(|memory| fits(memory.total() - memory.gradients));
+                // At least half of what lives in a microbatch grows with it.
+                let growth = (per_rank as f64 / microbatch as f64 / 2.0).max(1.0);
+                let whole = |memory: &Memory| {
+                    let rest = memory.total() - memory.gradients - memory.activations;
+                    Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64)
+                };
+                let may_fit_whole = memory().any(|memory| fits(whole(memory)));
                 is_whole_open = (!memory().any(|memory| fits(memory.total()))).then_some(may_fit_whole);
             }
             candidates.extend(solved);

@@ -193,7 +193,7 @@ pub(super) fn infeasible(
     if is_pinned {
         fixes.push("drop a pin".to_string());
     }
-    if largest(&needs).0 == "activations" && candidates[nearest].degrees.microbatch > 1 {
+    if largest(&needs).0 == "activations" && pins.microbatch.is_some_and(|pin| pin > 1) {
         fixes.push("use smaller microbatches".to_string());
     }
     match (largest(&needs).0, request.seq, request.batch) {

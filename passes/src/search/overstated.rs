@@ -138,3 +138,49 @@ fn tried(
     }
     Ok(Some((index, plan)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Degrees, Offload, Recompute, Relief};
+    use super::*;
+    use shardc_ir::plan::Memory;
+
+    fn memory(bytes: u64) -> Prediction {
+        Prediction { memory: Memory { parameters: Bytes(bytes), ..Memory::default() }, ..Prediction::default() }
+    }
+
+    fn candidate(dp: u64, bytes: u64) -> Candidate {
+        Candidate {
+            degrees: Degrees::new(1).with("dp", &[dp]),
+            stages: None,
+            zero: 0,
+            recompute: Recompute::None,
+            loss_chunks: 1,
+            overlap_chunks: 1,
+            within: 0.0,
+            byte: 0.0,
+            offload: Offload::default(),
+            relief: Relief::default(),
+            prediction: memory(bytes),
+        }
+    }
+
+    /// The leanest are lowered, none that is far too large, until one fits.
+    #[test]
+    fn nothing_is_refused_by_an_estimate_alone() {
+        let candidates = [160, 140, 120, 130, 125].map(|bytes| candidate(bytes / 5, bytes));
+        let lowered = |programs: &dyn Fn(u64) -> u64| {
+            let seen = std::cell::RefCell::new(Vec::new());
+            let make = |of: &Candidate| {
+                let estimate = of.prediction.memory.total().0;
+                seen.borrow_mut().push(estimate);
+                Ok(Plan { prediction: memory(programs(estimate)), ..Plan::default() })
+            };
+            let mut refused = Vec::new();
+            let found = nearest(&candidates, &mut refused, Bytes(100), &make).unwrap();
+            (seen.into_inner(), found.into_iter().map(|of| of.0).collect::<Vec<_>>(), refused.len())
+        };
+        assert_eq!(lowered(&|_| 101), (vec![120, 125, 130, 140], vec![], 4));
+        assert_eq!(lowered(&|estimate| if estimate == 130 { 90 } else { 110 }), (vec![120, 125, 130], vec![3], 2));
+    }
+}
