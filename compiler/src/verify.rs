@@ -295,6 +295,7 @@ fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardc_ir::Bytes;
 
     #[test]
     fn small_models_compute_again_what_the_plan_does() {
@@ -302,5 +303,27 @@ mod tests {
         assert_eq!(of("pp=4,stage_recompute=block/selective/none/none,recompute=block"), "stage_recompute=block/none");
         assert_eq!(of("dp=2,recompute=selective"), "recompute=selective");
         assert_eq!(of("dp=2"), "recompute=none");
+    }
+
+    /// A plan that is not what it says, whatever its file's hash.
+    #[test]
+    fn what_a_plan_says_of_itself_is_checked() {
+        let (model, cluster) = (NamedModel::find("llama-tiny").unwrap(), Cluster::parse("cpu:2", "h200").unwrap());
+        let options = Options { precision: Precision::Fp32, pins: "dp=2,zero=1".to_string(), ..Options::default() };
+        let compiled = compile(&model, Batch { batch: 4, seq: 16 }, &cluster, &options).unwrap();
+        let check = |change: &dyn Fn(&mut Plan), name: &str, ok: bool, words: &str| {
+            let mut plan = compiled.plan().clone();
+            change(&mut plan);
+            let findings = verify(&plan, false);
+            let finding = findings.iter().find(|finding| finding.check == name).unwrap();
+            assert!(finding.ok == Some(ok) && finding.detail.contains(words), "{finding:?}");
+        };
+        check(&|_| {}, "request", true, "llama-tiny");
+        check(&|_| {}, "budget", true, "per rank");
+        check(&|plan| plan.request.device_memory = Bytes(1), "budget", false, "and there are 1 B");
+        check(&|plan| plan.request.model = "gpt2-124m".to_string(), "request", false, "gpt2-124m");
+        check(&|plan| plan.request.batch = 8, "request", false, "`input_ids` as i64[8,16]");
+        check(&|plan| plan.request.cluster = "cpu:4".to_string(), "request", false, "cpu:4 has 4 devices");
+        check(&|plan| plan.choice = "dp=2,zero=2".to_string(), "request", false, "zero=1");
     }
 }

@@ -235,11 +235,7 @@ fn words_of_plans() {
         ("\"model\":\"llama-tiny\"", "\"model\":\"gpt2-124m\"", "gpt2-124m has parameter"),
         ("\"cluster\":\"cpu:2\"", "\"cluster\":\"cpu:4\"", "the mesh has 2 ranks, and cluster cpu:4 has 4 devices"),
         ("; choice dp=2", "; choice dp=1", "the choice says dp=1, and the mesh has dp=2"),
-        (
-            "zero=1,microbatch=2,recompute",
-            "zero=3,microbatch=2,recompute",
-            "says zero=3, and the layouts are those of zero=1",
-        ),
+        ("; choice dp=2,tp=1,zero=1", "; choice dp=2,tp=1,zero=3", "says zero=3, and the layouts are those of zero=1"),
         ("; choice dp=2,tp=1,zero=1,microbatch=2", "; choice dp=2,tp=1,zero=1,microbatch=4", "says microbatch=4"),
         (
             "; choice dp=2,tp=1,zero=1,microbatch=2,recompute=none",
