@@ -176,12 +176,20 @@ mod tests {
                 }
             }
         };
-        check(18_000, ["ZeRO 0 or more, and has 1.95 KiB left", "ZeRO 0 or more, and has 0 B left"]);
+        check(18_000, ["ZeRO 0 or more, and has 1.95 KiB per rank left", "ZeRO 0 or more, and has 0 B per rank left"]);
         check(5700, ["ZeRO 2 or more", "ZeRO 2 or more"]);
-        check(1600, ["ZeRO 3 or more, and has 0 B left", "does not fit; with ZeRO 3 it "]);
+        check(1600, ["ZeRO 3 or more, and has 0 B per rank left", "does not fit; with ZeRO 3 it "]);
         let check = |room, expect: &str| assert!(verdict(1000, 10, room)[1].contains(expect));
         check(Room::Devices(Bytes(1600)), "it would over 12 data ranks or more");
         check(Room::Host(Bytes(16_000)), "it needs 17.58 KiB and the activations");
+    }
+
+    /// One rank has nobody to divide anything with: every stage takes what stage 0 takes.
+    #[test]
+    fn one_rank_divides_nothing() {
+        for of_one in estimate(1000, 1).chunk_by(|a, b| (a.precision, a.optimizer) == (b.precision, b.optimizer)) {
+            assert!(of_one.iter().all(|row| row.total() == of_one[0].total()), "{of_one:?}");
+        }
     }
 
     #[test]
