@@ -190,9 +190,9 @@ fn pins_of_pipelines_that_cannot_be_kept() {
     check("pp=3", "3 does not divide the cluster's 4 ranks");
     check("pp=4,schedule=interleaved,virtual=100", "400 chunks are more than the");
     check("pp=4,microbatch=12", "a pipeline takes at least 2 microbatches");
-    check("pp=4,schedule=interleaved,microbatch=2", "schedule interleaved a multiple of 4");
+    check("pp=4,schedule=interleaved,microbatch=2", "that is a multiple of 4");
     check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");
-    check("pp=2,stage_recompute=block/none/none", "it names 3 stages");
+    check("pp=2,stage_recompute=block/none/none", "it names 3 of the 2 stages");
     check("pp=2,stage_recompute=block/none,recompute=selective", "it is block at most; leave recompute out");
     check("pp=2,stage_recompute=block/some", "`some` is not none, selective or block");
 }

@@ -121,7 +121,8 @@ fn sums_in_another_type_are_found() {
         };
         let skipped = |program: &mut Program| {
             let at = find(program, narrow);
-            let cast = remove(program, at);
+            let cast = instruction(program, at).clone();
+            relocate(program, cast.operands[0]);
             let all = program.sections.values_mut().flat_map(|section| &mut section.instructions);
             let operands = all.flat_map(|instruction| &mut instruction.operands);
             operands.filter(|id| **id == cast.results[0]).for_each(|id| *id = cast.operands[0]);
