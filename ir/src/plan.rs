@@ -16,7 +16,7 @@
 //! What a device has no room for lies in its host's memory or on its disk ([`Plan::spaces`]).
 //!
 //! Recomputation is in the graph: a recomputed node is a second node with role
-//! [`Role::Recompute`](crate::Role::Recompute).
+//! [`Role::Recompute`].
 
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::factor::FactorRule;

@@ -231,7 +231,7 @@ impl Cutting<'_> {
             return None;
         }
         let own = op.rule(&takes, &types);
-        let strategy = strategy_like(&rule, strategy, &own, factor)?;
+        let strategy = strategy_like(rule, strategy, &own, factor)?;
         own.check(&strategy, mesh).ok()?;
         Some(Cut { operands, results, types, strategy })
     }
@@ -366,7 +366,7 @@ impl Cutting<'_> {
         self.added.push(id);
         let rule = graph.rule(id);
         let dims = if by_operand { &rule.operands[0] } else { &rule.results[0] };
-        let strategy = lying(&rule, dims, &reader.layout).filter(|it| rule.check(it, self.step.mesh).is_ok());
+        let strategy = lying(rule, dims, &reader.layout).filter(|it| rule.check(it, self.step.mesh).is_ok());
         self.to.strategies[id] = strategy.ok_or(Stop::Uncut)?;
         self.to.places.push(place);
         Ok(self.to.graph.node(id).results[0])

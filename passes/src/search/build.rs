@@ -59,10 +59,10 @@ pub fn build(
         strategies[id] = match *origin {
             Origin::Node(of) => of_whole(of).clone(),
             Origin::Operand(of, index) => {
-                strategy_for(&graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
+                strategy_for(graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
             }
             Origin::Result(of, index) => {
-                strategy_for(&graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
+                strategy_for(graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
             }
         };
     }
