@@ -24,7 +24,7 @@ use crate::graph::{Graph, Role};
 use crate::mesh::Mesh;
 use crate::pipeline::Pipeline;
 use crate::sharding::{Sharding, Strategy};
-use crate::types::DType;
+use crate::types::{DType, TensorType};
 use crate::units::{Bytes, Flops, Seconds};
 use serde::{Deserialize, Serialize};
 
@@ -246,6 +246,13 @@ pub struct Request {
     pub scope: Scope,
 }
 
+/// The element type in which gradients of this type are summed over ranks where [`Request::reduce_dtype`] names one, if
+/// it is not their own. Vectors are too few to matter, and stay as they are.
+pub fn sums_in(reduce_dtype: Option<DType>, ty: &TensorType) -> Option<DType> {
+    let narrows = |dtype: &DType| ty.dtype.is_float() && ty.rank() >= 2 && dtype.size() < ty.dtype.size();
+    reduce_dtype.filter(narrows)
+}
+
 /// An annotated graph; see the [module](self).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
@@ -290,16 +297,12 @@ impl Plan {
         self.rule(node).operand_sharding(index, &self.strategies[node])
     }
 
-    /// Whether a value, read by `users`, is a gradient whose sums over ranks are made in [`Request::reduce_dtype`]:
-    /// that of a matrix, which only the update reads. Vectors are too few to matter, and stay as they are.
-    pub fn sums_narrowed(&self, value: ValueId, users: &[(NodeId, usize)]) -> bool {
-        let (ty, is_update) = (self.graph.ty(value), |id: NodeId| self.graph.node(id).role == Role::Optimizer);
-        let narrows = self.request.reduce_dtype.is_some_and(|dtype| dtype.size() < ty.dtype.size());
-        narrows
-            && ty.dtype.is_float()
-            && ty.rank() >= 2
-            && !users.is_empty()
-            && users.iter().all(|user| is_update(user.0))
+    /// The element type in which a value that `users` read is summed over ranks, if it is not its own: a gradient's,
+    /// which only the update reads ([`sums_in`]).
+    pub fn sums_in(&self, value: ValueId, users: &[(NodeId, usize)]) -> Option<DType> {
+        let is_update = |user: &(NodeId, usize)| self.graph.node(user.0).role == Role::Optimizer;
+        let is_gradient = !users.is_empty() && users.iter().all(is_update);
+        sums_in(self.request.reduce_dtype, self.graph.ty(value)).filter(|_| is_gradient)
     }
 
     /// The number of pipeline stages; 1 where there is no pipeline.

@@ -113,6 +113,7 @@ impl fmt::Display for Flops {
         }
     }
 }
+
 /// So many of something: `1 node`, `2 nodes`.
 pub fn counted(count: u64, what: &str) -> String {
     if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }

@@ -274,8 +274,7 @@ impl Lowering<'_> {
 
     /// The element type in which a value is summed over ranks, if it is not its own.
     fn sums_in(&self, value: ValueId) -> Option<DType> {
-        let dtype = self.plan.request.reduce_dtype?;
-        self.plan.sums_narrowed(value, self.users.get(&value).map_or(&[], Vec::as_slice)).then_some(dtype)
+        self.plan.sums_in(value, self.users.get(&value).map_or(&[], Vec::as_slice))
     }
 
     /// Accumulates a value that is partial over time: whole over the ranks first if the plan says so or

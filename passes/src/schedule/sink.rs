@@ -11,12 +11,12 @@ use shardc_ir::Op;
 use shardc_ir::program::{Action, Stream};
 use std::collections::{HashMap, HashSet};
 
-/// Moves the transposes of what collectives make down to their first readers, with the views of their results.
+/// Moves the transposes and casts of what collectives make down to their first readers, with the views of their results.
 pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let kept = draft.kept();
     let touched = |item: &Item| -> Vec<StorageId> { item.instruction.buffers().map(|id| draft.storage[id]).collect() };
     let mut by_wire: HashSet<StorageId> = HashSet::new();
-    // Per storage that a waiting transpose reads or makes, the transpose.
+    // Per storage that a waiting instruction reads or makes, that instruction.
     let mut waits: HashMap<StorageId, usize> = HashMap::new();
     let mut waiting: HashMap<usize, Vec<Item>> = HashMap::new();
     let mut out = Vec::with_capacity(items.len());
@@ -37,9 +37,9 @@ pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             waits.retain(|_, other| *other != of);
         }
         let instruction = &item.instruction;
-        let is_transpose = matches!(instruction.action, Action::Compute(Op::Transpose(_) | Op::Cast(_)));
+        let rearranges = matches!(instruction.action, Action::Compute(Op::Transpose(_) | Op::Cast(_)));
         let is_free = storages.iter().all(|storage| !kept.contains(storage));
-        if is_transpose && is_free && instruction.operands.iter().any(|id| by_wire.contains(&draft.storage[*id])) {
+        if rearranges && is_free && instruction.operands.iter().any(|id| by_wire.contains(&draft.storage[*id])) {
             waits.extend(storages.into_iter().map(|storage| (storage, at)));
             waiting.insert(at, vec![item]);
             continue;

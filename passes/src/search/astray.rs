@@ -35,7 +35,6 @@ pub(super) fn other_meshes(
             Err(PlanError::Pin { .. }) => continue,
             made => made?,
         };
-        tracing::info!(choice = plan.choice, exact = plan.prediction.step.to_string(), "lowered");
         if plan.prediction.step.0 < step && plan.prediction.memory.total() <= bound {
             step = plan.prediction.step.0;
             found.push((index, plan));

@@ -3,6 +3,7 @@
 use super::estimate::Shape;
 use super::line::Line;
 use super::liveness::block_order;
+use super::outcome::breakdown;
 use super::pins::Recompute;
 use super::stages::Stages;
 use super::{Candidate, Confirm, PlanError, place_batch};
@@ -16,7 +17,7 @@ use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
 use shardc_ir::ops::Op;
-use shardc_ir::plan::Request;
+use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
@@ -126,6 +127,9 @@ pub(super) fn predicted(
 ) -> Result<Plan, PlanError> {
     // Programs have everything on the device; what does not lie there is taken off.
     plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+    let text = |of: &Prediction| format!("{}, {}", of.step, breakdown(&of.memory));
+    let (estimate, exact) = (text(&candidate.prediction), text(&plan.prediction));
+    tracing::info!(choice = plan.choice, estimate, exact, "lowered");
     candidate.offload.mark(&mut plan);
     Ok(plan)
 }

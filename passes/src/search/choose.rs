@@ -1,6 +1,6 @@
 //! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
 
-use super::outcome::{Told, alternatives, breakdown, infeasible};
+use super::outcome::{Told, alternatives, infeasible};
 use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
 use super::{Candidate, Confirm, PlanError, Space, astray, build, enumerate, overlap, sort};
@@ -83,12 +83,6 @@ pub(super) fn choose(
         };
         let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
         let memory = plan.prediction.memory;
-        tracing::info!(
-            choice = candidate.choice(),
-            estimate = format!("{}, {}", candidate.prediction.step, breakdown(&candidate.prediction.memory)),
-            exact = format!("{}, {}", plan.prediction.step, breakdown(&memory)),
-            "lowered"
-        );
         if memory.total() > bound {
             refused.push((index, plan.prediction));
             excess.insert(kin(candidate), factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));

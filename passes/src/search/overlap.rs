@@ -73,7 +73,6 @@ fn tried(
             Err(PlanError::Pin { .. }) => break,
             Err(error) => return Err(error),
         };
-        tracing::info!(choice = plan.choice, exact = plan.prediction.step.to_string(), "lowered");
         if plan.prediction.step.0 > (1.0 - GAIN) * step || plan.prediction.memory.total() > bound {
             break;
         }

@@ -4,7 +4,6 @@
 //! are lowered; and where plans of some kind turned out smaller than was estimated, so are the fastest of their kin.
 
 use super::choose::kin;
-use super::outcome::breakdown;
 use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, Plan};
@@ -125,14 +124,11 @@ fn tried(
     bound: Bytes,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Option<(usize, Plan)>, PlanError> {
-    let candidate = &candidates[index];
-    let plan = match make(candidate) {
+    let plan = match make(&candidates[index]) {
         Err(PlanError::Pin { .. }) => return Ok(None),
         made => made?,
     };
-    let (estimate, exact) = (candidate.prediction.memory, plan.prediction.memory);
-    tracing::info!(choice = plan.choice, estimate = breakdown(&estimate), exact = breakdown(&exact), "lowered");
-    if exact.total() > bound {
+    if plan.prediction.memory.total() > bound {
         refused.push((index, plan.prediction));
         return Ok(None);
     }

@@ -29,7 +29,7 @@ use crate::fold::Folded;
 use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
 use shardc_ir::ops::Op;
-use shardc_ir::plan::Scope;
+use shardc_ir::plan::{Scope, sums_in};
 use shardc_ir::{AxisId, Choice, DType, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -145,8 +145,7 @@ impl Prepared<'_> {
 
     /// Bytes that go over the wire where a gradient of so many bytes is summed.
     pub fn on_wire(&self, ty: &TensorType, bytes: f64) -> f64 {
-        let narrow = self.reduce_dtype.filter(|dtype| ty.rank() >= 2 && dtype.size() < ty.dtype.size());
-        narrow.map_or(bytes, |dtype| bytes * dtype.size() as f64 / ty.dtype.size() as f64)
+        sums_in(self.reduce_dtype, ty).map_or(bytes, |dtype| bytes * dtype.size() as f64 / ty.dtype.size() as f64)
     }
 
     /// The operation of a class.

@@ -265,12 +265,10 @@ impl Interpreter<'_> {
 
     /// A gradient on its way through a sum over ranks, in the type in which the plan makes it and back.
     fn recast(&self, from: BufferId, to: BufferId) -> Result<Vec<Fact>, String> {
-        let (program, sums) = (self.program(), self.plan.request.reduce_dtype);
-        let (old, new) = (&program.buffers[from].ty, &program.buffers[to].ty);
+        let (old, new) = (&self.program().buffers[from].ty, &self.program().buffers[to].ty);
         let is_way = |fact: &&Fact| {
-            let own = self.plan.graph.ty(fact.value).dtype;
-            let types = [Some(old.dtype), Some(new.dtype)];
-            self.kernels.sums_narrowed(fact.value) && (types == [Some(own), sums] || types == [sums, Some(own)])
+            let (own, types) = (self.plan.graph.ty(fact.value).dtype, [old.dtype, new.dtype]);
+            self.kernels.sums_in(fact.value).is_some_and(|sums| types == [own, sums] || types == [sums, own])
         };
         let facts: Vec<Fact> = self.contents[from.index()].facts().iter().filter(is_way).cloned().collect();
         match facts.is_empty() || old.shape != new.shape {

@@ -10,7 +10,7 @@ use crate::ops::{Matmul, Op, OpDef, Part};
 use crate::plan::Plan;
 use crate::program::{Action, Instruction, Program};
 use crate::sharding::Sharding;
-use crate::types::TensorType;
+use crate::types::{DType, TensorType};
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -90,9 +90,9 @@ impl<'a> Kernels<'a> {
         self.users.get(&value).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether a value is a gradient that is summed over ranks in another type than its own.
-    pub fn sums_narrowed(&self, value: ValueId) -> bool {
-        self.plan.sums_narrowed(value, self.users(value))
+    /// The element type in which a gradient is summed over ranks, if it is not its own.
+    pub fn sums_in(&self, value: ValueId) -> Option<DType> {
+        self.plan.sums_in(value, self.users(value))
     }
 
     /// Checks the buffers' types, and that every rank's operation is the node's for its part. Operands
@@ -101,15 +101,12 @@ impl<'a> Kernels<'a> {
         let operands = &instruction.operands[..layouts.operands.len()];
         // A product may write the type in which it is summed; who reads it otherwise finds another than it takes.
         let node = self.plan.graph.node(id);
-        let is_narrow = matches!(node.op, Op::Matmul(_)) && node.results.iter().all(|value| self.sums_narrowed(*value));
-        let narrow = |layout: &Layout| {
-            let dtype = self.plan.request.reduce_dtype.unwrap_or(layout.local.dtype);
-            layout.local.with_dtype(dtype)
-        };
+        let product = node.results.first().filter(|_| matches!(node.op, Op::Matmul(_)));
+        let narrow = product.and_then(|value| self.sums_in(*value));
         let buffers = operands.iter().chain(&instruction.results);
         for (index, (buffer, layout)) in buffers.zip(layouts.operands.iter().chain(&layouts.results)).enumerate() {
             let ty = &self.programs[0].buffers[*buffer].ty;
-            let is_sum = is_narrow && index >= operands.len() && *ty == narrow(layout);
+            let is_sum = index >= operands.len() && narrow.is_some_and(|dtype| *ty == layout.local.with_dtype(dtype));
             if *ty != layout.local && !is_sum {
                 return Err(format!("{buffer} is {ty}; a rank's part of the value is {}", layout.local));
             }
