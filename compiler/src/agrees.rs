@@ -77,9 +77,9 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         let message = format!("the choice says microbatch={microbatch}, and the mesh cuts a batch of {batch}");
         wrong.push(format!("{message} into {parts} parts"));
     }
-    if let Some(zero) = chosen.zero.filter(|zero| zero_stage(plan, *zero) != *zero) {
-        let is = zero_stage(plan, zero);
-        wrong.push(format!("the choice says zero={zero}, and the layouts are those of zero={is}"));
+    let zero = chosen.zero.map(|said| (said, zero_stage(plan, said)));
+    if let Some((said, is)) = zero.filter(|(said, is)| said != is) {
+        wrong.push(format!("the choice says zero={said}, and the layouts are those of zero={is}"));
     }
     let named = |of: &Pins| of.degrees().into_iter().chain([("microbatch", of.microbatch), ("zero", of.zero)]);
     for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {

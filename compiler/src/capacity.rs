@@ -262,27 +262,25 @@ fn is_refusal(error: &Error) -> bool {
 
 /// Why a size does not fit, without advice: nobody asked for that size.
 fn sentence(error: &Error) -> String {
-    match error {
-        Error::Plan(plan) => match &**plan {
-            PlanError::Infeasible { bound, share, choice, needed, breakdown, .. } => {
-                format!("no plan fits in {bound} per rank{share}: the nearest, {choice}, needs {needed} ({breakdown})")
-            }
-            _ => error.to_string(),
-        },
-        _ => error.to_string(),
+    if let Error::Plan(plan) = error
+        && let PlanError::Infeasible { bound, share, choice, needed, breakdown, .. } = &**plan
+    {
+        return format!("no plan fits in {bound} per rank{share}: the nearest, {choice}, needs {needed} ({breakdown})");
     }
+    error.to_string()
 }
 
 /// The sizes of `dp` that pins leave, the largest first, and the data ranks that each makes with `fsdp` and `ep`.
 fn data_degrees(ranks: u64, pins: &Pins) -> Vec<(u64, u64)> {
     let own = pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1);
-    let others = [pins.pp, pins.cp, pins.ring, pins.ulysses, pins.tp].into_iter().flatten().product::<u64>() * own;
+    let others =
+        pins.degrees().into_iter().filter(|(name, _)| *name != "dp").filter_map(|(_, pin)| pin).product::<u64>();
     let is_whole = pins.tp.is_some() && (pins.pp.is_some() || !pins.opens_stages());
     let fits = |dp: &u64| {
         let all = dp * others;
         pins.dp.is_none_or(|pin| pin == *dp) && ranks.is_multiple_of(all) && (!is_whole || all == ranks)
     };
-    (1..=ranks / others.max(1)).rev().filter(fits).map(|dp| (dp, dp * own)).collect()
+    (1..=ranks / others).rev().filter(fits).map(|dp| (dp, dp * own)).collect()
 }
 
 /// The model with another number of layers.

@@ -151,6 +151,13 @@ struct Reader {
     layout: Sharding,
 }
 
+impl Reader {
+    /// The same reader of another layout.
+    fn of(&self, layout: Sharding) -> Self {
+        Self { path: self.path.clone(), role: self.role, layout }
+    }
+}
+
 struct Cutting<'a> {
     step: Step<'a>,
     chunks: u64,

@@ -52,8 +52,8 @@ pub fn bytes(evaluator: &Evaluator, degrees: &Degrees) -> f64 {
         (0..=2, _) => 0.0,
         // Two layers' weights, and a gradient before it is scattered.
         (_, 1) => 3.0 * 2.0 * dense.max(table),
-        // A stage's weights in 16 bits and its gradients in 32, through the step.
-        // With a layer's gradient in 16 bits before it is added to them.
+        // A stage's weights in 16 bits and its gradients in 32, through the step, with a layer's gradient in 16
+        // bits before it is added to them.
         _ => 6.0 * (layers * dense + table) + 2.0 * dense,
     };
     // Buffers that pipelines in PyTorch keep for every microbatch: what arrives from either side, and the output.

@@ -323,11 +323,9 @@ fn candidates(row: &Row, decoder: &Decoder, system: &System) -> Result<(Vec<Degr
         for (expert_tensor, (microbatch, again, chunks)) in
             expert_tensors.iter().flat_map(|ranks| parts.iter().map(|parts| (*ranks, *parts)))
         {
-            let global_batch = match (parallel.global_batch, parallel.microbatch) {
-                (Some(batch), _) => batch,
-                // One microbatch, then; or as many as the software's own configuration has.
-                (None, _) => data * microbatch * (usual / (data * microbatch * decoder.seq)).max(1),
-            };
+            // One microbatch, or as many as the software's own configuration has.
+            let microbatches = (usual / (data * microbatch * decoder.seq)).max(1);
+            let global_batch = parallel.global_batch.unwrap_or(data * microbatch * microbatches);
             // A published batch and its published parts are taken as they stand; our own parts must divide it.
             let is_ours = parallel.microbatch.is_none() || parallel.dp.is_none();
             let divides = global_batch.is_multiple_of(data * microbatch);

@@ -180,9 +180,10 @@ pub fn system(row: &Row) -> System {
     };
     // The loss itself is one kernel, too, from 2025 on.
     let is_fused = (is_core && !is_2024) || (is_compiled && words.contains("2025"));
+    let is_fsdp2 = is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]);
     let logit_stored = match library.name {
         _ if is_fused || words.contains("autoparallel") || is(&[Library::MEGATRON_DEEPSPEED.name]) => 6.0,
-        _ if is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]) => 14.0,
+        _ if is_fsdp2 => 14.0,
         _ => 10.0,
     };
     System {
@@ -201,9 +202,9 @@ pub fn system(row: &Row) -> System {
         overlap_buffers: if is(&[Library::MEGATRON_CORE.name]) || is_2024 { OVERLAP_BUFFERS } else { [0.0; 2] },
         recomputes_operations: !is_megatron || is(&[Library::MEGATRON_CORE.name, Library::MEGATRON_CORE_SERIAL.name]),
         // `context_parallel` of PyTorch gathers by default; torchtitan's models repeat the key heads before it.
-        gathers_keys: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
+        gathers_keys: is_fsdp2,
         divides_experts: is_2024 || is(&[Library::MEGATRON_CORE_SERIAL.name]),
-        buffers_microbatches: is(&[Library::FSDP2.name, Library::FSDP2_COMPILED.name]),
+        buffers_microbatches: is_fsdp2,
         slack: if is(&[Library::FSDP2.name]) { EAGER_HOLES } else { 0.0 },
         interleaves: !is(&[Library::MEGATRON_2020.name]),
     }

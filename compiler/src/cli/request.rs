@@ -90,7 +90,10 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
     };
     Ok(Options {
         precision,
-        reduce_dtype: args.reduce_dtype.filter(|of| *of == ReduceArg::Bf16).map(|_| DType::Bf16),
+        reduce_dtype: match args.reduce_dtype {
+            Some(ReduceArg::Bf16) => Some(DType::Bf16),
+            Some(ReduceArg::Fp32) | None => None,
+        },
         optimizer: OptimizerConfig::default(),
         pins: args.pin.clone().unwrap_or_default(),
         scope: match args.search {
@@ -104,7 +107,7 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
     })
 }
 
-/// The precision where no flag says: fp32 on CPU ranks, elsewhere the fastest that needs no other care.
+/// The precision where no flag says: fp32 on CPU ranks, elsewhere that of 16 bits in which the device is the fastest.
 pub fn default_precision(cluster: &Cluster) -> Precision {
     match cluster.device.kind.as_str() {
         "cpu" => Precision::Fp32,

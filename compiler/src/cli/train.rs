@@ -149,7 +149,7 @@ impl Run {
             if let Some(events) = trace["traceEvents"].as_array_mut() {
                 events.extend(timeline::events(&predicted, predicted.plan.mesh.ranks()));
             }
-            std::fs::write(path, trace.to_string()).map_err(|source| Error::Io { path: path.clone(), source })?;
+            super::write(path, &trace.to_string())?;
         }
         let program = programs.first().filter(|_| args.profile);
         Ok(program.map(|program| Profile::new(program, spans, &cluster.device)))

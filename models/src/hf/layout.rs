@@ -7,6 +7,9 @@ use super::HfError;
 use crate::zoo::{Config, Gpt2Config, LlamaConfig};
 use shardc_ir::{DType, TensorType};
 
+/// The head where it is a tensor of its own.
+pub(super) const HEAD: &str = "lm_head.weight";
+
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileTensor {
@@ -114,7 +117,7 @@ fn llama(c: &LlamaConfig) -> Vec<FileTensor> {
     }
     all.push(one("norm.weight", &[d], "norm.gamma"));
     if !c.tied {
-        let head = one("lm_head.weight", &[c.vocabulary, d], "head.weight");
+        let head = one(HEAD, &[c.vocabulary, d], "head.weight");
         // It is beside the inner model.
         all.push(FileTensor { transposed: true, bare: None, ..head });
     }

@@ -1,6 +1,6 @@
 //! Reads parts of parameters from safetensors files.
 
-use super::layout::{FileTensor, plain, tensors};
+use super::layout::{FileTensor, HEAD, plain, tensors};
 use super::{HfError, io};
 use crate::zoo::Config;
 use serde_json::Value;
@@ -13,9 +13,6 @@ use std::path::{Path, PathBuf};
 
 /// The longest header that is believed; the format's own limit.
 const HEADER_LIMIT: u64 = 100_000_000;
-
-/// The head where it is a tensor of its own.
-const HEAD: &str = "lm_head.weight";
 
 /// How tensors are called that a model makes itself, and that files of old have: masks, frequencies.
 const MADE: [&str; 3] = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];

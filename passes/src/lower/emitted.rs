@@ -62,8 +62,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         }
     }
     for (node, beside) in joined {
-        let ahead = emitted[node].ahead;
-        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside, ahead };
+        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside, ..emitted[node] };
     }
     emitted
 }

@@ -52,7 +52,7 @@ impl Cutting<'_> {
             (Phase::Recompute, None) => self.recomputed(value, &reader.layout).ok_or(Stop::Uncut)?,
             _ => reader.role,
         };
-        let reader = Reader { path: reader.path.clone(), role, layout: reader.layout.clone() };
+        let reader = Reader { role, ..reader.of(reader.layout.clone()) };
         let place = Place { chunk: Some(chunk), hands_on: true };
         let handed = self.add(Reshape {}, &[value], std::slice::from_ref(&ty), &reader, (place, false))?;
         self.handed.insert(key(own), handed);
@@ -100,7 +100,7 @@ impl Cutting<'_> {
         for part in &mut all {
             *part = self.see_parts(*part, dim, reader)?;
         }
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout: split_layout(&reader.layout, dim) };
+        let split = reader.of(split_layout(&reader.layout, dim));
         let joined = self.add(Concat { dim: dim + 1 }, &all, &[], &split, (Place::default(), false))?;
         let joined = self.add(Reshape {}, &[joined], &[whole], &split, (Place::default(), true))?;
         self.made_by.insert(joined, std::mem::take(&mut self.added));
@@ -125,7 +125,7 @@ impl Cutting<'_> {
         if self.step.parts == 1 {
             layout.dims[dim].clear();
         }
-        Reader { path: reader.path.clone(), role: reader.role, layout }
+        reader.of(layout)
     }
 
     /// A value with the batch, along `dim`, as parts and samples of a part.
@@ -135,8 +135,7 @@ impl Cutting<'_> {
         shape[dim] /= self.step.parts;
         shape.insert(dim, self.step.parts);
         let ty = ty.with_shape(shape);
-        let layout = split_layout(&reader.layout, dim);
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
+        let split = reader.of(split_layout(&reader.layout, dim));
         self.add(Reshape {}, &[value], &[ty], &split, (Place::default(), false))
     }
 
@@ -157,8 +156,7 @@ impl Cutting<'_> {
             _ => Vec::new(),
         };
         self.begin(twins);
-        let layout = split_layout(&reader.layout, dim);
-        let split = Reader { path: reader.path.clone(), role: reader.role, layout };
+        let split = reader.of(split_layout(&reader.layout, dim));
         let seen = self.see_parts(whole, dim, reader)?;
         let shape = self.to.graph.ty(seen).shape.clone();
         let length = shape[dim + 1] / self.chunks;

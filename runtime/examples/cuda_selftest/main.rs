@@ -2,9 +2,9 @@
 //!
 //! `cargo run --release -p shardc-runtime --example cuda_selftest [correct|speed|memory|whole] [FILTER]`
 //! prints one line a case (`memory` measures the kernels that memory bounds, against what it can move), then what
-//! concerns whole steps (`whole` for that alone), and last a table; exits with 1 if something is wrong. `cuda_selftest sources [FILTER]` prints the kernels as CUDA C++, which
-//! takes no GPU. `cuda_selftest ranks N` runs every other kind of instruction (collectives, messages,
-//! feeds, accumulation) on N GPUs.
+//! concerns whole steps (`whole` for that alone), and last a table; exits with 1 if something is wrong.
+//! `cuda_selftest sources [FILTER]` prints the kernels as CUDA C++, which takes no GPU. `cuda_selftest ranks N` runs
+//! every other kind of instruction (collectives, messages, feeds, accumulation) on N GPUs.
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 

@@ -14,8 +14,8 @@ const UNITS: u64 = 132 * 1024;
 /// The most units of a block.
 const MOST: u32 = 512;
 
-/// The tile of a block that folds `length` rows of `vectors` columns: as wide as leaves the fewest units without a
-/// column, and wider where that is the same.
+/// The tile of a block that folds `length` rows of `vectors` columns: 32 columns if no other number leaves fewer units
+/// without one, else the widest of those that leave the fewest.
 fn tile(vectors: u64, length: u64) -> Tile {
     let idle = |columns: &u32| vectors.next_multiple_of(u64::from(*columns));
     let columns = [32, 64, 56, 48, 40, 24, 16, 8].into_iter().min_by_key(idle).unwrap_or(32);
