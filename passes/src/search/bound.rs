@@ -2,18 +2,20 @@
 //!
 //! An axis that is searched is solved exactly for the bound's objective ([`Objective::Bound`]). Where there are
 //! several, each is solved by itself, as if the others divided every value and all work on it as far as they
-//! can, and nodes count for each of them by an equal share: the sum is below the cost of any layout, since a
-//! conversion along one axis moves no less than that. Plans that do not fit are kept out by a price on bytes:
-//! whatever the price, the least of seconds and priced bytes, less the price of the memory that there is, is
-//! below the seconds of every plan that fits. The best of a few prices is taken, and of a few means of the bound
-//! by kernels and that by the wire ([`Sharing`]).
+//! can, and nodes count for each of them by a share ([`Beside`]): the sum is below the cost of any layout, since a
+//! conversion along one axis moves no less than that. Axes that are alike have one solution. Plans that do not fit
+//! are kept out by a price on bytes: whatever the price, the least of seconds and priced bytes, less the price of the
+//! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
+//! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
 use super::sharing::Sharing;
+use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::tensor::{Placed, Prepared, Problem};
-use shardc_ir::{Bytes, Mesh};
+use shardc_ir::{AxisId, Bytes, Mesh};
+use std::collections::BTreeMap;
 
 /// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside
 /// the best of them differ from it.
@@ -24,9 +26,9 @@ const FINER: [f64; 2] = [0.45, 2.2];
 const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
 
 /// How often it is looked for a tighter bound nearby, where what is missing is between these shares of the bound:
-/// nearby there is a percent or two to be found.
+/// nearby there are a few percent to be found.
 const ROUNDS: usize = 10;
-const MISSING: std::ops::Range<f64> = 0.005..0.03;
+const MISSING: std::ops::Range<f64> = 0.005..0.1;
 
 /// What is asked of a bound beyond the mesh.
 #[derive(Clone, Copy, Debug)]
@@ -75,18 +77,22 @@ fn of_way(
     let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
     let unit = least / free / scaled(placed, 1.0);
     let relaxed = |busy: f64| Relaxed::new(prepared, placed, Sharing::new(prepared, placed, stored, zero, busy));
-    let at =
-        |relaxed: &mut Relaxed<'_, '_>, price: f64| scaled(placed, relaxed.cost(price * unit) - price * unit * free);
+    let mut own = (0.0, relaxed(0.0));
+    let mut at = |price: f64, busy: f64| {
+        if own.0 != busy {
+            own = (busy, relaxed(busy));
+        }
+        scaled(placed, own.1.cost(price * unit) - price * unit * free)
+    };
     // The least of functions that are linear in the price and the share is concave in both: where a higher price does
     // worse, so do all that are higher.
-    let mut own = relaxed(0.0);
     let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
-    let mut before = at(&mut own, 0.0);
+    let mut before = at(0.0, 0.0);
     if found.take(before, 0.0, 0.0) >= enough {
         return enough;
     }
     for price in PRICES.into_iter().filter(|_| memory.is_some()) {
-        let seconds = at(&mut own, price);
+        let seconds = at(price, 0.0);
         if found.take(seconds, price, 0.0) >= enough {
             return enough;
         }
@@ -96,28 +102,27 @@ fn of_way(
         before = seconds;
     }
     for price in FINER.map(|by| found.price * by) {
-        if price > 0.0 && found.take(at(&mut own, price), price, 0.0) >= enough {
+        if price > 0.0 && found.take(at(price, 0.0), price, 0.0) >= enough {
             return enough;
         }
     }
     for busy in BUSY {
         let price = found.price;
-        if found.take(at(&mut relaxed(busy), price), price, busy) >= enough {
+        if found.take(at(price, busy), price, busy) >= enough {
             return enough;
         }
     }
-    let mut step = [0.15, 0.35];
+    let mut step = [0.35, 0.15];
     for _ in 0..ROUNDS {
         if !MISSING.contains(&(enough / found.seconds - 1.0)) {
             break;
         }
         let before = found;
-        for busy in [before.busy - step[0], before.busy, before.busy + step[0]].map(|busy| busy.clamp(0.0, 1.0)) {
-            let mut own = relaxed(busy);
-            for price in [before.price * (1.0 - step[1]), before.price, before.price * (1.0 + step[1])] {
-                if found.take(at(&mut own, price), price, busy) >= enough {
-                    return enough;
-                }
+        let prices = [1.0 - step[0], 1.0 + step[0]].map(|by| (before.price * by, before.busy));
+        let shares = [-step[1], step[1]].map(|by| (before.price, (before.busy + by).clamp(0.0, 1.0)));
+        for (price, busy) in prices.into_iter().chain(shares).filter(|near| *near != (before.price, before.busy)) {
+            if found.take(at(price, busy), price, busy) >= enough {
+                return enough;
             }
         }
         if found == before {
@@ -153,8 +158,8 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
 
 /// A bound's problem, for every price of a byte.
 struct Relaxed<'a, 'b> {
-    /// One for each axis.
-    problems: Vec<Problem<'a, 'b>>,
+    /// One for all axes that are alike, and how many they are.
+    problems: Vec<(f64, Problem<'a, 'b>)>,
     /// The classes, where there is no axis.
     quotes: Vec<Quote>,
     latency: f64,
@@ -165,11 +170,18 @@ impl<'a, 'b> Relaxed<'a, 'b> {
         let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
         let all = placed.mesh.extent(axes.iter().copied());
         let objective = |beside: Beside| Objective::Bound { byte: 0.0, beside, sharing };
-        let problem = |axis| {
-            let parts = (all / placed.mesh.size(axis)) as f64;
-            Problem::new(prepared, placed, axis, objective(Beside { parts, share: 1.0 / axes.len() as f64 }))
+        // By what an axis may divide and by where its ranks are.
+        let mut alike: BTreeMap<_, Vec<AxisId>> = BTreeMap::new();
+        for axis in axes.iter().copied() {
+            let group = Group::new(placed.mesh, &[axis], placed.cluster);
+            alike.entry((placed.mesh.axis(axis).family(), group)).or_default().push(axis);
+        }
+        let problem = |alike: &Vec<AxisId>| {
+            let (axis, share) = (alike[0], 1.0 / axes.len() as f64);
+            let beside = Beside { axis: Some(axis), parts: (all / placed.mesh.size(axis)) as f64, share };
+            (alike.len() as f64, Problem::new(prepared, placed, axis, objective(beside)))
         };
-        let problems: Vec<_> = axes.iter().copied().map(problem).collect();
+        let problems: Vec<_> = alike.values().map(problem).collect();
         let pricer = Pricer::new(prepared, placed, objective(Beside::NONE));
         let apart = placed.strategies.iter().enumerate().filter(|_| axes.is_empty());
         let quotes = apart.map(|(class, strategy)| pricer.quote(class, strategy)).collect();
@@ -178,9 +190,9 @@ impl<'a, 'b> Relaxed<'a, 'b> {
 
     /// The least cost if a byte costs so many seconds.
     fn cost(&mut self, byte: f64) -> f64 {
-        let solved = self.problems.iter_mut().map(|problem| {
+        let solved = self.problems.iter_mut().map(|(count, problem)| {
             problem.reprice(byte);
-            problem.graph.solve().bound
+            *count * problem.graph.solve().bound
         });
         self.latency + solved.sum::<f64>() + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
     }

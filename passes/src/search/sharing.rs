@@ -101,6 +101,12 @@ impl Sharing {
         let is_divided = self.is_least || !is_whole || storage_dim(ty, strategy, mesh, most).is_some();
         if is_divided { most as f64 } else { 1.0 }
     }
+
+    /// Whether some dimension of a value divides into so many parts whatever the axes that are searched divide.
+    pub fn divides_wherever(mesh: &Mesh, ty: &TensorType, parts: f64) -> bool {
+        let all = parts as u64 * searched(mesh);
+        ty.shape.iter().any(|size| size.is_multiple_of(all))
+    }
 }
 
 /// The parts into which the axes that are searched divide a value at the most.
@@ -111,10 +117,9 @@ fn searched(mesh: &Mesh) -> u64 {
 /// How often weights are gathered at least in a microbatch, those of the forward pass and those of the other: of
 /// parameters that some dimension divides among so many ranks whatever else divides it.
 fn gathers(prepared: &Prepared<'_>, placed: &Placed<'_>, parts: u64) -> [f64; 2] {
-    let all = parts * searched(placed.mesh);
     let divides = |class: usize| {
         let node = prepared.graph.node(prepared.folded.classes[class].node);
-        parts > 1 && prepared.graph.ty(node.results[0]).shape.iter().any(|size| size.is_multiple_of(all))
+        parts > 1 && Sharing::divides_wherever(placed.mesh, prepared.graph.ty(node.results[0]), parts as f64)
     };
     Loop::gathers(prepared, &divides).map(|count| count as f64)
 }

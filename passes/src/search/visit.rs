@@ -120,6 +120,8 @@ impl Visited {
         let memory = Some(self.memory).filter(|_| !away.moves());
         let bound = |known: &Known| (if known.is_whole { known.best } else { known.least }, known.is_tight);
         let mut bounds: Vec<(f64, bool)> = self.known.iter().map(bound).collect();
+        // The bound that counts in the end is the least: none need be tighter than one that is as tight as can be.
+        let mut enough = self.best;
         loop {
             let lowest = bounds.iter_mut().zip(&self.known).min_by(|a, b| a.0.0.total_cmp(&b.0.0));
             let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
@@ -136,12 +138,12 @@ impl Visited {
                 });
                 let stored: Vec<_> = stored.collect();
                 let before = Seconds(*bound);
-                *bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough: self.best }, *bound);
+                *bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough }, *bound);
                 let (degrees, microbatch) = (known.degrees.text(), known.degrees.microbatch);
                 let [before, bound, best] = [before, Seconds(*bound), Seconds(known.best)].map(|of| of.to_string());
                 tracing::debug!(degrees, microbatch, before, bound, best, "bounded");
             }
-            *is_tight = true;
+            (*is_tight, enough) = (true, enough.min(*bound));
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::cost::{Machine, is_view};
 use crate::search::sharing::Sharing;
 use crate::search::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Role, Strategy};
+use shardc_ir::{AxisId, Choice, Mesh, Role, Strategy};
 
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,9 +37,16 @@ pub enum Objective {
 }
 
 /// Axes that are not placed, for a bound along one axis.
+///
+/// Of `n` axes of `s_a` ranks, which divide an amount `T` (seconds of a node, bytes of a value) into `P` parts at the
+/// most, those that divide it count `1/n` of what is left with the others dividing all of it. Those in a set `R` that
+/// do not count `T/P (1/n + s_a - 1)`: of the true amount, at least `T/P` times the product of `s_a` over `R`, the sum
+/// of all that is no more, since that product is at least `1 + sum (s_a - 1)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Beside {
-    /// Into how many parts they divide a value at the most.
+    /// The axis that is placed.
+    pub axis: Option<AxisId>,
+    /// Into how many parts the others divide a value at the most.
     pub parts: f64,
     /// The share of what nodes cost that is counted here: the rest is counted along the other axes.
     pub share: f64,
@@ -47,7 +54,20 @@ pub struct Beside {
 
 impl Beside {
     /// No such axes.
-    pub const NONE: Self = Self { parts: 1.0, share: 1.0 };
+    pub const NONE: Self = Self { axis: None, parts: 1.0, share: 1.0 };
+
+    /// The part that counts of an amount that this axis divides.
+    fn divided(&self) -> f64 {
+        self.share / self.parts
+    }
+
+    /// The part that counts of an amount that this axis divides only where a strategy says so.
+    fn counted(&self, mesh: &Mesh, strategy: &Strategy) -> f64 {
+        match self.axis.filter(|axis| strategy.choice(*axis) == Choice::Replicate) {
+            Some(axis) => (self.share - 1.0) / (self.parts * mesh.size(axis) as f64) + 1.0 / self.parts,
+            None => self.divided(),
+        }
+    }
 }
 
 impl Objective {
@@ -108,10 +128,14 @@ impl Quote {
         self.seconds + byte * self.bytes + self.again.iter().map(|again| again.count * again.at(byte)).sum::<f64>()
     }
 
-    fn scaled(mut self, by: f64) -> Self {
+    /// A part of it, and another of the operands that are computed again with it.
+    fn scaled(mut self, by: f64, operands: f64) -> Self {
         self.seconds *= by;
         self.bytes *= by;
-        self.again.iter_mut().for_each(|again| again.count *= by);
+        for again in &mut self.again {
+            again.count *= by;
+            again.operand = again.operand.map(|amount| amount * operands / by);
+        }
         self
     }
 }
@@ -217,7 +241,12 @@ impl<'a, 'b> Pricer<'a, 'b> {
                 Quote { seconds: cost * count, ..self.memory(class, &local, seconds) }
             }
             Objective::Bound { beside, sharing, .. } => {
-                self.bound(class, (strategy, &local), seconds, sharing, beside).scaled(beside.share / beside.parts)
+                let quote = self.bound(class, (strategy, &local), seconds, sharing, beside);
+                // Ranks of an axis that holds copies store what they do not divide in parts as well.
+                let is_parted = self.is_stored(class) && beside.axis.is_some_and(|axis| self.copies.contains(&axis));
+                let divided = beside.divided();
+                let counted = if is_parted { divided } else { beside.counted(self.placed.mesh, strategy) };
+                quote.scaled(counted, divided)
             }
         };
         quote.again.retain(|again| again.count * again.bytes > 0.0);
@@ -235,14 +264,12 @@ impl<'a, 'b> Pricer<'a, 'b> {
     ) -> Quote {
         let (prepared, mesh) = (self.prepared, self.placed.mesh);
         let (op, count) = (prepared.op(class), prepared.folded.classes[class].members.len() as f64);
-        let is_cast = matches!(op, Op::Cast(_)) && prepared.is_parameter[class];
-        let is_square = matches!(op, Op::SumSquares(_)) && !prepared.in_loop(class);
-        if !is_cast && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
+        if !self.is_stored(class) {
             let seconds = if prepared.in_loop(class) { seconds * sharing.kernels } else { seconds };
             return Quote { seconds: seconds * count, ..self.alive(class, local, seconds) };
         }
         let is_whole = beside.parts <= 1.0;
-        let ty = stored_type(prepared, class, is_square.then_some(0));
+        let ty = stored_type(prepared, class, matches!(op, Op::SumSquares(_)).then_some(0));
         let parts = sharing.parts(mesh, strategy, ty, is_whole);
         let bytes = |list: &[u64], index: usize| list.get(index).map_or(0.0, |bytes| *bytes as f64);
         let kind = kind_under(mesh, strategy);
@@ -264,9 +291,11 @@ impl<'a, 'b> Pricer<'a, 'b> {
                 let [first, again] = self.passes[class].map(f64::from);
                 let times = if sharing.is_dropped { first + again } else { first.max(again) };
                 // With axes that are not placed, it may be that nothing divides it further.
-                let gathered = if parts > 1.0 && is_whole { times * sharing.gather[kind] * cast } else { 0.0 };
+                let is_sure = is_whole || (is_known && Sharing::divides_wherever(mesh, ty, parts));
+                let is_gathered = parts > 1.0 && is_sure;
+                let gathered = if is_gathered { times * sharing.gather[kind] * cast } else { 0.0 };
                 // The weights of a block are gathered beside those of the next.
-                let kept = match (sharing.zero == 3, parts > 1.0 && is_whole) {
+                let kept = match (sharing.zero == 3, is_gathered) {
                     (true, true) => cast / parts + 2.0 * cast / self.blocks,
                     (true, false) => cast / parts,
                     (false, _) => cast,
@@ -277,6 +306,16 @@ impl<'a, 'b> Pricer<'a, 'b> {
             _ => (seconds, bytes(&local.results, 0) / parts),
         };
         Quote { seconds: seconds * count, bytes: kept * count, again: Vec::new() }
+    }
+
+    /// Whether a class is about what the data ranks store in parts.
+    fn is_stored(&self, class: usize) -> bool {
+        match self.prepared.op(class) {
+            Op::Parameter(_) | Op::State(_) | Op::Adamw(_) => true,
+            Op::Cast(_) => self.prepared.is_parameter[class],
+            Op::SumSquares(_) => !self.prepared.in_loop(class),
+            _ => false,
+        }
     }
 
     /// What reducing a gradient as large as its parameter costs on the axes that hold copies of that: half of it is
