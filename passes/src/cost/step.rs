@@ -142,7 +142,7 @@ impl Work<'_> {
             typical: of(typical as f64 * layer + send),
             last: of(last as f64 * layer + send + ends),
         };
-        let pipeline = stages.seconds(self.microbatches, self.schedule) * self.sharing();
+        let pipeline = stages.seconds(self.microbatches, self.schedule) * self.sharing(stages.typical.total());
         let layers = if self.stages > 1 { typical } else { self.layers };
         let dense = layers as f64 * (self.layer.parameters - self.layer.experts) + self.end_parameters;
         let experts = layers as f64 * self.layer.experts;
@@ -153,14 +153,17 @@ impl Work<'_> {
         Step { total, pipeline, data, update, parameters: dense + experts }
     }
 
-    /// The factor by which the pipelines of a node slow each other down.
-    fn sharing(&self) -> f64 {
+    /// The factor by which the pipelines of a node slow each other down, whose stages take so many seconds for a
+    /// microbatch.
+    fn sharing(&self, seconds: f64) -> f64 {
         let tensor = self.layer.tensor;
         if self.stages <= 1 || !self.sends_away || tensor <= 1 {
             return 1.0;
         }
         let others = (self.cluster.per_node / tensor).max(1) - 1;
-        1.0 + self.library.pipeline_shared * others as f64
+        let borders = (self.stages - 1) as f64;
+        let each = self.library.pipeline_shared * (borders / seconds.max(f64::MIN_POSITIVE)).sqrt();
+        1.0 + each * (others * others) as f64
     }
 
     /// What shows of one send to the next stage.
@@ -171,7 +174,11 @@ impl Work<'_> {
     /// What shows of reducing gradients and, under ZeRO, of gathering parameters.
     fn data(&self, dense: f64, experts: f64, ends: f64) -> f64 {
         let library = self.library;
-        let run = |kind: Collective, bytes: f64, group: Group| collective::seconds(kind, bytes, group, self.cluster).0;
+        let run = |kind: Collective, bytes: f64, group: Group| {
+            let is_scattered = group.across > 1 && group.within > 1 && group.within < self.cluster.per_node;
+            let reached = if is_scattered { library.scattered_rings } else { 1.0 };
+            collective::seconds(kind, bytes / reached, group, self.cluster).0
+        };
         if self.zero < 3 {
             let reduce = |elements: f64, group: Group| {
                 if elements > 0.0 { run(Collective::AllReduce, elements * library.gradient_bytes, group) } else { 0.0 }
@@ -195,5 +202,66 @@ impl Work<'_> {
         let times = if self.stages > 1 { 1 } else { self.microbatches };
         times as f64
             * (shown(layers * gather, gather, forward) + shown(layers * (gather + reduce), gather + reduce, backward))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step of eight equal layers on eight hosts of A100s whose gradients are reduced over this group.
+    fn step(library: &Library, tensor: u64, stages: u64, group: Group) -> Step {
+        let cluster = Cluster::parse("a100-80:8x8", "a100-80").unwrap();
+        let layer = Layer { forward: 1e-2, backward: 2e-2, tensor, parameters: 1e8, ..Layer::default() };
+        let work = Work {
+            cluster: &cluster,
+            library,
+            layer,
+            layers: 8,
+            ends: 1e-3,
+            end_parameters: 0.0,
+            microbatches: 8,
+            stages,
+            schedule: Schedule::OneForwardOneBackward,
+            sent: 1e6,
+            sends_away: stages > 1,
+            data: [group; 2],
+            zero: 0,
+            ranks: 64,
+        };
+        work.seconds()
+    }
+
+    #[test]
+    fn rings_of_some_of_a_nodes_devices_reach_less_of_its_ports() {
+        let slow = Library::MEGATRON_DEEPSPEED;
+        let even = Library { scattered_rings: 1.0, ..slow };
+        for (tensor, within, is_scattered) in [(1, 8, false), (2, 4, true), (4, 2, true), (8, 1, false)] {
+            let group = Group::of_nodes(within, 8);
+            let ratio = step(&slow, tensor, 1, group).data / step(&even, tensor, 1, group).data;
+            let expect = if is_scattered { 1.0 / slow.scattered_rings } else { 1.0 };
+            assert!((ratio / expect - 1.0).abs() < 0.02, "{within} in a node: {ratio}");
+        }
+        // Nothing leaves the node.
+        let inside = Group::of_nodes(4, 1);
+        assert_eq!(step(&slow, 2, 1, inside).data, step(&even, 2, 1, inside).data);
+    }
+
+    #[test]
+    fn pipelines_of_one_node_slow_each_other_down() {
+        let library = Library::MEGATRON_DEEPSPEED;
+        let alone = Library { pipeline_shared: 0.0, ..library };
+        let loss = |tensor: u64, stages: u64| {
+            let group = Group::of_nodes(8 / tensor, 8 / stages);
+            step(&library, tensor, stages, group).pipeline / step(&alone, tensor, stages, group).pipeline - 1.0
+        };
+        for (tensor, stages) in [(1, 4), (8, 4), (2, 1)] {
+            assert_eq!(loss(tensor, stages), 0.0, "{tensor} tensor ranks, {stages} stages");
+        }
+        // Four pipelines lose nine times what two do (layers of two ranks wait a little less for each other); a deeper
+        // one has more borders and shorter stages.
+        let ratio = loss(2, 4) / loss(4, 4);
+        assert!((ratio - 9.0).abs() < 0.1, "{ratio}");
+        assert!(loss(4, 4) > loss(4, 2));
     }
 }
