@@ -81,6 +81,14 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
     if let Some((said, is)) = zero.filter(|(said, is)| said != is) {
         wrong.push(format!("the choice says zero={said}, and the layouts are those of zero={is}"));
     }
+    let is_cast = |op: &Op| matches!(op, Op::State(state) if state.cast_of.is_some());
+    let keeps = plan.graph.leaves().any(|(_, node)| is_cast(&node.op));
+    for (what, said) in [("choice", chosen.keep_casts == Some(true)), ("pins", pinned.keep_casts.unwrap_or(keeps))] {
+        if said != keeps {
+            let is = if keeps { "keeps casts of parameters" } else { "keeps no casts of parameters" };
+            wrong.push(format!("the {what} say keep_casts={}, and the graph {is}", u8::from(said)));
+        }
+    }
     let named = |of: &Pins| of.degrees().into_iter().chain([("microbatch", of.microbatch), ("zero", of.zero)]);
     for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {
         // What divides the sequence may be pinned by another name than it then has.

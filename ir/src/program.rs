@@ -236,7 +236,7 @@ pub struct Feed {
     pub slices: Vec<Vec<(u64, u64)>>,
 }
 
-/// A tensor that outlives the step: a parameter or an optimizer state.
+/// A tensor that outlives the step: a parameter, an optimizer state, or the cast of a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slot {
     /// The name.
@@ -247,10 +247,12 @@ pub struct Slot {
     pub ty: TensorType,
     /// This rank's part: per dimension, the first index and the length.
     pub slice: Vec<(u64, u64)>,
-    /// Whether it is a parameter, else an optimizer state.
+    /// Whether it is a parameter, else an optimizer state or a cast.
     pub is_parameter: bool,
     /// The number an optimizer state starts at.
     pub init: f64,
+    /// The parameter whose cast it is, of the same part: whoever writes that one writes this one too.
+    pub cast_of: Option<String>,
 }
 
 /// A value that the caller reads after the step; every rank holds the whole of it.

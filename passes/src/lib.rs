@@ -16,6 +16,7 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod fold;
+pub mod keep_casts;
 pub mod lower;
 #[cfg(test)]
 mod lower_tests;

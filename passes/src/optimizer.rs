@@ -86,11 +86,11 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
         let ty = builder.graph.ty(parameter).with_dtype(DType::F32);
         let mut leaves = vec![parameter];
         for moment in ["m", "v"] {
-            let state = State { name: format!("{name}.{moment}"), init: 0.0 };
+            let state = State { name: format!("{name}.{moment}"), init: 0.0, cast_of: None };
             leaves.push(builder.add(state, &[], std::slice::from_ref(&ty))?);
         }
         let operands = [parameter, gradient, leaves[1], leaves[2], scale, learning_rate, step];
-        let updated = builder.add_many(Adamw { beta1, beta2, eps, weight_decay }, &operands, &[])?;
+        let updated = builder.add_many(Adamw { beta1, beta2, eps, weight_decay, cast: None }, &operands, &[])?;
         for (leaf, (value, suffix)) in leaves.into_iter().zip(updated.into_iter().zip(["", ".m", ".v"])) {
             builder.graph.output(format!("{name}{suffix}"), value, OutputKind::Update(leaf));
         }

@@ -10,6 +10,7 @@ pub mod away;
 pub mod beside;
 mod bound;
 pub mod build;
+mod casts;
 mod choose;
 mod clocks;
 pub mod degrees;
@@ -216,11 +217,12 @@ pub fn search_confirmed(
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.cut == f64::INFINITY || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
-    if is_final {
-        return found.map(|(plan, _)| plan);
-    }
-    // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-    choose(&space, confirm, &mut Visited::new(request.device_memory, false)).map(|(plan, _)| plan)
+    let (plan, _) = match is_final {
+        true => found?,
+        // Plans that were thought to fit did not: what was left out because of them may be the best after all.
+        false => choose(&space, confirm, &mut Visited::new(request.device_memory, false))?,
+    };
+    casts::kept(plan, &space, confirm)
 }
 
 /// What is searched.

@@ -35,7 +35,7 @@ pub trait Runtime {
     /// The ranks that this process drives.
     fn ranks(&self) -> Vec<u64>;
 
-    /// Writes a rank's part of a slot (a parameter or an optimizer state).
+    /// Writes a rank's part of a slot (a parameter or an optimizer state), and that of its cast, if that is a slot too.
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError>;
 
     /// Gives slots, each a rank and a name, their initial values where this backend can make them in place: the

@@ -261,7 +261,7 @@ fn elementwise() -> Vec<Case> {
         cases.push(case(Swiglu {}, &[(x.clone(), Signed), (x.clone(), Signed)], &[]));
         cases.push(case(SwigluGrad {}, &[(x.clone(), Signed), (x.clone(), Signed), (x.clone(), Signed)], &[]));
         let scalar = || (TensorType::scalar(DType::F32), Positive);
-        let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
         let tensors = [(x.clone(), Signed), (x.clone(), Signed), (x.clone(), Signed), (x.clone(), Positive)];
         let operands = [&tensors[..], &[scalar(), scalar(), scalar()]].concat();
         cases.push(case(update.clone(), &operands, &[]));

@@ -8,7 +8,8 @@ use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
 /// From operands `parameter`, `gradient`, `m`, `v`, and the f32 scalars `gradient_scale`,
-/// `learning_rate` and `step` (1 in the first step): the new `parameter`, `m` and `v`.
+/// `learning_rate` and `step` (1 in the first step): the new `parameter`, `m` and `v`; and the new parameter as
+/// [`cast`](Self::cast), if that names an element type.
 ///
 /// ```text
 /// g = gradient * gradient_scale
@@ -30,6 +31,9 @@ pub struct Adamw {
     pub eps: f64,
     /// The decoupled weight decay.
     pub weight_decay: f64,
+    /// The element type in which the new parameter is made as well, as a fourth result.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cast: Option<DType>,
 }
 
 impl OpDef for Adamw {
@@ -42,7 +46,11 @@ impl OpDef for Adamw {
         for (what, ty) in ["the gradient's scale", "the learning rate", "the step"].iter().zip(&operands[4..]) {
             expect_type(what, ty, &TensorType::scalar(DType::F32))?;
         }
-        Ok(vec![parameter.clone(), operands[2].clone(), operands[3].clone()])
+        if let Some(dtype) = self.cast.filter(|dtype| !dtype.is_float()) {
+            return Err(format!("casts no parameter to {}", dtype.name()));
+        }
+        let cast = self.cast.map(|dtype| parameter.with_dtype(dtype));
+        Ok([parameter.clone(), operands[2].clone(), operands[3].clone()].into_iter().chain(cast).collect())
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         elementwise_rule(operands, results, Vec::new())

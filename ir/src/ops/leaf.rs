@@ -23,13 +23,17 @@ pub struct Parameter {
     pub frozen: bool,
 }
 
-/// A tensor of the optimizer (a moment), which starts at one number. Its type is declared.
+/// A tensor that outlives the step and is no parameter: of the optimizer (a moment), which starts at one number; or the
+/// cast of a parameter, which is made when the parameter is given, and by every step. Its type is declared.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// The name: the parameter's, then the moment's: `up.weight.m`.
+    /// The name: the parameter's, then the moment's or the element type: `up.weight.m`, `up.weight.bf16`.
     pub name: String,
-    /// The number every element starts at.
+    /// The number every element starts at, unless it is a cast.
     pub init: f64,
+    /// The name of the parameter whose cast it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cast_of: Option<String>,
 }
 
 macro_rules! leaf {

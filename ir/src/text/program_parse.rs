@@ -197,24 +197,27 @@ impl Parser {
     }
 
     fn slot(&mut self, cursor: &mut Cursor<'_>) -> Result<(), String> {
-        let is_parameter = match cursor.word("`parameter` or `state`")? {
-            "parameter" => true,
-            "state" => false,
-            word => return Err(format!("expected `parameter` or `state`, found `{word}`")),
-        };
+        let kind = cursor.word("`parameter`, `state` or `cast`")?;
         let name = cursor.string("the slot's name in quotes")?;
         cursor.expect(":")?;
         let ty = cursor.ty()?;
         cursor.expect("=")?;
         let buffer = self.buffer_id(cursor)?;
         let slice = slice(cursor)?;
-        let init = if is_parameter {
-            0.0
-        } else {
-            keyword(cursor, "from")?;
-            cursor.float("the number the state starts at")?
-        };
-        self.program.slots.push(Slot { name, buffer, ty, slice, is_parameter, init });
+        let (mut init, mut cast_of) = (0.0, None);
+        match kind {
+            "parameter" => {}
+            "state" => {
+                keyword(cursor, "from")?;
+                init = cursor.float("the number the state starts at")?;
+            }
+            "cast" => {
+                keyword(cursor, "of")?;
+                cast_of = Some(cursor.string("the parameter's name in quotes")?);
+            }
+            word => return Err(format!("expected `parameter`, `state` or `cast`, found `{word}`")),
+        }
+        self.program.slots.push(Slot { name, buffer, ty, slice, is_parameter: kind == "parameter", init, cast_of });
         Ok(())
     }
 

@@ -43,10 +43,10 @@ impl fmt::Display for Program {
             writeln!(f, "  input {}: {} = {}", quoted(&input.name), input.ty, slices.join(" "))?;
         }
         for slot in &self.slots {
-            let (kind, from) = if slot.is_parameter {
-                ("parameter", String::new())
-            } else {
-                ("state", format!(" from {:?}", slot.init))
+            let (kind, from) = match &slot.cast_of {
+                Some(parameter) => ("cast", format!(" of {}", quoted(parameter))),
+                None if slot.is_parameter => ("parameter", String::new()),
+                None => ("state", format!(" from {:?}", slot.init)),
             };
             let slice = slice_text(&slot.slice);
             writeln!(f, "  slot {kind} {}: {} = {} {slice}{from}", quoted(&slot.name), slot.ty, slot.buffer)?;

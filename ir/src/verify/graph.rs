@@ -6,13 +6,15 @@
 //! * leaves have unique names that are not empty;
 //! * outputs have unique names and are values of the graph; an update is of a parameter or a state,
 //!   carries the leaf's name and has its type; no leaf is updated twice;
+//! * the cast of a parameter that a state is has the parameter's shape, and every step that updates the parameter makes
+//!   it anew from the new one, so that if it is that cast before the first step, it is before each;
 //! * a role refers to a node before its own, and what is computed again is the same operation on the same
 //!   values, or on values that were computed again.
 
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Node, OutputKind, Role};
-use crate::ops::Op;
+use crate::ops::{Op, State};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is known of a graph that was verified.
@@ -48,6 +50,7 @@ pub fn graph(graph: &Graph) -> Result<GraphFacts, Diagnostics> {
     }
     check_leaf_names(graph, &mut found);
     check_outputs(graph, &mut facts, &mut found);
+    check_casts(graph, &facts, &mut found);
     found.finish(facts)
 }
 
@@ -168,5 +171,37 @@ fn check_outputs(graph: &Graph, facts: &mut GraphFacts, found: &mut Diagnostics)
         if facts.updates.insert(leaf, output.value).is_some() {
             found.push(&place, format!("{leaf} is updated twice"));
         }
+    }
+}
+
+fn check_casts(graph: &Graph, facts: &GraphFacts, found: &mut Diagnostics) {
+    for (cast, node) in graph.leaves() {
+        let Op::State(State { cast_of: Some(name), .. }) = &node.op else { continue };
+        let Some(parameter) = facts.parameters.get(name) else {
+            found.push(cast, format!("is the cast of \"{name}\", and there is no parameter of this name"));
+            continue;
+        };
+        let (ty, of) = (graph.ty(cast), graph.ty(*parameter));
+        if ty.shape != of.shape || !ty.dtype.is_float() {
+            found.push(cast, format!("is {ty}, which is no cast of {of}"));
+        }
+        let is_made = match (facts.updates.get(parameter), facts.updates.get(&cast)) {
+            (None, None) => true,
+            (Some(new), Some(made)) => makes_cast(graph, *new, *made),
+            _ => false,
+        };
+        if !is_made {
+            found.push(cast, format!("is the cast of \"{name}\", and after the step it is not that of what replaces it"));
+        }
+    }
+}
+
+/// Whether one value is the cast of another, the parameter that an update made.
+fn makes_cast(graph: &Graph, new: ValueId, cast: ValueId) -> bool {
+    let (from, value) = (graph.value(new), graph.value(cast));
+    match &graph.node(value.def).op {
+        Op::Cast(_) => graph.node(value.def).operands == [new],
+        Op::Adamw(_) => value.def == from.def && (from.index, value.index) == (0, 3),
+        _ => false,
     }
 }

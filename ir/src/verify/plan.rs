@@ -9,7 +9,8 @@
 //!   keeps the value, the others hold zeros); over time axes nothing but resolving a partial sum (into
 //!   an accumulator) and taking a microbatch's part of a whole value;
 //! * a partial value over a time axis is a sum, because accumulators add;
-//! * parameters and states are not divided over time;
+//! * parameters and states are not divided over time, and the cast of a parameter that a state is lies as the parameter
+//!   does;
 //! * order: say that a value is *resolved* over a time axis where a node reads it without the axis
 //!   and it is made partial over it. What depends on a resolved value is computed after the loop
 //!   over the microbatches ([`Phase::After`]), so no such node may name a time axis in its strategy;
@@ -23,7 +24,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::OutputKind;
 use crate::mesh::{AxisId, AxisKind};
-use crate::ops::Op;
+use crate::ops::{Op, State};
 use crate::plan::Plan;
 use crate::sharding::{ReduceKind, Sharding};
 use std::borrow::Cow;
@@ -227,6 +228,12 @@ impl Checker<'_> {
         if let (Op::Parameter(_) | Op::State(_), Some(axis)) = (op, time) {
             let axis = &self.plan.mesh.axis(axis).name;
             self.found.push(place, format!("a {} is stored whole in time, not divided over `{axis}`", op.name()));
+        }
+        let Op::State(State { name, cast_of: Some(parameter), .. }) = op else { return };
+        let stored = |leaf: Option<&ValueId>| leaf.map(|value| self.plan.sharding(*value));
+        let graph = &self.facts.graph;
+        if stored(graph.states.get(name)) != stored(graph.parameters.get(parameter)) {
+            self.found.push(place, format!("is stored otherwise than \"{parameter}\", whose cast it is"));
         }
     }
 

@@ -238,6 +238,10 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
         if !names.insert(&slot.name) {
             found.push(&place, "there are two slots of this name");
         }
+        let of = slot.cast_of.as_ref().map(|name| program.slots.iter().find(|of| of.is_parameter && of.name == *name));
+        if of.is_some_and(|of| of.is_none_or(|of| of.slice != slot.slice)) {
+            found.push(&place, "is the cast of a parameter of which this rank does not hold the same part");
+        }
         let checked = match program.buffers.get(slot.buffer) {
             Some(buffer) => part_fits(&slot.ty, &slot.slice, Some(&buffer.ty)),
             None => Err(format!("{} does not exist", slot.buffer)),

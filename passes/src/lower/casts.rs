@@ -86,6 +86,7 @@ mod tests {
                 slice,
                 is_parameter: true,
                 init: 0.0,
+                cast_of: None,
             });
         }
         let push = |draft: &mut Draft, op: Op, operand: BufferId, result: BufferId| {

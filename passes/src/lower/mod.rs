@@ -44,7 +44,7 @@ use fuse::fuse;
 pub(crate) use in_place::share_storages;
 pub(crate) use repeat::merge_repeated;
 use section::place_nodes;
-use shardc_ir::ops::{Op, OpError, Part};
+use shardc_ir::ops::{Op, OpError, Part, State};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
@@ -240,8 +240,10 @@ impl<'a> Lowering<'a> {
             users.is_some_and(|users| users.iter().any(|(user, _)| self.plan.graph.node(*user).role == Role::Optimizer))
         };
         match node.op {
-            Op::State(_) => Category::Optimizer,
-            _ if self.weights[def] && !node.operands.is_empty() || matches!(node.op, Op::Parameter(_)) => {
+            Op::State(State { cast_of: None, .. }) => Category::Optimizer,
+            _ if self.weights[def] && !node.operands.is_empty()
+                || matches!(node.op, Op::Parameter(_) | Op::State(_)) =>
+            {
                 Category::Parameter
             }
             _ if matches!(node.role, Role::Backward(_)) && read_by_optimizer() => Category::Gradient,
@@ -350,17 +352,18 @@ impl<'a> Lowering<'a> {
         self.draft.buffers[buffer].value = Some(value);
         let place = self.places[id];
         let slice = self.part(&ty, &layout, &self.coordinates).slice;
-        let slot = |name: &str, init: f64, is_parameter| Slot {
+        let slot = |name: &str, init: f64, cast_of: Option<String>| Slot {
             name: name.to_string(),
             buffer,
             ty: ty.clone(),
             slice: slice.clone(),
-            is_parameter,
+            is_parameter: matches!(node.op, Op::Parameter(_)),
             init,
+            cast_of,
         };
         match &node.op {
-            Op::Parameter(parameter) => self.draft.slots.push(slot(&parameter.name, 0.0, true)),
-            Op::State(state) => self.draft.slots.push(slot(&state.name, state.init, false)),
+            Op::Parameter(parameter) => self.draft.slots.push(slot(&parameter.name, 0.0, None)),
+            Op::State(state) => self.draft.slots.push(slot(&state.name, state.init, state.cast_of.clone())),
             Op::Input(input) => {
                 let coordinates = |microbatch| self.mesh.coordinates(self.rank, microbatch);
                 let part = |microbatch| self.part(&ty, &layout, &coordinates(microbatch)).slice;

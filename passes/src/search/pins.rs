@@ -125,6 +125,8 @@ pub struct Pins {
     pub loss_chunks: Option<u64>,
     /// Chunks of a rank's microbatch that go through the blocks beside each other; 1 for none.
     pub overlap_chunks: Option<u64>,
+    /// Whether casts of parameters are kept from step to step.
+    pub keep_casts: Option<bool>,
     /// What lies away from the device.
     pub offload: Option<Offload>,
 }
@@ -169,6 +171,17 @@ impl Pins {
                     pins.recompute = Some(Recompute::parse(value).map_err(pin)?);
                     continue;
                 }
+                "keep_casts" => {
+                    if pins.keep_casts.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    pins.keep_casts = Some(match value {
+                        "0" => false,
+                        "1" => true,
+                        _ => return Err(pin(format!("`{value}` is not 0 or 1"))),
+                    });
+                    continue;
+                }
                 "stage_recompute" => {
                     if !pins.stage_recompute.is_empty() {
                         return Err(pin(format!("`{name}` is pinned twice")));
@@ -195,7 +208,7 @@ impl Pins {
                 }
                 _ => {
                     let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
-                                 stage_recompute, loss_chunks, overlap_chunks, offload";
+                                 stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };

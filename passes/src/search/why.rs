@@ -9,6 +9,8 @@ use super::estimate::Shape;
 use super::overlap::is_in_chunks;
 use super::{Pins, PlanError, Recompute, model_work, place_batch};
 use crate::cluster::Cluster;
+use crate::error::PassError;
+use crate::keep_casts::cast_again;
 use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
@@ -37,12 +39,13 @@ pub struct Why {
     pub stages: Vec<(u64, Prediction)>,
 }
 
-/// The plan's graph as the search saw it, without recomputation.
+/// The plan's graph as the search saw it, without recomputation and kept casts.
 ///
 /// # Errors
 /// Only a bug.
 pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
-    without_recomputation(&plan.graph).map(|(graph, _)| graph).map_err(|error| PlanError::Bug(error.to_string()))
+    let bug = |error: PassError| PlanError::Bug(error.to_string());
+    without_recomputation(&cast_again(&plan.graph).map_err(bug)?).map(|(graph, _)| graph).map_err(bug)
 }
 
 /// Finds the plan anew under another request or on another cluster: what would change if there were
@@ -52,7 +55,7 @@ pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
 /// As [`search`](super::search).
 pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn Target) -> Result<Plan, PlanError> {
     // The graph is cut as the plan cut it.
-    let pins = Pins { loss_chunks: None, overlap_chunks: None, ..Pins::parse(&request.pins)? };
+    let pins = Pins { loss_chunks: None, overlap_chunks: None, keep_casts: Some(false), ..Pins::parse(&request.pins)? };
     super::search(graph, cluster, request, &pins, target)
 }
 
@@ -62,7 +65,8 @@ pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn T
 /// A plan that was not made by the search for this cluster and does not divide as it says.
 pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
     let bug = |error: &dyn std::fmt::Display| PlanError::Bug(error.to_string());
-    let (graph, from) = without_recomputation(&plan.graph).map_err(|error| bug(&error))?;
+    let graph = cast_again(&plan.graph).map_err(|error| bug(&error))?;
+    let (graph, from) = without_recomputation(&graph).map_err(|error| bug(&error))?;
     let prepared = prepare(&graph, plan.request.batch, target);
     let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
         let message = "the batch of the plan does not divide over its mesh".to_string();

@@ -88,7 +88,7 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
         all.push(case(Rotary { inverse }, &[x.clone(), table.clone(), table.clone()], &[x.clone()]));
     }
     let (p, g, s) = (t(F32, &[40]), t(f, &[40]), t(F32, &[]));
-    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
     all.push(case(adamw.clone(), &operands, &[p.clone(), p.clone(), p]));
     // More tensors than one launch takes, of several sizes and of two widths of vectors.
@@ -354,7 +354,7 @@ pub fn heavy_cases() -> Vec<Case> {
     let (x, row, wide) = (t(f, &[4, 4096, 2048]), t(F32, &[4, 4096]), t(f, &[4, 4096, 8192]));
     let (d, w, logits) = (t(f, &[2048]), t(F32, &[2048]), t(f, &[4, 4096, 128_256]));
     let (ids, p, s) = (t(I64, &[4, 4096]), t(F32, &[2048, 8192]), t(F32, &[]));
-    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let q = t(f, &[4, 4096, 32, 64]);
     let table = t(F32, &[4096, 32]);
     let add = Binary { kind: BinaryKind::Add };

@@ -84,7 +84,7 @@ fn each(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], coun
 
 fn updates(ty: &TensorType, count: usize) -> Case {
     let (p, g, s) = (ty.clone(), ty.with_dtype(Bf16), t(F32, &[]));
-    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s];
     match count {
         1 => case(op, &operands, &[p.clone(), p.clone(), p]),

@@ -258,10 +258,10 @@ impl Rank {
         // Only the gradient is an operand; the rest are the results' old contents.
         let update = Instruction { operands: vec![instruction.operands[1]], ..instruction.clone() };
         self.with_views(&update, |operands, results| {
-            let [p, m, v] = results else { return Err("adamw has three results".to_string()) };
+            let [p, m, v, cast @ ..] = results else { return Err("adamw has three results or four".to_string()) };
             let [p, m, v] = [p, m, v].map(|x| bytemuck::cast_slice_mut::<_, f32>(x.bytes));
             kernels::adamw_in_place(op, scalars, &operands[0].f32s()?, p, m, v);
-            Ok(())
+            cast.iter_mut().try_for_each(|cast| cast.round_f32(p))
         })?
     }
 

@@ -3,7 +3,7 @@
 use super::kernels::{self, Context, View, ViewMut};
 use super::memory::Array;
 use crate::RuntimeError;
-use shardc_ir::ops::{OpDef, Part, Random};
+use shardc_ir::ops::{Cast, OpDef, Part, Random, State};
 use shardc_ir::{FactorKind, Graph, HostTensor, NodeId, Op, TensorType, ValueId};
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
@@ -68,6 +68,12 @@ fn leaf(op: &Op, ty: &TensorType, leaves: &BTreeMap<String, HostTensor>) -> Resu
         (Some(tensor), _) if tensor.ty == *ty => Ok(Array::copy_of(ty.clone(), &tensor.bytes)),
         (Some(tensor), _) => {
             Err(RuntimeError::WrongType { name: name.clone(), actual: tensor.ty.clone(), expected: ty.clone() })
+        }
+        (None, Op::State(State { cast_of: Some(parameter), .. })) => {
+            let missing = || RuntimeError::Missing { name: parameter.clone() };
+            let parameter = leaves.get(parameter).ok_or_else(missing)?;
+            let parameter = Array::copy_of(parameter.ty.clone(), &parameter.bytes);
+            Ok(compute(Context { threads: 1 }, &Cast {}.into(), &[&parameter], vec![ty.clone()])?.remove(0))
         }
         (None, Op::State(state)) => {
             let constant = shardc_ir::ops::Constant { value: state.init }.into();

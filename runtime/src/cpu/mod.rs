@@ -18,7 +18,9 @@ pub use target::CpuTarget;
 use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds};
 use collectives::{Exchange, Interrupt};
 use executor::Rank;
+use interpret::compute_op;
 use kernels::Context;
+use shardc_ir::ops::Cast;
 use shardc_ir::plan::Space;
 use shardc_ir::program::Slot;
 use shardc_ir::{Bytes, HostTensor, Program};
@@ -118,7 +120,13 @@ impl Runtime for CpuRuntime {
             let (actual, expected) = (part.ty.clone(), expected.clone());
             return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
         }
-        self.ranks[index].bytes_mut(buffer).copy_from_slice(&part.bytes);
+        let rank = &mut self.ranks[index];
+        rank.bytes_mut(buffer).copy_from_slice(&part.bytes);
+        let program = rank.program.clone();
+        for slot in program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name)) {
+            let cast = compute_op(&Cast {}.into(), std::slice::from_ref(part), &[program.buffers[slot.buffer].ty.clone()])?;
+            rank.bytes_mut(slot.buffer).copy_from_slice(&cast[0].bytes);
+        }
         Ok(())
     }
 

@@ -33,7 +33,7 @@ impl Builder {
         let ty = TensorType::new(DType::F32, shape);
         let slice = shape.iter().map(|size| (0, *size)).collect();
         let (is_parameter, init) = (init.is_none(), init.unwrap_or(0.0));
-        self.program.slots.push(Slot { name: name.to_string(), buffer, ty, slice, is_parameter, init });
+        self.program.slots.push(Slot { name: name.to_string(), buffer, ty, slice, is_parameter, init, cast_of: None });
         buffer
     }
 
@@ -83,7 +83,7 @@ fn training(rank: u64, ranks: u64) -> Program {
         ],
     );
     let reduce = Action::AllReduce { reduce: ReduceKind::Sum, group: 0 };
-    let update = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.0 };
+    let update = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.0, cast: None };
     b.section(
         "epilogue",
         1,
@@ -303,7 +303,7 @@ fn a_graph_is_interpreted() {
     };
     let x = leaf(Input { name: "x".to_string() }.into());
     let w = leaf(Parameter { name: "w".to_string(), frozen: false }.into());
-    let m = leaf(State { name: "w.m".to_string(), init: 2.0 }.into());
+    let m = leaf(State { name: "w.m".to_string(), init: 2.0, cast_of: None }.into());
     let mut binary = |kind, a, b| {
         let node = g.add(Binary { kind }, &[a, b], &[]).unwrap_or_else(|error| panic!("{error}"));
         g.result(node)

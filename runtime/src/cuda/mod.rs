@@ -289,6 +289,23 @@ impl CudaRuntime {
         slots.iter().find(|slot| slot.name == name).ok_or_else(unknown)
     }
 
+    /// How the slots that hold the casts of a parameter get their values, once it has its own.
+    fn casts_of(&self, rank: u64, name: &str) -> Result<Vec<Making>, RuntimeError> {
+        let (program, from) = (&self.worker(rank)?.program, self.slot(rank, name)?.buffer);
+        let casts = program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name));
+        let making = |slot: &Slot| {
+            Making::cast(program, from, slot.buffer).map_err(|message| failed(rank, format!("`{}`: {message}", slot.name)))
+        };
+        casts.map(making).collect()
+    }
+
+    fn make(&self, rank: u64, makings: Vec<Making>) -> Result<(), RuntimeError> {
+        match self.ask(rank, Request::Make(makings))? {
+            Answer::Done(done) => done.map_err(|message| failed(rank, message)),
+            _ => Err(failed(rank, "an answer to another question".to_string())),
+        }
+    }
+
     fn ask(&self, rank: u64, request: Request) -> Result<Answer, RuntimeError> {
         let worker = self.worker(rank)?;
         let gone = || failed(rank, "its thread ended".to_string());
@@ -521,9 +538,11 @@ impl Runtime for CudaRuntime {
             return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
         }
         match self.ask(rank, Request::Write(buffer, part.bytes.clone()))? {
-            Answer::Done(done) => done.map_err(|message| failed(rank, message)),
-            _ => Err(failed(rank, "an answer to another question".to_string())),
+            Answer::Done(done) => done.map_err(|message| failed(rank, message))?,
+            _ => return Err(failed(rank, "an answer to another question".to_string())),
         }
+        let casts = self.casts_of(rank, name)?;
+        if casts.is_empty() { Ok(()) } else { self.make(rank, casts) }
     }
 
     fn make_slots(
@@ -538,16 +557,14 @@ impl Runtime for CudaRuntime {
             let ty = &self.worker(rank)?.program.buffers[slot.buffer].ty;
             let chain = chain(init, &name, &slot.slice, seed).filter(|chain| chain.iter().all(|(_, made)| made == ty));
             match chain.and_then(|chain| Making::new(slot.buffer, chain)) {
-                Some(making) => made.entry(rank).or_default().push(making),
+                Some(making) => {
+                    let casts = self.casts_of(rank, &name)?;
+                    made.entry(rank).or_default().extend([making].into_iter().chain(casts));
+                }
                 None => left.push((rank, name)),
             }
         }
-        for (rank, makings) in made {
-            match self.ask(rank, Request::Make(makings))? {
-                Answer::Done(done) => done.map_err(|message| failed(rank, message))?,
-                _ => return Err(failed(rank, "an answer to another question".to_string())),
-            }
-        }
+        made.into_iter().try_for_each(|(rank, makings)| self.make(rank, makings))?;
         Ok(left)
     }
 

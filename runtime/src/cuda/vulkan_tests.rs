@@ -444,7 +444,7 @@ fn many_small_tensors_at_once() {
     check(&client, Each { count, op: Box::new(Cast {}.into()) }, &all, &all, 1);
     check(&client, Total {}, &vec![t(&[]); 150], &[t(&[])], 1);
     check(&client, Total {}, &vec![t(&[40, 30]); 70], &[t(&[40, 30])], 1);
-    let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let update = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let results: Vec<TensorType> = all.iter().flat_map(|ty| vec![ty.clone(); 3]).collect();
     let (mut operands, mut types) = (Vec::new(), Vec::new());
     for (index, ty) in all.iter().enumerate() {
@@ -486,7 +486,7 @@ fn what_is_not_finite_is_found() {
 #[test]
 fn updates_by_what_is_not_finite_change_nothing() {
     let Some(client) = client() else { return };
-    let op = Op::from(Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 });
+    let op = Op::from(Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None });
     let scalar = |value: f32| HostTensor::from_f32([], &[value]);
     let mut values: Vec<HostTensor> = (1..5).map(|seed| tensor(&t(&[36]), seed, 1)).collect();
     values[3] = HostTensor::from_f32([36], &[0.25; 36]);

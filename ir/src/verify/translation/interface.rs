@@ -86,11 +86,11 @@ fn check_input(plan: &Plan, leaves: &Leaves<'_>, rank: u64, input: &Feed) -> Res
 fn check_slot(plan: &Plan, leaves: &Leaves<'_>, rank: u64, slot: &Slot) -> Result<(), String> {
     let value = *leaves.stored.get(slot.name.as_str()).ok_or("the graph has no parameter or state of this name")?;
     expect_type(plan, value, &slot.ty)?;
-    let (is_parameter, init) = match &plan.graph.def(value).op {
-        Op::State(state) => (false, state.init),
-        _ => (true, 0.0),
+    let (is_parameter, init, cast_of) = match &plan.graph.def(value).op {
+        Op::State(state) => (false, state.init, &state.cast_of),
+        _ => (true, 0.0, &None),
     };
-    if slot.is_parameter != is_parameter || (!is_parameter && slot.init != init) {
+    if slot.is_parameter != is_parameter || slot.cast_of != *cast_of || (!is_parameter && slot.init != init) {
         return Err(format!("is not the {} of the graph", if is_parameter { "parameter" } else { "state" }));
     }
     match parts(plan, value, rank, 1).pop() {

@@ -28,5 +28,7 @@ pub(super) fn adamw(op: &Adamw, operands: &[View<'_>], results: &mut [ViewMut<'_
     let gradient = operands[1].f32s()?;
     let [mut p, mut m, mut v] = [operands[0].f32s()?, operands[2].f32s()?, operands[3].f32s()?].map(|x| x.into_owned());
     update(op, scalars, &gradient, &mut p, &mut m, &mut v);
-    results.iter_mut().zip([p, m, v]).try_for_each(|(result, values)| result.round_f32(&values))
+    // A fourth result is the new parameter in another element type.
+    let all = [&p, &m, &v, &p];
+    results.iter_mut().zip(all).try_for_each(|(result, values)| result.round_f32(values))
 }

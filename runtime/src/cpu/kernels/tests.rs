@@ -251,7 +251,7 @@ fn a_product_adds_a_summand_and_a_bias() {
 fn adamw_is_the_published_update() {
     let tensor = |x: f32| HostTensor::from_f32([1], &[x]);
     let scalar = |x: f32| HostTensor::from_f32([], &[x]);
-    let op = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+    let op = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, cast: None };
     let operands = [tensor(2.0), tensor(3.0), tensor(0.5), tensor(0.25), scalar(0.5), scalar(0.01), scalar(2.0)];
     let made = run(op, &operands, &[]);
     let (m, v) = (0.9 * 0.5 + 0.1 * 1.5, 0.99 * 0.25 + 0.01 * 2.25f64);
@@ -264,7 +264,7 @@ fn adamw_is_the_published_update() {
 #[test]
 fn updates_by_what_is_not_finite_change_nothing() {
     let [p, g, m, v] = [1, 2, 3, 4].map(|stream| random(stream, &[5]));
-    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let scalar = |value| HostTensor::from_f32([], &[value]);
     for scale in [f32::NAN, f32::INFINITY] {
         let operands = [p.clone(), g.clone(), m.clone(), v.clone(), scalar(scale), scalar(0.1), scalar(2.0)];

@@ -7,7 +7,8 @@ use super::{Command, Rank, Ready};
 use crate::cuda::device::Failure;
 use crate::cuda::select::{Selection, kernels, select};
 use shardc_ir::program::{Action, Instruction, Stream};
-use shardc_ir::{BufferId, Op, TensorType};
+use shardc_ir::ops::Cast;
+use shardc_ir::{BufferId, Op, Program, TensorType};
 use std::sync::atomic::AtomicBool;
 
 /// How one slot gets its value.
@@ -27,6 +28,14 @@ impl Making {
         };
         let steps = chain.into_iter().enumerate().map(|(index, made)| step(made, index == 0));
         Some(Self { steps: steps.collect::<Option<_>>()? })
+    }
+
+    /// The cast of what one buffer of a program holds in another.
+    pub fn cast(program: &Program, from: BufferId, to: BufferId) -> Result<Self, String> {
+        let (op, ty) = (Op::from(Cast {}), |id: BufferId| std::slice::from_ref(&program.buffers[id].ty));
+        let selection = select(&op, ty(from), ty(to)).map_err(|error| error.to_string())?;
+        let instruction = Instruction::new(Action::Compute(op), vec![from], vec![to], Stream::Compute);
+        Ok(Self { steps: vec![(instruction, selection)] })
     }
 }
 

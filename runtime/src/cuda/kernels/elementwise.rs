@@ -378,7 +378,8 @@ pub fn not_finite(x: &Array<Pack<0>>, found: &mut Array<u32>, n: u32) {
 
 /// One AdamW update; see [`shardc_ir::ops::Adamw`]. Outputs may be the inputs' own memory: a thread
 /// reads all it needs before it writes. `log_beta` is the logarithm of the decay and `rest` is
-/// `1 - beta`, both rounded from f64, so that neither loses digits.
+/// `1 - beta`, both rounded from f64, so that neither loses digits. `cast` is the new parameter in another type, written
+/// if `casts` says so.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn adamw(
@@ -392,6 +393,7 @@ pub fn adamw(
     new_parameter: &mut Array<Pack<0>>,
     new_m: &mut Array<Pack<2>>,
     new_v: &mut Array<Pack<2>>,
+    cast: &mut Array<Pack<3>>,
     n: u32,
     log_beta1: f32,
     log_beta2: f32,
@@ -399,6 +401,7 @@ pub fn adamw(
     rest2: f32,
     eps: f32,
     weight_decay: f32,
+    #[comptime] casts: bool,
 ) {
     let at = ABSOLUTE_POS;
     if at < n as usize {
@@ -411,6 +414,8 @@ pub fn adamw(
             new_parameter,
             new_m,
             new_v,
+            cast,
+            at,
             at,
             at,
             at,
@@ -427,6 +432,7 @@ pub fn adamw(
             rest2,
             eps,
             weight_decay,
+            casts,
         );
     }
 }
@@ -442,6 +448,7 @@ pub fn adamw_vector(
     new_parameter: &mut Array<Pack<0>>,
     new_m: &mut Array<Pack<2>>,
     new_v: &mut Array<Pack<2>>,
+    cast: &mut Array<Pack<3>>,
     at_p: usize,
     at_g: usize,
     at_m: usize,
@@ -449,6 +456,7 @@ pub fn adamw_vector(
     to_p: usize,
     to_m: usize,
     to_v: usize,
+    to_cast: usize,
     scale: f32,
     rate: f32,
     step: f32,
@@ -458,6 +466,7 @@ pub fn adamw_vector(
     rest2: f32,
     eps: f32,
     weight_decay: f32,
+    #[comptime] casts: bool,
 ) {
     let old_p = parameter[at_p];
     let old_g = gradient[at_g];
@@ -484,6 +493,14 @@ pub fn adamw_vector(
     new_parameter[to_p] = out_p;
     new_m[to_m] = out_m;
     new_v[to_v] = out_v;
+    if comptime!(casts) {
+        let mut out = Pack::<3>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            out[lane] = Elem::<3>::cast_from(out_p[lane]);
+        }
+        cast[to_cast] = out;
+    }
 }
 
 /// Rotates pairs by the position's angle; `n` counts vectors of half rows. `x` is `[b, s, h, 2 half]`

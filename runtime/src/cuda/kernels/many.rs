@@ -18,7 +18,7 @@ fn of_row(table: &Sequence<u32>, block: u32, #[comptime] column: usize, #[compti
 }
 
 /// One AdamW update of every row: the columns are the operands `parameter`, `gradient`, `m` and `v`, the
-/// results, and the other operands; the rows' number is their vectors, of which a block takes `chunk`.
+/// results with the cast, and the other operands; the rows' number is their vectors, of which a block takes `chunk`.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn adamw_many(
@@ -29,6 +29,7 @@ pub fn adamw_many(
     new_parameter: &mut Array<Pack<0>>,
     new_m: &mut Array<Pack<2>>,
     new_v: &mut Array<Pack<2>>,
+    cast: &mut Array<Pack<3>>,
     gradient_scale: &Array<f32>,
     learning_rate: &Array<f32>,
     step: &Array<f32>,
@@ -39,13 +40,14 @@ pub fn adamw_many(
     rest2: f32,
     eps: f32,
     weight_decay: f32,
+    #[comptime] casts: bool,
     #[comptime] slots: usize,
     #[comptime] chunk: u32,
     #[comptime] threads: u32,
 ) {
     let block = CUBE_POS as u32;
     let first = (block - of_row(table, block, 0usize, slots)) * chunk;
-    let last = min(first + chunk, of_row(table, block, 11usize, slots)) as usize;
+    let last = min(first + chunk, of_row(table, block, 12usize, slots)) as usize;
     let at_p = of_row(table, block, 1usize, slots) as usize;
     let at_g = of_row(table, block, 2usize, slots) as usize;
     let at_m = of_row(table, block, 3usize, slots) as usize;
@@ -53,9 +55,10 @@ pub fn adamw_many(
     let to_p = of_row(table, block, 5usize, slots) as usize;
     let to_m = of_row(table, block, 6usize, slots) as usize;
     let to_v = of_row(table, block, 7usize, slots) as usize;
-    let scale = gradient_scale[of_row(table, block, 8usize, slots) as usize];
-    let rate = learning_rate[of_row(table, block, 9usize, slots) as usize];
-    let number = step[of_row(table, block, 10usize, slots) as usize];
+    let to_cast = of_row(table, block, 8usize, slots) as usize;
+    let scale = gradient_scale[of_row(table, block, 9usize, slots) as usize];
+    let rate = learning_rate[of_row(table, block, 10usize, slots) as usize];
+    let number = step[of_row(table, block, 11usize, slots) as usize];
     let at = RuntimeCell::<usize>::new((first + UNIT_POS as u32) as usize);
     while at.read() < last {
         let now = at.read();
@@ -67,6 +70,7 @@ pub fn adamw_many(
             new_parameter,
             new_m,
             new_v,
+            cast,
             at_p + now,
             at_g + now,
             at_m + now,
@@ -74,6 +78,7 @@ pub fn adamw_many(
             to_p + now,
             to_m + now,
             to_v + now,
+            to_cast + now,
             scale,
             rate,
             number,
@@ -83,6 +88,7 @@ pub fn adamw_many(
             rest2,
             eps,
             weight_decay,
+            casts,
         );
         at.store(now + comptime!(threads as usize));
     }

@@ -294,21 +294,25 @@ impl Select<'_> {
     }
 
     pub(super) fn adamw(&mut self, op: &Adamw) -> Result<(), String> {
-        let types = [self.operands[0].dtype, self.operands[1].dtype, self.operands[2].dtype];
+        // Without a cast, the new parameter stands for it.
+        let (casts, cast) = (op.cast.is_some(), self.result(if op.cast.is_some() { 3 } else { 0 }));
+        let types = [self.operands[0].dtype, self.operands[1].dtype, self.operands[2].dtype, cast.1];
         if self.operands[2].dtype != self.operands[3].dtype {
             return Err("moments of two element types".to_string());
         }
         let each = (0..4).map(|index| self.operand(index)).chain((0..3).map(|index| self.result(index)));
-        let arguments = Arguments::of(each.collect::<Vec<_>>()).reals(adamw_reals(op));
+        let arguments = Arguments::of(each.chain([cast]).collect::<Vec<_>>()).reals(adamw_reals(op));
         let arguments = (4..7).fold(arguments, |arguments, index| arguments.scalar(index, OP(index)));
-        self.map("adamw", &types, self.results[0].elements(), &(), arguments, |d| {
+        self.map("adamw", &types, self.results[0].elements(), &casts, arguments, move |d| {
             let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
             let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
             let (np, nm, nv) = (d.output::<Pack<0>>(), d.output::<Pack<2>>(), d.output::<Pack<2>>());
-            let n = d.number();
+            let (nc, n) = (d.output::<Pack<3>>(), d.number());
             let (l1, l2, r1, r2, eps, decay) = (d.real(), d.real(), d.real(), d.real(), d.real(), d.real());
             let scope = d.scope();
-            kernels::adamw::expand(scope, p, g, m, v, scale, rate, step, np, nm, nv, n, l1, l2, r1, r2, eps, decay);
+            kernels::adamw::expand(
+                scope, p, g, m, v, scale, rate, step, np, nm, nv, nc, n, l1, l2, r1, r2, eps, decay, casts,
+            );
         });
         Ok(())
     }

@@ -43,7 +43,7 @@ impl Select<'_> {
             let ty = |at: usize| -> &TensorType { &self.operands[operand + at] };
             let types: Vec<DType> = match &*each.op {
                 Op::Adamw(_) if ty(2).dtype != ty(3).dtype => return Err("moments of two element types".to_string()),
-                Op::Adamw(_) => (0..3).map(|at| ty(at).dtype).collect(),
+                Op::Adamw(op) => (0..3).map(|at| ty(at).dtype).chain([op.cast.unwrap_or(ty(0).dtype)]).collect(),
                 Op::Cast(_) => vec![ty(0).dtype, self.results[result].dtype],
                 _ => vec![ty(0).dtype],
             };
@@ -71,23 +71,25 @@ impl Select<'_> {
     }
 
     fn adamw_many(&mut self, op: &Adamw, types: &[DType], width: usize, items: &[Item]) {
-        let columns = 10;
-        let kernel = Kernel::new("adamw_many", types, width, THREADS, &(), move |d| {
+        let (columns, casts) = (11, op.cast.is_some());
+        let kernel = Kernel::new("adamw_many", types, width, THREADS, &casts, move |d| {
             let (p, g, m, v) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.input::<Pack<2>>(), d.input::<Pack<2>>());
             let (np, nm, nv) = (d.output::<Pack<0>>(), d.output::<Pack<2>>(), d.output::<Pack<2>>());
+            let nc = d.output::<Pack<3>>();
             let (scale, rate, step) = (d.input::<f32>(), d.input::<f32>(), d.input::<f32>());
             let table = d.numbers(SLOTS * (1 + columns + 1));
             let (l1, l2, r1, r2, eps, decay) = (d.real(), d.real(), d.real(), d.real(), d.real(), d.real());
             let (_, _) = (d.number(), d.number());
             let scope = d.scope();
             kernels::adamw_many::expand(
-                scope, p, g, m, v, np, nm, nv, scale, rate, step, table, l1, l2, r1, r2, eps, decay, SLOTS, CHUNK,
-                THREADS,
+                scope, p, g, m, v, np, nm, nv, nc, scale, rate, step, table, l1, l2, r1, r2, eps, decay, casts, SLOTS,
+                CHUNK, THREADS,
             );
         });
         let row = |item: &Item| {
             let operand = |at: usize| OP(item.operand + at);
-            let results = (0..3).map(|at| RES(item.result + at));
+            // Without a cast, the new parameter stands for it.
+            let results = [0, 1, 2, if casts { 3 } else { 0 }].map(|at| RES(item.result + at));
             Row {
                 tensors: (0..4).map(operand).chain(results).chain((4..7).map(operand)).collect(),
                 numbers: vec![item.vectors],
@@ -95,7 +97,7 @@ impl Select<'_> {
             }
         };
         let bytes = |index: usize| types[index].size() * width as u64;
-        let units = [0, 1, 2, 2, 0, 2, 2].map(bytes).into_iter().chain([4; 3]).collect();
+        let units = [0, 1, 2, 2, 0, 2, 2, 3].map(bytes).into_iter().chain([4; 3]).collect();
         let reals = super::elementwise::adamw_reals(op);
         self.table(Table {
             kernel: Arc::new(kernel),

@@ -1,0 +1,168 @@
+//! Casts of parameters that are kept from step to step.
+//!
+//! A step in 16 bits begins with a cast of every parameter: 4 bytes read and 2 written per element, of what the step
+//! before had in registers when it updated the parameter. Here that update makes the cast as well, and the cast is
+//! stored beside the parameter: 2 bytes per element written, for 2 bytes of memory that live longer than the step.
+//!
+//! Invariants: nodes stay what and where they are, but for casts, which become leaves, and updates, which get one more
+//! result; a kept cast lies as its parameter does, so that a rank makes it from its own part.
+
+use crate::error::PassError;
+use crate::fold::leaf_name;
+use shardc_ir::ops::{Adamw, Cast, State};
+use shardc_ir::plan::Space;
+use shardc_ir::{Bytes, DType, Graph, NodeId, Op, OutputKind, Plan, SecondaryMap, TensorType, ValueId};
+use std::collections::{BTreeSet, HashMap};
+
+const PASS: &str = "keep_casts";
+
+/// A cast that can be kept.
+struct Kept {
+    parameter: ValueId,
+    cast: NodeId,
+    update: NodeId,
+    name: String,
+    ty: TensorType,
+}
+
+/// The casts of a plan that can be kept: each the only one of its parameter, which lies as the cast does and is updated.
+fn candidates(plan: &Plan) -> Vec<Kept> {
+    let graph = &plan.graph;
+    let mut casts: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
+    let mut updates: HashMap<ValueId, NodeId> = HashMap::new();
+    for (id, node) in graph.nodes() {
+        match &node.op {
+            Op::Cast(_) => casts.entry(node.operands[0]).or_default().push(id),
+            Op::Adamw(Adamw { cast: None, .. }) => drop(updates.insert(node.operands[0], id)),
+            _ => {}
+        }
+    }
+    let names: BTreeSet<&str> = graph.leaves().map(|(_, node)| leaf_name(&node.op)).collect();
+    let is_updated_by = |parameter, update: &NodeId| {
+        let made = OutputKind::Update(parameter);
+        graph.outputs.iter().any(|output| output.kind == made && output.value == graph.node(*update).results[0])
+    };
+    let mut kept = Vec::new();
+    for (parameter, node) in graph.leaves().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
+        let (Some([cast]), Some(update)) = (casts.get(&parameter).map(Vec::as_slice), updates.get(&parameter)) else {
+            continue;
+        };
+        let (value, def) = (graph.result(*cast), graph.value(parameter).def);
+        let ty = graph.ty(value).clone();
+        let name = format!("{}.{}", leaf_name(&node.op), ty.dtype.name());
+        let lies_alike = plan.sharding(value) == plan.sharding(parameter)
+            && plan.pipeline.chunks[*cast] == plan.pipeline.chunks[def]
+            && [value, parameter].iter().all(|value| plan.spaces[*value] == Space::Device);
+        if lies_alike
+            && ty.dtype.is_float()
+            && ty.dtype.size() < graph.ty(parameter).dtype.size()
+            && !names.contains(name.as_str())
+            && is_updated_by(parameter, update)
+        {
+            kept.push(Kept { parameter, cast: *cast, update: *update, name, ty });
+        }
+    }
+    kept
+}
+
+/// The bytes of parameters that one rank reads in a step to make the casts that can be kept.
+pub fn bytes_read(plan: &Plan) -> Bytes {
+    let local = |kept: Kept| {
+        let (ty, sharding) = (plan.graph.ty(kept.parameter), plan.sharding(kept.parameter));
+        ty.with_shape(sharding.local_shape(&ty.shape, &plan.mesh)).bytes()
+    };
+    candidates(plan).into_iter().map(local).sum()
+}
+
+/// The plan with its casts kept; none if there is nothing to keep.
+///
+/// # Errors
+/// None but a bug: a graph that cannot be built again.
+pub fn keep_casts(plan: &Plan) -> Result<Option<Plan>, PassError> {
+    let kept = candidates(plan);
+    let of_cast: HashMap<NodeId, &Kept> = kept.iter().map(|kept| (kept.cast, kept)).collect();
+    let of_update: HashMap<NodeId, DType> = kept.iter().map(|kept| (kept.update, kept.ty.dtype)).collect();
+    let from = &plan.graph;
+    let graph = from.rebuild(|graph, id, map| {
+        let node = from.node(id);
+        let (op, operands): (Op, &[ValueId]) = match (of_cast.get(&id), of_update.get(&id), &node.op) {
+            (Some(kept), ..) => {
+                let parameter = leaf_name(&from.def(kept.parameter).op).to_string();
+                (State { name: kept.name.clone(), init: 0.0, cast_of: Some(parameter) }.into(), &[])
+            }
+            (_, Some(dtype), Op::Adamw(update)) => {
+                (Adamw { cast: Some(*dtype), ..update.clone() }.into(), &node.operands)
+            }
+            _ => return Ok(false),
+        };
+        replace(graph, (from, id), op, operands, map)
+    });
+    let mut graph = graph.map_err(PassError::ill_formed(PASS))?;
+    // Nodes are told by their numbers from here on, and those that nothing needs would have been left out.
+    if kept.is_empty() || graph.node_count() != from.node_count() {
+        return Ok(None);
+    }
+    let moved = |value: ValueId| graph.node(from.value(value).def).results[from.value(value).index];
+    let mut made = Plan { transient: SecondaryMap::new(), spaces: SecondaryMap::new(), ..plan.clone() };
+    for (value, _) in from.values() {
+        made.transient[moved(value)] = plan.transient[value];
+        made.spaces[moved(value)] = plan.spaces[value];
+    }
+    for Kept { parameter, cast, update, name, .. } in &kept {
+        made.strategies[*cast] = plan.strategies[from.value(*parameter).def].clone();
+        let (leaf, new) = (graph.result(*cast), graph.node(*update).results[3]);
+        graph.output(name.clone(), new, OutputKind::Update(leaf));
+    }
+    made.graph = graph;
+    Ok(Some(made))
+}
+
+/// The graph with every kept cast made anew in every step, as before [`keep_casts`]. Nodes keep their numbers.
+///
+/// # Errors
+/// As [`keep_casts`].
+pub fn cast_again(graph: &Graph) -> Result<Graph, PassError> {
+    let cast_of = |value: ValueId| match &graph.def(value).op {
+        Op::State(state) => state.cast_of.as_deref(),
+        _ => None,
+    };
+    let mut from = graph.clone();
+    from.outputs.retain(|output| !matches!(output.kind, OutputKind::Update(leaf) if cast_of(leaf).is_some()));
+    let parameters: HashMap<&str, ValueId> = graph
+        .leaves()
+        .filter(|(_, node)| matches!(node.op, Op::Parameter(_)))
+        .map(|(value, node)| (leaf_name(&node.op), value))
+        .collect();
+    let made = from.rebuild(|to, id, map| {
+        let node = from.node(id);
+        match &node.op {
+            Op::Adamw(update) if update.cast.is_some() => {
+                let op = Adamw { cast: None, ..update.clone() };
+                replace(to, (&from, id), op.into(), &node.operands, map)
+            }
+            Op::State(_) => match cast_of(node.results[0]).and_then(|name| parameters.get(name)) {
+                Some(parameter) => replace(to, (&from, id), Cast {}.into(), &[*parameter], map),
+                None => Ok(false),
+            },
+            _ => Ok(false),
+        }
+    });
+    made.map_err(PassError::ill_formed(PASS))
+}
+
+/// Adds another operation in the place of a node of a graph that is built again, with the types of its results that
+/// both have.
+fn replace(
+    graph: &mut Graph,
+    (from, id): (&Graph, NodeId),
+    op: Op,
+    operands: &[ValueId],
+    map: &mut HashMap<ValueId, ValueId>,
+) -> Result<bool, shardc_ir::ops::OpError> {
+    let node = from.node(id);
+    let operands: Vec<ValueId> = operands.iter().map(|value| map[value]).collect();
+    let declared = if matches!(op, Op::Adamw(_)) { Vec::new() } else { from.result_types(id) };
+    let added = graph.add_as(op, &operands, &declared, node.path.clone(), node.role)?;
+    map.extend(node.results.iter().copied().zip(graph.node(added).results.clone()));
+    Ok(true)
+}

@@ -1,0 +1,51 @@
+//! Whether the casts of parameters are kept from step to step ([`keep_casts`](crate::keep_casts)).
+//!
+//! A kept cast saves reading the parameter once a step and costs memory between steps. It moves the optimum of nothing
+//! else, so only the plan that was found is lowered with its casts kept, where that may gain enough; the estimate and the
+//! bound that a search reports are those of plans that cast in every step.
+
+use super::{Confirm, PlanError, Space};
+use crate::keep_casts::{bytes_read, keep_casts};
+use shardc_ir::Plan;
+
+/// What a plan's choice says of kept casts, and a pin.
+const CHOICE: &str = "keep_casts";
+
+/// The share of the step that is worth keeping casts for.
+const GAIN: f64 = 0.001;
+
+/// A plan, or the same with its casts kept: where that is pinned, or where its programs are faster and fit.
+///
+/// # Errors
+/// A pin that the plan cannot meet.
+pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Result<Plan, PlanError> {
+    let is_pinned = match space.pins.keep_casts {
+        Some(false) => return Ok(plan),
+        pin => pin.is_some(),
+    };
+    let seconds = || bytes_read(&plan).0 as f64 / space.cluster.device.memory_bandwidth.value;
+    if !is_pinned && (confirm.is_none() || seconds() < GAIN * plan.prediction.step.0) {
+        return Ok(plan);
+    }
+    let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
+    let Some(mut made) = keep_casts(&plan).map_err(|error| PlanError::Bug(error.to_string()))? else {
+        return match is_pinned {
+            true => refuse("no trained parameter is cast and lies on the device as its cast does; leave it out".to_string()),
+            false => Ok(plan),
+        };
+    };
+    if let Some(confirm) = confirm {
+        made.prediction = confirm(&made).map_err(PlanError::Bug)?;
+    }
+    let (memory, bound) = (made.prediction.memory.total(), space.request.device_memory);
+    if is_pinned && memory > bound {
+        return refuse(format!("the plan found then needs {memory} of {bound}; leave it out"));
+    }
+    if !is_pinned && (memory > bound || made.prediction.step.0 > (1.0 - GAIN) * plan.prediction.step.0) {
+        return Ok(plan);
+    }
+    made.choice += &format!(",{CHOICE}=1");
+    made.search.lowered += u64::from(confirm.is_some());
+    made.search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
+    Ok(made)
+}
