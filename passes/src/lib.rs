@@ -17,6 +17,8 @@ mod differentiate_tests;
 pub mod error;
 pub mod fold;
 pub mod keep_casts;
+#[cfg(test)]
+mod keep_casts_tests;
 pub mod lower;
 #[cfg(test)]
 mod lower_tests;

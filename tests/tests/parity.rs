@@ -201,6 +201,34 @@ fn sums_in_bf16() {
     check_sums_in_bf16("cpu:4", "pp=2,dp=2,schedule=1f1b,zero=1,microbatch=1");
 }
 
+/// Where casts are kept from step to step training is what it is where every step makes them, bit by bit.
+#[track_caller]
+fn check_kept_casts(cluster: &str, pins: &str, precision: Precision) {
+    let dir = fixture("llama");
+    let model = NamedModel::find(dir.to_str().unwrap()).unwrap();
+    let data = open_batches(&dir.join("batches.safetensors")).unwrap();
+    let (batch, seq) = data.shape().unwrap();
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let trained = |kept: u8| {
+        let options = Options { precision, ..options(&format!("{pins},keep_casts={kept}")) };
+        let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options).unwrap();
+        let slots = &compiled.programs().unwrap()[0].slots;
+        assert_eq!(slots.iter().any(|slot| slot.cast_of.is_some()), kept == 1, "{pins}");
+        let steps = train(&model, &compiled, &data, 5);
+        steps.iter().map(|step| (step.loss.to_bits(), step.grad_norm.to_bits())).collect::<Vec<_>>()
+    };
+    assert_eq!(trained(1), trained(0), "{pins}");
+}
+
+#[test]
+fn kept_casts() {
+    check_kept_casts("cpu:1", "microbatch=2", Precision::Bf16);
+    check_kept_casts("cpu:2", "dp=2,zero=1", Precision::Fp16);
+    check_kept_casts("cpu:4", "dp=4,zero=3,recompute=full", Precision::Bf16);
+    check_kept_casts("cpu:4", "dp=2,tp=2,zero=2,microbatch=1", Precision::Bf16);
+    check_kept_casts("cpu:2", "pp=2,schedule=1f1b,microbatch=1", Precision::Bf16);
+}
+
 #[test]
 fn free_choice() {
     check_both("cpu:4", "");

@@ -34,7 +34,9 @@ pub fn is_text(text: &str) -> bool {
 
 /// The SHA-256 of the graph alone, without layouts, and of what the choice says about it.
 fn digest(plan: &Plan) -> String {
-    let of_graph = |part: &&str| ["recompute", "loss_chunks", "overlap_chunks", "keep_casts"].iter().any(|word| part.contains(word));
+    let of_graph = |part: &&str| {
+        ["recompute", "loss_chunks", "overlap_chunks", "keep_casts"].iter().any(|word| part.contains(word))
+    };
     let choices: Vec<&str> = plan.choice.split(',').filter(of_graph).collect();
     let text = format!("{}{}", plan.graph, choices.join(","));
     Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()

@@ -24,7 +24,7 @@ pub struct GraphFacts {
     pub inputs: BTreeMap<String, ValueId>,
     /// The parameters by name.
     pub parameters: BTreeMap<String, ValueId>,
-    /// The optimizer's states by name.
+    /// The optimizer's states and the casts of parameters by name.
     pub states: BTreeMap<String, ValueId>,
     /// Per updated leaf, what replaces it.
     pub updates: BTreeMap<ValueId, ValueId>,
@@ -191,7 +191,10 @@ fn check_casts(graph: &Graph, facts: &GraphFacts, found: &mut Diagnostics) {
             _ => false,
         };
         if !is_made {
-            found.push(cast, format!("is the cast of \"{name}\", and after the step it is not that of what replaces it"));
+            found.push(
+                cast,
+                format!("is the cast of \"{name}\", and after the step it is not that of what replaces it"),
+            );
         }
     }
 }

@@ -30,7 +30,9 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
     let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
     let Some(mut made) = keep_casts(&plan).map_err(|error| PlanError::Bug(error.to_string()))? else {
         return match is_pinned {
-            true => refuse("no trained parameter is cast and lies on the device as its cast does; leave it out".to_string()),
+            true => {
+                refuse("no trained parameter is cast and lies on the device as its cast does; leave it out".to_string())
+            }
             false => Ok(plan),
         };
     };

@@ -90,7 +90,9 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     let (p, g, s) = (t(F32, &[40]), t(f, &[40]), t(F32, &[]));
     let adamw = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
     let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s.clone()];
-    all.push(case(adamw.clone(), &operands, &[p.clone(), p.clone(), p]));
+    all.push(case(adamw.clone(), &operands, &vec![p.clone(); 3]));
+    let casting = Adamw { cast: Some(Bf16), ..adamw.clone() };
+    all.push(case(casting.clone(), &operands, &[p.clone(), p.clone(), p.clone(), p.with_dtype(Bf16)]));
     // More tensors than one launch takes, of several sizes and of two widths of vectors.
     let sizes: Vec<u64> = (0..37).map(|index| [40, 7, 30_000, 1, 8192][index % 5]).collect();
     let count = sizes.len();
@@ -106,6 +108,8 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     let operands: Vec<TensorType> = sizes.iter().flat_map(of).collect();
     let results: Vec<TensorType> = sizes.iter().flat_map(|size| vec![t(F32, &[*size]); 3]).collect();
     all.push(case(Each { count, op: Box::new(adamw.into()) }, &operands, &results));
+    let results: Vec<TensorType> = results.chunks(3).flat_map(|of| [of, &[of[0].with_dtype(Bf16)]].concat()).collect();
+    all.push(case(Each { count, op: Box::new(casting.into()) }, &operands, &results));
 }
 
 /// Products that make an activation or its derivative; the last of them in a form for which the library is not

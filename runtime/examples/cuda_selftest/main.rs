@@ -143,7 +143,15 @@ fn add_buffer(program: &mut Program, ty: &TensorType) -> BufferId {
 fn add_slot(program: &mut Program, name: &str, ty: &TensorType) -> BufferId {
     let buffer = add_buffer(program, ty);
     let slice = ty.shape.iter().map(|size| (0, *size)).collect();
-    program.slots.push(Slot { name: name.to_string(), buffer, ty: ty.clone(), slice, is_parameter: true, init: 0.0, cast_of: None });
+    program.slots.push(Slot {
+        name: name.to_string(),
+        buffer,
+        ty: ty.clone(),
+        slice,
+        is_parameter: true,
+        init: 0.0,
+        cast_of: None,
+    });
     buffer
 }
 

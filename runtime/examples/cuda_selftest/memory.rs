@@ -3,7 +3,7 @@
 use super::cases::{case, regions, row_sums, t};
 use super::{Case, alone, message, program, tensor};
 use shardc_ir::ops::*;
-use shardc_ir::{HostTensor, Op, TensorType};
+use shardc_ir::{DType, HostTensor, Op, TensorType};
 use shardc_runtime::{CudaRuntime, Runtime};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -54,9 +54,9 @@ pub fn memory_cases() -> Vec<Case> {
     for ty in &small {
         all.push(each(SumSquares {}, &[ty.clone()], &[s.clone()], 24));
         all.push(each(Cast {}, &[ty.clone()], &[ty.with_dtype(f)], 24));
-        all.push(updates(ty, 24));
+        all.extend([None, Some(f)].map(|cast| updates(ty, 24, cast)));
     }
-    all.push(updates(&t(F32, &[1600, 6400]), 1));
+    all.extend([None, Some(f)].map(|cast| updates(&t(F32, &[1600, 6400]), 1, cast)));
     all.push(each(Cast {}, &[t(F32, &[1600, 6400])], &[t(f, &[1600, 6400])], 6));
     for (shape, rows) in [([8, 1024, 1600], 50257), ([32, 1024, 768], 50257), ([12, 4096, 2048], 128_256)] {
         let ids = t(I64, &shape[..2]);
@@ -82,13 +82,15 @@ fn each(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType], coun
     case(op, &vec![operands; count].concat(), &vec![results; count].concat())
 }
 
-fn updates(ty: &TensorType, count: usize) -> Case {
+fn updates(ty: &TensorType, count: usize, cast: Option<DType>) -> Case {
     let (p, g, s) = (ty.clone(), ty.with_dtype(Bf16), t(F32, &[]));
-    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
+    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast };
     let operands = [p.clone(), g, p.clone(), p.clone(), s.clone(), s.clone(), s];
+    let cast = cast.map(|dtype| p.with_dtype(dtype));
+    let results: Vec<TensorType> = vec![p; 3].into_iter().chain(cast).collect();
     match count {
-        1 => case(op, &operands, &[p.clone(), p.clone(), p]),
-        _ => each(op, &operands, &[p.clone(), p.clone(), p], count),
+        1 => case(op, &operands, &results),
+        _ => each(op, &operands, &results, count),
     }
 }
 

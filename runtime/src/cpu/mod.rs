@@ -124,7 +124,8 @@ impl Runtime for CpuRuntime {
         rank.bytes_mut(buffer).copy_from_slice(&part.bytes);
         let program = rank.program.clone();
         for slot in program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name)) {
-            let cast = compute_op(&Cast {}.into(), std::slice::from_ref(part), &[program.buffers[slot.buffer].ty.clone()])?;
+            let cast =
+                compute_op(&Cast {}.into(), std::slice::from_ref(part), &[program.buffers[slot.buffer].ty.clone()])?;
             rank.bytes_mut(slot.buffer).copy_from_slice(&cast[0].bytes);
         }
         Ok(())

@@ -294,7 +294,8 @@ impl CudaRuntime {
         let (program, from) = (&self.worker(rank)?.program, self.slot(rank, name)?.buffer);
         let casts = program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name));
         let making = |slot: &Slot| {
-            Making::cast(program, from, slot.buffer).map_err(|message| failed(rank, format!("`{}`: {message}", slot.name)))
+            Making::cast(program, from, slot.buffer)
+                .map_err(|message| failed(rank, format!("`{}`: {message}", slot.name)))
         };
         casts.map(making).collect()
     }

@@ -251,7 +251,7 @@ fn a_product_adds_a_summand_and_a_bias() {
 fn adamw_is_the_published_update() {
     let tensor = |x: f32| HostTensor::from_f32([1], &[x]);
     let scalar = |x: f32| HostTensor::from_f32([], &[x]);
-    let op = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, cast: None };
+    let op = Adamw { beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, cast: Some(DType::Bf16) };
     let operands = [tensor(2.0), tensor(3.0), tensor(0.5), tensor(0.25), scalar(0.5), scalar(0.01), scalar(2.0)];
     let made = run(op, &operands, &[]);
     let (m, v) = (0.9 * 0.5 + 0.1 * 1.5, 0.99 * 0.25 + 0.01 * 2.25f64);
@@ -259,16 +259,18 @@ fn adamw_is_the_published_update() {
     close(&floats(&made[0]), &[2.0 * (1.0 - 0.001) - 0.01 * m_hat / (v_hat.sqrt() + 1e-8)], 1e-6);
     close(&floats(&made[1]), &[m], 1e-6);
     close(&floats(&made[2]), &[v], 1e-6);
+    let rounded = bf16::from_f32(floats(&made[0])[0]);
+    assert_eq!(made[3].bytes, rounded.to_le_bytes());
 }
 
 #[test]
 fn updates_by_what_is_not_finite_change_nothing() {
     let [p, g, m, v] = [1, 2, 3, 4].map(|stream| random(stream, &[5]));
-    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: None };
+    let op = Adamw { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, cast: Some(DType::F32) };
     let scalar = |value| HostTensor::from_f32([], &[value]);
     for scale in [f32::NAN, f32::INFINITY] {
         let operands = [p.clone(), g.clone(), m.clone(), v.clone(), scalar(scale), scalar(0.1), scalar(2.0)];
-        assert_eq!(run(op.clone(), &operands, &[]), [p.clone(), m.clone(), v.clone()]);
+        assert_eq!(run(op.clone(), &operands, &[]), [p.clone(), m.clone(), v.clone(), p.clone()]);
     }
 }
 

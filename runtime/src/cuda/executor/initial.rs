@@ -6,8 +6,8 @@ use super::commands::{Layout, commands};
 use super::{Command, Rank, Ready};
 use crate::cuda::device::Failure;
 use crate::cuda::select::{Selection, kernels, select};
-use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::ops::Cast;
+use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Op, Program, TensorType};
 use std::sync::atomic::AtomicBool;
 
