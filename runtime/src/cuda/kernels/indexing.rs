@@ -183,50 +183,74 @@ pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u
     }
 }
 
-/// The transpose of `embedding`: row `b` of the table's gradient is the sum, in f32 and in their order, of
-/// the rows of `dy` of the tokens that name it. `columns` counts vectors.
+/// The transpose of `embedding`: a row of the table's gradient is the sum, in f32 and in their order, of the rows of `dy`
+/// of the tokens that name it. Block `b` makes `each` of the `rows` rows from row `b * each` on; `columns` counts vectors.
 #[cube]
 pub fn embedding_grad(
     dy: &Array<Pack<0>>,
     order: &Array<u32>,
     starts: &Array<u32>,
     table: &mut Array<PackF32>,
+    rows: u32,
     columns: u32,
+    #[comptime] each: usize,
     #[comptime] threads: u32,
 ) {
-    let columns = columns as usize;
-    let row = CUBE_POS_X as usize;
+    let (rows, columns) = (rows as usize, columns as usize);
+    let first = CUBE_POS_X as usize * each;
     let column = CUBE_POS_Y as usize * comptime!(threads as usize) + UNIT_POS as usize;
-    if column < columns {
-        let mut sum = PackF32::empty();
+    let mut bounds = Array::<u32>::new(comptime!(each + 1));
+    #[unroll]
+    for index in 0..comptime!(each + 1) {
+        bounds[index] = starts[min(first + index, rows)];
+    }
+    #[unroll]
+    for index in 0..each {
+        let row = first + index;
+        if column < columns && row < rows {
+            let sum = sum_of_tokens(dy, order, bounds[index], bounds[index + 1], columns, column);
+            table[row * columns + column] = sum;
+        }
+    }
+}
+
+/// The sum of the rows of `dy` of the tokens `order[first .. end]`, a vector of it.
+#[cube]
+fn sum_of_tokens(
+    dy: &Array<Pack<0>>,
+    order: &Array<u32>,
+    first: u32,
+    end: u32,
+    columns: usize,
+    column: usize,
+) -> PackF32 {
+    let mut sum = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        sum[lane] = 0.0f32;
+    }
+    let at = RuntimeCell::<u32>::new(first);
+    // Four rows are on their way while one is added.
+    while at.read() + 4u32 <= end {
         #[unroll]
-        for lane in 0..Lanes::value() {
-            sum[lane] = 0.0f32;
-        }
-        let end = starts[row + 1usize];
-        let at = RuntimeCell::<u32>::new(starts[row]);
-        // Four rows are on their way while one is added.
-        while at.read() + 4u32 <= end {
-            #[unroll]
-            for ahead in 0..4u32 {
-                let d = dy[order[(at.read() + ahead) as usize] as usize * columns + column];
-                #[unroll]
-                for lane in 0..Lanes::value() {
-                    sum[lane] += f32::cast_from(d[lane]);
-                }
-            }
-            at.store(at.read() + 4u32);
-        }
-        while at.read() < end {
-            let d = dy[order[at.read() as usize] as usize * columns + column];
+        for ahead in 0..4u32 {
+            let d = dy[order[(at.read() + ahead) as usize] as usize * columns + column];
             #[unroll]
             for lane in 0..Lanes::value() {
                 sum[lane] += f32::cast_from(d[lane]);
             }
-            at.store(at.read() + 1u32);
         }
-        table[row * columns + column] = sum;
+        at.store(at.read() + 4u32);
     }
+    while at.read() < end {
+        let d = dy[order[at.read() as usize] as usize * columns + column];
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            sum[lane] += f32::cast_from(d[lane]);
+        }
+        at.store(at.read() + 1u32);
+    }
+    sum
 }
 
 /// `y[o, j, i] = x[o, index[o, j, i], i]`, with `size` elements of `x` and `count` of `y` along the

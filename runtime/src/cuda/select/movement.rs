@@ -5,8 +5,11 @@ use super::{Arg, OP, RES, Select, Step, THREADS, dense, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::indexing as kernels;
 use crate::cuda::kernels::indexing::Walk;
-use shardc_ir::DType;
 use shardc_ir::ops::Pad;
+use shardc_ir::{DType, TensorType};
+
+/// Bytes of the widest vector.
+const VECTOR: u64 = 16;
 
 /// A box of elements, with strides on both sides, in elements.
 #[derive(Clone, Debug, Default)]
@@ -35,6 +38,16 @@ impl Move {
             }
         }
         joined
+    }
+
+    /// The elements, if they lie one after the other on both sides.
+    fn run(&self) -> Option<u64> {
+        let Self { shape, read, write, .. } = self.joined();
+        match (&shape[..], &read[..], &write[..]) {
+            ([], ..) => Some(1),
+            ([count], [1], [1]) => Some(*count),
+            _ => None,
+        }
     }
 }
 
@@ -129,10 +142,21 @@ impl Select<'_> {
 
     pub(super) fn pad(&mut self, op: &Pad) -> Result<(), String> {
         let (from, to) = (self.operands[0].clone(), self.results[0].clone());
-        self.fill(RES(0), &to, op.value);
         let write = dense(&to.shape);
         let write_start = op.low.iter().zip(&write).map(|(low, stride)| low * stride).sum();
         let whole = Move { shape: from.shape.clone(), read: dense(&from.shape), write, write_start, ..Move::default() };
+        // What lies in one piece has all of the padding before and behind it. Zeros may begin anywhere.
+        let is_aligned = |run: u64| (write_start + run) * to.dtype.size() % VECTOR == 0 || op.value == 0.0;
+        match whole.run().filter(|run| is_aligned(*run)) {
+            Some(run) => {
+                let last = write_start + run;
+                for (first, count) in [(0, write_start), (last, to.elements() - last)].into_iter().filter(|of| of.1 > 0)
+                {
+                    self.fill(RES(0).offset(first * to.dtype.size()), &TensorType::new(to.dtype, [count]), op.value);
+                }
+            }
+            None => self.fill(RES(0), &to, op.value),
+        }
         self.strided(to.dtype, OP(0), RES(0), &whole);
         Ok(())
     }
@@ -191,15 +215,19 @@ impl Select<'_> {
         let types = [self.operands[0].dtype, DType::F32];
         let width = lanes(&types, &[table.shape[1]]);
         let columns = table.shape[1] / width as u64;
-        let threads = row_threads(columns).min(THREADS);
-        let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &(), move |d| {
+        // Units of as few blocks side by side as there may be, with none to spare but in the last warp.
+        let threads = (columns.div_ceil(columns.div_ceil(u64::from(THREADS))) as u32).next_multiple_of(32);
+        /// Rows of a block: most have no token, and are written as soon as that is known.
+        const EACH: usize = 8;
+        let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &EACH, move |d| {
             let (dy, order, starts) = (d.input::<Pack<0>>(), d.input::<u32>(), d.input::<u32>());
-            let (table, columns) = (d.output::<PackF32>(), d.number());
-            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, columns, threads);
+            let (table, rows, columns) = (d.output::<PackF32>(), d.number(), d.number());
+            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, rows, columns, EACH, threads);
         });
-        let cut = Cut { grid: [1, columns.div_ceil(u64::from(threads)) as u32, 1], ..Cut::rows(rows) };
+        let grid = [1, columns.div_ceil(u64::from(threads)) as u32, 1];
+        let cut = Cut { grid, per_block: EACH as u64, number: Some(0), ..Cut::rows(rows) };
         let buffers = [(OP(0), 0), (order, 0), (starts, 4), (RES(0), table.shape[1] * 4)];
-        self.launch_cut(kernel, &buffers, vec![columns as u32], Vec::new(), cut);
+        self.launch_cut(kernel, &buffers, vec![0, columns as u32], Vec::new(), cut);
         Ok(())
     }
 
