@@ -171,8 +171,7 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         Some(_) => (2 * samples, ",overlap_chunks=2"),
         None => (samples, ""),
     };
-    let casts = if choice(plan, "keep_casts").is_some() { ",keep_casts=1" } else { "" };
-    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}{casts}", degrees.join(","), recompute(plan));
+    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(plan));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;

@@ -283,6 +283,10 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
     all.push(case(Slice { start: vec![0, 0, 3], limit: vec![8, 6, 8] }, &[x.clone()], &[t(f, &[8, 6, 5])]));
     let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 8], value: 2.0 };
     all.push(case(pad, &[x.clone()], &[t(f, &[8, 8, 24])]));
+    for (columns, value) in [(8, 2.0), (8, 0.0), (5, 2.0), (5, 0.0)] {
+        let pad = Pad { low: vec![3, 0], high: vec![2, 0], value };
+        all.push(case(pad, &[t(f, &[20, columns])], &[t(f, &[25, columns])]));
+    }
     all.push(case(Concat { dim: 1 }, &[x.clone(), t(f, &[8, 2, 16])], &[t(f, &[8, 8, 16])]));
     all.push(case(Concat { dim: 2 }, &[x.clone(), x], &[t(f, &[8, 6, 32])]));
     for (i, start) in [(I64, 0), (I32, 30)] {

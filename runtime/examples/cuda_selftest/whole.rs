@@ -7,7 +7,7 @@ use shardc_ir::ops::*;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Feed, Instruction, Reading, Run, Section, Stream};
 use shardc_ir::{BufferId, DType, Graph, HostTensor, Op, OutputKind, Program, TensorType, ValueId};
-use shardc_runtime::{CudaRuntime, Runtime, evaluate_part};
+use shardc_runtime::{CudaRuntime, Runtime, compute_op, evaluate_part};
 use std::collections::BTreeMap;
 
 /// A program of one rank and one section.
@@ -158,7 +158,7 @@ fn equal_bits(op: impl Into<Op>, operands: &[(TensorType, i64)], results: &[Tens
 }
 
 /// Initial values that a rank makes in its slots are those of the CPU, also of a part of a tensor; what is no chain of
-/// operations in place is left.
+/// operations in place is left. A slot that holds the cast of another follows it, made or written.
 pub fn made() -> Result<(), String> {
     let (whole, slice) = ([600, 512], [(200, 300), (128, 256)]);
     let mut init = Graph::new("init");
@@ -178,6 +178,12 @@ pub fn made() -> Result<(), String> {
         init.output(name, value, OutputKind::Result);
         add_slot(&mut builder.program, name, &t(F32, &[300, 256]));
     }
+    for of in ["normal", "sum"] {
+        add_slot(&mut builder.program, &format!("{of}.bf16"), &t(Bf16, &[300, 256]));
+        if let Some(slot) = builder.program.slots.last_mut() {
+            (slot.is_parameter, slot.cast_of) = (false, Some(of.to_string()));
+        }
+    }
     builder.program.slots.iter_mut().for_each(|slot| slot.slice = slice.to_vec());
     let mut runtime = builder.load()?;
     let slots = outputs.map(|(name, _)| (0, name.to_string())).to_vec();
@@ -191,6 +197,14 @@ pub fn made() -> Result<(), String> {
         let wrong = actual.iter().zip(&expected).position(|(a, b)| (a - b).abs() > 1e-5);
         if let Some(at) = wrong {
             return Err(format!("{name}[{at}] is {}, not {}", actual[at], expected[at]));
+        }
+    }
+    runtime.write_slot(0, "sum", &evaluate_part(&init, "sum", &slice, 7).map_err(message)?).map_err(message)?;
+    for of in ["normal", "sum"] {
+        let parameter = runtime.read_slot(0, of).map_err(message)?;
+        let cast = compute_op(&Cast {}.into(), &[parameter], &[t(Bf16, &[300, 256])]).map_err(message)?.remove(0);
+        if runtime.read_slot(0, &format!("{of}.bf16")).map_err(message)? != cast {
+            return Err(format!("the cast of {of} is not its cast"));
         }
     }
     Ok(())

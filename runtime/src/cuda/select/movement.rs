@@ -146,7 +146,8 @@ impl Select<'_> {
         let write_start = op.low.iter().zip(&write).map(|(low, stride)| low * stride).sum();
         let whole = Move { shape: from.shape.clone(), read: dense(&from.shape), write, write_start, ..Move::default() };
         // What lies in one piece has all of the padding before and behind it. Zeros may begin anywhere.
-        let is_aligned = |run: u64| (write_start + run) * to.dtype.size() % VECTOR == 0 || op.value == 0.0;
+        let is_cleared = op.value == 0.0 && op.value.is_sign_positive();
+        let is_aligned = |run: u64| ((write_start + run) * to.dtype.size()).is_multiple_of(VECTOR) || is_cleared;
         match whole.run().filter(|run| is_aligned(*run)) {
             Some(run) => {
                 let last = write_start + run;
@@ -302,5 +303,34 @@ impl Select<'_> {
             self.cast_elements(to, RES(0), DType::F32, dtype, elements);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::select;
+    use super::*;
+
+    /// What lies in one piece is copied, and zeros are written beside it alone: every byte once.
+    #[test]
+    fn padding_of_one_piece_writes_every_byte_once() {
+        for columns in [8, 5] {
+            let [from, to] = [20, 25].map(|rows| TensorType::new(DType::Bf16, [rows, columns]));
+            let pad = Pad { low: vec![3, 0], high: vec![2, 0], value: 0.0 };
+            let steps = select(&pad.into(), &[from], std::slice::from_ref(&to)).unwrap().steps;
+            let written = |step: &Step| match step {
+                Step::Zero { to: Arg::Result(0, at), bytes } | Step::Copy { to: Arg::Result(0, at), bytes, .. } => {
+                    (*at, at + bytes)
+                }
+                other => panic!("{other:?}"),
+            };
+            let mut ranges: Vec<(u64, u64)> = steps.iter().map(written).collect();
+            ranges.sort_unstable();
+            let ends = ranges.iter().map(|range| range.1);
+            assert!(
+                [0].into_iter().chain(ends).eq(ranges.iter().map(|range| range.0).chain([to.bytes().0])),
+                "{ranges:?}"
+            );
+        }
     }
 }
