@@ -93,7 +93,8 @@ fn check_choice(sizes: Sizes, cluster: &str, pins: &str, expect: Option<u64>) {
     };
     let pins = Pins::parse(pins).unwrap();
     let plan = search_confirmed(&graph, &ranks, &request(sizes, 1000), &pins, &NoScratch, Some(&confirm)).unwrap();
-    let found = plan.choice.split_once("overlap_chunks=").map(|(_, count)| count.parse::<u64>().unwrap());
+    let found = plan.choice.split(',').find_map(|part| part.strip_prefix("overlap_chunks="));
+    let found = found.map(|count| count.parse::<u64>().unwrap());
     assert_eq!(found, expect, "{}", plan.choice);
 }
 
