@@ -98,7 +98,7 @@ impl Mesh {
     }
 
     /// Every axis id, outermost first.
-    pub fn ids(&self) -> impl Iterator<Item = AxisId> + use<> {
+    pub fn ids(&self) -> impl DoubleEndedIterator<Item = AxisId> + use<> {
         (0..self.axes.len() as u8).map(AxisId)
     }
 

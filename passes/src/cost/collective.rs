@@ -25,7 +25,9 @@ pub enum Collective {
 /// How a group of ranks lies over the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Group {
-    /// Its ranks in one node.
+    /// Its ranks.
+    size: u64,
+    /// Its ranks in one node, at the most.
     pub within: u64,
     /// The nodes it touches.
     pub across: u64,
@@ -34,15 +36,33 @@ pub struct Group {
 }
 
 impl Group {
-    /// The group of the ranks that differ only in these axes.
+    /// The group of the ranks that differ only in these axes. Where some such groups lie over more nodes than others,
+    /// it is one that lies over the most: the others wait for it.
     pub fn new(mesh: &Mesh, axes: &[AxisId], cluster: &Cluster) -> Self {
         let axes: Vec<AxisId> = axes.iter().copied().filter(|axis| mesh.axis(*axis).kind == AxisKind::Space).collect();
-        Self::of_ranks(&mesh.group(0, &axes), cluster)
+        let first = mesh.group(0, &axes);
+        let of_first = Self::of_ranks(&first, cluster);
+        if lie_alike(mesh, cluster) {
+            return of_first;
+        }
+        let starts = (0..mesh.ranks()).filter(|rank| {
+            let at = mesh.coordinates(*rank, 0);
+            axes.iter().all(|axis| at[axis.0 as usize] == 0)
+        });
+        let of = |start: u64| Self::of_ranks(&first.iter().map(|rank| start + rank).collect::<Vec<_>>(), cluster);
+        starts.map(of).fold(of_first, Self::widest)
     }
 
     /// A group over so many ranks of so many nodes of one rack.
     pub const fn of_nodes(within: u64, across: u64) -> Self {
-        Self { within, across, beyond: [1; MOST_LEVELS] }
+        Self { size: within * across, within, across, beyond: [1; MOST_LEVELS] }
+    }
+
+    /// A group of as many ranks that lies over as many units of every level as the one of two that lies over more.
+    fn widest(self, other: Self) -> Self {
+        let across = self.across.max(other.across);
+        let beyond = std::array::from_fn(|level| self.beyond[level].max(other.beyond[level]));
+        Self { within: self.size.div_ceil(across), across, beyond, ..self }
     }
 
     /// The group of these ranks.
@@ -54,7 +74,8 @@ impl Group {
             units.len().max(1) as u64
         };
         let across = units(cluster.per_node);
-        let mut group = Self::of_nodes((ranks.len() as u64).div_ceil(across), across);
+        let size = ranks.len() as u64;
+        let mut group = Self { size, ..Self::of_nodes(size.div_ceil(across), across) };
         for (units_of, level) in group.beyond.iter_mut().zip(&cluster.levels) {
             *units_of = units(cluster.per_node * level.nodes);
         }
@@ -63,8 +84,19 @@ impl Group {
 
     /// Its number of ranks.
     pub fn size(self) -> u64 {
-        self.within * self.across
+        self.size
     }
+}
+
+/// Whether the groups along any axes of a mesh lie over the nodes, racks and pods alike: where each of these holds
+/// whole blocks of the mesh's inner axes, or lies in one.
+fn lie_alike(mesh: &Mesh, cluster: &Cluster) -> bool {
+    let units = || [1].into_iter().chain(cluster.levels.iter().map(|level| level.nodes)).map(|n| n * cluster.per_node);
+    let mut block = 1;
+    mesh.ids().rev().filter(|axis| !mesh.is_time(*axis)).all(|axis| {
+        block *= mesh.size(axis);
+        units().all(|unit: u64| unit.is_multiple_of(block) || block.is_multiple_of(unit))
+    })
 }
 
 /// How long a collective takes. `bytes` is the size of the whole: the result of an all-gather, the
@@ -108,7 +140,7 @@ pub fn send_seconds(bytes: f64, away: bool, cluster: &Cluster) -> Seconds {
 /// How long a send of one rank to one other takes that are so many borders apart (see [`distance`]).
 pub fn send_over(bytes: f64, distance: usize, cluster: &Cluster) -> Seconds {
     let device = &cluster.device;
-    let everywhere = Group { within: 1, across: 2, beyond: [2; MOST_LEVELS] };
+    let everywhere = Group { beyond: [2; MOST_LEVELS], ..Group::of_nodes(1, 2) };
     let borders = borders(everywhere, cluster).take(distance).map(|border| border.bandwidth);
     let slowest = if distance == 0 { device.link_bandwidth.value } else { borders.fold(f64::INFINITY, f64::min) };
     Seconds(device.collective_launch.value + bytes / slowest)
@@ -180,6 +212,21 @@ mod tests {
         let small = seconds(Collective::AllGather, 1e9, Group::of_nodes(8, 1), &cluster);
         let large = seconds(Collective::AllGather, 1e9, Group::of_nodes(1, 8), &cluster);
         assert!(large.0 > small.0);
+    }
+
+    #[test]
+    fn of_groups_that_lie_unlike_the_widest_counts() {
+        let cluster = Cluster::parse("h100:4x3", "h200").unwrap();
+        let mut mesh = Mesh::default();
+        let dp = mesh.push("dp", 4, AxisKind::Space);
+        let tp = mesh.push("tp", 3, AxisKind::Space);
+        // Ranks 0 to 2 lie in a node; 3 to 5 do not. Ranks 0, 3, 6, 9 lie in three.
+        assert_eq!(Group::of_ranks(&[0, 1, 2], &cluster), Group::of_nodes(3, 1));
+        let tensor = Group::new(&mesh, &[tp], &cluster);
+        assert_eq!((tensor.size(), tensor.within, tensor.across), (3, 2, 2));
+        let data = Group::new(&mesh, &[dp], &cluster);
+        assert_eq!((data.size(), data.within, data.across), (4, 2, 3));
+        assert_eq!(Group::new(&mesh, &[dp, tp], &cluster), Group::of_nodes(4, 3));
     }
 
     /// Racks of two nodes, pods of four, each border slower than the one inside.

@@ -56,6 +56,9 @@ const MORE_NODES: u64 = 8;
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
+/// In clusters of at most so many devices every tensor degree is tried; in larger ones, those of up to two nodes.
+const FEW: u64 = 32;
+
 /// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
 ///
 /// # Errors
@@ -77,7 +80,7 @@ pub fn ways(
 /// The ways to divide the ranks of each of so many stages.
 fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &Request, pins: &Pins) -> Vec<Way> {
     let (ranks, batch) = (cluster.ranks() / pp, request.batch);
-    let widest = (2 * cluster.per_node).max(8);
+    let widest = if cluster.ranks() <= FEW { ranks } else { 2 * cluster.per_node };
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
     let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
