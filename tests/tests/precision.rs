@@ -4,7 +4,7 @@ use shardc::{
     Batch, Cluster, Compiled, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, HostTensor, Op, ReduceKind};
+use shardc_ir::{BufferId, HostTensor, Op, ReduceKind, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 const BATCH: Batch = Batch { batch: 4, seq: 32 };
@@ -155,6 +155,9 @@ fn fp8_is_the_same_on_any_plan() {
         ("cpu:1", "microbatch=1"),
         ("cpu:2", "dp=2,zero=0"),
         ("cpu:2", "dp=2,zero=3"),
+        ("cpu:4", "dp=4,zero=3"),
+        ("cpu:2", "dp=2,zero=1,recompute=full"),
+        ("cpu:4", "dp=2,tp=2,zero=3,microbatch=1,recompute=full"),
         ("cpu:2", "tp=2"),
         ("cpu:2", "pp=2"),
         ("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,recompute=full"),
@@ -196,5 +199,47 @@ fn a_scale_of_a_tensor_in_parts_is_the_largest_of_its_parts() {
             dividing().filter(|instruction| instruction.operands.iter().any(|operand| of.contains(operand))).count()
         };
         assert!(!reduced.is_empty() && reads(&reduced) > 0, "rank {}: {reduced:?} of {found:?}", program.rank);
+    }
+}
+
+/// With ZeRO a rank rounds its own part of a weight: what ranks gather of linear layers is 8 bits wide, for each pass
+/// the arrangement that this reads, and all scales are reduced in one collective. ZeRO-3 gathers in every microbatch.
+#[test]
+fn ranks_that_store_parts_of_a_weight_gather_its_codes() {
+    for (zero, recompute, gathers) in [(1, "none", 1), (3, "none", 1), (3, "full", 2)] {
+        let pins = format!("dp=4,zero={zero},recompute={recompute}");
+        let (_, compiled) = compiled(Precision::Fp8, "cpu:4", &pins);
+        let graph = &compiled.plan().graph;
+        let defined = |op: fn(&Op) -> bool| -> BTreeSet<ValueId> {
+            let nodes = graph.nodes().filter(|(_, node)| op(&node.op));
+            nodes.flat_map(|(_, node)| node.results.iter().copied()).collect()
+        };
+        let parameters = defined(|op| matches!(op, Op::Parameter(_)));
+        let is_cast = |value: &ValueId| {
+            let node = graph.def(*value);
+            matches!(node.op, Op::Cast(_)) && parameters.contains(&node.operands[0])
+        };
+        let of_weight = graph.nodes().filter(|(_, node)| is_cast(node.operands.first().unwrap_or(&node.results[0])));
+        let of_weight: Vec<_> = of_weight.filter(|(_, node)| matches!(node.op, Op::Quantize(_))).collect();
+        let weights: BTreeSet<ValueId> = of_weight.iter().map(|(_, node)| node.operands[0]).collect();
+        let program = &compiled.programs().unwrap()[0];
+        let instructions: Vec<&Instruction> = program.instructions().collect();
+        let mut gathered: BTreeMap<ValueId, usize> = BTreeMap::new();
+        for instruction in instructions.iter().filter(|of| matches!(of.action, Action::AllGather { .. })) {
+            for value in instruction.operands.iter().filter_map(|operand| program.buffers[*operand].value) {
+                *gathered.entry(value).or_default() += 1;
+            }
+        }
+        assert!(weights.len() > 5 && weights.iter().all(|weight| !gathered.contains_key(weight)), "{pins}");
+        // The gradient of an activation reads the plain arrangement. The product reads the other one, and if it is
+        // computed again, again.
+        let counts = |index: usize| -> BTreeSet<usize> {
+            of_weight.iter().map(|(_, node)| gathered.get(&node.results[index]).copied().unwrap_or(0)).collect()
+        };
+        assert_eq!([counts(0), counts(1)].map(|counts| counts.into_iter().max()), [Some(1), Some(gathers)], "{pins}");
+        assert!(!counts(0).contains(&0) && !counts(1).contains(&0), "{pins}");
+        let largest =
+            instructions.iter().filter(|of| matches!(of.action, Action::AllReduce { reduce: ReduceKind::Max, .. }));
+        assert_eq!(largest.map(|of| of.operands.len()).collect::<Vec<_>>(), [weights.len()], "{pins}");
     }
 }

@@ -239,7 +239,8 @@ impl Lowering<'_> {
         let block = self.block(reader);
         let hint = |step: &Step| match step {
             Step::AllGather { .. } if self.weights[def] && !for_optimizer => Hint::Prefetch(block),
-            _ if step.is_reduction() && for_optimizer => Hint::Bucket,
+            // Scales of weights are found together, before their readers.
+            _ if step.is_reduction() && (for_optimizer || self.weights[def]) => Hint::Bucket,
             _ => Hint::None,
         };
         let hints: Vec<Hint> = steps.iter().map(hint).collect();

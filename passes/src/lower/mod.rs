@@ -23,6 +23,7 @@ mod epilogue;
 mod fuse;
 mod in_place;
 mod messages;
+mod order;
 mod repeat;
 mod section;
 mod siblings;
@@ -126,7 +127,8 @@ struct Layouts {
 pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
     let mut lowering = Lowering::new(plan, rank)?;
     let mut deferred: Vec<NodeId> = Vec::new();
-    for (id, node) in plan.graph.nodes().filter(|(id, _)| lowering.is_here(*id)).collect::<Vec<_>>() {
+    for id in lowering.order() {
+        let node = plan.graph.node(id);
         // Sums of the gradient norm wait until something large needs them, so that the scalars
         // they read are reduced in one collective.
         let reads_deferred = node.operands.iter().any(|value| deferred.contains(&plan.graph.value(*value).def));

@@ -13,10 +13,10 @@ use crate::error::PassError;
 use crate::rematerialize::rematerialize_from;
 use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
+use crate::shard::prepare::parameter_values;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
-use shardc_ir::ops::Op;
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
@@ -178,24 +178,18 @@ fn check(graph: &Graph, mesh: &shardc_ir::Mesh, strategies: &SecondaryMap<NodeId
     Ok(())
 }
 
-/// ZeRO-3: what is gathered over the axes that hold copies is gathered at each use: the cast of a parameter,
-/// or the parameter itself where a node of the loop reads it as it is.
+/// ZeRO-3: what is stored in parts (a parameter, its cast, its codes in 8 bits) is gathered at each use that does not
+/// read it as it lies.
 fn mark_transient(plan: &mut Plan) {
-    let axes = copy_axes(&plan.mesh);
+    let (axes, stored) = (copy_axes(&plan.mesh), parameter_values(&plan.graph));
     let mut transient = Vec::new();
     for (id, node) in plan.graph.nodes() {
-        for value in &node.operands {
-            let def = plan.graph.def(*value);
-            let is_copy =
-                matches!(def.op, Op::Cast(_)) && matches!(plan.graph.def(def.operands[0]).op, Op::Parameter(_));
-            let strategy = &plan.strategies[plan.graph.value(*value).def];
-            let is_divided = axes.iter().any(|axis| strategy.choice(*axis) != Choice::Replicate);
-            let is_read = !matches!(node.op, Op::Cast(_) | Op::Adamw(_)) || is_copy;
-            if (is_copy || matches!(def.op, Op::Parameter(_)))
-                && is_divided
-                && is_read
-                && !plan.graph.node(id).op.is_leaf()
-            {
+        for (index, value) in node.operands.iter().enumerate().filter(|(_, value)| stored.contains(value)) {
+            let of = plan.graph.value(*value);
+            let (rule, strategy) = (plan.rule(of.def), &plan.strategies[of.def]);
+            let made = rule.result_sharding(of.index, strategy);
+            let is_divided = made.dims.iter().flatten().any(|axis| axes.contains(axis));
+            if is_divided && plan.rule(id).operand_sharding(index, &plan.strategies[id]) != made {
                 transient.push(*value);
             }
         }

@@ -98,7 +98,7 @@ impl Sharing {
     /// if axes that are not placed may divide it further.
     pub fn parts(&self, mesh: &Mesh, strategy: &Strategy, ty: &TensorType, is_whole: bool) -> f64 {
         let most = self.most(mesh, strategy);
-        let is_divided = self.is_least || !is_whole || storage_dim(ty, strategy, mesh, most).is_some();
+        let is_divided = self.is_least || !is_whole || storage_dim(ty, strategy, mesh, most, 1).is_some();
         if is_divided { most as f64 } else { 1.0 }
     }
 

@@ -160,7 +160,7 @@ impl Storage {
     pub fn among(&self, placed: &Placed<'_>, class: usize, ty: &TensorType) -> u64 {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
         let ranks = Self::sharing(self.inner, mesh, strategy);
-        if storage_dim(ty, strategy, mesh, ranks).is_some() { ranks } else { 1 }
+        if storage_dim(ty, strategy, mesh, ranks, 1).is_some() { ranks } else { 1 }
     }
 
     /// How many data ranks store one copy.

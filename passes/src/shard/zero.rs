@@ -2,38 +2,49 @@
 //!
 //! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
 //! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
-//! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the shard,
-//! so that the gather moves the smaller type. A parameter of which no dimension divides stays whole
+//! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the
+//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. A
+//! parameter of which no dimension divides stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
 //! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
 //! [`Plan::transient`](shardc_ir::Plan::transient)).
 
 use super::family::storage_axes;
+use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
 use shardc_ir::{Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
-/// divides with nothing outside it, so that a gather needs no transpose, else the first that divides.
-pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64) -> Option<usize> {
+/// divides with nothing outside it, so that a gather needs no transpose, else the first that divides. One of which each
+/// part is a multiple of `unit` comes before any other.
+pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64, unit: u64) -> Option<usize> {
     let part = |dim: usize| ty.shape[dim] / mesh.extent(strategy.axes(dim).iter().copied());
     let divides = |dim: &usize| part(*dim).is_multiple_of(extent) && part(*dim) > 0;
     let outermost = |dim: &usize| (0..*dim).all(|outer| part(outer) == 1);
-    let dims = || (0..ty.rank()).filter(divides);
-    dims().find(outermost).or_else(|| dims().next())
+    let fits = |dim: &usize| (part(*dim) / extent).is_multiple_of(unit);
+    (0..ty.rank()).filter(divides).min_by_key(|dim| (!fits(dim), !outermost(dim)))
+}
+
+/// The parameters whose casts become 8-bit floats.
+fn quantized(graph: &Graph) -> BTreeSet<ValueId> {
+    let quantizes = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Quantize(_)));
+    quantizes.flat_map(|(_, node)| graph.def(node.operands[0]).operands.iter().copied()).collect()
 }
 
 /// Adds the axes that hold copies to the storage of every trained parameter, where a dimension divides.
 pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<NodeId, Strategy>) {
     let mut gradients: BTreeMap<ValueId, NodeId> = BTreeMap::new();
     let mut leaves: BTreeMap<ValueId, NodeId> = BTreeMap::new();
+    let (mut casts, quantized) = (BTreeSet::new(), quantized(graph));
     for (id, node) in graph.nodes() {
         if !matches!(node.op, Op::Adamw(_)) {
             continue;
         }
         let axes = storage_axes(mesh, &strategies[id]);
         let extent = mesh.extent(axes.iter().copied());
-        let Some(dim) = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, extent) else {
+        let unit = if quantized.contains(&node.operands[0]) { SIDE } else { 1 };
+        let Some(dim) = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, extent, unit) else {
             continue;
         };
         let divided =
@@ -49,11 +60,18 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
         let source = match &node.op {
             Op::Cast(_) => leaves.get(&node.operands[0]),
             Op::SumSquares(_) => gradients.get(&node.operands[0]),
+            Op::QuantizationScale(_) | Op::Quantize(_) if casts.contains(&node.operands[0]) => {
+                strategies[id] = on_shard(graph, mesh, strategies, id).unwrap_or(strategies[id].clone());
+                None
+            }
             _ => None,
         };
         let Some(update) = source.copied() else { continue };
         let stored = strategies[update].clone();
         let own = std::mem::replace(&mut strategies[id], stored);
+        if let Op::Cast(_) = node.op {
+            casts.insert(node.results[0]);
+        }
         if let Op::SumSquares(_) = node.op {
             // What else the sum divides (a gradient that every tensor rank holds) it divides inside.
             let ty = graph.ty(node.operands[0]);
@@ -68,6 +86,21 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
         }
     }
     pass_scalars(graph, mesh, strategies);
+}
+
+/// The strategy of a node that reads its first operand as that lies, divided over further axes than the node is; none
+/// if its rule does not divide so.
+fn on_shard(graph: &Graph, mesh: &Mesh, strategies: &SecondaryMap<NodeId, Strategy>, id: NodeId) -> Option<Strategy> {
+    let (rule, operand) = (graph.rule(id), graph.value(graph.node(id).operands[0]));
+    let made = graph.rule(operand.def).result_sharding(operand.index, &strategies[operand.def]);
+    let mut strategy = strategies[id].clone();
+    for (factors, axes) in rule.operands[0].iter().zip(&made.dims) {
+        for axis in axes.iter().filter(|axis| strategies[id].choice(**axis) == Choice::Replicate) {
+            strategy = strategy.with(*axis, Choice::Factor(*factors.first()?));
+        }
+    }
+    let is_as_made = rule.operand_sharding(0, &strategy) == made;
+    (is_as_made && rule.check(&strategy, mesh).is_ok()).then_some(strategy)
 }
 
 /// The squares are partial sums over the data axes now; their sum passes them on, so that one
