@@ -149,6 +149,11 @@ fn quantized_cases(all: &mut Vec<Case>) {
         }
     }
     let (e4m3, e5m2) = (DType::F8e4m3, DType::F8e5m2);
+    // Codes that were gathered along an inner dimension.
+    for columns in [64, 6] {
+        let permutation = vec![1, 0, 2];
+        all.push(case(Transpose { permutation }, &[t(e4m3, &[4, 96, columns])], &[t(e4m3, &[96, 4, columns])]));
+    }
     for (spec, a, b, scales, y) in [
         ("bsk,nk->bsn", t(e4m3, &[2, 256, 512]), t(e4m3, &[384, 512]), [1, 0], t(Bf16, &[2, 256, 384])),
         ("bsn,kn->bsk", t(e5m2, &[2, 256, 384]), t(e4m3, &[512, 384]), [1, 0], t(Bf16, &[2, 256, 512])),

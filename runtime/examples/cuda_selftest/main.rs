@@ -341,6 +341,8 @@ fn tensor(ty: &TensorType, seed: u64, limit: i64) -> HostTensor {
             DType::F16 => bytes.extend(half::f16::from_f64(unit * 2.0 - 1.0).to_le_bytes()),
             DType::I64 => bytes.extend(((unit * limit as f64) as i64).to_le_bytes()),
             DType::I32 => bytes.extend(((unit * limit as f64) as i32).to_le_bytes()),
+            // Codes of numbers that are finite and not negative.
+            DType::F8e4m3 | DType::F8e5m2 => bytes.push((unit * 120.0) as u8),
             _ => bytes.push(u8::from(unit > 0.5)),
         }
     }

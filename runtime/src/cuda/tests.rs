@@ -145,6 +145,12 @@ fn moves_are_as_few_as_they_can_be() {
     let x = t(Bf16, &[8, 6, 16]);
     check(Transpose { permutation: vec![0, 1, 2] }, &[x.clone()], &[x.clone()], &["copy"]);
     check(Transpose { permutation: vec![1, 0, 2] }, &[x.clone()], &[t(Bf16, &[6, 8, 16])], &["strided"]);
+    check(
+        Transpose { permutation: vec![1, 0, 2] },
+        &[t(DType::F8e4m3, &[8, 6, 16])],
+        &[t(DType::F8e4m3, &[6, 8, 16])],
+        &["strided"],
+    );
     let slice = Slice { start: vec![2, 0, 0], limit: vec![4, 6, 16] };
     check(slice, &[x.clone()], &[t(Bf16, &[2, 6, 16])], &["copy"]);
     check(Concat { dim: 0 }, &[x.clone(), x.clone()], &[t(Bf16, &[16, 6, 16])], &["copy"; 2]);

@@ -527,7 +527,16 @@ fn tensors_in_8_bit_floats() {
             };
             let scale = both(QuantizationScale { to, lead }.into(), &[x.clone()], &[t(&shape[..lead])]).remove(0);
             let types = [TensorType::new(to, shape.clone()), TensorType::new(to, swapped.clone())];
-            both(Quantize {}.into(), &[x.clone(), scale], &types);
+            let codes = both(Quantize {}.into(), &[x.clone(), scale], &types).remove(0);
+            // Parts that were gathered along an inner dimension are brought into order.
+            let [rows, columns] = [shape[shape.len() - 2], shape[shape.len() - 1]];
+            let stacked = HostTensor {
+                ty: TensorType::new(to, [codes.ty.elements() / rows / columns * 2, rows / 2, columns]),
+                ..codes
+            };
+            let mut ordered = stacked.ty.clone();
+            ordered.shape.swap(0, 1);
+            both(Transpose { permutation: vec![1, 0, 2] }.into(), &[stacked], &[ordered]);
         }
     }
 }

@@ -49,12 +49,35 @@ impl Move {
             _ => None,
         }
     }
+
+    /// The same in elements that are so many times as wide, if rows of them lie together on both sides.
+    fn widened(&self, by: u64) -> Option<Self> {
+        let last = self.shape.len().checked_sub(1).filter(|last| [self.read[*last], self.write[*last]] == [1, 1])?;
+        let mut wide = self.clone();
+        let counts = [&mut wide.shape[last], &mut wide.read_start, &mut wide.write_start].into_iter();
+        for count in counts.chain(&mut wide.read[..last]).chain(&mut wide.write[..last]) {
+            if !count.is_multiple_of(by) {
+                return None;
+            }
+            *count /= by;
+        }
+        Some(wide)
+    }
 }
 
 impl Select<'_> {
     /// Copies a box of elements.
     pub(super) fn strided(&mut self, dtype: DType, from: Arg, to: Arg, whole: &Move) {
         let mut walk = whole.joined();
+        // Bytes (the codes of 8-bit floats) move as words; one by one they are numbers without a sign.
+        let dtype = match (dtype.size(), walk.widened(4)) {
+            (1, Some(words)) => {
+                walk = words;
+                DType::I32
+            }
+            (1, None) => DType::U8,
+            _ => dtype,
+        };
         let elements: u64 = walk.shape.iter().product();
         if elements == 0 {
             return;
@@ -63,20 +86,13 @@ impl Select<'_> {
             let (from, to) = (from.offset(walk.read_start * dtype.size()), to.offset(walk.write_start * dtype.size()));
             return self.out.steps.push(Step::Copy { from, to, bytes: elements * dtype.size() });
         }
-        let last = walk.shape.len() - 1;
-        let mut width = 1;
-        if walk.read[last] == 1 && walk.write[last] == 1 {
-            let mut sizes = vec![walk.shape[last], walk.read_start, walk.write_start];
-            sizes.extend(&walk.read[..last]);
-            sizes.extend(&walk.write[..last]);
-            width = lanes(&[dtype], &sizes);
-        }
-        if width > 1 {
-            let wide = width as u64;
-            walk.shape[last] /= wide;
-            walk.read_start /= wide;
-            walk.write_start /= wide;
-            walk.read[..last].iter_mut().chain(&mut walk.write[..last]).for_each(|stride| *stride /= wide);
+        let mut width = lanes(&[dtype], &[]);
+        while width > 1 {
+            if let Some(wide) = walk.widened(width as u64) {
+                walk = wide;
+                break;
+            }
+            width /= 2;
         }
         let narrow = |values: &[u64]| values.iter().map(|value| *value as u32).collect::<Vec<_>>();
         let walk = Walk {
