@@ -51,10 +51,10 @@ fn a_small_host_leaves_the_disk() {
 #[test]
 fn pins_say_what_to_move() {
     let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 140, pins);
-    let base = of("microbatch=1,recompute=none").unwrap();
+    let base = of("microbatch=4,recompute=none").unwrap();
     assert!(!Feature::Offload.is_in(&base));
     for kind in ["optimizer", "parameters", "activations", "optimizer:2", "optimizer@disk"] {
-        let moved = of(&format!("microbatch=1,recompute=none,offload={kind}")).unwrap();
+        let moved = of(&format!("microbatch=4,recompute=none,offload={kind}")).unwrap();
         assert!(moved.choice.ends_with(&format!("offload={kind}")), "{}", moved.choice);
         assert!(Feature::Offload.is_in(&moved), "{kind}");
         assert!(moved.prediction.memory.total() < base.prediction.memory.total(), "{kind}");

@@ -13,6 +13,7 @@ pub mod build;
 mod casts;
 mod choose;
 mod clocks;
+mod copies;
 pub mod degrees;
 pub mod estimate;
 #[cfg(test)]

@@ -76,8 +76,24 @@ const CASES: &[Case] = &[
     ("llama-8b", 128, 8192, MIXED, "pp=2,dp=8,schedule=1f1b,microbatch=1,zero=1"),
 ];
 
-/// Products in 8 bits.
-const IN_8_BITS: &[Case] = &[("llama-1b", 64, 4096, "h200:4", "dp=4,zero=1")];
+/// Products in 8 bits: what is stored is in parts, and whole; with one microbatch and several; computed again or not.
+const IN_8_BITS: &[Case] = &[
+    ("llama-1b", 16, 4096, "h200:1", "microbatch=8"),
+    ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=0"),
+    ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=0,recompute=block"),
+    ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=1,recompute=block"),
+    ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=3"),
+    ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=1"),
+    ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=0,microbatch=4,recompute=block"),
+    ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=2,microbatch=4"),
+    ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=3,microbatch=4"),
+    ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=3,microbatch=4,recompute=block"),
+    ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=3"),
+    ("llama-8b", 8, 4096, "h200:4", "dp=4,zero=3"),
+    ("llama-8b", 8, 4096, "h200:4", "dp=4,zero=3,recompute=block"),
+    ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=1"),
+    ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=1"),
+];
 
 /// These are within 4% of the seconds, and within 10% of the bytes.
 const FARTHER: &[Case] = &[
@@ -89,10 +105,8 @@ const FARTHER: &[Case] = &[
     ("llama-1b", 16, 4096, "h200:4", "tp=2x2,microbatch=16"),
 ];
 
-/// These are within 3% of the seconds; their bytes are known less well. Parameters in 8 bits stay gathered through the
-/// step, and a large table outside of any block has its gradient whole.
+/// This is within 3% of the seconds; its bytes are known less well: of a few large buffers, a third of the memory is gaps.
 const OTHER_BYTES: &[Case] = &[("two-tower", 4096, 1, "h100:8", "dp=8")];
-const OTHER_BYTES_IN_8_BITS: &[Case] = &[("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=1")];
 
 /// Plans that the search cuts into chunks that overlap, of samples and, last, of tokens.
 const IN_CHUNKS: &[Case] = &[
@@ -141,8 +155,7 @@ fn the_closed_form_is_near_the_programs() {
         (CASES, Precision::Bf16, (0.03, 0.05)),
         (IN_8_BITS, Precision::Fp8, (0.03, 0.05)),
         (FARTHER, Precision::Bf16, (0.04, 0.1)),
-        (OTHER_BYTES, Precision::Bf16, (0.03, 0.35)),
-        (OTHER_BYTES_IN_8_BITS, Precision::Fp8, (0.03, 0.2)),
+        (OTHER_BYTES, Precision::Bf16, (0.03, 0.4)),
     ];
     let all =
         lists.into_iter().flat_map(|(cases, precision, most)| cases.iter().map(move |case| (*case, precision, most)));

@@ -18,12 +18,12 @@ use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Copies, kind};
 use crate::cluster::Cluster;
-use crate::cost::is_product;
+use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, OpDef, Role};
-use std::collections::VecDeque;
+use shardc_ir::{EntityRef, OpDef, Role, ValueId};
+use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of one bucket of gradients, as the schedule closes them.
 pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
@@ -62,6 +62,11 @@ struct Stretch {
     /// direction has not read before, by [`kind`].
     gathered: [f64; 2],
     gathered_first: [f64; 2],
+    /// Of a backward pass, of those that only the forward pass reads, and by which classes it does.
+    gathered_again: [f64; 2],
+    again: Vec<usize>,
+    /// Seconds in which kernels bring into order what is gathered along an inner dimension: see [`Times::gather`].
+    ordered: [f64; 3],
     /// When those of the next stretch are gathered: with the first of these, or behind a meeting before any product.
     fetch: f64,
 }
@@ -91,8 +96,8 @@ pub struct Loop {
 pub struct Times {
     /// Per bucket, without parts and with them.
     reduce: [Vec<f64>; 2],
-    /// Per stretch, of what its direction reads first and of all that it reads.
-    gather: [Vec<f64>; 2],
+    /// Per stretch, of what its direction reads first, of all that it reads, and with what is computed again.
+    gather: [Vec<f64>; 3],
 }
 
 /// Which communication there is in a step.
@@ -121,6 +126,17 @@ pub struct Shown {
     pub all: f64,
     /// What shows, the slowdown of kernels beside it included.
     pub shown: f64,
+    /// Kernels that bring into order what is gathered.
+    pub ordered: f64,
+}
+
+/// A value that is gathered.
+struct Gathered {
+    value: ValueId,
+    size: f64,
+    kind: usize,
+    /// Seconds in which it is brought into order.
+    ordered: f64,
 }
 
 /// The meetings that begin at a node of each class.
@@ -153,15 +169,16 @@ impl Meetings {
 }
 
 impl Loop {
-    /// Cuts the loop of a placed mesh. `seconds` is what one node of each class takes, `divides` whether
-    /// the data axes divide what it stores.
+    /// Cuts the loop of a placed mesh. `seconds` is what one node of each class takes, `divides` which dimension of what
+    /// it stores the data axes divide.
     pub fn new(
         prepared: &Prepared<'_>,
         placed: &Placed<'_>,
         conversions: &[Conversion],
         seconds: &[f64],
-        divides: &dyn Fn(usize) -> bool,
+        divides: &dyn Fn(usize) -> Option<usize>,
     ) -> Self {
+        let machine = Machine::own(&placed.cluster.device);
         let graph = prepared.graph;
         let order = block_order(graph);
         let meetings = Meetings::new(prepared, conversions, seconds);
@@ -173,6 +190,8 @@ impl Loop {
         // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
         let mut place: Vec<(usize, f64)> = Vec::with_capacity(graph.node_count());
         let mut gathered = vec![[false; 2]; graph.value_count()];
+        // Per block, what its forward pass gathers, and which classes read that.
+        let mut forward: BTreeMap<u64, Vec<(Gathered, usize)>> = BTreeMap::new();
         let (mut current, mut is_settled) = (None, false);
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
@@ -211,13 +230,24 @@ impl Loop {
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
-                    if !prepared.is_parameter[maker] || !divides(maker) || seen[usize::from(key.1)] {
-                        continue;
-                    }
+                    let dim = if prepared.is_parameter[maker] { divides(maker) } else { None };
+                    let Some(dim) = dim.filter(|_| !seen[usize::from(key.1)]) else { continue };
                     let (size, kind) = (bytes(maker), kind(placed, maker));
+                    // Of codes, one arrangement or the other.
+                    let is_inner = matches!(prepared.op(maker), Op::Quantize(_)) && dim != graph.value(*value).index;
+                    let ordered = if is_inner { 2.0 * size / machine.bandwidth() + machine.launch() } else { 0.0 };
+                    let is_new = !seen[usize::from(!key.1)];
                     stretch.gathered[kind] += size;
-                    stretch.gathered_first[kind] += if seen[usize::from(!key.1)] { 0.0 } else { size };
+                    stretch.gathered_first[kind] += if is_new { size } else { 0.0 };
+                    stretch.ordered[0] += if is_new { ordered } else { 0.0 };
+                    stretch.ordered[1] += ordered;
                     seen[usize::from(key.1)] = true;
+                    if let Some(block) = stretch.block.filter(|_| !key.1) {
+                        forward
+                            .entry(block)
+                            .or_default()
+                            .push((Gathered { value: *value, size, kind, ordered }, class));
+                    }
                     if is_first || (is_met && !is_settled) {
                         stretch.fetch = before;
                         is_settled |= is_met;
@@ -226,6 +256,15 @@ impl Loop {
                 is_settled |= is_product(&node.op);
             }
             place.push((own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds)));
+        }
+        for stretch in own.stretches.iter_mut().filter(|stretch| stretch.is_backward) {
+            let of_block = stretch.block.and_then(|block| forward.remove(&block)).unwrap_or_default();
+            stretch.ordered[2] = stretch.ordered[1];
+            for (read, class) in of_block.into_iter().filter(|(read, _)| !gathered[read.value.index()][1]) {
+                stretch.gathered_again[read.kind] += read.size;
+                stretch.ordered[2] += read.ordered;
+                stretch.again.push(class);
+            }
         }
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
         own.fill_buckets(prepared, placed, &place);
@@ -298,7 +337,11 @@ impl Loop {
         };
         Times {
             reduce: [reduce(0), reduce(1)],
-            gather: [gather(&|stretch| stretch.gathered_first), gather(&|stretch| stretch.gathered)],
+            gather: [
+                gather(&|stretch| stretch.gathered_first),
+                gather(&|stretch| stretch.gathered),
+                gather(&|stretch| [0, 1].map(|kind| stretch.gathered[kind] + stretch.gathered_again[kind])),
+            ],
         }
     }
 
@@ -313,7 +356,17 @@ impl Loop {
         let gathers_in_loop = traffic.gathers && (traffic.drops || !many);
         let reduces_in_loop = traffic.reduces && (traffic.reduces_in_loop || !many);
         let reduces = || self.buckets.iter().zip(times.reduce[usize::from(traffic.zero > 0)].iter().copied());
-        let gathered = &times.gather[usize::from(traffic.drops)];
+        let which = |stretch: &Stretch| match stretch.block {
+            _ if !traffic.drops => 0,
+            Some(block) if stretch.again.iter().any(|class| traffic.again.is_again(block, *class)) => 2,
+            _ => 1,
+        };
+        let of = |(index, stretch)| times.gather[which(stretch)][index];
+        let gathered: Vec<f64> = match traffic.gathers {
+            true => self.stretches.iter().enumerate().map(of).collect(),
+            false => Vec::new(),
+        };
+        let ordered = |stretch: &Stretch| if traffic.gathers { stretch.ordered[which(stretch)] } else { 0.0 };
         // Outside of the loop nothing runs beside it.
         let mut outside = 0.0;
         if traffic.gathers && !gathers_in_loop {
@@ -322,7 +375,7 @@ impl Loop {
         if traffic.reduces && !reduces_in_loop {
             outside += reduces().map(|(_, seconds)| seconds).sum::<f64>();
         }
-        let gathers: &[f64] = if gathers_in_loop { gathered } else { &[] };
+        let gathers: &[f64] = if gathers_in_loop { &gathered } else { &[] };
         let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
         let mut clocks = Clocks::new(cluster.device.overlap_loss.value);
         // The weights that come next are gathered where the last ones are read; after small
@@ -351,6 +404,9 @@ impl Loop {
                     fetch_next(clocks, &mut arrivals);
                 }
             });
+            if gathers_in_loop {
+                clocks.run(clocks.done + ordered(stretch));
+            }
             let start = clocks.done;
             let mut meetings = stretch.meetings.iter().peekable();
             loop {
@@ -389,7 +445,9 @@ impl Loop {
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
         let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
         let microbatches = traffic.microbatches as f64;
-        Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown }
+        let ordered =
+            self.stretches.iter().map(ordered).sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
+        Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown, ordered }
     }
 
     /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the

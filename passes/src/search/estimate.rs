@@ -4,10 +4,11 @@
 //! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
 
 use super::beside::{BUCKET, Loop, Shown, Times, Traffic};
-use super::liveness::{Liveness, Peak};
+use super::copies::Keeping;
+use super::liveness::{Gradients, Liveness, Peak};
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
-use super::storage::{Held, Storage, stored_type};
+use super::storage::{Held, Storage};
 use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
 use crate::shard::local::Local;
@@ -85,8 +86,7 @@ pub struct Shape<'a> {
     added_up: u64,
     /// Bytes of the others, to which products add, and which they read for it.
     added_to: u64,
-    /// Bytes of the largest cast outside the blocks (the head's), and of the largest gradient in them.
-    head: u64,
+    /// Bytes of the largest gradient in the blocks.
     block_gradient: u64,
     /// Blocks of the model.
     pub blocks: u64,
@@ -94,7 +94,7 @@ pub struct Shape<'a> {
     pub loss_chunks: u64,
     liveness: Liveness<'a>,
     /// Those that were asked for.
-    peaks: RefCell<BTreeMap<(Recompute, u64), Peak>>,
+    peaks: RefCell<BTreeMap<(Recompute, u64, usize), Peak>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
@@ -123,7 +123,6 @@ impl<'a> Shape<'a> {
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
             added_to: 0,
-            head: 0,
             block_gradient: 0,
             blocks: prepared.block_count(),
             loss_chunks,
@@ -144,9 +143,15 @@ impl<'a> Shape<'a> {
             seconds.push(time);
         }
         let first = &shape.storages[0];
-        let divides = |class: usize| first.among(placed, class, stored_type(prepared, class, None)) > 1;
+        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
-        for conversion in &beside_kernels(prepared, placed, conversions, &seconds) {
+        // Scales of parameters are reduced together.
+        let is_scale =
+            |of: &Conversion| matches!(prepared.op(of.maker), Op::QuantizationScale(_)) && prepared.is_copy(of.maker);
+        let (scales, others): (Vec<Conversion>, Vec<Conversion>) =
+            beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
+        shape.once.communication += scales.iter().map(|scale| scale.seconds).fold(0.0, f64::max);
+        for conversion in &others {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
             let readers = prepared.folded.classes[conversion.reader].members.len();
@@ -173,26 +178,28 @@ impl<'a> Shape<'a> {
     /// Adds what a class of nodes, which takes so many seconds in all, stores for each parameter.
     fn add_stored(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, seconds: f64) {
         let op = prepared.op(class);
-        let is_cast = matches!(op, Op::Cast(_)) && prepared.is_parameter[class];
+        let is_copy = prepared.is_copy(class);
         let is_square = matches!(op, Op::SumSquares(_)) && !prepared.in_loop(class);
-        if !is_cast && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
+        if !is_copy && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
             return;
         }
         let Local { operands, results, .. } = &*placed.local(prepared, class, &placed.strategies[class]);
         let count = prepared.folded.classes[class].members.len() as f64;
         let bytes = |bytes: &u64| *bytes as f64 * count;
-        let readers = prepared.flows.iter().filter(|flow| flow.maker == class).flat_map(|flow| &flow.readers);
-        let is_read =
-            readers.into_iter().any(|(reader, _, _)| !matches!(prepared.op(*reader), Op::Cast(_) | Op::Adamw(_)));
-        let ty = stored_type(prepared, class, is_square.then_some(0));
+        // Of all that it makes, what the loop reads.
+        let is_read = |result: &usize| prepared.lives.copies().is_read(class, *result);
+        let read: f64 = (0..results.len()).filter(is_read).map(|result| bytes(&results[result])).sum();
         let is_in_block = self.is_in_block(prepared, class);
         for storage in &mut self.storages {
-            let ranks = storage.among(placed, class, ty);
+            let parts = storage.among(prepared, placed, class);
+            let ranks = parts.map_or(1, |(ranks, _)| ranks);
+            storage.parts.resize(prepared.rules.len(), None);
+            storage.parts[class] = parts;
             match op {
                 Op::Parameter(_) => {
                     storage.parameters.add(bytes(&results[0]), ranks);
-                    storage.bare += if ranks > 1 && is_read { bytes(&results[0]) } else { 0.0 };
-                    storage.direct.add(if is_read { bytes(&results[0]) } else { 0.0 }, ranks);
+                    storage.bare += if ranks > 1 { read } else { 0.0 };
+                    storage.direct.add(read, ranks);
                     storage.in_blocks += if is_in_block { bytes(&results[0]) } else { 0.0 };
                 }
                 Op::State(_) => storage.state.add(bytes(&results[0]), ranks),
@@ -200,9 +207,8 @@ impl<'a> Shape<'a> {
                     storage.gradients.add(bytes(&operands[1]), ranks);
                     storage.update.add(seconds, ranks);
                 }
-                Op::Cast(_) => {
-                    storage.casts.add(bytes(&results[0]), ranks);
-                    storage.gathered += if ranks > 1 { bytes(&results[0]) } else { 0.0 };
+                _ if is_copy => {
+                    storage.copied.add(read, ranks);
                     storage.once.add(seconds, ranks);
                 }
                 _ => storage.once.add(seconds, ranks),
@@ -214,7 +220,7 @@ impl<'a> Shape<'a> {
     /// seconds of one of them, and what bounds it.
     fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
-        let Local { seconds, bound, operands, results, .. } = &*placed.local(prepared, class, strategy);
+        let Local { seconds, bound, operands, .. } = &*placed.local(prepared, class, strategy);
         let (seconds, bound) = (*seconds, *bound);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
@@ -233,11 +239,7 @@ impl<'a> Shape<'a> {
                 }
             }
             Op::Parameter(_) | Op::State(_) => {}
-            Op::Cast(_) if prepared.is_parameter[class] => {
-                if !self.is_in_block(prepared, class) {
-                    self.head = self.head.max(results[0] * count);
-                }
-            }
+            _ if prepared.is_copy(class) => {}
             Op::SumSquares(_) if !prepared.in_loop(class) => {}
             _ => self.part(prepared, class, class).add(seconds, bound),
         }
@@ -265,12 +267,25 @@ impl<'a> Shape<'a> {
     }
 
     /// The peak of a recomputation, which several stages of ZeRO share.
-    fn peak(&self, recompute: Recompute, kept: f64) -> Peak {
-        let key = (recompute, kept.to_bits());
+    fn peak(&self, recompute: Recompute, gradients: Gradients, storage: usize, zero: u64) -> Peak {
+        let is_loop = self.microbatches > 1;
+        let parts = if zero >= 1 { &self.storages[storage].parts[..] } else { &[] };
+        let keeping = Keeping { parts, is_dropped: zero >= 3, is_loop };
+        // Copies that live through all microbatches are no part of it.
+        let (keeping, of_copies) = match zero {
+            0..3 if is_loop => (None, 0),
+            0 => (Some(keeping), 1),
+            _ => (Some(keeping), 2 + 2 * storage + usize::from(zero >= 3)),
+        };
+        let of_gradients = match gradients {
+            Gradients::Kept(share) => share.to_bits(),
+            Gradients::Added { is_reduced } => u64::MAX - u64::from(is_reduced),
+        };
+        let key = (recompute, of_gradients, of_copies);
         if let Some(peak) = self.peaks.borrow().get(&key) {
             return *peak;
         }
-        let peak = self.liveness.peak(&self.select(recompute), kept);
+        let peak = self.liveness.peak(&self.select(recompute), gradients, keeping);
         self.peaks.borrow_mut().insert(key, peak);
         peak
     }
@@ -298,40 +313,34 @@ impl<'a> Shape<'a> {
     }
 
     /// Memory per rank, with parameters stored in one of the ways.
-    pub fn memory(&self, storage: usize, zero: u64, recompute: Recompute) -> Memory {
-        let storage = &self.storages[storage];
+    pub fn memory(&self, index: usize, zero: u64, recompute: Recompute) -> Memory {
+        let storage = &self.storages[index];
         let is_shared = storage.ranks() > 1;
-        // Copies that live through the step: casts, and gathered parameters without one.
-        let bare = if zero >= 1 { storage.bare } else { 0.0 };
-        let copies = if zero == 3 { storage.casts.part } else { storage.casts.whole + bare };
         let [whole, reduced] = [storage.gradients.whole as u64, storage.gradients.part as u64];
-        let (peak, gradients) = if self.microbatches > 1 {
-            // The accumulators, and the gradient that is being added.
+        let (peak, gradients, copies) = if self.microbatches > 1 {
             let accumulators = if zero >= 2 { reduced } else { whole };
-            let peak = self.peak(recompute, 0.0);
+            let is_reduced = zero >= 2 && is_shared;
+            let peak = self.peak(recompute, Gradients::Added { is_reduced }, index, zero);
             // In the loop, two buckets wait: one fills while one is reduced.
-            let waiting = if zero >= 2 && is_shared { whole.min(2 * BUCKET as u64) } else { 0 };
-            (peak, accumulators + waiting.max(self.liveness.largest_gradient()))
+            let waiting = if is_reduced { whole.min(2 * BUCKET as u64) } else { 0 };
+            // Copies that live through the step: what is made of parameters, and gathered parameters.
+            let bare = if zero >= 1 { storage.bare } else { 0.0 };
+            let copies = if zero == 3 { storage.copied.part } else { storage.copied.whole + bare };
+            (peak, accumulators + waiting, copies)
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            let peak = self.peak(recompute, kept);
+            let peak = self.peak(recompute, Gradients::Kept(kept), index, zero);
             // A gradient is whole until it is reduced.
             let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
-            (peak, peak.gradients + waiting)
+            (peak, peak.gradients + waiting, 0.0)
         };
-        // The gathered weights of a block and of the next; at the peak, where the backward pass
-        // begins, the head's are the next. With several microbatches the head's gradient stands for them.
-        let head = if self.microbatches > 1 { 0 } else { self.head };
-        let blocks = self.blocks.max(1);
-        let block = (storage.gathered + bare) as u64 / blocks;
-        let gathered = if zero == 3 { block + block.max(head) } else { 0 };
-        let bucket = if is_shared { (BUCKET as u64).min(whole / blocks) } else { 0 };
+        let bucket = if is_shared { (BUCKET as u64).min(whole / self.blocks.max(1)) } else { 0 };
         Memory {
-            parameters: Bytes((storage.parameters.under(zero) + copies) as u64),
+            parameters: Bytes((storage.parameters.under(zero) + copies) as u64 + peak.copies),
             gradients: Bytes(gradients),
             optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
-            buffers: Bytes(gathered + bucket + self.largest_copy + peak.scratch),
+            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch),
             reserved: Bytes(0),
         }
     }
@@ -360,7 +369,7 @@ impl<'a> Shape<'a> {
             again: &selected,
         };
         let times = self.times[storage].get_or_init(|| self.around.times(&of.copies, cluster));
-        let Shown { all: communication, shown } = self.around.shown(&traffic, times, cluster);
+        let Shown { all: communication, shown, ordered } = self.around.shown(&traffic, times, cluster);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
         let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
@@ -376,7 +385,7 @@ impl<'a> Shape<'a> {
         let (stored_once, update) = (of.once.under(zero) + recast / bandwidth, of.update.under(zero));
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
-        let memory_bound = memory + self.once.memory + stored_once + accumulate;
+        let memory_bound = memory + self.once.memory + stored_once + accumulate + ordered;
         let (communication, shown) = (communication + self.once.communication, shown + self.once.communication);
         let feed = self.around.feed() * microbatches;
         let step = (matmul + memory_bound + shown + update + feed) * step::spread(cluster.ranks());

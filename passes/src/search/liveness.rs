@@ -6,10 +6,12 @@
 //! behind the loop lives from its node to the end; with several microbatches its accumulator lives through all of them. A
 //! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
+use super::copies::{Copies, Keeping};
 use super::recompute::Selected;
 use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
+use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,6 +32,40 @@ struct Life {
     given: Option<usize>,
     /// Whether a gradient is made of it.
     is_term: bool,
+}
+
+/// A gradient that is read behind the loop.
+#[derive(Clone, Copy, Debug)]
+struct Gradient {
+    /// The class that makes it, and which of its results it is.
+    class: usize,
+    result: usize,
+    made: usize,
+    is_product: bool,
+}
+
+/// What becomes of gradients.
+#[derive(Clone, Copy, Debug)]
+pub enum Gradients {
+    /// This share of each stays from the moment it is made.
+    Kept(f64),
+    /// They are added up over microbatches: products of matrices add by themselves, unless the ranks' are summed first.
+    Added {
+        /// Whether they are.
+        is_reduced: bool,
+    },
+}
+
+impl Gradients {
+    /// The share of each that stays beside the sums.
+    fn kept(self) -> f64 {
+        if let Self::Kept(share) = self { share } else { 0.0 }
+    }
+
+    /// Whether it and its terms are added up without ever being there.
+    fn is_in_place(self, is_product: bool) -> bool {
+        matches!(self, Self::Added { is_reduced: false }) && is_product
+    }
 }
 
 /// A node of a block's forward pass that reads a value.
@@ -58,6 +94,10 @@ pub struct Peak {
     pub gradients: u64,
     /// Of scratch memory.
     pub scratch: u64,
+    /// Of copies of parameters.
+    pub copies: u64,
+    /// Of those that were gathered to be dropped again.
+    pub gathered: u64,
 }
 
 /// The lives of all values of a microbatch, whatever the mesh.
@@ -65,9 +105,10 @@ pub struct Peak {
 pub struct Lives {
     lives: Vec<Life>,
     readers: Vec<Reader>,
-    /// Where each gradient that is read behind the loop is made, and by which class.
-    gradients: Vec<(usize, usize)>,
+    /// The gradients that are read behind the loop.
+    gradients: Vec<Gradient>,
     runs: Vec<Run>,
+    copies: Copies,
     /// Per block, where its backward pass starts.
     backward: Vec<usize>,
     positions: usize,
@@ -86,6 +127,8 @@ pub struct Liveness<'a> {
     sizes: Vec<Vec<u64>>,
     /// Bytes of scratch memory of each class.
     scratch: Vec<u64>,
+    /// The classes of gradients that are made in several terms.
+    in_terms: Vec<usize>,
 }
 
 impl Prepared<'_> {
@@ -127,6 +170,7 @@ impl Lives {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let blocks: BTreeSet<&str> = graph.nodes().filter_map(|(_, node)| block_of(graph, node)).collect();
         let mut all = Self {
+            copies: Copies::new(prepared),
             backward: vec![usize::MAX; order.len()],
             positions: graph.node_count(),
             blocks: blocks.len() as u64,
@@ -158,13 +202,10 @@ impl Lives {
                     }
                 }
             }
-            let is_gradient = prepared.is_gradient[class] && node.results.iter().any(|value| is_lasting[*value]);
-            if prepared.in_loop(class) && is_gradient && !is_view(&node.op) {
-                all.gradients.push((position, class));
-            }
-            if !prepared.in_loop(class) || is_gradient || prepared.is_parameter[class] {
+            if !prepared.in_loop(class) || prepared.is_parameter[class] {
                 continue;
             }
+            let is_gradient = |value: &ValueId| prepared.is_gradient[class] && is_lasting[*value];
             if is_view(&node.op)
                 && let Some(of) = node.operands.first()
             {
@@ -172,10 +213,15 @@ impl Lives {
                 continue;
             }
             let block = if node.role == Role::Forward { own } else { None };
+            let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
             for (result, value) in node.results.iter().enumerate() {
+                if is_gradient(value) {
+                    let is_product = matches!(node.op, Op::Matmul(_));
+                    all.gradients.push(Gradient { class, result, made: position, is_product });
+                    continue;
+                }
                 life[*value] = Some(all.lives.len());
                 let (made, last, last_forward, given) = (position, position, position, None);
-                let is_term = prepared.is_gradient[class];
                 all.lives.push(Life { class, result, made, last, last_forward, block, given, is_term });
             }
         }
@@ -222,6 +268,11 @@ impl Lives {
         }
     }
 
+    /// When copies of parameters live.
+    pub fn copies(&self) -> &Copies {
+        &self.copies
+    }
+
     /// Per result of a class, how many live where the backward pass starts: those that stay, and those
     /// that can be computed again.
     pub fn at_turn(&self, class: usize) -> &[[f64; 2]] {
@@ -236,7 +287,9 @@ impl<'a> Liveness<'a> {
         for id in prepared.head.iter().flat_map(|head| [head.product, head.derivative]) {
             sizes[prepared.folded.class[id]][0] /= loss_chunks;
         }
-        Self { of: &prepared.lives, sizes, scratch: scratch_sizes(prepared, placed) }
+        let readers = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| &head.readers);
+        let in_terms = readers.map(|id| prepared.folded.class[*id]).collect();
+        Self { of: &prepared.lives, sizes, scratch: scratch_sizes(prepared, placed), in_terms }
     }
 
     /// Bytes of each result of each class.
@@ -244,10 +297,9 @@ impl<'a> Liveness<'a> {
         &self.sizes
     }
 
-    /// The most bytes that live at one time, if what is selected is computed again. Of each gradient,
-    /// `kept` stays from the moment it is made; where that is nothing, gradients are added up as they are made, with
-    /// what they are made of.
-    pub fn peak(&self, selected: &Selected<'_>, kept: f64) -> Peak {
+    /// The most bytes that live at one time beside the sums of gradients, if what is selected is computed again. Copies
+    /// of parameters that are not there all the time live as they are kept.
+    pub fn peak(&self, selected: &Selected<'_>, of: Gradients, keeping: Option<Keeping<'_>>) -> Peak {
         let Lives { lives, readers, gradients, runs, backward, positions, .. } = self.of;
         // Per position, the change of what is held, and the scratch memory beside it.
         let (mut change, mut scratch) = (vec![0i64; positions + 2], vec![0u64; positions + 1]);
@@ -264,7 +316,7 @@ impl<'a> Liveness<'a> {
             let start = again(Some(reader.block), reader.class).filter(|start| start < positions);
             last[reader.life] = last[reader.life].max(start.unwrap_or(0));
         }
-        for (life, last) in lives.iter().zip(last).filter(|(life, _)| !life.is_term || kept > 0.0) {
+        for (life, last) in lives.iter().zip(last).filter(|(life, _)| !(life.is_term && of.is_in_place(true))) {
             let bytes = self.sizes[life.class][life.result];
             // What its last reader's result takes over ends before that.
             let last = if life.given == Some(last) { last - 1 } else { last };
@@ -276,8 +328,17 @@ impl<'a> Liveness<'a> {
                 None => add(bytes, life.made, last),
             }
         }
-        let kept = |class: usize| (self.sizes[class].iter().sum::<u64>() as f64 * kept) as u64;
-        gradients.iter().for_each(|(made, class)| add(kept(*class), *made, *positions));
+        let kept = |gradient: &Gradient| (self.sizes[gradient.class][gradient.result] as f64 * of.kept()) as u64;
+        for gradient in gradients {
+            add(kept(gradient), gradient.made, *positions);
+            // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
+            let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
+            let whole = if of.is_in_place(gradient.is_product) { 0 } else { terms };
+            let bytes = whole * self.sizes[gradient.class][gradient.result];
+            add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
+        }
+        let lived = keeping.map(|keeping| self.of.copies.lived(&self.sizes, selected, keeping)).unwrap_or_default();
+        lived.iter().for_each(|copy| add(copy.bytes, copy.from, copy.to));
         for Run { class, position, block } in runs.iter().filter(|run| self.scratch[run.class] > 0) {
             for at in [Some(*position), again(*block, *class).filter(|start| start < positions)].into_iter().flatten() {
                 // Nodes that are computed again run one after the other.
@@ -293,13 +354,15 @@ impl<'a> Liveness<'a> {
             }
         }
         let (total, at, scratch) = most;
-        let gradients = gradients.iter().filter(|(made, _)| *made <= at).map(|(_, class)| kept(*class)).sum();
-        Peak { activations: (total - scratch).saturating_sub(gradients), gradients, scratch }
-    }
-
-    /// The bytes of the largest gradient.
-    pub fn largest_gradient(&self) -> u64 {
-        self.of.gradients.iter().map(|(_, class)| self.sizes[*class].iter().sum()).max().unwrap_or(0)
+        let gradients = gradients.iter().filter(|gradient| gradient.made <= at).map(kept).sum();
+        let there = lived.iter().filter(|copy| copy.from <= at && at <= copy.to);
+        let (mut copies, mut gathered, mut ordered) = (0, 0, 0);
+        for copy in there {
+            *(if copy.is_dropped { &mut gathered } else { &mut copies }) += copy.bytes;
+            ordered = if copy.is_ordered { copy.bytes.max(ordered) } else { ordered };
+        }
+        let activations = (total - scratch).saturating_sub(gradients + gathered + copies);
+        Peak { activations, gradients, scratch, copies, gathered: gathered + ordered }
     }
 }
 

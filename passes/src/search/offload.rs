@@ -108,11 +108,13 @@ impl Offload {
         let copies = parameters * held.copies;
         let window = (2.0 * held.copies / shape.blocks as f64).min(copies);
         let kept = shape.memory(storage, zero, recompute);
+        // Of the copies, those that are there where memory is the fullest.
+        let there = parameters * (kept.parameters.0 as f64 - held.masters).clamp(0.0, held.copies);
         let dropped = match self.activations {
             0 => kept,
             count => shape.memory(storage, zero, Recompute::Blocks(count.min(shape.blocks))),
         };
-        let activations = kept.activations.0.saturating_sub(dropped.activations.0) as f64;
+        let activations = kept.total().0.saturating_sub(dropped.total().0) as f64;
         let halves = shape.passes(recompute);
         let away = masters + state;
         let returned = gradients / 4.0 * held.width * if self.parameters >= self.optimizer { 0.0 } else { 1.0 };
@@ -129,7 +131,7 @@ impl Offload {
         let bytes = |bytes: f64| Bytes(bytes.max(0.0) as u64);
         Relief {
             memory: Memory {
-                parameters: bytes(masters + copies - window),
+                parameters: bytes(masters + (there - window).max(0.0)),
                 optimizer: bytes(state),
                 activations: bytes(activations),
                 ..Memory::default()

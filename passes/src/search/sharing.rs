@@ -6,11 +6,10 @@
 //! ([`clocks`](super::clocks)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
 
 use super::beside::{BUCKET, Loop};
-use super::storage::{Copies, Storage};
+use super::storage::{Copies, Storage, stored_dim};
 use crate::shard::tensor::{Placed, Prepared};
-use crate::shard::zero::storage_dim;
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, Mesh, Strategy, TensorType};
+use shardc_ir::{EntityRef, Mesh, Strategy};
 
 /// The parts, and what talking about them costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,18 +93,26 @@ impl Sharing {
         if self.zero == 0 { 1 } else { Storage::sharing(self.inner, mesh, strategy) }
     }
 
-    /// Among how many ranks a value of this type is stored that is computed with under a strategy; at the most,
-    /// if axes that are not placed may divide it further.
-    pub fn parts(&self, mesh: &Mesh, strategy: &Strategy, ty: &TensorType, is_whole: bool) -> f64 {
+    /// Among how many ranks that is stored which a class makes of parameters, or the gradient of which it reads, under a
+    /// strategy; at the most, if axes that are not placed may divide it further.
+    pub fn parts(
+        &self,
+        prepared: &Prepared<'_>,
+        class: usize,
+        (mesh, strategy): (&Mesh, &Strategy),
+        is_whole: bool,
+    ) -> f64 {
         let most = self.most(mesh, strategy);
-        let is_divided = self.is_least || !is_whole || storage_dim(ty, strategy, mesh, most, 1).is_some();
-        if is_divided { most as f64 } else { 1.0 }
+        let divides = || stored_dim(prepared, class, (mesh, strategy), most).is_some();
+        if self.is_least || !is_whole || divides() { most as f64 } else { 1.0 }
     }
 
-    /// Whether some dimension of a value divides into so many parts whatever the axes that are searched divide.
-    pub fn divides_wherever(mesh: &Mesh, ty: &TensorType, parts: f64) -> bool {
-        let all = parts as u64 * searched(mesh);
-        ty.shape.iter().any(|size| size.is_multiple_of(all))
+    /// Whether some dimension of what a class makes divides into so many parts whatever the axes that are searched
+    /// divide.
+    pub fn divides_wherever(prepared: &Prepared<'_>, class: usize, mesh: &Mesh, parts: f64) -> bool {
+        let (rule, all) = (prepared.rules[class], parts as u64 * searched(mesh));
+        let size = |factors: &Vec<usize>| factors.first().map_or(1, |factor| rule.factors[*factor].size);
+        rule.results[0].iter().any(|factors| size(factors).is_multiple_of(all))
     }
 }
 
@@ -117,10 +124,7 @@ fn searched(mesh: &Mesh) -> u64 {
 /// How often weights are gathered at least in a microbatch, those of the forward pass and those of the other: of
 /// parameters that some dimension divides among so many ranks whatever else divides it.
 fn gathers(prepared: &Prepared<'_>, placed: &Placed<'_>, parts: u64) -> [f64; 2] {
-    let divides = |class: usize| {
-        let node = prepared.graph.node(prepared.folded.classes[class].node);
-        parts > 1 && Sharing::divides_wherever(placed.mesh, prepared.graph.ty(node.results[0]), parts as f64)
-    };
+    let divides = |class: usize| parts > 1 && Sharing::divides_wherever(prepared, class, placed.mesh, parts as f64);
     Loop::gathers(prepared, &divides).map(|count| count as f64)
 }
 

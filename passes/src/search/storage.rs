@@ -5,6 +5,7 @@ use crate::cost::collective::{self, Collective, Group};
 use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use crate::shard::zero::storage_dim;
+use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
 
 /// The ranks that hold copies of a parameter.
@@ -74,7 +75,7 @@ impl Amount {
 pub struct Held {
     /// Parameters that only casts and the update read.
     pub masters: f64,
-    /// What the passes read of parameters: casts, and parameters without one.
+    /// What the passes read of parameters: casts, codes, and parameters without one.
     pub copies: f64,
     /// Optimizer state.
     pub state: f64,
@@ -103,17 +104,16 @@ pub struct Storage {
     pub direct: Amount,
     /// Of the whole bytes of parameters, those in blocks.
     pub in_blocks: f64,
-    /// Bytes of casts of parameters.
-    pub casts: Amount,
-    /// Of them, the whole bytes of those that are stored in parts, and the whole bytes of parameters stored
-    /// in parts that are read without a cast.
-    pub gathered: f64,
-    /// See `gathered`.
+    /// Bytes of what is made of parameters and read in the loop: casts, and codes in 8 bits.
+    pub copied: Amount,
+    /// The whole bytes of parameters stored in parts that are read without a cast.
     pub bare: f64,
     /// Seconds of updates.
     pub update: Amount,
-    /// Seconds of casts of parameters and squares of gradients.
+    /// Seconds of what is made of parameters, and of squares of gradients.
     pub once: Amount,
+    /// Per class, among how many ranks which dimension of what it makes is divided.
+    pub parts: Vec<Option<(u64, usize)>>,
 }
 
 impl Storage {
@@ -129,11 +129,11 @@ impl Storage {
             gradients: none,
             direct: none,
             in_blocks: 0.0,
-            casts: none,
-            gathered: 0.0,
+            copied: none,
             bare: 0.0,
             update: none,
             once: none,
+            parts: Vec::new(),
         }
     }
 
@@ -145,10 +145,10 @@ impl Storage {
     /// What a rank holds through the step under a ZeRO stage.
     pub fn held(&self, zero: u64) -> Held {
         let direct = self.direct.under(zero);
-        let is_cast = self.casts.whole > 0.0;
+        let is_cast = self.copied.whole > 0.0;
         Held {
             masters: self.parameters.under(zero) - direct,
-            copies: if zero >= 3 { self.casts.part } else { self.casts.whole } + direct,
+            copies: if zero >= 3 { self.copied.part } else { self.copied.whole } + direct,
             state: self.state.under(zero),
             gradients: self.gradients.under(zero),
             width: if is_cast { 2.0 } else { 4.0 },
@@ -156,11 +156,13 @@ impl Storage {
         }
     }
 
-    /// Among how many ranks a value of this type is stored that is computed with as a class is.
-    pub fn among(&self, placed: &Placed<'_>, class: usize, ty: &TensorType) -> u64 {
+    /// Among how many ranks that is divided which a class makes of parameters, or the gradient of which it reads, if it
+    /// is, and along which dimension.
+    pub fn among(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> Option<(u64, usize)> {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
         let ranks = Self::sharing(self.inner, mesh, strategy);
-        if storage_dim(ty, strategy, mesh, ranks, 1).is_some() { ranks } else { 1 }
+        let dim = stored_dim(prepared, class, (mesh, strategy), ranks)?;
+        (ranks > 1).then_some((ranks, dim))
     }
 
     /// How many data ranks store one copy.
@@ -190,8 +192,26 @@ pub fn kind_under(mesh: &Mesh, strategy: &Strategy) -> usize {
     usize::from(mesh.family("ep").into_iter().any(|axis| strategy.choice(axis) != Choice::Replicate))
 }
 
-/// The global type of a class's first result, or of an operand.
-pub fn stored_type<'a>(prepared: &'a Prepared<'_>, class: usize, operand: Option<usize>) -> &'a TensorType {
+/// The global type of what a class makes of parameters, or of the gradient that it reads.
+pub fn stored_type<'a>(prepared: &'a Prepared<'_>, class: usize) -> &'a TensorType {
     let node = prepared.graph.node(prepared.folded.classes[class].node);
-    prepared.graph.ty(operand.map_or(node.results[0], |index| node.operands[index]))
+    let is_square = matches!(node.op, Op::SumSquares(_));
+    prepared.graph.ty(if is_square { node.operands[0] } else { node.results[0] })
+}
+
+/// The dimension of that which so many ranks divide to store it, if a class does so with the rest of the mesh. What is
+/// made of a cast in 8 bits is stored as that is, if the parts are whole groups.
+pub fn stored_dim(
+    prepared: &Prepared<'_>,
+    class: usize,
+    (mesh, strategy): (&Mesh, &Strategy),
+    ranks: u64,
+) -> Option<usize> {
+    let (Op::QuantizationScale(_) | Op::Quantize(_)) = prepared.op(class) else {
+        return storage_dim(stored_type(prepared, class), strategy, mesh, ranks, 1);
+    };
+    let rule = prepared.rules[class];
+    let part = |factor: &usize| rule.factors[*factor].size / mesh.extent(strategy.axes(*factor).iter().copied());
+    let mut groups = rule.operands[0].iter().map(|factors| factors.first().map_or(0, part));
+    groups.position(|groups| groups > 0 && groups.is_multiple_of(ranks))
 }

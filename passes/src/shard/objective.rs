@@ -264,13 +264,13 @@ impl<'a, 'b> Pricer<'a, 'b> {
     ) -> Quote {
         let (prepared, mesh) = (self.prepared, self.placed.mesh);
         let (op, count) = (prepared.op(class), prepared.folded.classes[class].members.len() as f64);
+        let is_copy = prepared.is_copy(class);
         if !self.is_stored(class) {
             let seconds = if prepared.in_loop(class) { seconds * sharing.kernels } else { seconds };
             return Quote { seconds: seconds * count, ..self.alive(class, local, seconds) };
         }
         let is_whole = beside.parts <= 1.0;
-        let ty = stored_type(prepared, class, matches!(op, Op::SumSquares(_)).then_some(0));
-        let parts = sharing.parts(mesh, strategy, ty, is_whole);
+        let parts = sharing.parts(prepared, class, (mesh, strategy), is_whole);
         let bytes = |list: &[u64], index: usize| list.get(index).map_or(0.0, |bytes| *bytes as f64);
         let kind = kind_under(mesh, strategy);
         // Which ranks talk is known where the axes of experts are placed.
@@ -278,7 +278,11 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let (seconds, kept) = match op {
             Op::Adamw(_) => {
                 let gradient = bytes(&local.operands, 1);
-                let reduced = if is_known { sharing.reduce[kind] * prepared.on_wire(ty, gradient) } else { 0.0 };
+                let reduced = if is_known {
+                    sharing.reduce[kind] * prepared.on_wire(stored_type(prepared, class), gradient)
+                } else {
+                    0.0
+                };
                 let kept = match (self.placed.microbatches > 1, sharing.zero >= 2) {
                     (false, _) => 0.0,
                     (true, true) => gradient / parts,
@@ -286,19 +290,24 @@ impl<'a, 'b> Pricer<'a, 'b> {
                 };
                 (seconds / parts + reduced, kept)
             }
-            Op::Cast(_) => {
-                let cast = bytes(&local.results, 0);
+            _ if is_copy => {
                 let [first, again] = self.passes[class].map(f64::from);
-                let times = if sharing.is_dropped { first + again } else { first.max(again) };
+                // Each pass reads an arrangement of codes of its own.
+                let is_cast = matches!(op, Op::Cast(_));
+                let (made, one) = (self.read(class, local), bytes(&local.results, 0));
+                let times = if sharing.is_dropped && is_cast { first + again } else { first.max(again) };
                 // With axes that are not placed, it may be that nothing divides it further.
-                let is_sure = is_whole || (is_known && Sharing::divides_wherever(mesh, ty, parts));
+                let is_sure = is_whole || (is_known && Sharing::divides_wherever(prepared, class, mesh, parts));
                 let is_gathered = parts > 1.0 && is_sure;
-                let gathered = if is_gathered { times * sharing.gather[kind] * cast } else { 0.0 };
+                let gathered = if is_gathered { times * sharing.gather[kind] * made } else { 0.0 };
+                // With one microbatch, what the backward pass reads is there where that begins.
+                let kept = if self.placed.microbatches > 1 { made } else { again * one.min(made) };
+                let is_gathered_late = sharing.zero == 3 || (!is_cast && sharing.zero >= 1);
                 // The weights of a block are gathered beside those of the next.
-                let kept = match (sharing.zero == 3, is_gathered) {
-                    (true, true) => cast / parts + 2.0 * cast / self.blocks,
-                    (true, false) => cast / parts,
-                    (false, _) => cast,
+                let kept = match (is_gathered_late, is_gathered) {
+                    (true, true) if is_cast => kept / parts + 2.0 * kept / self.blocks,
+                    (true, _) => kept / parts,
+                    (false, _) => kept,
                 };
                 (seconds / parts + gathered, kept)
             }
@@ -312,9 +321,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
     fn is_stored(&self, class: usize) -> bool {
         match self.prepared.op(class) {
             Op::Parameter(_) | Op::State(_) | Op::Adamw(_) => true,
-            Op::Cast(_) => self.prepared.is_parameter[class],
             Op::SumSquares(_) => !self.prepared.in_loop(class),
-            _ => false,
+            _ => self.prepared.is_copy(class),
         }
     }
 
@@ -343,10 +351,17 @@ impl<'a, 'b> Pricer<'a, 'b> {
         };
         match prepared.op(class) {
             Op::Parameter(_) | Op::State(_) => stored(local.results.first()),
-            Op::Cast(_) if prepared.is_parameter[class] => stored(local.results.first()),
+            _ if prepared.is_copy(class) => stored(Some(&(self.read(class, local) as u64))),
             Op::Adamw(_) if self.placed.microbatches > 1 => stored(local.operands.get(1)),
             _ => self.alive(class, local, again),
         }
+    }
+
+    /// The bytes that the loop reads of what a class makes of a parameter.
+    fn read(&self, class: usize, local: &Local) -> f64 {
+        let copies = self.prepared.lives.copies();
+        let read = local.results.iter().enumerate().filter(|(result, _)| copies.is_read(class, *result));
+        read.map(|(_, bytes)| *bytes as f64).sum()
     }
 
     /// What lives of a class's values at the turn from forward to backward.

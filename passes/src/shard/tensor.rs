@@ -135,6 +135,12 @@ impl Prepared<'_> {
         self.batch[class] != Choice::Replicate
     }
 
+    /// Whether a class makes a copy of a parameter: its cast, or its scale and codes in 8 bits.
+    pub fn is_copy(&self, class: usize) -> bool {
+        let op = self.op(class);
+        self.is_parameter[class] && matches!(op, Op::Cast(_) | Op::QuantizationScale(_) | Op::Quantize(_))
+    }
+
     /// The factors of the parameter that a product reads, or whose gradient it makes.
     pub fn weight_factors(&self, class: usize) -> Option<BTreeSet<usize>> {
         let rule = &self.rules[class];

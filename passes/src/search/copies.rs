@@ -1,0 +1,182 @@
+//! When copies of parameters live: their casts, their codes in 8 bits, and parameters that are read as they are.
+//!
+//! A copy is made where it is first read. Where ranks store parts of it, the whole is gathered while the stretch
+//! before the reader's runs (consecutive nodes of one block and direction: see [`beside`](super::beside)), and either
+//! stays until its last reader or is dropped behind each pass that reads it (ZeRO-3), which keeps the part until it is
+//! gathered for the last time. Parts of codes are made before anything else. With several microbatches all that is not
+//! dropped lives through all of them.
+
+use super::liveness::block_order;
+use super::recompute::Selected;
+use crate::lower::block_of;
+use crate::shard::tensor::Prepared;
+use shardc_ir::ops::Op;
+use shardc_ir::{EntityRef, Graph, NodeId, OpDef, Role, SecondaryMap, ValueId};
+use std::collections::BTreeSet;
+
+/// How copies are held.
+#[derive(Clone, Copy, Debug)]
+pub struct Keeping<'a> {
+    /// Per class, among how many ranks which dimension of what it makes is divided; none at all, if every rank has the
+    /// whole.
+    pub parts: &'a [Option<(u64, usize)>],
+    /// Whether what is gathered is dropped behind each pass.
+    pub is_dropped: bool,
+    /// Whether there are several microbatches.
+    pub is_loop: bool,
+}
+
+/// Bytes that live for a while; positions are node indices.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lived {
+    /// How many.
+    pub bytes: u64,
+    /// The first position.
+    pub from: usize,
+    /// The last position.
+    pub to: usize,
+    /// Whether it was gathered to be dropped again.
+    pub is_dropped: bool,
+    /// Whether it was gathered along an inner dimension: for a while it is there twice, as it came and in order.
+    pub is_ordered: bool,
+}
+
+/// Where one direction reads a copy.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    /// Where its gather is issued.
+    fetch: usize,
+    first: usize,
+    last: usize,
+}
+
+#[derive(Debug)]
+struct Copy {
+    /// The class that makes it, and which of its results it is.
+    class: usize,
+    result: usize,
+    /// Whether it is the parameter itself, or codes.
+    is_stored: bool,
+    is_code: bool,
+    /// Where the class's node stands.
+    made: usize,
+    /// Of the forward pass, and of the backward pass.
+    spans: [Option<Span>; 2],
+    /// The nodes of the forward passes of blocks that read it: the block, and the class.
+    readers: Vec<(u64, usize)>,
+}
+
+/// The copies of all parameters, whatever the mesh.
+#[derive(Debug, Default)]
+pub struct Copies {
+    copies: Vec<Copy>,
+    /// Their classes and results.
+    read: BTreeSet<(usize, usize)>,
+    /// Per block, where what its backward pass reads is gathered, and where that pass begins.
+    backward: Vec<[usize; 2]>,
+}
+
+/// The parameter, cast or codes that a value is, through views of them; none if it is none of these.
+fn root(graph: &Graph, mut value: ValueId) -> Option<ValueId> {
+    loop {
+        let node = graph.def(value);
+        match node.op {
+            Op::Parameter(_) | Op::Cast(_) | Op::Quantize(_) => return Some(value),
+            Op::Reshape(_) | Op::Transpose(_) | Op::Pad(_) => value = node.operands[0],
+            _ => return None,
+        }
+    }
+}
+
+impl Copies {
+    /// Finds who reads the parameters of a graph, and when.
+    pub fn new(prepared: &Prepared<'_>) -> Self {
+        let (graph, order) = (prepared.graph, block_order(prepared.graph));
+        let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
+        let mut own = Self { copies: Vec::new(), read: BTreeSet::new(), backward: vec![[usize::MAX; 2]; order.len()] };
+        let mut place: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
+        // The stretch, its first node that reads a copy, and that of the last stretch that had one.
+        let (mut current, mut first, mut before) = (None, None, None);
+        for (id, node) in graph.nodes() {
+            let (class, at) = (prepared.folded.class[id], id.index());
+            if !prepared.in_loop(class) || node.op.is_leaf() {
+                continue;
+            }
+            let (is_backward, home) = (node.role != Role::Forward, block(id));
+            if current != Some((block_of(&node.path), is_backward)) {
+                current = Some((block_of(&node.path), is_backward));
+                before = first.take().or(before);
+            }
+            if let (Role::Backward(_), Some(block)) = (node.role, home) {
+                let [fetch, begin] = &mut own.backward[block as usize];
+                (*fetch, *begin) = ((*fetch).min(before.unwrap_or(at)), (*begin).min(at));
+            }
+            for value in &node.operands {
+                let maker = prepared.folded.class[graph.value(*value).def];
+                let Some(root) = root(graph, *value).filter(|_| prepared.is_parameter[maker]) else { continue };
+                let fetch = before.unwrap_or(*first.get_or_insert(at));
+                first.get_or_insert(at);
+                let index = *place[root].get_or_insert_with(|| {
+                    let (of, op) = (graph.value(root), &graph.def(root).op);
+                    let (is_stored, is_code) = (matches!(op, Op::Parameter(_)), matches!(op, Op::Quantize(_)));
+                    let (class, result) = (prepared.folded.class[of.def], of.index);
+                    own.read.insert((class, result));
+                    let (made, spans, readers) = (of.def.index(), [None; 2], Vec::new());
+                    own.copies.push(Copy { class, result, is_stored, is_code, made, spans, readers });
+                    own.copies.len() - 1
+                });
+                let copy = &mut own.copies[index];
+                copy.spans[usize::from(is_backward)].get_or_insert(Span { fetch, first: at, last: at }).last = at;
+                copy.readers.extend(home.filter(|_| !is_backward).map(|block| (block, class)));
+            }
+        }
+        own
+    }
+
+    /// Whether the loop reads a result of a class.
+    pub fn is_read(&self, class: usize, result: usize) -> bool {
+        self.read.contains(&(class, result))
+    }
+
+    /// What lives of them beside what is there all the time, `sizes` being the bytes of each result of each class.
+    pub fn lived(&self, sizes: &[Vec<u64>], selected: &Selected<'_>, keeping: Keeping<'_>) -> Vec<Lived> {
+        let mut all = Vec::new();
+        for copy in &self.copies {
+            let bytes = sizes[copy.class][copy.result];
+            let [forward, backward] = copy.spans;
+            // Where it is read when blocks are computed again.
+            let again = |(block, class): &(u64, usize)| {
+                let [fetch, begin] = self.backward[*block as usize];
+                let is_again = selected.is_again(*block, *class) && begin < usize::MAX;
+                is_again.then_some(Span { fetch, first: begin, last: begin })
+            };
+            let behind = copy.readers.iter().filter_map(again).chain(backward).reduce(|a, b| Span {
+                fetch: a.fetch.min(b.fetch),
+                first: a.first.min(b.first),
+                last: a.last.max(b.last),
+            });
+            let (Some(start), Some(end)) = (forward.or(behind), behind.or(forward)) else { continue };
+            let Some((parts, dim)) = keeping.parts.get(copy.class).copied().flatten() else {
+                if !copy.is_stored && !keeping.is_loop {
+                    let from = copy.made.min(start.first);
+                    all.push(Lived { bytes, from, to: end.last, is_dropped: false, is_ordered: false });
+                }
+                continue;
+            };
+            // The other arrangement of codes has its dimensions exchanged.
+            let is_ordered = if copy.is_code { dim != copy.result } else { dim != 0 };
+            let gathered = |from, to| Lived { bytes, from, to, is_dropped: keeping.is_dropped, is_ordered };
+            if keeping.is_dropped {
+                all.extend(forward.into_iter().chain(behind).map(|span| gathered(span.fetch, span.last)));
+            } else if !keeping.is_loop {
+                all.push(gathered(start.fetch, end.last));
+            }
+            if !copy.is_stored && !keeping.is_loop {
+                let from = if copy.is_code { 0 } else { start.fetch };
+                let to = if keeping.is_dropped { end.fetch } else { start.fetch };
+                all.push(Lived { bytes: bytes / parts, from, to, is_dropped: false, is_ordered: false });
+            }
+        }
+        all
+    }
+}
