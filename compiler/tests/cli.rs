@@ -569,7 +569,7 @@ fn the_largest_that_fits() {
 #[test]
 fn estimates_alone_refuse_nothing() {
     let tiny = ["plan", "llama-tiny", "--batch", "8", "--seq", "128", "--cluster", "cpu:4"];
-    let choice = &["plan     dp=4,tp=1,zero=1,microbatch=2,recompute=none"];
+    let choice = &["plan     dp=4,tp=1,zero=3,microbatch=2,recompute=none"];
     check(&[&tiny[..], &["--device-memory", "24MiB"]].concat(), 0, choice);
     let large = ["plan", "llama-8b", "--batch", "8", "--seq", "128", "--cluster", "h200:8", "--precision", "fp8"];
     let pins = ["--pin", "dp=8,zero=2,microbatch=1", "--device-memory", "24GiB"];

@@ -156,6 +156,7 @@ fn fp8_is_the_same_on_any_plan() {
         ("cpu:2", "dp=2,zero=0"),
         ("cpu:2", "dp=2,zero=3"),
         ("cpu:4", "dp=4,zero=3"),
+        ("cpu:4", "dp=4,zero=3,keep_casts=1"),
         ("cpu:2", "dp=2,zero=1,recompute=full"),
         ("cpu:4", "dp=2,tp=2,zero=3,microbatch=1,recompute=full"),
         ("cpu:2", "tp=2"),

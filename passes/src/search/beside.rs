@@ -7,10 +7,11 @@
 //! the wire at the end is waited for. So a large gradient that comes last (an embedding's) shows. Kernels also wait
 //! for the wire where they need its memory again.
 //!
-//! What is not seen: squares of gradients that run beside the last reductions, the transposes that go with weights and
-//! gradients that the data ranks divide along an inner dimension, conversions that begin before their reader beside
-//! what is computed again, and how exchanges between experts queue behind reductions of the experts' gradients (the
-//! simulation is up to 4% longer). Nor is what chunks that overlap hide: such plans are compared by their programs alone
+//! What is not seen: squares of gradients that run beside the last reductions, the transposes that go with weights
+//! (but for codes in 8 bits) and gradients that the data ranks divide along an inner dimension, conversions that begin
+//! before their reader beside what is computed again, and how exchanges between experts queue behind reductions of the
+//! experts' gradients (the simulation is up to 4% longer). Nor is what chunks that overlap hide: such plans are compared
+//! by their programs alone
 //! ([`overlap`](super::overlap)).
 
 use super::clocks::Clocks;
