@@ -129,9 +129,9 @@ fn cluster(text: &str) -> Cluster {
     if text == MIXED { Cluster::from_toml("mixed.toml", text) } else { Cluster::parse(text, "h200") }.unwrap()
 }
 
-/// The plan without chunks that overlap, predicted by its programs, and its estimate.
+/// The plan without chunks that overlap and kept casts, predicted by its programs, and its estimate.
 fn whole((model, batch, seq, on, pins): Case, precision: Precision) -> (Plan, Prediction) {
-    let pins = format!("{pins},overlap_chunks=1");
+    let pins = format!("{pins},overlap_chunks=1,keep_casts=0");
     let (cluster, model) = (cluster(on), NamedModel::find(model).unwrap());
     let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(&pins, precision)).unwrap();
     let plan = compiled.plan();
