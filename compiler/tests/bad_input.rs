@@ -98,7 +98,7 @@ fn budgets() {
 
 #[test]
 fn pins() {
-    let cases: [(&str, &[&str]); 13] = [
+    let cases: [(&str, &[&str]); 14] = [
         ("tp=7", &["pin `tp=7`", "8 ranks", "use a divisor of 8"]),
         ("dp=16", &["pin `dp=16`", "use a divisor of 8"]),
         ("dp=4,tp=4", &["they make 16 ranks and the cluster has 8", "pin only one"]),
@@ -112,6 +112,7 @@ fn pins() {
             &["overlap_chunks=4", "a microbatch of 2 samples does not divide into 4 chunks"],
         ),
         ("tp=8,microbatch=8,overlap_chunks=4096", &["overlap_chunks=4096", "use at most 32"]),
+        ("keep_casts=2", &["pin `keep_casts=2`", "is not 0 or 1"]),
         ("recompute=-1", &["recompute=-1", "block or a number of blocks"]),
         ("dp", &["write NAME=VALUE"]),
         ("dp=8,dp=8", &["pinned twice"]),
@@ -119,6 +120,8 @@ fn pins() {
     for (pins, words) in cases {
         check_plan(&["--cluster", "h100:8", "--pin", pins], 2, words);
     }
+    let words = ["pin `keep_casts=1`", "no trained parameter is cast", "leave it out"];
+    check_plan(&["--cluster", "h100:8", "--precision", "fp32", "--pin", "keep_casts=1"], 2, &words);
 }
 
 #[test]

@@ -38,10 +38,11 @@ fn candidates(plan: &Plan) -> Vec<Kept> {
         }
     }
     let names: BTreeSet<&str> = graph.leaves().map(|(_, node)| leaf_name(&node.op)).collect();
-    let is_updated_by = |parameter, update: &NodeId| {
-        let made = OutputKind::Update(parameter);
-        graph.outputs.iter().any(|output| output.kind == made && output.value == graph.node(*update).results[0])
-    };
+    let replaced = graph.outputs.iter().filter_map(|output| match output.kind {
+        OutputKind::Update(leaf) => Some((leaf, output.value)),
+        OutputKind::Result => None,
+    });
+    let replaced: HashMap<ValueId, ValueId> = replaced.collect();
     let mut kept = Vec::new();
     for (parameter, node) in graph.leaves().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
         let (Some([cast]), Some(update)) = (casts.get(&parameter).map(Vec::as_slice), updates.get(&parameter)) else {
@@ -57,7 +58,7 @@ fn candidates(plan: &Plan) -> Vec<Kept> {
             && ty.dtype.is_float()
             && ty.dtype.size() < graph.ty(parameter).dtype.size()
             && !names.contains(name.as_str())
-            && is_updated_by(parameter, update)
+            && replaced.get(&parameter) == Some(&graph.node(*update).results[0])
         {
             kept.push(Kept { parameter, cast: *cast, update: *update, name, ty });
         }

@@ -227,6 +227,8 @@ fn kept_casts() {
     check_kept_casts("cpu:4", "dp=4,zero=3,recompute=full", Precision::Bf16);
     check_kept_casts("cpu:4", "dp=2,tp=2,zero=2,microbatch=1", Precision::Bf16);
     check_kept_casts("cpu:2", "pp=2,schedule=1f1b,microbatch=1", Precision::Bf16);
+    check_kept_casts("cpu:2", "dp=2,zero=1", Precision::Fp8);
+    check_kept_casts("cpu:4", "dp=4,zero=3,recompute=full", Precision::Fp8);
 }
 
 #[test]
