@@ -14,6 +14,8 @@ use cubecl::ir::StorageType;
 use cubecl::prelude::*;
 use cubecl::server::{Handle, KernelArguments};
 use cubecl::wgpu::{WgpuDevice, WgpuRuntime};
+// CubeCL has a `Cast` as well.
+use shardc_ir::ops::Cast;
 use shardc_ir::ops::*;
 use shardc_ir::{DType, HostTensor, Op, Target, TensorType};
 use std::sync::Arc;
