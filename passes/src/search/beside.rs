@@ -73,12 +73,13 @@ struct Stretch {
 }
 
 /// Gradients that are reduced together.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Bucket {
     /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
-    bytes: f64,
+    /// Of each, the class of its update, and its bytes.
+    gradients: Vec<(usize, f64)>,
     /// Which ranks reduce them.
     kind: usize,
 }
@@ -303,31 +304,40 @@ impl Loop {
     /// Gradients in the order in which they are made, merged as the schedule merges them.
     fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
         let graph = prepared.graph;
-        let mut made: Vec<(usize, f64, usize)> = Vec::new();
+        let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
             let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            made.push((graph.value(node.operands[1]).def.index(), bytes, kind));
+            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
-        let mut open = [0.0; 2];
-        for (index, (def, bytes, kind)) in made.iter().enumerate() {
-            open[*kind] += bytes;
-            if open[*kind] >= BUCKET || last[*kind] == Some(index) {
-                let (stretch, at) = place[*def];
-                self.buckets.push(Bucket { stretch, at, bytes: open[*kind], kind: *kind });
-                open[*kind] = 0.0;
+        let mut open = [const { Vec::new() }; 2];
+        for (index, (def, gradient, kind)) in made.iter().enumerate() {
+            open[*kind].push(*gradient);
+            let bytes: f64 = open[*kind].iter().map(|(_, bytes)| bytes).sum();
+            if bytes >= BUCKET || last[*kind] == Some(index) {
+                let ((stretch, at), gradients) = (place[*def], std::mem::take(&mut open[*kind]));
+                self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
             }
         }
     }
 
-    /// The seconds of each collective, for ranks that hold copies in one way.
-    pub fn times(&self, copies: &[Copies; 2], cluster: &Cluster) -> Times {
+    /// The seconds of each collective, for ranks that hold copies in one way; `is_parted` names the classes of updates
+    /// of what is stored in parts under ZeRO: every rank needs the whole gradients of the others.
+    pub fn times(&self, copies: &[Copies; 2], is_parted: impl Fn(usize) -> bool, cluster: &Cluster) -> Times {
         let reduce = |zero: u64| {
-            let of = |bucket: &Bucket| copies[bucket.kind].reduce(zero, bucket.bytes, cluster);
+            let of = |bucket: &Bucket| {
+                let bytes = |is_wanted: bool| -> f64 {
+                    let wanted =
+                        bucket.gradients.iter().filter(|(class, _)| (zero > 0 && is_parted(*class)) == is_wanted);
+                    wanted.map(|(_, bytes)| bytes).sum()
+                };
+                let copies = &copies[bucket.kind];
+                copies.reduce(zero, bytes(true), cluster) + copies.reduce(0, bytes(false), cluster)
+            };
             self.buckets.iter().map(of).collect()
         };
         let gather = |bytes: &dyn Fn(&Stretch) -> [f64; 2]| {

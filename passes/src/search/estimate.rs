@@ -368,7 +368,8 @@ impl<'a> Shape<'a> {
             microbatches: self.microbatches,
             again: &selected,
         };
-        let times = self.times[storage].get_or_init(|| self.around.times(&of.copies, cluster));
+        let times = self.times[storage]
+            .get_or_init(|| self.around.times(&of.copies, |class| of.parts[class].is_some(), cluster));
         let Shown { all: communication, shown, ordered } = self.around.shown(&traffic, times, cluster);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
