@@ -1,6 +1,7 @@
 //! `shardc plan --maximize`: the largest that fits.
 
 use super::args::MaximizeArg;
+use super::log::say;
 use super::{plan_json, print, print_json, thousands};
 use serde_json::json;
 use shardc::capacity::{self, Dimension, Largest};
@@ -23,7 +24,8 @@ pub fn maximize(
     };
     // Each size is a search of its own: whoever waits sees that it goes on.
     let observe = |size: u64, fits: bool| {
-        eprintln!("tried {}: {}", dimension.text(size), if fits { "fits" } else { "does not fit" });
+        let fits = if fits { "fits" } else { "does not fit" };
+        say(&format!("tried {}: {fits}\n", dimension.text(size)));
     };
     let Largest { size, parameters, compiled, beyond, tried } =
         capacity::maximize(model, batch, cluster, options, dimension, &observe)?;

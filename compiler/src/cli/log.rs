@@ -27,12 +27,14 @@ impl Write for Stderr {
             text.extend(self.prefix.as_bytes());
             text.extend(line);
         }
-        std::io::stderr().write_all(&text)?;
+        // Nobody is left to tell should stderr be closed, and what reports a failed write would write there itself.
+        let _ = std::io::stderr().write_all(&text);
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        std::io::stderr().flush()
+        let _ = std::io::stderr().flush();
+        Ok(())
     }
 }
 
@@ -52,6 +54,11 @@ pub fn start(verbose: u8) {
         .with_ansi(ansi)
         .without_time()
         .init();
+}
+
+/// Writes to stderr. Whoever reads it may stop reading, and the command goes on.
+pub fn say(text: &str) {
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// An error as a person sees it: what, why and what to do.
@@ -82,11 +89,10 @@ pub fn report(error: &Error) {
         let mut text = String::new();
         let handler = miette::GraphicalReportHandler::new();
         if handler.render_report(&mut text, &Report(error)).is_ok() {
-            eprint!("{text}");
+            say(&text);
             return;
         }
     }
     let help = error.fix().map(|fix| format!("help: {fix}\n")).unwrap_or_default();
-    // Nobody is left to tell should stderr be closed.
     let _ = Stderr::new().write_all(format!("error: {error}\n{help}").as_bytes());
 }

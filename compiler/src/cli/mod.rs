@@ -37,7 +37,7 @@ fn print(text: &str) {
     if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
         && error.kind() != std::io::ErrorKind::BrokenPipe
     {
-        eprintln!("error: stdout: {error}");
+        log::say(&format!("error: stdout: {error}\n"));
         std::process::exit(1);
     }
 }

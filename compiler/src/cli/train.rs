@@ -1,6 +1,7 @@
 //! `shardc train`.
 
 use super::args::TrainArgs;
+use super::log::say;
 use super::{print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
@@ -46,7 +47,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         std::fs::File::create(path).map_err(|source| Error::Io { path: path.clone(), source })?;
     }
     if !json && launch::is_lead() {
-        eprintln!("{}", shardc::report::plan_text(compiled.plan()));
+        say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
@@ -241,7 +242,7 @@ fn interrupt() -> Arc<AtomicBool> {
         }
         // The launcher says it for its ranks.
         if !matches!(Place::from_env(), Ok(Some(place)) if place.is_ours || place.rank > 0) {
-            eprintln!("\nstopping at the end of this step; once more to stop at once");
+            say("\nstopping at the end of this step; once more to stop at once\n");
         }
     });
     if let Err(error) = set {
@@ -268,9 +269,9 @@ fn show(bar: &ProgressBar, step: &StepMetrics, steps: u64) {
     if bar.is_hidden() && (step.step.is_multiple_of(every) || step.step + 1 == steps) {
         let scale = step.loss_scale.map(|scale| format!("  loss scale {scale}")).unwrap_or_default();
         let StepMetrics { step, loss, grad_norm, step_s, tokens_per_s, .. } = step;
-        eprintln!(
-            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s{scale}"
-        );
+        say(&format!(
+            "step {step:>5}  loss {loss:.4}  grad norm {grad_norm:.3}  {step_s:.3} s  {tokens_per_s:.0} tokens/s{scale}\n"
+        ));
     }
 }
 

@@ -14,7 +14,7 @@ use super::store::Server;
 use super::table::GONE;
 use super::{Failure, LaunchError, Limits, host, signal};
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -130,7 +130,8 @@ impl Launcher {
             std::thread::spawn(move || {
                 // Bytes that are no text end nothing but their line.
                 for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {
-                    eprintln!("[rank {rank}] {}", String::from_utf8_lossy(&line));
+                    // The pipe is emptied, so that the rank goes on, even if nobody reads what it says.
+                    let _ = writeln!(std::io::stderr(), "[rank {rank}] {}", String::from_utf8_lossy(&line));
                 }
             })
         });

@@ -13,6 +13,7 @@ use super::store::{Client, Server, lost_store};
 use super::table::Table;
 use super::{Failure, LaunchError, Limits, Place, host, signal};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -428,7 +429,9 @@ fn live(mut heart: Heart, shared: &Shared, place: &Place, limits: Limits) {
         if let (Some(since), Some(failure)) = (failed_at, &pulse.failure)
             && since.elapsed() > limits.grace
         {
-            eprintln!("rank {} did not end by itself and is ended; the cause: {failure}", place.rank);
+            // Whether or not anybody reads it, the process ends.
+            let rank = place.rank;
+            let _ = writeln!(std::io::stderr(), "rank {rank} did not end by itself and is ended; the cause: {failure}");
             signal::exit_now(1);
         }
     }
