@@ -26,6 +26,10 @@ impl NamedModel {
     /// # Errors
     /// An unknown name, with the nearest one; a directory that is not a model of a known family.
     pub fn find(name: &str) -> Result<Self, Error> {
+        if name.trim().is_empty() {
+            let fix = "`shardc models` lists the names; a directory with config.json and safetensors is a model too";
+            return Err(Error::request("the name of the model is empty", fix));
+        }
         if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
             return Ok(Self { name: name.to_string(), config: entry.config, dir: None });
         }

@@ -7,12 +7,17 @@ use shardc_ir::plan::Scope;
 use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{Bytes, DType, Plan};
+use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 /// Sequences per step where neither a flag nor the data says.
 const DEFAULT_BATCH: u64 = 8;
 /// Tokens per sequence where neither a flag nor the data says.
 const DEFAULT_SEQ: u64 = 256;
+
+/// No plan file is longer.
+const MOST_PLAN: Bytes = Bytes(1 << 30);
 
 /// The cluster of a flag. `cuda:N` takes the profile of this host's GPUs, where it is known.
 pub fn cluster(text: Option<&str>) -> Result<Cluster, Error> {
@@ -88,6 +93,9 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         Some(PrecisionArg::Fp16) => Precision::Fp16,
         Some(PrecisionArg::Fp8) => Precision::Fp8,
     };
+    if args.pin.as_ref().is_some_and(|pins| pins.trim().is_empty()) {
+        return Err(Error::request("--pin: it is empty", "write --pin NAME=VALUE, such as dp=2, or leave it out"));
+    }
     Ok(Options {
         precision,
         reduce_dtype: match args.reduce_dtype {
@@ -142,7 +150,7 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
 
 /// Reads a plan file, or a plan as text that may have been edited, and verifies it.
 pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
-    let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })?;
+    let bytes = plan_bytes(path)?;
     let wrong = |source| Error::PlanFile { path: path.to_path_buf(), source };
     let text =
         String::from_utf8(bytes).map_err(|_| wrong(PlanFileError::NotJson { message: "it is not UTF-8".into() }))?;
@@ -152,6 +160,29 @@ pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
     let plan = Plan::from_json(&text).map_err(wrong)?;
     let illegal = |found| Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()));
     shardc_ir::verify::plan(plan).map_err(illegal)
+}
+
+/// The bytes of a plan, from a file or through a pipe. What never ends is not read.
+fn plan_bytes(path: &Path) -> Result<Vec<u8>, Error> {
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    let refused = |what: &str| {
+        let message = format!("{}: {what}; a plan is a file, or comes through a pipe", path.display());
+        Err(Error::request(message, "name the file that `shardc plan -o FILE` wrote"))
+    };
+    let kind = std::fs::metadata(path).map_err(io)?.file_type();
+    if kind.is_dir() {
+        return refused("it is a directory");
+    }
+    if kind.is_char_device() || kind.is_block_device() {
+        return refused("it is a device");
+    }
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).map_err(io)?;
+    file.take(MOST_PLAN.0 + 1).read_to_end(&mut bytes).map_err(io)?;
+    if bytes.len() as u64 > MOST_PLAN.0 {
+        return refused(&format!("it holds more than {MOST_PLAN}, which no plan does"));
+    }
+    Ok(bytes)
 }
 
 /// A size in bytes: `24GiB`, `800MB`, `1000000`.

@@ -137,8 +137,15 @@ impl Pins {
     /// product such as `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
     pub fn parse(text: &str) -> Result<Self, PlanError> {
         let mut pins = Self::default();
-        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        if text.trim().is_empty() {
+            return Ok(pins);
+        }
+        for part in text.split(',').map(str::trim) {
             let pin = |message: String| PlanError::Pin { pin: part.to_string(), message };
+            if part.is_empty() {
+                let message = "there is nothing before or after one of its commas; take the comma out".to_string();
+                return Err(PlanError::Pin { pin: text.to_string(), message });
+            }
             let (name, value) =
                 part.split_once('=').ok_or_else(|| pin("write NAME=VALUE, for instance dp=2".to_string()))?;
             let (name, value) = (name.trim_end(), value.trim_start());
@@ -400,5 +407,9 @@ mod tests {
         check("offload=optimizer,offload=none", "`offload` is pinned twice");
         check("offload=weights", "`weights` is none of none, optimizer");
         check("dp", "write NAME=VALUE");
+        for text in [",", "dp=2,", ",dp=2", "dp=2, ,tp=2"] {
+            check(text, "nothing before or after one of its commas");
+        }
+        check("", "dp: None");
     }
 }
