@@ -341,6 +341,11 @@ impl Error {
             Self::Hf(HfError::Malformed { .. } | HfError::MissingTensor { .. }) => {
                 Some("the directory is not complete or not of this model: copy it again".into())
             }
+            Self::Hf(HfError::NoWeights { .. }) => Some(
+                "copy the weights beside config.json, or name a built-in model (`shardc models`), which starts from \
+                 random weights"
+                    .into(),
+            ),
             Self::Hf(HfError::Field { .. }) => Some("correct the field, or copy the model's config.json again".into()),
             Self::Hf(HfError::NotTied { .. }) => Some(
                 "a head of its own needs `\"tie_word_embeddings\": false` in config.json; else take it out of the file"

@@ -201,7 +201,7 @@ fn edit(dir: &Path, from: &str, to: &str) {
 #[test]
 fn says_what_is_wrong() {
     check(|dir| fs::remove_file(dir.join("config.json")).unwrap(), &["config.json", "No such file"]);
-    check(|dir| fs::remove_file(dir.join("model.safetensors")).unwrap(), &["model.safetensors", "No such file"]);
+    check(|dir| fs::remove_file(dir.join("model.safetensors")).unwrap(), &["model.safetensors", "neither is there"]);
     check(|dir| fs::write(dir.join("config.json"), "{").unwrap(), &["config.json", "not JSON"]);
     check(|dir| edit(dir, "\"llama\"", "\"bert\""), &["architecture `bert`", "gpt2, llama"]);
     check(|dir| edit(dir, "\"hidden_size\"", "\"hidden\""), &["field `hidden_size` is missing"]);

@@ -1,7 +1,7 @@
 //! `config.json`, of transformers 5 (`rope_parameters`) and before (`rope_theta`, `rope_scaling`).
 
 use super::{HfError, io};
-use crate::zoo::{Config, Gpt2Config, LlamaConfig, RopeScaling};
+use crate::zoo::{self, Config, Gpt2Config, LlamaConfig, RopeScaling};
 use serde_json::{Map, Value, json};
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -139,7 +139,16 @@ pub(super) fn read(path: &Path) -> Result<Config, HfError> {
     match fields.get("model_type").and_then(Value::as_str) {
         Some("gpt2") => gpt2(&fields).map(Config::Gpt2),
         Some("llama") => llama(&fields).map(Config::Llama),
-        Some(other) => Err(fields.unsupported(format!("architecture `{other}`; supported: gpt2, llama"))),
+        Some(other) => {
+            // Those of its family that are built in can be trained, if not from these weights.
+            let built_in = zoo::list().into_iter().filter(|entry| entry.name.starts_with(&format!("{other}-")));
+            let names: Vec<String> = built_in.map(|entry| format!("`{}`", entry.name)).collect();
+            let instead = match names[..] {
+                [] => String::new(),
+                _ => format!("; built in, with random weights: {}", names.join(", ")),
+            };
+            Err(fields.unsupported(format!("architecture `{other}`; supported: gpt2, llama{instead}")))
+        }
         None => Err(fields.missing("model_type")),
     }
 }

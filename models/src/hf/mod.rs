@@ -71,6 +71,16 @@ pub enum HfError {
         /// What it asks for, and what there is.
         message: String,
     },
+    /// A directory without weights.
+    #[error(
+        "{}: weights are read from model.safetensors, or from the files of model.safetensors.index.json, and neither \
+         is there",
+        .path.display()
+    )]
+    NoWeights {
+        /// The directory.
+        path: PathBuf,
+    },
     /// A tensor that no file has.
     #[error("{}: tensor `{tensor}` is in no file", .path.display())]
     MissingTensor {

@@ -240,7 +240,8 @@ pub(super) fn transpose(matrix: &HostTensor) -> HostTensor {
 fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, HfError> {
     let index = dir.join("model.safetensors.index.json");
     if !index.exists() {
-        return Ok(vec![dir.join("model.safetensors")]);
+        let single = dir.join("model.safetensors");
+        return if single.exists() { Ok(vec![single]) } else { Err(HfError::NoWeights { path: dir.to_path_buf() }) };
     }
     let malformed = |message: String| HfError::Malformed { path: index.clone(), message };
     let text = std::fs::read_to_string(&index).map_err(io(&index))?;
