@@ -133,21 +133,27 @@ pub fn text_of(found: &[Difference]) -> String {
     if found.is_empty() {
         return "the plans say the same\n".to_string();
     }
+    let of = |side: &Option<String>| match side {
+        Some(side) if side.is_empty() => "nothing".to_string(),
+        Some(side) => side.clone(),
+        None => "not there".to_string(),
+    };
+    let rows: Vec<(&Difference, String, String)> =
+        found.iter().map(|difference| (difference, of(&difference.first), of(&difference.second))).collect();
+    let is_short = |(difference, first, second): &&(&Difference, String, String)| {
+        first.len() + second.len() + difference.what.len() < 90
+    };
+    let width = rows.iter().filter(is_short).map(|row| row.0.what.chars().count()).max().unwrap_or(0);
     let mut text = String::new();
     let mut part = "";
-    for difference in found {
+    for row in &rows {
+        let (difference, first, second) = row;
         if difference.part != part {
             part = difference.part;
             let _ = writeln!(text, "{part}");
         }
-        let of = |side: &Option<String>| match side {
-            Some(side) if side.is_empty() => "nothing".to_string(),
-            Some(side) => side.clone(),
-            None => "not there".to_string(),
-        };
-        let (first, second) = (of(&difference.first), of(&difference.second));
-        if first.len() + second.len() + difference.what.len() < 90 {
-            let _ = writeln!(text, "  {:34} {first} -> {second}", difference.what);
+        if is_short(&row) {
+            let _ = writeln!(text, "  {:width$}  {first} -> {second}", difference.what);
         } else {
             let _ = writeln!(text, "  {}\n    {first}\n    -> {second}", difference.what);
         }

@@ -216,6 +216,10 @@ pub fn text(values: &[Explained]) -> String {
         for reason in &value.reasons {
             let _ = writeln!(text, "    {reason}");
         }
+        let widest = |of: fn(&Alternative) -> &String| {
+            value.alternatives.iter().map(|option| of(option).chars().count()).max().unwrap_or(0)
+        };
+        let (axes, choices) = (widest(|option| &option.axis) + 1, widest(|option| &option.choice));
         for option in &value.alternatives {
             let cost = match option.cost {
                 _ if option.is_chosen && option.cost.is_none_or(|cost| cost.0 < 1e-9) => "chosen".to_string(),
@@ -224,7 +228,8 @@ pub fn text(values: &[Explained]) -> String {
                 Some(cost) if cost.0 < 1e-9 => "as good".to_string(),
                 Some(cost) => format!("+{cost} a step"),
             };
-            let _ = writeln!(text, "    {}: {:32} {cost}", option.axis, option.choice);
+            let axis = format!("{}:", option.axis);
+            let _ = writeln!(text, "    {axis:axes$} {:choices$}  {cost}", option.choice);
         }
     }
     text
