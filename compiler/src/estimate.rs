@@ -6,7 +6,9 @@
 //! two arrangements one lives there, and the 16-bit copy that both are made from does not. ZeRO-3 shards that copy, so
 //! there it is 2 bytes. What is not counted: embeddings and norms, which have a 16-bit copy in fp8, too.
 //! ZeRO-1 shards the optimizer state and the master copy over the data ranks, ZeRO-2 the
-//! gradients, ZeRO-3 every copy of the parameters (Rajbhandari et al., "ZeRO", SC 2020).
+//! gradients, ZeRO-3 every copy of the parameters (Rajbhandari et al., "ZeRO", SC 2020). Where the step is one
+//! microbatch, ZeRO-1 divides the gradients as well: nothing is added to them, so each is reduced to the rank's part as
+//! soon as it is there.
 
 use serde::Serialize;
 use shardc_ir::Bytes;
@@ -26,8 +28,10 @@ pub struct Row {
     pub zero: u64,
     /// Master parameters and copies.
     pub parameters: Bytes,
-    /// Gradients.
+    /// Gradients, where several microbatches add to them.
     pub gradients: Bytes,
+    /// Gradients, where the step is one microbatch.
+    pub gradients_of_one: Bytes,
     /// Optimizer state.
     pub state: Bytes,
 }
@@ -36,6 +40,11 @@ impl Row {
     /// All of it.
     pub fn total(&self) -> Bytes {
         self.parameters + self.gradients + self.state
+    }
+
+    /// All of it, where the step is one microbatch.
+    pub fn total_of_one(&self) -> Bytes {
+        self.parameters + self.gradients_of_one + self.state
     }
 
     /// What a rank of so much memory has left for activations; `None` if even this does not fit.
@@ -61,6 +70,7 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             zero: 0,
             parameters: Bytes(parameters * working),
             gradients: Bytes(0),
+            gradients_of_one: Bytes(0),
             state: Bytes(0),
         });
         for stage in 0..=3 {
@@ -74,9 +84,9 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             let master = share(4, 1);
             let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(kept(working, zero), 3) };
             let copy = if !is_mixed && zero == 3 { Bytes(0) } else { copy };
-            let (gradients, state) = (share(4, 2), share(8, 1));
-            let parameters = master + copy;
-            rows.push(Row { precision, optimizer: "adamw", zero: stage, parameters, gradients, state });
+            let (gradients, gradients_of_one, state) = (share(4, 2), share(4, 1), share(8, 1));
+            let (optimizer, zero, parameters) = ("adamw", stage, master + copy);
+            rows.push(Row { precision, optimizer, zero, parameters, gradients, gradients_of_one, state });
         }
     }
     rows
@@ -109,8 +119,14 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     let say = |precision: &str| {
         let is_trained = |row: &&Row| row.optimizer != "none" && row.precision == precision;
         if let Some((row, left)) = rows.iter().filter(is_trained).find_map(|row| Some((row, row.left(memory)?))) {
+            // A lower stage may do in one microbatch, and leaves as much.
+            let of_one = rows.iter().filter(is_trained).find(|row| row.total_of_one() <= memory);
+            let of_one = match of_one.filter(|other| other.zero < row.zero) {
+                Some(other) => format!(" (or with ZeRO {} in one microbatch)", other.zero),
+                None => String::new(),
+            };
             return format!(
-                "{precision}: trains with ZeRO {} or more, and has {left} per rank left for activations",
+                "{precision}: trains with ZeRO {} or more{of_one}, and has {left} per rank left for activations",
                 row.zero
             );
         }
@@ -177,7 +193,8 @@ mod tests {
             }
         };
         check(18_000, ["ZeRO 0 or more, and has 1.95 KiB per rank left", "ZeRO 0 or more, and has 0 B per rank left"]);
-        check(5700, ["ZeRO 2 or more", "ZeRO 2 or more"]);
+        let either = "ZeRO 2 or more (or with ZeRO 1 in one microbatch), and has";
+        check(5700, [either, either]);
         check(1600, ["ZeRO 3 or more, and has 0 B per rank left", "does not fit; with ZeRO 3 it "]);
         let check = |room, expect: &str| assert!(verdict(1000, 10, room)[1].contains(expect));
         check(Room::Devices(Bytes(1600)), "it would over 12 data ranks or more");
@@ -224,5 +241,11 @@ mod tests {
         check("fp16", 3, 400 + 200 + 400 + 800);
         check("fp8", 1, 400 + 1000 + 4000 + 800);
         check("fp8", 3, 400 + 200 + 400 + 800);
+        // In one microbatch, stage 1 holds what stage 2 holds, and no other stage holds less.
+        for rows in estimate(1000, 10).chunk_by(|a, b| (a.precision, a.optimizer) == (b.precision, b.optimizer)) {
+            let [zero, one, two, three] = rows else { continue };
+            assert!(one.total_of_one() == two.total() && one.total_of_one() < one.total());
+            assert!([zero, two, three].iter().all(|row| row.total_of_one() == row.total()));
+        }
     }
 }

@@ -74,6 +74,15 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
             row.total().to_string()
         ));
     }
+    if ranks > 1 {
+        print(
+            "\nin one microbatch (no gradients added up) ZeRO 1 holds what ZeRO 2 holds: gradients are divided as they come\n",
+        );
+        print(&format!(
+            "counted as if {ranks} ranks divided every parameter; one of which they divide no dimension each stores \
+             whole, which `shardc plan` says\n"
+        ));
+    }
     for (_, place, room) in rooms.iter().flatten() {
         print(&format!("\n{place}\n"));
         verdict(parameters, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
