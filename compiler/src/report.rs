@@ -5,6 +5,7 @@ use shardc_ir::feature::missing;
 use shardc_ir::plan::{Memory, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Plan};
+use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -59,6 +60,10 @@ pub fn plan_text(plan: &Plan) -> String {
     if let Some(idle) = idle(plan) {
         let _ = writeln!(text, "idle     {idle}");
     }
+    let zero = Pins::parse(&plan.choice).ok().and_then(|choice| choice.zero).unwrap_or(0);
+    if let Some(undivided) = Undivided::of_plan(plan, zero) {
+        let _ = writeln!(text, "whole    {undivided}, and each stores them whole; {}", undivided.fix());
+    }
     if let Some((message, fix)) = refused(plan) {
         let _ = writeln!(text, "train    refused: {message}; {fix}");
     }
@@ -87,12 +92,16 @@ fn idle(plan: &Plan) -> Option<String> {
     let (ranks, batch) = (mesh.ranks(), plan.request.batch);
     let names: Vec<&str> = idle.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
     (copies > 1).then(|| {
+        let fewer = if ranks == copies { "one rank".to_string() } else { format!("{} ranks", ranks / copies) };
+        let multiple = match batch.is_multiple_of(ranks) {
+            true => String::new(),
+            false => format!(", or use a batch that is a multiple of {ranks} rather than {batch}"),
+        };
         format!(
-            "{} of {ranks} ranks repeat the work of others: nothing is divided by {}; {} would be as fast, or use a \
-             batch that is a multiple of {ranks} rather than {batch}",
+            "{} of {ranks} ranks repeat the work of others: nothing is divided by {}; {fewer} would be at least as \
+             fast{multiple}",
             ranks - ranks / copies,
             names.join(", "),
-            if ranks == copies { "one rank".to_string() } else { format!("{} ranks", ranks / copies) },
         )
     })
 }

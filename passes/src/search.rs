@@ -31,12 +31,14 @@ pub mod recompute;
 pub(crate) mod sharing;
 pub mod stages;
 pub mod storage;
+mod undivided;
 mod visit;
 pub mod ways;
 pub mod why;
 
 pub use degrees::Degrees;
 pub use pins::{Pins, Recompute};
+pub use undivided::Undivided;
 
 use crate::chunk::MOST_CHUNKS;
 use crate::cluster::Cluster;

@@ -1,7 +1,9 @@
 //! What a search tells: the runners-up and why they lost, or why nothing fits and what would help.
 
 use super::choose::kin;
+use super::degrees::Degrees;
 use super::overstated::Refused;
+use super::undivided::{OTHER_RANKS, Undivided};
 use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction};
 use shardc_ir::{Bytes, Seconds};
@@ -179,7 +181,16 @@ pub(super) fn infeasible(
         return PlanError::Bug("no candidate at all".to_string());
     };
     let needs = memory(nearest);
-    let breakdown = breakdown(&needs);
+    // Where ZeRO is not of the nearest, it may be because nothing divides over all ranks.
+    let mesh = match candidates[nearest].zero {
+        0 => Degrees::new(1).with("dp", &[cluster.ranks()]).mesh(cluster.ranks()),
+        _ => candidates[nearest].mesh(request.batch),
+    };
+    let undivided = Undivided::of_mesh(space.prepared.graph, &mesh).filter(|_| pins.zero != Some(0));
+    let mut breakdown = breakdown(&needs);
+    if let Some(undivided) = &undivided {
+        breakdown += &format!("; {undivided}");
+    }
     let is_pinned = *pins != Default::default();
     let (share, give) = match cluster.share_of_host() {
         Some(share) if share == bound => {
@@ -190,6 +201,8 @@ pub(super) fn infeasible(
         _ => (String::new(), format!("give each rank {}", needs.total())),
     };
     let mut fixes = vec![give];
+    // Without pins, every way to store parts has been tried on so many ranks.
+    fixes.extend(undivided.map(|undivided| if is_pinned { undivided.fix() } else { OTHER_RANKS.to_string() }));
     if is_pinned {
         fixes.push("drop a pin".to_string());
     }
