@@ -1,0 +1,152 @@
+//! What reports say beside the plan: advice that is true and not yet met, columns that line up, and what is read from
+//! where.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf/llama").join(name)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Runs shardc, and gives all that it says.
+#[track_caller]
+fn check(args: &[&str], code: i32, words: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
+    assert!(!text.contains("panicked"), "{args:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
+    }
+    text
+}
+
+/// A batch that is a multiple already is not asked for.
+#[test]
+fn idle_ranks() {
+    let idle = |batch: &str| {
+        let args = ["plan", "llama-tiny", "--cluster", "h100:8", "--seq", "64", "--pin", "tp=8", "--batch", batch];
+        check(&args, 0, &["7 of 8 ranks repeat the work of others", "one rank would be at least as fast"])
+    };
+    assert!(!idle("48").contains("multiple of 8"));
+    assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
+}
+
+/// What the numbers of ranks do not divide is stored whole, and said.
+#[test]
+fn parameters_that_nothing_divides() {
+    let plan = |cluster: &str, batch: &str, pin: &str, more: &[&str], code: i32, words: &[&str]| {
+        let args = ["plan", "llama-tiny", "--cluster", cluster, "--seq", "64", "--batch", batch, "--pin", pin];
+        check(&[&args, more].concat(), code, words)
+    };
+    let (whole, other) = ("of parameters have no dimension that 3 ranks divide", "take a number of ranks that divides");
+    plan("h100:3", "12", "dp=3,zero=3", &[], 0, &["whole    ", whole, other]);
+    let inner =
+        plan("h100:6", "12", "dp=6,zero=1", &[], 0, &["no dimension that 6 ranks divide", "pin dp=3,fsdp=2, or take"]);
+    assert!(!inner.contains("that 3 ranks"), "{inner}");
+    for (cluster, pin) in [("h100:3", "dp=3,zero=0"), ("h100:2", "dp=2,zero=3"), ("h100:6", "dp=3,fsdp=2,zero=3")] {
+        let said = plan(cluster, "12", pin, &[], 0, &[]);
+        assert!(!said.contains("whole    "), "{cluster} {pin}: {said}");
+    }
+    plan("h100:3", "12", "dp=3,zero=3", &["--device-memory", "2MiB"], 3, &["no plan fits", whole, other]);
+    let words = ["no plan fits", "the nearest, dp=1,tp=3,zero=0", whole, other];
+    check(&["plan", "llama-8b", "--cluster", "h100:3", "--batch", "12", "--seq", "4096"], 3, &words);
+    check(&["estimate", "llama-8b", "--ranks", "3"], 0, &["counted as if 3 ranks divided every parameter"]);
+}
+
+/// With one microbatch, the lowest stage that divides gradients is the first.
+#[test]
+fn one_microbatch_needs_no_whole_gradients() {
+    let args = ["estimate", "llama-8b", "--ranks", "8", "--device-memory", "40GiB"];
+    let words =
+        ["bf16: trains with ZeRO 2 or more (or with ZeRO 1 in one microbatch)", "ZeRO 1 holds what ZeRO 2 holds"];
+    check(&args, 0, &words);
+}
+
+/// Axes of several letters move no column, nor do long labels.
+#[test]
+fn columns_line_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let (one, two) = (dir.path().join("one.json"), dir.path().join("two.json"));
+    let plan = |pin: &str, path: &Path| {
+        let args = ["plan", "llama-tiny", "--cluster", "h100:4", "--batch", "8", "--seq", "64", "--pin", pin, "-o"];
+        check(&[&args[..], &[text(path)]].concat(), 0, &[]);
+    };
+    plan("tp=2x2", &one);
+    plan("tp=2,zero=1", &two);
+    let said = check(&["explain", text(&one), "mlp.gate"], 0, &["tp: ", "tp_1: "]);
+    // The second column starts behind the longest name of an axis.
+    let rows: Vec<&str> = said.lines().filter(|line| line.starts_with("    tp")).collect();
+    let starts_at = |row: &&str| row[..10].ends_with(": ") || row[..10].ends_with("   ");
+    assert!(rows.len() > 2 && rows.iter().all(starts_at) && rows.iter().all(|row| &row[10..11] != " "), "{said}");
+
+    let said = check(&["diff", text(&one), text(&two)], 0, &["kept for running collectives, and gaps"]);
+    let arrows = said.lines().filter(|line| line.contains(" -> ") && !line.starts_with("    "));
+    let labels: Vec<&str> = arrows.collect();
+    let longest = labels.iter().map(|line| line.trim().split("  ").next().unwrap().len()).max().unwrap();
+    for line in labels {
+        let (label, values) = line[2..].split_at(longest);
+        assert!(values.starts_with("  ") && !values[2..].starts_with(' '), "{label:?} {values:?} in {said}");
+    }
+}
+
+#[test]
+fn empty_names_and_pins() {
+    for name in ["", " "] {
+        let said = check(&["plan", name], 2, &["the name of the model is empty", "shardc models"]);
+        assert!(!said.contains("nearest"), "{said}");
+    }
+    let pin = |pins: &str, word: &str| check(&["plan", "llama-tiny", "--pin", pins], 2, &[word]);
+    pin("", "--pin: it is empty");
+    pin(" ", "--pin: it is empty");
+    pin(",", "take the comma out");
+    pin("dp=1,", "pin `dp=1,`");
+}
+
+/// A directory with nothing but config.json can be planned, and says what training it lacks; a family that is built in
+/// is named.
+#[test]
+fn directories_without_weights() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.json");
+    fs::copy(fixture("config.json"), &config).unwrap();
+    let (model, data) = (text(dir.path()), fixture("batches.safetensors"));
+    let words = ["model.safetensors.index.json, and neither is there", "beside config.json, or name a built-in model"];
+    check(&["train", model, "--data", text(&data), "--steps", "1", "--precision", "fp32"], 2, &words);
+    fs::write(&config, r#"{"model_type": "mixtral"}"#).unwrap();
+    check(&["plan", model], 2, &["supported: gpt2, llama; built in, with random weights: `mixtral-8x7b`"]);
+    fs::write(&config, r#"{"model_type": "bert"}"#).unwrap();
+    assert!(!check(&["plan", model], 2, &["`bert`; supported: gpt2, llama"]).contains("built in"));
+}
+
+/// A plan is read from a file or a pipe; what never ends is not read, and nobody need read what goes to stderr.
+#[cfg(target_os = "linux")]
+#[test]
+fn devices_pipes_and_closed_ends() {
+    for verb in ["explain", "simulate", "verify"] {
+        check(&[verb, "/dev/zero"], 2, &["/dev/zero: it is a device", "shardc plan -o FILE"]);
+    }
+    check(&["explain", text(&fixture(""))], 2, &["it is a directory", "a plan is a file"]);
+    let run = |command: &str| {
+        let shardc = env!("CARGO_BIN_EXE_shardc");
+        let output = Command::new("sh").args(["-c", command, "sh", shardc]).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    let plan = "\"$1\" plan llama-tiny --cluster cpu:2 --batch 4 --seq 32";
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("plan.json");
+    let file = text(&file);
+    let (code, said) = run(&format!("{plan} -o {file} >/dev/null && cat {file} | \"$1\" explain /dev/stdin"));
+    assert!(code == Some(0) && said.contains("llama-tiny on cpu:2"), "{code:?} {said}");
+    for more in ["--maximize batch --device-memory 40MiB", "-v"] {
+        let (code, said) = run(&format!("{plan} {more} 2>/dev/full"));
+        assert!(code == Some(0) && said.contains("llama-tiny on cpu:2"), "{code:?} {said}");
+    }
+    let (code, _) = run("\"$1\" plan nothing 2>/dev/full");
+    assert_eq!(code, Some(2));
+}
