@@ -1,16 +1,18 @@
 //! Plans in stages, lowered for every rank, verified as programs and simulated.
 
 use crate::cluster::Cluster;
+use crate::differentiate::differentiate;
 use crate::fold::block_of;
 use crate::lower::lower_all;
 use crate::lower_tests::{TINY, plan};
+use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pipeline::anchor::{anchors, chunks};
 use crate::search::{Pins, search};
 use crate::search_tests::{Sizes, llama};
 use crate::simulate::{Conditions, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
-use shardc_ir::{AxisKind, Bytes, DType, NoScratch, NodeId, Plan, Role, verify};
+use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, verify};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
 
@@ -181,6 +183,49 @@ fn stages_are_as_large_as_their_nodes_are_fast() {
     assert!(mixed.1 < 0.85 * slow.1 && turned.1 < 0.85 * slow.1, "{mixed:?} {turned:?} {slow:?}");
 }
 
+/// Residual blocks of one linear layer with a bias, and a head that reads the first weight again, padded.
+fn biased(blocks: usize) -> Graph {
+    let mut text = "graph @biased {\n  %x: f32[8,16,64] = input \"x\"\n".to_string();
+    for block in 0..blocks {
+        text += &format!("  %w{block}: f32[64,64] = parameter \"blocks.{block}.weight\" at \"blocks.{block}\"\n");
+        text += &format!("  %b{block}: f32[64] = parameter \"blocks.{block}.bias\" at \"blocks.{block}\"\n");
+    }
+    let mut x = "x".to_string();
+    for block in 0..blocks {
+        let at = format!("at \"blocks.{block}\"\n");
+        text += &format!("  %m{block}: f32[8,16,64] = matmul %{x}, %w{block} {{spec=\"bsk,kn->bsn\"}} {at}");
+        text += &format!("  %v{block}: f32[8,16,64] = broadcast %b{block} {{dims=[2]}} {at}");
+        text += &format!("  %a{block}: f32[8,16,64] = add %m{block}, %v{block} {at}");
+        text += &format!("  %y{block}: f32[8,16,64] = add %{x}, %a{block} {at}");
+        x = format!("y{block}");
+    }
+    text += "  %p: f32[80,64] = pad %w0 {high=[16,0], low=[0,0], value=0.0} at \"head\"\n";
+    text += &format!("  %h: f32[8,16,80] = matmul %{x}, %p {{spec=\"bsk,nk->bsn\"}} at \"head\"\n");
+    text += "  %e: f32[8,16,80] = mul %h, %h\n  %s: f32[] = reduce_sum %e {dims=[0,1,2]}\n";
+    let graph: Graph = (text + "  return loss %s\n}").parse().unwrap_or_else(|found| panic!("{found}"));
+    add_optimizer(differentiate(&graph, "loss").expect("gradients"), &OptimizerConfig::default()).expect("a step")
+}
+
+/// The gradient of a bias sums up what comes from the block behind: in the chunk of its bias, or no cut could part
+/// the two blocks. What is made of a weight is made where the weight is.
+#[test]
+fn biases_and_shared_weights_join_no_blocks() {
+    let (graph, cluster) = (biased(8), Cluster::parse("cpu:4", "h200").expect("a cluster"));
+    let found = anchors(&graph);
+    for (id, node) in graph.nodes().filter(|(_, node)| node.op.name() == "adamw") {
+        let gradient = graph.value(node.operands[1]).def;
+        assert!(found[id].is_some() && found[id] == found[gradient], "{}: {:?}", node.path, graph.node(gradient));
+    }
+    let request = Request { batch: 8, device_memory: Bytes(1 << 30), ..Request::default() };
+    for pins in ["schedule=1f1b", "schedule=gpipe", "schedule=interleaved,virtual=2", "schedule=zbv"] {
+        let pins = format!("pp=4,{pins},microbatch=1");
+        let plan = search(&graph, &cluster, &request, &Pins::parse(&pins).expect("pins"), &NoScratch);
+        let plan = plan.unwrap_or_else(|error| panic!("{pins}: {error}"));
+        assert_eq!(plan.stages(), 4, "{pins}");
+        by_programs(&plan, "cpu:4");
+    }
+}
+
 #[test]
 fn pins_of_pipelines_that_cannot_be_kept() {
     let check = |pins: &str, expect: &str| {
@@ -189,6 +234,7 @@ fn pins_of_pipelines_that_cannot_be_kept() {
     };
     check("pp=3", "3 does not divide the cluster's 4 ranks");
     check("pp=4,schedule=interleaved,virtual=100", "400 chunks are more than the");
+    check("pp=4,schedule=zbv,microbatch=12", "a pipeline takes at least 2 microbatches");
     check("pp=4,microbatch=12", "a pipeline takes at least 2 microbatches");
     check("pp=4,schedule=interleaved,microbatch=2", "that is a multiple of 4");
     check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");

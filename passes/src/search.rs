@@ -214,8 +214,9 @@ pub fn search_confirmed(
     }
     let away = Away::new(cluster, &request, pins, target)?;
     let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
-    let is_cut = pins.overlap_chunks.is_some_and(|chunks| chunks > 1);
-    let line = (is_open && !is_cut).then(|| Line::new(&prepared));
+    // Stages take whole microbatches, and keep everything on their devices.
+    let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
+    let line = (is_open && !is_barred).then(|| Line::new(&prepared));
     let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
@@ -304,7 +305,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
-        return Err(stages::none(pins, line, ranks, batch));
+        return Err(stages::none(pins, line, (ranks, batch), is_coupled));
     }
     if candidates.is_empty() && away.pin.is_some() {
         return Err(away.too_large());

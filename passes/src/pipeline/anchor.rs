@@ -2,13 +2,15 @@
 //!
 //! The nodes of the forward pass that depend on a parameter are cut in their order: a *cut* at one of them
 //! begins the next chunk with it. Every other node follows one of them, its *anchor*: a gradient or a
-//! recomputation that of the node it belongs to, a single number that of what it is made of, a parameter and its cast that of their first reader, an
-//! update that of its parameter. What depends on inputs and constants alone has no anchor, nor has the
-//! arithmetic on single numbers after the loop: every stage that needs it makes it itself.
+//! recomputation that of the node it belongs to, a single number that of what it is made of, a parameter and
+//! what is made of it alone (casts, broadcasts of biases) that of their first reader, an update that of its
+//! parameter. What depends on inputs and constants alone has no anchor, nor has the arithmetic on single
+//! numbers after the loop: every stage that needs it makes it itself.
 
 use shardc_ir::ops::Op;
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{Graph, Node, NodeId, Role, SecondaryMap};
+use shardc_ir::{Graph, Node, NodeId, Role, SecondaryMap, ValueId};
+use std::collections::HashMap;
 
 /// The anchor of every node.
 pub type Anchors = SecondaryMap<NodeId, Option<NodeId>>;
@@ -18,34 +20,28 @@ pub fn anchors(graph: &Graph) -> Anchors {
     let mut anchors = Anchors::new();
     let (needs, weights) = dependencies(graph);
     let behind = last_forward(graph);
-    for (id, node) in graph.nodes() {
-        anchors[id] = match node.role {
-            // What the loss is made of at the end is read with what it is made of.
-            Role::Forward if needs[id] && !weights[id] && is_number(graph, node) => {
-                node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]).max().or(Some(id))
-            }
-            Role::Forward if needs[id] && !weights[id] => Some(id),
-            Role::Backward(of) | Role::Recompute(of) if needs[id] => {
-                // The backward pass goes to earlier chunks alone.
-                let gradients = node
-                    .operands
-                    .iter()
-                    .map(|value| graph.value(*value).def)
-                    .filter(|def| *def > behind && matches!(graph.node(*def).role, Role::Backward(_)));
-                anchors[of].into_iter().chain(gradients.filter_map(|def| anchors[def])).min()
-            }
-            _ => None,
-        };
-    }
-    // Weights stand before their readers: backwards, the first reader is known.
-    let weight_nodes: Vec<NodeId> = graph.nodes().filter(|(id, _)| weights[*id]).map(|(id, _)| id).collect();
     let users = graph.users();
-    for id in weight_nodes.iter().rev() {
-        let readers = graph.node(*id).results.iter().flat_map(|value| users.get(value).into_iter().flatten());
-        let in_loop = readers.filter(|(reader, _)| graph.node(*reader).role != Role::Optimizer);
-        anchors[*id] = in_loop.filter_map(|(reader, _)| anchors[*reader]).min();
+    for (id, node) in graph.nodes().filter(|(id, node)| node.role == Role::Forward && needs[*id] && !weights[*id]) {
+        let of_operands = || node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]).max();
+        // What the loss is made of at the end is read with what it is made of.
+        anchors[id] = Some(if is_number(graph, node) { of_operands().unwrap_or(id) } else { id });
     }
-    // Gradients of casts belong to what was not known above.
+    // The gradient of a bias is the sum of what comes from the next block: it belongs to the block of the bias.
+    weights_by_readers(graph, &users, &weights, &mut anchors);
+    for (id, node) in graph.nodes() {
+        if let (Role::Backward(of) | Role::Recompute(of), true) = (node.role, needs[id]) {
+            // The backward pass goes to earlier chunks alone.
+            let gradients = node
+                .operands
+                .iter()
+                .map(|value| graph.value(*value).def)
+                .filter(|def| *def > behind && matches!(graph.node(*def).role, Role::Backward(_)));
+            anchors[id] = anchors[of].into_iter().chain(gradients.filter_map(|def| anchors[def])).min();
+        }
+    }
+    // Some are read first in the backward pass.
+    weights_by_readers(graph, &users, &weights, &mut anchors);
+    // What is made of none of these, as gradients that the forward pass computes are, follows what it reads.
     for (id, node) in graph.nodes() {
         match node.role {
             Role::Backward(of) if anchors[id].is_none() && needs[id] => {
@@ -61,6 +57,25 @@ pub fn anchors(graph: &Graph) -> Anchors {
         anchors[id] = update;
     }
     anchors
+}
+
+/// Lets what depends on parameters alone follow its first reader in the loop, of those with an anchor; what is made of
+/// a parameter stays with it, so it is made where the parameter is stored, and sent to other readers.
+fn weights_by_readers(
+    graph: &Graph,
+    users: &HashMap<ValueId, Vec<(NodeId, usize)>>,
+    weights: &SecondaryMap<NodeId, bool>,
+    anchors: &mut Anchors,
+) {
+    // Weights stand before their readers: backwards, the first reader is known.
+    for (id, node) in graph.nodes().rev().filter(|(id, _)| weights[*id]) {
+        let readers = node.results.iter().flat_map(|value| users.get(value).into_iter().flatten());
+        let in_loop = readers.filter(|(reader, _)| graph.node(*reader).role != Role::Optimizer);
+        anchors[id] = in_loop.filter_map(|(reader, _)| anchors[*reader]).min();
+    }
+    for (id, node) in graph.nodes().filter(|(id, node)| weights[*id] && !node.operands.is_empty()) {
+        anchors[id] = node.operands.iter().filter_map(|value| anchors[graph.value(*value).def]).min();
+    }
 }
 
 /// Whether a node makes single numbers alone.
@@ -86,7 +101,7 @@ fn dependencies(graph: &Graph) -> (SecondaryMap<NodeId, bool>, SecondaryMap<Node
 
 /// The anchor of a node of the optimizer.
 fn of_update(graph: &Graph, anchors: &Anchors, node: &Node) -> Option<NodeId> {
-    let of = |value: &shardc_ir::ValueId| anchors[graph.value(*value).def];
+    let of = |value: &ValueId| anchors[graph.value(*value).def];
     let leaf = node.operands.iter().find(|value| matches!(graph.def(**value).op, Op::Parameter(_) | Op::State(_)));
     let large = || node.operands.iter().find(|value| graph.ty(**value).elements() > 1);
     let gradient = || node.operands.iter().find(|value| matches!(graph.def(**value).role, Role::Backward(_)));

@@ -377,15 +377,23 @@ fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
     open
 }
 
-/// Why pins leave no pipeline at all.
-pub(super) fn none(pins: &Pins, line: Option<&Line>, ranks: u64, batch: u64) -> PlanError {
-    let (stages, per_stage) = (pins.pp.unwrap_or(2), pins.virtual_stages.unwrap_or(1));
+/// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
+pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
+    let stages = pins.pp.unwrap_or(2);
+    let per_stage = schedules(pins).into_iter().map(|(_, per_stage)| per_stage).min().unwrap_or(1);
     let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
     let fail = |pin: String, message: String| PlanError::Pin { pin, message };
-    let named = if per_stage > 1 { format!("pp={stages},virtual={per_stage}") } else { format!("pp={stages}") };
+    let schedule = pins.schedule.map_or(String::new(), |schedule| format!(",schedule={}", schedule.name()));
+    let several = if per_stage > 1 { format!(",virtual={per_stage}") } else { String::new() };
+    let named = format!("pp={stages}{schedule}{several}");
     if chunks > most {
         let message = format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer");
         return fail(named, message);
+    }
+    if is_coupled {
+        let message = "samples of the batch depend on each other (statistics over a batch, places at experts), so what \
+                       a rank has of it is one microbatch, and a pipeline takes at least 2; leave it out";
+        return fail(named, message.to_string());
     }
     // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
     let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);
