@@ -43,7 +43,7 @@ impl Undivided {
         let of = |inner_ranks: u64| {
             let is_whole = move |(ty, strategy, ranks): &&(&TensorType, &Strategy, u64)| {
                 let ranks = ranks / inner * inner_ranks;
-                ranks > 1 && storage_dim(ty, strategy, mesh, ranks).is_none()
+                ranks > 1 && storage_dim(ty, strategy, mesh, ranks, 1).is_none()
             };
             parameters.iter().filter(is_whole)
         };
