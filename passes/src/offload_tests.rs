@@ -67,3 +67,19 @@ fn pins_say_what_to_move() {
     let error = plan(SMALL, DType::Bf16, "cpu:1", 140, "offload=optimizer").unwrap_err();
     assert!(error.contains("live in the host's memory already"), "{error}");
 }
+
+/// Stages keep everything on their devices, so what is moved leaves none of them to choose from.
+#[test]
+fn what_is_moved_is_not_cut_into_stages() {
+    let cluster = Cluster::parse("h200:2x4", "h200").unwrap();
+    let request = Request { batch: SMALL.batch, seq: SMALL.seq, scope: Scope::All, ..Request::default() };
+    let graph = llama(SMALL, DType::Bf16);
+    let of = |pins: &str| {
+        let plan = search(&graph, &cluster, &request, &Pins::parse(pins).unwrap(), &NoScratch).unwrap();
+        let others = plan.alternatives.iter().map(|other| other.choice.clone());
+        others.chain([plan.choice.clone()]).collect::<Vec<String>>()
+    };
+    assert!(of("").iter().any(|choice| choice.contains("pp=")), "no stages are near");
+    let moved = of("offload=optimizer");
+    assert!(moved.iter().all(|choice| choice.contains("offload=optimizer")), "{moved:?}");
+}
