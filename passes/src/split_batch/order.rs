@@ -15,6 +15,7 @@ use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use crate::error::PassError;
+use crate::fold::block;
 use crate::reshard::{Step, path, rough_cost};
 use shardc_ir::ops::OpError;
 use shardc_ir::{EntityRef, Graph, Mesh, NodeId, PrimaryMap, Role, SecondaryMap, Sharding, Strategy, TensorType};
@@ -71,8 +72,16 @@ impl<'a> Ordering<'a> {
         let mut readers: PrimaryMap<NodeId, Vec<NodeId>> = ids().map(|_| Vec::new()).collect();
         let mut missing: PrimaryMap<NodeId, usize> = PrimaryMap::new();
         let mut last = 0;
+        // The block that is computed again, and the stretch from which on it is.
+        let mut again: (Option<&str>, u32) = (None, 0);
         for (id, node) in graph.nodes() {
             let place = cut.places[id];
+            let own_block = block(&node.path).filter(|_| matches!(node.role, Role::Recompute(_)));
+            if own_block.is_some() && own_block != again.0 {
+                // Where nothing is handed on no stretch would end, and all blocks be computed again at once.
+                last = last.max(again.1 + 1);
+                again = (own_block, last);
+            }
             let sources = sources(graph, id);
             let behind = sources.iter().map(|of| keys[*of].0).max().unwrap_or(0);
             let is_bound = place.chunk.is_some() || sources.iter().any(|of| !is_free[*of]);
