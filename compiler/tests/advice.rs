@@ -95,6 +95,7 @@ fn columns_line_up() {
     }
 }
 
+/// An empty list of pins pins nothing: scripts give it so.
 #[test]
 fn empty_names_and_pins() {
     for name in ["", " "] {
@@ -102,8 +103,6 @@ fn empty_names_and_pins() {
         assert!(!said.contains("nearest"), "{said}");
     }
     let pin = |pins: &str, word: &str| check(&["plan", "llama-tiny", "--pin", pins], 2, &[word]);
-    pin("", "--pin: it is empty");
-    pin(" ", "--pin: it is empty");
     pin(",", "take the comma out");
     pin("dp=1,", "pin `dp=1,`");
 }

@@ -93,9 +93,6 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
         Some(PrecisionArg::Fp16) => Precision::Fp16,
         Some(PrecisionArg::Fp8) => Precision::Fp8,
     };
-    if args.pin.as_ref().is_some_and(|pins| pins.trim().is_empty()) {
-        return Err(Error::request("--pin: it is empty", "write --pin NAME=VALUE, such as dp=2, or leave it out"));
-    }
     Ok(Options {
         precision,
         reduce_dtype: match args.reduce_dtype {
