@@ -124,7 +124,8 @@ fn edges(
     // Per value and receiving stage, the first reader and the first pass that reads it.
     let mut read: BTreeMap<(ValueId, u64), (NodeId, (u32, Pass))> = BTreeMap::new();
     for (id, node) in graph.nodes() {
-        let Some(pass) = passes[id] else { continue };
+        // Gradients of weights may be put off behind other chunks' passes, which may read the same: it is there before.
+        let Some(pass) = passes[id].map(|(chunk, pass)| (chunk, pass.before_weights())) else { continue };
         for value in &node.operands {
             let def = graph.value(*value).def;
             let Some(from) = plan.pipeline.chunks[def].map(stage) else { continue };

@@ -17,6 +17,13 @@ pub enum Pass {
     Weight,
 }
 
+impl Pass {
+    /// The pass that has ended when this one begins, if it is that over weights; else itself.
+    pub fn before_weights(self) -> Self {
+        if self == Self::Weight { Self::Backward } else { self }
+    }
+}
+
 /// One pass of one chunk over one microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Step {
