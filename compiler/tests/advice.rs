@@ -1,29 +1,15 @@
 //! What reports say beside the plan: advice that is true and not yet met, columns that line up, and what is read from
 //! where.
 
+mod command;
+
+use command::{check, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf/llama").join(name)
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
-
-/// Runs shardc, and gives all that it says.
-#[track_caller]
-fn check(args: &[&str], code: i32, words: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
-    assert!(!text.contains("panicked"), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
-    }
-    text
 }
 
 /// A batch that is a multiple already is not asked for.

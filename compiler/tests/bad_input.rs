@@ -1,6 +1,9 @@
 //! What cannot be: clusters, budgets, pins and conditions of a simulation that make no sense. Each is refused with
 //! the figure, the constraint and what would satisfy it; nothing is a panic.
 
+mod command;
+
+use command::{check, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,22 +11,6 @@ use std::process::Command;
 /// A file of the directory of a small Llama.
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf/llama").join(name)
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
-
-/// Runs shardc, and expects an exit code and words in what it says.
-#[track_caller]
-fn check(args: &[&str], code: i32, words: &[&str]) {
-    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
-    assert!(!text.contains("panicked"), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
-    }
 }
 
 /// `shardc plan` of a small model, with more arguments.

@@ -1,28 +1,14 @@
 //! The command line from outside: exit codes and messages, above all of bad input.
 
+mod command;
+
+use command::{check, shardc, text};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf").join(name)
-}
-
-fn shardc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap()
-}
-
-/// Runs shardc, and expects an exit code and words in what it says.
-#[track_caller]
-fn check(args: &[&str], code: i32, words: &[&str]) -> String {
-    let output = shardc(args);
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
-    }
-    assert!(!text.contains("panicked"), "{text}");
-    text
 }
 
 /// A copy of a fixture that a test may spoil.
@@ -34,10 +20,6 @@ fn copy(name: &str) -> tempfile::TempDir {
         fs::write(target, fs::read(&path).unwrap()).unwrap();
     }
     dir
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
 }
 
 /// `shardc train` on a model directory and some data.

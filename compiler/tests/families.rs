@@ -1,27 +1,13 @@
 //! Models of every kind through the command line: planned for clusters of GPUs, explained, simulated,
 //! verified, and trained on CPU ranks. Nothing here or in `shardc` is about one model.
 
+mod command;
+
+use command::{check, text};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::Command;
-
-/// Runs shardc, and expects an exit code and words in what it says.
-#[track_caller]
-fn check(args: &[&str], code: i32, words: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
-    }
-    text
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
 
 /// An input of a model: its name, its shape, and what its integers are below; 0 for floats.
 type Input = (&'static str, &'static [usize], i64);

@@ -1,29 +1,15 @@
 //! Plans in stages from outside: explained, drawn, compared, edited, verified, and their page.
 
+mod command;
+
+use command::{check, text};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-
-/// Runs shardc, and expects it to succeed and words in what it says.
-#[track_caller]
-fn check(args: &[&str], words: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_shardc")).args(args).env_remove("RUST_LOG").output().unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{args:?}: {text}");
-    for word in words {
-        assert!(text.contains(word), "{args:?} does not say `{word}`: {text}");
-    }
-    text
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
 
 fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
     let path = dir.join(name);
     let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
-    check(&[&args[..], &["-o", text(&path)]].concat(), &[]);
+    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
     path
 }
 
@@ -32,17 +18,17 @@ fn plans_in_stages_are_opened_up() {
     let dir = tempfile::tempdir().unwrap();
     let first = plan_in(dir.path(), "a.json", "pp=2,tp=2,schedule=1f1b,microbatch=1");
     let second = plan_in(dir.path(), "b.json", "pp=2,dp=2,schedule=zbv,zero=1,microbatch=1");
-    check(&["explain", text(&first)], &["pp=2", "schedule=1f1b", "stage"]);
-    check(&["explain", text(&first), "blocks.0.mlp.gate.weight"], &["tp: j divided", "chosen"]);
+    check(&["explain", text(&first)], 0, &["pp=2", "schedule=1f1b", "stage"]);
+    check(&["explain", text(&first), "blocks.0.mlp.gate.weight"], 0, &["tp: j divided", "chosen"]);
     let dot = dir.path().join("g.dot");
-    check(&["explain", text(&first), "--dot", text(&dot)], &["wrote"]);
+    check(&["explain", text(&first), "--dot", text(&dot)], 0, &["wrote"]);
     let graph = fs::read_to_string(&dot).unwrap();
     assert!(graph.starts_with("digraph plan {") && graph.contains("stage 1"), "{graph}");
     let words = ["stages", "chunk 3", "not there -> stage 0", "-> pp=2,dp=2,tp=1,schedule=zbv"];
-    check(&["diff", text(&first), text(&second)], &words);
+    check(&["diff", text(&first), text(&second)], 0, &words);
     for plan in [&first, &second] {
         let words = ["✓ layouts", "✓ programs", "✓ equality", "changes of layout and messages", "✓ memory"];
-        check(&["verify", text(plan), "--static-only"], &words);
+        check(&["verify", text(plan), "--static-only"], 0, &words);
     }
 }
 
@@ -57,11 +43,11 @@ fn plans_in_stages_are_edited_as_text() {
     ] {
         let plan = plan_in(dir.path(), &format!("{name}.json"), pin);
         let edited = dir.path().join(format!("{name}.ir"));
-        check(&["explain", text(&plan), "--text", text(&edited)], &["wrote"]);
-        let said = check(&["diff", text(&plan), text(&edited)], &[]);
+        check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+        let said = check(&["diff", text(&plan), text(&edited)], 0, &[]);
         assert!(!said.contains("layout") && !said.contains("stages"), "{said}");
         let schedule = format!("schedule={name}");
-        check(&["explain", text(&edited)], &[&schedule, "+0.0%"]);
+        check(&["explain", text(&edited)], 0, &[&schedule, "+0.0%"]);
     }
 }
 
@@ -72,8 +58,8 @@ fn the_page_of_a_pipeline_is_small() {
     let size = |batch: &str| {
         let (plan, page) = (dir.path().join("plan.json"), dir.path().join("page.html"));
         let args = ["plan", "llama-1b", "--cluster", "h200:8x4", "--batch", batch, "--seq", "2048"];
-        check(&[&args[..], &["--pin", "pp=4,tp=4,dp=2,microbatch=1", "-o", text(&plan)]].concat(), &[]);
-        check(&["explain", text(&plan), "--html", text(&page)], &["wrote"]);
+        check(&[&args[..], &["--pin", "pp=4,tp=4,dp=2,microbatch=1", "-o", text(&plan)]].concat(), 0, &[]);
+        check(&["explain", text(&plan), "--html", text(&page)], 0, &["wrote"]);
         fs::metadata(&page).unwrap().len()
     };
     let (few, many) = (size("32"), size("256"));
