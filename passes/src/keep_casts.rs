@@ -81,6 +81,9 @@ pub fn bytes_read(plan: &Plan) -> Bytes {
 /// None but a bug: a graph that cannot be built again.
 pub fn keep_casts(plan: &Plan) -> Result<Option<Plan>, PassError> {
     let kept = candidates(plan);
+    if kept.is_empty() {
+        return Ok(None);
+    }
     let of_cast: HashMap<NodeId, &Kept> = kept.iter().map(|kept| (kept.cast, kept)).collect();
     let of_update: HashMap<NodeId, DType> = kept.iter().map(|kept| (kept.update, kept.ty.dtype)).collect();
     let from = &plan.graph;
@@ -100,7 +103,7 @@ pub fn keep_casts(plan: &Plan) -> Result<Option<Plan>, PassError> {
     });
     let mut graph = graph.map_err(PassError::ill_formed(PASS))?;
     // Nodes are told by their numbers from here on, and those that nothing needs would have been left out.
-    if kept.is_empty() || graph.node_count() != from.node_count() {
+    if graph.node_count() != from.node_count() {
         return Ok(None);
     }
     let moved = |value: ValueId| graph.node(from.value(value).def).results[from.value(value).index];

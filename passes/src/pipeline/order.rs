@@ -18,7 +18,7 @@ pub enum Pass {
 }
 
 impl Pass {
-    /// The pass that has ended when this one begins, if it is that over weights; else itself.
+    /// The backward pass for the gradients of weights, which come after it; else itself.
     pub fn before_weights(self) -> Self {
         if self == Self::Weight { Self::Backward } else { self }
     }

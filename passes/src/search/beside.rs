@@ -314,12 +314,13 @@ impl Loop {
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
-        let mut open = [const { Vec::new() }; 2];
+        let mut open = [const { (0.0, Vec::new()) }; 2];
         for (index, (def, gradient, kind)) in made.iter().enumerate() {
-            open[*kind].push(*gradient);
-            let bytes: f64 = open[*kind].iter().map(|(_, bytes)| bytes).sum();
-            if bytes >= BUCKET || last[*kind] == Some(index) {
-                let ((stretch, at), gradients) = (place[*def], std::mem::take(&mut open[*kind]));
+            let (bytes, gradients) = &mut open[*kind];
+            *bytes += gradient.1;
+            gradients.push(*gradient);
+            if *bytes >= BUCKET || last[*kind] == Some(index) {
+                let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
                 self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
             }
         }

@@ -178,9 +178,7 @@ impl<'a> Shape<'a> {
     /// Adds what a class of nodes, which takes so many seconds in all, stores for each parameter.
     fn add_stored(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, seconds: f64) {
         let op = prepared.op(class);
-        let is_copy = prepared.is_copy(class);
-        let is_square = matches!(op, Op::SumSquares(_)) && !prepared.in_loop(class);
-        if !is_copy && !is_square && !matches!(op, Op::Parameter(_) | Op::State(_) | Op::Adamw(_)) {
+        if !prepared.is_stored(class) {
             return;
         }
         let Local { operands, results, .. } = &*placed.local(prepared, class, &placed.strategies[class]);
@@ -207,7 +205,7 @@ impl<'a> Shape<'a> {
                     storage.gradients.add(bytes(&operands[1]), ranks);
                     storage.update.add(seconds, ranks);
                 }
-                _ if is_copy => {
+                _ if prepared.is_copy(class) => {
                     storage.copied.add(read, ranks);
                     storage.once.add(seconds, ranks);
                 }

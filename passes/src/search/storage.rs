@@ -119,7 +119,7 @@ pub struct Storage {
 impl Storage {
     /// No parameters yet, on a mesh that differs from the placed one at most in how data ranks store.
     pub fn new(mesh: &Mesh, cluster: &Cluster) -> Self {
-        let inner = if mesh.family("fsdp").is_empty() { mesh.degree("dp") } else { mesh.degree("fsdp") };
+        let inner = inner(mesh);
         let none = Amount::default();
         Self {
             copies: [false, true].map(|is_expert| Copies::new(mesh, cluster, is_expert)),
@@ -180,6 +180,11 @@ impl Storage {
         };
         inner * mesh.extent(mesh.ids().filter(inside))
     }
+}
+
+/// How many data ranks store one copy on a mesh: those of the inner of two axes, if there are two.
+pub fn inner(mesh: &Mesh) -> u64 {
+    if mesh.family("fsdp").is_empty() { mesh.degree("dp") } else { mesh.degree("fsdp") }
 }
 
 /// Of [`Storage::copies`], which those of a class are.

@@ -1,6 +1,7 @@
 //! Parameters that ZeRO is to store in parts and cannot: no dimension of them divides over the ranks that store
 //! copies, so that each rank stores them, and their state, whole.
 
+use super::storage;
 use super::ways::divisors;
 use crate::shard::family::storage_axes;
 use crate::shard::zero::storage_dim;
@@ -30,7 +31,7 @@ impl Undivided {
     /// What is stored whole on a mesh where trained parameters are computed with, or already stored, as `strategy`
     /// says of their updates. `None` if it is little.
     fn new<'a>(graph: &Graph, mesh: &Mesh, strategy: impl Fn(NodeId) -> &'a Strategy) -> Option<Self> {
-        let inner = if mesh.family("fsdp").is_empty() { mesh.degree("dp") } else { mesh.degree("fsdp") };
+        let inner = storage::inner(mesh);
         let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
         // Each with the ranks that are to store it in parts: those of one copy.
         let parameters: Vec<(&TensorType, &Strategy, u64)> = updates

@@ -16,7 +16,7 @@ use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
 use crate::shard::prepare::prepare;
 use shardc_ir::plan::{Prediction, Request};
-use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, Seconds, Target};
+use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What a node might do with one axis.
@@ -44,8 +44,13 @@ pub struct Why {
 /// # Errors
 /// Only a bug.
 pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
+    searched(plan).map(|(graph, _)| graph)
+}
+
+/// The same, and the plan's node of each of its nodes.
+fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
-    without_recomputation(&cast_again(&plan.graph).map_err(bug)?).map(|(graph, _)| graph).map_err(bug)
+    without_recomputation(&cast_again(&plan.graph).map_err(bug)?).map_err(bug)
 }
 
 /// Finds the plan anew under another request or on another cluster: what would change if there were
@@ -64,9 +69,7 @@ pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn T
 /// # Errors
 /// A plan that was not made by the search for this cluster and does not divide as it says.
 pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
-    let bug = |error: &dyn std::fmt::Display| PlanError::Bug(error.to_string());
-    let graph = cast_again(&plan.graph).map_err(|error| bug(&error))?;
-    let (graph, from) = without_recomputation(&graph).map_err(|error| bug(&error))?;
+    let (graph, from) = searched(plan)?;
     let prepared = prepare(&graph, plan.request.batch, target);
     let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
         let message = "the batch of the plan does not divide over its mesh".to_string();

@@ -243,7 +243,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
             Objective::Bound { beside, sharing, .. } => {
                 let quote = self.bound(class, (strategy, &local), seconds, sharing, beside);
                 // Ranks of an axis that holds copies store what they do not divide in parts as well.
-                let is_parted = self.is_stored(class) && beside.axis.is_some_and(|axis| self.copies.contains(&axis));
+                let is_parted =
+                    self.prepared.is_stored(class) && beside.axis.is_some_and(|axis| self.copies.contains(&axis));
                 let divided = beside.divided();
                 let counted = if is_parted { divided } else { beside.counted(self.placed.mesh, strategy) };
                 quote.scaled(counted, divided)
@@ -265,7 +266,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let (prepared, mesh) = (self.prepared, self.placed.mesh);
         let (op, count) = (prepared.op(class), prepared.folded.classes[class].members.len() as f64);
         let is_copy = prepared.is_copy(class);
-        if !self.is_stored(class) {
+        if !prepared.is_stored(class) {
             let seconds = if prepared.in_loop(class) { seconds * sharing.kernels } else { seconds };
             return Quote { seconds: seconds * count, ..self.alive(class, local, seconds) };
         }
@@ -315,15 +316,6 @@ impl<'a, 'b> Pricer<'a, 'b> {
             _ => (seconds, bytes(&local.results, 0) / parts),
         };
         Quote { seconds: seconds * count, bytes: kept * count, again: Vec::new() }
-    }
-
-    /// Whether a class is about what the data ranks store in parts.
-    fn is_stored(&self, class: usize) -> bool {
-        match self.prepared.op(class) {
-            Op::Parameter(_) | Op::State(_) | Op::Adamw(_) => true,
-            Op::SumSquares(_) => !self.prepared.in_loop(class),
-            _ => self.prepared.is_copy(class),
-        }
     }
 
     /// What reducing a gradient as large as its parameter costs on the axes that hold copies of that: half of it is

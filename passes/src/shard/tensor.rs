@@ -141,6 +141,16 @@ impl Prepared<'_> {
         self.is_parameter[class] && matches!(op, Op::Cast(_) | Op::QuantizationScale(_) | Op::Quantize(_))
     }
 
+    /// Whether a class is about what the data ranks store in parts: parameters, their copies, states and updates, and
+    /// squares of gradients behind the loop.
+    pub fn is_stored(&self, class: usize) -> bool {
+        match self.op(class) {
+            Op::Parameter(_) | Op::State(_) | Op::Adamw(_) => true,
+            Op::SumSquares(_) => !self.in_loop(class),
+            _ => self.is_copy(class),
+        }
+    }
+
     /// The factors of the parameter that a product reads, or whose gradient it makes.
     pub fn weight_factors(&self, class: usize) -> Option<BTreeSet<usize>> {
         let rule = &self.rules[class];
