@@ -10,7 +10,7 @@
 
 use crate::entity::FactorId;
 use crate::mesh::{AxisId, Mesh};
-use crate::sharding::{Choice, ReduceKind, Sharding, Strategy};
+use crate::sharding::{Choice, ReduceKind, Sharding, Strategy, may_cut};
 use std::borrow::Cow;
 use std::fmt;
 
@@ -58,6 +58,9 @@ pub struct FactorRule {
     /// Sets of operands in which the operation is jointly linear: if all of one set are partial
     /// sums over an axis and the rest are whole, the results are partial sums over it.
     pub linear: Vec<Vec<usize>>,
+    /// Whether zeros behind the end of the operands' parts do no harm, and there are zeros behind that of the results':
+    /// then the innermost axis of a factor may divide it unevenly ([`cuts`](crate::sharding::cuts)).
+    pub fills: bool,
 }
 
 impl FactorRule {
@@ -182,7 +185,7 @@ impl FactorRule {
             if !is_ring && !self.is_reducible(*factor) && extent > 1 {
                 return Err(format!("a result of {self} lacks `{}` and cannot reduce it", declared.name));
             }
-            if !declared.size.is_multiple_of(extent) {
+            if !declared.size.is_multiple_of(extent) && !(self.fills && may_cut(declared.size, axes, mesh)) {
                 return Err(format!(
                     "factor `{}` of size {} does not divide into {extent} parts",
                     declared.name, declared.size
@@ -234,14 +237,22 @@ impl FactorRule {
         }
     }
 
-    /// Every legal way to add one axis to a strategy, replication first, then the factors in
+    /// Every legal way to add one axis to a strategy that divides evenly, replication first, then the factors in
     /// order, then the linear sets. Rings are not among them: see [`rings`](Self::rings).
     pub fn choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
         let mut choices = vec![Choice::Replicate];
         let is_ring = |factor: &usize| matches!(self.factors[*factor].kind, FactorKind::Ring { .. });
         let factors = (0..self.factors.len()).filter(|factor| !is_ring(factor)).map(Choice::Factor);
         let sets = (0..self.linear.len()).map(Choice::Pass);
-        choices.extend(factors.chain(sets).filter(|choice| self.check(&given.with(axis, *choice), mesh).is_ok()));
+        let is_even = |choice: &Choice| match choice {
+            Choice::Factor(factor) => {
+                let extent = mesh.extent(given.axes(*factor).iter().copied()) * mesh.size(axis);
+                self.factors[*factor].size.is_multiple_of(extent)
+            }
+            _ => true,
+        };
+        let is_legal = |choice: &Choice| is_even(choice) && self.check(&given.with(axis, *choice), mesh).is_ok();
+        choices.extend(factors.chain(sets).filter(is_legal));
         choices
     }
 

@@ -241,7 +241,7 @@ pub struct Feed {
 pub struct Slot {
     /// The name.
     pub name: String,
-    /// Where it lies between steps.
+    /// Where it lies between steps: this rank's part, and zeros behind its end where the buffer is longer.
     pub buffer: BufferId,
     /// The global type.
     pub ty: TensorType,
@@ -253,6 +253,13 @@ pub struct Slot {
     pub init: f64,
     /// The parameter whose cast it is, of the same part: whoever writes that one writes this one too.
     pub cast_of: Option<String>,
+}
+
+impl Slot {
+    /// The type of this rank's part.
+    pub fn part(&self) -> TensorType {
+        self.ty.with_shape(self.slice.iter().map(|(_, length)| *length).collect::<Vec<_>>())
+    }
 }
 
 /// A value that the caller reads after the step; every rank holds the whole of it.

@@ -4,8 +4,13 @@
 //! over which the value is a *partial* result: each coordinate holds one term, and the value is
 //! their reduction. An axis that appears nowhere holds copies.
 //!
-//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; the extents of a
-//! dimension's axes divide its size, so every shard of a value has one shape.
+//! Every shard of a value has one shape. Where the innermost axis of a dimension does not divide what the axes outside
+//! of it leave, the parts are as long as the first ([`cuts`]), and the last one ends with zeros that are no elements of
+//! the value. Of a partial value, each term does.
+//!
+//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; all axes of a dimension but the innermost
+//! divide it evenly, and no part is all zeros. Which operations may have such parts, their factor rules say
+//! ([`FactorRule::fills`](crate::FactorRule::fills)).
 
 use crate::mesh::{AxisId, AxisSet, Mesh};
 use serde::{Deserialize, Serialize};
@@ -38,6 +43,50 @@ impl ReduceKind {
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Sum, Self::Max, Self::LogSumExp].into_iter().find(|kind| kind.name() == name)
     }
+}
+
+/// What one axis does to a dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The axis.
+    pub axis: AxisId,
+    /// Its coordinates.
+    pub count: u64,
+    /// How long what it cuts is: a part of the axis outside of it, or the dimension.
+    pub whole: u64,
+    /// How long its parts are.
+    pub part: u64,
+}
+
+impl Cut {
+    /// Whether the parts make up the whole, with nothing at the end of the last one.
+    pub fn is_even(&self) -> bool {
+        self.part * self.count == self.whole
+    }
+
+    /// Whether every part has something of the whole.
+    fn is_filled(&self) -> bool {
+        self.part * (self.count - 1) < self.whole
+    }
+}
+
+/// What each of some axes, outermost first, does to a dimension of this size.
+pub fn cuts(size: u64, axes: &[AxisId], mesh: &Mesh) -> Vec<Cut> {
+    let mut whole = size;
+    let cut = |axis: &AxisId| {
+        let count = mesh.size(*axis);
+        let cut = Cut { axis: *axis, count, whole, part: whole.div_ceil(count) };
+        whole = cut.part;
+        cut
+    };
+    axes.iter().map(cut).collect()
+}
+
+/// Whether axes may divide a dimension of this size: the innermost perhaps unevenly, all others evenly.
+pub fn may_cut(size: u64, axes: &[AxisId], mesh: &Mesh) -> bool {
+    let cuts: Vec<Cut> = cuts(size, axes, mesh).into_iter().filter(|cut| cut.count > 1).collect();
+    let Some((last, outer)) = cuts.split_last() else { return true };
+    outer.iter().all(Cut::is_even) && (last.is_even() || last.is_filled())
 }
 
 /// The layout of one value over the axes of a mesh.
@@ -86,23 +135,24 @@ impl Sharding {
         Self { dims: self.dims.clone(), partial: Vec::new() }
     }
 
-    /// The shape one coordinate holds. Call [`check`](Self::check) first: a size that does not
-    /// divide is rounded down.
+    /// The shape one coordinate holds, with the zeros that the last part ends with.
     pub fn local_shape(&self, shape: &[u64], mesh: &Mesh) -> Vec<u64> {
-        let extents = self.dims.iter().map(|axes| mesh.extent(axes.iter().copied()));
-        shape.iter().zip(extents).map(|(size, extent)| size / extent).collect()
+        let part = |(size, axes): (&u64, &Vec<AxisId>)| cuts(*size, axes, mesh).last().map_or(*size, |cut| cut.part);
+        shape.iter().zip(&self.dims).map(part).collect()
     }
 
-    /// The part of the value that a coordinate holds: per dimension, its first index and its length.
+    /// The part of the value that a coordinate holds: per dimension, its first index and its length. It may be shorter
+    /// than [`local_shape`](Self::local_shape): behind it there are zeros.
     pub fn slice(&self, shape: &[u64], mesh: &Mesh, coordinates: &[u64]) -> Vec<(u64, u64)> {
         let mut parts = Vec::with_capacity(shape.len());
         for (size, axes) in shape.iter().zip(&self.dims) {
-            let (mut index, mut extent) = (0, 1);
-            for axis in axes {
-                index = index * mesh.size(*axis) + coordinates[axis.0 as usize];
-                extent *= mesh.size(*axis);
+            let (mut first, mut length) = (0, *size);
+            for cut in cuts(*size, axes, mesh) {
+                let before = coordinates[cut.axis.0 as usize] * cut.part;
+                first += before;
+                length = cut.part.min(cut.whole.saturating_sub(before));
             }
-            parts.push((index * (size / extent), size / extent));
+            parts.push((first, length));
         }
         parts
     }
@@ -124,8 +174,8 @@ impl Sharding {
             seen = seen.with(axis);
         }
         for (dim, (size, axes)) in shape.iter().zip(&self.dims).enumerate() {
-            let extent = mesh.extent(axes.iter().copied());
-            if size % extent != 0 {
+            if !may_cut(*size, axes, mesh) {
+                let extent = mesh.extent(axes.iter().copied());
                 return Err(format!("dimension {dim} of size {size} does not divide into {extent} parts"));
             }
         }
@@ -214,5 +264,30 @@ impl Strategy {
     /// The axes of a factor, outermost first.
     pub fn axes(&self, factor: usize) -> &[AxisId] {
         self.factors.get(&factor).map_or(&[], Vec::as_slice)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mesh::AxisKind;
+
+    #[test]
+    fn uneven_parts_are_of_one_shape_and_cover_the_value_once() {
+        let mut mesh = Mesh::default();
+        let (tp, dp) = (mesh.push("tp", 2, AxisKind::Space), mesh.push("dp", 3, AxisKind::Space));
+        let of = |rows: &[AxisId]| Sharding { dims: vec![rows.to_vec(), Vec::new()], partial: Vec::new() };
+        let layout = of(&[tp, dp]);
+        let shape = [16, 5];
+        assert_eq!(layout.check(&shape, &mesh), Ok(()));
+        assert_eq!(layout.local_shape(&shape, &mesh), [3, 5]);
+        let part = |rank| layout.slice(&shape, &mesh, &mesh.coordinates(rank, 0))[0];
+        assert_eq!([0, 1, 2, 3, 4, 5].map(part), [(0, 3), (3, 3), (6, 2), (8, 3), (11, 3), (14, 2)]);
+        // Only the innermost axis may divide unevenly, and every part must have something.
+        assert!(of(&[dp, tp]).check(&shape, &mesh).is_err());
+        assert!(of(&[dp]).check(&[2, 5], &mesh).is_err());
+        assert_eq!(of(&[dp]).check(&[5, 5], &mesh), Ok(()));
+        assert!(of(&[dp]).check(&[4, 5], &mesh).is_err(), "2 + 2 + 0");
+        assert_eq!(cuts(16, &[tp, dp], &mesh)[1], Cut { axis: dp, count: 3, whole: 8, part: 3 });
     }
 }

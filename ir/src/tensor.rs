@@ -44,6 +44,23 @@ impl HostTensor {
         part
     }
 
+    /// Without what is behind the end of each dimension that is shorter in another type, which [fits
+    /// in](TensorType::fits_in) this one.
+    pub fn beginning(self, ty: &TensorType) -> Self {
+        if self.ty == *ty {
+            return self;
+        }
+        self.part(&ty.shape.iter().map(|size| (0, *size)).collect::<Vec<_>>())
+    }
+
+    /// With zeros behind the end of each dimension that is longer in another type, which it [fits
+    /// in](TensorType::fits_in).
+    pub fn filled(&self, ty: &TensorType) -> Self {
+        let mut filled = Self::zeros(ty.clone());
+        filled.set_part(&self.ty.shape.iter().map(|size| (0, *size)).collect::<Vec<_>>(), self);
+        filled
+    }
+
     /// Writes a part where it belongs; the inverse of [`part`](Self::part).
     pub fn set_part(&mut self, slice: &[(u64, u64)], part: &HostTensor) {
         let mut at = 0;

@@ -126,6 +126,12 @@ impl TensorType {
         Self { dtype, shape: self.shape.clone() }
     }
 
+    /// Whether a tensor of this type is the beginning, in each dimension, of one of another.
+    pub fn fits_in(&self, other: &Self) -> bool {
+        let is_short = || self.shape.iter().zip(&other.shape).all(|(own, other)| own <= other);
+        self.dtype == other.dtype && self.rank() == other.rank() && is_short()
+    }
+
     /// The same element type with another shape.
     pub fn with_shape(&self, shape: impl Into<Vec<u64>>) -> Self {
         Self { dtype: self.dtype, shape: shape.into() }

@@ -11,6 +11,7 @@
 //!
 //! Invariants: every intermediate layout is legal for the value; the last one is the target.
 
+use shardc_ir::sharding::{Cut, cuts};
 use shardc_ir::{AxisId, Bytes, Mesh, ReduceKind, Sharding, TensorType};
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -177,7 +178,8 @@ pub fn priced_path(
         }
         let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
         let local = Bytes(elements * ty.dtype.size());
-        for step in steps_towards(&layout, &to, mesh) {
+        let is_whole = |step: &Step| keeps_parts_whole(step, &layout, &ty.shape, mesh);
+        for step in steps_towards(&layout, &to, mesh).into_iter().filter(is_whole) {
             let next = step.apply(&layout);
             let total = so_far + cost(&step, local).max(0.0);
             if best.get(&next).is_none_or(|known| total < *known) {
@@ -246,6 +248,18 @@ fn steps_towards(at: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     steps
 }
 
+/// Whether what a step moves has no zeros inside: parts of an axis that divides unevenly are gathered and made over this
+/// axis alone, so that what fills the last of them is at the end; and they are not exchanged.
+fn keeps_parts_whole(step: &Step, at: &Sharding, shape: &[u64], mesh: &Mesh) -> bool {
+    let is_even = |layout: &Sharding, dim: usize| cuts(shape[dim], &layout.dims[dim], mesh).iter().all(Cut::is_even);
+    match step {
+        Step::AllGather { dim, axes } => axes.len() == 1 || is_even(at, *dim),
+        Step::ReduceScatter { dim, axes, .. } => axes.len() == 1 || is_even(&step.apply(at), *dim),
+        Step::AllToAll { from, to, .. } => is_even(at, *from) && is_even(&step.apply(at), *to),
+        Step::Slice { .. } | Step::AllReduce { .. } | Step::Isolate { .. } => true,
+    }
+}
+
 /// The runs of innermost axes of a dimension that the target does not have there.
 fn removable(at: &Sharding, to: &Sharding, dim: usize, mesh: &Mesh) -> Vec<Vec<AxisId>> {
     let axes = &at.dims[dim];
@@ -309,10 +323,14 @@ mod tests {
 
     #[track_caller]
     fn check(from: &str, to: &str, expect: &str) {
-        let mesh = mesh();
+        check_on(&mesh(), from, to, expect);
+    }
+
+    #[track_caller]
+    fn check_on(mesh: &Mesh, from: &str, to: &str, expect: &str) {
         let ty = TensorType::new(DType::F32, [1 << 12, 1 << 12]);
         let found =
-            path(&ty, &layout(from, &mesh), &layout(to, &mesh), &mesh, &|step, local| rough_cost(step, local, &mesh));
+            path(&ty, &layout(from, mesh), &layout(to, mesh), mesh, &|step, local| rough_cost(step, local, mesh));
         let name =
             |axes: &[AxisId]| axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(".");
         let text = |step: &Step| match step {
@@ -344,5 +362,16 @@ mod tests {
         check("dp.mb,", "mb,", "none");
         check("dp,/mb", "dp,", "none");
         check("dp,/tp.mb", "dp,/mb", "all-reduce(tp)");
+    }
+
+    #[test]
+    fn what_an_axis_divides_unevenly_moves_over_that_axis_alone() {
+        let mut mesh = Mesh::default();
+        mesh.push("dp", 3, AxisKind::Space);
+        mesh.push("tp", 4, AxisKind::Space);
+        check_on(&mesh, "tp.dp,", "tp,", "gather(0,dp)");
+        check_on(&mesh, "tp.dp,", ",", "gather(0,dp) gather(0,tp)");
+        check_on(&mesh, ",/dp.tp", "tp.dp,", "reduce-scatter(0,tp) reduce-scatter(0,dp)");
+        check_on(&mesh, "dp,", ",dp", "gather(0,dp) slice(1,dp)");
     }
 }

@@ -53,7 +53,7 @@ impl OpDef for Adamw {
         Ok([parameter.clone(), operands[2].clone(), operands[3].clone()].into_iter().chain(cast).collect())
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
-        elementwise_rule(operands, results, Vec::new())
+        FactorRule { fills: true, ..elementwise_rule(operands, results, Vec::new()) }
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(15.0 * operands[0].elements() as f64)

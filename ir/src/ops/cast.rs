@@ -21,7 +21,8 @@ impl OpDef for Cast {
         // Terms of a sum may be widened one by one; narrowing them would round each.
         let (from, to) = (operands[0].dtype, results[0].dtype);
         let widens = from.is_float() && to.is_float() && from.size() <= to.size();
-        elementwise_rule(operands, results, if widens { vec![vec![0]] } else { Vec::new() })
+        let linear = if widens { vec![vec![0]] } else { Vec::new() };
+        FactorRule { fills: true, ..elementwise_rule(operands, results, linear) }
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
         let (dy, dtype) = (gradient.cotangent(0)?, gradient.wanted_dtype(0));

@@ -36,6 +36,25 @@ pub struct State {
     pub cast_of: Option<String>,
 }
 
+impl Parameter {
+    fn is_filled(&self) -> bool {
+        true
+    }
+}
+
+impl State {
+    /// A cast is as its parameter is.
+    fn is_filled(&self) -> bool {
+        self.init == 0.0
+    }
+}
+
+impl Input {
+    fn is_filled(&self) -> bool {
+        false
+    }
+}
+
 macro_rules! leaf {
     ($($name:ident),*) => {
         $(impl OpDef for $name {
@@ -44,7 +63,7 @@ macro_rules! leaf {
                 Ok(vec![declared_one(declared)?])
             }
             fn rule(&self, _operands: &[TensorType], results: &[TensorType]) -> FactorRule {
-                let mut rule = FactorRule::default();
+                let mut rule = FactorRule { fills: self.is_filled(), ..FactorRule::default() };
                 let factors = dim_factors(&mut rule, &results[0].shape);
                 rule.results = vec![single(&factors)];
                 rule

@@ -18,7 +18,7 @@ impl OpDef for SumSquares {
         Ok(vec![TensorType::scalar(DType::F32)])
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
-        let mut rule = FactorRule::default();
+        let mut rule = FactorRule { fills: true, ..FactorRule::default() };
         let shape = operands[0].shape.iter().enumerate();
         let factors: Vec<_> = shape.map(|(dim, size)| rule.reduced(dim_name(dim), *size, 0, ReduceKind::Sum)).collect();
         rule.operands = vec![single(&factors)];

@@ -5,7 +5,7 @@
 //! * a buffer begins at a multiple of 256 and lies inside its arena; slots do not overlap;
 //! * an instruction's buffers have the types its action needs; a compute instruction's are what the
 //!   operation infers from its operands; scratch memory is bytes, and nothing else;
-//! * the part of a slot or a feed is inside its global type, and has its buffer's shape.
+//! * the part of a slot or a feed is inside its global type, and fits in its buffer.
 //!
 //! Of its execution (`memory`): a section starts when everything of the run before it is done, and
 //!
@@ -209,7 +209,7 @@ fn part_fits(ty: &TensorType, slice: &[(u64, u64)], buffer: Option<&TensorType>)
     }
     let part = ty.with_shape(slice.iter().map(|(_, length)| *length).collect::<Vec<_>>());
     match buffer {
-        Some(buffer) if *buffer != part => Err(format!("its part is {part}, but its buffer {buffer}")),
+        Some(buffer) if !part.fits_in(buffer) => Err(format!("its part is {part}, but its buffer {buffer}")),
         _ => Ok(()),
     }
 }

@@ -4,12 +4,16 @@
 //! operand into equal contiguous parts. Seen as a tensor `[before, dim, after]`, a dimension that is
 //! not the outermost (`before > 1`) must be brought to the front, or back, by a transpose of rank 3;
 //! everything else is a view.
+//!
+//! Where the parts of an axis are uneven, the zeros behind the last one are cut off once it is gathered, which is a view
+//! of an outermost dimension, and put there before a value is cut into parts.
 
 use super::{Draft, Hint, Lowering, Place};
 use crate::reshard::Step;
-use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Op, Slice, Transpose, Unary, UnaryKind};
+use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Op, Pad, Slice, Transpose, Unary, UnaryKind};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
+use shardc_ir::view::is_outermost;
 use shardc_ir::{AxisId, BufferId, DType, NodeId, ReduceKind, TensorType};
 
 /// Where instructions go and what they are marked with.
@@ -22,18 +26,25 @@ pub(super) struct Site {
 }
 
 impl Lowering<'_> {
-    /// Emits one step; gives the buffer that holds its result.
-    pub(super) fn emit(&mut self, step: &Step, operand: BufferId, site: Site) -> BufferId {
+    /// Emits one step, of which a coordinate holds so much afterwards; gives the buffer that holds its result.
+    pub(super) fn emit(&mut self, step: &Step, operand: BufferId, shape: &[u64], site: Site) -> BufferId {
         let draft = &mut self.draft;
         match step {
-            Step::AllGather { dim, axes } => all_gather(draft, operand, *dim, axes, site),
-            Step::ReduceScatter { dim, axes, reduce } => reduce_scatter(draft, operand, *dim, axes, *reduce, site),
+            Step::AllGather { dim, axes } => {
+                let whole = all_gather(draft, operand, *dim, axes, site);
+                trim(draft, whole, *dim, shape[*dim], site)
+            }
+            Step::ReduceScatter { dim, axes, reduce } => {
+                let operand = fill(draft, operand, *dim, shape[*dim] * extent(draft, axes), site);
+                reduce_scatter(draft, operand, *dim, axes, *reduce, site)
+            }
             Step::AllToAll { from, to, axes } => all_to_all(draft, operand, *from, *to, axes, site),
             Step::AllReduce { axes, reduce: ReduceKind::LogSumExp } => log_sum_exp(draft, operand, axes, site),
             Step::AllReduce { axes, reduce } => all_reduce(draft, operand, axes, *reduce, site),
             Step::Slice { dim, axis } => {
                 let (count, at) = (self.mesh.size(*axis), self.coordinates[axis.0 as usize]);
-                slice(&mut self.draft, operand, *dim, count, at, site)
+                let operand = fill(draft, operand, *dim, shape[*dim] * count, site);
+                slice(draft, operand, *dim, count, at, site)
             }
             Step::Isolate { axis } => {
                 let scale = if self.coordinates[axis.0 as usize] == 0 { 1.0 } else { 0.0 };
@@ -80,6 +91,38 @@ fn slice(draft: &mut Draft, operand: BufferId, dim: usize, count: u64, at: u64, 
     limit[dim] = start[dim] + shape[dim];
     let result = draft.buffer(whole.with_shape(shape), site.category);
     push(draft, Action::Compute(Slice { start, limit }.into()), &[operand], result, site);
+    result
+}
+
+/// The first `size` of a dimension, of which what is behind them is zero.
+fn trim(draft: &mut Draft, operand: BufferId, dim: usize, size: u64, site: Site) -> BufferId {
+    let whole = ty(draft, operand);
+    if whole.shape[dim] == size {
+        return operand;
+    }
+    let mut limit = whole.shape.clone();
+    limit[dim] = size;
+    let part = whole.with_shape(limit.clone());
+    let action = Action::Compute(Slice { start: vec![0; whole.rank()], limit }.into());
+    if is_outermost(&whole.shape, dim) {
+        return draft.named(operand, part, action, (site.place, site.source));
+    }
+    let result = draft.buffer(part, site.category);
+    push(draft, action, &[operand], result, site);
+    result
+}
+
+/// A dimension with zeros behind it, until it is so long.
+fn fill(draft: &mut Draft, operand: BufferId, dim: usize, size: u64, site: Site) -> BufferId {
+    let part = ty(draft, operand);
+    let (mut shape, mut high) = (part.shape.clone(), vec![0; part.rank()]);
+    if shape[dim] == size {
+        return operand;
+    }
+    (shape[dim], high[dim]) = (size, size - shape[dim]);
+    let result = draft.buffer(part.with_shape(shape), Category::Buffer);
+    let op = Pad { low: vec![0; part.rank()], high, value: 0.0 };
+    push(draft, Action::Compute(op.into()), &[operand], result, site);
     result
 }
 

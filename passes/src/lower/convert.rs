@@ -257,8 +257,10 @@ impl Lowering<'_> {
         for (index, (step, hint)) in steps.iter().zip(hints).enumerate() {
             let last = index + 1 == steps.len();
             let own_category = if last && narrow.is_none() { category } else { Category::Buffer };
-            buffer = self.emit(step, buffer, Site { place, source: Some(def), hint, category: own_category });
             sharding = step.apply(&sharding);
+            let shape = sharding.local_shape(&self.plan.graph.ty(value).shape, self.mesh);
+            let site = Site { place, source: Some(def), hint, category: own_category };
+            buffer = self.emit(step, buffer, &shape, site);
             match narrow {
                 Some(_) if !last => continue,
                 Some(_) => buffer = self.cast(buffer, self.plan.graph.ty(value).dtype, cast(category)),

@@ -169,10 +169,20 @@ impl Draft {
 
     /// [`view`](Self::view), declared even if the shape is the same.
     pub fn name(&mut self, of: BufferId, ty: TensorType, place: Place, source: Option<NodeId>) -> BufferId {
+        self.named(of, ty, Action::Compute(Reshape {}.into()), (place, source))
+    }
+
+    /// A buffer that begins where `of` does, declared by an action that moves nothing.
+    pub fn named(
+        &mut self,
+        of: BufferId,
+        ty: TensorType,
+        action: Action,
+        (place, source): (Place, Option<NodeId>),
+    ) -> BufferId {
         let buffer = Buffer { ty, ..self.buffers[of].clone() };
         let id = self.buffers.push(buffer);
         (self.storage[id], self.first[id]) = (self.storage[of], self.first[of]);
-        let action = Action::Compute(Reshape {}.into());
         self.push(place, action, vec![of], vec![id], Stream::Compute, source, Hint::None);
         id
     }

@@ -143,7 +143,7 @@ impl<'a> Shape<'a> {
             seconds.push(time);
         }
         let first = &shape.storages[0];
-        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1);
+        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         // Scales of parameters are reduced together.
         let is_scale =
@@ -190,26 +190,28 @@ impl<'a> Shape<'a> {
         let is_in_block = self.is_in_block(prepared, class);
         for storage in &mut self.storages {
             let parts = storage.among(prepared, placed, class);
-            let ranks = parts.map_or(1, |(ranks, _)| ranks);
+            let share = parts.as_ref().map_or(1.0, |(_, parted)| parted.share);
+            let is_even = parts.as_ref().is_none_or(|(_, parted)| parted.is_even());
             storage.parts.resize(prepared.rules.len(), None);
-            storage.parts[class] = parts;
+            storage.parts[class] = parts.map(|(ranks, parted)| (ranks, parted.dim));
             match op {
                 Op::Parameter(_) => {
-                    storage.parameters.add(bytes(&results[0]), ranks);
-                    storage.bare += if ranks > 1 { read } else { 0.0 };
-                    storage.direct.add(read, ranks);
+                    storage.parameters.add(bytes(&results[0]), share);
+                    storage.bare += if share < 1.0 { read } else { 0.0 };
+                    storage.direct.add(read, share);
                     storage.in_blocks += if is_in_block { bytes(&results[0]) } else { 0.0 };
                 }
-                Op::State(_) => storage.state.add(bytes(&results[0]), ranks),
+                Op::State(_) => storage.state.add(bytes(&results[0]), share),
                 Op::Adamw(_) => {
-                    storage.gradients.add(bytes(&operands[1]), ranks);
-                    storage.update.add(seconds, ranks);
+                    storage.gradients.add(bytes(&operands[1]), share);
+                    storage.filled += if is_even { 0.0 } else { bytes(&operands[1]) };
+                    storage.update.add(seconds, share);
                 }
                 _ if prepared.is_copy(class) => {
-                    storage.copied.add(read, ranks);
-                    storage.once.add(seconds, ranks);
+                    storage.copied.add(read, share);
+                    storage.once.add(seconds, share);
                 }
-                _ => storage.once.add(seconds, ranks),
+                _ => storage.once.add(seconds, share),
             }
         }
     }
@@ -381,7 +383,10 @@ impl<'a> Shape<'a> {
             Some(_) => 1.5 * of.gradients.under(zero),
             None => 0.0,
         };
-        let (stored_once, update) = (of.once.under(zero) + recast / bandwidth, of.update.under(zero));
+        // Before gradients are cut into uneven parts, they are copied to where there are zeros behind them.
+        let times = if zero >= 2 { microbatches } else { 1.0 };
+        let filled = if zero >= 1 { 2.0 * of.filled * times } else { 0.0 };
+        let (stored_once, update) = (of.once.under(zero) + (recast + filled) / bandwidth, of.update.under(zero));
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
         let memory_bound = memory + self.once.memory + stored_once + accumulate + ordered;

@@ -4,7 +4,7 @@ use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
 use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
-use crate::shard::zero::storage_dim;
+use crate::shard::zero::{Parted, storage_dim};
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
 
@@ -58,10 +58,10 @@ pub struct Amount {
 }
 
 impl Amount {
-    /// Adds an amount of which each of some ranks has a part.
-    pub fn add(&mut self, amount: f64, ranks: u64) {
+    /// Adds an amount of which each rank has this share.
+    pub fn add(&mut self, amount: f64, share: f64) {
         self.whole += amount;
-        self.part += amount / ranks as f64;
+        self.part += amount * share;
     }
 
     /// The amount under a ZeRO stage.
@@ -114,6 +114,8 @@ pub struct Storage {
     pub once: Amount,
     /// Per class, among how many ranks which dimension of what it makes is divided.
     pub parts: Vec<Option<(u64, usize)>>,
+    /// Bytes of gradients of which the parts are uneven, so that they are copied to where zeros are behind them.
+    pub filled: f64,
 }
 
 impl Storage {
@@ -134,6 +136,7 @@ impl Storage {
             update: none,
             once: none,
             parts: Vec::new(),
+            filled: 0.0,
         }
     }
 
@@ -157,12 +160,13 @@ impl Storage {
     }
 
     /// Among how many ranks that is divided which a class makes of parameters, or the gradient of which it reads, if it
-    /// is, and along which dimension.
-    pub fn among(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> Option<(u64, usize)> {
+    /// is, and how.
+    pub fn among(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> Option<(u64, Parted)> {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
-        let ranks = Self::sharing(self.inner, mesh, strategy);
-        let dim = stored_dim(prepared, class, (mesh, strategy), ranks)?;
-        (ranks > 1).then_some((ranks, dim))
+        let sizes = Self::sharing(self.inner, mesh, strategy);
+        let parted = stored_dim(prepared, class, (mesh, strategy), &sizes)?;
+        let ranks = sizes.iter().product();
+        (ranks > 1).then_some((ranks, parted))
     }
 
     /// How many data ranks store one copy.
@@ -170,15 +174,16 @@ impl Storage {
         self.inner
     }
 
-    /// Among how many ranks a value is stored at the most that is computed with under a strategy, if `inner` data
-    /// ranks store one copy.
-    pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> u64 {
+    /// The sizes of the axes over which a value is stored at the most that is computed with under a strategy, if `inner`
+    /// data ranks store one copy.
+    pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> Vec<u64> {
         let inside = |axis: &AxisId| {
             is_copy_axis(mesh, *axis)
                 && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
                 && strategy.choice(*axis) == Choice::Replicate
         };
-        inner * mesh.extent(mesh.ids().filter(inside))
+        let others = mesh.ids().filter(inside).map(|axis| mesh.size(axis));
+        std::iter::once(inner).chain(others).filter(|size| *size > 1).collect()
     }
 }
 
@@ -204,19 +209,19 @@ pub fn stored_type<'a>(prepared: &'a Prepared<'_>, class: usize) -> &'a TensorTy
     prepared.graph.ty(if is_square { node.operands[0] } else { node.results[0] })
 }
 
-/// The dimension of that which so many ranks divide to store it, if a class does so with the rest of the mesh. What is
+/// How ranks along axes of these sizes divide that to store it, if a class does so with the rest of the mesh. What is
 /// made of a cast in 8 bits is stored as that is, if the parts are whole groups.
 pub fn stored_dim(
     prepared: &Prepared<'_>,
     class: usize,
     (mesh, strategy): (&Mesh, &Strategy),
-    ranks: u64,
-) -> Option<usize> {
+    sizes: &[u64],
+) -> Option<Parted> {
     let (Op::QuantizationScale(_) | Op::Quantize(_)) = prepared.op(class) else {
-        return storage_dim(stored_type(prepared, class), strategy, mesh, ranks, 1);
+        return storage_dim(stored_type(prepared, class), strategy, mesh, sizes, 1);
     };
     let rule = prepared.rules[class];
     let part = |factor: &usize| rule.factors[*factor].size / mesh.extent(strategy.axes(*factor).iter().copied());
-    let mut groups = rule.operands[0].iter().map(|factors| factors.first().map_or(0, part));
-    groups.position(|groups| groups > 0 && groups.is_multiple_of(ranks))
+    let groups = rule.operands[0].iter().map(|factors| factors.first().map_or(0, part)).enumerate();
+    groups.filter_map(|(dim, groups)| Parted::new(dim, groups, sizes)).find(Parted::is_even)
 }

@@ -3,8 +3,9 @@
 //! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
 //! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
 //! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the
-//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. A
-//! parameter of which no dimension divides stays whole
+//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. Where no
+//! dimension divides evenly, the parts are those of the longest rank, and the last one ends with zeros, as in PyTorch's
+//! FSDP (Zhao et al., "PyTorch FSDP", 2023, section 3.2.1). A parameter of which every dimension is too short stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
 //! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
 //! [`Plan::transient`](shardc_ir::Plan::transient)).
@@ -15,15 +16,58 @@ use shardc_ir::ops::Op;
 use shardc_ir::{Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
+/// How a dimension is divided to store a value in parts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parted {
+    /// The dimension.
+    pub dim: usize,
+    /// Which of the axes that hold copies divide it, in which order: those that do so evenly, then perhaps one that does
+    /// not.
+    pub order: Vec<usize>,
+    /// The share that a rank has of what it would have of the whole, with what fills the last part.
+    pub share: f64,
+    /// How many elements of the dimension fill the last part.
+    pub filling: u64,
+}
+
+impl Parted {
+    /// Cuts what a rank would have of a dimension into as many parts as axes of these sizes have coordinates, if no part
+    /// is empty; at most one of them may divide unevenly.
+    pub fn new(dim: usize, whole: u64, sizes: &[u64]) -> Option<Self> {
+        let (mut part, mut order, mut rest) = (whole, Vec::new(), Vec::new());
+        for (index, size) in sizes.iter().enumerate() {
+            match part.is_multiple_of(*size) {
+                true => (part, _) = (part / size, order.push(index)),
+                false => rest.push(index),
+            }
+        }
+        let mut filling = 0;
+        if let [last] = rest[..] {
+            let outer = part;
+            part = outer.div_ceil(sizes[last]);
+            filling = part * sizes[last] - outer;
+            order.push(last);
+        }
+        let is_filled = filling < part && rest.len() < 2;
+        is_filled.then(|| Self { dim, order, share: part as f64 / whole as f64, filling })
+    }
+
+    /// Whether the parts make up the whole.
+    pub fn is_even(&self) -> bool {
+        self.filling == 0
+    }
+}
+
+/// The dimension of a stored value that is divided over axes of these sizes as well: the first that
 /// divides with nothing outside it, so that a gather needs no transpose, else the first that divides. One of which each
-/// part is a multiple of `unit` comes before any other.
-pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64, unit: u64) -> Option<usize> {
+/// part is a multiple of `unit` comes before any other, and one that divides evenly before one that does not.
+pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, sizes: &[u64], unit: u64) -> Option<Parted> {
     let part = |dim: usize| ty.shape[dim] / mesh.extent(strategy.axes(dim).iter().copied());
-    let divides = |dim: &usize| part(*dim).is_multiple_of(extent) && part(*dim) > 0;
-    let outermost = |dim: &usize| (0..*dim).all(|outer| part(outer) == 1);
-    let fits = |dim: &usize| (part(*dim) / extent).is_multiple_of(unit);
-    (0..ty.rank()).filter(divides).min_by_key(|dim| (!fits(dim), !outermost(dim)))
+    let extent: u64 = sizes.iter().product();
+    let outermost = |dim: usize| (0..dim).all(|outer| part(outer) == 1);
+    let fits = |of: &Parted| of.is_even() && (part(of.dim) / extent).is_multiple_of(unit);
+    let parted = (0..ty.rank()).filter_map(|dim| Parted::new(dim, part(dim), sizes));
+    parted.min_by_key(|of| (!fits(of), !of.is_even(), !outermost(of.dim)))
 }
 
 /// The parameters whose casts become 8-bit floats.
@@ -42,13 +86,12 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
             continue;
         }
         let axes = storage_axes(mesh, &strategies[id]);
-        let extent = mesh.extent(axes.iter().copied());
+        let sizes: Vec<u64> = axes.iter().map(|axis| mesh.size(*axis)).collect();
         let unit = if quantized.contains(&node.operands[0]) { SIDE } else { 1 };
-        let Some(dim) = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, extent, unit) else {
-            continue;
-        };
-        let divided =
-            axes.iter().fold(strategies[id].clone(), |strategy, axis| strategy.with(*axis, Choice::Factor(dim)));
+        let parted = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, &sizes, unit);
+        let Some(Parted { dim, order, .. }) = parted else { continue };
+        let axes = order.into_iter().map(|index| axes[index]);
+        let divided = axes.fold(strategies[id].clone(), |strategy, axis| strategy.with(axis, Choice::Factor(dim)));
         for operand in [0, 2, 3] {
             strategies[graph.value(node.operands[operand]).def] = divided.clone();
         }

@@ -384,8 +384,10 @@ fn check(program: &Program) -> Result<(), String> {
         check_instruction(program, instruction)?;
     }
     for slot in &program.slots {
-        let part = slot.ty.with_shape(slot.slice.iter().map(|(_, length)| *length).collect::<Vec<u64>>());
-        expect_buffer(program, slot.buffer, &part, &slot.name)?;
+        let (part, buffer) = (slot.part(), program.buffers.get(slot.buffer));
+        if !buffer.is_some_and(|buffer| part.fits_in(&buffer.ty)) {
+            expect_buffer(program, slot.buffer, &part, &slot.name)?;
+        }
     }
     let runs = program.order.iter();
     match runs.clone().find(|run| !program.sections.is_valid(run.section)) {

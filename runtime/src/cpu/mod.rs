@@ -114,18 +114,18 @@ impl Runtime for CpuRuntime {
 
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
         let (index, slot) = self.slot(rank, name)?;
-        let buffer = slot.buffer;
-        let expected = &self.ranks[index].program.buffers[buffer].ty;
-        if part.ty != *expected {
-            let (actual, expected) = (part.ty.clone(), expected.clone());
+        let (buffer, expected) = (slot.buffer, slot.part());
+        if part.ty != expected {
+            let actual = part.ty.clone();
             return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
         }
         let rank = &mut self.ranks[index];
-        rank.bytes_mut(buffer).copy_from_slice(&part.bytes);
         let program = rank.program.clone();
+        let part = part.filled(&program.buffers[buffer].ty);
+        rank.bytes_mut(buffer).copy_from_slice(&part.bytes);
         for slot in program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name)) {
-            let cast =
-                compute_op(&Cast {}.into(), std::slice::from_ref(part), &[program.buffers[slot.buffer].ty.clone()])?;
+            let to = program.buffers[slot.buffer].ty.clone();
+            let cast = compute_op(&Cast {}.into(), std::slice::from_ref(&part), &[to])?;
             rank.bytes_mut(slot.buffer).copy_from_slice(&cast[0].bytes);
         }
         Ok(())
@@ -135,7 +135,7 @@ impl Runtime for CpuRuntime {
         let (index, slot) = self.slot(rank, name)?;
         let rank = &self.ranks[index];
         let ty = rank.program.buffers[slot.buffer].ty.clone();
-        Ok(HostTensor { ty, bytes: rank.bytes(slot.buffer).to_vec() })
+        Ok(HostTensor { ty, bytes: rank.bytes(slot.buffer).to_vec() }.beginning(&slot.part()))
     }
 
     fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError> {

@@ -532,13 +532,14 @@ impl Runtime for CudaRuntime {
     }
 
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
-        let buffer = self.slot(rank, name)?.buffer;
-        let expected = &self.worker(rank)?.program.buffers[buffer].ty;
-        if part.ty != *expected {
-            let (actual, expected) = (part.ty.clone(), expected.clone());
+        let slot = self.slot(rank, name)?;
+        let (buffer, expected) = (slot.buffer, slot.part());
+        if part.ty != expected {
+            let actual = part.ty.clone();
             return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
         }
-        match self.ask(rank, Request::Write(buffer, part.bytes.clone()))? {
+        let part = part.filled(&self.worker(rank)?.program.buffers[buffer].ty);
+        match self.ask(rank, Request::Write(buffer, part.bytes))? {
             Answer::Done(done) => done.map_err(|message| failed(rank, message))?,
             _ => return Err(failed(rank, "an answer to another question".to_string())),
         }
@@ -570,10 +571,11 @@ impl Runtime for CudaRuntime {
     }
 
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {
-        let buffer = self.slot(rank, name)?.buffer;
+        let slot = self.slot(rank, name)?;
+        let (buffer, part) = (slot.buffer, slot.part());
         let ty = self.worker(rank)?.program.buffers[buffer].ty.clone();
         match self.ask(rank, Request::Read(buffer))? {
-            Answer::Bytes(Ok(bytes)) => Ok(HostTensor { ty, bytes }),
+            Answer::Bytes(Ok(bytes)) => Ok(HostTensor { ty, bytes }.beginning(&part)),
             Answer::Bytes(Err(message)) => Err(failed(rank, message)),
             _ => Err(failed(rank, "an answer to another question".to_string())),
         }

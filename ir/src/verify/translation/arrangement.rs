@@ -7,11 +7,14 @@
 //! transposes around it are all of one form, and every step of a conversion is exact arithmetic on
 //! digits: nothing needs to be executed to see which element lies where.
 //!
+//! Where an axis divides a dimension unevenly, digits count beyond what its last part has: such an index, at or behind
+//! the stride of what lies outside of it, is of no element of the value. What is there is zero.
+//!
 //! Invariant: an arrangement is canonical (digits of size 1 are dropped, digits that continue each
 //! other are joined), so equal contents are equal arrangements.
 
 use crate::mesh::{AxisId, Mesh};
-use crate::sharding::{ReduceKind, Sharding};
+use crate::sharding::{ReduceKind, Sharding, cuts};
 
 /// A local index that counts along dimension `dim` of the value in steps of `stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,12 +39,11 @@ impl Arrangement {
     pub fn of(shape: &[u64], sharding: &Sharding, mesh: &Mesh) -> Self {
         let mut arrangement = Self::default();
         for (dim, (size, axes)) in shape.iter().zip(&sharding.dims).enumerate() {
-            let mut stride = *size;
-            for axis in axes.iter().filter(|axis| mesh.size(**axis) > 1) {
-                stride /= mesh.size(*axis);
-                arrangement.spread.push((*axis, dim, stride));
-            }
-            arrangement.digits.push(Digit { dim, stride: 1, size: stride });
+            let cuts = cuts(*size, axes, mesh);
+            let spread = cuts.iter().filter(|cut| cut.count > 1).map(|cut| (cut.axis, dim, cut.part));
+            arrangement.spread.extend(spread);
+            let size = cuts.last().map_or(*size, |cut| cut.part);
+            arrangement.digits.push(Digit { dim, stride: 1, size });
         }
         arrangement.partial = sharding.partial.iter().copied().filter(|(axis, _)| mesh.size(*axis) > 1).collect();
         arrangement.spread.sort_unstable();
@@ -229,6 +231,48 @@ impl Arrangement {
         Ok(next.canonical())
     }
 
+    /// How far a digit of stride 1 can count before what it reaches belongs to another part, or to nothing, in a value
+    /// of this global shape.
+    fn room(&self, digit: Digit, whole: &[u64]) -> u64 {
+        let digits = self.digits.iter().filter(|other| other.dim == digit.dim).map(|other| other.stride);
+        let spread = self.spread.iter().filter(|(_, dim, _)| *dim == digit.dim).map(|(_, _, stride)| *stride);
+        digits.chain(spread).filter(|stride| *stride > digit.stride).min().unwrap_or(whole[digit.dim])
+    }
+
+    /// The digits of the buffer, which has this shape, by its dimensions, and the one along which `dim` counts alone.
+    fn along(&self, shape: &[u64], dim: usize) -> Result<(Vec<Vec<Digit>>, Digit), String> {
+        let runs = Self::cut(&self.digits, shape).ok_or("it lies across its shards")?;
+        match runs[dim][..] {
+            [digit] if digit.stride == 1 => Ok((runs, digit)),
+            _ => Err("its elements do not lie one behind the other".to_string()),
+        }
+    }
+
+    /// After the zeros behind the elements of a dimension of the buffer, which has this shape, are cut off; `whole` is the
+    /// value's global shape.
+    pub fn trimmed(&self, shape: &[u64], (dim, size): (usize, u64), whole: &[u64]) -> Result<Self, String> {
+        let (mut runs, digit) = self.along(shape, dim)?;
+        if self.room(digit, whole) != size {
+            return Err(format!("{size} are not all that its dimension has here"));
+        }
+        runs[dim] = vec![Digit { size, ..digit }];
+        Ok(Self { digits: runs.concat(), ..self.clone() }.canonical())
+    }
+
+    /// After zeros are put behind all elements of a dimension of the buffer, which has this shape; `whole` is the value's
+    /// global shape. The terms of a sum may have such zeros.
+    pub fn filled(&self, shape: &[u64], (dim, size): (usize, u64), whole: &[u64]) -> Result<Self, String> {
+        let (mut runs, digit) = self.along(shape, dim)?;
+        if self.room(digit, whole) != digit.size {
+            return Err("its dimension goes on behind it, or ends before".to_string());
+        }
+        if let Some((_, kind)) = self.partial.iter().find(|(_, kind)| *kind != ReduceKind::Sum) {
+            return Err(format!("zeros are not neutral for its terms, which combine by {}", kind.name()));
+        }
+        runs[dim] = vec![Digit { size, ..digit }];
+        Ok(Self { digits: runs.concat(), ..self.clone() }.canonical())
+    }
+
     /// After a transpose of the buffer, which has this shape.
     pub fn transposed(&self, shape: &[u64], permutation: &[usize]) -> Result<Self, String> {
         let runs = Self::cut(&self.digits, shape).ok_or("the transpose cuts across its shards")?;
@@ -294,5 +338,31 @@ mod tests {
         let whole = layout([&[], &[], &[]], &[]);
         assert_eq!(whole.sliced(&shape, 1, tp, &mesh).unwrap(), layout([&[], &[tp], &[]], &[]));
         assert_eq!(whole.isolated(dp, &mesh).unwrap(), layout([&[], &[], &[]], &[dp]));
+    }
+
+    #[test]
+    fn zeros_behind_uneven_parts_are_cut_off_and_put_there_where_a_dimension_ends_alone() {
+        let mut mesh = Mesh::default();
+        let (tp, dp) = (mesh.push("tp", 2, AxisKind::Space), mesh.push("dp", 3, AxisKind::Space));
+        let shape = [16, 5];
+        let layout = |dims: [&[AxisId]; 2], partial: &[AxisId]| {
+            let mut sharding = Sharding { dims: dims.iter().map(|axes| axes.to_vec()).collect(), partial: Vec::new() };
+            partial.iter().for_each(|axis| sharding.add_partial(*axis, ReduceKind::Sum));
+            Arrangement::of(&shape, &sharding, &mesh)
+        };
+        let (stored, read) = (layout([&[tp, dp], &[]], &[]), layout([&[tp], &[]], &[]));
+        // 8 rows of a tensor rank are 3 + 3 + 2.
+        let gathered = stored.gathered(&[dp], &mesh).unwrap();
+        assert_ne!(gathered, read);
+        assert_eq!(gathered.trimmed(&[9, 5], (0, 8), &shape).unwrap(), read);
+        assert!(gathered.trimmed(&[9, 5], (0, 7), &shape).is_err(), "an element is lost");
+        assert!(gathered.gathered(&[tp], &mesh).unwrap().trimmed(&[18, 5], (0, 16), &shape).is_err(), "zeros between");
+        let term = layout([&[tp], &[]], &[dp]);
+        let filled = term.filled(&[8, 5], (0, 9), &shape).unwrap();
+        assert_eq!(filled.scattered(&[dp], ReduceKind::Sum, &mesh).unwrap(), stored);
+        assert!(filled.filled(&[9, 5], (0, 12), &shape).is_err(), "it is filled already");
+        assert!(term.scattered(&[dp], ReduceKind::Sum, &mesh).is_err(), "8 rows do not divide into 3 parts");
+        let max = Arrangement { partial: vec![(dp, ReduceKind::Max)], ..term };
+        assert!(max.filled(&[8, 5], (0, 9), &shape).is_err(), "zero may be the largest");
     }
 }

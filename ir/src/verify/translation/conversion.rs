@@ -2,8 +2,9 @@
 
 use super::arrangement::Arrangement;
 use super::state::{Fact, LogSumExp, Stage};
+use crate::graph::Graph;
 use crate::mesh::{AxisId, Mesh};
-use crate::ops::{BinaryKind, Op, Slice, UnaryKind};
+use crate::ops::{BinaryKind, Op, Pad, Slice, UnaryKind};
 use crate::program::Program;
 use crate::sharding::ReduceKind;
 
@@ -80,6 +81,8 @@ pub(super) struct Local<'a> {
     /// The shape of the first operand.
     pub shape: &'a [u64],
     pub mesh: &'a Mesh,
+    /// What the facts are about.
+    pub graph: &'a Graph,
 }
 
 impl Local<'_> {
@@ -112,7 +115,14 @@ impl Local<'_> {
             (Op::Transpose(op), Stage::Ready) => {
                 Ok(vec![Fact::ready(fact.value, fact.arrangement.transposed(self.shape, &op.permutation)?)])
             }
-            (Op::Slice(_), Stage::Ready) => self.slice(fact),
+            (Op::Slice(op), Stage::Ready) => match self.is_alike().then(|| self.trim(op)).flatten() {
+                Some(end) => self.at_end(fact, |arrangement, whole| arrangement.trimmed(self.shape, end, whole)),
+                None => self.slice(fact),
+            },
+            (Op::Pad(op), Stage::Ready) => {
+                let end = self.is_alike().then(|| self.fill(op)).flatten().ok_or("it puts no zeros behind it")?;
+                self.at_end(fact, |arrangement, whole| arrangement.filled(self.shape, end, whole))
+            }
             (Op::Affine(_), Stage::Ready) => self.isolate(fact),
             (Op::Unary(op), Stage::LogSumExp(LogSumExp::Shifted, axes)) if op.kind == UnaryKind::Exp => {
                 next(Stage::LogSumExp(LogSumExp::Exp, axes.clone()))
@@ -122,6 +132,35 @@ impl Local<'_> {
             }
             _ => Err("it is no step of a conversion".to_string()),
         }
+    }
+
+    fn is_alike(&self) -> bool {
+        self.ops.iter().all(|op| *op == self.ops[0])
+    }
+
+    fn at_end(
+        &self,
+        fact: &Fact,
+        next: impl Fn(&Arrangement, &[u64]) -> Result<Arrangement, String>,
+    ) -> Result<Vec<Fact>, String> {
+        let whole = &self.graph.ty(fact.value).shape;
+        Ok(vec![Fact::ready(fact.value, next(&fact.arrangement, whole)?)])
+    }
+
+    /// The dimension of which less than half is cut off at the end, and what is left.
+    fn trim(&self, op: &Slice) -> Option<(usize, u64)> {
+        let mut cut = (0..self.shape.len()).filter(|dim| op.limit[*dim] < self.shape[*dim]);
+        let (Some(dim), None) = (cut.next(), cut.next()) else { return None };
+        let is_end = op.start.iter().all(|start| *start == 0) && 2 * op.limit[dim] > self.shape[dim];
+        is_end.then(|| (dim, op.limit[dim]))
+    }
+
+    /// The dimension that gets zeros at the end, and its size with them.
+    fn fill(&self, op: &Pad) -> Option<(usize, u64)> {
+        let mut more = (0..self.shape.len()).filter(|dim| op.high[*dim] > 0);
+        let (Some(dim), None) = (more.next(), more.next()) else { return None };
+        let is_end = op.low.iter().all(|low| *low == 0) && op.value == 0.0;
+        is_end.then(|| (dim, self.shape[dim] + op.high[dim]))
     }
 
     /// `x - m`, and `log(…) + m`.

@@ -44,7 +44,8 @@ pub(super) fn check(plan: &Plan, programs: &[Program], found: &mut Diagnostics) 
             }
         }
         for slot in &program.slots {
-            if let Err(message) = check_slot(plan, &leaves, rank, slot) {
+            let buffer = program.buffers.get(slot.buffer).map(|buffer| &buffer.ty);
+            if let Err(message) = check_slot(plan, &leaves, rank, (slot, buffer)) {
                 found.push(format!("rank {rank}, slot \"{}\"", slot.name), message);
             }
         }
@@ -83,9 +84,18 @@ fn check_input(plan: &Plan, leaves: &Leaves<'_>, rank: u64, input: &Feed) -> Res
     }
 }
 
-fn check_slot(plan: &Plan, leaves: &Leaves<'_>, rank: u64, slot: &Slot) -> Result<(), String> {
+fn check_slot(
+    plan: &Plan,
+    leaves: &Leaves<'_>,
+    rank: u64,
+    (slot, buffer): (&Slot, Option<&TensorType>),
+) -> Result<(), String> {
     let value = *leaves.stored.get(slot.name.as_str()).ok_or("the graph has no parameter or state of this name")?;
     expect_type(plan, value, &slot.ty)?;
+    let local = slot.ty.with_shape(plan.sharding(value).local_shape(&slot.ty.shape, &plan.mesh));
+    if let Some(buffer) = buffer.filter(|buffer| **buffer != local) {
+        return Err(format!("lies in {buffer}; by its layout a rank's part is {local}"));
+    }
     let (is_parameter, init, cast_of) = match &plan.graph.def(value).op {
         Op::State(state) => (false, state.init, &state.cast_of),
         _ => (true, 0.0, &None),

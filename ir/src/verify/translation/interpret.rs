@@ -254,7 +254,8 @@ impl Interpreter<'_> {
             _ => None,
         });
         let shape = instruction.operands.first().map_or(&[][..], |buffer| &self.program().buffers[*buffer].ty.shape);
-        let local = Local { ops: ops.collect(), coordinates: &self.coordinates, shape, mesh: &self.plan.mesh };
+        let (mesh, graph) = (&self.plan.mesh, &self.plan.graph);
+        let local = Local { ops: ops.collect(), coordinates: &self.coordinates, shape, mesh, graph };
         let operands: Vec<&[Fact]> =
             instruction.operands.iter().map(|buffer| self.contents[buffer.index()].facts()).collect();
         local.apply(&operands).map_err(|why| {
