@@ -8,7 +8,7 @@ use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
-    AxisId, AxisKind, Bytes, Choice, DType, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
+    AxisId, AxisKind, Bytes, Choice, DType, FactorRule, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
     SecondaryMap, Strategy, Target, TensorType, ValueId, verify,
 };
 use shardc_passes::cluster::Cluster;
@@ -281,7 +281,9 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
     let nodes: Vec<NodeId> = plan.graph.nodes().map(|(id, _)| id).collect();
     for id in nodes {
         for axis in mesh.ids().filter(|axis| !mesh.is_time(*axis)) {
-            let choices = plan.rule(id).choices(&plan.strategies[id], axis, mesh);
+            let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
+            let mut choices = rule.choices(strategy, axis, mesh);
+            choices.extend(uneven(rule, strategy, axis, mesh));
             let choice = choices[random.below(choices.len())];
             plan.strategies[id] = plan.strategies[id].with(axis, choice);
         }
@@ -290,6 +292,13 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
         }
     }
     plan
+}
+
+/// Every legal way to add an axis to a strategy so that it divides a factor unevenly.
+fn uneven(rule: &FactorRule, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
+    let even = rule.choices(given, axis, mesh);
+    let factors = (0..rule.factors.len()).map(Choice::Factor).filter(|choice| !even.contains(choice));
+    factors.filter(|choice| rule.check(&given.with(axis, *choice), mesh).is_ok()).collect()
 }
 
 /// Whether one in so many plans is recomputed block by block.
@@ -438,6 +447,17 @@ fn random_strategies_on_three_axes() {
     check(MLP, EVEN, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
     check(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2), ("tp_1", 2)]), 0..12);
     check(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2), ("tp_1", 2)]), 0..8);
+}
+
+#[test]
+fn random_strategies_with_uneven_parts() {
+    check(MLP, EVEN, &mesh(&[("dp", 3)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[("dp", 3)]), 0..16);
+    check(LM, EVEN_LM, &mesh(&[("tp", 2), ("dp", 3)]), 0..24);
+    check(LM, EVEN_LM, &mesh(&[("dp", 5), ("tp", 2)]), 0..12);
+    check(LM, EVEN_LM, &mesh(&[("mb", 2), ("tp", 2), ("dp", 3)]), 0..16);
+    check(PICTURES, EVEN_LM, &mesh(&[("dp", 3)]), 0..8);
+    check(EXPERTS, EVEN_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..12);
 }
 
 #[test]

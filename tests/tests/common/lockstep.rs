@@ -51,7 +51,8 @@ impl<'a> Lockstep<'a> {
         for rank in 0..self.programs.len() {
             for slot in &self.programs[rank].slots {
                 let whole = leaves.get(&slot.name).cloned().unwrap_or_else(|| HostTensor::zeros(slot.ty.clone()));
-                self.write(rank, slot.buffer, &whole.part(&slot.slice).bytes);
+                let buffer = &self.programs[rank].buffers[slot.buffer].ty;
+                self.write(rank, slot.buffer, &whole.part(&slot.slice).filled(buffer).bytes);
             }
         }
         let first = &self.programs[0];
@@ -66,7 +67,7 @@ impl<'a> Lockstep<'a> {
                 assert_eq!(*known, value, "`{}` differs between ranks", reading.name);
             }
             for slot in &self.programs[rank].slots {
-                let part = self.read(rank, slot.buffer);
+                let part = self.read(rank, slot.buffer).beginning(&slot.part());
                 let whole = outputs.entry(slot.name.clone()).or_insert_with(|| HostTensor::zeros(slot.ty.clone()));
                 whole.set_part(&slot.slice, &part);
             }
