@@ -256,6 +256,14 @@ impl FactorRule {
         choices
     }
 
+    /// Every legal way to add one axis to a strategy so that it divides a factor unevenly: see [`fills`](Self::fills).
+    pub fn uneven_choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
+        let even = self.choices(given, axis, mesh);
+        let factors = (0..self.factors.len()).filter(|_| self.fills).map(Choice::Factor);
+        let others = factors.filter(|choice| !even.contains(choice));
+        others.filter(|choice| self.check(&given.with(axis, *choice), mesh).is_ok()).collect()
+    }
+
     /// Every legal way to add one axis to a strategy as a ring.
     pub fn rings(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
         let is_ring = |factor: &usize| matches!(self.factors[*factor].kind, FactorKind::Ring { .. });

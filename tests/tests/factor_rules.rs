@@ -4,8 +4,8 @@
 //!
 //! Per coordinate of the mesh, each operand is cut as the rule says ([`FactorRule::operand_sharding`])
 //! and, where it is a partial sum, is one of random terms that add up to it; the operation is
-//! localized; its results are put where the rule says, and partial ones are reduced. Everything
-//! shardc does with a plan rests on this.
+//! localized; its results are put where the rule says, and partial ones are reduced. Where the rule lets an axis divide
+//! unevenly, parts end with zeros, in results as in operands. Everything shardc does with a plan rests on this.
 
 #[path = "common/elements.rs"]
 mod elements;
@@ -95,7 +95,8 @@ fn meshes() -> Vec<Mesh> {
 fn strategies(rule: &FactorRule, mesh: &Mesh) -> Vec<Strategy> {
     mesh.ids().fold(vec![Strategy::default()], |all, axis| {
         let extend = |given: Strategy| {
-            let choices = rule.choices(&given, axis, mesh);
+            let mut choices = rule.choices(&given, axis, mesh);
+            choices.extend(rule.uneven_choices(&given, axis, mesh));
             choices.into_iter().map(move |choice| given.with(axis, choice)).collect::<Vec<_>>()
         };
         all.into_iter().flat_map(extend).collect()
@@ -175,7 +176,8 @@ fn run_sharded(
             .zip(&layouts)
             .map(|(terms, layout)| {
                 let term = &terms[term(layout)];
-                term.part(&slice(&term.ty, layout))
+                let held = term.ty.with_shape(layout.local_shape(&term.ty.shape, mesh));
+                term.part(&slice(&term.ty, layout)).filled(&held)
             })
             .collect();
         let part = |ty: &TensorType, layout: &Sharding| Part { shape: ty.shape.clone(), slice: slice(ty, layout) };
@@ -186,11 +188,18 @@ fn run_sharded(
             results.iter().zip(&made).map(|(ty, layout)| ty.with_shape(layout.local_shape(&ty.shape, mesh))).collect();
         let local = compute_op(&op, &local, &types)
             .unwrap_or_else(|error| panic!("{op:?} under `{}`: {error}", rule.strategy_text(strategy, mesh)));
-        for ((whole, (ty, layout)), local) in whole.iter_mut().zip(results.iter().zip(&made)).zip(&local) {
+        for ((whole, (ty, layout)), local) in whole.iter_mut().zip(results.iter().zip(&made)).zip(local) {
+            let slice = slice(ty, layout);
+            let lengths: Vec<u64> = slice.iter().map(|(_, length)| *length).collect();
+            let (held, part) = (values(&local), local.beginning(&ty.with_shape(lengths)));
+            let filled = part.filled(&ty.with_shape(layout.local_shape(&ty.shape, mesh)));
+            let strategy = || rule.strategy_text(strategy, mesh);
+            let is_same = held.iter().zip(values(&filled)).all(|(a, b)| *a == b || (a.is_nan() && b.is_nan()));
+            assert!(is_same, "{} under `{}`: there is no zero behind a part: {held:?}", case.op.name(), strategy());
             let axes = [layout.dim_axes(), layout.partial_axes()];
             let copies = mesh.ids().filter(|axis| !axes.iter().any(|axes| axes.contains(*axis)));
             if copies.into_iter().all(|axis| at[axis.0 as usize] == 0) {
-                put(whole, ty, layout, &slice(ty, layout), &values(local));
+                put(whole, ty, layout, &slice, &values(&part));
             }
         }
     }

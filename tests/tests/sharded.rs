@@ -8,7 +8,7 @@ use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
 use shardc_ir::{
-    AxisId, AxisKind, Bytes, Choice, DType, FactorRule, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
+    AxisId, AxisKind, Bytes, Choice, DType, Graph, HostTensor, Mesh, NoScratch, NodeId, Op, Plan, Program,
     SecondaryMap, Strategy, Target, TensorType, ValueId, verify,
 };
 use shardc_passes::cluster::Cluster;
@@ -283,7 +283,7 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
         for axis in mesh.ids().filter(|axis| !mesh.is_time(*axis)) {
             let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
             let mut choices = rule.choices(strategy, axis, mesh);
-            choices.extend(uneven(rule, strategy, axis, mesh));
+            choices.extend(rule.uneven_choices(strategy, axis, mesh));
             let choice = choices[random.below(choices.len())];
             plan.strategies[id] = plan.strategies[id].with(axis, choice);
         }
@@ -292,13 +292,6 @@ fn random_plan(graph: &Graph, mesh: &Mesh, random: &mut Random) -> Plan {
         }
     }
     plan
-}
-
-/// Every legal way to add an axis to a strategy so that it divides a factor unevenly.
-fn uneven(rule: &FactorRule, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
-    let even = rule.choices(given, axis, mesh);
-    let factors = (0..rule.factors.len()).map(Choice::Factor).filter(|choice| !even.contains(choice));
-    factors.filter(|choice| rule.check(&given.with(axis, *choice), mesh).is_ok()).collect()
 }
 
 /// Whether one in so many plans is recomputed block by block.
