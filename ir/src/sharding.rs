@@ -157,6 +157,11 @@ impl Sharding {
         parts
     }
 
+    /// Whether every axis divides its dimension of a value of this shape evenly.
+    pub fn is_even(&self, shape: &[u64], mesh: &Mesh) -> bool {
+        shape.iter().zip(&self.dims).all(|(size, axes)| cuts(*size, axes, mesh).iter().all(Cut::is_even))
+    }
+
     /// Why this layout is not legal for a value of this shape on this mesh, if it is not.
     pub fn check(&self, shape: &[u64], mesh: &Mesh) -> Result<(), String> {
         if self.dims.len() != shape.len() {

@@ -41,6 +41,14 @@ const CASES: &[Case] = &[
     // Copies in parts, with replicas of them.
     ("llama-1b", 16, 4096, "h200:4", "fsdp=2,dp=2,zero=3"),
     ("llama-8b", 128, 8192, "h100:8x4", "fsdp=8,dp=4,zero=3,microbatch=1"),
+    // Parts of which the last is shorter.
+    ("llama-8b", 48, 8192, "h100:6", "dp=6,zero=1,microbatch=1"),
+    ("llama-8b", 48, 8192, "h100:6", "dp=6,zero=2,microbatch=1"),
+    ("llama-8b", 48, 8192, "h100:6", "dp=6,zero=3,microbatch=1"),
+    ("llama-8b", 12, 8192, "h100:3", "dp=3,zero=3,microbatch=4"),
+    ("llama-8b", 48, 8192, "h100:6", "dp=3,tp=2,zero=3,microbatch=1"),
+    ("llama-8b", 48, 8192, "h100:6", "dp=3,cp=2,zero=3,microbatch=1"),
+    ("llama-70b", 192, 4096, "h100:8x3", "dp=24,zero=3,microbatch=2,recompute=block"),
     // Tensor ranks, along one axis and along several, with data ranks and without.
     ("llama-1b", 16, 4096, "h200:4", "tp=4,microbatch=16"),
     ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=0"),
@@ -89,6 +97,9 @@ const IN_8_BITS: &[Case] = &[
     ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=3,microbatch=4"),
     ("llama-1b", 64, 4096, "h200:4", "dp=4,zero=3,microbatch=4,recompute=block"),
     ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=3"),
+    ("llama-1b", 48, 4096, "h200:3", "dp=3,zero=1,microbatch=4"),
+    ("llama-1b", 48, 4096, "h200:3", "dp=3,zero=3,microbatch=4"),
+    ("llama-1b", 12, 4096, "h200:3", "dp=3,zero=3"),
     ("llama-8b", 8, 4096, "h200:4", "dp=4,zero=3"),
     ("llama-8b", 8, 4096, "h200:4", "dp=4,zero=3,recompute=block"),
     ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=1"),

@@ -77,6 +77,13 @@ const MLP: &str = r#"graph @mlp {
   return loss %loss
 }"#;
 
+/// The gradient is one number, made from nothing.
+const TOTAL: &str = r#"graph @total {
+  %up: f32[H,I] = parameter "up"
+  %loss: f32[] = reduce_sum %up {dims=[0,1]} at "loss"
+  return loss %loss
+}"#;
+
 const LM: &str = r#"graph @lm {
   %ids: i64[B,S] = input "ids"
   %labels: i64[B,S] = input "labels"
@@ -450,6 +457,8 @@ fn random_strategies_with_uneven_parts() {
     check(LM, EVEN_LM, &mesh(&[("dp", 5), ("tp", 2)]), 0..12);
     check(LM, EVEN_LM, &mesh(&[("mb", 2), ("tp", 2), ("dp", 3)]), 0..16);
     check(PICTURES, EVEN_LM, &mesh(&[("dp", 3)]), 0..8);
+    check(TOTAL, EVEN, &mesh(&[("dp", 3)]), 0..12);
+    check(TOTAL, EVEN, &mesh(&[("dp", 3), ("tp", 2)]), 0..24);
     check(EXPERTS, EVEN_LM, &mesh(&[("dp", 3), ("tp", 2)]), 0..12);
 }
 

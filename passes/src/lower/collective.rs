@@ -10,7 +10,7 @@
 
 use super::{Draft, Hint, Lowering, Place};
 use crate::reshard::Step;
-use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Op, Pad, Slice, Transpose, Unary, UnaryKind};
+use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Concat, Constant, Op, Pad, Slice, Transpose, Unary, UnaryKind};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::view::is_outermost;
@@ -112,17 +112,29 @@ fn trim(draft: &mut Draft, operand: BufferId, dim: usize, size: u64, site: Site)
     result
 }
 
-/// A dimension with zeros behind it, until it is so long.
+/// A dimension with zeros behind it, until it is so long. What is outermost and made by this section is then made where
+/// it lies before the zeros ([`views`](super::views)).
 fn fill(draft: &mut Draft, operand: BufferId, dim: usize, size: u64, site: Site) -> BufferId {
     let part = ty(draft, operand);
-    let (mut shape, mut high) = (part.shape.clone(), vec![0; part.rank()]);
-    if shape[dim] == size {
+    let more = size - part.shape[dim];
+    if more == 0 {
         return operand;
     }
-    (shape[dim], high[dim]) = (size, size - shape[dim]);
-    let result = draft.buffer(part.with_shape(shape), Category::Buffer);
-    let op = Pad { low: vec![0; part.rank()], high, value: 0.0 };
-    push(draft, Action::Compute(op.into()), &[operand], result, site);
+    let with = |rows: u64| {
+        let mut shape = part.shape.clone();
+        shape[dim] = rows;
+        part.with_shape(shape)
+    };
+    let result = draft.buffer(with(size), Category::Buffer);
+    if is_outermost(&part.shape, dim) {
+        let zeros = draft.buffer(with(more), Category::Buffer);
+        push(draft, Action::Compute(Constant { value: 0.0 }.into()), &[], zeros, site);
+        push(draft, Action::Compute(Concat { dim }.into()), &[operand, zeros], result, site);
+        return result;
+    }
+    let (low, mut high) = (vec![0; part.rank()], vec![0; part.rank()]);
+    high[dim] = more;
+    push(draft, Action::Compute(Pad { low, high, value: 0.0 }.into()), &[operand], result, site);
     result
 }
 

@@ -209,6 +209,10 @@ impl Lowering<'_> {
         if node.op.is_leaf() || !node.operands.is_empty() || node.results.len() != 1 || !to.partial.is_empty() {
             return Ok(None);
         }
+        // Zeros behind a part are none of its elements.
+        if !to.is_even(&self.plan.graph.ty(value).shape, self.mesh) {
+            return Ok(None);
+        }
         let ty = self.local_type(self.plan.graph.ty(value), to);
         let Ok(op) = self.local_op(def, node, &[], std::slice::from_ref(to)) else { return Ok(None) };
         let buffer = self.draft.buffer(ty, self.category(value));

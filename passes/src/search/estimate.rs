@@ -191,7 +191,7 @@ impl<'a> Shape<'a> {
         for storage in &mut self.storages {
             let parts = storage.among(prepared, placed, class);
             let share = parts.as_ref().map_or(1.0, |(_, parted)| parted.share);
-            let is_even = parts.as_ref().is_none_or(|(_, parted)| parted.is_even());
+            let uneven = parts.as_ref().filter(|(_, parted)| !parted.is_even()).map(|(_, parted)| parted.dim == 0);
             storage.parts.resize(prepared.rules.len(), None);
             storage.parts[class] = parts.map(|(ranks, parted)| (ranks, parted.dim));
             match op {
@@ -204,7 +204,7 @@ impl<'a> Shape<'a> {
                 Op::State(_) => storage.state.add(bytes(&results[0]), share),
                 Op::Adamw(_) => {
                     storage.gradients.add(bytes(&operands[1]), share);
-                    storage.filled += if is_even { 0.0 } else { bytes(&operands[1]) };
+                    uneven.iter().for_each(|is_outer| storage.uneven[usize::from(*is_outer)] += bytes(&operands[1]));
                     storage.update.add(seconds, share);
                 }
                 _ if prepared.is_copy(class) => {
@@ -383,9 +383,13 @@ impl<'a> Shape<'a> {
             Some(_) => 1.5 * of.gradients.under(zero),
             None => 0.0,
         };
-        // Before gradients are cut into uneven parts, they are copied to where there are zeros behind them.
-        let times = if zero >= 2 { microbatches } else { 1.0 };
-        let filled = if zero >= 1 { 2.0 * of.filled * times } else { 0.0 };
+        // What was added up over microbatches was made without zeros behind it.
+        let [inner, outer] = of.uneven.map(|bytes| 2.0 * bytes);
+        let filled = match zero {
+            0 => 0.0,
+            1 if self.microbatches > 1 => inner + outer,
+            _ => inner * microbatches,
+        };
         let (stored_once, update) = (of.once.under(zero) + (recast + filled) / bandwidth, of.update.under(zero));
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;

@@ -114,8 +114,9 @@ pub struct Storage {
     pub once: Amount,
     /// Per class, among how many ranks which dimension of what it makes is divided.
     pub parts: Vec<Option<(u64, usize)>>,
-    /// Bytes of gradients of which the parts are uneven, so that they are copied to where zeros are behind them.
-    pub filled: f64,
+    /// Bytes of gradients that are divided unevenly, by whether that is along their outermost dimension: then zeros are
+    /// put behind them where they are made, else they are copied to where there are zeros.
+    pub uneven: [f64; 2],
 }
 
 impl Storage {
@@ -136,7 +137,7 @@ impl Storage {
             update: none,
             once: none,
             parts: Vec::new(),
-            filled: 0.0,
+            uneven: [0.0; 2],
         }
     }
 

@@ -4,7 +4,7 @@ use super::arrangement::Arrangement;
 use super::state::{Fact, LogSumExp, Stage};
 use crate::graph::Graph;
 use crate::mesh::{AxisId, Mesh};
-use crate::ops::{BinaryKind, Op, Pad, Slice, UnaryKind};
+use crate::ops::{BinaryKind, Op, Slice, UnaryKind};
 use crate::program::Program;
 use crate::sharding::ReduceKind;
 
@@ -80,6 +80,8 @@ pub(super) struct Local<'a> {
     pub coordinates: &'a [Vec<u64>],
     /// The shape of the first operand.
     pub shape: &'a [u64],
+    /// The shape of the result.
+    pub result: &'a [u64],
     pub mesh: &'a Mesh,
     /// What the facts are about.
     pub graph: &'a Graph,
@@ -93,6 +95,7 @@ impl Local<'_> {
         for fact in operands.first().copied().unwrap_or_default() {
             let facts = match operands {
                 [_] => self.unary(fact),
+                [_, zeros] if matches!(self.ops[0], Op::Concat(_)) => self.join(fact, zeros),
                 [_, others] => self.log_sum_exp(fact, others).map(|fact| vec![fact]),
                 _ => Err("it takes more than a conversion does".to_string()),
             };
@@ -120,8 +123,12 @@ impl Local<'_> {
                 None => self.slice(fact),
             },
             (Op::Pad(op), Stage::Ready) => {
-                let end = self.is_alike().then(|| self.fill(op)).flatten().ok_or("it puts no zeros behind it")?;
-                self.at_end(fact, |arrangement, whole| arrangement.filled(self.shape, end, whole))
+                let is_end = self.is_alike() && op.low.iter().all(|low| *low == 0) && op.value == 0.0;
+                let mut more = (0..self.shape.len()).filter(|dim| op.high[*dim] > 0);
+                match (more.next().filter(|_| is_end), more.next()) {
+                    (Some(dim), None) => self.fill(fact, dim),
+                    _ => Err("it does not put zeros behind one dimension".to_string()),
+                }
             }
             (Op::Affine(_), Stage::Ready) => self.isolate(fact),
             (Op::Unary(op), Stage::LogSumExp(LogSumExp::Shifted, axes)) if op.kind == UnaryKind::Exp => {
@@ -155,12 +162,19 @@ impl Local<'_> {
         is_end.then(|| (dim, op.limit[dim]))
     }
 
-    /// The dimension that gets zeros at the end, and its size with them.
-    fn fill(&self, op: &Pad) -> Option<(usize, u64)> {
-        let mut more = (0..self.shape.len()).filter(|dim| op.high[*dim] > 0);
-        let (Some(dim), None) = (more.next(), more.next()) else { return None };
-        let is_end = op.low.iter().all(|low| *low == 0) && op.value == 0.0;
-        is_end.then(|| (dim, self.shape[dim] + op.high[dim]))
+    /// A value, and zeros behind it.
+    fn join(&self, fact: &Fact, zeros: &[Fact]) -> Result<Vec<Fact>, String> {
+        match self.ops[0] {
+            Op::Concat(op) if self.is_alike() && zeros.iter().any(|fact| fact.stage == Stage::Empty) => {
+                expect_ready(fact)?;
+                self.fill(fact, op.dim)
+            }
+            _ => Err("it joins more than a value and zeros".to_string()),
+        }
+    }
+
+    fn fill(&self, fact: &Fact, dim: usize) -> Result<Vec<Fact>, String> {
+        self.at_end(fact, |arrangement, whole| arrangement.filled(self.shape, (dim, self.result[dim]), whole))
     }
 
     /// `x - m`, and `log(…) + m`.

@@ -255,7 +255,8 @@ impl Interpreter<'_> {
         });
         let shape = instruction.operands.first().map_or(&[][..], |buffer| &self.program().buffers[*buffer].ty.shape);
         let (mesh, graph) = (&self.plan.mesh, &self.plan.graph);
-        let local = Local { ops: ops.collect(), coordinates: &self.coordinates, shape, mesh, graph };
+        let result = instruction.results.first().map_or(&[][..], |buffer| &self.program().buffers[*buffer].ty.shape);
+        let local = Local { ops: ops.collect(), coordinates: &self.coordinates, shape, result, mesh, graph };
         let operands: Vec<&[Fact]> =
             instruction.operands.iter().map(|buffer| self.contents[buffer.index()].facts()).collect();
         local.apply(&operands).map_err(|why| {
@@ -324,7 +325,8 @@ impl Interpreter<'_> {
         let node = self.plan.graph.node(id);
         let counts = (instruction.operands.len(), instruction.results.len());
         let (takes, makes) = (node.operands.len(), node.results.len());
-        if takes > 0 && counts == (0, 1) && is_zero(instruction) {
+        let may_be_zeros = counts == (0, 1) && is_zero(instruction);
+        if takes > 0 && may_be_zeros {
             return Ok(vec![vec![self.zeros(node.results[0])]]);
         }
         let epilogue = self.epilogue(at).filter(|_| matches!(&node.op, Op::Matmul(op) if op.epilogue.is_none()));
@@ -334,7 +336,10 @@ impl Interpreter<'_> {
             return Err(format!("is no {} of {}", node.op.name(), node.results[0]));
         }
         if takes == 0 {
-            return Ok(vec![self.kernels.made_of_nothing(id, at, instruction.results[0])?]);
+            return match self.kernels.made_of_nothing(id, at, instruction.results[0]) {
+                Err(_) if may_be_zeros => Ok(vec![vec![self.zeros(node.results[0])]]),
+                made => Ok(vec![made?]),
+            };
         }
         let layouts = self.kernels.layouts(id);
         self.expect_operands(instruction, node, &layouts)?;
