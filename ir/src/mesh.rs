@@ -159,6 +159,11 @@ impl Mesh {
         coordinates
     }
 
+    /// The place of coordinates among all on some axes, the first of which is outermost.
+    pub fn index(&self, axes: &[AxisId], coordinates: &[u64]) -> u64 {
+        axes.iter().fold(0, |index, axis| index * self.size(*axis) + coordinates[axis.0 as usize])
+    }
+
     /// The ranks that share `rank`'s coordinates on all axes but `axes`, in the order of their
     /// coordinates on `axes` (the given order, first is outermost).
     pub fn group(&self, rank: u64, axes: &[AxisId]) -> Vec<u64> {

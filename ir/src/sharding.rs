@@ -4,12 +4,11 @@
 //! over which the value is a *partial* result: each coordinate holds one term, and the value is
 //! their reduction. An axis that appears nowhere holds copies.
 //!
-//! Every shard of a value has one shape. Where the innermost axis of a dimension does not divide what the axes outside
-//! of it leave, the parts are as long as the first ([`cuts`]), and the last one ends with zeros that are no elements of
-//! the value. Of a partial value, each term does.
+//! Every shard of a value has one shape. Where an axis of a dimension does not divide what the axes outside of it leave,
+//! it and those inside of it divide that together: the parts are as long as the first ([`cuts`]), and the last one ends
+//! with zeros that are no elements of the value. Of a partial value, each term does.
 //!
-//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; all axes of a dimension but the innermost
-//! divide it evenly, and no part is all zeros. Which operations may have such parts, their factor rules say
+//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; no part is all zeros. Which operations may have such parts, their factor rules say
 //! ([`FactorRule::fills`](crate::FactorRule::fills)).
 
 use crate::mesh::{AxisId, AxisSet, Mesh};
@@ -45,20 +44,20 @@ impl ReduceKind {
     }
 }
 
-/// What one axis does to a dimension.
+/// What an axis does to a dimension, or several do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
-    /// The axis.
-    pub axis: AxisId,
-    /// Its coordinates.
+pub struct Cut<'a> {
+    /// The axes, outermost first: one, where it divides evenly.
+    pub axes: &'a [AxisId],
+    /// Their coordinates.
     pub count: u64,
-    /// How long what it cuts is: a part of the axis outside of it, or the dimension.
+    /// How long what they cut is: a part of the axes outside of them, or the dimension.
     pub whole: u64,
-    /// How long its parts are.
+    /// How long their parts are.
     pub part: u64,
 }
 
-impl Cut {
+impl Cut<'_> {
     /// Whether the parts make up the whole, with nothing at the end of the last one.
     pub fn is_even(&self) -> bool {
         self.part * self.count == self.whole
@@ -70,23 +69,27 @@ impl Cut {
     }
 }
 
-/// What each of some axes, outermost first, does to a dimension of this size.
-pub fn cuts(size: u64, axes: &[AxisId], mesh: &Mesh) -> Vec<Cut> {
-    let mut whole = size;
-    let cut = |axis: &AxisId| {
-        let count = mesh.size(*axis);
-        let cut = Cut { axis: *axis, count, whole, part: whole.div_ceil(count) };
-        whole = cut.part;
-        cut
-    };
-    axes.iter().map(cut).collect()
+/// What axes, outermost first, do to a dimension of this size: each divides what those outside of it leave; from the
+/// first on that does not do so evenly, all together.
+pub fn cuts<'a>(size: u64, axes: &'a [AxisId], mesh: &'a Mesh) -> impl Iterator<Item = Cut<'a>> + 'a {
+    let (mut whole, mut rest) = (size, axes);
+    std::iter::from_fn(move || {
+        let count = mesh.size(*rest.first()?);
+        let cut = match whole.is_multiple_of(count) {
+            true => Cut { axes: &rest[..1], count, whole, part: whole / count },
+            false => {
+                let count = mesh.extent(rest.iter().copied());
+                Cut { axes: rest, count, whole, part: whole.div_ceil(count) }
+            }
+        };
+        (whole, rest) = (cut.part, &rest[cut.axes.len()..]);
+        Some(cut)
+    })
 }
 
-/// Whether axes may divide a dimension of this size: the innermost perhaps unevenly, all others evenly.
+/// Whether axes may divide a dimension of this size: every part has something of it.
 pub fn may_cut(size: u64, axes: &[AxisId], mesh: &Mesh) -> bool {
-    let cuts: Vec<Cut> = cuts(size, axes, mesh).into_iter().filter(|cut| cut.count > 1).collect();
-    let Some((last, outer)) = cuts.split_last() else { return true };
-    outer.iter().all(Cut::is_even) && (last.is_even() || last.is_filled())
+    cuts(size, axes, mesh).all(|cut| cut.is_even() || cut.is_filled())
 }
 
 /// The layout of one value over the axes of a mesh.
@@ -148,7 +151,7 @@ impl Sharding {
         for (size, axes) in shape.iter().zip(&self.dims) {
             let (mut first, mut length) = (0, *size);
             for cut in cuts(*size, axes, mesh) {
-                let before = coordinates[cut.axis.0 as usize] * cut.part;
+                let before = mesh.index(cut.axes, coordinates) * cut.part;
                 first += before;
                 length = cut.part.min(cut.whole.saturating_sub(before));
             }
@@ -159,7 +162,7 @@ impl Sharding {
 
     /// Whether every axis divides its dimension of a value of this shape evenly.
     pub fn is_even(&self, shape: &[u64], mesh: &Mesh) -> bool {
-        shape.iter().zip(&self.dims).all(|(size, axes)| cuts(*size, axes, mesh).iter().all(Cut::is_even))
+        shape.iter().zip(&self.dims).all(|(size, axes)| cuts(*size, axes, mesh).all(|cut| cut.is_even()))
     }
 
     /// Why this layout is not legal for a value of this shape on this mesh, if it is not.
@@ -282,17 +285,19 @@ mod tests {
         let mut mesh = Mesh::default();
         let (tp, dp) = (mesh.push("tp", 2, AxisKind::Space), mesh.push("dp", 3, AxisKind::Space));
         let of = |rows: &[AxisId]| Sharding { dims: vec![rows.to_vec(), Vec::new()], partial: Vec::new() };
-        let layout = of(&[tp, dp]);
-        let shape = [16, 5];
-        assert_eq!(layout.check(&shape, &mesh), Ok(()));
-        assert_eq!(layout.local_shape(&shape, &mesh), [3, 5]);
-        let part = |rank| layout.slice(&shape, &mesh, &mesh.coordinates(rank, 0))[0];
-        assert_eq!([0, 1, 2, 3, 4, 5].map(part), [(0, 3), (3, 3), (6, 2), (8, 3), (11, 3), (14, 2)]);
-        // Only the innermost axis may divide unevenly, and every part must have something.
-        assert!(of(&[dp, tp]).check(&shape, &mesh).is_err());
-        assert!(of(&[dp]).check(&[2, 5], &mesh).is_err());
-        assert_eq!(of(&[dp]).check(&[5, 5], &mesh), Ok(()));
+        let parts = |rows: &[AxisId], size: u64| {
+            let (layout, shape) = (of(rows), [size, 5]);
+            assert_eq!(layout.check(&shape, &mesh), Ok(()));
+            let part = |rank| layout.slice(&shape, &mesh, &mesh.coordinates(rank, 0))[0];
+            (layout.local_shape(&shape, &mesh)[0], [0, 1, 2, 3, 4, 5].map(part))
+        };
+        // What the tensor ranks have is divided, or all of it by both together.
+        assert_eq!(parts(&[tp, dp], 16), (3, [(0, 3), (3, 3), (6, 2), (8, 3), (11, 3), (14, 2)]));
+        assert_eq!(parts(&[dp, tp], 16), (3, [(0, 3), (6, 3), (12, 3), (3, 3), (9, 3), (15, 1)]));
+        assert_eq!(parts(&[dp], 5), (2, [(0, 2), (2, 2), (4, 1), (0, 2), (2, 2), (4, 1)]));
+        // Every part must have something.
         assert!(of(&[dp]).check(&[4, 5], &mesh).is_err(), "2 + 2 + 0");
-        assert_eq!(cuts(16, &[tp, dp], &mesh)[1], Cut { axis: dp, count: 3, whole: 8, part: 3 });
+        let all: Vec<u64> = cuts(16, &[dp, tp], &mesh).map(|cut| cut.part).collect();
+        assert_eq!(all, [3]);
     }
 }

@@ -11,7 +11,7 @@
 //!
 //! Invariants: every intermediate layout is legal for the value; the last one is the target.
 
-use shardc_ir::sharding::{Cut, cuts};
+use shardc_ir::sharding::cuts;
 use shardc_ir::{AxisId, Bytes, Mesh, ReduceKind, Sharding, TensorType};
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -26,12 +26,12 @@ pub enum Step {
         /// Its innermost axes.
         axes: Vec<AxisId>,
     },
-    /// An axis is added to a dimension, innermost: every coordinate keeps its part. Local.
+    /// Axes are added to a dimension, innermost: every coordinate keeps its part. Local.
     Slice {
         /// The dimension.
         dim: usize,
-        /// The axis.
-        axis: AxisId,
+        /// One axis, or all that divide it together.
+        axes: Vec<AxisId>,
     },
     /// A partial value is reduced; every coordinate gets the whole result.
     AllReduce {
@@ -73,7 +73,7 @@ impl Step {
         let drop_partial = |next: &mut Sharding, axes: &[AxisId]| next.partial.retain(|(axis, _)| !axes.contains(axis));
         match self {
             Self::AllGather { dim, axes } => next.dims[*dim].truncate(sharding.dims[*dim].len() - axes.len()),
-            Self::Slice { dim, axis } => next.dims[*dim].push(*axis),
+            Self::Slice { dim, axes } => next.dims[*dim].extend(axes),
             Self::AllReduce { axes, .. } => drop_partial(&mut next, axes),
             Self::ReduceScatter { dim, axes, .. } => {
                 drop_partial(&mut next, axes);
@@ -179,7 +179,7 @@ pub fn priced_path(
         let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
         let local = Bytes(elements * ty.dtype.size());
         let is_whole = |step: &Step| keeps_parts_whole(step, &layout, &ty.shape, mesh);
-        for step in steps_towards(&layout, &to, mesh).into_iter().filter(is_whole) {
+        for step in steps_towards(&layout, &to, &ty.shape, mesh).into_iter().filter(is_whole) {
             let next = step.apply(&layout);
             let total = so_far + cost(&step, local).max(0.0);
             if best.get(&next).is_none_or(|known| total < *known) {
@@ -218,20 +218,19 @@ impl Ord for Reached {
 /// Every step that can be of use: axes leave a dimension only where they are not the target's, and
 /// enter one only where the target has them. So the search stays small, and every layout it visits
 /// divides as the two ends do.
-fn steps_towards(at: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
+fn steps_towards(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Vec<Step> {
     let mut steps = Vec::new();
     let used = |axis: AxisId| at.dim_of(axis).is_some() || at.partial_over(axis).is_some();
     for dim in 0..at.dims.len() {
-        for axes in removable(at, to, dim, mesh) {
+        for axes in removable(at, to, (dim, shape[dim]), mesh) {
             for other in (0..at.dims.len()).filter(|other| *other != dim && wants(at, to, *other, &axes)) {
                 steps.push(Step::AllToAll { from: dim, to: other, axes: axes.clone() });
             }
             steps.push(Step::AllGather { dim, axes });
         }
         let Some(rest) = to.dims[dim].strip_prefix(at.dims[dim].as_slice()) else { continue };
-        if let Some(axis) = rest.first().filter(|axis| !used(**axis) && !mesh.is_time(**axis)) {
-            steps.push(Step::Slice { dim, axis: *axis });
-        }
+        let free = rest.iter().take_while(|axis| !used(**axis) && !mesh.is_time(**axis)).count();
+        steps.extend((1..=free).map(|count| Step::Slice { dim, axes: rest[..count].to_vec() }));
         for count in 1..=rest.len() {
             let Some(reduce) = common_partial(at, &rest[..count], mesh) else { break };
             if reduce != ReduceKind::LogSumExp {
@@ -248,22 +247,34 @@ fn steps_towards(at: &Sharding, to: &Sharding, mesh: &Mesh) -> Vec<Step> {
     steps
 }
 
-/// Whether what a step moves has no zeros inside: parts of an axis that divides unevenly are gathered and made over this
-/// axis alone, so that what fills the last of them is at the end; and they are not exchanged.
+/// Whether a step moves parts as they are cut: axes that divide unevenly come and go together, so that the zeros that fill
+/// the last of their parts are at the end of what is moved. They are not exchanged.
 fn keeps_parts_whole(step: &Step, at: &Sharding, shape: &[u64], mesh: &Mesh) -> bool {
-    let is_even = |layout: &Sharding, dim: usize| cuts(shape[dim], &layout.dims[dim], mesh).iter().all(Cut::is_even);
+    let uneven = |layout: &Sharding, dim: usize| {
+        let last = cuts(shape[dim], &layout.dims[dim], mesh).last().filter(|cut| !cut.is_even());
+        last.map(|cut| cut.axes.to_vec())
+    };
     match step {
-        Step::AllGather { dim, axes } => axes.len() == 1 || is_even(at, *dim),
-        Step::ReduceScatter { dim, axes, .. } => axes.len() == 1 || is_even(&step.apply(at), *dim),
-        Step::AllToAll { from, to, .. } => is_even(at, *from) && is_even(&step.apply(at), *to),
-        Step::Slice { .. } | Step::AllReduce { .. } | Step::Isolate { .. } => true,
+        Step::AllGather { dim, axes } => uneven(at, *dim).is_none_or(|together| together == *axes),
+        Step::ReduceScatter { dim, axes, .. } => uneven(&step.apply(at), *dim).is_none_or(|together| together == *axes),
+        Step::Slice { dim, axes } => match uneven(&step.apply(at), *dim) {
+            None => axes.len() == 1,
+            Some(together) => together == *axes,
+        },
+        Step::AllToAll { from, to, .. } => uneven(at, *from).is_none() && uneven(&step.apply(at), *to).is_none(),
+        Step::AllReduce { .. } | Step::Isolate { .. } => true,
     }
 }
 
-/// The runs of innermost axes of a dimension that the target does not have there.
-fn removable(at: &Sharding, to: &Sharding, dim: usize, mesh: &Mesh) -> Vec<Vec<AxisId>> {
-    let axes = &at.dims[dim];
-    let kept = axes.iter().zip(&to.dims[dim]).take_while(|(held, wanted)| held == wanted).count();
+/// The runs of innermost axes of a dimension, of this size, that the target does not have there; what axes divide unevenly
+/// is there only where all of them are.
+fn removable(at: &Sharding, to: &Sharding, (dim, size): (usize, u64), mesh: &Mesh) -> Vec<Vec<AxisId>> {
+    let (axes, wanted) = (&at.dims[dim], &to.dims[dim]);
+    let mut kept = axes.iter().zip(wanted).take_while(|(held, wanted)| held == wanted).count();
+    if axes != wanted {
+        let even = |axes: &[AxisId]| cuts(size, axes, mesh).take_while(|cut| cut.is_even()).count();
+        kept = kept.min(even(axes)).min(even(wanted));
+    }
     let mut runs = Vec::new();
     for first in (kept..axes.len()).rev() {
         if mesh.is_time(axes[first]) {
@@ -335,7 +346,7 @@ mod tests {
             |axes: &[AxisId]| axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(".");
         let text = |step: &Step| match step {
             Step::AllGather { dim, axes } => format!("gather({dim},{})", name(axes)),
-            Step::Slice { dim, axis } => format!("slice({dim},{})", name(&[*axis])),
+            Step::Slice { dim, axes } => format!("slice({dim},{})", name(axes)),
             Step::AllReduce { axes, .. } => format!("all-reduce({})", name(axes)),
             Step::ReduceScatter { dim, axes, .. } => format!("reduce-scatter({dim},{})", name(axes)),
             Step::AllToAll { from, to, axes } => format!("all-to-all({from},{to},{})", name(axes)),
@@ -365,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_axis_divides_unevenly_moves_over_that_axis_alone() {
+    fn what_axes_divide_unevenly_moves_over_all_of_them() {
         let mut mesh = Mesh::default();
         mesh.push("dp", 3, AxisKind::Space);
         mesh.push("tp", 4, AxisKind::Space);
@@ -373,5 +384,9 @@ mod tests {
         check_on(&mesh, "tp.dp,", ",", "gather(0,dp) gather(0,tp)");
         check_on(&mesh, ",/dp.tp", "tp.dp,", "reduce-scatter(0,tp) reduce-scatter(0,dp)");
         check_on(&mesh, "dp,", ",dp", "gather(0,dp) slice(1,dp)");
+        check_on(&mesh, "dp.tp,", ",", "gather(0,dp.tp)");
+        check_on(&mesh, "dp.tp,", "dp,", "gather(0,dp.tp) slice(0,dp)");
+        check_on(&mesh, ",/dp.tp", "dp.tp,", "reduce-scatter(0,dp.tp)");
+        check_on(&mesh, ",/dp", "dp.tp,", "all-reduce(dp) slice(0,dp.tp)");
     }
 }

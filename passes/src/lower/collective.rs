@@ -41,8 +41,8 @@ impl Lowering<'_> {
             Step::AllToAll { from, to, axes } => all_to_all(draft, operand, *from, *to, axes, site),
             Step::AllReduce { axes, reduce: ReduceKind::LogSumExp } => log_sum_exp(draft, operand, axes, site),
             Step::AllReduce { axes, reduce } => all_reduce(draft, operand, axes, *reduce, site),
-            Step::Slice { dim, axis } => {
-                let (count, at) = (self.mesh.size(*axis), self.coordinates[axis.0 as usize]);
+            Step::Slice { dim, axes } => {
+                let (count, at) = (extent(draft, axes), self.mesh.index(axes, &self.coordinates));
                 let operand = fill(draft, operand, *dim, shape[*dim] * count, site);
                 slice(draft, operand, *dim, count, at, site)
             }

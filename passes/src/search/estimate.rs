@@ -191,7 +191,7 @@ impl<'a> Shape<'a> {
         for storage in &mut self.storages {
             let parts = storage.among(prepared, placed, class);
             let share = parts.as_ref().map_or(1.0, |(_, parted)| parted.share);
-            let uneven = parts.as_ref().filter(|(_, parted)| !parted.is_even()).map(|(_, parted)| parted.dim == 0);
+            let uneven = parts.as_ref().filter(|(_, parted)| !parted.is_even).map(|(_, parted)| parted.dim == 0);
             storage.parts.resize(prepared.rules.len(), None);
             storage.parts[class] = parts.map(|(ranks, parted)| (ranks, parted.dim));
             match op {

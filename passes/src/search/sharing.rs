@@ -78,7 +78,7 @@ impl Sharing {
             is_least: false,
         };
         if stored.degree("ep") == 1 {
-            let parts = own.most(stored, &Strategy::default()).iter().product();
+            let parts = own.most(stored, &Strategy::default());
             let [first, again] = gathers(prepared, placed, parts);
             let gathered = if own.is_dropped { first + again } else { first };
             let copies = &storage.copies[0];
@@ -88,9 +88,9 @@ impl Sharing {
         own
     }
 
-    /// The sizes of the axes over which a value is stored at the most that is computed with under a strategy.
-    fn most(&self, mesh: &Mesh, strategy: &Strategy) -> Vec<u64> {
-        if self.zero == 0 { Vec::new() } else { Storage::sharing(self.inner, mesh, strategy) }
+    /// Among how many ranks a value is stored at the most that is computed with under a strategy.
+    fn most(&self, mesh: &Mesh, strategy: &Strategy) -> u64 {
+        if self.zero == 0 { 1 } else { Storage::sharing(self.inner, mesh, strategy) }
     }
 
     /// Among how many ranks that is stored which a class makes of parameters, or the gradient of which it reads, under a
@@ -103,8 +103,8 @@ impl Sharing {
         is_whole: bool,
     ) -> f64 {
         let most = self.most(mesh, strategy);
-        let divides = || stored_dim(prepared, class, (mesh, strategy), &most).is_some();
-        if self.is_least || !is_whole || divides() { most.iter().product::<u64>() as f64 } else { 1.0 }
+        let divides = || stored_dim(prepared, class, (mesh, strategy), most).is_some();
+        if self.is_least || !is_whole || divides() { most as f64 } else { 1.0 }
     }
 
     /// Whether some dimension of what a class makes divides into so many parts whatever the axes that are searched

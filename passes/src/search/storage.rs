@@ -164,9 +164,8 @@ impl Storage {
     /// is, and how.
     pub fn among(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> Option<(u64, Parted)> {
         let (mesh, strategy) = (placed.mesh, &placed.strategies[class]);
-        let sizes = Self::sharing(self.inner, mesh, strategy);
-        let parted = stored_dim(prepared, class, (mesh, strategy), &sizes)?;
-        let ranks = sizes.iter().product();
+        let ranks = Self::sharing(self.inner, mesh, strategy);
+        let parted = stored_dim(prepared, class, (mesh, strategy), ranks)?;
         (ranks > 1).then_some((ranks, parted))
     }
 
@@ -175,16 +174,15 @@ impl Storage {
         self.inner
     }
 
-    /// The sizes of the axes over which a value is stored at the most that is computed with under a strategy, if `inner`
-    /// data ranks store one copy.
-    pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> Vec<u64> {
+    /// Among how many ranks a value is stored at the most that is computed with under a strategy, if `inner` data
+    /// ranks store one copy.
+    pub fn sharing(inner: u64, mesh: &Mesh, strategy: &Strategy) -> u64 {
         let inside = |axis: &AxisId| {
             is_copy_axis(mesh, *axis)
                 && !["dp", "fsdp"].contains(&mesh.axis(*axis).family())
                 && strategy.choice(*axis) == Choice::Replicate
         };
-        let others = mesh.ids().filter(inside).map(|axis| mesh.size(axis));
-        std::iter::once(inner).chain(others).filter(|size| *size > 1).collect()
+        inner * mesh.extent(mesh.ids().filter(inside))
     }
 }
 
@@ -210,19 +208,19 @@ pub fn stored_type<'a>(prepared: &'a Prepared<'_>, class: usize) -> &'a TensorTy
     prepared.graph.ty(if is_square { node.operands[0] } else { node.results[0] })
 }
 
-/// How ranks along axes of these sizes divide that to store it, if a class does so with the rest of the mesh. What is
+/// How so many ranks divide that to store it, if a class does so with the rest of the mesh. What is
 /// made of a cast in 8 bits is stored as that is, if the parts are whole groups.
 pub fn stored_dim(
     prepared: &Prepared<'_>,
     class: usize,
     (mesh, strategy): (&Mesh, &Strategy),
-    sizes: &[u64],
+    ranks: u64,
 ) -> Option<Parted> {
     let (Op::QuantizationScale(_) | Op::Quantize(_)) = prepared.op(class) else {
-        return storage_dim(stored_type(prepared, class), strategy, mesh, sizes, 1);
+        return storage_dim(stored_type(prepared, class), strategy, mesh, ranks, 1);
     };
     let rule = prepared.rules[class];
     let part = |factor: &usize| rule.factors[*factor].size / mesh.extent(strategy.axes(*factor).iter().copied());
     let groups = rule.operands[0].iter().map(|factors| factors.first().map_or(0, part)).enumerate();
-    groups.filter_map(|(dim, groups)| Parted::new(dim, groups, sizes)).find(Parted::is_even)
+    groups.filter_map(|(dim, groups)| Parted::new(dim, groups, ranks)).find(|parted| parted.is_even)
 }

@@ -1,11 +1,11 @@
 //! Parameters that ZeRO is to store in parts and cannot: no dimension of them is long enough for the ranks that store
-//! copies, or two axes of these do not divide it evenly, so that each rank stores them, and their state, whole.
+//! copies, so that each rank stores them, and their state, whole.
 
 use super::storage;
 use super::ways::divisors;
 use crate::shard::family::storage_axes;
 use crate::shard::zero::storage_dim;
-use shardc_ir::{AxisId, Bytes, Graph, Mesh, NodeId, Op, Plan, Strategy, TensorType};
+use shardc_ir::{Bytes, Graph, Mesh, NodeId, Op, Plan, Strategy, TensorType};
 use std::fmt;
 
 /// One in so many bytes of parameters may be stored whole before anybody is told: norms and biases are small.
@@ -33,20 +33,18 @@ impl Undivided {
     fn new<'a>(graph: &Graph, mesh: &Mesh, strategy: impl Fn(NodeId) -> &'a Strategy) -> Option<Self> {
         let inner = storage::inner(mesh);
         let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
-        // Each with the axes over which it is to be stored in parts.
-        let parameters: Vec<(&TensorType, &Strategy, Vec<AxisId>)> = updates
-            .map(|(id, node)| (graph.ty(node.operands[0]), strategy(id), storage_axes(mesh, strategy(id))))
+        // Each with the ranks that are to store it in parts: those of one copy.
+        let parameters: Vec<(&TensorType, &Strategy, u64)> = updates
+            .map(|(id, node)| {
+                let ranks = mesh.extent(storage_axes(mesh, strategy(id)));
+                (graph.ty(node.operands[0]), strategy(id), ranks)
+            })
             .collect();
-        // Their sizes, if so many data ranks store one copy.
-        let sizes = |axes: &[AxisId], inner_ranks: u64| -> Vec<u64> {
-            let is_data = |axis: AxisId| ["dp", "fsdp"].contains(&mesh.axis(axis).family());
-            axes.iter().map(|axis| if is_data(*axis) { inner_ranks } else { mesh.size(*axis) }).collect()
-        };
         let all: u64 = parameters.iter().map(|(ty, ..)| ty.bytes().0).sum();
         let of = |inner_ranks: u64| {
-            let is_whole = move |(ty, strategy, axes): &&(&TensorType, &Strategy, Vec<AxisId>)| {
-                let sizes = sizes(axes, inner_ranks);
-                sizes.iter().any(|size| *size > 1) && storage_dim(ty, strategy, mesh, &sizes, 1).is_none()
+            let is_whole = move |(ty, strategy, ranks): &&(&TensorType, &Strategy, u64)| {
+                let ranks = ranks / inner * inner_ranks;
+                ranks > 1 && storage_dim(ty, strategy, mesh, ranks, 1).is_none()
             };
             parameters.iter().filter(is_whole)
         };
@@ -58,7 +56,7 @@ impl Undivided {
         is_told(whole).then(|| Self {
             whole: Bytes(whole),
             all: Bytes(all),
-            ranks: of(inner).map(|(_, _, axes)| mesh.extent(axes.iter().copied())).max().unwrap_or(1),
+            ranks: of(inner).map(|(_, _, ranks)| *ranks).max().unwrap_or(1),
             instead: fewer().filter(|ranks| !is_told(bytes(*ranks))).max().map(|ranks| (data / ranks, ranks)),
         })
     }

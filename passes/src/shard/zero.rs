@@ -13,7 +13,7 @@
 use super::family::storage_axes;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
-use shardc_ir::{Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
+use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How a dimension is divided to store a value in parts.
@@ -21,53 +21,45 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct Parted {
     /// The dimension.
     pub dim: usize,
-    /// Which of the axes that hold copies divide it, in which order: those that do so evenly, then perhaps one that does
-    /// not.
-    pub order: Vec<usize>,
     /// The share that a rank has of what it would have of the whole, with what fills the last part.
     pub share: f64,
-    /// How many elements of the dimension fill the last part.
-    pub filling: u64,
+    /// Whether the parts make up the whole.
+    pub is_even: bool,
 }
 
 impl Parted {
-    /// Cuts what a rank would have of a dimension into as many parts as axes of these sizes have coordinates, if no part
-    /// is empty; at most one of them may divide unevenly.
-    pub fn new(dim: usize, whole: u64, sizes: &[u64]) -> Option<Self> {
-        let (mut part, mut order, mut rest) = (whole, Vec::new(), Vec::new());
-        for (index, size) in sizes.iter().enumerate() {
-            match part.is_multiple_of(*size) {
-                true => (part, _) = (part / size, order.push(index)),
-                false => rest.push(index),
-            }
-        }
-        let mut filling = 0;
-        if let [last] = rest[..] {
-            let outer = part;
-            part = outer.div_ceil(sizes[last]);
-            filling = part * sizes[last] - outer;
-            order.push(last);
-        }
-        let is_filled = filling < part && rest.len() < 2;
-        is_filled.then(|| Self { dim, order, share: part as f64 / whole as f64, filling })
-    }
-
-    /// Whether the parts make up the whole.
-    pub fn is_even(&self) -> bool {
-        self.filling == 0
+    /// Cuts what a rank would have of a dimension into so many parts, if none of them is empty.
+    pub fn new(dim: usize, whole: u64, parts: u64) -> Option<Self> {
+        let part = whole.div_ceil(parts);
+        let is_filled = part * (parts - 1) < whole;
+        is_filled.then(|| Self { dim, share: part as f64 / whole as f64, is_even: part * parts == whole })
     }
 }
 
-/// The dimension of a stored value that is divided over axes of these sizes as well: the first that
+/// The axes that hold copies, in the order in which they divide what a rank would have of a dimension: all together
+/// where they do not divide it evenly, so that it is gathered at once, if one of them by itself does not.
+fn ordered(axes: &[AxisId], whole: u64, mesh: &Mesh) -> Vec<AxisId> {
+    let mut axes = axes.to_vec();
+    if !whole.is_multiple_of(mesh.extent(axes.iter().copied())) {
+        axes.sort_by_key(|axis| whole.is_multiple_of(mesh.size(*axis)));
+    }
+    axes
+}
+
+/// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
 /// divides with nothing outside it, so that a gather needs no transpose, else the first that divides. One of which each
 /// part is a multiple of `unit` comes before any other, and one that divides evenly before one that does not.
-pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, sizes: &[u64], unit: u64) -> Option<Parted> {
-    let part = |dim: usize| ty.shape[dim] / mesh.extent(strategy.axes(dim).iter().copied());
-    let extent: u64 = sizes.iter().product();
+pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64, unit: u64) -> Option<Parted> {
+    let part = |dim: usize| part(ty, strategy, mesh, dim);
     let outermost = |dim: usize| (0..dim).all(|outer| part(outer) == 1);
-    let fits = |of: &Parted| of.is_even() && (part(of.dim) / extent).is_multiple_of(unit);
-    let parted = (0..ty.rank()).filter_map(|dim| Parted::new(dim, part(dim), sizes));
-    parted.min_by_key(|of| (!fits(of), !of.is_even(), !outermost(of.dim)))
+    let fits = |of: &Parted| of.is_even && (part(of.dim) / extent).is_multiple_of(unit);
+    let parted = (0..ty.rank()).filter_map(|dim| Parted::new(dim, part(dim), extent));
+    parted.min_by_key(|of| (!fits(of), !of.is_even, !outermost(of.dim)))
+}
+
+/// What a rank would have of a dimension.
+fn part(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, dim: usize) -> u64 {
+    ty.shape[dim] / mesh.extent(strategy.axes(dim).iter().copied())
 }
 
 /// The parameters whose casts become 8-bit floats.
@@ -86,12 +78,13 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
             continue;
         }
         let axes = storage_axes(mesh, &strategies[id]);
-        let sizes: Vec<u64> = axes.iter().map(|axis| mesh.size(*axis)).collect();
+        let extent = mesh.extent(axes.iter().copied());
         let unit = if quantized.contains(&node.operands[0]) { SIDE } else { 1 };
-        let parted = storage_dim(graph.ty(node.operands[0]), &strategies[id], mesh, &sizes, unit);
-        let Some(Parted { dim, order, .. }) = parted else { continue };
-        let axes = order.into_iter().map(|index| axes[index]);
-        let divided = axes.fold(strategies[id].clone(), |strategy, axis| strategy.with(axis, Choice::Factor(dim)));
+        let ty = graph.ty(node.operands[0]);
+        let Some(Parted { dim, .. }) = storage_dim(ty, &strategies[id], mesh, extent, unit) else { continue };
+        let axes = ordered(&axes, part(ty, &strategies[id], mesh, dim), mesh);
+        let divided =
+            axes.iter().fold(strategies[id].clone(), |strategy, axis| strategy.with(*axis, Choice::Factor(dim)));
         for operand in [0, 2, 3] {
             strategies[graph.value(node.operands[operand]).def] = divided.clone();
         }

@@ -39,11 +39,16 @@ impl Arrangement {
     pub fn of(shape: &[u64], sharding: &Sharding, mesh: &Mesh) -> Self {
         let mut arrangement = Self::default();
         for (dim, (size, axes)) in shape.iter().zip(&sharding.dims).enumerate() {
-            let cuts = cuts(*size, axes, mesh);
-            let spread = cuts.iter().filter(|cut| cut.count > 1).map(|cut| (cut.axis, dim, cut.part));
-            arrangement.spread.extend(spread);
-            let size = cuts.last().map_or(*size, |cut| cut.part);
-            arrangement.digits.push(Digit { dim, stride: 1, size });
+            let mut local = *size;
+            for cut in cuts(*size, axes, mesh) {
+                local = cut.part;
+                let mut stride = cut.part * cut.count;
+                for axis in cut.axes.iter().filter(|axis| mesh.size(**axis) > 1) {
+                    stride /= mesh.size(*axis);
+                    arrangement.spread.push((*axis, dim, stride));
+                }
+            }
+            arrangement.digits.push(Digit { dim, stride: 1, size: local });
         }
         arrangement.partial = sharding.partial.iter().copied().filter(|(axis, _)| mesh.size(*axis) > 1).collect();
         arrangement.spread.sort_unstable();
@@ -216,14 +221,14 @@ impl Arrangement {
         Ok(next.canonical())
     }
 
-    /// After every coordinate of an axis that held copies keeps its own part of a dimension of the
+    /// After every coordinate of axes that held copies keeps its own part of a dimension of the
     /// buffer, which has this shape.
-    pub fn sliced(&self, shape: &[u64], dim: usize, axis: AxisId, mesh: &Mesh) -> Result<Self, String> {
-        self.expect_copies(axis, mesh)?;
+    pub fn sliced(&self, shape: &[u64], dim: usize, axes: &[AxisId], mesh: &Mesh) -> Result<Self, String> {
+        axes.iter().try_for_each(|axis| self.expect_copies(*axis, mesh))?;
         let broken = || "its parts are no shards of the value".to_string();
         let mut runs = Self::cut(&self.digits, shape).ok_or_else(broken)?;
         let mut one = Self { digits: runs[dim].clone(), ..Self::default() };
-        one.give(&[axis], mesh)?;
+        one.give(axes, mesh)?;
         runs[dim] = one.digits;
         let mut next = Self { digits: runs.concat(), ..self.clone() };
         next.spread.append(&mut one.spread);
@@ -334,9 +339,9 @@ mod tests {
         let moved = layout([&[], &[tp, dp], &[]], &[]);
         let exchanged = rows.transposed(&[2, 2, 5], &[1, 0, 2]).unwrap().exchanged(&[dp], &mesh).unwrap();
         assert_eq!(exchanged, moved);
-        assert!(moved.sliced(&[4, 1, 5], 0, dp, &mesh).is_err(), "it is divided over dp already");
+        assert!(moved.sliced(&[4, 1, 5], 0, &[dp], &mesh).is_err(), "it is divided over dp already");
         let whole = layout([&[], &[], &[]], &[]);
-        assert_eq!(whole.sliced(&shape, 1, tp, &mesh).unwrap(), layout([&[], &[tp], &[]], &[]));
+        assert_eq!(whole.sliced(&shape, 1, &[tp], &mesh).unwrap(), layout([&[], &[tp], &[]], &[]));
         assert_eq!(whole.isolated(dp, &mesh).unwrap(), layout([&[], &[], &[]], &[dp]));
     }
 
@@ -362,6 +367,12 @@ mod tests {
         assert_eq!(filled.scattered(&[dp], ReduceKind::Sum, &mesh).unwrap(), stored);
         assert!(filled.filled(&[9, 5], (0, 12), &shape).is_err(), "it is filled already");
         assert!(term.scattered(&[dp], ReduceKind::Sum, &mesh).is_err(), "8 rows do not divide into 3 parts");
+        // All ranks together: 16 rows are 5 times 3, and 1.
+        let (together, copies) = (layout([&[dp, tp], &[]], &[]), layout([&[], &[]], &[]));
+        let gathered = together.gathered(&[dp, tp], &mesh).unwrap();
+        assert_eq!(gathered.trimmed(&[18, 5], (0, 16), &shape).unwrap(), copies);
+        let filled = copies.filled(&shape, (0, 18), &shape).unwrap();
+        assert_eq!(filled.sliced(&[18, 5], 0, &[dp, tp], &mesh).unwrap(), together);
         let max = Arrangement { partial: vec![(dp, ReduceKind::Max)], ..term };
         assert!(max.filled(&[8, 5], (0, 9), &shape).is_err(), "zero may be the largest");
     }

@@ -206,7 +206,22 @@ impl Local<'_> {
         self.mesh.ids().filter(|axis| !self.mesh.is_time(*axis) && self.mesh.size(*axis) > 1).filter(fits).collect()
     }
 
-    /// Every rank keeps its part: which axis says which part that is?
+    /// The axes, one or several in their order, among the coordinates on which every rank has this place of so many.
+    fn axes_of(&self, count: u64, at: impl Fn(usize) -> u64) -> Vec<Vec<AxisId>> {
+        let mut open: Vec<Vec<AxisId>> = vec![Vec::new()];
+        for axis in self.mesh.ids().filter(|axis| !self.mesh.is_time(*axis) && self.mesh.size(*axis) > 1) {
+            let longer: Vec<Vec<AxisId>> = open.iter().map(|axes| [&axes[..], &[axis]].concat()).collect();
+            open.extend(longer.into_iter().filter(|axes| self.mesh.extent(axes.iter().copied()) <= count));
+        }
+        let fits = |axes: &Vec<AxisId>| {
+            let mut ranks = self.coordinates.iter().enumerate();
+            self.mesh.extent(axes.iter().copied()) == count
+                && ranks.all(|(rank, coordinates)| at(rank) == self.mesh.index(axes, coordinates))
+        };
+        open.into_iter().filter(fits).collect()
+    }
+
+    /// Every rank keeps its part: which axes say which part that is?
     fn slice(&self, fact: &Fact) -> Result<Vec<Fact>, String> {
         let mut at = Vec::with_capacity(self.ops.len());
         for op in &self.ops {
@@ -217,8 +232,10 @@ impl Local<'_> {
         if at.iter().any(|part| (part.0, part.1) != (dim, count)) {
             return Err("the ranks cut other parts".to_string());
         }
-        let axes = self.axes_at(count, |rank, coordinate| at[rank].2 == coordinate);
-        let next = |axis| Ok(Fact::ready(fact.value, fact.arrangement.sliced(self.shape, dim, axis, self.mesh)?));
+        let axes = self.axes_of(count, |rank| at[rank].2);
+        let next = |axes: Vec<AxisId>| {
+            Ok(Fact::ready(fact.value, fact.arrangement.sliced(self.shape, dim, &axes, self.mesh)?))
+        };
         let none = format!("its part of {count} is not the rank's coordinate on an axis of the mesh {}", self.mesh);
         first_error(axes.into_iter().map(next), none)
     }
