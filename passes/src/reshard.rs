@@ -248,18 +248,22 @@ fn steps_towards(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Ve
 }
 
 /// Whether a step moves parts as they are cut: axes that divide unevenly come and go together, so that the zeros that fill
-/// the last of their parts are at the end of what is moved. They are not exchanged.
+/// the last of their parts are at the end of what is moved. They are not exchanged, and of terms only those of a sum are
+/// filled.
 fn keeps_parts_whole(step: &Step, at: &Sharding, shape: &[u64], mesh: &Mesh) -> bool {
     let uneven = |layout: &Sharding, dim: usize| {
         let last = cuts(shape[dim], &layout.dims[dim], mesh).last().filter(|cut| !cut.is_even());
         last.map(|cut| cut.axes.to_vec())
     };
+    let may_fill = at.partial.iter().all(|(_, kind)| *kind == ReduceKind::Sum);
     match step {
         Step::AllGather { dim, axes } => uneven(at, *dim).is_none_or(|together| together == *axes),
-        Step::ReduceScatter { dim, axes, .. } => uneven(&step.apply(at), *dim).is_none_or(|together| together == *axes),
+        Step::ReduceScatter { dim, axes, .. } => {
+            uneven(&step.apply(at), *dim).is_none_or(|together| may_fill && together == *axes)
+        }
         Step::Slice { dim, axes } => match uneven(&step.apply(at), *dim) {
             None => axes.len() == 1,
-            Some(together) => together == *axes,
+            Some(together) => may_fill && together == *axes,
         },
         Step::AllToAll { from, to, .. } => uneven(at, *from).is_none() && uneven(&step.apply(at), *to).is_none(),
         Step::AllReduce { .. } | Step::Isolate { .. } => true,

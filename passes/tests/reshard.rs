@@ -1,9 +1,11 @@
 //! Layout conversions on explicit shards: the steps that [`path`] finds, carried out by a small
 //! simulator over every rank's part of a tensor of integers, give what cutting the whole tensor gives.
-//! And they are the cheapest: no path of up to three steps costs less, of all those in which an axis
+//! Also where axes divide a dimension unevenly, the parts being filled up with zeros.
+//! And where all divide evenly, they are the cheapest: no path of up to three steps costs less, of all those in which an axis
 //! divides a dimension, or makes a value partial, only where it did or shall.
 
 use proptest::prelude::*;
+use shardc_ir::sharding::may_cut;
 use shardc_ir::{AxisId, AxisKind, Bytes, DType, Mesh, ReduceKind, Sharding, TensorType};
 use shardc_passes::reshard::{Step, normalize, path, priced_path, rough_cost};
 
@@ -47,6 +49,13 @@ impl Shard {
             whole[dim] += first;
             self.at(&whole)
         })
+    }
+
+    /// So many of a dimension: without those behind them, or with zeros.
+    fn resized(&self, dim: usize, size: u64) -> Self {
+        let mut shape = self.shape.clone();
+        shape[dim] = size;
+        Self::of(&shape, |index| if index[dim] < self.shape[dim] { self.at(index) } else { 0 })
     }
 
     fn concat(parts: &[Self], dim: usize) -> Self {
@@ -98,7 +107,8 @@ fn group(mesh: &Mesh, rank: usize, axes: &[AxisId]) -> Vec<usize> {
     members
 }
 
-fn simulate(mesh: &Mesh, shards: &[Shard], step: &Step) -> Vec<Shard> {
+/// The shards after a step, each of which has this shape then.
+fn simulate(mesh: &Mesh, shards: &[Shard], step: &Step, shape: &[u64]) -> Vec<Shard> {
     let ranks = 0..shards.len();
     let members = |rank, axes: &[AxisId]| {
         group(mesh, rank, axes).into_iter().map(|other| shards[other].clone()).collect::<Vec<_>>()
@@ -106,14 +116,16 @@ fn simulate(mesh: &Mesh, shards: &[Shard], step: &Step) -> Vec<Shard> {
     let position =
         |rank, axes: &[AxisId]| group(mesh, rank, axes).iter().position(|other| *other == rank).unwrap() as u64;
     let run = |rank: usize| match step {
-        Step::AllGather { dim, axes } => Shard::concat(&members(rank, axes), *dim),
-        Step::Slice { dim, axis } => {
-            shards[rank].part(*dim, mesh.size(*axis), coordinates(mesh, rank)[axis.0 as usize])
+        Step::AllGather { dim, axes } => Shard::concat(&members(rank, axes), *dim).resized(*dim, shape[*dim]),
+        Step::Slice { dim, axes } => {
+            let count = group(mesh, rank, axes).len() as u64;
+            shards[rank].resized(*dim, count * shape[*dim]).part(*dim, count, position(rank, axes))
         }
         Step::AllReduce { axes, reduce } => Shard::reduce(&members(rank, axes), *reduce),
         Step::ReduceScatter { dim, axes, reduce } => {
             let members = members(rank, axes);
-            Shard::reduce(&members, *reduce).part(*dim, members.len() as u64, position(rank, axes))
+            let count = members.len() as u64;
+            Shard::reduce(&members, *reduce).resized(*dim, count * shape[*dim]).part(*dim, count, position(rank, axes))
         }
         Step::AllToAll { from, to, axes } => {
             let members = members(rank, axes);
@@ -131,8 +143,16 @@ fn cut(mesh: &Mesh, whole: &Shard, layout: &Sharding, rank: usize) -> Shard {
     let at = coordinates(mesh, rank);
     let mut part = whole.clone();
     for (dim, axes) in layout.dims.iter().enumerate() {
-        for axis in axes {
-            part = part.part(dim, mesh.size(*axis), at[axis.0 as usize]);
+        let mut rest = &axes[..];
+        while let Some(first) = rest.first() {
+            // Those that do not divide evenly do so together.
+            let together = if part.shape[dim].is_multiple_of(mesh.size(*first)) { 1 } else { rest.len() };
+            let count: u64 = rest[..together].iter().map(|axis| mesh.size(*axis)).product();
+            let size = part.shape[dim].div_ceil(count);
+            let index = |index, axis: &AxisId| index * mesh.size(*axis) + at[axis.0 as usize];
+            let place = rest[..together].iter().fold(0, index);
+            part = part.resized(dim, count * size).part(dim, count, place);
+            rest = &rest[together..];
         }
     }
     part
@@ -266,7 +286,7 @@ fn all_steps(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Vec<St
             let others = (0..at.dims.len()).filter(|other| *other != dim);
             steps.extend(others.map(|to| Step::AllToAll { from: dim, to, axes: axes.clone() }));
         }
-        steps.extend(axes().filter(free).map(|axis| Step::Slice { dim, axis }));
+        steps.extend(axes().filter(free).map(|axis| Step::Slice { dim, axes: vec![axis] }));
     }
     let mut chosen: Vec<Vec<AxisId>> = vec![Vec::new()];
     for _ in 0..at.partial.len() {
@@ -294,7 +314,7 @@ fn all_steps(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Vec<St
     };
     steps.retain(|step| {
         let next = step.apply(at);
-        next.check(shape, mesh).is_ok() && is_wanted(&next)
+        next.is_even(shape, mesh) && is_wanted(&next)
     });
     steps
 }
@@ -322,6 +342,33 @@ fn brute_force(ty: &TensorType, at: &Sharding, to: &Sharding, mesh: &Mesh, lengt
     best
 }
 
+/// Carries the path between two layouts out.
+fn check(mesh: &Mesh, (from, to): (&Sharding, &Sharding), shape: Vec<u64>, seed: u64) -> Result<(), TestCaseError> {
+    let ty = TensorType::new(DType::F32, shape);
+    let cost = |step: &Step, bytes: Bytes| rough_cost(step, bytes, mesh);
+    let steps = path(&ty, from, to, mesh, &cost);
+    prop_assert!(steps.is_some(), "no way from {from:?} to {to:?}");
+    let mut random = Random(seed);
+    let whole = Shard::of(&ty.shape, |_| random.below(1000) - 500);
+    let mut held = shards(mesh, &whole, from, &mut random);
+    let mut layout = from.clone();
+    for step in steps.unwrap() {
+        let next = step.apply(&layout);
+        prop_assert_ne!(&next, &layout, "{:?} does nothing", step);
+        prop_assert_eq!(next.check(&ty.shape, mesh), Ok(()));
+        held = simulate(mesh, &held, &step, &next.local_shape(&ty.shape, mesh));
+        layout = next;
+    }
+    prop_assert_eq!(&layout, &normalize(to, mesh));
+    let partial: Vec<AxisId> = to.partial.iter().map(|(axis, _)| *axis).collect();
+    for rank in 0..held.len() {
+        let terms: Vec<Shard> = group(mesh, rank, &partial).into_iter().map(|term| held[term].clone()).collect();
+        let kind = to.partial.first().map_or(ReduceKind::Sum, |(_, kind)| *kind);
+        prop_assert_eq!(Shard::reduce(&terms, kind), cut(mesh, &whole, to, rank), "rank {}", rank);
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1024, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -329,28 +376,21 @@ proptest! {
     fn a_path_gives_what_cutting_the_whole_gives(case in cases()) {
         let mesh = case.mesh();
         let (from, to) = case.ends();
-        let ty = TensorType::new(DType::F32, case.shape(&mesh, [&from, &to]));
-        let cost = |step: &Step, bytes: Bytes| rough_cost(step, bytes, &mesh);
-        let steps = path(&ty, &from, &to, &mesh, &cost);
-        prop_assert!(steps.is_some(), "no way from {from:?} to {to:?}");
+        check(&mesh, (&from, &to), case.shape(&mesh, [&from, &to]), case.seed)?;
+    }
+
+    #[test]
+    fn a_path_of_uneven_parts_does_too(case in cases()) {
+        let case = Case { kinds: (false, false), ..case };
+        let mesh = case.mesh();
+        let (from, to) = case.ends();
         let mut random = Random(case.seed);
-        let whole = Shard::of(&ty.shape, |_| random.below(1000) - 500);
-        let mut held = shards(&mesh, &whole, &from, &mut random);
-        let mut layout = from.clone();
-        for step in steps.unwrap() {
-            let next = step.apply(&layout);
-            prop_assert_ne!(&next, &layout, "{:?} does nothing", step);
-            prop_assert_eq!(next.check(&ty.shape, &mesh), Ok(()));
-            held = simulate(&mesh, &held, &step);
-            layout = next;
-        }
-        prop_assert_eq!(&layout, &normalize(&to, &mesh));
-        let partial: Vec<AxisId> = to.partial.iter().map(|(axis, _)| *axis).collect();
-        for rank in 0..held.len() {
-            let terms: Vec<Shard> = group(&mesh, rank, &partial).into_iter().map(|term| held[term].clone()).collect();
-            let kind = to.partial.first().map_or(ReduceKind::Sum, |(_, kind)| *kind);
-            prop_assert_eq!(Shard::reduce(&terms, kind), cut(&mesh, &whole, &to, rank), "rank {}", rank);
-        }
+        let mut size = |dim: usize| {
+            let fits = |size: &u64| [&from, &to].iter().all(|layout| may_cut(*size, &layout.dims[dim], &mesh));
+            (1 + random.below(50) as u64..).find(fits).unwrap()
+        };
+        let shape = (0..case.rank).map(&mut size).collect();
+        check(&mesh, (&from, &to), shape, case.seed)?;
     }
 
     #[test]
