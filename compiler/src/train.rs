@@ -283,9 +283,7 @@ impl<'a> Trainer<'a> {
             let part = if self.runtime.ranks().contains(&rank) {
                 self.runtime.read_slot(rank, name)?
             } else if let Some(key) = &key {
-                let shape = slot.slice.iter().map(|(_, length)| *length);
-                let ty = TensorType::new(slot.ty.dtype, shape.collect::<Vec<_>>());
-                HostTensor { ty, bytes: self.world.get(&format!("{key}/{rank}"), true)? }
+                HostTensor { ty: slot.part(), bytes: self.world.get(&format!("{key}/{rank}"), true)? }
             } else {
                 let message = format!("a part of `{name}` is in the process of rank {rank}");
                 return Err(Error::request(message, "gather within Trainer::on_lead, which all ranks call"));
@@ -341,7 +339,9 @@ fn write_parts(
     let mut without = Vec::new();
     for (rank, slot) in holders {
         if !parts.contains_key(&slot.slice) {
-            parts.insert(&slot.slice, make(slot)?);
+            // The last of uneven parts may be empty.
+            let part = slot.part();
+            parts.insert(&slot.slice, if part.elements() == 0 { Some(HostTensor::zeros(part)) } else { make(slot)? });
         }
         match &parts[&slot.slice] {
             Some(part) => runtime.write_slot(*rank, &slot.name, part)?,

@@ -23,26 +23,38 @@ fn idle_ranks() {
     assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
 }
 
-/// What the numbers of ranks do not divide is stored whole, and said.
+/// What is too short for the number of ranks is stored whole, and said; what these do not divide evenly is not.
 #[test]
 fn parameters_that_nothing_divides() {
     let plan = |cluster: &str, batch: &str, pin: &str, more: &[&str], code: i32, words: &[&str]| {
         let args = ["plan", "llama-tiny", "--cluster", cluster, "--seq", "64", "--batch", batch, "--pin", pin];
         check(&[&args, more].concat(), code, words)
     };
-    let (whole, other) = ("of parameters have no dimension that 3 ranks divide", "take a number of ranks that divides");
-    plan("h100:3", "12", "dp=3,zero=3", &[], 0, &["whole    ", whole, other]);
-    let inner =
-        plan("h100:6", "12", "dp=6,zero=1", &[], 0, &["no dimension that 6 ranks divide", "pin dp=3,fsdp=2, or take"]);
-    assert!(!inner.contains("that 3 ranks"), "{inner}");
-    for (cluster, pin) in [("h100:3", "dp=3,zero=0"), ("h100:2", "dp=2,zero=3"), ("h100:6", "dp=3,fsdp=2,zero=3")] {
-        let said = plan(cluster, "12", pin, &[], 0, &[]);
+    let (whole, other) = ("of parameters have no dimension that is long enough for 600 ranks", "use fewer ranks, or a");
+    plan("h100:600", "600", "dp=600,zero=3", &[], 0, &["whole    ", whole, "pin dp=2,fsdp=300, or use fewer", other]);
+    plan("h100:600", "600", "dp=600,zero=3", &["--device-memory", "2MiB"], 3, &["no plan fits", whole, other]);
+    for (cluster, batch, pin) in [
+        ("h100:600", "600", "dp=600,zero=0"),
+        ("h100:600", "600", "dp=2,fsdp=300,zero=3"),
+        ("h100:3", "12", "dp=3,zero=3"),
+        ("h100:6", "12", "dp=6,zero=1"),
+        ("h100:6", "12", "dp=3,tp=2,zero=2"),
+    ] {
+        let said = plan(cluster, batch, pin, &[], 0, &[]);
         assert!(!said.contains("whole    "), "{cluster} {pin}: {said}");
     }
-    plan("h100:3", "12", "dp=3,zero=3", &["--device-memory", "2MiB"], 3, &["no plan fits", whole, other]);
-    let words = ["no plan fits", "the nearest, dp=1,tp=3,zero=0", whole, other];
-    check(&["plan", "llama-8b", "--cluster", "h100:3", "--batch", "12", "--seq", "4096"], 3, &words);
-    check(&["estimate", "llama-8b", "--ranks", "3"], 0, &["counted as if 3 ranks divided every parameter"]);
+    check(&["estimate", "llama-8b", "--ranks", "3"], 0, &["counted as if 3 ranks divided every parameter evenly"]);
+}
+
+/// A model that 24 GPUs hold in parts alone trains on them, though they divide few of its dimensions.
+#[test]
+fn parts_on_ranks_that_are_no_power_of_two() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("plan.json");
+    let args = ["plan", "llama-70b", "--cluster", "h100:8x3", "--batch", "48", "--seq", "4096", "-o", text(&path)];
+    let said = check(&args, 0, &["zero=3", "optimizer state"]);
+    assert!(!said.contains("whole    "), "{said}");
+    check(&["verify", text(&path), "--static-only"], 0, &["compute the graph of one device"]);
 }
 
 /// With one microbatch, the lowest stage that divides gradients is the first.

@@ -65,6 +65,33 @@ fn trained_on_one_rank_and_on_several() {
     }
 }
 
+/// Three ranks divide no dimension of most parameters.
+#[test]
+fn trained_on_ranks_that_divide_little() {
+    let inputs: &[Input] = &[("input_ids", &[12, 16], 256), ("labels", &[12, 16], 256)];
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("tokens.safetensors");
+    batches(&data, inputs, 3);
+    let plans = [
+        ("llama-tiny", "cpu:3", "dp=3,zero=1,microbatch=2"),
+        ("llama-tiny", "cpu:3", "dp=3,zero=3"),
+        ("llama-tiny", "cpu:6", "dp=6,zero=2,microbatch=1"),
+        ("llama-tiny", "cpu:6", "dp=3,tp=2,zero=3,microbatch=2"),
+        ("llama-tiny", "cpu:6", "dp=3,cp=2,zero=3"),
+        ("llama-tiny", "cpu:6", "dp=2,fsdp=3,zero=3"),
+        ("moe-tiny", "cpu:3", "dp=3,zero=3"),
+        ("moe-tiny", "cpu:6", "ep=2,dp=3,zero=1"),
+    ];
+    for alike in plans.chunk_by(|a, b| a.0 == b.0) {
+        let whole = losses(alike[0].0, &data, "cpu:1", "");
+        for (model, cluster, pins) in alike {
+            let spread = losses(model, &data, cluster, pins);
+            let off = whole.iter().zip(&spread).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max);
+            assert!(off < 1e-4, "{model} with {pins}: {spread:?} for {whole:?}");
+        }
+    }
+}
+
 #[test]
 fn planned_explained_simulated_and_verified() {
     let dir = tempfile::tempdir().unwrap();

@@ -67,6 +67,28 @@ fn losses(compiled: &Compiled, weights: &dyn Weights) -> Vec<f64> {
     losses
 }
 
+/// Parts of which the last are shorter, or empty, are saved as what they are of the whole.
+#[test]
+fn a_model_in_uneven_parts_is_saved_and_read() {
+    let (dir, whole) = (tempfile::tempdir().unwrap(), compiled("cpu:1", "", 9));
+    for pins in ["dp=4,zero=3", "dp=4,zero=1,microbatch=1", "dp=2,tp=2,zero=2,microbatch=1"] {
+        let spread = compiled("cpu:4", pins, 9);
+        let slots = || spread.programs().unwrap().iter().flat_map(|program| &program.slots);
+        let lengths: Vec<u64> = slots().filter(|slot| slot.name == "norm.gamma").map(|slot| slot.slice[0].1).collect();
+        assert!(lengths.iter().any(|length| *length != lengths[0]), "{pins}: {lengths:?}");
+        let mut trainer =
+            spread.train(&FromInitialisers, TRAINING, |step| Ok(batch(step)), |_| ControlFlow::Continue(())).unwrap();
+        trainer.save(dir.path()).unwrap();
+        let (trained, weights) = (trainer.parameters().unwrap(), saved_weights(dir.path(), &whole.model).unwrap());
+        for (name, tensor) in &trained {
+            assert_eq!(weights.read_whole(name).unwrap(), *tensor, "{pins}: {name}");
+        }
+        for (spread, whole) in losses(&spread, &weights).into_iter().zip(losses(&whole, &trained)) {
+            assert!((spread - whole).abs() < 1e-4 * whole.abs(), "{pins}: {spread} for {whole}");
+        }
+    }
+}
+
 #[test]
 fn a_model_of_ones_own_is_saved_and_read() {
     let dir = tempfile::tempdir().unwrap();

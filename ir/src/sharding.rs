@@ -5,10 +5,10 @@
 //! their reduction. An axis that appears nowhere holds copies.
 //!
 //! Every shard of a value has one shape. Where an axis of a dimension does not divide what the axes outside of it leave,
-//! it and those inside of it divide that together: the parts are as long as the first ([`cuts`]), and the last one ends
+//! it and those inside of it divide that together: the parts are as long as the first ([`cuts`]), and the last ones end
 //! with zeros that are no elements of the value. Of a partial value, each term does.
 //!
-//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; no part is all zeros. Which operations may have such parts, their factor rules say
+//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; there are more elements than zeros. Which operations may have such parts, their factor rules say
 //! ([`FactorRule::fills`](crate::FactorRule::fills)).
 
 use crate::mesh::{AxisId, AxisSet, Mesh};
@@ -63,9 +63,9 @@ impl Cut<'_> {
         self.part * self.count == self.whole
     }
 
-    /// Whether every part has something of the whole.
-    fn is_filled(&self) -> bool {
-        self.part * (self.count - 1) < self.whole
+    /// Whether what fills the parts is less than what they have of the whole.
+    pub fn is_dense(&self) -> bool {
+        self.part * self.count < 2 * self.whole
     }
 }
 
@@ -87,9 +87,9 @@ pub fn cuts<'a>(size: u64, axes: &'a [AxisId], mesh: &'a Mesh) -> impl Iterator<
     })
 }
 
-/// Whether axes may divide a dimension of this size: every part has something of it.
+/// Whether axes may divide a dimension of this size: evenly, or so that less is filled than there is.
 pub fn may_cut(size: u64, axes: &[AxisId], mesh: &Mesh) -> bool {
-    cuts(size, axes, mesh).all(|cut| cut.is_even() || cut.is_filled())
+    cuts(size, axes, mesh).all(|cut| cut.is_even() || cut.is_dense())
 }
 
 /// The layout of one value over the axes of a mesh.
@@ -138,22 +138,22 @@ impl Sharding {
         Self { dims: self.dims.clone(), partial: Vec::new() }
     }
 
-    /// The shape one coordinate holds, with the zeros that the last part ends with.
+    /// The shape one coordinate holds, with the zeros that the last parts end with.
     pub fn local_shape(&self, shape: &[u64], mesh: &Mesh) -> Vec<u64> {
         let part = |(size, axes): (&u64, &Vec<AxisId>)| cuts(*size, axes, mesh).last().map_or(*size, |cut| cut.part);
         shape.iter().zip(&self.dims).map(part).collect()
     }
 
     /// The part of the value that a coordinate holds: per dimension, its first index and its length. It may be shorter
-    /// than [`local_shape`](Self::local_shape): behind it there are zeros.
+    /// than [`local_shape`](Self::local_shape), or empty: behind it there are zeros.
     pub fn slice(&self, shape: &[u64], mesh: &Mesh, coordinates: &[u64]) -> Vec<(u64, u64)> {
         let mut parts = Vec::with_capacity(shape.len());
         for (size, axes) in shape.iter().zip(&self.dims) {
             let (mut first, mut length) = (0, *size);
             for cut in cuts(*size, axes, mesh) {
-                let before = mesh.index(cut.axes, coordinates) * cut.part;
+                let before = cut.whole.min(mesh.index(cut.axes, coordinates) * cut.part);
                 first += before;
-                length = cut.part.min(cut.whole.saturating_sub(before));
+                length = cut.part.min(cut.whole - before);
             }
             parts.push((first, length));
         }
@@ -295,8 +295,10 @@ mod tests {
         assert_eq!(parts(&[tp, dp], 16), (3, [(0, 3), (3, 3), (6, 2), (8, 3), (11, 3), (14, 2)]));
         assert_eq!(parts(&[dp, tp], 16), (3, [(0, 3), (6, 3), (12, 3), (3, 3), (9, 3), (15, 1)]));
         assert_eq!(parts(&[dp], 5), (2, [(0, 2), (2, 2), (4, 1), (0, 2), (2, 2), (4, 1)]));
-        // Every part must have something.
-        assert!(of(&[dp]).check(&[4, 5], &mesh).is_err(), "2 + 2 + 0");
+        assert_eq!(parts(&[dp], 4), (2, [(0, 2), (2, 2), (4, 0), (0, 2), (2, 2), (4, 0)]));
+        // More than half must be elements.
+        assert!(of(&[dp]).check(&[1, 5], &mesh).is_err());
+        assert!(of(&[tp, dp]).check(&[3, 5], &mesh).is_err());
         let all: Vec<u64> = cuts(16, &[dp, tp], &mesh).map(|cut| cut.part).collect();
         assert_eq!(all, [3]);
     }

@@ -7,7 +7,7 @@ use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::search::{Pins, search};
 use crate::search_tests::{self, SMALL, Sizes, check_strategies, llama, plan, request};
 use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Plan, feature, verify};
+use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Op, Plan, feature, verify};
 
 /// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
 #[test]
@@ -62,13 +62,19 @@ fn storage_stays_in_a_node_where_links_between_nodes_are_slow() {
     assert!(choice(1e12).starts_with("dp=32,tp=1,zero=3"), "{}", choice(1e12));
 }
 
-/// Where a cluster's ranks are no power of two, storage over all of them may divide nothing, and does inside
-/// a node.
+/// Where a cluster's ranks are no power of two, storage over all of them divides nothing evenly, and is in parts still.
 #[test]
-fn storage_divides_over_any_number_of_nodes() {
+fn storage_divides_over_any_number_of_ranks() {
     let sizes = Sizes { batch: 240, ..SMALL };
     let plan = plan(sizes, DType::Bf16, "h100:8x5", 24, "tp=1,microbatch=1").unwrap();
-    assert!(plan.choice.starts_with("dp=5,fsdp=8,tp=1,zero="), "{}", plan.choice);
+    assert!(plan.choice.starts_with("dp=40,tp=1,zero="), "{}", plan.choice);
+    for (value, node) in plan.graph.leaves() {
+        let Op::State(_) = node.op else { continue };
+        let (shape, sharding) = (&plan.graph.ty(value).shape, plan.sharding(value));
+        let part: u64 = sharding.local_shape(shape, &plan.mesh).iter().product();
+        let elements: u64 = shape.iter().product();
+        assert!(40 * part >= elements && 40 * part < elements + elements / 5, "{part} of {shape:?}");
+    }
 }
 
 /// Two sequences cannot be divided among eight ranks, so something else is.

@@ -79,8 +79,8 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
             "\nin one microbatch (no gradients added up) ZeRO 1 holds what ZeRO 2 holds: gradients are divided as they come\n",
         );
         print(&format!(
-            "counted as if {ranks} ranks divided every parameter; one of which they divide no dimension each stores \
-             whole, which `shardc plan` says\n"
+            "counted as if {ranks} ranks divided every parameter evenly; one of which every dimension is too short \
+             for them each stores whole, which `shardc plan` says\n"
         ));
     }
     for (_, place, room) in rooms.iter().flatten() {

@@ -1,5 +1,5 @@
-//! Parameters that ZeRO is to store in parts and cannot: no dimension of them is long enough for the ranks that store
-//! copies, so that each rank stores them, and their state, whole.
+//! Parameters that ZeRO is to store in parts and cannot: every dimension of them is short for the ranks that store
+//! copies, so that there would be more to fill up than to store, and each rank stores them, and their state, whole.
 
 use super::storage;
 use super::ways::divisors;
@@ -12,7 +12,7 @@ use std::fmt;
 const TOLD: u64 = 10;
 
 /// What would do on any mesh.
-pub(super) const OTHER_RANKS: &str = "take a number of ranks that divides them";
+pub(super) const OTHER_RANKS: &str = "use fewer ranks, or a number that divides them";
 
 /// What is stored whole, where it is worth telling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct Undivided {
     pub whole: Bytes,
     /// Bytes of all parameters.
     pub all: Bytes,
-    /// The most ranks over which one of them does not divide.
+    /// The most ranks for which one of them is too short.
     pub ranks: u64,
     /// The outer and inner data ranks (`dp`, `fsdp`) under which most would be divided, if any are.
     pub instead: Option<(u64, u64)>,
@@ -84,6 +84,6 @@ impl Undivided {
 impl fmt::Display for Undivided {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { whole, all, ranks, .. } = self;
-        write!(f, "{whole} of {all} of parameters have no dimension that {ranks} ranks divide")
+        write!(f, "{whole} of {all} of parameters have no dimension that is long enough for {ranks} ranks")
     }
 }

@@ -4,7 +4,7 @@
 //! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
 //! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the
 //! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. Where no
-//! dimension divides evenly, the parts are those of the longest rank, and the last one ends with zeros, as in PyTorch's
+//! dimension divides evenly, the parts are those of the longest rank, and the last ones end with zeros, as in PyTorch's
 //! FSDP (Zhao et al., "PyTorch FSDP", 2023, section 3.2.1). A parameter of which every dimension is too short stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
 //! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
@@ -28,11 +28,17 @@ pub struct Parted {
 }
 
 impl Parted {
-    /// Cuts what a rank would have of a dimension into so many parts, if none of them is empty.
+    /// Cuts what a rank would have of a dimension into so many parts, if less fills them than there is.
     pub fn new(dim: usize, whole: u64, parts: u64) -> Option<Self> {
         let part = whole.div_ceil(parts);
-        let is_filled = part * (parts - 1) < whole;
-        is_filled.then(|| Self { dim, share: part as f64 / whole as f64, is_even: part * parts == whole })
+        let is_even = part > 0 && part * parts == whole;
+        let is_dense = part * parts < 2 * whole;
+        (is_even || is_dense).then(|| Self { dim, share: part as f64 / whole as f64, is_even })
+    }
+
+    /// Whether more than a tenth of what is gathered fills the parts of so many ranks.
+    fn is_sparse(&self, ranks: u64) -> bool {
+        self.share * ranks as f64 > 1.1
     }
 }
 
@@ -48,13 +54,14 @@ fn ordered(axes: &[AxisId], whole: u64, mesh: &Mesh) -> Vec<AxisId> {
 
 /// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
 /// divides with nothing outside it, so that a gather needs no transpose, else the first that divides. One of which each
-/// part is a multiple of `unit` comes before any other, and one that divides evenly before one that does not.
+/// part is a multiple of `unit` comes before any other, and one that divides evenly before one that does not, last one
+/// of which the parts have much to fill.
 pub fn storage_dim(ty: &TensorType, strategy: &Strategy, mesh: &Mesh, extent: u64, unit: u64) -> Option<Parted> {
     let part = |dim: usize| part(ty, strategy, mesh, dim);
     let outermost = |dim: usize| (0..dim).all(|outer| part(outer) == 1);
     let fits = |of: &Parted| of.is_even && (part(of.dim) / extent).is_multiple_of(unit);
     let parted = (0..ty.rank()).filter_map(|dim| Parted::new(dim, part(dim), extent));
-    parted.min_by_key(|of| (!fits(of), !of.is_even, !outermost(of.dim)))
+    parted.min_by_key(|of| (!fits(of), !of.is_even, of.is_sparse(extent), !outermost(of.dim)))
 }
 
 /// What a rank would have of a dimension.

@@ -45,7 +45,8 @@ use device::{Device, Failure};
 use executor::{Chosen, Making, Rank, WORLD};
 use nccl::{Communicator, Meeting};
 use shardc_ir::program::{Action, Slot};
-use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program};
+use shardc_ir::view::contiguous_part;
+use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program, TensorType};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -556,8 +557,11 @@ impl Runtime for CudaRuntime {
         let (mut left, mut made) = (Vec::new(), BTreeMap::<u64, Vec<Making>>::new());
         for (rank, name) in slots {
             let slot = self.slot(rank, &name)?;
-            let ty = &self.worker(rank)?.program.buffers[slot.buffer].ty;
-            let chain = chain(init, &name, &slot.slice, seed).filter(|chain| chain.iter().all(|(_, made)| made == ty));
+            let (part, buffer) = (slot.part(), &self.worker(rank)?.program.buffers[slot.buffer].ty);
+            // What is behind a shorter part is zero from the beginning.
+            let lies_first = contiguous_part(&buffer.shape, &vec![0; part.rank()], &part.shape).is_some();
+            let fits = |chain: &Vec<(_, TensorType)>| lies_first && chain.iter().all(|(_, made)| *made == part);
+            let chain = chain(init, &name, &slot.slice, seed).filter(fits);
             match chain.and_then(|chain| Making::new(slot.buffer, chain)) {
                 Some(making) => {
                     let casts = self.casts_of(rank, &name)?;

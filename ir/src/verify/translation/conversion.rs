@@ -118,10 +118,12 @@ impl Local<'_> {
             (Op::Transpose(op), Stage::Ready) => {
                 Ok(vec![Fact::ready(fact.value, fact.arrangement.transposed(self.shape, &op.permutation)?)])
             }
-            (Op::Slice(op), Stage::Ready) => match self.is_alike().then(|| self.trim(op)).flatten() {
-                Some(end) => self.at_end(fact, |arrangement, whole| arrangement.trimmed(self.shape, end, whole)),
-                None => self.slice(fact),
-            },
+            (Op::Slice(op), Stage::Ready) => {
+                let end = self.is_alike().then(|| self.trim(op)).flatten();
+                let trimmed =
+                    |end| self.at_end(fact, |arrangement, whole| arrangement.trimmed(self.shape, end, whole)).ok();
+                end.and_then(trimmed).map_or_else(|| self.slice(fact), Ok)
+            }
             (Op::Pad(op), Stage::Ready) => {
                 let is_end = self.is_alike() && op.low.iter().all(|low| *low == 0) && op.value == 0.0;
                 let mut more = (0..self.shape.len()).filter(|dim| op.high[*dim] > 0);
@@ -154,12 +156,11 @@ impl Local<'_> {
         Ok(vec![Fact::ready(fact.value, next(&fact.arrangement, whole)?)])
     }
 
-    /// The dimension of which less than half is cut off at the end, and what is left.
+    /// The dimension of which the end is cut off, and what is left.
     fn trim(&self, op: &Slice) -> Option<(usize, u64)> {
         let mut cut = (0..self.shape.len()).filter(|dim| op.limit[*dim] < self.shape[*dim]);
         let (Some(dim), None) = (cut.next(), cut.next()) else { return None };
-        let is_end = op.start.iter().all(|start| *start == 0) && 2 * op.limit[dim] > self.shape[dim];
-        is_end.then(|| (dim, op.limit[dim]))
+        op.start.iter().all(|start| *start == 0).then(|| (dim, op.limit[dim]))
     }
 
     /// A value, and zeros behind it.
