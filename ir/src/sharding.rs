@@ -87,9 +87,10 @@ pub fn cuts<'a>(size: u64, axes: &'a [AxisId], mesh: &'a Mesh) -> impl Iterator<
     })
 }
 
-/// Whether axes may divide a dimension of this size: evenly, or so that less is filled than there is.
+/// Whether axes may divide a dimension of this size: evenly, or over space and so that less is filled than there is.
 pub fn may_cut(size: u64, axes: &[AxisId], mesh: &Mesh) -> bool {
-    cuts(size, axes, mesh).all(|cut| cut.is_even() || cut.is_dense())
+    let is_space = |cut: &Cut<'_>| !cut.axes.iter().any(|axis| mesh.is_time(*axis));
+    cuts(size, axes, mesh).all(|cut| cut.is_even() || (cut.is_dense() && is_space(&cut)))
 }
 
 /// The layout of one value over the axes of a mesh.
@@ -140,7 +141,13 @@ impl Sharding {
 
     /// The shape one coordinate holds, with the zeros that the last parts end with.
     pub fn local_shape(&self, shape: &[u64], mesh: &Mesh) -> Vec<u64> {
-        let part = |(size, axes): (&u64, &Vec<AxisId>)| cuts(*size, axes, mesh).last().map_or(*size, |cut| cut.part);
+        let part = |(size, axes): (&u64, &Vec<AxisId>)| {
+            let extent = mesh.extent(axes.iter().copied());
+            match size.is_multiple_of(extent) {
+                true => size / extent,
+                false => cuts(*size, axes, mesh).last().map_or(*size, |cut| cut.part),
+            }
+        };
         shape.iter().zip(&self.dims).map(part).collect()
     }
 
@@ -162,7 +169,7 @@ impl Sharding {
 
     /// Whether every axis divides its dimension of a value of this shape evenly.
     pub fn is_even(&self, shape: &[u64], mesh: &Mesh) -> bool {
-        shape.iter().zip(&self.dims).all(|(size, axes)| cuts(*size, axes, mesh).all(|cut| cut.is_even()))
+        shape.iter().zip(&self.dims).all(|(size, axes)| size.is_multiple_of(mesh.extent(axes.iter().copied())))
     }
 
     /// Why this layout is not legal for a value of this shape on this mesh, if it is not.

@@ -159,6 +159,8 @@ pub fn priced_path(
     cost: &dyn Fn(&Step, Bytes) -> f64,
 ) -> Option<(f64, Vec<Step>)> {
     let (from, to) = (normalize(from, mesh), normalize(to, mesh));
+    let is_even = [&from, &to].iter().all(|end| end.is_even(&ty.shape, mesh));
+    let uneven = (!is_even).then_some(&ty.shape[..]);
     let mut best: BTreeMap<Sharding, f64> = BTreeMap::from([(from.clone(), 0.0)]);
     let mut came: BTreeMap<Sharding, (Sharding, Step)> = BTreeMap::new();
     let mut queue = BinaryHeap::from([Reached { cost: 0.0, layout: from.clone() }]);
@@ -178,8 +180,7 @@ pub fn priced_path(
         }
         let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
         let local = Bytes(elements * ty.dtype.size());
-        let is_whole = |step: &Step| keeps_parts_whole(step, &layout, &ty.shape, mesh);
-        for step in steps_towards(&layout, &to, &ty.shape, mesh).into_iter().filter(is_whole) {
+        for step in steps_towards(&layout, &to, uneven, mesh) {
             let next = step.apply(&layout);
             let total = so_far + cost(&step, local).max(0.0);
             if best.get(&next).is_none_or(|known| total < *known) {
@@ -217,12 +218,12 @@ impl Ord for Reached {
 
 /// Every step that can be of use: axes leave a dimension only where they are not the target's, and
 /// enter one only where the target has them. So the search stays small, and every layout it visits
-/// divides as the two ends do.
-fn steps_towards(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Vec<Step> {
+/// divides as the two ends do. `uneven` is the value's shape, if one of them divides unevenly.
+fn steps_towards(at: &Sharding, to: &Sharding, uneven: Option<&[u64]>, mesh: &Mesh) -> Vec<Step> {
     let mut steps = Vec::new();
     let used = |axis: AxisId| at.dim_of(axis).is_some() || at.partial_over(axis).is_some();
     for dim in 0..at.dims.len() {
-        for axes in removable(at, to, (dim, shape[dim]), mesh) {
+        for axes in removable(at, to, (dim, uneven.map(|shape| shape[dim])), mesh) {
             for other in (0..at.dims.len()).filter(|other| *other != dim && wants(at, to, *other, &axes)) {
                 steps.push(Step::AllToAll { from: dim, to: other, axes: axes.clone() });
             }
@@ -230,6 +231,7 @@ fn steps_towards(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Ve
         }
         let Some(rest) = to.dims[dim].strip_prefix(at.dims[dim].as_slice()) else { continue };
         let free = rest.iter().take_while(|axis| !used(**axis) && !mesh.is_time(**axis)).count();
+        let free = if uneven.is_some() { free } else { free.min(1) };
         steps.extend((1..=free).map(|count| Step::Slice { dim, axes: rest[..count].to_vec() }));
         for count in 1..=rest.len() {
             let Some(reduce) = common_partial(at, &rest[..count], mesh) else { break };
@@ -243,6 +245,9 @@ fn steps_towards(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Ve
     if at.partial.iter().all(|(_, kind)| *kind == ReduceKind::Sum) {
         let missing = to.partial.iter().filter(|(axis, kind)| *kind == ReduceKind::Sum && !used(*axis));
         steps.extend(missing.filter(|(axis, _)| !mesh.is_time(*axis)).map(|(axis, _)| Step::Isolate { axis: *axis }));
+    }
+    if let Some(shape) = uneven {
+        steps.retain(|step| keeps_parts_whole(step, at, shape, mesh));
     }
     steps
 }
@@ -270,12 +275,12 @@ fn keeps_parts_whole(step: &Step, at: &Sharding, shape: &[u64], mesh: &Mesh) -> 
     }
 }
 
-/// The runs of innermost axes of a dimension, of this size, that the target does not have there; what axes divide unevenly
-/// is there only where all of them are.
-fn removable(at: &Sharding, to: &Sharding, (dim, size): (usize, u64), mesh: &Mesh) -> Vec<Vec<AxisId>> {
+/// The runs of innermost axes of a dimension that the target does not have there. Of a size that axes may divide unevenly,
+/// these are there only where all of them are.
+fn removable(at: &Sharding, to: &Sharding, (dim, size): (usize, Option<u64>), mesh: &Mesh) -> Vec<Vec<AxisId>> {
     let (axes, wanted) = (&at.dims[dim], &to.dims[dim]);
     let mut kept = axes.iter().zip(wanted).take_while(|(held, wanted)| held == wanted).count();
-    if axes != wanted {
+    if let Some(size) = size.filter(|_| axes != wanted) {
         let even = |axes: &[AxisId]| cuts(size, axes, mesh).take_while(|cut| cut.is_even()).count();
         kept = kept.min(even(axes)).min(even(wanted));
     }
