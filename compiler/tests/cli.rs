@@ -539,7 +539,7 @@ fn the_largest_that_fits() {
     check(
         &[&args[..], &["--batch", "5"]].concat(),
         0,
-        &["a batch of 60 in one microbatch", "beyond it, a batch of 65"],
+        &["a batch of 90 in one microbatch", "beyond it, a batch of 95"],
     );
     check(&[&args[..], &["--batch", "5", "--pin", "microbatch=2"]].concat(), 0, &["a batch of 10 in one microbatch"]);
     // Ranks that only repeat what others do.

@@ -185,7 +185,8 @@ impl FactorRule {
             if !is_ring && !self.is_reducible(*factor) && extent > 1 {
                 return Err(format!("a result of {self} lacks `{}` and cannot reduce it", declared.name));
             }
-            if !declared.size.is_multiple_of(extent) && !(self.fills && may_cut(declared.size, axes, mesh)) {
+            let may_be_uneven = self.fills && may_cut(declared.size, axes, mesh);
+            if !declared.size.is_multiple_of(extent) && !may_be_uneven {
                 return Err(format!(
                     "factor `{}` of size {} does not divide into {extent} parts",
                     declared.name, declared.size

@@ -24,6 +24,7 @@ pub use cuda::{CudaRuntime, CudaTarget};
 pub use span::Span;
 
 use shardc_ir::ops::OpError;
+use shardc_ir::program::Slot;
 use shardc_ir::{Bytes, Graph, HostTensor, Program, TensorType};
 use std::collections::BTreeMap;
 
@@ -90,6 +91,15 @@ fn check_feeds<'a>(
             Ok(())
         })
     })
+}
+
+/// What a slot's buffer holds once a rank's part is written, which must be of its type: zeros behind it.
+fn held(slot: &Slot, part: &HostTensor, program: &Program) -> Result<HostTensor, RuntimeError> {
+    let expected = slot.part();
+    if part.ty != expected {
+        return Err(RuntimeError::WrongType { name: slot.name.clone(), actual: part.ty.clone(), expected });
+    }
+    Ok(part.filled(&program.buffers[slot.buffer].ty))
 }
 
 /// What a measured step gave.

@@ -15,7 +15,7 @@ mod tests;
 
 pub use target::CpuTarget;
 
-use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds};
+use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
 use collectives::{Exchange, Interrupt};
 use executor::Rank;
 use interpret::compute_op;
@@ -114,14 +114,9 @@ impl Runtime for CpuRuntime {
 
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
         let (index, slot) = self.slot(rank, name)?;
-        let (buffer, expected) = (slot.buffer, slot.part());
-        if part.ty != expected {
-            let actual = part.ty.clone();
-            return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
-        }
+        let (buffer, part) = (slot.buffer, held(slot, part, &self.ranks[index].program)?);
         let rank = &mut self.ranks[index];
         let program = rank.program.clone();
-        let part = part.filled(&program.buffers[buffer].ty);
         rank.bytes_mut(buffer).copy_from_slice(&part.bytes);
         for slot in program.slots.iter().filter(|slot| slot.cast_of.as_deref() == Some(name)) {
             let to = program.buffers[slot.buffer].ty.clone();

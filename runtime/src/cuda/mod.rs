@@ -40,13 +40,12 @@ pub use target::CudaTarget;
 
 use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
-use crate::{Readings, Runtime, RuntimeError, Span, TimedStep, check_feeds};
+use crate::{Readings, Runtime, RuntimeError, Span, TimedStep, check_feeds, held};
 use device::{Device, Failure};
 use executor::{Chosen, Making, Rank, WORLD};
 use nccl::{Communicator, Meeting};
 use shardc_ir::program::{Action, Slot};
-use shardc_ir::view::contiguous_part;
-use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program, TensorType};
+use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -534,12 +533,7 @@ impl Runtime for CudaRuntime {
 
     fn write_slot(&mut self, rank: u64, name: &str, part: &HostTensor) -> Result<(), RuntimeError> {
         let slot = self.slot(rank, name)?;
-        let (buffer, expected) = (slot.buffer, slot.part());
-        if part.ty != expected {
-            let actual = part.ty.clone();
-            return Err(RuntimeError::WrongType { name: name.to_string(), actual, expected });
-        }
-        let part = part.filled(&self.worker(rank)?.program.buffers[buffer].ty);
+        let (buffer, part) = (slot.buffer, held(slot, part, &self.worker(rank)?.program)?);
         match self.ask(rank, Request::Write(buffer, part.bytes))? {
             Answer::Done(done) => done.map_err(|message| failed(rank, message))?,
             _ => return Err(failed(rank, "an answer to another question".to_string())),
@@ -557,12 +551,8 @@ impl Runtime for CudaRuntime {
         let (mut left, mut made) = (Vec::new(), BTreeMap::<u64, Vec<Making>>::new());
         for (rank, name) in slots {
             let slot = self.slot(rank, &name)?;
-            let (part, buffer) = (slot.part(), &self.worker(rank)?.program.buffers[slot.buffer].ty);
-            // What is behind a shorter part is zero from the beginning.
-            let lies_first = contiguous_part(&buffer.shape, &vec![0; part.rank()], &part.shape).is_some();
-            let fits = |chain: &Vec<(_, TensorType)>| lies_first && chain.iter().all(|(_, made)| *made == part);
-            let chain = chain(init, &name, &slot.slice, seed).filter(fits);
-            match chain.and_then(|chain| Making::new(slot.buffer, chain)) {
+            let chain = chain(init, &name, &slot.slice, seed);
+            match chain.and_then(|chain| Making::new(&self.worker(rank).ok()?.program, slot, chain)) {
                 Some(making) => {
                     let casts = self.casts_of(rank, &name)?;
                     made.entry(rank).or_default().extend([making].into_iter().chain(casts));

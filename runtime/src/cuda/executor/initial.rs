@@ -7,7 +7,8 @@ use super::{Command, Rank, Ready};
 use crate::cuda::device::Failure;
 use crate::cuda::select::{Selection, kernels, select};
 use shardc_ir::ops::Cast;
-use shardc_ir::program::{Action, Instruction, Stream};
+use shardc_ir::program::{Action, Instruction, Slot, Stream};
+use shardc_ir::view::contiguous_part;
 use shardc_ir::{BufferId, Op, Program, TensorType};
 use std::sync::atomic::AtomicBool;
 
@@ -17,8 +18,14 @@ pub struct Making {
 }
 
 impl Making {
-    /// The steps of `chain` in a slot's buffer; `None` where one has no kernel, or needs more memory than the slot.
-    pub fn new(buffer: BufferId, chain: Vec<(Op, TensorType)>) -> Option<Self> {
+    /// The steps of `chain` in a slot's buffer, of which what lies behind the rank's part is zero from the beginning;
+    /// `None` where the part does not lie first, or a step has no kernel, or needs more memory than the slot.
+    pub fn new(program: &Program, slot: &Slot, chain: Vec<(Op, TensorType)>) -> Option<Self> {
+        let (buffer, part) = (slot.buffer, slot.part());
+        contiguous_part(&program.buffers[buffer].ty.shape, &vec![0; part.rank()], &part.shape)?;
+        if chain.iter().any(|(_, made)| *made != part) {
+            return None;
+        }
         let step = |(op, ty): (Op, TensorType), is_first: bool| {
             let operands: &[TensorType] = if is_first { &[] } else { std::slice::from_ref(&ty) };
             let selection = select(&op, operands, std::slice::from_ref(&ty)).ok()?;
