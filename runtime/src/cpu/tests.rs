@@ -163,7 +163,7 @@ fn malformed_programs_are_refused() {
     };
     check(|program| program.arenas[0].1 = Bytes(256), "arena of 256");
     check(|program| program.groups[0] = vec![1], "has a group [1]");
-    check(|program| program.slots[0].slice[0].1 = 2, "`w` is f32[2]");
+    check(|program| program.slots[0].slice[0].1 = 1 << 20, "`w` is f32[1048576]");
     check(|program| program.ranks = 2, "program 0 of 1");
 }
 
