@@ -5,7 +5,8 @@
 //!
 //! * the gathers of weights of one block become one instruction, issued when the block before begins
 //!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
-//!   2023, section 3.3.2); a collective that kernels wait for at once, there, goes first;
+//!   2023, section 3.3.2), or with those of that block if it has little to hide them; a collective that kernels wait for
+//!   at once, there, goes first;
 //! * reductions for the optimizer wait for others until there are enough bytes for one collective
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
 //!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
@@ -26,6 +27,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// The bytes of the operands of a bucket at which it is closed.
 const BUCKET_BYTES: u64 = 32 << 20;
+/// Weights of a block that have less than this share of the bytes of the next block's do not hide their gather.
+pub(crate) const SMALL: f64 = 0.1;
 /// How many closed buckets may be on the wire before kernels wait for the first of them.
 const LATE: usize = 4;
 
@@ -77,12 +80,21 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     if order.is_empty() {
         return items;
     }
-    // Where each block's gathers go: to a gather of the block before.
+    // Where each block's gathers go: to a gather of the block before, or with those if there is little to them.
     let issue = behind_others(&items, &first);
+    let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
+    for item in &items {
+        if let Hint::Prefetch(block) = item.hint {
+            let all = item.instruction.results.iter().map(|id| draft.buffers[*id].ty.bytes().0);
+            *bytes.entry(block).or_default() += all.sum::<u64>();
+        }
+    }
     let mut target: BTreeMap<u32, usize> = BTreeMap::new();
     for (index, (own, block)) in order.iter().enumerate() {
-        let before = index.checked_sub(1).map_or(*own, |before| issue[&order[before].1]);
-        target.insert(*block, before.min(*own));
+        let before = index.checked_sub(1).map(|before| order[before].1);
+        let is_small = |before: u32| (bytes[&before] as f64) < SMALL * bytes[block] as f64;
+        let to = before.map_or(*own, |before| if is_small(before) { target[&before] } else { issue[&before] });
+        target.insert(*block, to.min(*own));
     }
     let writers = writers(draft, &items);
     // (position, 0 = what the gather reads, 1 = the gathers, 2 = the rest, where it stood)

@@ -21,6 +21,7 @@ use super::storage::{Copies, kind};
 use crate::cluster::Cluster;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
+use crate::schedule::SMALL;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role, ValueId};
@@ -28,9 +29,6 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of one bucket of gradients, as the schedule closes them.
 pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
-
-/// Weights that take less than this share of the time of the next ones are gathered with those before.
-const SMALL: f64 = 0.1;
 
 /// A value whose layout along the tensor axes changes.
 #[derive(Clone, Copy, Debug, Default)]

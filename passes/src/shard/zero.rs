@@ -3,7 +3,8 @@
 //! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
 //! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
 //! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the
-//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. A
+//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. The
+//! gradient of a table is made where it is stored, of all ranks' tokens, if these are less than the table. A
 //! parameter of which no dimension divides stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
 //! [`Plan::reduce_in_loop`](shardc_ir::Plan::reduce_in_loop) and
@@ -12,7 +13,7 @@
 use super::family::storage_axes;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
-use shardc_ir::{Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
+use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, OpDef, SecondaryMap, Sharding, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The dimension of a stored value that is divided over `extent` data ranks as well: the first that
@@ -53,6 +54,7 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
             strategies[graph.value(node.operands[operand]).def] = divided.clone();
         }
         strategies[id] = divided;
+        make_where_stored(graph, mesh, strategies, (node.operands[1], dim), &axes);
         gradients.insert(node.operands[1], id);
         leaves.insert(node.operands[0], id);
     }
@@ -86,6 +88,44 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
         }
     }
     pass_scalars(graph, mesh, strategies);
+}
+
+/// Lets each rank make the part of a gradient that it stores, of what all ranks read for it, where that is less than
+/// the gradients that they would sum: the rows of a table, of all tokens. Of products the work would be cut otherwise,
+/// which the search has priced as it is.
+fn make_where_stored(
+    graph: &Graph,
+    mesh: &Mesh,
+    strategies: &mut SecondaryMap<NodeId, Strategy>,
+    (gradient, dim): (ValueId, usize),
+    axes: &[AxisId],
+) {
+    let value = graph.value(gradient);
+    let (node, rule, own) = (graph.node(value.def), graph.rule(value.def), &strategies[value.def]);
+    let types = |values: &[ValueId]| values.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<_>>();
+    if node.op.is_leaf() || node.op.flops(&types(&node.operands), &types(&node.results)).0 > 0.0 {
+        return;
+    }
+    let [factor] = rule.results[value.index][dim][..] else { return };
+    let reads = |operand: &Vec<Vec<usize>>| operand.iter().flatten().any(|of| *of == factor);
+    let sums = |axis: &AxisId| matches!(own.choice(*axis), Choice::Factor(of) if of != factor);
+    if rule.operands.iter().any(reads) || !axes.iter().all(sums) {
+        return;
+    }
+    let with = |strategy: Strategy, axis: &AxisId| strategy.without(*axis).with(*axis, Choice::Factor(factor));
+    let strategy = axes.iter().fold(own.clone(), with);
+    // Over all microbatches.
+    let bytes = |value: ValueId, sharding: Sharding| {
+        let divides = |axis: &AxisId| !mesh.is_time(*axis);
+        graph.ty(value).bytes().0 / mesh.extent(sharding.dims.into_iter().flatten().filter(divides))
+    };
+    let read: u64 = (0..node.operands.len())
+        .map(|index| bytes(node.operands[index], rule.operand_sharding(index, &strategy)))
+        .sum();
+    let summed = bytes(gradient, rule.result_sharding(value.index, own));
+    if read < summed && rule.check(&strategy, mesh).is_ok() {
+        strategies[value.def] = strategy;
+    }
 }
 
 /// The strategy of a node that reads its first operand as that lies, divided over further axes than the node is; none
