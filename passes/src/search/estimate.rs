@@ -15,7 +15,8 @@ use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds};
+use shardc_ir::program::Action;
+use shardc_ir::{Bytes, DType, Flops, Mesh, ReduceKind, Role, Seconds, TensorType};
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 
@@ -86,8 +87,11 @@ pub struct Shape<'a> {
     added_up: u64,
     /// Bytes of the others, to which products add, and which they read for it.
     added_to: u64,
-    /// Bytes of the largest gradient in the blocks.
+    /// Bytes of the largest gradient in the blocks, and of the largest of all.
     block_gradient: u64,
+    largest_gradient: u64,
+    /// Scratch memory of the collectives over the tensor axes that add, and of those where gradients are reduced too.
+    staging: [u64; 2],
     /// Blocks of the model.
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
@@ -124,6 +128,8 @@ impl<'a> Shape<'a> {
             added_up: 0,
             added_to: 0,
             block_gradient: 0,
+            largest_gradient: 0,
+            staging: [0; 2],
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
@@ -158,7 +164,27 @@ impl<'a> Shape<'a> {
             each[conversion.reader].communication += seconds / readers as f64;
         }
         shape.prices = each;
+        shape.staging = shape.staging(conversions);
         shape
+    }
+
+    /// The scratch memory of collectives that add: sums between nodes, and buckets of gradients.
+    fn staging(&self, conversions: &[Conversion]) -> [u64; 2] {
+        let scratch = |bytes: u64| {
+            let action = Action::ReduceScatter { reduce: ReduceKind::Sum, group: 0 };
+            self.prepared.target.scratch(&action, &[TensorType::new(DType::F32, [bytes / 4])], &[]).0
+        };
+        let sizes = self.liveness.sizes();
+        let sums = conversions.iter().filter(|of| of.is_early && !of.is_local);
+        let alone = sums.map(|of| sizes[of.maker][of.result]).max().unwrap_or(0);
+        let whole = self.storages[0].gradients.whole as u64;
+        let gradients = (self.bucket(whole) + self.largest_gradient).min(whole);
+        [scratch(alone), scratch(alone.max(gradients))]
+    }
+
+    /// Bytes of gradients that wait for others to be reduced with.
+    fn bucket(&self, whole: u64) -> u64 {
+        (BUCKET as u64).min(whole / self.blocks.max(1))
     }
 
     fn is_in_block(&self, prepared: &Prepared<'_>, class: usize) -> bool {
@@ -232,6 +258,7 @@ impl<'a> Shape<'a> {
                 let is_product = matches!(prepared.graph.def(gradient).op, Op::Matmul(_));
                 let added = if is_product { &mut self.added_to } else { &mut self.added_up };
                 *added += operands[1] * count;
+                self.largest_gradient = self.largest_gradient.max(operands[1]);
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -332,13 +359,15 @@ impl<'a> Shape<'a> {
             let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
             (peak, peak.gradients + waiting, 0.0)
         };
-        let bucket = if is_shared { (BUCKET as u64).min(whole / self.blocks.max(1)) } else { 0 };
+        let bucket = if is_shared { self.bucket(whole) } else { 0 };
         Memory {
             parameters: Bytes((storage.parameters.under(zero) + copies) as u64 + peak.copies),
             gradients: Bytes(gradients),
             optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
-            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch),
+            buffers: Bytes(
+                peak.gathered + bucket + self.largest_copy + peak.scratch + self.staging[usize::from(is_shared)],
+            ),
             reserved: Bytes(0),
         }
     }

@@ -89,8 +89,7 @@ fn site<'a>(program: &'a Program, at: (usize, usize), instruction: &'a Instructi
     };
     let parts: Vec<Part> = pairs.map(part).collect();
     let scratch = instruction.scratch.map(|scratch| &program.buffers[scratch]);
-    let bytes = scratch.map_or(0, |scratch| scratch.ty.bytes().0);
-    let bytes = [bytes].into_iter().chain(parts.iter().map(|part| part.sent * part.dtype.size())).collect();
+    let bytes = [needed].into_iter().chain(parts.iter().map(|part| part.sent * part.dtype.size())).collect();
     let results = parts.iter().map(|part| part.to).collect();
     let spot = Spot { scratch: scratch.map_or(0, |scratch| scratch.offset), results, bytes };
     let group = &program.groups[*group][..];
