@@ -371,12 +371,13 @@ impl Loop {
             Some(block) if stretch.again.iter().any(|class| traffic.again.is_again(block, *class)) => 2,
             _ => 1,
         };
-        let of = |(index, stretch)| times.gather[which(stretch)][index];
-        let gathered: Vec<f64> = match traffic.gathers {
-            true => self.stretches.iter().enumerate().map(of).collect(),
-            false => Vec::new(),
+        // Per stretch, the seconds of its gathers, and of the kernels that bring into order what they bring.
+        let of = |(index, stretch): (usize, &Stretch)| {
+            let which = which(stretch);
+            (times.gather[which][index], stretch.ordered[which])
         };
-        let ordered = |stretch: &Stretch| if traffic.gathers { stretch.ordered[which(stretch)] } else { 0.0 };
+        let read = self.stretches.iter().enumerate().filter(|_| traffic.gathers);
+        let (gathered, ordered): (Vec<f64>, Vec<f64>) = read.map(of).unzip();
         // Outside of the loop nothing runs beside it.
         let mut outside = 0.0;
         if traffic.gathers && !gathers_in_loop {
@@ -415,7 +416,7 @@ impl Loop {
                 }
             });
             if gathers_in_loop {
-                clocks.run(clocks.done + ordered(stretch));
+                clocks.run(clocks.done + ordered[index]);
             }
             let start = clocks.done;
             let mut meetings = stretch.meetings.iter().peekable();
@@ -455,8 +456,7 @@ impl Loop {
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
         let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
         let microbatches = traffic.microbatches as f64;
-        let ordered =
-            self.stretches.iter().map(ordered).sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
+        let ordered = ordered.iter().sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
         Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown, ordered }
     }
 

@@ -6,6 +6,7 @@
 use super::beside::{BUCKET, Loop, Shown, Times, Traffic};
 use super::copies::Keeping;
 use super::liveness::{Gradients, Liveness, Peak};
+use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
@@ -97,8 +98,10 @@ pub struct Shape<'a> {
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
     liveness: Liveness<'a>,
-    /// Those that were asked for.
+    /// The peaks that were asked for.
     peaks: RefCell<BTreeMap<(Recompute, u64, usize), Peak>>,
+    /// What they are found from.
+    profiles: RefCell<BTreeMap<(u64, usize), Profile>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
@@ -134,6 +137,7 @@ impl<'a> Shape<'a> {
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: RefCell::default(),
+            profiles: RefCell::default(),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
             around: Loop::default(),
@@ -306,13 +310,13 @@ impl<'a> Shape<'a> {
             Gradients::Kept(share) => share.to_bits(),
             Gradients::Added { is_reduced } => u64::MAX - u64::from(is_reduced),
         };
-        let key = (recompute, of_gradients, of_copies);
-        if let Some(peak) = self.peaks.borrow().get(&key) {
-            return *peak;
-        }
-        let peak = self.liveness.peak(&self.select(recompute), gradients, keeping);
-        self.peaks.borrow_mut().insert(key, peak);
-        peak
+        let find = || {
+            let mut profiles = self.profiles.borrow_mut();
+            let profile = || self.liveness.profile(gradients, keeping);
+            let profile = profiles.entry((of_gradients, of_copies)).or_insert_with(profile);
+            profile.peak(&self.liveness, &self.select(recompute), keeping)
+        };
+        *self.peaks.borrow_mut().entry((recompute, of_gradients, of_copies)).or_insert_with(find)
     }
 
     /// What a rank holds through the step.
