@@ -251,7 +251,11 @@ impl<'a, 'b> Problem<'a, 'b> {
         let other = |other: AxisId| Other {
             axis: other,
             group: Group::new(placed.mesh, &[other], placed.cluster),
-            layouts: (0..strategies.len()).map(|class| layouts(prepared, class, &strategies[class], other)).collect(),
+            layouts: strategies
+                .iter()
+                .zip(&prepared.rules)
+                .map(|(of, rule)| Along::of_rule(rule, of.choice(other)))
+                .collect(),
         };
         let mut problem = Self {
             prepared,
@@ -288,12 +292,8 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         for class in 0..count {
             let variable = self.variable[class];
-            let mut own = Vec::new();
-            for index in 0..self.domains[variable].len() {
-                let strategy = self.strategies[class].with(self.axis, self.domains[variable][index]);
-                own.push(layouts(self.prepared, class, &strategy, self.axis));
-            }
-            self.layouts.push(own);
+            let rule = self.prepared.rules[class];
+            self.layouts.push(self.domains[variable].iter().map(|choice| Along::of_rule(rule, *choice)).collect());
         }
         self.classes = self.domains.len();
         self.quote();
@@ -535,14 +535,6 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         conversions
     }
-}
-
-/// How a class's operands and results lie along an axis.
-fn layouts(prepared: &Prepared<'_>, class: usize, strategy: &Strategy, axis: AxisId) -> (Vec<Along>, Vec<Along>) {
-    let rule = &prepared.rules[class];
-    let operands = (0..rule.operands.len()).map(|index| Along::of(&rule.operand_sharding(index, strategy), axis));
-    let results = (0..rule.results.len()).map(|index| Along::of(&rule.result_sharding(index, strategy), axis));
-    (operands.collect(), results.collect())
 }
 
 fn table(from: &[Along], to: &[Along], cost: impl Fn(Along, Along) -> f64) -> Vec<f64> {
