@@ -8,7 +8,7 @@
 //! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
-use super::sharing::Sharing;
+use super::sharing::{Collectives, Sharing};
 use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
@@ -74,13 +74,14 @@ fn of_way(
     memory: Option<Bytes>,
     [least, enough]: [f64; 2],
 ) -> f64 {
-    let (prepared, placed) = (relaxed.prepared, relaxed.placed);
+    let placed = relaxed.placed;
+    let collectives = Collectives::new(relaxed.prepared, placed, stored, zero);
     let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
     let unit = least / free / scaled(placed, 1.0);
     let mut shared = None;
     let mut at = |price: f64, busy: f64| {
         if shared.replace(busy) != Some(busy) {
-            relaxed.share(Sharing::new(prepared, placed, stored, zero, busy));
+            relaxed.share(Sharing::new(placed, stored, zero, collectives, busy));
         }
         scaled(placed, relaxed.cost(price * unit) - price * unit * free)
     };
