@@ -91,8 +91,6 @@ pub struct Shape<'a> {
     /// Bytes of the largest gradient in the blocks, and of the largest of all.
     block_gradient: u64,
     largest_gradient: u64,
-    /// Scratch memory of the collectives over the tensor axes that add, and of those where gradients are reduced too.
-    staging: [u64; 2],
     /// Blocks of the model.
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
@@ -132,7 +130,6 @@ impl<'a> Shape<'a> {
             added_to: 0,
             block_gradient: 0,
             largest_gradient: 0,
-            staging: [0; 2],
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
@@ -168,11 +165,11 @@ impl<'a> Shape<'a> {
             each[conversion.reader].communication += seconds / readers as f64;
         }
         shape.prices = each;
-        shape.staging = shape.staging(conversions);
+        shape.liveness.staging = shape.staging(conversions);
         shape
     }
 
-    /// The scratch memory of collectives that add: sums between nodes, and buckets of gradients.
+    /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
     fn staging(&self, conversions: &[Conversion]) -> [u64; 2] {
         let scratch = |bytes: u64| {
             let action = Action::ReduceScatter { reduce: ReduceKind::Sum, group: 0 };
@@ -182,8 +179,9 @@ impl<'a> Shape<'a> {
         let sums = conversions.iter().filter(|of| of.is_early && !of.is_local);
         let alone = sums.map(|of| sizes[of.maker][of.result]).max().unwrap_or(0);
         let whole = self.storages[0].gradients.whole as u64;
-        let gradients = (self.bucket(whole) + self.largest_gradient).min(whole);
-        [scratch(alone), scratch(alone.max(gradients))]
+        let is_shared = self.storages[0].ranks() > 1;
+        let gradients = if is_shared { self.bucket(whole).max(self.largest_gradient) } else { 0 };
+        [alone, gradients].map(scratch)
     }
 
     /// Bytes of gradients that wait for others to be reduced with.
@@ -369,9 +367,7 @@ impl<'a> Shape<'a> {
             gradients: Bytes(gradients),
             optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
-            buffers: Bytes(
-                peak.gathered + bucket + self.largest_copy + peak.scratch + self.staging[usize::from(is_shared)],
-            ),
+            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch),
             reserved: Bytes(0),
         }
     }

@@ -157,6 +157,8 @@ pub struct Liveness<'a> {
     pub(super) scratch: Vec<u64>,
     /// The classes of gradients that are made in several terms.
     pub(super) in_terms: Vec<usize>,
+    /// Bytes of scratch memory of collectives that add: of sums between nodes, and of reductions of gradients.
+    pub(super) staging: [u64; 2],
     /// What changes where blocks are computed again.
     pub(super) known: RefCell<Known>,
 }
@@ -326,7 +328,7 @@ impl<'a> Liveness<'a> {
         let readers = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| &head.readers);
         let in_terms = readers.map(|id| prepared.folded.class[*id]).collect();
         let scratch = scratch_sizes(prepared, placed);
-        Self { of: &prepared.lives, sizes, scratch, in_terms, known: RefCell::default() }
+        Self { of: &prepared.lives, sizes, scratch, in_terms, staging: [0; 2], known: RefCell::default() }
     }
 
     /// Bytes of each result of each class.

@@ -182,6 +182,8 @@ pub struct Profile {
     at: Vec<usize>,
     /// The bytes of gradients that stay beside the sums, up to there.
     gradients: Vec<u64>,
+    /// Bytes of scratch memory of collectives, and from where on they are held.
+    staging: [(u64, usize); 2],
     /// The moves of copies of parameters.
     copies: Known,
 }
@@ -211,6 +213,8 @@ impl Liveness<'_> {
             let bytes = whole * self.sizes[gradient.class][gradient.result];
             add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
         }
+        let staging = self.staging(of);
+        staging.iter().for_each(|(bytes, from)| add(*bytes, *from, *positions));
         for (copy, keeping) in keeping.iter().flat_map(|keeping| self.of.copies().all().iter().map(|of| (of, *keeping)))
         {
             copy.lived(self.of.copies(), &self.sizes, &none, keeping, &mut |of| add(of.bytes, of.from, of.to));
@@ -218,7 +222,7 @@ impl Liveness<'_> {
         for run in runs {
             scratch[run.position] = self.scratch[run.class].max(scratch[run.position]);
         }
-        let mut profile = Profile::new(pieces, &change, &scratch);
+        let mut profile = Profile { staging, ..Profile::new(pieces, &change, &scratch) };
         let mut made = gradients.iter().peekable();
         let mut sum = 0;
         for at in &profile.at {
@@ -228,6 +232,14 @@ impl Liveness<'_> {
             profile.gradients.push(sum);
         }
         profile
+    }
+
+    /// Scratch memory of collectives that add, and from where on it is there: of sums between nodes always, and of
+    /// reductions in the loop from the first gradient on.
+    fn staging(&self, of: Gradients) -> [(u64, usize); 2] {
+        let [sums, reductions] = self.staging;
+        let first = self.of.gradients.first().filter(|_| !of.is_in_place(true)).map(|first| first.made);
+        [(sums, 0), first.map_or((0, 0), |first| (reductions.saturating_sub(sums), first))]
     }
 }
 
@@ -239,6 +251,7 @@ impl Profile {
             scratch: vec![0; count],
             at: vec![0; count],
             gradients: Vec::with_capacity(count),
+            staging: [(0, 0); 2],
             copies: Known::default(),
         };
         let mut held = 0;
@@ -293,7 +306,8 @@ impl Profile {
                 }
             });
         }
-        let activations = (total - scratch).saturating_sub(gradients + gathered + copies);
-        Peak { activations, gradients, scratch, copies, gathered: gathered + ordered }
+        let staging: u64 = self.staging.iter().filter(|(_, from)| *from <= at).map(|(bytes, _)| bytes).sum();
+        let activations = (total - scratch).saturating_sub(gradients + gathered + copies + staging);
+        Peak { activations, gradients, scratch: scratch + staging, copies, gathered: gathered + ordered }
     }
 }
