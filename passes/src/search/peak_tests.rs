@@ -25,7 +25,7 @@ fn model(seed: u64, kind: u8) -> Graph {
         return residual(synthetic::Sizes { seed, nodes: 40, batch, width: 256, dtype }).unwrap();
     }
     let sizes = Sizes { layers: 3, batch, seq: 64, hidden: 64, heads: 4, kv: 2, ffn: 128, vocab: 512 };
-    let graph = llama_with(sizes, dtype, seed % 2 == 0);
+    let graph = llama_with(sizes, dtype, seed.is_multiple_of(2));
     if kind == 1 { graph } else { quantize(&graph).unwrap() }
 }
 
