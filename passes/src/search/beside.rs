@@ -23,6 +23,7 @@ use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
 use crate::schedule::SMALL;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::shard::zero::scattered;
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, VecDeque};
@@ -70,14 +71,23 @@ struct Stretch {
     fetch: f64,
 }
 
+/// A gradient that is reduced.
+#[derive(Clone, Copy, Debug)]
+struct Reduced {
+    /// The class of its update.
+    class: usize,
+    bytes: f64,
+    /// The bytes of what it is made of, if each rank may gather that and make its part.
+    made_of: Option<f64>,
+}
+
 /// Gradients that are reduced together.
 #[derive(Clone, Debug)]
 struct Bucket {
     /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
-    /// Of each, the class of its update, and its bytes.
-    gradients: Vec<(usize, f64)>,
+    gradients: Vec<Reduced>,
     /// Which ranks reduce them.
     kind: usize,
 }
@@ -267,7 +277,7 @@ impl Loop {
             }
         }
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
-        own.fill_buckets(prepared, placed, &place);
+        own.fill_buckets(prepared, placed, &place, divides);
         own
     }
 
@@ -300,22 +310,35 @@ impl Loop {
     }
 
     /// Gradients in the order in which they are made, merged as the schedule merges them.
-    fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
+    fn fill_buckets(
+        &mut self,
+        prepared: &Prepared<'_>,
+        placed: &Placed<'_>,
+        place: &[(usize, f64)],
+        divides: &dyn Fn(usize) -> Option<usize>,
+    ) {
         let graph = prepared.graph;
-        let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
+        let mut made: Vec<(usize, Reduced, usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
             let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
+            let def = graph.value(node.operands[1]).def;
+            let parts = divides(class).filter(|_| placed.microbatches == 1);
+            let made_of = parts.and_then(|dim| scattered(graph, node.operands[1], dim)).map(|_| {
+                let maker = prepared.folded.class[def];
+                let local = placed.local(prepared, maker, &placed.strategies[maker]);
+                local.operands.iter().sum::<u64>() as f64
+            });
+            made.push((def.index(), Reduced { class, bytes, made_of }, kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
         let mut open = [const { (0.0, Vec::new()) }; 2];
         for (index, (def, gradient, kind)) in made.iter().enumerate() {
             let (bytes, gradients) = &mut open[*kind];
-            *bytes += gradient.1;
+            *bytes += gradient.bytes;
             gradients.push(*gradient);
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
@@ -329,13 +352,18 @@ impl Loop {
     pub fn times(&self, copies: &[Copies; 2], is_parted: impl Fn(usize) -> bool, cluster: &Cluster) -> Times {
         let reduce = |zero: u64| {
             let of = |bucket: &Bucket| {
-                let bytes = |is_wanted: bool| -> f64 {
-                    let wanted =
-                        bucket.gradients.iter().filter(|(class, _)| (zero > 0 && is_parted(*class)) == is_wanted);
-                    wanted.map(|(_, bytes)| bytes).sum()
-                };
                 let copies = &copies[bucket.kind];
-                copies.reduce(zero, bytes(true), cluster) + copies.reduce(0, bytes(false), cluster)
+                let (mut parted, mut whole, mut gathered) = (0.0, 0.0, 0.0);
+                for Reduced { class, bytes, made_of } in &bucket.gradients {
+                    let all = made_of.map(|bytes| copies.of_all(bytes)).filter(|all| all < bytes);
+                    match all {
+                        _ if zero == 0 || !is_parted(*class) => whole += bytes,
+                        Some(all) => gathered += all,
+                        None => parted += bytes,
+                    }
+                }
+                let reduced = copies.reduce(zero, parted, cluster) + copies.reduce(0, whole, cluster);
+                reduced + copies.gather(gathered, cluster)
             };
             self.buckets.iter().map(of).collect()
         };

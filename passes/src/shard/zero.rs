@@ -11,6 +11,7 @@
 //! [`Plan::transient`](shardc_ir::Plan::transient)).
 
 use super::family::storage_axes;
+use crate::cost::is_product;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, OpDef, SecondaryMap, Sharding, Strategy, TensorType, ValueId};
@@ -90,6 +91,16 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
     pass_scalars(graph, mesh, strategies);
 }
 
+/// The factor of a gradient's dimension, if what the gradient is made of has none of it and is no factor of a product:
+/// every part is made of all of that.
+pub fn scattered(graph: &Graph, gradient: ValueId, dim: usize) -> Option<usize> {
+    let value = graph.value(gradient);
+    let (node, rule) = (graph.node(value.def), graph.rule(value.def));
+    let [factor] = rule.results.get(value.index)?.get(dim)?[..] else { return None };
+    let is_read = rule.operands.iter().flatten().flatten().any(|of| *of == factor);
+    (!node.op.is_leaf() && !is_product(&node.op) && !is_read).then_some(factor)
+}
+
 /// Lets each rank make the part of a gradient that it stores, of what all ranks read for it, where that is less than
 /// the gradients that they would sum: the rows of a table, of all tokens. Of products the work would be cut otherwise,
 /// which the search has priced as it is.
@@ -102,22 +113,16 @@ fn make_where_stored(
 ) {
     let value = graph.value(gradient);
     let (node, rule, own) = (graph.node(value.def), graph.rule(value.def), &strategies[value.def]);
-    let types = |values: &[ValueId]| values.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<_>>();
-    if node.op.is_leaf() || node.op.flops(&types(&node.operands), &types(&node.results)).0 > 0.0 {
-        return;
-    }
-    let [factor] = rule.results[value.index][dim][..] else { return };
-    let reads = |operand: &Vec<Vec<usize>>| operand.iter().flatten().any(|of| *of == factor);
+    let Some(factor) = scattered(graph, gradient, dim) else { return };
+    // The ranks' parts of a microbatch are none of the whole batch: what they are together is not gathered.
     let sums = |axis: &AxisId| matches!(own.choice(*axis), Choice::Factor(of) if of != factor);
-    if rule.operands.iter().any(reads) || !axes.iter().all(sums) {
+    if mesh.microbatches() > 1 || !axes.iter().all(sums) {
         return;
     }
     let with = |strategy: Strategy, axis: &AxisId| strategy.without(*axis).with(*axis, Choice::Factor(factor));
     let strategy = axes.iter().fold(own.clone(), with);
-    // Over all microbatches.
     let bytes = |value: ValueId, sharding: Sharding| {
-        let divides = |axis: &AxisId| !mesh.is_time(*axis);
-        graph.ty(value).bytes().0 / mesh.extent(sharding.dims.into_iter().flatten().filter(divides))
+        graph.ty(value).bytes().0 / mesh.extent(sharding.dims.into_iter().flatten())
     };
     let read: u64 = (0..node.operands.len())
         .map(|index| bytes(node.operands[index], rule.operand_sharding(index, &strategy)))
