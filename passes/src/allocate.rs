@@ -54,15 +54,30 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     assemble(draft, Bytes(arena), &copies)
 }
 
-/// Gives every instruction the scratch memory that the target asks for.
+/// Gives every instruction the scratch memory that the target asks for. The collectives of a section, one of which runs
+/// at a time, have the same: kernels beside them would wait for what they let go, and they for kernels.
 fn add_scratch(draft: &mut Draft, target: &dyn Target) {
     let mut sections = std::mem::take(&mut draft.sections);
-    for instruction in sections.iter_mut().flatten().map(|item| &mut item.instruction) {
-        let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
-        let (operands, results) = (types(&instruction.operands), types(&instruction.results));
-        let bytes = target.scratch(&instruction.action, &operands, &results).0;
-        if bytes > 0 && !draft.is_view(instruction) {
-            instruction.scratch = Some(draft.buffer(TensorType::new(DType::U8, [bytes]), Category::Buffer));
+    for section in &mut sections {
+        let (mut collectives, mut most) = (Vec::new(), 0);
+        for (index, item) in section.iter_mut().enumerate() {
+            let instruction = &mut item.instruction;
+            let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
+            let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+            let bytes = target.scratch(&instruction.action, &operands, &results).0;
+            if bytes == 0 || draft.is_view(instruction) {
+                continue;
+            }
+            if instruction.stream == Stream::Communication {
+                collectives.push(index);
+                most = bytes.max(most);
+            } else {
+                instruction.scratch = Some(draft.buffer(TensorType::new(DType::U8, [bytes]), Category::Buffer));
+            }
+        }
+        if most > 0 {
+            let shared = draft.buffer(TensorType::new(DType::U8, [most]), Category::Buffer);
+            collectives.into_iter().for_each(|index| section[index].instruction.scratch = Some(shared));
         }
     }
     draft.sections = sections;

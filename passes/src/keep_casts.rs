@@ -26,6 +26,11 @@ struct Kept {
 }
 
 /// The casts of a plan that can be kept: each the only one of its parameter, which lies as the cast does and is updated.
+pub struct Casts<'a> {
+    plan: &'a Plan,
+    kept: Vec<Kept>,
+}
+
 fn candidates(plan: &Plan) -> Vec<Kept> {
     let graph = &plan.graph;
     let mut casts: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
@@ -66,65 +71,72 @@ fn candidates(plan: &Plan) -> Vec<Kept> {
     kept
 }
 
-/// The bytes of parameters that one rank reads in a step to make the casts that can be kept.
-pub fn bytes_read(plan: &Plan) -> Bytes {
-    let local = |kept: Kept| {
-        let (ty, sharding) = (plan.graph.ty(kept.parameter), plan.sharding(kept.parameter));
-        ty.with_shape(sharding.local_shape(&ty.shape, &plan.mesh)).bytes()
-    };
-    candidates(plan).into_iter().map(local).sum()
-}
-
-/// The plan with its casts kept; none if there is nothing to keep.
-///
-/// # Errors
-/// None but a bug: a graph that cannot be built again.
-pub fn keep_casts(plan: &Plan) -> Result<Option<Plan>, PassError> {
-    let kept = candidates(plan);
-    if kept.is_empty() {
-        return Ok(None);
+impl<'a> Casts<'a> {
+    /// Finds them.
+    pub fn of(plan: &'a Plan) -> Self {
+        Self { plan, kept: candidates(plan) }
     }
-    let of_cast: HashMap<NodeId, &Kept> = kept.iter().map(|kept| (kept.cast, kept)).collect();
-    let of_update: HashMap<NodeId, DType> = kept.iter().map(|kept| (kept.update, kept.ty.dtype)).collect();
-    let from = &plan.graph;
-    let graph = from.rebuild(|graph, id, map| {
-        let node = from.node(id);
-        let (op, operands): (Op, &[ValueId]) = match (of_cast.get(&id), of_update.get(&id), &node.op) {
-            (Some(kept), ..) => {
-                let parameter = leaf_name(&from.def(kept.parameter).op).to_string();
-                (State { name: kept.name.clone(), init: 0.0, cast_of: Some(parameter) }.into(), &[])
-            }
-            (_, Some(dtype), Op::Adamw(update)) => {
-                (Adamw { cast: Some(*dtype), ..update.clone() }.into(), &node.operands)
-            }
-            _ => return Ok(false),
+
+    /// The bytes of parameters that one rank reads in a step to make them.
+    pub fn bytes_read(&self) -> Bytes {
+        let local = |kept: &Kept| {
+            let (ty, sharding) = (self.plan.graph.ty(kept.parameter), self.plan.sharding(kept.parameter));
+            ty.with_shape(sharding.local_shape(&ty.shape, &self.plan.mesh)).bytes()
         };
-        replace(graph, (from, id), op, operands, map)
-    });
-    let mut graph = graph.map_err(PassError::ill_formed(PASS))?;
-    // Nodes are told by their numbers from here on, and those that nothing needs would have been left out.
-    if graph.node_count() != from.node_count() {
-        return Ok(None);
+        self.kept.iter().map(local).sum()
     }
-    let moved = |value: ValueId| graph.node(from.value(value).def).results[from.value(value).index];
-    let mut made = Plan { transient: SecondaryMap::new(), spaces: SecondaryMap::new(), ..plan.clone() };
-    for (value, _) in from.values() {
-        made.transient[moved(value)] = plan.transient[value];
-        made.spaces[moved(value)] = plan.spaces[value];
+
+    /// The plan with them kept; none if there is nothing to keep.
+    ///
+    /// # Errors
+    /// None but a bug: a graph that cannot be built again.
+    pub fn keep(&self) -> Result<Option<Plan>, PassError> {
+        let Self { plan, kept } = self;
+        if kept.is_empty() {
+            return Ok(None);
+        }
+        let of_cast: HashMap<NodeId, &Kept> = kept.iter().map(|kept| (kept.cast, kept)).collect();
+        let of_update: HashMap<NodeId, DType> = kept.iter().map(|kept| (kept.update, kept.ty.dtype)).collect();
+        let from = &plan.graph;
+        let graph = from.rebuild(|graph, id, map| {
+            let node = from.node(id);
+            let (op, operands): (Op, &[ValueId]) = match (of_cast.get(&id), of_update.get(&id), &node.op) {
+                (Some(kept), ..) => {
+                    let parameter = leaf_name(&from.def(kept.parameter).op).to_string();
+                    (State { name: kept.name.clone(), init: 0.0, cast_of: Some(parameter) }.into(), &[])
+                }
+                (_, Some(dtype), Op::Adamw(update)) => {
+                    (Adamw { cast: Some(*dtype), ..update.clone() }.into(), &node.operands)
+                }
+                _ => return Ok(false),
+            };
+            replace(graph, (from, id), op, operands, map)
+        });
+        let mut graph = graph.map_err(PassError::ill_formed(PASS))?;
+        // Nodes are told by their numbers from here on, and those that nothing needs would have been left out.
+        if graph.node_count() != from.node_count() {
+            return Ok(None);
+        }
+        let moved = |value: ValueId| graph.node(from.value(value).def).results[from.value(value).index];
+        let mut made = Plan { transient: SecondaryMap::new(), spaces: SecondaryMap::new(), ..(*plan).clone() };
+        for (value, _) in from.values() {
+            made.transient[moved(value)] = plan.transient[value];
+            made.spaces[moved(value)] = plan.spaces[value];
+        }
+        for Kept { parameter, cast, update, name, .. } in kept {
+            made.strategies[*cast] = plan.strategies[from.value(*parameter).def].clone();
+            let (leaf, new) = (graph.result(*cast), graph.node(*update).results[3]);
+            graph.output(name.clone(), new, OutputKind::Update(leaf));
+        }
+        made.graph = graph;
+        Ok(Some(made))
     }
-    for Kept { parameter, cast, update, name, .. } in &kept {
-        made.strategies[*cast] = plan.strategies[from.value(*parameter).def].clone();
-        let (leaf, new) = (graph.result(*cast), graph.node(*update).results[3]);
-        graph.output(name.clone(), new, OutputKind::Update(leaf));
-    }
-    made.graph = graph;
-    Ok(Some(made))
 }
 
-/// The graph with every kept cast made anew in every step, as before [`keep_casts`]. Nodes keep their numbers.
+/// The graph with every kept cast made anew in every step, as before [`Casts::keep`]. Nodes keep their numbers.
 ///
 /// # Errors
-/// As [`keep_casts`].
+/// As [`Casts::keep`].
 pub fn cast_again(graph: &Graph) -> Result<Graph, PassError> {
     let cast_of = |value: ValueId| match &graph.def(value).op {
         Op::State(state) => state.cast_of.as_deref(),

@@ -1,6 +1,6 @@
 //! Plans that keep their casts: what they compute is shown, and what breaks them is found.
 
-use crate::keep_casts::{bytes_read, cast_again, keep_casts};
+use crate::keep_casts::{Casts, cast_again};
 use crate::lower::lower_all;
 use crate::search_tests::{Sizes, plan};
 use shardc_ir::ops::{Op, State};
@@ -24,7 +24,7 @@ fn programs(plan: &Plan) -> Vec<Program> {
 #[track_caller]
 fn check(cluster: &str, pins: &str) {
     let before = plan(TINY, DType::Bf16, cluster, 1, pins).unwrap_or_else(|error| panic!("{pins}: {error}"));
-    let after = keep_casts(&before).unwrap().unwrap_or_else(|| panic!("{pins}: nothing is kept"));
+    let after = Casts::of(&before).keep().unwrap().unwrap_or_else(|| panic!("{pins}: nothing is kept"));
     // Every parameter has one cast, and each of them is kept.
     let parameters = before.graph.leaves().filter(|(_, node)| matches!(node.op, Op::Parameter(_))).count();
     assert_eq!(kept(&after).len(), parameters, "{pins}");
@@ -68,7 +68,7 @@ fn bytes_are_those_of_a_ranks_part() {
         let before = plan(TINY, DType::Bf16, cluster, 1, pins).unwrap();
         let parameters = before.graph.leaves().filter(|(_, node)| matches!(node.op, Op::Parameter(_)));
         let all: u64 = parameters.map(|(value, _)| before.graph.ty(value).bytes().0).sum();
-        (bytes_read(&before).0, all, bytes_read(&keep_casts(&before).unwrap().unwrap()).0)
+        (Casts::of(&before).bytes_read().0, all, Casts::of(&Casts::of(&before).keep().unwrap().unwrap()).bytes_read().0)
     };
     let (read, all, again) = of("cpu:1", "");
     assert_eq!((read, again), (all, 0));
@@ -78,12 +78,12 @@ fn bytes_are_those_of_a_ranks_part() {
 #[test]
 fn plans_without_casts_keep_none() {
     let before = plan(TINY, DType::F32, "cpu:1", 1, "").unwrap();
-    assert!(keep_casts(&before).unwrap().is_none());
+    assert!(Casts::of(&before).keep().unwrap().is_none());
 }
 
 #[track_caller]
 fn refused(change: impl Fn(&mut Plan, ValueId), expect: &str) {
-    let mut plan = keep_casts(&plan(TINY, DType::Bf16, "cpu:2", 1, "dp=2,zero=1").unwrap()).unwrap().unwrap();
+    let mut plan = Casts::of(&plan(TINY, DType::Bf16, "cpu:2", 1, "dp=2,zero=1").unwrap()).keep().unwrap().unwrap();
     let cast = kept(&plan)[1];
     change(&mut plan, cast);
     let found = verify::plan(&plan).expect_err(expect).to_string();
@@ -114,7 +114,7 @@ fn casts_that_do_not_follow_their_parameters_are_refused() {
 /// A cast that another parameter's update writes, and one that is said to be another's.
 #[test]
 fn programs_that_mix_casts_up_are_refused() {
-    let plan = keep_casts(&plan(TINY, DType::Bf16, "cpu:1", 1, "").unwrap()).unwrap().unwrap();
+    let plan = Casts::of(&plan(TINY, DType::Bf16, "cpu:1", 1, "").unwrap()).keep().unwrap().unwrap();
     let verified = verify::plan(&plan).unwrap();
     let programs = programs(&plan);
     let slots = |program: &Program| -> [usize; 2] {

@@ -5,7 +5,8 @@
 //!
 //! * the gathers of weights of one block become one instruction, issued when the block before begins
 //!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
-//!   2023, section 3.3.2); a collective that kernels wait for at once, there, goes first;
+//!   2023, section 3.3.2), or with those of that block if it has little to hide them; a collective that kernels wait for
+//!   at once, there, goes first;
 //! * reductions for the optimizer wait for others until there are enough bytes for one collective
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
 //!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
@@ -26,6 +27,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// The bytes of the operands of a bucket at which it is closed.
 const BUCKET_BYTES: u64 = 32 << 20;
+/// Weights of a block that have less than this share of the bytes of the next block's do not hide their gather.
+pub(crate) const SMALL: f64 = 0.1;
 /// How many closed buckets may be on the wire before kernels wait for the first of them.
 const LATE: usize = 4;
 
@@ -67,7 +70,7 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let mut first: BTreeMap<u32, usize> = BTreeMap::new();
     let mut order: Vec<(usize, u32)> = Vec::new();
     for (at, item) in items.iter().enumerate() {
-        if let Hint::Prefetch(block) = item.hint {
+        if let Hint::Prefetch { block, .. } = item.hint {
             first.entry(block).or_insert_with(|| {
                 order.push((at, block));
                 at
@@ -77,18 +80,28 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     if order.is_empty() {
         return items;
     }
-    // Where each block's gathers go: to a gather of the block before.
+    // Where each block's gathers go: to a gather of the block before, or with those if there is little to them.
     let issue = behind_others(&items, &first);
+    let (mut bytes, mut is_kept): (BTreeMap<u32, u64>, BTreeMap<u32, bool>) = Default::default();
+    for item in &items {
+        if let Hint::Prefetch { block, is_kept: kept } = item.hint {
+            let all = item.instruction.results.iter().map(|id| draft.buffers[*id].ty.bytes().0);
+            *bytes.entry(block).or_default() += all.sum::<u64>();
+            *is_kept.entry(block).or_insert(true) &= kept;
+        }
+    }
     let mut target: BTreeMap<u32, usize> = BTreeMap::new();
     for (index, (own, block)) in order.iter().enumerate() {
-        let before = index.checked_sub(1).map_or(*own, |before| issue[&order[before].1]);
-        target.insert(*block, before.min(*own));
+        let before = index.checked_sub(1).map(|before| order[before].1);
+        let is_small = |before: u32| is_kept[block] && (bytes[&before] as f64) < SMALL * bytes[block] as f64;
+        let to = before.map_or(*own, |before| if is_small(before) { target[&before] } else { issue[&before] });
+        target.insert(*block, to.min(*own));
     }
     let writers = writers(draft, &items);
     // (position, 0 = what the gather reads, 1 = the gathers, 2 = the rest, where it stood)
     let mut keys: Vec<(usize, u8, usize)> = (0..items.len()).map(|at| (at, 2, at)).collect();
     for (at, item) in items.iter().enumerate() {
-        let Hint::Prefetch(block) = item.hint else { continue };
+        let Hint::Prefetch { block, .. } = item.hint else { continue };
         let to = target[&block];
         if hoist(draft, &items, &writers, &mut keys, at, to) {
             keys[at] = (to, 1, at);
@@ -108,8 +121,8 @@ fn behind_others(items: &[Item], first: &BTreeMap<u32, usize>) -> BTreeMap<u32, 
     let mut open: BTreeMap<u32, bool> = BTreeMap::new();
     for (at, Item { instruction, hint }) in items.iter().enumerate() {
         match (hint, &instruction.action) {
-            (Hint::Prefetch(block), _) if first[block] == at => _ = open.insert(*block, false),
-            (Hint::Prefetch(block), _) if open.get(block) == Some(&true) => {
+            (Hint::Prefetch { block, .. }, _) if first[block] == at => _ = open.insert(*block, false),
+            (Hint::Prefetch { block, .. }, _) if open.get(block) == Some(&true) => {
                 issue.insert(*block, at);
                 open.remove(block);
             }
@@ -172,7 +185,7 @@ fn merge_gathers(items: Vec<(usize, Item)>) -> Vec<Item> {
     let mut merged: Vec<Item> = Vec::with_capacity(items.len());
     let mut run = 0;
     for (_, item) in items {
-        let Hint::Prefetch(_) = item.hint else {
+        let Hint::Prefetch { .. } = item.hint else {
             run = merged.len() + 1;
             merged.push(item);
             continue;

@@ -25,6 +25,9 @@ pub mod offload;
 mod outcome;
 pub mod overlap;
 mod overstated;
+#[cfg(test)]
+mod peak_tests;
+mod pieces;
 pub mod pins;
 mod placed;
 pub mod recompute;

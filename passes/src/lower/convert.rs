@@ -242,7 +242,9 @@ impl Lowering<'_> {
         let made_bytes = self.local_type(self.plan.graph.ty(value), &self.made_as(value)).bytes();
         let block = self.block(reader);
         let hint = |step: &Step| match step {
-            Step::AllGather { .. } if self.weights[def] && !for_optimizer => Hint::Prefetch(block),
+            Step::AllGather { .. } if self.weights[def] && !for_optimizer => {
+                Hint::Prefetch { block, is_kept: own.is_none() }
+            }
             // Scales of weights are found together, before their readers.
             _ if step.is_reduction() && (for_optimizer || self.weights[def]) => Hint::Bucket,
             _ => Hint::None,

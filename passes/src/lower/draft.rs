@@ -63,8 +63,14 @@ pub enum Hint {
     None,
     /// A reduction that may wait for others, to be one bucket with them.
     Bucket,
-    /// The gather of a weight for the block of this number; it may be issued a block ahead.
-    Prefetch(u32),
+    /// The gather of a weight for the block of this number; it may be issued a block ahead, and farther if the copy is
+    /// kept through the step.
+    Prefetch {
+        /// The block.
+        block: u32,
+        /// Whether it is kept.
+        is_kept: bool,
+    },
 }
 
 /// One instruction of a draft; `after` is empty until allocation.

@@ -21,16 +21,15 @@ use super::storage::{Copies, kind};
 use crate::cluster::Cluster;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
+use crate::schedule::SMALL;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::shard::zero::{Parted, scattered};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Bytes of one bucket of gradients, as the schedule closes them.
 pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
-
-/// Weights that take less than this share of the time of the next ones are gathered with those before.
-const SMALL: f64 = 0.1;
 
 /// A value whose layout along the tensor axes changes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -72,14 +71,23 @@ struct Stretch {
     fetch: f64,
 }
 
+/// A gradient that is reduced.
+#[derive(Clone, Copy, Debug)]
+struct Reduced {
+    /// The class of its update.
+    class: usize,
+    bytes: f64,
+    /// The bytes of what it is made of, if each rank may gather that and make its part.
+    made_of: Option<f64>,
+}
+
 /// Gradients that are reduced together.
 #[derive(Clone, Debug)]
 struct Bucket {
     /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
-    /// Of each, the class of its update, and its bytes.
-    gradients: Vec<(usize, f64)>,
+    gradients: Vec<Reduced>,
     /// Which ranks reduce them.
     kind: usize,
 }
@@ -178,7 +186,7 @@ impl Loop {
         placed: &Placed<'_>,
         conversions: &[Conversion],
         seconds: &[f64],
-        divides: &dyn Fn(usize) -> Option<usize>,
+        divides: &dyn Fn(usize) -> Option<Parted>,
     ) -> Self {
         let machine = Machine::own(&placed.cluster.device);
         let graph = prepared.graph;
@@ -232,7 +240,7 @@ impl Loop {
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
-                    let dim = if prepared.is_parameter[maker] { divides(maker) } else { None };
+                    let dim = if prepared.is_parameter[maker] { divides(maker).map(|parted| parted.dim) } else { None };
                     let Some(dim) = dim.filter(|_| !seen[usize::from(key.1)]) else { continue };
                     let (size, kind) = (bytes(maker), kind(placed, maker));
                     // Of codes, one arrangement or the other.
@@ -269,7 +277,7 @@ impl Loop {
             }
         }
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
-        own.fill_buckets(prepared, placed, &place);
+        own.fill_buckets(prepared, placed, &place, divides);
         own
     }
 
@@ -302,22 +310,36 @@ impl Loop {
     }
 
     /// Gradients in the order in which they are made, merged as the schedule merges them.
-    fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
+    fn fill_buckets(
+        &mut self,
+        prepared: &Prepared<'_>,
+        placed: &Placed<'_>,
+        place: &[(usize, f64)],
+        divides: &dyn Fn(usize) -> Option<Parted>,
+    ) {
         let graph = prepared.graph;
-        let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
+        let mut made: Vec<(usize, Reduced, usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
             let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
+            let def = graph.value(node.operands[1]).def;
+            // A part that ends with zeros is cut from what is made.
+            let parts = divides(class).filter(|parted| parted.is_even && placed.microbatches == 1);
+            let made_of = parts.and_then(|parted| scattered(graph, node.operands[1], parted.dim)).map(|_| {
+                let maker = prepared.folded.class[def];
+                let local = placed.local(prepared, maker, &placed.strategies[maker]);
+                local.operands.iter().sum::<u64>() as f64
+            });
+            made.push((def.index(), Reduced { class, bytes, made_of }, kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
         let mut open = [const { (0.0, Vec::new()) }; 2];
         for (index, (def, gradient, kind)) in made.iter().enumerate() {
             let (bytes, gradients) = &mut open[*kind];
-            *bytes += gradient.1;
+            *bytes += gradient.bytes;
             gradients.push(*gradient);
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
@@ -331,13 +353,18 @@ impl Loop {
     pub fn times(&self, copies: &[Copies; 2], is_parted: impl Fn(usize) -> bool, cluster: &Cluster) -> Times {
         let reduce = |zero: u64| {
             let of = |bucket: &Bucket| {
-                let bytes = |is_wanted: bool| -> f64 {
-                    let wanted =
-                        bucket.gradients.iter().filter(|(class, _)| (zero > 0 && is_parted(*class)) == is_wanted);
-                    wanted.map(|(_, bytes)| bytes).sum()
-                };
                 let copies = &copies[bucket.kind];
-                copies.reduce(zero, bytes(true), cluster) + copies.reduce(0, bytes(false), cluster)
+                let (mut parted, mut whole, mut gathered) = (0.0, 0.0, 0.0);
+                for Reduced { class, bytes, made_of } in &bucket.gradients {
+                    let all = made_of.map(|bytes| copies.of_all(bytes)).filter(|all| all < bytes);
+                    match all {
+                        _ if zero == 0 || !is_parted(*class) => whole += bytes,
+                        Some(all) => gathered += all,
+                        None => parted += bytes,
+                    }
+                }
+                let reduced = copies.reduce(zero, parted, cluster) + copies.reduce(0, whole, cluster);
+                reduced + copies.gather(gathered, cluster)
             };
             self.buckets.iter().map(of).collect()
         };
@@ -373,12 +400,13 @@ impl Loop {
             Some(block) if stretch.again.iter().any(|class| traffic.again.is_again(block, *class)) => 2,
             _ => 1,
         };
-        let of = |(index, stretch)| times.gather[which(stretch)][index];
-        let gathered: Vec<f64> = match traffic.gathers {
-            true => self.stretches.iter().enumerate().map(of).collect(),
-            false => Vec::new(),
+        // Per stretch, the seconds of its gathers, and of the kernels that bring into order what they bring.
+        let of = |(index, stretch): (usize, &Stretch)| {
+            let which = which(stretch);
+            (times.gather[which][index], stretch.ordered[which])
         };
-        let ordered = |stretch: &Stretch| if traffic.gathers { stretch.ordered[which(stretch)] } else { 0.0 };
+        let read = self.stretches.iter().enumerate().filter(|_| traffic.gathers);
+        let (gathered, ordered): (Vec<f64>, Vec<f64>) = read.map(of).unzip();
         // Outside of the loop nothing runs beside it.
         let mut outside = 0.0;
         if traffic.gathers && !gathers_in_loop {
@@ -417,7 +445,7 @@ impl Loop {
                 }
             });
             if gathers_in_loop {
-                clocks.run(clocks.done + ordered(stretch));
+                clocks.run(clocks.done + ordered[index]);
             }
             let start = clocks.done;
             let mut meetings = stretch.meetings.iter().peekable();
@@ -457,8 +485,7 @@ impl Loop {
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
         let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
         let microbatches = traffic.microbatches as f64;
-        let ordered =
-            self.stretches.iter().map(ordered).sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
+        let ordered = ordered.iter().sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
         Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown, ordered }
     }
 

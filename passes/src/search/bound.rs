@@ -8,7 +8,7 @@
 //! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
-use super::sharing::Sharing;
+use super::sharing::{Collectives, Sharing};
 use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
@@ -53,6 +53,7 @@ pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<
     if placed.mesh.degree("pp") > 1 {
         return least;
     }
+    let mut relaxed = Relaxed::new(prepared, placed, Sharing::least(placed.mesh));
     let ways = asked.stored.iter().flat_map(|(mesh, stages)| stages.iter().map(move |zero| (mesh, *zero)));
     let bound = ways.fold(f64::INFINITY, |bound, (mesh, zero)| {
         // The least of the ways counts, so no other need be tighter than that.
@@ -60,7 +61,7 @@ pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<
         if bound <= least {
             bound
         } else {
-            bound.min(of_way(prepared, placed, (mesh, zero), asked.memory, [least, enough]))
+            bound.min(of_way(&mut relaxed, (mesh, zero), asked.memory, [least, enough]))
         }
     });
     bound.max(least)
@@ -68,21 +69,21 @@ pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<
 
 /// The bound of one way to share what is stored: between the first of two numbers of seconds and, nearly, the other.
 fn of_way(
-    prepared: &Prepared<'_>,
-    placed: &Placed<'_>,
+    relaxed: &mut Relaxed<'_, '_>,
     (stored, zero): (&Mesh, u64),
     memory: Option<Bytes>,
     [least, enough]: [f64; 2],
 ) -> f64 {
+    let placed = relaxed.placed;
+    let collectives = Collectives::new(relaxed.prepared, placed, stored, zero);
     let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
     let unit = least / free / scaled(placed, 1.0);
-    let relaxed = |busy: f64| Relaxed::new(prepared, placed, Sharing::new(prepared, placed, stored, zero, busy));
-    let mut own = (0.0, relaxed(0.0));
+    let mut shared = None;
     let mut at = |price: f64, busy: f64| {
-        if own.0 != busy {
-            own = (busy, relaxed(busy));
+        if shared.replace(busy) != Some(busy) {
+            relaxed.share(Sharing::new(placed, stored, zero, collectives, busy));
         }
-        scaled(placed, own.1.cost(price * unit) - price * unit * free)
+        scaled(placed, relaxed.cost(price * unit) - price * unit * free)
     };
     // The least of functions that are linear in the price and the share is concave in both: where a higher price does
     // worse, so do all that are higher.
@@ -156,8 +157,10 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }
 
-/// A bound's problem, for every price of a byte.
+/// A bound's problem, for every price of a byte and every way to share what is stored.
 struct Relaxed<'a, 'b> {
+    prepared: &'a Prepared<'b>,
+    placed: &'a Placed<'a>,
     /// One for all axes that are alike, and how many they are.
     problems: Vec<(f64, Problem<'a, 'b>)>,
     /// The classes, where there is no axis.
@@ -182,10 +185,27 @@ impl<'a, 'b> Relaxed<'a, 'b> {
             (alike.len() as f64, Problem::new(prepared, placed, axis, objective(beside)))
         };
         let problems: Vec<_> = alike.values().map(problem).collect();
-        let pricer = Pricer::new(prepared, placed, objective(Beside::NONE));
-        let apart = placed.strategies.iter().enumerate().filter(|_| axes.is_empty());
-        let quotes = apart.map(|(class, strategy)| pricer.quote(class, strategy)).collect();
-        Self { problems, quotes, latency: sharing.latency }
+        let (quotes, latency) = (Vec::new(), sharing.latency);
+        let mut own = Self { prepared, placed, problems, quotes, latency };
+        own.quote(sharing);
+        own
+    }
+
+    /// The same where the data ranks share in another way what is stored.
+    fn share(&mut self, sharing: Sharing) {
+        self.problems.iter_mut().for_each(|(_, problem)| problem.share(sharing));
+        self.latency = sharing.latency;
+        self.quote(sharing);
+    }
+
+    /// Asks what classes cost that no axis divides.
+    fn quote(&mut self, sharing: Sharing) {
+        if self.problems.is_empty() {
+            let objective = Objective::Bound { byte: 0.0, beside: Beside::NONE, sharing };
+            let pricer = Pricer::new(self.prepared, self.placed, objective);
+            let strategies = self.placed.strategies.iter().enumerate();
+            self.quotes = strategies.map(|(class, strategy)| pricer.quote(class, strategy)).collect();
+        }
     }
 
     /// The least cost if a byte costs so many seconds.

@@ -5,7 +5,7 @@
 //! bound that a search reports are those of plans that cast in every step.
 
 use super::{Confirm, PlanError, Space};
-use crate::keep_casts::{bytes_read, keep_casts};
+use crate::keep_casts::Casts;
 use shardc_ir::Plan;
 
 /// What a plan's choice says of kept casts, and a pin.
@@ -23,12 +23,16 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
         Some(false) => return Ok(plan),
         pin => pin.is_some(),
     };
-    let seconds = || bytes_read(&plan).0 as f64 / space.cluster.device.memory_bandwidth.value;
-    if !is_pinned && (confirm.is_none() || seconds() < GAIN * plan.prediction.step.0) {
+    if !is_pinned && confirm.is_none() {
+        return Ok(plan);
+    }
+    let casts = Casts::of(&plan);
+    let seconds = casts.bytes_read().0 as f64 / space.cluster.device.memory_bandwidth.value;
+    if !is_pinned && seconds < GAIN * plan.prediction.step.0 {
         return Ok(plan);
     }
     let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
-    let Some(mut made) = keep_casts(&plan).map_err(|error| PlanError::Bug(error.to_string()))? else {
+    let Some(mut made) = casts.keep().map_err(|error| PlanError::Bug(error.to_string()))? else {
         return match is_pinned {
             true => {
                 refuse("no trained parameter is cast and lies on the device as its cast does; leave it out".to_string())

@@ -50,8 +50,19 @@ struct Span {
     last: usize,
 }
 
+/// The least span that has others in it.
+fn around(first: Option<Span>, others: impl Iterator<Item = Span>) -> Option<Span> {
+    let mut all = first;
+    for Span { fetch, first, last } in others {
+        let of = all.unwrap_or(Span { fetch, first, last });
+        all = Some(Span { fetch: of.fetch.min(fetch), first: of.first.min(first), last: of.last.max(last) });
+    }
+    all
+}
+
+/// A copy of a parameter.
 #[derive(Debug)]
-struct Copy {
+pub struct Copy {
     /// The class that makes it, and which of its results it is.
     class: usize,
     result: usize,
@@ -62,6 +73,8 @@ struct Copy {
     made: usize,
     /// Of the forward pass, and of the backward pass.
     spans: [Option<Span>; 2],
+    /// The same, the latter with all that is computed again at the most.
+    reach: [Option<Span>; 2],
     /// The nodes of the forward passes of blocks that read it: the block, and the class.
     readers: Vec<(u64, usize)>,
 }
@@ -122,7 +135,7 @@ impl Copies {
                     let (class, result) = (prepared.folded.class[of.def], of.index);
                     own.read.insert((class, result));
                     let (made, spans, readers) = (of.def.index(), [None; 2], Vec::new());
-                    own.copies.push(Copy { class, result, is_stored, is_code, made, spans, readers });
+                    own.copies.push(Copy { class, result, is_stored, is_code, made, spans, reach: spans, readers });
                     own.copies.len() - 1
                 });
                 let copy = &mut own.copies[index];
@@ -130,7 +143,12 @@ impl Copies {
                 copy.readers.extend(home.filter(|_| !is_backward).map(|block| (block, class)));
             }
         }
-        own
+        let mut copies = std::mem::take(&mut own.copies);
+        for copy in &mut copies {
+            let [forward, backward] = copy.spans;
+            copy.reach = [forward, around(backward, copy.blocks().filter_map(|block| own.again(block)))];
+        }
+        Self { copies, ..own }
     }
 
     /// Whether the loop reads a result of a class.
@@ -138,45 +156,91 @@ impl Copies {
         self.read.contains(&(class, result))
     }
 
-    /// What lives of them beside what is there all the time, `sizes` being the bytes of each result of each class.
-    pub fn lived(&self, sizes: &[Vec<u64>], selected: &Selected<'_>, keeping: Keeping<'_>) -> Vec<Lived> {
-        let mut all = Vec::new();
-        for copy in &self.copies {
-            let bytes = sizes[copy.class][copy.result];
-            let [forward, backward] = copy.spans;
-            // Where it is read when blocks are computed again.
-            let again = |(block, class): &(u64, usize)| {
-                let [fetch, begin] = self.backward[*block as usize];
-                let is_again = selected.is_again(*block, *class) && begin < usize::MAX;
-                is_again.then_some(Span { fetch, first: begin, last: begin })
-            };
-            let behind = copy.readers.iter().filter_map(again).chain(backward).reduce(|a, b| Span {
-                fetch: a.fetch.min(b.fetch),
-                first: a.first.min(b.first),
-                last: a.last.max(b.last),
-            });
-            let (Some(start), Some(end)) = (forward.or(behind), behind.or(forward)) else { continue };
-            let Some((parts, dim)) = keeping.parts.get(copy.class).copied().flatten() else {
-                if !copy.is_stored && !keeping.is_loop {
-                    let from = copy.made.min(start.first);
-                    all.push(Lived { bytes, from, to: end.last, is_dropped: false, is_ordered: false });
-                }
-                continue;
-            };
-            // The other arrangement of codes has its dimensions exchanged.
-            let is_ordered = if copy.is_code { dim != copy.result } else { dim != 0 };
-            let gathered = |from, to| Lived { bytes, from, to, is_dropped: keeping.is_dropped, is_ordered };
-            if keeping.is_dropped {
-                all.extend(forward.into_iter().chain(behind).map(|span| gathered(span.fetch, span.last)));
-            } else if !keeping.is_loop {
-                all.push(gathered(start.fetch, end.last));
+    /// All of them.
+    pub fn all(&self) -> &[Copy] {
+        &self.copies
+    }
+
+    /// Where a block's nodes that are computed again read a copy.
+    fn again(&self, block: u64) -> Option<Span> {
+        let [fetch, begin] = self.backward[block as usize];
+        (begin < usize::MAX).then_some(Span { fetch, first: begin, last: begin })
+    }
+}
+
+impl Copy {
+    /// Where it is read by what is computed again.
+    fn again(&self, of: &Copies, selected: &Selected<'_>) -> impl Iterator<Item = Span> {
+        let is_again = |(block, class): &&(u64, usize)| selected.is_again(*block, *class);
+        self.readers.iter().filter(is_again).filter_map(|(block, _)| of.again(*block))
+    }
+
+    /// The blocks that, computed again, change when it lives.
+    pub fn blocks(&self) -> impl Iterator<Item = u64> {
+        self.readers.iter().map(|(block, _)| *block)
+    }
+
+    /// Whether it may live at a position, whatever is computed again.
+    pub fn may_live(&self, at: usize, keeping: Keeping<'_>) -> bool {
+        let is_in = |span: &Option<Span>| span.is_some_and(|span| span.fetch <= at && at <= span.last);
+        match keeping.is_dropped && keeping.is_loop {
+            true => self.reach.iter().any(is_in),
+            // Something of it is there in between, and before.
+            false => self.reach.iter().flatten().any(|span| at <= span.last),
+        }
+    }
+
+    /// The positions at which what is held of it may change with what is computed again.
+    pub fn turns(&self, of: &Copies) -> Vec<usize> {
+        let mut turns = Vec::new();
+        let [forward, backward] = self.spans;
+        for again in self.blocks().filter_map(|block| of.again(block)) {
+            // Where it ends if nothing is computed again.
+            let Some(end) = backward.or(forward) else { continue };
+            if backward.is_none() || again.fetch < end.fetch {
+                turns.extend([again.fetch, again.fetch + 1, end.fetch, end.fetch + 1]);
             }
-            if !copy.is_stored && !keeping.is_loop {
-                let from = if copy.is_code { 0 } else { start.fetch };
-                let to = if keeping.is_dropped { end.fetch } else { start.fetch };
-                all.push(Lived { bytes: bytes / parts, from, to, is_dropped: false, is_ordered: false });
+            if backward.is_none() || again.last > end.last {
+                turns.extend([again.last + 1, end.last + 1]);
             }
         }
-        all
+        turns
+    }
+
+    /// Calls `each` with what lives of it beside what is there all the time, `sizes` being the bytes of each result of
+    /// each class.
+    pub fn lived(
+        &self,
+        of: &Copies,
+        sizes: &[Vec<u64>],
+        selected: &Selected<'_>,
+        keeping: Keeping<'_>,
+        each: &mut dyn FnMut(Lived),
+    ) {
+        let bytes = sizes[self.class][self.result];
+        let [forward, backward] = self.spans;
+        // It is also read when blocks are computed again.
+        let behind = around(backward, self.again(of, selected));
+        let (Some(start), Some(end)) = (forward.or(behind), behind.or(forward)) else { return };
+        let Some((parts, dim)) = keeping.parts.get(self.class).copied().flatten() else {
+            if !self.is_stored && !keeping.is_loop {
+                let from = self.made.min(start.first);
+                each(Lived { bytes, from, to: end.last, is_dropped: false, is_ordered: false });
+            }
+            return;
+        };
+        // The other arrangement of codes has its dimensions exchanged.
+        let is_ordered = if self.is_code { dim != self.result } else { dim != 0 };
+        let gathered = |from, to| Lived { bytes, from, to, is_dropped: keeping.is_dropped, is_ordered };
+        if keeping.is_dropped {
+            forward.into_iter().chain(behind).for_each(|span| each(gathered(span.fetch, span.last)));
+        } else if !keeping.is_loop {
+            each(gathered(start.fetch, end.last));
+        }
+        if !self.is_stored && !keeping.is_loop {
+            let from = if self.is_code { 0 } else { start.fetch };
+            let to = if keeping.is_dropped { end.fetch } else { start.fetch };
+            each(Lived { bytes: bytes / parts, from, to, is_dropped: false, is_ordered: false });
+        }
     }
 }

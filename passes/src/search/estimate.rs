@@ -6,6 +6,7 @@
 use super::beside::{BUCKET, Loop, Shown, Times, Traffic};
 use super::copies::Keeping;
 use super::liveness::{Gradients, Liveness, Peak};
+use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
@@ -15,7 +16,8 @@ use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, Flops, Mesh, Role, Seconds};
+use shardc_ir::program::Action;
+use shardc_ir::{Bytes, DType, Flops, Mesh, ReduceKind, Role, Seconds, TensorType};
 use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
 
@@ -86,15 +88,18 @@ pub struct Shape<'a> {
     added_up: u64,
     /// Bytes of the others, to which products add, and which they read for it.
     added_to: u64,
-    /// Bytes of the largest gradient in the blocks.
+    /// Bytes of the largest gradient in the blocks, and of the largest of all.
     block_gradient: u64,
+    largest_gradient: u64,
     /// Blocks of the model.
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
     liveness: Liveness<'a>,
-    /// Those that were asked for.
+    /// The peaks that were asked for.
     peaks: RefCell<BTreeMap<(Recompute, u64, usize), Peak>>,
+    /// What they are found from.
+    profiles: RefCell<BTreeMap<(u64, usize), Profile>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
@@ -124,10 +129,12 @@ impl<'a> Shape<'a> {
             added_up: 0,
             added_to: 0,
             block_gradient: 0,
+            largest_gradient: 0,
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: RefCell::default(),
+            profiles: RefCell::default(),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
             around: Loop::default(),
@@ -143,7 +150,7 @@ impl<'a> Shape<'a> {
             seconds.push(time);
         }
         let first = &shape.storages[0];
-        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
+        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         // Scales of parameters are reduced together.
         let is_scale =
@@ -158,7 +165,28 @@ impl<'a> Shape<'a> {
             each[conversion.reader].communication += seconds / readers as f64;
         }
         shape.prices = each;
+        shape.liveness.staging = shape.staging(conversions);
         shape
+    }
+
+    /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
+    fn staging(&self, conversions: &[Conversion]) -> [u64; 2] {
+        let scratch = |bytes: u64| {
+            let action = Action::ReduceScatter { reduce: ReduceKind::Sum, group: 0 };
+            self.prepared.target.scratch(&action, &[TensorType::new(DType::F32, [bytes / 4])], &[]).0
+        };
+        let sizes = self.liveness.sizes();
+        let sums = conversions.iter().filter(|of| of.is_early && !of.is_local);
+        let alone = sums.map(|of| sizes[of.maker][of.result]).max().unwrap_or(0);
+        let whole = self.storages[0].gradients.whole as u64;
+        let is_shared = self.storages[0].ranks() > 1;
+        let gradients = if is_shared { self.bucket(whole).max(self.largest_gradient) } else { 0 };
+        [alone, gradients].map(scratch)
+    }
+
+    /// Bytes of gradients that wait for others to be reduced with.
+    fn bucket(&self, whole: u64) -> u64 {
+        (BUCKET as u64).min(whole / self.blocks.max(1))
     }
 
     fn is_in_block(&self, prepared: &Prepared<'_>, class: usize) -> bool {
@@ -234,6 +262,7 @@ impl<'a> Shape<'a> {
                 let is_product = matches!(prepared.graph.def(gradient).op, Op::Matmul(_));
                 let added = if is_product { &mut self.added_to } else { &mut self.added_up };
                 *added += operands[1] * count;
+                self.largest_gradient = self.largest_gradient.max(operands[1]);
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -281,13 +310,13 @@ impl<'a> Shape<'a> {
             Gradients::Kept(share) => share.to_bits(),
             Gradients::Added { is_reduced } => u64::MAX - u64::from(is_reduced),
         };
-        let key = (recompute, of_gradients, of_copies);
-        if let Some(peak) = self.peaks.borrow().get(&key) {
-            return *peak;
-        }
-        let peak = self.liveness.peak(&self.select(recompute), gradients, keeping);
-        self.peaks.borrow_mut().insert(key, peak);
-        peak
+        let find = || {
+            let mut profiles = self.profiles.borrow_mut();
+            let profile = || self.liveness.profile(gradients, keeping);
+            let profile = profiles.entry((of_gradients, of_copies)).or_insert_with(profile);
+            profile.peak(&self.liveness, &self.select(recompute), keeping)
+        };
+        *self.peaks.borrow_mut().entry((recompute, of_gradients, of_copies)).or_insert_with(find)
     }
 
     /// What a rank holds through the step.
@@ -334,7 +363,7 @@ impl<'a> Shape<'a> {
             let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
             (peak, peak.gradients + waiting, 0.0)
         };
-        let bucket = if is_shared { (BUCKET as u64).min(whole / self.blocks.max(1)) } else { 0 };
+        let bucket = if is_shared { self.bucket(whole) } else { 0 };
         Memory {
             parameters: Bytes((storage.parameters.under(zero) + copies) as u64 + peak.copies),
             gradients: Bytes(gradients),

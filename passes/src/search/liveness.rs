@@ -6,21 +6,23 @@
 //! behind the loop lives from its node to the end; with several microbatches its accumulator lives through all of them. A
 //! node's scratch memory lives as long as the node runs, and again where it is computed again.
 
-use super::copies::{Copies, Keeping};
+use super::copies::Copies;
+use super::pieces::{Known, Pieces};
 use super::recompute::Selected;
 use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// When a value lives. Positions are node indices.
-#[derive(Clone, Copy, Debug)]
-struct Life {
+#[derive(Clone, Debug)]
+pub(super) struct Life {
     /// The class that makes it, and which of its results it is.
-    class: usize,
-    result: usize,
+    pub(super) class: usize,
+    pub(super) result: usize,
     made: usize,
     /// Its last reader.
     last: usize,
@@ -28,20 +30,54 @@ struct Life {
     last_forward: usize,
     /// Its block, if recomputation may drop it in between.
     block: Option<u64>,
+    /// The nodes of the forward passes of blocks that read it: the block, and the class.
+    readers: Vec<(u64, usize)>,
     /// The last reader, if its result takes the bytes over.
     given: Option<usize>,
     /// Whether a gradient is made of it.
-    is_term: bool,
+    pub(super) is_term: bool,
+}
+
+impl Life {
+    /// From where to where it lives, both included, if what is selected is computed again.
+    pub(super) fn spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
+        let start_of = |(block, class): (u64, usize)| lives.start(block).filter(|_| selected.is_again(block, class));
+        // What is computed again reads what was kept until then.
+        let last = self.readers.iter().filter_map(|reader| start_of(*reader)).fold(self.last, usize::max);
+        // What its last reader's result takes over ends before that.
+        let last = if self.given == Some(last) { last - 1 } else { last };
+        let again = self.block.and_then(|block| start_of((block, self.class)));
+        match again.filter(|start| *start <= last && *start > self.last_forward) {
+            Some(start) => [Some((self.made, self.last_forward)), Some((start, last))],
+            None => [Some((self.made, last)), None],
+        }
+    }
+
+    /// The blocks that, computed again, change from where to where it lives.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = u64> {
+        self.block.into_iter().chain(self.readers.iter().map(|(block, _)| *block))
+    }
+
+    /// The positions at which what is held of it may change with what is computed again.
+    pub(super) fn turns(&self, lives: &Lives) -> Vec<usize> {
+        let starts = |block| lives.start(block);
+        let mut turns: Vec<usize> =
+            self.block.and_then(starts).map_or(Vec::new(), |at| vec![self.last_forward + 1, at]);
+        for start in self.readers.iter().filter_map(|(block, _)| starts(*block)).filter(|start| *start > self.last) {
+            turns.extend([self.last, self.last + 1, start + 1]);
+        }
+        turns
+    }
 }
 
 /// A gradient that is read behind the loop.
 #[derive(Clone, Copy, Debug)]
-struct Gradient {
+pub(super) struct Gradient {
     /// The class that makes it, and which of its results it is.
-    class: usize,
-    result: usize,
-    made: usize,
-    is_product: bool,
+    pub(super) class: usize,
+    pub(super) result: usize,
+    pub(super) made: usize,
+    pub(super) is_product: bool,
 }
 
 /// What becomes of gradients.
@@ -58,31 +94,23 @@ pub enum Gradients {
 
 impl Gradients {
     /// The share of each that stays beside the sums.
-    fn kept(self) -> f64 {
+    pub(super) fn kept(self) -> f64 {
         if let Self::Kept(share) = self { share } else { 0.0 }
     }
 
     /// Whether it and its terms are added up without ever being there.
-    fn is_in_place(self, is_product: bool) -> bool {
+    pub(super) fn is_in_place(self, is_product: bool) -> bool {
         matches!(self, Self::Added { is_reduced: false }) && is_product
     }
 }
 
-/// A node of a block's forward pass that reads a value.
-#[derive(Clone, Copy, Debug)]
-struct Reader {
-    life: usize,
-    block: u64,
-    class: usize,
-}
-
 /// A node that may need scratch memory.
 #[derive(Clone, Copy, Debug)]
-struct Run {
-    class: usize,
-    position: usize,
+pub(super) struct Run {
+    pub(super) class: usize,
+    pub(super) position: usize,
     /// Its block, if it belongs to the forward pass of one.
-    block: Option<u64>,
+    pub(super) block: Option<u64>,
 }
 
 /// Bytes that live at one time.
@@ -103,15 +131,15 @@ pub struct Peak {
 /// The lives of all values of a microbatch, whatever the mesh.
 #[derive(Debug, Default)]
 pub struct Lives {
-    lives: Vec<Life>,
-    readers: Vec<Reader>,
+    pub(super) lives: Vec<Life>,
     /// The gradients that are read behind the loop.
-    gradients: Vec<Gradient>,
-    runs: Vec<Run>,
+    pub(super) gradients: Vec<Gradient>,
+    pub(super) runs: Vec<Run>,
     copies: Copies,
     /// Per block, where its backward pass starts.
-    backward: Vec<usize>,
-    positions: usize,
+    pub(super) backward: Vec<usize>,
+    pub(super) positions: usize,
+    pub(super) pieces: Pieces,
     /// Blocks of the model.
     blocks: u64,
     /// Per class and result, how many of them live where the backward pass starts: those that stay, and
@@ -122,13 +150,17 @@ pub struct Lives {
 /// The lives of all values, with their bytes on one rank of a placed mesh.
 #[derive(Debug)]
 pub struct Liveness<'a> {
-    of: &'a Lives,
+    pub(super) of: &'a Lives,
     /// Bytes of each result of each class.
-    sizes: Vec<Vec<u64>>,
+    pub(super) sizes: Vec<Vec<u64>>,
     /// Bytes of scratch memory of each class.
-    scratch: Vec<u64>,
+    pub(super) scratch: Vec<u64>,
     /// The classes of gradients that are made in several terms.
-    in_terms: Vec<usize>,
+    pub(super) in_terms: Vec<usize>,
+    /// Bytes of scratch memory of collectives that add: of sums between nodes, and of reductions of gradients.
+    pub(super) staging: [u64; 2],
+    /// What changes where blocks are computed again.
+    pub(super) known: RefCell<Known>,
 }
 
 impl Prepared<'_> {
@@ -194,7 +226,7 @@ impl Lives {
                 let life = &mut all.lives[index];
                 life.last = position;
                 if node.role == Role::Forward {
-                    all.readers.extend(own.map(|block| Reader { life: index, block, class }));
+                    life.readers.extend(own.map(|block| (block, class)));
                     life.last_forward = position;
                     // What another block reads is kept.
                     if own != life.block {
@@ -221,13 +253,19 @@ impl Lives {
                     continue;
                 }
                 life[*value] = Some(all.lives.len());
-                let (made, last, last_forward, given) = (position, position, position, None);
-                all.lives.push(Life { class, result, made, last, last_forward, block, given, is_term });
+                let (made, last, last_forward, given, readers) = (position, position, position, None, Vec::new());
+                all.lives.push(Life { class, result, made, last, last_forward, block, readers, given, is_term });
             }
         }
         all.give(prepared, &life);
         all.count_at_turn(prepared);
+        all.pieces = Pieces::new(&all);
         all
+    }
+
+    /// Where a block's backward pass starts, if it has one.
+    pub(super) fn start(&self, block: u64) -> Option<usize> {
+        self.backward.get(block as usize).copied().filter(|start| *start < self.positions)
     }
 
     /// Finds the values whose bytes their last reader's result takes, as lowering does
@@ -289,80 +327,13 @@ impl<'a> Liveness<'a> {
         }
         let readers = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| &head.readers);
         let in_terms = readers.map(|id| prepared.folded.class[*id]).collect();
-        Self { of: &prepared.lives, sizes, scratch: scratch_sizes(prepared, placed), in_terms }
+        let scratch = scratch_sizes(prepared, placed);
+        Self { of: &prepared.lives, sizes, scratch, in_terms, staging: [0; 2], known: RefCell::default() }
     }
 
     /// Bytes of each result of each class.
     pub fn sizes(&self) -> &[Vec<u64>] {
         &self.sizes
-    }
-
-    /// The most bytes that live at one time beside the sums of gradients, if what is selected is computed again. Copies
-    /// of parameters that are not there all the time live as they are kept.
-    pub fn peak(&self, selected: &Selected<'_>, of: Gradients, keeping: Option<Keeping<'_>>) -> Peak {
-        let Lives { lives, readers, gradients, runs, backward, positions, .. } = self.of;
-        // Per position, the change of what is held, and the scratch memory beside it.
-        let (mut change, mut scratch) = (vec![0i64; positions + 2], vec![0u64; positions + 1]);
-        let mut add = |bytes: u64, from: usize, to: usize| {
-            change[from] += bytes as i64;
-            change[to + 1] -= bytes as i64;
-        };
-        let again = |block: Option<u64>, class: usize| {
-            block.filter(|block| selected.is_again(*block, class)).map(|block| backward[block as usize])
-        };
-        // What is computed again reads what was kept until then.
-        let mut last: Vec<usize> = lives.iter().map(|life| life.last).collect();
-        for reader in if selected.is_empty() { &[] } else { &readers[..] } {
-            let start = again(Some(reader.block), reader.class).filter(|start| start < positions);
-            last[reader.life] = last[reader.life].max(start.unwrap_or(0));
-        }
-        for (life, last) in lives.iter().zip(last).filter(|(life, _)| !(life.is_term && of.is_in_place(true))) {
-            let bytes = self.sizes[life.class][life.result];
-            // What its last reader's result takes over ends before that.
-            let last = if life.given == Some(last) { last - 1 } else { last };
-            match again(life.block, life.class).filter(|start| *start <= last && *start > life.last_forward) {
-                Some(start) => {
-                    add(bytes, life.made, life.last_forward);
-                    add(bytes, start, last);
-                }
-                None => add(bytes, life.made, last),
-            }
-        }
-        let kept = |gradient: &Gradient| (self.sizes[gradient.class][gradient.result] as f64 * of.kept()) as u64;
-        for gradient in gradients {
-            add(kept(gradient), gradient.made, *positions);
-            // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
-            let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
-            let whole = if of.is_in_place(gradient.is_product) { 0 } else { terms };
-            let bytes = whole * self.sizes[gradient.class][gradient.result];
-            add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
-        }
-        let lived = keeping.map(|keeping| self.of.copies.lived(&self.sizes, selected, keeping)).unwrap_or_default();
-        lived.iter().for_each(|copy| add(copy.bytes, copy.from, copy.to));
-        for Run { class, position, block } in runs.iter().filter(|run| self.scratch[run.class] > 0) {
-            for at in [Some(*position), again(*block, *class).filter(|start| start < positions)].into_iter().flatten() {
-                // Nodes that are computed again run one after the other.
-                scratch[at] = self.scratch[*class].max(scratch[at]);
-            }
-        }
-        let (mut held, mut most) = (0i64, (0, 0, 0));
-        for (at, (change, scratch)) in change.iter().zip(&scratch).enumerate() {
-            held += change;
-            let total = held.max(0) as u64 + scratch;
-            if total > most.0 {
-                most = (total, at, *scratch);
-            }
-        }
-        let (total, at, scratch) = most;
-        let gradients = gradients.iter().filter(|gradient| gradient.made <= at).map(kept).sum();
-        let there = lived.iter().filter(|copy| copy.from <= at && at <= copy.to);
-        let (mut copies, mut gathered, mut ordered) = (0, 0, 0);
-        for copy in there {
-            *(if copy.is_dropped { &mut gathered } else { &mut copies }) += copy.bytes;
-            ordered = if copy.is_ordered { copy.bytes.max(ordered) } else { ordered };
-        }
-        let activations = (total - scratch).saturating_sub(gradients + gathered + copies);
-        Peak { activations, gradients, scratch, copies, gathered: gathered + ordered }
     }
 }
 

@@ -132,6 +132,11 @@ impl<'a> Selected<'a> {
         self.of.get(block as usize).copied().flatten().map(|way| &self.ways[way])
     }
 
+    /// The blocks that are computed again, each with the index of its way.
+    pub fn chosen(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.of.iter().enumerate().filter_map(|(block, way)| Some((block, (*way)?)))
+    }
+
     /// Whether a block's nodes of a class are computed again.
     pub fn is_again(&self, block: u64, class: usize) -> bool {
         self.way(block).is_some_and(|way| way.again[class])

@@ -6,10 +6,30 @@
 //! ([`clocks`](super::clocks)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
 
 use super::beside::{BUCKET, Loop};
-use super::storage::{Copies, Storage, stored_dim};
+use super::storage::{Copies, Storage, inner, stored_dim};
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, Mesh, Strategy};
+
+/// How many collectives of the data ranks there are at least, whatever a busy wire counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Collectives {
+    /// Gathers of weights in a microbatch, those of the forward pass and those of the other.
+    gathers: [f64; 2],
+    /// Buckets of gradients.
+    buckets: f64,
+}
+
+impl Collectives {
+    /// Counts them for a stage on a mesh that differs from the placed one at most in how data ranks store.
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, stored: &Mesh, zero: u64) -> Self {
+        if stored.degree("ep") > 1 {
+            return Self::default();
+        }
+        let parts = most(zero, inner(stored), stored, &Strategy::default());
+        Self { gathers: gathers(prepared, placed, parts), buckets: buckets(prepared, placed) }
+    }
+}
 
 /// The parts, and what talking about them costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,9 +69,9 @@ impl Sharing {
         }
     }
 
-    /// A stage on a mesh that differs from the placed one at most in how data ranks store; `busy` is the share of
-    /// the bound by a busy wire in the mean.
-    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, stored: &Mesh, zero: u64, busy: f64) -> Self {
+    /// A stage on a mesh that differs from the placed one at most in how data ranks store, with its `collectives`;
+    /// `busy` is the share of the bound by a busy wire in the mean.
+    pub fn new(placed: &Placed<'_>, stored: &Mesh, zero: u64, collectives: Collectives, busy: f64) -> Self {
         let (cluster, loss) = (placed.cluster, placed.cluster.device.overlap_loss.value);
         let storage = Storage::new(stored, cluster);
         let (times, is_many) = (placed.microbatches as f64, placed.microbatches > 1);
@@ -67,30 +87,20 @@ impl Sharing {
         let start = |time: &dyn Fn(f64) -> f64| (2.0 * time(BUCKET) - time(2.0 * BUCKET)).max(0.0);
         let reducing = |copies: &Copies, bytes: f64| copies.reduce(zero, bytes, cluster);
         let gathering = |copies: &Copies, bytes: f64| copies.gather(bytes, cluster);
-        let mut own = Self {
+        let [first, again] = collectives.gathers;
+        let gathered = if zero == 3 { first + again } else { first };
+        let copies = &storage.copies[0];
+        Self {
             zero,
             kernels: 1.0 - busy,
             reduce: storage.copies.map(|copies| reduce * per_byte(&|bytes| reducing(&copies, bytes))),
             gather: storage.copies.map(|copies| gather * per_byte(&|bytes| gathering(&copies, bytes))),
             is_dropped: zero == 3,
-            latency: 0.0,
+            latency: gathered * gather * start(&|bytes| gathering(copies, bytes))
+                + collectives.buckets * reduce * start(&|bytes| reducing(copies, bytes)),
             inner: storage.inner(),
             is_least: false,
-        };
-        if stored.degree("ep") == 1 {
-            let parts = own.most(stored, &Strategy::default());
-            let [first, again] = gathers(prepared, placed, parts);
-            let gathered = if own.is_dropped { first + again } else { first };
-            let copies = &storage.copies[0];
-            own.latency = gathered * gather * start(&|bytes| gathering(copies, bytes))
-                + buckets(prepared, placed) * reduce * start(&|bytes| reducing(copies, bytes));
         }
-        own
-    }
-
-    /// Among how many ranks a value is stored at the most that is computed with under a strategy.
-    fn most(&self, mesh: &Mesh, strategy: &Strategy) -> u64 {
-        if self.zero == 0 { 1 } else { Storage::sharing(self.inner, mesh, strategy) }
     }
 
     /// Among how many ranks that is stored which a class makes of parameters, or the gradient of which it reads, under a
@@ -102,7 +112,7 @@ impl Sharing {
         (mesh, strategy): (&Mesh, &Strategy),
         is_whole: bool,
     ) -> f64 {
-        let most = self.most(mesh, strategy);
+        let most = most(self.zero, self.inner, mesh, strategy);
         let divides = || stored_dim(prepared, class, (mesh, strategy), most).is_some();
         if self.is_least || !is_whole || divides() { most as f64 } else { 1.0 }
     }
@@ -114,6 +124,12 @@ impl Sharing {
         let size = |factors: &Vec<usize>| factors.first().map_or(1, |factor| rule.factors[*factor].size);
         rule.results[0].iter().any(|factors| size(factors).is_multiple_of(all))
     }
+}
+
+/// Among how many ranks a value is stored at the most that is computed with under a strategy, if `inner` data ranks store
+/// one copy.
+fn most(zero: u64, inner: u64, mesh: &Mesh, strategy: &Strategy) -> u64 {
+    if zero == 0 { 1 } else { Storage::sharing(inner, mesh, strategy) }
 }
 
 /// The parts into which the axes that are searched divide a value at the most.

@@ -42,6 +42,11 @@ impl Copies {
         run(Collective::ReduceScatter, bytes, self.parts) + run(Collective::AllReduce, part, self.replicas)
     }
 
+    /// The bytes of what ranks that store parts have together, each so many.
+    pub fn of_all(&self, bytes: f64) -> f64 {
+        bytes * self.parts.size() as f64
+    }
+
     /// Seconds to gather what is so many bytes then.
     pub fn gather(&self, bytes: f64, cluster: &Cluster) -> f64 {
         if bytes > 0.0 { collective::seconds(Collective::AllGather, bytes, self.parts, cluster).0 } else { 0.0 }

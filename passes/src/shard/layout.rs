@@ -3,7 +3,8 @@
 use crate::cluster::Cluster;
 use crate::cost::Machine;
 use crate::cost::collective::{self, Collective, Group};
-use shardc_ir::{AxisId, ReduceKind, Sharding};
+use shardc_ir::factor::Dims;
+use shardc_ir::{AxisId, Choice, FactorKind, FactorRule, ReduceKind, Sharding};
 
 /// How a value lies along one axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,6 +25,32 @@ impl Along {
             (None, Some(dim)) => Self::Dim(dim),
             (None, None) => Self::Whole,
         }
+    }
+
+    /// How operands and results of a rule lie along an axis with which the node does this.
+    pub fn of_rule(rule: &FactorRule, choice: Choice) -> (Vec<Self>, Vec<Self>) {
+        let is_divided = |of: &usize| match choice {
+            // A ring divides the factor beside it as well.
+            Choice::Factor(own) => *of == own || rule.factors[own].kind == FactorKind::Ring { beside: *of },
+            _ => false,
+        };
+        let dim = |dims: &Dims| dims.iter().position(|factors| factors.iter().any(is_divided));
+        let divided = |dims: &Dims| dim(dims).map_or(Self::Whole, Self::Dim);
+        let mut operands: Vec<Self> = rule.operands.iter().map(divided).collect();
+        let mut results: Vec<Self> = rule.results.iter().map(divided).collect();
+        match choice {
+            Choice::Replicate => {}
+            Choice::Factor(factor) => {
+                let reduced = rule.factors[factor].reduce.iter();
+                reduced.for_each(|(result, kind)| results[*result] = Self::Partial(*kind));
+            }
+            Choice::Pass(set) => {
+                let passed = rule.linear.get(set).into_iter().flatten();
+                passed.for_each(|operand| operands[*operand] = Self::Partial(ReduceKind::Sum));
+                results.fill(Self::Partial(ReduceKind::Sum));
+            }
+        }
+        (operands, results)
     }
 }
 
@@ -111,7 +138,10 @@ pub fn bytes_of(moves: &[Move], bytes: f64) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::search::Degrees;
+    use crate::search_tests::{SMALL, llama};
     use Along::{Dim, Partial, Whole};
+    use shardc_ir::{DType, Strategy};
 
     /// Axes of two ranks each, on a value of 64 bytes.
     fn check(moves: &[(Along, Along)], expect: &[f64]) {
@@ -134,5 +164,28 @@ mod tests {
         check(&[(Dim(0), Whole), (Partial(ReduceKind::Sum), Dim(1))], &[32.0, 32.0]);
         check(&[(Partial(ReduceKind::Sum), Whole), (Whole, Dim(1))], &[32.0, 64.0]);
         check(&[(Partial(ReduceKind::Sum), Dim(0)), (Partial(ReduceKind::Sum), Dim(0))], &[64.0, 32.0]);
+    }
+
+    /// What a choice does along its axis is what shardings say, whatever other axes do.
+    #[test]
+    fn layouts_along_an_axis_are_those_of_shardings() {
+        let graph = llama(SMALL, DType::Bf16);
+        let mesh = Degrees::new(8).with("dp", &[2]).with("tp", &[2, 2]).mesh(16);
+        let axes: Vec<AxisId> = mesh.ids().collect();
+        let mut seen = 0;
+        for (id, _) in graph.nodes() {
+            let rule = graph.rule(id);
+            let choices = (0..rule.factors.len()).map(Choice::Factor).chain((0..rule.linear.len()).map(Choice::Pass));
+            let choices: Vec<Choice> = [Choice::Replicate].into_iter().chain(choices).collect();
+            for (own, other) in choices.iter().flat_map(|own| choices.iter().map(move |other| (*own, *other))) {
+                let strategy = Strategy::default().with(axes[0], other).with(axes[1], own);
+                let operands = (0..rule.operands.len()).map(|index| rule.operand_sharding(index, &strategy));
+                let results = (0..rule.results.len()).map(|index| rule.result_sharding(index, &strategy));
+                let along = |sharding: Sharding| Along::of(&sharding, axes[1]);
+                assert_eq!(Along::of_rule(rule, own), (operands.map(along).collect(), results.map(along).collect()));
+                seen += 1;
+            }
+        }
+        assert!(seen > 1000, "{seen}");
     }
 }

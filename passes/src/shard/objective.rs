@@ -84,6 +84,14 @@ impl Objective {
         self
     }
 
+    /// The same where the data ranks share in another way what is stored, if it is a bound.
+    pub fn with_sharing(mut self, other: Sharing) -> Self {
+        if let Self::Bound { sharing, .. } = &mut self {
+            *sharing = other;
+        }
+        self
+    }
+
     /// The axes that are not placed.
     pub fn beside(self) -> Beside {
         if let Self::Bound { beside, .. } = self { beside } else { Beside::NONE }

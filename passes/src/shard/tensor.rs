@@ -28,6 +28,7 @@ use crate::cost::collective::Group;
 use crate::fold::Folded;
 use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
+use crate::search::sharing::Sharing;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Scope, sums_in};
 use shardc_ir::{AxisId, Choice, DType, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
@@ -216,6 +217,10 @@ pub(crate) struct Problem<'a, 'b> {
     /// The choices of each variable, and what their classes cost.
     pub domains: Vec<Vec<Choice>>,
     quotes: Vec<Vec<Vec<Quote>>>,
+    /// How many variables are classes' own.
+    classes: usize,
+    /// What variables pay for conversions between classes of their own.
+    within: Vec<(usize, Vec<f64>)>,
     /// Per flow with several readers, its variable and the layouts it may be handed on in.
     pub handed: BTreeMap<usize, (usize, Vec<Along>)>,
     /// Per class, per choice, the layouts of operands and results along the axis.
@@ -246,7 +251,11 @@ impl<'a, 'b> Problem<'a, 'b> {
         let other = |other: AxisId| Other {
             axis: other,
             group: Group::new(placed.mesh, &[other], placed.cluster),
-            layouts: (0..strategies.len()).map(|class| layouts(prepared, class, &strategies[class], other)).collect(),
+            layouts: strategies
+                .iter()
+                .zip(&prepared.rules)
+                .map(|(of, rule)| Along::of_rule(rule, of.choice(other)))
+                .collect(),
         };
         let mut problem = Self {
             prepared,
@@ -260,6 +269,8 @@ impl<'a, 'b> Problem<'a, 'b> {
             variable: vec![usize::MAX; placed.strategies.len()],
             domains: Vec::new(),
             quotes: Vec::new(),
+            classes: 0,
+            within: Vec::new(),
             handed: BTreeMap::new(),
             layouts: Vec::new(),
         };
@@ -281,39 +292,49 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         for class in 0..count {
             let variable = self.variable[class];
-            let mut own = Vec::new();
-            for index in 0..self.domains[variable].len() {
-                let strategy = self.strategies[class].with(self.axis, self.domains[variable][index]);
-                own.push(layouts(self.prepared, class, &strategy, self.axis));
-            }
-            self.layouts.push(own);
+            let rule = self.prepared.rules[class];
+            self.layouts.push(self.domains[variable].iter().map(|choice| Along::of_rule(rule, *choice)).collect());
         }
-        self.quotes = self.domains.iter().map(|domain| vec![Vec::new(); domain.len()]).collect();
+        self.classes = self.domains.len();
+        self.quote();
+        self.graph.unary = self.prices();
+    }
+
+    /// Asks what all classes cost.
+    fn quote(&mut self) {
+        self.quotes = self.domains[..self.classes].iter().map(|domain| vec![Vec::new(); domain.len()]).collect();
         let pricer = Pricer::new(self.prepared, self.placed, self.objective);
         for (class, variable) in self.variable.iter().enumerate() {
             for (quotes, choice) in self.quotes[*variable].iter_mut().zip(&self.domains[*variable]) {
                 quotes.push(pricer.quote(class, &self.strategies[class].with(self.axis, *choice)));
             }
         }
-        self.graph.unary = self.prices(self.objective.byte());
     }
 
-    /// Per variable, what its classes cost if a byte costs so many seconds.
-    fn prices(&self, byte: f64) -> Vec<Vec<f64>> {
+    /// Per variable, what its classes cost.
+    fn prices(&self) -> Vec<Vec<f64>> {
+        let byte = self.objective.byte();
         let at = |quotes: &Vec<Quote>| quotes.iter().map(|quote| quote.at(byte)).sum();
         self.quotes.iter().map(|choices| choices.iter().map(at).collect()).collect()
     }
 
     /// The same with bytes at another price: conversions stay as they are.
     pub fn reprice(&mut self, byte: f64) {
-        let (before, after) = (self.prices(self.objective.byte()), self.prices(byte));
         self.objective = self.objective.with_byte(byte);
         // The layouts in which values are handed on have no price of their own.
-        for (costs, prices) in self.graph.unary.iter_mut().zip(before.iter().zip(&after)) {
-            for (cost, (before, after)) in costs.iter_mut().zip(prices.0.iter().zip(prices.1)) {
-                *cost += after - before;
-            }
+        let prices = self.prices();
+        self.graph.unary.iter_mut().zip(prices).for_each(|(costs, prices)| *costs = prices);
+        for (variable, own) in &self.within {
+            self.graph.unary[*variable].iter_mut().zip(own).for_each(|(cost, own)| *cost += own);
         }
+    }
+
+    /// The same where data ranks share in another way what is stored, with bytes at no price: conversions stay as they
+    /// are here as well.
+    pub fn share(&mut self, sharing: Sharing) {
+        self.objective = self.objective.with_sharing(sharing);
+        self.quote();
+        self.reprice(0.0);
     }
 
     /// The choices of a class on this axis.
@@ -345,6 +366,10 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let table = table(&made, &read, cost);
                 let (maker, reader) = (self.variable[flow.maker], self.variable[reader]);
                 self.graph.add_pair(maker, reader, |a, b| table[a * read.len() + b]);
+                if maker == reader {
+                    let own = (0..read.len()).map(|choice| table[choice * read.len() + choice]);
+                    self.within.push((maker, own.collect()));
+                }
                 continue;
             }
             let mut layouts: BTreeSet<Along> = made.iter().copied().collect();
@@ -510,14 +535,6 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         conversions
     }
-}
-
-/// How a class's operands and results lie along an axis.
-fn layouts(prepared: &Prepared<'_>, class: usize, strategy: &Strategy, axis: AxisId) -> (Vec<Along>, Vec<Along>) {
-    let rule = &prepared.rules[class];
-    let operands = (0..rule.operands.len()).map(|index| Along::of(&rule.operand_sharding(index, strategy), axis));
-    let results = (0..rule.results.len()).map(|index| Along::of(&rule.result_sharding(index, strategy), axis));
-    (operands.collect(), results.collect())
 }
 
 fn table(from: &[Along], to: &[Along], cost: impl Fn(Along, Along) -> f64) -> Vec<f64> {

@@ -3,7 +3,8 @@
 //! From stage 1 on, the leaves of a parameter and its state, its update, and the square of its
 //! gradient divide one dimension over those axes ([`storage_axes`]), inside what tensor parallelism
 //! divides already, so that gathering over them gives the tensor-parallel shard. The cast of a parameter is made on the
-//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. Where no
+//! shard, and where that is a weight in 8 bits, its scale and its codes are: the gather moves the smallest type. The
+//! gradient of a table is made where it is stored, of all ranks' tokens, if these are less than the table. Where no
 //! dimension divides evenly, the parts are those of the longest rank, and the last ones end with zeros, as in PyTorch's
 //! FSDP (Zhao et al., "PyTorch FSDP", 2023, section 3.2.1). A parameter of which every dimension is too short stays whole
 //! (Rajbhandari et al., "ZeRO", 2020; stages 2 and 3 are when, not where:
@@ -11,9 +12,10 @@
 //! [`Plan::transient`](shardc_ir::Plan::transient)).
 
 use super::family::storage_axes;
+use crate::cost::is_product;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, SecondaryMap, Strategy, TensorType, ValueId};
+use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, OpDef, SecondaryMap, Sharding, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How a dimension is divided to store a value in parts.
@@ -96,6 +98,7 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
             strategies[graph.value(node.operands[operand]).def] = divided.clone();
         }
         strategies[id] = divided;
+        make_where_stored(graph, mesh, strategies, (node.operands[1], dim), &axes);
         gradients.insert(node.operands[1], id);
         leaves.insert(node.operands[0], id);
     }
@@ -129,6 +132,48 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
         }
     }
     pass_scalars(graph, mesh, strategies);
+}
+
+/// The factor of a gradient's dimension, if what the gradient is made of has none of it and is no factor of a product:
+/// every part is made of all of that.
+pub fn scattered(graph: &Graph, gradient: ValueId, dim: usize) -> Option<usize> {
+    let value = graph.value(gradient);
+    let (node, rule) = (graph.node(value.def), graph.rule(value.def));
+    let [factor] = rule.results.get(value.index)?.get(dim)?[..] else { return None };
+    let is_read = rule.operands.iter().flatten().flatten().any(|of| *of == factor);
+    (!node.op.is_leaf() && !is_product(&node.op) && !is_read).then_some(factor)
+}
+
+/// Lets each rank make the part of a gradient that it stores, of what all ranks read for it, where that is less than
+/// the gradients that they would sum: the rows of a table, of all tokens. Of products the work would be cut otherwise,
+/// which the search has priced as it is.
+fn make_where_stored(
+    graph: &Graph,
+    mesh: &Mesh,
+    strategies: &mut SecondaryMap<NodeId, Strategy>,
+    (gradient, dim): (ValueId, usize),
+    axes: &[AxisId],
+) {
+    let value = graph.value(gradient);
+    let (node, rule, own) = (graph.node(value.def), graph.rule(value.def), &strategies[value.def]);
+    let Some(factor) = scattered(graph, gradient, dim) else { return };
+    // The ranks' parts of a microbatch are none of the whole batch: what they are together is not gathered.
+    let sums = |axis: &AxisId| matches!(own.choice(*axis), Choice::Factor(of) if of != factor);
+    if mesh.microbatches() > 1 || !axes.iter().all(sums) {
+        return;
+    }
+    let with = |strategy: Strategy, axis: &AxisId| strategy.without(*axis).with(*axis, Choice::Factor(factor));
+    let strategy = axes.iter().fold(own.clone(), with);
+    let bytes = |value: ValueId, sharding: Sharding| {
+        graph.ty(value).bytes().0 / mesh.extent(sharding.dims.into_iter().flatten())
+    };
+    let read: u64 = (0..node.operands.len())
+        .map(|index| bytes(node.operands[index], rule.operand_sharding(index, &strategy)))
+        .sum();
+    let summed = bytes(gradient, rule.result_sharding(value.index, own));
+    if read < summed && rule.check(&strategy, mesh).is_ok() {
+        strategies[value.def] = strategy;
+    }
 }
 
 /// The strategy of a node that reads its first operand as that lies, divided over further axes than the node is; none

@@ -224,6 +224,18 @@ impl Device {
         }
     }
 
+    /// Memory of other processes' too, beside the arena.
+    pub fn allocate_shared(&mut self, bytes: u64) -> Result<u64, Failure> {
+        let at = self.allocate(bytes)?;
+        self.taken -= bytes;
+        Ok(at)
+    }
+
+    /// The driver's number of the GPU.
+    pub fn handle(&self) -> sys::CUdevice {
+        self.device
+    }
+
     /// The bytes of device memory taken so far.
     pub fn taken(&self) -> u64 {
         self.taken

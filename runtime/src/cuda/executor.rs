@@ -14,6 +14,7 @@ mod commands;
 mod initial;
 mod inspect;
 
+use super::copies::{self, Peers, Release};
 use super::cudnn::Cudnn;
 use super::device::{Device, Failure};
 use super::gemm::{Blas, Problem};
@@ -24,6 +25,7 @@ use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::{self, Tuning};
 use crate::Span;
+use crate::launch::World;
 pub use commands::WORLD;
 use commands::{Command, Layout, Libraries, commands};
 use cudarc::driver::sys::CUevent;
@@ -98,8 +100,9 @@ struct Clock {
 /// One rank.
 pub struct Rank {
     program: Arc<Program>,
-    // The graph and the libraries' objects are dropped before the device.
+    // The graph, other ranks' memory and the libraries' objects are dropped before the device.
     recording: Recording,
+    peers: Option<Peers>,
     sections: Vec<Vec<Ready>>,
     libraries: Libraries,
     device: Device,
@@ -139,7 +142,7 @@ impl Rank {
         chosen: &Chosen,
         mut device: Device,
         communicators: HashMap<usize, Arc<Communicator>>,
-        tuning: &Tuning,
+        (tuning, world): (&Tuning, &World),
     ) -> Result<Self, Failure> {
         let mut arenas = HashMap::new();
         for (space, bytes) in &program.arenas {
@@ -179,6 +182,11 @@ impl Rank {
             }
             sections.push(ready);
         }
+        let met = copies::meet(&mut device, world, &program, arenas.get(&Space::Device).copied())?;
+        let (peers, exchanges) = met.map_or_else(Default::default, |(peers, exchanges)| (Some(peers), exchanges));
+        for ((section, index), exchange) in exchanges {
+            sections[section][index].commands = vec![Command::Exchange(exchange)];
+        }
         let mut staging = Vec::new();
         for feed in &program.inputs {
             let bytes = |slice: &Vec<(u64, u64)>| {
@@ -203,6 +211,7 @@ impl Rank {
         let rank = Self {
             program,
             recording,
+            peers,
             sections,
             libraries,
             device,
@@ -449,6 +458,11 @@ impl Rank {
                         self.device.copy(part.to, part.from, part.sent * part.dtype.size(), stream)
                     })?,
                 },
+                Command::Exchange(exchange) => {
+                    let peers = self.peers.as_ref().ok_or("a collective by copies without other ranks")?;
+                    peers.run(exchange, &self.device, stream)?;
+                    self.trail.mark(&self.device, stream)?;
+                }
                 Command::Feed { input, to, bytes } => {
                     let places = &self.staging[*input];
                     let place = places.get(microbatch as usize).or(places.last());
@@ -489,6 +503,12 @@ impl Rank {
     fn give_up(&mut self) {
         self.recording = Recording::Refused;
         self.communicators.values().for_each(|group| group.abort());
+        self.peers.iter().for_each(|peers| peers.release().release());
+    }
+
+    /// What lets the streams go if a rank of a collective by copies is gone.
+    pub fn release(&self) -> Option<Arc<Release>> {
+        self.peers.as_ref().map(Peers::release)
     }
 
     /// Gives up where something failed.
@@ -540,14 +560,17 @@ fn collectives<'a>(
     let runs =
         program.order.iter().flat_map(|run| sections[section_index(run.section)].iter().map(move |ready| (run, ready)));
     runs.flat_map(|(run, ready)| {
-        let is_met = |command: &&Command| {
-            matches!(command, Command::Collective { group, .. } if communicators.contains_key(group))
+        let is_met = |command: &&Command| match command {
+            Command::Collective { group, .. } => communicators.contains_key(group),
+            Command::Exchange(_) => true,
+            _ => false,
         };
         ready.commands.iter().filter(is_met).map(|_| (ready.stream, run.microbatch, ready.text.clone()))
     })
 }
 
-fn section_index(id: SectionId) -> usize {
+/// The place of a section in a program.
+pub fn section_index(id: SectionId) -> usize {
     id.index()
 }
 

@@ -8,6 +8,7 @@
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
 //! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
 //! * `tune` measures which algorithm of cuBLASLt suits each product, and `cache` keeps what was found.
+//! * `copies` is what the copy engines do of collectives between linked GPUs, in place of NCCL.
 //! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
@@ -16,6 +17,7 @@
 //! of their instructions, as large as [`select`] says ([`CudaTarget`]).
 
 mod cache;
+mod copies;
 pub mod cudnn;
 mod device;
 mod executor;
@@ -212,6 +214,7 @@ struct Shared {
     has_messages: bool,
     watched: Arc<watch::Shared>,
     tuning: Tuning,
+    world: Arc<World>,
     started: Barrier,
 }
 
@@ -252,7 +255,8 @@ impl CudaRuntime {
         let watched = Arc::new(watch::Shared::default());
         let started = Barrier::new(programs.len());
         let tuning = Tuning::new(world.clone(), programs.first().map_or(0, |program| program.rank));
-        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: watched.clone(), tuning, started });
+        let (own, all) = (watched.clone(), world.clone());
+        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: own, tuning, world: all, started });
         let mut workers = Vec::new();
         for ((program, choice), ordinal) in programs.into_iter().zip(chosen).zip(devices.iter().copied()) {
             workers.push(spawn(program, choice, ordinal, shared.clone()));
@@ -510,8 +514,9 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     }
     device.load(shared.binaries.iter())?;
     let (number, groups) = (program.rank, communicators.values().cloned().collect());
-    let rank = Rank::new(program, &chosen, device, communicators, &shared.tuning)?;
-    shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups });
+    let rank = Rank::new(program, &chosen, device, communicators, (&shared.tuning, &shared.world))?;
+    let release = rank.release();
+    shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups, release });
     Ok(rank)
 }
 
@@ -565,8 +570,7 @@ impl Runtime for CudaRuntime {
     }
 
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError> {
-        let slot = self.slot(rank, name)?;
-        let (buffer, part) = (slot.buffer, slot.part());
+        let (buffer, part) = self.slot(rank, name).map(|slot| (slot.buffer, slot.part()))?;
         let ty = self.worker(rank)?.program.buffers[buffer].ty.clone();
         match self.ask(rank, Request::Read(buffer))? {
             Answer::Bytes(Ok(bytes)) => Ok(HostTensor { ty, bytes }.beginning(&part)),

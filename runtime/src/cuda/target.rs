@@ -1,5 +1,6 @@
 //! CUDA as the target of a program, with no device present.
 
+use super::copies;
 use super::select::{fuses, has_kernel, select_action};
 use shardc_ir::ops::{Fused, Op};
 use shardc_ir::program::Action;
@@ -15,6 +16,9 @@ impl Target for CudaTarget {
     }
 
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        if let Some(bytes) = copies::scratch(action, operands, results) {
+            return Bytes(bytes);
+        }
         let selection = select_action(action, operands, results).ok().flatten();
         Bytes(selection.map_or(0, |selection| selection.scratch))
     }

@@ -542,3 +542,34 @@ fn tensors_in_8_bit_floats() {
         }
     }
 }
+
+#[test]
+fn parts_of_ranks_are_added_in_their_order() {
+    let Some(client) = client() else { return };
+    for (ranks, index, elements) in [(2, 0, 64), (4, 2, 1000), (3, 1, 35)] {
+        // Slots are longer than what is added of them.
+        let slot = 4096;
+        let own = tensor(&t(&[elements]), 5, 1);
+        let others = tensor(&t(&[(ranks - 1) as u64 * slot / 4]), 6, 1);
+        let sum = super::select::sum_parts(DType::F32, elements, slot, [0; 3], (ranks, index));
+        let sums = t(&[elements]);
+        // Its third operand is what it writes.
+        let handles = [&own, &others, &tensor(&sums, 7, 1)].map(|tensor| client.create_from_slice(&tensor.bytes));
+        launch(&client, sum, |arg| match arg {
+            Arg::Operand(index, at) => handles[index].clone().offset_start(at),
+            other => panic!("{other:?} is not its own"),
+        });
+        let bytes = client.read_one_unchecked(handles[2].clone()).to_vec();
+        let actual = floats(&HostTensor { ty: sums, bytes });
+        let (own, others) = (floats(&own), floats(&others));
+        for (at, actual) in actual.iter().enumerate() {
+            let other = |place: usize| others[place * slot as usize / 4 + at];
+            let of = |rank: usize| match rank.cmp(&index) {
+                std::cmp::Ordering::Less => other(rank),
+                std::cmp::Ordering::Equal => own[at],
+                std::cmp::Ordering::Greater => other(rank - 1),
+            };
+            assert_eq!(*actual, (0..ranks).fold(0.0, |sum, rank| sum + of(rank)), "{ranks} ranks, {at}");
+        }
+    }
+}

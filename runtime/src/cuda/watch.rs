@@ -4,6 +4,7 @@
 //! thread looks at the time, at the run's first failure, and at the communicators' own errors; it
 //! gives the communicators up, which lets the device go on, and says where the streams stand.
 
+use super::copies::Release;
 use super::nccl::Communicator;
 use super::trail::Trail;
 use crate::launch::{Failure, STEP_LIMIT, World};
@@ -23,6 +24,8 @@ pub struct Watched {
     pub trail: Arc<Trail>,
     /// Its groups.
     pub communicators: Vec<Arc<Communicator>>,
+    /// What lets streams go that wait for copies.
+    pub release: Option<Arc<Release>>,
 }
 
 #[derive(Default)]
@@ -76,6 +79,7 @@ impl Shared {
         self.stop.store(true, Ordering::Relaxed);
         state.reason = Some((rank, message.clone()));
         let communicators: Vec<_> = state.ranks.iter().flat_map(|rank| rank.communicators.clone()).collect();
+        let releases: Vec<_> = state.ranks.iter().filter_map(|rank| rank.release.clone()).collect();
         drop(state);
         // Told first: giving up may itself hang.
         if world.failure().is_none() {
@@ -83,6 +87,7 @@ impl Shared {
             world.fail(&message, Some(fix), 1);
         }
         communicators.iter().for_each(|group| group.abort());
+        releases.iter().for_each(|release| release.release());
     }
 }
 
@@ -138,7 +143,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(1000);
 
     fn shared() -> Shared {
-        let rank = |rank, trail| Watched { rank, trail: Arc::new(trail), communicators: Vec::new() };
+        let rank = |rank, trail| Watched { rank, trail: Arc::new(trail), communicators: Vec::new(), release: None };
         let shared = Shared::default();
         shared.add(rank(4, Trail::default()));
         shared.add(rank(5, Trail::standing(Stream::Communication, 2, "microbatch.7 AllReduce")));

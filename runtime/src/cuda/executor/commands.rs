@@ -1,5 +1,6 @@
 //! Instructions as commands: what to enqueue, with its addresses.
 
+use super::super::copies::Exchange;
 use super::super::cudnn::{Bound, Cudnn};
 use super::super::device::{Device, Failure, ReadyLaunch};
 use super::super::gemm::{Blas, Problem, ReadyGemm};
@@ -33,6 +34,8 @@ pub enum Command {
         collective: Collective,
         parts: Vec<Part>,
     },
+    /// A collective by copies.
+    Exchange(Exchange),
     /// Copies the microbatch's part from where the caller's tensor was put.
     Feed {
         input: usize,

@@ -16,6 +16,7 @@ pub mod indexing;
 pub mod many;
 mod norm;
 pub mod pack;
+pub mod parts;
 pub mod quantize;
 pub mod random;
 pub mod region;

@@ -10,6 +10,7 @@ mod elementwise;
 mod many;
 mod matmul;
 mod movement;
+mod parts;
 mod products;
 mod quantize;
 mod random;
@@ -17,6 +18,7 @@ mod region;
 mod rows;
 
 pub use matmul::{Gemm, Matrix};
+pub use parts::sum_parts;
 pub use products::batch;
 
 use super::cudnn::attention::Attention;
