@@ -11,9 +11,10 @@ use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use crate::cost::{Bound, Machine, step};
-use crate::fold::block_of;
+use crate::fold::{Class, block_of};
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::shard::zero::scattered;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::program::Action;
@@ -88,9 +89,10 @@ pub struct Shape<'a> {
     added_up: u64,
     /// Bytes of the others, to which products add, and which they read for it.
     added_to: u64,
-    /// Bytes of the largest gradient in the blocks, and of the largest of all.
+    /// Bytes of the largest gradient in the blocks.
     block_gradient: u64,
-    largest_gradient: u64,
+    /// Seconds that gradients take less which are made where they are stored.
+    saved: f64,
     /// Blocks of the model.
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
@@ -129,7 +131,7 @@ impl<'a> Shape<'a> {
             added_up: 0,
             added_to: 0,
             block_gradient: 0,
-            largest_gradient: 0,
+            saved: 0.0,
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
@@ -164,13 +166,36 @@ impl<'a> Shape<'a> {
             let readers = prepared.folded.classes[conversion.reader].members.len();
             each[conversion.reader].communication += seconds / readers as f64;
         }
+        for (class, ranks) in shape.made_in_parts(placed) {
+            let members = prepared.folded.classes[class].members.len() as f64;
+            shape.saved += seconds[class] * members * (1.0 - 1.0 / ranks as f64);
+            shape.liveness.in_parts.push(class);
+        }
         shape.prices = each;
         shape.liveness.staging = shape.staging(conversions);
         shape
     }
 
+    /// The classes that make gradients where these are stored under ZeRO, of what all ranks have, and among how many
+    /// ranks: see [`shard::zero`](crate::shard::zero).
+    fn made_in_parts(&self, placed: &Placed<'_>) -> Vec<(usize, u64)> {
+        let (prepared, storage) = (self.prepared, &self.storages[0]);
+        let of = |(class, folded): (usize, &Class)| {
+            let node = prepared.graph.node(folded.node);
+            let Op::Adamw(_) = node.op else { return None };
+            let (ranks, parted) = storage.among(prepared, placed, class).filter(|(_, parted)| parted.is_even)?;
+            scattered(prepared.graph, node.operands[1], parted.dim)?;
+            let maker = prepared.folded.class[prepared.graph.value(node.operands[1]).def];
+            let read: u64 = placed.local(prepared, maker, &placed.strategies[maker]).operands.iter().sum();
+            let summed = placed.local(prepared, class, &placed.strategies[class]).operands[1];
+            (self.microbatches == 1 && read * ranks < summed).then_some((maker, ranks))
+        };
+        prepared.folded.classes.iter().enumerate().filter_map(of).collect()
+    }
+
     /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
-    fn staging(&self, conversions: &[Conversion]) -> [u64; 2] {
+    /// Those that every rank makes whole, and those of which some are made where they are stored.
+    fn staging(&self, conversions: &[Conversion]) -> [u64; 3] {
         let scratch = |bytes: u64| {
             let action = Action::ReduceScatter { reduce: ReduceKind::Sum, group: 0 };
             self.prepared.target.scratch(&action, &[TensorType::new(DType::F32, [bytes / 4])], &[]).0
@@ -179,9 +204,12 @@ impl<'a> Shape<'a> {
         let sums = conversions.iter().filter(|of| of.is_early && !of.is_local);
         let alone = sums.map(|of| sizes[of.maker][of.result]).max().unwrap_or(0);
         let whole = self.storages[0].gradients.whole as u64;
-        let is_shared = self.storages[0].ranks() > 1;
-        let gradients = if is_shared { self.bucket(whole).max(self.largest_gradient) } else { 0 };
-        [alone, gradients].map(scratch)
+        let gradients = |in_parts: &[usize]| {
+            let makers = self.prepared.lives.gradients().filter(|(class, _)| !in_parts.contains(class));
+            let largest = makers.map(|(class, result)| sizes[class][result]).max().unwrap_or(0);
+            if self.storages[0].ranks() > 1 { self.bucket(whole).max(largest) } else { 0 }
+        };
+        [alone, gradients(&[]), gradients(&self.liveness.in_parts)].map(scratch)
     }
 
     /// Bytes of gradients that wait for others to be reduced with.
@@ -262,7 +290,6 @@ impl<'a> Shape<'a> {
                 let is_product = matches!(prepared.graph.def(gradient).op, Op::Matmul(_));
                 let added = if is_product { &mut self.added_to } else { &mut self.added_up };
                 *added += operands[1] * count;
-                self.largest_gradient = self.largest_gradient.max(operands[1]);
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -421,7 +448,8 @@ impl<'a> Shape<'a> {
         };
         let (stored_once, update) = (of.once.under(zero) + (recast + filled) / bandwidth, of.update.under(zero));
         let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
-        let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches;
+        let saved = if zero >= 1 { self.saved } else { 0.0 };
+        let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches - saved;
         let memory_bound = memory + self.once.memory + stored_once + accumulate + ordered;
         let (communication, shown) = (communication + self.once.communication, shown + self.once.communication);
         let feed = self.around.feed() * microbatches;

@@ -98,6 +98,11 @@ impl Gradients {
         if let Self::Kept(share) = self { share } else { 0.0 }
     }
 
+    /// Whether part of each stays, and no more is made of what is made where it is stored.
+    pub(super) fn is_parted(self) -> bool {
+        matches!(self, Self::Kept(share) if share < 1.0)
+    }
+
     /// Whether it and its terms are added up without ever being there.
     pub(super) fn is_in_place(self, is_product: bool) -> bool {
         matches!(self, Self::Added { is_reduced: false }) && is_product
@@ -157,8 +162,11 @@ pub struct Liveness<'a> {
     pub(super) scratch: Vec<u64>,
     /// The classes of gradients that are made in several terms.
     pub(super) in_terms: Vec<usize>,
-    /// Bytes of scratch memory of collectives that add: of sums between nodes, and of reductions of gradients.
-    pub(super) staging: [u64; 2],
+    /// The classes of gradients that are made where they are stored, if they are stored in parts.
+    pub(super) in_parts: Vec<usize>,
+    /// Bytes of scratch memory of collectives that add: of sums between nodes, of reductions of whole gradients, and of
+    /// those that are not made in parts.
+    pub(super) staging: [u64; 3],
     /// What changes where blocks are computed again.
     pub(super) known: RefCell<Known>,
 }
@@ -306,6 +314,11 @@ impl Lives {
         }
     }
 
+    /// The class and result of each gradient that is read behind the loop.
+    pub fn gradients(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.gradients.iter().map(|gradient| (gradient.class, gradient.result))
+    }
+
     /// When copies of parameters live.
     pub fn copies(&self) -> &Copies {
         &self.copies
@@ -328,7 +341,15 @@ impl<'a> Liveness<'a> {
         let readers = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| &head.readers);
         let in_terms = readers.map(|id| prepared.folded.class[*id]).collect();
         let scratch = scratch_sizes(prepared, placed);
-        Self { of: &prepared.lives, sizes, scratch, in_terms, staging: [0; 2], known: RefCell::default() }
+        Self {
+            of: &prepared.lives,
+            sizes,
+            scratch,
+            in_terms,
+            in_parts: Vec::new(),
+            staging: [0; 3],
+            known: RefCell::default(),
+        }
     }
 
     /// Bytes of each result of each class.

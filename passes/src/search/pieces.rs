@@ -209,7 +209,8 @@ impl Liveness<'_> {
             add(kept(gradient), gradient.made, *positions);
             // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
             let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
-            let whole = if of.is_in_place(gradient.is_product) { 0 } else { terms };
+            let is_part = of.is_parted() && self.in_parts.contains(&gradient.class);
+            let whole = if is_part || of.is_in_place(gradient.is_product) { 0 } else { terms };
             let bytes = whole * self.sizes[gradient.class][gradient.result];
             add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
         }
@@ -237,7 +238,8 @@ impl Liveness<'_> {
     /// Scratch memory of collectives that add, and from where on it is there: of sums between nodes always, and of
     /// reductions in the loop from the first gradient on.
     fn staging(&self, of: Gradients) -> [(u64, usize); 2] {
-        let [sums, reductions] = self.staging;
+        let [sums, whole, others] = self.staging;
+        let reductions = if of.is_parted() { others } else { whole };
         let first = self.of.gradients.first().filter(|_| !of.is_in_place(true)).map(|first| first.made);
         [(sums, 0), first.map_or((0, 0), |first| (reductions.saturating_sub(sums), first))]
     }
