@@ -72,13 +72,13 @@ struct Stretch {
 }
 
 /// A gradient that is reduced.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Reduced {
     /// The class of its update.
     class: usize,
     bytes: f64,
-    /// The bytes of what it is made of, if each rank may gather that and make its part.
-    made_of: Option<f64>,
+    /// The bytes of each value that it is made of, if every rank may gather these and make its part.
+    made_of: Vec<f64>,
 }
 
 /// Gradients that are reduced together.
@@ -106,6 +106,8 @@ pub struct Loop {
 pub struct Times {
     /// Per bucket, without parts and with them.
     reduce: [Vec<f64>; 2],
+    /// To gather what is read by gradients that are made in parts.
+    read: f64,
     /// Per stretch, of what its direction reads first, of all that it reads, and with what is computed again.
     gather: [Vec<f64>; 3],
 }
@@ -330,8 +332,9 @@ impl Loop {
             let made_of = parts.and_then(|parted| scattered(graph, node.operands[1], parted.dim)).map(|_| {
                 let maker = prepared.folded.class[def];
                 let local = placed.local(prepared, maker, &placed.strategies[maker]);
-                local.operands.iter().sum::<u64>() as f64
+                local.operands.iter().map(|bytes| *bytes as f64).collect()
             });
+            let made_of = made_of.unwrap_or_default();
             made.push((def.index(), Reduced { class, bytes, made_of }, kind));
         }
         made.sort_by_key(|(def, ..)| *def);
@@ -340,7 +343,7 @@ impl Loop {
         for (index, (def, gradient, kind)) in made.iter().enumerate() {
             let (bytes, gradients) = &mut open[*kind];
             *bytes += gradient.bytes;
-            gradients.push(*gradient);
+            gradients.push(gradient.clone());
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
                 self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
@@ -354,19 +357,20 @@ impl Loop {
         let reduce = |zero: u64| {
             let of = |bucket: &Bucket| {
                 let copies = &copies[bucket.kind];
-                let (mut parted, mut whole, mut gathered) = (0.0, 0.0, 0.0);
+                let (mut parted, mut whole, mut gathers) = (0.0, 0.0, 0.0);
                 for Reduced { class, bytes, made_of } in &bucket.gradients {
-                    let all = made_of.map(|bytes| copies.of_all(bytes)).filter(|all| all < bytes);
-                    match all {
+                    let all = made_of.iter().map(|bytes| copies.of_all(*bytes));
+                    match all.clone().sum::<f64>() {
                         _ if zero == 0 || !is_parted(*class) => whole += bytes,
-                        Some(all) => gathered += all,
-                        None => parted += bytes,
+                        sum if sum > 0.0 && sum < *bytes => {
+                            gathers += all.map(|bytes| copies.gather(bytes, cluster)).sum::<f64>();
+                        }
+                        _ => parted += bytes,
                     }
                 }
-                let reduced = copies.reduce(zero, parted, cluster) + copies.reduce(0, whole, cluster);
-                reduced + copies.gather(gathered, cluster)
+                (copies.reduce(zero, parted, cluster) + copies.reduce(0, whole, cluster), gathers)
             };
-            self.buckets.iter().map(of).collect()
+            self.buckets.iter().map(of).unzip::<f64, f64, Vec<f64>, Vec<f64>>()
         };
         let gather = |bytes: &dyn Fn(&Stretch) -> [f64; 2]| {
             let of = |stretch: &Stretch| {
@@ -374,8 +378,10 @@ impl Loop {
             };
             self.stretches.iter().map(of).collect()
         };
+        let ((whole, _), (parted, read)) = (reduce(0), reduce(1));
         Times {
-            reduce: [reduce(0), reduce(1)],
+            reduce: [whole, parted],
+            read: read.iter().sum(),
             gather: [
                 gather(&|stretch| stretch.gathered_first),
                 gather(&|stretch| stretch.gathered),
@@ -415,6 +421,8 @@ impl Loop {
         if traffic.reduces && !reduces_in_loop {
             outside += reduces().map(|(_, seconds)| seconds).sum::<f64>();
         }
+        // Kernels wait for what they read.
+        outside += if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
         let gathers: &[f64] = if gathers_in_loop { &gathered } else { &[] };
         let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
         let mut clocks = Clocks::new(cluster.device.overlap_loss.value);
