@@ -18,7 +18,7 @@ use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::{BufferId, DType, Program, TensorType};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 /// The variable that, set to `0`, leaves all collectives to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
@@ -65,7 +65,7 @@ struct Told {
 }
 
 /// The collectives that go by copies, by section and instruction.
-pub type Exchanges = HashMap<(usize, usize), Exchange>;
+pub type Exchanges = BTreeMap<(usize, usize), Exchange>;
 
 /// Where parts of an instruction lie in the arena, if they do.
 fn site<'a>(program: &'a Program, at: (usize, usize), instruction: &'a Instruction) -> Option<Site<'a>> {
