@@ -20,7 +20,8 @@ use std::sync::{Arc, Mutex};
 /// What went wrong on a device, in words; the caller says which rank and instruction.
 pub type Failure = String;
 
-fn says(what: &'static str) -> impl Fn(result::DriverError) -> Failure {
+/// An error of the driver, in words.
+pub fn says(what: &'static str) -> impl Fn(result::DriverError) -> Failure {
     move |error| format!("{what}: {error:?}")
 }
 

@@ -9,7 +9,7 @@ mod peers;
 mod script;
 
 use super::device::{Device, Failure};
-use super::executor::section_index;
+use super::executor::{part, section_index};
 use super::nccl::Part;
 use crate::launch::World;
 pub use peers::{Exchange, Peers, Release};
@@ -77,17 +77,13 @@ fn site<'a>(program: &'a Program, at: (usize, usize), instruction: &'a Instructi
         return None;
     };
     let is_here = |id: &BufferId| program.buffers[*id].space == Space::Device;
-    let pairs = instruction.operands.iter().zip(&instruction.results);
     let all = instruction.operands.iter().chain(&instruction.results);
     if instruction.stream != Stream::Communication || !{ all }.all(is_here) || program.groups[*group].len() < 2 {
         return None;
     }
-    let part = |(from, to): (&BufferId, &BufferId)| {
-        let (from, to) = (&program.buffers[*from], &program.buffers[*to]);
-        let (sent, received) = (from.ty.elements(), to.ty.elements());
-        Part { from: from.offset, to: to.offset, sent, received, dtype: from.ty.dtype }
-    };
-    let parts: Vec<Part> = pairs.map(part).collect();
+    let in_arena = |id: &BufferId| program.buffers[*id].offset;
+    let indices = 0..instruction.operands.len();
+    let parts: Vec<Part> = indices.map(|index| part(program, instruction, index, in_arena)).collect();
     let scratch = instruction.scratch.map(|scratch| &program.buffers[scratch]);
     let bytes = [needed].into_iter().chain(parts.iter().map(|part| part.sent * part.dtype.size())).collect();
     let results = parts.iter().map(|part| part.to).collect();
@@ -171,9 +167,9 @@ fn exchange(
     };
     let spots: Option<Vec<Spot>> = site.group.iter().map(|rank| spot(rank).cloned()).collect();
     let spots = spots.ok_or_else(|| format!("ranks {:?} differ in their collective {number}", site.group))?;
-    let index = site.group.iter().position(|rank| peers.is_rank(*rank)).ok_or("a collective of other ranks")?;
     let is_all = matches!(site.action, Action::AllReduce { .. });
-    let view = View { index, spots: &spots, parts: &site.parts, scratch: site.scratch, is_all };
+    let view =
+        View { index: peers.index(site.group)?, spots: &spots, parts: &site.parts, scratch: site.scratch, is_all };
     let is_sum = !matches!(site.action, Action::AllGather { .. });
     peers.bind(device, site.group, &if is_sum { view.reduce() } else { view.all_gather() })
 }

@@ -7,7 +7,7 @@
 #![allow(unsafe_code)]
 
 use super::script::{Act, Flag, Side};
-use crate::cuda::device::{Device, Failure, ReadyLaunch};
+use crate::cuda::device::{Device, Failure, ReadyLaunch, says};
 use crate::cuda::select::sum_parts;
 use cudarc::driver::{result, sys};
 use serde::{Deserialize, Serialize};
@@ -19,10 +19,6 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Bytes of the flags of a rank: an allocation of their own, which no other shares a page with.
 const FLAG_BYTES: u64 = 2 << 20;
-
-fn says(what: &'static str) -> impl Fn(result::DriverError) -> Failure {
-    move |error| format!("{what}: {error:?}")
-}
 
 /// How others reach a rank's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -205,9 +201,12 @@ impl Peers {
         rank == self.rank || self.remotes.get(rank as usize).is_some_and(Option::is_some)
     }
 
-    /// Whether it is this rank.
-    pub fn is_rank(&self, rank: u64) -> bool {
-        rank == self.rank
+    /// This rank's place in a group.
+    pub fn index(&self, group: &[u64]) -> Result<usize, Failure> {
+        group
+            .iter()
+            .position(|rank| *rank == self.rank)
+            .ok_or_else(|| format!("a collective of other ranks: {group:?}"))
     }
 
     /// What lets the streams go if a rank is gone.
@@ -217,7 +216,7 @@ impl Peers {
 
     /// Puts the addresses into a script of a group.
     pub fn bind(&self, device: &mut Device, group: &[u64], acts: &[Act]) -> Result<Exchange, Failure> {
-        let index = group.iter().position(|rank| *rank == self.rank).ok_or("a collective of other ranks")?;
+        let index = self.index(group)?;
         let remote = |peer: usize| {
             let found = group.get(peer).and_then(|rank| self.remotes.get(*rank as usize).copied().flatten());
             found.ok_or_else(|| format!("rank {} is not reached", group[peer]))

@@ -126,7 +126,8 @@ pub fn commands(
     let bytes = |id: &BufferId| layout.program.buffers[*id].ty.bytes().0;
     let collective = |group: usize, collective: Collective| {
         let count = instruction.operands.len().max(instruction.results.len());
-        let parts = (0..count).map(|index| part(layout, instruction, index)).collect();
+        let place = |id: &BufferId| layout.buffer(*id);
+        let parts = (0..count).map(|index| part(layout.program, instruction, index, place)).collect();
         Ok(vec![Command::Collective { group, collective, parts }])
     };
     match &instruction.action {
@@ -172,13 +173,14 @@ pub fn commands(
 /// The communicator of all ranks, for messages between two.
 pub const WORLD: usize = usize::MAX;
 
-fn part(layout: &Layout<'_>, instruction: &Instruction, index: usize) -> Part {
+/// What a collective sends and receives of its `index`th tensor, with buffers where `place` says.
+pub fn part(program: &Program, instruction: &Instruction, index: usize, place: impl Fn(&BufferId) -> u64) -> Part {
     let (from, to) = (instruction.operands.get(index), instruction.results.get(index));
-    let ty = |id: &BufferId| &layout.program.buffers[*id].ty;
+    let ty = |id: &BufferId| &program.buffers[*id].ty;
     let elements = |id: Option<&BufferId>| id.map_or(0, |id| ty(id).elements());
     Part {
-        from: from.map_or(0, |id| layout.buffer(*id)),
-        to: to.map_or(0, |id| layout.buffer(*id)),
+        from: from.map_or(0, &place),
+        to: to.map_or(0, &place),
         sent: elements(from),
         received: elements(to),
         dtype: from.or(to).map_or(DType::F32, |id| ty(id).dtype),
