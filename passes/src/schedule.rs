@@ -26,7 +26,7 @@ use sink::sink;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// The bytes of the operands of a bucket at which it is closed.
-const BUCKET_BYTES: u64 = 32 << 20;
+pub(crate) const BUCKET_BYTES: u64 = 32 << 20;
 /// Weights of a block that have less than this share of the bytes of the next block's do not hide their gather.
 pub(crate) const SMALL: f64 = 0.1;
 /// How many closed buckets may be on the wire before kernels wait for the first of them.

@@ -17,19 +17,18 @@
 use super::clocks::Clocks;
 use super::liveness::block_order;
 use super::recompute::Selected;
-use super::storage::{Copies, kind};
+use super::storage::{Storage, kind};
 use crate::cluster::Cluster;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
-use crate::schedule::SMALL;
+use crate::schedule::{BUCKET_BYTES, SMALL};
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
-use crate::shard::zero::{Parted, scattered};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Bytes of one bucket of gradients, as the schedule closes them.
-pub(super) const BUCKET: f64 = 32.0 * 1024.0 * 1024.0;
+/// Bytes of one bucket of gradients.
+pub(super) const BUCKET: f64 = BUCKET_BYTES as f64;
 
 /// A value whose layout along the tensor axes changes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -71,23 +70,14 @@ struct Stretch {
     fetch: f64,
 }
 
-/// A gradient that is reduced.
-#[derive(Clone, Debug)]
-struct Reduced {
-    /// The class of its update.
-    class: usize,
-    bytes: f64,
-    /// The bytes of each value that it is made of, if every rank may gather these and make its part.
-    made_of: Vec<f64>,
-}
-
 /// Gradients that are reduced together.
 #[derive(Clone, Debug)]
 struct Bucket {
     /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
-    gradients: Vec<Reduced>,
+    /// Of each, the class of its update, and its bytes.
+    gradients: Vec<(usize, f64)>,
     /// Which ranks reduce them.
     kind: usize,
 }
@@ -188,7 +178,7 @@ impl Loop {
         placed: &Placed<'_>,
         conversions: &[Conversion],
         seconds: &[f64],
-        divides: &dyn Fn(usize) -> Option<Parted>,
+        divides: &dyn Fn(usize) -> Option<usize>,
     ) -> Self {
         let machine = Machine::own(&placed.cluster.device);
         let graph = prepared.graph;
@@ -242,7 +232,7 @@ impl Loop {
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
-                    let dim = if prepared.is_parameter[maker] { divides(maker).map(|parted| parted.dim) } else { None };
+                    let dim = if prepared.is_parameter[maker] { divides(maker) } else { None };
                     let Some(dim) = dim.filter(|_| !seen[usize::from(key.1)]) else { continue };
                     let (size, kind) = (bytes(maker), kind(placed, maker));
                     // Of codes, one arrangement or the other.
@@ -279,7 +269,7 @@ impl Loop {
             }
         }
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
-        own.fill_buckets(prepared, placed, &place, divides);
+        own.fill_buckets(prepared, placed, &place);
         own
     }
 
@@ -312,38 +302,23 @@ impl Loop {
     }
 
     /// Gradients in the order in which they are made, merged as the schedule merges them.
-    fn fill_buckets(
-        &mut self,
-        prepared: &Prepared<'_>,
-        placed: &Placed<'_>,
-        place: &[(usize, f64)],
-        divides: &dyn Fn(usize) -> Option<Parted>,
-    ) {
+    fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
         let graph = prepared.graph;
-        let mut made: Vec<(usize, Reduced, usize)> = Vec::new();
+        let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
         for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
             let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            let def = graph.value(node.operands[1]).def;
-            // A part that ends with zeros is cut from what is made.
-            let parts = divides(class).filter(|parted| parted.is_even && placed.microbatches == 1);
-            let made_of = parts.and_then(|parted| scattered(graph, node.operands[1], parted.dim)).map(|_| {
-                let maker = prepared.folded.class[def];
-                let local = placed.local(prepared, maker, &placed.strategies[maker]);
-                local.operands.iter().map(|bytes| *bytes as f64).collect()
-            });
-            let made_of = made_of.unwrap_or_default();
-            made.push((def.index(), Reduced { class, bytes, made_of }, kind));
+            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
         let mut open = [const { (0.0, Vec::new()) }; 2];
         for (index, (def, gradient, kind)) in made.iter().enumerate() {
             let (bytes, gradients) = &mut open[*kind];
-            *bytes += gradient.bytes;
-            gradients.push(gradient.clone());
+            *bytes += gradient.1;
+            gradients.push(*gradient);
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
                 self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
@@ -351,21 +326,21 @@ impl Loop {
         }
     }
 
-    /// The seconds of each collective, for ranks that hold copies in one way; `is_parted` names the classes of updates
-    /// of what is stored in parts under ZeRO: every rank needs the whole gradients of the others.
-    pub fn times(&self, copies: &[Copies; 2], is_parted: impl Fn(usize) -> bool, cluster: &Cluster) -> Times {
+    /// The seconds of each collective, for one way to store parameters. Of what is not stored in parts under ZeRO, every
+    /// rank needs the whole gradients of the others.
+    pub fn times(&self, storage: &Storage, cluster: &Cluster) -> Times {
+        let copies = &storage.copies;
         let reduce = |zero: u64| {
             let of = |bucket: &Bucket| {
                 let copies = &copies[bucket.kind];
                 let (mut parted, mut whole, mut gathers) = (0.0, 0.0, 0.0);
-                for Reduced { class, bytes, made_of } in &bucket.gradients {
-                    let all = made_of.iter().map(|bytes| copies.of_all(*bytes));
-                    match all.clone().sum::<f64>() {
-                        _ if zero == 0 || !is_parted(*class) => whole += bytes,
-                        sum if sum > 0.0 && sum < *bytes => {
-                            gathers += all.map(|bytes| copies.gather(bytes, cluster)).sum::<f64>();
+                for (class, bytes) in &bucket.gradients {
+                    match storage.made.get(class) {
+                        _ if zero == 0 || storage.parts[*class].is_none() => whole += bytes,
+                        Some(made) => {
+                            gathers += made.read.iter().map(|bytes| copies.gather(*bytes, cluster)).sum::<f64>()
                         }
-                        _ => parted += bytes,
+                        None => parted += bytes,
                     }
                 }
                 (copies.reduce(zero, parted, cluster) + copies.reduce(0, whole, cluster), gathers)

@@ -11,10 +11,9 @@ use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use crate::cost::{Bound, Machine, step};
-use crate::fold::{Class, block_of};
+use crate::fold::block_of;
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
-use crate::shard::zero::scattered;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::program::Action;
@@ -151,8 +150,9 @@ impl<'a> Shape<'a> {
             each.push(Split::of(time, bound));
             seconds.push(time);
         }
+        shape.storages.iter_mut().for_each(|storage| storage.find_made(prepared, placed));
         let first = &shape.storages[0];
-        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1);
+        let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         // Scales of parameters are reduced together.
         let is_scale =
@@ -166,31 +166,14 @@ impl<'a> Shape<'a> {
             let readers = prepared.folded.classes[conversion.reader].members.len();
             each[conversion.reader].communication += seconds / readers as f64;
         }
-        for (class, ranks) in shape.made_in_parts(placed) {
-            let members = prepared.folded.classes[class].members.len() as f64;
-            shape.saved += seconds[class] * members * (1.0 - 1.0 / ranks as f64);
-            shape.liveness.in_parts.push(class);
+        for made in shape.storages[0].made.values() {
+            let members = prepared.folded.classes[made.maker].members.len() as f64;
+            shape.saved += seconds[made.maker] * members * (1.0 - 1.0 / made.ranks as f64);
+            shape.liveness.in_parts.push(made.maker);
         }
         shape.prices = each;
         shape.liveness.staging = shape.staging(conversions);
         shape
-    }
-
-    /// The classes that make gradients where these are stored under ZeRO, of what all ranks have, and among how many
-    /// ranks: see [`shard::zero`](crate::shard::zero).
-    fn made_in_parts(&self, placed: &Placed<'_>) -> Vec<(usize, u64)> {
-        let (prepared, storage) = (self.prepared, &self.storages[0]);
-        let of = |(class, folded): (usize, &Class)| {
-            let node = prepared.graph.node(folded.node);
-            let Op::Adamw(_) = node.op else { return None };
-            let (ranks, parted) = storage.among(prepared, placed, class).filter(|(_, parted)| parted.is_even)?;
-            scattered(prepared.graph, node.operands[1], parted.dim)?;
-            let maker = prepared.folded.class[prepared.graph.value(node.operands[1]).def];
-            let read: u64 = placed.local(prepared, maker, &placed.strategies[maker]).operands.iter().sum();
-            let summed = placed.local(prepared, class, &placed.strategies[class]).operands[1];
-            (self.microbatches == 1 && read * ranks < summed).then_some((maker, ranks))
-        };
-        prepared.folded.classes.iter().enumerate().filter_map(of).collect()
     }
 
     /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
@@ -424,8 +407,7 @@ impl<'a> Shape<'a> {
             microbatches: self.microbatches,
             again: &selected,
         };
-        let times = self.times[storage]
-            .get_or_init(|| self.around.times(&of.copies, |class| of.parts[class].is_some(), cluster));
+        let times = self.times[storage].get_or_init(|| self.around.times(of, cluster));
         let Shown { all: communication, shown, ordered } = self.around.shown(&traffic, times, cluster);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
         // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.

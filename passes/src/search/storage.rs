@@ -2,11 +2,13 @@
 
 use crate::cluster::Cluster;
 use crate::cost::collective::{self, Collective, Group};
+use crate::fold::Class;
 use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
-use crate::shard::zero::{Parted, storage_dim};
+use crate::shard::zero::{Parted, scattered, storage_dim};
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
+use std::collections::BTreeMap;
 
 /// The ranks that hold copies of a parameter.
 #[derive(Clone, Copy, Debug)]
@@ -40,11 +42,6 @@ impl Copies {
         }
         let part = bytes / self.parts.size() as f64;
         run(Collective::ReduceScatter, bytes, self.parts) + run(Collective::AllReduce, part, self.replicas)
-    }
-
-    /// The bytes of what ranks that store parts have together, each so many.
-    pub fn of_all(&self, bytes: f64) -> f64 {
-        bytes * self.parts.size() as f64
     }
 
     /// Seconds to gather what is so many bytes then.
@@ -92,6 +89,18 @@ pub struct Held {
     pub in_blocks: f64,
 }
 
+/// A gradient of which each rank makes the part that it stores under ZeRO, of what all ranks have: see
+/// [`shard::zero`](crate::shard::zero).
+#[derive(Clone, Debug)]
+pub struct Made {
+    /// The class that makes it.
+    pub maker: usize,
+    /// Among how many ranks it is divided.
+    pub ranks: u64,
+    /// Bytes of each value that it is made of, once that is gathered.
+    pub read: Vec<f64>,
+}
+
 /// The sums over all parameters, for one way to store them.
 #[derive(Clone, Debug)]
 pub struct Storage {
@@ -119,6 +128,8 @@ pub struct Storage {
     pub once: Amount,
     /// Per class, among how many ranks which dimension of what it makes is divided.
     pub parts: Vec<Option<(u64, usize)>>,
+    /// Per class of updates, how its gradients are made, if that is where they are stored.
+    pub made: BTreeMap<usize, Made>,
     /// Bytes of gradients that are divided unevenly, by whether that is along their outermost dimension: then zeros are
     /// put behind them where they are made, else they are copied to where there are zeros.
     pub uneven: [f64; 2],
@@ -142,6 +153,7 @@ impl Storage {
             update: none,
             once: none,
             parts: Vec::new(),
+            made: BTreeMap::new(),
             uneven: [0.0; 2],
         }
     }
@@ -172,6 +184,23 @@ impl Storage {
         let ranks = Self::sharing(self.inner, mesh, strategy);
         let parted = stored_dim(prepared, class, (mesh, strategy), ranks)?;
         (ranks > 1).then_some((ranks, parted))
+    }
+
+    /// Finds the gradients that are made where they are stored. A part that ends with zeros is cut from what is made.
+    pub fn find_made(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>) {
+        let of = |(class, folded): (usize, &Class)| {
+            let node = prepared.graph.node(folded.node);
+            let Op::Adamw(_) = node.op else { return None };
+            let (ranks, parted) = self.among(prepared, placed, class).filter(|(_, parted)| parted.is_even)?;
+            scattered(prepared.graph, node.operands[1], parted.dim)?;
+            let maker = prepared.folded.class[prepared.graph.value(node.operands[1]).def];
+            let operands = &placed.local(prepared, maker, &placed.strategies[maker]).operands;
+            let summed = placed.local(prepared, class, &placed.strategies[class]).operands[1];
+            let read = operands.iter().map(|bytes| (bytes * ranks) as f64).collect();
+            let is_less = operands.iter().sum::<u64>() * ranks < summed;
+            (placed.microbatches == 1 && is_less).then_some((class, Made { maker, ranks, read }))
+        };
+        self.made = prepared.folded.classes.iter().enumerate().filter_map(of).collect();
     }
 
     /// How many data ranks store one copy.
