@@ -56,6 +56,9 @@ impl HostTensor {
     /// With zeros behind the end of each dimension that is longer in another type, which it [fits
     /// in](TensorType::fits_in).
     pub fn filled(&self, ty: &TensorType) -> Self {
+        if self.ty == *ty {
+            return self.clone();
+        }
         let mut filled = Self::zeros(ty.clone());
         filled.set_part(&self.ty.shape.iter().map(|size| (0, *size)).collect::<Vec<_>>(), self);
         filled

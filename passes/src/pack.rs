@@ -4,8 +4,9 @@
 //! by size", Pisarchyk and Lee, "Efficient memory management for deep neural net inference", 2020). What
 //! comes of it depends on the order, so several are tried: by size, by size times lifetime, by lifetime.
 //! Then what lies at the top is placed first, again and again, which lets it find the gaps that others
-//! took (the idea of the hill climbing of TensorFlow's planners), in every other attempt with what lies nearly as high. The best attempt is kept. The bytes
-//! that live at the busiest instruction are a lower bound; an attempt close to it ends the search.
+//! took (the idea of the hill climbing of TensorFlow's planners), in every other attempt with what lies nearly as
+//! high. The best attempt is kept. The bytes that live at the busiest instruction are a lower bound; an attempt close
+//! to it ends the search.
 
 use crate::allocate::ALIGNMENT;
 use std::cmp::Reverse;
@@ -87,11 +88,11 @@ fn best_of_orders(lives: &[Life]) -> (Vec<u64>, u64) {
             let high = if round % 2 == 0 { top - 1 } else { top - top / HIGH };
             let at_top = |index: &usize| offsets[*index] + lives[*index].size() > high;
             let (mut first, rest): (Vec<usize>, Vec<usize>) = order.iter().partition(|index| at_top(index));
+            first.extend(rest);
+            order = first;
             if best.as_ref().is_none_or(|(_, known)| top < *known) {
                 best = Some((offsets, top));
             }
-            first.extend(rest);
-            order = first;
         }
     }
     best.unwrap_or_default()

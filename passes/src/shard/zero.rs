@@ -15,6 +15,7 @@ use super::family::storage_axes;
 use crate::cost::is_product;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::Op;
+use shardc_ir::sharding::Cut;
 use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, OpDef, SecondaryMap, Sharding, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,10 +33,9 @@ pub struct Parted {
 impl Parted {
     /// Cuts what a rank would have of a dimension into so many parts, if less fills them than there is.
     pub fn new(dim: usize, whole: u64, parts: u64) -> Option<Self> {
-        let part = whole.div_ceil(parts);
-        let is_even = part > 0 && part * parts == whole;
-        let is_dense = part * parts < 2 * whole;
-        (is_even || is_dense).then(|| Self { dim, share: part as f64 / whole as f64, is_even })
+        let cut = Cut { axes: &[], count: parts, whole, part: whole.div_ceil(parts) };
+        let (share, is_even) = (cut.part as f64 / whole as f64, cut.is_even());
+        (whole > 0 && (is_even || cut.is_dense())).then_some(Self { dim, share, is_even })
     }
 
     /// Whether more than a tenth of what is gathered fills the parts of so many ranks.
