@@ -6,6 +6,7 @@
 //! * [`kernels`] are CubeCL functions; [`kernel`] turns them into CUDA C++ without a device.
 //! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
+//! * `worker` is a rank's thread, which owns its executor.
 //! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
 //! * `tune` measures which algorithm of cuBLASLt suits each product, and `cache` keeps what was found.
 //! * `copies` is what the copy engines do of collectives between linked GPUs, in place of NCCL.
@@ -36,26 +37,25 @@ mod tune;
 #[cfg(all(test, feature = "vulkan"))]
 mod vulkan_tests;
 mod watch;
+mod worker;
 
 pub use device::identity;
 pub use target::CudaTarget;
 
 use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
-use crate::{Readings, Runtime, RuntimeError, Span, TimedStep, check_feeds, held};
-use device::{Device, Failure};
-use executor::{Chosen, Making, Rank, WORLD};
-use nccl::{Communicator, Meeting};
-use shardc_ir::program::{Action, Slot};
-use shardc_ir::{BufferId, Bytes, DType, Graph, HostTensor, Program};
-use std::collections::{BTreeMap, HashMap};
+use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
+use device::Failure;
+use executor::{Chosen, Making};
+use shardc_ir::program::Slot;
+use shardc_ir::{Bytes, DType, Graph, HostTensor, Program};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier};
-use std::thread::JoinHandle;
 use std::time::Duration;
 use tune::Tuning;
-use watch::{Watch, Watched};
+use watch::Watch;
+use worker::{Answer, MeetingError, Request, Shared, Worker, has_messages, meetings, spawn};
 
 /// Why the CUDA backend cannot start.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -155,43 +155,6 @@ pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// What a rank's thread is asked to do.
-enum Request {
-    Write(BufferId, Vec<u8>),
-    Read(BufferId),
-    /// Initial values, made in place.
-    Make(Vec<Making>),
-    /// A step on these inputs, measured or not.
-    Step(Arc<BTreeMap<String, HostTensor>>, bool),
-    /// The last step once more, looked into.
-    Inspect,
-}
-
-/// What it answers.
-enum Answer {
-    Done(Result<(), Failure>),
-    Bytes(Result<Vec<u8>, Failure>),
-    Readings(Result<(Vec<Vec<u8>>, Vec<Span>), Failure>),
-    Found(Result<Option<String>, Failure>),
-}
-
-/// One rank's thread.
-struct Worker {
-    requests: Option<Sender<Request>>,
-    answers: Receiver<Answer>,
-    thread: Option<JoinHandle<()>>,
-    program: Arc<Program>,
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        self.requests = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
 /// The ranks of a run that this process drives, each on a GPU of this host.
 pub struct CudaRuntime {
     workers: Vec<Worker>,
@@ -205,17 +168,6 @@ impl Drop for CudaRuntime {
     fn drop(&mut self) {
         self.world.set_probe(None);
     }
-}
-
-/// What every rank's thread needs to start.
-struct Shared {
-    binaries: HashMap<String, device::Binary>,
-    meetings: BTreeMap<Vec<u64>, Vec<u8>>,
-    has_messages: bool,
-    watched: Arc<watch::Shared>,
-    tuning: Tuning,
-    world: Arc<World>,
-    started: Barrier,
 }
 
 impl CudaRuntime {
@@ -264,12 +216,12 @@ impl CudaRuntime {
         let mut bytes = Bytes(0);
         for (worker, device) in workers.iter().zip(devices) {
             let load = |message| CudaError::Load { rank: worker.program.rank, device: *device, message };
-            match worker.answers.recv() {
-                Ok(Answer::Bytes(Ok(taken))) => {
+            match worker.answer() {
+                Some(Answer::Bytes(Ok(taken))) => {
                     let taken = taken.try_into().map_or(0, u64::from_le_bytes);
                     bytes = bytes.max(Bytes(taken));
                 }
-                Ok(Answer::Bytes(Err(message))) => {
+                Some(Answer::Bytes(Err(message))) => {
                     watched.stop.store(true, Ordering::Relaxed);
                     return Err(load(message));
                 }
@@ -313,10 +265,8 @@ impl CudaRuntime {
 
     fn ask(&self, rank: u64, request: Request) -> Result<Answer, RuntimeError> {
         let worker = self.worker(rank)?;
-        let gone = || failed(rank, "its thread ended".to_string());
-        let requests = worker.requests.as_ref().ok_or_else(gone)?;
-        requests.send(request).map_err(|_| gone())?;
-        worker.answers.recv().map_err(|_| gone())
+        let answer = worker.ask(request).and_then(|()| worker.answer());
+        answer.ok_or_else(|| failed(rank, "its thread ended".to_string()))
     }
 
     /// Why a step failed: what this process's rank says, unless it is a symptom of what happened to
@@ -344,12 +294,11 @@ impl CudaRuntime {
         self.watched.set_step(true);
         for worker in &self.workers {
             let gone = || failed(worker.program.rank, "its thread ended".to_string());
-            let requests = worker.requests.as_ref().ok_or_else(gone)?;
-            requests.send(request()).map_err(|_| gone())?;
+            worker.ask(request()).ok_or_else(gone)?;
         }
         let (mut done, mut errors) = (Vec::new(), Vec::new());
         for worker in &self.workers {
-            match worker.answers.recv().ok().and_then(&take) {
+            match worker.answer().and_then(&take) {
                 Some(Ok(answer)) => done.push(answer),
                 Some(Err(message)) => errors.push((worker.program.rank, message)),
                 None => {
@@ -395,129 +344,6 @@ const SYMPTOM: Duration = Duration::from_secs(2);
 
 fn failed(rank: u64, message: String) -> RuntimeError {
     RuntimeError::Rank { rank, at: "on its GPU".to_string(), message }
-}
-
-/// Why ranks do not meet.
-enum MeetingError {
-    Nccl(Failure),
-    World(LaunchError),
-}
-
-/// What every group of several ranks meets by, and the group of all ranks if there are messages
-/// between two: made where the group's first rank is, shared where the group has ranks elsewhere.
-fn meetings(
-    programs: &[Arc<Program>],
-    has_messages: bool,
-    world: &World,
-) -> Result<BTreeMap<Vec<u64>, Vec<u8>>, MeetingError> {
-    let groups = programs.iter().flat_map(|program| program.groups.iter().cloned());
-    let mut groups: Vec<Vec<u64>> = groups.filter(|group| group.len() > 1).collect();
-    if let Some(program) = programs.first().filter(|_| has_messages) {
-        groups.push((0..program.ranks).collect());
-    }
-    groups.sort_unstable();
-    groups.dedup();
-    let round = world.round("nccl");
-    let is_here = |rank: &u64| programs.iter().any(|program| program.rank == *rank);
-    let mut meetings = BTreeMap::new();
-    // All are given before any is waited for.
-    for group in groups.iter().filter(|group| is_here(&group[0])) {
-        let meeting = Meeting::new().map_err(MeetingError::Nccl)?.bytes();
-        if !group.iter().all(is_here) {
-            world.set(&format!("{round}/{group:?}"), &meeting).map_err(MeetingError::World)?;
-        }
-        meetings.insert(group.clone(), meeting);
-    }
-    for group in groups.iter().filter(|group| !is_here(&group[0])) {
-        let meeting = world.get(&format!("{round}/{group:?}"), false).map_err(MeetingError::World)?;
-        meetings.insert(group.clone(), meeting);
-    }
-    Ok(meetings)
-}
-
-fn has_messages(program: &Program) -> bool {
-    let message = |action: &Action| matches!(action, Action::Send { .. } | Action::Receive { .. });
-    program.instructions().any(|instruction| message(&instruction.action))
-}
-
-/// Starts a rank's thread, which first answers with the bytes that it took.
-fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shared>) -> Worker {
-    let (requests, inbox) = channel();
-    let (outbox, answers) = channel();
-    let own = program.clone();
-    let thread = std::thread::spawn(move || {
-        let watched = shared.watched.clone();
-        let mut rank = match start(own, chosen, ordinal, &shared) {
-            Ok(rank) => rank,
-            Err(error) => {
-                shared.tuning.give_up();
-                return drop(outbox.send(Answer::Bytes(Err(error))));
-            }
-        };
-        drop(shared);
-        let taken = rank.device_bytes().0.to_le_bytes().to_vec();
-        if outbox.send(Answer::Bytes(Ok(taken))).is_err() {
-            return;
-        }
-        while let Ok(request) = inbox.recv() {
-            let answer = match request {
-                Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
-                Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
-                Request::Make(all) => Answer::Done(rank.make(&all)),
-                Request::Step(feeds, is_timed) => {
-                    let readings = match is_timed {
-                        true => rank.timed_step(&feeds, &watched.stop),
-                        false => rank.step(&feeds, &watched.stop).map(|readings| (readings, Vec::new())),
-                    };
-                    if readings.is_err() {
-                        watched.stop.store(true, Ordering::Relaxed);
-                    }
-                    Answer::Readings(readings)
-                }
-                Request::Inspect => {
-                    let found = rank.inspect(&watched.stop);
-                    if found.is_err() {
-                        watched.stop.store(true, Ordering::Relaxed);
-                    }
-                    Answer::Found(found)
-                }
-            };
-            if outbox.send(answer).is_err() {
-                return;
-            }
-        }
-    });
-    Worker { requests: Some(requests), answers, thread: Some(thread), program }
-}
-
-fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared) -> Result<Rank, Failure> {
-    let device = Device::new(ordinal);
-    // A rank that cannot have its GPU must not leave the others waiting in a communicator.
-    if device.is_err() {
-        shared.watched.stop.store(true, Ordering::Relaxed);
-    }
-    shared.started.wait();
-    let mut device = device?;
-    if shared.watched.stop.load(Ordering::Relaxed) {
-        return Err("another rank could not start".to_string());
-    }
-    let mut communicators = HashMap::new();
-    for (group, meeting) in &shared.meetings {
-        let Some(index) = group.iter().position(|rank| *rank == program.rank) else { continue };
-        let used = program.groups.iter().enumerate().filter(|(_, known)| *known == group).map(|(index, _)| index);
-        let is_world = shared.has_messages && group.len() as u64 == program.ranks;
-        let meeting = Meeting::from_bytes(meeting)?;
-        let communicator = Arc::new(Communicator::new(meeting, index, group.len())?);
-        for slot in used.chain(is_world.then_some(WORLD)) {
-            communicators.insert(slot, communicator.clone());
-        }
-    }
-    device.load(shared.binaries.iter())?;
-    let (number, groups) = (program.rank, communicators.values().cloned().collect());
-    let rank = Rank::new(program, &chosen, device, communicators, (&shared.tuning, &shared.world))?;
-    let release = rank.release();
-    shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups, release });
-    Ok(rank)
 }
 
 /// A scalar reading as a number.

@@ -1,0 +1,200 @@
+//! A rank's thread: how it starts and meets the others, and what it is asked.
+
+use super::device::{self, Device, Failure};
+use super::executor::{Chosen, Making, Rank, WORLD};
+use super::nccl::{Communicator, Meeting};
+use super::tune::Tuning;
+use super::watch::{self, Watched};
+use crate::Span;
+use crate::launch::{LaunchError, World};
+use shardc_ir::program::Action;
+use shardc_ir::{BufferId, HostTensor, Program};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier};
+use std::thread::JoinHandle;
+
+/// What a rank's thread is asked to do.
+pub enum Request {
+    Write(BufferId, Vec<u8>),
+    Read(BufferId),
+    /// Initial values, made in place.
+    Make(Vec<Making>),
+    /// A step on these inputs, measured or not.
+    Step(Arc<BTreeMap<String, HostTensor>>, bool),
+    /// The last step once more, looked into.
+    Inspect,
+}
+
+/// What it answers.
+pub enum Answer {
+    Done(Result<(), Failure>),
+    Bytes(Result<Vec<u8>, Failure>),
+    Readings(Result<(Vec<Vec<u8>>, Vec<Span>), Failure>),
+    Found(Result<Option<String>, Failure>),
+}
+
+/// One rank's thread.
+pub struct Worker {
+    requests: Option<Sender<Request>>,
+    answers: Receiver<Answer>,
+    thread: Option<JoinHandle<()>>,
+    /// What it runs.
+    pub program: Arc<Program>,
+}
+
+impl Worker {
+    /// Asks it, unless it ended.
+    pub fn ask(&self, request: Request) -> Option<()> {
+        self.requests.as_ref()?.send(request).ok()
+    }
+
+    /// Waits for its answer, the first of which says how many bytes it took; none where it ended.
+    pub fn answer(&self) -> Option<Answer> {
+        self.answers.recv().ok()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.requests = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What every rank's thread needs to start.
+pub struct Shared {
+    pub binaries: HashMap<String, device::Binary>,
+    pub meetings: BTreeMap<Vec<u64>, Vec<u8>>,
+    pub has_messages: bool,
+    pub watched: Arc<watch::Shared>,
+    pub tuning: Tuning,
+    pub world: Arc<World>,
+    pub started: Barrier,
+}
+
+/// Starts a rank's thread.
+pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shared>) -> Worker {
+    let (requests, inbox) = channel();
+    let (outbox, answers) = channel();
+    let own = program.clone();
+    let thread = std::thread::spawn(move || {
+        let watched = shared.watched.clone();
+        let mut rank = match start(own, chosen, ordinal, &shared) {
+            Ok(rank) => rank,
+            Err(error) => {
+                shared.tuning.give_up();
+                return drop(outbox.send(Answer::Bytes(Err(error))));
+            }
+        };
+        drop(shared);
+        let taken = rank.device_bytes().0.to_le_bytes().to_vec();
+        if outbox.send(Answer::Bytes(Ok(taken))).is_err() {
+            return;
+        }
+        while let Ok(request) = inbox.recv() {
+            let answer = match request {
+                Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
+                Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
+                Request::Make(all) => Answer::Done(rank.make(&all)),
+                Request::Step(feeds, is_timed) => {
+                    let readings = match is_timed {
+                        true => rank.timed_step(&feeds, &watched.stop),
+                        false => rank.step(&feeds, &watched.stop).map(|readings| (readings, Vec::new())),
+                    };
+                    if readings.is_err() {
+                        watched.stop.store(true, Ordering::Relaxed);
+                    }
+                    Answer::Readings(readings)
+                }
+                Request::Inspect => {
+                    let found = rank.inspect(&watched.stop);
+                    if found.is_err() {
+                        watched.stop.store(true, Ordering::Relaxed);
+                    }
+                    Answer::Found(found)
+                }
+            };
+            if outbox.send(answer).is_err() {
+                return;
+            }
+        }
+    });
+    Worker { requests: Some(requests), answers, thread: Some(thread), program }
+}
+
+fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared) -> Result<Rank, Failure> {
+    let device = Device::new(ordinal);
+    // A rank that cannot have its GPU must not leave the others waiting in a communicator.
+    if device.is_err() {
+        shared.watched.stop.store(true, Ordering::Relaxed);
+    }
+    shared.started.wait();
+    let mut device = device?;
+    if shared.watched.stop.load(Ordering::Relaxed) {
+        return Err("another rank could not start".to_string());
+    }
+    let mut communicators = HashMap::new();
+    for (group, meeting) in &shared.meetings {
+        let Some(index) = group.iter().position(|rank| *rank == program.rank) else { continue };
+        let used = program.groups.iter().enumerate().filter(|(_, known)| *known == group).map(|(index, _)| index);
+        let is_world = shared.has_messages && group.len() as u64 == program.ranks;
+        let meeting = Meeting::from_bytes(meeting)?;
+        let communicator = Arc::new(Communicator::new(meeting, index, group.len())?);
+        for slot in used.chain(is_world.then_some(WORLD)) {
+            communicators.insert(slot, communicator.clone());
+        }
+    }
+    device.load(shared.binaries.iter())?;
+    let (number, groups) = (program.rank, communicators.values().cloned().collect());
+    let rank = Rank::new(program, &chosen, device, communicators, (&shared.tuning, &shared.world))?;
+    let release = rank.release();
+    shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups, release });
+    Ok(rank)
+}
+
+/// Why ranks do not meet.
+pub enum MeetingError {
+    Nccl(Failure),
+    World(LaunchError),
+}
+
+/// What every group of several ranks meets by, and the group of all ranks if there are messages
+/// between two: made where the group's first rank is, shared where the group has ranks elsewhere.
+pub fn meetings(
+    programs: &[Arc<Program>],
+    has_messages: bool,
+    world: &World,
+) -> Result<BTreeMap<Vec<u64>, Vec<u8>>, MeetingError> {
+    let groups = programs.iter().flat_map(|program| program.groups.iter().cloned());
+    let mut groups: Vec<Vec<u64>> = groups.filter(|group| group.len() > 1).collect();
+    if let Some(program) = programs.first().filter(|_| has_messages) {
+        groups.push((0..program.ranks).collect());
+    }
+    groups.sort_unstable();
+    groups.dedup();
+    let round = world.round("nccl");
+    let is_here = |rank: &u64| programs.iter().any(|program| program.rank == *rank);
+    let mut meetings = BTreeMap::new();
+    // All are given before any is waited for.
+    for group in groups.iter().filter(|group| is_here(&group[0])) {
+        let meeting = Meeting::new().map_err(MeetingError::Nccl)?.bytes();
+        if !group.iter().all(is_here) {
+            world.set(&format!("{round}/{group:?}"), &meeting).map_err(MeetingError::World)?;
+        }
+        meetings.insert(group.clone(), meeting);
+    }
+    for group in groups.iter().filter(|group| !is_here(&group[0])) {
+        let meeting = world.get(&format!("{round}/{group:?}"), false).map_err(MeetingError::World)?;
+        meetings.insert(group.clone(), meeting);
+    }
+    Ok(meetings)
+}
+
+pub fn has_messages(program: &Program) -> bool {
+    let message = |action: &Action| matches!(action, Action::Send { .. } | Action::Receive { .. });
+    program.instructions().any(|instruction| message(&instruction.action))
+}
