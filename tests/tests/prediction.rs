@@ -23,6 +23,8 @@ const CASES: &[Case] = &[
     // One device; data ranks with every stage of ZeRO, on one node and on several.
     ("gpt2-124m", 32, 1024, "h100:1", "microbatch=32"),
     ("gpt2-124m", 32, 1024, "h100:1", "microbatch=8"),
+    ("llama-1b", 1, 16384, "h100:1", "microbatch=1"),
+    ("llama-1b", 1, 32768, "h200:4", "cp=4,zero=3"),
     ("gpt2-124m", 64, 1024, "h100:8", "dp=8,zero=0"),
     ("gpt2-124m", 64, 1024, "h100:8", "dp=8,zero=3"),
     ("gpt2-1.5b", 64, 1024, "h100:8", "dp=8,zero=0,microbatch=8"),

@@ -13,8 +13,8 @@ const GPT2: &str = "layer_norm matmul broadcast add reshape matmul broadcast add
                     layer_norm matmul broadcast add gelu_tanh matmul broadcast add add";
 
 /// The raised graph of a built-in model or of a fixture.
-fn raised(model: &str) -> Graph {
-    let (batch, seq) = (2, 16);
+fn raised(model: &str, batch: usize) -> Graph {
+    let seq = 16;
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/hf").join(model);
     let traced =
         if dir.exists() { hf::open(&dir, batch, seq).unwrap().0 } else { zoo::build(model, batch, seq).unwrap() };
@@ -31,7 +31,13 @@ fn ops(graph: &Graph, select: impl Fn(&str) -> bool) -> String {
 
 #[track_caller]
 fn check(model: &str, block: &str) {
-    let graph = raised(model);
+    // One sample is a batch like any other.
+    [1, 2].into_iter().for_each(|batch| check_batch(model, batch, block));
+}
+
+#[track_caller]
+fn check_batch(model: &str, batch: usize, block: &str) {
+    let graph = raised(model, batch);
     for number in 0..2 {
         let of_block = format!("blocks.{number}");
         let ops = ops(&graph, |path| path == of_block || path.starts_with(&format!("{of_block}.")));

@@ -200,6 +200,9 @@ impl<'a> Converter<'a> {
         if let Some(result) = self.unflattened(a, b)? {
             return Ok(result);
         }
+        let (matrix, shape) = (self.b.strip(b), self.b.shape(b));
+        let is_widened = self.b.shape(matrix).len() == 2 && shape.ends_with(&self.b.shape(matrix));
+        let b = if is_widened { matrix } else { b };
         let mut letters = "bhacdefgijlopqrtuvwxyz".chars();
         let (shape_a, shape_b) = (self.b.shape(a), self.b.shape(b));
         let rows = shape_a.len().min(2);
@@ -208,6 +211,7 @@ impl<'a> Converter<'a> {
             let own = shape.len() - tail;
             (dim + own).checked_sub(lead).map(|at| shape[at])
         };
+        let is_kept = |left: Option<u64>, right: Option<u64>| left.is_some() && right.is_none();
         let (mut spec_a, mut spec_b, mut spec_out) = (String::new(), String::new(), String::new());
         let (mut lean_a, mut lean_b, mut full) = (Vec::new(), Vec::new(), Vec::new());
         for dim in 0..lead {
@@ -215,8 +219,9 @@ impl<'a> Converter<'a> {
             let (size_a, size_b) = (left.unwrap_or(1), right.unwrap_or(1));
             full.push(size_a.max(size_b));
             let letter = letters.next().unwrap_or('z');
-            // A size of one is left out: where both have it, the result is reshaped.
-            if size_a != 1 {
+            // A size of one is left out, and the result reshaped; but it stays where `a` has it beside a matrix, so that
+            // a batch of one sample looks like any other.
+            if size_a != 1 || is_kept(left, right) {
                 spec_a.push(letter);
                 lean_a.push(size_a);
             }
@@ -224,7 +229,7 @@ impl<'a> Converter<'a> {
                 spec_b.push(letter);
                 lean_b.push(size_b);
             }
-            if size_a != 1 || size_b != 1 {
+            if size_a != 1 || size_b != 1 || is_kept(left, right) {
                 spec_out.push(letter);
             }
         }

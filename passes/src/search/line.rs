@@ -337,7 +337,9 @@ impl Sums {
     }
 }
 
-/// The places where a cut lets fewer bytes pass than beside it, the best of them if there are many; both ends.
+/// The places where a cut lets fewer bytes pass than beside it, and both ends. Of more than [`MOST_PLACES`], those that
+/// let the fewest bytes pass; of those that let equally many pass, ends of blocks first, then some all along the line,
+/// since places that are left out at one end leave all of that end to one stage.
 fn places(line: &Line, passing: &[f64], anywhere: bool) -> Vec<usize> {
     let is_least = |at: &usize| {
         let before = *at < 2 || passing[*at] <= passing[at - 1];
@@ -345,8 +347,14 @@ fn places(line: &Line, passing: &[f64], anywhere: bool) -> Vec<usize> {
     };
     let is_open = |at: &usize| !line.is_joined[*at] && (line.is_between[*at] || (anywhere && is_least(at)));
     let mut inner: Vec<usize> = (1..line.main.len()).filter(is_open).collect();
-    inner.sort_by(|a, b| passing[*a].total_cmp(&passing[*b]).then(a.cmp(b)));
-    inner.truncate(MOST_PLACES);
-    inner.sort_unstable();
-    [0].into_iter().chain(inner).chain([line.main.len()]).collect()
+    let order =
+        |a: &usize, b: &usize| passing[*a].total_cmp(&passing[*b]).then(line.is_between[*b].cmp(&line.is_between[*a]));
+    inner.sort_by(|a, b| order(a, b).then(a.cmp(b)));
+    let mut kept: Vec<usize> = Vec::new();
+    for alike in inner.chunk_by(|a, b| order(a, b).is_eq()) {
+        let room = alike.len().min(MOST_PLACES - kept.len());
+        kept.extend((0..room).map(|index| alike[(2 * index + 1) * alike.len() / (2 * room)]));
+    }
+    kept.sort_unstable();
+    [0].into_iter().chain(kept).chain([line.main.len()]).collect()
 }

@@ -11,7 +11,7 @@
 
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
-use shardc_ir::{Choice, FactorKind, FactorRule, Graph, NodeId, OpDef, ReduceKind, SecondaryMap, ValueId};
+use shardc_ir::{Choice, FactorKind, FactorRule, Graph, NodeId, OpDef, ReduceKind, Role, SecondaryMap, ValueId};
 use std::collections::HashMap;
 
 /// How a value lies along the batch.
@@ -45,6 +45,19 @@ pub fn batch_choices(
     }
     divide_sources(graph, folded, rules, &mut choices);
     choices
+}
+
+/// Which nodes run once per microbatch: those that divide the batch or pass its partial sums on. A batch of one sample
+/// is not divided and its dimension is lost in reshapes, so there it is what depends on the inputs, up to the gradients.
+pub fn in_loop(graph: &Graph, choices: &SecondaryMap<NodeId, Choice>, batch: u64) -> SecondaryMap<NodeId, bool> {
+    let mut in_loop = SecondaryMap::new();
+    for (id, node) in graph.nodes() {
+        let is_fed = || node.operands.iter().any(|value| in_loop[graph.value(*value).def]);
+        let is_input = || matches!(node.op, Op::Input(_));
+        let is_one = batch == 1 && node.role != Role::Optimizer && (is_input() || is_fed());
+        in_loop[id] = choices[id] != Choice::Replicate || is_one;
+    }
+    in_loop
 }
 
 fn forward_choice(rule: &FactorRule, operands: &[State]) -> Choice {

@@ -1,6 +1,6 @@
 //! Everything about a graph that the search needs and that no mesh changes.
 
-use super::batch::batch_choices;
+use super::batch::{batch_choices, in_loop};
 use super::local::AllLocals;
 use super::share::{Share, emitted};
 use super::tensor::{Flow, Prepared};
@@ -11,7 +11,7 @@ use crate::search::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
-use shardc_ir::{EntityRef, Graph, NodeId, Target, ValueId};
+use shardc_ir::{Choice, EntityRef, Graph, NodeId, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
@@ -20,12 +20,14 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
     let folded = fold(graph);
     let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
     let choices = batch_choices(graph, &folded, &rules, batch);
+    let in_loop = in_loop(graph, &choices, batch);
     let key = |id: NodeId| match choices[id] {
-        shardc_ir::Choice::Replicate => (0, 0),
-        shardc_ir::Choice::Factor(factor) => (1, factor),
-        shardc_ir::Choice::Pass(set) => (2, set),
+        Choice::Replicate => (0, usize::from(in_loop[id])),
+        Choice::Factor(factor) => (1, factor),
+        Choice::Pass(set) => (2, set),
     };
     let folded = folded.split(key);
+    let in_loop = folded.classes.iter().map(|class| in_loop[class.node]).collect();
     let rules: Vec<_> = folded.classes.iter().map(|class| graph.rule(class.node)).collect();
     let batch = folded.classes.iter().map(|class| choices[class.node]).collect();
     let parameters = parameter_values(graph);
@@ -69,6 +71,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         reduce_dtype: None,
         rules,
         batch,
+        in_loop,
         tied,
         weight,
         experts,

@@ -52,6 +52,8 @@ pub struct Prepared<'a> {
     pub rules: Vec<&'a FactorRule>,
     /// What each class does with axes that divide the batch.
     pub batch: Vec<Choice>,
+    /// Per class whether it runs once per microbatch.
+    pub in_loop: Vec<bool>,
     /// Per class, the class whose strategy it shares (a parameter's update, for its state).
     pub tied: Vec<usize>,
     /// Per class, the operand or result (`true`) that is a parameter's matrix, if it is a product with one.
@@ -133,7 +135,7 @@ impl Prepared<'_> {
 
     /// Whether a class runs once per microbatch.
     pub fn in_loop(&self, class: usize) -> bool {
-        self.batch[class] != Choice::Replicate
+        self.in_loop[class]
     }
 
     /// Whether a class makes a copy of a parameter: its cast, or its scale and codes in 8 bits.
