@@ -79,7 +79,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         precision: options.precision.name().into(),
         reduce_dtype: options.reduce_dtype,
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
-        host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
+        host_memory: cluster.host_memory(),
         pins: options.pins.clone(),
         scope: options.scope,
     };

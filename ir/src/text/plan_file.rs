@@ -10,6 +10,7 @@ use super::cursor::Cursor;
 use crate::diagnostic::Diagnostics;
 use crate::pipeline::Pipeline;
 use crate::plan::Plan;
+use crate::units::Bytes;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -147,6 +148,10 @@ impl Plan {
         plan.request = take(&mut content, "request")?;
         plan.choice = take(&mut content, "choice")?;
         plan.prediction = take(&mut content, "prediction")?;
+        if plan.prediction.room == Bytes(0) {
+            // The file is older than clusters whose devices have unequal memory.
+            plan.prediction.room = plan.request.device_memory;
+        }
         plan.alternatives = take(&mut content, "alternatives")?;
         plan.search = take(&mut content, "search")?;
         Ok(plan)
