@@ -26,11 +26,11 @@ use crate::cost::collective::send_seconds;
 use crate::cost::step;
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
-use crate::pipeline::order::{Pass, Step, orders};
+use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::pipeline::Schedule;
+use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::collections::BTreeSet;
@@ -49,6 +49,8 @@ pub struct Stages {
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
+    /// How long each chunk takes ([`Pipeline::lengths`]).
+    pub lengths: Vec<Length>,
 }
 
 impl Stages {
@@ -106,6 +108,9 @@ struct Pace {
     whole: Prediction,
 }
 
+/// In how many units a plan says how long its longest part of a chunk takes.
+const LONGEST: f64 = 10_000.0;
+
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;
 
@@ -139,6 +144,7 @@ type Parts = Vec<(usize, usize, usize)>;
 struct Solution {
     cuts: Vec<NodeId>,
     levels: Vec<usize>,
+    lengths: Vec<Length>,
     prediction: Prediction,
 }
 
@@ -278,7 +284,32 @@ impl Problem<'_> {
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
         let prediction = self.predict(ends, &stages, &levels, fullest, microbatches)?;
-        Some(Solution { cuts, levels, prediction })
+        let lengths = self.lengths(ends, &levels);
+        Some(Solution { cuts, levels, lengths, prediction })
+    }
+
+    /// What a chunk takes of a microbatch, at these levels of the stages.
+    fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
+        let stage = self.pipeline.stage_of(chunk, self.stages) as usize;
+        let (sums, index) = (self.sums(levels[stage], stage), chunk as usize);
+        let of = |each: &[f64]| sums.between(each, ends[index], ends[index + 1]);
+        Lengths { forward: of(&sums.forward), backward: of(&sums.backward), weight: of(&sums.weight) }
+    }
+
+    /// What all chunks take, the longest part in [`LONGEST`].
+    fn lengths(&self, ends: &[usize], levels: &[usize]) -> Vec<Length> {
+        let chunks = 0..ends.len() as u32 - 1;
+        let parts = chunks.map(|chunk| {
+            let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
+            [forward, backward, weight, self.message(ends[chunk as usize])]
+        });
+        let parts: Vec<[f64; 4]> = parts.collect();
+        let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
+        let scaled = |parts: [f64; 4]| {
+            let [forward, backward, weight, message] = parts.map(|part| (part / longest * LONGEST).round() as u64);
+            Length { forward, backward, weight, message }
+        };
+        parts.into_iter().map(scaled).collect()
     }
 
     fn predict(
@@ -354,19 +385,8 @@ struct Costs<'a> {
 
 impl Durations for Costs<'_> {
     fn step(&self, step: Step) -> f64 {
-        let (problem, chunk) = (self.problem, step.chunk as usize);
-        let stage = problem.pipeline.stage_of(step.chunk, problem.stages) as usize;
-        let sums = problem.sums(self.levels[stage], stage);
-        let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
-        match step.pass {
-            Pass::Forward => of(&sums.forward),
-            // No chunk waits for what the first one does in its backward pass.
-            Pass::Weight if chunk == 0 => of(&sums.backward) + of(&sums.weight),
-            Pass::Weight => of(&sums.weight),
-            Pass::Backward if problem.pipeline.schedule.splits_backward() && chunk == 0 => 0.0,
-            Pass::Backward if problem.pipeline.schedule.splits_backward() => of(&sums.backward),
-            Pass::Backward => of(&sums.backward) + of(&sums.weight),
-        }
+        let own = self.problem.chunk(step.chunk, self.ends, self.levels);
+        own.of(self.problem.pipeline.schedule, step.chunk, step.pass)
     }
 
     fn message(&self, link: usize) -> f64 {
@@ -472,7 +492,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     let (pipeline, lengths) = (pipeline.clone(), levels.last()?.paces[0].sums.lengths());
                     let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
                     let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize)[..];
-                    let Solution { cuts, levels: of_stages, prediction } =
+                    let Solution { cuts, levels: of_stages, lengths, prediction } =
                         Problem { mesh, levels, choice, pipeline, stages, held }.solve(microbatches)?;
                     let mut recompute: Vec<Recompute> =
                         of_stages.iter().map(|level| levels[*level].recompute).collect();
@@ -480,7 +500,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     if recompute.iter().all(|own| *own == most) {
                         recompute.clear();
                     }
-                    let stages = Some(Stages { schedule, per_stage, cuts, recompute });
+                    let stages = Some(Stages { schedule, per_stage, cuts, recompute, lengths });
                     let (degrees, loss_chunks, byte) = (degrees.clone(), own.shape.loss_chunks, 0.0);
                     let (offload, relief, recompute) = (Offload::default(), Relief::default(), most);
                     let fits = prediction.fits();
