@@ -177,7 +177,9 @@ fn borders(device: &Profile, group: Group, levels: &[Level]) -> impl Iterator<It
 }
 
 /// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and
-/// scatters round a ring of them. A hop over several borders takes the time of the outermost.
+/// scatters round a ring of them. A hop over several borders takes the time of the outermost. Within a node, as many
+/// devices make a chain as the nodes have that the figures are of; chains of a larger node are joined as nodes are, by its
+/// own links.
 fn hops(device: &Profile, collective: Collective, (group, levels): (Group, &[Level])) -> f64 {
     let borders: Vec<Border> = borders(device, group, levels).collect();
     // Per border, the units it lies between, of which those outside are already joined.
@@ -186,11 +188,15 @@ fn hops(device: &Profile, collective: Collective, (group, levels): (Group, &[Lev
         borders.iter().enumerate().map(|(at, border)| hops(border.units as f64, outside(at)) * border.latency).sum()
     };
     let depth = over(&|units, outside| (units / outside).log2().ceil());
-    let inner = (group.within as f64 - 1.0) * device.link_latency.value;
+    let chain = (group.within as f64).min(device.devices_per_node.value);
+    let chains = (group.within as f64 / chain).ceil();
+    let inner = |joints: f64| (chain - 1.0 + joints) * device.link_latency.value;
     match collective {
-        Collective::AllReduce => 2.0 * (depth + inner),
-        Collective::ReduceScatter | Collective::AllGather => over(&|units, outside| units - outside) + inner,
-        Collective::AllToAll => inner.min(4.0 * device.link_latency.value) + depth,
+        Collective::AllReduce => 2.0 * (depth + inner(chains.log2().ceil())),
+        Collective::ReduceScatter | Collective::AllGather => {
+            over(&|units, outside| units - outside) + inner(chains - 1.0)
+        }
+        Collective::AllToAll => inner(chains - 1.0).min(4.0 * device.link_latency.value) + depth,
     }
 }
 
@@ -233,6 +239,19 @@ mod tests {
         let data = Group::new(&mesh, &[dp], &cluster);
         assert_eq!((data.size(), data.within, data.across), (4, 2, 3));
         assert_eq!(Group::new(&mesh, &[dp, tp], &cluster), Group::of_nodes(4, 3));
+    }
+
+    /// What two nodes do, one node of as many devices does no slower.
+    #[test]
+    fn hops_in_a_large_node_are_no_dearer_than_between_nodes() {
+        let [small, large] = ["h100:8x4", "h100:32"].map(|name| Cluster::parse(name, "h200").unwrap());
+        for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::AllToAll] {
+            for nodes in [1, 2, 4] {
+                let across = seconds(kind, 4e3, Group::of_nodes(8, nodes), &small).0;
+                let within = seconds(kind, 4e3, Group::of_nodes(8 * nodes, 1), &large).0;
+                assert!(within <= across, "{kind:?} over {nodes} times 8: {within} and {across}");
+            }
+        }
     }
 
     /// Racks of two nodes, pods of four, each border slower than the one inside.
