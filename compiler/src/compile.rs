@@ -8,7 +8,7 @@ use crate::report;
 use crate::train::{TrainOptions, Trainer, Weights};
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{Bytes, HostTensor, Plan, Program};
+use shardc_ir::{HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::PassError;
 use shardc_passes::cluster::Cluster;
