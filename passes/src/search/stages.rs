@@ -49,7 +49,7 @@ pub struct Stages {
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
-    /// How long each chunk takes ([`Pipeline::lengths`]).
+    /// How long each chunk takes, where devices are unequal ([`Pipeline::lengths`]).
     pub lengths: Vec<Length>,
 }
 
@@ -284,7 +284,9 @@ impl Problem<'_> {
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
         let prediction = self.predict(ends, &stages, &levels, fullest, microbatches)?;
-        let lengths = self.lengths(ends, &levels);
+        // On equal devices what chunks compute and move tells nearly as much, and programs need less memory.
+        let is_mixed = self.mesh.seen.len() > 1;
+        let lengths = if is_mixed { self.lengths(ends, &levels) } else { Vec::new() };
         Some(Solution { cuts, levels, lengths, prediction })
     }
 
