@@ -8,7 +8,7 @@ use crate::report;
 use crate::train::{TrainOptions, Trainer, Weights};
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{VerifiedPlan, VerifiedPrograms};
-use shardc_ir::{Bytes, HostTensor, Plan, Program};
+use shardc_ir::{HostTensor, Plan, Program};
 use shardc_models::{Model, TraceError};
 use shardc_passes::PassError;
 use shardc_passes::cluster::Cluster;
@@ -79,7 +79,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
         precision: options.precision.name().into(),
         reduce_dtype: options.reduce_dtype,
         device_memory: most.map_or(device_memory, |most| device_memory.min(most)),
-        host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
+        host_memory: cluster.host_memory(),
         pins: options.pins.clone(),
         scope: options.scope,
     };

@@ -46,11 +46,7 @@ pub fn plan_text(plan: &Plan) -> String {
         }
     }
     let (total, live) = (prediction.memory.total(), prediction.memory.live());
-    let _ = writeln!(
-        text,
-        "memory   {total} per rank, {live} live at its peak, of {}; at the peak:",
-        request.device_memory
-    );
+    let _ = writeln!(text, "memory   {total} per rank, {live} live at its peak, of {}; at the peak:", prediction.room);
     for (name, bytes) in memory_rows(&prediction.memory) {
         let _ = writeln!(text, "         {bytes:>10}  {name}");
     }

@@ -78,6 +78,7 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
 /// Whether the plan is of the model, the cluster and the budget for which it says it is.
 fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) {
     let Request { model, cluster, device_memory, .. } = &plan.request;
+    let room = plan.prediction.room.min(*device_memory);
     match Cluster::parse(cluster, "h200") {
         Err(error) => add("request", None, format!("not compared, for the cluster cannot be read: {error}")),
         Ok(cluster) => match agrees::contradictions(plan, &cluster) {
@@ -86,8 +87,8 @@ fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) 
         },
     }
     let needed = plan.prediction.memory.total();
-    match agrees::beyond(needed, *device_memory) {
-        None => add("budget", Some(true), format!("{needed} per rank, of {device_memory}")),
+    match agrees::beyond(needed, room) {
+        None => add("budget", Some(true), format!("{needed} per rank, of {room}")),
         Some(more) => add("budget", Some(false), format!("each rank needs {more}")),
     }
 }

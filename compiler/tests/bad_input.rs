@@ -67,7 +67,7 @@ fn racks_and_mixtures() {
     let dead = RACKS.replace("1e10", "0.0");
     check_cluster(&format!("{NODE}{dead}"), 2, &["`bandwidth` is 0", "bytes per second"]);
     let parts = "per_node = 4\n[[parts]]\ndevice = \"h100\"\nnodes = 1\n[[parts]]\ndevice = \"a100-80\"\nnodes = 1\n";
-    check_cluster(parts, 0, &["1 node of h100, 1 node of a100-80", "the slowest of each figure"]);
+    check_cluster(parts, 0, &["1 node of h100, 1 node of a100-80", "at the pace of those that are slowest in it"]);
     check_cluster(&parts.replace("a100-80", "cpu"), 2, &["h100 and cpu", "name devices of one kind"]);
 }
 

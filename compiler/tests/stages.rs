@@ -2,7 +2,7 @@
 
 mod command;
 
-use command::{check, text};
+use command::{check, shardc, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -49,6 +49,25 @@ fn plans_in_stages_are_edited_as_text() {
         let schedule = format!("schedule={name}");
         check(&["explain", text(&edited)], 0, &[&schedule, "+0.0%"]);
     }
+}
+
+/// Which devices a stage is on, what they need of their memory, and that unequal ones are as busy as each other.
+#[test]
+fn stages_name_their_devices() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cluster, plan) = (dir.path().join("c.toml"), dir.path().join("plan.json"));
+    let parts = ["h100", "a100-40"].map(|device| format!("[[parts]]\ndevice = \"{device}\"\nnodes = 1\n"));
+    fs::write(&cluster, format!("per_node = 4\n{}", parts.concat())).unwrap();
+    let pin = "pp=2,dp=4,schedule=1f1b,zero=1,microbatch=1";
+    let args = ["plan", "llama-1b", "--cluster", text(&cluster), "--batch", "32", "--seq", "2048", "--pin", pin];
+    check(&[&args[..], &["-o", text(&plan)]].concat(), 0, &["schedule=1f1b"]);
+    let said = check(&["explain", text(&plan)], 0, &["stage 0 on h100 computes", "stage 1 on a100-40 computes"]);
+    assert!(said.contains(", of 72.51 GiB") && said.contains(", of 35.25 GiB"), "{said}");
+    let json = shardc(&["explain", text(&plan), "--json"]).stdout;
+    let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let busy = [0, 1].map(|stage| json["stage_devices"][stage]["busy"].as_f64().unwrap());
+    assert!((busy[0] / busy[1] - 1.0).abs() < 0.2, "{busy:?}");
+    check(&["verify", text(&plan), "--static-only"], 0, &["✓ layouts", "✓ programs", "✓ memory"]);
 }
 
 /// Equal runs are written once: many more microbatches add little to the page.

@@ -78,6 +78,21 @@ impl Schedule {
     }
 }
 
+/// How long a chunk takes for one microbatch, all in one unit. Seconds would say more than an order needs: they change with
+/// the devices that a plan is priced for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Length {
+    /// The forward pass.
+    pub forward: u64,
+    /// The backward pass without the gradients of weights.
+    pub backward: u64,
+    /// The gradients of weights.
+    pub weight: u64,
+    /// What passes between it and the chunk before, one way.
+    pub message: u64,
+}
+
 /// See the [module](self). The default is that of a mesh without stages.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pipeline {
@@ -87,11 +102,13 @@ pub struct Pipeline {
     pub per_stage: u64,
     /// Per node, its chunk.
     pub chunks: SecondaryMap<NodeId, Option<u32>>,
+    /// How long each chunk takes, from which the order follows in which stages meet; none where the plan does not say.
+    pub lengths: Vec<Length>,
 }
 
 impl Default for Pipeline {
     fn default() -> Self {
-        Self { schedule: Schedule::default(), per_stage: 1, chunks: SecondaryMap::new() }
+        Self { schedule: Schedule::default(), per_stage: 1, chunks: SecondaryMap::new(), lengths: Vec::new() }
     }
 }
 

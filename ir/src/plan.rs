@@ -158,14 +158,27 @@ pub struct Prediction {
     pub flops: Flops,
     /// The share of the devices' peak rate that the model FLOPs reach.
     pub mfu: f64,
-    /// Memory per rank at the peak.
+    /// Memory per rank at the peak: where ranks differ, of the one that has the least room left.
     pub memory: Memory,
+    /// What that rank may take: what was asked for, or less if its device has less.
+    #[serde(default)]
+    pub room: Bytes,
     /// Of one host's memory, what its ranks take: what lies in it, and the copies in flight.
     #[serde(default)]
     pub host: Bytes,
 }
 
 impl Prediction {
+    /// Whether every rank has the memory that it needs.
+    pub fn fits(&self) -> bool {
+        self.memory.total() <= self.room
+    }
+
+    /// The share of its room that the rank takes which has the least left.
+    pub fn filled(&self) -> f64 {
+        self.memory.total().0 as f64 / self.room.0.max(1) as f64
+    }
+
     /// What of the step its parts do not name: gaps between kernels, and waits for the slowest of many ranks.
     pub fn rest(&self) -> Seconds {
         let parts = [self.matmul, self.memory_bound, self.exposed_communication, self.optimizer, self.bubble];
@@ -234,7 +247,7 @@ pub struct Request {
     /// The element type in which gradients of matrices are summed over ranks; their own (f32) if none is named.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduce_dtype: Option<DType>,
-    /// The memory bound per rank.
+    /// The memory bound per rank; devices that have less, where a cluster has several kinds, are bound by what they have.
     pub device_memory: Bytes,
     /// The memory bound of one host, for all of its ranks.
     #[serde(default)]

@@ -12,6 +12,7 @@
 
 mod check;
 mod file;
+mod kinds;
 mod level;
 mod variant;
 
@@ -229,6 +230,11 @@ impl Profile {
         profiles
     }
 
+    /// The memory that a plan may use on it, unless the user says less.
+    pub fn usable_memory(&self) -> Bytes {
+        Bytes((self.memory_bytes.value - self.reserved_bytes.value).max(0.0) as u64)
+    }
+
     /// Whether it has units for products of 8-bit floats; what has none is given a rate of 16 bits.
     pub fn has_f8_units(&self) -> bool {
         self.peak_f8.value > self.peak_bf16.value.max(self.peak_f16.value)
@@ -266,7 +272,7 @@ pub struct Cluster {
     pub per_node: u64,
     /// Nodes.
     pub nodes: u64,
-    /// The device; where there are several kinds, one that is as slow as the slowest of each figure.
+    /// The device; where there are several [kinds](Cluster::devices), the one as which the cluster is seen.
     pub device: Profile,
     /// What lies beyond the node, from the inside out.
     pub levels: Vec<Level>,
@@ -316,17 +322,18 @@ impl Cluster {
         self.per_node * self.nodes
     }
 
-    /// The memory a plan may use on each rank, unless the user says less.
+    /// The memory a plan may use on the ranks that have most of it, unless the user says less.
     pub fn usable_memory(&self) -> Bytes {
-        Bytes((self.device.memory_bytes.value - self.device.reserved_bytes.value).max(0.0) as u64)
+        self.devices().into_iter().map(Profile::usable_memory).max().unwrap_or_default()
     }
 
     /// The cluster with so much memory in each host, for all ranks of the host together.
     pub fn with_host_memory(mut self, bytes: Bytes) -> Self {
-        self.device.host_memory_bytes = Figure { value: bytes.0 as f64, source: "the user".to_string() };
+        let given = |source: &str, bytes: Bytes| Figure { value: bytes.0 as f64, source: source.to_string() };
+        self.change_devices(|device| device.host_memory_bytes = given("the user", bytes));
         if let Some(share) = self.share_of_host() {
-            let source = "its share of the host's memory, which the user gave".to_string();
-            self.device.memory_bytes = Figure { value: share.0 as f64, source };
+            let source = "its share of the host's memory, which the user gave";
+            self.change_devices(|device| device.memory_bytes = given(source, share));
         }
         self
     }
@@ -347,11 +354,13 @@ impl Cluster {
         if self.ranks() > MOST_RANKS {
             return Err(ClusterError::Count { text: self.ranks().to_string(), cluster: self.name });
         }
-        check::figures(&self.device)?;
         level::check(&self.levels, self.nodes, &self.name)?;
-        if self.usable_memory() == Bytes(0) {
-            let (figure, value) = ("memory_bytes".to_string(), self.device.memory_bytes.value.to_string());
-            return Err(ClusterError::Figure { figure, value, expect: "more than `reserved_bytes`".to_string() });
+        for device in self.devices() {
+            check::figures(device)?;
+            if device.usable_memory() == Bytes(0) {
+                let (figure, value) = ("memory_bytes".to_string(), device.memory_bytes.value.to_string());
+                return Err(ClusterError::Figure { figure, value, expect: "more than `reserved_bytes`".to_string() });
+            }
         }
         Ok(self)
     }

@@ -23,6 +23,8 @@ pub mod lower;
 #[cfg(test)]
 mod lower_tests;
 #[cfg(test)]
+mod mixed_tests;
+#[cfg(test)]
 mod offload_tests;
 pub mod optimizer;
 pub mod pack;

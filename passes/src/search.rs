@@ -31,6 +31,7 @@ mod pieces;
 pub mod pins;
 mod placed;
 pub mod recompute;
+mod schedules;
 pub(crate) mod sharing;
 pub mod stages;
 pub mod storage;
@@ -56,8 +57,8 @@ pub use estimate::Work;
 use line::Line;
 use offload::{At, Offload, Relief};
 pub use placed::fastest;
-use placed::{divide_batch, place_batch, solved};
-use shardc_ir::plan::{Memory, Prediction, Request};
+use placed::{Seen, Solved, divide_batch, paced, place_batch, solved};
+use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
 use visit::Visited;
@@ -198,6 +199,7 @@ pub fn search_confirmed(
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
+    let (cluster, others) = &paced(graph, cluster);
     let mut request = request.clone();
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
@@ -220,14 +222,14 @@ pub fn search_confirmed(
     // Stages take whole microbatches, and keep everything on their devices.
     let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
     let line = (is_open && !is_barred).then(|| Line::new(&prepared));
-    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
-    let mut visited = Visited::new(request.device_memory, true);
+    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, others, request: &request, pins, away };
+    let mut visited = Visited::new(away.room.device, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.cut == f64::INFINITY || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
     let (plan, _) = match is_final {
         true => found?,
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-        false => choose(&space, confirm, &mut Visited::new(request.device_memory, false))?,
+        false => choose(&space, confirm, &mut Visited::new(away.room.device, false))?,
     };
     casts::kept(plan, &space, confirm)
 }
@@ -237,7 +239,10 @@ struct Space<'a, 'b> {
     prepared: &'a Prepared<'b>,
     /// What pipelines are cut along, if any are searched.
     line: Option<&'a Line>,
+    /// As the kind of devices sees it that is the slowest.
     cluster: &'a Cluster,
+    /// As the other kinds see it, if there are any.
+    others: &'a [Cluster],
     request: &'a Request,
     pins: &'a Pins,
     away: Away,
@@ -248,8 +253,8 @@ const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, line, cluster, request, pins, mut away } = *space;
-    away.room.device = request.device_memory;
+    let Space { prepared, line, cluster, request, pins, mut away, .. } = *space;
+    away.room.device = cluster.least_room(request.device_memory);
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
     let (mut candidates, mut is_coupled) = (Vec::new(), false);
@@ -289,17 +294,16 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             // A larger microbatch needs more memory: where none fits, none of the larger ones will, but that which is
             // the whole batch of a rank, for which no gradients are added up. Where samples depend on each other
             // (statistics of the batch), it is the only one.
-            let fits = |memory: Bytes| memory <= request.device_memory;
             if !solved.is_empty() && !visited.may_fit {
-                let memory = || solved.iter().map(|candidate| &candidate.prediction.memory);
+                let predictions = || solved.iter().map(|candidate| &candidate.prediction);
                 // At least half of what lives in a microbatch grows with it.
                 let growth = (per_rank as f64 / microbatch as f64 / 2.0).max(1.0);
-                let whole = |memory: &Memory| {
+                let fits_whole = |Prediction { memory, room, .. }: &Prediction| {
                     let rest = memory.total() - memory.gradients - memory.activations;
-                    Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64)
+                    Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
                 };
-                let may_fit_whole = memory().any(|memory| fits(whole(memory)));
-                is_whole_open = (!memory().any(|memory| fits(memory.total()))).then_some(may_fit_whole);
+                let may_fit_whole = predictions().any(fits_whole);
+                is_whole_open = (!predictions().any(Prediction::fits)).then_some(may_fit_whole);
             }
             candidates.extend(solved);
         }
@@ -308,7 +312,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
-        return Err(stages::none(pins, line, (ranks, batch), is_coupled));
+        return Err(schedules::none(pins, line, (ranks, batch), is_coupled));
     }
     if candidates.is_empty() && away.pin.is_some() {
         return Err(away.too_large());
@@ -350,11 +354,10 @@ const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
 fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut Visited) -> Vec<Candidate> {
     let (pins, mut found) = (space.pins, Vec::new());
     let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
-    let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, &meshes, pins);
-    let (fastest, shape) = solve(0.0);
-    extend(&mut found, (&fastest, 0.0), &shape, (pins, point), visited);
-    let fits = |candidate: &Candidate| candidate.prediction.memory.total() <= point.away.room.device;
-    if found.iter().any(|candidate| candidate.offload.is_none() && fits(candidate)) {
+    let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, space.others, (&meshes, pins));
+    let fastest = solve(0.0);
+    extend(&mut found, (&fastest, 0.0), (pins, point), visited);
+    if found.iter().any(|candidate| candidate.offload.is_none() && candidate.prediction.fits()) {
         return found;
     }
     let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
@@ -362,15 +365,15 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
         visited.may_fit = true;
         return found;
     }
-    let mut known = vec![fastest.strategies];
+    let mut known = vec![fastest.own.placed.strategies];
     for share in LEAN {
         let byte = share * step / (point.away.room.device.0 as f64).max(1.0);
-        let (lean, shape) = solve(byte);
-        if known.contains(&lean.strategies) {
+        let lean = solve(byte);
+        if known.contains(&lean.own.placed.strategies) {
             break;
         }
-        extend(&mut found, (&lean, byte), &shape, (pins, point), visited);
-        known.push(lean.strategies);
+        extend(&mut found, (&lean, byte), (pins, point), visited);
+        known.push(lean.own.placed.strategies);
     }
     found
 }
@@ -378,16 +381,16 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
 /// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte.
 fn extend(
     candidates: &mut Vec<Candidate>,
-    (placed, byte): (&Placed<'_>, f64),
-    shape: &Shape<'_>,
+    (solved, byte): (&Solved<'_>, f64),
     (pins, point): (&Pins, &Point),
     visited: &mut Visited,
 ) {
+    let Seen { placed, shape } = &solved.own;
     for (storage, degrees) in point.degrees.iter().enumerate() {
         for zero in zero_stages(!copy_axes(placed.mesh).is_empty(), placed.microbatches, degrees, pins) {
             // Recomputation takes longer than none.
             let is_open = point.away.moves() || {
-                let free = shape.predict(placed, storage, zero, Recompute::None, point.work);
+                let free = solved.predict(storage, zero, Recompute::None, point.work);
                 visited.is_open(free.step.0)
             };
             let bound = point.away.room.device;
@@ -397,7 +400,8 @@ fn extend(
             }
             let room = if is_open { bound } else { Bytes(u64::MAX) };
             for recompute in recomputations(shape, storage, zero, pins, room) {
-                let on_device = shape.predict(placed, storage, zero, recompute, point.work);
+                let on_device = solved.predict(storage, zero, recompute, point.work);
+                let on_device = Prediction { room: bound, ..on_device };
                 let at = At { shape, storage, zero, recompute };
                 for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
                     let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);

@@ -93,7 +93,7 @@ fn request(cluster: &Cluster) -> Request {
         cluster: cluster.name.clone(),
         precision: "bf16".into(),
         device_memory: cluster.usable_memory(),
-        host_memory: Bytes(cluster.device.host_memory_bytes.value as u64),
+        host_memory: cluster.host_memory(),
         ..Request::default()
     }
 }

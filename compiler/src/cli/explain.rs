@@ -55,6 +55,7 @@ fn explained_json(plan: &Plan, inspection: &Inspection<'_>) -> Value {
     let mut json = plan_json(plan);
     json["layouts"] = json!(layers::rows(plan));
     json["stages"] = json!(stages::rows(plan));
+    json["stage_devices"] = json!(stages::stages(inspection));
     json["collectives"] = json!(collectives::rows(inspection));
     json["simulated"] = simulated_json(inspection);
     json

@@ -79,8 +79,7 @@ pub fn from_text(
     }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
-    let (needed, bound) = (prediction.memory.total(), verified.request.device_memory);
-    if let Some(more) = agrees::beyond(needed, bound) {
+    if let Some(more) = agrees::beyond(prediction.memory.total(), prediction.room) {
         return Err(refuse(format!("the edited plan needs {more} per rank")));
     }
     let mut plan: Plan = (*verified).clone();

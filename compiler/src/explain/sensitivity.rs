@@ -8,7 +8,7 @@ use crate::pipeline;
 use serde::Serialize;
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, Graph, Plan, Seconds};
-use shardc_passes::cluster::Cluster;
+use shardc_passes::cluster::{Cluster, Figure, Profile};
 use shardc_passes::search::PlanError;
 use shardc_passes::search::overlap::is_in_chunks;
 use shardc_passes::search::why::{again, searched_graph};
@@ -79,23 +79,30 @@ fn conditions(plan: &Plan, cluster: &Cluster) -> Vec<Condition> {
         list.push((what.to_string(), cluster, request));
     };
     let memory = |share: f64| {
-        move |_: &mut Cluster, request: &mut Request| {
+        move |cluster: &mut Cluster, request: &mut Request| {
             request.device_memory = Bytes((request.device_memory.0 as f64 * share) as u64);
+            cluster.change_devices(|device| {
+                let usable = device.usable_memory().0 as f64;
+                device.memory_bytes.value += (share - 1.0) * usable;
+            });
         }
+    };
+    let figure = |of: fn(&mut Profile) -> &mut Figure, times: f64| {
+        move |cluster: &mut Cluster, _: &mut Request| cluster.change_devices(|device| of(device).value *= times)
     };
     add("as it is", &|_, _| {});
     add("10% more memory", &memory(1.1));
     add("twice the memory", &memory(2.0));
     add("10% less memory", &memory(0.9));
     if cluster.nodes > 1 {
-        add("twice the bandwidth between nodes", &|cluster, _| cluster.device.node_bandwidth.value *= 2.0);
-        add("half the bandwidth between nodes", &|cluster, _| cluster.device.node_bandwidth.value /= 2.0);
+        add("twice the bandwidth between nodes", &figure(|device| &mut device.node_bandwidth, 2.0));
+        add("half the bandwidth between nodes", &figure(|device| &mut device.node_bandwidth, 0.5));
     }
     if cluster.per_node > 1 {
-        add("twice the bandwidth within a node", &|cluster, _| cluster.device.link_bandwidth.value *= 2.0);
+        add("twice the bandwidth within a node", &figure(|device| &mut device.link_bandwidth, 2.0));
     }
-    add("twice the memory bandwidth", &|cluster, _| cluster.device.memory_bandwidth.value *= 2.0);
-    add("twice the nodes", &|cluster, _| cluster.nodes *= 2);
+    add("twice the memory bandwidth", &figure(|device| &mut device.memory_bandwidth, 2.0));
+    add("twice the nodes", &|cluster, _| cluster.double_nodes());
     list
 }
 

@@ -1,11 +1,15 @@
-//! The stages of a pipeline: which modules each chunk runs, and how busy its stage is.
+//! The stages of a pipeline: which modules each chunk runs, and on which devices, how busy they are and what memory they
+//! need.
 
 use super::Inspection;
 use super::names::name_of;
 use serde::Serialize;
 use shardc_ir::program::Stream;
-use shardc_ir::{Op, Plan, Role, Seconds};
+use shardc_ir::{Bytes, Op, Plan, Role, Seconds};
+use shardc_passes::allocate::memory;
 use shardc_passes::lower::block_of;
+use shardc_passes::simulate::Rank;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// One chunk.
@@ -49,6 +53,38 @@ pub fn rows(plan: &Plan) -> Vec<Row> {
     (0..(stages * plan.pipeline.per_stage) as u32).map(of).collect()
 }
 
+/// One stage.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Stage {
+    /// Its devices: where they are of several kinds, all of them.
+    pub device: String,
+    /// How long the slowest of them computes in a step.
+    pub busy: Seconds,
+    /// What a rank needs of its memory.
+    pub memory: Bytes,
+    /// What it may take.
+    pub room: Bytes,
+}
+
+/// The stages of a plan, in their order; none where there are none.
+pub fn stages(inspection: &Inspection<'_>) -> Vec<Stage> {
+    let Inspection { plan, cluster, programs, simulated } = inspection;
+    let Some(axis) = plan.mesh.family("pp").first().copied() else { return Vec::new() };
+    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
+    let of = |(stage, (kinds, room)): (usize, (BTreeSet<usize>, Bytes))| {
+        let names: Vec<&str> = kinds.iter().map(|kind| cluster.devices()[*kind].name.as_str()).collect();
+        let is_in = |rank: &&Rank| plan.mesh.coordinates(rank.rank, 0)[axis.0 as usize] == stage as u64;
+        let own = || simulated.ranks.iter().filter(is_in);
+        Stage {
+            device: names.join(" and "),
+            busy: Seconds(own().map(|rank| rank.busy[Stream::Compute as usize].0).fold(0.0, f64::max)),
+            memory: own().map(|rank| memory(&programs[rank.program]).total()).max().unwrap_or_default(),
+            room,
+        }
+    };
+    cluster.kinds_of_stages(&plan.mesh).into_iter().zip(rooms).enumerate().map(of).collect()
+}
+
 /// The chunks, and for each stage how long its devices compute and wait in a step.
 pub fn text(inspection: &Inspection<'_>) -> String {
     let (plan, rows) = (inspection.plan, rows(inspection.plan));
@@ -64,14 +100,13 @@ pub fn text(inspection: &Inspection<'_>) -> String {
         let (chunk, stage, operations, parameters) = (row.chunk, row.stage, row.operations, row.parameters);
         let _ = writeln!(text, "  {chunk:>5} {stage:>5} {operations:>10} {parameters:>12}  {modules}");
     }
-    for stage in 0..plan.stages() {
-        let rank = plan.mesh.group(0, &plan.mesh.family("pp"))[stage as usize];
-        let class = inspection.simulated.class_of[rank as usize];
-        let simulated = &inspection.simulated.ranks[class];
-        let busy = simulated.busy[Stream::Compute as usize];
-        let idle = Seconds((inspection.simulated.step.0 - busy.0).max(0.0));
-        let _ =
-            writeln!(text, "  stage {stage} computes {busy} of {}, {idle} without a kernel", inspection.simulated.step);
+    let step = inspection.simulated.step;
+    for (stage, Stage { device, busy, memory, room }) in stages(inspection).into_iter().enumerate() {
+        let idle = Seconds((step.0 - busy.0).max(0.0));
+        let _ = writeln!(
+            text,
+            "  stage {stage} on {device} computes {busy} of {step}, {idle} without a kernel; {memory} per rank, of {room}"
+        );
     }
     text
 }

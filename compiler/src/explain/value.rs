@@ -185,12 +185,12 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
         return vec!["stored on every data rank: there is one".to_string()];
     }
     let chosen = plan.choice.split(',').find_map(|part| part.strip_prefix("zero=")).unwrap_or("0");
-    let bound = plan.request.device_memory;
+    let room = plan.prediction.room;
     let line = |(zero, prediction): &(u64, Prediction)| {
         // Others are estimated; the chosen one's programs are there.
         let prediction = if zero.to_string() == chosen { &plan.prediction } else { prediction };
         let memory = prediction.memory.total();
-        let mark = match (zero.to_string() == chosen, memory > bound) {
+        let mark = match (zero.to_string() == chosen, memory > room) {
             (true, _) => "  chosen",
             (false, true) => "  does not fit",
             (false, false) => "  estimated",

@@ -10,7 +10,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, OutputKind, Role};
 use crate::mesh::{AxisKind, Mesh};
-use crate::pipeline::Schedule;
+use crate::pipeline::{Length, Schedule};
 use crate::plan::{Plan, Space};
 use crate::sharding::Sharding;
 use crate::types::TensorType;
@@ -191,6 +191,19 @@ impl<'a> Parser<'a> {
         let known = || format!("`{name}` is no schedule{}; known are {}", suggestion(name, &names), names.join(", "));
         self.plan.pipeline.schedule = Schedule::from_name(name).ok_or_else(known)?;
         self.plan.pipeline.per_stage = cursor.size("the chunks of a stage")?;
+        if cursor.eat_word("lengths") {
+            while !cursor.is_end() {
+                let mut parts = [0; 4];
+                for (index, part) in parts.iter_mut().enumerate() {
+                    if index > 0 {
+                        cursor.expect("/")?;
+                    }
+                    *part = cursor.size("the length of a chunk's part")?;
+                }
+                let [forward, backward, weight, message] = parts;
+                self.plan.pipeline.lengths.push(Length { forward, backward, weight, message });
+            }
+        }
         cursor.end()
     }
 

@@ -4,7 +4,7 @@ use super::{is_word, quoted};
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Output, OutputKind, Role};
 use crate::ops::Op;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Length, Pipeline};
 use crate::plan::{Plan, Space};
 use crate::sharding::{Sharding, Strategy};
 use crate::types::TensorType;
@@ -29,9 +29,12 @@ impl fmt::Display for Plan {
         if self.reduce_in_loop {
             writeln!(f, "  reduce_in_loop")?;
         }
-        let Pipeline { schedule, per_stage, chunks } = &self.pipeline;
+        let Pipeline { schedule, per_stage, chunks, lengths } = &self.pipeline;
         if self.pipeline != Pipeline::default() || chunks.values().any(Option::is_some) {
-            writeln!(f, "  pipeline {} {per_stage}", schedule.name())?;
+            let parts = |of: &Length| format!(" {}/{}/{}/{}", of.forward, of.backward, of.weight, of.message);
+            let lengths: String = lengths.iter().map(parts).collect();
+            let lengths = if lengths.is_empty() { lengths } else { format!(" lengths{lengths}") };
+            writeln!(f, "  pipeline {} {per_stage}{lengths}", schedule.name())?;
         }
         for (id, _) in self.graph.nodes() {
             write_node(f, &self.graph, Some(self), id)?;

@@ -10,6 +10,7 @@ use super::cursor::Cursor;
 use crate::diagnostic::Diagnostics;
 use crate::pipeline::Pipeline;
 use crate::plan::Plan;
+use crate::units::Bytes;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -106,8 +107,12 @@ impl Plan {
         });
         let Value::Object(mut content) = content else { return Map::new() };
         if self.stages() > 1 {
-            let Pipeline { schedule, per_stage, .. } = self.pipeline;
-            content.insert("pipeline".to_string(), json!({"schedule": schedule, "per_stage": per_stage}));
+            let Pipeline { schedule, per_stage, lengths, .. } = &self.pipeline;
+            let mut pipeline = json!({"schedule": schedule, "per_stage": per_stage});
+            if !lengths.is_empty() {
+                pipeline["lengths"] = json!(lengths);
+            }
+            content.insert("pipeline".to_string(), pipeline);
         }
         content
     }
@@ -147,6 +152,10 @@ impl Plan {
         plan.request = take(&mut content, "request")?;
         plan.choice = take(&mut content, "choice")?;
         plan.prediction = take(&mut content, "prediction")?;
+        if plan.prediction.room == Bytes(0) {
+            // The file is older than clusters whose devices have unequal memory.
+            plan.prediction.room = plan.request.device_memory;
+        }
         plan.alternatives = take(&mut content, "alternatives")?;
         plan.search = take(&mut content, "search")?;
         Ok(plan)
@@ -197,6 +206,7 @@ fn write_value(text: &mut String, value: &Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pipeline::Length;
     use crate::plan::Alternative;
     use crate::units::{Bytes, Seconds};
 
@@ -231,6 +241,25 @@ mod tests {
         assert_eq!(read.to_json(), text);
         assert_eq!(plan.to_string(), TEXT);
         assert!(text.contains(&plan.hash()));
+    }
+
+    #[test]
+    fn lengths_of_chunks_round_trip() {
+        let staged = TEXT.replace("dp=2,time mb=2", "dp=2,pp=2,time mb=2");
+        let staged = staged
+            .replace("  reduce_in_loop", "  reduce_in_loop\n  pipeline 1f1b 1 lengths 372/300/200/0 1000/700/600/5");
+        let mut plan: Plan = staged.parse().unwrap();
+        let last = Length { forward: 1000, backward: 700, weight: 600, message: 5 };
+        assert_eq!((plan.pipeline.lengths.len(), plan.pipeline.lengths[1]), (2, last));
+        assert_eq!(plan.to_string(), staged);
+        (plan.prediction.room, plan.request.device_memory) = (Bytes(0), Bytes(7));
+        // A file that says nothing of the room of its memory has that of the request.
+        assert_eq!(Plan::from_json(&plan.to_json()).unwrap().prediction.room, Bytes(7));
+        assert!(plan.to_json().contains("\"lengths\""));
+        for (bad, expect) in [("fast/", "the length of a chunk's part"), ("372/300 ", "`/`")] {
+            let error = staged.replace("372/300/", bad).parse::<Plan>().unwrap_err().to_string();
+            assert!(error.contains(expect), "{error}");
+        }
     }
 
     #[track_caller]

@@ -81,6 +81,10 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
             format!("{} chunks in each of {stages} stages; {MOST_CHUNKS} in all are the most", pipeline.per_stage);
         return found.push("pipeline", message);
     };
+    let said = pipeline.lengths.len() as u64;
+    if said > 0 && said != chunks {
+        found.push("pipeline", format!("it says how long {said} chunks take, and there are {chunks}"));
+    }
     let mut is_used = vec![false; chunks as usize];
     for (id, node) in plan.graph.nodes() {
         let strategy = &plan.strategies[id];

@@ -2,8 +2,6 @@
 
 use super::{Cluster, ClusterError, Figure, Level, MOST_RANKS, Profile, check};
 use serde::Deserialize;
-use shardc_ir::Mesh;
-use shardc_ir::units::counted;
 use std::collections::BTreeMap;
 
 /// Nodes of one kind, in a cluster that has several.
@@ -56,8 +54,7 @@ impl Cluster {
     /// ```
     ///
     /// Instead of `device` and `nodes`, `[[parts]]` with `device`, `nodes` and `[parts.figures]` each say which
-    /// kinds of nodes there are, in their order. A stage of a pipeline whose nodes are of one kind is planned as
-    /// that kind, with the least memory of all; any other rank as if it had the slowest of each figure.
+    /// kinds of nodes there are, in their order.
     ///
     /// # Errors
     /// What is missing, unknown or cannot be right, with what would be.
@@ -102,76 +99,14 @@ impl Cluster {
                     let (one, other) = (&first.device.name, &other.device.name);
                     return Err(fail(format!("{one} and {other} cannot run one program: name devices of one kind")));
                 }
-                (of_all(&first.device, others, true), nodes)
+                let rate = |part: &&Part| part.device.peak_bf16.value.max(part.device.peak_f16.value);
+                let slowest = parts.iter().min_by(|a, b| rate(a).total_cmp(&rate(b))).unwrap_or(first);
+                (slowest.device.clone(), nodes)
             }
         };
         let (name, per_node, levels) = (path.to_string(), count(file.per_node)?, file.levels);
         Cluster { name, per_node, nodes, device, levels, parts }.checked()
     }
-
-    /// The device of a stage of a pipeline: that of its nodes, if they are of one kind, else the slowest of each
-    /// figure.
-    pub fn stage_device(&self, mesh: &Mesh, stage: u64) -> &Profile {
-        let [axis] = mesh.family("pp")[..] else { return &self.device };
-        if self.parts.len() < 2 {
-            return &self.device;
-        }
-        let is_in = |rank: &u64| mesh.coordinates(*rank, 0)[axis.0 as usize] == stage;
-        let mut kinds = (0..mesh.ranks()).filter(is_in).map(|rank| self.kind_of(rank / self.per_node));
-        let first = kinds.next();
-        let part = first.filter(|first| kinds.all(|kind| kind == *first)).and_then(|kind| self.parts.get(kind));
-        part.map_or(&self.device, |part| &part.device)
-    }
-
-    /// A cluster of one kind of nodes that no stage of a pipeline on this one is faster than.
-    pub fn fastest(&self) -> Self {
-        let [first, others @ ..] = &self.parts[..] else { return self.clone() };
-        Self { device: of_all(&first.device, others, false), parts: Vec::new(), ..self.clone() }
-    }
-
-    /// A figure of the cluster's devices, on average.
-    pub fn mean(&self, figure: impl Fn(&Profile) -> f64) -> f64 {
-        let nodes = self.parts.iter().map(|part| part.nodes).sum::<u64>();
-        let sum = self.parts.iter().map(|part| part.nodes as f64 * figure(&part.device)).sum::<f64>();
-        if nodes == 0 { figure(&self.device) } else { sum / nodes as f64 }
-    }
-
-    /// Which of the parts a node belongs to.
-    fn kind_of(&self, node: u64) -> usize {
-        let mut end = 0;
-        let before = self.parts.iter().take_while(|part| {
-            end += part.nodes;
-            end <= node
-        });
-        before.count()
-    }
-
-    /// What a cluster of several kinds of nodes is planned as; nothing for any other.
-    pub fn mixture(&self) -> Option<String> {
-        let part = |part: &Part| format!("{} of {}", counted(part.nodes, "node"), part.device.name);
-        let parts: Vec<String> = self.parts.iter().map(part).collect();
-        let as_what = "a stage of a pipeline on nodes of one kind is planned as such, any other rank with the slowest of each figure";
-        let text = format!("{}: {as_what}", parts.join(", "));
-        (self.parts.len() > 1).then_some(text)
-    }
-}
-
-/// A device that is as slow, and holds as little, as any of these; or as fast, and holds as much.
-fn of_all(first: &Profile, others: &[Part], is_slowest: bool) -> Profile {
-    let mut device = first.clone();
-    for Part { device: other, .. } in others.iter().filter(|other| other.device.name != first.name) {
-        device.name = format!("{}+{}", device.name, other.name);
-    }
-    for name in Profile::FIGURES {
-        for (_, figure) in others.iter().flat_map(|part| part.device.figures()).filter(|(known, _)| known == name) {
-            let takes_more = check::is_cost(name) == is_slowest;
-            let counts = |own: &Figure| if takes_more { figure.value > own.value } else { figure.value < own.value };
-            if let Some(own) = device.figure_mut(name).filter(|own| counts(own)) {
-                *own = figure.clone();
-            }
-        }
-    }
-    device
 }
 
 #[cfg(test)]
@@ -263,12 +198,7 @@ mod tests {
         let part = |device: &str, nodes: i64| format!("[[parts]]\ndevice = \"{device}\"\nnodes = {nodes}\n");
         let mixed = format!("per_node = 8\n{}{}", part("h100", 1), part("a100-80", 3));
         let cluster = Cluster::from_toml("c.toml", &mixed).unwrap();
-        let [h100, a100] = ["h100", "a100-80"].map(|name| Profile::find(name).unwrap());
-        assert_eq!((cluster.ranks(), cluster.device.name.as_str()), (32, "h100+a100-80"));
-        assert_eq!(cluster.device.peak_bf16.value, a100.peak_bf16.value);
-        let least = h100.memory_bytes.value.min(a100.memory_bytes.value);
-        assert_eq!(cluster.device.memory_bytes.value, least);
-        assert_eq!(cluster.device.link_latency.value, h100.link_latency.value.max(a100.link_latency.value));
+        assert_eq!((cluster.ranks(), &cluster.device), (32, &Profile::find("a100-80").unwrap()));
         assert!(cluster.mixture().is_some_and(|text| text.starts_with("1 node of h100, 3 nodes of a100-80")));
         check(&format!("nodes = 5\n{mixed}"), "`nodes` is 5 and the parts have 4 nodes");
         check(&format!("device = \"h100\"\n{mixed}"), "`device` and `parts` exclude each other");

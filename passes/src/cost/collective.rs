@@ -5,8 +5,9 @@
 //! ([`Level`](crate::cluster::Level)) where the cluster has such. Rings run through the nodes: within
 //! a node a rank moves bytes at the link's rate; between nodes the node's ranks in the group move
 //! them through their ports together, and no faster than within; likewise between racks and pods.
+//! Where a group leaves its nodes for those of other kinds, it is as slow as on the kind on which it is slowest.
 
-use crate::cluster::{Cluster, MOST_LEVELS};
+use crate::cluster::{Cluster, Level, MOST_LEVELS, Profile};
 use shardc_ir::{AxisId, AxisKind, Mesh, Seconds};
 
 /// Which collective.
@@ -102,13 +103,18 @@ fn lie_alike(mesh: &Mesh, cluster: &Cluster) -> bool {
 /// How long a collective takes. `bytes` is the size of the whole: the result of an all-gather, the
 /// operand of the others, on one rank.
 pub fn seconds(collective: Collective, bytes: f64, group: Group, cluster: &Cluster) -> Seconds {
-    let size = group.size() as f64;
-    if size <= 1.0 {
+    if group.size() <= 1 {
         return Seconds(0.0);
     }
-    let device = &cluster.device;
+    let on = |device: &Profile| seconds_on(device, collective, bytes, (group, &cluster.levels));
+    Seconds(if group.across > 1 { cluster.together(on) } else { on(&cluster.device) })
+}
+
+/// [`seconds`], where all ranks have this device.
+fn seconds_on(device: &Profile, collective: Collective, bytes: f64, (group, levels): (Group, &[Level])) -> f64 {
+    let size = group.size() as f64;
     // The rate of the links that leave a unit, per device, and how many units are touched.
-    let borders = || borders(group, cluster).filter(|border| border.units > 1);
+    let borders = || borders(device, group, levels).filter(|border| border.units > 1);
     let link = device.link_bandwidth.value;
     let port = |border: Border| border.bandwidth * group.size() as f64 / border.units as f64;
     let ring = borders().map(port).fold(link, f64::min);
@@ -122,7 +128,7 @@ pub fn seconds(collective: Collective, bytes: f64, group: Group, cluster: &Clust
             bytes / size * borders().map(away).fold(share / link, f64::max)
         }
     };
-    Seconds(device.collective_launch.value + hops(collective, group, cluster) + moved)
+    device.collective_launch.value + hops(device, collective, (group, levels)) + moved
 }
 
 /// How many borders two ranks have between them: 0 in one node, 1 between nodes, 2 between racks.
@@ -139,11 +145,13 @@ pub fn send_seconds(bytes: f64, away: bool, cluster: &Cluster) -> Seconds {
 
 /// How long a send of one rank to one other takes that are so many borders apart (see [`distance`]).
 pub fn send_over(bytes: f64, distance: usize, cluster: &Cluster) -> Seconds {
-    let device = &cluster.device;
     let everywhere = Group { beyond: [2; MOST_LEVELS], ..Group::of_nodes(1, 2) };
-    let borders = borders(everywhere, cluster).take(distance).map(|border| border.bandwidth);
-    let slowest = if distance == 0 { device.link_bandwidth.value } else { borders.fold(f64::INFINITY, f64::min) };
-    Seconds(device.collective_launch.value + bytes / slowest)
+    let away = |device: &Profile| {
+        let borders = borders(device, everywhere, &cluster.levels).take(distance).map(|border| border.bandwidth);
+        device.collective_launch.value + bytes / borders.fold(f64::INFINITY, f64::min)
+    };
+    let within = |device: &Profile| device.collective_launch.value + bytes / device.link_bandwidth.value;
+    Seconds(if distance > 0 { cluster.together(away) } else { within(&cluster.device) })
 }
 
 /// Where a group leaves a unit.
@@ -158,11 +166,10 @@ struct Border {
 }
 
 /// The borders of nodes, racks and pods, from the inside out.
-fn borders(group: Group, cluster: &Cluster) -> impl Iterator<Item = Border> {
-    let device = &cluster.device;
+fn borders(device: &Profile, group: Group, levels: &[Level]) -> impl Iterator<Item = Border> {
     let (bandwidth, latency) = (device.node_bandwidth.value, device.node_latency.value);
-    let levels = cluster.levels.iter().zip(group.beyond);
-    let level = |(level, units): (&crate::cluster::Level, u64)| {
+    let levels = levels.iter().zip(group.beyond);
+    let level = |(level, units): (&Level, u64)| {
         let (bandwidth, latency) = (level.bandwidth, level.latency);
         Border { units, bandwidth, latency }
     };
@@ -170,21 +177,26 @@ fn borders(group: Group, cluster: &Cluster) -> impl Iterator<Item = Border> {
 }
 
 /// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and
-/// scatters round a ring of them. A hop over several borders takes the time of the outermost.
-fn hops(collective: Collective, group: Group, cluster: &Cluster) -> f64 {
-    let device = &cluster.device;
-    let borders: Vec<Border> = borders(group, cluster).collect();
+/// scatters round a ring of them. A hop over several borders takes the time of the outermost. Within a node, as many
+/// devices make a chain as the nodes have that the figures are of; chains of a larger node are joined as nodes are, by its
+/// own links.
+fn hops(device: &Profile, collective: Collective, (group, levels): (Group, &[Level])) -> f64 {
+    let borders: Vec<Border> = borders(device, group, levels).collect();
     // Per border, the units it lies between, of which those outside are already joined.
     let outside = |index: usize| borders.get(index + 1).map_or(1, |border| border.units) as f64;
     let over = |hops: &dyn Fn(f64, f64) -> f64| -> f64 {
         borders.iter().enumerate().map(|(at, border)| hops(border.units as f64, outside(at)) * border.latency).sum()
     };
     let depth = over(&|units, outside| (units / outside).log2().ceil());
-    let inner = (group.within as f64 - 1.0) * device.link_latency.value;
+    let chain = (group.within as f64).min(device.devices_per_node.value);
+    let chains = (group.within as f64 / chain).ceil();
+    let inner = |joints: f64| (chain - 1.0 + joints) * device.link_latency.value;
     match collective {
-        Collective::AllReduce => 2.0 * (depth + inner),
-        Collective::ReduceScatter | Collective::AllGather => over(&|units, outside| units - outside) + inner,
-        Collective::AllToAll => inner.min(4.0 * device.link_latency.value) + depth,
+        Collective::AllReduce => 2.0 * (depth + inner(chains.log2().ceil())),
+        Collective::ReduceScatter | Collective::AllGather => {
+            over(&|units, outside| units - outside) + inner(chains - 1.0)
+        }
+        Collective::AllToAll => inner(chains - 1.0).min(4.0 * device.link_latency.value) + depth,
     }
 }
 
@@ -227,6 +239,19 @@ mod tests {
         let data = Group::new(&mesh, &[dp], &cluster);
         assert_eq!((data.size(), data.within, data.across), (4, 2, 3));
         assert_eq!(Group::new(&mesh, &[dp, tp], &cluster), Group::of_nodes(4, 3));
+    }
+
+    /// What two nodes do, one node of as many devices does no slower.
+    #[test]
+    fn hops_in_a_large_node_are_no_dearer_than_between_nodes() {
+        let [small, large] = ["h100:8x4", "h100:32"].map(|name| Cluster::parse(name, "h200").unwrap());
+        for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::AllToAll] {
+            for nodes in [1, 2, 4] {
+                let across = seconds(kind, 4e3, Group::of_nodes(8, nodes), &small).0;
+                let within = seconds(kind, 4e3, Group::of_nodes(8 * nodes, 1), &large).0;
+                assert!(within <= across, "{kind:?} over {nodes} times 8: {within} and {across}");
+            }
+        }
     }
 
     /// Racks of two nodes, pods of four, each border slower than the one inside.

@@ -1,14 +1,15 @@
-//! How long steps take beside each other, where no device is known: by what they compute and move.
+//! How long steps take beside each other: as the plan says, or by what they compute and move.
 //!
-//! The order in which stages meet is part of their programs, and programs do not depend on a cost model. Where
-//! stages are unequal, or the parts of the backward pass are, an order that took all steps for equal would let
-//! them wait at meetings that come too early or too late.
+//! The order in which stages meet is part of their programs. Where chunks are unequal, or the parts of the backward pass
+//! are, or the devices of the stages, an order that took all steps for equal would let them wait at meetings that come
+//! too early or too late. A plan that was searched says what its chunks take; programs know no cost model, so of a plan
+//! that does not the nodes are counted.
 
 use super::order::{Lengths, Pass, Step};
-use super::timeline::Durations;
+use super::timeline::{Durations, Link};
 use crate::cost::is_view;
-use shardc_ir::{Graph, NodeId, OpDef, SecondaryMap, TensorType, ValueId};
-use std::collections::BTreeMap;
+use shardc_ir::pipeline::{Length, Schedule};
+use shardc_ir::{NodeId, OpDef, Plan, SecondaryMap, TensorType, ValueId};
 
 /// Arithmetic operations that count as much as a byte that is read or written: a round number below the 153 (A100)
 /// and 295 (H100) that the datasheets' rates in bf16 and of memory give, since nodes are summed one by one here and
@@ -16,40 +17,63 @@ use std::collections::BTreeMap;
 /// what a step is predicted to take.
 const PER_BYTE: f64 = 100.0;
 
-/// The effort of each pass of each chunk, in arithmetic operations; messages are free.
+/// How long the passes of each chunk take, and messages, in any unit.
 #[derive(Clone, Debug)]
-pub struct Efforts(BTreeMap<(u32, Pass), f64>);
+pub struct Efforts<'a> {
+    schedule: Schedule,
+    /// Per chunk, with the message between it and the chunk before.
+    chunks: Vec<(Lengths, f64)>,
+    links: &'a [Link],
+    /// The parts of a microbatch beside each other.
+    pub lengths: Lengths,
+}
 
-impl Efforts {
-    /// Sums the nodes of each pass.
-    pub fn new(graph: &Graph, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>) -> Self {
-        let mut efforts = BTreeMap::new();
-        let types =
-            |values: &[ValueId]| values.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<TensorType>>();
-        for (id, node) in graph.nodes().filter(|(_, node)| !is_view(&node.op)) {
-            let Some(pass) = passes[id] else { continue };
-            let (operands, results) = (types(&node.operands), types(&node.results));
-            let bytes = node.op.bytes(&operands, &results).0 as f64;
-            *efforts.entry(pass).or_insert(0.0) += node.op.flops(&operands, &results).0 + PER_BYTE * bytes;
-        }
-        Self(efforts)
-    }
-
-    /// What the passes of all chunks but the first, which has no backward pass of its own, take beside each other.
-    pub fn lengths(&self) -> Lengths {
-        let all = |pass: Pass| {
-            self.0.iter().filter(|((chunk, own), _)| *chunk > 0 && *own == pass).map(|(_, effort)| effort).sum::<f64>()
+impl<'a> Efforts<'a> {
+    /// Of a plan's chunks, with what passes between them.
+    pub fn new(plan: &Plan, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>, links: &'a [Link]) -> Self {
+        let (schedule, said) = (plan.pipeline.schedule, &plan.pipeline.lengths);
+        let of = |Length { forward, backward, weight, message }: &Length| {
+            let [forward, backward, weight, message] = [forward, backward, weight, message].map(|part| *part as f64);
+            (Lengths { forward, backward, weight }, message)
         };
-        Lengths { forward: all(Pass::Forward), backward: all(Pass::Backward), weight: all(Pass::Weight) }
+        let chunks = if said.is_empty() { counted(plan, passes) } else { said.iter().map(of).collect() };
+        // Of nodes that are counted it is not known which of the first chunk's are for the gradients of weights.
+        let known = &chunks[usize::from(said.is_empty()).min(chunks.len())..];
+        let all = |part: fn(&Lengths) -> f64| known.iter().map(|(own, _)| part(own)).sum::<f64>();
+        let (forward, backward) = (all(|own| own.forward), all(|own| own.backward));
+        let lengths = Lengths { forward, backward, weight: all(|own| own.weight) };
+        Self { schedule, chunks, links, lengths }
     }
 }
 
-impl Durations for Efforts {
+/// Sums the nodes of each pass: arithmetic operations, and as many as their bytes count. Messages are free.
+fn counted(plan: &Plan, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>) -> Vec<(Lengths, f64)> {
+    let graph = &plan.graph;
+    let none = (Lengths { forward: 0.0, backward: 0.0, weight: 0.0 }, 0.0);
+    let mut chunks = vec![none; (plan.stages() * plan.pipeline.per_stage) as usize];
+    let types = |values: &[ValueId]| values.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<TensorType>>();
+    for (id, node) in graph.nodes().filter(|(_, node)| !is_view(&node.op)) {
+        let Some((chunk, pass)) = passes[id] else { continue };
+        let Some((own, _)) = chunks.get_mut(chunk as usize) else { continue };
+        let (operands, results) = (types(&node.operands), types(&node.results));
+        let part = match pass {
+            Pass::Forward => &mut own.forward,
+            Pass::Backward => &mut own.backward,
+            Pass::Weight => &mut own.weight,
+        };
+        *part += node.op.flops(&operands, &results).0 + PER_BYTE * node.op.bytes(&operands, &results).0 as f64;
+    }
+    chunks
+}
+
+impl Durations for Efforts<'_> {
     fn step(&self, step: Step) -> f64 {
-        self.0.get(&(step.chunk, step.pass)).copied().unwrap_or(0.0)
+        let own = self.chunks.get(step.chunk as usize);
+        own.map_or(0.0, |(lengths, _)| lengths.of(self.schedule, step.chunk, step.pass))
     }
 
-    fn message(&self, _: usize) -> f64 {
-        0.0
+    fn message(&self, link: usize) -> f64 {
+        let Link { from, to } = self.links[link];
+        self.chunks.get(from.0.max(to.0) as usize).map_or(0.0, |(_, message)| *message)
     }
 }

@@ -50,15 +50,15 @@ impl Lengths {
     /// All as long as each other.
     pub const EQUAL: Self = Self { forward: 1.0, backward: 1.0, weight: 1.0 };
 
-    /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: all of it is one with
-    /// its gradients of weights.
-    fn of(self, chunk: u32, pass: Pass) -> f64 {
-        match (pass, chunk) {
-            (Pass::Forward, _) => self.forward,
-            (Pass::Backward, 0) => 0.0,
-            (Pass::Backward, _) => self.backward,
-            (Pass::Weight, 0) => self.backward + self.weight,
-            (Pass::Weight, _) => self.weight,
+    /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: where a schedule splits
+    /// it, all of it is one with its gradients of weights.
+    pub fn of(self, schedule: Schedule, chunk: u32, pass: Pass) -> f64 {
+        match (pass, schedule.splits_backward(), chunk) {
+            (Pass::Forward, ..) => self.forward,
+            (Pass::Backward, false, _) | (Pass::Weight, true, 0) => self.backward + self.weight,
+            (Pass::Backward, true, 0) | (Pass::Weight, false, _) => 0.0,
+            (Pass::Backward, true, _) => self.backward,
+            (Pass::Weight, true, _) => self.weight,
         }
     }
 }
@@ -163,7 +163,7 @@ fn zero_bubble_v(
             if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
                 orders[stage].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
                 begun[chunk as usize][pass as usize] += 1;
-                *running = Some((now + lengths.of(chunk, pass), chunk, pass));
+                *running = Some((now + lengths.of(pipeline.schedule, chunk, pass), chunk, pass));
             }
         }
         let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { break };

@@ -4,7 +4,7 @@
 //! of each other mesh that would be faster by its own estimate is lowered and simulated as well.
 
 use super::{Candidate, Degrees, PlanError};
-use shardc_ir::{Bytes, Plan};
+use shardc_ir::Plan;
 
 /// Meshes that are tried.
 const MESHES: usize = 3;
@@ -20,14 +20,13 @@ const EXCESS: f64 = 1.05;
 pub(super) fn other_meshes(
     candidates: &[Candidate],
     known: &[usize],
-    (mut step, bound): (f64, Bytes),
+    mut step: f64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let mut meshes: Vec<&Degrees> = known.iter().map(|index| &candidates[*index].degrees).collect();
     let mut found = Vec::new();
     for _ in 0..MESHES {
-        let may_be_faster =
-            |of: &Candidate| of.prediction.step.0 * EXCESS < step && of.prediction.memory.total() <= bound;
+        let may_be_faster = |of: &Candidate| of.prediction.step.0 * EXCESS < step && of.prediction.fits();
         let is_open = |(_, of): &(usize, &Candidate)| !meshes.contains(&&of.degrees) && may_be_faster(of);
         let Some((index, candidate)) = candidates.iter().enumerate().find(is_open) else { break };
         meshes.push(&candidate.degrees);
@@ -35,7 +34,7 @@ pub(super) fn other_meshes(
             Err(PlanError::Pin { .. }) => continue,
             made => made?,
         };
-        if plan.prediction.step.0 < step && plan.prediction.memory.total() <= bound {
+        if plan.prediction.step.0 < step && plan.prediction.fits() {
             step = plan.prediction.step.0;
             found.push((index, plan));
         }

@@ -43,12 +43,9 @@ impl Away {
             return Err(PlanError::Pin { pin: format!("offload={pin}"), message });
         }
         let is_free = pins.offload.is_none() && has_device;
-        let given = match request.host_memory {
-            Bytes(0) => cluster.device.host_memory_bytes.value as u64,
-            bytes => bytes.0,
-        };
+        let given = if request.host_memory == Bytes(0) { cluster.host_memory() } else { request.host_memory };
         let sharing = cluster.per_node.min(cluster.ranks()).max(1);
-        let room = Room { device: request.device_memory, host: Bytes(given / sharing) };
+        let room = Room { device: cluster.least_room(request.device_memory), host: Bytes(given.0 / sharing) };
         Ok(Self { room, pin, is_open: is_free && Feature::Offload.is_open(false, request.scope, target) })
     }
 

@@ -96,6 +96,7 @@ pub fn build(
             pipeline.chunks[id] = chunks[from[of]];
         }
         (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
+        pipeline.lengths.clone_from(&stages.lengths);
     }
     if candidate.zero >= 1 {
         shard_storage(&graph, &mesh, &mut strategies);

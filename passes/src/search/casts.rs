@@ -43,11 +43,11 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
     if let Some(confirm) = confirm {
         made.prediction = confirm(&made).map_err(PlanError::Bug)?;
     }
-    let (memory, bound) = (made.prediction.memory.total(), space.request.device_memory);
-    if is_pinned && memory > bound {
-        return refuse(format!("the plan found then needs {memory} of {bound}; leave it out"));
+    let (memory, room) = (made.prediction.memory.total(), made.prediction.room);
+    if is_pinned && !made.prediction.fits() {
+        return refuse(format!("the plan found then needs {memory} of {room}; leave it out"));
     }
-    if !is_pinned && (memory > bound || made.prediction.step.0 > (1.0 - GAIN) * plan.prediction.step.0) {
+    if !is_pinned && (!made.prediction.fits() || made.prediction.step.0 > (1.0 - GAIN) * plan.prediction.step.0) {
         return Ok(plan);
     }
     made.choice += &format!(",{CHOICE}=1");

@@ -31,7 +31,6 @@ pub(super) fn choose(
     let Space { prepared, line, cluster, request, .. } = *space;
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
-    let bound = request.device_memory;
     let mut refused: Refused = Vec::new();
     let mut unmade = None;
     let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
@@ -42,7 +41,7 @@ pub(super) fn choose(
     let mut excess: BTreeMap<Kin, f64> = BTreeMap::new();
     // By time; then, if what was refused made the rest look too large, the leanest all the same.
     let mut lean: Vec<usize> = (0..candidates.len()).collect();
-    lean.sort_by_key(|index| candidates[*index].prediction.memory.total());
+    lean.sort_by(|a, b| candidates[*a].prediction.filled().total_cmp(&candidates[*b].prediction.filled()));
     let rounds =
         (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
     let mut close: Vec<(usize, Plan)> = Vec::new();
@@ -53,17 +52,17 @@ pub(super) fn choose(
         {
             break;
         }
-        let estimate = candidate.prediction.memory.total();
+        let estimate = &candidate.prediction;
         let factor = excess.get(&kin(candidate)).copied().unwrap_or(1.0);
         let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
-        let is_too_large = |of: &Candidate| of.prediction.memory.total().0 as f64 * factor > bound.0 as f64;
+        let is_too_large = |of: &Candidate| of.prediction.filled() * factor > 1.0;
         // What computes more again than it must by the estimate is for where that turns out too large.
         let is_spare = || {
             let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
             others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
         };
         let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare();
-        if estimate > bound || was_refused(index) || (!is_last_resort && is_left_out()) {
+        if !estimate.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
         let mut plan = match make(candidate) {
@@ -82,10 +81,10 @@ pub(super) fn choose(
             break;
         };
         let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
-        let memory = plan.prediction.memory;
-        if memory.total() > bound {
+        if !plan.prediction.fits() {
             refused.push((index, plan.prediction));
-            excess.insert(kin(candidate), factor.max(memory.total().0 as f64 / estimate.0.max(1) as f64));
+            let more = plan.prediction.filled() / estimate.filled().max(f64::MIN_POSITIVE);
+            excess.insert(kin(candidate), factor.max(more));
             continue;
         }
         let step = fastest(&close).min(plan.prediction.step.0);
@@ -96,14 +95,14 @@ pub(super) fn choose(
     if let Some(confirm) = confirm {
         let make = |candidate: &Candidate| exact(confirm, candidate);
         if close.is_empty() {
-            close = nearest(&candidates, &mut refused, bound, &make)?;
+            close = nearest(&candidates, &mut refused, &make)?;
         }
         let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
             close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
         };
         if !close.is_empty() {
             let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, plan) in astray::other_meshes(&candidates, &known_now, (best, bound), &make)? {
+            for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &make)? {
                 let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
@@ -122,9 +121,9 @@ pub(super) fn choose(
     let least = fastest(&close);
     let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
         let unmade = unmade.filter(|_| refused.is_empty());
-        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, bound, space)));
+        return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, space)));
     };
-    let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused, bound };
+    let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
     let step = candidates[index].prediction.step.0;
     plan.search = visited.report(space, step, told.left_out())?;

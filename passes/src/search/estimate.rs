@@ -384,7 +384,7 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Time and memory of a step, with parameters stored in one of the ways.
+    /// Time and memory of a step, with parameters stored in one of the ways; what room there is for it, who asks knows.
     pub fn predict(
         &self,
         placed: &Placed<'_>,
@@ -447,6 +447,7 @@ impl<'a> Shape<'a> {
             flops: work.flops,
             mfu: work.at_peak.0 / (step * cluster.ranks() as f64),
             memory: self.memory(storage, zero, recompute),
+            room: Bytes(0),
             host: Bytes(0),
         }
     }

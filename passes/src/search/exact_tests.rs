@@ -49,7 +49,7 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
         let away = Away::default();
-        let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins, away };
+        let space = Space { prepared: &prepared, line: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -119,7 +119,7 @@ proptest! {
             for axis in &axes {
                 let problem = Problem::new(&prepared, &own, *axis, Objective::Step { byte: 0.0 });
                 let Some(choices) = current(&problem, &own) else { continue 'layouts };
-                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, bound: 0.0 }));
+                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, bound: 0.0 }, &cluster));
             }
             let shape = Shape::new(&prepared, &own, &conversions, 1, std::slice::from_ref(&mesh));
             for (zero, recompute) in (0..4).flat_map(|zero| [Recompute::None, Recompute::All].map(|again| (zero, again))) {
@@ -160,7 +160,8 @@ fn the_same_request_gives_the_same_plan() {
     let prepared = prepare(&graph, 64, &NoScratch);
     let (pins, free) = (Pins::default(), request(64, u64::MAX));
     let away = Away::default();
-    let space = Space { prepared: &prepared, line: None, cluster: &cluster, request: &free, pins: &pins, away };
+    let space =
+        Space { prepared: &prepared, line: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away };
     let (low, high) = range(&space);
     for memory in [u64::MAX, high, low.midpoint(high), low * 2] {
         let request = request(64, memory);

@@ -318,6 +318,11 @@ impl Sums {
         [&self.forward, &self.backward, &self.weight].into_iter().map(|sums| self.between(sums, from, to)).sum()
     }
 
+    /// The seconds of a microbatch, all along the line.
+    pub fn whole(&self) -> f64 {
+        self.seconds(0, self.places.len() - 1)
+    }
+
     /// How long the parts of a microbatch are.
     pub fn lengths(&self) -> Lengths {
         let all = |sums: &[f64]| sums.last().copied().unwrap_or(0.0);

@@ -19,7 +19,6 @@ pub(super) struct Told<'a> {
     pub lowered: &'a [(usize, Prediction)],
     /// Those that do not.
     pub refused: &'a Refused,
-    pub bound: Bytes,
 }
 
 impl Told<'_> {
@@ -33,11 +32,9 @@ impl Told<'_> {
     pub(super) fn left_out(&self) -> (u64, u64) {
         let step = self.candidates[self.chosen].prediction.step.0;
         let is_untried = |(index, of): &(usize, &Candidate)| {
-            of.prediction.step.0 < 0.999 * step
-                && of.prediction.memory.total() > self.bound
-                && self.exact(*index).is_none()
+            of.prediction.step.0 < 0.999 * step && !of.prediction.fits() && self.exact(*index).is_none()
         };
-        let fit = |of: &&(usize, Prediction)| self.candidates[of.0].prediction.memory.total() <= self.bound;
+        let fit = |of: &&(usize, Prediction)| self.candidates[of.0].prediction.fits();
         let refused = self.refused.iter().filter(fit).count() as u64;
         (refused, self.candidates.iter().enumerate().filter(is_untried).count() as u64)
     }
@@ -45,9 +42,9 @@ impl Told<'_> {
     /// Why a plan lost that was not lowered; `scale` is what the winner's exact step is of its estimate.
     fn estimated(&self, index: usize, scale: f64) -> String {
         let (candidate, winner) = (&self.candidates[index], &self.candidates[self.chosen]);
-        let memory = &candidate.prediction.memory;
-        if memory.total() > self.bound {
-            return format!("estimated: {}", needs(memory, self.bound));
+        let own = &candidate.prediction;
+        if !own.fits() {
+            return format!("estimated: {}", needs(own));
         }
         if candidate.prediction.step.0 >= 0.999 * winner.prediction.step.0 {
             return format!("estimated: {}", slower(&candidate.prediction, &winner.prediction));
@@ -56,11 +53,11 @@ impl Told<'_> {
         let known = || self.lowered.iter().chain(self.refused).map(|(index, exact)| (&self.candidates[*index], exact));
         let excess = known()
             .filter(|(of, _)| kin(of) == kin(candidate))
-            .map(|(of, exact)| exact.memory.total().0 as f64 / of.prediction.memory.total().0.max(1) as f64);
+            .map(|(of, exact)| exact.filled() / of.prediction.filled().max(f64::MIN_POSITIVE));
         let excess = excess.fold(1.0, f64::max);
-        let expected = Bytes((memory.total().0 as f64 * excess) as u64);
-        if expected > self.bound {
-            let ((data, zero), bound) = (kin(candidate), self.bound);
+        let expected = Bytes((own.memory.total().0 as f64 * excess) as u64);
+        if expected > own.room {
+            let ((data, zero), bound) = (kin(candidate), own.room);
             return format!(
                 "estimated faster; programs of dp={data},zero={zero} need {excess:.2} times what is estimated, so {expected} \
                  of {bound}"
@@ -87,7 +84,7 @@ impl Told<'_> {
 /// estimate does not see of the winner it does not see of its like either, so their steps are scaled by what the
 /// winner's exact step is of its own estimate.
 pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
-    let Told { candidates, chosen, lowered, refused, bound } = *told;
+    let Told { candidates, chosen, lowered, refused } = *told;
     let estimated = &candidates[chosen].prediction;
     let winner = told.exact(chosen).unwrap_or(estimated);
     let scale = winner.step.0 / estimated.step.0;
@@ -101,18 +98,18 @@ pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
             continue;
         }
         seen.push(choice.clone());
-        let memory = exact.unwrap_or(&candidate.prediction).memory;
+        let known = exact.unwrap_or(&candidate.prediction);
         // The fastest that do not fit say what memory costs; more of them say no more.
-        unfit += u64::from(memory.total() > bound);
-        if memory.total() > bound && unfit > 4 {
+        unfit += u64::from(!known.fits());
+        if !known.fits() && unfit > 4 {
             continue;
         }
         let (step, reason) = match exact {
-            Some(exact) if memory.total() > bound => (exact.step, needs(&memory, bound)),
+            Some(exact) if !exact.fits() => (exact.step, needs(exact)),
             Some(exact) => (exact.step, slower(exact, winner)),
             None => (candidate.prediction.step * scale, told.estimated(index, scale)),
         };
-        list.push(Alternative { choice, step, memory: memory.total(), reason });
+        list.push(Alternative { choice, step, memory: known.memory.total(), reason });
         if list.len() == TOLD {
             break;
         }
@@ -121,9 +118,9 @@ pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
     list
 }
 
-fn needs(memory: &Memory, bound: Bytes) -> String {
-    let (name, bytes) = largest(memory);
-    format!("needs {} of {bound} ({name} {bytes})", memory.total())
+fn needs(prediction: &Prediction) -> String {
+    let (name, bytes) = largest(&prediction.memory);
+    format!("needs {} of {} ({name} {bytes})", prediction.memory.total(), prediction.room)
 }
 
 /// By how much a plan is slower, and what makes it so.
@@ -164,23 +161,20 @@ fn largest(memory: &Memory) -> (&'static str, Bytes) {
 }
 
 /// Why nothing fits, by what needs the least of what was lowered, or of the estimates if nothing was.
-pub(super) fn infeasible(
-    candidates: &[Candidate],
-    refused: &Refused,
-    bound: Bytes,
-    space: &Space<'_, '_>,
-) -> PlanError {
+pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Space<'_, '_>) -> PlanError {
     let Space { cluster, request, pins, .. } = *space;
-    let memory = |index: usize| {
+    let known = |index: usize| {
         let confirmed = refused.iter().find(|(other, _)| *other == index).map(|(_, exact)| exact);
-        confirmed.unwrap_or(&candidates[index].prediction).memory
+        confirmed.unwrap_or(&candidates[index].prediction)
     };
     // What was lowered is known; an estimate is not, once others turned out larger or smaller.
     let is_known = |index: &usize| refused.is_empty() || refused.iter().any(|(other, _)| other == index);
-    let Some(nearest) = (0..candidates.len()).filter(is_known).min_by_key(|index| memory(*index).total()) else {
+    let Some(nearest) =
+        (0..candidates.len()).filter(is_known).min_by(|a, b| known(*a).filled().total_cmp(&known(*b).filled()))
+    else {
         return PlanError::Bug("no candidate at all".to_string());
     };
-    let needs = memory(nearest);
+    let (needs, bound) = (known(nearest).memory, known(nearest).room);
     // Where ZeRO is not of the nearest, it may be because nothing divides over all ranks.
     let mesh = match candidates[nearest].zero {
         0 => Degrees::new(1).with("dp", &[cluster.ranks()]).mesh(cluster.ranks()),
@@ -194,7 +188,7 @@ pub(super) fn infeasible(
     let is_pinned = *pins != Default::default();
     let (share, give) = match cluster.share_of_host() {
         Some(share) if share == bound => {
-            let host = Bytes(cluster.device.host_memory_bytes.value as u64);
+            let host = cluster.host_memory();
             let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
             (format!(", its share of the host's {host} over {ranks} ranks"), format!("give the host {needed}"))
         }

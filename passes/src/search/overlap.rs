@@ -7,7 +7,7 @@
 //! estimate and the bound that a search reports are those of whole plans.
 
 use super::{Candidate, Degrees, PlanError, Space};
-use shardc_ir::{Bytes, Plan};
+use shardc_ir::Plan;
 
 /// The numbers of chunks that are tried.
 const CHUNKS: [u64; 3] = [2, 4, 8];
@@ -47,7 +47,7 @@ pub(super) fn in_chunks(
 ) -> Result<(u64, Plan), PlanError> {
     let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
     let cut = match may_gain(candidate, own, space, best) {
-        true => tried(candidate, (own, space.request.device_memory), most, make)?,
+        true => tried(candidate, own, most, make)?,
         false => None,
     };
     Ok(cut.unwrap_or((candidate.overlap_chunks, plan)))
@@ -60,7 +60,7 @@ fn nodes(space: &Space<'_, '_>) -> u64 {
 /// The fastest plan of a candidate in chunks, of so many at the most, that takes less than `step` seconds and fits.
 fn tried(
     candidate: &Candidate,
-    (mut step, bound): (f64, Bytes),
+    mut step: f64,
     most: u64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Option<(u64, Plan)>, PlanError> {
@@ -73,7 +73,7 @@ fn tried(
             Err(PlanError::Pin { .. }) => break,
             Err(error) => return Err(error),
         };
-        if plan.prediction.step.0 > (1.0 - GAIN) * step || plan.prediction.memory.total() > bound {
+        if plan.prediction.step.0 > (1.0 - GAIN) * step || !plan.prediction.fits() {
             break;
         }
         step = plan.prediction.step.0;
@@ -94,19 +94,19 @@ pub(super) fn contenders(
     mut step: f64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, u64, Plan)>, PlanError> {
-    let (bound, most) = (space.request.device_memory, NODES[1] / nodes(space));
+    let most = NODES[1] / nodes(space);
     let least = |of: &Candidate| of.prediction.step.0 - HIDDEN * of.within;
     let mut found: Vec<(usize, u64, Plan)> = Vec::new();
     let mut meshes: Vec<&Degrees> = Vec::new();
     while meshes.len() < CONTENDERS && most >= CHUNKS[0] {
         let is_open = |(index, of): &(usize, &Candidate)| {
             let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
-            is_new && of.prediction.memory.total() <= bound && may_gain(of, of.prediction.step.0, space, step)
+            is_new && of.prediction.fits() && may_gain(of, of.prediction.step.0, space, step)
         };
         let open = candidates.iter().enumerate().filter(is_open);
         let Some((index, candidate)) = open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))) else { break };
         meshes.push(&candidate.degrees);
-        if let Some((chunks, plan)) = tried(candidate, (step, bound), most, make)? {
+        if let Some((chunks, plan)) = tried(candidate, step, most, make)? {
             step = plan.prediction.step.0;
             found.push((index, chunks, plan));
         }

@@ -5,8 +5,8 @@
 
 use super::choose::kin;
 use super::{Candidate, PlanError, Space};
+use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{Bytes, Plan};
 
 /// Plans that do not fit, and what they take by their programs.
 pub(super) type Refused = Vec<(usize, Prediction)>;
@@ -34,17 +34,16 @@ const NODES: usize = 16_000;
 pub(super) fn nearest(
     candidates: &[Candidate],
     refused: &mut Refused,
-    bound: Bytes,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
-    let total = |index: &usize| candidates[*index].prediction.memory.total();
+    let filled = |index: &usize| candidates[*index].prediction.filled();
     let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
     let is_near = |index: &usize| {
-        let is_close = total(index) > bound && total(index).0 as f64 <= NEAR * bound.0 as f64;
+        let is_close = !candidates[*index].prediction.fits() && filled(index) <= NEAR;
         is_close && has_programs(&candidates[*index])
     };
     let mut open: Vec<usize> = (0..candidates.len()).filter(|index| is_near(index) && !known.contains(index)).collect();
-    open.sort_by_key(total);
+    open.sort_by(|a, b| filled(a).total_cmp(&filled(b)));
     let mut kinds = Vec::new();
     open.retain(|index| {
         let kind = (&candidates[*index].degrees, kin(&candidates[*index]));
@@ -54,7 +53,7 @@ pub(super) fn nearest(
     });
     let mut found = Vec::new();
     for index in open.into_iter().take(NEAREST) {
-        found.extend(tried(candidates, index, refused, bound, make)?);
+        found.extend(tried(candidates, index, refused, make)?);
         if !found.is_empty() {
             break;
         }
@@ -74,7 +73,6 @@ pub(super) fn faster(
     space: &Space<'_, '_>,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
-    let bound = space.request.device_memory;
     if space.prepared.graph.node_count() > NODES {
         return Ok(Vec::new());
     }
@@ -82,8 +80,8 @@ pub(super) fn faster(
     let ratios: Vec<_> = of_lowered
         .chain(refused.iter().copied())
         .map(|(index, exact)| {
-            let estimate = candidates[index].prediction.memory.total().0.max(1) as f64;
-            (kin(&candidates[index]), exact.memory.total().0 as f64 / estimate)
+            let estimate = candidates[index].prediction.filled().max(f64::MIN_POSITIVE);
+            (kin(&candidates[index]), exact.filled() / estimate)
         })
         .collect();
     let ratio = |candidate: &Candidate| {
@@ -95,15 +93,15 @@ pub(super) fn faster(
     let mut found: Vec<(usize, Plan)> = Vec::new();
     let known: Vec<usize> = refused.iter().map(|of| of.0).chain(lowered.iter().map(|of| of.0)).collect();
     let may_fit = |candidate: &Candidate| {
-        let estimate = candidate.prediction.memory.total();
-        has_programs(candidate) && estimate > bound && estimate.0 as f64 * ratio(candidate) <= bound.0 as f64
+        let estimate = &candidate.prediction;
+        has_programs(candidate) && !estimate.fits() && estimate.filled() * ratio(candidate) <= 1.0
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
     for (index, candidate) in open.take(FASTER) {
         if candidate.prediction.step.0 > GAIN * step {
             break;
         }
-        if let Some((index, plan)) = tried(candidates, index, refused, bound, make)? {
+        if let Some((index, plan)) = tried(candidates, index, refused, make)? {
             step = step.min(plan.prediction.step.0);
             found.push((index, plan));
         }
@@ -121,14 +119,13 @@ fn tried(
     candidates: &[Candidate],
     index: usize,
     refused: &mut Refused,
-    bound: Bytes,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Option<(usize, Plan)>, PlanError> {
     let plan = match make(&candidates[index]) {
         Err(PlanError::Pin { .. }) => return Ok(None),
         made => made?,
     };
-    if plan.prediction.memory.total() > bound {
+    if !plan.prediction.fits() {
         refused.push((index, plan.prediction));
         return Ok(None);
     }
@@ -139,10 +136,12 @@ fn tried(
 mod tests {
     use super::super::{Degrees, Offload, Recompute, Relief};
     use super::*;
+    use shardc_ir::Bytes;
     use shardc_ir::plan::Memory;
 
     fn memory(bytes: u64) -> Prediction {
-        Prediction { memory: Memory { parameters: Bytes(bytes), ..Memory::default() }, ..Prediction::default() }
+        let memory = Memory { parameters: Bytes(bytes), ..Memory::default() };
+        Prediction { memory, room: Bytes(100), ..Prediction::default() }
     }
 
     fn candidate(dp: u64, bytes: u64) -> Candidate {
@@ -173,7 +172,7 @@ mod tests {
                 Ok(Plan { prediction: memory(programs(estimate)), ..Plan::default() })
             };
             let mut refused = Vec::new();
-            let found = nearest(&candidates, &mut refused, Bytes(100), &make).unwrap();
+            let found = nearest(&candidates, &mut refused, &make).unwrap();
             (seen.into_inner(), found.into_iter().map(|of| of.0).collect::<Vec<_>>(), refused.len())
         };
         assert_eq!(lowered(&|_| 101), (vec![120, 125, 130, 140], vec![], 4));

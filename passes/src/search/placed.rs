@@ -1,27 +1,82 @@
 //! Meshes with the batch placed, and with the fastest layouts of all else.
 
-use super::estimate::Shape;
-use super::{Pins, PlanError};
+use super::estimate::{Shape, Work};
+use super::{Pins, PlanError, Recompute};
 use crate::cluster::Cluster;
+use crate::cost::{Machine, Pass};
 use crate::shard::coupled::is_possible_over;
 use crate::shard::family::batch_axes;
-use crate::shard::place::place_axes;
-use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::{AxisId, Mesh, Strategy};
+use crate::shard::place::place_axes_seen;
+use crate::shard::tensor::{Conversion, Placed, Prepared};
+use shardc_ir::plan::Prediction;
+use shardc_ir::{AxisId, Graph, Mesh, Node, NodeId, Strategy};
 use std::collections::BTreeMap;
+use std::rc::Rc;
+
+/// A placed mesh as one kind of devices sees it, and the sums from which its plans are predicted.
+pub(super) struct Seen<'a> {
+    pub placed: Placed<'a>,
+    pub shape: Shape<'a>,
+}
+
+/// A mesh with the fastest layouts, as the kinds of devices see it.
+pub(super) struct Solved<'a> {
+    /// As that for which the layouts are the fastest.
+    pub own: Seen<'a>,
+    /// As the others.
+    pub others: Vec<Seen<'a>>,
+}
+
+impl Solved<'_> {
+    /// Time and memory of a step ([`Shape::predict`]) of which every rank does the same part: all take as long as the
+    /// slowest kind.
+    pub fn predict(&self, storage: usize, zero: u64, recompute: Recompute, work: Work) -> Prediction {
+        let of = |Seen { placed, shape }: &Seen<'_>| shape.predict(placed, storage, zero, recompute, work);
+        let own = of(&self.own);
+        let longer = |a: Prediction, b: Prediction| if b.step.0 > a.step.0 { b } else { a };
+        Prediction { memory: own.memory, ..self.others.iter().map(of).fold(own, longer) }
+    }
+}
 
 /// A mesh of which the batch is placed with the fastest layouts if a byte costs so many seconds, and the sums
-/// from which its plans are predicted. `meshes` are the ways to store parameters.
+/// from which its plans are predicted, as kinds of devices see it: its own cluster, and the `others`. `meshes` are the
+/// ways to store parameters.
 pub(super) fn solved<'a>(
     prepared: &'a Prepared<'_>,
     mut placed: Placed<'a>,
     byte: f64,
-    meshes: &[Mesh],
-    pins: &Pins,
-) -> (Placed<'a>, Shape<'a>) {
-    let conversions = place_axes(prepared, &mut placed, byte);
-    let shape = Shape::new(prepared, &placed, &conversions, loss_chunks(prepared, &placed, pins), meshes);
-    (placed, shape)
+    others: &'a [Cluster],
+    (meshes, pins): (&[Mesh], &Pins),
+) -> Solved<'a> {
+    let (own, of_others) = place_axes_seen(prepared, &mut placed, byte, others);
+    let chunks = loss_chunks(prepared, &placed, pins);
+    let seen = |(cluster, conversions): (&'a Cluster, Vec<Conversion>)| {
+        let locals = if cluster == placed.cluster { Rc::clone(&placed.locals) } else { prepared.locals(cluster) };
+        let placed = Placed { cluster, locals, ..placed.clone() };
+        let shape = Shape::new(prepared, &placed, &conversions, chunks, meshes);
+        Seen { placed, shape }
+    };
+    let others = others.iter().zip(of_others).map(seen).collect();
+    Solved { own: seen((placed.cluster, own)), others }
+}
+
+/// The cluster as that of its devices sees it which takes the longest for the whole of a graph: for it the layouts are
+/// to be the fastest. And as the others do.
+pub(super) fn paced(graph: &Graph, cluster: &Cluster) -> (Cluster, Vec<Cluster>) {
+    let all = (0..cluster.devices().len()).collect();
+    let mut seen = cluster.among(&all);
+    if seen.len() > 1 {
+        let seconds = |cluster: &Cluster| -> f64 {
+            let of = |(id, node): (NodeId, &Node)| {
+                let (operands, results) = (graph.operand_types(id), graph.result_types(id));
+                Machine::own(&cluster.device).seconds(&node.op, &operands, &results, Pass::of(node.role)).0.0
+            };
+            graph.nodes().map(of).sum()
+        };
+        seen.sort_by(|a, b| seconds(b).total_cmp(&seconds(a)));
+    }
+    let others = seen.split_off(1);
+    (seen.pop().unwrap_or_else(|| cluster.clone()), others)
 }
 
 /// A mesh with the layouts that are fastest on it, and the sums from which its plans are predicted; `None`
@@ -35,7 +90,8 @@ pub fn fastest<'a>(
     cluster: &'a Cluster,
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let placed = place_batch(prepared, mesh, cluster)?;
-    Ok(placed.map(|placed| solved(prepared, placed, 0.0, std::slice::from_ref(mesh), &Pins::default())))
+    let solve = |placed| solved(prepared, placed, 0.0, &[], (std::slice::from_ref(mesh), &Pins::default())).own;
+    Ok(placed.map(solve).map(|Seen { placed, shape }| (placed, shape)))
 }
 
 /// Into how many chunks the head is cut: as pinned, or by the tokens of a microbatch on one rank.

@@ -7,30 +7,33 @@
 //! cuts into chunks that are equal, from where cuts are moved until the stages are equal and fit
 //! ([`balance`](crate::pipeline::balance)); of the two, the faster is taken.
 //!
+//! A stage takes what it takes the slowest of its own devices, and may take the memory of the smallest of them: stages on
+//! unequal nodes are as long as each other, and hold unequal parts of the model.
+//!
 //! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them: the
 //! least that fits, which the dynamic program weighs against moving the cut.
 
-use super::estimate::{Shape, Work};
+use super::estimate::Work;
 use super::held::Held;
 use super::line::{Line, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
-use super::placed::loss_chunks;
-use super::ways::divisors;
-use super::{Candidate, Degrees, PlanError, Point, Space};
+use super::placed::{Seen, Solved, solved};
+use super::schedules::schedules;
+use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
 use crate::cost::step;
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
-use crate::pipeline::order::{Pass, Step, orders};
+use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
 use crate::shard::family::copy_axes;
-use crate::shard::place::place_axes;
 use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::pipeline::Schedule;
+use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+use std::collections::BTreeSet;
 
 /// Microbatches, in stages, after which every further one takes what the slowest stage does.
 const STEADY: u64 = 3;
@@ -46,6 +49,8 @@ pub struct Stages {
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
+    /// How long each chunk takes, where devices are unequal ([`Pipeline::lengths`]).
+    pub lengths: Vec<Length>,
 }
 
 impl Stages {
@@ -66,15 +71,16 @@ struct Mesh<'a> {
     prepared: &'a Prepared<'a>,
     line: &'a Line,
     placed: &'a Placed<'a>,
-    shape: &'a Shape<'a>,
-    /// What a node takes on each kind of device that a stage of its own has; empty if there is one kind.
-    kinds: &'a [Shape<'a>],
-    /// Per stage, its kind.
-    kind: &'a [usize],
+    /// The mesh as the slowest kind of devices sees it; and where there are several kinds, as each set of them does that
+    /// has a stage.
+    seen: &'a [&'a [Seen<'a>]],
+    /// Per stage, which of these.
+    set: &'a [usize],
+    /// Per stage, what a rank may take of its memory.
+    rooms: &'a [Bytes],
     /// One for each way to store parameters.
     degrees: &'a [Degrees],
     work: Work,
-    bound: Bytes,
     /// The fastest step of those that fit and are known.
     best: f64,
 }
@@ -82,20 +88,28 @@ struct Mesh<'a> {
 /// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
 const FAR: f64 = 1.3;
 
-/// How far below the bound a stage stays whose recomputation is its own: estimates are off by as much.
+/// How far below its room a stage stays whose recomputation is its own: estimates are off by as much.
 const SPARE: f64 = 0.97;
 
 /// One way to compute again, in whatever stages.
 struct Level {
     recompute: Recompute,
-    sums: Sums,
-    /// The same for each kind of device; empty if there is one.
-    kinds: Vec<Sums>,
-    /// What the whole model would take on one stage.
-    whole: Prediction,
+    /// As [`Mesh::seen`]: on the slowest device of each set.
+    paces: Vec<Pace>,
     /// Of its memory, what does not grow with microbatches.
     working: f64,
 }
+
+/// What a model takes on one kind of devices.
+struct Pace {
+    /// Along the line.
+    sums: Sums,
+    /// If one stage had all of it.
+    whole: Prediction,
+}
+
+/// In how many units a plan says how long its longest part of a chunk takes.
+const LONGEST: f64 = 10_000.0;
 
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;
@@ -130,6 +144,7 @@ type Parts = Vec<(usize, usize, usize)>;
 struct Solution {
     cuts: Vec<NodeId>,
     levels: Vec<usize>,
+    lengths: Vec<Length>,
     prediction: Prediction,
 }
 
@@ -170,19 +185,23 @@ impl Shares for Problem<'_> {
 impl Problem<'_> {
     /// Where the line may be cut.
     fn line(&self) -> &Sums {
-        &self.levels[self.levels.len() - 1].sums
+        &self.levels[self.levels.len() - 1].paces[0].sums
     }
 
-    /// What a stage takes, on its kind of device.
+    /// What the model takes on the devices of a stage.
+    fn pace(&self, level: usize, stage: usize) -> &Pace {
+        &self.levels[level].paces[self.mesh.set[stage]]
+    }
+
+    /// What a stage takes.
     fn sums(&self, level: usize, stage: usize) -> &Sums {
-        let Level { sums, kinds, .. } = &self.levels[level];
-        self.mesh.kind.get(stage).and_then(|kind| kinds.get(*kind)).unwrap_or(sums)
+        &self.pace(level, stage).sums
     }
 
     /// The level of a stage with these chunks; nothing if none fits.
     fn level(&self, stage: u64, chunks: &[(usize, usize, usize)]) -> Option<usize> {
-        let fits =
-            |level: usize, share: f64| self.memory(level, chunks).total().0 as f64 <= share * self.mesh.bound.0 as f64;
+        let room = self.mesh.rooms[stage as usize].0 as f64;
+        let fits = |level: usize, share: f64| self.memory(level, chunks).total().0 as f64 <= share * room;
         match &self.choice {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
             Choice::Least => (0..self.levels.len()).find(|level| fits(*level, SPARE)),
@@ -202,7 +221,8 @@ impl Problem<'_> {
 
     /// The memory of a stage with these chunks.
     fn memory(&self, level: usize, chunks: &[(usize, usize, usize)]) -> Memory {
-        let Level { sums, whole, working, .. } = &self.levels[level];
+        let Level { paces, working, .. } = &self.levels[level];
+        let Pace { sums, whole } = &paces[0];
         let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
         let held = chunks.iter().map(|(chunk, from, to)| {
             let Held { kept, lasting, awaited } = self.held[*chunk];
@@ -233,7 +253,7 @@ impl Problem<'_> {
             return first;
         }
         let second = self.cut_at(&balanced(ends, self), microbatches);
-        let rank = |of: &Solution| (of.prediction.memory.total() > self.mesh.bound, of.prediction.step.0);
+        let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
         first.into_iter().chain(second).min_by(|a, b| {
             let (a, b) = (rank(a), rank(b));
             a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
@@ -254,12 +274,44 @@ impl Problem<'_> {
             Choice::Named(levels) => levels[stage],
         };
         let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
-        let memory = stages.iter().zip(&levels).map(|(chunks, level)| self.memory(*level, chunks));
-        let memory = memory.max_by_key(|memory| memory.total())?;
+        let taken = |((chunks, level), room): ((&Parts, &usize), &Bytes)| Prediction {
+            memory: self.memory(*level, chunks),
+            room: *room,
+            ..Prediction::default()
+        };
+        let taken = stages.iter().zip(&levels).zip(self.mesh.rooms).map(taken);
+        let fullest = taken.max_by(|a, b| a.filled().total_cmp(&b.filled()))?;
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
-        let prediction = self.predict(ends, &stages, &levels, memory, microbatches)?;
-        Some(Solution { cuts, levels, prediction })
+        let prediction = self.predict(ends, &stages, &levels, fullest, microbatches)?;
+        // On equal devices what chunks compute and move tells nearly as much, and programs need less memory.
+        let is_mixed = self.mesh.seen.len() > 1;
+        let lengths = if is_mixed { self.lengths(ends, &levels) } else { Vec::new() };
+        Some(Solution { cuts, levels, lengths, prediction })
+    }
+
+    /// What a chunk takes of a microbatch, at these levels of the stages.
+    fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
+        let stage = self.pipeline.stage_of(chunk, self.stages) as usize;
+        let (sums, index) = (self.sums(levels[stage], stage), chunk as usize);
+        let of = |each: &[f64]| sums.between(each, ends[index], ends[index + 1]);
+        Lengths { forward: of(&sums.forward), backward: of(&sums.backward), weight: of(&sums.weight) }
+    }
+
+    /// What all chunks take, the longest part in [`LONGEST`].
+    fn lengths(&self, ends: &[usize], levels: &[usize]) -> Vec<Length> {
+        let chunks = 0..ends.len() as u32 - 1;
+        let parts = chunks.map(|chunk| {
+            let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
+            [forward, backward, weight, self.message(ends[chunk as usize])]
+        });
+        let parts: Vec<[f64; 4]> = parts.collect();
+        let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
+        let scaled = |parts: [f64; 4]| {
+            let [forward, backward, weight, message] = parts.map(|part| (part / longest * LONGEST).round() as u64);
+            Length { forward, backward, weight, message }
+        };
+        parts.into_iter().map(scaled).collect()
     }
 
     fn predict(
@@ -267,13 +319,14 @@ impl Problem<'_> {
         ends: &[usize],
         stages: &[Parts],
         levels: &[usize],
-        memory: Memory,
+        fullest: Prediction,
         microbatches: u64,
     ) -> Option<Prediction> {
         let seconds = |(stage, (chunks, level)): (usize, (&Parts, &usize))| {
             chunks.iter().map(|(_, from, to)| self.sums(*level, stage).seconds(*from, *to)).sum::<f64>()
         };
-        let slowest = stages.iter().zip(levels).enumerate().map(seconds).fold(0.0, f64::max);
+        let seconds = stages.iter().zip(levels).enumerate().map(seconds).enumerate();
+        let (longest, slowest) = seconds.max_by(|a, b| a.1.total_cmp(&b.1))?;
         let links = chain(&self.pipeline, self.stages);
         let durations = Costs { problem: self, ends, levels, links: &links };
         let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
@@ -282,16 +335,18 @@ impl Problem<'_> {
         let run = timeline(&self.pipeline, &orders, &links, &durations)?;
         let run = run.finish.into_iter().fold(0.0, f64::max) + (microbatches - some) as f64 * slowest;
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
-        let most = levels.iter().max().map_or(&self.levels[0], |level| &self.levels[*level]);
-        let (whole, spread) = (&most.whole, step::spread(self.mesh.placed.cluster.ranks()));
-        let all = microbatches as f64 * most.sums.seconds(0, most.sums.places.len() - 1);
-        let once = (whole.step.0 / spread - all).max(0.0);
-        let share = |chunks: &Parts| {
-            chunks.iter().map(|(_, from, to)| most.sums.between(&most.sums.stored, *from, *to)).sum::<f64>()
+        let (most, spread) = (levels.iter().max().copied()?, step::spread(self.mesh.placed.cluster.ranks()));
+        let all = |sums: &Sums| microbatches as f64 * sums.whole();
+        let once = |(stage, chunks): (usize, &Parts)| {
+            let Pace { sums, whole } = self.pace(most, stage);
+            let stored = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum::<f64>();
+            [(whole.step.0 / spread - all(sums)).max(0.0), whole.optimizer.0].map(|seconds| seconds * stored)
         };
-        let largest = stages.iter().map(share).fold(0.0, f64::max);
-        let total = (run + once * largest) * spread;
-        let part = microbatches as f64 * slowest / all.max(f64::MIN_POSITIVE);
+        let once = stages.iter().enumerate().map(once);
+        let [once, optimizer] = once.fold([0.0f64; 2], |[a, b], [once, optimizer]| [a.max(once), b.max(optimizer)]);
+        let total = (run + once) * spread;
+        let Pace { sums, whole } = self.pace(most, longest);
+        let part = microbatches as f64 * slowest / all(sums).max(f64::MIN_POSITIVE);
         let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
         let mut prediction = Prediction {
             step: Seconds(total),
@@ -299,9 +354,10 @@ impl Problem<'_> {
             memory_bound: scaled(whole.memory_bound),
             exposed_communication: scaled(whole.exposed_communication),
             communication: scaled(whole.communication),
-            optimizer: Seconds(whole.optimizer.0 * largest),
+            optimizer: Seconds(optimizer),
             mfu: self.mesh.work.at_peak.0 / (total * self.mesh.placed.cluster.ranks() as f64),
-            memory,
+            memory: fullest.memory,
+            room: fullest.room,
             ..*whole
         };
         let named = prediction.matmul + prediction.memory_bound + prediction.exposed_communication;
@@ -331,99 +387,14 @@ struct Costs<'a> {
 
 impl Durations for Costs<'_> {
     fn step(&self, step: Step) -> f64 {
-        let (problem, chunk) = (self.problem, step.chunk as usize);
-        let stage = problem.pipeline.stage_of(step.chunk, problem.stages) as usize;
-        let sums = problem.sums(self.levels[stage], stage);
-        let of = |each: &[f64]| sums.between(each, self.ends[chunk], self.ends[chunk + 1]);
-        match step.pass {
-            Pass::Forward => of(&sums.forward),
-            // No chunk waits for what the first one does in its backward pass.
-            Pass::Weight if chunk == 0 => of(&sums.backward) + of(&sums.weight),
-            Pass::Weight => of(&sums.weight),
-            Pass::Backward if problem.pipeline.schedule.splits_backward() && chunk == 0 => 0.0,
-            Pass::Backward if problem.pipeline.schedule.splits_backward() => of(&sums.backward),
-            Pass::Backward => of(&sums.backward) + of(&sums.weight),
-        }
+        let own = self.problem.chunk(step.chunk, self.ends, self.levels);
+        own.of(self.problem.pipeline.schedule, step.chunk, step.pass)
     }
 
     fn message(&self, link: usize) -> f64 {
         let Link { from, to } = self.links[link];
         self.problem.message(self.ends[from.0.max(to.0) as usize])
     }
-}
-
-/// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
-/// so it is taken where it is pinned.
-fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
-    let all = [
-        (Schedule::OneForwardOneBackward, 1),
-        (Schedule::GPipe, 1),
-        (Schedule::ZeroBubbleV, 2),
-        (Schedule::Interleaved, 2),
-        (Schedule::Interleaved, 4),
-    ];
-    let mut open: Vec<(Schedule, u64)> = all
-        .into_iter()
-        .filter(|(schedule, per_stage)| {
-            let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
-            is_named && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
-        })
-        .collect();
-    if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
-        && !open.contains(&(Schedule::Interleaved, per_stage))
-    {
-        open.push((Schedule::Interleaved, per_stage));
-    }
-    open
-}
-
-/// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
-pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
-    let stages = pins.pp.unwrap_or(2);
-    let per_stage = schedules(pins).into_iter().map(|(_, per_stage)| per_stage).min().unwrap_or(1);
-    let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
-    let fail = |pin: String, message: String| PlanError::Pin { pin, message };
-    let schedule = pins.schedule.map_or(String::new(), |schedule| format!(",schedule={}", schedule.name()));
-    let several = if per_stage > 1 { format!(",virtual={per_stage}") } else { String::new() };
-    let named = format!("pp={stages}{schedule}{several}");
-    if chunks > most {
-        let message = format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer");
-        return fail(named, message);
-    }
-    if is_coupled {
-        let message = "samples of the batch depend on each other (statistics over a batch, places at experts), so what \
-                       a rank has of it is one microbatch, and a pipeline takes at least 2; leave it out";
-        return fail(named, message.to_string());
-    }
-    // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
-    let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);
-    let data = match (pins.dp, pins.tp) {
-        (Some(dp), _) => dp * pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
-        (None, Some(_)) => (ranks / fixed).max(1),
-        (None, None) => pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
-    };
-    let per_rank = batch / data.max(1);
-    let is_interleaved = pins.schedule == Some(Schedule::Interleaved) || (pins.schedule.is_none() && per_stage > 1);
-    let is_round = |count: u64| count >= 2 && (!is_interleaved || count.is_multiple_of(stages));
-    let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
-    if divisors(per_rank).into_iter().filter(is_pinned).any(|size| is_round(per_rank / size)) {
-        let message =
-            format!("the step cannot be cut into {chunks} chunks where little passes between them; pin fewer");
-        return fail(named, message);
-    }
-    let (takes, needs) = match is_interleaved {
-        true => ("schedule interleaved", format!("a number of microbatches that is a multiple of {stages}")),
-        false => ("a pipeline", "at least 2 microbatches".to_string()),
-    };
-    let has = match pins.microbatch {
-        Some(size) => format!("are {} of {size}", per_rank / size),
-        None => format!("are {per_rank} sequences at the most"),
-    };
-    let message = format!(
-        "{takes} takes {needs} on each data rank, and of a batch of {batch} over {data} data ranks there {has}; use a \
-         larger batch, smaller microbatches or fewer data ranks"
-    );
-    fail(pins.microbatch.map_or(named, |size| format!("microbatch={size}")), message)
 }
 
 /// The pipelines of a mesh with stages, of which the batch is placed; `best` is the fastest known step.
@@ -436,61 +407,60 @@ pub(super) fn solve(
 ) -> Vec<Candidate> {
     let mut found = Vec::new();
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
-    let (prepared, degrees, work, bound) = (space.prepared, &point.degrees[..], point.work, point.away.room.device);
-    let mut placed = placed;
-    let conversions = place_axes(prepared, &mut placed, 0.0);
-    let chunks = loss_chunks(prepared, &placed, space.pins);
-    let shape = Shape::new(prepared, &placed, &conversions, chunks, &meshes);
-    // Layouts are those of the slowest kind; what a stage takes is of its own.
-    let (clusters, kind) = clusters_by_stage(placed.cluster, placed.mesh);
-    let kinds: Vec<Shape<'_>> = clusters
-        .iter()
-        .map(|cluster| {
-            let placed = Placed { cluster, locals: prepared.locals(cluster), ..placed.clone() };
-            Shape::new(prepared, &placed, &conversions, chunks, &meshes)
-        })
-        .collect();
-    let (kinds, kind) = (&kinds[..], &kind[..]);
-    let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, kinds, kind, degrees, work, bound, best };
+    let (prepared, degrees, work, cluster) = (space.prepared, &point.degrees[..], point.work, space.cluster);
+    let rooms = &cluster.rooms(placed.mesh, space.request.device_memory)[..];
+    let (clusters, set) = clusters_by_stage(space, placed.mesh);
+    let all = clusters.concat();
+    // Layouts are those that are fastest on the slowest kind.
+    let Solved { own, others } = &solved(prepared, placed, 0.0, &all, (&meshes, space.pins));
+    let mut seen = vec![std::slice::from_ref(own)];
+    let mut rest = &others[..];
+    for of_set in &clusters {
+        let (first, after) = rest.split_at(of_set.len());
+        seen.push(first);
+        rest = after;
+    }
+    let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
+    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, best };
     extend(&mut found, &mesh, space.pins);
     found
 }
 
-/// The cluster as each kind of its stages sees it, and the kind of each stage; nothing if there is one kind.
-fn clusters_by_stage(cluster: &Cluster, mesh: &shardc_ir::Mesh) -> (Vec<Cluster>, Vec<usize>) {
-    let (mut clusters, mut kind): (Vec<Cluster>, Vec<usize>) = (Vec::new(), Vec::new());
-    if cluster.parts.len() < 2 {
-        return (clusters, kind);
+/// The cluster as each kind of devices sees it, for each set of kinds that has a stage, and for each stage the place of
+/// its set behind the whole; where there is one kind, the whole is the set of each.
+fn clusters_by_stage(space: &Space<'_, '_>, mesh: &shardc_ir::Mesh) -> (Vec<Vec<Cluster>>, Vec<usize>) {
+    let kinds = space.cluster.kinds_of_stages(mesh);
+    if space.others.is_empty() {
+        return (Vec::new(), vec![0; kinds.len()]);
     }
-    for stage in 0..mesh.degree("pp") {
-        let device = cluster.stage_device(mesh, stage);
-        let known = clusters.iter().position(|known| known.device == *device);
-        kind.push(known.unwrap_or(clusters.len()));
-        if known.is_none() {
-            clusters.push(Cluster { device: device.clone(), parts: Vec::new(), ..cluster.clone() });
-        }
-    }
-    (clusters, kind)
+    let sets: Vec<_> = kinds.iter().collect::<BTreeSet<_>>().into_iter().collect();
+    let place = |own| 1 + sets.iter().position(|set| *set == own).unwrap_or(0);
+    let set = kinds.iter().map(place).collect();
+    (sets.iter().map(|set| space.cluster.among(set)).collect(), set)
 }
 
 /// Adds the pipelines of a placed mesh with stages.
-fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
+fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
     let microbatches = mesh.placed.microbatches;
     let stages = mesh.placed.mesh.degree("pp");
     let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     if microbatches < 2 {
         return;
     }
-    let named = &pins.stage_recompute;
+    let (named, own) = (&pins.stage_recompute, &mesh.seen[0][0]);
     let recomputes = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        Some(pin) if named.is_empty() => vec![pin.within(mesh.shape.menu().steps())],
+        Some(pin) if named.is_empty() => vec![pin.within(own.shape.menu().steps())],
         _ => vec![Recompute::None, Recompute::Selective, Recompute::All],
     };
-    let sums_of = |shape: &Shape<'_>| -> Vec<Sums> {
-        recomputes.iter().map(|recompute| Sums::new(mesh.prepared, shape, *recompute, mesh.line)).collect()
+    // Per set of kinds and way to compute again, the slowest of the set, and its sums.
+    let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
+        let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
+        let longer = |a: &(&Seen<'_>, Sums), b: &(&Seen<'_>, Sums)| a.1.whole().total_cmp(&b.1.whole());
+        seen.iter().map(sums).max_by(longer)
     };
-    let sums = sums_of(mesh.shape);
-    let of_kinds: Vec<Vec<Sums>> = mesh.kinds.iter().map(sums_of).collect();
+    let of_set = |seen: &&'a [Seen<'a>]| recomputes.iter().filter_map(|again| slowest(seen, again)).collect();
+    let of_sets: Vec<Vec<(&Seen<'a>, Sums)>> = mesh.seen.iter().map(of_set).collect();
+    let sums: Vec<&Sums> = of_sets[0].iter().map(|(_, sums)| sums).collect();
     for (schedule, per_stage) in schedules(pins) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
@@ -501,26 +471,30 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let level = |index: usize, places: &Sums| {
-                    let (recompute, sums) = (recomputes[index], sums[index].cut_as(places));
-                    let kinds = of_kinds.iter().map(|all| all[index].cut_as(places)).collect();
-                    let whole = mesh.shape.predict(mesh.placed, storage, zero, recompute, mesh.work);
+                    let recompute = recomputes[index];
+                    let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
+                        let (Seen { placed, shape }, sums) = &all[index];
+                        let whole = shape.predict(placed, storage, zero, recompute, mesh.work);
+                        Pace { sums: sums.cut_as(places), whole }
+                    };
+                    let paces: Vec<Pace> = of_sets.iter().map(pace).collect();
+                    let Pace { sums, whole } = &paces[0];
                     let kept: f64 = [&sums.kept, &sums.lasting].into_iter().flat_map(|all| all.last()).sum();
                     // The largest of what gradients of weights wait for is made where most lives, and counted with
                     // its copies.
                     let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
                     let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
-                    Level { recompute, sums, kinds, whole, working }
+                    Level { recompute, paces, working }
                 };
                 let is_far = |index: usize| {
-                    let all = of_kinds.iter().map(|all| &all[index]).chain([&sums[index]]);
-                    let all = all.map(|sums| sums.seconds(0, sums.places.len() - 1)).fold(f64::INFINITY, f64::min);
+                    let all = of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
                     microbatches as f64 * all / stages as f64 > FAR * mesh.best
                 };
                 let mut try_out = |levels: &[Level], choice: Choice| {
-                    let (pipeline, lengths) = (pipeline.clone(), levels.last()?.sums.lengths());
+                    let (pipeline, lengths) = (pipeline.clone(), levels.last()?.paces[0].sums.lengths());
                     let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
                     let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize)[..];
-                    let Solution { cuts, levels: of_stages, prediction } =
+                    let Solution { cuts, levels: of_stages, lengths, prediction } =
                         Problem { mesh, levels, choice, pipeline, stages, held }.solve(microbatches)?;
                     let mut recompute: Vec<Recompute> =
                         of_stages.iter().map(|level| levels[*level].recompute).collect();
@@ -528,10 +502,10 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     if recompute.iter().all(|own| *own == most) {
                         recompute.clear();
                     }
-                    let stages = Some(Stages { schedule, per_stage, cuts, recompute });
-                    let (degrees, loss_chunks, byte) = (degrees.clone(), mesh.shape.loss_chunks, 0.0);
+                    let stages = Some(Stages { schedule, per_stage, cuts, recompute, lengths });
+                    let (degrees, loss_chunks, byte) = (degrees.clone(), own.shape.loss_chunks, 0.0);
                     let (offload, relief, recompute) = (Offload::default(), Relief::default(), most);
-                    let fits = prediction.memory.total() <= mesh.bound;
+                    let fits = prediction.fits();
                     candidates.push(Candidate {
                         degrees,
                         stages,
@@ -548,7 +522,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     Some(fits)
                 };
                 // All may be computed again by stage: then cuts lie between blocks.
-                let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, &sums[most])).collect() };
+                let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, sums[most])).collect() };
                 if !named.is_empty() {
                     let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
                     let levels: Vec<usize> = named.iter().map(of).collect();
@@ -558,7 +532,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                 }
                 // More recomputation takes longer: the first that fits is the best that all stages can do.
                 for index in (0..sums.len()).filter(|index| !is_far(*index)) {
-                    let fits = try_out(&[level(index, &sums[index])], Choice::All(0));
+                    let fits = try_out(&[level(index, sums[index])], Choice::All(0));
                     if index > 0 && fits != Some(false) {
                         try_out(&mixed(index), Choice::Least);
                     }

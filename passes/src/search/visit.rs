@@ -43,7 +43,7 @@ pub struct Visited {
 }
 
 impl Visited {
-    /// None yet. `prunes` says whether meshes may be left out.
+    /// None yet. `memory` is what a rank may take wherever it is; `prunes` says whether meshes may be left out.
     pub fn new(memory: Bytes, prunes: bool) -> Self {
         Self { memory, prunes, known: Vec::new(), best: f64::INFINITY, pruned: 0, may_fit: false, cut: f64::INFINITY }
     }
@@ -83,7 +83,7 @@ impl Visited {
 
     /// Takes the plans of the latest mesh in.
     pub fn add(&mut self, candidates: &[Candidate]) {
-        let fits = || candidates.iter().filter(|candidate| candidate.prediction.memory.total() <= self.memory);
+        let fits = || candidates.iter().filter(|candidate| candidate.prediction.fits());
         let best = fits().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
         self.best = self.best.min(best);
         if let Some(known) = self.known.last_mut() {

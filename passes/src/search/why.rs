@@ -7,6 +7,7 @@
 
 use super::estimate::Shape;
 use super::overlap::is_in_chunks;
+use super::placed::paced;
 use super::{Pins, PlanError, Recompute, model_work, place_batch};
 use crate::cluster::Cluster;
 use crate::error::PassError;
@@ -71,6 +72,7 @@ pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn T
 pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
     let (graph, from) = searched(plan)?;
     let prepared = prepare(&graph, plan.request.batch, target);
+    let (cluster, _) = &paced(&graph, cluster);
     let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
         let message = "the batch of the plan does not divide over its mesh".to_string();
         return Err(PlanError::Pin { pin: plan.choice.clone(), message });

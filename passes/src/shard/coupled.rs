@@ -7,6 +7,7 @@
 use super::family::batch_axes;
 use super::layout::{Along, Extent, convert_seconds};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::cluster::Cluster;
 use crate::cost::collective::Group;
 use shardc_ir::{AxisId, Choice, Role, Strategy};
 
@@ -50,7 +51,8 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
 /// The conversions along the axes that divide the batch over ranks, between nodes that run once per
 /// microbatch, or are of the forward and the backward pass all the same: what is made of statistics of the batch
 /// alone is whole on every rank. Gradients that updates read are priced by how the data ranks share them.
-pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> {
+/// They take what they take on the ranks of a cluster.
+pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) -> Vec<Conversion> {
     let mut conversions = Vec::new();
     let is_read = |flow: &Flow, reader: usize| {
         let is_whole = prepared.batch[reader] == Choice::Replicate;
@@ -84,7 +86,7 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>) -> Vec<Conversion> 
                     maker: flow.maker,
                     result: flow.result,
                     reader: *reader,
-                    seconds: convert_seconds(from, to, extent, group, placed.cluster),
+                    seconds: convert_seconds(from, to, extent, group, cluster),
                     count: class.members.len(),
                     bytes: if matches!(to, Along::Dim(_)) { whole / group.size() as f64 } else { whole },
                     is_shared: flow.readers.len() > 1,

@@ -10,6 +10,7 @@ use super::family::searched_axes;
 use super::layout::Along;
 use super::objective::Objective;
 use super::tensor::{Conversion, Placed, Prepared, Problem};
+use crate::cluster::Cluster;
 use shardc_ir::{AxisId, Choice};
 use std::collections::BTreeMap;
 
@@ -19,10 +20,20 @@ const MOST_ROUNDS: usize = 2;
 /// Chooses what every class does with the axes that are searched, and adds it to the strategies: the fastest
 /// if a byte of memory costs so many seconds. Gives the conversions that follow, and those between samples.
 pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -> Vec<Conversion> {
+    place_axes_seen(prepared, placed, byte, &[]).0
+}
+
+/// [`place_axes`], with the conversions also as they are `seen` on other devices.
+pub fn place_axes_seen(
+    prepared: &Prepared<'_>,
+    placed: &mut Placed<'_>,
+    byte: f64,
+    seen: &[Cluster],
+) -> (Vec<Conversion>, Vec<Vec<Conversion>>) {
     let axes = searched_axes(placed.mesh);
     let mut conversions = BTreeMap::new();
     let mut place = |axis: AxisId, placed: &mut Placed<'_>| {
-        let (cost, own) = place_axis(prepared, placed, axis, byte);
+        let (cost, own) = place_axis(prepared, placed, axis, (byte, seen));
         conversions.insert(axis, own);
         cost
     };
@@ -41,15 +52,26 @@ pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -
             }
         }
     }
-    conversions.into_values().flatten().chain(coupled(prepared, placed)).collect()
+    let cluster = placed.cluster;
+    let mut all = [cluster].into_iter().chain(seen).enumerate().map(|(index, cluster)| {
+        let along = conversions.values().flat_map(|own: &Vec<Vec<Conversion>>| &own[index]).copied();
+        along.chain(coupled(prepared, placed, cluster)).collect()
+    });
+    (all.next().unwrap_or_default(), all.collect())
 }
 
-/// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions
-/// along it.
-fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64) -> (f64, Vec<Conversion>) {
+/// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions along it: on
+/// the placed cluster, and as they are seen on others.
+fn place_axis(
+    prepared: &Prepared<'_>,
+    placed: &mut Placed<'_>,
+    axis: AxisId,
+    (byte, seen): (f64, &[Cluster]),
+) -> (f64, Vec<Vec<Conversion>>) {
     let problem = Problem::new(prepared, placed, axis, Objective::Step { byte });
     let solution = problem.graph.solve();
-    let conversions = problem.conversions(&solution);
+    let clusters = [placed.cluster].into_iter().chain(seen);
+    let conversions = clusters.map(|cluster| problem.conversions(&solution, cluster)).collect();
     let (choices, handed) = (chosen(&problem, &solution), problem.handed_in(&solution));
     write(placed, axis, choices, handed);
     (solution.cost, conversions)

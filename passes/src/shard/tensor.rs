@@ -499,8 +499,8 @@ impl<'a, 'b> Problem<'a, 'b> {
         self.handed.iter().map(|(index, handed)| (*index, layout(handed))).collect()
     }
 
-    /// The conversions along the axis in a solution.
-    pub fn conversions(&self, solution: &Solution) -> Vec<Conversion> {
+    /// The conversions along the axis in a solution, with what they take on the ranks of a cluster.
+    pub fn conversions(&self, solution: &Solution, cluster: &Cluster) -> Vec<Conversion> {
         let mut conversions = Vec::new();
         for (index, flow) in self.prepared.flows.iter().enumerate() {
             let chosen = |class: usize| &self.layouts[class][solution.choices[self.variable[class]]];
@@ -516,7 +516,7 @@ impl<'a, 'b> Problem<'a, 'b> {
                 moves.push(Move { axis: self.axis, group: self.group, from, to });
                 let bytes = bytes_of(&moves, ty.bytes().0 as f64).pop().unwrap_or_default();
                 let value = Extent { bytes, shape: &ty.shape };
-                let seconds = convert_seconds(from, to, value, self.group, self.placed.cluster);
+                let seconds = convert_seconds(from, to, value, self.group, cluster);
                 let bytes =
                     if matches!(to, Along::Dim(_)) { value.bytes / self.group.size() as f64 } else { value.bytes };
                 let (maker, result, is_shared) = (flow.maker, flow.result, matches!(way, Way::Handed));

@@ -21,10 +21,11 @@ const NOTHING: f64 = 1e-13;
 /// What the loop runs on.
 pub(super) struct Engine<'a> {
     pub programs: &'a [Program],
-    /// Per program, section and instruction.
-    pub works: &'a [Vec<Vec<Work>>],
+    /// Per kind of device, program that runs on it, section and instruction.
+    pub works: &'a [Vec<Vec<Vec<Work>>>],
     pub folded: &'a Folded,
-    pub cluster: &'a Cluster,
+    /// The cluster, as if all devices were of each kind.
+    pub clusters: &'a [Cluster],
     /// How many times more than they carry a node's devices may ask of its links to others.
     pub contention: f64,
 }
@@ -209,7 +210,9 @@ impl Engine<'_> {
         if own.is_busy[stream] || !instruction.after.iter().all(|after| own.done[*after]) {
             return false;
         }
-        let (place, seconds, crosses) = match self.works[class.program][section.as_u32() as usize][index as usize] {
+        let cluster = &self.clusters[class.kind];
+        let works = &self.works[class.kind][class.program];
+        let (place, seconds, crosses) = match works[section.as_u32() as usize][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;
@@ -224,13 +227,13 @@ impl Engine<'_> {
             Work::Meet { group, collective, bytes } => {
                 let meeting = class.groups[group];
                 let shape = self.folded.meetings[meeting].group;
-                let seconds = meeting_seconds(collective, bytes, shape, self.cluster);
+                let seconds = meeting_seconds(collective, bytes, shape, cluster);
                 (Place::Group(meeting), seconds, shape.across > 1)
             }
             Work::Message { peer, is_sender, bytes } => {
                 let (other, distance) = class.peers[&peer];
                 let place = if is_sender { Place::Message(lane, other) } else { Place::Message(other, lane) };
-                (place, message_seconds(bytes, distance, self.cluster), distance > 0)
+                (place, message_seconds(bytes, distance, cluster), distance > 0)
             }
         };
         let waiting = state.waiting.entry(place).or_default();
@@ -263,16 +266,17 @@ impl Engine<'_> {
                 crossing[*lane] |= task.crosses;
             }
         }
+        let per_node = self.clusters[0].per_node;
+        let loss = |lane: usize| self.clusters[self.folded.classes[lane].kind].device.overlap_loss.value;
         // Per kind of node, how much of what its crossing ranks ask for its links carry.
         let kinds = self.folded.classes.first().map_or(0, |class| class.per_node.len());
         let share = |kind: usize| {
             let lanes = self.folded.classes.iter().zip(&crossing).filter(|(_, crosses)| **crosses);
             let asking: u64 = lanes.map(|(class, _)| class.per_node[kind]).sum();
-            let carried = self.cluster.per_node as f64 / self.contention;
+            let carried = per_node as f64 / self.contention;
             (carried / asking.max(1) as f64).min(1.0)
         };
         let shares: Vec<f64> = (0..kinds).map(share).collect();
-        let loss = self.cluster.device.overlap_loss.value;
         for task in &mut state.tasks {
             let (lane, stream, ..) = task.parts[0];
             task.rate = if task.crosses {
@@ -280,7 +284,7 @@ impl Engine<'_> {
                     |kind: &usize| task.parts.iter().any(|(lane, ..)| self.folded.classes[*lane].per_node[*kind] > 0);
                 (0..kinds).filter(touched).map(|kind| shares[kind]).fold(1.0, f64::min)
             } else if stream == Stream::Compute as usize && communicates[lane] {
-                1.0 - loss.clamp(0.0, 0.99)
+                1.0 - loss(lane).clamp(0.0, 0.99)
             } else {
                 1.0
             };

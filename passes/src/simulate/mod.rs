@@ -18,15 +18,16 @@ mod ranks;
 #[cfg(test)]
 mod tests;
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Profile};
 use crate::cost::step;
 use engine::Engine;
 pub use predict::predict;
 use price::Work;
-use ranks::{Pattern, Ranks};
+use ranks::{Class, Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};
 use shardc_ir::{AxisId, Plan, Program, Seconds};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 /// The most by which something may be slower than planned; the text of [`SimulateError::Factor`] says it.
@@ -130,6 +131,8 @@ pub struct Rank {
     pub count: u64,
     /// The index of their program.
     pub program: usize,
+    /// The index of their device among those of the cluster.
+    pub kind: usize,
     /// Its runs, in order.
     pub runs: Vec<RunSpan>,
     /// Per stream, in the order of [`Stream::ALL`], the time it was busy.
@@ -185,36 +188,39 @@ pub fn simulate(
         }
         *slot = check("the slowdown of a rank", *factor)?;
     }
-    let works: Vec<Vec<Vec<Work>>> = programs.iter().map(|program| works_of(program, plan, cluster)).collect();
-    let patterns: Vec<Pattern> = programs
-        .iter()
-        .zip(&works)
-        .map(|(program, works)| Pattern::new(program.rank, &program.groups, &works.concat(), mesh))
-        .collect();
     let program = |rank: u64| {
         let at = mesh.coordinates(rank, 0);
         apart.iter().fold(0, |index, axis| index * mesh.size(*axis) as usize + at[axis.0 as usize] as usize)
     };
-    let ranks = Ranks { mesh, cluster, patterns: &patterns, program: (0..count).map(program).collect(), slowdown };
-    let folded = ranks.fold();
-    let runs = Engine { programs, works: &works, folded: &folded, cluster, contention }.run()?;
-    let classes = folded.classes.iter().zip(runs);
-    let ranks: Vec<Rank> = classes
-        .map(|(class, runs)| sum_up(class.rank, class.count, class.program, runs, &programs[class.program]))
-        .collect();
+    let (program, kind): (Vec<usize>, _) = ((0..count).map(program).collect(), cluster.kinds_of_ranks());
+    let is_run: BTreeSet<(usize, usize)> = kind.iter().copied().zip(program.iter().copied()).collect();
+    let works = |(at, device): (usize, &&Profile)| {
+        let of = |(index, program)| is_run.contains(&(at, index)).then(|| works_of(program, plan, device));
+        programs.iter().enumerate().map(|each| of(each).unwrap_or_default()).collect()
+    };
+    let works: Vec<Vec<Vec<Vec<Work>>>> = cluster.devices().iter().enumerate().map(works).collect();
+    let pattern = |(index, program): (usize, &Program)| {
+        let own = works.iter().map(|of_kind| &of_kind[index]).find(|own| !own.is_empty());
+        Pattern::new(program.rank, &program.groups, &own.map(|own| own.concat()).unwrap_or_default(), mesh)
+    };
+    let patterns: Vec<Pattern> = programs.iter().enumerate().map(pattern).collect();
+    let folded = Ranks { mesh, cluster, patterns: &patterns, program, kind, slowdown }.fold();
+    let clusters: Vec<Cluster> = (0..works.len()).flat_map(|kind| cluster.among(&BTreeSet::from([kind]))).collect();
+    let runs = Engine { programs, works: &works, folded: &folded, clusters: &clusters, contention }.run()?;
+    let ranks: Vec<Rank> =
+        folded.classes.iter().zip(runs).map(|(class, runs)| sum_up(class, runs, &programs[class.program])).collect();
     let last = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
     // All wait for the slowest of many ranks, even where none is known to be slow.
     let step = Seconds(ranks.iter().map(last).fold(0.0, f64::max) * step::spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
 }
 
-fn works_of(program: &Program, plan: &Plan, cluster: &Cluster) -> Vec<Vec<Work>> {
-    let device = price::device_of(program, plan, cluster);
+fn works_of(program: &Program, plan: &Plan, device: &Profile) -> Vec<Vec<Work>> {
     let of = |instruction| price::work(program, instruction, &plan.graph, device);
     program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect()
 }
 
-fn sum_up(rank: u64, count: u64, index: usize, runs: Vec<RunSpan>, program: &Program) -> Rank {
+fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program) -> Rank {
     let mut busy = [0.0; Stream::ALL.len()];
     let (mut communication, mut hidden, mut waiting) = (0.0, 0.0, 0.0);
     for run in &runs {
@@ -230,9 +236,10 @@ fn sum_up(rank: u64, count: u64, index: usize, runs: Vec<RunSpan>, program: &Pro
         }
     }
     Rank {
-        rank,
-        count,
-        program: index,
+        rank: class.rank,
+        count: class.count,
+        program: class.program,
+        kind: class.kind,
         runs,
         busy: busy.map(Seconds),
         communication: Seconds(communication),

@@ -1,9 +1,9 @@
 //! What a plan will need, by its programs.
 
-use super::price::{Work, device_of, work};
+use super::price::{Work, work};
 use super::{Rank, Simulated};
 use crate::allocate::memory;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Profile};
 use crate::cost::is_product;
 use crate::search::model_work;
 use shardc_ir::ops::Op;
@@ -12,17 +12,23 @@ use shardc_ir::program::{Action, Stream};
 use shardc_ir::{Plan, Program, Seconds};
 
 /// The prediction of a plan from its programs and their simulation (see [`simulate`](super::simulate)): the seconds of
-/// the rank that ends last, the memory of the rank that needs most.
+/// the rank that ends last, the memory of the rank that has the least room left.
 pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Prediction {
     let end = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
     let last = simulated.ranks.iter().max_by(|a, b| end(a).total_cmp(&end(b)).then(b.rank.cmp(&a.rank)));
     let work = model_work(&plan.graph, cluster);
-    let memory = programs.iter().map(memory).max_by_key(|memory| memory.total()).unwrap_or_default();
-    let host = cluster.on_host(memory.total());
-    let mut prediction = Prediction { step: simulated.step, flops: work.flops, memory, host, ..Prediction::default() };
+    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
+    let taken = |program: &Program| {
+        let stage =
+            plan.mesh.family("pp").first().map_or(0, |axis| plan.mesh.coordinates(program.rank, 0)[axis.0 as usize]);
+        Prediction { memory: memory(program), room: rooms[stage as usize], ..Prediction::default() }
+    };
+    let fullest = programs.iter().map(taken).max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
+    let host = cluster.on_host(fullest.memory.total());
+    let mut prediction = Prediction { step: simulated.step, flops: work.flops, host, ..fullest };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
     if let Some(rank) = last {
-        let [matmul, optimizer, rest] = kernel_seconds(&programs[rank.program], plan, cluster);
+        let [matmul, optimizer, rest] = kernel_seconds(&programs[rank.program], plan, cluster.devices()[rank.kind]);
         // What kernels lose to communication beside them is communication that shows.
         let lost = rank.busy[Stream::Compute as usize].0 - (matmul + optimizer + rest);
         (prediction.matmul, prediction.optimizer) = (Seconds(matmul), Seconds(optimizer));
@@ -38,8 +44,8 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
 }
 
 /// The seconds of a step's kernels, each alone: matrix products and attention, the optimizer's update, the rest.
-fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3] {
-    let (mut seconds, device) = ([0.0; 3], device_of(program, plan, cluster));
+fn kernel_seconds(program: &Program, plan: &Plan, device: &Profile) -> [f64; 3] {
+    let mut seconds = [0.0; 3];
     let mut runs = vec![0u64; program.sections.len()];
     program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
     for (section, runs) in program.sections.values().zip(runs) {

@@ -5,7 +5,7 @@ use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, Graph, Op, Plan, Program, TensorType};
+use shardc_ir::{BufferId, Graph, Op, Program, TensorType};
 
 /// What an instruction needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,12 +16,6 @@ pub(super) enum Work {
     Meet { group: usize, collective: Collective, bytes: f64 },
     /// A message of so many bytes between this rank and another.
     Message { peer: u64, is_sender: bool, bytes: f64 },
-}
-
-/// The device that runs a program: that of its stage.
-pub(super) fn device_of<'a>(program: &Program, plan: &Plan, cluster: &'a Cluster) -> &'a Profile {
-    let [axis] = plan.mesh.family("pp")[..] else { return &cluster.device };
-    cluster.stage_device(&plan.mesh, plan.mesh.coordinates(program.rank, 0)[axis.0 as usize])
 }
 
 /// What an instruction of a program needs on this device; `graph` knows in which half of the step the
@@ -57,12 +51,12 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
     }
 }
 
-/// How long a collective takes once all its ranks are there.
+/// How long a collective takes once all its ranks are there, if they are as the cluster's device.
 pub(super) fn meeting_seconds(collective: Collective, bytes: f64, group: Group, cluster: &Cluster) -> f64 {
     collective::seconds(collective, bytes, group, cluster).0
 }
 
-/// How long a message takes once both its ranks are there.
+/// How long a message takes once both its ranks are there, if they are as the cluster's device.
 pub(super) fn message_seconds(bytes: f64, distance: usize, cluster: &Cluster) -> f64 {
     collective::send_over(bytes, distance, cluster).0
 }

@@ -1,6 +1,6 @@
 //! Equal ranks are one: which ranks behave alike at every moment of a step.
 //!
-//! Two ranks start out alike if they run the same program at the same speed and their groups lie
+//! Two ranks start out alike if they run the same program on equal devices at the same speed and their groups lie
 //! over the nodes alike. Ranks that are alike but meet ranks that are not (one data rank is slow) are
 //! told apart, again and again until nothing changes: the coarsest stable colouring of the ranks and
 //! their groups (colour refinement; Paige and Tarjan, "Three partition refinement algorithms",
@@ -25,6 +25,8 @@ pub(super) struct Class {
     pub count: u64,
     /// The index of their program.
     pub program: usize,
+    /// The index of their device among those of the cluster.
+    pub kind: usize,
     /// How many times as long as planned their kernels take.
     pub slowdown: f64,
     /// Per group of the program, the meeting.
@@ -102,6 +104,8 @@ pub(super) struct Ranks<'a> {
     pub patterns: &'a [Pattern],
     /// The index of each rank's program.
     pub program: Vec<usize>,
+    /// The index of each rank's device among those of the cluster.
+    pub kind: Vec<usize>,
     /// How many times as long as planned each rank's kernels take.
     pub slowdown: Vec<f64>,
 }
@@ -139,8 +143,8 @@ impl Ranks<'_> {
     pub fn fold(&self) -> Folded {
         let groups = self.groups();
         let mut first = Numbers::new();
-        let mut colours: Vec<usize> =
-            (0..self.program.len()).map(|rank| first.of((self.program[rank], self.slowdown[rank].to_bits()))).collect();
+        let begins = |rank: usize| (self.program[rank], self.kind[rank], self.slowdown[rank].to_bits());
+        let mut colours: Vec<usize> = (0..self.program.len()).map(|rank| first.of(begins(rank))).collect();
         let mut known = first.0.len();
         // Per set of axes, the kind of each rank's group.
         let mut kinds: BTreeMap<&Vec<AxisId>, Vec<usize>>;
@@ -206,6 +210,7 @@ impl Ranks<'_> {
                 rank,
                 count: 1,
                 program: self.program[rank as usize],
+                kind: self.kind[rank as usize],
                 slowdown: self.slowdown[rank as usize],
                 groups: pattern.groups.iter().map(|axes| kinds[axes][rank as usize]).collect(),
                 peers: pattern.peers.keys().map(peer).collect(),

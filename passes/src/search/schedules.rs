@@ -1,0 +1,81 @@
+//! The schedules that are tried, and why pins leave none.
+
+use super::PlanError;
+use super::line::Line;
+use super::pins::Pins;
+use super::ways::divisors;
+use shardc_ir::pipeline::Schedule;
+
+/// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
+/// so it is taken where it is pinned.
+pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
+    let all = [
+        (Schedule::OneForwardOneBackward, 1),
+        (Schedule::GPipe, 1),
+        (Schedule::ZeroBubbleV, 2),
+        (Schedule::Interleaved, 2),
+        (Schedule::Interleaved, 4),
+    ];
+    let mut open: Vec<(Schedule, u64)> = all
+        .into_iter()
+        .filter(|(schedule, per_stage)| {
+            let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
+            is_named && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
+        })
+        .collect();
+    if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
+        && !open.contains(&(Schedule::Interleaved, per_stage))
+    {
+        open.push((Schedule::Interleaved, per_stage));
+    }
+    open
+}
+
+/// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
+pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
+    let stages = pins.pp.unwrap_or(2);
+    let per_stage = schedules(pins).into_iter().map(|(_, per_stage)| per_stage).min().unwrap_or(1);
+    let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
+    let fail = |pin: String, message: String| PlanError::Pin { pin, message };
+    let schedule = pins.schedule.map_or(String::new(), |schedule| format!(",schedule={}", schedule.name()));
+    let several = if per_stage > 1 { format!(",virtual={per_stage}") } else { String::new() };
+    let named = format!("pp={stages}{schedule}{several}");
+    if chunks > most {
+        let message = format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer");
+        return fail(named, message);
+    }
+    if is_coupled {
+        let message = "samples of the batch depend on each other (statistics over a batch, places at experts), so what \
+                       a rank has of it is one microbatch, and a pipeline takes at least 2; leave it out";
+        return fail(named, message.to_string());
+    }
+    // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
+    let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);
+    let data = match (pins.dp, pins.tp) {
+        (Some(dp), _) => dp * pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
+        (None, Some(_)) => (ranks / fixed).max(1),
+        (None, None) => pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
+    };
+    let per_rank = batch / data.max(1);
+    let is_interleaved = pins.schedule == Some(Schedule::Interleaved) || (pins.schedule.is_none() && per_stage > 1);
+    let is_round = |count: u64| count >= 2 && (!is_interleaved || count.is_multiple_of(stages));
+    let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
+    if divisors(per_rank).into_iter().filter(is_pinned).any(|size| is_round(per_rank / size)) {
+        let message =
+            format!("the step cannot be cut into {chunks} chunks where little passes between them; pin fewer");
+        return fail(named, message);
+    }
+    let (takes, needs) = match is_interleaved {
+        true => ("schedule interleaved", format!("a number of microbatches that is a multiple of {stages}")),
+        false => ("a pipeline", "at least 2 microbatches".to_string()),
+    };
+    let has = match pins.microbatch {
+        Some(size) => format!("are {} of {size}", per_rank / size),
+        None => format!("are {per_rank} sequences at the most"),
+    };
+    let message = format!(
+        "{takes} takes {needs} on each data rank, and of a batch of {batch} over {data} data ranks there {has}; use a \
+         larger batch, smaller microbatches or fewer data ranks"
+    );
+    fail(pins.microbatch.map_or(named, |size| format!("microbatch={size}")), message)
+}
