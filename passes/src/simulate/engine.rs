@@ -5,6 +5,7 @@
 //! end of the next. Kernels run slower while their rank communicates, by the share of the device that
 //! collectives take; collectives that leave their nodes share the nodes' links.
 
+use super::kinds::Works;
 use super::price::{Work, meeting_seconds, message_seconds};
 use super::ranks::Folded;
 use super::{RunSpan, SimulateError, Span};
@@ -21,8 +22,8 @@ const NOTHING: f64 = 1e-13;
 /// What the loop runs on.
 pub(super) struct Engine<'a> {
     pub programs: &'a [Program],
-    /// Per program, section and instruction.
-    pub works: &'a [Vec<Vec<Work>>],
+    /// Per kind of ranks.
+    pub works: &'a [Works],
     pub folded: &'a Folded,
     pub cluster: &'a Cluster,
     /// How many times more than they carry a node's devices may ask of its links to others.
@@ -77,7 +78,7 @@ struct State {
 }
 
 /// Seconds below which two times are the same: sums of the same numbers in another order.
-const SAME: f64 = 1e-9;
+pub(super) const SAME: f64 = 1e-9;
 
 /// Whether two runs took the same time in every instruction.
 fn is_same(a: &[Span], b: &[Span]) -> bool {
@@ -209,7 +210,7 @@ impl Engine<'_> {
         if own.is_busy[stream] || !instruction.after.iter().all(|after| own.done[*after]) {
             return false;
         }
-        let (place, seconds, crosses) = match self.works[class.program][section.as_u32() as usize][index as usize] {
+        let (place, seconds, crosses) = match self.works[class.kind][section.as_u32() as usize][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;

@@ -4,7 +4,8 @@
 //! instructions in their order, waits for those of `after`, and collectives and messages begin when
 //! all who take part are there. What an instruction takes is what the [cost model](crate::cost) says of
 //! its local shapes. Ranks that behave alike are simulated once ([`Rank::count`]), so the number of
-//! devices costs nothing; a slow rank splits them into as many classes as can be told apart.
+//! devices costs nothing; a slow rank, or parts of attention that see more keys than others, split them into as
+//! many classes as can be told apart.
 //!
 //! The search compares plans by step times in closed form ([`crate::search::estimate`]); the plan that it
 //! chooses is predicted by the simulation of its programs ([`predict`]). Without contention and stragglers
@@ -12,6 +13,7 @@
 //! [`crate::search::beside`].
 
 mod engine;
+mod kinds;
 mod predict;
 mod price;
 mod ranks;
@@ -21,9 +23,9 @@ mod tests;
 use crate::cluster::Cluster;
 use crate::cost::step;
 use engine::Engine;
-pub use predict::predict;
-use price::Work;
-use ranks::{Pattern, Ranks};
+use kinds::{Kinds, Works};
+pub use predict::{Kernels, predict};
+use ranks::{Class, Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};
 use shardc_ir::{AxisId, Plan, Program, Seconds};
@@ -132,6 +134,8 @@ pub struct Rank {
     pub program: usize,
     /// Its runs, in order.
     pub runs: Vec<RunSpan>,
+    /// Its kernels, each alone.
+    pub kernels: Kernels,
     /// Per stream, in the order of [`Stream::ALL`], the time it was busy.
     pub busy: [Seconds; Stream::ALL.len()],
     /// Communication in all.
@@ -185,36 +189,42 @@ pub fn simulate(
         }
         *slot = check("the slowdown of a rank", *factor)?;
     }
-    let works: Vec<Vec<Vec<Work>>> = programs.iter().map(|program| works_of(program, plan, cluster)).collect();
-    let patterns: Vec<Pattern> = programs
-        .iter()
-        .zip(&works)
-        .map(|(program, works)| Pattern::new(program.rank, &program.groups, &works.concat(), mesh))
-        .collect();
     let program = |rank: u64| {
         let at = mesh.coordinates(rank, 0);
         apart.iter().fold(0, |index, axis| index * mesh.size(*axis) as usize + at[axis.0 as usize] as usize)
     };
-    let ranks = Ranks { mesh, cluster, patterns: &patterns, program: (0..count).map(program).collect(), slowdown };
-    let folded = ranks.fold();
-    let runs = Engine { programs, works: &works, folded: &folded, cluster, contention }.run()?;
-    let classes = folded.classes.iter().zip(runs);
-    let ranks: Vec<Rank> = classes
-        .map(|(class, runs)| sum_up(class.rank, class.count, class.program, runs, &programs[class.program]))
+    let kinds = Kinds::new(programs, plan, cluster, &program);
+    let patterns: Vec<Pattern> = programs
+        .iter()
+        .map(|program| Pattern::new(program.rank, &program.groups, program.instructions(), mesh))
         .collect();
-    let last = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
+    let folded = Ranks { mesh, cluster, patterns: &patterns, kinds: &kinds, slowdown }.fold();
+    let runs = Engine { programs, works: &kinds.works, folded: &folded, cluster, contention }.run()?;
+    let classes = folded.classes.iter().zip(runs);
+    let ranks: Vec<Rank> =
+        classes.map(|(class, runs)| sum_up(class, runs, &programs[class.program], &kinds.works[class.kind])).collect();
     // All wait for the slowest of many ranks, even where none is known to be slow.
-    let step = Seconds(ranks.iter().map(last).fold(0.0, f64::max) * step::spread(count));
+    let step = Seconds(ranks.iter().map(Rank::finish).fold(0.0, f64::max) * step::spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
 }
 
-fn works_of(program: &Program, plan: &Plan, cluster: &Cluster) -> Vec<Vec<Work>> {
-    let device = price::device_of(program, plan, cluster);
-    let of = |instruction| price::work(program, instruction, &plan.graph, device);
-    program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect()
+impl Rank {
+    /// When it ends, in seconds since the step began.
+    pub fn finish(&self) -> f64 {
+        self.runs.last().map_or(0.0, |run| run.finish)
+    }
 }
 
-fn sum_up(rank: u64, count: u64, index: usize, runs: Vec<RunSpan>, program: &Program) -> Rank {
+impl Simulated {
+    /// The rank that decides how long the step takes: of those that end last, the first of those that wait least.
+    pub fn slowest(&self) -> Option<&Rank> {
+        let end = self.ranks.iter().map(Rank::finish).fold(0.0, f64::max);
+        let last = self.ranks.iter().filter(|rank| rank.finish() >= end - engine::SAME);
+        last.min_by(|a, b| a.waiting.0.total_cmp(&b.waiting.0))
+    }
+}
+
+fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -> Rank {
     let mut busy = [0.0; Stream::ALL.len()];
     let (mut communication, mut hidden, mut waiting) = (0.0, 0.0, 0.0);
     for run in &runs {
@@ -230,10 +240,11 @@ fn sum_up(rank: u64, count: u64, index: usize, runs: Vec<RunSpan>, program: &Pro
         }
     }
     Rank {
-        rank,
-        count,
-        program: index,
+        rank: class.rank,
+        count: class.count,
+        program: class.program,
         runs,
+        kernels: Kernels::of(program, works),
         busy: busy.map(Seconds),
         communication: Seconds(communication),
         exposed_communication: Seconds((communication - hidden).max(0.0)),
