@@ -7,6 +7,7 @@
 //! estimate and the bound that a search reports are those of whole plans.
 
 use super::{Candidate, Degrees, PlanError, Space};
+use shardc_ir::feature::unlowered;
 use shardc_ir::{Bytes, Plan};
 
 /// The numbers of chunks that are tried.
@@ -73,6 +74,10 @@ fn tried(
             Err(PlanError::Pin { .. }) => break,
             Err(error) => return Err(error),
         };
+        // Estimates do not see chunks.
+        if !unlowered(&plan).is_empty() {
+            break;
+        }
         if plan.prediction.step.0 > (1.0 - GAIN) * step || plan.prediction.memory.total() > bound {
             break;
         }

@@ -39,10 +39,7 @@ pub(super) fn nearest(
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let total = |index: &usize| candidates[*index].prediction.memory.total();
     let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
-    let is_near = |index: &usize| {
-        let is_close = total(index) > bound && total(index).0 as f64 <= NEAR * bound.0 as f64;
-        is_close && has_programs(&candidates[*index])
-    };
+    let is_near = |index: &usize| total(index) > bound && total(index).0 as f64 <= NEAR * bound.0 as f64;
     let mut open: Vec<usize> = (0..candidates.len()).filter(|index| is_near(index) && !known.contains(index)).collect();
     open.sort_by_key(total);
     let mut kinds = Vec::new();
@@ -96,7 +93,7 @@ pub(super) fn faster(
     let known: Vec<usize> = refused.iter().map(|of| of.0).chain(lowered.iter().map(|of| of.0)).collect();
     let may_fit = |candidate: &Candidate| {
         let estimate = candidate.prediction.memory.total();
-        has_programs(candidate) && estimate > bound && estimate.0 as f64 * ratio(candidate) <= bound.0 as f64
+        estimate > bound && estimate.0 as f64 * ratio(candidate) <= bound.0 as f64
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
     for (index, candidate) in open.take(FASTER) {
@@ -109,11 +106,6 @@ pub(super) fn faster(
         }
     }
     Ok(found)
-}
-
-/// Whether programs say what a candidate takes: those of a ring gather what goes round it.
-fn has_programs(candidate: &Candidate) -> bool {
-    candidate.degrees.degree("ring") == 1
 }
 
 /// A candidate's plan if it fits by its programs.
