@@ -124,6 +124,21 @@ fn planned_for_many_gpus() {
     }
 }
 
+/// A ring is priced as one, and what its programs do in its place confirms nothing.
+#[test]
+fn rings_are_not_confirmed_by_programs() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("plan.json");
+    let plan = ["plan", "llama-8b", "--cluster", "h100:8", "--batch", "8", "--seq", "8192", "--pin", "ring=4,dp=2"];
+    let plan: Vec<&str> = plan.into_iter().chain(["-o", text(&file)]).collect();
+    let shown = check(&plan, 0, &["ring=4"]);
+    assert!(!shown.contains("keep_casts"), "{shown}");
+    let unlowered =
+        "no program does attention round a ring of ranks (ring) yet: programs gather what goes round the ring";
+    check(&["simulate", text(&file)], 0, &["which is not simulated", unlowered]);
+    check(&["verify", text(&file)], 0, &["– memory", unlowered, "on a small model, without attention round a ring"]);
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     check(&["plan", "resnet-tiny", "--seq", "16"], 2, &["takes no sequences", "--seq out"]);
