@@ -105,6 +105,19 @@ fn planned_explained_simulated_and_verified() {
     }
 }
 
+/// Statistics of a batch that four ranks and more divide: rounding decides on signs of what is zero but for it, in some
+/// draws of numbers.
+#[test]
+fn statistics_of_a_batch_are_verified_over_many_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = dir.path().join("plan.json");
+    for (cluster, pins) in [("h100:4", "dp=4"), ("h100:8", "dp=8,zero=3"), ("h100:8", "dp=4,tp=2")] {
+        let args = ["plan", "resnet-50", "--cluster", cluster, "--batch", "512", "--pin", pins, "-o", text(&plan)];
+        check(&args, 0, &["memory"]);
+        check(&["verify", text(&plan)], 0, &["✓ loss", "✓ gradient norm", "✓ moments"]);
+    }
+}
+
 #[test]
 fn planned_for_many_gpus() {
     let dir = tempfile::tempdir().unwrap();
