@@ -1,7 +1,7 @@
 //! Plans for people to read.
 
 use crate::pipeline::target;
-use shardc_ir::feature::missing;
+use shardc_ir::feature::{self, missing};
 use shardc_ir::plan::{Memory, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Plan};
@@ -100,6 +100,16 @@ fn idle(plan: &Plan) -> Option<String> {
             names.join(", "),
         )
     })
+}
+
+/// What the programs of a plan do in another way than it is planned, if anything: what is shown of them is not the
+/// plan's.
+pub fn unlowered(plan: &Plan) -> Option<String> {
+    let lacking = feature::unlowered(plan);
+    let names: Vec<String> = lacking.iter().map(ToString::to_string).collect();
+    let instead: Vec<&str> = lacking.iter().filter_map(|feature| feature.instead()).collect();
+    let [names, instead] = [names.join(" and "), instead.join(" and ")];
+    (!lacking.is_empty()).then(|| format!("no program does {names} yet: programs {instead}"))
 }
 
 /// Why the runtime of a plan's cluster cannot execute it, if it cannot, and what to do about it.

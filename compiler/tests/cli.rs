@@ -340,6 +340,22 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     check(&pinned, 0, &["offload=optimizer:2+activations", refused, "--pin offload=none"]);
     check(&["explain", text(&file)], 0, &["away from the device", "optimizer state", "activations, per microbatch"]);
     check(&["train", text(&file), "--data", text(&file), "--steps", "1"], 2, &[refused]);
+    let unlowered =
+        "no program does offloading to the host or its disk (offload) yet: programs have everything on the device";
+    check(&["simulate", text(&file)], 0, &["predicted step", "which is not simulated", unlowered]);
+    check(&["simulate", text(&file), "--json"], 0, &["\"not_as_planned\"", unlowered]);
+    check(&["explain", text(&file)], 0, &[unlowered]);
+    check(&["verify", text(&file)], 0, &["– memory", unlowered, "on a small model, without offloading"]);
+    let why = "lies in the host's memory while nothing reads it: offload=optimizer:2+activations is pinned";
+    check(&["explain", text(&file), "blocks.0.attention.query.weight.m"], 0, &[why]);
+    for (flag, name) in [("--timeline", "timeline.json"), ("--html", "page.html")] {
+        let path = dir.path().join(name);
+        check(&["explain", text(&file), flag, text(&path)], 0, &["wrote"]);
+        assert!(std::fs::read_to_string(&path).unwrap().contains(unlowered), "{name}");
+    }
+    let edited = dir.path().join("plan.txt");
+    check(&["explain", text(&file), "--text", text(&edited)], 0, &["wrote"]);
+    check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", "offload=optimizer:99"]).collect();
     check(&pinned, 2, &["blocks; leave the number out"]);
     let sizes = ["--ranks", "8", "--device-memory", "24GiB", "--host-memory", "160GiB"];

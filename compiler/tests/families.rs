@@ -105,6 +105,19 @@ fn planned_explained_simulated_and_verified() {
     }
 }
 
+/// Statistics of a batch that four ranks and more divide: rounding decides on signs of what is zero but for it, in some
+/// draws of numbers.
+#[test]
+fn statistics_of_a_batch_are_verified_over_many_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = dir.path().join("plan.json");
+    for (cluster, pins) in [("h100:4", "dp=4"), ("h100:8", "dp=8,zero=3"), ("h100:8", "dp=4,tp=2")] {
+        let args = ["plan", "resnet-50", "--cluster", cluster, "--batch", "512", "--pin", pins, "-o", text(&plan)];
+        check(&args, 0, &["memory"]);
+        check(&["verify", text(&plan)], 0, &["✓ loss", "✓ gradient norm", "✓ moments"]);
+    }
+}
+
 #[test]
 fn planned_for_many_gpus() {
     let dir = tempfile::tempdir().unwrap();
@@ -122,6 +135,21 @@ fn planned_for_many_gpus() {
         check(&[&args[..], &more].concat(), 0, &["memory"]);
         check(&["verify", text(&plan), "--static-only"], 0, &["compute the graph of one device"]);
     }
+}
+
+/// A ring is priced as one, and what its programs do in its place confirms nothing.
+#[test]
+fn rings_are_not_confirmed_by_programs() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("plan.json");
+    let plan = ["plan", "llama-8b", "--cluster", "h100:8", "--batch", "8", "--seq", "8192", "--pin", "ring=4,dp=2"];
+    let plan: Vec<&str> = plan.into_iter().chain(["-o", text(&file)]).collect();
+    let shown = check(&plan, 0, &["ring=4"]);
+    assert!(!shown.contains("keep_casts"), "{shown}");
+    let unlowered =
+        "no program does attention round a ring of ranks (ring) yet: programs gather what goes round the ring";
+    check(&["simulate", text(&file)], 0, &["which is not simulated", unlowered]);
+    check(&["verify", text(&file)], 0, &["– memory", unlowered, "on a small model, without attention round a ring"]);
 }
 
 #[test]

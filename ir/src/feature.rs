@@ -18,8 +18,7 @@ pub enum Feature {
     Pipeline,
     /// Causal attention of which each rank has a part of the queries and all keys.
     QueryParts,
-    /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]). Their programs gather the
-    /// parts instead: they compute the same, but in more memory and time than is planned.
+    /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]).
     Ring,
     /// Values that lie in the host's memory or on its disk.
     Offload,
@@ -59,6 +58,16 @@ impl Feature {
         }
     }
 
+    /// What programs do in its place, where lowering does not make what is planned: they compute the same, but their
+    /// memory and time are not those of the plan.
+    pub fn instead(self) -> Option<&'static str> {
+        match self {
+            Self::Pipeline | Self::QueryParts => None,
+            Self::Ring => Some("gather what goes round the ring"),
+            Self::Offload => Some("have everything on the device"),
+        }
+    }
+
     /// Whether a search considers it: a pin asks for it, every plan is wanted, or it pays on the target.
     pub fn is_open(self, is_pinned: bool, scope: Scope, target: &dyn Target) -> bool {
         is_pinned || scope == Scope::All || target.searches(self)
@@ -84,6 +93,12 @@ fn divides(plan: &Plan, node: NodeId, is_it: impl Fn(&Factor) -> bool) -> bool {
         .factors
         .iter()
         .any(|(factor, axes)| wide(axes) && rule.factors.get(*factor).is_some_and(&is_it))
+}
+
+/// What of a plan its programs do in another way ([`Feature::instead`]): they say nothing of its memory and time,
+/// which stay estimates.
+pub fn unlowered(plan: &Plan) -> Vec<Feature> {
+    Feature::ALL.into_iter().filter(|feature| feature.instead().is_some() && feature.is_in(plan)).collect()
 }
 
 /// What of a plan a target cannot run, in the order of [`Feature::ALL`].

@@ -4,10 +4,10 @@ use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::lower::lower_all;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
-use crate::search::{Pins, search};
+use crate::search::{Pins, search, search_confirmed};
 use crate::search_tests::{self, SMALL, Sizes, check_strategies, llama, plan, request};
-use shardc_ir::plan::Request;
-use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Op, Plan, feature, verify};
+use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Op, Plan, Seconds, feature, verify};
 
 /// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
 #[test]
@@ -43,6 +43,36 @@ fn rings_pass_keys_and_values_round() {
     let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{found}"));
     let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{error}"));
     verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{found}"));
+}
+
+/// What programs do not do, they do not tell: not by what they take, nor by what they would take with kept casts.
+#[test]
+fn what_programs_do_not_do_stays_an_estimate() {
+    let cluster = Cluster::parse("h100:8", "h200").unwrap();
+    let found = |pins: &str| {
+        let programs = |plan: &Plan| {
+            assert!(!feature::unlowered(plan).contains(&Feature::Ring), "programs of a ring are asked");
+            Ok(Prediction { step: Seconds(1e-6), ..plan.prediction })
+        };
+        let (graph, pins) = (llama(SMALL, DType::Bf16), Pins::parse(pins).unwrap());
+        let found = search_confirmed(&graph, &cluster, &request(SMALL, 70), &pins, &NoScratch, Some(&programs));
+        found.map_err(|error| error.to_string())
+    };
+    let confirmed = found("dp=8").unwrap();
+    assert!(confirmed.prediction.step.0 < 1e-5, "{}", confirmed.prediction.step);
+    for pins in ["ring=4,dp=2", "ring=8", "ring=4,dp=2,overlap_chunks=1"] {
+        let ring = found(pins).unwrap();
+        assert!(ring.prediction.step.0 > 1e-3, "{pins}: {}", ring.prediction.step);
+        assert!(!ring.choice.contains("keep_casts"), "{}", ring.choice);
+    }
+    let moved = found("dp=8,offload=optimizer:2").unwrap();
+    assert!(!moved.choice.contains("keep_casts"), "{}", moved.choice);
+    // What the host's part of the update takes is on top of what programs take.
+    assert!(moved.prediction.step.0 > 1e-4, "{}", moved.prediction.step);
+    for pins in ["ring=4,dp=2,keep_casts=1", "dp=8,offload=optimizer:2,keep_casts=1"] {
+        let error = found(pins).unwrap_err();
+        assert!(error.contains("pin `keep_casts=1`: no program tells what a plan with"), "{error}");
+    }
 }
 
 /// Parameters are stored in parts inside a node, and the parts replicated across nodes, where gathering over

@@ -5,6 +5,7 @@ use super::{plan_json, print, print_json, request, write};
 use serde_json::{Value, json};
 use shardc::Error;
 use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, stages, text, timeline, value};
+use shardc::report;
 use shardc_ir::Plan;
 use shardc_ir::program::Stream;
 use shardc_passes::simulate::Conditions;
@@ -77,7 +78,8 @@ fn simulated_json(inspection: &Inspection<'_>) -> Value {
         })
     };
     let ranks: Vec<Value> = inspection.simulated.ranks.iter().map(rank).collect();
-    json!({"step": step, "predicted": inspection.plan.prediction.step, "ranks": ranks})
+    let unlowered = report::unlowered(inspection.plan);
+    json!({"step": step, "predicted": inspection.plan.prediction.step, "not_as_planned": unlowered, "ranks": ranks})
 }
 
 /// Simulates the step of a plan under some conditions.

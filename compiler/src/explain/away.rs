@@ -31,6 +31,5 @@ pub(super) fn text(plan: &Plan) -> String {
     for ((space, kind), (count, bytes)) in rows {
         let _ = writeln!(text, "  {:6} {:>10}  {count} values: {kind}", space.name(), bytes.to_string());
     }
-    text.push_str("  what is listed below of memory and time is that of programs with everything on the device\n");
     text
 }

@@ -8,6 +8,7 @@
 use super::Inspection;
 use crate::agrees;
 use crate::error::Error;
+use crate::report;
 use sha2::{Digest, Sha256};
 use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, VerifiedPlan};
@@ -78,6 +79,9 @@ pub fn from_text(
         return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
     }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
+    if let Some(unlowered) = report::unlowered(&verified) {
+        return Err(refuse(format!("{unlowered}, so nothing tells what the edited plan takes")));
+    }
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
     if let Some(more) = agrees::beyond(prediction.memory.total(), prediction.room) {
         return Err(refuse(format!("the edited plan needs {more} per rank")));

@@ -7,6 +7,7 @@
 use super::names::{folded_nodes, folded_path, layout, local, name_of, role, stage_of};
 use super::{Inspection, collectives, memory, sensitivity, text, value};
 use crate::error::Error;
+use crate::report;
 use serde_json::{Value, json};
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
@@ -70,6 +71,7 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
         "stages": plan.stages(),
         "prediction": plan.prediction,
         "simulated": inspection.simulated.step,
+        "not_as_planned": report::unlowered(plan),
         "tokens_per_s": tokens as f64 / plan.prediction.step.0,
         "alternatives": plan.alternatives,
         "search": plan.search,
@@ -99,7 +101,9 @@ fn run_lengths(list: &[usize]) -> Vec<[usize; 2]> {
 /// Seconds a step spends on the kernels, and on the collectives, of each class of nodes.
 fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 2]> {
     let mut times: BTreeMap<usize, [f64; 2]> = BTreeMap::new();
-    let Some(rank) = inspection.simulated.ranks.first() else { return times };
+    let ranks = inspection.simulated.ranks.iter().filter(|rank| rank.program == 0);
+    // Of ranks that differ in nothing but how long they take, the one for which the others wait.
+    let Some(rank) = ranks.min_by(|a, b| a.waiting.0.total_cmp(&b.waiting.0)) else { return times };
     let program = &inspection.programs[rank.program];
     for run in &rank.runs {
         let instructions = &program.sections[run.run.section].instructions;

@@ -18,6 +18,9 @@ pub fn plan(inspection: &Inspection<'_>) -> String {
     text.push_str(&mesh(inspection));
     text.push_str(&stages::text(inspection));
     text.push_str(&away::text(inspection.plan));
+    if let Some(unlowered) = report::unlowered(inspection.plan) {
+        let _ = writeln!(text, "\n{unlowered}; collectives and the simulated step below are those of programs");
+    }
     text.push_str(&layouts(inspection));
     text.push_str(&moved(inspection));
     text.push_str(&step(inspection));
@@ -135,8 +138,16 @@ fn moved(inspection: &Inspection<'_>) -> String {
 pub fn step(inspection: &Inspection<'_>) -> String {
     let simulated = &inspection.simulated;
     let predicted = inspection.plan.prediction.step;
-    let off = 100.0 * (simulated.step.0 / predicted.0 - 1.0);
-    let mut text = format!("\nsimulated step {} ({off:+.1}% of the plan's {predicted})\n", simulated.step);
+    let mut text = match report::unlowered(inspection.plan) {
+        Some(unlowered) => {
+            let theirs = simulated.step;
+            format!("\npredicted step {predicted}, which is not simulated: {unlowered}; their step takes {theirs}\n")
+        }
+        None => {
+            let off = 100.0 * (simulated.step.0 / predicted.0 - 1.0);
+            format!("\nsimulated step {} ({off:+.1}% of the plan's {predicted})\n", simulated.step)
+        }
+    };
     let _ = writeln!(
         text,
         "  {:>6} {:>6} {:>10} {:>10} {:>13} {:>10} {:>10}",

@@ -7,6 +7,7 @@
 
 use super::names::{name_of, role};
 use super::{Inspection, collectives, memory};
+use crate::report;
 use serde_json::{Value, json};
 use shardc_ir::Program;
 use shardc_ir::plan::Category;
@@ -30,7 +31,10 @@ pub fn events(inspection: &Inspection<'_>, first: u64) -> Vec<Value> {
 pub fn chrome_trace(inspection: &Inspection<'_>) -> String {
     let events = events(inspection, 0);
     let request = &inspection.plan.request;
-    let other = json!({"model": request.model, "cluster": request.cluster, "plan": inspection.plan.choice});
+    let mut other = json!({"model": request.model, "cluster": request.cluster, "plan": inspection.plan.choice});
+    if let Some(unlowered) = report::unlowered(inspection.plan) {
+        other["not_as_planned"] = unlowered.into();
+    }
     // One event a line: the file stays readable, and a diff of two says something.
     let lines: Vec<String> = events.iter().map(Value::to_string).collect();
     format!("{{\"displayTimeUnit\":\"ms\",\"otherData\":{other},\"traceEvents\":[\n{}\n]}}\n", lines.join(",\n"))
@@ -38,7 +42,8 @@ pub fn chrome_trace(inspection: &Inspection<'_>) -> String {
 
 fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &mut Vec<Value>) {
     let alike = if rank.count > 1 { format!(" and {} alike", rank.count - 1) } else { String::new() };
-    let name = format!("rank {}{alike}, predicted", rank.rank);
+    let what = if report::unlowered(inspection.plan).is_some() { "programs, not as planned" } else { "predicted" };
+    let name = format!("rank {}{alike}, {what}", rank.rank);
     let meta = |name: &str, tid: usize, args: Value| json!({"ph": "M", "pid": process, "tid": tid, "name": name, "args": args});
     events.push(meta("process_name", 0, json!({"name": name})));
     events.push(meta("process_sort_index", 0, json!({"sort_index": process})));

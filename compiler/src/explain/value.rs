@@ -13,6 +13,7 @@ use shardc_ir::plan::{Prediction, Space};
 use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
+use shardc_passes::search::Pins;
 use shardc_passes::search::why::{Options, Why, why};
 use shardc_passes::shard::family::batch_axes;
 use std::collections::BTreeSet;
@@ -148,7 +149,11 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     }
     if plan.spaces[value] != Space::Device {
         let place = if plan.spaces[value] == Space::Disk { "disk" } else { "memory" };
-        reasons.push(format!("lies in the host's {place} while nothing reads it: the device has no room for it"));
+        let why = match Pins::parse(&plan.request.pins).ok().and_then(|pins| pins.offload) {
+            Some(pin) => format!("offload={pin} is pinned"),
+            None => "the device has no room for everything".to_string(),
+        };
+        reasons.push(format!("lies in the host's {place} while nothing reads it: {why}"));
     }
     if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
         reasons.extend(stored(plan, why));

@@ -45,7 +45,7 @@ impl Config {
                     stages,
                     width: unit,
                     classes: ranks.keep(config.classes, 2 * unit),
-                    size: 32,
+                    size: 16,
                 })
             }
             Self::UNet(config) => {

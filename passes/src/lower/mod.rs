@@ -154,6 +154,19 @@ pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerErro
     Ok(draft)
 }
 
+fn part(mesh: &Mesh, ty: &TensorType, sharding: &Sharding, coordinates: &[u64]) -> Part {
+    Part { shape: ty.shape.clone(), slice: sharding.slice(&ty.shape, mesh, coordinates) }
+}
+
+/// The operation that a node is at some coordinates of the mesh, with these layouts of its operands and its results.
+pub(crate) fn local_op(plan: &Plan, node: &Node, layouts: [&[Sharding]; 2], coordinates: &[u64]) -> Op {
+    let part = |(value, layout): (&ValueId, &Sharding)| part(&plan.mesh, plan.graph.ty(*value), layout, coordinates);
+    let [operands, results] = layouts;
+    let operands: Vec<Part> = node.operands.iter().zip(operands).map(part).collect();
+    let results: Vec<Part> = node.results.iter().zip(results).map(part).collect();
+    node.op.localize(&operands, &results).unwrap_or_else(|| node.op.clone())
+}
+
 struct Lowering<'a> {
     plan: &'a Plan,
     mesh: &'a Mesh,
@@ -231,7 +244,7 @@ impl<'a> Lowering<'a> {
     }
 
     fn part(&self, ty: &TensorType, sharding: &Sharding, coordinates: &[u64]) -> Part {
-        Part { shape: ty.shape.clone(), slice: sharding.slice(&ty.shape, self.mesh, coordinates) }
+        part(self.mesh, ty, sharding, coordinates)
     }
 
     fn category(&self, value: ValueId) -> Category {
@@ -309,13 +322,7 @@ impl<'a> Lowering<'a> {
     }
 
     fn local_op(&self, id: NodeId, node: &Node, operands: &[Sharding], results: &[Sharding]) -> Result<Op, LowerError> {
-        let at = |coordinates: &[u64]| {
-            let graph = &self.plan.graph;
-            let part = |(value, layout): (&ValueId, &Sharding)| self.part(graph.ty(*value), layout, coordinates);
-            let operands: Vec<Part> = node.operands.iter().zip(operands).map(part).collect();
-            let results: Vec<Part> = node.results.iter().zip(results).map(part).collect();
-            node.op.localize(&operands, &results).unwrap_or_else(|| node.op.clone())
-        };
+        let at = |coordinates: &[u64]| local_op(self.plan, node, [operands, results], coordinates);
         let op = at(&self.coordinates);
         if !self.time.is_empty() && op != node.op {
             let others = 1..self.mesh.microbatches();

@@ -17,6 +17,7 @@ use crate::shard::prepare::parameter_values;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
+use shardc_ir::feature::unlowered;
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
@@ -119,13 +120,19 @@ pub fn build(
     Ok(plan)
 }
 
-/// A plan of a candidate with what its programs take.
+/// A plan of a candidate with what its programs take; with its estimate where there are none, or where they do
+/// something else.
 pub(super) fn predicted(
-    confirm: Confirm<'_>,
+    confirm: Option<Confirm<'_>>,
     candidate: &Candidate,
     mut plan: Plan,
     cluster: &Cluster,
 ) -> Result<Plan, PlanError> {
+    let Some(confirm) = confirm.filter(|_| unlowered(&plan).is_empty()) else {
+        plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
+        candidate.offload.mark(&mut plan);
+        return Ok(plan);
+    };
     // Programs have everything on the device; what does not lie there is taken off.
     plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
     let text = |of: &Prediction| format!("{}, {}", of.step, breakdown(&of.memory));

@@ -2,11 +2,13 @@
 //!
 //! A kept cast saves reading the parameter once a step and costs memory between steps. It moves the optimum of nothing
 //! else, so only the plan that was found is lowered with its casts kept, where that may gain enough; the estimate and the
-//! bound that a search reports are those of plans that cast in every step.
+//! bound that a search reports are those of plans that cast in every step. Where programs do not do what is planned,
+//! nothing tells what keeping casts takes, and they are not kept.
 
 use super::{Confirm, PlanError, Space};
 use crate::keep_casts::Casts;
 use shardc_ir::Plan;
+use shardc_ir::feature::unlowered;
 
 /// What a plan's choice says of kept casts, and a pin.
 const CHOICE: &str = "keep_casts";
@@ -26,12 +28,16 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
     if !is_pinned && confirm.is_none() {
         return Ok(plan);
     }
+    let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
+    if let Some(feature) = unlowered(&plan).first() {
+        let message = format!("no program tells what a plan with {feature} takes then; leave one of the two out");
+        return if is_pinned { refuse(message) } else { Ok(plan) };
+    }
     let casts = Casts::of(&plan);
     let seconds = casts.bytes_read().0 as f64 / space.cluster.device.memory_bandwidth.value;
     if !is_pinned && seconds < GAIN * plan.prediction.step.0 {
         return Ok(plan);
     }
-    let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
     let Some(mut made) = casts.keep().map_err(|error| PlanError::Bug(error.to_string()))? else {
         return match is_pinned {
             true => {

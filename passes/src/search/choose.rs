@@ -4,8 +4,8 @@ use super::outcome::{Told, alternatives, infeasible};
 use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
 use super::{Candidate, Confirm, PlanError, Space, astray, build, enumerate, overlap, sort};
+use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{Feature, Plan};
 use std::collections::BTreeMap;
 
 /// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
@@ -34,7 +34,7 @@ pub(super) fn choose(
     let mut refused: Refused = Vec::new();
     let mut unmade = None;
     let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
-    let exact = |confirm, candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+    let exact = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
     let fastest =
         |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
     // By how much the exact memory of refused plans exceeds the estimate: that of their kin will as well.
@@ -73,14 +73,11 @@ pub(super) fn choose(
             }
             made => made?,
         };
-        let Some(confirm) = confirm.filter(|_| !Feature::Ring.is_in(&plan)) else {
-            // The programs of a ring gather what goes round it: its memory and time stay estimates.
-            plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
-            candidate.offload.mark(&mut plan);
+        plan = build::predicted(confirm, candidate, plan, cluster)?;
+        if confirm.is_none() {
             close.push((index, plan));
             break;
-        };
-        let mut plan = build::predicted(confirm, candidate, plan, cluster)?;
+        }
         if !plan.prediction.fits() {
             refused.push((index, plan.prediction));
             let more = plan.prediction.filled() / estimate.filled().max(f64::MIN_POSITIVE);
@@ -88,31 +85,29 @@ pub(super) fn choose(
             continue;
         }
         let step = fastest(&close).min(plan.prediction.step.0);
-        let make = |candidate: &Candidate| exact(confirm, candidate);
-        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &make)?;
+        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &exact)?;
         close.push((index, plan));
     }
-    if let Some(confirm) = confirm {
-        let make = |candidate: &Candidate| exact(confirm, candidate);
+    if confirm.is_some() {
         if close.is_empty() {
-            close = nearest(&candidates, &mut refused, &make)?;
+            close = nearest(&candidates, &mut refused, &exact)?;
         }
         let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
             close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
         };
         if !close.is_empty() {
             let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &make)? {
-                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &make)?;
+            for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &exact)? {
+                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &exact)?;
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }
             let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &make)? {
+            for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &exact)? {
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }
-            let found = faster(&candidates, &close, &mut refused, space, &make)?;
+            let found = faster(&candidates, &close, &mut refused, space, &exact)?;
             close.extend(found);
         }
     }

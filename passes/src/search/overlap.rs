@@ -8,6 +8,7 @@
 
 use super::{Candidate, Degrees, PlanError, Space};
 use shardc_ir::Plan;
+use shardc_ir::feature::unlowered;
 
 /// The numbers of chunks that are tried.
 const CHUNKS: [u64; 3] = [2, 4, 8];
@@ -73,6 +74,10 @@ fn tried(
             Err(PlanError::Pin { .. }) => break,
             Err(error) => return Err(error),
         };
+        // Estimates do not see chunks.
+        if !unlowered(&plan).is_empty() {
+            break;
+        }
         if plan.prediction.step.0 > (1.0 - GAIN) * step || !plan.prediction.fits() {
             break;
         }

@@ -38,10 +38,7 @@ pub(super) fn nearest(
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let filled = |index: &usize| candidates[*index].prediction.filled();
     let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
-    let is_near = |index: &usize| {
-        let is_close = !candidates[*index].prediction.fits() && filled(index) <= NEAR;
-        is_close && has_programs(&candidates[*index])
-    };
+    let is_near = |index: &usize| !candidates[*index].prediction.fits() && filled(index) <= NEAR;
     let mut open: Vec<usize> = (0..candidates.len()).filter(|index| is_near(index) && !known.contains(index)).collect();
     open.sort_by(|a, b| filled(a).total_cmp(&filled(b)));
     let mut kinds = Vec::new();
@@ -94,7 +91,7 @@ pub(super) fn faster(
     let known: Vec<usize> = refused.iter().map(|of| of.0).chain(lowered.iter().map(|of| of.0)).collect();
     let may_fit = |candidate: &Candidate| {
         let estimate = &candidate.prediction;
-        has_programs(candidate) && !estimate.fits() && estimate.filled() * ratio(candidate) <= 1.0
+        !estimate.fits() && estimate.filled() * ratio(candidate) <= 1.0
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
     for (index, candidate) in open.take(FASTER) {
@@ -107,11 +104,6 @@ pub(super) fn faster(
         }
     }
     Ok(found)
-}
-
-/// Whether programs say what a candidate takes: those of a ring gather what goes round it.
-fn has_programs(candidate: &Candidate) -> bool {
-    candidate.degrees.degree("ring") == 1
 }
 
 /// A candidate's plan if it fits by its programs.

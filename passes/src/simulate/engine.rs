@@ -5,6 +5,7 @@
 //! end of the next. Kernels run slower while their rank communicates, by the share of the device that
 //! collectives take; collectives that leave their nodes share the nodes' links.
 
+use super::kinds::Works;
 use super::price::{Work, meeting_seconds, message_seconds};
 use super::ranks::Folded;
 use super::{RunSpan, SimulateError, Span};
@@ -21,8 +22,8 @@ const NOTHING: f64 = 1e-13;
 /// What the loop runs on.
 pub(super) struct Engine<'a> {
     pub programs: &'a [Program],
-    /// Per kind of device, program that runs on it, section and instruction.
-    pub works: &'a [Vec<Vec<Vec<Work>>>],
+    /// Per kind of ranks.
+    pub works: &'a [Works],
     pub folded: &'a Folded,
     /// The cluster, as if all devices were of each kind.
     pub clusters: &'a [Cluster],
@@ -78,7 +79,7 @@ struct State {
 }
 
 /// Seconds below which two times are the same: sums of the same numbers in another order.
-const SAME: f64 = 1e-9;
+pub(super) const SAME: f64 = 1e-9;
 
 /// Whether two runs took the same time in every instruction.
 fn is_same(a: &[Span], b: &[Span]) -> bool {
@@ -210,9 +211,8 @@ impl Engine<'_> {
         if own.is_busy[stream] || !instruction.after.iter().all(|after| own.done[*after]) {
             return false;
         }
-        let cluster = &self.clusters[class.kind];
-        let works = &self.works[class.kind][class.program];
-        let (place, seconds, crosses) = match works[section.as_u32() as usize][index as usize] {
+        let cluster = &self.clusters[class.device];
+        let (place, seconds, crosses) = match self.works[class.kind][section.as_u32() as usize][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;

@@ -4,7 +4,8 @@
 //! instructions in their order, waits for those of `after`, and collectives and messages begin when
 //! all who take part are there. What an instruction takes is what the [cost model](crate::cost) says of
 //! its local shapes. Ranks that behave alike are simulated once ([`Rank::count`]), so the number of
-//! devices costs nothing; a slow rank splits them into as many classes as can be told apart.
+//! devices costs nothing; a slow rank, or parts of attention that see more keys than others, split them into as
+//! many classes as can be told apart.
 //!
 //! The search compares plans by step times in closed form ([`crate::search::estimate`]); the plan that it
 //! chooses is predicted by the simulation of its programs ([`predict`]). Without contention and stragglers
@@ -12,17 +13,18 @@
 //! [`crate::search::beside`].
 
 mod engine;
+mod kinds;
 mod predict;
 mod price;
 mod ranks;
 #[cfg(test)]
 mod tests;
 
-use crate::cluster::{Cluster, Profile};
+use crate::cluster::Cluster;
 use crate::cost::step;
 use engine::Engine;
-pub use predict::predict;
-use price::Work;
+use kinds::{Kinds, Works};
+pub use predict::{Kernels, predict};
 use ranks::{Class, Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};
@@ -135,6 +137,8 @@ pub struct Rank {
     pub kind: usize,
     /// Its runs, in order.
     pub runs: Vec<RunSpan>,
+    /// Its kernels, each alone.
+    pub kernels: Kernels,
     /// Per stream, in the order of [`Stream::ALL`], the time it was busy.
     pub busy: [Seconds; Stream::ALL.len()],
     /// Communication in all.
@@ -192,35 +196,40 @@ pub fn simulate(
         let at = mesh.coordinates(rank, 0);
         apart.iter().fold(0, |index, axis| index * mesh.size(*axis) as usize + at[axis.0 as usize] as usize)
     };
-    let (program, kind): (Vec<usize>, _) = ((0..count).map(program).collect(), cluster.kinds_of_ranks());
-    let is_run: BTreeSet<(usize, usize)> = kind.iter().copied().zip(program.iter().copied()).collect();
-    let works = |(at, device): (usize, &&Profile)| {
-        let of = |(index, program)| is_run.contains(&(at, index)).then(|| works_of(program, plan, device));
-        programs.iter().enumerate().map(|each| of(each).unwrap_or_default()).collect()
-    };
-    let works: Vec<Vec<Vec<Vec<Work>>>> = cluster.devices().iter().enumerate().map(works).collect();
-    let pattern = |(index, program): (usize, &Program)| {
-        let own = works.iter().map(|of_kind| &of_kind[index]).find(|own| !own.is_empty());
-        Pattern::new(program.rank, &program.groups, &own.map(|own| own.concat()).unwrap_or_default(), mesh)
-    };
-    let patterns: Vec<Pattern> = programs.iter().enumerate().map(pattern).collect();
-    let folded = Ranks { mesh, cluster, patterns: &patterns, program, kind, slowdown }.fold();
-    let clusters: Vec<Cluster> = (0..works.len()).flat_map(|kind| cluster.among(&BTreeSet::from([kind]))).collect();
-    let runs = Engine { programs, works: &works, folded: &folded, clusters: &clusters, contention }.run()?;
+    let kinds = Kinds::new(programs, plan, cluster, &program);
+    let patterns: Vec<Pattern> = programs
+        .iter()
+        .map(|program| Pattern::new(program.rank, &program.groups, program.instructions(), mesh))
+        .collect();
+    let folded = Ranks { mesh, cluster, patterns: &patterns, kinds: &kinds, slowdown }.fold();
+    let clusters: Vec<Cluster> =
+        (0..cluster.devices().len()).flat_map(|device| cluster.among(&BTreeSet::from([device]))).collect();
+    let runs = Engine { programs, works: &kinds.works, folded: &folded, clusters: &clusters, contention }.run()?;
+    let classes = folded.classes.iter().zip(runs);
     let ranks: Vec<Rank> =
-        folded.classes.iter().zip(runs).map(|(class, runs)| sum_up(class, runs, &programs[class.program])).collect();
-    let last = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
+        classes.map(|(class, runs)| sum_up(class, runs, &programs[class.program], &kinds.works[class.kind])).collect();
     // All wait for the slowest of many ranks, even where none is known to be slow.
-    let step = Seconds(ranks.iter().map(last).fold(0.0, f64::max) * step::spread(count));
+    let step = Seconds(ranks.iter().map(Rank::finish).fold(0.0, f64::max) * step::spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
 }
 
-fn works_of(program: &Program, plan: &Plan, device: &Profile) -> Vec<Vec<Work>> {
-    let of = |instruction| price::work(program, instruction, &plan.graph, device);
-    program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect()
+impl Rank {
+    /// When it ends, in seconds since the step began.
+    pub fn finish(&self) -> f64 {
+        self.runs.last().map_or(0.0, |run| run.finish)
+    }
 }
 
-fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program) -> Rank {
+impl Simulated {
+    /// The rank that decides how long the step takes: of those that end last, the first of those that wait least.
+    pub fn slowest(&self) -> Option<&Rank> {
+        let end = self.ranks.iter().map(Rank::finish).fold(0.0, f64::max);
+        let last = self.ranks.iter().filter(|rank| rank.finish() >= end - engine::SAME);
+        last.min_by(|a, b| a.waiting.0.total_cmp(&b.waiting.0))
+    }
+}
+
+fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -> Rank {
     let mut busy = [0.0; Stream::ALL.len()];
     let (mut communication, mut hidden, mut waiting) = (0.0, 0.0, 0.0);
     for run in &runs {
@@ -239,8 +248,9 @@ fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program) -> Rank {
         rank: class.rank,
         count: class.count,
         program: class.program,
-        kind: class.kind,
+        kind: class.device,
         runs,
+        kernels: Kernels::of(program, works),
         busy: busy.map(Seconds),
         communication: Seconds(communication),
         exposed_communication: Seconds((communication - hidden).max(0.0)),

@@ -1,9 +1,10 @@
 //! What a plan will need, by its programs.
 
-use super::price::{Work, work};
-use super::{Rank, Simulated};
+use super::Simulated;
+use super::kinds::Works;
+use super::price::Work;
 use crate::allocate::memory;
-use crate::cluster::{Cluster, Profile};
+use crate::cluster::Cluster;
 use crate::cost::is_product;
 use crate::search::model_work;
 use shardc_ir::ops::Op;
@@ -12,10 +13,8 @@ use shardc_ir::program::{Action, Stream};
 use shardc_ir::{Plan, Program, Seconds};
 
 /// The prediction of a plan from its programs and their simulation (see [`simulate`](super::simulate)): the seconds of
-/// the rank that ends last, the memory of the rank that has the least room left.
+/// the rank for which the others wait, the memory of the rank that has the least room left.
 pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Prediction {
-    let end = |rank: &Rank| rank.runs.last().map_or(0.0, |run| run.finish);
-    let last = simulated.ranks.iter().max_by(|a, b| end(a).total_cmp(&end(b)).then(b.rank.cmp(&a.rank)));
     let work = model_work(&plan.graph, cluster);
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
     let taken = |program: &Program| {
@@ -27,37 +26,50 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
     let host = cluster.on_host(fullest.memory.total());
     let mut prediction = Prediction { step: simulated.step, flops: work.flops, host, ..fullest };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
-    if let Some(rank) = last {
-        let [matmul, optimizer, rest] = kernel_seconds(&programs[rank.program], plan, cluster.devices()[rank.kind]);
+    if let Some(rank) = simulated.slowest() {
+        let Kernels { matmul, optimizer, rest } = rank.kernels;
         // What kernels lose to communication beside them is communication that shows.
-        let lost = rank.busy[Stream::Compute as usize].0 - (matmul + optimizer + rest);
-        (prediction.matmul, prediction.optimizer) = (Seconds(matmul), Seconds(optimizer));
-        prediction.memory_bound = Seconds(rest);
+        let lost = rank.busy[Stream::Compute as usize].0 - (matmul + optimizer + rest).0;
+        (prediction.matmul, prediction.optimizer, prediction.memory_bound) = (matmul, optimizer, rest);
         prediction.exposed_communication = Seconds(rank.exposed_communication.0 + lost.max(0.0));
         prediction.communication = rank.communication;
         if plan.stages() > 1 {
             let busy = rank.busy[Stream::Compute as usize].0 + rank.exposed_communication.0;
-            prediction.bubble = Seconds((end(rank) - busy).max(0.0));
+            prediction.bubble = Seconds((rank.finish() - busy).max(0.0));
         }
     }
     prediction
 }
 
-/// The seconds of a step's kernels, each alone: matrix products and attention, the optimizer's update, the rest.
-fn kernel_seconds(program: &Program, plan: &Plan, device: &Profile) -> [f64; 3] {
-    let mut seconds = [0.0; 3];
-    let mut runs = vec![0u64; program.sections.len()];
-    program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
-    for (section, runs) in program.sections.values().zip(runs) {
-        for instruction in section.instructions.iter().filter(|instruction| instruction.stream == Stream::Compute) {
-            let Work::Local(alone) = work(program, instruction, &plan.graph, device) else { continue };
-            let place = match &instruction.action {
-                Action::Compute(op) if is_product(op) => 0,
-                Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => 1,
-                _ => 2,
-            };
-            seconds[place] += alone * runs as f64;
+/// The seconds of a step's kernels, each alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Kernels {
+    /// Matrix products and attention.
+    pub matmul: Seconds,
+    /// The optimizer's update.
+    pub optimizer: Seconds,
+    /// All others.
+    pub rest: Seconds,
+}
+
+impl Kernels {
+    /// Those of a program whose instructions need `works`.
+    pub(super) fn of(program: &Program, works: &Works) -> Self {
+        let mut runs = vec![0u64; program.sections.len()];
+        program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
+        let mut kernels = Self::default();
+        for ((section, works), runs) in program.sections.values().zip(works).zip(runs) {
+            for (instruction, work) in section.instructions.iter().zip(works) {
+                let Work::Local(alone) = work else { continue };
+                let sum = match &instruction.action {
+                    _ if instruction.stream != Stream::Compute => continue,
+                    Action::Compute(op) if is_product(op) => &mut kernels.matmul,
+                    Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => &mut kernels.optimizer,
+                    _ => &mut kernels.rest,
+                };
+                sum.0 += alone * runs as f64;
+            }
         }
+        kernels
     }
-    seconds
 }

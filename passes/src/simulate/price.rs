@@ -5,7 +5,7 @@ use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, Pass};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, Graph, Op, Program, TensorType};
+use shardc_ir::{BufferId, Graph, NodeId, Op, Program, TensorType};
 
 /// What an instruction needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,14 +28,7 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
     let meet = |group: usize, collective: Collective, bytes: f64| Work::Meet { group, collective, bytes };
     match &instruction.action {
         Action::Compute(Op::Slice(_) | Op::Concat(_)) if is_view(&program.buffers, instruction) => Work::Local(0.0),
-        Action::Compute(op) => {
-            let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect();
-            let (operands, results): (Vec<TensorType>, Vec<TensorType>) =
-                (types(&instruction.operands), types(&instruction.results));
-            let known = instruction.source.filter(|id| (id.as_u32() as usize) < graph.node_count());
-            let pass = known.map_or(Pass::Forward, |id| Pass::of(graph.node(id).role));
-            Work::Local(machine.seconds(op, &operands, &results, pass).0.0)
-        }
+        Action::Compute(op) => Work::Local(kernel(op, program, instruction, graph, device)),
         Action::Accumulate => Work::Local(machine.launch() + (operands + 2.0 * results) / bandwidth),
         Action::Copy => Work::Local(machine.launch() + (operands + results) / bandwidth),
         Action::Feed { .. } => Work::Local(results / device.host_bandwidth.value),
@@ -49,6 +42,20 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
         Action::Send { peer } => Work::Message { peer: *peer, is_sender: true, bytes: operands },
         Action::Receive { peer } => Work::Message { peer: *peer, is_sender: false, bytes: results },
     }
+}
+
+/// How long an operation takes in the place of that of an instruction, alone, in seconds.
+pub(super) fn kernel(op: &Op, program: &Program, instruction: &Instruction, graph: &Graph, device: &Profile) -> f64 {
+    let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect();
+    let (operands, results): (Vec<TensorType>, Vec<TensorType>) =
+        (types(&instruction.operands), types(&instruction.results));
+    let pass = source(instruction, graph).map_or(Pass::Forward, |id| Pass::of(graph.node(id).role));
+    Machine::own(device).seconds(op, &operands, &results, pass).0.0
+}
+
+/// The node that an instruction came from.
+pub(super) fn source(instruction: &Instruction, graph: &Graph) -> Option<NodeId> {
+    instruction.source.filter(|id| (id.as_u32() as usize) < graph.node_count())
 }
 
 /// How long a collective takes once all its ranks are there, if they are as the cluster's device.

@@ -1,15 +1,17 @@
 //! Equal ranks are one: which ranks behave alike at every moment of a step.
 //!
-//! Two ranks start out alike if they run the same program on equal devices at the same speed and their groups lie
-//! over the nodes alike. Ranks that are alike but meet ranks that are not (one data rank is slow) are
+//! Two ranks start out alike if they run the same program, each instruction of which takes as long on both
+//! ([`super::kinds`]), at the same speed, and their groups lie over the nodes alike. Ranks that are alike but meet
+//! ranks that are not (one data rank is slow) are
 //! told apart, again and again until nothing changes: the coarsest stable colouring of the ranks and
 //! their groups (colour refinement; Paige and Tarjan, "Three partition refinement algorithms",
 //! 1987). In it every group of one kind holds the same number of each class, so one rank of each
 //! class stands for all.
 
-use super::price::Work;
+use super::kinds::Kinds;
 use crate::cluster::Cluster;
 use crate::cost::collective::{Group, distance};
+use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{AxisId, Mesh};
 use std::collections::BTreeMap;
 
@@ -23,10 +25,12 @@ pub(super) struct Class {
     pub rank: u64,
     /// How many there are.
     pub count: u64,
+    /// Their kind (see [`Kinds`](super::kinds::Kinds)).
+    pub kind: usize,
     /// The index of their program.
     pub program: usize,
     /// The index of their device among those of the cluster.
-    pub kind: usize,
+    pub device: usize,
     /// How many times as long as planned their kernels take.
     pub slowdown: f64,
     /// Per group of the program, the meeting.
@@ -66,10 +70,15 @@ pub(super) struct Pattern {
 
 impl Pattern {
     /// Reads the pattern off a program of rank `rank`.
-    pub fn new(rank: u64, groups: &[Vec<u64>], works: &[Work], mesh: &Mesh) -> Self {
+    pub fn new<'a>(
+        rank: u64,
+        groups: &[Vec<u64>],
+        instructions: impl Iterator<Item = &'a Instruction>,
+        mesh: &Mesh,
+    ) -> Self {
         let mut peers = BTreeMap::new();
-        for work in works {
-            if let Work::Message { peer, .. } = work {
+        for instruction in instructions {
+            if let Action::Send { peer } | Action::Receive { peer } = &instruction.action {
                 let at = mesh.coordinates(*peer, 0);
                 let axes = mesh.axes_between(&[rank, *peer]);
                 peers.insert(*peer, axes.into_iter().map(|axis| (axis, at[axis.0 as usize])).collect());
@@ -102,17 +111,19 @@ pub(super) struct Ranks<'a> {
     pub mesh: &'a Mesh,
     pub cluster: &'a Cluster,
     pub patterns: &'a [Pattern],
-    /// The index of each rank's program.
-    pub program: Vec<usize>,
-    /// The index of each rank's device among those of the cluster.
-    pub kind: Vec<usize>,
+    /// Which program each rank runs, and how long it takes it.
+    pub kinds: &'a Kinds,
     /// How many times as long as planned each rank's kernels take.
     pub slowdown: Vec<f64>,
 }
 
 impl Ranks<'_> {
     fn count(&self) -> u64 {
-        self.program.len() as u64
+        self.slowdown.len() as u64
+    }
+
+    fn program(&self, rank: usize) -> usize {
+        self.kinds.program[self.kinds.of_rank[rank]]
     }
 
     fn node(&self, rank: u64) -> u64 {
@@ -124,7 +135,7 @@ impl Ranks<'_> {
         let mut groups: BTreeMap<Vec<AxisId>, Vec<Vec<u64>>> = BTreeMap::new();
         for axes in self.patterns.iter().flat_map(|pattern| &pattern.groups) {
             groups.entry(axes.clone()).or_insert_with(|| {
-                let mut seen = vec![false; self.program.len()];
+                let mut seen = vec![false; self.slowdown.len()];
                 let mut all = Vec::new();
                 for rank in 0..self.count() {
                     if !seen[rank as usize] {
@@ -142,9 +153,9 @@ impl Ranks<'_> {
     /// Folds the ranks.
     pub fn fold(&self) -> Folded {
         let groups = self.groups();
-        let mut first = Numbers::new();
-        let begins = |rank: usize| (self.program[rank], self.kind[rank], self.slowdown[rank].to_bits());
-        let mut colours: Vec<usize> = (0..self.program.len()).map(|rank| first.of(begins(rank))).collect();
+        let (mut first, of_rank) = (Numbers::new(), &self.kinds.of_rank);
+        let mut colours: Vec<usize> =
+            (0..self.slowdown.len()).map(|rank| first.of((of_rank[rank], self.slowdown[rank].to_bits()))).collect();
         let mut known = first.0.len();
         // Per set of axes, the kind of each rank's group.
         let mut kinds: BTreeMap<&Vec<AxisId>, Vec<usize>>;
@@ -166,7 +177,7 @@ impl Ranks<'_> {
             let refined: Vec<usize> = (0..self.count())
                 .map(|rank| {
                     let at = rank as usize;
-                    let pattern = &self.patterns[self.program[at]];
+                    let pattern = &self.patterns[self.program(at)];
                     let met: Vec<usize> = pattern.groups.iter().map(|axes| kinds[axes][at]).collect();
                     let peer = |peer: &u64| pattern.peer_of(*peer, rank, self.mesh);
                     let peers = pattern.peers.keys().map(peer);
@@ -200,7 +211,7 @@ impl Ranks<'_> {
                 folded.classes[*colour].count += 1;
                 continue;
             }
-            let pattern = &self.patterns[self.program[rank]];
+            let pattern = &self.patterns[self.program(rank)];
             let rank = rank as u64;
             let peer = |peer: &u64| {
                 let other = pattern.peer_of(*peer, rank, self.mesh);
@@ -209,8 +220,9 @@ impl Ranks<'_> {
             folded.classes.push(Class {
                 rank,
                 count: 1,
-                program: self.program[rank as usize],
-                kind: self.kind[rank as usize],
+                kind: self.kinds.of_rank[rank as usize],
+                device: self.kinds.device[self.kinds.of_rank[rank as usize]],
+                program: self.program(rank as usize),
                 slowdown: self.slowdown[rank as usize],
                 groups: pattern.groups.iter().map(|axes| kinds[axes][rank as usize]).collect(),
                 peers: pattern.peers.keys().map(peer).collect(),

@@ -1,11 +1,11 @@
 //! Simulated steps: against the search's estimate, and of small programs written out.
 
-use super::{Conditions, Simulated, simulate};
+use super::{Conditions, Simulated, predict, simulate};
 use crate::cluster::Cluster;
 use crate::lower::lower_rank;
 use crate::search_tests::{SMALL, Sizes, plan};
 use shardc_ir::program::Stream;
-use shardc_ir::{AxisKind, DType, NoScratch, Plan, Program, verify};
+use shardc_ir::{AxisKind, DType, Diagnostics, Feature, Graph, NoScratch, Plan, Program, verify};
 
 fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
@@ -30,12 +30,14 @@ fn the_estimate_and_the_simulation_agree() {
         (many, "h100:8x4", "dp=32,zero=2,microbatch=1"),
         (many, "h100:8x4", "dp=16,tp=2,zero=1,microbatch=2"),
         (sizes, "h200:4", "dp=4,zero=3,microbatch=1,recompute=8"),
+        (LONG, "h100:8", "dp=2,cp=4,zero=1,microbatch=1"),
+        (LONG, "h100:8", "dp=2,cp=4,zero=3,microbatch=1"),
     ];
     let mut wrong = Vec::new();
     for (sizes, cluster, pins) in cases {
         let plan = plan(sizes, DType::Bf16, cluster, 1000, pins).unwrap_or_else(|error| panic!("{pins}: {error}"));
         let simulated = simulated(&plan, cluster, &Conditions::default());
-        let (estimate, rank) = (plan.prediction, &simulated.ranks[0]);
+        let (estimate, rank) = (plan.prediction, &simulated.slowest().unwrap());
         let off = estimate.step.0 / simulated.step.0 - 1.0;
         let line = format!(
             "{cluster} {pins}: estimated {} and simulated {} ({:+.1}%); kernels {} and {}, communication {} and {}, exposed {} and {}",
@@ -74,6 +76,44 @@ fn equal_ranks_are_folded() {
     assert!(late.step > even.step && late.step.0 <= 2.0 * even.step.0, "{} {}", late.step, even.step);
     let waits = |rank: u64| late.ranks.iter().find(|known| known.rank == rank).unwrap().waiting;
     assert!(waits(5) < waits(4) && waits(5) < waits(0));
+}
+
+/// Of few heads the queries are divided: the rank with the last part sees the most keys.
+const LONG: Sizes = Sizes { layers: 8, batch: 4, seq: 16384, hidden: 2048, heads: 2, kv: 2, ..SMALL };
+
+/// Ranks whose parts of causal attention see more keys than those of others are no less for that: all wait for the last.
+#[test]
+fn parts_of_a_causal_mask_are_not_equal() {
+    let sizes = Sizes { layers: 2, ..LONG };
+    let cluster = Cluster::parse("h100:8", "h200").unwrap();
+    let plan = plan(sizes, DType::Bf16, "h100:8", 1000, "dp=2,cp=4,zero=1,microbatch=1").unwrap();
+    assert!(Feature::QueryParts.is_in(&plan), "{plan}");
+    let all = simulated(&plan, "h100:8", &Conditions::default());
+    assert_eq!(all.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [2; 4]);
+    let pairs = || all.ranks.iter().zip(&all.ranks[1..]);
+    assert!(pairs().all(|(a, b)| a.kernels.matmul < b.kernels.matmul && a.waiting > b.waiting));
+    assert!(pairs().all(|(a, b)| a.kernels.rest == b.kernels.rest && a.kernels.optimizer == b.kernels.optimizer));
+    let slowest = all.slowest().unwrap();
+    assert_eq!(slowest.rank, all.ranks[3].rank);
+    let programs = [lower_rank(&verify::plan(&plan).unwrap(), 0, &NoScratch).unwrap()];
+    assert_eq!(predict(&programs, &all, &plan, &cluster).matmul, slowest.kernels.matmul);
+    // Whichever rank's program is given, the ranks take what they take.
+    for rank in [3, 5] {
+        let program = lower_rank(&verify::plan(&plan).unwrap(), rank, &NoScratch).unwrap();
+        let other = simulate(&[program], &[], &plan, &cluster, &Conditions::default()).unwrap();
+        assert_eq!((other.step, other.class_of), (all.step, all.class_of.clone()));
+    }
+    // Without a mask every part sees every key.
+    let mut whole = plan.clone();
+    whole.graph = uncausal(&plan.graph);
+    let even = simulated(&whole, "h100:8", &Conditions::default());
+    assert_eq!(even.ranks.len(), 1);
+}
+
+/// A graph whose attention has no mask.
+fn uncausal(graph: &Graph) -> Graph {
+    let text = graph.to_string().replace("causal=true, ", "").replace("causal=true", "");
+    text.parse().unwrap_or_else(|found: Diagnostics| panic!("{found}"))
 }
 
 #[test]
