@@ -321,6 +321,20 @@ impl Cluster {
         Bytes((self.device.memory_bytes.value - self.device.reserved_bytes.value).max(0.0) as u64)
     }
 
+    /// The cluster with something of its devices changed, of whatever kind they are.
+    pub fn with_devices(mut self, change: impl Fn(&mut Profile)) -> Self {
+        change(&mut self.device);
+        self.parts.iter_mut().for_each(|part| change(&mut part.device));
+        self
+    }
+
+    /// The cluster with so many times the nodes, of each kind.
+    pub fn times_nodes(mut self, factor: u64) -> Self {
+        self.nodes *= factor;
+        self.parts.iter_mut().for_each(|part| part.nodes *= factor);
+        self
+    }
+
     /// The cluster with so much memory in each host, for all ranks of the host together.
     pub fn with_host_memory(mut self, bytes: Bytes) -> Self {
         self.device.host_memory_bytes = Figure { value: bytes.0 as f64, source: "the user".to_string() };
