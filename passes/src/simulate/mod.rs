@@ -210,7 +210,7 @@ pub fn simulate(
 
 fn works_of(program: &Program, plan: &Plan, cluster: &Cluster) -> Vec<Vec<Work>> {
     let device = price::device_of(program, plan, cluster);
-    let of = |instruction| price::work(program, instruction, &plan.graph, device);
+    let of = |instruction| price::work(program, instruction, &plan.graph, (device, cluster));
     program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect()
 }
 

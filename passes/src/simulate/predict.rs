@@ -44,7 +44,7 @@ fn kernel_seconds(program: &Program, plan: &Plan, cluster: &Cluster) -> [f64; 3]
     program.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
     for (section, runs) in program.sections.values().zip(runs) {
         for instruction in section.instructions.iter().filter(|instruction| instruction.stream == Stream::Compute) {
-            let Work::Local(alone) = work(program, instruction, &plan.graph, device) else { continue };
+            let Work::Local(alone) = work(program, instruction, &plan.graph, (device, cluster)) else { continue };
             let place = match &instruction.action {
                 Action::Compute(op) if is_product(op) => 0,
                 Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => 1,
