@@ -1,0 +1,95 @@
+//! `explain VALUE` and `diff` from outside: why a value lies as it does, and what two plans say differently.
+
+mod command;
+
+use command::{check, shardc, text};
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A plan of a tiny model on four ranks, in `dir`.
+fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
+    let path = dir.join(name);
+    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
+    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
+    path
+}
+
+#[test]
+fn a_value_says_why_it_lies_as_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=2,tp=2,zero=1,microbatch=2");
+    let words = ["tp: j divided", "chosen", "tp: the same on every rank", "a step", "ZeRO-1:", "2 alike"];
+    check(&["explain", text(&plan), "mlp.gate.weight"], 0, &words);
+    let page = dir.path().join("page.html");
+    let said = ["--html writes the whole plan", "leave `mlp` out"];
+    check(&["explain", text(&plan), "mlp", "--html", text(&page)], 2, &said);
+    check(&["explain", text(&plan), ""], 2, &["VALUE is empty"]);
+    assert!(!check(&["explain", text(&plan), "zz"], 2, &["no value"]).contains("did you mean"));
+    // Of the ZeRO stages, the chosen one is what the plan says.
+    let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+    let step = shardc_ir::Seconds(planned["prediction"]["step"].as_f64().unwrap());
+    check(&["explain", text(&plan), "mlp.gate.weight"], 0, &[&format!("{step} a step"), "  chosen"]);
+    let output = shardc(&["explain", text(&plan), "blocks.0.mlp.gate.weight", "--json"]);
+    let values: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let options = values[0]["alternatives"].as_array().unwrap();
+    assert_eq!(options.iter().filter(|option| option["is_chosen"] == true).count(), 1);
+    // What was chosen is the best, and everything else takes longer.
+    let costs: Vec<f64> = options.iter().filter_map(|option| option["cost"].as_f64()).collect();
+    assert!(options[0]["is_chosen"] == true && costs[0] == 0.0 && costs.iter().skip(1).all(|cost| *cost > 0.0));
+}
+
+/// Each value that is explained, and what is said of it.
+fn explained(said: &str) -> Vec<(&str, Vec<&str>)> {
+    let mut values: Vec<(&str, Vec<&str>)> = Vec::new();
+    for line in said.lines() {
+        match values.last_mut() {
+            Some((_, lines)) if !line.starts_with('%') => lines.push(line.trim()),
+            _ => values.push((line, Vec::new())),
+        }
+    }
+    values
+}
+
+/// An activation is divided with the batch; a parameter and its cast are, as they are stored.
+#[test]
+fn what_divides_the_batch_and_what_divides_storage() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("plan.json");
+    let args = ["plan", "llama-tiny", "--cluster", "h100:4", "--batch", "8", "--seq", "32", "-o", text(&path)];
+    check(&[&args[..], &["--pin", "dp=2,tp=2,zero=1,microbatch=2,keep_casts=0"]].concat(), 0, &[]);
+    let said = check(&["explain", text(&path), "blocks.0.mlp.gate"], 0, &[]);
+    let of = |op: &str, reason: &str| {
+        let found: Vec<_> = explained(&said).into_iter().filter(|(head, _)| head.contains(op)).collect();
+        assert!(!found.is_empty(), "{op}: {said}");
+        for (head, lines) in found {
+            assert!(lines.iter().any(|line| line == &reason), "{head}: {said}");
+            assert_eq!(
+                lines.iter().any(|line| line.contains("part of the batch") && line.starts_with("dp")),
+                op == "= matmul  forward"
+            );
+        }
+    };
+    of("= parameter", "dp: each rank stores its part");
+    of("= cast  forward", "dp: each rank works on the part that it stores");
+    of("= matmul  forward", "dp and mb: each rank and microbatch has its part of the batch");
+    // Partial sums of either operand are two alternatives, and are named as two.
+    let products = explained(&said).into_iter().filter(|(head, _)| head.contains("= matmul"));
+    for (head, lines) in products {
+        let passed: Vec<&&str> = lines.iter().filter(|line| line.contains("partial sums of %")).collect();
+        let names: BTreeSet<&str> = passed.iter().filter_map(|line| line.split(" passed").next()).collect();
+        assert!(passed.len() == 2 && names.len() == 2, "{head}: {said}");
+    }
+}
+
+#[test]
+fn plans_are_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = plan_in(dir.path(), "a.json", "dp=2,tp=2,zero=1");
+    let second = plan_in(dir.path(), "b.json", "dp=4,zero=3");
+    check(&["diff", text(&first), text(&first)], 0, &["the plans say the same"]);
+    let words = ["memory", "layout", "blocks.*.mlp.gate.weight parameter"];
+    let said = check(&["diff", text(&first), text(&second)], 0, &words);
+    assert!(said.lines().any(|line| line.split_whitespace().eq(["dp", "2", "->", "4"])), "{said}");
+    check(&["diff", text(&first), text(&second), "--json"], 0, &["\"part\": \"mesh\""]);
+}
