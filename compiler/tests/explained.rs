@@ -91,5 +91,21 @@ fn plans_are_compared() {
     let words = ["memory", "layout", "blocks.*.mlp.gate.weight parameter"];
     let said = check(&["diff", text(&first), text(&second)], 0, &words);
     assert!(said.lines().any(|line| line.split_whitespace().eq(["dp", "2", "->", "4"])), "{said}");
+    assert!(said.contains("gathered at each use"), "{said}");
+    // Every option that is another is named, with what it asks for.
+    let options: [(&[&str], &[&str]); 5] = [
+        (&["--reduce-dtype", "bf16", "--precision", "bf16"], &["reduce dtype", "f32 -> bf16"]),
+        (&["--deterministic"], &["deterministic", "no -> yes"]),
+        (&["--host-memory", "7GiB"], &["host memory", "-> 7.00 GiB"]),
+        (&["--search", "all"], &["search", "runnable -> all"]),
+        (&["--pin", "offload=optimizer"], &["pins", "in the host's memory"]),
+    ];
+    let base = ["plan", "llama-tiny", "--cluster", "h100:2", "--batch", "4", "--seq", "32"];
+    let (plain, other) = (dir.path().join("plain.json"), dir.path().join("other.json"));
+    check(&[&base[..], &["-o", text(&plain)]].concat(), 0, &[]);
+    for (option, words) in options {
+        check(&[&base[..], option, &["-o", text(&other)]].concat(), 0, &[]);
+        check(&["diff", text(&plain), text(&other)], 0, words);
+    }
     check(&["diff", text(&first), text(&second), "--json"], 0, &["\"part\": \"mesh\""]);
 }
