@@ -82,6 +82,31 @@ fn what_divides_the_batch_and_what_divides_storage() {
     }
 }
 
+/// A file for every pass, numbered without gaps: what did not run says why, and what is lowered is there for each stage.
+#[test]
+fn passes_are_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let dump = |name: &str, cluster: &str, more: &[&str]| {
+        let to = dir.path().join(name);
+        let args = ["plan", "llama-tiny", "--cluster", cluster, "--batch", "8", "--seq", "32", "--dump-to", text(&to)];
+        check(&[&args[..], more].concat(), 0, &[]);
+        let mut files: Vec<_> = fs::read_dir(&to).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        let number = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap()[..2].parse::<usize>().unwrap();
+        assert_eq!(files.iter().map(number).collect::<Vec<_>>(), (0..files.len()).collect::<Vec<_>>());
+        files.iter().map(|path| fs::read_to_string(path).unwrap()).collect::<Vec<_>>()
+    };
+    let texts = dump("plain", "cpu:4", &["--pin", "pp=2,dp=2,microbatch=1"]);
+    let skipped: Vec<&String> = texts.iter().filter(|text| text.starts_with("; not run: ")).collect();
+    assert!(skipped.len() == 2 && skipped[0].contains("--deterministic") && skipped[1].contains("fp32, not fp8"));
+    // A program for each stage, which is read back as it was.
+    let (programs, ranks) = (texts.last().unwrap(), ["rank 0", "rank 2"]);
+    assert_eq!(programs.matches("program ").count(), 2, "{programs}");
+    assert!(ranks.iter().all(|rank| programs.contains(rank)), "{programs}");
+    let texts = dump("other", "h100:4", &["--precision", "fp8", "--deterministic"]);
+    assert!(texts.iter().all(|text| !text.starts_with(';')));
+}
+
 #[test]
 fn plans_are_compared() {
     let dir = tempfile::tempdir().unwrap();

@@ -83,7 +83,7 @@ pub struct RequestArgs {
     /// Which plans to consider: those that the cluster's runtime executes (and what a pin asks for), or all.
     #[arg(long, value_enum, default_value_t = SearchArg::Runnable)]
     pub search: SearchArg,
-    /// Write the graph after every pass as DIR/NN.name.ir.
+    /// Write the graph after every pass as DIR/NN.name.ir, at last a program of each kind of rank.
     #[arg(long, value_name = "DIR")]
     pub dump_to: Option<PathBuf>,
 }
