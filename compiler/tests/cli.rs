@@ -78,6 +78,10 @@ fn impossible_requests() {
     check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "tp=3"], 2, &["tp=3", "4 ranks"]);
     check(&["plan", "llama-tiny", "--cluster", "cpu:4", "--pin", "dp=4", "--batch", "6"], 2, &["6", "dp=4"]);
     check(&["plan", "gpt2-124m", "--seq", "2048", "--batch", "1"], 2, &["2048", "1024 positions"]);
+    // Where no stages fit, memory is what binds, and there is no better cut.
+    let stages = ["plan", "llama-70b", "--cluster", "a100-80:8x4", "--batch", "64", "--seq", "2048"];
+    let said = check(&[&stages[..], &["--pin", "pp=2,tp=2,schedule=1f1b"]].concat(), 3, &["pp=2", "give each rank"]);
+    assert!(!said.contains("cannot be cut"), "{said}");
     check(
         &["plan", "llama-tiny", "--batch", "4", "--seq", "64", "--device-memory", "8MiB"],
         3,

@@ -107,6 +107,18 @@ fn passes_are_written() {
     assert!(texts.iter().all(|text| !text.starts_with(';')));
 }
 
+/// A bound above what the device has is taken, and said.
+#[test]
+fn more_memory_than_there_is() {
+    let plan = |cluster: &str, size: &str| {
+        check(&["plan", "llama-tiny", "--cluster", cluster, "--batch", "4", "--device-memory", size], 0, &["of"])
+    };
+    let said = plan("h100:1", "200GiB");
+    assert!(said.contains("--device-memory 200.00 GiB is more than there is: h100 has 74.51 GiB"), "{said}");
+    assert!(!plan("h100:1", "24GiB").contains("more than there is"));
+    assert!(!plan("cpu:1", "200GiB").contains("more than there is"));
+}
+
 #[test]
 fn plans_are_compared() {
     let dir = tempfile::tempdir().unwrap();

@@ -220,7 +220,8 @@ pub fn search_confirmed(
     // Stages take whole microbatches, and keep everything on their devices.
     let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
     let line = (is_open && !is_barred).then(|| Line::new(&prepared));
-    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away };
+    let space =
+        Space { prepared: &prepared, line: line.as_ref(), cluster, request: &request, pins, away, with_unfit: false };
     let mut visited = Visited::new(request.device_memory, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.cut == f64::INFINITY || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
@@ -241,6 +242,8 @@ struct Space<'a, 'b> {
     request: &'a Request,
     pins: &'a Pins,
     away: Away,
+    /// Whether pipelines of which no stages fit are candidates too, to say what they lack.
+    with_unfit: bool,
 }
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
@@ -248,7 +251,7 @@ const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, line, cluster, request, pins, mut away } = *space;
+    let Space { prepared, line, cluster, request, pins, mut away, with_unfit } = *space;
     away.room.device = request.device_memory;
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
@@ -308,6 +311,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
+        if !with_unfit {
+            return enumerate(&Space { with_unfit: true, ..*space }, &mut Visited::new(request.device_memory, false));
+        }
         return Err(stages::none(pins, line, (ranks, batch), is_coupled));
     }
     if candidates.is_empty() && away.pin.is_some() {

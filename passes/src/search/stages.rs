@@ -75,6 +75,8 @@ struct Mesh<'a> {
     degrees: &'a [Degrees],
     work: Work,
     bound: Bytes,
+    /// Whether stages that do not fit it are as good as any.
+    with_unfit: bool,
     /// The fastest step of those that fit and are known.
     best: f64,
 }
@@ -181,8 +183,10 @@ impl Problem<'_> {
 
     /// The level of a stage with these chunks; nothing if none fits.
     fn level(&self, stage: u64, chunks: &[(usize, usize, usize)]) -> Option<usize> {
-        let fits =
-            |level: usize, share: f64| self.memory(level, chunks).total().0 as f64 <= share * self.mesh.bound.0 as f64;
+        let fits = |level: usize, share: f64| {
+            let memory = self.memory(level, chunks).total();
+            self.mesh.with_unfit || memory.0 as f64 <= share * self.mesh.bound.0 as f64
+        };
         match &self.choice {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
             Choice::Least => (0..self.levels.len()).find(|level| fits(*level, SPARE)),
@@ -451,7 +455,9 @@ pub(super) fn solve(
         })
         .collect();
     let (kinds, kind) = (&kinds[..], &kind[..]);
-    let mesh = Mesh { prepared, line, placed: &placed, shape: &shape, kinds, kind, degrees, work, bound, best };
+    let with_unfit = space.with_unfit;
+    let placed = &placed;
+    let mesh = Mesh { prepared, line, placed, shape: &shape, kinds, kind, degrees, work, bound, with_unfit, best };
     extend(&mut found, &mesh, space.pins);
     found
 }
