@@ -82,6 +82,16 @@ fn what_divides_the_batch_and_what_divides_storage() {
     }
 }
 
+/// What is printed is what plans are checked against, and needs no plan.
+#[test]
+fn the_schema_is_printed() {
+    let output = shardc(&["explain", "--schema"]);
+    assert!(output.status.success());
+    assert_eq!(String::from_utf8_lossy(&output.stdout), shardc_ir::text::PLAN_SCHEMA);
+    check(&["explain"], 2, &["<PLAN>"]);
+    check(&["explain", "plan.json", "--schema"], 2, &["cannot be used with"]);
+}
+
 /// A file for every pass, numbered without gaps: what did not run says why, and what is lowered is there for each stage.
 #[test]
 fn passes_are_written() {

@@ -149,9 +149,13 @@ pub enum MaximizeArg {
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// The plan file.
-    pub plan: PathBuf,
+    #[arg(required_unless_present = "schema")]
+    pub plan: Option<PathBuf>,
     /// A value (`%12`), a parameter's name or a part of a module path.
     pub value: Option<String>,
+    /// Print the JSON schema that every plan file keeps to.
+    #[arg(long, conflicts_with_all = ["plan", "html", "timeline", "dot", "text"])]
+    pub schema: bool,
     #[command(flatten)]
     pub files: ReportArgs,
 }
