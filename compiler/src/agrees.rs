@@ -3,11 +3,13 @@
 //! was edited as text has no hash.
 
 use crate::compile::Trace;
+use crate::error::Error;
 use crate::model::NamedModel;
 use crate::options::Batch;
 use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
 use shardc_ir::{Bytes, DType, Op, OpDef, Plan, Role, TensorType};
+use shardc_models::Model;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
 use shardc_passes::precision::Precision;
@@ -121,14 +123,28 @@ fn is_stored_in_parts(plan: &Plan) -> bool {
     })
 }
 
+/// The model that a plan names, traced again; nothing where it is not to be found, or is another than the plan's.
+pub(crate) fn model(plan: &Plan) -> Option<Model> {
+    traced(plan)?.ok().filter(|model| wrong_leaf(plan, model).is_none())
+}
+
+fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
+    let Request { model, batch, seq, .. } = &plan.request;
+    Some(NamedModel::find(model).ok()?.trace(Batch { batch: *batch, seq: *seq }))
+}
+
 /// Inputs and parameters are those of the model, for the batch; nothing where the model is not to be found.
 fn wrong_model(plan: &Plan) -> Option<String> {
     let Request { model: name, batch, seq, .. } = &plan.request;
-    let model = NamedModel::find(name).ok()?;
-    let traced = match model.trace(Batch { batch: *batch, seq: *seq }) {
-        Ok(traced) => traced,
-        Err(error) => return Some(format!("{name} has no batch of {batch} sequences of {seq} tokens: {error}")),
-    };
+    match traced(plan)? {
+        Ok(traced) => wrong_leaf(plan, &traced),
+        Err(error) => Some(format!("{name} has no batch of {batch} sequences of {seq} tokens: {error}")),
+    }
+}
+
+/// What differs between the inputs and parameters of a plan's graph and those of its model.
+fn wrong_leaf(plan: &Plan, traced: &Model) -> Option<String> {
+    let Request { model: name, batch, seq, .. } = &plan.request;
     let own: BTreeMap<&str, &TensorType> = leaves(plan);
     let same = |(leaf, ty): &(&str, &TensorType)| own.get(leaf) == Some(ty);
     let inputs: Vec<(&str, &TensorType)> = traced.inputs.iter().map(|(name, ty)| (name.as_str(), ty)).collect();

@@ -1,7 +1,7 @@
 //! The one list of passes, and why they come in this order.
 //!
 //! After each pass its result is verified and timed; `--dump-to DIR` writes it as `NN.name.ir`, where
-//! `NN` is the pass's place in [`Pass`].
+//! `NN` is the pass's place in [`Pass`]. That of a pass that did not run says so.
 //! What a verifier finds after a pass is a bug of that pass, never of the user.
 
 use crate::error::Error;
@@ -99,11 +99,11 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
     let graph = match options.deterministic {
         true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?))?,
-        false => graph,
+        false => stage.skip(Pass::MakeDeterministic, "nothing asks for equal bits (--deterministic)", graph)?,
     };
     match options.precision {
         Precision::Fp8 => stage.graph(Pass::Quantize, || Ok(quantize(&graph)?)),
-        _ => Ok(graph),
+        precision => stage.skip(Pass::Quantize, &format!("the precision is {}, not fp8", precision.name()), graph),
     }
 }
 
@@ -127,7 +127,15 @@ pub fn plan_step(
     let search = || Ok(search_confirmed(graph, cluster, request, &pins, target, Some(&confirm))?);
     let plan = stage.run(Pass::Search, search)?;
     stage.dump(Pass::Search, [&plan].into_iter())?;
-    verify::plan(plan).map_err(|found| bug(Pass::Search, &found))
+    let plan = verify::plan(plan).map_err(|found| bug(Pass::Search, &found))?;
+    if options.dump_to.is_some() {
+        match distinct_programs(&plan) {
+            Ok((programs, _)) => stage.dump(Pass::Lower, programs.iter())?,
+            // What is planned and not lowered yet is no reason to give no plan.
+            Err(error) => stage.skip(Pass::Lower, &error.to_string(), ())?,
+        }
+    }
+    Ok(plan)
 }
 
 /// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the
@@ -135,7 +143,7 @@ pub fn plan_step(
 pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<VerifiedPrograms<'static>, Error> {
     let stage = Stage::new(dump_to)?;
     let programs = stage.run(Pass::Lower, || Ok(lower_all(plan, target(&plan.request.cluster))?))?;
-    stage.dump(Pass::Lower, programs.first().into_iter())?;
+    stage.dump(Pass::Lower, distinct_ranks(plan).1.into_iter().filter_map(|rank| programs.get(rank as usize)))?;
     let start = Instant::now();
     let programs = verify::step(plan, programs).map_err(|found| bug(Pass::Lower, &found))?;
     tracing::info!(seconds = start.elapsed().as_secs_f64(), "the programs compute the plan's graph");
@@ -168,11 +176,17 @@ pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
 /// The programs of ranks that differ in more than groups and slices, and the axes along which ranks
 /// do: pipeline stages. The first rank of each coordinate stands for its stage.
 pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<AxisId>), Error> {
-    let apart = plan.mesh.family("pp");
-    let ranks = plan.mesh.group(0, &apart);
+    let (apart, ranks) = distinct_ranks(plan);
     let target = target(&plan.request.cluster);
     let programs = ranks.into_iter().map(|rank| lower_rank(plan, rank, target)).collect::<Result<_, _>>()?;
     Ok((programs, apart))
+}
+
+/// The axes along which programs differ in more than groups and slices, and the first rank of each coordinate.
+fn distinct_ranks(plan: &Plan) -> (Vec<AxisId>, Vec<u64>) {
+    let apart = plan.mesh.family("pp");
+    let ranks = plan.mesh.group(0, &apart);
+    (apart, ranks)
 }
 
 fn bug(pass: Pass, found: &Diagnostics) -> Error {
@@ -208,6 +222,13 @@ impl Stage {
     fn check_graph(&self, pass: Pass, graph: &Graph) -> Result<(), Error> {
         self.dump(pass, [graph].into_iter())?;
         verify::graph(graph).map(drop).map_err(|found| bug(pass, &found))
+    }
+
+    /// Goes on with what there is; the file of the pass says why it did not run.
+    fn skip<T>(&self, pass: Pass, why: &str, with: T) -> Result<T, Error> {
+        let text: String = why.lines().map(|line| format!("; not run: {line}\n")).collect();
+        self.dump(pass, [&text].into_iter())?;
+        Ok(with)
     }
 
     fn dump<'a, T: Display + 'a>(&self, pass: Pass, texts: impl Iterator<Item = &'a T>) -> Result<(), Error> {

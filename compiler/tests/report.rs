@@ -4,6 +4,7 @@
 mod browser;
 
 use browser::Page;
+use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,14 +14,69 @@ fn shardc(args: &[&str]) {
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The report of a plan of a tiny model on four ranks.
-fn report(dir: &Path) -> PathBuf {
+/// The report of a plan of a tiny model.
+fn report_of(dir: &Path, cluster: &str, pin: &str) -> PathBuf {
     let (plan, page) = (dir.join("plan.json"), dir.join("report.html"));
     let (plan, page_text) = (plan.to_str().unwrap(), page.to_str().unwrap());
-    let pin = "dp=2,tp=2,zero=1";
-    shardc(&["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "64", "--pin", pin, "-o", plan]);
+    shardc(&["plan", "llama-tiny", "--cluster", cluster, "--batch", "8", "--seq", "64", "--pin", pin, "-o", plan]);
     shardc(&["explain", plan, "--html", page_text]);
     page
+}
+
+/// That of one on four ranks.
+fn report(dir: &Path) -> PathBuf {
+    report_of(dir, "cpu:4", "dp=2,tp=2,zero=1")
+}
+
+/// What the page is made of.
+fn data(page: &Path) -> Value {
+    let text = fs::read_to_string(page).unwrap();
+    let data = text.split("id=\"data\">").nth(1).and_then(|rest| rest.split("</script>").next());
+    serde_json::from_str(data.unwrap()).unwrap()
+}
+
+/// What would change: each condition, and by how much the step does.
+fn changes(page: &Path) -> Vec<(String, f64)> {
+    let data = data(page);
+    let rows = data["sensitivity"]["rows"].as_array().unwrap().iter();
+    rows.map(|row| (row["what"].as_str().unwrap().to_string(), row["change"].as_f64().unwrap_or(0.0))).collect()
+}
+
+/// A microbatch in chunks that overlap is compared as a whole one, which the page says.
+#[test]
+fn what_would_change_for_a_plan_in_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let page = report_of(dir.path(), "h100:4", "dp=2,tp=2,microbatch=4,overlap_chunks=2");
+    let data = data(&page);
+    assert!(data["choice"].as_str().unwrap().contains("overlap_chunks=2"));
+    assert!(changes(&page).len() > 4, "{}", data["sensitivity"]);
+    assert!(data["sensitivity"]["note"].as_str().unwrap().contains("whole microbatches"), "{}", data["sensitivity"]);
+}
+
+/// The links of racks are what binds between them, and every kind of node has faster ones.
+#[test]
+fn what_would_change_with_other_links() {
+    let dir = tempfile::tempdir().unwrap();
+    let cluster = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_string()
+    };
+    let racks = "device = \"h100\"\nper_node = 2\nnodes = 4\n\
+                 [[levels]]\nname = \"rack\"\nnodes = 2\nbandwidth = 1e9\nlatency = 2e-5\n";
+    let parts = "per_node = 2\n[[parts]]\ndevice = \"h100\"\nnodes = 1\n[[parts]]\ndevice = \"a100-80\"\nnodes = 1\n";
+    let check = |cluster: &str, pin: &str, what: &str| {
+        let rows = changes(&report_of(dir.path(), cluster, pin));
+        for (word, is_faster) in [("twice", true), ("half", false)] {
+            let what = format!("{word} the bandwidth between {what}");
+            let (_, change) = rows.iter().find(|row| row.0 == what).unwrap_or_else(|| panic!("{what}: {rows:?}"));
+            assert!(if is_faster { *change < -0.001 } else { *change > 0.001 }, "{what}: {rows:?}");
+        }
+        assert!(rows.iter().any(|row| row.0 == "twice the memory bandwidth" && row.1 < 0.0), "{rows:?}");
+    };
+    check(&cluster("racks.toml", racks), "dp=8", "racks");
+    // Each stage runs on nodes of one kind.
+    check(&cluster("parts.toml", parts), "pp=2,dp=2,schedule=1f1b", "nodes");
 }
 
 #[test]
@@ -43,6 +99,13 @@ fn the_page_works_in_a_browser() {
     let file = report(dir.path());
     let mut page = Page::open(&chrome, dir.path(), &file, (1366, 768));
     assert!(page.text("#title").contains("llama-tiny on cpu:4"));
+    // Every name is of one element, and what the search says of its bound is there to be read.
+    let names = "[...document.querySelectorAll('[id]')].map(element => element.id).sort()";
+    assert_eq!(page.evaluate(names), page.evaluate(&format!("[...new Set({names})]")));
+    let bound = page.text("p#bound");
+    assert!(bound.contains("Estimated at") && bound.contains("% of the least that is possible"), "{bound}");
+    assert!(bound.contains("plans estimated"), "{bound}");
+    assert_eq!(page.evaluate("document.querySelector('#bound').getBoundingClientRect().height > 0"), true);
     // Nothing is wider than a laptop's screen.
     assert_eq!(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), true);
 

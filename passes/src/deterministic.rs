@@ -8,6 +8,11 @@ use crate::error::PassError;
 use shardc_ir::ops::AttentionGrad;
 use shardc_ir::{Graph, Op};
 
+/// Whether kernels that give the same bits every time are asked for.
+pub fn is_deterministic(graph: &Graph) -> bool {
+    graph.nodes().any(|(_, node)| matches!(&node.op, Op::AttentionGrad(op) if op.deterministic))
+}
+
 /// The graph with every operation that has the choice made deterministic.
 ///
 /// # Errors

@@ -48,6 +48,11 @@ impl Precision {
         }
     }
 
+    /// The precision of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Fp32, Self::Bf16, Self::Fp16, Self::Fp8].into_iter().find(|precision| precision.name() == name)
+    }
+
     /// The element type of what is not kept in f32; `None` where all is.
     fn narrow(self) -> Option<DType> {
         match self {

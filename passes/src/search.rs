@@ -222,7 +222,16 @@ pub fn search_confirmed(
     // Stages take whole microbatches, and keep everything on their devices.
     let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
     let line = (is_open && !is_barred).then(|| Line::new(&prepared));
-    let space = Space { prepared: &prepared, line: line.as_ref(), cluster, others, request: &request, pins, away };
+    let space = Space {
+        prepared: &prepared,
+        line: line.as_ref(),
+        cluster,
+        others,
+        request: &request,
+        pins,
+        away,
+        with_unfit: false,
+    };
     let mut visited = Visited::new(away.room.device, true);
     let found = choose(&space, confirm, &mut visited);
     let is_final = visited.cut == f64::INFINITY || found.as_ref().is_ok_and(|(_, step)| *step <= visited.cut);
@@ -246,6 +255,8 @@ struct Space<'a, 'b> {
     request: &'a Request,
     pins: &'a Pins,
     away: Away,
+    /// Whether pipelines of which no stages fit are candidates too, to say what they lack.
+    with_unfit: bool,
 }
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
@@ -253,7 +264,7 @@ const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, line, cluster, request, pins, mut away, .. } = *space;
+    let Space { prepared, line, cluster, request, pins, mut away, with_unfit, .. } = *space;
     away.room.device = cluster.least_room(request.device_memory);
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
@@ -312,6 +323,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
     if candidates.is_empty() && pins.opens_stages() {
+        if !with_unfit {
+            return enumerate(&Space { with_unfit: true, ..*space }, &mut Visited::new(away.room.device, false));
+        }
         return Err(schedules::none(pins, line, (ranks, batch), is_coupled));
     }
     if candidates.is_empty() && away.pin.is_some() {

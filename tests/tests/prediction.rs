@@ -150,7 +150,7 @@ fn whole((model, batch, seq, on, pins): Case, precision: Precision) -> (Plan, Pr
     let plan = compiled.plan();
     let request = Request { pins: plan.choice.clone(), ..plan.request.clone() };
     let target = shardc::pipeline::target(&plan.request.cluster);
-    let estimated = again(&searched_graph(plan).unwrap(), &cluster, &request, target).unwrap();
+    let estimated = again((&searched_graph(plan).unwrap(), true), &cluster, &request, target).unwrap();
     assert_eq!(estimated.mesh, plan.mesh);
     (plan.clone(), estimated.prediction)
 }

@@ -83,7 +83,7 @@ pub struct RequestArgs {
     /// Which plans to consider: those that the cluster's runtime executes (and what a pin asks for), or all.
     #[arg(long, value_enum, default_value_t = SearchArg::Runnable)]
     pub search: SearchArg,
-    /// Write the graph after every pass as DIR/NN.name.ir.
+    /// Write the graph after every pass as DIR/NN.name.ir, at last a program of each kind of rank.
     #[arg(long, value_name = "DIR")]
     pub dump_to: Option<PathBuf>,
 }
@@ -149,9 +149,13 @@ pub enum MaximizeArg {
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
     /// The plan file.
-    pub plan: PathBuf,
+    #[arg(required_unless_present = "schema")]
+    pub plan: Option<PathBuf>,
     /// A value (`%12`), a parameter's name or a part of a module path.
     pub value: Option<String>,
+    /// Print the JSON schema that every plan file keeps to.
+    #[arg(long, conflicts_with_all = ["plan", "html", "timeline", "dot", "text"])]
+    pub schema: bool,
     #[command(flatten)]
     pub files: ReportArgs,
 }

@@ -8,12 +8,17 @@ use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, st
 use shardc::report;
 use shardc_ir::Plan;
 use shardc_ir::program::Stream;
+use shardc_ir::text::PLAN_SCHEMA;
 use shardc_passes::simulate::Conditions;
 use std::path::PathBuf;
 
-/// Shows a plan, or one value of it, or writes reports.
+/// Shows a plan, or one value of it, or writes reports; without a plan, the schema of plan files.
 pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
-    let plan = request::plan_file(&args.plan)?;
+    let Some(path) = &args.plan else {
+        print(PLAN_SCHEMA);
+        return Ok(());
+    };
+    let plan = request::plan_file(path)?;
     let cluster = request::cluster(Some(&plan.request.cluster))?;
     if let Some(what) = &args.value {
         if let Some(flag) = args.files.first() {

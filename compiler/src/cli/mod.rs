@@ -77,7 +77,7 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let model = NamedModel::find(&args.model)?;
     let cluster = request::cluster(args.request.cluster.as_deref())?;
     let batch = request::batch(&args.request, None, &model)?;
-    let options = request::options(&args.request, request::default_precision(&cluster))?;
+    let options = request::options(&args.request, &cluster)?;
     if let Some(path) = &args.output {
         check_writable(path)?;
     }

@@ -84,10 +84,25 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
     Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq })
 }
 
-/// The options of a compilation.
-pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error> {
+/// The bound on the memory of each rank, if a flag says one. Of more than the device has, plans are made that do not
+/// fit it, which is said.
+fn device_memory(args: &RequestArgs, cluster: &Cluster) -> Result<Option<Bytes>, Error> {
+    let asked = args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?;
+    let (usable, device) = (cluster.usable_memory(), &cluster.device);
+    if let Some(asked) = asked.filter(|asked| *asked > usable && device.kind != "cpu") {
+        let has = Bytes(device.memory_bytes.value as u64);
+        tracing::warn!(
+            "--device-memory {asked} is more than there is: {} has {has}, of which plans may take {usable}",
+            device.name
+        );
+    }
+    Ok(asked)
+}
+
+/// The options of a compilation for a cluster.
+pub fn options(args: &RequestArgs, cluster: &Cluster) -> Result<Options, Error> {
     let precision = match args.precision {
-        None => default,
+        None => default_precision(cluster),
         Some(PrecisionArg::Fp32) => Precision::Fp32,
         Some(PrecisionArg::Bf16) => Precision::Bf16,
         Some(PrecisionArg::Fp16) => Precision::Fp16,
@@ -106,14 +121,14 @@ pub fn options(args: &RequestArgs, default: Precision) -> Result<Options, Error>
             SearchArg::All => Scope::All,
         },
         deterministic: args.deterministic,
-        device_memory: args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?,
+        device_memory: device_memory(args, cluster)?,
         host_memory: args.host_memory.as_deref().map(|text| size("--host-memory", text)).transpose()?,
         dump_to: args.dump_to.clone(),
     })
 }
 
 /// The precision where no flag says: fp32 on CPU ranks, elsewhere that of 16 bits in which the device is the fastest.
-pub fn default_precision(cluster: &Cluster) -> Precision {
+fn default_precision(cluster: &Cluster) -> Precision {
     match cluster.device.kind.as_str() {
         "cpu" => Precision::Fp32,
         _ => Precision::fastest(&cluster.device),

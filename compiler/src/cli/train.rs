@@ -169,7 +169,7 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
             let model = NamedModel::find(&args.model)?;
             let cluster = request::cluster(args.request.cluster.as_deref())?;
             let batch = request::batch(&args.request, fixed, &model)?;
-            let mut options = request::options(&args.request, request::default_precision(&cluster))?;
+            let mut options = request::options(&args.request, &cluster)?;
             options.optimizer = request::optimizer(&args.optimizer)?;
             let compiled = shardc::compile(&model, batch, &cluster, &options)?;
             (model, compiled)

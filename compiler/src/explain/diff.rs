@@ -3,7 +3,9 @@
 use super::layers::{self, Row};
 use super::stages;
 use serde::Serialize;
+use shardc_ir::plan::{Request, Scope, Space};
 use shardc_ir::{Plan, Seconds};
+use shardc_passes::deterministic::is_deterministic;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -29,19 +31,7 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
             found.push(Difference { part, what, first: Some(first), second: Some(second) });
         }
     };
-    let pairs = |plan: &Plan| {
-        let request = &plan.request;
-        [
-            ("model", request.model.clone()),
-            ("cluster", request.cluster.clone()),
-            ("batch", request.batch.to_string()),
-            ("seq", request.seq.to_string()),
-            ("precision", request.precision.clone()),
-            ("device memory", request.device_memory.to_string()),
-            ("pins", request.pins.clone()),
-        ]
-    };
-    for ((what, first), (_, second)) in pairs(a).into_iter().zip(pairs(b)) {
+    for ((what, first), (_, second)) in request(a).into_iter().zip(request(b)) {
         compare("request", what, first, second);
     }
     let axes = |plan: &Plan| -> BTreeMap<String, u64> {
@@ -52,22 +42,55 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
         let size = |axes: &BTreeMap<String, u64>| axes.get(name).copied().unwrap_or(1).to_string();
         compare("mesh", name, size(&first), size(&second));
     }
+    // The same axes in another order lie over other links.
+    if first.keys().eq(second.keys()) {
+        let order = |plan: &Plan| plan.mesh.axes.iter().map(|axis| axis.name.clone()).collect::<Vec<_>>().join(",");
+        compare("mesh", "order", order(a), order(b));
+    }
     for (what, first, second) in stages(a, b) {
         compare("stages", &what, first, second);
     }
+    let schedule = |plan: &Plan| if plan.stages() > 1 { plan.pipeline.schedule.name() } else { "none" }.to_string();
+    compare("stages", "schedule", schedule(a), schedule(b));
     compare("choice", "plan", a.choice.clone(), b.choice.clone());
+    let reduced = |plan: &Plan| if plan.reduce_in_loop { "in every microbatch" } else { "once a step" }.to_string();
+    compare("choice", "gradients are reduced", reduced(a), reduced(b));
     for ((what, first), (_, second)) in times(a).into_iter().zip(times(b)) {
         compare("time", what, first.to_string(), second.to_string());
     }
     let memory = |plan: &Plan| {
         let memory = &plan.prediction.memory;
-        crate::report::memory_rows(memory).into_iter().chain([("in all", memory.total())]).collect::<Vec<_>>()
+        let host = ("of a host", plan.prediction.host);
+        crate::report::memory_rows(memory).into_iter().chain([("in all", memory.total()), host]).collect::<Vec<_>>()
     };
     for ((what, first), (_, second)) in memory(a).into_iter().zip(memory(b)) {
         compare("memory", what, first.to_string(), second.to_string());
     }
     found.extend(layouts(a, b));
     found
+}
+
+/// What was asked for: every field of the request, and what of it the graph alone says.
+fn request(plan: &Plan) -> [(&'static str, String); 11] {
+    let Request { model, cluster, batch, seq, precision, reduce_dtype, device_memory, host_memory, pins, scope } =
+        &plan.request;
+    let scope = match scope {
+        Scope::Runnable => "runnable",
+        Scope::All => "all",
+    };
+    [
+        ("model", model.clone()),
+        ("cluster", cluster.clone()),
+        ("batch", batch.to_string()),
+        ("seq", seq.to_string()),
+        ("precision", precision.clone()),
+        ("reduce dtype", reduce_dtype.map_or("f32".to_string(), |dtype| dtype.to_string())),
+        ("deterministic", if is_deterministic(&plan.graph) { "yes" } else { "no" }.to_string()),
+        ("device memory", device_memory.to_string()),
+        ("host memory", host_memory.to_string()),
+        ("pins", pins.clone()),
+        ("search", scope.to_string()),
+    ]
 }
 
 /// What the chunks run, where one of the plans has stages.
@@ -125,7 +148,12 @@ fn keyed(rows: Vec<Row>) -> Vec<(String, Row)> {
 /// The layout without the size of the batch, which differs where the request does.
 fn text(row: &Row) -> String {
     let strategy = if row.strategy.is_empty() { "whole" } else { &row.strategy };
-    format!("{} ({strategy})", row.layout)
+    let space = match row.space {
+        Space::Device => String::new(),
+        space => format!(" in the host's {}", if space == Space::Disk { "disk" } else { "memory" }),
+    };
+    let kept = if row.transient { ", gathered at each use" } else { "" };
+    format!("{}{space} ({strategy}{kept})", row.layout)
 }
 
 /// Differences as text, by parts.

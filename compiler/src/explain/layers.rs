@@ -2,7 +2,8 @@
 
 use super::names::{folded_path, layout, local, name_of, role};
 use serde::Serialize;
-use shardc_ir::{Bytes, Op, OpDef, Plan, Role};
+use shardc_ir::plan::Space;
+use shardc_ir::{Bytes, Op, OpDef, Plan, Role, ValueId};
 use shardc_passes::cost::is_view;
 use shardc_passes::fold::{block_of, fold};
 
@@ -23,6 +24,10 @@ pub struct Row {
     pub layout: String,
     /// What its node does with each axis: `m=dp n=tp`.
     pub strategy: String,
+    /// Where it lies while nothing reads it.
+    pub space: Space,
+    /// Whether copies in another layout are made at each use and dropped after it.
+    pub transient: bool,
     /// What one rank holds of it.
     pub bytes: Bytes,
     /// How many there are.
@@ -33,7 +38,11 @@ pub struct Row {
 /// no byte (views, constants) is left out.
 pub fn rows(plan: &Plan) -> Vec<Row> {
     let graph = &plan.graph;
-    let folded = fold(graph).split(|id| (plan.strategies[id].clone(), role(graph.node(id).role)));
+    let folded = fold(graph).split(|id| {
+        let lies = |value: &ValueId| (plan.spaces[*value], plan.transient[*value]);
+        let node = graph.node(id);
+        (plan.strategies[id].clone(), role(node.role), node.results.iter().map(lies).collect::<Vec<_>>())
+    });
     let mut rows = Vec::new();
     for class in &folded.classes {
         let node = graph.node(class.node);
@@ -51,6 +60,8 @@ pub fn rows(plan: &Plan) -> Vec<Row> {
                 value: value.to_string(),
                 layout: layout(plan, *value),
                 strategy: plan.rule(class.node).strategy_text(&plan.strategies[class.node], &plan.mesh),
+                space: plan.spaces[*value],
+                transient: plan.transient[*value],
                 bytes: local(plan, *value).bytes(),
                 count: class.members.len(),
             });

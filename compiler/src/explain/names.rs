@@ -55,6 +55,12 @@ pub(super) fn choice(plan: &Plan, node: NodeId, choice: Choice) -> String {
     let rule = plan.rule(node);
     match choice {
         Choice::Replicate => "the same on every rank".to_string(),
+        // A product passes on those of either operand, which are two choices.
+        Choice::Pass(set) if rule.linear.len() > 1 => {
+            let operands = &plan.graph.node(node).operands;
+            let of: Vec<String> = rule.linear[set].iter().map(|index| operands[*index].to_string()).collect();
+            format!("partial sums of {} passed on", of.join(" and "))
+        }
         Choice::Pass(_) => "partial sums passed on".to_string(),
         Choice::Factor(factor) => {
             let factor = &rule.factors[factor];

@@ -1,19 +1,33 @@
 //! What would change under other conditions: the search again, with one figure changed.
 //!
 //! Each row is compared with the search under the plan's own conditions, so that only the condition
-//! differs; both are estimates of the search.
+//! differs; both are estimates of the search. It looks at plans whose microbatches are whole: what would
+//! change for one in chunks that overlap is found for its model, traced again.
 
+use crate::agrees;
 use crate::error::Error;
+use crate::options::Options;
 use crate::pipeline;
 use serde::Serialize;
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, Graph, Plan, Seconds};
 use shardc_passes::cluster::{Cluster, Figure, Profile};
+use shardc_passes::deterministic::is_deterministic;
+use shardc_passes::precision::Precision;
 use shardc_passes::search::PlanError;
 use shardc_passes::search::overlap::is_in_chunks;
 use shardc_passes::search::why::{again, searched_graph};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What would change.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Sensitivity {
+    /// A row for each condition; the first is the plan's own.
+    pub rows: Vec<Row>,
+    /// What the rows are of, or why there are none, where the plan is not one that the search looks at.
+    pub note: Option<String>,
+}
 
 /// One condition and the plan that would be found under it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -39,17 +53,37 @@ type Found = Result<Plan, PlanError>;
 
 /// What would change with more or less memory, faster links, faster devices, more nodes.
 ///
-/// Nothing for a plan in chunks that overlap: its graph is cut as one mesh divides the batch.
-///
 /// # Errors
 /// Only a bug: a plan whose graph cannot be read back.
-pub fn rows(plan: &Plan, cluster: &Cluster) -> Result<Vec<Row>, Error> {
-    if is_in_chunks(plan) {
-        return Ok(Vec::new());
-    }
-    let graph = searched_graph(plan)?;
+pub fn sensitivity(plan: &Plan, cluster: &Cluster) -> Result<Sensitivity, Error> {
+    // A graph in chunks is cut as one mesh divides the batch.
+    let is_whole = is_in_chunks(plan);
+    let graph = if is_whole { model_graph(plan)? } else { Some(searched_graph(plan)?) };
+    let Some(graph) = graph else {
+        let model = &plan.request.model;
+        let note = format!(
+            "Not known: the search looks at whole microbatches, those of this plan are in chunks that overlap, and \
+             `{model}` is not a model that can be traced again from its name."
+        );
+        return Ok(Sensitivity { rows: Vec::new(), note: Some(note) });
+    };
+    let rows = rows((&graph, !is_whole), plan, cluster);
+    let note = "Of plans with whole microbatches, which the search estimates: this plan's are in chunks that overlap.";
+    Ok(Sensitivity { rows, note: is_whole.then(|| note.to_string()) })
+}
+
+/// The training step of the model that a plan names, as the passes before the search make it; nothing where the model
+/// is not to be found, or is another than the plan's.
+fn model_graph(plan: &Plan) -> Result<Option<Graph>, Error> {
+    let precision = Precision::from_name(&plan.request.precision);
+    let Some((model, precision)) = agrees::model(plan).zip(precision) else { return Ok(None) };
+    let options = Options { precision, deterministic: is_deterministic(&plan.graph), ..Options::default() };
+    pipeline::step(&model, &options).map(Some)
+}
+
+fn rows(graph: (&Graph, bool), plan: &Plan, cluster: &Cluster) -> Vec<Row> {
     let conditions = conditions(plan, cluster);
-    let found = search_all(&graph, &conditions);
+    let found = search_all(graph, &conditions);
     let base = found.first().and_then(|plan| plan.as_ref().ok()).map(|plan| plan.prediction.step);
     let row = |((what, ..), found): (&Condition, &Found)| {
         let plan = found.as_ref().ok();
@@ -68,46 +102,54 @@ pub fn rows(plan: &Plan, cluster: &Cluster) -> Result<Vec<Row>, Error> {
             }),
         }
     };
-    Ok(conditions.iter().zip(&found).map(row).collect())
+    conditions.iter().zip(&found).map(row).collect()
 }
 
 fn conditions(plan: &Plan, cluster: &Cluster) -> Vec<Condition> {
-    let mut list = Vec::new();
-    let mut add = |what: &str, change: &dyn Fn(&mut Cluster, &mut Request)| {
-        let (mut cluster, mut request) = (cluster.clone(), plan.request.clone());
-        change(&mut cluster, &mut request);
-        list.push((what.to_string(), cluster, request));
+    let mut list: Vec<Condition> = Vec::new();
+    let changed = |change: &dyn Fn(&mut Cluster)| {
+        let mut cluster = cluster.clone();
+        change(&mut cluster);
+        cluster
     };
-    let memory = |share: f64| {
-        move |cluster: &mut Cluster, request: &mut Request| {
-            request.device_memory = Bytes((request.device_memory.0 as f64 * share) as u64);
-            cluster.change_devices(|device| {
-                let usable = device.usable_memory().0 as f64;
-                device.memory_bytes.value += (share - 1.0) * usable;
-            });
-        }
+    let memories = [("as it is", 1.0), ("10% more memory", 1.1), ("twice the memory", 2.0), ("10% less memory", 0.9)];
+    for (what, share) in memories {
+        let device_memory = Bytes((plan.request.device_memory.0 as f64 * share) as u64);
+        let cluster = changed(&|cluster| {
+            cluster
+                .change_devices(|device| device.memory_bytes.value += (share - 1.0) * device.usable_memory().0 as f64);
+        });
+        list.push((what.to_string(), cluster, Request { device_memory, ..plan.request.clone() }));
+    }
+    let mut add = |what: String, cluster: Cluster| list.push((what, cluster, plan.request.clone()));
+    let times = |factor: f64, figure: fn(&mut Profile) -> &mut Figure| {
+        changed(&|cluster| cluster.change_devices(|device| figure(device).value *= factor))
     };
-    let figure = |of: fn(&mut Profile) -> &mut Figure, times: f64| {
-        move |cluster: &mut Cluster, _: &mut Request| cluster.change_devices(|device| of(device).value *= times)
-    };
-    add("as it is", &|_, _| {});
-    add("10% more memory", &memory(1.1));
-    add("twice the memory", &memory(2.0));
-    add("10% less memory", &memory(0.9));
+    let both = [("twice", 2.0), ("half", 0.5)];
     if cluster.nodes > 1 {
-        add("twice the bandwidth between nodes", &figure(|device| &mut device.node_bandwidth, 2.0));
-        add("half the bandwidth between nodes", &figure(|device| &mut device.node_bandwidth, 0.5));
+        for (word, factor) in both {
+            let faster = times(factor, |device| &mut device.node_bandwidth);
+            add(format!("{word} the bandwidth between nodes"), faster);
+        }
+    }
+    // Racks and pods have links of their own.
+    for (at, level) in cluster.levels.iter().enumerate().filter(|(_, level)| level.nodes < cluster.nodes) {
+        for (word, factor) in both {
+            let mut faster = cluster.clone();
+            faster.levels[at].bandwidth *= factor;
+            add(format!("{word} the bandwidth between {}s", level.name), faster);
+        }
     }
     if cluster.per_node > 1 {
-        add("twice the bandwidth within a node", &figure(|device| &mut device.link_bandwidth, 2.0));
+        add("twice the bandwidth within a node".into(), times(2.0, |device| &mut device.link_bandwidth));
     }
-    add("twice the memory bandwidth", &figure(|device| &mut device.memory_bandwidth, 2.0));
-    add("twice the nodes", &|cluster, _| cluster.double_nodes());
+    add("twice the memory bandwidth".into(), times(2.0, |device| &mut device.memory_bandwidth));
+    add("twice the nodes".into(), changed(&Cluster::double_nodes));
     list
 }
 
 /// Searches under every condition, on as many threads as there are cores.
-fn search_all(graph: &Graph, conditions: &[Condition]) -> Vec<Found> {
+fn search_all(graph: (&Graph, bool), conditions: &[Condition]) -> Vec<Found> {
     let found: Vec<Mutex<Option<Found>>> = conditions.iter().map(|_| Mutex::new(None)).collect();
     let next = AtomicUsize::new(0);
     let work = || {

@@ -140,8 +140,8 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
         axes.iter().map(|axis| mesh.axis(*axis).name.clone()).collect::<Vec<_>>().join(" and ")
     };
     let others: Vec<_> = batch_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1).collect();
-    let does = |pick: fn(&Choice) -> bool| {
-        others.iter().copied().filter(|axis| pick(&strategy.choice(*axis))).collect::<Vec<_>>()
+    let does = |pick: &dyn Fn(Choice) -> bool| {
+        others.iter().copied().filter(|axis| pick(strategy.choice(*axis))).collect::<Vec<_>>()
     };
     let mut reasons = Vec::new();
     if let (Some(chunk), Some(stage)) = (plan.pipeline.chunks[def], stage_of(plan, def)) {
@@ -156,18 +156,25 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
         reasons.push(format!("lies in the host's {place} while nothing reads it: {why}"));
     }
     if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
+        let parted = does(&|choice| matches!(choice, Choice::Factor(_)));
+        reasons.extend((!parted.is_empty()).then(|| format!("{}: each rank stores its part", names(parted))));
         reasons.extend(stored(plan, why));
         return reasons;
     }
-    let divided = does(|choice| matches!(choice, Choice::Factor(_)));
+    let batch = why.batch.get(&def).copied();
+    let divided = does(&|choice| matches!(choice, Choice::Factor(_)) && Some(choice) == batch);
     if !divided.is_empty() {
         reasons.push(format!("{}: each rank and microbatch has its part of the batch", names(divided)));
     }
-    let passed = does(|choice| matches!(choice, Choice::Pass(_)));
-    if !passed.is_empty() {
-        reasons.push(format!("{}: sums over the batch stay partial until they are read", names(passed)));
+    let stored = does(&|choice| matches!(choice, Choice::Factor(_)) && Some(choice) != batch);
+    if !stored.is_empty() {
+        reasons.push(format!("{}: each rank works on the part that it stores", names(stored)));
     }
-    let whole = does(|choice| *choice == Choice::Replicate);
+    let passed = does(&|choice| matches!(choice, Choice::Pass(_)));
+    if !passed.is_empty() {
+        reasons.push(format!("{}: sums over the ranks' parts stay partial until they are read", names(passed)));
+    }
+    let whole = does(&|choice| choice == Choice::Replicate);
     if !whole.is_empty() {
         reasons.push(format!("{}: the same for every part of the batch", names(whole)));
     }
@@ -182,8 +189,8 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
 
 /// The ZeRO stages beside the chosen one.
 fn stored(plan: &Plan, why: &Why) -> Vec<String> {
-    // Whole models are priced, not their stages.
-    if plan.stages() > 1 {
+    // Whole models are priced, not their stages, and whole microbatches, not their chunks.
+    if plan.stages() > 1 || why.stages.is_empty() {
         return Vec::new();
     }
     if why.stages.len() < 2 {

@@ -92,17 +92,33 @@ fn local_lead(causal: bool, lead: Option<i64>, q: &Part, k: &Part) -> Option<i64
     is_divided.then(|| lead.unwrap_or(k.shape[1] as i64 - q.shape[1] as i64) + first as i64)
 }
 
-/// Two matmuls over the scores of the keys that are seen.
-fn score_flops(operands: [&TensorType; 3], causal: bool, lead: Option<i64>) -> f64 {
+/// The scores of the keys that are seen.
+fn scores(operands: [&TensorType; 3], causal: bool, lead: Option<i64>) -> f64 {
     let [q, k, v] = operands;
-    let [b, s, h, d, t, _, e] = sizes(q, k, v).unwrap_or([0; 7]).map(|size| size as f64);
+    let [b, s, h, _, t, ..] = sizes(q, k, v).unwrap_or([0; 7]).map(|size| size as f64);
     let share = match lead {
         _ if !causal => 1.0,
         None => 0.5,
         // Query `i` sees `i + lead + 1` keys; in the mean, about half of the queries more than the first.
         Some(lead) => ((lead as f64 + 0.5 * s) / t).clamp(0.0, 1.0),
     };
-    2.0 * b * h * s * t * (d + e) * share
+    b * h * s * t * share
+}
+
+/// Two matmuls over these.
+fn score_flops(operands: [&TensorType; 3], causal: bool, lead: Option<i64>) -> f64 {
+    let [q, k, v] = operands;
+    let [_, _, _, d, _, _, e] = sizes(q, k, v).unwrap_or([0; 7]).map(|size| size as f64);
+    2.0 * scores(operands, causal, lead) * (d + e)
+}
+
+impl AttentionGrad {
+    /// The bytes of the derivative of the scores that are seen, where it is written: once, and read once.
+    pub fn written_scores(&self, operands: &[TensorType]) -> Bytes {
+        let read = [&operands[1], &operands[2], &operands[3]];
+        let bytes = scores(read, self.causal, self.lead) * operands[1].dtype.size() as f64;
+        Bytes(if self.deterministic { bytes as u64 } else { 0 })
+    }
 }
 
 impl OpDef for Attention {
@@ -168,9 +184,6 @@ impl OpDef for AttentionGrad {
     }
     fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let read_once: Bytes = operands.iter().chain(results).map(TensorType::bytes).sum();
-        let (q, keys) = (&operands[1], operands[2].shape[1]);
-        let scores = q.shape[0] * q.shape[1] * q.shape[2] * keys * q.dtype.size();
-        // Written once and read once.
-        read_once + Bytes(if self.deterministic { 2 * scores } else { 0 })
+        read_once + self.written_scores(operands) * 2
     }
 }

@@ -7,7 +7,7 @@
 //! last has arrived; from then on it runs bucket by bucket, with transfers and disks beside it.
 
 use super::overlap;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Profile};
 
 /// Bytes of the host's memory that AdamW moves per parameter: 124 GB/s and 5.8 G parameters/s, measured
 /// with a fused update in f32 on one host of H200s.
@@ -71,7 +71,12 @@ pub struct Shown {
 impl Host {
     /// The share of each device of a cluster.
     pub fn of(cluster: &Cluster) -> Self {
-        let (device, sharing) = (&cluster.device, cluster.per_node.min(cluster.ranks()).max(1) as f64);
+        Self::of_device(&cluster.device, cluster)
+    }
+
+    /// The share of a device, of which the hosts of a cluster have as many as of any.
+    pub fn of_device(device: &Profile, cluster: &Cluster) -> Self {
+        let sharing = cluster.per_node.max(1) as f64;
         Self {
             link: device.host_bandwidth.value,
             memory: device.host_memory_bandwidth.value / sharing,
@@ -80,7 +85,12 @@ impl Host {
         }
     }
 
-    /// Seconds of transfers.
+    /// Seconds in which every device of the host is given so many bytes.
+    pub fn feed(&self, bytes: f64) -> f64 {
+        self.transfer(Moved { up: bytes, down: 0.0 })
+    }
+
+    /// Seconds of transfers: at the rate of the device's link, or its share of the host's memory if that is less.
     fn transfer(&self, moved: Moved) -> f64 {
         (moved.up.max(moved.down) / self.link).max((moved.up + moved.down) / self.memory)
     }
@@ -115,6 +125,15 @@ mod tests {
         // From disk, the disk decides.
         let traffic = Traffic { disk: 12e9, ..traffic };
         assert!((host(1).shown(&traffic, &Beside::default()).update - 12e9 / 2.2e9).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_host_s_memory_feeds_all_of_its_devices() {
+        let desktop = |devices: u64| Host::of(&Cluster::parse(&format!("rtx4090:{devices}"), "h200").unwrap());
+        let [alone, shared] = [1, 8].map(|devices| desktop(devices).feed(1e9));
+        assert!((alone - 1e9 / 27.7e9).abs() < 1e-9 && (shared - 8e9 / 72e9).abs() < 1e-9, "{alone} {shared}");
+        // Sixteen channels are more than eight links.
+        assert_eq!(host(1).feed(1e9), host(8).feed(1e9));
     }
 
     #[test]

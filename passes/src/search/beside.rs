@@ -19,6 +19,7 @@ use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Storage, kind};
 use crate::cluster::Cluster;
+use crate::cost::host::Host;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
 use crate::schedule::{BUCKET_BYTES, SMALL};
@@ -198,7 +199,7 @@ impl Loop {
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
             if matches!(node.op, Op::Input(_)) {
-                own.feed += bytes(class) / placed.cluster.device.host_bandwidth.value;
+                own.feed += Host::of(placed.cluster).feed(bytes(class));
             }
             if prepared.in_loop(class) && !node.op.is_leaf() {
                 let key = (block_of(&node.path), node.role != Role::Forward);

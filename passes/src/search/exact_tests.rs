@@ -49,7 +49,7 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
         let away = Away::default();
-        let space = Space { prepared: &prepared, line: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away };
+        let space = Space { prepared: &prepared, line: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -160,8 +160,16 @@ fn the_same_request_gives_the_same_plan() {
     let prepared = prepare(&graph, 64, &NoScratch);
     let (pins, free) = (Pins::default(), request(64, u64::MAX));
     let away = Away::default();
-    let space =
-        Space { prepared: &prepared, line: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away };
+    let space = Space {
+        prepared: &prepared,
+        line: None,
+        cluster: &cluster,
+        others: &[],
+        request: &free,
+        pins: &pins,
+        away,
+        with_unfit: false,
+    };
     let (low, high) = range(&space);
     for memory in [u64::MAX, high, low.midpoint(high), low * 2] {
         let request = request(64, memory);

@@ -81,6 +81,8 @@ struct Mesh<'a> {
     /// One for each way to store parameters.
     degrees: &'a [Degrees],
     work: Work,
+    /// Whether stages that do not fit are as good as any.
+    with_unfit: bool,
     /// The fastest step of those that fit and are known.
     best: f64,
 }
@@ -201,7 +203,9 @@ impl Problem<'_> {
     /// The level of a stage with these chunks; nothing if none fits.
     fn level(&self, stage: u64, chunks: &[(usize, usize, usize)]) -> Option<usize> {
         let room = self.mesh.rooms[stage as usize].0 as f64;
-        let fits = |level: usize, share: f64| self.memory(level, chunks).total().0 as f64 <= share * room;
+        let fits = |level: usize, share: f64| {
+            self.mesh.with_unfit || self.memory(level, chunks).total().0 as f64 <= share * room
+        };
         match &self.choice {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
             Choice::Least => (0..self.levels.len()).find(|level| fits(*level, SPARE)),
@@ -421,7 +425,8 @@ pub(super) fn solve(
         rest = after;
     }
     let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
-    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, best };
+    let with_unfit = space.with_unfit;
+    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, with_unfit, best };
     extend(&mut found, &mesh, space.pins);
     found
 }

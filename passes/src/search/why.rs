@@ -36,6 +36,9 @@ pub struct Options {
 pub struct Why {
     /// Per node that was asked for, its options on each tensor axis.
     pub options: BTreeMap<NodeId, Vec<Options>>,
+    /// Per node that was asked for, what it does with an axis because that divides the batch. What else it does with
+    /// such an axis it does because of how parameters are stored.
+    pub batch: BTreeMap<NodeId, Choice>,
     /// The ZeRO stages on the plan's mesh, with the plan's recomputation; of a plan in chunks that overlap none.
     pub stages: Vec<(u64, Prediction)>,
 }
@@ -55,13 +58,20 @@ fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanErro
 }
 
 /// Finds the plan anew under another request or on another cluster: what would change if there were
-/// more memory, or faster links. Memory is estimated.
+/// more memory, or faster links. Memory is estimated, of plans that are not in chunks that overlap. `is_cut` says that
+/// the graph is that of a plan ([`searched_graph`]), whose head is in chunks already, not the model's.
 ///
 /// # Errors
 /// As [`search`](super::search).
-pub fn again(graph: &Graph, cluster: &Cluster, request: &Request, target: &dyn Target) -> Result<Plan, PlanError> {
-    // The graph is cut as the plan cut it.
-    let pins = Pins { loss_chunks: None, overlap_chunks: None, keep_casts: Some(false), ..Pins::parse(&request.pins)? };
+pub fn again(
+    (graph, is_cut): (&Graph, bool),
+    cluster: &Cluster,
+    request: &Request,
+    target: &dyn Target,
+) -> Result<Plan, PlanError> {
+    let own = Pins::parse(&request.pins)?;
+    let loss_chunks = own.loss_chunks.filter(|_| !is_cut);
+    let pins = Pins { loss_chunks, overlap_chunks: None, keep_casts: Some(false), ..own };
     super::search(graph, cluster, request, &pins, target)
 }
 
@@ -85,7 +95,8 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let back: BTreeMap<NodeId, NodeId> = from.iter().map(|(new, old)| (*old, new)).collect();
     let class = |node: &NodeId| back.get(&original(node)).map(|new| prepared.folded.class[*new]);
     let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
-    let mut why = Why::default();
+    let batch = nodes.iter().filter_map(|node| Some((*node, prepared.batch[class(node)?]))).collect();
+    let mut why = Why { batch, ..Why::default() };
     let conversions = place_axes(&prepared, &mut placed, 0.0);
     for axis in searched_axes(&plan.mesh) {
         let costs = choices_of(&prepared, &placed, axis, &classes);

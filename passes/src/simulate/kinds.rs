@@ -48,7 +48,7 @@ impl Kinds {
         // What runs where, with the axes on which its seconds depend.
         let mut of_place: BTreeMap<(usize, usize), (Vec<AxisId>, Places)> = BTreeMap::new();
         for (index, device) in (0..mesh.ranks()).map(pair).collect::<BTreeSet<_>>() {
-            let priced = Priced::new(&programs[index], plan, cluster.devices()[device]);
+            let priced = Priced::new(&programs[index], plan, (cluster.devices()[device], cluster));
             let first = kinds.works.len();
             let (seconds, places) = merged(priced.at_places(), most);
             kinds.program.extend(seconds.iter().map(|_| index));
@@ -100,8 +100,8 @@ struct Priced<'a> {
 }
 
 impl<'a> Priced<'a> {
-    fn new(program: &'a Program, plan: &'a Plan, device: &'a Profile) -> Self {
-        let of = |instruction| work(program, instruction, &plan.graph, device);
+    fn new(program: &'a Program, plan: &'a Plan, (device, cluster): (&'a Profile, &Cluster)) -> Self {
+        let of = |instruction| work(program, instruction, &plan.graph, (device, cluster));
         let works = program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect();
         let mut own = Self { program, plan, device, works, uneven: Vec::new(), axes: Vec::new() };
         let (mesh, here) = (&plan.mesh, plan.mesh.coordinates(program.rank, 0));

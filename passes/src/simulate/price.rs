@@ -2,6 +2,7 @@
 
 use crate::cluster::{Cluster, Profile};
 use crate::cost::collective::{self, Collective, Group};
+use crate::cost::host::Host;
 use crate::cost::{Machine, Pass};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::view::is_view;
@@ -18,9 +19,14 @@ pub(super) enum Work {
     Message { peer: u64, is_sender: bool, bytes: f64 },
 }
 
-/// What an instruction of a program needs on this device; `graph` knows in which half of the step the
+/// What an instruction of a program needs on this device of a cluster; `graph` knows in which half of the step the
 /// node is that it came from.
-pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, device: &Profile) -> Work {
+pub(super) fn work(
+    program: &Program,
+    instruction: &Instruction,
+    graph: &Graph,
+    (device, cluster): (&Profile, &Cluster),
+) -> Work {
     let size = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.bytes().0 as f64).sum::<f64>();
     let (operands, results) = (size(&instruction.operands), size(&instruction.results));
     let machine = Machine::own(device);
@@ -31,7 +37,7 @@ pub(super) fn work(program: &Program, instruction: &Instruction, graph: &Graph, 
         Action::Compute(op) => Work::Local(kernel(op, program, instruction, graph, device)),
         Action::Accumulate => Work::Local(machine.launch() + (operands + 2.0 * results) / bandwidth),
         Action::Copy => Work::Local(machine.launch() + (operands + results) / bandwidth),
-        Action::Feed { .. } => Work::Local(results / device.host_bandwidth.value),
+        Action::Feed { .. } => Work::Local(Host::of_device(device, cluster).feed(results)),
         Action::AllReduce { group, .. } => meet(*group, Collective::AllReduce, operands),
         Action::ReduceScatter { group, .. } => meet(*group, Collective::ReduceScatter, operands),
         Action::AllGather { group } => meet(*group, Collective::AllGather, results),
