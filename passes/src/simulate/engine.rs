@@ -267,7 +267,7 @@ impl Engine<'_> {
             }
         }
         let per_node = self.clusters[0].per_node;
-        let loss = |lane: usize| self.clusters[self.folded.classes[lane].kind].device.overlap_loss.value;
+        let loss = |lane: usize| self.clusters[self.folded.classes[lane].device].device.overlap_loss.value;
         // Per kind of node, how much of what its crossing ranks ask for its links carry.
         let kinds = self.folded.classes.first().map_or(0, |class| class.per_node.len());
         let share = |kind: usize| {
