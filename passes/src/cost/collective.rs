@@ -2,7 +2,7 @@
 //! the ring and tree algorithms of NCCL).
 //!
 //! A group lies over `within` ranks of each of `across` nodes, and these over racks and pods
-//! ([`Level`](crate::cluster::Level)) where the cluster has such. Rings run through the nodes: within
+//! ([`Level`]) where the cluster has such. Rings run through the nodes: within
 //! a node a rank moves bytes at the link's rate; between nodes the node's ranks in the group move
 //! them through their ports together, and no faster than within; likewise between racks and pods.
 //! Where a group leaves its nodes for those of other kinds, it is as slow as on the kind on which it is slowest.
