@@ -1,8 +1,10 @@
 //! The command line from outside: exit codes and messages, above all of bad input.
 
 mod command;
+mod planned;
 
 use command::{check, shardc, text};
+use planned::plan_in;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -408,14 +410,6 @@ fn a_step_is_profiled() {
     let nowhere = dir.path().join("missing/timeline.json");
     let said = check_train(&fixture("llama"), &data, &["--timeline", text(&nowhere)], 2, &["missing/timeline.json"]);
     assert!(!said.contains("peak memory"), "{said}");
-}
-
-/// A plan of a tiny model on four ranks, in `dir`.
-fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
-    let path = dir.join(name);
-    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
-    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
-    path
 }
 
 #[test]

@@ -1,19 +1,13 @@
 //! `explain VALUE` and `diff` from outside: why a value lies as it does, and what two plans say differently.
 
 mod command;
+mod planned;
 
 use command::{check, shardc, text};
+use planned::plan_in;
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
-
-/// A plan of a tiny model on four ranks, in `dir`.
-fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
-    let path = dir.join(name);
-    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
-    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
-    path
-}
+use std::path::PathBuf;
 
 #[test]
 fn a_value_says_why_it_lies_as_it_does() {

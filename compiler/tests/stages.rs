@@ -1,17 +1,11 @@
 //! Plans in stages from outside: explained, drawn, compared, edited, verified, and their page.
 
 mod command;
+mod planned;
 
 use command::{check, shardc, text};
+use planned::plan_in;
 use std::fs;
-use std::path::{Path, PathBuf};
-
-fn plan_in(dir: &Path, name: &str, pin: &str) -> PathBuf {
-    let path = dir.join(name);
-    let args = ["plan", "llama-tiny", "--cluster", "cpu:4", "--batch", "8", "--seq", "32", "--pin", pin];
-    check(&[&args[..], &["-o", text(&path)]].concat(), 0, &[]);
-    path
-}
 
 #[test]
 fn plans_in_stages_are_opened_up() {
