@@ -1,7 +1,7 @@
 //! Plans for people to read.
 
 use crate::pipeline::target;
-use shardc_ir::feature::{self, missing};
+use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Plan};
@@ -102,14 +102,18 @@ fn idle(plan: &Plan) -> Option<String> {
     })
 }
 
+/// The names of what [`unlowered`] is about.
+pub(crate) fn unlowered_names(plan: &Plan) -> Option<String> {
+    let names: Vec<String> = feature::unlowered(plan).iter().map(ToString::to_string).collect();
+    (!names.is_empty()).then(|| names.join(" and "))
+}
+
 /// What the programs of a plan do in another way than it is planned, if anything: what is shown of them is not the
 /// plan's.
 pub fn unlowered(plan: &Plan) -> Option<String> {
-    let lacking = feature::unlowered(plan);
-    let names: Vec<String> = lacking.iter().map(ToString::to_string).collect();
-    let instead: Vec<&str> = lacking.iter().filter_map(|feature| feature.instead()).collect();
-    let [names, instead] = [names.join(" and "), instead.join(" and ")];
-    (!lacking.is_empty()).then(|| format!("no program does {names} yet: programs {instead}"))
+    let names = unlowered_names(plan)?;
+    let instead: Vec<&str> = feature::unlowered(plan).into_iter().filter_map(Feature::instead).collect();
+    Some(format!("no program does {names} yet: programs {}", instead.join(" and ")))
 }
 
 /// Why the runtime of a plan's cluster cannot execute it, if it cannot, and what to do about it.

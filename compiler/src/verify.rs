@@ -20,7 +20,6 @@ use crate::pipeline;
 use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
-use shardc_ir::feature::unlowered;
 use shardc_ir::ops::{Unary, UnaryKind};
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::verify::VerifiedPlan;
@@ -136,8 +135,7 @@ fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<boo
 
 /// What of a plan is not in what is shown of its programs.
 fn without(plan: &Plan) -> String {
-    let names: Vec<String> = unlowered(plan).iter().map(ToString::to_string).collect();
-    if names.is_empty() { String::new() } else { format!(", without {}", names.join(" and ")) }
+    report::unlowered_names(plan).map_or(String::new(), |names| format!(", without {names}"))
 }
 
 fn mesh_text(plan: &Plan) -> String {

@@ -117,6 +117,11 @@ impl Mesh {
         self.ids().find(|id| self.axis(*id).name == name)
     }
 
+    /// The pipeline stage of a rank; 0 where there are no stages.
+    pub fn stage_of(&self, rank: u64) -> u64 {
+        self.family("pp").first().map_or(0, |axis| self.coordinates(rank, 0)[axis.0 as usize])
+    }
+
     /// All axes of a family, outermost first: `family("tp")` gives `tp` and `tp_1`.
     pub fn family(&self, family: &str) -> Vec<AxisId> {
         self.ids().filter(|id| self.axis(*id).family() == family).collect()

@@ -1,9 +1,10 @@
 //! `diff`: what two plans do differently.
 
 use super::layers::{self, Row};
+use super::names::away;
 use super::stages;
 use serde::Serialize;
-use shardc_ir::plan::{Request, Scope, Space};
+use shardc_ir::plan::{Request, Scope};
 use shardc_ir::{Plan, Seconds};
 use shardc_passes::deterministic::is_deterministic;
 use std::collections::BTreeMap;
@@ -148,10 +149,7 @@ fn keyed(rows: Vec<Row>) -> Vec<(String, Row)> {
 /// The layout without the size of the batch, which differs where the request does.
 fn text(row: &Row) -> String {
     let strategy = if row.strategy.is_empty() { "whole" } else { &row.strategy };
-    let space = match row.space {
-        Space::Device => String::new(),
-        space => format!(" in the host's {}", if space == Space::Disk { "disk" } else { "memory" }),
-    };
+    let space = away(row.space).map_or(String::new(), |place| format!(" in {place}"));
     let kept = if row.transient { ", gathered at each use" } else { "" };
     format!("{}{space} ({strategy}{kept})", row.layout)
 }

@@ -1,7 +1,17 @@
 //! Names of parts of a plan as reports show them.
 
+use shardc_ir::plan::Space;
 use shardc_ir::{Choice, FactorKind, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
 use shardc_passes::fold::{Folded, block, fold, leaf_name};
+
+/// Where a value lies while nothing reads it, if that is not on the device.
+pub(super) fn away(space: Space) -> Option<&'static str> {
+    match space {
+        Space::Device => None,
+        Space::Host => Some("the host's memory"),
+        Space::Disk => Some("the host's disk"),
+    }
+}
 
 /// A path whose block number stands for all of its family: `blocks.*.mlp`.
 pub(super) fn folded_path(path: &str) -> String {

@@ -57,8 +57,8 @@ type Found = Result<Plan, PlanError>;
 /// Only a bug: a plan whose graph cannot be read back.
 pub fn sensitivity(plan: &Plan, cluster: &Cluster) -> Result<Sensitivity, Error> {
     // A graph in chunks is cut as one mesh divides the batch.
-    let is_whole = is_in_chunks(plan);
-    let graph = if is_whole { model_graph(plan)? } else { Some(searched_graph(plan)?) };
+    let in_chunks = is_in_chunks(plan);
+    let graph = if in_chunks { model_graph(plan)? } else { Some(searched_graph(plan)?) };
     let Some(graph) = graph else {
         let model = &plan.request.model;
         let note = format!(
@@ -67,9 +67,9 @@ pub fn sensitivity(plan: &Plan, cluster: &Cluster) -> Result<Sensitivity, Error>
         );
         return Ok(Sensitivity { rows: Vec::new(), note: Some(note) });
     };
-    let rows = rows((&graph, !is_whole), plan, cluster);
+    let rows = rows((&graph, !in_chunks), plan, cluster);
     let note = "Of plans with whole microbatches, which the search estimates: this plan's are in chunks that overlap.";
-    Ok(Sensitivity { rows, note: is_whole.then(|| note.to_string()) })
+    Ok(Sensitivity { rows, note: in_chunks.then(|| note.to_string()) })
 }
 
 /// The training step of the model that a plan names, as the passes before the search make it; nothing where the model
@@ -135,8 +135,7 @@ fn conditions(plan: &Plan, cluster: &Cluster) -> Vec<Condition> {
     // Racks and pods have links of their own.
     for (at, level) in cluster.levels.iter().enumerate().filter(|(_, level)| level.nodes < cluster.nodes) {
         for (word, factor) in both {
-            let mut faster = cluster.clone();
-            faster.levels[at].bandwidth *= factor;
+            let faster = changed(&|cluster| cluster.levels[at].bandwidth *= factor);
             add(format!("{word} the bandwidth between {}s", level.name), faster);
         }
     }

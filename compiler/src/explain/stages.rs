@@ -69,11 +69,13 @@ pub struct Stage {
 /// The stages of a plan, in their order; none where there are none.
 pub fn stages(inspection: &Inspection<'_>) -> Vec<Stage> {
     let Inspection { plan, cluster, programs, simulated } = inspection;
-    let Some(axis) = plan.mesh.family("pp").first().copied() else { return Vec::new() };
+    if plan.mesh.family("pp").is_empty() {
+        return Vec::new();
+    }
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
     let of = |(stage, (kinds, room)): (usize, (BTreeSet<usize>, Bytes))| {
         let names: Vec<&str> = kinds.iter().map(|kind| cluster.devices()[*kind].name.as_str()).collect();
-        let is_in = |rank: &&Rank| plan.mesh.coordinates(rank.rank, 0)[axis.0 as usize] == stage as u64;
+        let is_in = |rank: &&Rank| plan.mesh.stage_of(rank.rank) == stage as u64;
         let own = || simulated.ranks.iter().filter(is_in);
         Stage {
             device: names.join(" and "),

@@ -4,12 +4,12 @@
 //! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
 //! all others did what then is best.
 
-use super::names::{choice, folded_nodes, layout, local, role, stage_of};
+use super::names::{away, choice, folded_nodes, layout, local, role, stage_of};
 use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
 use serde::Serialize;
-use shardc_ir::plan::{Prediction, Space};
+use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, ValueId};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
@@ -147,13 +147,12 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     if let (Some(chunk), Some(stage)) = (plan.pipeline.chunks[def], stage_of(plan, def)) {
         reasons.push(format!("in chunk {chunk} of the pipeline, which stage {stage} runs"));
     }
-    if plan.spaces[value] != Space::Device {
-        let place = if plan.spaces[value] == Space::Disk { "disk" } else { "memory" };
+    if let Some(place) = away(plan.spaces[value]) {
         let why = match Pins::parse(&plan.request.pins).ok().and_then(|pins| pins.offload) {
             Some(pin) => format!("offload={pin} is pinned"),
             None => "the device has no room for everything".to_string(),
         };
-        reasons.push(format!("lies in the host's {place} while nothing reads it: {why}"));
+        reasons.push(format!("lies in {place} while nothing reads it: {why}"));
     }
     if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
         let parted = does(&|choice| matches!(choice, Choice::Factor(_)));

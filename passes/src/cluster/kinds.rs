@@ -6,8 +6,8 @@
 //! cluster they are.
 
 use super::{Cluster, Figure, Part, Profile, check};
+use shardc_ir::Mesh;
 use shardc_ir::units::{Bytes, counted};
-use shardc_ir::{AxisId, Mesh};
 use std::collections::BTreeSet;
 
 impl Cluster {
@@ -51,10 +51,8 @@ impl Cluster {
             return vec![BTreeSet::from([0]); stages];
         }
         let mut kinds = vec![BTreeSet::new(); stages];
-        let axis: Option<AxisId> = mesh.family("pp").first().copied();
         for (rank, kind) in self.kinds_of_ranks().into_iter().enumerate().take(mesh.ranks() as usize) {
-            let stage = axis.map_or(0, |axis| mesh.coordinates(rank as u64, 0)[axis.0 as usize]);
-            kinds[stage as usize].insert(kind);
+            kinds[mesh.stage_of(rank as u64) as usize].insert(kind);
         }
         kinds
     }

@@ -65,18 +65,22 @@ pub(super) fn solved<'a>(
 pub(super) fn paced(graph: &Graph, cluster: &Cluster) -> (Cluster, Vec<Cluster>) {
     let all = (0..cluster.devices().len()).collect();
     let mut seen = cluster.among(&all);
-    if seen.len() > 1 {
-        let seconds = |cluster: &Cluster| -> f64 {
-            let of = |(id, node): (NodeId, &Node)| {
-                let (operands, results) = (graph.operand_types(id), graph.result_types(id));
-                Machine::own(&cluster.device).seconds(&node.op, &operands, &results, Pass::of(node.role)).0.0
+    let slowest = match &seen[..] {
+        [_] => 0,
+        _ => {
+            let seconds = |cluster: &Cluster| -> f64 {
+                let of = |(id, node): (NodeId, &Node)| {
+                    let (operands, results) = (graph.operand_types(id), graph.result_types(id));
+                    Machine::own(&cluster.device).seconds(&node.op, &operands, &results, Pass::of(node.role)).0.0
+                };
+                graph.nodes().map(of).sum()
             };
-            graph.nodes().map(of).sum()
-        };
-        seen.sort_by(|a, b| seconds(b).total_cmp(&seconds(a)));
-    }
-    let others = seen.split_off(1);
-    (seen.pop().unwrap_or_else(|| cluster.clone()), others)
+            let taken = seen.iter().map(seconds).enumerate();
+            // Of equals the first.
+            taken.rev().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(0, |(index, _)| index)
+        }
+    };
+    (seen.remove(slowest), seen)
 }
 
 /// A mesh with the layouts that are fastest on it, and the sums from which its plans are predicted; `None`

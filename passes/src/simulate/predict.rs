@@ -18,9 +18,8 @@ pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster
     let work = model_work(&plan.graph, cluster);
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
     let taken = |program: &Program| {
-        let stage =
-            plan.mesh.family("pp").first().map_or(0, |axis| plan.mesh.coordinates(program.rank, 0)[axis.0 as usize]);
-        Prediction { memory: memory(program), room: rooms[stage as usize], ..Prediction::default() }
+        let room = rooms[plan.mesh.stage_of(program.rank) as usize];
+        Prediction { memory: memory(program), room, ..Prediction::default() }
     };
     let fullest = programs.iter().map(taken).max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
     let host = cluster.on_host(fullest.memory.total());

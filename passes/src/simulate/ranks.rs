@@ -2,9 +2,8 @@
 //!
 //! Two ranks start out alike if they run the same program, each instruction of which takes as long on both
 //! ([`super::kinds`]), at the same speed, and their groups lie over the nodes alike. Ranks that are alike but meet
-//! ranks that are not (one data rank is slow) are
-//! told apart, again and again until nothing changes: the coarsest stable colouring of the ranks and
-//! their groups (colour refinement; Paige and Tarjan, "Three partition refinement algorithms",
+//! ranks that are not (one data rank is slow) are told apart, again and again until nothing changes: the coarsest
+//! stable colouring of the ranks and their groups (colour refinement; Paige and Tarjan, "Three partition refinement algorithms",
 //! 1987). In it every group of one kind holds the same number of each class, so one rank of each
 //! class stands for all.
 
