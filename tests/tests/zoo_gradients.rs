@@ -207,7 +207,7 @@ fn mixture_of_experts() {
     let base = LlamaConfig { init_std: 0.3, ..LlamaConfig::new([2, 16, 2, 1, 24, VOCABULARY]) };
     let config = MoeConfig { group: 3, capacity: 0.7, ..MoeConfig::new(base, 4, 2) };
     check_model!(config, Moe, VOCABULARY, |model, inputs, device| {
-        let (logits, balance) = model.forward(ints(&inputs["input_ids"], &device));
-        causal_loss(logits, ints(&inputs["labels"], &device)) + balance * 0.005
+        let made = model.forward(ints(&inputs["input_ids"], &device));
+        model.objective(made, ints(&inputs["labels"], &device))
     });
 }

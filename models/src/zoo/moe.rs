@@ -5,10 +5,11 @@
 //! each expert takes so many of a group and no more, first choices before second ones. What an expert
 //! takes lies in slots, so that dispatching, the experts and combining are products, in which the expert
 //! is an index like any other. A token for which there is no slot passes the layer by. How the loads
-//! are balanced depends on a group alone, so no plan changes what is computed.
+//! are balanced depends on a group alone, so no plan changes what is computed, and a group counts in the loss by its
+//! tokens that count there, so the loss is one sum over samples, divided once.
 
 use super::llama::{LlamaConfig, SelfAttention, angles};
-use super::loss::causal_loss;
+use super::loss::causal_terms;
 use crate::trace::Batch;
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Initializer, Linear, RmsNorm, RmsNormConfig};
@@ -122,8 +123,8 @@ impl Experts {
 struct Routes {
     /// What each slot adds to each token, `[g, s, e, c]`.
     combine: Tensor<4>,
-    /// How uneven the loads are, at least 1.
-    balance: Tensor<1>,
+    /// How uneven the loads of each group are, at least 1, `[g]`.
+    uneven: Tensor<1>,
 }
 
 /// Gives tokens with probabilities `[g, s, e]` to their `chosen` likeliest experts, of which each has
@@ -144,44 +145,60 @@ fn route(probabilities: Tensor<3>, chosen: usize, slots: usize) -> Routes {
     let places = places.float().reshape([groups, chosen, seq, slots]).swap_dims(1, 2);
     let weighted = taken.clone() * weights.reshape([groups, seq, chosen, 1]);
     let load = taken.sum_dim(2).reshape([groups, seq, experts]).mean_dim(1) * (experts as f64 / chosen as f64);
-    let balance = (load * probabilities.mean_dim(1)).sum_dim(2).mean();
-    Routes { combine: weighted.swap_dims(2, 3).matmul(places), balance }
+    let uneven = (load * probabilities.mean_dim(1)).sum_dim(2).reshape([groups]);
+    Routes { combine: weighted.swap_dims(2, 3).matmul(places), uneven }
 }
 
 impl Moe {
-    /// The logits `[b, s, v]` of `ids` `[b, s]`, and how uneven the loads of the experts are.
+    /// The logits `[b, s, v]` of `ids` `[b, s]`, and of every group of tokens how uneven the loads of the experts are,
+    /// summed over the blocks.
     pub fn forward(&self, ids: Tensor<2, Int>) -> (Tensor<3>, Tensor<1>) {
-        let [_, seq] = ids.dims();
+        let [batch, seq] = ids.dims();
         let (cos, sin) = angles(&self.frequencies, seq, &ids.device());
+        let mut uneven = Tensor::zeros([batch * seq / self.group_of(seq)], &ids.device());
         let mut x = self.token.forward(ids);
-        let mut balance: Option<Tensor<1>> = None;
         for block in &self.blocks {
             let y = block.attention_norm.forward(x.clone());
             x = x + block.attention.forward(y, &cos, &sin);
-            let (y, uneven) = self.mix(block, block.mlp_norm.forward(x.clone()));
+            let (y, of_block) = self.mix(block, block.mlp_norm.forward(x.clone()));
             x = x + y;
-            balance = Some(balance.map_or(uneven.clone(), |balance| balance + uneven));
+            uneven = uneven + of_block;
         }
-        let balance = balance.unwrap_or_else(|| Tensor::zeros([1], &x.device()));
-        (self.head.forward(self.norm.forward(x)), balance)
+        (self.head.forward(self.norm.forward(x)), uneven)
+    }
+
+    /// The tokens of a group: the most that divide a sequence.
+    fn group_of(&self, seq: usize) -> usize {
+        (1..=seq.min(self.group)).rev().find(|size| seq.is_multiple_of(*size)).unwrap_or(1)
     }
 
     /// What the experts make of tokens `[b, s, d]`.
     fn mix(&self, block: &Block, x: Tensor<3>) -> (Tensor<3>, Tensor<1>) {
         let [batch, seq, width] = x.dims();
-        let group = (1..=seq.min(self.group)).rev().find(|size| seq.is_multiple_of(*size)).unwrap_or(1);
+        let group = self.group_of(seq);
         let groups = batch * seq / group;
         let x = x.reshape([groups, group, width]);
         let probabilities = softmax(block.router.forward(x.clone()), 2);
         let [_, _, experts] = probabilities.dims();
         let slots = (self.capacity * (self.chosen * group) as f64 / experts as f64).ceil() as usize;
         let slots = slots.clamp(1, group);
-        let Routes { combine, balance } = route(probabilities, self.chosen, slots);
+        let Routes { combine, uneven } = route(probabilities, self.chosen, slots);
         let combine = combine.reshape([groups, group, experts * slots]);
         let dispatch = combine.clone().greater_elem(0.0).float();
         let taken = dispatch.swap_dims(1, 2).matmul(x).reshape([groups, experts, slots, width]);
         let made = block.experts.forward(taken).reshape([groups, experts * slots, width]);
-        (combine.matmul(made).reshape([batch, seq, width]), balance)
+        (combine.matmul(made).reshape([batch, seq, width]), uneven)
+    }
+
+    /// The mean cross-entropy of the logits, and the balance of loads: of a group by its tokens that count.
+    pub fn objective(&self, (logits, uneven): (Tensor<3>, Tensor<1>), labels: Tensor<2, Int>) -> Tensor<1> {
+        let [batch, seq] = labels.dims();
+        let (sum, counted) = causal_terms(logits, labels);
+        let group = self.group_of(seq);
+        let groups = batch * seq / group;
+        let tokens = counted.clone().reshape([groups, group]).sum_dim(1).reshape([groups]);
+        let balance = (uneven * tokens).sum() * (BALANCE / self.blocks.len().max(1) as f64);
+        (sum + balance) / counted.sum()
     }
 
     /// The loss of a batch of `input_ids` and `labels`, the balance of loads included; the logits are a
@@ -189,8 +206,8 @@ impl Moe {
     pub fn loss(&self, batch: &mut Batch, size: usize, seq: usize) -> Tensor<1> {
         let ids = batch.int("input_ids", [size, seq]);
         let labels = batch.int("labels", [size, seq]);
-        let (logits, balance) = self.forward(ids);
+        let (logits, uneven) = self.forward(ids);
         batch.result("logits", logits.clone());
-        causal_loss(logits, labels) + balance * (BALANCE / self.blocks.len().max(1) as f64)
+        self.objective((logits, uneven), labels)
     }
 }

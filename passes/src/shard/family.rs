@@ -6,7 +6,7 @@
 //! | `dp` | the batch; storage, where there is no `fsdp` | [`batch`](super::batch), [`zero`](super::zero) |
 //! | `fsdp` | the batch, and storage within each of the `dp` replicas | the same |
 //! | `mb` | the batch, over time | [`batch`](super::batch) |
-//! | `ep` | the batch, or the experts where a product has several; storage of all else | elimination |
+//! | `ep` | the batch, and the experts where a product has several; storage of all else | elimination |
 //! | `cp` | all but the batch and parameters: the sequence, or heads; storage | elimination |
 //! | `ring` | as `cp`, in attention the sequence of queries and keys alike | elimination |
 //! | `ulysses` | as `cp`, in attention heads | elimination |

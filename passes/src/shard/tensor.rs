@@ -354,7 +354,16 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
         let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
-        choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect()
+        let mut choices: Vec<Choice> =
+            choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect();
+        // Where every expert is gathered to every rank, the axis is one of `dp` with its storage in parts.
+        let is_expert = |choice: &Choice| {
+            matches!(choice, Choice::Factor(factor) if self.prepared.experts[class].contains(factor))
+        };
+        if family == "ep" && self.prepared.weight_factors(class).is_some() && choices.iter().any(is_expert) {
+            choices.retain(is_expert);
+        }
+        choices
     }
 
     fn add_flows(&mut self) {
