@@ -302,9 +302,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                     visited.may_fit = true;
                 }
             }
-            // A larger microbatch needs more memory: where none fits, none of the larger ones will, but that which is
-            // the whole batch of a rank, for which no gradients are added up. Where samples depend on each other
-            // (statistics of the batch), it is the only one.
+            // A larger microbatch needs more memory: where none is near what fits by its estimate, none of the larger
+            // ones will fit, but that which is the whole batch of a rank, for which no gradients are added up. Where
+            // samples depend on each other (statistics of the batch), it is the only one.
             if !solved.is_empty() && !visited.may_fit {
                 let predictions = || solved.iter().map(|candidate| &candidate.prediction);
                 // At least half of what lives in a microbatch grows with it.
@@ -314,7 +314,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                     Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
                 };
                 let may_fit_whole = predictions().any(fits_whole);
-                is_whole_open = (!predictions().any(Prediction::fits)).then_some(may_fit_whole);
+                is_whole_open = (!predictions().any(overstated::is_near)).then_some(may_fit_whole);
             }
             candidates.extend(solved);
         }

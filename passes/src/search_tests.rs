@@ -160,7 +160,7 @@ pub(crate) fn check_strategies(plan: &Plan, path: &str, expect: &[&str]) {
 /// Column then row parallel, vocabulary parallel, with no rule that says so.
 #[test]
 fn tensor_parallelism_is_megatrons() {
-    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "tp=8,microbatch=1").unwrap();
+    let plan = plan(SMALL, DType::Bf16, "h100:2", 70, "tp=2,microbatch=1").unwrap();
     check_strategies(
         &plan,
         "blocks.1",

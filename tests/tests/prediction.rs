@@ -58,6 +58,8 @@ const CASES: &[Case] = &[
     ("llama-8b", 8, 8192, "h100:8", "tp=2x2x2,microbatch=1"),
     ("llama-8b", 8, 8192, "h100:8", "tp=4,dp=2,zero=0,microbatch=1"),
     ("llama-8b", 8, 8192, "h100:8", "tp=2x2,dp=2,zero=1,microbatch=1"),
+    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8"),
+    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8,recompute=block"),
     ("llama-8b", 64, 8192, "h100:8", "tp=2,dp=4,zero=3,microbatch=1"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=16,tp=8,zero=3,microbatch=1,recompute=block"),
     ("llama-405b", 2048, 8192, "h100:8x256", "dp=1024,tp=2,zero=3,microbatch=1,recompute=108"),
@@ -66,6 +68,7 @@ const CASES: &[Case] = &[
     ("llama-1b", 16, 4096, "h200:4", "ulysses=4,zero=0"),
     ("llama-1b", 16, 4096, "h200:4", "ulysses=2,dp=2,zero=3"),
     ("mixtral-8x7b", 32, 4096, "h100:8", "ep=8,zero=3"),
+    ("mixtral-8x7b", 256, 4096, "h100:8x8", "pp=4,dp=2,ep=8,schedule=1f1b,microbatch=1,zero=1"),
     // Pipelines.
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=gpipe,microbatch=1,zero=0"),
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=1"),

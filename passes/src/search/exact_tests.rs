@@ -6,12 +6,12 @@ use super::estimate::Shape;
 use super::visit::Visited;
 use super::{Candidate, Degrees, Pins, Recompute, Space, choose, enumerate, model_work, place_batch, search};
 use crate::cluster::Cluster;
-use crate::shard::eliminate::Solution;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;
 use crate::shard::objective::Objective;
 use crate::shard::place::{apply, current, place_axes};
 use crate::shard::prepare::prepare;
+use crate::shard::route::conversions;
 use crate::shard::tensor::Problem;
 use crate::synthetic::{Sizes, residual};
 use proptest::prelude::*;
@@ -115,12 +115,13 @@ proptest! {
                 }
                 apply(&problem, &mut own, &solution);
             }
-            let mut conversions = Vec::new();
             for axis in &axes {
                 let problem = Problem::new(&prepared, &own, *axis, Objective::Step { byte: 0.0 });
-                let Some(choices) = current(&problem, &own) else { continue 'layouts };
-                conversions.extend(problem.conversions(&Solution { choices, cost: 0.0, bound: 0.0 }, &cluster));
+                if current(&problem, &own).is_none() {
+                    continue 'layouts;
+                }
             }
+            let conversions = conversions(&prepared, &own, &cluster);
             let shape = Shape::new(&prepared, &own, &conversions, 1, std::slice::from_ref(&mesh));
             for (zero, recompute) in (0..4).flat_map(|zero| [Recompute::None, Recompute::All].map(|again| (zero, again))) {
                 let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;

@@ -39,15 +39,24 @@ impl Told<'_> {
         (refused, self.candidates.iter().enumerate().filter(is_untried).count() as u64)
     }
 
-    /// Why a plan lost that was not lowered; `scale` is what the winner's exact step is of its estimate.
-    fn estimated(&self, index: usize, scale: f64) -> String {
-        let (candidate, winner) = (&self.candidates[index], &self.candidates[self.chosen]);
+    /// What estimates are compared with, and by what their steps are scaled. What the estimate does not see of the
+    /// winner it does not see of its like either, so that is what the winner's exact step is of its own estimate; but
+    /// what chunks hide is the winner's alone, since plans that were not lowered are in none.
+    fn measure(&self) -> (&Prediction, f64) {
+        let winner = &self.candidates[self.chosen];
+        let (estimated, exact) = (&winner.prediction, self.exact(self.chosen).unwrap_or(&winner.prediction));
+        if winner.overlap_chunks > 1 { (exact, 1.0) } else { (estimated, exact.step.0 / estimated.step.0) }
+    }
+
+    /// Why a plan lost that was not lowered.
+    fn estimated(&self, index: usize) -> String {
+        let (candidate, (winner, scale)) = (&self.candidates[index], self.measure());
         let own = &candidate.prediction;
         if !own.fits() {
             return format!("estimated: {}", needs(own));
         }
-        if candidate.prediction.step.0 >= 0.999 * winner.prediction.step.0 {
-            return format!("estimated: {}", slower(&candidate.prediction, &winner.prediction));
+        if own.step.0 >= 0.999 * winner.step.0 {
+            return format!("estimated: {}", slower(own, winner));
         }
         // It looks faster. Those like it that were lowered say why it was not.
         let known = || self.lowered.iter().chain(self.refused).map(|(index, exact)| (&self.candidates[*index], exact));
@@ -80,14 +89,12 @@ impl Told<'_> {
     }
 }
 
-/// The runners-up, fastest first, and why each lost. Those that were not lowered are said to be estimated; what the
-/// estimate does not see of the winner it does not see of its like either, so their steps are scaled by what the
-/// winner's exact step is of its own estimate.
+/// The runners-up, fastest first, and why each lost. Those that were not lowered are said to be estimated, by the
+/// [measure](Told::measure) of the winner.
 pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
     let Told { candidates, chosen, lowered, refused } = *told;
-    let estimated = &candidates[chosen].prediction;
-    let winner = told.exact(chosen).unwrap_or(estimated);
-    let scale = winner.step.0 / estimated.step.0;
+    let winner = told.exact(chosen).unwrap_or(&candidates[chosen].prediction);
+    let (_, scale) = told.measure();
     let mut seen = vec![candidates[chosen].choice()];
     let (mut list, mut unfit) = (Vec::new(), 0);
     let known = lowered.iter().chain(refused).map(|of| of.0);
@@ -107,7 +114,7 @@ pub(super) fn alternatives(told: &Told<'_>) -> Vec<Alternative> {
         let (step, reason) = match exact {
             Some(exact) if !exact.fits() => (exact.step, needs(exact)),
             Some(exact) => (exact.step, slower(exact, winner)),
-            None => (candidate.prediction.step * scale, told.estimated(index, scale)),
+            None => (candidate.prediction.step * scale, told.estimated(index)),
         };
         list.push(Alternative { choice, step, memory: known.memory.total(), reason });
         if list.len() == TOLD {

@@ -18,13 +18,21 @@ const NEAR: f64 = 1.5;
 const NEAREST: usize = 4;
 
 /// How many faster plans are lowered whose estimates do not fit.
-const FASTER: usize = 2;
+const FASTER: usize = 3;
+
+/// A plan of a mesh of which none was lowered is tried as well if it takes less than this share.
+const FAR: f64 = 0.8;
 
 /// A plan is tried whose estimate does not fit if it takes this share of the fastest that does.
 const GAIN: f64 = 0.98;
 
 /// The most nodes of a graph of which plans are lowered in the hope of a gain: lowering takes time.
 const NODES: usize = 16_000;
+
+/// Whether what is estimated fits, or may fit by its programs.
+pub(super) fn is_near(estimate: &Prediction) -> bool {
+    estimate.fits() || estimate.filled() <= NEAR
+}
 
 /// What of the candidates fits though its estimate does not: the first found, the leanest of each kin first. What does
 /// not fit is added to `refused`. `make` builds a candidate and predicts it by its programs.
@@ -38,8 +46,8 @@ pub(super) fn nearest(
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let filled = |index: &usize| candidates[*index].prediction.filled();
     let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
-    let is_near = |index: &usize| !candidates[*index].prediction.fits() && filled(index) <= NEAR;
-    let mut open: Vec<usize> = (0..candidates.len()).filter(|index| is_near(index) && !known.contains(index)).collect();
+    let may_fit = |index: &usize| !candidates[*index].prediction.fits() && is_near(&candidates[*index].prediction);
+    let mut open: Vec<usize> = (0..candidates.len()).filter(|index| may_fit(index) && !known.contains(index)).collect();
     open.sort_by(|a, b| filled(a).total_cmp(&filled(b)));
     let mut kinds = Vec::new();
     open.retain(|index| {
@@ -59,7 +67,8 @@ pub(super) fn nearest(
 }
 
 /// The plans that are faster than those that are `lowered` and fit though their estimates do not: where programs of
-/// their kin, or if there are none of the others, took less than was estimated by as much as they lack.
+/// their kin, or if there are none of the others, took less than was estimated by as much as they lack; and where
+/// they would be much faster and no program of their mesh is known.
 ///
 /// # Errors
 /// As those of [`nearest`].
@@ -89,9 +98,12 @@ pub(super) fn faster(
     let mut step = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
     let mut found: Vec<(usize, Plan)> = Vec::new();
     let known: Vec<usize> = refused.iter().map(|of| of.0).chain(lowered.iter().map(|of| of.0)).collect();
+    let best = step;
     let may_fit = |candidate: &Candidate| {
         let estimate = &candidate.prediction;
-        !estimate.fits() && estimate.filled() * ratio(candidate) <= 1.0
+        let is_new = || known.iter().all(|index| candidates[*index].degrees != candidate.degrees);
+        let is_far = || estimate.step.0 <= FAR * best && is_near(estimate) && is_new();
+        !estimate.fits() && (estimate.filled() * ratio(candidate) <= 1.0 || is_far())
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
     for (index, candidate) in open.take(FASTER) {

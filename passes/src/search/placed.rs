@@ -121,7 +121,7 @@ pub(super) fn place_batch<'a>(
         return Ok(None);
     }
     let (microbatches, locals) = (mesh.microbatches(), prepared.locals(cluster));
-    Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals }))
+    Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals, routes: Rc::default() }))
 }
 
 /// The strategies with the batch divided over dp and mb, whether or not samples depend on each other.

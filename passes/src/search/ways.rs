@@ -46,18 +46,23 @@ impl Way {
 }
 
 /// Fewer tokens than this on a rank are not worth a division of the sequence that nobody asked for.
-const LEAST_TOKENS: u64 = 1024;
+const LEAST_TOKENS: u64 = 512;
+
+/// Sequences from which one may be too long for a rank.
+const LONG: u64 = 1 << 15;
 
 /// Parameters may be stored in parts within a node, or within so many times as many nodes, so many times as many
 /// again, and so on.
 const MORE_NODES: u64 = 8;
 
-/// Tensor degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
+/// Degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
-/// In clusters of at most so many devices every tensor degree is tried; in larger ones, those of up to two nodes.
+/// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, and
+/// so many times what samples leave: ranks for each of them.
 const FEW: u64 = 32;
+const SPARE: u64 = 4;
 
 /// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
 ///
@@ -80,14 +85,16 @@ pub fn ways(
 /// The ways to divide the ranks of each of so many stages.
 fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &Request, pins: &Pins) -> Vec<Way> {
     let (ranks, batch) = (cluster.ranks() / pp, request.batch);
-    let widest = if cluster.ranks() <= FEW { ranks } else { 2 * cluster.per_node };
+    let widest = if cluster.ranks() <= FEW { ranks } else { (2 * cluster.per_node).max(SPARE * ranks / batch.max(1)) };
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
     let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
     // Where data ranks, and tensor ranks of one node, cannot be all, something else has to be divided.
     let mut widths = divisors(ranks).into_iter().filter(|tp| *tp <= cluster.per_node);
     let needs_context = seq > 1 && !widths.any(|tp| batch.is_multiple_of(ranks / tp));
-    let opens_context = |cp: u64| cp == 1 || (all && is_long(cp)) || needs_context;
+    // With a sample or more for each rank, data ranks do what context ranks would, with less to exchange.
+    let is_scarce = batch < ranks || seq >= LONG;
+    let opens_context = |cp: u64| cp == 1 || ((all || is_scarce) && is_long(cp)) || needs_context;
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
@@ -108,11 +115,15 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                     continue;
                 }
                 let stored = stored(cluster, data / ep, tp * context * ep, pins);
-                if !stored.is_empty() {
-                    let context = [("ring", ring), ("ulysses", ulysses), ("cp", cp)];
-                    let context = context.map(|(family, degree)| (family, axes(pins, family, degree))).to_vec();
+                if stored.is_empty() {
+                    continue;
+                }
+                for cp in contexts(cp, pins) {
+                    let [ring, ulysses] = [("ring", ring), ("ulysses", ulysses)]
+                        .map(|(family, degree)| (family, axes(pins, family, degree)));
                     let is_pinned = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
-                    ways.push(Way { pp, data, ep, stored, is_pinned, context, tp: splits(prepared, tp, pins) });
+                    let (stored, tp) = (stored.clone(), splits(prepared, tp, pins));
+                    ways.push(Way { pp, data, ep, stored, is_pinned, context: vec![ring, ulysses, ("cp", cp)], tp });
                 }
             }
         }
@@ -182,6 +193,21 @@ fn axes(pins: &Pins, family: &str, degree: u64) -> Vec<u64> {
     pins.axes.get(family).cloned().unwrap_or(vec![degree])
 }
 
+/// The ways to make a context degree of axes: as pinned; else one axis, and two near-equal ones where the degree is
+/// large, of which attention can divide heads by one and queries by the other.
+fn contexts(cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
+    if let Some(axes) = pins.axes.get("cp") {
+        return vec![axes.clone()];
+    }
+    [vec![cp]].into_iter().chain(square(cp)).collect()
+}
+
+/// Two near-equal axes of a degree, where it is large.
+fn square(degree: u64) -> Option<Vec<u64>> {
+    let low = divisors(degree).into_iter().filter(|size| size * size <= degree).max().unwrap_or(1);
+    (degree >= LEAST_SQUARE && low > 1).then(|| vec![degree / low, low])
+}
+
 /// The ways to make a tensor degree of axes: as pinned; else one axis, and its prime pieces where some
 /// factor divides only in part (two key/value heads over four ranks), so that it can take one of them, and
 /// two near-equal axes where the degree is large.
@@ -210,13 +236,7 @@ fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     if pieces.len() > 1 && is_divided_in_part {
         splits.push(pieces);
     }
-    if tp >= LEAST_SQUARE {
-        let low = divisors(tp).into_iter().filter(|size| size * size <= tp).max().unwrap_or(1);
-        let square = vec![tp / low, low];
-        if low > 1 && !splits.contains(&square) {
-            splits.push(square);
-        }
-    }
+    splits.extend(square(tp).filter(|square| !splits.contains(square)));
     splits
 }
 

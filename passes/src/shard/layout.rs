@@ -94,77 +94,12 @@ pub fn convert_seconds(from: Along, to: Along, value: Extent<'_>, group: Group, 
     }
 }
 
-/// What happens to a value along one axis between its maker and a reader.
-#[derive(Clone, Copy, Debug)]
-pub struct Move {
-    /// The axis.
-    pub axis: AxisId,
-    /// Its ranks.
-    pub group: Group,
-    /// The layout along it before.
-    pub from: Along,
-    /// And after.
-    pub to: Along,
-}
-
-impl Move {
-    /// When it is made among others: what divides the value first, what makes it whole last.
-    fn turn(&self) -> u8 {
-        match (self.from, self.to) {
-            (Along::Dim(_), Along::Dim(_)) => 1,
-            (_, Along::Dim(_)) => 0,
-            (Along::Dim(_), _) => 2,
-            _ => 1,
-        }
-    }
-}
-
-/// The bytes, undivided along its own axis, of what each move converts, where `bytes` is the value
-/// undivided along all of them. They are made one after the other, so each finds what those before left.
-pub fn bytes_of(moves: &[Move], bytes: f64) -> Vec<f64> {
-    let size = |of: &Move| of.group.size() as f64;
-    let divided = |along: Along, of: &Move| if matches!(along, Along::Dim(_)) { size(of) } else { 1.0 };
-    let mut at_hand = moves.iter().fold(bytes, |bytes, of| bytes / divided(of.from, of));
-    let mut found = vec![0.0; moves.len()];
-    for turn in 0..3 {
-        for (index, of) in moves.iter().enumerate().filter(|(_, of)| of.turn() == turn) {
-            found[index] = at_hand * divided(of.from, of);
-            at_hand = found[index] / divided(of.to, of);
-        }
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::search::Degrees;
     use crate::search_tests::{SMALL, llama};
-    use Along::{Dim, Partial, Whole};
     use shardc_ir::{DType, Strategy};
-
-    /// Axes of two ranks each, on a value of 64 bytes.
-    fn check(moves: &[(Along, Along)], expect: &[f64]) {
-        let group = Group::of_nodes(2, 1);
-        let of = |(index, (from, to)): (usize, &(Along, Along))| Move {
-            axis: AxisId(index as u8),
-            group,
-            from: *from,
-            to: *to,
-        };
-        let moves: Vec<Move> = moves.iter().enumerate().map(of).collect();
-        assert_eq!(bytes_of(&moves, 64.0), expect);
-    }
-
-    #[test]
-    fn each_move_finds_what_those_before_left() {
-        check(&[(Dim(0), Whole)], &[64.0]);
-        check(&[(Dim(0), Whole), (Dim(1), Dim(1))], &[32.0, 32.0]);
-        check(&[(Dim(0), Whole), (Dim(1), Whole)], &[32.0, 64.0]);
-        check(&[(Dim(0), Whole), (Partial(ReduceKind::Sum), Dim(1))], &[32.0, 32.0]);
-        check(&[(Partial(ReduceKind::Sum), Whole), (Whole, Dim(1))], &[32.0, 64.0]);
-        check(&[(Partial(ReduceKind::Sum), Dim(0)), (Partial(ReduceKind::Sum), Dim(0))], &[64.0, 32.0]);
-    }
 
     /// What a choice does along its axis is what shardings say, whatever other axes do.
     #[test]

@@ -15,6 +15,7 @@ pub mod place;
 pub mod prepare;
 pub mod price;
 pub mod relax;
+pub mod route;
 pub mod share;
 pub mod tensor;
 pub mod zero;

@@ -9,6 +9,7 @@ use super::eliminate::Solution;
 use super::family::searched_axes;
 use super::layout::Along;
 use super::objective::Objective;
+use super::route::conversions;
 use super::tensor::{Conversion, Placed, Prepared, Problem};
 use crate::cluster::Cluster;
 use shardc_ir::{AxisId, Choice};
@@ -31,50 +32,35 @@ pub fn place_axes_seen(
     seen: &[Cluster],
 ) -> (Vec<Conversion>, Vec<Vec<Conversion>>) {
     let axes = searched_axes(placed.mesh);
-    let mut conversions = BTreeMap::new();
-    let mut place = |axis: AxisId, placed: &mut Placed<'_>| {
-        let (cost, own) = place_axis(prepared, placed, axis, (byte, seen));
-        conversions.insert(axis, own);
-        cost
-    };
     let mut cost = f64::INFINITY;
     for axis in &axes {
-        cost = place(*axis, placed);
+        cost = place_axis(prepared, placed, *axis, byte);
     }
     if axes.len() > 1 {
         for _ in 0..MOST_ROUNDS {
             let before = cost;
             for axis in &axes {
-                cost = place(*axis, placed);
+                cost = place_axis(prepared, placed, *axis, byte);
             }
             if cost >= before * (1.0 - 1e-9) {
                 break;
             }
         }
     }
-    let cluster = placed.cluster;
-    let mut all = [cluster].into_iter().chain(seen).enumerate().map(|(index, cluster)| {
-        let along = conversions.values().flat_map(|own: &Vec<Vec<Conversion>>| &own[index]).copied();
-        along.chain(coupled(prepared, placed, cluster)).collect()
+    let mut all = [placed.cluster].into_iter().chain(seen).map(|cluster| {
+        let between = conversions(prepared, placed, cluster);
+        between.into_iter().chain(coupled(prepared, placed, cluster)).collect()
     });
     (all.next().unwrap_or_default(), all.collect())
 }
 
-/// Chooses what every class does with one axis. Gives the seconds of a step with it, and the conversions along it: on
-/// the placed cluster, and as they are seen on others.
-fn place_axis(
-    prepared: &Prepared<'_>,
-    placed: &mut Placed<'_>,
-    axis: AxisId,
-    (byte, seen): (f64, &[Cluster]),
-) -> (f64, Vec<Vec<Conversion>>) {
+/// Chooses what every class does with one axis. Gives the seconds of a step with it.
+fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64) -> f64 {
     let problem = Problem::new(prepared, placed, axis, Objective::Step { byte });
     let solution = problem.graph.solve();
-    let clusters = [placed.cluster].into_iter().chain(seen);
-    let conversions = clusters.map(|cluster| problem.conversions(&solution, cluster)).collect();
     let (choices, handed) = (chosen(&problem, &solution), problem.handed_in(&solution));
     write(placed, axis, choices, handed);
-    (solution.cost, conversions)
+    solution.cost
 }
 
 /// What each class does with a problem's axis in a solution.

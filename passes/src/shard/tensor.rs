@@ -17,9 +17,10 @@
 
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, searched_axes};
-use super::layout::{Along, Extent, Move, bytes_of, convert_seconds};
+use super::layout::{Along, Extent, convert_seconds};
 use super::local::{AllLocals, Locals};
 use super::objective::{Objective, Pricer, Quote};
+use super::route::{self, Routes, Taken};
 use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
@@ -193,12 +194,13 @@ pub struct Placed<'a> {
     pub handed: BTreeMap<(AxisId, usize), Along>,
     /// What is known of nodes on one rank.
     pub locals: Rc<Locals>,
+    /// The ways of values between layouts.
+    pub routes: Rc<Routes>,
 }
 
 /// An axis that is placed already.
 struct Other {
     axis: AxisId,
-    group: Group,
     /// Per class, the layouts of operands and results along it.
     layouts: Vec<(Vec<Along>, Vec<Along>)>,
 }
@@ -252,7 +254,6 @@ impl<'a, 'b> Problem<'a, 'b> {
         let is_other = |other: &AxisId| *other != axis && placed.mesh.size(*other) > 1;
         let other = |other: AxisId| Other {
             axis: other,
-            group: Group::new(placed.mesh, &[other], placed.cluster),
             layouts: strategies
                 .iter()
                 .zip(&prepared.rules)
@@ -354,12 +355,10 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
         let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
-        let mut choices: Vec<Choice> =
-            choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect();
+        let mut choices: Vec<Choice> = choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect();
         // Where every expert is gathered to every rank, the axis is one of `dp` with its storage in parts.
-        let is_expert = |choice: &Choice| {
-            matches!(choice, Choice::Factor(factor) if self.prepared.experts[class].contains(factor))
-        };
+        let is_expert =
+            |choice: &Choice| matches!(choice, Choice::Factor(factor) if self.prepared.experts[class].contains(factor));
         if family == "ep" && self.prepared.weight_factors(class).is_some() && choices.iter().any(is_expert) {
             choices.retain(is_expert);
         }
@@ -422,8 +421,8 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
     }
 
-    /// What the other axes do where a flow goes a way.
-    fn others(&self, index: usize, way: Way) -> Vec<Move> {
+    /// How a flow that goes a way lies along the other axes before and after.
+    fn others(&self, index: usize, way: Way) -> Vec<(AxisId, Along, Along)> {
         let flow = &self.prepared.flows[index];
         let of = |other: &Other| {
             let made = other.layouts[flow.maker].1[flow.result];
@@ -434,20 +433,9 @@ impl<'a, 'b> Problem<'a, 'b> {
                     (if is_handed { handed } else { made }, other.layouts[reader].0[operand])
                 }
             };
-            Move { axis: other.axis, group: other.group, from, to }
+            (other.axis, from, to)
         };
         self.others.iter().map(of).collect()
-    }
-
-    /// Whether only updates read a conversion: along axes that hold copies, it is the reduction of a
-    /// gradient, which is priced with the data ranks'.
-    fn is_gradient(&self, flow: &Flow, way: Way) -> bool {
-        let updates = |reader: usize| matches!(self.prepared.op(reader), Op::Adamw(_) | Op::SumSquares(_));
-        self.prepared.is_gradient[flow.maker]
-            && match way {
-                Way::Handed => flow.readers.iter().all(|(reader, _, _)| updates(*reader)),
-                Way::Read { reader, .. } => updates(reader),
-            }
     }
 
     /// Seconds of all conversions of a flow that go one way, along all axes.
@@ -459,32 +447,46 @@ impl<'a, 'b> Problem<'a, 'b> {
         };
         let times = self.flow_runs(flow, reader) * count as f64;
         let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
-        let (others, is_gradient) = (self.others(value.index, way), self.is_gradient(flow, way));
+        let is_gradient = match way {
+            Way::Handed => route::is_gradient(self.prepared, flow, flow.readers.iter().map(|(reader, ..)| *reader)),
+            Way::Read { .. } => route::is_gradient(self.prepared, flow, [reader].into_iter()),
+        };
+        let others = self.others(value.index, way);
+        let is_alone = others.iter().all(|(_, from, to)| (*from, *to) == (Along::Whole, Along::Whole));
+        let is_kept = others.iter().all(|(_, from, to)| from == to);
         let whole = value.ty.bytes().0 as f64 / self.objective.beside().parts;
         let loss = cluster.device.overlap_loss.value;
-        let is_kept = others.iter().all(|other| other.from == other.to);
+        // In the order in which they divide a dimension.
+        let order = searched_axes(mesh);
+        let layout = move |own: Along, of: &dyn Fn(&(AxisId, Along, Along)) -> Along| {
+            let along = |of_axis: &AxisId| match others.iter().find(|(other, ..)| other == of_axis) {
+                Some(other) => of(other),
+                None if *of_axis == axis => own,
+                None => Along::Whole,
+            };
+            route::sharding(value.ty.shape.len(), order.iter().map(|axis| (*axis, along(axis))))
+        };
         move |from, to| {
             if is_kept && from == to {
                 return 0.0;
             }
-            let own = Move { axis, group, from, to };
-            let seconds = |(of, bytes): (&Move, f64)| {
-                if is_gradient && of.to == Along::Whole && is_copy_axis(mesh, of.axis) {
+            if is_alone {
+                let is_sum = (matches!(from, Along::Partial(_)), to) == (true, Along::Whole);
+                if is_gradient && is_sum && is_copy_axis(mesh, axis) {
                     return 0.0;
                 }
-                let extent = Extent { bytes, shape: &value.ty.shape };
-                let all = convert_seconds(of.from, of.to, extent, of.group, cluster);
-                if !matches!(of.from, Along::Partial(_)) || !all.is_finite() {
-                    return all;
+                let all = convert_seconds(from, to, Extent { bytes: whole, shape: &value.ty.shape }, group, cluster);
+                if !matches!(from, Along::Partial(_)) || !all.is_finite() {
+                    return times * all;
                 }
                 let free = *value.beside.get_or_init(|| self.beside(flow));
-                all - all.min(free / (1.0 - loss)) * (1.0 - loss)
-            };
-            if others.is_empty() {
-                return times * seconds((&own, whole));
+                return times * (all - all.min(free / (1.0 - loss)) * (1.0 - loss));
             }
-            let moves: Vec<Move> = others.iter().copied().chain([own]).collect();
-            times * moves.iter().zip(bytes_of(&moves, whole)).map(seconds).sum::<f64>()
+            let (from, to) = (layout(from, &|(_, from, _)| *from), layout(to, &|(_, _, to)| *to));
+            let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
+            let steps = self.placed.routes.find(&value.ty, &from, &to, (mesh, cluster));
+            let seconds = |step: &Taken| step.seconds(value.ty.dtype.size() as f64, cluster);
+            steps.map_or(f64::INFINITY, |steps| times * steps.iter().map(seconds).sum::<f64>())
         }
     }
 
@@ -506,45 +508,6 @@ impl<'a, 'b> Problem<'a, 'b> {
     pub fn handed_in(&self, solution: &Solution) -> BTreeMap<usize, Along> {
         let layout = |(variable, layouts): &(usize, Vec<Along>)| layouts[solution.choices[*variable]];
         self.handed.iter().map(|(index, handed)| (*index, layout(handed))).collect()
-    }
-
-    /// The conversions along the axis in a solution, with what they take on the ranks of a cluster.
-    pub fn conversions(&self, solution: &Solution, cluster: &Cluster) -> Vec<Conversion> {
-        let mut conversions = Vec::new();
-        for (index, flow) in self.prepared.flows.iter().enumerate() {
-            let chosen = |class: usize| &self.layouts[class][solution.choices[self.variable[class]]];
-            let made = chosen(flow.maker).1[flow.result];
-            let ty = self.value_type(flow);
-            let mut add = |from: Along, to: Along, way: Way, reader: usize, count: usize| {
-                let is_reduction =
-                    to == Along::Whole && is_copy_axis(self.placed.mesh, self.axis) && self.is_gradient(flow, way);
-                if from == to || is_reduction {
-                    return;
-                }
-                let mut moves = self.others(index, way);
-                moves.push(Move { axis: self.axis, group: self.group, from, to });
-                let bytes = bytes_of(&moves, ty.bytes().0 as f64).pop().unwrap_or_default();
-                let value = Extent { bytes, shape: &ty.shape };
-                let seconds = convert_seconds(from, to, value, self.group, cluster);
-                let bytes =
-                    if matches!(to, Along::Dim(_)) { value.bytes / self.group.size() as f64 } else { value.bytes };
-                let (maker, result, is_shared) = (flow.maker, flow.result, matches!(way, Way::Handed));
-                let (is_early, is_local) = (matches!(from, Along::Partial(_)), from == Along::Whole);
-                let own = Conversion { maker, result, reader, seconds, count, bytes, is_shared, is_early, is_local };
-                conversions.push(own);
-            };
-            let members = self.prepared.folded.classes[flow.maker].members.len();
-            let handed = self.handed.get(&index).map(|(variable, layouts)| layouts[solution.choices[*variable]]);
-            if let Some(handed) = handed {
-                add(made, handed, Way::Handed, flow.readers[0].0, members);
-            }
-            for (reader, operand, count) in &flow.readers {
-                let (reader, operand, is_handed) = (*reader, *operand, handed.is_some());
-                let way = Way::Read { reader, operand, is_handed };
-                add(handed.unwrap_or(made), chosen(reader).0[operand], way, reader, *count);
-            }
-        }
-        conversions
     }
 }
 

@@ -1,0 +1,207 @@
+//! The way of a value from one layout over several axes to another: the steps that lowering takes
+//! ([`reshard`](crate::reshard)), priced on a cluster.
+//!
+//! What a value costs on its way is no sum over axes. A part can be taken of an inner axis at no price, but before an
+//! outer one the inner ones are gathered first; a gather along two axes of a dimension is one collective.
+
+use super::family::{is_copy_axis, searched_axes};
+use super::layout::{Along, Extent, convert_seconds};
+use super::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::cluster::Cluster;
+use crate::cost::collective::Group;
+use crate::reshard::{Step, path, rough_cost};
+use Along::{Dim, Partial, Whole};
+use shardc_ir::ops::Op;
+use shardc_ir::{AxisId, Mesh, ReduceKind, Sharding, TensorType};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// A step of a way.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    from: Along,
+    to: Along,
+    group: Group,
+    /// Of what the ranks of a group hold together.
+    shape: Vec<u64>,
+}
+
+/// The steps from one layout to another; none if there is no way.
+pub type Route = Option<Rc<[Taken]>>;
+
+/// The ways on one mesh, each looked for once.
+#[derive(Debug, Default)]
+pub struct Routes {
+    known: RefCell<HashMap<(TensorType, Sharding, Sharding), Route>>,
+    groups: RefCell<HashMap<Vec<AxisId>, Group>>,
+}
+
+impl Routes {
+    /// The way of a value of type `ty` (undivided along the axes of the layouts) on a mesh of a cluster.
+    pub fn find(&self, ty: &TensorType, from: &Sharding, to: &Sharding, on: (&Mesh, &Cluster)) -> Route {
+        let key = (ty.clone(), from.clone(), to.clone());
+        if let Some(known) = self.known.borrow().get(&key) {
+            return known.clone();
+        }
+        let (mesh, _) = on;
+        let is_even = [from, to].iter().all(|end| end.is_even(&ty.shape, mesh));
+        let steps = is_even.then(|| path(ty, from, to, mesh, &|step, local| rough_cost(step, local, mesh)));
+        let route: Route = steps.flatten().map(|steps| {
+            let mut at = from.clone();
+            let take = |step: Step| {
+                let before = at.local_shape(&ty.shape, mesh);
+                at = step.apply(&at);
+                self.taken(&step, before, on)
+            };
+            steps.into_iter().map(take).collect()
+        });
+        self.known.borrow_mut().insert(key, route.clone());
+        route
+    }
+
+    fn taken(&self, step: &Step, mut shape: Vec<u64>, (mesh, cluster): (&Mesh, &Cluster)) -> Taken {
+        let axes: &[AxisId] = match step {
+            Step::Slice { axes, .. } => axes,
+            Step::Isolate { axis } => std::slice::from_ref(axis),
+            _ => step.group_axes(),
+        };
+        let new = || Group::new(mesh, axes, cluster);
+        let group = *self.groups.borrow_mut().entry(axes.to_vec()).or_insert_with(new);
+        let (from, to) = match step {
+            Step::AllGather { dim, .. } => (Dim(*dim), Whole),
+            Step::Slice { dim, .. } => (Whole, Dim(*dim)),
+            Step::AllReduce { reduce, .. } => (Partial(*reduce), Whole),
+            Step::ReduceScatter { dim, reduce, .. } => (Partial(*reduce), Dim(*dim)),
+            Step::AllToAll { from, to, .. } => (Dim(*from), Dim(*to)),
+            Step::Isolate { .. } => (Whole, Partial(ReduceKind::Sum)),
+        };
+        if let Dim(dim) = from {
+            shape[dim] *= group.size();
+        }
+        Taken { from, to, group, shape }
+    }
+}
+
+impl Taken {
+    /// Its seconds on the ranks of a cluster, of elements of so many bytes.
+    pub fn seconds(&self, element: f64, cluster: &Cluster) -> f64 {
+        let bytes = self.shape.iter().product::<u64>() as f64 * element;
+        convert_seconds(self.from, self.to, Extent { bytes, shape: &self.shape }, self.group, cluster)
+    }
+
+    /// The bytes that a rank has behind it, of elements of so many.
+    fn left(&self, element: f64) -> f64 {
+        let bytes = self.shape.iter().product::<u64>() as f64 * element;
+        if matches!(self.to, Dim(_)) { bytes / self.group.size() as f64 } else { bytes }
+    }
+
+    /// Whether it adds terms.
+    pub fn is_reduction(&self) -> bool {
+        matches!(self.from, Partial(_))
+    }
+
+    /// Whether a rank does it by itself.
+    pub fn is_local(&self) -> bool {
+        self.from == Whole
+    }
+}
+
+/// The layout of a value of so many dimensions that lies along each axis like this, the outer axes first.
+pub fn sharding(rank: usize, along: impl IntoIterator<Item = (AxisId, Along)>) -> Sharding {
+    let mut sharding = Sharding::replicated(rank);
+    for (axis, along) in along {
+        match along {
+            Whole => {}
+            Dim(dim) => sharding.dims[dim].push(axis),
+            Partial(kind) => sharding.add_partial(axis, kind),
+        }
+    }
+    sharding
+}
+
+/// Whether these readers of a value only update with it: along axes that hold copies, what they need is the
+/// reduction of a gradient, which is priced with the data ranks'.
+pub fn is_gradient(prepared: &Prepared<'_>, flow: &Flow, mut readers: impl Iterator<Item = usize>) -> bool {
+    let updates = |reader: usize| matches!(prepared.op(reader), Op::Adamw(_) | Op::SumSquares(_));
+    prepared.is_gradient[flow.maker] && readers.all(updates)
+}
+
+/// Of a reduction of gradients over axes that hold copies, nothing.
+pub fn unpriced(mut from: Sharding, to: &Sharding, mesh: &Mesh) -> Sharding {
+    from.partial.retain(|(axis, _)| !is_copy_axis(mesh, *axis) || Along::of(to, *axis) != Whole);
+    from
+}
+
+/// The conversions of values between the classes of a placed mesh, with what they take on the ranks of a cluster.
+pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) -> Vec<Conversion> {
+    let axes = searched_axes(placed.mesh);
+    let of_axes = |mut sharding: Sharding| {
+        sharding.dims.iter_mut().for_each(|dim| dim.retain(|axis| axes.contains(axis)));
+        sharding.partial.retain(|(axis, _)| axes.contains(axis));
+        sharding
+    };
+    let mut conversions = Vec::new();
+    for (index, flow) in prepared.flows.iter().enumerate() {
+        let maker = &prepared.folded.classes[flow.maker];
+        let value = prepared.graph.ty(prepared.graph.node(maker.node).results[flow.result]);
+        let whole = prepared.rules[flow.maker].result_sharding(flow.result, &placed.strategies[flow.maker]);
+        let made = of_axes(whole.clone());
+        let rest = Sharding {
+            dims: whole
+                .dims
+                .iter()
+                .map(|dim| dim.iter().copied().filter(|axis| !axes.contains(axis)).collect())
+                .collect(),
+            partial: Vec::new(),
+        };
+        let ty = Prepared::local(value, &rest, placed.mesh);
+        let mut add = |from: &Sharding, to: &Sharding, (reader, count): (usize, usize), is_shared: bool| {
+            if from == to {
+                return;
+            }
+            let is_update = match is_shared {
+                true => is_gradient(prepared, flow, flow.readers.iter().map(|(reader, ..)| *reader)),
+                false => is_gradient(prepared, flow, [reader].into_iter()),
+            };
+            let from = if is_update { unpriced(from.clone(), to, placed.mesh) } else { from.clone() };
+            let Some(steps) = placed.routes.find(&ty, &from, to, (placed.mesh, placed.cluster)) else { return };
+            // Terms are added behind the maker, the rest is done before the reader.
+            let early = steps.iter().rposition(Taken::is_reduction).map_or(0, |last| last + 1);
+            for (steps, is_early) in [(&steps[..early], true), (&steps[early..], false)] {
+                let Some(last) = steps.last() else { continue };
+                conversions.push(Conversion {
+                    maker: flow.maker,
+                    result: flow.result,
+                    reader,
+                    seconds: steps.iter().map(|step| step.seconds(ty.dtype.size() as f64, cluster)).sum(),
+                    count,
+                    bytes: last.left(ty.dtype.size() as f64),
+                    is_shared,
+                    is_early,
+                    is_local: steps.iter().all(Taken::is_local),
+                });
+            }
+        };
+        let layouts = axes.iter().map(|axis| Some((*axis, *placed.handed.get(&(*axis, index))?)));
+        let handed: Option<Vec<(AxisId, Along)>> = layouts.collect();
+        let read = |reader: usize, operand: usize| {
+            of_axes(prepared.rules[reader].operand_sharding(operand, &placed.strategies[reader]))
+        };
+        let handed = handed.map(|handed| {
+            let is_like = |sharding: &Sharding| handed.iter().all(|(axis, along)| Along::of(sharding, *axis) == *along);
+            let mut known = [made.clone()]
+                .into_iter()
+                .chain(flow.readers.iter().map(|(reader, operand, _)| read(*reader, *operand)));
+            known.find(is_like).unwrap_or_else(|| sharding(ty.shape.len(), handed.iter().copied()))
+        });
+        if let Some(handed) = &handed {
+            add(&made, handed, (flow.readers[0].0, maker.members.len()), true);
+        }
+        let from = handed.as_ref().unwrap_or(&made);
+        for (reader, operand, count) in &flow.readers {
+            add(from, &read(*reader, *operand), (*reader, *count), false);
+        }
+    }
+    conversions
+}
