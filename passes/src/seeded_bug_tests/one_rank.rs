@@ -3,7 +3,7 @@
 use super::{BOTH, Bug, divide_further, find, findings, instruction, missed, op};
 use crate::lower::lower_all;
 use crate::lower_tests::{TINY, plan};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Constant, Op};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{DType, NoScratch, Program, verify};
 
@@ -12,6 +12,7 @@ const BUGS: &[(&str, Bug, &str)] = &[
     ("two parameters that change places", exchanged_slots, "where rank 0 has slot"),
     ("readings of each other's values", exchanged_readings, "where rank 0 has reading"),
     ("inputs that are fed for each other", exchanged_inputs, "where rank 0 has input"),
+    ("a sum that does not begin at zero", other_beginning, "does something else"),
     ("a transpose in another order", other_transpose, "it is no step of a conversion"),
 ];
 
@@ -45,6 +46,12 @@ fn exchanged_readings(programs: &mut [Program]) {
 
 fn exchanged_inputs(programs: &mut [Program]) {
     programs[1].inputs.swap(0, 1);
+}
+
+fn other_beginning(programs: &mut [Program]) {
+    let zero = Action::Compute(Constant { value: 0.0 }.into());
+    let at = find(&programs[1], |_, of| of.action == zero);
+    instruction(&mut programs[1], at).action = Action::Compute(Constant { value: 1.0 }.into());
 }
 
 fn other_transpose(programs: &mut [Program]) {
