@@ -20,7 +20,7 @@ pub(crate) const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48,
 /// Wants eight times the bytes of the results of products and reductions, and one more; fuses whatever is
 /// bound by memory.
 #[derive(Debug)]
-struct Wants;
+pub(crate) struct Wants;
 
 impl Target for Wants {
     fn scratch(&self, action: &Action, _: &[TensorType], results: &[TensorType]) -> Bytes {

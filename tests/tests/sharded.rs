@@ -1,9 +1,9 @@
 //! A sharded step equals the step of one device: training graphs under random legal strategies.
 
-#[path = "common/lockstep.rs"]
-mod lockstep;
+#[path = "common/machine.rs"]
+mod machine;
 
-use lockstep::Lockstep;
+use machine::{Ahead, Machine, Tensors};
 use shardc_ir::ops::Fused;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use shardc_ir::program::Action;
@@ -23,8 +23,6 @@ use shardc_runtime::cpu::CpuRuntime;
 use shardc_runtime::{CudaTarget, Runtime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-
-type Tensors = BTreeMap<String, HostTensor>;
 
 /// Wants scratch memory for two instructions of three, as large as their results or so; fuses what GPUs do.
 #[derive(Debug)]
@@ -348,7 +346,7 @@ fn check_planned(graph: &Graph, [kept, recomputed]: [&Graph; 2], mesh: &Mesh, se
             panic!("seed {seed} on {mesh}: {}", found.0[0]);
         }
         let place = format!("seed {seed} on {mesh}");
-        compare(&expect, &Lockstep::new(&programs, seed).step(&given), &format!("{place}, in lockstep"));
+        compare(&expect, &on_machine(&programs, &given, seed), &format!("{place}, in lockstep"));
         compare(&expect, &on_threads(&programs, &given), &format!("{place}, on threads"));
         let memory = shardc_passes::allocate::memory(&programs[0]);
         assert_eq!(memory.total(), programs[0].arena(shardc_ir::plan::Space::Device));
@@ -380,7 +378,8 @@ fn check_stages(text: &str, sizes: Sizes, axes: &[(&str, u64)], pipeline: (u64, 
         legal += 1;
         let programs = lower_all(&plan, &Wants(seed)).unwrap_or_else(|error| panic!("{place}: {error}"));
         verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{place}: {found}"));
-        compare(&expect, &on_threads(&programs, &given), &place);
+        compare(&expect, &on_machine(&programs, &given, seed), &format!("{place}, in lockstep"));
+        compare(&expect, &on_threads(&programs, &given), &format!("{place}, on threads"));
     }
     assert!(legal >= 2, "{legal} of {all} plans in {stages} stages are legal");
 }
@@ -395,6 +394,16 @@ fn compare(expect: &Tensors, actual: &Tensors, place: &str) {
         let worst = expect.iter().zip(&actual).map(distance).fold(0.0, f32::max) / scale;
         assert!(worst < 2e-4, "{place}: `{name}` is off by {worst}\n{expect:?}\n{actual:?}");
     }
+}
+
+/// One step with the streams in some order: readings, and slots put together from their parts.
+fn on_machine(programs: &[Program], given: &Tensors, seed: u64) -> Tensors {
+    let mut machine = Machine::new(programs);
+    machine.write_slots(given).expect("slots");
+    let ahead = [Ahead::Compute, Ahead::Communication, Ahead::Random(seed)];
+    let mut outputs = machine.step(given, ahead[seed as usize % ahead.len()]).expect("a step");
+    outputs.extend(machine.slots().expect("slots that agree"));
+    outputs
 }
 
 /// One step on the runtime of threads: readings, and slots put together from their parts.

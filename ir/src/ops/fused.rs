@@ -97,6 +97,10 @@ impl OpDef for Fused {
         if let Some(unread) = (0..operands.len()).find(|value| !read(*value)) {
             arity(operands, unread)?;
         }
+        let is_twice = |(index, value): &(usize, &usize)| self.results[..*index].contains(value);
+        if let Some((_, value)) = self.results.iter().enumerate().find(is_twice) {
+            return Err(format!("value {value} is two results"));
+        }
         let result = |value: &usize| match values.get(*value) {
             Some(ty) if *value >= operands.len() => Ok(ty.clone()),
             _ => Err(format!("result {value} is no result of a step")),
@@ -171,6 +175,7 @@ mod tests {
         refused(|region| region.steps[0].operands[1] = 7, 2, "not made before");
         refused(|region| region.steps[1].results[0].shape = vec![8, 4], 2, "does not make the types");
         refused(|region| region.results.push(0), 2, "no result of a step");
+        refused(|region| region.results.push(3), 2, "value 3 is two results");
         refused(|region| region.steps[0].op = Input { name: "x".to_string() }.into(), 2, "cannot hold input");
     }
 }

@@ -4,7 +4,8 @@
 //! * every reference (buffer, group, input, section, instruction) exists; `after` points back;
 //! * a buffer begins at a multiple of 256 and lies inside its arena; slots do not overlap;
 //! * an instruction's buffers have the types its action needs; a compute instruction's are what the
-//!   operation infers from its operands; scratch memory is bytes, and nothing else;
+//!   operation infers from its operands, and it is no leaf; scratch memory is bytes, and nothing else;
+//! * no two slots, and no two readings, have one name;
 //! * the part of a slot or a feed is inside its global type, and fits in its buffer.
 //!
 //! Of its execution (`memory`): a section starts when everything of the run before it is done, and
@@ -27,6 +28,7 @@ use super::translation::{self, TranslationFacts};
 use super::{agreement, lockstep, memory};
 use crate::diagnostic::Diagnostics;
 use crate::entity::BufferId;
+use crate::ops::OpDef;
 use crate::plan::Space;
 use crate::program::{Action, Instruction, Program};
 use crate::types::{DType, TensorType};
@@ -250,6 +252,10 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
             found.push(&place, message);
         }
     }
+    let mut names = BTreeSet::new();
+    for reading in program.readings.iter().filter(|reading| !names.insert(&reading.name)) {
+        found.push(format!("rank {rank}, reading \"{}\"", reading.name), "there are two readings of this name");
+    }
     for reading in program.readings.iter().filter(|reading| !program.buffers.is_valid(reading.buffer)) {
         found.push(format!("rank {rank}, reading \"{}\"", reading.name), format!("{} does not exist", reading.buffer));
     }
@@ -293,6 +299,9 @@ fn check_types(program: &Program, instruction: &Instruction) -> Result<(), Strin
     let group = |index: usize| program.groups[index].len() as u64;
     // (operands for each result, elements of an operand times this, elements of a result times that)
     let (pairs, grows, shrinks) = match &instruction.action {
+        Action::Compute(op) if op.is_leaf() => {
+            return Err(format!("computes the {} of a graph: slots and feeds hold those", op.name()));
+        }
         Action::Compute(op) => {
             let inferred = op.infer(&operands, &results).map_err(|error| error.to_string())?;
             let list = |types: &[TensorType]| types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");

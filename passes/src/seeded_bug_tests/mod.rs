@@ -2,6 +2,8 @@
 //! wrong. The verifier finds each of them without running anything, and says what it is.
 
 mod chunks;
+mod malformed;
+mod one_rank;
 mod staged;
 
 use crate::lower::lower_all;

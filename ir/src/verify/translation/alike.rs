@@ -1,5 +1,6 @@
 //! Are the programs of several ranks one program? Everything but the members of groups, the parts of
-//! inputs and slots and the attributes of kernels must be equal; those are checked where they are used.
+//! inputs and slots and the attributes of kernels must be equal; those are checked where they are used. What is exchanged
+//! with the caller is part of it: facts begin and end in the slots, inputs and readings of the first program.
 
 use crate::diagnostic::Diagnostics;
 use crate::ops::Op;
@@ -26,6 +27,12 @@ fn compare(first: &Program, other: &Program, found: &mut Diagnostics) {
     if other.order != first.order {
         return found.push(place, format!("runs its sections in another order than rank {}", first.rank));
     }
+    let (ours, theirs) = (interface(other), interface(first));
+    if let Some(at) = (0..ours.len().max(theirs.len())).find(|at| ours.get(*at) != theirs.get(*at)) {
+        let text = |all: &[String]| all.get(at).map_or("nothing more".to_string(), String::clone);
+        let message = format!("has {}, where rank {} has {}", text(&ours), first.rank, text(&theirs));
+        found.push(&place, message);
+    }
     if other.groups.len() != first.groups.len() || other.buffers.len() != first.buffers.len() {
         return found.push(place, format!("has other groups or buffers than rank {}", first.rank));
     }
@@ -48,9 +55,19 @@ fn compare(first: &Program, other: &Program, found: &mut Diagnostics) {
     }
 }
 
+/// What a program exchanges with the caller, in its order.
+fn interface(program: &Program) -> Vec<String> {
+    let inputs = program.inputs.iter().map(|input| format!("input \"{}\"", input.name));
+    let slots = program.slots.iter().map(|slot| format!("slot \"{}\" in {}", slot.name, slot.buffer));
+    let readings = program.readings.iter().map(|reading| format!("reading \"{}\" of {}", reading.name, reading.buffer));
+    inputs.chain(slots).chain(readings).collect()
+}
+
 fn difference(ours: &Instruction, theirs: &Instruction) -> Option<&'static str> {
     let equal = match (&ours.action, &theirs.action) {
         (Action::Compute(Op::Each(a)), Action::Compute(Op::Each(b))) => a == b,
+        // Zeros that a sum begins with are of no node whose attributes say so.
+        (Action::Compute(Op::Constant(a)), Action::Compute(Op::Constant(b))) => a == b,
         (Action::Compute(Op::Matmul(a)), Action::Compute(Op::Matmul(b))) => {
             (a.bias, a.epilogue) == (b.bias, b.epilogue)
         }

@@ -115,7 +115,7 @@ impl Local<'_> {
         let next = |stage| Ok(vec![Fact { stage, ..fact.clone() }]);
         match (self.ops[0], &fact.stage) {
             (Op::Reshape(_), _) => Ok(vec![fact.clone()]),
-            (Op::Transpose(op), Stage::Ready) => {
+            (Op::Transpose(op), Stage::Ready) if self.is_alike() => {
                 Ok(vec![Fact::ready(fact.value, fact.arrangement.transposed(self.shape, &op.permutation)?)])
             }
             (Op::Slice(op), Stage::Ready) => {
