@@ -120,7 +120,7 @@ fn few_sequences_are_divided() {
 #[test]
 fn products_over_many_ranks_are_divided_at_two_factors() {
     let sizes = Sizes { layers: 2, batch: 1, seq: 8192, hidden: 8192, heads: 64, kv: 64, ffn: 8192, vocab: 65536 };
-    let plan = plan(sizes, DType::Bf16, "h100:64", 70, "dp=1").unwrap();
+    let plan = plan(sizes, DType::Bf16, "h100:64", 70, "dp=1,cp=1").unwrap();
     assert!(plan.choice.starts_with("dp=1,tp=8x8"), "{} of {:?}", plan.choice, plan.alternatives);
     let both = |text: &String| text.contains("k=") && (text.contains("n=") || text.contains("s="));
     let products: Vec<String> = plan

@@ -1,6 +1,6 @@
 //! Choosing a strategy for every node: the batch by propagation ([`batch`]), all other axes by exact
 //! elimination, one at a time ([`place`], [`tensor`], [`dominate`], [`eliminate`]; [`relax`] where a graph is too
-//! large for that), storage over the axes that hold copies by ZeRO stage ([`zero`]). What each family of axes may
+//! large for that), by what nodes take and what values take on their way between them ([`route`]), storage over the axes that hold copies by ZeRO stage ([`zero`]). What each family of axes may
 //! divide stands in [`family`].
 
 pub mod batch;

@@ -471,7 +471,7 @@ impl<'a, 'b> Problem<'a, 'b> {
                 return 0.0;
             }
             if is_alone {
-                let is_sum = (matches!(from, Along::Partial(_)), to) == (true, Along::Whole);
+                let is_sum = matches!(from, Along::Partial(_)) && to == Along::Whole;
                 if is_gradient && is_sum && is_copy_axis(mesh, axis) {
                     return 0.0;
                 }
