@@ -62,7 +62,7 @@ const LEAST_SQUARE: u64 = 16;
 /// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, and
 /// so many times what samples leave: ranks for each of them.
 const FEW: u64 = 32;
-const SPARE: u64 = 4;
+const SPARE: u64 = 2;
 
 /// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
 ///
@@ -85,15 +85,17 @@ pub fn ways(
 /// The ways to divide the ranks of each of so many stages.
 fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &Request, pins: &Pins) -> Vec<Way> {
     let (ranks, batch) = (cluster.ranks() / pp, request.batch);
-    let widest = if cluster.ranks() <= FEW { ranks } else { (2 * cluster.per_node).max(SPARE * ranks / batch.max(1)) };
+    let is_few = cluster.ranks() <= FEW;
+    let widest = if is_few { ranks } else { (2 * cluster.per_node).max(SPARE * ranks / batch.max(1)) };
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
     let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
     // Where data ranks, and tensor ranks of one node, cannot be all, something else has to be divided.
     let mut widths = divisors(ranks).into_iter().filter(|tp| *tp <= cluster.per_node);
     let needs_context = seq > 1 && !widths.any(|tp| batch.is_multiple_of(ranks / tp));
-    // With a sample or more for each rank, data ranks do what context ranks would, with less to exchange.
-    let is_scarce = batch < ranks || seq >= LONG;
+    // With a sample or more for each rank, data ranks do what context ranks would, with less to exchange; where there
+    // are many nodes, so do tensor ranks within them.
+    let is_scarce = batch.saturating_mul(if is_few { 1 } else { cluster.per_node }) < ranks || seq >= LONG;
     let opens_context = |cp: u64| cp == 1 || ((all || is_scarce) && is_long(cp)) || needs_context;
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
     let mut ways = Vec::new();
