@@ -207,6 +207,18 @@ pub struct Buffer {
     pub value: Option<ValueId>,
 }
 
+impl Buffer {
+    /// The byte behind its last one, in the arena.
+    pub fn end(&self) -> u64 {
+        self.offset + self.ty.bytes().0
+    }
+
+    /// Whether two buffers share bytes.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.space == other.space && self.offset < other.end() && other.offset < self.end()
+    }
+}
+
 /// A straight line of code.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Section {

@@ -148,10 +148,9 @@ impl Subject {
 
     /// The ranks whose programs are alike, by their stage.
     fn stages(&self) -> Vec<Vec<usize>> {
-        let (mesh, axes) = (&self.plan.mesh, self.plan.mesh.family("pp"));
-        let stage = |rank: u64| mesh.group(rank, &axes).iter().position(|other| *other == rank);
-        let mut stages: BTreeMap<Option<usize>, Vec<usize>> = BTreeMap::new();
-        (0..mesh.ranks()).for_each(|rank| stages.entry(stage(rank)).or_default().push(rank as usize));
+        let mesh = &self.plan.mesh;
+        let mut stages: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
+        (0..mesh.ranks()).for_each(|rank| stages.entry(mesh.stage_of(rank)).or_default().push(rank as usize));
         stages.into_values().collect()
     }
 

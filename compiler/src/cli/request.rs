@@ -73,9 +73,10 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
         }
         return Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: 0 });
     }
-    let made_for = model.positions().or(model.config.rotary_positions()).unwrap_or(u64::MAX);
+    let rotary = model.config.rotary_positions();
+    let made_for = model.positions().or(rotary).unwrap_or(u64::MAX);
     let seq = args.seq.unwrap_or(DEFAULT_SEQ.min(made_for));
-    if let Some(known) = model.config.rotary_positions().filter(|known| *known < seq) {
+    if let Some(known) = rotary.filter(|known| *known < seq) {
         tracing::warn!(
             "sequences of {seq} tokens are longer than the {known} positions that {} was made for",
             model.name

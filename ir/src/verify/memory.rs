@@ -71,14 +71,6 @@ fn clocks(instructions: &[Instruction]) -> Vec<Clock> {
     clocks
 }
 
-fn end(buffer: &Buffer) -> u64 {
-    buffer.offset + buffer.ty.bytes().0
-}
-
-fn overlaps(a: &Buffer, b: &Buffer) -> bool {
-    a.space == b.space && a.offset < end(b) && b.offset < end(a)
-}
-
 /// Cuts segments so that one begins at `at`.
 fn cut(arena: &mut BTreeMap<u64, Segment>, at: u64) {
     if let Some((start, segment)) = arena.range_mut(..at).next_back()
@@ -101,7 +93,7 @@ impl Memory<'_> {
     fn segments(&mut self, buffer: BufferId) -> impl Iterator<Item = &mut Segment> {
         let buffer = &self.program.buffers[buffer];
         let arena = self.arenas.entry(buffer.space).or_default();
-        let (start, end) = (buffer.offset, end(buffer));
+        let (start, end) = (buffer.offset, buffer.end());
         if start < end {
             cut(arena, start);
             cut(arena, end);
@@ -193,7 +185,7 @@ impl Memory<'_> {
             segments.push(segment.end);
         }
         let place = &self.program.buffers[buffer];
-        let (space, start, end) = (place.space, place.offset, end(place));
+        let (space, start, end) = (place.space, place.offset, place.end());
         if start < end {
             // One segment takes the place of all.
             let arena = self.arenas.entry(space).or_default();
@@ -238,7 +230,7 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
     if let Some(scratch) = instruction.scratch {
         let own = &program.buffers[scratch];
         let mut values = instruction.operands.iter().chain(results);
-        if let Some(other) = values.find(|other| overlaps(&program.buffers[**other], own)) {
+        if let Some(other) = values.find(|other| program.buffers[**other].overlaps(own)) {
             return Some(format!("its scratch memory {scratch} shares bytes with {other}"));
         }
     }
@@ -247,12 +239,12 @@ fn illegal_overlap(program: &Program, instruction: &Instruction) -> Option<Strin
     }
     for (index, result) in results.iter().enumerate() {
         let to = &program.buffers[*result];
-        if let Some(other) = results[..index].iter().find(|other| overlaps(&program.buffers[**other], to)) {
+        if let Some(other) = results[..index].iter().find(|other| program.buffers[**other].overlaps(to)) {
             return Some(format!("writes {other} and {result}, which share bytes"));
         }
         for (position, operand) in instruction.operands.iter().enumerate() {
             let from = &program.buffers[*operand];
-            if overlaps(from, to) && !in_place(program, instruction, [from, to], [position, index]) {
+            if from.overlaps(to) && !in_place(program, instruction, [from, to], [position, index]) {
                 return Some(format!("writes {result} over {operand}, which it still reads"));
             }
         }

@@ -153,9 +153,10 @@ impl Moe {
     /// The logits `[b, s, v]` of `ids` `[b, s]`, and of every group of tokens how uneven the loads of the experts are,
     /// summed over the blocks.
     pub fn forward(&self, ids: Tensor<2, Int>) -> (Tensor<3>, Tensor<1>) {
-        let [batch, seq] = ids.dims();
+        let [_, seq] = ids.dims();
+        let [groups, _] = self.groups(ids.dims());
         let (cos, sin) = angles(&self.frequencies, seq, &ids.device());
-        let mut uneven = Tensor::zeros([batch * seq / self.group_of(seq)], &ids.device());
+        let mut uneven = Tensor::zeros([groups], &ids.device());
         let mut x = self.token.forward(ids);
         for block in &self.blocks {
             let y = block.attention_norm.forward(x.clone());
@@ -167,16 +168,16 @@ impl Moe {
         (self.head.forward(self.norm.forward(x)), uneven)
     }
 
-    /// The tokens of a group: the most that divide a sequence.
-    fn group_of(&self, seq: usize) -> usize {
-        (1..=seq.min(self.group)).rev().find(|size| seq.is_multiple_of(*size)).unwrap_or(1)
+    /// The groups of so many sequences of so many tokens, and the tokens of each: the most that divide a sequence.
+    fn groups(&self, [batch, seq]: [usize; 2]) -> [usize; 2] {
+        let size = (1..=seq.min(self.group)).rev().find(|size| seq.is_multiple_of(*size)).unwrap_or(1);
+        [batch * seq / size, size]
     }
 
     /// What the experts make of tokens `[b, s, d]`.
     fn mix(&self, block: &Block, x: Tensor<3>) -> (Tensor<3>, Tensor<1>) {
         let [batch, seq, width] = x.dims();
-        let group = self.group_of(seq);
-        let groups = batch * seq / group;
+        let [groups, group] = self.groups([batch, seq]);
         let x = x.reshape([groups, group, width]);
         let probabilities = softmax(block.router.forward(x.clone()), 2);
         let [_, _, experts] = probabilities.dims();
@@ -192,11 +193,9 @@ impl Moe {
 
     /// The mean cross-entropy of the logits, and the balance of loads: of a group by its tokens that count.
     pub fn objective(&self, (logits, uneven): (Tensor<3>, Tensor<1>), labels: Tensor<2, Int>) -> Tensor<1> {
-        let [batch, seq] = labels.dims();
+        let groups = self.groups(labels.dims());
         let (sum, counted) = causal_terms(logits, labels);
-        let group = self.group_of(seq);
-        let groups = batch * seq / group;
-        let tokens = counted.clone().reshape([groups, group]).sum_dim(1).reshape([groups]);
+        let tokens = counted.clone().reshape(groups).sum_dim(1).reshape([groups[0]]);
         let balance = (uneven * tokens).sum() * (BALANCE / self.blocks.len().max(1) as f64);
         (sum + balance) / counted.sum()
     }

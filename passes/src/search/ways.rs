@@ -59,9 +59,11 @@ const MORE_NODES: u64 = 8;
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
-/// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, and
-/// so many times what samples leave: ranks for each of them.
+/// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, or up
+/// to [`SPARE`] times the ranks that there are for each sample.
 const FEW: u64 = 32;
+
+/// See [`FEW`].
 const SPARE: u64 = 2;
 
 /// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
@@ -98,12 +100,14 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
     let is_scarce = batch.saturating_mul(if is_few { 1 } else { cluster.per_node }) < ranks || seq >= LONG;
     let opens_context = |cp: u64| cp == 1 || ((all || is_scarce) && is_long(cp)) || needs_context;
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
+    let stores_parts = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
         let is_pinned = pins.tp == Some(tp) || (pins.tp.is_none() && pins.dp.is_some());
         if pins.tp.is_some_and(|pin| pin != tp) || (!is_pinned && tp > widest) {
             continue;
         }
+        let splits = splits(prepared, tp, pins);
         for cp in divisors(ranks / tp) {
             let context = cp * ring * ulysses;
             let is_kept = (ranks / tp).is_multiple_of(context) && seq.is_multiple_of(if seq > 1 { context } else { 1 });
@@ -121,11 +125,10 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                     continue;
                 }
                 for cp in contexts(cp, pins) {
-                    let [ring, ulysses] = [("ring", ring), ("ulysses", ulysses)]
-                        .map(|(family, degree)| (family, axes(pins, family, degree)));
-                    let is_pinned = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
-                    let (stored, tp) = (stored.clone(), splits(prepared, tp, pins));
-                    ways.push(Way { pp, data, ep, stored, is_pinned, context: vec![ring, ulysses, ("cp", cp)], tp });
+                    let (ring, ulysses) = (axes(pins, "ring", ring), axes(pins, "ulysses", ulysses));
+                    let context = vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)];
+                    let (stored, tp) = (stored.clone(), splits.clone());
+                    ways.push(Way { pp, data, ep, stored, is_pinned: stores_parts, context, tp });
                 }
             }
         }

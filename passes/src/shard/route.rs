@@ -39,12 +39,12 @@ pub struct Routes {
 
 impl Routes {
     /// The way of a value of type `ty` (undivided along the axes of the layouts) on a mesh of a cluster.
-    pub fn find(&self, ty: &TensorType, from: &Sharding, to: &Sharding, on: (&Mesh, &Cluster)) -> Route {
-        let key = (ty.clone(), from.clone(), to.clone());
+    pub fn find(&self, ty: &TensorType, from: Sharding, to: Sharding, on: (&Mesh, &Cluster)) -> Route {
+        let key = (ty.clone(), from, to);
         if let Some(known) = self.known.borrow().get(&key) {
             return known.clone();
         }
-        let (mesh, _) = on;
+        let ((_, from, to), (mesh, _)) = (&key, on);
         let is_even = [from, to].iter().all(|end| end.is_even(&ty.shape, mesh));
         let steps = is_even.then(|| path(ty, from, to, mesh, &|step, local| rough_cost(step, local, mesh)));
         let route: Route = steps.flatten().map(|steps| {
@@ -120,11 +120,24 @@ pub fn sharding(rank: usize, along: impl IntoIterator<Item = (AxisId, Along)>) -
     sharding
 }
 
-/// Whether these readers of a value only update with it: along axes that hold copies, what they need is the
+/// The type of a flow's value that is made like this, undivided along these axes of a mesh.
+pub fn undivided(prepared: &Prepared<'_>, flow: &Flow, mut made: Sharding, on: (&[AxisId], &Mesh)) -> TensorType {
+    let (axes, mesh) = on;
+    made.dims.iter_mut().for_each(|dim| dim.retain(|axis| !axes.contains(axis)));
+    let maker = prepared.folded.classes[flow.maker].node;
+    let value = prepared.graph.node(maker).results[flow.result];
+    Prepared::local(prepared.graph.ty(value), &made, mesh)
+}
+
+/// Whether a reader of a value, or all of them, only update with it: along axes that hold copies, what they need is the
 /// reduction of a gradient, which is priced with the data ranks'.
-pub fn is_gradient(prepared: &Prepared<'_>, flow: &Flow, mut readers: impl Iterator<Item = usize>) -> bool {
+pub fn is_gradient(prepared: &Prepared<'_>, flow: &Flow, only: Option<usize>) -> bool {
     let updates = |reader: usize| matches!(prepared.op(reader), Op::Adamw(_) | Op::SumSquares(_));
-    prepared.is_gradient[flow.maker] && readers.all(updates)
+    let is_update = || match only {
+        Some(reader) => updates(reader),
+        None => flow.readers.iter().all(|(reader, ..)| updates(*reader)),
+    };
+    prepared.is_gradient[flow.maker] && is_update()
 }
 
 /// Of a reduction of gradients over axes that hold copies, nothing.
@@ -143,29 +156,17 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
     };
     let mut conversions = Vec::new();
     for (index, flow) in prepared.flows.iter().enumerate() {
-        let maker = &prepared.folded.classes[flow.maker];
-        let value = prepared.graph.ty(prepared.graph.node(maker.node).results[flow.result]);
         let whole = prepared.rules[flow.maker].result_sharding(flow.result, &placed.strategies[flow.maker]);
-        let made = of_axes(whole.clone());
-        let rest = Sharding {
-            dims: whole
-                .dims
-                .iter()
-                .map(|dim| dim.iter().copied().filter(|axis| !axes.contains(axis)).collect())
-                .collect(),
-            partial: Vec::new(),
-        };
-        let ty = Prepared::local(value, &rest, placed.mesh);
+        let ty = undivided(prepared, flow, whole.clone(), (&axes, placed.mesh));
+        let made = of_axes(whole);
         let mut add = |from: &Sharding, to: &Sharding, (reader, count): (usize, usize), is_shared: bool| {
             if from == to {
                 return;
             }
-            let is_update = match is_shared {
-                true => is_gradient(prepared, flow, flow.readers.iter().map(|(reader, ..)| *reader)),
-                false => is_gradient(prepared, flow, [reader].into_iter()),
-            };
+            let is_update = is_gradient(prepared, flow, (!is_shared).then_some(reader));
             let from = if is_update { unpriced(from.clone(), to, placed.mesh) } else { from.clone() };
-            let Some(steps) = placed.routes.find(&ty, &from, to, (placed.mesh, placed.cluster)) else { return };
+            let on = (placed.mesh, placed.cluster);
+            let Some(steps) = placed.routes.find(&ty, from, to.clone(), on) else { return };
             // Terms are added behind the maker, the rest is done before the reader.
             let early = steps.iter().rposition(Taken::is_reduction).map_or(0, |last| last + 1);
             for (steps, is_early) in [(&steps[..early], true), (&steps[early..], false)] {
@@ -196,7 +197,8 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
             known.find(is_like).unwrap_or_else(|| sharding(ty.shape.len(), handed.iter().copied()))
         });
         if let Some(handed) = &handed {
-            add(&made, handed, (flow.readers[0].0, maker.members.len()), true);
+            let members = prepared.folded.classes[flow.maker].members.len();
+            add(&made, handed, (flow.readers[0].0, members), true);
         }
         let from = handed.as_ref().unwrap_or(&made);
         for (reader, operand, count) in &flow.readers {

@@ -16,7 +16,7 @@
 //! one axis does with a value decides how much the others move of it.
 
 use super::eliminate::{CostGraph, Solution};
-use super::family::{allows, is_copy_axis, searched_axes};
+use super::family::{allows, is_copy_axis, narrow, searched_axes};
 use super::layout::{Along, Extent, convert_seconds};
 use super::local::{AllLocals, Locals};
 use super::objective::{Objective, Pricer, Quote};
@@ -211,6 +211,8 @@ pub(crate) struct Problem<'a, 'b> {
     placed: &'a Placed<'a>,
     pub axis: AxisId,
     group: Group,
+    /// All axes that are searched, in the order in which they divide a dimension.
+    searched: Vec<AxisId>,
     objective: Objective,
     others: Vec<Other>,
     /// The strategies without the axis.
@@ -251,6 +253,7 @@ enum Way {
 impl<'a, 'b> Problem<'a, 'b> {
     pub fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, axis: AxisId, objective: Objective) -> Self {
         let strategies: Vec<Strategy> = placed.strategies.iter().map(|strategy| strategy.without(axis)).collect();
+        let searched = searched_axes(placed.mesh);
         let is_other = |other: &AxisId| *other != axis && placed.mesh.size(*other) > 1;
         let other = |other: AxisId| Other {
             axis: other,
@@ -266,7 +269,8 @@ impl<'a, 'b> Problem<'a, 'b> {
             axis,
             group: Group::new(placed.mesh, &[axis], placed.cluster),
             objective,
-            others: searched_axes(placed.mesh).into_iter().filter(is_other).map(other).collect(),
+            others: searched.iter().copied().filter(is_other).map(other).collect(),
+            searched,
             strategies,
             graph: CostGraph::default(),
             variable: vec![usize::MAX; placed.strategies.len()],
@@ -356,12 +360,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         let choices = rule.choices(given, self.axis, self.placed.mesh).into_iter();
         let choices = choices.chain(rule.rings(given, self.axis, self.placed.mesh));
         let mut choices: Vec<Choice> = choices.filter(|choice| allows(self.prepared, class, family, *choice)).collect();
-        // Where every expert is gathered to every rank, the axis is one of `dp` with its storage in parts.
-        let is_expert =
-            |choice: &Choice| matches!(choice, Choice::Factor(factor) if self.prepared.experts[class].contains(factor));
-        if family == "ep" && self.prepared.weight_factors(class).is_some() && choices.iter().any(is_expert) {
-            choices.retain(is_expert);
-        }
+        narrow(self.prepared, class, family, &mut choices);
         choices
     }
 
@@ -404,12 +403,8 @@ impl<'a, 'b> Problem<'a, 'b> {
 
     /// The type of a flow's value, undivided along all axes that are searched.
     fn value_type(&self, flow: &Flow) -> TensorType {
-        let node = self.prepared.folded.classes[flow.maker].node;
-        let value = self.prepared.graph.node(node).results[flow.result];
-        let mut sharding = self.prepared.rules[flow.maker].result_sharding(flow.result, &self.strategies[flow.maker]);
-        let searched = searched_axes(self.placed.mesh);
-        sharding.dims.iter_mut().for_each(|axes| axes.retain(|axis| !searched.contains(axis)));
-        Prepared::local(self.prepared.graph.ty(value), &sharding, self.placed.mesh)
+        let made = self.prepared.rules[flow.maker].result_sharding(flow.result, &self.strategies[flow.maker]);
+        route::undivided(self.prepared, flow, made, (&self.searched, self.placed.mesh))
     }
 
     /// Whether a flow is converted once per microbatch when this class reads it.
@@ -447,24 +442,20 @@ impl<'a, 'b> Problem<'a, 'b> {
         };
         let times = self.flow_runs(flow, reader) * count as f64;
         let (axis, group, cluster, mesh) = (self.axis, self.group, self.placed.cluster, self.placed.mesh);
-        let is_gradient = match way {
-            Way::Handed => route::is_gradient(self.prepared, flow, flow.readers.iter().map(|(reader, ..)| *reader)),
-            Way::Read { .. } => route::is_gradient(self.prepared, flow, [reader].into_iter()),
-        };
+        let only = if let Way::Read { reader, .. } = way { Some(reader) } else { None };
+        let is_gradient = route::is_gradient(self.prepared, flow, only);
         let others = self.others(value.index, way);
         let is_alone = others.iter().all(|(_, from, to)| (*from, *to) == (Along::Whole, Along::Whole));
         let is_kept = others.iter().all(|(_, from, to)| from == to);
         let whole = value.ty.bytes().0 as f64 / self.objective.beside().parts;
         let loss = cluster.device.overlap_loss.value;
-        // In the order in which they divide a dimension.
-        let order = searched_axes(mesh);
         let layout = move |own: Along, of: &dyn Fn(&(AxisId, Along, Along)) -> Along| {
             let along = |of_axis: &AxisId| match others.iter().find(|(other, ..)| other == of_axis) {
                 Some(other) => of(other),
                 None if *of_axis == axis => own,
                 None => Along::Whole,
             };
-            route::sharding(value.ty.shape.len(), order.iter().map(|axis| (*axis, along(axis))))
+            route::sharding(value.ty.shape.len(), self.searched.iter().map(|axis| (*axis, along(axis))))
         };
         move |from, to| {
             if is_kept && from == to {
@@ -484,7 +475,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             }
             let (from, to) = (layout(from, &|(_, from, _)| *from), layout(to, &|(_, _, to)| *to));
             let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
-            let steps = self.placed.routes.find(&value.ty, &from, &to, (mesh, cluster));
+            let steps = self.placed.routes.find(&value.ty, from, to, (mesh, cluster));
             let seconds = |step: &Taken| step.seconds(value.ty.dtype.size() as f64, cluster);
             steps.map_or(f64::INFINITY, |steps| times * steps.iter().map(seconds).sum::<f64>())
         }

@@ -1,8 +1,7 @@
 //! Programs in which everything has bytes of its own: what is wrong in them is wrong by what it computes.
 
-use shardc_ir::program::{Buffer, Program};
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, EntityRef};
+use shardc_ir::{BufferId, EntityRef, Program};
 
 /// Gives everything bytes of its own. What has one history of bytes stays together: views, what is written over an
 /// operand, and the updates of a slot.
@@ -11,7 +10,7 @@ pub fn lay_apart(program: &mut Program) {
     let buffers = &program.buffers;
     for of in program.instructions() {
         for (a, b) in of.results.iter().flat_map(|result| of.operands.iter().map(move |operand| (*operand, *result))) {
-            if is_view(buffers, of) || overlap(&buffers[a], &buffers[b]) {
+            if is_view(buffers, of) || buffers[a].overlaps(&buffers[b]) {
                 join(&mut next, a, b);
             }
         }
@@ -34,16 +33,11 @@ pub fn lay_apart(program: &mut Program) {
             for id in own {
                 let buffer = &mut program.buffers[id];
                 buffer.offset = base + buffer.offset - start;
-                bytes.0 = bytes.0.max(buffer.offset + buffer.ty.bytes().0);
+                bytes.0 = bytes.0.max(buffer.end());
             }
             bytes.0 = bytes.0.next_multiple_of(256);
         }
     }
-}
-
-fn overlap(a: &Buffer, b: &Buffer) -> bool {
-    let end = |of: &Buffer| of.offset + of.ty.bytes().0;
-    a.space == b.space && a.offset < end(b) && b.offset < end(a)
 }
 
 fn root(next: &[usize], id: BufferId) -> usize {

@@ -163,7 +163,7 @@ impl<'a> Machine<'a> {
             arenas.values_mut().for_each(|arena| arena.fill(GARBAGE));
             for slot in &program.slots {
                 let home = &program.buffers[slot.buffer];
-                let range = home.offset as usize..(home.offset + home.ty.bytes().0) as usize;
+                let range = home.offset as usize..home.end() as usize;
                 if let Some(arena) = arenas.get_mut(&home.space) {
                     arena[range.clone()].copy_from_slice(&old[&home.space][range]);
                 }
@@ -195,7 +195,8 @@ impl<'a> Machine<'a> {
             let mut operands = instruction.operands.iter().enumerate();
             let may_stay = |(position, operand): (usize, &BufferId)| {
                 let places = [&program.buffers[*operand], &program.buffers[*target]];
-                !overlap(places) || index.is_some_and(|index| in_place(program, instruction, places, [position, index]))
+                !places[0].overlaps(places[1])
+                    || index.is_some_and(|index| in_place(program, instruction, places, [position, index]))
             };
             if !operands.all(may_stay) {
                 self.write(rank, *target, &vec![GARBAGE; program.buffers[*target].ty.bytes().0 as usize])?;
@@ -349,11 +350,6 @@ fn stored(slot: &Slot, leaves: &Tensors) -> Result<HostTensor, String> {
         (None, None) => return Err(format!("`{}` is not given", slot.name)),
     };
     if whole.ty == slot.ty { Ok(whole) } else { Err(format!("`{}` is {}, not {}", slot.name, whole.ty, slot.ty)) }
-}
-
-fn overlap([a, b]: [&Buffer; 2]) -> bool {
-    let end = |of: &Buffer| of.offset + of.ty.bytes().0;
-    a.space == b.space && a.offset < end(b) && b.offset < end(a)
 }
 
 /// Whether an instruction reads each element of an operand before it writes that of a result in its place.

@@ -22,7 +22,7 @@ pub(super) fn expand(programs: &[Program]) -> Cow<'_, [Program]> {
 
 fn expand_program(program: &Program) -> Program {
     let mut expanded = program.clone();
-    let ends = program.buffers.values().map(|buffer| buffer.offset + buffer.ty.bytes().0);
+    let ends = program.buffers.values().map(Buffer::end);
     let mut end = ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT);
     for section in program.sections.keys() {
         let mut instructions = Vec::new();
