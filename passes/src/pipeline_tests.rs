@@ -7,11 +7,13 @@ use crate::lower::lower_all;
 use crate::lower_tests::{TINY, plan};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pipeline::anchor::{anchors, chunks};
+use crate::pipeline::shared::sum_behind_loop;
 use crate::search::{Pins, search};
-use crate::search_tests::{Sizes, llama};
+use crate::search_tests::{Sizes, llama, llama_with};
 use crate::simulate::{Conditions, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
+use shardc_ir::program::Action;
 use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, verify};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
@@ -31,6 +33,7 @@ pub(crate) fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage:
     let cuts: Vec<NodeId> = (1..count).map(|chunk| main[main.len() * chunk / count]).collect();
     plan.pipeline.chunks = chunks(&anchors, &plan.graph, &cuts);
     (plan.pipeline.schedule, plan.pipeline.per_stage) = (schedule, per_stage);
+    sum_behind_loop(&plan.graph, &plan.mesh, &plan.pipeline, &mut plan.strategies);
     plan
 }
 
@@ -65,11 +68,21 @@ fn programs_of_stages_are_sound() {
 }
 
 fn searched(sizes: Sizes, cluster: &str, pins: &str, scope: Scope, memory: u64) -> Result<Plan, String> {
+    searched_of(&llama(sizes, DType::Bf16), sizes, (cluster, pins), scope, memory)
+}
+
+fn searched_of(
+    graph: &Graph,
+    sizes: Sizes,
+    (cluster, pins): (&str, &str),
+    scope: Scope,
+    memory: u64,
+) -> Result<Plan, String> {
     let cluster = Cluster::parse(cluster, "h200").expect("a cluster");
     let pins = Pins::parse(pins).map_err(|error| error.to_string())?;
     let (batch, seq) = (sizes.batch, sizes.seq);
     let request = Request { batch, seq, scope, device_memory: Bytes(memory), ..Request::default() };
-    search(&llama(sizes, DType::Bf16), &cluster, &request, &pins, &NoScratch).map_err(|error| error.to_string())
+    search(graph, &cluster, &request, &pins, &NoScratch).map_err(|error| error.to_string())
 }
 
 /// The plan's step and memory by its programs.
@@ -107,6 +120,41 @@ fn pinned_pipelines_are_planned_as_their_programs_run() {
         let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);
         let is_close = time.abs() < 0.15 && memory.abs() < 0.08;
         assert!(is_close, "{}: {time:+.3} in time, {memory:+.3} in memory", plan.choice);
+    }
+}
+
+/// The gradients of a table that two stages read are added up on each, and passed on once, in the parts that ranks store.
+#[test]
+fn gradients_of_shared_weights_pass_once() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 65536 };
+    let (graph, table) = (llama_with(sizes, DType::Bf16, true), sizes.vocab * sizes.hidden);
+    for (pins, parts) in [
+        ("pp=4,dp=2,schedule=1f1b,zero=0", 1),
+        ("pp=4,dp=2,schedule=gpipe,zero=1", 2),
+        ("pp=2,dp=4,schedule=interleaved,virtual=2,zero=2", 4),
+        ("pp=2,tp=4,schedule=1f1b,zero=0", 4),
+        ("pp=2,tp=2,dp=2,schedule=1f1b,zero=3", 4),
+    ] {
+        let pins = &format!("{pins},microbatch=1,recompute=none");
+        let plan = searched_of(&graph, sizes, ("h100:1x8", pins), Scope::Runnable, 140 << 30);
+        let plan = plan.unwrap_or_else(|error| panic!("{pins}: {error}"));
+        let programs = lower_all(&verify::plan(&plan).expect("a plan"), &NoScratch).expect("programs");
+        for program in &programs {
+            let sections = program.order.iter().flat_map(|run| &program.sections[run.section].instructions);
+            let sent = sections.filter(|instruction| matches!(instruction.action, Action::Send { .. }));
+            let sent = sent.map(|send| program.buffers[send.operands[0]].ty.clone());
+            let gradients = sent.filter(|ty| ty.dtype == DType::F32 && ty.elements() > table / 16);
+            let elements: Vec<u64> = gradients.map(|ty| ty.elements()).collect();
+            let is_last = plan.mesh.stage_of(program.rank) + 1 == plan.stages();
+            assert_eq!(elements, vec![table / parts; usize::from(is_last)], "{pins}: rank {}", program.rank);
+        }
+        let exact = by_programs(&plan, "h100:1x8");
+        let off = |own: f64, exact: f64| own / exact - 1.0;
+        let time = off(plan.prediction.step.0, exact.step.0);
+        let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);
+        // What is reduced or gathered in every microbatch is known less well on links between nodes.
+        let most = if plan.choice.contains("zero=0") || plan.choice.contains("zero=1") { 0.05 } else { 0.25 };
+        assert!(time.abs() < most && memory.abs() < 0.1, "{pins}: {time:+.3} in time, {memory:+.3} in memory");
     }
 }
 

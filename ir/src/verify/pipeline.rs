@@ -10,6 +10,7 @@
 //!   one in the backward pass, and from the forward pass to any chunk of the backward pass;
 //! * what does not depend on the microbatch, and what is made after all of them, is read in its own chunk,
 //!   but that a loop reads the former anywhere, and that single numbers of the latter are combined;
+//! * what is added up over the microbatches, in its own chunk, is read after all of them in any;
 //! * a parameter and its state lie in a chunk that reads them, and are updated there; an output is a single
 //!   number, or an update.
 
@@ -131,7 +132,10 @@ impl Checker<'_> {
                 say("a number that is combined over the stages is read by a node without a chunk")
             }
             (Phase::After, _) => say("what is made after the loop over the microbatches stays in its chunk"),
-            (_, Phase::After) => say("what is read after the loop over the microbatches lies in its own chunk"),
+            (Phase::Loop, Phase::After) => Ok(()),
+            (Phase::Invariant, Phase::After) => {
+                say("what is made before the loop and read after it is read in its own chunk")
+            }
             (Phase::Invariant, Phase::Invariant) => say("what is made before the loop is read there in its own chunk"),
             (Phase::Invariant, Phase::Loop) => Ok(()),
             (Phase::Loop, _) => match (self.is_behind(def, maker), self.is_behind(id, node)) {

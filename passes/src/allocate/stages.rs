@@ -62,10 +62,7 @@ impl Copies {
         }
         for message in &stage.messages {
             let touches = &mut touches[draft.storage[message.buffer].0 as usize];
-            match message.link {
-                Some(link) => drop(touches.links.insert((link, message.is_send))),
-                None => touches.is_outside = true,
-            }
+            touches.links.insert((message.link, message.is_send));
         }
         let outside = draft.slots.iter().map(|slot| slot.buffer);
         for buffer in outside.chain(draft.readings.iter().map(|reading| reading.buffer)) {
@@ -198,9 +195,6 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);
-    let once = stage.messages.iter().filter(|message| message.link.is_none());
-    let once: Vec<Instruction> = once.map(|message| assembly.message(message, 0)).collect();
-    assembly.section("exchange", once, 0);
     let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();
     for event in &stage.events {
         let variant = assembly.variant(event);
@@ -278,7 +272,7 @@ impl Assembly<'_> {
 
     fn handovers(&self, message: &Message) -> Vec<Handover> {
         let all = self.draft.stage.iter().flat_map(|stage| &stage.messages);
-        all.filter(|other| other.link == Some(message.link) && other.is_send == message.is_send).cloned().collect()
+        all.filter(|other| other.link == message.link && other.is_send == message.is_send).cloned().collect()
     }
 
     fn variant(&self, event: &Event) -> Variant {

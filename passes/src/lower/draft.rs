@@ -82,13 +82,13 @@ pub struct Item {
     pub hint: Hint,
 }
 
-/// A value that one stage of a pipeline sends and another receives.
+/// A value that one stage of a pipeline sends and another receives in every microbatch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Handover {
     /// The value.
     pub value: ValueId,
-    /// Between which passes, as an index of the links; none if it is sent once, before the loop.
-    pub link: Option<usize>,
+    /// Between which passes, as an index of the links.
+    pub link: usize,
     /// The other rank.
     pub peer: u64,
     /// Whether this rank sends it.
@@ -102,7 +102,7 @@ pub struct Handover {
 pub struct StageDraft {
     /// Which pass of which chunk each part is.
     pub parts: Vec<(u32, Pass)>,
-    /// What is sent and received, in the order of the values.
+    /// What is sent and received in the loop, in the order of the values.
     pub messages: Vec<Handover>,
     /// What the stage does in the loop.
     pub events: Vec<Event>,

@@ -1,10 +1,12 @@
 //! What stages of a pipeline tell each other: values that are sent, and numbers that are combined.
 //!
 //! A value is sent in the layout in which it is made, unless it is partial there and its first reader wants
-//! it whole: then it is resolved before it leaves. Single numbers that one stage makes and all want (the loss, the
+//! it whole: then it is resolved before it leaves. What does not depend on the microbatch is sent once before the loop;
+//! what is read behind it alone is added up over the microbatches where it is made, and sent once behind it. Single numbers that one stage makes and all want (the loss, the
 //! squares of a gradient) are summed over the stages after the loop; who has none adds zero.
 
 use super::draft::Handover;
+use super::stages::Edge;
 use super::{LowerError, Lowering, Place};
 use crate::lower::Hint;
 use shardc_ir::ops::Constant;
@@ -37,29 +39,56 @@ impl Lowering<'_> {
         let edges: Vec<_> =
             stage.edges.iter().filter(|edge| edge.value == value && edge.from == stage.stage).cloned().collect();
         for edge in edges {
-            let layout = self.sent_as(value, edge.reader);
-            let place = self.places[self.plan.graph.value(value).def];
-            let buffer = self.copy_at(value, &layout, place)?;
-            let peer = self.peer(edge.to);
-            self.hand_over(Handover { value, link: edge.link, peer, is_send: true, buffer });
+            let (layout, peer) = (self.sent_as(value, edge.reader), self.peer(edge.to));
+            let buffer = match edge.place {
+                Place::Epilogue => self.own_operand(value, &layout, Some(edge.reader))?,
+                _ => self.copy_at(value, &layout, self.places[self.plan.graph.value(value).def])?,
+            };
+            match edge.link {
+                Some(link) => self.hand_over(Handover { value, link, peer, is_send: true, buffer }),
+                None => self.meet(edge.place, Action::Send { peer }, value, buffer),
+            }
         }
         Ok(())
     }
 
-    /// Receives a value that another stage makes, when it is first read here.
+    /// Receives a value that another stage makes in every microbatch, when it is first read here.
     pub(super) fn receive(&mut self, value: ValueId) {
-        let Some(edge) = self.stage.as_ref().and_then(|stage| stage.incoming(value)).cloned() else { return };
-        if !self.is_known(value) {
-            let layout = self.sent_as(value, edge.reader);
-            let ty = self.local_type(self.plan.graph.ty(value), &layout);
-            let buffer = self.draft.buffer(ty, self.category(value));
-            self.draft.buffers[buffer].value = Some(value);
-            // What comes once is converted in the loop as well: the prologue has ended when it comes.
-            let place = self.stage.as_ref().map_or(Place::Prologue, |stage| stage.part(edge.pass));
-            self.made_copy(value, layout, buffer, place);
-            let peer = self.peer(edge.from);
-            self.hand_over(Handover { value, link: edge.link, peer, is_send: false, buffer });
+        let Some(edge) = self.stage.as_ref().and_then(|stage| stage.incoming(value, false)).cloned() else { return };
+        if let Some(link) = edge.link.filter(|_| !self.is_known(value)) {
+            let (buffer, peer) = (self.received(value, &edge), self.peer(edge.from));
+            self.hand_over(Handover { value, link, peer, is_send: false, buffer });
         }
+    }
+
+    /// Receives what another stage makes once of a node, when it is its turn: all stages meet in the order of the nodes.
+    pub(super) fn receive_once(&mut self, node: NodeId) {
+        for value in &self.plan.graph.node(node).results {
+            let edge = self.stage.as_ref().and_then(|stage| stage.incoming(*value, true)).cloned();
+            let Some(edge) = edge else { continue };
+            let (buffer, peer) = (self.received(*value, &edge), self.peer(edge.from));
+            self.meet(edge.place, Action::Receive { peer }, *value, buffer);
+        }
+    }
+
+    /// Where a value is when it has come.
+    fn received(&mut self, value: ValueId, edge: &Edge) -> BufferId {
+        let layout = self.sent_as(value, edge.reader);
+        let ty = self.local_type(self.plan.graph.ty(value), &layout);
+        let buffer = self.draft.buffer(ty, self.category(value));
+        self.draft.buffers[buffer].value = Some(value);
+        self.made_copy(value, layout, buffer, edge.place);
+        buffer
+    }
+
+    /// One end of a message outside of the loop.
+    fn meet(&mut self, place: Place, action: Action, value: ValueId, buffer: BufferId) {
+        let source = Some(self.plan.graph.value(value).def);
+        let (operands, results) = match action {
+            Action::Send { .. } => (vec![buffer], vec![]),
+            _ => (vec![], vec![buffer]),
+        };
+        self.draft.push(place, action, operands, results, Stream::Communication, source, Hint::None);
     }
 
     fn hand_over(&mut self, message: Handover) {
@@ -71,6 +100,12 @@ impl Lowering<'_> {
     /// Whether a node is lowered on this rank.
     pub(super) fn is_here(&self, node: NodeId) -> bool {
         self.stage.as_ref().is_none_or(|stage| stage.here[node])
+    }
+
+    /// Whether something that another stage makes of a node comes to this one once.
+    pub(super) fn is_received(&self, node: NodeId) -> bool {
+        let results = &self.plan.graph.node(node).results;
+        self.stage.as_ref().is_some_and(|stage| results.iter().any(|value| stage.incoming(*value, true).is_some()))
     }
 
     /// Whether a reader of a value (a node, or an output) wants it on all stages, of which one makes it.

@@ -269,6 +269,10 @@ impl<'a> Lowering<'a> {
     /// Lowers one node.
     fn node(&mut self, id: NodeId) -> Result<(), LowerError> {
         let node = self.plan.graph.node(id);
+        if !self.is_here(id) {
+            self.receive_once(id);
+            return Ok(());
+        }
         if node.op.is_leaf() {
             self.leaf(id, node)?;
             return self.send(node.results[0]);

@@ -10,7 +10,7 @@ use shardc_ir::ops::Op;
 use shardc_ir::{NodeId, SecondaryMap};
 
 impl Lowering<'_> {
-    /// The nodes of this rank, in the order in which they are lowered.
+    /// The nodes of this rank, and those of which it receives something once, in the order in which they are lowered.
     pub(super) fn order(&self) -> Vec<NodeId> {
         let graph = &self.plan.graph;
         let is_shared = |id: NodeId| self.weights[id] && !self.layouts[id].results[0].partial.is_empty();
@@ -30,7 +30,8 @@ impl Lowering<'_> {
                 turn[id] = 1;
             }
         }
-        let mut order: Vec<NodeId> = graph.nodes().map(|(id, _)| id).filter(|id| self.is_here(*id)).collect();
+        let mut order: Vec<NodeId> =
+            graph.nodes().map(|(id, _)| id).filter(|id| self.is_here(*id) || self.is_received(*id)).collect();
         order.sort_by_key(|id| turn[*id]);
         order
     }

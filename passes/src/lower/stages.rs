@@ -18,10 +18,11 @@ pub(super) struct Edge {
     pub reader: NodeId,
     pub from: u64,
     pub to: u64,
-    /// The link between two passes, or none if it does not depend on the microbatch.
+    /// The link between two passes, or none if it passes once in a step.
     pub link: Option<usize>,
-    /// The first pass that reads it.
-    pub pass: (u32, Pass),
+    /// Where the receiving stage has it first: before the loop, if it does not depend on the microbatch; behind the
+    /// loop, if it is added up over all of them.
+    pub place: Place,
 }
 
 /// The stage of one rank.
@@ -65,14 +66,10 @@ impl Stage {
         Ok(Some(Self { stage, parts, here, edges, events }))
     }
 
-    /// The edge by which a value comes to this stage.
-    pub fn incoming(&self, value: ValueId) -> Option<&Edge> {
-        self.edges.iter().find(|edge| edge.value == value && edge.to == self.stage)
-    }
-
-    /// The part of a pass on this stage.
-    pub fn part(&self, pass: (u32, Pass)) -> Place {
-        Place::Microbatch(self.parts.iter().position(|part| *part == pass).unwrap_or(0) as u16)
+    /// The edge by which a value comes to this stage in every microbatch, or else once.
+    pub fn incoming(&self, value: ValueId, is_once: bool) -> Option<&Edge> {
+        let is_own = |edge: &&Edge| edge.value == value && edge.to == self.stage;
+        self.edges.iter().find(is_own).filter(|edge| edge.link.is_none() == is_once)
     }
 }
 
@@ -120,36 +117,43 @@ fn edges(
     passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>,
 ) -> (Vec<Edge>, Vec<Link>) {
     let (graph, stages) = (&plan.graph, plan.stages());
-    let stage = |chunk: u32| plan.pipeline.stage_of(chunk, stages);
-    // Per value and receiving stage, the first reader and the first pass that reads it.
-    let mut read: BTreeMap<(ValueId, u64), (NodeId, (u32, Pass))> = BTreeMap::new();
-    for (id, node) in graph.nodes() {
-        // Gradients of weights may be put off behind other chunks' passes, which may read the same: it is there before.
-        let Some(pass) = passes[id].map(|(chunk, pass)| (chunk, pass.before_weights())) else { continue };
-        for value in &node.operands {
+    let stage = |id: NodeId| plan.pipeline.chunks[id].map(|chunk| plan.pipeline.stage_of(chunk, stages));
+    let parts: Vec<_> = (0..stages).map(|stage| parts(plan, stage)).collect();
+    // Gradients of weights may be put off behind other chunks' passes, which may read the same: it is there before.
+    let place = |id: NodeId, stage: u64| match passes[id].map(|(chunk, pass)| (chunk, pass.before_weights())) {
+        Some(pass) => {
+            parts[stage as usize].iter().position(|part| *part == pass).map(|at| Place::Microbatch(at as u16))
+        }
+        None => Some(places[id]).filter(|place| *place == Place::Epilogue),
+    };
+    // Per value and receiving stage, the first reader and where it is read first; what the loop reads is at hand behind it.
+    let mut read: BTreeMap<(ValueId, u64), (NodeId, Place)> = BTreeMap::new();
+    let ids = graph.nodes().map(|(id, _)| id);
+    let (inside, behind): (Vec<NodeId>, Vec<NodeId>) = ids.partition(|id| passes[*id].is_some());
+    for id in inside.into_iter().chain(behind) {
+        let Some((to, place)) = stage(id).and_then(|stage| Some((stage, place(id, stage)?))) else { continue };
+        for value in &graph.node(id).operands {
             let def = graph.value(*value).def;
-            let Some(from) = plan.pipeline.chunks[def].map(stage) else { continue };
-            let to = stage(pass.0);
-            if from == to || places[def] == Place::Epilogue {
-                continue;
-            }
-            let order = parts(plan, to);
-            let at = |pass: &(u32, Pass)| order.iter().position(|part| part == pass);
-            let first = read.entry((*value, to)).or_insert((id, pass));
-            if at(&pass) < at(&first.1) {
-                first.1 = pass;
+            let is_made = places[def] != Place::Epilogue && (place != Place::Epilogue || passes[def].is_some());
+            if is_made && stage(def).is_some_and(|from| from != to) {
+                let place = if passes[def].is_some() { place } else { Place::Prologue };
+                let (_, first) = read.entry((*value, to)).or_insert((id, place));
+                *first = place.min(*first);
             }
         }
     }
-    let made = |value: ValueId| passes[graph.value(value).def];
-    let links = read.iter().filter_map(|((value, _), (_, to))| made(*value).map(|from| Link { from, to: *to }));
+    let link = |value: ValueId, to: u64, place: Place| {
+        let Place::Microbatch(at) = place else { return None };
+        Some(Link { from: passes[graph.value(value).def]?, to: parts[to as usize][at as usize] })
+    };
+    let links = read.iter().filter_map(|((value, to), (_, place))| link(*value, *to, *place));
     let links: Vec<Link> = links.collect::<BTreeSet<_>>().into_iter().collect();
-    let mut edges = Vec::with_capacity(read.len());
-    for ((value, to), (reader, pass)) in &read {
-        let link = made(*value).and_then(|from| links.iter().position(|link| *link == Link { from, to: *pass }));
-        let chunk = plan.pipeline.chunks[graph.value(*value).def].unwrap_or_default();
-        edges.push(Edge { value: *value, reader: *reader, from: stage(chunk), to: *to, link, pass: *pass });
-    }
+    let edge = |((value, to), (reader, place)): (&(ValueId, u64), &(NodeId, Place))| {
+        let link = link(*value, *to, *place).and_then(|link| links.iter().position(|known| *known == link));
+        let from = stage(graph.value(*value).def).unwrap_or_default();
+        Edge { value: *value, reader: *reader, from, to: *to, link, place: *place }
+    };
+    let edges = read.iter().map(edge).collect();
     (edges, links)
 }
 

@@ -1,6 +1,6 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`]), when messages pass between them ([`timeline`]), and which cuts are best
-//! ([`cut`], and [`balance`] where a stage has several chunks).
+//! ([`order`]), when messages pass between them ([`timeline`]), which cuts are best
+//! ([`cut`], and [`balance`] where a stage has several chunks), and which gradients several stages share ([`shared`]).
 //!
 //! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
 
@@ -9,4 +9,5 @@ pub mod balance;
 pub mod cut;
 pub mod effort;
 pub mod order;
+pub mod shared;
 pub mod timeline;

@@ -10,6 +10,7 @@ use super::{Candidate, Confirm, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::error::PassError;
+use crate::pipeline::shared::sum_behind_loop;
 use crate::rematerialize::rematerialize_from;
 use crate::shard::family::{batch_axes, copy_axes};
 use crate::shard::place::place_axes;
@@ -102,6 +103,7 @@ pub fn build(
     if candidate.zero >= 1 {
         shard_storage(&graph, &mesh, &mut strategies);
     }
+    sum_behind_loop(&graph, &mesh, &pipeline, &mut strategies);
     check(&graph, &mesh, &strategies)?;
     let mut plan = Plan {
         graph,

@@ -13,9 +13,10 @@ use super::pins::Recompute;
 use crate::cost::is_view;
 use crate::pipeline::anchor::{Anchors, anchors};
 use crate::pipeline::order::Lengths;
+use crate::pipeline::shared::last_sums;
 use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{Choice, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 
 /// The most places at which a graph may be cut.
@@ -41,6 +42,30 @@ pub struct Line {
     is_late: SecondaryMap<NodeId, bool>,
     /// What such nodes read of the backward pass.
     awaited: Vec<Awaited>,
+    /// What of parameters passes once in a step.
+    shared: Vec<Shared>,
+}
+
+/// What is read at another place than where it is made, but in no microbatch: a parameter, or a gradient that is added to
+/// others of its parameter.
+struct Shared {
+    maker: NodeId,
+    /// Which of the results.
+    result: usize,
+    /// Where along the line it is made, and where it is read.
+    places: [usize; 2],
+    is_gradient: bool,
+}
+
+/// Bytes of what passes once in a step between a stage's chunks and others.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Once {
+    /// Of gradients that are made here, and added to others in another chunk.
+    pub made: f64,
+    /// Of gradients from other stages, and to them.
+    pub gradients: [f64; 2],
+    /// Of parameters from other stages, and to them.
+    pub parameters: [f64; 2],
 }
 
 /// The gradient of an activation that a gradient of a weight is made of.
@@ -84,7 +109,8 @@ impl Line {
         let (awaited, read) = awaited(prepared, &is_late, &|id| anchors[id].and_then(|anchor| place[anchor]));
         let values = values(prepared, &main, &place, &read);
         let is_joined = joined(prepared, &anchors, &place, main.len());
-        Self { anchors, main, place, is_between, is_joined, values, is_late, awaited }
+        let shared = shared(prepared, &|id| anchors[id].and_then(|anchor| place[anchor]));
+        Self { anchors, main, place, is_between, is_joined, values, is_late, awaited, shared }
     }
 
     /// The chunk of every node for these cuts.
@@ -213,6 +239,26 @@ fn awaited(
     (all, known)
 }
 
+/// What of parameters passes once in a step, if a cut lies between its places.
+fn shared(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> Vec<Shared> {
+    let graph = prepared.graph;
+    let class = |id: NodeId| prepared.folded.class[id];
+    let is_last = last_sums(graph, |id| matches!(prepared.batch[class(id)], Choice::Pass(_)));
+    let mut known = BTreeSet::new();
+    let mut all = Vec::new();
+    for (id, node) in graph.nodes().filter(|(id, _)| prepared.in_loop(class(*id))) {
+        for value in &node.operands {
+            let (maker, result) = (graph.value(*value).def, graph.value(*value).index);
+            let (Some(made), Some(read)) = (place(maker), place(id)) else { continue };
+            let is_once = is_last[id] || !prepared.in_loop(class(maker));
+            if made != read && is_once && known.insert((*value, read)) {
+                all.push(Shared { maker, result, places: [made, read], is_gradient: is_last[id] });
+            }
+        }
+    }
+    all
+}
+
 /// Sums from the beginning of the line to each place.
 #[derive(Clone, Debug)]
 pub(super) struct Sums {
@@ -231,6 +277,8 @@ pub(super) struct Sums {
     pub stored: Vec<f64>,
     /// Bytes that pass over a cut before each node.
     passing: Vec<f64>,
+    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and whether it is a gradient.
+    shared: Vec<([usize; 2], f64, bool)>,
 }
 
 fn prefix(each: &[f64]) -> Vec<f64> {
@@ -301,7 +349,12 @@ impl Sums {
         let places = places(line, &passing, selected.is_empty());
         let [forward, backward, weight] = [forward, backward, weight].map(|each| prefix(&each));
         let [kept, lasting, awaited, stored] = [kept, lasting, awaited, stored].map(|each| prefix(&each));
-        Self { places, forward, backward, weight, kept, lasting, awaited, stored, passing }
+        let bytes = |Shared { maker, result, places, is_gradient }: &Shared| {
+            let bytes = shape.sizes()[prepared.folded.class[*maker]].get(*result);
+            (*places, bytes.map_or(0.0, |bytes| *bytes as f64), *is_gradient)
+        };
+        let shared = line.shared.iter().map(bytes).collect();
+        Self { places, forward, backward, weight, kept, lasting, awaited, stored, passing, shared }
     }
 
     /// The same, cut at the places of another.
@@ -333,6 +386,27 @@ impl Sums {
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.
     pub fn largest_awaited(&self) -> f64 {
         self.awaited.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
+    }
+
+    /// What passes once in a step between these chunks of a stage and others.
+    pub fn once(&self, chunks: &[(usize, usize, usize)]) -> Once {
+        let chunk_of = |place: usize| {
+            chunks.iter().position(|(_, from, to)| (self.places[*from]..self.places[*to]).contains(&place))
+        };
+        let mut once = Once::default();
+        for (places, bytes, is_gradient) in &self.shared {
+            let ends = places.map(chunk_of);
+            let passing = if *is_gradient { &mut once.gradients } else { &mut once.parameters };
+            match ends {
+                [None, Some(_)] => passing[0] += bytes,
+                [Some(_), None] => passing[1] += bytes,
+                _ => {}
+            }
+            if *is_gradient && ends[0].is_some() && ends[0] != ends[1] {
+                once.made += bytes;
+            }
+        }
+        once
     }
 
     /// Bytes that pass into a chunk that begins at a place.

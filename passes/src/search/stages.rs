@@ -15,7 +15,7 @@
 
 use super::estimate::Work;
 use super::held::Held;
-use super::line::{Line, Sums};
+use super::line::{Line, Once, Sums};
 use super::offload::{Offload, Relief};
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
@@ -28,11 +28,11 @@ use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
-use crate::shard::family::copy_axes;
+use crate::shard::family::{copy_axes, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+use shardc_ir::{Bytes, NodeId, Pipeline, Seconds, Strategy};
 use std::collections::BTreeSet;
 
 /// Microbatches, in stages, after which every further one takes what the slowest stage does.
@@ -78,8 +78,9 @@ struct Mesh<'a> {
     set: &'a [usize],
     /// Per stage, what a rank may take of its memory.
     rooms: &'a [Bytes],
-    /// One for each way to store parameters.
+    /// One for each way to store parameters, and their meshes.
     degrees: &'a [Degrees],
+    meshes: &'a [shardc_ir::Mesh],
     work: Work,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
@@ -137,6 +138,18 @@ struct Problem<'a> {
     stages: u64,
     /// Per chunk.
     held: &'a [Held],
+    portions: Portions,
+}
+
+/// What a rank has of what its stage shares with others.
+#[derive(Clone, Copy, Debug)]
+struct Portions {
+    /// Of a gradient, while it is added up over the microbatches.
+    summed: f64,
+    /// Of a parameter or its gradient, as it is stored.
+    stored: f64,
+    /// Of a parameter, while the loop goes on.
+    gathered: f64,
 }
 
 /// The chunks of a stage, with where they begin and end.
@@ -214,7 +227,11 @@ impl Problem<'_> {
     }
 
     fn message(&self, place: usize) -> f64 {
-        let bytes = self.line().passing(place);
+        self.send(self.line().passing(place))
+    }
+
+    /// What it takes to send so many bytes to another stage.
+    fn send(&self, bytes: f64) -> f64 {
         if bytes > 0.0 { send_seconds(bytes, self.is_away(), self.mesh.placed.cluster).0 } else { 0.0 }
     }
 
@@ -236,9 +253,11 @@ impl Problem<'_> {
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
         let whole = &whole.memory;
+        let (Portions { summed, stored, gathered }, once) = (self.portions, sums.once(chunks));
+        let bytes = |bytes: f64| Bytes(bytes as u64);
         Memory {
-            parameters: part(whole.parameters),
-            gradients: part(whole.gradients),
+            parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
+            gradients: part(whole.gradients) + bytes(summed * once.made + stored * once.gradients[0]),
             optimizer: part(whole.optimizer),
             activations: Bytes((held.sum::<f64>() + working) as u64),
             buffers: whole.buffers,
@@ -344,7 +363,12 @@ impl Problem<'_> {
         let once = |(stage, chunks): (usize, &Parts)| {
             let Pace { sums, whole } = self.pace(most, stage);
             let stored = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum::<f64>();
-            [(whole.step.0 / spread - all(sums)).max(0.0), whole.optimizer.0].map(|seconds| seconds * stored)
+            let [once, optimizer] =
+                [(whole.step.0 / spread - all(sums)).max(0.0), whole.optimizer.0].map(|seconds| seconds * stored);
+            let Once { gradients, parameters, .. } = sums.once(chunks);
+            let passing =
+                [gradients, parameters].map(|each| self.send(self.portions.stored * each.iter().sum::<f64>()));
+            [once + passing.iter().sum::<f64>(), optimizer]
         };
         let once = stages.iter().enumerate().map(once);
         let [once, optimizer] = once.fold([0.0f64; 2], |[a, b], [once, optimizer]| [a.max(once), b.max(optimizer)]);
@@ -426,7 +450,8 @@ pub(super) fn solve(
     }
     let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
     let with_unfit = space.with_unfit;
-    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, with_unfit, best };
+    let meshes = &meshes[..];
+    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, meshes, work, with_unfit, best };
     extend(&mut found, &mesh, space.pins);
     found
 }
@@ -474,6 +499,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
             false => zero == 0 || (zero == 1 && has_copies),
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
+            let of_mesh = &mesh.meshes[storage];
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let level = |index: usize, places: &Sums| {
                     let recompute = recomputes[index];
@@ -491,6 +517,12 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
                     Level { recompute, paces, working }
                 };
+                let stored = match zero {
+                    0 => 1.0,
+                    _ => 1.0 / of_mesh.extent(storage_axes(of_mesh, &Strategy::default())) as f64,
+                };
+                let part = |least: u64| if zero >= least { stored } else { 1.0 };
+                let portions = Portions { summed: part(2), stored, gathered: part(3) };
                 let is_far = |index: usize| {
                     let all = of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
                     microbatches as f64 * all / stages as f64 > FAR * mesh.best
@@ -500,7 +532,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
                     let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize)[..];
                     let Solution { cuts, levels: of_stages, lengths, prediction } =
-                        Problem { mesh, levels, choice, pipeline, stages, held }.solve(microbatches)?;
+                        Problem { mesh, levels, choice, pipeline, stages, held, portions }.solve(microbatches)?;
                     let mut recompute: Vec<Recompute> =
                         of_stages.iter().map(|level| levels[*level].recompute).collect();
                     let most = recompute.iter().copied().max().unwrap_or(Recompute::None);

@@ -55,12 +55,7 @@ const BUGS: &[(&str, Schedule, Bug, &str)] = &[
     ("another operation on numbers of the stages", Schedule::GPipe, wrong_total, "its part needs add"),
     ("the updates of a stage exchanged", Schedule::GPipe, exchanged_updates, "as operand 1, but adamw"),
     ("a loss scaled for another number of microbatches", Schedule::GPipe, wrong_scale, "its part needs affine"),
-    (
-        "a shared gradient of one stage alone",
-        Schedule::GPipe,
-        unsummed_gradient,
-        "not to the sum over the microbatches",
-    ),
+    ("a shared gradient of one stage alone", Schedule::GPipe, unsummed_gradient, "no sum_squares of the graph reads"),
     ("a stage that adds more than it has", Schedule::GPipe, foreign_term, "no value of the graph is the sum"),
     ("zeros of a stage that are none", Schedule::GPipe, wrong_zero, "is no sum_squares of"),
     ("numbers of one stage exchanged", Schedule::GPipe, exchanged_terms, "as operand 0, but total of"),

@@ -1,0 +1,47 @@
+//! Gradients of parameters that several chunks read, as those of an embedding that is the head as well.
+//!
+//! Each chunk adds its own up over the microbatches. Their sum is made behind the loop, where the parameter is updated, as
+//! its readers read it: so they pass between stages once in a step, and where ranks store parts of the parameter, in
+//! those if the sum can be divided so. (Megatron-LM exchanges them once in a step as well, in `_allreduce_word_embedding_grads`.)
+
+use crate::chunk::strategy_for;
+use shardc_ir::{Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};
+
+/// The nodes of the loop over the microbatches that add gradients up (they pass sums over time on), and that nothing in
+/// the loop reads but such.
+pub fn last_sums(graph: &Graph, passes_on: impl Fn(NodeId) -> bool) -> SecondaryMap<NodeId, bool> {
+    let users = graph.users();
+    let mut is_last: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    for (id, node) in graph.nodes().rev().filter(|(id, _)| passes_on(*id)) {
+        let mut readers = node.results.iter().flat_map(|value| users.get(value).into_iter().flatten());
+        let is_behind = |reader: NodeId| is_last[reader] || graph.node(reader).role == Role::Optimizer;
+        is_last[id] = matches!(node.role, Role::Backward(_)) && readers.all(|(reader, _)| is_behind(*reader));
+    }
+    is_last
+}
+
+/// Puts sums of gradients of several chunks behind the loop over the microbatches.
+pub fn sum_behind_loop(
+    graph: &Graph,
+    mesh: &Mesh,
+    pipeline: &Pipeline,
+    strategies: &mut SecondaryMap<NodeId, Strategy>,
+) {
+    let (users, chunks) = (graph.users(), &pipeline.chunks);
+    let is_last = last_sums(graph, |id| strategies[id].pass.keys().any(|axis| mesh.is_time(*axis)));
+    let mut is_shared: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    for (id, node) in graph.nodes().filter(|(id, _)| is_last[*id]) {
+        let mut makers = node.operands.iter().map(|value| graph.value(*value).def);
+        is_shared[id] = makers.any(|def| is_shared[def] || (chunks[def].is_some() && chunks[def] != chunks[id]));
+    }
+    // Who reads them is at its place already.
+    for (id, node) in graph.nodes().rev().filter(|(id, _)| is_shared[*id]) {
+        let reader = node.results.first().and_then(|value| users.get(value)?.first());
+        let layout = reader.map(|(reader, index)| graph.rule(*reader).operand_sharding(*index, &strategies[*reader]));
+        let strategy = layout.map(|layout| strategy_for(graph.rule(id), &layout));
+        let is_legal = |strategy: &Strategy| graph.rule(id).check(strategy, mesh).is_ok();
+        let time = mesh.ids().filter(|axis| mesh.is_time(*axis));
+        let as_before = || time.fold(strategies[id].clone(), |strategy, axis| strategy.without(axis));
+        strategies[id] = strategy.filter(is_legal).unwrap_or_else(as_before);
+    }
+}
