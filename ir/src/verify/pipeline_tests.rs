@@ -59,7 +59,9 @@ fn legal_pipelines_and_others() {
     // What is stored lies where it is read.
     check(&[("\"a\" chunk 0", "\"a\" chunk 1")], "%1: a parameter lies in chunk 1, where nothing reads it");
     check(&[("\"a\" chunk 0", "\"a\"")], "a parameter lies in a chunk");
-    check(&[("scale=0.5} optimizer chunk 0", "scale=0.5} optimizer chunk 1")], "lies in its own chunk");
+    check(&[("scale=0.5} optimizer chunk 0", "scale=0.5} optimizer chunk 1")], "stays in its chunk");
+    // What is added up over the microbatches is read behind them in any chunk.
+    check(&[("sum_squares %9 optimizer chunk 0", "sum_squares %8 optimizer chunk 1")], "legal");
     // Numbers of several chunks are combined outside of all.
     check(&[("%11, %12 optimizer", "%11, %12 optimizer chunk 1")], "is combined over the stages");
     check(&[("return norm %13", "return norm %10")], "no single number");
