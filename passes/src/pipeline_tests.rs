@@ -136,7 +136,7 @@ fn gradients_of_shared_weights_pass_once() {
         ("pp=2,tp=2,dp=2,schedule=1f1b,zero=3", 4),
     ] {
         let pins = &format!("{pins},microbatch=1,recompute=none");
-        let plan = searched_of(&graph, sizes, ("h100:1x8", pins), Scope::Runnable, 140 << 30);
+        let plan = searched_of(&graph, sizes, ("h100:8", pins), Scope::Runnable, 140 << 30);
         let plan = plan.unwrap_or_else(|error| panic!("{pins}: {error}"));
         let programs = lower_all(&verify::plan(&plan).expect("a plan"), &NoScratch).expect("programs");
         for program in &programs {
@@ -148,7 +148,7 @@ fn gradients_of_shared_weights_pass_once() {
             let is_last = plan.mesh.stage_of(program.rank) + 1 == plan.stages();
             assert_eq!(elements, vec![table / parts; usize::from(is_last)], "{pins}: rank {}", program.rank);
         }
-        let exact = by_programs(&plan, "h100:1x8");
+        let exact = by_programs(&plan, "h100:8");
         let off = |own: f64, exact: f64| own / exact - 1.0;
         let time = off(plan.prediction.step.0, exact.step.0);
         let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);

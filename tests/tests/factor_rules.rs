@@ -438,6 +438,11 @@ fn lookups() -> Vec<Case> {
         case(Embedding { start: 0 }, &[(f32s(&[6, 4]), Signed), ids(&[4], 6)], &[]),
         case(EmbeddingGrad { start: 0 }, &[(f32s(&[2, 6, 4]), Signed), ids(&[2, 6], 12)], &[f32s(&[12, 4])]),
         case(EmbeddingGrad { start: 0 }, &[(f32s(&[4, 4]), Signed), ids(&[4], 6)], &[f32s(&[6, 4])]),
+        case(
+            EmbeddingGrad { start: 0 },
+            &[(f32s(&[2, 6, 4]), Signed), ids(&[2, 6], 12), (f32s(&[12, 4]), Signed)],
+            &[f32s(&[12, 4])],
+        ),
         case(Gather { dim: 1 }, &[(f32s(&[4, 6]), Signed), ids(&[4, 2], 6)], &[]),
         case(Gather { dim: 0 }, &[(f32s(&[3, 4, 2]), Signed), ids(&[6, 4, 2], 3)], &[]),
         case(ScatterAdd { dim: 1 }, &[(f32s(&[4, 6]), Signed), ids(&[4, 6], 8)], &[f32s(&[4, 8])]),

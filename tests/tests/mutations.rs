@@ -341,7 +341,7 @@ impl Subject {
             }
         }
         println!("{}: {counts:?}", self.name);
-        assert!(counts.get("refused").is_some_and(|refused| 2 * refused > changes), "{}: {counts:?}", self.name);
+        assert!(counts.get("refused").is_some_and(|refused| 2 * refused >= changes), "{}: {counts:?}", self.name);
         holes
     }
 }

@@ -1,6 +1,6 @@
 //! Rows of a table, and the gradient of the table.
 
-use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, is_zero};
+use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, expect_type, is_zero};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -17,7 +17,7 @@ pub struct Embedding {
 }
 
 /// From operands `dy` `[…, d]` and integer `ids`: the declared table gradient `[v, d]`, summed in
-/// the declared element type.
+/// the declared element type; added to a third operand like it, if there is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EmbeddingGrad {
     /// The first row held here.
@@ -25,17 +25,28 @@ pub struct EmbeddingGrad {
     pub start: u64,
 }
 
+/// What becomes of the tokens: each has a row of the result, or is summed, or that as a whole.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tokens {
+    Each,
+    Summed,
+    Whole,
+}
+
 /// The factors shared by both: `v`, `d` and those of the ids.
-fn factors(rule: &mut FactorRule, table: &TensorType, ids: &TensorType, forward: bool) -> (usize, usize, Vec<usize>) {
-    let v = if forward {
-        rule.reduced("v", table.shape[0], 0, ReduceKind::Sum)
-    } else {
-        rule.parallel("v", table.shape[0])
+fn factors(rule: &mut FactorRule, table: &TensorType, ids: &TensorType, tokens: Tokens) -> (usize, usize, Vec<usize>) {
+    let v = match tokens {
+        Tokens::Each => rule.reduced("v", table.shape[0], 0, ReduceKind::Sum),
+        Tokens::Summed | Tokens::Whole => rule.parallel("v", table.shape[0]),
     };
     let d = rule.parallel("d", table.shape[1]);
     let id = |(index, size): (usize, &u64)| {
         let name = super::dim_name(index);
-        if forward { rule.parallel(name, *size) } else { rule.reduced(name, *size, 0, ReduceKind::Sum) }
+        match tokens {
+            Tokens::Each => rule.parallel(name, *size),
+            Tokens::Summed => rule.reduced(name, *size, 0, ReduceKind::Sum),
+            Tokens::Whole => rule.whole(name, *size),
+        }
     };
     let ids = ids.shape.iter().enumerate().map(id).collect();
     (v, d, ids)
@@ -54,7 +65,7 @@ impl OpDef for Embedding {
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule { linear: vec![vec![0]], ..FactorRule::default() };
-        let (v, d, ids) = factors(&mut rule, &operands[0], &operands[1], true);
+        let (v, d, ids) = factors(&mut rule, &operands[0], &operands[1], Tokens::Each);
         let ids = super::single(&ids);
         rule.operands = vec![vec![vec![v], vec![d]], ids.clone()];
         rule.results = vec![[ids, vec![vec![d]]].concat()];
@@ -80,8 +91,13 @@ impl OpDef for Embedding {
 
 impl OpDef for EmbeddingGrad {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
-        arity(operands, 2)?;
+        arity(&operands[..operands.len().min(2)], 2)?;
         let (dy, ids, table) = (&operands[0], &operands[1], declared_one(declared)?);
+        match &operands[2..] {
+            [] => {}
+            [summand] => expect_type("the summand", summand, &table)?,
+            _ => return Err(format!("takes 2 operands and a summand, not {} operands", operands.len())),
+        }
         if table.rank() != 2 || !ids.dtype.is_int() {
             return Err(format!("makes a table [v, d] from integer ids, not {table} from {ids}"));
         }
@@ -91,12 +107,32 @@ impl OpDef for EmbeddingGrad {
         Ok(vec![table])
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
-        let mut rule = FactorRule { linear: vec![vec![0]], ..FactorRule::default() };
-        let (v, d, ids) = factors(&mut rule, &results[0], &operands[1], false);
-        let ids = super::single(&ids);
+        let adds = operands.len() > 2;
+        // Terms of the gradient need terms of what is added to them.
+        let linear = if adds { vec![0, 2] } else { vec![0] };
+        let mut rule = FactorRule { linear: vec![linear], ..FactorRule::default() };
+        let tokens = if adds { Tokens::Whole } else { Tokens::Summed };
+        let (v, d, ids) = factors(&mut rule, &results[0], &operands[1], tokens);
+        let (ids, table) = (super::single(&ids), vec![vec![v], vec![d]]);
         rule.operands = vec![[ids.clone(), vec![vec![d]]].concat(), ids];
-        rule.results = vec![vec![vec![v], vec![d]]];
+        rule.operands.extend(adds.then(|| table.clone()));
+        rule.results = vec![table];
         rule
+    }
+    /// Of a summand the rows that tokens name, which are read and written.
+    fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        let read = operands[0].bytes() + operands[1].bytes();
+        let table = results[0].bytes();
+        match operands.len() {
+            2 => read + table,
+            _ => {
+                let rows = operands[1].elements().min(results[0].shape[0]);
+                read + Bytes(2 * rows * results[0].shape[1] * results[0].dtype.size())
+            }
+        }
+    }
+    fn may_add(&self) -> bool {
+        true
     }
     fn localize(&self, _operands: &[Part], results: &[Part]) -> Option<Op> {
         Some(EmbeddingGrad { start: self.start + results[0].slice[0].0 }.into())

@@ -221,6 +221,10 @@ impl OpDef for Matmul {
         rule
     }
 
+    fn may_add(&self) -> bool {
+        self.epilogue.is_none()
+    }
+
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         let sizes = self.sizes(operands).unwrap_or_default();
         Flops(2.0 * sizes.iter().map(|(_, size)| *size as f64).product::<f64>())

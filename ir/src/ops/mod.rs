@@ -150,6 +150,11 @@ pub trait OpDef {
     fn is_leaf(&self) -> bool {
         false
     }
+
+    /// Whether it may take a summand as operand 2, a value like its result that this is added to.
+    fn may_add(&self) -> bool {
+        false
+    }
 }
 
 macro_rules! ops {
@@ -326,7 +331,7 @@ impl Op {
     pub fn may_overwrite(&self, operand: usize) -> bool {
         match self.single() {
             // The summand; a bias in its place has another shape.
-            Op::Matmul(op) => operand == 2 && op.epilogue.is_none(),
+            op if op.may_add() => operand == 2,
             Op::Unary(_)
             | Op::UnaryGrad(_)
             | Op::Affine(_)
@@ -408,6 +413,9 @@ impl OpDef for Op {
     }
     fn is_leaf(&self) -> bool {
         self.def().is_leaf()
+    }
+    fn may_add(&self) -> bool {
+        self.def().may_add()
     }
 }
 

@@ -1,21 +1,22 @@
-//! Sums of products: where a product is only added to something, the product itself adds it.
+//! Sums of products, and of gradients of tables: where such a *term* is only added to something, it adds itself.
 //!
 //! * `add(matmul(a, b), c)` becomes `matmul(a, b, c)`: the gradient of an activation that several
-//!   products contribute to, that of a weight summed over chunks, and the residual stream;
+//!   products contribute to, that of a weight summed over chunks, and the residual stream; so do the gradients of a head
+//!   and of the embedding that is its table;
 //! * where `c` is a vector copied along all dimensions but the last, it becomes the product's bias, and
 //!   the copy is never made;
-//! * the accumulation over microbatches of a product becomes a product that adds to its accumulator,
+//! * the accumulation over microbatches of a term becomes a term that adds to its accumulator,
 //!   which begins at zero in the prologue;
 //! * a product that is cast for its sum over ranks is written in that type.
 //!
 //! The library that multiplies adds while the product is still in registers, so the product is
-//! neither written nor read. Whether the sum lies where its summand lay is decided when everything is
+//! neither written nor read; of a table only the rows are touched that tokens name. Whether the sum lies where its summand lay is decided when everything is
 //! in order ([`in_place`](super::in_place)).
 
 use super::{Draft, Hint, Place, StorageId};
-use shardc_ir::BufferId;
 use shardc_ir::ops::{BinaryKind, Constant, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
+use shardc_ir::{BufferId, Graph, OpDef, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A place of an instruction: its section and its index.
@@ -59,6 +60,27 @@ fn matmul(instruction: &Instruction) -> Option<&Matmul> {
     }
 }
 
+/// Whether a gradient that is added up over microbatches adds itself, by the operation that makes it.
+pub(crate) fn adds_itself(graph: &Graph, gradient: ValueId) -> bool {
+    let node = graph.def(gradient);
+    match &node.op {
+        Op::Binary(op) if op.kind == BinaryKind::Add => node.operands.iter().all(|term| adds_itself(graph, *term)),
+        op => op.may_add(),
+    }
+}
+
+/// Whether an instruction could take a summand, or takes one.
+fn is_term(instruction: &Instruction) -> bool {
+    matches!(&instruction.action, Action::Compute(op) if op.may_add())
+}
+
+/// The summand of an instruction that takes one.
+fn summand(instruction: &Instruction) -> Option<BufferId> {
+    let adds = matmul(instruction)
+        .map_or(instruction.operands.len() > 2, |op| op.addend(instruction.operands.len()).is_some());
+    instruction.operands.get(2).copied().filter(|_| adds)
+}
+
 impl<'a> Merging<'a> {
     fn new(draft: &'a mut Draft) -> Self {
         let mut touched: BTreeMap<StorageId, Vec<Position>> = BTreeMap::new();
@@ -87,10 +109,19 @@ impl<'a> Merging<'a> {
 
     /// Where the product that makes `buffer` is, if it is in the section of `reader`, which alone reads it.
     fn product(&self, buffer: BufferId, reader: Position) -> Option<Position> {
+        self.maker(buffer, reader).filter(|maker| matmul(self.instruction(*maker)).is_some())
+    }
+
+    /// Where the term that `buffer` is is made, if that is in the section of `reader`, which alone reads it.
+    fn term(&self, buffer: BufferId, reader: Position) -> Option<Position> {
+        self.maker(buffer, reader).filter(|maker| is_term(self.instruction(*maker)))
+    }
+
+    /// Where `buffer` is made, and nothing else is, if that is in the section of `reader`, which alone reads it.
+    fn maker(&self, buffer: BufferId, reader: Position) -> Option<Position> {
         let [maker, last] = self.touches(buffer)[..] else { return None };
         let here = maker.0 == reader.0 && last == reader && !self.kept.contains(&self.draft.storage[buffer]);
-        let instruction = self.instruction(maker);
-        (here && matmul(instruction).is_some() && instruction.results == [buffer]).then_some(maker)
+        (here && self.instruction(maker).results == [buffer]).then_some(maker)
     }
 
     /// The operands and the result of a sum of two values of one type.
@@ -151,27 +182,26 @@ impl<'a> Merging<'a> {
             .then_some(vector)
     }
 
-    /// Merges the sum at `at` of a product and what was there before it.
+    /// Merges the sum at `at` of a term and what was there before it.
     fn merge_add(&mut self, at: Position) -> bool {
         let Some(([a, b], sum)) = self.sum(at) else { return false };
-        for (product, addend) in [(b, a), (a, b)] {
-            let Some(maker) = self.product(product, at) else { continue };
-            let instruction = self.instruction(maker);
-            let has_addend = matmul(instruction).is_none_or(|op| op.addend(instruction.operands.len()).is_some());
+        for (term, addend) in [(b, a), (a, b)] {
+            let Some(maker) = self.term(term, at) else { continue };
+            let has_addend = summand(self.instruction(maker)).is_some();
             let storage = self.draft.storage[addend];
             // The summand is there before the product, and stays as it is up to the sum.
             let writes = |index: usize| {
                 let mut results = self.instruction((at.0, index)).results.iter();
                 results.any(|result| self.draft.storage[*result] == storage)
             };
-            if has_addend || storage == self.draft.storage[product] || (maker.1..at.1).any(writes) {
+            if has_addend || storage == self.draft.storage[term] || (maker.1..at.1).any(writes) {
                 continue;
             }
             let instruction = self.instruction_mut(maker);
             instruction.operands.insert(2, addend);
             instruction.results = vec![sum];
             self.replace(&[addend, sum], at, maker);
-            self.touched.remove(&self.draft.storage[product]);
+            self.touched.remove(&self.draft.storage[term]);
             self.dropped.insert(at);
             return true;
         }
@@ -200,7 +230,7 @@ impl<'a> Merging<'a> {
         true
     }
 
-    /// Merges the accumulation at `at` of a product, or of a sum of products, over microbatches.
+    /// Merges the accumulation at `at` of a term, or of a sum of terms, over microbatches.
     fn merge_accumulation(&mut self, at: Position) -> bool {
         let instruction = self.instruction(at);
         let (Action::Accumulate, [source], [total]) =
@@ -212,16 +242,18 @@ impl<'a> Merging<'a> {
         if self.draft.buffers[source].ty != self.draft.buffers[total].ty {
             return false;
         }
-        // From the last product to the first of the sum.
+        // From the last term to the first of the sum.
         let mut chain = Vec::new();
         let (mut part, mut reader) = (source, at);
         loop {
-            let Some(maker) = self.product(part, reader) else { return false };
+            let Some(maker) = self.term(part, reader) else { return false };
             chain.push(maker);
             let instruction = self.instruction(maker);
-            let Some(op) = matmul(instruction).filter(|op| !op.bias) else { return false };
-            let Some(addend) = op.addend(instruction.operands.len()) else { break };
-            (part, reader) = (instruction.operands[addend], maker);
+            if matmul(instruction).is_some_and(|op| op.bias) {
+                return false;
+            }
+            let Some(addend) = summand(instruction) else { break };
+            (part, reader) = (addend, maker);
         }
         for maker in &chain {
             let instruction = self.instruction_mut(*maker);

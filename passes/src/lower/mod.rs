@@ -36,6 +36,7 @@ pub use emitted::{Emitted, emitted};
 use crate::allocate::allocate;
 use crate::reshard::normalize;
 use crate::schedule::schedule;
+pub(crate) use accumulate::adds_itself;
 use accumulate::merge_sums;
 pub(crate) use casts::merge_casts;
 use convert::Copies;

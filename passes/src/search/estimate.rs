@@ -12,6 +12,7 @@ use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
+use crate::lower::adds_itself;
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
 use shardc_ir::ops::Op;
@@ -270,8 +271,10 @@ impl<'a> Shape<'a> {
         match op {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
-                let is_product = matches!(prepared.graph.def(gradient).op, Op::Matmul(_));
-                let added = if is_product { &mut self.added_to } else { &mut self.added_up };
+                let added = match adds_itself(prepared.graph, gradient) {
+                    true => &mut self.added_to,
+                    false => &mut self.added_up,
+                };
                 *added += operands[1] * count;
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);

@@ -11,8 +11,8 @@ use super::pieces::{Known, Pieces};
 use super::recompute::Selected;
 use crate::cost::is_view;
 use crate::fold::block_of;
+use crate::lower::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -77,7 +77,7 @@ pub(super) struct Gradient {
     pub(super) class: usize,
     pub(super) result: usize,
     pub(super) made: usize,
-    pub(super) is_product: bool,
+    pub(super) adds_itself: bool,
 }
 
 /// What becomes of gradients.
@@ -104,8 +104,8 @@ impl Gradients {
     }
 
     /// Whether it and its terms are added up without ever being there.
-    pub(super) fn is_in_place(self, is_product: bool) -> bool {
-        matches!(self, Self::Added { is_reduced: false }) && is_product
+    pub(super) fn is_in_place(self, adds_itself: bool) -> bool {
+        matches!(self, Self::Added { is_reduced: false }) && adds_itself
     }
 }
 
@@ -256,8 +256,8 @@ impl Lives {
             let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
             for (result, value) in node.results.iter().enumerate() {
                 if is_gradient(value) {
-                    let is_product = matches!(node.op, Op::Matmul(_));
-                    all.gradients.push(Gradient { class, result, made: position, is_product });
+                    let adds_itself = adds_itself(graph, *value);
+                    all.gradients.push(Gradient { class, result, made: position, adds_itself });
                     continue;
                 }
                 life[*value] = Some(all.lives.len());

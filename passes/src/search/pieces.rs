@@ -210,7 +210,7 @@ impl Liveness<'_> {
             // It is whole where it is made, and that of a head in chunks is there a second time while it is added up.
             let terms = if self.in_terms.contains(&gradient.class) { 2 } else { 1 };
             let is_part = of.is_parted() && self.in_parts.contains(&gradient.class);
-            let whole = if is_part || of.is_in_place(gradient.is_product) { 0 } else { terms };
+            let whole = if is_part || of.is_in_place(gradient.adds_itself) { 0 } else { terms };
             let bytes = whole * self.sizes[gradient.class][gradient.result];
             add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
         }

@@ -299,6 +299,8 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
         for tokens in [8, 2500] {
             let operands = [t(f, &[4, tokens, 64]), t(i, &[4, tokens])];
             all.push(case(EmbeddingGrad { start }, &operands, &[t(F32, &[96, 64])]));
+            let [dy, ids] = operands;
+            all.push(case(EmbeddingGrad { start }, &[dy, ids, t(F32, &[96, 64])], &[t(F32, &[96, 64])]));
         }
         all.push(case(Gather { dim: 1 }, &[t(f, &[8, 64]), t(i, &[8, 3])], &[t(f, &[8, 3])]));
         all.push(case(ScatterAdd { dim: 1 }, &[t(f, &[8, 3]), t(i, &[8, 3])], &[t(f, &[8, 64])]));

@@ -12,7 +12,7 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, EntityRef, NodeId, SectionId, ValueId};
 use crate::graph::{Node, OutputKind};
 use crate::mesh::{AxisId, AxisSet};
-use crate::ops::{Each, Epilogue, Op};
+use crate::ops::{Each, Epilogue, Op, OpDef};
 use crate::plan::{Plan, Space};
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
@@ -235,7 +235,7 @@ impl Interpreter<'_> {
 
     /// Whether a local operation rearranges a result of the node it comes from, instead of making it.
     fn is_conversion(&self, op: &Op, instruction: &Instruction) -> bool {
-        if matches!(op, Op::Matmul(_)) {
+        if op.may_add() || matches!(op, Op::Matmul(_)) {
             return false;
         }
         let Some(source) = instruction.source else { return true };
@@ -331,7 +331,7 @@ impl Interpreter<'_> {
         }
         let epilogue = self.epilogue(at).filter(|_| matches!(&node.op, Op::Matmul(op) if op.epilogue.is_none()));
         let more = takes + 1..=takes + 2;
-        let adds = matches!(node.op, Op::Matmul(_)) && more.contains(&counts.0) && counts.1 == makes;
+        let adds = node.op.may_add() && more.contains(&counts.0) && counts.1 == makes;
         if counts != (takes, makes) && !adds && epilogue.is_none() {
             return Err(format!("is no {} of {}", node.op.name(), node.results[0]));
         }

@@ -1,4 +1,4 @@
-//! Sums: over microbatches, and those that a product makes by adding itself to a buffer.
+//! Sums: over microbatches, and those that a product, or the gradient of a table, makes by adding itself to a buffer.
 //!
 //! An accumulator begins as zeros, or with the first microbatch's term. In every microbatch the term is
 //! added once: whole, by an accumulation, or product by product, each of which adds to what the ones

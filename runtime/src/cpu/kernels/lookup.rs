@@ -33,8 +33,12 @@ pub(super) fn embedding_grad(
 ) -> Result<(), String> {
     let (dy, ids) = (operands[0].f32s()?, operands[1].i64s()?);
     let (rows, row) = (result.ty.shape[0] as usize, result.ty.shape[1] as usize);
+    let summand = operands.get(2).map(|summand| summand.f32s()).transpose()?;
     result.write_f32(|out| {
-        out.fill(0.0);
+        match &summand {
+            Some(summand) => out.copy_from_slice(summand),
+            None => out.fill(0.0),
+        }
         if row == 0 {
             return;
         }

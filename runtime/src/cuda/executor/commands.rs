@@ -206,6 +206,7 @@ fn selected(
                 continue;
             }
             Step::Zero { to, bytes } => Command::Zero { to: resolve(*to), bytes: *bytes },
+            Step::Copy { from, to, .. } if resolve(*from) == resolve(*to) => continue,
             Step::Copy { from, to, bytes } => Command::Copy { from: resolve(*from), to: resolve(*to), bytes: *bytes },
             Step::Upload { to, bytes } => {
                 let from = device.allocate_pinned(bytes.len() as u64)?;

@@ -184,7 +184,8 @@ pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u
 }
 
 /// The transpose of `embedding`: a row of the table's gradient is the sum, in f32 and in their order, of the rows of `dy`
-/// of the tokens that name it. Block `b` makes `each` of the `rows` rows from row `b * each` on; `columns` counts vectors.
+/// of the tokens that name it; or it is added to what is there, so that rows without a token are not touched. Block `b`
+/// makes `each` of the `rows` rows from row `b * each` on; `columns` counts vectors.
 #[cube]
 pub fn embedding_grad(
     dy: &Array<Pack<0>>,
@@ -195,6 +196,7 @@ pub fn embedding_grad(
     columns: u32,
     #[comptime] each: usize,
     #[comptime] threads: u32,
+    #[comptime] adds: bool,
 ) {
     let (rows, columns) = (rows as usize, columns as usize);
     let first = CUBE_POS_X as usize * each;
@@ -208,8 +210,21 @@ pub fn embedding_grad(
     for index in 0..each {
         let row = first + index;
         if column < columns && row < rows {
-            let sum = sum_of_tokens(dy, order, bounds[index], bounds[index + 1], columns, column);
-            table[row * columns + column] = sum;
+            let (from, to, at) = (bounds[index], bounds[index + 1], row * columns + column);
+            if comptime!(adds) {
+                if from < to {
+                    let sum = sum_of_tokens(dy, order, from, to, columns, column);
+                    let before = table[at];
+                    let mut total = PackF32::empty();
+                    #[unroll]
+                    for lane in 0..Lanes::value() {
+                        total[lane] = before[lane] + sum[lane];
+                    }
+                    table[at] = total;
+                }
+            } else {
+                table[at] = sum_of_tokens(dy, order, from, to, columns, column);
+            }
         }
     }
 }

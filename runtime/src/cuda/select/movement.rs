@@ -236,10 +236,15 @@ impl Select<'_> {
         let threads = (columns.div_ceil(columns.div_ceil(u64::from(THREADS))) as u32).next_multiple_of(32);
         /// Rows of a block: most have no token, and are written as soon as that is known.
         const EACH: usize = 8;
-        let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &EACH, move |d| {
+        let adds = self.operands.len() > 2;
+        if adds {
+            // Where it is added in place there is nothing to copy.
+            self.out.steps.push(Step::Copy { from: OP(2), to: RES(0), bytes: table.bytes().0 });
+        }
+        let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &(EACH, adds), move |d| {
             let (dy, order, starts) = (d.input::<Pack<0>>(), d.input::<u32>(), d.input::<u32>());
             let (table, rows, columns) = (d.output::<PackF32>(), d.number(), d.number());
-            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, rows, columns, EACH, threads);
+            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, rows, columns, EACH, threads, adds);
         });
         let grid = [1, columns.div_ceil(u64::from(threads)) as u32, 1];
         let cut = Cut { grid, per_block: EACH as u64, number: Some(0), ..Cut::rows(rows) };
