@@ -91,6 +91,8 @@ const CASES: &[Case] = &[
     // What is computed again, value by value and by the kind of operation.
     ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=1,recompute=value:8"),
     ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=2,recompute=selective"),
+    ("llama-70b", 64, 4096, "h100:8x8", "dp=8,tp=8,zero=1,microbatch=1,recompute=selective"),
+    ("llama-8b", 16, 8192, "h200:8", "dp=2,cp=4,zero=3,microbatch=2,recompute=value:64"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=128,zero=3,recompute=block"),
     // And of a model whose products add vectors.
     ("gpt2-355m", 32, 1024, "h200:1", "microbatch=32,recompute=block"),
