@@ -239,9 +239,9 @@ impl FactorRule {
     }
 
     /// Every legal way to add one axis to a strategy that divides evenly, replication first, then the factors in
-    /// order, then the linear sets. Rings are not among them: see [`rings`](Self::rings).
+    /// order, then the linear sets. Rings are not among them: see [`rings`](Self::rings). Where what other axes divide
+    /// is legal only beside what this one does, replication is none.
     pub fn choices(&self, given: &Strategy, axis: AxisId, mesh: &Mesh) -> Vec<Choice> {
-        let mut choices = vec![Choice::Replicate];
         let is_ring = |factor: &usize| matches!(self.factors[*factor].kind, FactorKind::Ring { .. });
         let factors = (0..self.factors.len()).filter(|factor| !is_ring(factor)).map(Choice::Factor);
         let sets = (0..self.linear.len()).map(Choice::Pass);
@@ -253,8 +253,7 @@ impl FactorRule {
             _ => true,
         };
         let is_legal = |choice: &Choice| is_even(choice) && self.check(&given.with(axis, *choice), mesh).is_ok();
-        choices.extend(factors.chain(sets).filter(is_legal));
-        choices
+        [Choice::Replicate].into_iter().chain(factors).chain(sets).filter(is_legal).collect()
     }
 
     /// Every legal way to add one axis to a strategy so that it divides a factor unevenly: see [`fills`](Self::fills).
@@ -410,5 +409,8 @@ mod tests {
         let both = rule.parse_strategy("b=dp s=tp", &mesh).unwrap();
         assert_eq!(rule.check(&both, &mesh), Ok(()));
         assert_eq!(rule.result_sharding(0, &both).dim_text(0, &mesh), "@dp.tp");
+        // What divides the outer one stays where it is.
+        let inner = both.without(AxisId(0));
+        assert_eq!(rule.choices(&inner, AxisId(0), &mesh), [Choice::Factor(b)]);
     }
 }

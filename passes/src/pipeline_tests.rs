@@ -8,13 +8,13 @@ use crate::lower_tests::{TINY, plan};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pipeline::anchor::{anchors, chunks};
 use crate::pipeline::shared::sum_behind_loop;
-use crate::search::{Pins, search};
+use crate::search::{Pins, search, search_confirmed};
 use crate::search_tests::{Sizes, llama, llama_with};
 use crate::simulate::{Conditions, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Action;
-use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, verify};
+use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, Seconds, verify};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
 
@@ -299,4 +299,26 @@ fn every_plan_is_no_worse_than_what_can_be_run() {
     assert_eq!(runnable.stages(), 1);
     assert!(all.prediction.step.0 <= runnable.prediction.step.0, "{} {}", all.choice, runnable.choice);
     assert!(all.alternatives.iter().any(|other| other.choice.contains("pp=")) || all.stages() > 1);
+}
+
+/// What programs take longer than was estimated makes no plan of a wider space slower than those of the narrower one.
+#[test]
+fn a_wider_space_gives_no_slower_plan_by_programs() {
+    let sizes = Sizes { layers: 8, batch: 16, seq: 512, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let cluster = Cluster::parse("h200:1x8", "h200").expect("a cluster");
+    let found = |scope: Scope, least: f64| {
+        // Stages take no less than this.
+        let confirm = |plan: &Plan| {
+            let step = plan.prediction.step.0.max(if plan.stages() > 1 { least } else { 0.0 });
+            Ok(Prediction { step: Seconds(step), ..plan.prediction })
+        };
+        let (batch, seq) = (sizes.batch, sizes.seq);
+        let request = Request { batch, seq, scope, ..Request::default() };
+        let graph = llama(sizes, DType::Bf16);
+        search_confirmed(&graph, &cluster, &request, &Pins::default(), &NoScratch, Some(&confirm)).expect("a plan")
+    };
+    let runnable = found(Scope::Runnable, 0.0);
+    let (estimated, all) = (found(Scope::All, 0.0), found(Scope::All, 1.01 * runnable.prediction.step.0));
+    assert!(estimated.stages() > 1 && estimated.prediction.step.0 < 0.9 * runnable.prediction.step.0);
+    assert!(all.prediction.step.0 <= runnable.prediction.step.0, "{} {}", all.choice, runnable.choice);
 }

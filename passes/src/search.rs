@@ -58,7 +58,7 @@ use line::Line;
 use offload::{At, Offload, Relief};
 pub use placed::fastest;
 use placed::{Seen, Solved, divide_batch, paced, place_batch, solved};
-use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
 use visit::Visited;
@@ -188,9 +188,31 @@ pub fn search(
 /// [`search`], where finished plans are predicted by their programs before one is chosen: what does not fit is
 /// refused, and of those whose estimates are close the fastest is taken.
 ///
+/// Estimates say which plans are worth their programs. So that a wider space never gives a slower plan, what the
+/// runnable one gives is compared with it, by programs; the plan's request has the scope in which it was found.
+///
 /// # Errors
 /// See [`PlanError`].
 pub fn search_confirmed(
+    graph: &Graph,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    target: &dyn Target,
+    confirm: Option<Confirm<'_>>,
+) -> Result<Plan, PlanError> {
+    let search = |request: &Request| search_scope(graph, cluster, request, pins, target, confirm);
+    let found = search(request);
+    if request.scope == Scope::Runnable || confirm.is_none() {
+        return found;
+    }
+    let step = found.as_ref().map_or(f64::INFINITY, |plan| plan.prediction.step.0);
+    let runnable = search(&Request { scope: Scope::Runnable, ..request.clone() });
+    runnable.ok().filter(|plan| plan.prediction.step.0 < step).map_or(found, Ok)
+}
+
+/// [`search_confirmed`] in the space of the request alone.
+fn search_scope(
     graph: &Graph,
     cluster: &Cluster,
     request: &Request,

@@ -19,6 +19,16 @@ device = "a100-80"
 nodes = 1
 "#;
 
+/// Links on which gathers take longer than what they serve.
+const SLOW: &str = r#"
+device = "b200"
+per_node = 8
+nodes = 2
+[figures]
+link_bandwidth = 4e9
+node_bandwidth = 5e8
+"#;
+
 const CASES: &[Case] = &[
     // One device; data ranks with every stage of ZeRO, on one node and on several.
     ("gpt2-124m", 32, 1024, "h100:1", "microbatch=32"),
@@ -62,6 +72,10 @@ const CASES: &[Case] = &[
     ("llama-8b", 64, 8192, "h100:8", "tp=2,dp=4,zero=3,microbatch=1"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=16,tp=8,zero=3,microbatch=1,recompute=block"),
     ("llama-405b", 2048, 8192, "h100:8x256", "dp=1024,tp=2,zero=3,microbatch=1,recompute=108"),
+    ("llama-8b", 16, 4096, "h100:8x2", "tp=2x8,microbatch=16"),
+    // Updates that are not divided, of gradients of which each rank squares a part: over microbatches they stay whole.
+    ("gpt2-355m", 128, 1024, SLOW, "tp=16,microbatch=32"),
+    ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
     // The sequence, heads, experts.
     ("llama-1b", 4, 16384, "h200:4", "cp=4,zero=3"),
     ("llama-1b", 16, 4096, "h200:4", "ulysses=4,zero=0"),
@@ -80,7 +94,13 @@ const CASES: &[Case] = &[
     // What is computed again, value by value and by the kind of operation.
     ("llama-1b", 16, 4096, "h200:4", "dp=4,zero=1,recompute=value:8"),
     ("llama-8b", 64, 8192, "h100:8", "dp=8,zero=3,microbatch=2,recompute=selective"),
+    ("llama-70b", 64, 4096, "h100:8x8", "dp=8,tp=8,zero=1,microbatch=1,recompute=selective"),
+    ("llama-8b", 16, 8192, "h200:8", "dp=2,cp=4,zero=3,microbatch=2,recompute=value:64"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=128,zero=3,recompute=block"),
+    // And of a model whose products add vectors.
+    ("gpt2-355m", 32, 1024, "h200:1", "microbatch=32,recompute=block"),
+    ("gpt2-355m", 32, 1024, "h200:1", "microbatch=32,recompute=selective"),
+    ("gpt2-1.5b", 64, 1024, "h200:4", "dp=4,zero=1,microbatch=8,recompute=selective"),
     // Pictures: inputs that take time to arrive, statistics of the batch.
     ("resnet-50", 256, 224, "h100:1", "microbatch=256"),
     ("resnet-50", 512, 224, "h100:8", "dp=8,zero=3"),
@@ -148,7 +168,7 @@ fn options(pins: &str, precision: Precision) -> Options {
 }
 
 fn cluster(text: &str) -> Cluster {
-    if text == MIXED { Cluster::from_toml("mixed.toml", text) } else { Cluster::parse(text, "h200") }.unwrap()
+    if text.contains('=') { Cluster::from_toml("cluster.toml", text) } else { Cluster::parse(text, "h200") }.unwrap()
 }
 
 /// The plan without chunks that overlap and kept casts, predicted by its programs, and its estimate.

@@ -315,7 +315,7 @@ impl Lowering<'_> {
         if over.iter().any(|(_, kind)| *kind != shardc_ir::ReduceKind::Sum) {
             return Err(fail(self, &copy.sharding, "only sums are accumulated over microbatches"));
         }
-        let mut in_loop = to.clone();
+        let mut in_loop = self.kept_as(value, to);
         over.iter().for_each(|(axis, kind)| in_loop.add_partial(*axis, *kind));
         let ty = self.plan.graph.ty(value).clone();
         let Some((_, steps)) = self.copies.path(&ty, &copy.sharding, &in_loop, self.mesh) else {
@@ -328,6 +328,22 @@ impl Lowering<'_> {
             (copy.buffer, copy.sharding.clone())
         };
         Ok(self.accumulate(value, source, copy.place, &without_time(&sharding, self.time)))
+    }
+
+    /// The layout in which a sum over microbatches serves all that read it behind them, one of which asks for it so:
+    /// that of which the others take parts, if there is one. Summed up in parts, it would be gathered for those that
+    /// read more.
+    fn kept_as(&mut self, value: ValueId, to: &Sharding) -> Sharding {
+        let users = self.users.get(&value).map_or(&[][..], Vec::as_slice).iter();
+        let here = users.filter(|(user, _)| self.is_here(*user) && self.places[*user] == Place::Epilogue);
+        let read: Vec<Sharding> = here.map(|(user, index)| self.layouts[*user].operands[*index].clone()).collect();
+        let ty = self.plan.graph.ty(value);
+        let mut gives = |from: &Sharding, to: &Sharding| {
+            let way = self.copies.path(ty, from, to, self.mesh);
+            way.is_some_and(|(_, steps)| steps.iter().all(|step| matches!(step, Step::Slice { .. })))
+        };
+        let serves = |from: &&Sharding| gives(from, to) && read.iter().all(|other| gives(from, other));
+        read.iter().find(serves).unwrap_or(to).clone()
     }
 
     fn accumulate(&mut self, value: ValueId, source: BufferId, place: Place, sharding: &Sharding) -> bool {

@@ -20,6 +20,10 @@ pub struct Emitted {
     pub beside: usize,
     /// How many nodes before it the instruction stands for that makes its results.
     pub ahead: usize,
+    /// Whether an instruction makes one of its results: what products take in is never there.
+    pub is_made: bool,
+    /// Whether it is a sum that a product makes.
+    pub is_summed: bool,
 }
 
 /// What a graph on one device is lowered to for a target, node by node; nothing for a graph that is not legal. A region
@@ -29,6 +33,14 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     let plan = Plan { graph: graph.clone(), ..Plan::default() };
     let Ok(plan) = verify::plan(plan) else { return emitted };
     let Ok(mut draft) = draft_rank(&plan, 0) else { return emitted };
+    for instruction in draft.sections.iter().flatten().map(|item| &item.instruction) {
+        let is_product = matches!(instruction.action, Action::Compute(Op::Matmul(_)));
+        for value in instruction.results.iter().filter_map(|result| draft.buffers[*result].value) {
+            let node = graph.value(value).def;
+            emitted[node].is_made = true;
+            emitted[node].is_summed |= is_product && matches!(graph.node(node).op, Op::Binary(_));
+        }
+    }
     fuse(&mut draft, target);
     let sources = sources(&draft);
     ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);

@@ -44,6 +44,8 @@ pub(super) struct Meeting {
     pub is_local: bool,
     /// How many of the stretch's nodes come before it.
     pub node: usize,
+    /// The node with which it is done again: the one that reads the value, of terms the one that makes them.
+    pub own: usize,
 }
 
 /// Consecutive nodes of one block and direction.
@@ -210,14 +212,15 @@ impl Loop {
                 }
                 let index = own.stretches.len() - 1;
                 let stretch = &mut own.stretches[index];
-                let begins = |at: f64, node: usize| move |of: &Meeting| Meeting { at, node, ..*of };
+                let begins = |at: f64, node: usize, own: usize| move |of: &Meeting| Meeting { at, node, own, ..*of };
+                let nth = stretch.nodes.len();
                 let before = stretch.seconds;
                 let reads = |maker: usize| {
                     let mut makers = node.operands.iter().map(|value| prepared.folded.class[graph.value(*value).def]);
                     makers.any(|of| of == maker)
                 };
                 let late = meetings.before[class].iter().filter(|(maker, _)| reads(*maker)).map(|(_, of)| of);
-                stretch.meetings.extend(late.map(begins(before, stretch.nodes.len())));
+                stretch.meetings.extend(late.map(begins(before, nth, nth)));
                 stretch.seconds += seconds[class];
                 if !key.1 {
                     stretch.nodes.push((class, seconds[class]));
@@ -229,7 +232,8 @@ impl Loop {
                 };
                 let is_met = stretch.meetings.iter().any(|meeting| !meeting.is_local);
                 let is_first = stretch.gathered == [0.0; 2];
-                stretch.meetings.extend(meetings.behind[class].iter().map(begins(made, stretch.nodes.len())));
+                let next = stretch.nodes.len();
+                stretch.meetings.extend(meetings.behind[class].iter().map(begins(made, next, nth)));
                 for value in &node.operands {
                     let maker = prepared.folded.class[graph.value(*value).def];
                     let seen = &mut gathered[value.index()];
@@ -496,6 +500,10 @@ impl Loop {
                     continue;
                 }
                 while let Some(meeting) = meetings.next_if(|meeting| meeting.node <= index) {
+                    // Terms that were added in the forward pass are there as a sum.
+                    if !of.nodes.get(meeting.own).is_some_and(|(class, _)| again.is_again(block, *class)) {
+                        continue;
+                    }
                     clocks.meet(&Meeting { slack: 0.0, ..*meeting });
                     if !meeting.is_local {
                         fetch(clocks);

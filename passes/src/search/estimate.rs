@@ -164,8 +164,10 @@ impl<'a> Shape<'a> {
         for conversion in &others {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
-            let readers = prepared.folded.classes[conversion.reader].members.len();
-            each[conversion.reader].communication += seconds / readers as f64;
+            // Terms are added where they are made, and again where they are made again.
+            let class = if conversion.is_early { conversion.maker } else { conversion.reader };
+            let members = prepared.folded.classes[class].members.len();
+            each[class].communication += seconds / members as f64;
         }
         for made in shape.storages[0].made.values() {
             let members = prepared.folded.classes[made.maker].members.len() as f64;

@@ -252,6 +252,10 @@ impl Lives {
                 life[node.results[0]] = life[*of];
                 continue;
             }
+            // A vector that a product adds is never copied along the product's rows.
+            if matches!(node.op, Op::Broadcast(_)) && !prepared.emitted[class].is_made {
+                continue;
+            }
             let block = if node.role == Role::Forward { own } else { None };
             let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
             for (result, value) in node.results.iter().enumerate() {

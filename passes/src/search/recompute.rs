@@ -35,6 +35,8 @@ struct Place {
     /// The places in the block that it reads.
     reads: Vec<usize>,
     is_view: bool,
+    /// Whether what it makes is there to be kept: a product that is added to something makes the sum alone.
+    is_made: bool,
     /// Whether the backward pass of its block reads it.
     is_read: bool,
     /// Whether it is kept in any case: something outside reads it in the backward pass.
@@ -62,9 +64,10 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
         {
             let reads = makers().filter_map(inside).collect();
             let (class, is_view) = (prepared.folded.class[id], is_view(&node.op));
+            let is_made = prepared.emitted[class].is_made;
             let places = blocks.entry(block).or_default();
             place[id] = Some((block, places.len()));
-            places.push(Place { class, reads, is_view, is_read: false, stays: false });
+            places.push(Place { class, reads, is_view, is_made, is_read: false, stays: false });
         } else if node.role != Role::Forward {
             for (block, index) in makers().filter_map(|maker| place[maker]) {
                 let Some(read) = blocks.get_mut(&block).map(|places| &mut places[index]) else { continue };
@@ -158,9 +161,10 @@ impl Menu {
     pub fn new(prepared: &Prepared<'_>, prices: Prices<'_>) -> Self {
         let blocks = prepared.kinds.iter().flat_map(|kind| &kind.blocks).max().map_or(0, |last| *last as usize + 1);
         let mut menu = Self { ways: Vec::new(), whole: vec![None; blocks], steps: Vec::new() };
+        // A sum that a product makes is kept in its place.
         let is_product = |class: usize| {
             let op = prepared.op(class);
-            matches!(op, Op::Matmul(_) | Op::ScaledMatmul(_) | Op::Attention(_))
+            matches!(op, Op::Matmul(_) | Op::ScaledMatmul(_) | Op::Attention(_)) || prepared.emitted[class].is_summed
         };
         let mut steps = Vec::new();
         for kind in &prepared.kinds {
@@ -258,7 +262,7 @@ impl Kind {
         for place in &self.places {
             let dropped = if place.is_read { f64::INFINITY } else { 0.0 };
             let kept = match () {
-                () if place.is_view => f64::INFINITY,
+                () if place.is_view || !place.is_made => f64::INFINITY,
                 () if place.stays => 0.0,
                 () => price * bytes(prices, place),
             };
@@ -318,7 +322,7 @@ mod tests {
             for (class, (reads, kind, time, bytes)) in nodes.into_iter().enumerate() {
                 let reads = [reads.0, reads.1].map(usize::from).into_iter().filter(|of| *of < class).collect();
                 let (is_read, is_view, stays) = (kind % 2 == 0, kind == 1 || kind == 2, kind == 3 || kind == 4);
-                places.push(Place { class, reads, is_view, is_read, stays });
+                places.push(Place { class, reads, is_view, is_made: true, is_read, stays });
                 seconds.push(Split::of(if is_view { 0.0 } else { f64::from(time) }, Bound::Memory));
                 sizes.push(vec![bytes]);
             }

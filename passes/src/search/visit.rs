@@ -58,7 +58,8 @@ impl Visited {
             // Stages on several kinds of nodes may be faster than the slowest kind.
             false if stages > 1 && placed.cluster.parts.len() > 1 => {
                 let cluster = &placed.cluster.fastest();
-                let placed = Placed { cluster, locals: prepared.locals(cluster), ..placed.clone() };
+                let routes = Default::default();
+                let placed = Placed { cluster, locals: prepared.locals(cluster), routes, ..placed.clone() };
                 least(prepared, &placed)
             }
             false => least(prepared, placed),

@@ -32,19 +32,20 @@ pub fn place_axes_seen(
     seen: &[Cluster],
 ) -> (Vec<Conversion>, Vec<Vec<Conversion>>) {
     let axes = searched_axes(placed.mesh);
-    let mut cost = f64::INFINITY;
-    for axis in &axes {
-        cost = place_axis(prepared, placed, *axis, byte);
-    }
-    if axes.len() > 1 {
-        for _ in 0..MOST_ROUNDS {
-            let before = cost;
-            for axis in &axes {
-                cost = place_axis(prepared, placed, *axis, byte);
+    // How often what an axis does has changed, up to when each was placed last: beside the same others it would do the
+    // same again.
+    let (mut changes, mut last, mut costs) = (0, vec![None; axes.len()], vec![f64::INFINITY; axes.len()]);
+    for round in 0..=MOST_ROUNDS {
+        let before = costs.last().copied();
+        for (index, axis) in axes.iter().enumerate() {
+            if last[index] != Some(changes) {
+                let is_changed = place_axis(prepared, placed, *axis, byte, &mut costs[index]);
+                changes += usize::from(is_changed);
+                last[index] = Some(changes);
             }
-            if cost >= before * (1.0 - 1e-9) {
-                break;
-            }
+        }
+        if round > 0 && costs.last().zip(before).is_none_or(|(cost, before)| *cost >= before * (1.0 - 1e-9)) {
+            break;
         }
     }
     let mut all = [placed.cluster].into_iter().chain(seen).map(|cluster| {
@@ -54,13 +55,17 @@ pub fn place_axes_seen(
     (all.next().unwrap_or_default(), all.collect())
 }
 
-/// Chooses what every class does with one axis. Gives the seconds of a step with it.
-fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64) -> f64 {
+/// Chooses what every class does with one axis, at a `cost` of so many seconds of a step. Gives whether that is
+/// something else than before.
+fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64, cost: &mut f64) -> bool {
     let problem = Problem::new(prepared, placed, axis, Objective::Step { byte });
     let solution = problem.graph.solve();
     let (choices, handed) = (chosen(&problem, &solution), problem.handed_in(&solution));
+    *cost = solution.cost;
+    let is_same = choices.iter().zip(&placed.strategies).all(|(choice, strategy)| strategy.choice(axis) == *choice)
+        && handed.iter().all(|(flow, layout)| placed.handed.get(&(axis, *flow)) == Some(layout));
     write(placed, axis, choices, handed);
-    solution.cost
+    !is_same
 }
 
 /// What each class does with a problem's axis in a solution.

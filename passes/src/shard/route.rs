@@ -30,14 +30,36 @@ pub struct Taken {
 /// The steps from one layout to another; none if there is no way.
 pub type Route = Option<Rc<[Taken]>>;
 
-/// The ways on one mesh, each looked for once.
+/// A value that changes its layout along one axis while it lies like this along the others, before and after.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Turning {
+    /// Its type, undivided along all of them.
+    pub ty: TensorType,
+    /// The axis.
+    pub axis: AxisId,
+    /// The others.
+    pub others: Vec<(AxisId, Along, Along)>,
+    /// Whether it is a gradient, of which reductions over axes that hold copies are priced elsewhere.
+    pub is_gradient: bool,
+}
+
+/// Seconds from one layout along the axis to another.
+pub type Turned = Rc<RefCell<HashMap<(Along, Along), f64>>>;
+
+/// The ways on one mesh of a cluster, each looked for once.
 #[derive(Debug, Default)]
 pub struct Routes {
     known: RefCell<HashMap<(TensorType, Sharding, Sharding), Route>>,
     groups: RefCell<HashMap<Vec<AxisId>, Group>>,
+    turned: RefCell<HashMap<Turning, Turned>>,
 }
 
 impl Routes {
+    /// The seconds that are known of a value that turns along an axis.
+    pub fn turned(&self, turning: Turning) -> Turned {
+        Rc::clone(self.turned.borrow_mut().entry(turning).or_default())
+    }
+
     /// The way of a value of type `ty` (undivided along the axes of the layouts) on a mesh of a cluster.
     pub fn find(&self, ty: &TensorType, from: Sharding, to: Sharding, on: (&Mesh, &Cluster)) -> Route {
         let key = (ty.clone(), from, to);

@@ -19,6 +19,10 @@ pub struct Share {
     pub beside: usize,
     /// How many nodes earlier what it makes is there, where an earlier instruction makes it.
     pub ahead: usize,
+    /// Whether what it makes is ever there: what products take in is not.
+    pub is_made: bool,
+    /// Whether it is a sum that a product makes.
+    pub is_summed: bool,
 }
 
 impl Share {
@@ -46,6 +50,8 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
         after: mean(members, &|emitted| emitted.after),
         beside: members.iter().map(|id| emitted[*id].beside).min().unwrap_or(1).max(1),
         ahead: members.iter().map(|id| emitted[*id].ahead).min().unwrap_or(0),
+        is_made: members.iter().any(|id| emitted[*id].is_made),
+        is_summed: members.iter().all(|id| emitted[*id].is_summed),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()
 }

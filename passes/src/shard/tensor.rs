@@ -20,7 +20,7 @@ use super::family::{allows, is_copy_axis, narrow, searched_axes};
 use super::layout::{Along, Extent, convert_seconds};
 use super::local::{AllLocals, Locals};
 use super::objective::{Objective, Pricer, Quote};
-use super::route::{self, Routes, Taken};
+use super::route::{self, Routes, Taken, Turning};
 use super::share::Share;
 use crate::chunk::Head;
 use crate::cluster::Cluster;
@@ -449,7 +449,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         let is_kept = others.iter().all(|(_, from, to)| from == to);
         let whole = value.ty.bytes().0 as f64 / self.objective.beside().parts;
         let loss = cluster.device.overlap_loss.value;
-        let layout = move |own: Along, of: &dyn Fn(&(AxisId, Along, Along)) -> Along| {
+        let layout = move |others: &[(AxisId, Along, Along)], own, of: &dyn Fn(&(AxisId, Along, Along)) -> Along| {
             let along = |of_axis: &AxisId| match others.iter().find(|(other, ..)| other == of_axis) {
                 Some(other) => of(other),
                 None if *of_axis == axis => own,
@@ -457,11 +457,13 @@ impl<'a, 'b> Problem<'a, 'b> {
             };
             route::sharding(value.ty.shape.len(), self.searched.iter().map(|axis| (*axis, along(axis))))
         };
+        let turning = (!is_alone).then(|| Turning { ty: value.ty.clone(), axis, others, is_gradient });
+        let turning = turning.map(|turning| (self.placed.routes.turned(turning.clone()), turning.others));
         move |from, to| {
             if is_kept && from == to {
                 return 0.0;
             }
-            if is_alone {
+            let Some((known, others)) = &turning else {
                 let is_sum = matches!(from, Along::Partial(_)) && to == Along::Whole;
                 if is_gradient && is_sum && is_copy_axis(mesh, axis) {
                     return 0.0;
@@ -472,12 +474,15 @@ impl<'a, 'b> Problem<'a, 'b> {
                 }
                 let free = *value.beside.get_or_init(|| self.beside(flow));
                 return times * (all - all.min(free / (1.0 - loss)) * (1.0 - loss));
-            }
-            let (from, to) = (layout(from, &|(_, from, _)| *from), layout(to, &|(_, _, to)| *to));
-            let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
-            let steps = self.placed.routes.find(&value.ty, from, to, (mesh, cluster));
-            let seconds = |step: &Taken| step.seconds(value.ty.dtype.size() as f64, cluster);
-            steps.map_or(f64::INFINITY, |steps| times * steps.iter().map(seconds).sum::<f64>())
+            };
+            let find = || {
+                let [from, to] = [layout(others, from, &|(_, from, _)| *from), layout(others, to, &|(_, _, to)| *to)];
+                let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
+                let steps = self.placed.routes.find(&value.ty, from, to, (mesh, cluster));
+                let seconds = |step: &Taken| step.seconds(value.ty.dtype.size() as f64, cluster);
+                steps.map_or(f64::INFINITY, |steps| steps.iter().map(seconds).sum::<f64>())
+            };
+            times * *known.borrow_mut().entry((from, to)).or_insert_with(find)
         }
     }
 
@@ -503,5 +508,6 @@ impl<'a, 'b> Problem<'a, 'b> {
 }
 
 fn table(from: &[Along], to: &[Along], cost: impl Fn(Along, Along) -> f64) -> Vec<f64> {
-    from.iter().flat_map(|from| to.iter().map(|to| cost(*from, *to)).collect::<Vec<_>>()).collect()
+    let pairs = from.iter().flat_map(|from| to.iter().map(move |to| (*from, *to)));
+    pairs.map(|(from, to)| cost(from, to)).collect()
 }
