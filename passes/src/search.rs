@@ -198,14 +198,35 @@ pub fn search_confirmed(
     target: &dyn Target,
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
+    search_among(&prepared(graph, request, target), cluster, request, pins, confirm, None)
+}
+
+/// A training step as searches for a request see it.
+pub fn prepared<'a>(graph: &'a Graph, request: &Request, target: &'a dyn Target) -> Prepared<'a> {
+    let mut prepared = prepare(graph, request.batch, target);
+    (prepared.scope, prepared.reduce_dtype) = (request.scope, request.reduce_dtype);
+    prepared
+}
+
+/// [`search_confirmed`] of what is prepared already; where `meshes` are given, among those alone, which no bound says
+/// anything of.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search_among(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    confirm: Option<Confirm<'_>>,
+    meshes: Option<&[Degrees]>,
+) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
-    let (cluster, others) = &paced(graph, cluster);
+    let (cluster, others) = &paced(prepared.graph, cluster);
     let mut request = request.clone();
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
-    let mut prepared = prepare(graph, request.batch, target);
-    (prepared.scope, prepared.reduce_dtype) = (request.scope, request.reduce_dtype);
     let blocks = prepared.block_count();
     if let Some(Recompute::Blocks(count)) =
         pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))
@@ -213,18 +234,19 @@ pub fn search_confirmed(
         let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
-    check_chunks(&prepared, pins)?;
+    check_chunks(prepared, pins)?;
     if let Some(pin) = &pins.offload {
         away::check(pin, blocks, pins.recompute)?;
     }
-    let away = Away::new(cluster, &request, pins, target)?;
-    let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
+    let away = Away::new(cluster, &request, pins, prepared.target)?;
+    let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, prepared.target);
     // Stages take whole microbatches, and keep everything on their devices.
     let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
-    let line = (is_open && !is_barred).then(|| Line::new(&prepared));
+    let line = (is_open && !is_barred).then(|| Line::new(prepared));
     let space = Space {
-        prepared: &prepared,
+        prepared,
         line: line.as_ref(),
+        meshes,
         cluster,
         others,
         request: &request,
@@ -248,6 +270,8 @@ struct Space<'a, 'b> {
     prepared: &'a Prepared<'b>,
     /// What pipelines are cut along, if any are searched.
     line: Option<&'a Line>,
+    /// The only meshes that are visited, if not all are.
+    meshes: Option<&'a [Degrees]>,
     /// As the kind of devices sees it that is the slowest.
     cluster: &'a Cluster,
     /// As the other kinds see it, if there are any.
@@ -285,6 +309,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             visited.may_fit = false;
             for axes in &way.tp {
                 let point = Point { work, away, degrees: way.degrees(microbatch, axes) };
+                if space.meshes.is_some_and(|meshes| !point.degrees.iter().any(|degrees| meshes.contains(degrees))) {
+                    continue;
+                }
                 let degrees = way.placed(microbatch, axes);
                 let mesh = degrees.mesh(batch);
                 let Some(placed) = place_batch(prepared, &mesh, cluster)? else {

@@ -121,7 +121,9 @@ pub(super) fn choose(
     let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
     let step = candidates[index].prediction.step.0;
-    plan.search = visited.report(space, step, told.left_out())?;
+    if space.meshes.is_none() {
+        plan.search = visited.report(space, step, told.left_out())?;
+    }
     plan.search.candidates = candidates.len() as u64;
     plan.search.lowered = (lowered.len() + refused.len()) as u64;
     // What chunks hide is not estimated.
