@@ -61,6 +61,7 @@ use placed::{Seen, Solved, divide_batch, paced, place_batch, solved};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
+use std::cell::OnceCell;
 use visit::Visited;
 use ways::{divisors, ways};
 
@@ -262,7 +263,7 @@ pub fn search_among(
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
         false => choose(&space, confirm, &mut Visited::new(away.room.device, false))?,
     };
-    casts::kept(plan, &space, confirm)
+    Ok(plan)
 }
 
 /// What is searched.
@@ -397,7 +398,7 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
     let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
     let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, space.others, (&meshes, pins));
     let fastest = solve(0.0);
-    extend(&mut found, (&fastest, 0.0), (pins, point), visited);
+    extend(&mut found, (&fastest, 0.0), (space, point, &meshes), visited);
     if found.iter().any(|candidate| candidate.offload.is_none() && candidate.prediction.fits()) {
         return found;
     }
@@ -413,20 +414,23 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
         if known.contains(&lean.own.placed.strategies) {
             break;
         }
-        extend(&mut found, (&lean, byte), (pins, point), visited);
+        extend(&mut found, (&lean, byte), (space, point, &meshes), visited);
         known.push(lean.own.placed.strategies);
     }
     found
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte.
+/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte. Where
+/// something would have to be computed again, the head is cut into smaller chunks as well.
 fn extend(
     candidates: &mut Vec<Candidate>,
     (solved, byte): (&Solved<'_>, f64),
-    (pins, point): (&Pins, &Point),
+    (space, point, meshes): (&Space<'_, '_>, &Point, &[Mesh]),
     visited: &mut Visited,
 ) {
-    let Seen { placed, shape } = &solved.own;
+    let Seen { placed, shape, .. } = &solved.own;
+    let (pins, bound) = (space.pins, point.away.room.device);
+    let smaller = OnceCell::new();
     for (storage, degrees) in point.degrees.iter().enumerate() {
         for zero in zero_stages(!copy_axes(placed.mesh).is_empty(), placed.microbatches, degrees, pins) {
             // Recomputation takes longer than none.
@@ -434,35 +438,63 @@ fn extend(
                 let free = solved.predict(storage, zero, Recompute::None, point.work);
                 visited.is_open(free.step.0)
             };
-            let bound = point.away.room.device;
             if !is_open {
                 let all = pins.recompute.unwrap_or(Recompute::Values(shape.menu().steps()));
                 visited.may_fit |= shape.memory(storage, zero, all).total() <= bound;
             }
             let room = if is_open { bound } else { Bytes(u64::MAX) };
-            for recompute in recomputations(shape, storage, zero, pins, room) {
-                let on_device = solved.predict(storage, zero, recompute, point.work);
-                let on_device = Prediction { room: bound, ..on_device };
-                let at = At { shape, storage, zero, recompute };
-                for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
-                    let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-                    let overlap_chunks = pins.overlap_chunks.unwrap_or(1);
-                    let choice = Candidate {
-                        degrees,
-                        stages: None,
-                        zero,
-                        recompute,
-                        loss_chunks,
-                        overlap_chunks,
-                        within: shape.within(recompute),
-                        byte,
-                        offload,
-                        relief,
-                        prediction,
-                    };
-                    candidates.push(choice);
+            let of = |solved: &Solved<'_>| {
+                let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
+                for recompute in recomputations(shape, storage, zero, pins, room) {
+                    let on_device = solved.predict(storage, zero, recompute, point.work);
+                    let on_device = Prediction { room: bound, ..on_device };
+                    let at = At { shape, storage, zero, recompute };
+                    for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
+                        found.push(Candidate {
+                            degrees: degrees.clone(),
+                            stages: None,
+                            zero,
+                            recompute,
+                            loss_chunks: shape.loss_chunks,
+                            overlap_chunks: pins.overlap_chunks.unwrap_or(1),
+                            within: shape.within(recompute),
+                            byte,
+                            offload,
+                            relief,
+                            prediction,
+                        });
+                    }
+                }
+                found
+            };
+            let is_short = |of: &Solved<'_>| {
+                let kept = recomputations(&of.own.shape, storage, zero, pins, Bytes(u64::MAX))[0];
+                of.own.shape.memory(storage, zero, kept).total() > bound
+            };
+            let fastest = |of: &[Candidate]| {
+                let fit = of.iter().filter(|candidate| candidate.prediction.fits());
+                fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min)
+            };
+            let (mut found, mut leanest) = (of(solved), Vec::new());
+            if is_open && is_short(solved) {
+                let smaller = smaller.get_or_init(|| solved.in_smaller_chunks(space.prepared, bound, (meshes, pins)));
+                for solved in smaller {
+                    let others = of(solved);
+                    if fastest(&others) < fastest(&found) {
+                        found.extend(others);
+                    } else {
+                        leanest = others;
+                    }
+                    if !is_short(solved) {
+                        break;
+                    }
                 }
             }
+            // Where nothing fits by its estimate, the leanest may by its programs.
+            if fastest(&found) == f64::INFINITY {
+                found.extend(leanest);
+            }
+            candidates.extend(found);
         }
     }
 }
