@@ -59,9 +59,13 @@ fn what_would_change_is_compared_with_the_plan_itself() {
         assert!(memory["change"].as_f64().unwrap() < 0.0, "{memory}");
         assert!(data["sensitivity"]["note"].as_str().unwrap().contains("all by their programs"), "{pin}");
     }
-    // What no program does is estimated, in all rows.
+    // What no program does is predicted like the plan, in all rows.
     let data = data(&report_of(dir.path(), "h100:4", "dp=4,zero=1,offload=optimizer"));
-    assert!(data["sensitivity"]["note"].as_str().unwrap().contains("all estimated"), "{}", data["sensitivity"]);
+    assert!(
+        data["sensitivity"]["note"].as_str().unwrap().contains("all predicted as the plan is"),
+        "{}",
+        data["sensitivity"]
+    );
     let first = &data["sensitivity"]["rows"][0];
     assert_eq!((&first["choice"], &first["step"]), (&data["choice"], &data["prediction"]["step"]));
 }

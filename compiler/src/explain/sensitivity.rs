@@ -3,7 +3,8 @@
 //! Every row is compared with the plan itself, by one measure: what programs take. Under each condition the plan's own
 //! programs are simulated again, and the meshes of the plan and of its runners-up are searched again. Only where that
 //! finds another plan by its estimates than it finds under the plan's own conditions, and that one is faster by its
-//! programs, is it another plan. What no program does yet is estimated, in all rows alike.
+//! programs, is it another plan. Of what no program does yet, the same choice is searched again, and predicted as the
+//! plan was.
 
 use super::Inspection;
 use crate::agrees;
@@ -90,10 +91,10 @@ pub fn sensitivity(inspection: &Inspection<'_>) -> Result<Sensitivity, Error> {
     let unlowered = report::unlowered(plan);
     let by = match &unlowered {
         None => "; all by their programs.".to_string(),
-        Some(unlowered) => format!("; all estimated, since {unlowered}."),
+        Some(unlowered) => format!("; all predicted as the plan is, since {unlowered}."),
     };
     let (cluster, programs) = (&inspection.cluster, &inspection.programs[..]);
-    let asked = Asked { plan, cluster, programs, chosen, graph, meshes, is_estimated: unlowered.is_some() };
+    let asked = Asked { plan, cluster, programs, chosen, graph, meshes, is_unlowered: unlowered.is_some() };
     Ok(Sensitivity { rows: asked.rows(), note: what + &by })
 }
 
@@ -128,7 +129,8 @@ struct Asked<'a> {
     graph: Option<Graph>,
     /// The meshes that are.
     meshes: Vec<Degrees>,
-    is_estimated: bool,
+    /// Whether its programs do not do what is planned.
+    is_unlowered: bool,
 }
 
 impl Asked<'_> {
@@ -197,11 +199,7 @@ impl Asked<'_> {
         let found = prepared.and_then(|prepared| {
             let estimated = self.search(prepared, condition, false)?;
             let is_usual = estimated.as_ref().is_ok_and(|(choice, _)| Some(choice.as_str()) == usual);
-            match (is_usual && own.is_some(), self.is_estimated) {
-                (true, _) => None,
-                (false, true) => Some(estimated),
-                (false, false) => self.search(prepared, condition, true),
-            }
+            if is_usual && own.is_some() { None } else { self.search(prepared, condition, true) }
         });
         match (own, found) {
             (Some(own), Some(Ok(found))) if found.1.step.0 < (1.0 - LEAST) * own.1.step.0 => Ok(found),
@@ -229,14 +227,20 @@ impl Asked<'_> {
         prepared: Option<&Prepared<'_>>,
         Condition { cluster, request, .. }: &Condition,
     ) -> Option<Prediction> {
-        match self.is_estimated {
+        match self.is_unlowered {
             false => {
                 let plan = Plan { request: request.clone(), ..self.plan.clone() };
                 let apart = pipeline::apart(&plan);
                 let simulated = simulate(self.programs, &apart, &plan, cluster, &Conditions::default()).ok()?;
                 Some(predict(self.programs, &simulated, &plan, cluster))
             }
-            true => Some(search_among(prepared?, cluster, request, &self.chosen, None, None).ok()?.prediction),
+            true => {
+                let Pins { overlap_chunks, keep_casts, .. } = self.chosen;
+                let (overlap_chunks, keep_casts) = (overlap_chunks.or(Some(1)), keep_casts.or(Some(false)));
+                let pins = Pins { overlap_chunks, keep_casts, ..self.chosen.clone() };
+                let confirm = |plan: &Plan| pipeline::predicted(plan, cluster);
+                Some(search_among(prepared?, cluster, request, &pins, Some(&confirm), None).ok()?.prediction)
+            }
         }
     }
 
