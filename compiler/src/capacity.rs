@@ -1,7 +1,8 @@
 //! Questions of capacity: the largest model, batch or sequence that fits.
 //!
 //! Each question is a search for a plan, asked several times: from the size that the user named, sizes are doubled until
-//! nothing fits, and then bisected. So the answer holds for every way of spreading that the search knows, and comes with
+//! nothing fits, and then bisected. Which sizes are planned for that is another matter ([`Known`]): where a size does not
+//! fit, what it lacks tells nearly which does, so that one plan settles many steps of the bisection. So the answer holds for every way of spreading that the search knows, and comes with
 //! the plan that reaches it. A batch is sought for each number of data ranks by itself, in multiples of it: only there
 //! more never fits where less does not.
 
@@ -154,21 +155,20 @@ struct Question<'a> {
 impl Question<'_> {
     /// The largest count of a range whose multiple of `unit` fits under the pins of that count.
     fn largest(&self, range: Range, unit: u64, pins: &dyn Fn(u64) -> String) -> Result<Found, Error> {
-        let Range { mut low, first, limit } = range;
-        let (mut high, mut found) = (limit + 1, Found { best: None, beyond: None, tried: 0 });
-        let mut next = first.clamp((low + 1).min(limit), limit);
-        while low + self.dimension.gap(low) < high {
-            let size = next * unit;
-            found.tried += 1;
-            match self.attempt(size, pins(next)) {
-                Ok(fit) => (low, found.best) = (next, Some(fit)),
-                Err(error) if is_refusal(&error) => (high, found.beyond) = (next, Some((size, error))),
+        let mut tried = 0;
+        let mut plan = |count: u64| {
+            tried += 1;
+            let attempt = match self.attempt(count * unit, pins(count)) {
+                Ok(fit) => Attempt::Fits(fit),
+                Err(error) if is_refusal(&error) => Attempt::Refused(filled(&error), error),
                 Err(error) => return Err(error),
-            }
-            (self.observe)(size, low == next);
-            next = if found.beyond.is_none() { (low * 2).min(limit) } else { low.midpoint(high) };
-        }
-        Ok(found)
+            };
+            (self.observe)(count * unit, matches!(attempt, Attempt::Fits(_)));
+            Ok(attempt)
+        };
+        let (best, beyond) = sought(range, &|count| self.dimension.gap(count), &mut plan)?;
+        let beyond = beyond.map(|(count, error)| (count * unit, error));
+        Ok(Found { best: best.map(|(_, fit)| fit), beyond, tried })
     }
 
     /// The largest batch in one microbatch, of every number of data ranks that the pins leave.
@@ -256,6 +256,113 @@ impl Question<'_> {
     }
 }
 
+/// What came of planning a size.
+enum Attempt<T, E> {
+    Fits(T),
+    /// Why it does not, and by which factor more is needed than there is, if that is known.
+    Refused(Option<f64>, E),
+}
+
+/// The largest count that fits, and the least beyond it that does not: from the first, doubled until nothing fits, then
+/// bisected up to a gap. What fits makes all that is less fit.
+type Sought<T, E> = (Option<(u64, T)>, Option<(u64, E)>);
+
+fn sought<T, E, F>(
+    Range { low, first, limit }: Range,
+    gap: &dyn Fn(u64) -> u64,
+    plan: &mut dyn FnMut(u64) -> Result<Attempt<T, E>, F>,
+) -> Result<Sought<T, E>, F> {
+    let start = low;
+    let mut known = Known { fits: None, refused: Vec::new(), is_on_a_line: true };
+    let (mut low, mut high) = (low, limit + 1);
+    let mut next = first.clamp((low + 1).min(limit), limit);
+    while low + gap(low) < high {
+        let fits = loop {
+            match known.of(next) {
+                Some(fits) => break fits,
+                None => {
+                    let suggested = known.suggested(start, next);
+                    known.add(plan, suggested)?;
+                    known.is_on_a_line &= known.of(next).is_some();
+                }
+            }
+        };
+        if fits {
+            low = next;
+        } else {
+            high = next;
+        }
+        next = if high > limit { (low * 2).min(limit) } else { low.midpoint(high) };
+    }
+    // What was settled by others is planned all the same: it is the answer.
+    if low > start && known.fits.as_ref().is_none_or(|of| of.0 != low) {
+        known.fits = None;
+        known.add(plan, low)?;
+    }
+    if high <= limit && known.refused.iter().all(|of| of.0 != high) {
+        known.add(plan, high)?;
+    }
+    let beyond = known.refused.into_iter().find(|of| of.0 == high).map(|(count, _, error)| (count, error));
+    Ok((known.fits, beyond))
+}
+
+/// What is known of sizes.
+struct Known<T, E> {
+    /// The largest that fits.
+    fits: Option<(u64, T)>,
+    /// Those that do not, the least first, each with its factor.
+    refused: Vec<(u64, Option<f64>, E)>,
+    /// Whether every size that was suggested has settled the one that it was suggested for.
+    is_on_a_line: bool,
+}
+
+impl<T, E> Known<T, E> {
+    /// Whether a size fits, if that is settled.
+    fn of(&self, count: u64) -> Option<bool> {
+        let fits = self.fits.as_ref().is_some_and(|of| count <= of.0);
+        let refused = self.refused.first().is_some_and(|of| count >= of.0);
+        (fits || refused).then_some(fits)
+    }
+
+    /// What to plan in order to settle a size: where the line through the two least that do not fit meets what there is,
+    /// or that through nothing and the least; the size itself where no such line is known or one has misled.
+    fn suggested(&self, start: u64, next: u64) -> u64 {
+        let fits = self.fits.as_ref().map_or(start, |of| of.0);
+        let Some(&(least, Some(factor), _)) = self.refused.first().filter(|_| self.is_on_a_line) else { return next };
+        let (other, others) = match self.refused.get(1) {
+            Some(&(other, Some(others), _)) if others > factor => (other as f64, others),
+            _ => (0.0, 0.0),
+        };
+        let slope = (factor - others) / (least as f64 - other);
+        let meets = (least as f64 - (factor - 1.0) / slope).floor().max(0.0) as u64;
+        if (fits + 1..least).contains(&meets) { meets } else { next }
+    }
+
+    fn add<F>(&mut self, plan: &mut dyn FnMut(u64) -> Result<Attempt<T, E>, F>, count: u64) -> Result<(), F> {
+        match plan(count)? {
+            Attempt::Fits(fit) => self.fits = Some((count, fit)),
+            Attempt::Refused(factor, error) => {
+                let place = self.refused.partition_point(|of| of.0 < count);
+                self.refused.insert(place, (count, factor, error));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// By which factor a plan that does not fit needs more than there is.
+fn filled(error: &Error) -> Option<f64> {
+    match error {
+        Error::Plan(error) => match **error {
+            PlanError::Infeasible { bound, needed, .. } if needed > bound => {
+                Some(needed.0 as f64 / bound.0.max(1) as f64)
+            }
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
 fn is_refusal(error: &Error) -> bool {
     matches!(error, Error::Plan(error) if matches!(**error, PlanError::Infeasible { .. } | PlanError::Batch { .. }))
 }
@@ -295,6 +402,56 @@ fn with_layers(model: &NamedModel, layers: u64) -> NamedModel {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The answers are those of doubling and bisection, with fewer plans.
+    #[test]
+    fn the_largest_is_that_of_bisection() {
+        let bisected =
+            |Range { mut low, first, limit }: Range, gap: &dyn Fn(u64) -> u64, fits: &dyn Fn(u64) -> bool| {
+                let (mut high, mut tried, mut next) = (limit + 1, 0, first.clamp((low + 1).min(limit), limit));
+                while low + gap(low) < high {
+                    tried += 1;
+                    if fits(next) {
+                        low = next;
+                    } else {
+                        high = next;
+                    }
+                    next = if high > limit { (low * 2).min(limit) } else { low.midpoint(high) };
+                }
+                (low, high, tried)
+            };
+        let (mut all, mut before) = (0, 0);
+        let gaps: [&dyn Fn(u64) -> u64; 2] = [&|_| 1, &|count| (count / 64).max(1)];
+        // A part of what is needed grows with the size, in steps, and is known of what does not fit alone.
+        for (most, fixed, step, first) in
+            [1u64, 2, 3, 31, 32, 33, 64, 170, 171, 500, 1023, 2000].into_iter().flat_map(|most| {
+                [(0.0, 1), (0.3, 1), (0.6, 5), (0.9, 3)].map(|(fixed, step)| (most, fixed, step, 1 + most % 40))
+            })
+        {
+            let needed = |count: u64| {
+                let grown = (count / step * step) as f64 / (most / step * step).max(1) as f64;
+                if count <= most { 1.0 } else { (fixed + (1.0 - fixed) * grown).max(1.001) }
+            };
+            for gap in gaps {
+                let range = Range { low: 0, first, limit: 1500 };
+                let mut tried = 0;
+                let mut plan = |count: u64| {
+                    tried += 1;
+                    assert!(count >= 1 && count <= range.limit);
+                    let attempt =
+                        if count <= most { Attempt::Fits(count) } else { Attempt::Refused(Some(needed(count)), count) };
+                    Ok::<_, ()>(attempt)
+                };
+                let (best, beyond) = sought(range, gap, &mut plan).unwrap();
+                let (low, high, plans) = bisected(range, gap, &|count| count <= most);
+                assert_eq!(best, (low > 0).then_some((low, low)), "{most} {fixed}");
+                assert_eq!(beyond, (high <= range.limit).then_some((high, high)), "{most} {fixed}");
+                assert!(tried <= plans + 3, "{most} {fixed} {step}: {tried} for {plans}");
+                (all, before) = (all + tried, before + plans);
+            }
+        }
+        assert!(6 * all < 5 * before, "{all} for {before}");
+    }
 
     #[test]
     fn data_degrees_are_those_that_pins_leave() {

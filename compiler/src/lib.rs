@@ -18,6 +18,7 @@ pub mod data;
 pub mod error;
 pub mod estimate;
 pub mod explain;
+pub mod fewer;
 pub mod launch;
 pub mod learning_rate;
 mod loss_scale;

@@ -6,7 +6,7 @@
 
 use crate::error::Error;
 use crate::options::Options;
-use shardc_ir::plan::Request;
+use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
@@ -118,12 +118,7 @@ pub fn plan_step(
     // A winner is predicted by lowering it: its memory is what is allocated, its time what its programs take.
     let pins = Pins::parse(&options.pins)?;
     let target = target(&request.cluster);
-    let confirm = |plan: &Plan| {
-        let plan = verify::plan(plan).map_err(|found| found.to_string())?;
-        let (programs, apart) = distinct_programs(&plan).map_err(|error| error.to_string())?;
-        let simulated = simulate(&programs, &apart, &plan, cluster, &Conditions::default());
-        Ok(predict(&programs, &simulated.map_err(|error| error.to_string())?, &plan, cluster))
-    };
+    let confirm = |plan: &Plan| predicted(plan, cluster);
     let search = || Ok(search_confirmed(graph, cluster, request, &pins, target, Some(&confirm))?);
     let plan = stage.run(Pass::Search, search)?;
     stage.dump(Pass::Search, [&plan].into_iter())?;
@@ -136,6 +131,14 @@ pub fn plan_step(
         }
     }
     Ok(plan)
+}
+
+/// What a plan takes by its programs: the memory that is allocated, the time of their simulation.
+pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Prediction, String> {
+    let plan = verify::plan(plan).map_err(|found| found.to_string())?;
+    let (programs, apart) = distinct_programs(&plan).map_err(|error| error.to_string())?;
+    let simulated = simulate(&programs, &apart, &plan, cluster, &Conditions::default());
+    Ok(predict(&programs, &simulated.map_err(|error| error.to_string())?, &plan, cluster))
 }
 
 /// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the
@@ -182,9 +185,14 @@ pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<A
     Ok((programs, apart))
 }
 
-/// The axes along which programs differ in more than groups and slices, and the first rank of each coordinate.
+/// The axes along which programs differ in more than groups and slices.
+pub(crate) fn apart(plan: &Plan) -> Vec<AxisId> {
+    plan.mesh.family("pp")
+}
+
+/// The same, and the first rank of each coordinate.
 fn distinct_ranks(plan: &Plan) -> (Vec<AxisId>, Vec<u64>) {
-    let apart = plan.mesh.family("pp");
+    let apart = apart(plan);
     let ranks = plan.mesh.group(0, &apart);
     (apart, ranks)
 }

@@ -23,6 +23,35 @@ fn idle_ranks() {
     assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
 }
 
+/// Devices whose number divides neither the batch nor the model are slower than fewer of them, and that is said.
+#[test]
+fn fewer_devices() {
+    let plan = |batch: &str, words: &[&str]| {
+        check(&["plan", "llama-1b", "--cluster", "h100:3", "--seq", "2048", "--batch", batch], 0, words)
+    };
+    let said = plan("8", &["2 of these 3 devices would be faster", "3 do not divide the batch of 8"]);
+    let seconds = check(&["plan", "llama-1b", "--cluster", "h100:2", "--seq", "2048", "--batch", "8"], 0, &["step"]);
+    let step = |text: &str| {
+        text.lines().find_map(|line| line.strip_prefix("step     ")?.split(',').next().map(str::to_string))
+    };
+    let (all, two) = (step(&said).unwrap(), step(&seconds).unwrap());
+    assert!(said.contains(&format!("{two} a step rather than {all}")), "{said}");
+    assert!(!plan("9", &[]).contains("would be faster"));
+}
+
+/// Where the logits are what does not fit, they are made in smaller chunks.
+#[test]
+fn smaller_chunks_of_the_loss_make_room() {
+    let plan = |pin: &str, code: i32| {
+        let args =
+            ["plan", "llama-1b", "--cluster", "h100:1", "--batch", "8", "--seq", "8192", "--device-memory", "27GiB"];
+        check(&[&args[..], &["--pin", pin]].concat(), code, &[])
+    };
+    plan("loss_chunks=1", 3);
+    let said = plan("microbatch=1", 0);
+    assert!(said.lines().any(|line| line.starts_with("plan ") && line.contains("loss_chunks=")), "{said}");
+}
+
 /// What is too short for the number of ranks is stored whole, and said; what these do not divide evenly is not.
 #[test]
 fn parameters_that_nothing_divides() {

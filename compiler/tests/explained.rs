@@ -5,6 +5,10 @@ mod planned;
 
 use command::{check, shardc, text};
 use planned::plan_in;
+use shardc::explain::value;
+use shardc::pipeline::target;
+use shardc::{Batch, Cluster, NamedModel, Options, Precision};
+use shardc_passes::search::why::why;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -31,6 +35,30 @@ fn a_value_says_why_it_lies_as_it_does() {
     // What was chosen is the best, and everything else takes longer.
     let costs: Vec<f64> = options.iter().filter_map(|option| option["cost"].as_f64()).collect();
     assert!(options[0]["is_chosen"] == true && costs[0] == 0.0 && costs.iter().skip(1).all(|cost| *cost > 0.0));
+}
+
+/// The stages of ZeRO are compared by one measure: what programs take of the chosen one is counted of the others too.
+#[test]
+fn stages_of_zero_are_compared_by_one_measure() {
+    let (cluster, model) = (Cluster::parse("h100:4", "h200").unwrap(), NamedModel::find("llama-tiny").unwrap());
+    let pins = "dp=4,zero=1,microbatch=2".to_string();
+    let options = Options { precision: Precision::Bf16, pins, ..Options::default() };
+    let compiled = shardc::compile(&model, Batch { batch: 16, seq: 64 }, &cluster, &options).unwrap();
+    let plan = compiled.plan();
+    let values = value::find(&plan.graph, "blocks.0.mlp.gate.weight").unwrap();
+    let node = plan.graph.value(values[0]).def;
+    let found = why(plan, &cluster, target(&plan.request.cluster), &[node].into()).unwrap();
+    let step = |zero: u64| found.stages.iter().find(|of| of.0 == zero).unwrap().1.step;
+    let exact = plan.prediction.step;
+    assert!((step(1).0 / exact.0 - 1.0).abs() > 1e-4, "the estimate is exact: choose another plan");
+    let said = value::text(&value::explain(plan, &cluster, &values).unwrap());
+    for zero in [0, 2, 3] {
+        let by_one_measure = step(zero) * (exact.0 / step(1).0);
+        let line = said.lines().find(|line| line.contains(&format!("ZeRO-{zero}:"))).unwrap();
+        assert!(line.contains(&format!(" {by_one_measure} a step")) && line.contains("estimated"), "{line}");
+    }
+    let chosen = said.lines().find(|line| line.contains("ZeRO-1:")).unwrap();
+    assert!(chosen.contains(&format!(" {exact} a step")) && chosen.ends_with("  chosen"), "{chosen}");
 }
 
 /// Each value that is explained, and what is said of it.

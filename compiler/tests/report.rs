@@ -42,15 +42,48 @@ fn changes(page: &Path) -> Vec<(String, f64)> {
     rows.map(|row| (row["what"].as_str().unwrap().to_string(), row["change"].as_f64().unwrap_or(0.0))).collect()
 }
 
-/// A microbatch in chunks that overlap is compared as a whole one, which the page says.
+/// All rows are by one measure, so the plan under its own conditions is what it says of itself, whatever its head and its
+/// microbatch are cut into; and what does not bind changes nothing at all.
 #[test]
-fn what_would_change_for_a_plan_in_chunks() {
+fn what_would_change_is_compared_with_the_plan_itself() {
     let dir = tempfile::tempdir().unwrap();
-    let page = report_of(dir.path(), "h100:4", "dp=2,tp=2,microbatch=4,overlap_chunks=2");
-    let data = data(&page);
-    assert!(data["choice"].as_str().unwrap().contains("overlap_chunks=2"));
-    assert!(changes(&page).len() > 4, "{}", data["sensitivity"]);
-    assert!(data["sensitivity"]["note"].as_str().unwrap().contains("whole microbatches"), "{}", data["sensitivity"]);
+    let pins = ["dp=2,tp=2,microbatch=4,overlap_chunks=2", "dp=4,zero=1,microbatch=2,loss_chunks=2,keep_casts=1"];
+    for pin in pins {
+        let data = data(&report_of(dir.path(), "h100:4", pin));
+        let rows = data["sensitivity"]["rows"].as_array().unwrap();
+        assert!(pin.split(',').all(|pin| data["choice"].as_str().unwrap().contains(pin)), "{}", data["choice"]);
+        assert_eq!((&rows[0]["choice"], &rows[0]["step"]), (&data["choice"], &data["prediction"]["step"]), "{pin}");
+        let room = rows.iter().find(|row| row["what"] == "twice the memory").unwrap();
+        assert_eq!((&room["choice"], &room["step"]), (&data["choice"], &data["prediction"]["step"]), "{pin}");
+        let memory = rows.iter().find(|row| row["what"] == "twice the memory bandwidth").unwrap();
+        assert!(memory["change"].as_f64().unwrap() < 0.0, "{memory}");
+        assert!(data["sensitivity"]["note"].as_str().unwrap().contains("all by their programs"), "{pin}");
+    }
+    // What no program does is predicted like the plan, in all rows.
+    let data = data(&report_of(dir.path(), "h100:4", "dp=4,zero=1,offload=optimizer"));
+    assert!(
+        data["sensitivity"]["note"].as_str().unwrap().contains("all predicted as the plan is"),
+        "{}",
+        data["sensitivity"]
+    );
+    let first = &data["sensitivity"]["rows"][0];
+    assert_eq!((&first["choice"], &first["step"]), (&data["choice"], &data["prediction"]["step"]));
+}
+
+/// Where memory binds, more of it makes another plan of the same mesh the fastest, and less of it a slower one.
+#[test]
+fn what_would_change_with_other_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, page) = (dir.path().join("plan.json"), dir.path().join("page.html"));
+    let (plan, page_text) = (plan.to_str().unwrap(), page.to_str().unwrap());
+    let pins = ["--pin", "dp=2,zero=1,microbatch=4", "--device-memory", "24GiB"];
+    let asked = ["plan", "llama-1b", "--cluster", "h100:2", "--batch", "16", "--seq", "4096", "-o", plan];
+    shardc(&[&asked[..], &pins].concat());
+    shardc(&["explain", plan, "--html", page_text]);
+    let rows = changes(&page);
+    let of = |what: &str| rows.iter().find(|row| row.0 == what).unwrap_or_else(|| panic!("{rows:?}")).1;
+    assert!(of("twice the memory") < -0.01 && of("10% less memory") > 0.001, "{rows:?}");
+    assert!(of("10% more memory") <= 0.0 && of("as it is") == 0.0, "{rows:?}");
 }
 
 /// The links of racks are what binds between them, and every kind of node has faster ones.

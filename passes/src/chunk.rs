@@ -27,6 +27,10 @@ use std::collections::HashMap;
 /// 8 bytes per weight, beside `6 * CHUNK_TOKENS` operations, which is 2% of their time on an H200.
 pub const CHUNK_TOKENS: u64 = 8192;
 
+/// Where memory is short, chunks are halved down to so many tokens, of which a product still takes longer than its
+/// launch.
+pub const LEAST_CHUNK_TOKENS: u64 = 1024;
+
 /// The most chunks: each is a copy of the head's nodes.
 pub const MOST_CHUNKS: u64 = 128;
 
@@ -125,6 +129,12 @@ impl Head {
         chunks_of(self.sequence(graph), tokens)
     }
 
+    /// More chunks than so many, for as many tokens on one rank: every number twice the last, while that divides the
+    /// sequence and chunks do not get too small.
+    pub fn finer(&self, graph: &Graph, chunks: u64, tokens: u64) -> Vec<u64> {
+        finer_than(chunks, self.sequence(graph), tokens)
+    }
+
     /// The size of the dimension that is cut.
     pub fn sequence(&self, graph: &Graph) -> u64 {
         graph.ty(graph.node(self.product).results[0]).shape[self.dim]
@@ -143,6 +153,13 @@ fn chunks_of(sequence: u64, tokens: u64) -> u64 {
     let wanted = tokens.div_ceil(CHUNK_TOKENS).max(1);
     let divides = |count: &u64| sequence.is_multiple_of(*count);
     (wanted..=MOST_CHUNKS).find(divides).or_else(|| (1..=wanted.min(MOST_CHUNKS)).rev().find(divides)).unwrap_or(1)
+}
+
+fn finer_than(chunks: u64, sequence: u64, tokens: u64) -> Vec<u64> {
+    let is_open = |count: &u64| {
+        *count <= MOST_CHUNKS && sequence.is_multiple_of(*count) && tokens >= count.saturating_mul(LEAST_CHUNK_TOKENS)
+    };
+    std::iter::successors(chunks.checked_mul(2), |count| count.checked_mul(2)).take_while(is_open).collect()
 }
 
 /// Per node, whether it depends on `from`.
@@ -372,5 +389,9 @@ mod tests {
         assert_eq!(chunks_of(2 * 100_003, tokens(30)), 2);
         assert_eq!(chunks_of(1 << 20, tokens(1000)), MOST_CHUNKS);
         assert_eq!(chunks_of(3, tokens(1000)), 3);
+        assert_eq!(finer_than(2, 8192, tokens(2)), [4, 8, 16]);
+        assert_eq!(finer_than(1, 96, tokens(1)), [2, 4, 8]);
+        assert_eq!(finer_than(1, 6, tokens(1)), [2]);
+        assert!(finer_than(MOST_CHUNKS, 1 << 20, tokens(1000)).is_empty());
     }
 }

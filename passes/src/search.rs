@@ -61,6 +61,7 @@ use placed::{Seen, Solved, divide_batch, paced, place_batch, solved};
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
+use std::cell::OnceCell;
 use visit::Visited;
 use ways::{divisors, ways};
 
@@ -201,7 +202,8 @@ pub fn search_confirmed(
     target: &dyn Target,
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
-    let search = |request: &Request| search_scope(graph, cluster, request, pins, target, confirm);
+    let search =
+        |request: &Request| search_among(&prepared(graph, request, target), cluster, request, pins, confirm, None);
     let found = search(request);
     if request.scope == Scope::Runnable || confirm.is_none() {
         return found;
@@ -211,23 +213,32 @@ pub fn search_confirmed(
     runnable.ok().filter(|plan| plan.prediction.step.0 < step).map_or(found, Ok)
 }
 
-/// [`search_confirmed`] in the space of the request alone.
-fn search_scope(
-    graph: &Graph,
+/// A training step as searches for a request see it.
+pub fn prepared<'a>(graph: &'a Graph, request: &Request, target: &'a dyn Target) -> Prepared<'a> {
+    let mut prepared = prepare(graph, request.batch, target);
+    (prepared.scope, prepared.reduce_dtype) = (request.scope, request.reduce_dtype);
+    prepared
+}
+
+/// [`search_confirmed`] of what is prepared already; where `meshes` are given, among those alone, which no bound says
+/// anything of.
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn search_among(
+    prepared: &Prepared<'_>,
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
-    target: &dyn Target,
     confirm: Option<Confirm<'_>>,
+    meshes: Option<&[Degrees]>,
 ) -> Result<Plan, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
-    let (cluster, others) = &paced(graph, cluster);
+    let (cluster, others) = &paced(prepared.graph, cluster);
     let mut request = request.clone();
     if request.device_memory == 0 {
         request.device_memory = cluster.usable_memory();
     }
-    let mut prepared = prepare(graph, request.batch, target);
-    (prepared.scope, prepared.reduce_dtype) = (request.scope, request.reduce_dtype);
     let blocks = prepared.block_count();
     if let Some(Recompute::Blocks(count)) =
         pins.recompute.filter(|pin| matches!(pin, Recompute::Blocks(count) if *count > blocks))
@@ -235,18 +246,19 @@ fn search_scope(
         let message = format!("the model has {blocks} blocks; pin recompute=block for all of them");
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
-    check_chunks(&prepared, pins)?;
+    check_chunks(prepared, pins)?;
     if let Some(pin) = &pins.offload {
         away::check(pin, blocks, pins.recompute)?;
     }
-    let away = Away::new(cluster, &request, pins, target)?;
-    let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, target);
+    let away = Away::new(cluster, &request, pins, prepared.target)?;
+    let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, prepared.target);
     // Stages take whole microbatches, and keep everything on their devices.
     let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
-    let line = (is_open && !is_barred).then(|| Line::new(&prepared));
+    let line = (is_open && !is_barred).then(|| Line::new(prepared));
     let space = Space {
-        prepared: &prepared,
+        prepared,
         line: line.as_ref(),
+        meshes,
         cluster,
         others,
         request: &request,
@@ -262,7 +274,7 @@ fn search_scope(
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
         false => choose(&space, confirm, &mut Visited::new(away.room.device, false))?,
     };
-    casts::kept(plan, &space, confirm)
+    Ok(plan)
 }
 
 /// What is searched.
@@ -270,6 +282,8 @@ struct Space<'a, 'b> {
     prepared: &'a Prepared<'b>,
     /// What pipelines are cut along, if any are searched.
     line: Option<&'a Line>,
+    /// The only meshes that are visited, if not all are.
+    meshes: Option<&'a [Degrees]>,
     /// As the kind of devices sees it that is the slowest.
     cluster: &'a Cluster,
     /// As the other kinds see it, if there are any.
@@ -307,6 +321,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             visited.may_fit = false;
             for axes in &way.tp {
                 let point = Point { work, away, degrees: way.degrees(microbatch, axes) };
+                if space.meshes.is_some_and(|meshes| !point.degrees.iter().any(|degrees| meshes.contains(degrees))) {
+                    continue;
+                }
                 let degrees = way.placed(microbatch, axes);
                 let mesh = degrees.mesh(batch);
                 let Some(placed) = place_batch(prepared, &mesh, cluster)? else {
@@ -392,7 +409,7 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
     let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
     let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, space.others, (&meshes, pins));
     let fastest = solve(0.0);
-    extend(&mut found, (&fastest, 0.0), (pins, point), visited);
+    extend(&mut found, (&fastest, 0.0), (space, point, &meshes), visited);
     if found.iter().any(|candidate| candidate.offload.is_none() && candidate.prediction.fits()) {
         return found;
     }
@@ -408,20 +425,23 @@ fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut
         if known.contains(&lean.own.placed.strategies) {
             break;
         }
-        extend(&mut found, (&lean, byte), (pins, point), visited);
+        extend(&mut found, (&lean, byte), (space, point, &meshes), visited);
         known.push(lean.own.placed.strategies);
     }
     found
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte.
+/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte. Where
+/// something would have to be computed again, the head is cut into smaller chunks as well.
 fn extend(
     candidates: &mut Vec<Candidate>,
     (solved, byte): (&Solved<'_>, f64),
-    (pins, point): (&Pins, &Point),
+    (space, point, meshes): (&Space<'_, '_>, &Point, &[Mesh]),
     visited: &mut Visited,
 ) {
-    let Seen { placed, shape } = &solved.own;
+    let Seen { placed, shape, .. } = &solved.own;
+    let (pins, bound) = (space.pins, point.away.room.device);
+    let smaller = OnceCell::new();
     for (storage, degrees) in point.degrees.iter().enumerate() {
         for zero in zero_stages(!copy_axes(placed.mesh).is_empty(), placed.microbatches, degrees, pins) {
             // Recomputation takes longer than none.
@@ -429,35 +449,63 @@ fn extend(
                 let free = solved.predict(storage, zero, Recompute::None, point.work);
                 visited.is_open(free.step.0)
             };
-            let bound = point.away.room.device;
             if !is_open {
                 let all = pins.recompute.unwrap_or(Recompute::Values(shape.menu().steps()));
                 visited.may_fit |= shape.memory(storage, zero, all).total() <= bound;
             }
             let room = if is_open { bound } else { Bytes(u64::MAX) };
-            for recompute in recomputations(shape, storage, zero, pins, room) {
-                let on_device = solved.predict(storage, zero, recompute, point.work);
-                let on_device = Prediction { room: bound, ..on_device };
-                let at = At { shape, storage, zero, recompute };
-                for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
-                    let (degrees, loss_chunks) = (degrees.clone(), shape.loss_chunks);
-                    let overlap_chunks = pins.overlap_chunks.unwrap_or(1);
-                    let choice = Candidate {
-                        degrees,
-                        stages: None,
-                        zero,
-                        recompute,
-                        loss_chunks,
-                        overlap_chunks,
-                        within: shape.within(recompute),
-                        byte,
-                        offload,
-                        relief,
-                        prediction,
-                    };
-                    candidates.push(choice);
+            let of = |solved: &Solved<'_>| {
+                let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
+                for recompute in recomputations(shape, storage, zero, pins, room) {
+                    let on_device = solved.predict(storage, zero, recompute, point.work);
+                    let on_device = Prediction { room: bound, ..on_device };
+                    let at = At { shape, storage, zero, recompute };
+                    for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
+                        found.push(Candidate {
+                            degrees: degrees.clone(),
+                            stages: None,
+                            zero,
+                            recompute,
+                            loss_chunks: shape.loss_chunks,
+                            overlap_chunks: pins.overlap_chunks.unwrap_or(1),
+                            within: shape.within(recompute),
+                            byte,
+                            offload,
+                            relief,
+                            prediction,
+                        });
+                    }
+                }
+                found
+            };
+            let is_short = |of: &Solved<'_>| {
+                let kept = recomputations(&of.own.shape, storage, zero, pins, Bytes(u64::MAX))[0];
+                of.own.shape.memory(storage, zero, kept).total() > bound
+            };
+            let fastest = |of: &[Candidate]| {
+                let fit = of.iter().filter(|candidate| candidate.prediction.fits());
+                fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min)
+            };
+            let (mut found, mut leanest) = (of(solved), Vec::new());
+            if is_open && is_short(solved) {
+                let smaller = smaller.get_or_init(|| solved.in_smaller_chunks(space.prepared, bound, (meshes, pins)));
+                for solved in smaller {
+                    let others = of(solved);
+                    if fastest(&others) < fastest(&found) {
+                        found.extend(others);
+                    } else {
+                        leanest = others;
+                    }
+                    if !is_short(solved) {
+                        break;
+                    }
                 }
             }
+            // Where nothing fits by its estimate, the leanest may by its programs.
+            if fastest(&found) == f64::INFINITY {
+                found.extend(leanest);
+            }
+            candidates.extend(found);
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use shardc::{Batch, Cluster, NamedModel, Options, Precision};
 use shardc_ir::Plan;
-use shardc_ir::plan::{Prediction, Request};
-use shardc_passes::search::why::{again, searched_graph};
+use shardc_ir::plan::Prediction;
+use shardc_passes::search::why::searched_graph;
+use shardc_passes::search::{Pins, search};
 
 /// A model, its batch and sequence, a cluster, pins.
 type Case = (&'static str, u64, u64, &'static str, &'static str);
@@ -177,9 +178,10 @@ fn whole((model, batch, seq, on, pins): Case, precision: Precision) -> (Plan, Pr
     let (cluster, model) = (cluster(on), NamedModel::find(model).unwrap());
     let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(&pins, precision)).unwrap();
     let plan = compiled.plan();
-    let request = Request { pins: plan.choice.clone(), ..plan.request.clone() };
     let target = shardc::pipeline::target(&plan.request.cluster);
-    let estimated = again((&searched_graph(plan).unwrap(), true), &cluster, &request, target).unwrap();
+    // The head of the plan's graph is in chunks already.
+    let pins = Pins { loss_chunks: None, ..Pins::parse(&plan.choice).unwrap() };
+    let estimated = search(&searched_graph(plan).unwrap(), &cluster, &plan.request, &pins, target).unwrap();
     assert_eq!(estimated.mesh, plan.mesh);
     (plan.clone(), estimated.prediction)
 }

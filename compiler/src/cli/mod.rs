@@ -11,6 +11,7 @@ mod train;
 
 use args::{Cli, PlanArgs, Verb};
 use serde_json::{Value, json};
+use shardc::fewer::{Fewer, fewer};
 use shardc::{Error, NamedModel, report};
 use shardc_ir::Plan;
 use std::io::Write;
@@ -85,7 +86,8 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
         Some(size) => capacity::maximize(&model, batch, &cluster, &options, size, json)?,
         None => {
             let compiled = shardc::compile(&model, batch, &cluster, &options)?;
-            print_plan(compiled.plan(), json);
+            let fewer = fewer(&model, batch, &cluster, &options, compiled.plan())?;
+            print_plan(compiled.plan(), fewer, json);
             compiled
         }
     };
@@ -95,10 +97,15 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     }
 }
 
-fn print_plan(plan: &Plan, json: bool) {
-    match json {
-        true => print_json(&plan_json(plan)),
-        false => print(&report::plan_text(plan)),
+fn print_plan(plan: &Plan, fewer: Option<Fewer>, json: bool) {
+    if json {
+        let mut json = plan_json(plan);
+        json["fewer"] = json!(fewer);
+        return print_json(&json);
+    }
+    print(&report::plan_text(plan));
+    if let Some(fewer) = fewer {
+        print(&format!("\n{}", fewer.text(plan)));
     }
 }
 

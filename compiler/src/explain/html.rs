@@ -76,7 +76,7 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
         "alternatives": plan.alternatives,
         "search": plan.search,
         "collectives": collectives::rows(inspection),
-        "sensitivity": sensitivity::sensitivity(plan, &inspection.cluster)?,
+        "sensitivity": sensitivity::sensitivity(inspection)?,
         "values": values,
         "sections": sections,
         "ranks": ranks,

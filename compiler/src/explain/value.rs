@@ -2,7 +2,7 @@
 //!
 //! What the other choices would cost comes from the search's own cost graph
 //! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
-//! all others did what then is best.
+//! all others did what then is best. These are estimates, and so is what is chosen where they are compared.
 
 use super::names::{away, choice, folded_nodes, layout, local, role, stage_of};
 use crate::error::Error;
@@ -19,7 +19,7 @@ use shardc_passes::shard::family::batch_axes;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// An alternative of one node on one axis.
+/// An alternative of one node on one axis, compared with the others by the search's estimates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alternative {
     /// The axis.
@@ -196,18 +196,20 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
         return vec!["stored on every data rank: there is one".to_string()];
     }
     let chosen = plan.choice.split(',').find_map(|part| part.strip_prefix("zero=")).unwrap_or("0");
-    let room = plan.prediction.room;
-    let line = |(zero, prediction): &(u64, Prediction)| {
-        // Others are estimated; the chosen one's programs are there.
-        let prediction = if zero.to_string() == chosen { &plan.prediction } else { prediction };
-        let memory = prediction.memory.total();
-        let mark = match (zero.to_string() == chosen, memory > room) {
-            (true, _) => "  chosen",
-            (false, true) => "  does not fit",
-            (false, false) => "  estimated",
+    let is_chosen = |zero: u64| zero.to_string() == chosen;
+    let Some((_, own)) = why.stages.iter().find(|(zero, _)| is_chosen(*zero)) else { return Vec::new() };
+    // What the estimate does not see of the plan it does not see of its other stages either.
+    let bytes = |of: &Prediction| of.memory.total().0 as f64;
+    let (seconds, memory) = (plan.prediction.step.0 / own.step.0, bytes(&plan.prediction) / bytes(own).max(1.0));
+    let off = format!("estimated, times what this plan takes of its own estimate: {seconds:.3} and {memory:.3}");
+    let line = |(zero, estimate): &(u64, Prediction)| {
+        let (step, needed) = (estimate.step * seconds, Bytes((bytes(estimate) * memory).round() as u64));
+        let mark = match (is_chosen(*zero), needed > plan.prediction.room) {
+            (true, _) => "chosen".to_string(),
+            (false, true) => format!("does not fit; {off}"),
+            (false, false) => off.clone(),
         };
-        let step = prediction.step.to_string();
-        format!("ZeRO-{zero}: {step:>10} a step, {:>10} per rank{mark}", memory.to_string())
+        format!("ZeRO-{zero}: {:>10} a step, {:>10} per rank  {mark}", step.to_string(), needed.to_string())
     };
     why.stages.iter().map(line).collect()
 }
@@ -235,9 +237,9 @@ pub fn text(values: &[Explained]) -> String {
             let cost = match option.cost {
                 _ if option.is_chosen && option.cost.is_none_or(|cost| cost.0 < 1e-9) => "chosen".to_string(),
                 None => "not possible".to_string(),
-                Some(cost) if option.is_chosen => format!("+{cost} a step, chosen"),
+                Some(cost) if option.is_chosen => format!("+{cost} a step (estimated), chosen"),
                 Some(cost) if cost.0 < 1e-9 => "as good".to_string(),
-                Some(cost) => format!("+{cost} a step"),
+                Some(cost) => format!("+{cost} a step (estimated)"),
             };
             let axis = format!("{}:", option.axis);
             let _ = writeln!(text, "    {axis:axes$} {:choices$}  {cost}", option.choice);

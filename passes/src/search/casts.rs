@@ -9,6 +9,7 @@ use super::{Confirm, PlanError, Space};
 use crate::keep_casts::Casts;
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
+use shardc_ir::plan::Search;
 
 /// What a plan's choice says of kept casts, and a pin.
 const CHOICE: &str = "keep_casts";
@@ -57,7 +58,13 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
         return Ok(plan);
     }
     made.choice += &format!(",{CHOICE}=1");
-    made.search.lowered += u64::from(confirm.is_some());
-    made.search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
     Ok(made)
+}
+
+/// What a search tells of the casts that its plan keeps.
+pub(super) fn told(choice: &str, search: &mut Search, is_confirmed: bool) {
+    if choice.ends_with(&format!(",{CHOICE}=1")) {
+        search.lowered += u64::from(is_confirmed);
+        search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
+    }
 }

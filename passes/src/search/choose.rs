@@ -3,7 +3,7 @@
 use super::outcome::{Told, alternatives, infeasible};
 use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
-use super::{Candidate, Confirm, PlanError, Space, astray, build, enumerate, overlap, sort};
+use super::{Candidate, Confirm, PlanError, Space, astray, build, casts, enumerate, overlap, sort};
 use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
 use std::collections::BTreeMap;
@@ -112,16 +112,21 @@ pub(super) fn choose(
         }
     }
     // The first of those that are equal within a thousandth is the simplest.
-    let lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
+    let mut lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
     let least = fastest(&close);
-    let Some((index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
+    let Some((index, plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
         let unmade = unmade.filter(|_| refused.is_empty());
         return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, space)));
     };
+    // Others are compared with the plan as it is in the end.
+    let mut plan = casts::kept(plan, space, confirm)?;
+    lowered.iter_mut().filter(|of| of.0 == index).for_each(|of| of.1 = plan.prediction);
     let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
     let step = candidates[index].prediction.step.0;
-    plan.search = visited.report(space, step, told.left_out())?;
+    if space.meshes.is_none() {
+        plan.search = visited.report(space, step, told.left_out())?;
+    }
     plan.search.candidates = candidates.len() as u64;
     plan.search.lowered = (lowered.len() + refused.len()) as u64;
     // What chunks hide is not estimated.
@@ -130,5 +135,6 @@ pub(super) fn choose(
         plan.search.stopped += "; estimate and bound are those of plans without chunks";
     }
     let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
+    casts::told(&plan.choice, &mut plan.search, confirm.is_some());
     Ok((plan, step))
 }

@@ -1,6 +1,7 @@
 //! How many ways each kind of parallelism divides the step: what the mesh and the text of a choice
 //! follow from.
 
+use super::{Pins, PlanError};
 use shardc_ir::{AxisKind, Mesh};
 
 /// The families of axes over ranks, outermost first: neighbours in the mesh are near in the cluster, so
@@ -31,6 +32,42 @@ impl Degrees {
             self.sizes[index] = sizes.iter().copied().filter(|size| *size > 1).collect();
         }
         self
+    }
+
+    /// The degrees of a plan, by its choice.
+    ///
+    /// # Errors
+    /// A text that is no choice.
+    pub fn of_choice(choice: &str) -> Result<Self, PlanError> {
+        let pins = Pins::parse(choice)?;
+        let with = |degrees: Self, (family, degree): (&'static str, Option<u64>)| {
+            let sizes = pins.axes.get(family).cloned().unwrap_or_else(|| degree.into_iter().collect());
+            degrees.with(family, &sizes)
+        };
+        Ok(pins.degrees().into_iter().fold(Self::new(pins.microbatch.unwrap_or(1)), with))
+    }
+
+    /// On twice as many ranks: with twice the data ranks, which take as many sequences at a time or half of them; or
+    /// with one of the other families twice as wide, in its axes or in one more.
+    pub fn doubled(&self) -> Vec<Self> {
+        let wider = |family: &str| {
+            let mut sizes = self.sizes(family).to_vec();
+            sizes.sort_unstable();
+            match sizes.first_mut() {
+                Some(least) => *least *= 2,
+                None => sizes.push(2),
+            }
+            sizes.sort_unstable_by(|a, b| b.cmp(a));
+            self.clone().with(family, &sizes)
+        };
+        let with_axis = |family: &str| self.clone().with(family, &[self.sizes(family), &[2]].concat());
+        let is_open = |family: &&&str| **family == "dp" || self.degree(family) > 1;
+        let mut list: Vec<Self> = FAMILIES.iter().filter(is_open).map(|family| wider(family)).collect();
+        list.extend(FAMILIES.iter().filter(|family| self.sizes(family).len() > 1).map(|family| with_axis(family)));
+        if self.microbatch.is_multiple_of(2) {
+            list.push(Self { microbatch: self.microbatch / 2, ..wider("dp") });
+        }
+        list
     }
 
     /// The sizes of a family's axes.
@@ -100,5 +137,20 @@ mod tests {
         assert_eq!((hybrid.text().as_str(), hybrid.data()), ("dp=2,fsdp=4,cp=3,tp=1", 8));
         assert_eq!(hybrid.mesh(16).to_string(), "dp=2,fsdp=4,time mb=2,cp=3");
         assert_eq!(Degrees::new(2).with("dp", &[1]).mesh(2).to_string(), "");
+        let of = |degrees: &Degrees| format!("{},zero=1,microbatch={}", degrees.text(), degrees.microbatch);
+        for degrees in [degrees, hybrid] {
+            assert_eq!(Degrees::of_choice(&of(&degrees)).unwrap(), degrees);
+        }
+        let doubled: Vec<String> =
+            Degrees::new(2).with("dp", &[2]).with("tp", &[4, 2]).doubled().iter().map(of).collect();
+        assert_eq!(
+            doubled,
+            [
+                "dp=4,tp=4x2,zero=1,microbatch=2",
+                "dp=2,tp=4x4,zero=1,microbatch=2",
+                "dp=2,tp=4x2x2,zero=1,microbatch=2",
+                "dp=4,tp=4x2,zero=1,microbatch=1"
+            ]
+        );
     }
 }

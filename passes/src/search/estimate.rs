@@ -174,9 +174,20 @@ impl<'a> Shape<'a> {
             shape.saved += seconds[made.maker] * members * (1.0 - 1.0 / made.ranks as f64);
             shape.liveness.in_parts.push(made.maker);
         }
+        shape.backward.memory += shape.added_by_chunks(placed);
         shape.prices = each;
         shape.liveness.staging = shape.staging(conversions);
         shape
+    }
+
+    /// Seconds of a microbatch in which every chunk of the head but the first reads and writes the gradient of its
+    /// weight.
+    fn added_by_chunks(&self, placed: &Placed<'_>) -> f64 {
+        let prepared = self.prepared;
+        let readers = prepared.head.iter().flat_map(|head| &head.readers).map(|id| prepared.folded.class[*id]);
+        let is_weight = |class: &usize| prepared.weight[*class].is_some_and(|(is_result, _)| is_result);
+        let bytes: u64 = readers.filter(is_weight).map(|class| self.sizes()[class][0]).sum();
+        2.0 * (self.loss_chunks - 1) as f64 * bytes as f64 / Machine::own(&placed.cluster.device).bandwidth()
     }
 
     /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.

@@ -2,6 +2,7 @@
 
 use super::estimate::{Shape, Work};
 use super::{Pins, PlanError, Recompute};
+use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::{Machine, Pass};
 use crate::shard::coupled::is_possible_over;
@@ -9,14 +10,32 @@ use crate::shard::family::batch_axes;
 use crate::shard::place::place_axes_seen;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::plan::Prediction;
-use shardc_ir::{AxisId, Graph, Mesh, Node, NodeId, Strategy};
+use shardc_ir::{AxisId, Bytes, Graph, Mesh, Node, NodeId, Strategy};
 use std::collections::BTreeMap;
 use std::rc::Rc;
+
+/// The share of the memory from which the logits and their derivative are worth to be cut further.
+const LEAST_HEAD: f64 = 0.02;
 
 /// A placed mesh as one kind of devices sees it, and the sums from which its plans are predicted.
 pub(super) struct Seen<'a> {
     pub placed: Placed<'a>,
+    conversions: Vec<Conversion>,
     pub shape: Shape<'a>,
+}
+
+impl<'a> Seen<'a> {
+    /// With the head in so many chunks, and these ways to store parameters.
+    fn new(
+        prepared: &'a Prepared<'_>,
+        placed: Placed<'a>,
+        conversions: Vec<Conversion>,
+        chunks: u64,
+        meshes: &[Mesh],
+    ) -> Self {
+        let shape = Shape::new(prepared, &placed, &conversions, chunks, meshes);
+        Self { placed, conversions, shape }
+    }
 }
 
 /// A mesh with the fastest layouts, as the kinds of devices see it.
@@ -27,11 +46,35 @@ pub(super) struct Solved<'a> {
     pub others: Vec<Seen<'a>>,
 }
 
-impl Solved<'_> {
+impl<'a> Solved<'a> {
+    /// The same with the head in more chunks: they take longer, and less lives at a time. None where the head is small
+    /// beside a memory of so many bytes, or where the number of chunks is pinned.
+    pub fn in_smaller_chunks(
+        &self,
+        prepared: &'a Prepared<'_>,
+        memory: Bytes,
+        (meshes, pins): (&[Mesh], &Pins),
+    ) -> Vec<Self> {
+        let Some(head) = prepared.head.as_ref().filter(|_| pins.loss_chunks.is_none()) else { return Vec::new() };
+        let (own, chunks) = (&self.own, self.own.shape.loss_chunks);
+        let class = |id: NodeId| prepared.folded.class[id];
+        let held: u64 = [head.product, head.derivative].iter().map(|id| own.shape.sizes()[class(*id)][0]).sum();
+        if (held as f64) < LEAST_HEAD * memory.0 as f64 || !is_head_whole(prepared, &own.placed) {
+            return Vec::new();
+        }
+        let finer = |chunks: u64| {
+            let seen = |Seen { placed, conversions, .. }: &Seen<'a>| {
+                Seen::new(prepared, placed.clone(), conversions.clone(), chunks, meshes)
+            };
+            Self { own: seen(&self.own), others: self.others.iter().map(seen).collect() }
+        };
+        head.finer(prepared.graph, chunks, head_tokens(prepared, &own.placed)).into_iter().map(finer).collect()
+    }
+
     /// Time and memory of a step ([`Shape::predict`]) of which every rank does the same part: all take as long as the
     /// slowest kind.
     pub fn predict(&self, storage: usize, zero: u64, recompute: Recompute, work: Work) -> Prediction {
-        let of = |Seen { placed, shape }: &Seen<'_>| shape.predict(placed, storage, zero, recompute, work);
+        let of = |Seen { placed, shape, .. }: &Seen<'_>| shape.predict(placed, storage, zero, recompute, work);
         let own = of(&self.own);
         let longer = |a: Prediction, b: Prediction| if b.step.0 > a.step.0 { b } else { a };
         Prediction { memory: own.memory, ..self.others.iter().map(of).fold(own, longer) }
@@ -52,9 +95,7 @@ pub(super) fn solved<'a>(
     let chunks = loss_chunks(prepared, &placed, pins);
     let seen = |(cluster, conversions): (&'a Cluster, Vec<Conversion>)| {
         let locals = if cluster == placed.cluster { Rc::clone(&placed.locals) } else { prepared.locals(cluster) };
-        let placed = Placed { cluster, locals, ..placed.clone() };
-        let shape = Shape::new(prepared, &placed, &conversions, chunks, meshes);
-        Seen { placed, shape }
+        Seen::new(prepared, Placed { cluster, locals, ..placed.clone() }, conversions, chunks, meshes)
     };
     let others = others.iter().zip(of_others).map(seen).collect();
     Solved { own: seen((placed.cluster, own)), others }
@@ -95,19 +136,28 @@ pub fn fastest<'a>(
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let placed = place_batch(prepared, mesh, cluster)?;
     let solve = |placed| solved(prepared, placed, 0.0, &[], (std::slice::from_ref(mesh), &Pins::default())).own;
-    Ok(placed.map(solve).map(|Seen { placed, shape }| (placed, shape)))
+    Ok(placed.map(solve).map(|Seen { placed, shape, .. }| (placed, shape)))
 }
 
 /// Into how many chunks the head is cut: as pinned, or by the tokens of a microbatch on one rank.
-pub(super) fn loss_chunks(prepared: &Prepared<'_>, placed: &Placed<'_>, pins: &Pins) -> u64 {
+fn loss_chunks(prepared: &Prepared<'_>, placed: &Placed<'_>, pins: &Pins) -> u64 {
+    let head = prepared.head.as_ref().filter(|_| is_head_whole(prepared, placed));
+    let by_tokens = |head: &Head| head.chunks(prepared.graph, head_tokens(prepared, placed));
+    head.map_or(1, |head| pins.loss_chunks.unwrap_or_else(|| by_tokens(head)))
+}
+
+/// Whether there is a head whose sequence is whole on each rank, so that it can be cut.
+fn is_head_whole(prepared: &Prepared<'_>, placed: &Placed<'_>) -> bool {
     let strategy = |id| &placed.strategies[prepared.folded.class[id]];
-    let Some(head) = &prepared.head else { return 1 };
-    if !head.is_cut_whole(prepared.graph, placed.mesh, strategy) {
-        return 1;
-    }
+    prepared.head.as_ref().is_some_and(|head| head.is_cut_whole(prepared.graph, placed.mesh, strategy))
+}
+
+/// The tokens of a microbatch on one rank.
+fn head_tokens(prepared: &Prepared<'_>, placed: &Placed<'_>) -> u64 {
+    let Some(head) = &prepared.head else { return 0 };
     let class = prepared.folded.class[head.entropy];
     let (_, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
-    pins.loss_chunks.unwrap_or_else(|| head.chunks(prepared.graph, results[0].elements()))
+    results[0].elements()
 }
 
 /// The strategies with the batch divided over dp and mb; `None` where some node's batch does not divide.

@@ -504,7 +504,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                 let level = |index: usize, places: &Sums| {
                     let recompute = recomputes[index];
                     let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
-                        let (Seen { placed, shape }, sums) = &all[index];
+                        let (Seen { placed, shape, .. }, sums) = &all[index];
                         let whole = shape.predict(placed, storage, zero, recompute, mesh.work);
                         Pace { sums: sums.cut_as(places), whole }
                     };

@@ -16,7 +16,7 @@ use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
 use crate::shard::prepare::prepare;
-use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -55,24 +55,6 @@ pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
 fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
     without_recomputation(&cast_again(&plan.graph).map_err(bug)?).map_err(bug)
-}
-
-/// Finds the plan anew under another request or on another cluster: what would change if there were
-/// more memory, or faster links. Memory is estimated, of plans that are not in chunks that overlap. `is_cut` says that
-/// the graph is that of a plan ([`searched_graph`]), whose head is in chunks already, not the model's.
-///
-/// # Errors
-/// As [`search`](super::search).
-pub fn again(
-    (graph, is_cut): (&Graph, bool),
-    cluster: &Cluster,
-    request: &Request,
-    target: &dyn Target,
-) -> Result<Plan, PlanError> {
-    let own = Pins::parse(&request.pins)?;
-    let loss_chunks = own.loss_chunks.filter(|_| !is_cut);
-    let pins = Pins { loss_chunks, overlap_chunks: None, keep_casts: Some(false), ..own };
-    super::search(graph, cluster, request, &pins, target)
 }
 
 /// What speaks for a plan's choices at some nodes.

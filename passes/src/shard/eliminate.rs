@@ -102,23 +102,34 @@ impl CostGraph {
         solution
     }
 
-    /// Per choice of a variable, by how much the best assignment that has it costs more than the best.
-    pub fn costs_of(&self, variable: usize) -> Vec<f64> {
-        let graph = dominate::reduce(self, &[variable]).graph;
+    /// Per choice of each of some variables, by how much the best assignment that has it costs more than the best.
+    pub fn costs_of(&self, variables: &[usize]) -> Vec<Vec<f64>> {
+        let graph = dominate::reduce(self, variables).graph;
         let state = Elimination::new(&graph);
-        let costs = match state.order((0..graph.unary.len()).filter(|id| *id != variable).collect(), WORK) {
-            Some(order) => state.costs_of(variable, order),
-            None => {
-                let mut kept: Vec<Vec<usize>> = graph.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
-                let with = |choice: usize| {
-                    kept[variable] = vec![choice];
-                    graph.restricted(&kept).solve().cost
-                };
-                (0..graph.unary[variable].len()).map(with).collect()
+        let costs: Vec<Vec<f64>> = match state.order((0..graph.unary.len()).collect(), WORK) {
+            Some(order) => {
+                let mut costs = state.costs(&order);
+                variables.iter().map(|variable| std::mem::take(&mut costs[*variable])).collect()
             }
+            // Fewer choices are left where fewer have to stay.
+            None if variables.len() > 1 => return variables.iter().flat_map(|one| self.costs_of(&[*one])).collect(),
+            None => variables.iter().map(|variable| graph.costs_of_restricted(*variable)).collect(),
         };
-        let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
-        costs.into_iter().map(|cost| cost - least).collect()
+        let beyond_least = |costs: Vec<f64>| {
+            let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+            costs.into_iter().map(|cost| cost - least).collect()
+        };
+        costs.into_iter().map(beyond_least).collect()
+    }
+
+    /// The least cost with each choice of a variable, each found by itself.
+    fn costs_of_restricted(&self, variable: usize) -> Vec<f64> {
+        let mut kept: Vec<Vec<usize>> = self.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
+        let with = |choice: usize| {
+            kept[variable] = vec![choice];
+            self.restricted(&kept).solve().cost
+        };
+        (0..self.unary[variable].len()).map(with).collect()
     }
 }
 
@@ -261,12 +272,37 @@ impl Elimination {
         choices
     }
 
-    /// What is left of the costs when every other variable has been eliminated.
-    fn costs_of(mut self, variable: usize, order: Vec<usize>) -> Vec<f64> {
-        order.into_iter().for_each(|variable| self.eliminate(variable));
-        let mut costs = vec![0.0; self.sizes[variable]];
-        for table in self.tables.iter().flatten() {
-            costs.iter_mut().zip(&table.costs).for_each(|(cost, more)| *cost += more);
+    /// Per choice of each variable, the least cost of an assignment that has it, but for what variables cost that have
+    /// nothing to do with it: messages go along the eliminated variables, and back (Shenoy and Shafer, "Axioms for
+    /// probability and belief-function propagation", 1990).
+    fn costs(mut self, order: &[usize]) -> Vec<Vec<f64>> {
+        let mut place = vec![0; self.sizes.len()];
+        order.iter().enumerate().for_each(|(index, variable)| place[*variable] = index);
+        let mut joined: Vec<Joined> = Vec::with_capacity(order.len());
+        for variable in order {
+            let (scope, sums) = self.join(*variable);
+            let message: Vec<f64> = sums.chunks_exact(self.sizes[*variable]).map(least).collect();
+            self.add(Table { scope: scope.clone(), costs: message.clone() });
+            joined.push(Joined { variable: *variable, scope, sums, message });
+        }
+        let mut costs = vec![Vec::new(); self.sizes.len()];
+        // The last first.
+        let mut whole: Vec<Joined> = Vec::with_capacity(order.len());
+        while let Some(mut own) = joined.pop() {
+            let choices = self.sizes[own.variable];
+            // Who took the message in has all costs by now; less the message, they are those of all others.
+            if let Some(parent) = own.scope.iter().map(|id| place[*id]).min() {
+                let mut back = vec![f64::INFINITY; own.message.len()];
+                let parent = &whole[order.len() - 1 - parent];
+                parent.visit(&self.sizes, &own.scope, |cost, at| back[at] = back[at].min(cost));
+                for ((row, all), told) in own.sums.chunks_exact_mut(choices).zip(back).zip(&own.message) {
+                    let others = if *told < f64::INFINITY { all - told } else { 0.0 };
+                    row.iter_mut().for_each(|cost| *cost += others);
+                }
+            }
+            let of = |choice: usize| own.sums.iter().skip(choice).step_by(choices).copied();
+            costs[own.variable] = (0..choices).map(|choice| of(choice).fold(f64::INFINITY, f64::min)).collect();
+            whole.push(own);
         }
         costs
     }
@@ -286,39 +322,80 @@ impl Elimination {
         tables
     }
 
-    fn eliminate(&mut self, variable: usize) {
+    /// Takes a variable out. Gives its neighbours and, per assignment of them, the cost of each of its choices.
+    fn join(&mut self, variable: usize) -> (Vec<usize>, Vec<f64>) {
         let scope: Vec<usize> = self.neighbours[variable].iter().copied().collect();
         let tables = self.take(variable);
         let sizes: Vec<usize> = scope.iter().map(|id| self.sizes[*id]).collect();
         let choices = self.sizes[variable];
-        // Per assignment of the scope, the cost of each choice.
         let mut sums = vec![0.0; sizes.iter().product::<usize>() * choices];
         for table in &tables {
-            let stride = |id: usize| {
-                let place = table.scope.iter().position(|other| *other == id)?;
-                Some(table.scope[place + 1..].iter().map(|other| self.sizes[*other]).product::<usize>())
-            };
-            let strides: Vec<usize> = scope.iter().map(|id| stride(*id).unwrap_or(0)).collect();
-            let own = stride(variable).unwrap_or(0);
-            let (mut digits, mut base) = (vec![0; scope.len()], 0);
-            for row in sums.chunks_exact_mut(choices) {
+            let stride = |id: usize| stride(&table.scope, &self.sizes, id);
+            let strides: Vec<usize> = scope.iter().map(|id| stride(*id)).collect();
+            let own = stride(variable);
+            each(&sizes, &strides, |index, base| {
+                let row = &mut sums[index * choices..(index + 1) * choices];
                 row.iter_mut().enumerate().for_each(|(choice, sum)| *sum += table.costs[base + choice * own]);
-                for place in (0..scope.len()).rev() {
-                    (digits[place], base) = (digits[place] + 1, base + strides[place]);
-                    if digits[place] < sizes[place] {
-                        break;
-                    }
-                    (digits[place], base) = (0, base - strides[place] * sizes[place]);
-                }
-            }
+            });
         }
+        (scope, sums)
+    }
+
+    fn eliminate(&mut self, variable: usize) {
+        let (scope, sums) = self.join(variable);
         let first = |least: (f64, u32), (choice, cost): (usize, &f64)| {
             if *cost < least.0 { (*cost, choice as u32) } else { least }
         };
         let least = |row: &[f64]| row.iter().enumerate().fold((f64::INFINITY, 0), first);
-        let (costs, best): (Vec<f64>, Vec<u32>) = sums.chunks_exact(choices).map(least).unzip();
+        let (costs, best): (Vec<f64>, Vec<u32>) = sums.chunks_exact(self.sizes[variable]).map(least).unzip();
         self.steps.push(Step { variable, scope: scope.clone(), best });
         self.add(Table { scope, costs });
+    }
+}
+
+/// An eliminated variable: what it and its neighbours cost, row-major with the variable last, and what it told of that.
+struct Joined {
+    variable: usize,
+    scope: Vec<usize>,
+    sums: Vec<f64>,
+    message: Vec<f64>,
+}
+
+impl Joined {
+    /// Every cost, with the place of its assignment in a table of fewer variables.
+    #[inline]
+    fn visit(&self, sizes: &[usize], scope: &[usize], mut take: impl FnMut(f64, usize)) {
+        let own: Vec<usize> = self.scope.iter().copied().chain([self.variable]).collect();
+        let lengths: Vec<usize> = own.iter().map(|id| sizes[*id]).collect();
+        let strides: Vec<usize> = own.iter().map(|id| stride(scope, sizes, *id)).collect();
+        each(&lengths, &strides, |index, at| take(self.sums[index], at));
+    }
+}
+
+fn least(costs: &[f64]) -> f64 {
+    costs.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+/// By how much the index into a row-major table grows with a variable; 0 where the table has it not.
+fn stride(scope: &[usize], sizes: &[usize], id: usize) -> usize {
+    let place = scope.iter().position(|other| *other == id);
+    place.map_or(0, |place| scope[place + 1..].iter().map(|other| sizes[*other]).product())
+}
+
+/// Visits all assignments of variables of these sizes, in row-major order, each with its index in a table of these
+/// strides.
+#[inline]
+fn each(sizes: &[usize], strides: &[usize], mut visit: impl FnMut(usize, usize)) {
+    let (mut digits, mut base) = (vec![0; sizes.len()], 0);
+    for index in 0..sizes.iter().product::<usize>() {
+        visit(index, base);
+        for place in (0..sizes.len()).rev() {
+            (digits[place], base) = (digits[place] + 1, base + strides[place]);
+            if digits[place] < sizes[place] {
+                break;
+            }
+            (digits[place], base) = (0, base - strides[place] * sizes[place]);
+        }
     }
 }
 
@@ -415,13 +492,17 @@ pub(crate) mod tests {
         #[test]
         fn what_a_choice_costs_is_what_the_best_assignment_with_it_costs_more(graph in graphs()) {
             let least = brute_force(&graph);
+            let all = graph.costs_of(&(0..graph.unary.len()).collect::<Vec<_>>());
             for variable in 0..graph.unary.len() {
                 let of = |choice: usize| {
                     let with = assignments(&graph).filter(|(choices, _)| choices[variable] == choice);
                     with.map(|(_, cost)| cost - least).fold(f64::INFINITY, f64::min)
                 };
                 let expected: Vec<f64> = (0..graph.unary[variable].len()).map(of).collect();
-                prop_assert_eq!(graph.costs_of(variable), expected, "variable {}", variable);
+                prop_assert_eq!(&all[variable], &expected, "variable {}", variable);
+                prop_assert_eq!(&graph.costs_of(&[variable])[0], &expected, "variable {}", variable);
+                let with: Vec<f64> = expected.iter().map(|cost| cost + least).collect();
+                prop_assert_eq!(&graph.costs_of_restricted(variable), &with, "variable {}", variable);
             }
         }
     }

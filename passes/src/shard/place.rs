@@ -13,7 +13,7 @@ use super::route::conversions;
 use super::tensor::{Conversion, Placed, Prepared, Problem};
 use crate::cluster::Cluster;
 use shardc_ir::{AxisId, Choice};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How often all axes are placed again at the most.
 const MOST_ROUNDS: usize = 2;
@@ -117,11 +117,13 @@ pub fn choices_of(
     classes: &[usize],
 ) -> Vec<Vec<(Choice, f64)>> {
     let problem = Problem::new(prepared, placed, axis, Objective::Step { byte: 0.0 });
-    let mut known: BTreeMap<usize, Vec<(Choice, f64)>> = BTreeMap::new();
+    let variables: BTreeSet<usize> = classes.iter().map(|class| problem.variable[*class]).collect();
+    let variables: Vec<usize> = variables.into_iter().collect();
+    let costs = problem.graph.costs_of(&variables);
     let of = |class: &usize| {
         let variable = problem.variable[*class];
-        let choices = || problem.domains[variable].iter().copied();
-        known.entry(variable).or_insert_with(|| choices().zip(problem.graph.costs_of(variable)).collect()).clone()
+        let costs = variables.binary_search(&variable).map_or(&[][..], |place| &costs[place]);
+        problem.domains[variable].iter().copied().zip(costs.iter().copied()).collect()
     };
     classes.iter().map(of).collect()
 }
