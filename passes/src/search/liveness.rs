@@ -13,7 +13,7 @@ use crate::cost::is_view;
 use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::{EntityRef, NodeId, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{EntityRef, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 
