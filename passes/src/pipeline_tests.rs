@@ -152,9 +152,11 @@ fn gradients_of_shared_weights_pass_once() {
         let off = |own: f64, exact: f64| own / exact - 1.0;
         let time = off(plan.prediction.step.0, exact.step.0);
         let memory = off(plan.prediction.memory.total().0 as f64, exact.memory.total().0 as f64);
-        // What is reduced or gathered in every microbatch is known less well on links between nodes.
-        let most = if plan.choice.contains("zero=0") || plan.choice.contains("zero=1") { 0.05 } else { 0.25 };
-        assert!(time.abs() < most && memory.abs() < 0.1, "{pins}: {time:+.3} in time, {memory:+.3} in memory");
+        // What is reduced or gathered in every microbatch is known less well.
+        let is_once = plan.choice.contains("zero=0") || plan.choice.contains("zero=1");
+        let most = if is_once { [0.05, 0.1] } else { [0.25, 0.2] };
+        let is_close = time.abs() < most[0] && memory.abs() < most[1];
+        assert!(is_close, "{pins}: {time:+.3} in time, {memory:+.3} in memory");
     }
 }
 

@@ -492,7 +492,7 @@ fn extend(
                 for solved in smaller {
                     let others = of(solved);
                     if fastest(&others) < fastest(&found) {
-                        found.extend(others);
+                        found.extend(others.into_iter().filter(|other| other.prediction.fits()));
                     } else {
                         leanest = others;
                     }

@@ -253,11 +253,12 @@ impl Problem<'_> {
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
         let whole = &whole.memory;
-        let (Portions { summed, stored, gathered }, once) = (self.portions, sums.once(chunks));
+        // Gradients from other stages come when the activations are gone.
+        let (Portions { summed, gathered, .. }, once) = (self.portions, sums.once(chunks));
         let bytes = |bytes: f64| Bytes(bytes as u64);
         Memory {
             parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
-            gradients: part(whole.gradients) + bytes(summed * once.made + stored * once.gradients[0]),
+            gradients: part(whole.gradients) + bytes(summed * once.made),
             optimizer: part(whole.optimizer),
             activations: Bytes((held.sum::<f64>() + working) as u64),
             buffers: whole.buffers,
