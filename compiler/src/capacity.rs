@@ -1,10 +1,10 @@
 //! Questions of capacity: the largest model, batch or sequence that fits.
 //!
 //! Each question is a search for a plan, asked several times: from the size that the user named, sizes are doubled until
-//! nothing fits, and then bisected. Which sizes are planned for that is another matter ([`Known`]): where a size does not
-//! fit, what it lacks tells nearly which does, so that one plan settles many steps of the bisection. So the answer holds for every way of spreading that the search knows, and comes with
-//! the plan that reaches it. A batch is sought for each number of data ranks by itself, in multiples of it: only there
-//! more never fits where less does not.
+//! nothing fits, and then bisected. Which sizes are planned for that is another matter ([`Known`]): where a size does
+//! not fit, what it lacks tells nearly which does, so that one plan settles many steps of the bisection. So the answer
+//! holds for every way of spreading that the search knows, and comes with the plan that reaches it. A batch is sought
+//! for each number of data ranks by itself, in multiples of it: only there more never fits where less does not.
 
 use crate::compile::{Compiled, compile};
 use crate::error::Error;
@@ -324,8 +324,8 @@ impl<T, E> Known<T, E> {
         (fits || refused).then_some(fits)
     }
 
-    /// What to plan in order to settle a size: where the line through the two least that do not fit meets what there is,
-    /// or that through nothing and the least; the size itself where no such line is known or one has misled.
+    /// What to plan in order to settle a size: where the line through the two least that do not fit meets what there
+    /// is, or that through nothing and the least; the size itself where no such line is known or one has misled.
     fn suggested(&self, start: u64, next: u64) -> u64 {
         let fits = self.fits.as_ref().map_or(start, |of| of.0);
         let Some(&(least, Some(factor), _)) = self.refused.first().filter(|_| self.is_on_a_line) else { return next };

@@ -42,8 +42,8 @@ fn changes(page: &Path) -> Vec<(String, f64)> {
     rows.map(|row| (row["what"].as_str().unwrap().to_string(), row["change"].as_f64().unwrap_or(0.0))).collect()
 }
 
-/// All rows are by one measure, so the plan under its own conditions is what it says of itself, whatever its head and its
-/// microbatch are cut into; and what does not bind changes nothing at all.
+/// All rows are by one measure, so the plan under its own conditions is what it says of itself, whatever its head and
+/// its microbatch are cut into; and what does not bind changes nothing at all.
 #[test]
 fn what_would_change_is_compared_with_the_plan_itself() {
     let dir = tempfile::tempdir().unwrap();

@@ -123,7 +123,8 @@ fn pinned_pipelines_are_planned_as_their_programs_run() {
     }
 }
 
-/// The gradients of a table that two stages read are added up on each, and passed on once, in the parts that ranks store.
+/// The gradients of a table that two stages read are added up on each, and passed on once, in the parts that ranks
+/// store.
 #[test]
 fn gradients_of_shared_weights_pass_once() {
     let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 65536 };

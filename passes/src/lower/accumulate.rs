@@ -1,8 +1,8 @@
 //! Sums of products, and of gradients of tables: where such a *term* is only added to something, it adds itself.
 //!
 //! * `add(matmul(a, b), c)` becomes `matmul(a, b, c)`: the gradient of an activation that several
-//!   products contribute to, that of a weight summed over chunks, and the residual stream; so do the gradients of a head
-//!   and of the embedding that is its table;
+//!   products contribute to, that of a weight summed over chunks, and the residual stream; so do the gradients of a
+//!   head and of the embedding that is its table;
 //! * where `c` is a vector copied along all dimensions but the last, it becomes the product's bias, and
 //!   the copy is never made;
 //! * the accumulation over microbatches of a term becomes a term that adds to its accumulator,
@@ -10,7 +10,8 @@
 //! * a product that is cast for its sum over ranks is written in that type.
 //!
 //! The library that multiplies adds while the product is still in registers, so the product is
-//! neither written nor read; of a table only the rows are touched that tokens name. Whether the sum lies where its summand lay is decided when everything is
+//! neither written nor read; of a table only the rows are touched that tokens name. Whether the sum
+//! lies where its summand lay is decided when everything is
 //! in order ([`in_place`](super::in_place)).
 
 use super::{Draft, Hint, Place, StorageId};

@@ -2,8 +2,9 @@
 //!
 //! A value is sent in the layout in which it is made, unless it is partial there and its first reader wants
 //! it whole: then it is resolved before it leaves. What does not depend on the microbatch is sent once before the loop;
-//! what is read behind it alone is added up over the microbatches where it is made, and sent once behind it. Single numbers that one stage makes and all want (the loss, the
-//! squares of a gradient) are summed over the stages after the loop; who has none adds zero.
+//! what is read behind it alone is added up over the microbatches where it is made, and sent once behind it. Single
+//! numbers that one stage makes and all want (the loss, the squares of a gradient) are summed over the stages after the
+//! loop; who has none adds zero.
 
 use super::draft::Handover;
 use super::stages::Edge;
@@ -61,7 +62,8 @@ impl Lowering<'_> {
         }
     }
 
-    /// Receives what another stage makes once of a node, when it is its turn: all stages meet in the order of the nodes.
+    /// Receives what another stage makes once of a node, when it is its turn: all stages meet in the order of the
+    /// nodes.
     pub(super) fn receive_once(&mut self, node: NodeId) {
         for value in &self.plan.graph.node(node).results {
             let edge = self.stage.as_ref().and_then(|stage| stage.incoming(*value, true)).cloned();

@@ -126,7 +126,8 @@ fn edges(
         }
         None => Some(places[id]).filter(|place| *place == Place::Epilogue),
     };
-    // Per value and receiving stage, the first reader and where it is read first; what the loop reads is at hand behind it.
+    // Per value and receiving stage, the first reader and where it is read first; what the loop reads is at hand behind
+    // it.
     let mut read: BTreeMap<(ValueId, u64), (NodeId, Place)> = BTreeMap::new();
     let ids = graph.nodes().map(|(id, _)| id);
     let (inside, behind): (Vec<NodeId>, Vec<NodeId>) = ids.partition(|id| passes[*id].is_some());

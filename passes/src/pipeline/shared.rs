@@ -1,8 +1,9 @@
 //! Gradients of parameters that several chunks read, as those of an embedding that is the head as well.
 //!
-//! Each chunk adds its own up over the microbatches. Their sum is made behind the loop, where the parameter is updated, as
-//! its readers read it: so they pass between stages once in a step, and where ranks store parts of the parameter, in
-//! those if the sum can be divided so. (Megatron-LM exchanges them once in a step as well, in `_allreduce_word_embedding_grads`.)
+//! Each chunk adds its own up over the microbatches. Their sum is made behind the loop, where the parameter is updated,
+//! as its readers read it: so they pass between stages once in a step, and where ranks store parts of the parameter, in
+//! those if the sum can be divided so. (Megatron-LM exchanges them once in a step as well, in
+//! `_allreduce_word_embedding_grads`.)
 
 use crate::chunk::strategy_for;
 use shardc_ir::{Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};

@@ -46,8 +46,8 @@ pub struct Line {
     shared: Vec<Shared>,
 }
 
-/// What is read at another place than where it is made, but in no microbatch: a parameter, or a gradient that is added to
-/// others of its parameter.
+/// What is read at another place than where it is made, but in no microbatch: a parameter, or a gradient that is added
+/// to others of its parameter.
 struct Shared {
     maker: NodeId,
     /// Which of the results.
@@ -277,7 +277,8 @@ pub(super) struct Sums {
     pub stored: Vec<f64>,
     /// Bytes that pass over a cut before each node.
     passing: Vec<f64>,
-    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and whether it is a gradient.
+    /// What of parameters passes once in a step: where it is made, where it is read, its bytes, and whether it is a
+    /// gradient.
     shared: Vec<([usize; 2], f64, bool)>,
 }
 

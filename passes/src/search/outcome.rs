@@ -41,7 +41,8 @@ impl Told<'_> {
 
     /// What estimates are compared with, and by what their steps are scaled. What the estimate does not see of the
     /// winner it does not see of its like either, so that is what the winner's exact step is of its own estimate; but
-    /// what chunks hide is the winner's alone, since plans that were not lowered are in none. Casts they would keep too.
+    /// what chunks hide is the winner's alone, since plans that were not lowered are in none. Casts they would keep
+    /// too.
     fn measure(&self) -> (&Prediction, f64) {
         let winner = &self.candidates[self.chosen];
         let (estimated, exact) = (&winner.prediction, self.exact(self.chosen).unwrap_or(&winner.prediction));

@@ -97,9 +97,9 @@ fn allows_in_attention(prepared: &Prepared<'_>, class: usize, family: &str, fact
     }
 }
 
-/// Of the choices that an axis of a family has with a class, those that are left once all are known: where `ep` can divide
-/// the experts of a product with a parameter, it does. Where every expert is gathered to every rank, the axis is one of
-/// `dp` with its storage in parts.
+/// Of the choices that an axis of a family has with a class, those that are left once all are known: where `ep` can
+/// divide the experts of a product with a parameter, it does. Where every expert is gathered to every rank, the axis is
+/// one of `dp` with its storage in parts.
 pub fn narrow(prepared: &Prepared<'_>, class: usize, family: &str, choices: &mut Vec<Choice>) {
     let is_expert = |choice: &Choice| matches!(choice, Choice::Factor(own) if prepared.experts[class].contains(own));
     if family == "ep" && prepared.weight_factors(class).is_some() && choices.iter().any(is_expert) {
