@@ -6,7 +6,12 @@
 mod cli;
 
 use clap::Parser;
+use mimalloc::MiMalloc;
 use std::process::ExitCode;
+
+/// Planning makes and drops many small vectors.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 fn main() -> ExitCode {
     let cli = cli::args::Cli::parse();

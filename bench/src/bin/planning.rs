@@ -1,11 +1,16 @@
 //! `planning [--quick] [--svg FILE]`: measures how long planning takes.
 
+use mimalloc::MiMalloc;
 use shardc::Error;
 use shardc_bench::planning::measure::{self, Planned};
 use shardc_bench::planning::plot::{Line, svg};
 use shardc_bench::planning::report::table;
 use std::io::Write;
 use std::process::ExitCode;
+
+/// As the command has it.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 const USAGE: &str = "usage: planning [--quick] [--svg FILE]
 
