@@ -278,14 +278,12 @@ fn sought<T, E, F>(
     let mut next = first.clamp((low + 1).min(limit), limit);
     while low + gap(low) < high {
         let fits = loop {
-            match known.of(next) {
-                Some(fits) => break fits,
-                None => {
-                    let suggested = known.suggested(start, next);
-                    known.add(plan, suggested)?;
-                    known.is_on_a_line &= known.of(next).is_some();
-                }
+            if let Some(fits) = known.of(next) {
+                break fits;
             }
+            let suggested = known.suggested(start, next);
+            known.add(plan, suggested)?;
+            known.is_on_a_line &= known.of(next).is_some();
         };
         if fits {
             low = next;

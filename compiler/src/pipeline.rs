@@ -136,9 +136,14 @@ pub fn plan_step(
 /// What a plan takes by its programs: the memory that is allocated, the time of their simulation.
 pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Prediction, String> {
     let plan = verify::plan(plan).map_err(|found| found.to_string())?;
-    let (programs, apart) = distinct_programs(&plan).map_err(|error| error.to_string())?;
-    let simulated = simulate(&programs, &apart, &plan, cluster, &Conditions::default());
-    Ok(predict(&programs, &simulated.map_err(|error| error.to_string())?, &plan, cluster))
+    let (programs, _) = distinct_programs(&plan).map_err(|error| error.to_string())?;
+    predicted_by(&programs, &plan, cluster)
+}
+
+/// The same, of its programs.
+pub(crate) fn predicted_by(programs: &[Program], plan: &Plan, cluster: &Cluster) -> Result<Prediction, String> {
+    let simulated = simulate(programs, &apart(plan), plan, cluster, &Conditions::default());
+    Ok(predict(programs, &simulated.map_err(|error| error.to_string())?, plan, cluster))
 }
 
 /// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the
@@ -186,7 +191,7 @@ pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<A
 }
 
 /// The axes along which programs differ in more than groups and slices.
-pub(crate) fn apart(plan: &Plan) -> Vec<AxisId> {
+fn apart(plan: &Plan) -> Vec<AxisId> {
     plan.mesh.family("pp")
 }
 

@@ -202,14 +202,15 @@ pub fn search_confirmed(
     target: &dyn Target,
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
-    let search =
-        |request: &Request| search_among(&prepared(graph, request, target), cluster, request, pins, confirm, None);
-    let found = search(request);
+    let mut prepared = prepared(graph, request, target);
+    let found = search_among(&prepared, cluster, request, pins, confirm, None);
     if request.scope == Scope::Runnable || confirm.is_none() {
         return found;
     }
     let step = found.as_ref().map_or(f64::INFINITY, |plan| plan.prediction.step.0);
-    let runnable = search(&Request { scope: Scope::Runnable, ..request.clone() });
+    prepared.scope = Scope::Runnable;
+    let request = Request { scope: prepared.scope, ..request.clone() };
+    let runnable = search_among(&prepared, cluster, &request, pins, confirm, None);
     runnable.ok().filter(|plan| plan.prediction.step.0 < step).map_or(found, Ok)
 }
 

@@ -13,6 +13,7 @@ use crate::options::Options;
 use crate::pipeline;
 use crate::report;
 use serde::Serialize;
+use shardc_ir::ops::Adamw;
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Graph, Op, Plan, Program, Seconds};
 use shardc_passes::cluster::{Cluster, Figure, Profile};
@@ -21,7 +22,6 @@ use shardc_passes::precision::Precision;
 use shardc_passes::search::why::searched_graph;
 use shardc_passes::search::{Confirm, Degrees, Pins, PlanError, prepared, search_among};
 use shardc_passes::shard::tensor::Prepared;
-use shardc_passes::simulate::{Conditions, predict, simulate};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -109,9 +109,9 @@ fn model_graph(plan: &Plan) -> Result<Option<Graph>, Error> {
 }
 
 /// How a step updates its parameters: what plans do not say in other words.
-fn updates(graph: &Graph) -> Option<(String, bool)> {
+fn updates(graph: &Graph) -> Option<(Adamw, bool)> {
     let update = graph.nodes().find_map(|(_, node)| match &node.op {
-        Op::Adamw(update) => Some(format!("{} {} {} {}", update.beta1, update.beta2, update.eps, update.weight_decay)),
+        Op::Adamw(update) => Some(Adamw { cast: None, ..update.clone() }),
         _ => None,
     });
     let is_clipped = graph.nodes().any(|(_, node)| matches!(node.op, Op::SumSquares(_)));
@@ -230,9 +230,7 @@ impl Asked<'_> {
         match self.is_unlowered {
             false => {
                 let plan = Plan { request: request.clone(), ..self.plan.clone() };
-                let apart = pipeline::apart(&plan);
-                let simulated = simulate(self.programs, &apart, &plan, cluster, &Conditions::default()).ok()?;
-                Some(predict(self.programs, &simulated, &plan, cluster))
+                pipeline::predicted_by(self.programs, &plan, cluster).ok()
             }
             true => {
                 let Pins { overlap_chunks, keep_casts, .. } = self.chosen;

@@ -107,7 +107,7 @@ impl OpDef for EmbeddingGrad {
         Ok(vec![table])
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
-        let adds = operands.len() > 2;
+        let adds = self.addend(operands.len()).is_some();
         // Terms of the gradient need terms of what is added to them.
         let linear = if adds { vec![0, 2] } else { vec![0] };
         let mut rule = FactorRule { linear: vec![linear], ..FactorRule::default() };

@@ -85,11 +85,6 @@ impl Matmul {
         (self.bias && operands > 2).then_some(operands - 1)
     }
 
-    /// Which operand is the summand, of so many.
-    pub fn addend(&self, operands: usize) -> Option<usize> {
-        (self.epilogue.is_none() && operands > 2 + usize::from(self.bias)).then_some(2)
-    }
-
     /// The plain matrix product, `mk,kn->mn`.
     pub fn plain() -> Self {
         Self::new(PLAIN)
@@ -223,6 +218,10 @@ impl OpDef for Matmul {
 
     fn may_add(&self) -> bool {
         self.epilogue.is_none()
+    }
+
+    fn addend(&self, operands: usize) -> Option<usize> {
+        (self.may_add() && operands > 2 + usize::from(self.bias)).then_some(2)
     }
 
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {

@@ -155,6 +155,11 @@ pub trait OpDef {
     fn may_add(&self) -> bool {
         false
     }
+
+    /// Which operand is that summand, of so many.
+    fn addend(&self, operands: usize) -> Option<usize> {
+        (self.may_add() && operands > 2).then_some(2)
+    }
 }
 
 macro_rules! ops {
@@ -416,6 +421,9 @@ impl OpDef for Op {
     }
     fn may_add(&self) -> bool {
         self.def().may_add()
+    }
+    fn addend(&self, operands: usize) -> Option<usize> {
+        self.def().addend(operands)
     }
 }
 

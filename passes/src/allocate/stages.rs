@@ -345,15 +345,11 @@ impl Assembly<'_> {
     }
 
     /// Adds a section that runs once, unless it is empty.
-    fn section(&mut self, name: &str, instructions: Vec<Instruction>, microbatch: u64) {
+    fn whole(&mut self, name: &str, items: &[Item]) {
+        let instructions: Vec<_> = items.iter().map(|item| self.instruction(&item.instruction, None, 0)).collect();
         if !instructions.is_empty() {
             let section = self.push(name, instructions);
-            self.program.order.push(Run { section, microbatch });
+            self.program.order.push(Run { section, microbatch: 0 });
         }
-    }
-
-    fn whole(&mut self, name: &str, items: &[Item]) {
-        let instructions = items.iter().map(|item| self.instruction(&item.instruction, None, 0)).collect();
-        self.section(name, instructions, 0);
     }
 }

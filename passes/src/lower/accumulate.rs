@@ -77,9 +77,8 @@ fn is_term(instruction: &Instruction) -> bool {
 
 /// The summand of an instruction that takes one.
 fn summand(instruction: &Instruction) -> Option<BufferId> {
-    let adds = matmul(instruction)
-        .map_or(instruction.operands.len() > 2, |op| op.addend(instruction.operands.len()).is_some());
-    instruction.operands.get(2).copied().filter(|_| adds)
+    let Action::Compute(op) = &instruction.action else { return None };
+    op.addend(instruction.operands.len()).map(|at| instruction.operands[at])
 }
 
 impl<'a> Merging<'a> {

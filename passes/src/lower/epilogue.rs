@@ -10,9 +10,9 @@
 //! tenth to a fifth of the product).
 
 use super::{Draft, StorageId};
-use shardc_ir::BufferId;
 use shardc_ir::ops::{Epilogue, Matmul, Op};
 use shardc_ir::program::{Action, Instruction};
+use shardc_ir::{BufferId, OpDef};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The library takes rows of a multiple of this many elements.

@@ -55,7 +55,7 @@ impl Lowering<'_> {
 
     /// Receives a value that another stage makes in every microbatch, when it is first read here.
     pub(super) fn receive(&mut self, value: ValueId) {
-        let Some(edge) = self.stage.as_ref().and_then(|stage| stage.incoming(value, false)).cloned() else { return };
+        let Some(edge) = self.stage.as_ref().and_then(|stage| stage.incoming(value)).cloned() else { return };
         if let Some(link) = edge.link.filter(|_| !self.is_known(value)) {
             let (buffer, peer) = (self.received(value, &edge), self.peer(edge.from));
             self.hand_over(Handover { value, link, peer, is_send: false, buffer });
@@ -66,7 +66,7 @@ impl Lowering<'_> {
     /// nodes.
     pub(super) fn receive_once(&mut self, node: NodeId) {
         for value in &self.plan.graph.node(node).results {
-            let edge = self.stage.as_ref().and_then(|stage| stage.incoming(*value, true)).cloned();
+            let edge = self.stage.as_ref().and_then(|stage| stage.incoming_once(*value)).cloned();
             let Some(edge) = edge else { continue };
             let (buffer, peer) = (self.received(*value, &edge), self.peer(edge.from));
             self.meet(edge.place, Action::Receive { peer }, *value, buffer);
@@ -107,7 +107,7 @@ impl Lowering<'_> {
     /// Whether something that another stage makes of a node comes to this one once.
     pub(super) fn is_received(&self, node: NodeId) -> bool {
         let results = &self.plan.graph.node(node).results;
-        self.stage.as_ref().is_some_and(|stage| results.iter().any(|value| stage.incoming(*value, true).is_some()))
+        self.stage.as_ref().is_some_and(|stage| results.iter().any(|value| stage.incoming_once(*value).is_some()))
     }
 
     /// Whether a reader of a value (a node, or an output) wants it on all stages, of which one makes it.

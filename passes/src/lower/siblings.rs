@@ -15,7 +15,7 @@
 use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
-use shardc_ir::{BufferId, Target, TensorType};
+use shardc_ir::{BufferId, OpDef, Target, TensorType};
 use std::collections::BTreeSet;
 
 /// How many instructions behind a product its siblings are looked for.

@@ -66,10 +66,14 @@ impl Stage {
         Ok(Some(Self { stage, parts, here, edges, events }))
     }
 
-    /// The edge by which a value comes to this stage in every microbatch, or else once.
-    pub fn incoming(&self, value: ValueId, is_once: bool) -> Option<&Edge> {
-        let is_own = |edge: &&Edge| edge.value == value && edge.to == self.stage;
-        self.edges.iter().find(is_own).filter(|edge| edge.link.is_none() == is_once)
+    /// The edge by which a value comes to this stage.
+    pub fn incoming(&self, value: ValueId) -> Option<&Edge> {
+        self.edges.iter().find(|edge| edge.value == value && edge.to == self.stage)
+    }
+
+    /// The same, of a value that comes once in a step.
+    pub fn incoming_once(&self, value: ValueId) -> Option<&Edge> {
+        self.incoming(value).filter(|edge| edge.link.is_none())
     }
 }
 

@@ -103,7 +103,9 @@ pub fn build(
     if candidate.zero >= 1 {
         shard_storage(&graph, &mesh, &mut strategies);
     }
-    sum_behind_loop(&graph, &mesh, &pipeline, &mut strategies);
+    if candidate.stages.is_some() {
+        sum_behind_loop(&graph, &mesh, &pipeline, &mut strategies);
+    }
     check(&graph, &mesh, &strategies)?;
     let mut plan = Plan {
         graph,

@@ -345,6 +345,11 @@ impl<'a> Shape<'a> {
         *self.peaks.borrow_mut().entry((recompute, of_gradients, of_copies)).or_insert_with(find)
     }
 
+    /// The share of a parameter that nothing divides which a rank stores.
+    pub fn share(&self, storage: usize, zero: u64) -> f64 {
+        self.storages[storage].share(zero)
+    }
+
     /// What a rank holds through the step.
     pub fn held(&self, storage: usize, zero: u64) -> Held {
         self.storages[storage].held(zero)

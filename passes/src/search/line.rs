@@ -106,10 +106,10 @@ impl Line {
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
         let is_late = late(prepared);
-        let (awaited, read) = awaited(prepared, &is_late, &|id| anchors[id].and_then(|anchor| place[anchor]));
+        let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
+        let (awaited, read) = awaited(prepared, &is_late, &of);
         let values = values(prepared, &main, &place, &read);
-        let is_joined = joined(prepared, &anchors, &place, main.len());
-        let shared = shared(prepared, &|id| anchors[id].and_then(|anchor| place[anchor]));
+        let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
         Self { anchors, main, place, is_between, is_joined, values, is_late, awaited, shared }
     }
 
@@ -139,18 +139,12 @@ impl Line {
 }
 
 /// The places between a value and those who read it after the loop, where no chunk may begin.
-fn joined(
-    prepared: &Prepared<'_>,
-    anchors: &Anchors,
-    place: &SecondaryMap<NodeId, Option<usize>>,
-    count: usize,
-) -> Vec<bool> {
+fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, count: usize) -> Vec<bool> {
     let graph = prepared.graph;
     let mut is_joined = vec![false; count];
-    let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
     for (id, node) in graph.nodes().filter(|(id, _)| !prepared.in_loop(prepared.folded.class[*id])) {
         for value in node.operands.iter().filter(|value| graph.ty(**value).elements() > 1) {
-            if let (Some(a), Some(b)) = (of(id), of(graph.value(*value).def)) {
+            if let (Some(a), Some(b)) = (place(id), place(graph.value(*value).def)) {
                 is_joined[a.min(b)..a.max(b)].iter_mut().skip(1).for_each(|is_joined| *is_joined = true);
                 is_joined[a.max(b)] |= a != b;
             }

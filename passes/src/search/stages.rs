@@ -28,11 +28,11 @@ use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
-use crate::shard::family::{copy_axes, storage_axes};
+use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, NodeId, Pipeline, Seconds, Strategy};
+use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::collections::BTreeSet;
 
 /// Microbatches, in stages, after which every further one takes what the slowest stage does.
@@ -78,9 +78,8 @@ struct Mesh<'a> {
     set: &'a [usize],
     /// Per stage, what a rank may take of its memory.
     rooms: &'a [Bytes],
-    /// One for each way to store parameters, and their meshes.
+    /// One for each way to store parameters.
     degrees: &'a [Degrees],
-    meshes: &'a [shardc_ir::Mesh],
     work: Work,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
@@ -451,8 +450,7 @@ pub(super) fn solve(
     }
     let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
     let with_unfit = space.with_unfit;
-    let meshes = &meshes[..];
-    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, meshes, work, with_unfit, best };
+    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, with_unfit, best };
     extend(&mut found, &mesh, space.pins);
     found
 }
@@ -500,7 +498,6 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
             false => zero == 0 || (zero == 1 && has_copies),
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
-            let of_mesh = &mesh.meshes[storage];
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let level = |index: usize, places: &Sums| {
                     let recompute = recomputes[index];
@@ -518,10 +515,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
                     Level { recompute, paces, working }
                 };
-                let stored = match zero {
-                    0 => 1.0,
-                    _ => 1.0 / of_mesh.extent(storage_axes(of_mesh, &Strategy::default())) as f64,
-                };
+                let stored = own.shape.share(storage, zero);
                 let part = |least: u64| if zero >= least { stored } else { 1.0 };
                 let portions = Portions { summed: part(2), stored, gathered: part(3) };
                 let is_far = |index: usize| {

@@ -163,6 +163,11 @@ impl Storage {
         self.copies[0].all.size()
     }
 
+    /// The share of a parameter that nothing divides which a rank stores under a ZeRO stage.
+    pub fn share(&self, zero: u64) -> f64 {
+        if zero >= 1 { 1.0 / self.copies[0].parts.size() as f64 } else { 1.0 }
+    }
+
     /// What a rank holds through the step under a ZeRO stage.
     pub fn held(&self, zero: u64) -> Held {
         let direct = self.direct.under(zero);

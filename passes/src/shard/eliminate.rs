@@ -116,7 +116,7 @@ impl CostGraph {
             None => variables.iter().map(|variable| graph.costs_of_restricted(*variable)).collect(),
         };
         let beyond_least = |costs: Vec<f64>| {
-            let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+            let least = least(&costs);
             costs.into_iter().map(|cost| cost - least).collect()
         };
         costs.into_iter().map(beyond_least).collect()

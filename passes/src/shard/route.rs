@@ -56,8 +56,11 @@ pub struct Routes {
 
 impl Routes {
     /// The seconds that are known of a value that turns along an axis.
-    pub fn turned(&self, turning: Turning) -> Turned {
-        Rc::clone(self.turned.borrow_mut().entry(turning).or_default())
+    pub fn turned(&self, turning: &Turning) -> Turned {
+        if let Some(known) = self.turned.borrow().get(turning) {
+            return Rc::clone(known);
+        }
+        Rc::clone(self.turned.borrow_mut().entry(turning.clone()).or_default())
     }
 
     /// The way of a value of type `ty` (undivided along the axes of the layouts) on a mesh of a cluster.

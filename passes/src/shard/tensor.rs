@@ -458,7 +458,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             route::sharding(value.ty.shape.len(), self.searched.iter().map(|axis| (*axis, along(axis))))
         };
         let turning = (!is_alone).then(|| Turning { ty: value.ty.clone(), axis, others, is_gradient });
-        let turning = turning.map(|turning| (self.placed.routes.turned(turning.clone()), turning.others));
+        let turning = turning.map(|turning| (self.placed.routes.turned(&turning), turning.others));
         move |from, to| {
             if is_kept && from == to {
                 return 0.0;

@@ -4,6 +4,7 @@ use super::super::memory::AlignedBytes;
 use super::movement::strides;
 use super::{Context, View, ViewMut, by_units, elementwise};
 use burn::tensor::{Device, Tensor, TensorData};
+use shardc_ir::OpDef;
 use shardc_ir::ops::{Epilogue, Matmul, MatmulDims};
 
 /// A matrix on the Flex backend, row-major.

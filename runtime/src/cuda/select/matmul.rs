@@ -7,8 +7,8 @@
 
 use super::movement::Move;
 use super::{Arg, OP, RES, Select, Step, dense};
-use shardc_ir::DType;
 use shardc_ir::ops::{Epilogue, Matmul};
+use shardc_ir::{DType, OpDef};
 
 /// A matrix of a batch: where it is, and its strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
