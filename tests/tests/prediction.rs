@@ -74,6 +74,10 @@ const CASES: &[Case] = &[
     ("llama-70b", 128, 8192, "h100:8x16", "dp=16,tp=8,zero=3,microbatch=1,recompute=block"),
     ("llama-405b", 2048, 8192, "h100:8x256", "dp=1024,tp=2,zero=3,microbatch=1,recompute=108"),
     ("llama-8b", 16, 4096, "h100:8x2", "tp=2x8,microbatch=16"),
+    // Heads that tensor ranks do not divide: weights are gathered in front of the loop, and kept through it.
+    ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
+    ("gpt2-1.5b", 32, 1024, "h100:4", "dp=1,tp=4,microbatch=4"),
+    ("gpt2-1.5b", 32, 1024, "h100:2", "dp=1,tp=2,microbatch=8"),
     // Updates that are not divided, of gradients of which each rank squares a part: over microbatches they stay whole.
     ("gpt2-355m", 128, 1024, SLOW, "tp=16,microbatch=32"),
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
@@ -138,10 +142,10 @@ const IN_8_BITS: &[Case] = &[
 const FARTHER: &[Case] = &[
     // Of zero-bubble V with biases less is counted than the halves of its backward pass hold.
     ("gpt2-1.5b", 64, 1024, "h100:8", "pp=4,dp=2,schedule=zbv,microbatch=2,zero=1"),
+    // Messages take longer than the kernels between them, in many microbatches.
+    ("gpt2-355m", 128, 1024, "rtx4090:1x4", "pp=4,schedule=1f1b,microbatch=1,recompute=none"),
     // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
     ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
-    // Products of few heads on many ranks need transposes that keep their operands longer.
-    ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
     // What is divided along two axes of one tensor dimension leaves less alive at the turn to the backward pass.
     ("llama-1b", 16, 4096, "h200:4", "tp=2x2,microbatch=16"),
     // And where a block is computed again, more.

@@ -9,7 +9,7 @@
 //!
 //! What is not seen: squares of gradients that run beside the last reductions, the transposes that go with weights
 //! (but for codes in 8 bits) and gradients that the data ranks divide along an inner dimension, conversions that begin
-//! before their reader beside what is computed again, and how exchanges between experts queue behind reductions of the
+//! before their reader beside anything but gradients of weights, and how exchanges between experts queue behind reductions of the
 //! experts' gradients (the simulation is up to 4% longer). Nor is what chunks that overlap hide: such plans are compared
 //! by their programs alone
 //! ([`overlap`](super::overlap)).
@@ -23,7 +23,7 @@ use crate::cost::host::Host;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
 use crate::schedule::{BUCKET_BYTES, SMALL};
-use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, VecDeque};
@@ -38,6 +38,8 @@ pub(super) struct Meeting {
     pub at: f64,
     /// Seconds of kernels from there to its first reader.
     pub slack: f64,
+    /// Seconds of kernels since the value was made, of one that is issued where it is read.
+    pub since: f64,
     /// Seconds of its collectives.
     pub seconds: f64,
     /// Whether a kernel does it, and nobody is met.
@@ -153,20 +155,18 @@ struct Meetings {
 }
 
 impl Meetings {
-    fn new(prepared: &Prepared<'_>, conversions: &[Conversion], seconds: &[f64]) -> Self {
+    fn new(prepared: &Prepared<'_>, microbatches: u64, conversions: &[Conversion], seconds: &[f64]) -> Self {
         let mut own = Self { before: vec![Vec::new(); seconds.len()], behind: vec![Vec::new(); seconds.len()] };
         let meets = |of: &&Conversion| of.seconds > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
         for conversion in conversions.iter().filter(meets) {
-            let is_own = |flow: &&Flow| flow.maker == conversion.maker && flow.result == conversion.result;
-            let flow = prepared.flows.iter().find(is_own).filter(|_| conversion.is_early);
-            let slack: f64 = flow.iter().flat_map(|flow| &flow.between).map(|class| seconds[*class]).sum();
+            let slack: f64 = prepared.between(conversion, microbatches).map(|class| seconds[class]).sum();
             let Conversion { maker, reader, seconds, is_local, .. } = *conversion;
-            let meeting = Meeting { slack, seconds, is_local, ..Meeting::default() };
+            let meeting = Meeting { seconds, is_local, ..Meeting::default() };
             if conversion.is_early {
                 let each = conversion.count as f64 / prepared.folded.classes[maker].members.len() as f64;
-                own.behind[maker].push(Meeting { seconds: seconds * each, ..meeting });
+                own.behind[maker].push(Meeting { slack, seconds: seconds * each, ..meeting });
             } else {
-                own.before[reader].push((maker, meeting));
+                own.before[reader].push((maker, Meeting { since: slack, ..meeting }));
             }
         }
         own
@@ -186,7 +186,7 @@ impl Loop {
         let machine = Machine::own(&placed.cluster.device);
         let graph = prepared.graph;
         let order = block_order(graph);
-        let meetings = Meetings::new(prepared, conversions, seconds);
+        let meetings = Meetings::new(prepared, placed.microbatches, conversions, seconds);
         let bytes = |class: usize| {
             let local = placed.local(prepared, class, &placed.strategies[class]);
             local.results.first().map_or(0.0, |bytes| *bytes as f64)
@@ -215,12 +215,15 @@ impl Loop {
                 let begins = |at: f64, node: usize, own: usize| move |of: &Meeting| Meeting { at, node, own, ..*of };
                 let nth = stretch.nodes.len();
                 let before = stretch.seconds;
-                let reads = |maker: usize| {
+                // Lowering converts operands in their order.
+                let operand = |maker: usize| {
                     let mut makers = node.operands.iter().map(|value| prepared.folded.class[graph.value(*value).def]);
-                    makers.any(|of| of == maker)
+                    makers.position(|of| of == maker)
                 };
-                let late = meetings.before[class].iter().filter(|(maker, _)| reads(*maker)).map(|(_, of)| of);
-                stretch.meetings.extend(late.map(begins(before, nth, nth)));
+                let late = meetings.before[class].iter().filter_map(|(maker, of)| Some((operand(*maker)?, of)));
+                let mut late: Vec<(usize, &Meeting)> = late.collect();
+                late.sort_by_key(|(operand, _)| *operand);
+                stretch.meetings.extend(late.into_iter().map(|(_, of)| begins(before, nth, nth)(of)));
                 stretch.seconds += seconds[class];
                 if !key.1 {
                     stretch.nodes.push((class, seconds[class]));
@@ -403,6 +406,8 @@ impl Loop {
         }
         // Kernels wait for what they read.
         outside += if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
+        // What data ranks have on the wire comes before what is issued where it is read.
+        let is_shared = gathers_in_loop || reduces_in_loop;
         let gathers: &[f64] = if gathers_in_loop { &gathered } else { &[] };
         let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
         let mut clocks = Clocks::new(cluster.device.overlap_loss.value);
@@ -448,7 +453,8 @@ impl Loop {
                 match filled {
                     _ if met < f64::INFINITY && met <= fetch.min(filled.unwrap_or(met)) => {
                         clocks.run(start + met);
-                        meetings.next().into_iter().for_each(|meeting| clocks.meet(meeting));
+                        let since = |of: &Meeting| if is_shared { 0.0 } else { of.since };
+                        meetings.next().into_iter().for_each(|of| clocks.meet(&Meeting { since: since(of), ..*of }));
                     }
                     _ if fetches && fetch <= filled.unwrap_or(fetch) => {
                         clocks.run(start + fetch);
@@ -504,7 +510,7 @@ impl Loop {
                     if !of.nodes.get(meeting.own).is_some_and(|(class, _)| again.is_again(block, *class)) {
                         continue;
                     }
-                    clocks.meet(&Meeting { slack: 0.0, ..*meeting });
+                    clocks.meet(&Meeting { slack: 0.0, since: 0.0, ..*meeting });
                     if !meeting.is_local {
                         fetch(clocks);
                     }

@@ -75,10 +75,18 @@ impl Clocks {
         self.ends[WINDOW] = self.carry(seconds);
     }
 
-    /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later.
+    /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later. One that is
+    /// issued where it is read was on the wire since it was made, or since the wire was free.
     pub fn meet(&mut self, meeting: &Meeting) {
         if meeting.is_local {
             return self.wait(self.now + meeting.seconds);
+        }
+        if meeting.since > 0.0 {
+            let begin = self.free.max(self.now - meeting.since);
+            self.free = begin + meeting.seconds;
+            self.carried += meeting.seconds;
+            let slowed = if begin < self.now { meeting.seconds * self.loss } else { 0.0 };
+            return self.wait(self.free.max(self.now + slowed));
         }
         let arrival = self.carry(meeting.seconds);
         if meeting.slack > 0.0 {
@@ -114,6 +122,19 @@ mod tests {
         clocks.meet(&meeting(0.0, 1.0));
         clocks.run(4.0);
         assert_eq!((clocks.now, clocks.carried), (8.0, 5.0));
+    }
+
+    #[test]
+    fn what_is_issued_where_it_is_read_was_on_its_way_since_it_was_made() {
+        let mut clocks = Clocks::new(0.5);
+        clocks.run(4.0);
+        // Two seconds of the wire take one second of kernels away from the four before.
+        clocks.meet(&Meeting { since: 4.0, ..meeting(0.0, 2.0) });
+        assert_eq!((clocks.now, clocks.free, clocks.carried), (5.0, 2.0, 2.0));
+        // It waits for what is on the wire.
+        clocks.carry(3.0);
+        clocks.meet(&Meeting { since: 1.0, ..meeting(0.0, 2.0) });
+        assert_eq!((clocks.now, clocks.carried), (10.0, 7.0));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::cost::{Bound, Machine, step};
 use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::local::Local;
-use crate::shard::tensor::{Conversion, Flow, Placed, Prepared};
+use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::program::Action;
@@ -146,8 +146,10 @@ impl<'a> Shape<'a> {
         let mut is_apart = vec![false; prepared.rules.len()];
         conversions.iter().for_each(|conversion| is_apart[conversion.reader] = true);
         let (mut each, mut seconds) = (Vec::new(), Vec::new());
+        let converted = converted_once(prepared, conversions);
         for (class, is_apart) in is_apart.into_iter().enumerate() {
             let (time, bound) = shape.add_class(prepared, placed, class, is_apart);
+            shape.add_stored(prepared, placed, class, time, &converted);
             each.push(Split::of(time, bound));
             seconds.push(time);
         }
@@ -228,18 +230,30 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Adds what a class of nodes, which takes so many seconds in all, stores for each parameter.
-    fn add_stored(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, seconds: f64) {
+    /// Adds what a class of nodes, each of which takes so many seconds, stores for each parameter; `converted` is what
+    /// the loop reads of it in another layout.
+    fn add_stored(
+        &mut self,
+        prepared: &Prepared<'_>,
+        placed: &Placed<'_>,
+        class: usize,
+        each: f64,
+        converted: &BTreeMap<(usize, usize), f64>,
+    ) {
         let op = prepared.op(class);
         if !prepared.is_stored(class) {
             return;
         }
         let Local { operands, results, .. } = &*placed.local(prepared, class, &placed.strategies[class]);
         let count = prepared.folded.classes[class].members.len() as f64;
-        let bytes = |bytes: &u64| *bytes as f64 * count;
-        // Of all that it makes, what the loop reads.
-        let is_read = |result: &usize| prepared.lives.copies().is_read(class, *result);
-        let read: f64 = (0..results.len()).filter(is_read).map(|result| bytes(&results[result])).sum();
+        let (bytes, seconds) = (|bytes: &u64| *bytes as f64 * count, each * count);
+        // Of all that it makes, what the loop reads, and how much larger that is in other layouts.
+        let (mut read, mut larger) = (0.0, 0.0);
+        for result in (0..results.len()).filter(|result| prepared.lives.copies().is_read(class, *result)) {
+            read += bytes(&results[result]);
+            let converted = converted.get(&(class, result)).copied().unwrap_or(0.0);
+            larger += (converted - bytes(&results[result])).max(0.0);
+        }
         let is_in_block = self.is_in_block(prepared, class);
         for storage in &mut self.storages {
             let parts = storage.among(prepared, placed, class);
@@ -247,6 +261,7 @@ impl<'a> Shape<'a> {
             let uneven = parts.as_ref().filter(|(_, parted)| !parted.is_even).map(|(_, parted)| parted.dim == 0);
             storage.parts.resize(prepared.rules.len(), None);
             storage.parts[class] = parts.map(|(ranks, parted)| (ranks, parted.dim));
+            storage.copied.add(larger, share);
             match op {
                 Op::Parameter(_) => {
                     storage.parameters.add(bytes(&results[0]), share);
@@ -280,7 +295,6 @@ impl<'a> Shape<'a> {
         let launch = Machine::own(&placed.cluster.device).launch();
         let each = prepared.emitted[class].seconds(seconds, bound, launch, apart);
         let seconds = each * count as f64;
-        self.add_stored(prepared, placed, class, seconds);
         match op {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
@@ -474,9 +488,19 @@ impl<'a> Shape<'a> {
     }
 }
 
-/// Conversions with the seconds that show of them: one that resolves a partial value begins behind the maker, and
-/// runs beside the kernels up to the first reader (the gradient of a weight, beside the reduction of that of its
-/// activation), which lose a share of their rate to it.
+/// Bytes of what is made of results of classes in front of the loop for readers in it, and kept through all of it.
+fn converted_once(prepared: &Prepared<'_>, conversions: &[Conversion]) -> BTreeMap<(usize, usize), f64> {
+    let mut bytes = BTreeMap::new();
+    // What no kernel moves is a view.
+    let is_kept = |of: &&Conversion| of.seconds > 0.0 && !prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
+    for of in conversions.iter().filter(is_kept) {
+        *bytes.entry((of.maker, of.result)).or_default() += of.bytes * of.count as f64;
+    }
+    bytes
+}
+
+/// Conversions with the seconds that show of them: they run beside the kernels between the maker and the first reader
+/// (the gradient of a weight, beside the reduction of that of its activation), which lose a share of their rate to it.
 fn beside_kernels(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
@@ -485,9 +509,7 @@ fn beside_kernels(
 ) -> Vec<Conversion> {
     let loss = placed.cluster.device.overlap_loss.value;
     let shown = |conversion: &Conversion| {
-        let is_own = |flow: &&Flow| flow.maker == conversion.maker && flow.result == conversion.result;
-        let flow = prepared.flows.iter().find(is_own).filter(|_| conversion.is_early);
-        let beside: f64 = flow.iter().flat_map(|flow| &flow.between).map(|class| seconds[*class]).sum();
+        let beside: f64 = prepared.between(conversion, placed.microbatches).map(|class| seconds[class]).sum();
         let hidden = conversion.seconds.min(beside / (1.0 - loss));
         Conversion { seconds: conversion.seconds - hidden * (1.0 - loss), ..*conversion }
     };

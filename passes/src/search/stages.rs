@@ -35,7 +35,11 @@ use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::collections::BTreeSet;
 
-/// Microbatches, in stages, after which every further one takes what the slowest stage does.
+/// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
+const STEADY_WITHIN: f64 = 1.01;
+/// Microbatches that are followed at the most where stages wait for messages.
+const MOST_FOLLOWED: u64 = 256;
+/// Microbatches, in stages, after which every further one takes as long as the one before.
 const STEADY: u64 = 3;
 
 /// The pipeline of a candidate.
@@ -354,9 +358,21 @@ impl Problem<'_> {
         let durations = Costs { problem: self, ends, levels, links: &links };
         let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
         let some = some.min(microbatches);
-        let orders = orders(&self.pipeline, self.stages, some, self.line().lengths()).ok()?;
-        let run = timeline(&self.pipeline, &orders, &links, &durations)?;
-        let run = run.finish.into_iter().fold(0.0, f64::max) + (microbatches - some) as f64 * slowest;
+        let run = |microbatches: u64| {
+            let orders = orders(&self.pipeline, self.stages, microbatches, self.line().lengths()).ok()?;
+            let run = timeline(&self.pipeline, &orders, &links, &durations)?;
+            Some(run.finish.into_iter().fold(0.0, f64::max))
+        };
+        let (all, mut run) = (&run, run(some)?);
+        if some < microbatches {
+            let further = (run - all(some - self.stages)?) / self.stages as f64;
+            let (most, each) = match further > slowest * STEADY_WITHIN {
+                // Stages wait for messages: the more, the more microbatches there are.
+                true => (microbatches.min(MOST_FOLLOWED), further),
+                false => (some, slowest),
+            };
+            run = if most > some { all(most)? } else { run } + (microbatches - most) as f64 * each;
+        }
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
         let (most, spread) = (levels.iter().max().copied()?, step::spread(self.mesh.placed.cluster.ranks()));
         let all = |sums: &Sums| microbatches as f64 * sums.whole();

@@ -209,10 +209,10 @@ fn flows(graph: &Graph, folded: &Folded, emitted: &[Share]) -> Vec<Flow> {
     let flow = |((maker, result), readers): ((usize, usize), BTreeMap<(usize, usize), usize>)| {
         let readers = readers.into_iter().map(|((reader, operand), count)| (reader, operand, count)).collect();
         let made = folded.classes[maker].node.index() - emitted[maker].ahead;
-        let range = first.get(&(maker, result)).map(|reader| made + 1..reader.index());
-        let between = range.unwrap_or_default().take(MOST_BETWEEN);
+        let first = first.get(&(maker, result)).copied().unwrap_or(folded.classes[maker].node);
+        let between = (made + 1..first.index()).take(MOST_BETWEEN);
         let between = between.map(|index| folded.class[NodeId::from_u32(index as u32)]).collect();
-        Flow { maker, result, readers, between }
+        Flow { maker, result, readers, first: folded.class[first], between }
     };
     readers.into_iter().map(flow).collect()
 }

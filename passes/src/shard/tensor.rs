@@ -89,7 +89,9 @@ pub struct Flow {
     pub result: usize,
     /// Who reads it: class, operand, and how often in the graph.
     pub readers: Vec<(usize, usize, usize)>,
-    /// The classes of the nodes between its first maker and the first that reads what that makes.
+    /// The class of the first node that reads what its first maker makes.
+    pub first: usize,
+    /// The classes of the nodes between these two.
     pub between: Vec<usize>,
 }
 
@@ -132,6 +134,18 @@ impl Prepared<'_> {
         let results = results.iter().enumerate();
         let results = results.map(|(index, ty)| Self::local(ty, &rule.result_sharding(index, strategy), mesh));
         (operands.collect(), results.collect())
+    }
+
+    /// The classes of the nodes that run between the maker of a value and the first that reads it converted, once per
+    /// microbatch of so many: the wire brings it beside them. Of a conversion that is issued where its reader stands they
+    /// are gradients of weights, which nothing waits for.
+    pub fn between(&self, of: &Conversion, microbatches: u64) -> impl Iterator<Item = usize> {
+        let is_own = |flow: &&Flow| flow.maker == of.maker && flow.result == of.result;
+        let flow = self.flows.iter().find(is_own).filter(|flow| of.is_early || flow.first == of.reader);
+        let is_early = of.is_early;
+        let is_run = move |class: usize| microbatches == 1 || self.in_loop(class);
+        let runs = move |class: &usize| is_run(*class) && (is_early || self.is_gradient[*class]);
+        flow.into_iter().flat_map(|flow| &flow.between).copied().filter(runs)
     }
 
     /// Whether a class runs once per microbatch.
@@ -239,7 +253,7 @@ struct Flowing<'a> {
     flow: &'a Flow,
     /// Its type, undivided along all axes that are searched.
     ty: TensorType,
-    /// The seconds of what its reduction may run beside, once they were asked for.
+    /// The seconds of what its conversion may run beside, once they were asked for.
     beside: OnceCell<f64>,
 }
 
@@ -469,7 +483,8 @@ impl<'a, 'b> Problem<'a, 'b> {
                     return 0.0;
                 }
                 let all = convert_seconds(from, to, Extent { bytes: whole, shape: &value.ty.shape }, group, cluster);
-                if !matches!(from, Along::Partial(_)) || !all.is_finite() {
+                let is_beside = matches!(from, Along::Partial(_)) || only.is_none_or(|reader| reader == flow.first);
+                if !is_beside || !all.is_finite() {
                     return times * all;
                 }
                 let free = *value.beside.get_or_init(|| self.beside(flow));
@@ -494,9 +509,10 @@ impl<'a, 'b> Problem<'a, 'b> {
             let local = self.placed.local(self.prepared, *class, &self.strategies[*class]);
             self.prepared.emitted[*class].seconds(local.seconds, local.bound, launch, true)
         };
+        let runs = |class: &&usize| self.placed.microbatches == 1 || self.prepared.in_loop(**class);
         match self.objective {
             Objective::Step { .. } => 0.0,
-            Objective::Bound { .. } => flow.between.iter().map(seconds).sum(),
+            Objective::Bound { .. } => flow.between.iter().filter(runs).map(seconds).sum(),
         }
     }
 
