@@ -12,6 +12,7 @@ use crate::launch;
 use crate::learning_rate::LearningRate;
 use crate::loss_scale::LossScale;
 use crate::metrics::StepMetrics;
+use shardc_ir::ops::SAMPLE;
 use shardc_ir::program::Slot;
 use shardc_ir::{Bytes, HostTensor, Op, TensorType};
 use shardc_models::Model;
@@ -69,6 +70,8 @@ pub struct Trainer<'a> {
     world: Arc<World>,
     options: TrainOptions,
     step: u64,
+    /// The type of the input that numbers the samples, where the step has one.
+    samples: Option<TensorType>,
     /// By what the loss is scaled, where it is.
     loss_scale: Option<LossScale>,
     /// While rank 0 reads parts of other ranks: the keys' prefix, and how many it has asked for.
@@ -89,10 +92,13 @@ impl<'a> Trainer<'a> {
     ) -> Result<Self, Error> {
         world.at("loading its parameters");
         initialise(compiled, runtime.as_mut(), weights, options.seed)?;
-        let is_scale = |op: &Op| matches!(op, Op::Input(input) if input.name == LOSS_SCALE);
-        let is_scaled = compiled.plan().graph.leaves().any(|(_, node)| is_scale(&node.op));
-        let loss_scale = is_scaled.then(LossScale::default);
-        Ok(Self { compiled, runtime, world, options, step: 0, loss_scale, reading: None })
+        let graph = &compiled.plan().graph;
+        let input = |name: &str| {
+            let is_own = |op: &Op| matches!(op, Op::Input(input) if input.name == name);
+            graph.leaves().find(|(_, node)| is_own(&node.op)).map(|(value, _)| graph.ty(value).clone())
+        };
+        let loss_scale = input(LOSS_SCALE).map(|_| LossScale::default());
+        Ok(Self { compiled, runtime, world, options, step: 0, samples: input(SAMPLE), loss_scale, reading: None })
     }
 
     /// What is trained.
@@ -169,6 +175,10 @@ impl<'a> Trainer<'a> {
         // The optimizer's moments know nothing of steps that were skipped.
         let skipped = self.loss_scale.as_ref().map_or(0, LossScale::skipped);
         batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1 - skipped) as f32]));
+        if let Some(ty) = &self.samples {
+            let numbers: Vec<i64> = (0..ty.elements() as i64).collect();
+            batch.insert(SAMPLE.into(), HostTensor::from_i64(ty.shape.clone(), &numbers));
+        }
         let loss_scale = self.loss_scale.as_ref().map(LossScale::factor);
         if let Some(factor) = loss_scale {
             batch.insert(LOSS_SCALE.into(), HostTensor::from_f32([], &[factor as f32]));
@@ -270,11 +280,11 @@ impl<'a> Trainer<'a> {
     /// # Errors
     /// A name that no rank has; parts of another process outside of [`Trainer::on_lead`].
     pub fn gather(&mut self, name: &str) -> Result<HostTensor, Error> {
+        let holders = self.holders(name)?;
         let key = self.reading.as_mut().map(|(prefix, asked)| {
             *asked += 1;
             format!("{prefix}/{}", *asked - 1)
         });
-        let holders = self.holders(name)?;
         if let Some(key) = &key {
             self.world.set(key, name.as_bytes())?;
         }

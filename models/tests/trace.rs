@@ -74,9 +74,9 @@ fn leaves() {
     assert_eq!(model.inputs, inputs);
     let initialisers: Vec<&str> = model.init.outputs.iter().map(|output| output.name.as_str()).collect();
     assert_eq!(initialisers, ["table.weight", "hidden.weight", "hidden.bias", "fixed", "idle.weight", "idle.bias"]);
-    // Dropout reads the number of the step.
+    // Dropout reads the number of the step, and those of the samples.
     let random = model.graph.nodes().map(|(_, node)| node).find(|node| matches!(node.op, Op::Random(_))).unwrap();
-    assert_eq!(random.operands.len(), 1);
+    assert_eq!(random.operands.len(), 2);
     let loss = model.graph.find_output("loss").unwrap();
     assert_eq!(model.graph.ty(loss.value), &TensorType::scalar(DType::F32));
 }

@@ -8,13 +8,12 @@
 use crate::differentiate::Differentiated;
 use crate::error::{PassError, UserError};
 use serde::{Deserialize, Serialize};
+pub use shardc_ir::ops::STEP;
 use shardc_ir::ops::{Adamw, Affine, Binary, BinaryKind, Constant, Input, State, SumSquares, Total, Unary, UnaryKind};
-use shardc_ir::{DType, Graph, Op, OutputKind, Role, TensorType, ValueId};
+use shardc_ir::{DType, Graph, Node, Op, OutputKind, Role, TensorType, ValueId};
 
 /// The name of the input that holds the learning rate of the step, an f32 scalar.
 pub const LEARNING_RATE: &str = "learning_rate";
-/// The name of the input that holds the number of the step, 1 in the first, an f32 scalar.
-pub const STEP: &str = "step";
 /// The name of the output that holds the norm of all gradients before clipping.
 pub const GRAD_NORM: &str = "grad_norm";
 
@@ -55,13 +54,13 @@ impl Default for OptimizerConfig {
     }
 }
 
-/// Adds the inputs [`LEARNING_RATE`] and [`STEP`], the moments `NAME.m` and `NAME.v` of each
+/// Adds the inputs [`LEARNING_RATE`] and [`STEP`] (which the model may read already), the moments `NAME.m` and `NAME.v` of each
 /// parameter `NAME` with a gradient, and the updates. The outputs are then the scalar results of
 /// before (the loss), [`GRAD_NORM`], and the updates; what only other results needed is dropped.
 ///
 /// # Errors
 /// If nothing is trained, an option is out of its range, or an input of the model has one of the
-/// two names.
+/// two names and is not the number of the step, an f32 scalar.
 pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -> Result<Graph, PassError> {
     check(&differentiated, config)?;
     let Differentiated { mut graph, gradients, scale, .. } = differentiated;
@@ -72,7 +71,12 @@ pub fn add_optimizer(differentiated: Differentiated, config: &OptimizerConfig) -
 
     let mut builder = Builder { graph: &mut graph, path: String::new() };
     let learning_rate = builder.add(Input { name: LEARNING_RATE.into() }, &[], std::slice::from_ref(&scalar))?;
-    let step = builder.add(Input { name: STEP.into() }, &[], std::slice::from_ref(&scalar))?;
+    let is_step = |node: &Node| matches!(&node.op, Op::Input(input) if input.name == STEP);
+    let known = builder.graph.leaves().find(|(_, node)| is_step(node)).map(|(value, _)| value);
+    let step = match known {
+        Some(step) => step,
+        None => builder.add(Input { name: STEP.into() }, &[], std::slice::from_ref(&scalar))?,
+    };
     let norm = builder.norm(&gradients, scale)?;
     let scale = match config.clip_grad_norm {
         Some(max_norm) => builder.clip(norm, max_norm, scale)?,
@@ -103,9 +107,10 @@ fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<()
     if differentiated.gradients.is_empty() {
         return Err(UserError::NothingToTrain);
     }
-    for (_, node) in differentiated.graph.leaves() {
+    for (value, node) in differentiated.graph.leaves() {
+        let is_number = differentiated.graph.ty(value) == &TensorType::scalar(DType::F32);
         match &node.op {
-            Op::Input(input) if input.name == LEARNING_RATE || input.name == STEP => {
+            Op::Input(input) if input.name == LEARNING_RATE || (input.name == STEP && !is_number) => {
                 return Err(UserError::ReservedName { name: input.name.clone() });
             }
             _ => {}

@@ -305,7 +305,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     away.room.device = cluster.least_room(request.device_memory);
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
-    let (mut candidates, mut is_coupled) = (Vec::new(), false);
+    let (mut candidates, mut is_coupled, mut drops_chunks) = (Vec::new(), false, false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
         // Of one sample the tokens are cut.
@@ -332,10 +332,11 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                     continue;
                 };
                 if visited.opens(prepared, &placed, &degrees, &point) {
-                    let found = match line.filter(|_| way.pp > 1) {
+                    let mut found = match line.filter(|_| way.pp > 1) {
                         Some(line) => stages::solve(space, line, placed, &point, visited.best),
                         None => solve(space, placed, &point, visited),
                     };
+                    drops_chunks |= placed::drop_unpinned_chunks(&mut found, pins);
                     visited.add(&found);
                     solved.extend(found);
                 } else {
@@ -359,6 +360,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
             candidates.extend(solved);
         }
     }
+    if candidates.is_empty() && drops_chunks {
+        return Err(placed::uncut_head(pins));
+    }
     if let Some(chunks) = pins.overlap_chunks.filter(|chunks| candidates.is_empty() && *chunks > 1) {
         return Err(overlap::undivided(chunks, pins.microbatch, batch));
     }
@@ -373,8 +377,9 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     }
     if let Some(microbatch) = pins.microbatch.filter(|_| candidates.is_empty() && is_coupled) {
         let message = format!(
-            "samples of the batch of {batch} depend on each other (statistics over a batch, places at experts), so what a \
-             rank has of it is one microbatch, and no data degree on {ranks} ranks leaves {microbatch}; leave it out"
+            "samples of the batch of {batch} depend on each other ({}), so what a rank has of it is one \
+             microbatch, and no data degree on {ranks} ranks leaves {microbatch}; leave it out",
+            schedules::COUPLED
         );
         return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
     }

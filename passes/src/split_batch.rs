@@ -226,6 +226,11 @@ impl Cutting<'_> {
         }
         let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
         let results: Vec<Option<usize>> = rule.results.iter().map(|dims| outermost(dims, factor)).collect();
+        // The parts of a rank's chunk are not side by side in the whole, so random numbers must be told where they are.
+        let is_told = operands.iter().any(Option::is_some) || extent == 1;
+        if matches!(node.op, Op::Random(_)) && !is_told {
+            return None;
+        }
         let is_summed = |result: usize| declared.reduce.contains(&(result, ReduceKind::Sum));
         let is_complete = |result: usize| results[result].is_some() || is_summed(result);
         if results.first().is_none_or(Option::is_none) || !(0..results.len()).all(is_complete) {

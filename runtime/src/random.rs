@@ -83,8 +83,8 @@ pub fn distribute(distribution: Distribution, block: [u32; 4]) -> [f32; 4] {
 }
 
 /// Fills the rows from `first_row` of a shard of shape `shape` of the operation's global tensor,
-/// row-major; as many as `out` holds.
-pub fn fill(op: &Random, step: Option<u64>, shape: &[u64], first_row: usize, out: &mut [f32]) {
+/// row-major; as many as `out` holds. `places` says which index of the first dimension each of the shard's is.
+pub fn fill(op: &Random, step: Option<u64>, places: Option<&[i64]>, shape: &[u64], first_row: usize, out: &mut [f32]) {
     let whole = op.global.is_empty();
     let global: &[u64] = if whole { shape } else { &op.global };
     let zeros = vec![0; shape.len()];
@@ -98,15 +98,21 @@ pub fn fill(op: &Random, step: Option<u64>, shape: &[u64], first_row: usize, out
     if out.is_empty() || row == 0 {
         return;
     }
+    let place = |dim: usize, index: u64| match places {
+        Some(places) if dim == 0 => places.get(index as usize).map_or(0, |place| *place as u64),
+        _ => start.get(dim).copied().unwrap_or(0) + index,
+    };
     // The cached block serves the elements that share it, within a row and across rows.
     let mut cached = (u64::MAX, [0.0; 4]);
     for (index, out) in (first_row..).zip(out.chunks_mut(row)) {
-        let (mut rest, mut first) = (index as u64, start.last().copied().unwrap_or(0));
+        let (mut rest, mut first) = (index as u64, 0u64);
         for dim in (0..shape.len().saturating_sub(1)).rev() {
-            first += (start[dim] + rest % shape[dim]) * strides[dim];
+            let place = place(dim, rest % shape[dim]);
+            first = first.wrapping_add(place.wrapping_mul(strides[dim]));
             rest /= shape[dim];
         }
-        for (at, out) in (first..).zip(out) {
+        for (column, out) in (0..).zip(out) {
+            let at = first.wrapping_add(place(shape.len().saturating_sub(1), column));
             if cached.0 != at / 4 {
                 cached = (at / 4, distribute(op.distribution, block(key, op.stream, at / 4)));
             }
@@ -137,7 +143,7 @@ mod tests {
         let check = |distribution, mean: f64, variance: f64| {
             let op = Random { distribution, stream: 3, seed: 7, global: vec![], start: vec![] };
             let mut out = vec![0.0; 40_000];
-            fill(&op, None, &[200, 200], 0, &mut out);
+            fill(&op, None, None, &[200, 200], 0, &mut out);
             let actual = out.iter().map(|x| f64::from(*x)).sum::<f64>() / 4e4;
             let spread = out.iter().map(|x| (f64::from(*x) - actual).powi(2)).sum::<f64>() / 4e4;
             assert!((actual - mean).abs() < 0.02 && (spread - variance).abs() < 0.03, "{actual} {spread}");
@@ -152,11 +158,19 @@ mod tests {
         let distribution = Distribution::Normal { mean: 0.0, std: 1.0 };
         let op = Random { distribution, stream: 1, seed: 9, global: vec![], start: vec![] };
         let mut whole = vec![0.0; 5 * 7];
-        fill(&op, Some(3), &[5, 7], 0, &mut whole);
+        fill(&op, Some(3), None, &[5, 7], 0, &mut whole);
         let shard = Random { global: vec![5, 7], start: vec![2, 3], ..op };
         let mut part = vec![0.0; 2 * 4];
-        fill(&shard, Some(3), &[2, 4], 0, &mut part);
+        fill(&shard, Some(3), None, &[2, 4], 0, &mut part);
         assert_eq!(part[..4], whole[2 * 7 + 3..3 * 7]);
         assert_eq!(part[4..], whole[3 * 7 + 3..4 * 7]);
+        // Rows that are given, in any order.
+        let shard = Random { start: vec![0, 3], ..shard };
+        fill(&shard, Some(3), Some(&[4, 1]), &[2, 4], 0, &mut part);
+        assert_eq!(part[..4], whole[4 * 7 + 3..5 * 7]);
+        assert_eq!(part[4..], whole[7 + 3..2 * 7]);
+        let vector = Random { global: vec![35], start: vec![0], ..shard };
+        fill(&vector, Some(3), Some(&[34, 0]), &[2], 0, &mut part[..2]);
+        assert_eq!(part[..2], [whole[34], whole[0]]);
     }
 }

@@ -1,6 +1,5 @@
-//! The factor rules against the kernels: for every operation and every legal strategy on small
-//! meshes, running the operation shard by shard and putting the shards together equals running it
-//! whole.
+//! The factor rules against the kernels: for every operation and every legal strategy on small meshes, running the
+//! operation shard by shard and putting the shards together equals running it whole.
 //!
 //! Per coordinate of the mesh, each operand is cut as the rule says ([`FactorRule::operand_sharding`])
 //! and, where it is a partial sum, is one of random terms that add up to it; the operation is
@@ -326,8 +325,9 @@ fn values_from_nothing() -> Vec<Case> {
         ];
         for distribution in distributions {
             let op = Random { distribution, stream: 3, seed: 11, global: vec![], start: vec![] };
-            cases.push(case(op.clone(), &[], &[f32s(shape)]));
-            cases.push(case(op, &[(TensorType::scalar(DType::I64), Integer(0, 100))], &[f32s(shape)]));
+            let places = (of(DType::I64, &shape[..1]), Integer(0, shape[0] as i64));
+            let read = [(TensorType::scalar(DType::I64), Integer(0, 100)), places];
+            cases.extend((0..3).map(|count| case(op.clone(), &read[..count], &[f32s(shape)])));
         }
     }
     cases

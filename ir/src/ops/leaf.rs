@@ -6,6 +6,11 @@ use crate::types::TensorType;
 use crate::units::{Bytes, Flops};
 use serde::{Deserialize, Serialize};
 
+/// The name of the input that numbers the steps from 1, an f32 scalar.
+pub const STEP: &str = "step";
+/// The name of the input that numbers the samples of a batch from 0, one integer for each.
+pub const SAMPLE: &str = "sample";
+
 /// A tensor that the caller gives to each step: a batch, a learning rate. Its type is declared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Input {

@@ -61,7 +61,7 @@ pub use fused::{Fused, FusedStep};
 pub use gather::{Gather, ScatterAdd};
 pub use gradient::{Gradient, GradientError};
 pub use layer_norm::{LayerNorm, LayerNormGrad};
-pub use leaf::{Input, Parameter, State};
+pub use leaf::{Input, Parameter, SAMPLE, STEP, State};
 pub use matmul::{Epilogue, Matmul, MatmulDims};
 pub use max_pool::{MaxPool, MaxPoolGrad};
 pub use pad::Pad;

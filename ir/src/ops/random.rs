@@ -1,7 +1,8 @@
 //! Counter-based random numbers.
 //!
 //! Element `i` (row-major over the *global* shape) of stream `s` is a function of `(seed, s, i)`
-//! and of the optional operand, so every shard makes the same numbers whatever the plan. The
+//! and of the step, so every shard makes the same numbers whatever the plan. Where the batch is divided over time as
+//! well, the first index is no attribute but data: the numbers of the samples come as an operand. The
 //! generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 //! SC11): key `seed`, counter `(i / 4, s)`, lane `i % 4`.
 
@@ -37,7 +38,8 @@ pub enum Distribution {
 }
 
 /// Random numbers of the declared type. An optional scalar integer operand (the step) makes the
-/// numbers differ from step to step.
+/// numbers differ from step to step; a vector of integers behind it says where in the global shape each row (index of the
+/// first dimension) is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Random {
     /// The distribution.
@@ -58,25 +60,36 @@ impl OpDef for Random {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         match operands {
             [] => {}
-            [step] if step.rank() == 0 && step.dtype.is_int() => {}
-            _ => return Err("takes nothing, or one integer scalar".to_string()),
+            [step] | [step, _] if step.rank() == 0 && step.dtype.is_int() => {}
+            _ => return Err("takes nothing, or an integer scalar, or that and the place of each row".to_string()),
         }
-        Ok(vec![declared_one(declared)?])
+        let made = declared_one(declared)?;
+        match operands.get(1) {
+            Some(rows) if !rows.dtype.is_int() || made.rank() == 0 || rows.shape != made.shape[..1] => {
+                Err(format!("takes an integer for each row of {made}, not {rows}"))
+            }
+            _ => Ok(vec![made]),
+        }
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
         let factors = dim_factors(&mut rule, &results[0].shape);
-        rule.operands = operands.iter().map(|_| Vec::new()).collect();
+        let of = |(index, _): (usize, &TensorType)| if index == 1 { single(&factors[..1]) } else { Vec::new() };
+        rule.operands = operands.iter().enumerate().map(of).collect();
         rule.results = vec![single(&factors)];
         rule
     }
     fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
         Flops(20.0 * results[0].elements() as f64)
     }
-    fn localize(&self, _operands: &[Part], results: &[Part]) -> Option<Op> {
+    fn localize(&self, operands: &[Part], results: &[Part]) -> Option<Op> {
         let part = &results[0];
         let global = if self.global.is_empty() { part.shape.clone() } else { self.global.clone() };
-        let start = part.slice.iter().map(|(start, _)| *start).collect();
+        let own = |dim: usize| self.start.get(dim).copied().unwrap_or(0);
+        // The operand says where rows are.
+        let is_given = |dim: usize| dim == 0 && operands.len() > 1;
+        let start = part.slice.iter().enumerate();
+        let start = start.map(|(dim, (start, _))| if is_given(dim) { 0 } else { own(dim) + start }).collect();
         Some(Random { global, start, ..self.clone() }.into())
     }
 }

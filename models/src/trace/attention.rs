@@ -71,7 +71,11 @@ impl Converter<'_> {
         }
         if op.options.is_causal {
             let square = TensorType::new(DType::I64, [ty.shape[2], ty.shape[3]]);
-            let row = self.b.emit(Iota { dim: 0, start: 0 }, &[], std::slice::from_ref(&square))?;
+            // The last query sees all keys, however many there are.
+            let [queries, keys] = [square.shape[0], square.shape[1]];
+            let start = keys.saturating_sub(queries);
+            let row = self.b.emit(Iota { dim: 0, start }, &[], std::slice::from_ref(&square))?;
+            let row = self.b.affine(row, 1.0, -(queries.saturating_sub(keys) as f64))?;
             let column = self.b.emit(Iota { dim: 1, start: 0 }, &[], &[square])?;
             let future = self.b.compare(CompareKind::Gt, column, row)?;
             scores = self.b.select(future, hidden, scores, &ty.shape)?;

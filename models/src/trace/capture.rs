@@ -6,6 +6,7 @@ use burn::backend::Capture;
 use burn::backend::ir::OperationIr;
 use burn::module::{Flag, Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData, TensorId};
+use shardc_ir::ops::{SAMPLE, STEP};
 use shardc_ir::{DType, TensorType};
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -63,6 +64,9 @@ impl Batch {
     fn declare(&mut self, name: &str, dtype: DType, shape: &[usize], id: Result<TensorId, String>) {
         if self.inputs.iter().any(|(known, _, _)| known == name) {
             self.mistakes.push(format!("input `{name}` is declared twice"));
+        }
+        if [STEP, SAMPLE].contains(&name) {
+            self.mistakes.push(format!("input `{name}`: the training step has one of this name; give yours another"));
         }
         let shape: Vec<u64> = shape.iter().map(|size| *size as u64).collect();
         match id {

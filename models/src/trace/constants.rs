@@ -68,7 +68,7 @@ pub(super) fn add(builder: &mut Builder, data: &TensorData, values: &mut BTreeMa
     let ty = TensorType::new(kind, shape);
     let list = numbers(data).ok_or_else(unknown)?;
     let first = list.first().copied().unwrap_or(0.0);
-    if list.iter().all(|number| *number == first) {
+    if list.len() == 1 || list.iter().all(|number| *number == first) {
         return builder.constant(first, ty);
     }
     let step = list[1] - first;

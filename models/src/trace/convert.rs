@@ -7,12 +7,9 @@ use burn::backend::ir::{
     EmbeddingOpIr, LayerNormOpIr, LinearOpIr, MatmulOpIr, ModuleOperationIr, OperationIr, RandomOpIr, TensorIr,
 };
 use burn::tensor::{TensorData, TensorId};
-use shardc_ir::ops::{BinaryKind, Distribution, Embedding, Input, LayerNorm, Matmul, Random};
+use shardc_ir::ops::{BinaryKind, Distribution, Embedding, Input, Iota, LayerNorm, Matmul, Random, SAMPLE, STEP};
 use shardc_ir::{DType, HostTensor, TensorType, ValueId};
 use std::collections::{BTreeMap, HashMap, HashSet};
-
-/// The name of the input that numbers the steps, on which random numbers of the forward pass depend.
-pub(super) const STEP: &str = "step";
 
 /// Converts operations one by one.
 pub(super) struct Converter<'a> {
@@ -24,6 +21,8 @@ pub(super) struct Converter<'a> {
     pub log_softmax: HashMap<ValueId, ValueId>,
     /// Whether random numbers differ from step to step.
     pub per_step: bool,
+    /// The samples of the inputs, if these have a dimension of samples.
+    pub batch: Option<u64>,
     /// What random streams are derived from.
     pub stream_name: String,
     /// The data of large tables.
@@ -34,6 +33,7 @@ pub(super) struct Converter<'a> {
     pub unsupported: Vec<Unsupported>,
     streams: Vec<u64>,
     step: Option<ValueId>,
+    sample: Option<ValueId>,
     data: &'a BTreeMap<TensorId, TensorData>,
 }
 
@@ -51,12 +51,14 @@ impl<'a> Converter<'a> {
             map: HashMap::new(),
             log_softmax: HashMap::new(),
             per_step,
+            batch: None,
             stream_name: String::new(),
             values: BTreeMap::new(),
             trained_norms: HashSet::new(),
             unsupported: Vec::new(),
             streams: Vec::new(),
             step: None,
+            sample: None,
             data,
         }
     }
@@ -301,9 +303,39 @@ impl<'a> Converter<'a> {
         }
         self.streams.push(stream);
         let ty = self.ty(&op.out)?;
-        let operands: Vec<ValueId> = if self.per_step { vec![self.step_number()?] } else { Vec::new() };
+        let mut operands: Vec<ValueId> = Vec::new();
+        if self.per_step {
+            operands.push(self.step_number()?);
+            operands.extend(self.places(ty.shape.first().copied().unwrap_or(0))?);
+        }
         let op = Random { distribution, stream, seed: 0, global: Vec::new(), start: Vec::new() };
         self.b.emit(op, &operands, &[ty])
+    }
+
+    /// Which of so many rows each is, if they are those of the samples, of each sample as many.
+    fn places(&mut self, rows: u64) -> Result<Option<ValueId>, TraceError> {
+        let Some(batch) = self.batch.filter(|batch| rows > 0 && rows.is_multiple_of(*batch)) else { return Ok(None) };
+        let sample = match self.sample {
+            Some(sample) => sample,
+            None => {
+                let path = std::mem::take(&mut self.b.path);
+                let ty = TensorType::new(DType::I64, [batch]);
+                let sample = self.b.emit(Input { name: SAMPLE.to_string() }, &[], &[ty])?;
+                self.b.path = path;
+                *self.sample.insert(sample)
+            }
+        };
+        let each = rows / batch;
+        if each == 1 {
+            return Ok(Some(sample));
+        }
+        let wide = self.b.reshape(sample, &[batch, 1])?;
+        let wide = self.b.broadcast(wide, &[batch, each])?;
+        let first = self.b.affine(wide, each as f64, 0.0)?;
+        let ty = TensorType::new(DType::I64, [batch, each]);
+        let row = self.b.emit(Iota { dim: 1, start: 0 }, &[], &[ty])?;
+        let row = self.b.binary(BinaryKind::Add, first, row)?;
+        self.b.reshape(row, &[rows]).map(Some)
     }
 
     /// The number of the step, as an integer. The input itself is f32, as the optimizer reads it.

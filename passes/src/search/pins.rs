@@ -340,6 +340,9 @@ impl Pins {
             (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
             (None, tp) => tp.filter(|_| !is_open).map(|tp| ranks / (tp * context * divides(self.pp))),
         };
+        // Ranks that samples do not fill may divide the sequence instead.
+        let is_whole = [self.dp, self.cp, self.ring, self.ulysses].iter().all(Option::is_none);
+        let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
         if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
             let message = format!("a batch of {batch} does not divide over {dp} data ranks; use a multiple of {dp}");
             return fail(format!("dp={dp}"), message);

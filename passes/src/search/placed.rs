@@ -1,7 +1,7 @@
 //! Meshes with the batch placed, and with the fastest layouts of all else.
 
 use super::estimate::{Shape, Work};
-use super::{Pins, PlanError, Recompute};
+use super::{Candidate, Pins, PlanError, Recompute};
 use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::{Machine, Pass};
@@ -144,6 +144,20 @@ fn loss_chunks(prepared: &Prepared<'_>, placed: &Placed<'_>, pins: &Pins) -> u64
     let head = prepared.head.as_ref().filter(|_| is_head_whole(prepared, placed));
     let by_tokens = |head: &Head| head.chunks(prepared.graph, head_tokens(prepared, placed));
     head.map_or(1, |head| pins.loss_chunks.unwrap_or_else(|| by_tokens(head)))
+}
+
+/// Leaves candidates out whose head is not cut as it is pinned; tells whether there were any.
+pub(super) fn drop_unpinned_chunks(candidates: &mut Vec<Candidate>, pins: &Pins) -> bool {
+    let all = candidates.len();
+    candidates.retain(|candidate| pins.loss_chunks.is_none_or(|pin| pin <= 1 || candidate.loss_chunks == pin));
+    candidates.len() < all
+}
+
+/// Why pins leave nothing where all candidates were left out.
+pub(super) fn uncut_head(pins: &Pins) -> PlanError {
+    let pin = format!("loss_chunks={}", pins.loss_chunks.unwrap_or(1));
+    let message = "ranks divide the sequence of the loss, and cut nothing of their parts; leave it out, or pin cp=1";
+    PlanError::Pin { pin, message: message.to_string() }
 }
 
 /// Whether there is a head whose sequence is whole on each rank, so that it can be cut.

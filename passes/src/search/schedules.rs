@@ -31,6 +31,9 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
     open
 }
 
+/// What makes samples of a batch depend on each other.
+pub(super) const COUPLED: &str = "statistics over a batch, places at experts, numbers counted along it";
+
 /// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
 pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
     let stages = pins.pp.unwrap_or(2);
@@ -45,9 +48,11 @@ pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64),
         return fail(named, message);
     }
     if is_coupled {
-        let message = "samples of the batch depend on each other (statistics over a batch, places at experts), so what \
-                       a rank has of it is one microbatch, and a pipeline takes at least 2; leave it out";
-        return fail(named, message.to_string());
+        let message = format!(
+            "samples of the batch depend on each other ({COUPLED}), so what a rank has of it is one microbatch, and a \
+             pipeline takes at least 2; leave it out"
+        );
+        return fail(named, message);
     }
     // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
     let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);

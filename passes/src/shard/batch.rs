@@ -11,7 +11,7 @@
 
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
-use shardc_ir::{Choice, FactorKind, FactorRule, Graph, NodeId, OpDef, ReduceKind, Role, SecondaryMap, ValueId};
+use shardc_ir::{Choice, FactorKind, FactorRule, Graph, Node, NodeId, OpDef, ReduceKind, Role, SecondaryMap, ValueId};
 use std::collections::HashMap;
 
 /// How a value lies along the batch.
@@ -35,7 +35,7 @@ pub fn batch_choices(
         let rule = &rules[folded.class[id]];
         let choice = match &node.op {
             Op::Input(_) if graph.ty(node.results[0]).shape.first() == Some(&batch) => Choice::Factor(0),
-            _ if is_source(&node.op) => Choice::Replicate,
+            _ if is_source(node) => Choice::Replicate,
             _ => forward_choice(rule, &node.operands.iter().map(|value| states[value]).collect::<Vec<_>>()),
         };
         choices[id] = choice;
@@ -127,7 +127,7 @@ fn divide_sources(graph: &Graph, folded: &Folded, rules: &[&FactorRule], choices
     }
 }
 
-/// Whether the operation has no operands.
-fn is_source(op: &Op) -> bool {
-    op.is_leaf() || matches!(op, Op::Constant(_) | Op::Literal(_) | Op::Iota(_) | Op::Random(_))
+/// Whether nothing that a node reads is divided.
+fn is_source(node: &Node) -> bool {
+    node.op.is_leaf() || node.operands.is_empty()
 }

@@ -79,7 +79,9 @@ fn elementwise_cases(f: DType, all: &mut Vec<Case>) {
     ] {
         let random = Random { distribution, stream: 7, seed: 1 << 40, global: vec![9, 50], start: vec![2, 10] };
         all.push(case(random.clone(), &[], &[t(f, &[6, 33])]));
-        all.push(case(random, &[t(I64, &[])], &[t(f, &[6, 33])]));
+        all.push(case(random.clone(), &[t(I64, &[])], &[t(f, &[6, 33])]));
+        let placed = Random { start: vec![0, 10], ..random };
+        all.push(case(placed, &[t(I64, &[]), t(I64, &[6])], &[t(f, &[6, 33])]));
     }
     all.push(case(Swiglu {}, &[ty.clone(), ty.clone()], &[ty.clone()]));
     all.push(case(SwigluGrad {}, &[ty.clone(), ty.clone(), ty.clone()], &[ty.clone(), ty.clone()]));

@@ -253,7 +253,8 @@ fn random_numbers() {
         let whole = Random { distribution, stream, seed, global: vec![], start: vec![] };
         let shard = Random { global: vec![10, 9], start: vec![3, 2], ..whole.clone() };
         check(&client, whole, &[ids(&[])], &[t(&[5, 7])], 100);
-        check(&client, shard, &[ids(&[])], &[t(&[4, 5])], 100);
+        check(&client, shard.clone(), &[ids(&[])], &[t(&[4, 5])], 100);
+        check(&client, Random { start: vec![0, 2], ..shard }, &[ids(&[]), ids(&[4])], &[t(&[4, 5])], 9);
     }
 }
 

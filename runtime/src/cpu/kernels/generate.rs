@@ -36,9 +36,12 @@ pub(super) fn random(
         Some(step) => step.i64s()?.first().map(|step| *step as u64),
         None => None,
     };
+    let places = operands.get(1).map(View::i64s).transpose()?;
     let shape = result.ty.shape.clone();
     let row = shape.last().map_or(1, |size| *size as usize);
     result.write_f32(|out| {
-        by_rows(context, row, 16 * row, out, |first, out| random::fill(op, step, &shape, first, out));
+        by_rows(context, row, 16 * row, out, |first, out| {
+            random::fill(op, step, places.as_deref(), &shape, first, out)
+        });
     })
 }

@@ -57,11 +57,13 @@ fn philox(a: u32, b: u32, c: u32, d: u32, low: u32, high: u32) -> Vector<u32, Co
     out
 }
 
-/// Fills `y`, one thread an element. `step` is read where `stepped`.
+/// Fills `y`, one thread an element. `step` is read where `stepped`; where `placed`, `places` says which index of the
+/// first dimension each of the shard's is.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn random(
     step: &Array<Elem<1>>,
+    places: &Array<Elem<2>>,
     y: &mut Array<Elem<0>>,
     n: u32,
     seed_low: u32,
@@ -73,6 +75,7 @@ pub fn random(
     #[comptime] shard: Shard,
     #[comptime] law: Law,
     #[comptime] stepped: bool,
+    #[comptime] placed: bool,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
@@ -83,7 +86,9 @@ pub fn random(
             let dim = comptime!(shard.shape.len() - 1 - back);
             let size = comptime!(shard.shape[dim]);
             let stride = comptime!(shard.strides[dim]);
-            global.store(global.read() + (rest.read() % size) * stride);
+            let own = rest.read() % size;
+            let place = if comptime!(placed && dim == 0) { u32::cast_from(places[own as usize]) } else { own };
+            global.store(global.read() + place * stride);
             rest.store(rest.read() / size);
         }
         let low = RuntimeCell::<u32>::new(seed_low);

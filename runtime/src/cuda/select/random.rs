@@ -24,16 +24,20 @@ impl Select<'_> {
             Distribution::Bernoulli { p } => (Law::Bernoulli, [(p * 16_777_216.0).ceil(), 0.0]),
         };
         let stepped = !self.operands.is_empty();
-        let types = [ty.dtype, self.operands.first().map_or(DType::I32, |step| step.dtype)];
-        let parameters = (shard.clone(), law, stepped);
+        let placed = self.operands.len() > 1;
+        let integer = |index: usize| self.operands.get(index).map_or(DType::I32, |operand| operand.dtype);
+        let types = [ty.dtype, integer(0), integer(1)];
+        let parameters = (shard.clone(), law, stepped, placed);
         let kernel = Kernel::new("random", &types, 1, THREADS, &parameters, move |d| {
-            let (step, y, n) = (d.input::<Elem<1>>(), d.output::<Elem<0>>(), d.number());
+            let (step, places) = (d.input::<Elem<1>>(), d.input::<Elem<2>>());
+            let (y, n) = (d.output::<Elem<0>>(), d.number());
             let (seed_low, seed_high, stream_low, stream_high) = (d.number(), d.number(), d.number(), d.number());
             let (p, q, shard) = (d.real(), d.real(), shard.clone());
             let scope = d.scope();
             kernels::random::expand(
                 scope,
                 step,
+                places,
                 y,
                 n,
                 seed_low,
@@ -45,12 +49,13 @@ impl Select<'_> {
                 shard,
                 law,
                 stepped,
+                placed,
             );
         });
         let words = |value: u64| [value as u32, (value >> 32) as u32];
         let numbers = [vec![ty.elements() as u32], words(op.seed).to_vec(), words(op.stream).to_vec()].concat();
-        // Without a step operand the kernel reads none; some address must stand in its place.
-        let buffers = vec![if stepped { OP(0) } else { RES(0) }, RES(0)];
+        // What the kernel does not read has some address in its place.
+        let buffers = vec![if stepped { OP(0) } else { RES(0) }, if placed { OP(1) } else { RES(0) }, RES(0)];
         let reals = reals.map(|real| real as f32).to_vec();
         let blocks = ty.elements().div_ceil(u64::from(THREADS)) as u32;
         self.launch(kernel, buffers, numbers, reals, [blocks, 1, 1]);
