@@ -83,6 +83,7 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
     if let Some((said, is)) = zero.filter(|(said, is)| said != is) {
         wrong.push(format!("the choice says zero={said}, and the layouts are those of zero={is}"));
     }
+    wrong.extend(wrong_schedule(plan, &chosen));
     let is_cast = |op: &Op| matches!(op, Op::State(state) if state.cast_of.is_some());
     let keeps = plan.graph.leaves().any(|(_, node)| is_cast(&node.op));
     for (what, said) in [("choice", chosen.keep_casts == Some(true)), ("pins", pinned.keep_casts.unwrap_or(keeps))] {
@@ -100,6 +101,23 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         }
     }
     wrong
+}
+
+/// The schedule and the chunks of a stage that the choice says, where the plan has others.
+fn wrong_schedule(plan: &Plan, chosen: &Pins) -> Option<String> {
+    let is = &plan.pipeline;
+    let said = chosen.schedule.filter(|said| plan.stages() == 1 || *said != is.schedule);
+    let is_other = |said: &u64| if plan.stages() == 1 { *said > 1 } else { *said != is.per_stage };
+    let text = match (said, chosen.virtual_stages.filter(is_other)) {
+        (None, None) => return None,
+        (Some(said), _) => format!("schedule={}", said.name()),
+        (None, Some(said)) => format!("virtual={said}"),
+    };
+    let is = match plan.stages() {
+        1 => "the plan has one stage".to_string(),
+        _ => format!("the pipeline is {} with {} of a stage", is.schedule.name(), counted(is.per_stage, "chunk")),
+    };
+    Some(format!("the choice says {text}, and {is}"))
 }
 
 /// The ZeRO stage that a plan's layouts are of; `said` where they cannot tell, having nothing to divide.

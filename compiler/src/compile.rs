@@ -184,6 +184,12 @@ impl Compiled {
     fn runtime(&self, world: &Arc<World>) -> Result<Box<dyn Runtime>, Error> {
         let cluster = self.plan.request.cluster.as_str();
         match cluster.split(':').next() {
+            Some("cpu") if Cluster::parse(cluster, "h200").is_ok_and(|cluster| cluster.nodes > 1) => {
+                Err(Error::request(
+                    format!("cluster `{cluster}` has several hosts, and CPU ranks train on one"),
+                    format!("train on cpu:{}, which plans for the memory of this host", self.plan.mesh.ranks()),
+                ))
+            }
             Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
             Some("cuda") => {
                 // Before anything is lowered: what is missing is told at once.

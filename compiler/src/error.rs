@@ -8,7 +8,7 @@ use shardc_ir::TensorType;
 use shardc_ir::text::PlanFileError;
 use shardc_models::TraceError;
 use shardc_models::hf::HfError;
-use shardc_models::zoo::ZooError;
+use shardc_models::zoo::{Range, ZooError};
 use shardc_passes::PassError;
 use shardc_passes::cluster::ClusterError;
 use shardc_passes::lower::LowerError;
@@ -75,7 +75,7 @@ pub enum DataError {
         vocab: u64,
     },
     /// A number of an exact batch that the model has no place for.
-    #[error("{}: `{input}` holds {value} at position {position}; it must be at least 0 and below {below}", path.display())]
+    #[error("{}: `{input}` holds {value} at position {position}; it must be {range}", path.display())]
     BeyondRange {
         /// The file.
         path: PathBuf,
@@ -85,8 +85,8 @@ pub enum DataError {
         value: i64,
         /// Its index in the tensor.
         position: u64,
-        /// What it must be below.
-        below: u64,
+        /// What it may be.
+        range: Range,
     },
     /// The model has an input that tokens cannot feed.
     #[error("{}: tokens cannot feed input `{input}` of type {ty}; they make {expected}", path.display())]

@@ -1,20 +1,21 @@
 //! Memory of parameters, gradients and optimizer state, without a device or a trace.
 //!
 //! What shardc keeps per parameter: an fp32 master copy (4 bytes), beside it while a step runs a copy in
-//! the precision of the products (2 bytes in bf16 and fp16, 1 in fp8); an fp32 gradient (4 bytes); AdamW's two fp32
-//! moments (8 bytes). The byte of fp8 is what a linear layer's weight takes at the peak of an allocated step: of its
-//! two arrangements one lives there, and the 16-bit copy that both are made from does not. ZeRO-3 shards that copy, so
-//! there it is 2 bytes. What is not counted: embeddings and norms, which have a 16-bit copy in fp8, too.
+//! the precision of the products (2 bytes); an fp32 gradient (4 bytes); AdamW's two fp32 moments (8 bytes). In fp8 a
+//! weight has two arrangements of a byte, of which one lives at the peak where the step is one microbatch. ZeRO-3 shards
+//! the 16-bit copy that both are made from, so there it is 2 bytes. What is not counted: embeddings and norms, which
+//! have a 16-bit copy in fp8, too.
 //! ZeRO-1 shards the optimizer state and the master copy over the data ranks, ZeRO-2 the
 //! gradients, ZeRO-3 every copy of the parameters (Rajbhandari et al., "ZeRO", SC 2020). Where the step is one
 //! microbatch, ZeRO-1 divides the gradients as well: nothing is added to them, so each is reduced to the rank's part as
-//! soon as it is there.
+//! soon as it is there; and a copy is dropped behind the product that makes the gradient, so that the step holds all
+//! copies, or all gradients, but never both.
 
 use serde::Serialize;
 use shardc_ir::Bytes;
 use shardc_ir::units::counted;
 
-/// Every precision, with the bytes of a parameter in its products.
+/// Every precision, with the bytes of a parameter that lives for its products.
 pub const PRECISIONS: [(&str, u64); 4] = [("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 1)];
 
 /// The bytes of one rank under one choice.
@@ -30,10 +31,10 @@ pub struct Row {
     pub parameters: Bytes,
     /// Gradients, where several microbatches add to them.
     pub gradients: Bytes,
-    /// Gradients, where the step is one microbatch.
-    pub gradients_of_one: Bytes,
     /// Optimizer state.
     pub state: Bytes,
+    /// All of it, where the step is one microbatch.
+    pub in_one: Bytes,
 }
 
 impl Row {
@@ -41,21 +42,11 @@ impl Row {
     pub fn total(&self) -> Bytes {
         self.parameters + self.gradients + self.state
     }
-
-    /// All of it, where the step is one microbatch.
-    pub fn total_of_one(&self) -> Bytes {
-        self.parameters + self.gradients_of_one + self.state
-    }
-
-    /// What a rank of so much memory has left for activations; `None` if even this does not fit.
-    pub fn left(&self, memory: Bytes) -> Option<Bytes> {
-        memory.0.checked_sub(self.total().0).map(Bytes)
-    }
 }
 
-/// Bytes of a parameter's copy: shards are not of 8-bit floats.
-fn kept(working: u64, zero: u64) -> u64 {
-    if zero == 3 { working.max(2) } else { working }
+/// Bytes of a parameter's copy: shards are not of 8-bit floats, and over several microbatches both arrangements live.
+fn kept(working: u64, zero: u64, is_one: bool) -> u64 {
+    if is_one && zero < 3 { working } else { working.max(2) }
 }
 
 /// Every precision, optimizer and ZeRO stage, for a number of parameters over `ranks` data ranks.
@@ -70,8 +61,8 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             zero: 0,
             parameters: Bytes(parameters * working),
             gradients: Bytes(0),
-            gradients_of_one: Bytes(0),
             state: Bytes(0),
+            in_one: Bytes(parameters * working),
         });
         for stage in 0..=3 {
             // One rank has nobody to divide anything with.
@@ -82,11 +73,12 @@ pub fn estimate(parameters: u64, ranks: u64) -> Vec<Row> {
             // In fp32 the master is the working copy: from stage 1 on, the shard is kept beside the
             // gathered copy, and from stage 3 on only the shard is.
             let master = share(4, 1);
-            let copy = if !is_mixed && zero == 0 { Bytes(0) } else { share(kept(working, zero), 3) };
-            let copy = if !is_mixed && zero == 3 { Bytes(0) } else { copy };
-            let (gradients, gradients_of_one, state) = (share(4, 2), share(4, 1), share(8, 1));
-            let (optimizer, zero, parameters) = ("adamw", stage, master + copy);
-            rows.push(Row { precision, optimizer, zero, parameters, gradients, gradients_of_one, state });
+            let has_copy = is_mixed || (zero > 0 && zero < 3);
+            let copy = |is_one| if has_copy { share(kept(working, zero, is_one), 3) } else { Bytes(0) };
+            let (gradients, state) = (share(4, 2), share(8, 1));
+            let in_one = master + copy(true).max(share(4, 1)) + state;
+            let (optimizer, zero, parameters) = ("adamw", stage, master + copy(false));
+            rows.push(Row { precision, optimizer, zero, parameters, gradients, state, in_one });
         }
     }
     rows
@@ -118,21 +110,29 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     let memory = room.per_rank(ranks);
     let say = |precision: &str| {
         let is_trained = |row: &&Row| row.optimizer != "none" && row.precision == precision;
-        if let Some((row, left)) = rows.iter().filter(is_trained).find_map(|row| Some((row, row.left(memory)?))) {
-            // A lower stage may do in one microbatch, and leaves as much.
-            let of_one = rows.iter().filter(is_trained).find(|row| row.total_of_one() <= memory);
-            let of_one = match of_one.filter(|other| other.zero < row.zero) {
+        // A lower stage may do in one microbatch.
+        let in_one = rows.iter().filter(is_trained).find(|row| row.in_one <= memory);
+        if let Some(row) = rows.iter().filter(is_trained).find(|row| row.total() <= memory) {
+            let in_one = match in_one.filter(|other| other.zero < row.zero) {
                 Some(other) => format!(" (or with ZeRO {} in one microbatch)", other.zero),
                 None => String::new(),
             };
             return format!(
-                "{precision}: trains with ZeRO {} or more{of_one}, and has {left} per rank left for activations",
-                row.zero
+                "{precision}: trains with ZeRO {} or more{in_one}, and has {} per rank left for activations",
+                row.zero,
+                memory - row.total()
+            );
+        }
+        if let Some(row) = in_one {
+            return format!(
+                "{precision}: trains with ZeRO {} or more in one microbatch, and has {} per rank left for activations",
+                row.zero,
+                memory - row.in_one
             );
         }
         // With stage 3 the ranks together hold what one would.
         let whole = estimate(parameters, 1);
-        let needed = whole.iter().filter(is_trained).map(Row::total).min().unwrap_or_default();
+        let needed = whole.iter().filter(is_trained).map(|row| row.in_one.min(row.total())).min().unwrap_or_default();
         let needs = match room {
             Room::Devices(bytes) => {
                 let ranks = counted(needed.0.div_ceil(bytes.0.max(1)), "data rank");
@@ -157,7 +157,7 @@ pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<St
             let share = |bytes: u64, from_stage: u64| {
                 if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes }
             };
-            let copies = share(kept(working, zero), 3);
+            let copies = share(kept(working, zero, true), 3);
             let on_device = share(4, 2) + if streams { 0 } else { copies };
             let on_host = Bytes(ranks * (share(4 + 8 + 4, 1) + if streams { copies } else { 0 }));
             let what = if streams { "optimizer state and parameters" } else { "optimizer state" };
@@ -195,10 +195,12 @@ mod tests {
         check(18_000, ["ZeRO 0 or more, and has 1.95 KiB per rank left", "ZeRO 0 or more, and has 0 B per rank left"]);
         let either = "ZeRO 2 or more (or with ZeRO 1 in one microbatch), and has";
         check(5700, [either, either]);
-        check(1600, ["ZeRO 3 or more, and has 0 B per rank left", "does not fit; with ZeRO 3 it "]);
+        let bf16 = "ZeRO 3 or more in one microbatch, and has 0 B per rank left";
+        check(1600, ["ZeRO 3 or more, and has 0 B per rank left", bf16]);
+        check(1500, ["does not fit; with ZeRO 3 it ", "does not fit; with ZeRO 3 it "]);
         let check = |room, expect: &str| assert!(verdict(1000, 10, room)[1].contains(expect));
-        check(Room::Devices(Bytes(1600)), "it would over 12 data ranks or more");
-        check(Room::Host(Bytes(16_000)), "it needs 17.58 KiB and the activations");
+        check(Room::Devices(Bytes(1500)), "it would over 11 data ranks or more");
+        check(Room::Host(Bytes(15_000)), "it needs 15.62 KiB and the activations");
     }
 
     /// One rank has nobody to divide anything with: every stage takes what stage 0 takes.
@@ -239,13 +241,21 @@ mod tests {
         check("bf16", 1, 400 + 2000 + 4000 + 800);
         check("bf16", 3, 400 + 200 + 400 + 800);
         check("fp16", 3, 400 + 200 + 400 + 800);
-        check("fp8", 1, 400 + 1000 + 4000 + 800);
+        check("fp8", 1, 400 + 2000 + 4000 + 800);
         check("fp8", 3, 400 + 200 + 400 + 800);
-        // In one microbatch, stage 1 holds what stage 2 holds, and no other stage holds less.
+        // In one microbatch, stage 1 holds what stage 2 holds, and nothing needs more than in several.
         for rows in estimate(1000, 10).chunk_by(|a, b| (a.precision, a.optimizer) == (b.precision, b.optimizer)) {
-            let [zero, one, two, three] = rows else { continue };
-            assert!(one.total_of_one() == two.total() && one.total_of_one() < one.total());
-            assert!([zero, two, three].iter().all(|row| row.total_of_one() == row.total()));
+            let [_, one, two, _] = rows else { continue };
+            assert!(one.in_one == two.in_one && one.in_one < one.total());
+            assert!(rows.iter().all(|row| row.in_one <= row.total()), "{rows:?}");
         }
+        let in_one = |precision: &str, zero: u64| {
+            let rows = estimate(1000, 10);
+            let is_own = |row: &&Row| row.precision == precision && row.zero == zero && row.optimizer == "adamw";
+            rows.iter().find(is_own).map(|row| row.in_one.0)
+        };
+        assert_eq!(in_one("bf16", 0), Some(4000 + 4000 + 8000));
+        assert_eq!(in_one("bf16", 1), Some(400 + 2000 + 800));
+        assert_eq!(in_one("fp8", 1), Some(400 + 1000 + 800));
     }
 }

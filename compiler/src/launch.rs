@@ -133,7 +133,14 @@ impl Compiled {
             return Ok(world.clone());
         }
         let ranks = self.plan().mesh.ranks();
-        let world = if ranks > 1 && is_cuda(&self.plan().request.cluster) { joined(ranks)? } else { None };
+        let cluster = &self.plan().request.cluster;
+        let is_joined = ranks > 1 && is_cuda(cluster);
+        if let Some(place) = Place::from_env()?.filter(|_| !is_joined) {
+            // Each of them would do all of it, and write the same files.
+            let message = format!("{} started {} processes, and cluster {cluster} is one", place.launcher, place.ranks);
+            return Err(Error::request(message, format!("start one, or ask for cuda:{}", place.ranks)));
+        }
+        let world = if is_joined { joined(ranks)? } else { None };
         Ok(world.unwrap_or_else(|| Arc::new(World::alone())))
     }
 }

@@ -355,7 +355,7 @@ fn feed(model: &NamedModel, name: &str, ty: &TensorType, step: u64) -> HostTenso
         number ^ (number >> 31)
     };
     if ty.dtype == DType::I64 {
-        let below = model.config.below(name).or(model.vocabulary()).unwrap_or(2);
+        let below = model.config.range(name).map(|range| range.below).or(model.vocabulary()).unwrap_or(2);
         return HostTensor::from_i64(
             ty.shape.clone(),
             &(0..ty.elements()).map(|at| (number(at) % below) as i64).collect::<Vec<_>>(),

@@ -90,9 +90,25 @@ fn parts_on_ranks_that_are_no_power_of_two() {
 #[test]
 fn one_microbatch_needs_no_whole_gradients() {
     let args = ["estimate", "llama-8b", "--ranks", "8", "--device-memory", "40GiB"];
-    let words =
-        ["bf16: trains with ZeRO 2 or more (or with ZeRO 1 in one microbatch)", "ZeRO 1 holds what ZeRO 2 holds"];
+    let words = ["bf16: trains with ZeRO 2 or more (or with ZeRO 1 in one microbatch)", "ZeRO 1 divides gradients as"];
     check(&args, 0, &words);
+}
+
+/// What is said to train has a plan: the copies of parameters go as the gradients come, and in 8-bit floats both
+/// arrangements live through several microbatches.
+#[test]
+fn verdicts_agree_with_plans() {
+    let estimate = |model: &str, ranks: &str, words: &[&str]| {
+        check(&["estimate", model, "--ranks", ranks, "--device-memory", "24GiB"], 0, words)
+    };
+    let plan = |args: &[&str], code: i32, words: &[&str]| {
+        check(&[&["plan"], args, &["--device-memory", "24GiB"]].concat(), code, words)
+    };
+    estimate("gpt2-1.5b", "1", &["bf16: trains with ZeRO 0 or more in one microbatch"]);
+    plan(&["gpt2-1.5b", "--cluster", "h100:1", "--batch", "1", "--seq", "1024"], 0, &["of 24.00 GiB"]);
+    estimate("llama-8b", "8", &["fp8: trains with ZeRO 3 or more (or with ZeRO 1 in one microbatch)"]);
+    let fp8 = ["llama-8b", "--cluster", "h100:8", "--batch", "16", "--seq", "128", "--precision", "fp8"];
+    plan(&[&fp8[..], &["--pin", "dp=8,zero=2,microbatch=1"]].concat(), 3, &["no plan fits in 24.00 GiB"]);
 }
 
 /// Axes of several letters move no column, nor do long labels.

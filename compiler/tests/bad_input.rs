@@ -274,3 +274,61 @@ fn simulations() {
     }
     check(&["simulate", Path::new("/no/plan.json").to_str().unwrap()], 2, &["/no/plan.json"]);
 }
+
+#[test]
+fn runs_that_are_not_meant() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("words.txt");
+    fs::write(&data, "one two three four ".repeat(200)).unwrap();
+    let train = |more: &[&str], code: i32, words: &[&str]| {
+        let args = ["train", "llama-tiny", "--batch", "4", "--seq", "16", "--steps", "1", "--data", text(&data)];
+        check(&[&args[..], more].concat(), code, words);
+    };
+    // Two hosts are not this one.
+    train(&["--cluster", "cpu:2x2"], 2, &["`cpu:2x2` has several hosts", "train on cpu:4"]);
+    // What is read is not written over.
+    train(&["--metrics", text(&data)], 2, &["--metrics", "this run reads", "name another file"]);
+    assert!(fs::metadata(&data).unwrap().len() > 1000);
+    // Each process of a launcher would do all of it.
+    let torchrun = [("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardc"));
+    command.args([
+        "train",
+        "llama-tiny",
+        "--batch",
+        "4",
+        "--seq",
+        "16",
+        "--steps",
+        "1",
+        "--cluster",
+        "cpu:2",
+        "--data",
+    ]);
+    let output = command.arg(&data).envs(torchrun).env("MASTER_PORT", "29511").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("torchrun started 2 processes"), "{said}");
+}
+
+#[test]
+fn choices_that_cannot_be_kept() {
+    let divided = ["plan", "llama-160m", "--batch", "4", "--seq", "2048", "--cluster", "h100:2"];
+    check(&[&divided[..], &["--pin", "cp=2,loss_chunks=4"]].concat(), 2, &["pin `loss_chunks=4`", "leave it out"]);
+    let odd = ["plan", "llama-tiny", "--batch", "8", "--seq", "100", "--cluster", "h100:4", "--precision", "fp8"];
+    check(&odd, 2, &["fp8", "multiples of 16", "--precision bf16"]);
+    // The sequence is divided where samples do not fill the ranks.
+    let one = ["plan", "llama-tiny", "--batch", "1", "--seq", "4096", "--cluster", "h100:8", "--pin", "tp=2"];
+    check(&one, 0, &["cp=4"]);
+    // A title that is another schedule's.
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, edited) = (dir.path().join("plan.json"), dir.path().join("plan.ir"));
+    let pipeline = ["--cluster", "cpu:2", "--pin", "pp=2,schedule=1f1b,microbatch=2", "-o", text(&plan)];
+    check_plan(&pipeline, 0, &["schedule=1f1b"]);
+    check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+    let contents = fs::read_to_string(&edited).unwrap().replace("schedule=1f1b", "schedule=gpipe");
+    fs::write(&edited, contents).unwrap();
+    let words = ["the choice says schedule=gpipe", "the pipeline is 1f1b"];
+    check(&["verify", text(&edited), "--static-only"], 1, &words);
+    // Values go by the names that are printed for equal blocks.
+    check(&["explain", text(&plan), "blocks.*.mlp.gate.weight"], 0, &["blocks.*.mlp.gate.weight"]);
+}

@@ -172,3 +172,17 @@ fn what_does_not_fit_is_refused() {
     batches(&data, &[("images", &[8, 3, 16, 16], 0)], 1);
     train(&data, &["no tensors for input `labels`"]);
 }
+
+/// A label that is no token is refused, unless it is the one that does not count.
+#[test]
+fn labels_are_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data.safetensors");
+    let train = |code: i32, words: &[&str]| {
+        check(&["train", "llama-tiny", "--data", text(&data), "--steps", "1"], code, words);
+    };
+    batches(&data, &[("input_ids", &[2, 16], 1024), ("labels", &[2, 16], 5000)], 1);
+    train(2, &["`labels.0` holds", "at least 0 and below 1024, or -100, which does not count"]);
+    batches(&data, &[("input_ids", &[2, 16], 1024), ("labels", &[2, 16], 1024)], 1);
+    train(0, &["loss"]);
+}

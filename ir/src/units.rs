@@ -92,9 +92,20 @@ impl fmt::Display for Seconds {
     }
 }
 
+/// The units in which sizes are printed.
+const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+
+impl Bytes {
+    /// The least size of at least so many bytes that is printed to the byte.
+    pub fn rounded_up(self) -> Self {
+        let unit = UNITS.iter().find(|(_, size)| self.0 >= *size).map_or(1, |(_, size)| *size);
+        let hundredths = (u128::from(self.0) * 100).div_ceil(u128::from(unit));
+        Self((hundredths * u128::from(unit)).div_ceil(100).min(u128::from(u64::MAX)) as u64)
+    }
+}
+
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
         for (name, size) in UNITS {
             if self.0 >= size {
                 return write!(f, "{:.2} {name}", self.0 as f64 / size as f64);

@@ -64,6 +64,15 @@ pub enum UserError {
         /// The fastest precision that the device has units for.
         instead: &'static str,
     },
+    /// No product can be of 8-bit floats.
+    #[error(
+        "precision fp8: no product of the model has sizes that are all multiples of {side}, the tokens of a sequence among \
+         them; use such sizes, or --precision bf16"
+    )]
+    NothingIn8Bits {
+        /// What sizes must be multiples of.
+        side: u64,
+    },
     /// An option is out of its range.
     #[error("{option} is {value}; it must be {range}")]
     OutOfRange {

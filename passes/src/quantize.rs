@@ -12,6 +12,7 @@
 //! * The pass runs on the whole step, so that a backward product shares the quantised tensors of the forward one.
 
 use crate::error::PassError;
+use crate::error::UserError;
 use crate::shard::prepare::parameter_values;
 use shardc_ir::float8::SIDE;
 use shardc_ir::ops::{Matmul, OpError, QuantizationScale, Quantize, ScaledMatmul};
@@ -19,8 +20,14 @@ use shardc_ir::{DType, Graph, Node, NodeId, Op, Role, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The training step with its linear layers in 8-bit floats.
+///
+/// # Errors
+/// A step that has no product of 8-bit floats.
 pub fn quantize(graph: &Graph) -> Result<Graph, PassError> {
     let products = products(graph);
+    if products.is_empty() {
+        return Err(UserError::NothingIn8Bits { side: SIDE }.into());
+    }
     let mut quantized = HashMap::new();
     let made = graph.rebuild(|to, id, map| {
         let Some(product) = products.get(&id) else { return Ok(false) };

@@ -122,7 +122,12 @@ impl Subject {
     fn new((model, batch, cluster, pins, _): Case, made: Made, options: &Options) -> Self {
         let summed = options.reduce_dtype.map_or(String::new(), |dtype| format!(", sums in {dtype}"));
         let name = format!("{model:?} on {cluster} with {pins}, {}{summed}, {made:?}", options.precision.name());
-        let seq = if matches!(model, Model::Zoo(_)) { 0 } else { 8 };
+        let seq = match (model, options.precision) {
+            (Model::Zoo(_), _) => 0,
+            // Products in 8 bits take groups of so many tokens.
+            (_, Precision::Fp8) => 16,
+            _ => 8,
+        };
         let named = NamedModel::from_config("tiny", model.config());
         let options = Options { pins: pins.to_string(), ..options.clone() };
         let parsed = Cluster::parse(cluster, "h200").expect("a cluster");

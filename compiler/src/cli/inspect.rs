@@ -47,8 +47,9 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
         let mut text = json!({"model": args.model, "parameters": parameters, "ranks": ranks, "rows": rows});
         for (name, _, room) in rooms.iter().flatten() {
             let memory = room.per_rank(ranks);
-            let fits: Vec<bool> = rows.iter().map(|row| row.left(memory).is_some()).collect();
-            text[name] = json!({"per_rank": memory, "fits": fits, "verdict": verdict(parameters, ranks, *room)});
+            let fits: Vec<bool> = rows.iter().map(|row| row.total() <= memory).collect();
+            let in_one: Vec<bool> = rows.iter().map(|row| row.in_one <= memory).collect();
+            text[name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict(parameters, ranks, *room)});
         }
         if let Some(lines) = &beside {
             text["device_and_host_memory"] = json!({"verdict": lines});
@@ -59,25 +60,27 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     print(&format!("{}: {} parameters\n", args.model, super::thousands(parameters)));
     print(&format!("per rank, {}; activations come on top (see `shardc plan`)\n\n", counted(ranks, "data rank")));
     print(&format!(
-        "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
-        "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total"
+        "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
+        "precision", "optimizer", "zero", "parameters", "gradients", "optimizer", "total", "in one"
     ));
     for row in &rows {
         print(&format!(
-            "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12}\n",
+            "{:9} {:9} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}\n",
             row.precision,
             row.optimizer,
             row.zero,
             row.parameters.to_string(),
             row.gradients.to_string(),
             row.state.to_string(),
-            row.total().to_string()
+            row.total().to_string(),
+            row.in_one.to_string()
         ));
     }
+    print(
+        "\nin one: where the step is one microbatch, the copies of parameters go as the gradients come, and ZeRO 1 divides \
+         gradients as well\n",
+    );
     if ranks > 1 {
-        print(
-            "\nin one microbatch (no gradients added up) ZeRO 1 holds what ZeRO 2 holds: gradients are divided as they come\n",
-        );
         print(&format!(
             "counted as if {ranks} ranks divided every parameter evenly; one of which every dimension is too short \
              for them each stores whole, which `shardc plan` says\n"

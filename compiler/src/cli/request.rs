@@ -36,20 +36,37 @@ pub fn cluster(text: Option<&str>) -> Result<Cluster, Error> {
 /// The shipped profile that is nearest to this host's first GPU.
 fn cuda_profile() -> &'static str {
     let gpus = shardc_runtime::probe::gpus().unwrap_or_default();
-    let name = gpus.first().map(|gpu| gpu.name.to_uppercase()).unwrap_or_default();
+    let Some(name) = gpus.first().map(|gpu| gpu.name.to_uppercase()) else { return "h200" };
+    profile_of(&name).unwrap_or_else(|| {
+        tracing::warn!(
+            "{name} has no profile: it is planned as an h200; --device-memory says how much memory there is, a cluster \
+             file that names the nearest device and replaces its figures says the rest"
+        );
+        "h200"
+    })
+}
+
+/// The profile of a GPU of this name, in capitals.
+fn profile_of(name: &str) -> Option<&'static str> {
+    // What is part of another name stands behind it.
     let known = [
+        ("GH200", "gh200"),
         ("H200", "h200"),
+        ("H100 PCIE", "h100-pcie"),
         ("H100", "h100"),
+        ("H800", "h800"),
         ("B200", "b200"),
         ("A100-SXM4-40", "a100-40"),
         ("A100-PCIE-40", "a100-40"),
+        ("A100 80GB PCIE", "a100-pcie"),
         ("A100", "a100-80"),
+        ("A800", "a800"),
         ("L40S", "l40s"),
         ("4090", "rtx4090"),
         ("3090", "rtx3090"),
         ("V100", "v100"),
     ];
-    known.iter().find(|(part, _)| name.contains(part)).map_or("h200", |(_, profile)| profile)
+    known.iter().find(|(part, _)| name.contains(part)).map(|(_, profile)| *profile)
 }
 
 /// The batch: what the data fixes, else the flags, else a default.
@@ -222,6 +239,19 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_gpus() {
+        let check = |name: &str, profile| assert_eq!(profile_of(&name.to_uppercase()), profile, "{name}");
+        check("NVIDIA H200", Some("h200"));
+        check("NVIDIA GH200 480GB", Some("gh200"));
+        check("NVIDIA H100 PCIe", Some("h100-pcie"));
+        check("NVIDIA H100 80GB HBM3", Some("h100"));
+        check("NVIDIA A100 80GB PCIe", Some("a100-pcie"));
+        check("NVIDIA A100-SXM4-40GB", Some("a100-40"));
+        check("NVIDIA A800-SXM4-80GB", Some("a800"));
+        check("Tesla T4", None);
+    }
 
     #[test]
     fn sizes() {

@@ -15,7 +15,8 @@ use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -25,17 +26,33 @@ const WARM: usize = 1;
 /// The operations that a profile lists.
 const OPERATIONS: usize = 40;
 
+/// Refuses to write over what is read.
+fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
+    let place = |path: &Path| std::fs::metadata(path).ok().map(|of| (of.dev(), of.ino()));
+    let read = [Some(&args.data), args.tokenizer.as_ref(), Some(&PathBuf::from(&args.model))].map(|path| path.cloned());
+    for (flag, path) in [("--metrics", &args.metrics), ("--timeline", &args.timeline)] {
+        let Some(path) = path else { continue };
+        let own = place(path).filter(|_| path.is_file());
+        if let Some(other) = read.iter().flatten().find(|other| own.is_some() && place(other) == own) {
+            let message = format!("{flag} {}: this run reads {}", path.display(), other.display());
+            return Err(Error::request(message, "name another file, which it may write"));
+        }
+    }
+    Ok(())
+}
+
 /// Trains, and prints a summary.
 pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let learning_rate = request::learning_rate(&args.optimizer, args.steps)?;
     let (model, compiled, data) = prepare(args)?;
     compiled.check_runs()?;
     let inputs = &compiled.model.inputs;
-    data.check(inputs, &|input| model.config.below(input))?;
+    data.check(inputs, &|input| model.config.range(input))?;
     if let Some(steps) = data.steps().filter(|steps| *steps < args.steps) {
         let message = format!("--steps {}: {} holds {steps} steps", args.steps, args.data.display());
         return Err(Error::request(message, format!("ask for --steps {steps} or less")));
     }
+    check_outputs(args)?;
     if let Some(dir) = &args.save {
         // What cannot be written is told before the run, not after it.
         std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;

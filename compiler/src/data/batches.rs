@@ -3,6 +3,7 @@
 use crate::error::DataError;
 use safetensors::{Dtype, SafeTensors};
 use shardc_ir::{DType, HostTensor, TensorType};
+use shardc_models::zoo::Range;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -71,12 +72,16 @@ impl ExactBatches {
         }
     }
 
-    /// Checks that every input is there, with its type, and that its integers are below what is allowed.
-    pub fn check(&self, inputs: &[(String, TensorType)], below: &dyn Fn(&str) -> Option<u64>) -> Result<(), DataError> {
+    /// Checks that every input is there, with its type, and that its integers are in the range that it has.
+    pub fn check(
+        &self,
+        inputs: &[(String, TensorType)],
+        range: &dyn Fn(&str) -> Option<Range>,
+    ) -> Result<(), DataError> {
         for (step, tensors) in self.steps.iter().enumerate() {
             let batch = select(&self.path, tensors, step as u64, inputs)?;
             for (name, ids) in &batch {
-                below(name).map_or(Ok(()), |below| check_below(&self.path, name, step, ids, below))?;
+                range(name).map_or(Ok(()), |range| check_range(&self.path, name, step, ids, range))?;
             }
         }
         Ok(())
@@ -113,18 +118,20 @@ fn select(
     Ok(batch)
 }
 
-fn check_below(path: &Path, name: &str, step: usize, ids: &HostTensor, below: u64) -> Result<(), DataError> {
+fn check_range(path: &Path, name: &str, step: usize, ids: &HostTensor, range: Range) -> Result<(), DataError> {
     if ids.ty.dtype != DType::I64 {
         return Ok(());
     }
     let (numbers, _) = ids.bytes.as_chunks::<8>();
     let mut numbers = numbers.iter().map(|bytes| i64::from_le_bytes(*bytes)).enumerate();
+    let Range { below, ignored } = range;
     let is_beyond = |value: i64| u64::try_from(value).is_ok_and(|value| value >= below) || value < 0;
+    let is_beyond = |value: i64| is_beyond(value) && Some(value) != ignored;
     let Some((position, value)) = numbers.find(|(_, value)| is_beyond(*value)) else { return Ok(()) };
     let (path, position) = (path.to_path_buf(), position as u64);
     Err(match name {
         "input_ids" => DataError::BeyondVocabulary { path, token: value, position, vocab: below },
-        _ => DataError::BeyondRange { path, input: format!("{name}.{step}"), value, position, below },
+        _ => DataError::BeyondRange { path, input: format!("{name}.{step}"), value, position, range },
     })
 }
 

@@ -21,6 +21,7 @@ use crate::error::DataError;
 use batches::ExactBatches;
 use order::SampleOrder;
 use shardc_ir::{DType, HostTensor, TensorType};
+use shardc_models::zoo::Range;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tokens::Tokens;
@@ -74,13 +75,17 @@ impl Data {
 
     /// Checks everything that can be checked before the first step: that every input can be fed,
     /// and that its integers are below what the model allows for an input of that name.
-    pub fn check(&self, inputs: &[(String, TensorType)], below: &dyn Fn(&str) -> Option<u64>) -> Result<(), DataError> {
+    pub fn check(
+        &self,
+        inputs: &[(String, TensorType)],
+        range: &dyn Fn(&str) -> Option<Range>,
+    ) -> Result<(), DataError> {
         match self {
             Self::Stream(stream) => {
                 stream.names(inputs)?;
                 stream.check_range(0, stream.tokens.len().min(CHECKED_AT_START))
             }
-            Self::Exact(batches) => batches.check(inputs, below),
+            Self::Exact(batches) => batches.check(inputs, range),
         }
     }
 }

@@ -5,11 +5,15 @@ use super::names::{folded_path, name_of, role};
 use serde::Serialize;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, Bytes, Graph, Node, Program, Seconds};
+use shardc_passes::simulate::Rank;
 use std::collections::BTreeMap;
 
 /// Collectives of one kind, over the same axes, of the same module in all equal blocks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Row {
+    /// The stage of a pipeline whose ranks take part.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stage: Option<u64>,
     /// `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `send`, `receive`.
     pub kind: &'static str,
     /// The axes, outermost first: `dp.tp`.
@@ -30,24 +34,37 @@ pub struct Row {
     pub hidden: Seconds,
 }
 
-/// The collectives of the first rank, those that take longest first.
+/// A rank of each program, one for each stage: of those that differ in nothing but how long they take, the one for which
+/// the others wait.
+pub(super) fn of_stages<'a>(inspection: &'a Inspection<'_>) -> impl Iterator<Item = (&'a Program, &'a Rank)> {
+    let ranks = &inspection.simulated.ranks;
+    let of = move |(index, program): (usize, &'a Program)| {
+        let own = ranks.iter().filter(move |rank| rank.program == index);
+        own.min_by(|a, b| a.waiting.0.total_cmp(&b.waiting.0)).map(|rank| (program, rank))
+    };
+    inspection.programs.iter().enumerate().filter_map(of)
+}
+
+/// The collectives of a rank of each stage, those that take longest first.
 pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
-    let Some(rank) = inspection.simulated.ranks.first() else { return Vec::new() };
-    let program = &inspection.programs[rank.program];
-    let mut rows: BTreeMap<(String, String, String, &str, usize, u64), Row> = BTreeMap::new();
-    for run in &rank.runs {
-        let instructions = &program.sections[run.run.section].instructions;
-        for span in run.spans.iter() {
-            let instruction = &instructions[span.index as usize];
-            if !instruction.action.is_meeting() {
-                continue;
+    let mut rows: BTreeMap<(u64, [String; 3], &str, usize, u64), Row> = BTreeMap::new();
+    for (stage, (program, rank)) in (0u64..).zip(of_stages(inspection)) {
+        for run in &rank.runs {
+            let instructions = &program.sections[run.run.section].instructions;
+            for span in run.spans.iter() {
+                let instruction = &instructions[span.index as usize];
+                if !instruction.action.is_meeting() {
+                    continue;
+                }
+                let row = describe(inspection, program, instruction);
+                let row = Row { stage: (inspection.programs.len() > 1).then_some(stage), ..row };
+                let names = [row.kind.to_string(), row.over.clone(), row.of.clone()];
+                let key = (stage, names, row.role, row.tensors, row.bytes.0);
+                let known = rows.entry(key).or_insert(row);
+                known.count += 1;
+                known.seconds += Seconds(span.finish - span.start);
+                known.hidden += Seconds(span.hidden);
             }
-            let row = describe(inspection, program, instruction);
-            let key = (row.kind.to_string(), row.over.clone(), row.of.clone(), row.role, row.tensors, row.bytes.0);
-            let known = rows.entry(key).or_insert(row);
-            known.count += 1;
-            known.seconds += Seconds(span.finish - span.start);
-            known.hidden += Seconds(span.hidden);
         }
     }
     let mut rows: Vec<Row> = rows.into_values().collect();
@@ -102,6 +119,7 @@ fn describe(inspection: &Inspection<'_>, program: &Program, instruction: &Instru
     let graph = &inspection.plan.graph;
     let node = largest(graph, program, instruction);
     Row {
+        stage: None,
         kind: instruction.action.name(),
         over: axes(inspection, program, &instruction.action),
         of: node.map(|node| folded_path(name_of(node))).unwrap_or_default(),

@@ -98,20 +98,18 @@ fn run_lengths(list: &[usize]) -> Vec<[usize; 2]> {
     runs
 }
 
-/// Seconds a step spends on the kernels, and on the collectives, of each class of nodes.
+/// Seconds a step spends on the kernels, and on the collectives, of each class of nodes, on a rank of each stage.
 fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 2]> {
     let mut times: BTreeMap<usize, [f64; 2]> = BTreeMap::new();
-    let ranks = inspection.simulated.ranks.iter().filter(|rank| rank.program == 0);
-    // Of ranks that differ in nothing but how long they take, the one for which the others wait.
-    let Some(rank) = ranks.min_by(|a, b| a.waiting.0.total_cmp(&b.waiting.0)) else { return times };
-    let program = &inspection.programs[rank.program];
-    for run in &rank.runs {
-        let instructions = &program.sections[run.run.section].instructions;
-        for span in run.spans.iter() {
-            let instruction = &instructions[span.index as usize];
-            let Some(source) = instruction.source else { continue };
-            let kind = usize::from(instruction.stream == Stream::Communication);
-            times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
+    for (program, rank) in collectives::of_stages(inspection) {
+        for run in &rank.runs {
+            let instructions = &program.sections[run.run.section].instructions;
+            for span in run.spans.iter() {
+                let instruction = &instructions[span.index as usize];
+                let Some(source) = instruction.source else { continue };
+                let kind = usize::from(instruction.stream == Stream::Communication);
+                times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
+            }
         }
     }
     times

@@ -105,10 +105,19 @@ fn moved(inspection: &Inspection<'_>) -> String {
     }
     text.push('\n');
     let width = rows.iter().take(MOST).map(|row| row.of.len()).max().unwrap_or(0).max(2);
+    let is_staged = rows.iter().any(|row| row.stage.is_some());
+    let stage = |stage: String| if is_staged { format!("{stage:>5}  ") } else { String::new() };
     let _ = writeln!(
         text,
-        "  {:14} {:8} {:>6} {:>10} {:>10} {:>10}  {:>6}  of",
-        "what", "over", "times", "bytes each", "time each", "in all", "hidden"
+        "  {}{:14} {:8} {:>6} {:>10} {:>10} {:>10}  {:>6}  of",
+        stage("stage".to_string()),
+        "what",
+        "over",
+        "times",
+        "bytes each",
+        "time each",
+        "in all",
+        "hidden"
     );
     for row in rows.iter().take(MOST) {
         let each = Seconds(row.seconds.0 / row.count.max(1) as f64);
@@ -116,7 +125,8 @@ fn moved(inspection: &Inspection<'_>) -> String {
         let more = if row.tensors > 1 { format!(" and {} more", row.tensors - 1) } else { String::new() };
         let _ = writeln!(
             text,
-            "  {:14} {:8} {:>6} {:>10} {:>10} {:>10}  {hidden:>5.0}%  {:width$}  {}",
+            "  {}{:14} {:8} {:>6} {:>10} {:>10} {:>10}  {hidden:>5.0}%  {:width$}  {}",
+            stage(row.stage.unwrap_or(0).to_string()),
             row.kind,
             row.over,
             row.count,

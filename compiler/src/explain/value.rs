@@ -4,7 +4,7 @@
 //! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
 //! all others did what then is best. These are estimates, and so is what is chosen where they are compared.
 
-use super::names::{away, choice, folded_nodes, layout, local, role, stage_of};
+use super::names::{away, choice, folded_nodes, folded_path, layout, local, role, stage_of};
 use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
@@ -73,7 +73,7 @@ pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
         let node = graph.node(node);
         match is_value {
             true => id.to_string() == what,
-            false => node.path.contains(what) || leaf_name(&node.op).contains(what),
+            false => [&node.path, leaf_name(&node.op)].iter().any(|name| is_named(name, what)),
         }
     };
     let found: Vec<ValueId> = graph.values().filter(|(id, value)| matches(*id, value.def)).map(|(id, _)| id).collect();
@@ -84,6 +84,11 @@ pub fn find(graph: &Graph, what: &str) -> Result<Vec<ValueId>, Error> {
     let hint = nearest(what, names).map(|name| format!("; did you mean `{name}`?")).unwrap_or_default();
     let message = format!("the plan has no value, leaf or module `{what}`{hint}");
     Err(Error::request(message, "`shardc explain PLAN` lists the modules; --dump-to writes the whole graph"))
+}
+
+/// Whether a name contains what is looked for, as it is or as it is printed for equal blocks: `blocks.*.mlp`.
+fn is_named(name: &str, what: &str) -> bool {
+    name.contains(what) || (what.contains('*') && folded_path(name).contains(what))
 }
 
 /// Explains values; those of equal blocks once.

@@ -1,5 +1,6 @@
 //! The families of the zoo: what a model of each is given, and how it is built from its sizes.
 
+use super::loss::IGNORED;
 use super::{Gpt2Config, LlamaConfig, MixerConfig, MoeConfig, ResNetConfig, TwoTowerConfig, UNetConfig};
 use crate::trace::{Model, TraceError, trace};
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,22 @@ pub enum Config {
     Mixer(MixerConfig),
     /// Two towers.
     TwoTower(TwoTowerConfig),
+}
+
+/// What the integers of an input may be: at least 0 and below a number, or the one that does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// The number.
+    pub below: u64,
+    /// What does not count, if there is such a thing.
+    pub ignored: Option<i64>,
+}
+
+impl std::fmt::Display for Range {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "at least 0 and below {}", self.below)?;
+        self.ignored.map_or(Ok(()), |ignored| write!(f, ", or {ignored}, which does not count"))
+    }
 }
 
 impl Config {
@@ -66,9 +83,9 @@ impl Config {
         }
     }
 
-    /// What the integers of an input are below. Labels of a language model may be anything: those that are
-    /// no tokens do not count.
-    pub fn below(&self, input: &str) -> Option<u64> {
+    /// What the integers of an input may be.
+    pub fn range(&self, input: &str) -> Option<Range> {
+        let mut ignored = None;
         let below = match (self, input) {
             (_, "input_ids") => self.vocabulary()?,
             (Self::ResNet(config), "labels") => config.classes,
@@ -76,9 +93,13 @@ impl Config {
             (Self::UNet(config), "masks") => config.classes,
             (Self::TwoTower(config), "users") => config.users,
             (Self::TwoTower(config), "items") => config.items,
+            (_, "labels") => {
+                ignored = Some(IGNORED);
+                self.vocabulary()?
+            }
             _ => return None,
         };
-        Some(below as u64)
+        Some(Range { below: below as u64, ignored })
     }
 
     /// The number of layers; `None` where they are not alike.

@@ -34,7 +34,7 @@ mod shrink;
 mod two_tower;
 mod unet;
 
-pub use config::{Config, ZooError, build_config};
+pub use config::{Config, Range, ZooError, build_config};
 pub use gpt2::{Gpt2, Gpt2Config};
 pub use list::{Entry, build, list};
 pub use llama::{Llama, LlamaConfig, RopeScaling};

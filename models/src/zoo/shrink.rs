@@ -33,6 +33,8 @@ impl Config {
                 small.width = small.heads * 8 * ranks.dp;
                 small.hidden = 4 * small.width;
                 small.vocabulary = ranks.keep(config.vocabulary, 16 * unit);
+                // Sequences have eight tokens for each rank that divides them.
+                small.positions = config.positions.max(8 * tp);
                 Self::Gpt2(small)
             }
             Self::Moe(config) => {

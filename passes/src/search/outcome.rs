@@ -198,9 +198,12 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
         Some(share) if share == bound => {
             let host = cluster.host_memory();
             let (ranks, needed) = (cluster.per_node, cluster.on_host(needs.total()));
-            (format!(", its share of the host's {host} over {ranks} ranks"), format!("give the host {needed}"))
+            (
+                format!(", its share of the host's {host} over {ranks} ranks"),
+                format!("give the host {}", needed.rounded_up()),
+            )
         }
-        _ => (String::new(), format!("give each rank {}", needs.total())),
+        _ => (String::new(), format!("give each rank {}", needs.total().rounded_up())),
     };
     let mut fixes = vec![give];
     // Without pins, every way to store parts has been tried on so many ranks.

@@ -294,8 +294,13 @@ impl Device {
         if bytes.is_empty() {
             return Ok(());
         }
-        // SAFETY: the caller gives an address inside memory of this device with room for the bytes.
-        unsafe { result::memcpy_htod_sync(to, bytes) }.map_err(says("copy to the device"))
+        // SAFETY: the caller gives an address inside memory of this device with room for the bytes; the stream is the
+        // context's own.
+        unsafe {
+            result::memcpy_htod_sync(to, bytes).map_err(says("copy to the device"))?;
+            // It returns once the bytes are read, and our streams do not wait for the stream that writes them.
+            result::stream::synchronize(std::ptr::null_mut()).map_err(says("copy to the device"))
+        }
     }
 
     /// Copies bytes of the device to the host, and waits.

@@ -157,11 +157,12 @@ pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
 
 /// The ranks of a run that this process drives, each on a GPU of this host.
 pub struct CudaRuntime {
+    /// Ends before the workers, whose devices it may be releasing.
+    _watch: Watch,
     workers: Vec<Worker>,
     world: Arc<World>,
     watched: Arc<watch::Shared>,
     bytes: Bytes,
-    _watch: Watch,
 }
 
 impl Drop for CudaRuntime {

@@ -64,10 +64,11 @@ impl Place {
             (if is_ours { "shardc" } else { "torchrun" }, ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
         } else if has(&["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]) {
             ("Open MPI", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
+        } else if has(&["SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS"]) && !has(&["MPI_LOCALRANKID"]) {
+            // Its `--mpi=pmi2` sets two of MPICH's variables as well.
+            ("Slurm", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"])
         } else if has(&["PMI_RANK", "PMI_SIZE"]) {
             ("MPICH", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"])
-        } else if has(&["SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS"]) {
-            ("Slurm", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"])
         } else {
             return Ok(None);
         };

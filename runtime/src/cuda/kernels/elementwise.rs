@@ -76,7 +76,8 @@ pub(super) fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
         UnaryKind::Tanh => x.tanh(),
         UnaryKind::Erf => x.erf(),
         UnaryKind::Sigmoid => sigmoid(x),
-        UnaryKind::Relu => select(x > 0.0f32, x, 0.0f32),
+        // What is not a number stays so, here and below.
+        UnaryKind::Relu => select(x < 0.0f32, 0.0f32, x),
         UnaryKind::Gelu => 0.5f32 * x * (1.0f32 + (x * 0.707_106_77f32).erf()),
         // (1 + tanh(u)) / 2 is the logistic function of 2u, which takes one exponential.
         UnaryKind::GeluTanh => x * sigmoid(2.0f32 * gelu_inner(x)),
@@ -141,9 +142,9 @@ pub(super) fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3>
         Pair::Binary(BinaryKind::Div) => a / b,
         Pair::Binary(BinaryKind::Rem) => a - (a / b).floor() * b,
         Pair::Binary(BinaryKind::Pow) => a.powf(b),
-        Pair::Binary(BinaryKind::Max) => select(a > b, a, b),
+        Pair::Binary(BinaryKind::Max) => select(a >= b, a, select(b > a, b, a + b)),
         Pair::Binary(BinaryKind::Or) => select(a > b, a, b),
-        Pair::Binary(BinaryKind::Min) => select(a < b, a, b),
+        Pair::Binary(BinaryKind::Min) => select(a <= b, a, select(b < a, b, a + b)),
         Pair::Compare(CompareKind::Eq) => select(a == b, one, zero),
         Pair::Compare(CompareKind::Ne) => select(a != b, one, zero),
         Pair::Compare(CompareKind::Lt) => select(a < b, one, zero),

@@ -269,7 +269,7 @@ fn sum_of_tokens(
 }
 
 /// `y[o, j, i] = x[o, index[o, j, i], i]`, with `size` elements of `x` and `count` of `y` along the
-/// middle dimension.
+/// middle dimension. An index that `x` does not have gives 0.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn gather(
@@ -285,7 +285,11 @@ pub fn gather(
     if at < n {
         let outer = at / (count * inner);
         let chosen = u32::cast_from(index[at as usize]);
-        y[at as usize] = x[((outer * size + chosen) * inner + at % inner) as usize];
+        if chosen < size {
+            y[at as usize] = x[((outer * size + chosen) * inner + at % inner) as usize];
+        } else {
+            y[at as usize] = Elem::<0>::cast_from(0u32);
+        }
     }
 }
 
@@ -308,8 +312,10 @@ pub fn scatter_add(
         let to = (at / inner) * size * inner + at % inner;
         for step in 0..count {
             let next = (from + step * inner) as usize;
-            let place = (to + u32::cast_from(index[next]) * inner) as usize;
-            dx[place] += f32::cast_from(dy[next]);
+            let chosen = u32::cast_from(index[next]);
+            if chosen < size {
+                dx[(to + chosen * inner) as usize] += f32::cast_from(dy[next]);
+            }
         }
     }
 }
