@@ -84,10 +84,7 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     };
     let said = pipeline.lengths.len() as u64;
     if said > 0 && said != chunks {
-        found.push(
-            "pipeline",
-            format!("it says how long {said} chunks take, and the last is {}", chunks.saturating_sub(1)),
-        );
+        found.push("pipeline", format!("it says how long {said} chunks take, and there are {chunks}"));
     }
     let mut is_used = vec![false; chunks as usize];
     for (id, node) in plan.graph.nodes() {
@@ -99,7 +96,7 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
         let Some(chunk) = pipeline.chunks[id] else { continue };
         match is_used.get_mut(chunk as usize) {
             Some(used) => *used |= node.role == Role::Forward && !node.op.is_leaf(),
-            None => found.push(place(plan, id), format!("chunk {chunk}: there are {chunks}")),
+            None => found.push(place(plan, id), format!("chunk {chunk}: the last is {}", chunks.saturating_sub(1))),
         }
     }
     for chunk in is_used.iter().enumerate().filter(|(_, used)| !**used).map(|(chunk, _)| chunk) {
