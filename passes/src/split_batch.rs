@@ -226,9 +226,9 @@ impl Cutting<'_> {
         }
         let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
         let results: Vec<Option<usize>> = rule.results.iter().map(|dims| outermost(dims, factor)).collect();
-        // The parts of a rank's chunk are not side by side in the whole, so random numbers must be told where they are.
-        let is_told = operands.iter().any(Option::is_some) || extent == 1;
-        if matches!(node.op, Op::Random(_)) && !is_told {
+        // The parts of a rank's chunk are not side by side in the whole, so what counts along it would count wrongly.
+        let counts = |dim: usize| node.op.counts(dim, node.operands.len());
+        if extent > 1 && results.first().copied().flatten().is_some_and(counts) {
             return None;
         }
         let is_summed = |result: usize| declared.reduce.contains(&(result, ReduceKind::Sum));

@@ -49,7 +49,8 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
             let memory = room.per_rank(ranks);
             let fits: Vec<bool> = rows.iter().map(|row| row.total() <= memory).collect();
             let in_one: Vec<bool> = rows.iter().map(|row| row.in_one <= memory).collect();
-            text[name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict(parameters, ranks, *room)});
+            let verdict = verdict(parameters, ranks, *room);
+            text[name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict});
         }
         if let Some(lines) = &beside {
             text["device_and_host_memory"] = json!({"verdict": lines});

@@ -16,7 +16,7 @@ use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -29,7 +29,7 @@ const OPERATIONS: usize = 40;
 /// Refuses to write over what is read.
 fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
     let place = |path: &Path| std::fs::metadata(path).ok().map(|of| (of.dev(), of.ino()));
-    let read = [Some(&args.data), args.tokenizer.as_ref(), Some(&PathBuf::from(&args.model))].map(|path| path.cloned());
+    let read = [Some(args.data.as_path()), args.tokenizer.as_deref(), Some(Path::new(&args.model))];
     for (flag, path) in [("--metrics", &args.metrics), ("--timeline", &args.timeline)] {
         let Some(path) = path else { continue };
         let own = place(path).filter(|_| path.is_file());

@@ -124,13 +124,10 @@ fn check_range(path: &Path, name: &str, step: usize, ids: &HostTensor, range: Ra
     }
     let (numbers, _) = ids.bytes.as_chunks::<8>();
     let mut numbers = numbers.iter().map(|bytes| i64::from_le_bytes(*bytes)).enumerate();
-    let Range { below, ignored } = range;
-    let is_beyond = |value: i64| u64::try_from(value).is_ok_and(|value| value >= below) || value < 0;
-    let is_beyond = |value: i64| is_beyond(value) && Some(value) != ignored;
-    let Some((position, value)) = numbers.find(|(_, value)| is_beyond(*value)) else { return Ok(()) };
+    let Some((position, value)) = numbers.find(|(_, value)| !range.holds(*value)) else { return Ok(()) };
     let (path, position) = (path.to_path_buf(), position as u64);
     Err(match name {
-        "input_ids" => DataError::BeyondVocabulary { path, token: value, position, vocab: below },
+        "input_ids" => DataError::BeyondVocabulary { path, token: value, position, vocab: range.below },
         _ => DataError::BeyondRange { path, input: format!("{name}.{step}"), value, position, range },
     })
 }

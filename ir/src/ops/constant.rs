@@ -81,6 +81,9 @@ impl OpDef for Iota {
     fn rule(&self, _operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         leafless_rule(results)
     }
+    fn counts(&self, dim: usize, _operands: usize) -> bool {
+        dim == self.dim
+    }
     fn localize(&self, _operands: &[Part], results: &[Part]) -> Option<Op> {
         Some(Iota { dim: self.dim, start: self.start + results[0].slice[self.dim].0 }.into())
     }

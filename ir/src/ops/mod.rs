@@ -156,6 +156,11 @@ pub trait OpDef {
         false
     }
 
+    /// Whether an operation of so many operands says itself where along a dimension of its first result a part begins.
+    fn counts(&self, _dim: usize, _operands: usize) -> bool {
+        false
+    }
+
     /// Which operand is that summand, of so many.
     fn addend(&self, operands: usize) -> Option<usize> {
         (self.may_add() && operands > 2).then_some(2)
@@ -424,6 +429,9 @@ impl OpDef for Op {
     }
     fn addend(&self, operands: usize) -> Option<usize> {
         self.def().addend(operands)
+    }
+    fn counts(&self, dim: usize, operands: usize) -> bool {
+        self.def().counts(dim, operands)
     }
 }
 

@@ -82,14 +82,17 @@ impl OpDef for Random {
     fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
         Flops(20.0 * results[0].elements() as f64)
     }
+    fn counts(&self, dim: usize, operands: usize) -> bool {
+        // The second operand says where rows are.
+        dim > 0 || operands < 2
+    }
     fn localize(&self, operands: &[Part], results: &[Part]) -> Option<Op> {
         let part = &results[0];
         let global = if self.global.is_empty() { part.shape.clone() } else { self.global.clone() };
         let own = |dim: usize| self.start.get(dim).copied().unwrap_or(0);
-        // The operand says where rows are.
-        let is_given = |dim: usize| dim == 0 && operands.len() > 1;
+        let counts = |dim: usize| self.counts(dim, operands.len());
         let start = part.slice.iter().enumerate();
-        let start = start.map(|(dim, (start, _))| if is_given(dim) { 0 } else { own(dim) + start }).collect();
+        let start = start.map(|(dim, (start, _))| if counts(dim) { own(dim) + start } else { 0 }).collect();
         Some(Random { global, start, ..self.clone() }.into())
     }
 }

@@ -35,6 +35,13 @@ pub struct Range {
     pub ignored: Option<i64>,
 }
 
+impl Range {
+    /// Whether an integer is one of them.
+    pub fn holds(self, value: i64) -> bool {
+        Some(value) == self.ignored || u64::try_from(value).is_ok_and(|value| value < self.below)
+    }
+}
+
 impl std::fmt::Display for Range {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "at least 0 and below {}", self.below)?;

@@ -9,7 +9,7 @@ use super::layout::{Along, Extent, convert_seconds};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, Op, Role, Strategy};
+use shardc_ir::{AxisId, Choice, OpDef, Role, Strategy};
 
 /// Whether the batch can be divided over an axis of time: a value that is summed over microbatches exists
 /// only after the last of them, and so does what is made of it; one that is divided over them is never
@@ -20,7 +20,11 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
         Along::of(&sharding, axis)
     };
     let flows: Vec<(&Flow, Along)> = prepared.flows.iter().map(|flow| (flow, made(flow))).collect();
-    if flows.iter().any(|(flow, from)| matches!(from, Along::Dim(dim) if is_counted(prepared, flow.maker, *dim))) {
+    let counts = |class: usize, dim: usize| {
+        let node = prepared.graph.node(prepared.folded.classes[class].node);
+        node.op.counts(dim, node.operands.len())
+    };
+    if flows.iter().any(|(flow, from)| matches!(from, Along::Dim(dim) if counts(flow.maker, *dim))) {
         return false;
     }
     let is_looped = |class: usize| prepared.in_loop(class);
@@ -49,15 +53,6 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
             Along::Dim(_) => reads(read) == *from,
         })
     })
-}
-
-/// Whether what a class makes depends on where along a dimension a part of it is, which the operation itself says.
-fn is_counted(prepared: &Prepared<'_>, class: usize, dim: usize) -> bool {
-    match prepared.op(class) {
-        Op::Iota(op) => op.dim == dim,
-        Op::Random(_) => dim > 0 || prepared.graph.node(prepared.folded.classes[class].node).operands.len() < 2,
-        _ => false,
-    }
 }
 
 /// The conversions along the axes that divide the batch over ranks, between nodes that run once per

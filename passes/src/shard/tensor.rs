@@ -143,9 +143,14 @@ impl Prepared<'_> {
         let is_own = |flow: &&Flow| flow.maker == of.maker && flow.result == of.result;
         let flow = self.flows.iter().find(is_own).filter(|flow| of.is_early || flow.first == of.reader);
         let is_early = of.is_early;
-        let is_run = move |class: usize| microbatches == 1 || self.in_loop(class);
-        let runs = move |class: &usize| is_run(*class) && (is_early || self.is_gradient[*class]);
+        let runs =
+            move |class: &usize| self.runs_between(*class, microbatches) && (is_early || self.is_gradient[*class]);
         flow.into_iter().flat_map(|flow| &flow.between).copied().filter(runs)
+    }
+
+    /// Whether a class runs where its node stands, with so many microbatches: else it may run in front of the loop.
+    fn runs_between(&self, class: usize, microbatches: u64) -> bool {
+        microbatches == 1 || self.in_loop(class)
     }
 
     /// Whether a class runs once per microbatch.
@@ -509,7 +514,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             let local = self.placed.local(self.prepared, *class, &self.strategies[*class]);
             self.prepared.emitted[*class].seconds(local.seconds, local.bound, launch, true)
         };
-        let runs = |class: &&usize| self.placed.microbatches == 1 || self.prepared.in_loop(**class);
+        let runs = |class: &&usize| self.prepared.runs_between(**class, self.placed.microbatches);
         match self.objective {
             Objective::Step { .. } => 0.0,
             Objective::Bound { .. } => flow.between.iter().filter(runs).map(seconds).sum(),
