@@ -128,6 +128,11 @@ impl Line {
         }
     }
 
+    /// Whether a block ends before a place.
+    pub fn is_between(&self, at: usize) -> bool {
+        self.is_between[at]
+    }
+
     /// How many chunks there may be.
     pub fn places(&self) -> u64 {
         self.is_joined.iter().filter(|is_joined| !**is_joined).count() as u64
@@ -381,6 +386,11 @@ impl Sums {
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.
     pub fn largest_awaited(&self) -> f64 {
         self.awaited.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
+    }
+
+    /// Whether anything of parameters passes once in a step.
+    pub fn has_shared(&self) -> bool {
+        !self.shared.is_empty()
     }
 
     /// What passes once in a step between these chunks of a stage and others.

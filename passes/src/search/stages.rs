@@ -13,6 +13,8 @@
 //! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them: the
 //! least that fits, which the dynamic program weighs against moving the cut.
 
+mod cuts;
+
 use super::estimate::Work;
 use super::held::Held;
 use super::line::{Line, Once, Sums};
@@ -24,8 +26,6 @@ use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::send_seconds;
 use crate::cost::step;
-use crate::pipeline::balance::{Shares, balanced};
-use crate::pipeline::cut::{Segments, best_cuts};
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
 use crate::shard::family::copy_axes;
@@ -117,9 +117,6 @@ struct Pace {
 /// In how many units a plan says how long its longest part of a chunk takes.
 const LONGEST: f64 = 10_000.0;
 
-/// By how much longer a stage is taken to be that does not fit, where cuts are moved.
-const UNFIT: f64 = 1000.0;
-
 /// Which level each stage takes.
 #[derive(Clone, Debug)]
 enum Choice {
@@ -166,40 +163,6 @@ struct Solution {
     prediction: Prediction,
 }
 
-impl Segments for Problem<'_> {
-    fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        // The memory of several chunks is known only when all are cut: until then the most is taken.
-        let last = self.levels.len() - 1;
-        let level = match self.pipeline.per_stage {
-            1 => self.level(chunk as u64, &[(chunk, from, to)]).unwrap_or(last),
-            _ => last,
-        };
-        let stage = self.pipeline.stage_of(chunk as u32, self.stages) as usize;
-        self.sums(level, stage).seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
-    }
-
-    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.pipeline.per_stage > 1 || self.level(chunk as u64, &[(chunk, from, to)]).is_some()
-    }
-}
-
-impl Shares for Problem<'_> {
-    fn stage_of(&self, chunk: usize) -> usize {
-        self.pipeline.stage_of(chunk as u32, self.stages) as usize
-    }
-
-    fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64 {
-        let (level, by) = match self.level(stage as u64, chunks) {
-            Some(level) => (level, 1.0),
-            None => (self.levels.len() - 1, UNFIT),
-        };
-        let of = |(_, from, to): &(usize, usize, usize)| {
-            self.sums(level, stage).seconds(*from, *to) + 2.0 * (self.message(*from) + self.message(*to))
-        };
-        by * chunks.iter().map(of).sum::<f64>()
-    }
-}
-
 impl Problem<'_> {
     /// Where the line may be cut.
     fn line(&self) -> &Sums {
@@ -243,6 +206,13 @@ impl Problem<'_> {
         self.mesh.placed.cluster.ranks() > self.mesh.placed.cluster.per_node
     }
 
+    /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.
+    fn exchanged(&self, sums: &Sums, chunks: &[(usize, usize, usize)]) -> f64 {
+        let Once { gradients, parameters, .. } = sums.once(chunks);
+        let seconds = |each: [f64; 2]| self.send(self.portions.stored * each.iter().sum::<f64>());
+        seconds(gradients) + seconds(parameters)
+    }
+
     /// The memory of a stage with these chunks.
     fn memory(&self, level: usize, chunks: &[(usize, usize, usize)]) -> Memory {
         let Level { paces, working, .. } = &self.levels[level];
@@ -271,17 +241,9 @@ impl Problem<'_> {
 
     /// Cuts the line, and predicts the step; nothing if no cuts fit.
     fn solve(&self, microbatches: u64) -> Option<Solution> {
-        let chunks = (self.stages * self.pipeline.per_stage) as usize;
-        let end = self.line().places.len() - 1;
-        let (_, cuts) = best_cuts(end, chunks, microbatches * self.pipeline.per_stage, self)?;
-        let ends: Vec<usize> = [0].into_iter().chain(cuts).chain([end]).collect();
-        let first = self.cut_at(&ends, microbatches);
-        if self.pipeline.per_stage == 1 {
-            return first;
-        }
-        let second = self.cut_at(&balanced(ends, self), microbatches);
         let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
-        first.into_iter().chain(second).min_by(|a, b| {
+        let solutions = self.ends(microbatches).into_iter().filter_map(|ends| self.cut_at(&ends, microbatches));
+        solutions.min_by(|a, b| {
             let (a, b) = (rank(a), rank(b));
             a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
         })
@@ -381,10 +343,7 @@ impl Problem<'_> {
             let stored = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum::<f64>();
             let [once, optimizer] =
                 [(whole.step.0 / spread - all(sums)).max(0.0), whole.optimizer.0].map(|seconds| seconds * stored);
-            let Once { gradients, parameters, .. } = sums.once(chunks);
-            let passing =
-                [gradients, parameters].map(|each| self.send(self.portions.stored * each.iter().sum::<f64>()));
-            [once + passing.iter().sum::<f64>(), optimizer]
+            [once + self.exchanged(sums, chunks), optimizer]
         };
         let once = stages.iter().enumerate().map(once);
         let [once, optimizer] = once.fold([0.0f64; 2], |[a, b], [once, optimizer]| [a.max(once), b.max(optimizer)]);
