@@ -121,10 +121,9 @@ impl Forming<'_> {
                 let mut results = self.item(index).instruction.results.iter();
                 results.any(|result| self.draft.storage[*result] == storage)
             };
-            let between = |(section, index): &(usize, usize)| {
-                *section == self.section && (members[0]..at).contains(index) && writes(*index)
-            };
-            self.touches.get(storage).iter().any(between)
+            let all = self.touches.get(storage);
+            let place = |index: usize| all.partition_point(|touch| *touch < (self.section, index));
+            all[place(members[0])..place(at)].iter().any(|(_, index)| writes(*index))
         };
         let is_fresh = |buffer: &BufferId| {
             let storage = self.draft.storage[*buffer];

@@ -16,7 +16,7 @@ use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, OpDef, Target, TensorType};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
 /// How many instructions behind a product its siblings are looked for.
 const REACH: usize = 48;
@@ -24,38 +24,39 @@ const REACH: usize = 48;
 /// Joins what the target has one launch for, in every section.
 pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
     for section in 0..draft.sections.len() {
-        let mut items = std::mem::take(&mut draft.sections[section]);
-        let mut at = 0;
-        while at < items.len() {
-            // Where one moved down, another instruction stands here now.
-            if !join_next(draft, target, &mut items, at) {
-                at += 1;
+        // What is looked at lies at the front, where instructions come and go at no cost.
+        let mut items: VecDeque<Item> = std::mem::take(&mut draft.sections[section]).into();
+        let mut done = Vec::with_capacity(items.len());
+        while !items.is_empty() {
+            // Where one moved down, another instruction stands at the front now.
+            if !join_first(draft, target, &mut items) {
+                done.extend(items.pop_front());
             }
         }
-        draft.sections[section] = items;
+        draft.sections[section] = done;
     }
 }
 
-/// Joins the instruction at `at` with the first of its siblings that it can be joined with.
-fn join_next(draft: &Draft, target: &dyn Target, items: &mut Vec<Item>, at: usize) -> bool {
-    let members = members_of(&items[at]);
+/// Joins the first instruction with the first of its siblings that it can be joined with.
+fn join_first(draft: &Draft, target: &dyn Target, items: &mut VecDeque<Item>) -> bool {
+    let members = members_of(&items[0]);
     if members.is_empty() {
         return false;
     }
     let may_wait = members.iter().all(is_product);
-    for next in at + 1..items.len().min(at + 1 + REACH) {
+    for next in 1..items.len().min(1 + REACH) {
         let Some(joined) = joined(draft, target, &members, &items[next]) else { continue };
-        if let Some(leaders) = leaders(draft, items, at, next) {
-            items[at].instruction = joined;
+        if let Some(leaders) = leaders(draft, items, next) {
+            items[0].instruction = joined;
             items.remove(next);
-            let moved: Vec<Item> = leaders.iter().map(|index| items.remove(*index)).collect();
-            moved.into_iter().for_each(|item| items.insert(at, item));
+            let moved: Vec<Item> = leaders.iter().filter_map(|index| items.remove(*index)).collect();
+            moved.into_iter().for_each(|item| items.push_front(item));
             return true;
         }
-        if let Some(followers) = followers(draft, items, at, next).filter(|_| may_wait) {
+        if let Some(followers) = followers(draft, items, next).filter(|_| may_wait) {
             items[next].instruction = joined;
-            let moved: Vec<Item> = followers.iter().rev().map(|index| items.remove(*index)).collect();
-            items.remove(at);
+            let moved: Vec<Item> = followers.iter().rev().filter_map(|index| items.remove(*index)).collect();
+            items.pop_front();
             let behind = next - followers.len();
             moved.into_iter().for_each(|item| items.insert(behind, item));
             return true;
@@ -94,11 +95,10 @@ fn members_of(item: &Item) -> Vec<Instruction> {
 
 /// Some and one more as one instruction, if they are siblings and the target has one launch for them.
 fn joined(draft: &Draft, target: &dyn Target, all: &[Instruction], item: &Item) -> Option<Instruction> {
+    let first = all.first().filter(|first| first.action == item.instruction.action)?;
     let [next] = &members_of(item)[..] else { return None };
-    let first = all.first()?;
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<TensorType>>();
-    let is_alike = first.action == next.action
-        && first.stream == Stream::Compute
+    let is_alike = first.stream == Stream::Compute
         && next.stream == Stream::Compute
         && types(&first.operands) == types(&next.operands)
         && types(&first.results) == types(&next.results);
@@ -143,17 +143,17 @@ fn touched(draft: &Draft, instruction: &Instruction) -> [BTreeSet<StorageId>; 2]
     [storages(&instruction.operands), writes]
 }
 
-/// The views that must move with the instruction `next` where that moves up to `at`, the last first, if that is
-/// possible.
-fn leaders(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Vec<usize>> {
+/// The views that must move with the instruction `next` where that moves up to the first, the last of them first, if that
+/// is possible.
+fn leaders(draft: &Draft, items: &VecDeque<Item>, next: usize) -> Option<Vec<usize>> {
     let [reads, writes] = touched(draft, &items[next].instruction);
-    let is_free = items[at..next].iter().all(|item| {
+    let is_free = items.range(..next).all(|item| {
         let [other_reads, other_writes] = touched(draft, &item.instruction);
         reads.is_disjoint(&other_writes) && writes.is_disjoint(&other_writes) && writes.is_disjoint(&other_reads)
     });
     let mut needed = items[next].instruction.operands.clone();
     let mut found = Vec::new();
-    for index in (at + 1..next).rev() {
+    for index in (1..next).rev() {
         let instruction = &items[index].instruction;
         if draft.is_view(instruction) && instruction.results.iter().any(|result| needed.contains(result)) {
             needed.extend(&instruction.operands);
@@ -163,11 +163,11 @@ fn leaders(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Vec<
     is_free.then_some(found)
 }
 
-/// What must move with the instruction `at` where that moves down to `next`, if that is possible.
-fn followers(draft: &Draft, items: &[Item], at: usize, next: usize) -> Option<Vec<usize>> {
-    let [mut reads, mut writes] = touched(draft, &items[at].instruction);
+/// What must move with the first instruction where that moves down to `next`, if that is possible.
+fn followers(draft: &Draft, items: &VecDeque<Item>, next: usize) -> Option<Vec<usize>> {
+    let [mut reads, mut writes] = touched(draft, &items[0].instruction);
     let mut found = Vec::new();
-    for (index, item) in items.iter().enumerate().take(next + 1).skip(at + 1) {
+    for (index, item) in items.iter().enumerate().take(next + 1).skip(1) {
         let [other_reads, other_writes] = touched(draft, &item.instruction);
         let is_free =
             writes.is_disjoint(&other_reads) && writes.is_disjoint(&other_writes) && reads.is_disjoint(&other_writes);
