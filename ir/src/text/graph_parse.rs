@@ -114,6 +114,10 @@ impl<'a> Parser<'a> {
             };
             if let Err(Stop::Wrong(message)) = result {
                 self.found.push(place(line_number), message);
+                if self.mesh_line == Some(line_number) {
+                    // All that follows is laid out over the mesh that was meant.
+                    return;
+                }
             }
         }
         if !opened {
