@@ -325,7 +325,10 @@ impl Pins {
         let is_open = self.pp.is_none() && self.opens_stages();
         let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
         if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && !is_open && all != ranks) {
-            let fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" };
+            let mut fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" }.to_string();
+            if ranks.is_multiple_of(all) && [self.cp, self.ring, self.ulysses].iter().all(Option::is_none) {
+                fix += &format!(", or cp={} as well", ranks / all);
+            }
             let message = format!("they make {} and the cluster has {ranks}; {fix}", counted(all, "rank"));
             let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
             return fail(pins.join(","), message);
@@ -378,6 +381,7 @@ mod tests {
         check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, pp: None");
         check("tp=2x2,zero=1", "axes: {\"tp\": [2, 2]}");
         check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
+        check("dp=1,tp=2", "they make 2 ranks and the cluster has 4; pin only one of them, or cp=2 as well");
         check("dp=3", "3 does not divide the cluster's 4 ranks");
         check("dp=4,microbatch=3", "a batch of 8 does not divide into 4 data ranks times microbatches of 3");
         check("dp=4,microbatch=18446744073709551615", "a batch of 8 does not divide into 4 data ranks");
