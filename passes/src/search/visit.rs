@@ -102,8 +102,14 @@ impl Visited {
         let bound = self.bound(space)?.min(step);
         let gap = step / bound - 1.0;
         let stopped = match left_out {
-            (0, 0) if gap <= 1e-9 => "it is the best of its space".to_string(),
-            (0, _) if gap <= 1e-9 => "it is the best of those whose estimates fit".to_string(),
+            (0, untried) if gap <= 1e-9 => {
+                let of = if untried == 0 { "its space" } else { "those whose estimates fit" };
+                let is_free = space.prepared.head.is_some() && space.pins.loss_chunks.is_none();
+                format!(
+                    "it is the best of {of}{}",
+                    if is_free { ", in which the head is cut by its tokens" } else { "" }
+                )
+            }
             (0, _) => "every mesh was solved, or left out by its bound".to_string(),
             (refused, _) => {
                 format!("{refused} plans that are faster or leaner by their estimates do not fit when lowered")
