@@ -5,7 +5,7 @@ use super::names::{folded_path, name_of, role};
 use serde::Serialize;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, Bytes, Graph, Node, Program, Seconds};
-use shardc_passes::simulate::Rank;
+use shardc_passes::simulate::{Rank, Span};
 use std::collections::BTreeMap;
 
 /// Collectives of one kind, over the same axes, of the same module in all equal blocks.
@@ -45,26 +45,27 @@ pub(super) fn of_stages<'a>(inspection: &'a Inspection<'_>) -> impl Iterator<Ite
     inspection.programs.iter().enumerate().filter_map(of)
 }
 
+/// What a rank runs in a step, with when.
+pub(super) fn spans<'a>(program: &'a Program, rank: &'a Rank) -> impl Iterator<Item = (&'a Instruction, &'a Span)> {
+    rank.runs.iter().flat_map(move |run| {
+        let instructions = &program.sections[run.run.section].instructions;
+        run.spans.iter().map(move |span| (&instructions[span.index as usize], span))
+    })
+}
+
 /// The collectives of a rank of each stage, those that take longest first.
 pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
     let mut rows: BTreeMap<(u64, [String; 3], &str, usize, u64), Row> = BTreeMap::new();
     for (stage, (program, rank)) in (0u64..).zip(of_stages(inspection)) {
-        for run in &rank.runs {
-            let instructions = &program.sections[run.run.section].instructions;
-            for span in run.spans.iter() {
-                let instruction = &instructions[span.index as usize];
-                if !instruction.action.is_meeting() {
-                    continue;
-                }
-                let row = describe(inspection, program, instruction);
-                let row = Row { stage: (inspection.programs.len() > 1).then_some(stage), ..row };
-                let names = [row.kind.to_string(), row.over.clone(), row.of.clone()];
-                let key = (stage, names, row.role, row.tensors, row.bytes.0);
-                let known = rows.entry(key).or_insert(row);
-                known.count += 1;
-                known.seconds += Seconds(span.finish - span.start);
-                known.hidden += Seconds(span.hidden);
-            }
+        for (instruction, span) in spans(program, rank).filter(|(instruction, _)| instruction.action.is_meeting()) {
+            let row = describe(inspection, program, instruction);
+            let row = Row { stage: (inspection.programs.len() > 1).then_some(stage), ..row };
+            let names = [row.kind.to_string(), row.over.clone(), row.of.clone()];
+            let key = (stage, names, row.role, row.tensors, row.bytes.0);
+            let known = rows.entry(key).or_insert(row);
+            known.count += 1;
+            known.seconds += Seconds(span.finish - span.start);
+            known.hidden += Seconds(span.hidden);
         }
     }
     let mut rows: Vec<Row> = rows.into_values().collect();

@@ -102,14 +102,10 @@ fn run_lengths(list: &[usize]) -> Vec<[usize; 2]> {
 fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 2]> {
     let mut times: BTreeMap<usize, [f64; 2]> = BTreeMap::new();
     for (program, rank) in collectives::of_stages(inspection) {
-        for run in &rank.runs {
-            let instructions = &program.sections[run.run.section].instructions;
-            for span in run.spans.iter() {
-                let instruction = &instructions[span.index as usize];
-                let Some(source) = instruction.source else { continue };
-                let kind = usize::from(instruction.stream == Stream::Communication);
-                times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
-            }
+        for (instruction, span) in collectives::spans(program, rank) {
+            let Some(source) = instruction.source else { continue };
+            let kind = usize::from(instruction.stream == Stream::Communication);
+            times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
         }
     }
     times
