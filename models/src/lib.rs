@@ -8,10 +8,12 @@
 //! Nothing is ever computed here and no parameter is ever held: a model of any size traces in
 //! seconds. Burn's types do not leave this crate.
 
+pub mod detach;
 pub mod dropout;
 pub mod hf;
 pub mod trace;
 pub mod zoo;
 
+pub use detach::detach;
 pub use dropout::Dropout;
 pub use trace::{Batch, Model, TraceError, trace};

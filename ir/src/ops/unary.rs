@@ -69,6 +69,8 @@ unary_kinds! {
     Ceil "ceil" "ceil_grad",
     /// To the nearest, ties to even.
     Round "round" "round_grad",
+    /// `x`, which does not move with what it is made from.
+    Detach "detach" "detach_grad",
     /// Logical not.
     Not "not" "not_grad",
 }
@@ -81,7 +83,7 @@ impl UnaryKind {
 
     /// Whether the function is linear.
     pub fn is_linear(self) -> bool {
-        self == Self::Neg
+        matches!(self, Self::Neg | Self::Detach)
     }
 }
 
@@ -125,11 +127,11 @@ impl OpDef for Unary {
         elementwise_rule(operands, results, linear)
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
-        use UnaryKind::{Ceil, Floor, Neg, Not, Round, Sign};
+        use UnaryKind::{Ceil, Detach, Floor, Neg, Not, Round, Sign};
         let dy = gradient.cotangent(0)?;
         match self.kind {
-            // Steps: their derivative is zero wherever it exists.
-            Sign | Floor | Ceil | Round | Not => {}
+            // Steps, whose derivative is zero wherever it exists, and what is to have none.
+            Sign | Floor | Ceil | Round | Detach | Not => {}
             Neg => {
                 let dx = gradient.scale(dy, -1.0)?;
                 gradient.set(0, dx);

@@ -2,6 +2,7 @@
 
 use super::build::Built;
 use super::convert::Converter;
+use crate::detach::BOUND;
 use burn::backend::ir::{
     BinaryOpIr, BoolOperationIr, FloatOperationIr, IntOperationIr, NumericOperationIr, PadModeIr, PadOpIr, ScalarIr,
     ScalarOpIr, TensorIr, UnaryOpIr,
@@ -28,7 +29,13 @@ impl Converter<'_> {
             Numeric::ClampMin(op) => self.binary_with(BinaryKind::Max, op),
             Numeric::ClampMax(op) => self.binary_with(BinaryKind::Min, op),
             Numeric::PowiScalar(op) => self.power_with(op),
-            Numeric::Clamp(op) => self.value(&op.tensor).and_then(|x| self.clamp(x, op.min.elem(), op.max.elem())),
+            Numeric::Clamp(op) => {
+                let (min, max): (f64, f64) = (op.min.elem(), op.max.elem());
+                let is_detached = (min, max) == (-BOUND, BOUND);
+                self.value(&op.tensor).and_then(|x| {
+                    if is_detached { self.b.unary(UnaryKind::Detach, x) } else { self.clamp(x, min, max) }
+                })
+            }
             Numeric::Abs(op) => self.unary(UnaryKind::Abs, op),
             Numeric::Neg(op) => self.unary(UnaryKind::Neg, op),
             Numeric::Sign(op) => self.unary(UnaryKind::Sign, op),

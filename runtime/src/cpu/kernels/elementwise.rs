@@ -58,6 +58,7 @@ pub(super) fn function(kind: UnaryKind) -> fn(f32) -> f32 {
         UnaryKind::Floor => f32::floor,
         UnaryKind::Ceil => f32::ceil,
         UnaryKind::Round => f32::round_ties_even,
+        UnaryKind::Detach => |x| x,
         UnaryKind::Not => |x| f32::from(u8::from(x == 0.0)),
     }
 }
@@ -94,7 +95,12 @@ pub(super) fn derivative(kind: UnaryKind) -> fn(f32) -> f32 {
             let gate = sigmoid(x);
             gate * (1.0 + x * (1.0 - gate))
         },
-        UnaryKind::Sign | UnaryKind::Floor | UnaryKind::Ceil | UnaryKind::Round | UnaryKind::Not => |_| 0.0,
+        UnaryKind::Sign
+        | UnaryKind::Floor
+        | UnaryKind::Ceil
+        | UnaryKind::Round
+        | UnaryKind::Detach
+        | UnaryKind::Not => |_| 0.0,
     }
 }
 

@@ -85,6 +85,7 @@ pub(super) fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
         UnaryKind::Floor => x.floor(),
         UnaryKind::Ceil => x.ceil(),
         UnaryKind::Round => x.round(),
+        UnaryKind::Detach => x,
         UnaryKind::Not => 1.0f32 - x,
     }
 }
@@ -116,7 +117,12 @@ pub(super) fn derivative(x: f32, #[comptime] kind: UnaryKind) -> f32 {
             s + 2.0f32 * x * s * (1.0f32 - s) * inner
         }
         UnaryKind::Silu => sigmoid(x) * (1.0f32 + x * (1.0f32 - sigmoid(x))),
-        UnaryKind::Sign | UnaryKind::Floor | UnaryKind::Ceil | UnaryKind::Round | UnaryKind::Not => x * 0.0f32,
+        UnaryKind::Sign
+        | UnaryKind::Floor
+        | UnaryKind::Ceil
+        | UnaryKind::Round
+        | UnaryKind::Detach
+        | UnaryKind::Not => x * 0.0f32,
     }
 }
 
