@@ -215,6 +215,10 @@ impl Lowering<'_> {
         }
         let ty = self.local_type(self.plan.graph.ty(value), to);
         let Ok(op) = self.local_op(def, node, &[], std::slice::from_ref(to)) else { return Ok(None) };
+        // Numbers that are given are given whole: their parts are cut out.
+        if op.infer(&[], std::slice::from_ref(&ty)).is_err() {
+            return Ok(None);
+        }
         let buffer = self.draft.buffer(ty, self.category(value));
         self.draft.buffers[buffer].value = Some(value);
         self.check_types(def, &op, &[], &[buffer])?;

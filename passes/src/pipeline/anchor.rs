@@ -56,6 +56,13 @@ pub fn anchors(graph: &Graph) -> Anchors {
         let update = users.get(&node.results[0]).into_iter().flatten().find_map(|(reader, _)| anchors[*reader]);
         anchors[id] = update;
     }
+    // A parameter that nothing reads lies in the first chunk.
+    let first = graph.nodes().filter_map(|(id, _)| anchors[id]).min();
+    for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
+        if !users.contains_key(&node.results[0]) {
+            anchors[id] = first;
+        }
+    }
     anchors
 }
 

@@ -29,12 +29,47 @@ pub fn batch_choices(
     rules: &[&FactorRule],
     batch: u64,
 ) -> SecondaryMap<NodeId, Choice> {
+    let users = graph.users();
     let mut choices = SecondaryMap::with_default(Choice::Replicate);
+    let mut inputs: Vec<NodeId> = samples(graph, |size| size == batch);
+    loop {
+        follow(graph, folded, rules, &inputs, &mut choices);
+        // Rows of samples (labels of all tokens in one dimension), where something that is divided reads them.
+        let is_wanted = |id: &NodeId| {
+            let readers = users.get(&graph.node(*id).results[0]).into_iter().flatten();
+            readers.into_iter().any(|reader| wanted(folded, rules, &choices, reader) == Some(0))
+        };
+        let mut rows = samples(graph, |size| size > batch && batch > 1 && size.is_multiple_of(batch));
+        rows.retain(|id| !inputs.contains(id) && is_wanted(id));
+        if rows.is_empty() {
+            break;
+        }
+        inputs.append(&mut rows);
+    }
+    divide_sources(graph, folded, rules, &mut choices);
+    choices
+}
+
+/// The inputs whose first dimension is of such a size.
+fn samples(graph: &Graph, is_such: impl Fn(u64) -> bool) -> Vec<NodeId> {
+    let inputs = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Input(_)));
+    let of = |node: &Node| graph.ty(node.results[0]).shape.first().is_some_and(|size| is_such(*size));
+    inputs.filter(|(_, node)| of(node)).map(|(id, _)| id).collect()
+}
+
+/// What every node does where these inputs are divided.
+fn follow(
+    graph: &Graph,
+    folded: &Folded,
+    rules: &[&FactorRule],
+    inputs: &[NodeId],
+    choices: &mut SecondaryMap<NodeId, Choice>,
+) {
     let mut states: HashMap<ValueId, State> = HashMap::new();
     for (id, node) in graph.nodes() {
         let rule = &rules[folded.class[id]];
         let choice = match &node.op {
-            Op::Input(_) if graph.ty(node.results[0]).shape.first() == Some(&batch) => Choice::Factor(0),
+            Op::Input(_) if inputs.contains(&id) => Choice::Factor(0),
             _ if is_source(node) => Choice::Replicate,
             _ => forward_choice(rule, &node.operands.iter().map(|value| states[value]).collect::<Vec<_>>()),
         };
@@ -43,8 +78,6 @@ pub fn batch_choices(
             states.insert(*value, result_state(rule, index, choice));
         }
     }
-    divide_sources(graph, folded, rules, &mut choices);
-    choices
 }
 
 /// Which nodes run once per microbatch: those that divide the batch or pass its partial sums on. A batch of one sample
@@ -72,8 +105,8 @@ fn forward_choice(rule: &FactorRule, operands: &[State]) -> Choice {
     let partial = |index: &usize| operands[*index] == State::Partial;
     let count = (0..operands.len()).filter(partial).count();
     let divided = operands.iter().any(|state| matches!(state, State::Dim(_)));
-    let set =
-        rule.linear.iter().position(|set| count > 0 && set.iter().filter(|index| partial(index)).count() == count);
+    // Neither less nor more: what is whole would be added to every term.
+    let set = rule.linear.iter().position(|set| count > 0 && set.len() == count && set.iter().all(partial));
     match set {
         Some(set) if !divided => Choice::Pass(set),
         _ => Choice::Replicate,
@@ -105,6 +138,17 @@ fn result_state(rule: &FactorRule, index: usize, choice: Choice) -> State {
     }
 }
 
+/// The dimension of an operand of which its reader divides the outermost factor.
+fn wanted(
+    folded: &Folded,
+    rules: &[&FactorRule],
+    choices: &SecondaryMap<NodeId, Choice>,
+    (user, index): &(NodeId, usize),
+) -> Option<usize> {
+    let Choice::Factor(factor) = choices[*user] else { return None };
+    rules[folded.class[*user]].operands[*index].iter().position(|dims| dims.first() == Some(&factor))
+}
+
 /// From the readers back: what all readers want divided is made divided.
 fn divide_sources(graph: &Graph, folded: &Folded, rules: &[&FactorRule], choices: &mut SecondaryMap<NodeId, Choice>) {
     let users = graph.users();
@@ -114,10 +158,7 @@ fn divide_sources(graph: &Graph, folded: &Folded, rules: &[&FactorRule], choices
             continue;
         }
         let (value, rule) = (node.results[0], &rules[folded.class[id]]);
-        let wanted = |(user, index): &(NodeId, usize)| {
-            let Choice::Factor(factor) = choices[*user] else { return None };
-            rules[folded.class[*user]].operands[*index].iter().position(|dims| dims.first() == Some(&factor))
-        };
+        let wanted = |reader: &(NodeId, usize)| wanted(folded, rules, choices, reader);
         let Some(readers) = users.get(&value) else { continue };
         let Some(dim) = readers.first().and_then(wanted) else { continue };
         let all = readers.iter().all(|reader| wanted(reader) == Some(dim)) && !updated.contains(&value);

@@ -9,7 +9,7 @@ use super::layout::{Along, Extent, convert_seconds};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, OpDef, Role, Strategy};
+use shardc_ir::{AxisId, Choice, FactorKind, OpDef, Role, Strategy};
 
 /// Whether the batch can be divided over an axis of time: a value that is summed over microbatches exists
 /// only after the last of them, and so does what is made of it; one that is divided over them is never
@@ -46,9 +46,19 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
     let reads = |(reader, operand, _): &(usize, usize, usize)| {
         Along::of(&prepared.rules[*reader].operand_sharding(*operand, &strategies[*reader]), axis)
     };
+    // What is whole is divided where it is made again from nothing, which given numbers, inputs and results are not.
+    let is_made_again = |flow: &Flow, read: &Along| {
+        let (class, rule) = (&prepared.folded.classes[flow.maker], prepared.rules[flow.maker]);
+        let node = prepared.graph.node(class.node);
+        let Along::Dim(dim) = read else { return *read == Along::Whole };
+        let is_divisible = |factor: &usize| rule.factors[*factor].kind == FactorKind::Parallel;
+        node.operands.is_empty()
+            && !node.op.is_leaf()
+            && rule.results[flow.result].get(*dim).and_then(|factors| factors.first()).is_none_or(is_divisible)
+    };
     flows.iter().all(|(flow, from)| {
         flow.readers.iter().all(|read| match from {
-            Along::Whole => !late[flow.maker] || !is_looped(read.0),
+            Along::Whole => (!late[flow.maker] || !is_looped(read.0)) && is_made_again(flow, &reads(read)),
             Along::Partial(_) => reads(read) == *from || !is_looped(read.0),
             Along::Dim(_) => reads(read) == *from,
         })

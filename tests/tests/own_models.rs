@@ -1,0 +1,143 @@
+//! Models with what their authors put into them train alike under every family of plans: terms of the loss that read
+//! parameters alone, labels of all tokens in one dimension, numbers given for each sample, parameters that nothing
+//! reads.
+
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::tensor::activation::gelu;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use shardc::{
+    Batch, Cluster, Compiled, Decay, Error, FromInitialisers, LearningRate, Options, Precision, TrainOptions,
+};
+use shardc_ir::{DType, HostTensor};
+use shardc_models::{Model, TraceError, detach, trace};
+use std::collections::BTreeMap;
+
+const WIDTH: usize = 16;
+const CLASSES: usize = 8;
+const BATCH: Batch = Batch { batch: 4, seq: 6 };
+
+#[derive(Module, Debug)]
+struct Tagger {
+    table: Embedding,
+    blocks: Vec<Linear>,
+    head: Linear,
+    idle: Linear,
+}
+
+impl Tagger {
+    fn new(device: &Device) -> Self {
+        let linear = |to| LinearConfig::new(WIDTH, to).init(device);
+        Self {
+            table: EmbeddingConfig::new(CLASSES, WIDTH).init(device),
+            blocks: (0..2).map(|_| linear(WIDTH)).collect(),
+            head: linear(CLASSES),
+            idle: linear(3),
+        }
+    }
+
+    /// The logits `[b * s, classes]` of tokens `[b, s]`.
+    fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [batch, seq] = tokens.dims();
+        let mut x = self.table.forward(tokens);
+        for block in &self.blocks {
+            x = x.clone() + gelu(block.forward(x));
+        }
+        self.head.forward(x).reshape([batch * seq, CLASSES])
+    }
+}
+
+type Loss = fn(&Tagger, &mut shardc_models::Batch, [usize; 2]) -> Tensor<1>;
+
+/// The labels of all tokens in one dimension, of which one class does not count.
+fn flat_labels(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let logits = model.forward(inputs.int("tokens", [batch, seq]));
+    let loss = CrossEntropyLossConfig::new().with_pad_tokens(Some(vec![3])).init(&logits.device());
+    loss.forward(logits, inputs.int("labels", [batch * seq]))
+}
+
+/// A penalty of the parameters' size, those that nothing else reads among them.
+fn penalty(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let logits = model.forward(inputs.int("tokens", [batch, seq]));
+    let size = model.head.weight.val().square().sum() + model.blocks[0].weight.val().abs().mean();
+    logits.square().mean() + size * 1e-2 + model.idle.weight.val().square().sum()
+}
+
+/// Weights of the samples that the model is given as numbers, and a target through which no gradient goes.
+fn given_weights(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let logits = model.forward(inputs.int("tokens", [batch, seq])).reshape([batch, seq * CLASSES]);
+    let weights: Vec<f32> = (0..batch).map(|sample| 0.5 + (sample * 5 % 7) as f32).collect();
+    let weights = Tensor::<2>::from_data(TensorData::new(weights, [batch, 1]), &logits.device());
+    ((logits.clone() - detach(logits.tanh())).square() * weights).mean()
+}
+
+fn inputs(model: &Model) -> BTreeMap<String, HostTensor> {
+    let number = |at: u64| ((at * 7 + at / 3) % CLASSES as u64) as i64;
+    let of = |ty: &shardc_ir::TensorType| {
+        assert_eq!(ty.dtype, DType::I64);
+        HostTensor::from_i64(ty.shape.clone(), &(0..ty.elements()).map(number).collect::<Vec<_>>())
+    };
+    model.inputs.iter().map(|(name, ty)| (name.clone(), of(ty))).collect()
+}
+
+fn compiled(loss: Loss, cluster: &str, pins: &str) -> Result<Compiled, Error> {
+    let model = move |batch: Batch| -> Result<Model, TraceError> {
+        let shape = [batch.batch as usize, batch.seq as usize];
+        trace("tagger", Tagger::new, move |model, inputs| loss(model, inputs, shape))
+    };
+    let cluster = Cluster::parse(cluster, "h200").unwrap();
+    let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+    shardc::compile(&model, BATCH, &cluster, &options)
+}
+
+/// The losses of some steps with the same inputs.
+#[track_caller]
+fn losses(loss: Loss, cluster: &str, pins: &str) -> Vec<f64> {
+    let compiled = compiled(loss, cluster, pins).unwrap_or_else(|error| panic!("{pins}: {error}"));
+    let choice = &compiled.plan().choice;
+    assert!(pins.split(',').all(|pin| choice.contains(pin)), "{pins} gave {choice}");
+    let learning_rate = LearningRate { rate: 1e-2, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 3 };
+    let mut trainer = compiled.start(&FromInitialisers, TrainOptions { learning_rate, seed: 1 }).unwrap();
+    (0..3).map(|_| trainer.step(inputs(&compiled.model)).unwrap().loss).collect()
+}
+
+/// Plans of one microbatch, and of several.
+const WHOLE: [(&str, &str); 3] =
+    [("cpu:2", "dp=2,zero=1,microbatch=2"), ("cpu:2", "tp=2,microbatch=4"), ("cpu:4", "dp=2,tp=2,zero=3,microbatch=2")];
+const CUT: [(&str, &str); 5] = [
+    ("cpu:1", "microbatch=1"),
+    ("cpu:2", "dp=2,zero=3,microbatch=1"),
+    ("cpu:2", "tp=2,microbatch=2"),
+    ("cpu:4", "dp=2,tp=2,microbatch=1"),
+    ("cpu:2", "pp=2,schedule=1f1b,microbatch=1"),
+];
+
+#[track_caller]
+fn check<'a>(loss: Loss, plans: impl IntoIterator<Item = &'a (&'a str, &'a str)>) {
+    let whole = losses(loss, "cpu:1", "microbatch=4");
+    for (cluster, pins) in plans {
+        let losses = losses(loss, cluster, pins);
+        let is_near = |(a, b): (&f64, &f64)| (a - b).abs() < 1e-5 * b.abs();
+        assert!(losses.iter().zip(&whole).all(is_near), "{pins}: {losses:?}, on one rank {whole:?}");
+    }
+}
+
+#[test]
+fn labels_of_all_tokens() {
+    check(flat_labels, WHOLE.iter().chain(&CUT));
+}
+
+#[test]
+fn terms_of_parameters_alone() {
+    // A sum over the parameters of several stages has no stage of its own yet.
+    check(penalty, WHOLE.iter().chain(&CUT[..4]));
+}
+
+#[test]
+fn numbers_of_each_sample() {
+    check(given_weights, &WHOLE);
+    // No operation is another one in every microbatch, and given numbers would be.
+    let error = compiled(given_weights, "cpu:1", "microbatch=1").unwrap_err().to_string();
+    assert!(error.contains("given along it"), "{error}");
+}
