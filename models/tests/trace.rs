@@ -1,8 +1,10 @@
 //! Tracing modules of one's own.
 
 use burn::module::{Module, Param};
+use burn::nn::activation::{RRelu, RReluConfig};
 use burn::nn::conv::{Conv3d, Conv3dConfig};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
+use burn::nn::{Embedding, EmbeddingConfig, GaussianNoise, GaussianNoiseConfig, Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 use shardc_ir::{DType, Op, OpDef, TensorType};
 use shardc_models::dropout::DropoutConfig;
@@ -149,6 +151,54 @@ fn mistakes_of_the_user() {
     let error = trace("dropping", init(0.1), loss);
     assert!(matches!(&error, Err(TraceError::SilentDropout(paths)) if paths[..] == ["dropout"]), "{error:?}");
     assert!(trace("dropping", init(0.0), loss).is_ok());
+    let error = trace(
+        "reading",
+        |device: &Device| LinearConfig::new(4, 4).init(device),
+        |model, batch| {
+            let ids = batch.int("ids", [2]).one_hot::<2>(4).float();
+            model.forward(ids).mean()
+        },
+    );
+    assert!(
+        matches!(&error, Err(TraceError::Module(message)) if message.contains("in place of `one_hot`")),
+        "{error:?}"
+    );
+}
+
+/// Layers of Burn's own display nothing of the dropouts within.
+#[test]
+fn dropouts_within_layers_are_found() {
+    let check = |probability: f64| {
+        trace(
+            "encoder",
+            |device| TransformerEncoderConfig::new(4, 8, 2, 1).with_dropout(probability).init(device),
+            |model, batch| model.forward(TransformerEncoderInput::new(batch.float("x", [2, 3, 4]))).mean(),
+        )
+    };
+    let error = check(0.1);
+    let expect = ["layers.0.mha.dropout", "layers.0.pwff.dropout", "layers.0.dropout"];
+    assert!(matches!(&error, Err(TraceError::SilentDropout(paths)) if paths[..] == expect), "{error:?}");
+    assert!(check(0.0).is_ok());
+}
+
+#[derive(Module, Debug)]
+struct Noisy {
+    noise: GaussianNoise,
+    slope: RRelu,
+    silent: GaussianNoise,
+}
+
+#[test]
+fn noise_that_would_be_lost() {
+    let init = |_: &Device| Noisy {
+        noise: GaussianNoiseConfig::new(0.1).init(),
+        slope: RReluConfig::new().init(),
+        silent: GaussianNoiseConfig::new(0.0).init(),
+    };
+    let error = trace("noisy", init, |model, batch| {
+        model.silent.forward(model.slope.forward(model.noise.forward(batch.float("x", [2, 3])))).mean()
+    });
+    assert!(matches!(&error, Err(TraceError::SilentNoise(paths)) if paths[..] == ["noise", "slope"]), "{error:?}");
 }
 
 /// What a loss of a picture `[2, 4, 6, 8]` becomes.

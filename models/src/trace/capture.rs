@@ -10,7 +10,6 @@ use shardc_ir::ops::{SAMPLE, STEP};
 use shardc_ir::{DType, TensorType};
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::panic::AssertUnwindSafe;
 
 /// The inputs of one step, and its results beside the loss. The loss function asks it for every
@@ -126,7 +125,9 @@ struct Parameters {
     path: Vec<String>,
     containers: Vec<String>,
     slots: Vec<Slot>,
-    dropouts: Vec<String>,
+    dropouts: Vec<(String, bool)>,
+    noises: Vec<(String, bool)>,
+    slopes: Vec<String>,
     norms: Vec<String>,
     mistakes: Vec<String>,
 }
@@ -152,13 +153,15 @@ impl ModuleVisitor for Parameters {
         self.push(param.id, id!(param.base()), true);
     }
     fn visit_flag(&mut self, flag: &Param<Flag>) {
-        // Burn's batch normalization takes the statistics of the batch only under Burn's autodiff.
-        if self.containers.last().is_some_and(|name| name == "Struct:BatchNorm") && flag.is_enabled() {
-            self.norms.push(self.path[..self.path.len().saturating_sub(1)].join("."));
-        }
-        // Burn's own dropout does nothing without Burn's autodiff, which capture does not have.
-        if self.containers.last().is_some_and(|name| name == "Struct:Dropout") && flag.is_enabled() {
-            self.dropouts.push(self.path[..self.path.len().saturating_sub(1)].join("."));
+        let (path, acts) = (self.path[..self.path.len().saturating_sub(1)].join("."), flag.is_enabled());
+        match self.containers.last().map(String::as_str) {
+            // Burn's batch normalization takes the statistics of the batch only under Burn's autodiff.
+            Some("Struct:BatchNorm") if acts => self.norms.push(path),
+            // What Burn's own layers draw at random they draw under Burn's autodiff alone, which capture does not have.
+            Some("Struct:Dropout") => self.dropouts.push((path, acts)),
+            Some("Struct:GaussianNoise") => self.noises.push((path, acts)),
+            Some("Struct:RRelu") if acts => self.slopes.push(path),
+            _ => {}
         }
     }
     fn enter_module(&mut self, name: &str, container: &str) {
@@ -179,32 +182,44 @@ fn is_trained<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     Param::from_mapped_value(id, stand_in, mapper).train().base().is_require_grad()
 }
 
-/// The paths of Burn dropout layers that would drop something, given all of them in order. Their
-/// probability is a private matter of Burn's display.
-fn silent_dropouts(display: &str, paths: Vec<String>) -> Vec<String> {
-    let probabilities: Vec<f64> = display
-        .split("Dropout {")
-        .skip(1)
-        .filter_map(|rest| rest.trim_start().strip_prefix("prob:"))
-        .map(|rest| {
-            rest.trim_start().chars().take_while(|c| c.is_ascii_digit() || ".e-".contains(*c)).collect::<String>()
-        })
-        .map(|number| number.parse().unwrap_or(1.0))
+/// The paths of Burn's layers of a kind that would draw something, given all of them in order and whether they act.
+/// How strongly they do is a number that no visitor is told, so it is read from what the module prints of itself to its
+/// authors, the fields in the order in which they are visited (what it displays leaves out parts of Burn's own layers).
+fn silent(printed: &str, layer: &str, field: &str, layers: Vec<(String, bool)>) -> Vec<String> {
+    let opening = format!("{layer} {{ {field}: ");
+    let starts = printed.match_indices(&opening).filter(|(at, _)| {
+        let before = printed[..*at].chars().next_back();
+        !before.is_some_and(|letter| letter.is_alphanumeric() || letter == '_')
+    });
+    let numbers: Vec<f64> = starts
+        .map(|(at, _)| &printed[at + opening.len()..])
+        .map(|rest| rest.split([',', ' ', '}']).next().unwrap_or_default().parse().unwrap_or(1.0))
         .collect();
-    if probabilities.len() != paths.len() {
-        return if probabilities.iter().any(|p| *p > 0.0) { paths } else { Vec::new() };
+    let is_told = numbers.len() == layers.len();
+    let draws = |index: usize| !is_told || numbers[index] > 0.0;
+    let silent = layers.into_iter().enumerate().filter(|(index, (_, acts))| *acts && draws(*index));
+    silent.map(|(_, (path, _))| path).collect()
+}
+
+/// What a module did wrong, in the words of its author where Burn's are those of its capture.
+fn explained(message: String) -> String {
+    if !message.contains("has no concrete value") {
+        return message;
     }
-    paths.into_iter().zip(probabilities).filter(|(_, p)| *p > 0.0).map(|(path, _)| path).collect()
+    "it reads the numbers of a tensor (`into_data`, `into_scalar`, and in Burn `one_hot`, `mask_select`, `argwhere` and \
+     `nonzero`, some losses to check them), but nothing is computed while a model is traced: compute with the tensor \
+     itself, as with a mask in place of the elements that it selects, or `ids.equal(classes)` in place of `one_hot`"
+        .to_string()
 }
 
 /// Runs constructor and loss on a capture device.
-pub(super) fn capture<M: Module + Display>(
+pub(super) fn capture<M: Module>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, &mut Batch) -> Tensor<1>,
 ) -> Result<Captured, TraceError> {
     let device = Device::capture();
     let (mut batch, mut parameters) = (Batch::new(&device), Parameters::default());
-    let mut dropouts = Vec::new();
+    let (mut dropouts, mut noises) = (Vec::new(), Vec::new());
     // A module that is used wrongly panics inside Burn; its message is the user's error.
     let run = quiet::catch(AssertUnwindSafe(|| {
         device.capture_scope(|scope| {
@@ -213,8 +228,10 @@ pub(super) fn capture<M: Module + Display>(
                 model = model.to_device(&device);
             }
             model.visit(&mut parameters);
-            if !parameters.dropouts.is_empty() {
-                dropouts = silent_dropouts(&model.to_string(), std::mem::take(&mut parameters.dropouts));
+            if !parameters.dropouts.is_empty() || !parameters.noises.is_empty() {
+                let printed = format!("{model:?}");
+                dropouts = silent(&printed, "Dropout", "prob", std::mem::take(&mut parameters.dropouts));
+                noises = silent(&printed, "GaussianNoise", "std", std::mem::take(&mut parameters.noises));
             }
             let loss = loss(&model, &mut batch);
             match id!(loss.clone()) {
@@ -230,10 +247,14 @@ pub(super) fn capture<M: Module + Display>(
             scope.complete([], outputs)
         })
     }));
-    let captured = run.map_err(TraceError::Module)?;
+    let captured = run.map_err(|message| TraceError::Module(explained(message)))?;
     let captured = captured.map_err(|error| TraceError::Module(error.to_string()))?;
     if !dropouts.is_empty() {
         return Err(TraceError::SilentDropout(dropouts));
+    }
+    noises.append(&mut parameters.slopes);
+    if !noises.is_empty() {
+        return Err(TraceError::SilentNoise(noises));
     }
     if let Some(mistake) = parameters.mistakes.into_iter().chain(batch.mistakes).next() {
         return Err(TraceError::Module(mistake));

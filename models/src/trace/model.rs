@@ -11,7 +11,6 @@ use burn::tensor::{Device, Tensor, TensorId};
 use shardc_ir::ops::{Input, OpError, Parameter};
 use shardc_ir::{Graph, HostTensor, Op, OutputKind, TensorType};
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fmt::Display;
 
 /// A model: what a training step computes before it is differentiated.
 #[derive(Clone, Debug)]
@@ -54,8 +53,17 @@ pub enum TraceError {
     #[error("the module cannot be recorded: {0}")]
     Module(String),
     /// Burn's dropout acts only under Burn's autodiff and would be lost.
-    #[error("Burn's dropout is not recorded: use `shardc_models::Dropout` in {}", .0.join(", "))]
+    #[error(
+        "Burn's dropout is not recorded: use `shardc_models::Dropout` in its place, or a probability of 0 where a \
+         layer of Burn's holds it, in {}", .0.join(", ")
+    )]
     SilentDropout(Vec<String>),
+    /// Other layers of Burn's that draw at random only under Burn's autodiff.
+    #[error(
+        "what Burn's `GaussianNoise` and `RRelu` draw is not recorded: draw it in the module itself (`x.random_like`) \
+         in place of {}", .0.join(", ")
+    )]
+    SilentNoise(Vec<String>),
     /// A bug of this crate: it built an operation that does not fit its operands.
     #[error("internal error in `{path}`: {error}")]
     Bug {
@@ -80,7 +88,7 @@ fn list(unsupported: &[Unsupported]) -> String {
 /// # Errors
 ///
 /// See [`TraceError`]; operations that are not supported are all listed at once.
-pub fn trace<M: Module + Display>(
+pub fn trace<M: Module>(
     name: &str,
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, &mut Batch) -> Tensor<1>,
