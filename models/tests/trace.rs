@@ -221,7 +221,8 @@ fn pictures() {
         |size| InterpolateOptions { output_size: Some(size), ..InterpolateOptions::new(InterpolateMode::Nearest) };
     check_picture(|x| interpolate(x, nearest([12, 16])), "broadcast reshape");
     let init = |device: &Device| LinearConfig::new(4, 4).init(device);
-    let error = trace("odd", init, |_, batch| interpolate(batch.float("x", [2, 4, 6, 8]), nearest([9, 8])).sum());
+    let cubic = InterpolateOptions { output_size: Some([9, 8]), ..InterpolateOptions::new(InterpolateMode::Bicubic) };
+    let error = trace("cubic", init, |_, batch| interpolate(batch.float("x", [2, 4, 6, 8]), cubic).sum());
     assert!(matches!(error, Err(TraceError::Unsupported(_))), "{error:?}");
 }
 

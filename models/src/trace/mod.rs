@@ -15,12 +15,14 @@ mod build;
 mod capture;
 mod constants;
 mod convert;
+mod indices;
 mod model;
 mod numeric;
 mod paths;
 mod pictures;
 mod quiet;
 mod ranked;
+mod resize;
 mod shapes;
 
 pub use capture::Batch;

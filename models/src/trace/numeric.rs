@@ -40,7 +40,7 @@ impl Converter<'_> {
             Numeric::Neg(op) => self.unary(UnaryKind::Neg, op),
             Numeric::Sign(op) => self.unary(UnaryKind::Sign, op),
             Numeric::Full(op) => self.filled(op.value.elem(), &op.out),
-            Numeric::Pad(op) => return self.pad(op),
+            Numeric::Pad(op) => self.pad(op),
             Numeric::Greater(op) => self.comparison(CompareKind::Gt, op),
             Numeric::GreaterEqual(op) => self.comparison(CompareKind::Ge, op),
             Numeric::Lower(op) => self.comparison(CompareKind::Lt, op),
@@ -104,6 +104,7 @@ impl Converter<'_> {
                 let size = c.b.unary(UnaryKind::Abs, x)?;
                 c.b.compare_number(CompareKind::Eq, size, f64::INFINITY)
             }),
+            Float::Hypot(op) => self.hypotenuse(op),
             Float::Powf(op) => self.power(op),
             Float::PowfScalar(op) => self.power_with(op),
             Float::IntoInt(op) => self.cast(&op.input, &op.out),
@@ -148,6 +149,14 @@ impl Converter<'_> {
         let (up, down) = (self.b.unary(UnaryKind::Exp, x)?, self.b.unary(UnaryKind::Exp, minus)?);
         let both = self.b.binary(kind, up, down)?;
         self.b.affine(both, 0.5, 0.0)
+    }
+
+    /// `sqrt(a^2 + b^2)`
+    fn hypotenuse(&mut self, op: &BinaryOpIr) -> Built {
+        let (a, b) = (self.value(&op.lhs)?, self.value(&op.rhs)?);
+        let (a, b) = (self.b.binary(BinaryKind::Mul, a, a)?, self.b.binary(BinaryKind::Mul, b, b)?);
+        let sum = self.b.binary(BinaryKind::Add, a, b)?;
+        self.b.unary(UnaryKind::Sqrt, sum)
     }
 
     fn binary(&mut self, kind: BinaryKind, op: &BinaryOpIr) -> Built {
@@ -227,11 +236,15 @@ impl Converter<'_> {
         self.b.cast(x, dtype)
     }
 
-    fn pad(&mut self, op: &PadOpIr) -> Option<Built> {
-        let PadModeIr::Constant(value) = op.mode else { return None };
+    fn pad(&mut self, op: &PadOpIr) -> Built {
+        let value = match op.mode {
+            PadModeIr::Constant(value) => number(value),
+            PadModeIr::Reflect => return self.pad_with_itself(op, true),
+            PadModeIr::Edge => return self.pad_with_itself(op, false),
+        };
         let (low, high) = op.padding.iter().map(|(low, high)| (*low as u64, *high as u64)).unzip();
-        let value = number(value);
-        Some(self.value(&op.input).and_then(|x| self.b.emit(Pad { low, high, value }, &[x], &[])))
+        let x = self.value(&op.input)?;
+        self.b.emit(Pad { low, high, value }, &[x], &[])
     }
 
     fn reduce(&mut self, kind: Reduction, input: &TensorIr, dims: Option<&[usize]>, out: &TensorIr) -> Built {

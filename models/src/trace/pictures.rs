@@ -1,16 +1,14 @@
-//! Operations on pictures `[b, c, h, w]`: convolutions, pooling, batch normalization, resizing.
+//! Operations on pictures `[b, c, h, w]`: convolutions, pooling, batch normalization; sequences `[b, c, w]` are
+//! pictures of one row.
 //!
 //! What has no operation of ours is written out: an average is a sum over a split dimension or, where
-//! windows overlap, a convolution of each channel by itself; resizing to the nearest is copying.
+//! windows overlap, a convolution of each channel by itself.
 
 use super::build::Built;
 use super::convert::Converter;
-use burn::backend::ir::{
-    AdaptiveAvgPool2dOpIr, AvgPool2dOpIr, BatchNormOpIr, Conv1dOpIr, Conv2dOpIr, ConvTranspose2dOpIr,
-    InterpolateModeIr, InterpolateOpIr, MaxPool2dOpIr, ModuleOperationIr, TensorIr,
-};
-use shardc_ir::ops::{BinaryKind, Broadcast, Convolution, ConvolutionTranspose, MaxPool, ReduceOp, UnaryKind, Window};
-use shardc_ir::{TensorType, ValueId};
+use burn::backend::ir::{BatchNormOpIr, Conv1dOpIr, Conv2dOpIr, ModuleOperationIr, TensorIr};
+use shardc_ir::ValueId;
+use shardc_ir::ops::{BinaryKind, Convolution, ConvolutionTranspose, Literal, MaxPool, ReduceOp, UnaryKind, Window};
 
 fn wide(sizes: [usize; 2]) -> [u64; 2] {
     sizes.map(|size| size as u64)
@@ -22,6 +20,47 @@ fn window(stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2]) -> Wind
     Window { stride: wide(stride), low: padding, high: padding, dilation: wide(dilation) }
 }
 
+/// A shape with a height; a sequence has one of one.
+fn picture(shape: &[u64]) -> Vec<u64> {
+    let mut shape = shape.to_vec();
+    if shape.len() == 3 {
+        shape.insert(2, 1);
+    }
+    shape
+}
+
+/// Height and width.
+fn plane(tensor: &TensorIr) -> [u64; 2] {
+    let shape: Vec<u64> = tensor.shape.iter().map(|size| *size as u64).collect();
+    let shape = picture(&shape);
+    [shape[2], shape[3]]
+}
+
+/// How windows pool a picture.
+struct Pool<'a> {
+    x: &'a TensorIr,
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+    out: &'a TensorIr,
+}
+
+impl Pool<'_> {
+    /// The window, with as much padding at the end as its last places need: they may reach beyond what was asked for,
+    /// where Burn rounds their number up.
+    fn window(&self) -> Window {
+        let mut window = window(self.stride, self.padding, self.dilation);
+        let (size, count, kernel) = (plane(self.x), plane(self.out), wide(self.kernel));
+        for axis in [0, 1] {
+            let span = window.dilation[axis] * (kernel[axis] - 1) + 1;
+            let reach = count[axis].saturating_sub(1) * window.stride[axis] + span;
+            window.high[axis] = window.high[axis].max(reach.saturating_sub(size[axis] + window.low[axis]));
+        }
+        window
+    }
+}
+
 impl Converter<'_> {
     /// Converts an operation on pictures; `None` if we have nothing for it.
     pub(super) fn picture(&mut self, op: &ModuleOperationIr) -> Option<Built> {
@@ -29,10 +68,55 @@ impl Converter<'_> {
         match op {
             Module::Conv1d(op) => Some(self.conv1d(op)),
             Module::Conv2d(op) => Some(self.conv2d(op)),
-            Module::ConvTranspose2d(op) => self.conv_transpose2d(op),
-            Module::MaxPool2d(op) if !op.ceil_mode => Some(self.max_pool2d(op)),
-            Module::AvgPool2d(op) if !op.ceil_mode => self.avg_pool2d(op),
-            Module::AdaptiveAvgPool2d(op) => self.adaptive_avg_pool2d(op),
+            Module::ConvTranspose1d(op) => {
+                let options = &op.options;
+                let window = window([1, options.stride[0]], [0, options.padding[0]], [1, options.dilation[0]]);
+                self.conv_transpose([&op.x, &op.weight, &op.out], op.bias.as_ref(), window, options.groups)
+            }
+            Module::ConvTranspose2d(op) => {
+                let window = window(op.options.stride, op.options.padding, op.options.dilation);
+                self.conv_transpose([&op.x, &op.weight, &op.out], op.bias.as_ref(), window, op.options.groups)
+            }
+            Module::MaxPool1d(op) => Some(self.max_pool(&Pool {
+                x: &op.x,
+                kernel: [1, op.kernel_size],
+                stride: [1, op.stride],
+                padding: [0, op.padding],
+                dilation: [1, op.dilation],
+                out: &op.out,
+            })),
+            Module::MaxPool2d(op) => Some(self.max_pool(&Pool {
+                x: &op.x,
+                kernel: op.kernel_size,
+                stride: op.stride,
+                padding: op.padding,
+                dilation: op.dilation,
+                out: &op.out,
+            })),
+            Module::AvgPool1d(op) => {
+                let pool = Pool {
+                    x: &op.x,
+                    kernel: [1, op.kernel_size],
+                    stride: [1, op.stride],
+                    padding: [0, op.padding],
+                    dilation: [1, 1],
+                    out: &op.out,
+                };
+                Some(self.avg_pool(&pool, op.count_include_pad))
+            }
+            Module::AvgPool2d(op) => {
+                let pool = Pool {
+                    x: &op.x,
+                    kernel: op.kernel_size,
+                    stride: op.stride,
+                    padding: op.padding,
+                    dilation: [1, 1],
+                    out: &op.out,
+                };
+                Some(self.avg_pool(&pool, op.count_include_pad))
+            }
+            Module::AdaptiveAvgPool1d(op) => Some(self.adaptive_avg_pool(&op.x, [1, op.output_size], &op.out)),
+            Module::AdaptiveAvgPool2d(op) => Some(self.adaptive_avg_pool(&op.x, op.output_size, &op.out)),
             Module::BatchNorm(op) => Some(self.batch_norm(op)),
             Module::Interpolate(op) => self.interpolate(op),
             _ => None,
@@ -73,20 +157,32 @@ impl Converter<'_> {
         self.with_bias(y, op.bias.as_ref())
     }
 
-    fn conv_transpose2d(&mut self, op: &ConvTranspose2dOpIr) -> Option<Built> {
-        let window = window(op.options.stride, op.options.padding, op.options.dilation);
-        let plane = |tensor: &TensorIr| [tensor.shape[2] as u64, tensor.shape[3] as u64];
+    fn conv_transpose(
+        &mut self,
+        [x, filters, out]: [&TensorIr; 3],
+        bias: Option<&TensorIr>,
+        window: Window,
+        groups: usize,
+    ) -> Option<Built> {
         // With more padding of the result than a stride, windows would be left out of the operand.
-        if window.count(plane(&op.out), plane(&op.weight)) != Ok(plane(&op.x)) {
+        if window.count(plane(out), plane(filters)) != Ok(plane(x)) {
             return None;
         }
-        let groups = op.options.groups as u64;
         let run = |c: &mut Self| {
-            let (x, filters, ty) = (c.value(&op.x)?, c.value(&op.weight)?, c.ty(&op.out)?);
-            let y = c.b.emit(ConvolutionTranspose { window, groups }, &[x, filters], &[ty])?;
-            c.with_bias(y, op.bias.as_ref())
+            let (x, filters, ty) = (c.picture_value(x)?, c.picture_value(filters)?, c.ty(out)?);
+            let whole = ty.with_shape(picture(&ty.shape));
+            let y = c.b.emit(ConvolutionTranspose { window, groups: groups as u64 }, &[x, filters], &[whole])?;
+            let y = c.with_bias(y, bias)?;
+            c.b.reshape(y, &ty.shape)
         };
         Some(run(self))
+    }
+
+    /// A picture, or a sequence as one.
+    fn picture_value(&mut self, tensor: &TensorIr) -> Built {
+        let x = self.value(tensor)?;
+        let shape = picture(&self.b.shape(x));
+        self.b.reshape(x, &shape)
     }
 
     /// A picture with one number added to each channel.
@@ -104,44 +200,88 @@ impl Converter<'_> {
         self.b.reshape(vector, &shape)
     }
 
-    fn max_pool2d(&mut self, op: &MaxPool2dOpIr) -> Built {
-        let x = self.value(&op.x)?;
-        let window = window(op.stride, op.padding, op.dilation);
-        self.b.emit(MaxPool { kernel: wide(op.kernel_size), window }, &[x], &[])
+    fn max_pool(&mut self, pool: &Pool<'_>) -> Built {
+        let x = self.picture_value(pool.x)?;
+        let y = self.b.emit(MaxPool { kernel: wide(pool.kernel), window: pool.window() }, &[x], &[])?;
+        self.b.reshape(y, &self.sizes(pool.out))
     }
 
-    fn avg_pool2d(&mut self, op: &AvgPool2dOpIr) -> Option<Built> {
-        let is_padded = op.padding != [0, 0];
-        if is_padded && !op.count_include_pad {
-            return None;
+    fn avg_pool(&mut self, pool: &Pool<'_>, counts_padding: bool) -> Built {
+        let (x, size, kernel) = (self.picture_value(pool.x)?, plane(pool.x), wide(pool.kernel));
+        let (window, count) = (pool.window(), plane(pool.out));
+        let is_padded = (window.low, window.high) != ([0, 0], [0, 0]);
+        if !is_padded && kernel == window.stride && (0..2).all(|axis| size[axis].is_multiple_of(kernel[axis])) {
+            let y = self.averages(x, count)?;
+            return self.b.reshape(y, &self.sizes(pool.out));
         }
-        let (kernel, size) = (op.kernel_size, [op.x.shape[2], op.x.shape[3]]);
-        if !is_padded && kernel == op.stride && (0..2).all(|axis| size[axis] % kernel[axis] == 0) {
-            return Some(
-                self.value(&op.x).and_then(|x| self.averages(x, [0, 1].map(|axis| size[axis] / kernel[axis]))),
-            );
+        let ty = self.b.ty(x);
+        let filters = ty.with_shape([ty.shape[1], 1, kernel[0], kernel[1]]);
+        // How many elements a window has in each direction: what lies beyond the asked padding never counts.
+        let asked = if counts_padding { wide(pool.padding) } else { [0, 0] };
+        let counted = [0, 1].map(|axis| -> Vec<u64> {
+            let (low, high) = (window.low[axis] - asked[axis], window.low[axis] + size[axis] + asked[axis]);
+            let places = (0..count[axis]).map(|place| place * window.stride[axis]);
+            places.map(|start| (start + kernel[axis]).min(high).saturating_sub(start.max(low)).max(1)).collect()
+        });
+        let is_full = (0..2).all(|axis| counted[axis].iter().all(|count| *count == kernel[axis]));
+        let each = if is_full { 1.0 / (kernel[0] * kernel[1]) as f64 } else { 1.0 };
+        let filters = self.b.constant(each, filters)?;
+        let mut y = self.b.emit(Convolution { window, groups: ty.shape[1] }, &[x, filters], &[])?;
+        for (axis, counted) in counted.iter().enumerate().filter(|_| !is_full) {
+            let mut shape = [1, 1];
+            shape[axis] = count[axis];
+            let values = counted.iter().map(|count| 1.0 / *count as f64).collect();
+            let part = self.b.emit(Literal { values }, &[], &[ty.with_shape(shape)])?;
+            y = self.b.binary(BinaryKind::Mul, y, part)?;
         }
-        let run = |c: &mut Self| {
-            let x = c.value(&op.x)?;
-            let (ty, [rows, columns]) = (c.b.ty(x), wide(kernel));
-            let filters = ty.with_shape([ty.shape[1], 1, rows, columns]);
-            let filters = c.b.constant(1.0 / (rows * columns) as f64, filters)?;
-            let window = window(op.stride, op.padding, [1, 1]);
-            c.b.emit(Convolution { window, groups: ty.shape[1] }, &[x, filters], &[])
+        self.b.reshape(y, &self.sizes(pool.out))
+    }
+
+    /// Averages of parts that share an element where they do not divide the picture evenly.
+    fn adaptive_avg_pool(&mut self, x: &TensorIr, count: [usize; 2], out: &TensorIr) -> Built {
+        let (size, count) = (plane(x), wide(count));
+        let x = self.picture_value(x)?;
+        let divides = (0..2).all(|axis| count[axis] > 0 && size[axis].is_multiple_of(count[axis]));
+        let y = if divides {
+            self.averages(x, count)?
+        } else {
+            let mut y = x;
+            for axis in [0, 1] {
+                let [from, to] = [size[axis], count[axis]];
+                let part = |place: u64| (place * from / to, ((place + 1) * from).div_ceil(to));
+                let weight = |row: u64, place: u64| {
+                    let (start, end) = part(place);
+                    if (start..end).contains(&row) { 1.0 / (end - start) as f64 } else { 0.0 }
+                };
+                y = self.resampled(y, axis + 2, to, weight)?;
+            }
+            y
         };
-        Some(run(self))
+        self.b.reshape(y, &self.sizes(out))
     }
 
-    fn adaptive_avg_pool2d(&mut self, op: &AdaptiveAvgPool2dOpIr) -> Option<Built> {
-        let size = [op.x.shape[2], op.x.shape[3]];
-        let divides = (0..2).all(|axis| op.output_size[axis] > 0 && size[axis].is_multiple_of(op.output_size[axis]));
-        divides.then(|| self.value(&op.x).and_then(|x| self.averages(x, op.output_size)))
+    /// A tensor of which each element along a dimension is a weighted sum of those that were there: with a number
+    /// `weight(from, to)` for each of the `count` elements.
+    pub(super) fn resampled(&mut self, x: ValueId, dim: usize, count: u64, weight: impl Fn(u64, u64) -> f64) -> Built {
+        let ty = self.b.ty(x);
+        let (size, last) = (ty.shape[dim], ty.rank() - 1);
+        let weight = &weight;
+        let values: Vec<f64> = (0..size).flat_map(|from| (0..count).map(move |to| weight(from, to))).collect();
+        if size == count && (0..size).all(|at| values[(at * count + at) as usize] == 1.0) {
+            return Ok(x);
+        }
+        let matrix = self.b.emit(Literal { values }, &[], &[ty.with_shape([size, count])])?;
+        let mut order: Vec<usize> = (0..=last).collect();
+        order.swap(dim, last);
+        let x = self.b.transpose(x, &order)?;
+        let y = self.matmul_values(x, matrix)?;
+        self.b.transpose(y, &order)
     }
 
     /// The averages of so many equal parts of a picture.
-    fn averages(&mut self, x: ValueId, count: [usize; 2]) -> Built {
+    fn averages(&mut self, x: ValueId, [rows, columns]: [u64; 2]) -> Built {
         let shape = self.b.shape(x);
-        let ([rows, columns], [b, c, h, w]) = (wide(count), [shape[0], shape[1], shape[2], shape[3]]);
+        let [b, c, h, w] = [shape[0], shape[1], shape[2], shape[3]];
         let split = self.b.reshape(x, &[b, c, rows, h / rows, columns, w / columns])?;
         let sum = self.b.reduce(ReduceOp::Sum, split, &[3, 5])?;
         let sum = self.b.reshape(sum, &[b, c, rows, columns])?;
@@ -179,23 +319,5 @@ impl Converter<'_> {
     fn mean(&mut self, x: ValueId, dims: &[usize], each: f64) -> Built {
         let sum = self.b.reduce(ReduceOp::Sum, x, dims)?;
         self.b.affine(sum, each, 0.0)
-    }
-
-    /// A picture made larger by a whole number of times in each direction, each element copied.
-    fn interpolate(&mut self, op: &InterpolateOpIr) -> Option<Built> {
-        let nearest = matches!(op.options.mode, InterpolateModeIr::Nearest | InterpolateModeIr::NearestExact);
-        let size = [op.x.shape[2], op.x.shape[3]];
-        if !nearest || (0..2).any(|axis| !op.output_size[axis].is_multiple_of(size[axis].max(1))) {
-            return None;
-        }
-        let run = |c: &mut Self| {
-            let x = c.value(&op.x)?;
-            let ty: TensorType = c.b.ty(x);
-            let [rows, columns] = [0, 1].map(|axis| (op.output_size[axis] / size[axis]) as u64);
-            let copies = ty.with_shape([ty.shape[0], ty.shape[1], ty.shape[2], rows, ty.shape[3], columns]);
-            let copies = c.b.emit(Broadcast { dims: vec![0, 1, 2, 4] }, &[x], &[copies])?;
-            c.b.reshape(copies, &c.sizes(&op.out))
-        };
-        Some(run(self))
     }
 }

@@ -8,7 +8,7 @@ use burn::backend::ir::{
 };
 use burn::tensor::{IndexingUpdateOp, Slice};
 use shardc_ir::ops::{
-    BinaryKind, Broadcast, CompareKind, Concat, CrossEntropy, Embedding, Gather, ReduceOp, ScatterAdd, UnaryKind,
+    BinaryKind, Broadcast, CompareKind, Concat, CrossEntropy, Gather, ReduceOp, ScatterAdd, UnaryKind,
 };
 use shardc_ir::{DType, ValueId};
 
@@ -33,14 +33,12 @@ impl Converter<'_> {
                 self.value(&op.input).and_then(|x| self.b.transpose(x, &permutation))
             }
             Base::Permute(op) => self.value(&op.input).and_then(|x| self.b.transpose(x, &op.axes)),
-            Base::Slice(op) => {
-                let sizes = self.sizes(&op.tensor);
-                let ranges: Option<Vec<_>> = whole_or(&op.ranges, &sizes).collect();
-                let ranges = ranges?;
-                self.value(&op.tensor).and_then(|x| self.slice(x, &ranges))
-            }
+            Base::Slice(op) => self.value(&op.tensor).and_then(|x| self.strided_slice(x, &op.ranges)),
             Base::SliceAssign(op) => return self.slice_assign(op),
             Base::Select(op) => self.index_select(op),
+            Base::SelectAssign(op) => return self.select_assign(op),
+            Base::Flip(op) => self.flip(op),
+            Base::Unfold(op) => self.unfold(op),
             Base::MaskWhere(op) => self.mask_where(&op.tensor, &op.mask, &op.value, &op.out),
             Base::MaskFill(op) => self.mask_fill(&op.tensor, &op.mask, op.value.elem(), &op.out),
             Base::Gather(op) => self.gather(op),
@@ -113,25 +111,9 @@ impl Converter<'_> {
         if pieces.len() == 1 { Ok(pieces[0]) } else { self.b.emit(Concat { dim }, &pieces, &[]) }
     }
 
-    /// Rows along a dimension: a lookup in the tensor as a table.
     fn index_select(&mut self, op: &SelectOpIr) -> Built {
         let (x, ids) = (self.value(&op.tensor)?, self.value(&op.indices)?);
-        let shape = self.b.shape(x);
-        let mut order: Vec<usize> = (0..shape.len()).collect();
-        order.remove(op.dim);
-        order.insert(0, op.dim);
-        let front = self.b.transpose(x, &order)?;
-        let rest: u64 = order[1..].iter().map(|dim| shape[*dim]).product();
-        let table = self.b.reshape(front, &[shape[op.dim], rest])?;
-        let rows = self.b.emit(Embedding { start: 0 }, &[table, ids], &[])?;
-        let mut sizes: Vec<u64> = order.iter().map(|dim| shape[*dim]).collect();
-        sizes[0] = self.b.shape(ids)[0];
-        let rows = self.b.reshape(rows, &sizes)?;
-        let mut back = vec![0; order.len()];
-        for (at, dim) in order.iter().enumerate() {
-            back[*dim] = at;
-        }
-        self.b.transpose(rows, &back)
+        self.rows(x, op.dim, ids)
     }
 
     fn mask_where(&mut self, x: &TensorIr, mask: &TensorIr, value: &TensorIr, out: &TensorIr) -> Built {

@@ -1,0 +1,172 @@
+//! Burn's operations, traced, against Burn: the loss and every gradient of a small module around each, in f32.
+
+#[path = "common/derivatives.rs"]
+mod derivatives;
+
+use burn::module::{Module, Param};
+use burn::nn::conv::{ConvTranspose1d, ConvTranspose1dConfig};
+use burn::nn::interpolate::{Interpolate2dConfig, InterpolateMode};
+use burn::nn::pool::{
+    AdaptiveAvgPool1dConfig, AdaptiveAvgPool2dConfig, AvgPool1dConfig, AvgPool2dConfig, MaxPool1dConfig,
+    MaxPool2dConfig,
+};
+use burn::nn::{Initializer, PaddingConfig1d, PaddingConfig2d};
+use burn::tensor::ops::PadMode;
+use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
+use derivatives::{compare, floats, ours};
+use shardc_ir::HostTensor;
+use shardc_models::{detach, trace};
+use shardc_passes::raise::raise;
+use std::collections::BTreeMap;
+
+const SHAPE: [usize; 3] = [4, 6, 8];
+
+/// A factor for each number, so that gradients differ everywhere.
+#[derive(Module, Debug)]
+struct Factors {
+    factors: Param<Tensor<3>>,
+    up: ConvTranspose1d,
+}
+
+fn init(device: &Device) -> Factors {
+    let factors = Initializer::Uniform { min: 0.5, max: 1.5 }.init(SHAPE, device);
+    let up = ConvTranspose1dConfig::new([6, 4], 3).with_stride(2).with_padding(1).with_padding_out(1);
+    Factors { factors, up: up.init(device) }
+}
+
+/// Numbers between -1 and 1 of which no two are equal.
+fn numbers(count: usize) -> Vec<f32> {
+    (0..count).map(|at| (at as f32 * 0.618_034).fract() * 2.0 - 1.0).collect()
+}
+
+fn ids() -> Vec<i64> {
+    (0..24).map(|at| (at * 7 + at / 5) % 5).collect()
+}
+
+/// A mean in which every element has a weight of its own.
+fn weighted<const D: usize>(y: Tensor<D>) -> Tensor<1> {
+    let shape = y.dims();
+    let weights: Vec<f32> = (0..shape.iter().product()).map(|at: usize| (at * 37 % 101) as f32 / 50.0 - 0.9).collect();
+    let weights = Tensor::<D>::from_data(TensorData::new(weights, shape), &y.device());
+    (y * weights).mean()
+}
+
+#[track_caller]
+fn check<const D: usize>(name: &str, f: impl Fn(&Factors, Tensor<3>, Tensor<2, Int>) -> Tensor<D>) {
+    let device = Device::flex().autodiff();
+    let module = init(&device);
+    let x = Tensor::<3>::from_data(TensorData::new(numbers(192), SHAPE), &device);
+    let labels = Tensor::<2, Int>::from_data(TensorData::new(ids(), [4, 6]), &device);
+    let loss = weighted(f(&module, x * module.factors.val(), labels));
+    let theirs: f32 = loss.clone().into_scalar();
+    let gradients = loss.backward();
+    let model = trace(name, init, |module, batch| {
+        let (x, ids) = (batch.float("x", SHAPE), batch.int("ids", [4, 6]));
+        weighted(f(module, x * module.factors.val(), ids))
+    });
+    let model = model.unwrap_or_else(|error| panic!("{name}: {error}"));
+    let mut leaves = BTreeMap::from([
+        ("x".to_string(), HostTensor::from_f32(SHAPE.map(|size| size as u64), &numbers(192))),
+        ("ids".to_string(), HostTensor::from_i64([4, 6], &ids())),
+    ]);
+    let mut expect = BTreeMap::new();
+    let bias = module.up.bias.as_ref().unwrap();
+    let (factors, filters) = (module.factors.val(), module.up.weight.val());
+    let mut put = |name: &str, value: TensorData, gradient: Option<TensorData>| {
+        let shape: Vec<u64> = value.shape().iter().map(|size| *size as u64).collect();
+        leaves.insert(name.to_string(), HostTensor::from_f32(shape, &value.try_to_vec::<f32>().unwrap()));
+        expect.extend(gradient.map(|gradient| (name.to_string(), gradient.try_to_vec::<f32>().unwrap())));
+    };
+    put("factors", factors.to_data(), factors.grad(&gradients).map(Tensor::into_data));
+    put("up.weight", filters.to_data(), filters.grad(&gradients).map(Tensor::into_data));
+    put("up.bias", bias.val().to_data(), bias.val().grad(&gradients).map(Tensor::into_data));
+    let raised = raise(&model.graph).unwrap().0;
+    let made = shardc_runtime::interpret(&raised, &leaves).unwrap();
+    let made = floats(&made["loss"])[0];
+    assert!((made - theirs).abs() <= 1e-5 * theirs.abs().max(1e-2), "{name}: the loss is {made}, Burn says {theirs}");
+    compare(name, &ours(&raised, &leaves), &expect);
+}
+
+#[test]
+fn elements_at_regular_places() {
+    check("flip", |_, x, _| x.flip([0, 2]));
+    check("every second", |_, x, _| x.slice(s![.., 1..;2, ..;3]));
+    check("in reverse", |_, x, _| x.slice(s![.., ..;-1, 1..7;-2]));
+    check("rotary halves", |_, x, _| {
+        let (even, odd) = (x.clone().slice(s![.., .., ..;2]), x.slice(s![.., .., 1..;2]));
+        Tensor::stack::<4>(vec![-odd, even], 3).reshape(SHAPE)
+    });
+    check("windows", |_, x, _| x.unfold::<4, _>(1, 3, 2));
+    check("mirrored", |_, x, _| x.pad((2, 1, 0, 3), PadMode::Reflect));
+    check("border repeated", |_, x, _| x.pad((2, 1, 0, 3), PadMode::Edge));
+    check("rows added", |_, x, ids| {
+        Tensor::<2>::zeros([5, 8], &x.device()).select_assign(
+            0,
+            ids.reshape([24]),
+            x.reshape([24, 8]),
+            IndexingUpdateOp::Add,
+        )
+    });
+}
+
+#[test]
+fn elements_in_order() {
+    check("argmax", |_, x, _| x.clone() * x.argmax(2).float());
+    check("argmin", |_, x, _| x.clone() * x.argmin(1).float());
+    check("largest and where", |_, x, _| {
+        let (most, at) = x.max_dim_with_indices(2);
+        most * (at.float() + 1.0)
+    });
+    check("smallest and where", |_, x, _| {
+        let (least, at) = x.min_dim_with_indices(1);
+        least * (at.float() + 1.0)
+    });
+    check("sorted", |_, x, _| x.sort(2));
+    check("sorted down", |_, x, _| x.sort_descending(1));
+    check("order", |_, x, _| {
+        let (sorted, order) = x.sort_with_indices(2);
+        sorted * order.float()
+    });
+    check("product", |_, x, _| (x + 1.0).prod_dim(1));
+    check("product of all", |_, x, _| (x * 0.05 + 1.0).prod());
+    check("hypotenuse", |_, x, _| x.clone().hypot(x + 3.0));
+}
+
+#[test]
+fn pools() {
+    let picture = |x: Tensor<3>| x.reshape([4, 3, 4, 4]);
+    check("max 1-d", |_, x, _| MaxPool1dConfig::new(2).init().forward(x));
+    check("max rounded up", |_, x, _| {
+        MaxPool2dConfig::new([3, 3]).with_strides([2, 2]).with_ceil_mode(true).init().forward(picture(x))
+    });
+    let padding = PaddingConfig1d::Explicit(1, 1);
+    for counts in [true, false] {
+        let config = AvgPool1dConfig::new(3).with_stride(1).with_padding(padding.clone());
+        check("average 1-d", |_, x, _| config.clone().with_count_include_pad(counts).init().forward(x));
+        let config = AvgPool2dConfig::new([3, 2]).with_strides([2, 2]).with_ceil_mode(true);
+        let config = config.with_padding(PaddingConfig2d::Explicit(1, 1, 1, 1)).with_count_include_pad(counts);
+        check("average rounded up", |_, x, _| config.clone().init().forward(picture(x)));
+    }
+    check("adaptive 1-d", |_, x, _| AdaptiveAvgPool1dConfig::new(4).init().forward(x));
+    check("adaptive of parts that overlap", |_, x, _| AdaptiveAvgPool2dConfig::new([3, 3]).init().forward(picture(x)));
+    check("transposed convolution 1-d", |module, x, _| module.up.forward(x));
+}
+
+#[test]
+fn resizing() {
+    for (mode, aligned) in
+        [(InterpolateMode::Nearest, true), (InterpolateMode::Linear, true), (InterpolateMode::Linear, false)]
+    {
+        for size in [[8, 8], [2, 2], [5, 7]] {
+            let config = Interpolate2dConfig::new().with_mode(mode.clone()).with_align_corners(aligned);
+            let layer = config.with_output_size(Some(size)).init();
+            check("resized", |_, x, _| layer.forward(x.reshape([4, 3, 4, 4])));
+        }
+    }
+}
+
+#[test]
+fn detached() {
+    check("a target", |_, x, _| x.clone() * detach(x.clone().sin()) + x);
+    check("straight through", |_, x, _| (x.clone() + detach(x.clone().sign() - x.clone())) * x);
+}
