@@ -226,6 +226,25 @@ fn pictures() {
     assert!(matches!(error, Err(TraceError::Unsupported(_))), "{error:?}");
 }
 
+/// What a loop writes into a tensor step by step is joined once.
+#[test]
+fn steps_are_joined_once() {
+    let init = |device: &Device| LinearConfig::new(4, 4).with_bias(false).init(device);
+    let model = trace("steps", init, |model, batch| {
+        let x = batch.float("x", [2, 4]);
+        let mut all = Tensor::<3>::empty([2, 3, 4], &x.device());
+        for step in 0..3 {
+            let next = model.forward(x.clone() * (step as f32 + 2.0)).unsqueeze_dim(1);
+            all = all.slice_assign([0..2, step..step + 1, 0..4], next);
+        }
+        all.clone().slice([0..2, 1..2, 0..4]).sum() + all.sum()
+    });
+    let model = model.unwrap();
+    let made = operations(&model);
+    assert_eq!(made.iter().filter(|name| **name == "concat").count(), 1, "{made:?}");
+    assert!(!made.contains(&"slice"), "{made:?}");
+}
+
 /// A normalization that trains takes the statistics of the batch, as under Burn's autodiff; a frozen one its
 /// own.
 #[test]

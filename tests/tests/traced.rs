@@ -99,6 +99,19 @@ fn elements_at_regular_places() {
     check("windows", |_, x, _| x.unfold::<4, _>(1, 3, 2));
     check("mirrored", |_, x, _| x.pad((2, 1, 0, 3), PadMode::Reflect));
     check("border repeated", |_, x, _| x.pad((2, 1, 0, 3), PadMode::Edge));
+    check("written step by step", |_, x, _| {
+        let (mut all, mut state) = (Tensor::<3>::ones(SHAPE, &x.device()), x.clone().sum_dim(1));
+        for step in [1, 0, 4, 2] {
+            state = (state + x.clone().slice([0..4, step..step + 1, 0..8])).tanh();
+            all = all.slice_assign([0..4, step..step + 1, 0..8], state.clone());
+        }
+        all.clone().slice([0..4, 1..4, 0..8]) * all.clone().slice([0..4, 3..6, 0..8]) + all.slice([0..4, 0..1, 0..8])
+    });
+    check("parts of what is joined", |_, x, _| {
+        let all = Tensor::cat(vec![x.clone(), x.clone().sin(), x.clone() * 2.0], 1);
+        all.clone().slice([0..4, 3..15, 0..8]).narrow(1, 2, 6)
+            * all.slice([0..3, 6..12, 0..8]).repeat_dim(0, 4).narrow(0, 1, 4)
+    });
     check("rows added", |_, x, ids| {
         Tensor::<2>::zeros([5, 8], &x.device()).select_assign(
             0,

@@ -70,14 +70,52 @@ impl Converter<'_> {
         apply(self, x, &shape)
     }
 
-    /// A contiguous part.
+    /// A contiguous part. Of one number everywhere it is that number; where parts were joined, it is taken of those that
+    /// it meets: so what is written into a tensor step by step is joined once.
     pub(super) fn slice(&mut self, x: ValueId, ranges: &[(u64, u64)]) -> Built {
         let sizes = self.b.shape(x);
-        if ranges.iter().zip(&sizes).all(|((start, end), size)| *start == 0 && end == size) {
+        let cut = |(dim, (start, end)): &(usize, &(u64, u64))| *start != 0 || *end != sizes[*dim];
+        let cuts: Vec<usize> = ranges.iter().enumerate().filter(cut).map(|(dim, _)| dim).collect();
+        if cuts.is_empty() {
             return Ok(x);
+        }
+        if let Some(number) = self.b.number(x) {
+            let ty = self.b.ty(x);
+            return self
+                .b
+                .constant(number, ty.with_shape(ranges.iter().map(|(start, end)| end - start).collect::<Vec<_>>()));
+        }
+        if let shardc_ir::Op::Concat(op) = self.b.op(x)
+            && cuts == [op.dim]
+        {
+            let (dim, mut at, mut pieces) = (op.dim, 0, Vec::new());
+            let (start, end) = ranges[dim];
+            for piece in self.b.graph.def(x).operands.clone() {
+                let size = self.b.shape(piece)[dim];
+                let (from, to) = (start.max(at), end.min(at + size));
+                if from < to {
+                    let mut part = ranges.to_vec();
+                    part[dim] = (from - at, to - at);
+                    pieces.push(self.slice(piece, &part)?);
+                }
+                at += size;
+            }
+            if !pieces.is_empty() {
+                return self.concat(dim, &pieces);
+            }
         }
         let (start, limit) = ranges.iter().copied().unzip();
         self.b.emit(shardc_ir::ops::Slice { start, limit }, &[x], &[])
+    }
+
+    /// Parts beside each other along a dimension, those of parts that were joined along it themselves.
+    pub(super) fn concat(&mut self, dim: usize, parts: &[ValueId]) -> Built {
+        let of = |part: &ValueId| match self.b.op(*part) {
+            shardc_ir::Op::Concat(op) if op.dim == dim => self.b.graph.def(*part).operands.clone(),
+            _ => vec![*part],
+        };
+        let parts: Vec<ValueId> = parts.iter().flat_map(of).collect();
+        if let [only] = parts[..] { Ok(only) } else { self.b.emit(Concat { dim }, &parts, &[]) }
     }
 
     fn slice_assign(&mut self, op: &SliceAssignOpIr) -> Option<Built> {
@@ -108,7 +146,7 @@ impl Converter<'_> {
         if end < sizes[dim] {
             pieces.push(self.slice(x, &cut(end, sizes[dim]))?);
         }
-        if pieces.len() == 1 { Ok(pieces[0]) } else { self.b.emit(Concat { dim }, &pieces, &[]) }
+        self.concat(dim, &pieces)
     }
 
     fn index_select(&mut self, op: &SelectOpIr) -> Built {
