@@ -3,19 +3,12 @@
 
 use super::build::Built;
 use super::convert::Converter;
+use super::shapes::ends;
 use burn::backend::ir::{FlipOpIr, PadOpIr, SelectAssignOpIr, UnfoldOpIr};
 use burn::tensor::{IndexingUpdateOp, Slice};
 use shardc_ir::ValueId;
-use shardc_ir::ops::{BinaryKind, Broadcast, Concat, Embedding, Iota, Pad, ScatterAdd};
+use shardc_ir::ops::{BinaryKind, Broadcast, Embedding, Iota, Pad, ScatterAdd};
 use shardc_ir::{DType, TensorType};
-
-/// The range of a slice of a dimension, whatever its step.
-fn bounds(slice: &Slice, size: u64) -> (u64, u64) {
-    let size = size as isize;
-    let place = |index: isize| if index < 0 { (index + size).max(0) } else { index.min(size) };
-    let (start, end) = (place(slice.start), place(slice.end.unwrap_or(size)));
-    (start as u64, end.max(start) as u64)
-}
 
 impl Converter<'_> {
     /// A part of a tensor of which some dimensions have a step: of a range, elements from its first one on, or from
@@ -24,7 +17,11 @@ impl Converter<'_> {
         let sizes = self.b.shape(x);
         let whole = Slice::full();
         let of = |dim: usize| slices.get(dim).unwrap_or(&whole);
-        let ranges: Vec<(u64, u64)> = sizes.iter().enumerate().map(|(dim, size)| bounds(of(dim), *size)).collect();
+        let range = |(dim, size): (usize, &u64)| {
+            let (start, end) = ends(of(dim), *size);
+            (start, end.max(start))
+        };
+        let ranges: Vec<(u64, u64)> = sizes.iter().enumerate().map(range).collect();
         let mut x = self.slice(x, &ranges)?;
         for dim in 0..sizes.len() {
             let step = of(dim).step;
@@ -52,9 +49,7 @@ impl Converter<'_> {
         split[dim] = count;
         split.insert(dim + 1, step);
         let x = self.b.reshape(x, &split)?;
-        let mut ranges: Vec<(u64, u64)> = split.iter().map(|size| (0, *size)).collect();
-        ranges[dim + 1] = (0, 1);
-        let first = self.slice(x, &ranges)?;
+        let first = self.part(x, dim + 1, (0, 1))?;
         split.remove(dim + 1);
         self.b.reshape(first, &split)
     }
@@ -148,16 +143,14 @@ impl Converter<'_> {
                 let last = if is_mirrored { (size - 1 - high, size - 1) } else { (size - 1, size) };
                 parts.push(self.border(x, dim, last, high, is_mirrored)?);
             }
-            x = if parts.len() == 1 { parts[0] } else { self.b.emit(Concat { dim }, &parts, &[])? };
+            x = self.concat(dim, &parts)?;
         }
         Ok(x)
     }
 
     /// A part of a dimension in reverse, or one element of it so many times.
     fn border(&mut self, x: ValueId, dim: usize, range: (u64, u64), count: u64, is_mirrored: bool) -> Built {
-        let mut ranges: Vec<(u64, u64)> = self.b.shape(x).iter().map(|size| (0, *size)).collect();
-        ranges[dim] = range;
-        let part = self.slice(x, &ranges)?;
+        let part = self.part(x, dim, range)?;
         if is_mirrored {
             return self.reversed(part, dim);
         }

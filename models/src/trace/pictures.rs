@@ -6,7 +6,7 @@
 
 use super::build::Built;
 use super::convert::Converter;
-use burn::backend::ir::{BatchNormOpIr, Conv1dOpIr, Conv2dOpIr, ModuleOperationIr, TensorIr};
+use burn::backend::ir::{BatchNormOpIr, ModuleOperationIr, TensorIr};
 use shardc_ir::ValueId;
 use shardc_ir::ops::{BinaryKind, Convolution, ConvolutionTranspose, Literal, MaxPool, ReduceOp, UnaryKind, Window};
 
@@ -66,8 +66,24 @@ impl Converter<'_> {
     pub(super) fn picture(&mut self, op: &ModuleOperationIr) -> Option<Built> {
         use ModuleOperationIr as Module;
         match op {
-            Module::Conv1d(op) => Some(self.conv1d(op)),
-            Module::Conv2d(op) => Some(self.conv2d(op)),
+            Module::Conv1d(op) => {
+                let window = Window {
+                    stride: wide([1, op.options.stride[0]]),
+                    low: wide([0, op.options.padding[0].0]),
+                    high: wide([0, op.options.padding[0].1]),
+                    dilation: wide([1, op.options.dilation[0]]),
+                };
+                Some(self.convolution([&op.x, &op.weight, &op.out], op.bias.as_ref(), window, op.options.groups))
+            }
+            Module::Conv2d(op) => {
+                let window = Window {
+                    stride: wide(op.options.stride),
+                    low: wide(op.options.padding.map(|(low, _)| low)),
+                    high: wide(op.options.padding.map(|(_, high)| high)),
+                    dilation: wide(op.options.dilation),
+                };
+                Some(self.convolution([&op.x, &op.weight, &op.out], op.bias.as_ref(), window, op.options.groups))
+            }
             Module::ConvTranspose1d(op) => {
                 let options = &op.options;
                 let window = window([1, options.stride[0]], [0, options.padding[0]], [1, options.dilation[0]]);
@@ -123,38 +139,17 @@ impl Converter<'_> {
         }
     }
 
-    fn conv1d(&mut self, op: &Conv1dOpIr) -> Built {
-        let (x, filters) = (self.value(&op.x)?, self.value(&op.weight)?);
-        let ([b, c, w], [out, inner, k]) = (self.sizes3(x), self.sizes3(filters));
-        let (x, filters) = (self.b.reshape(x, &[b, c, 1, w])?, self.b.reshape(filters, &[out, inner, 1, k])?);
-        let (low, high) = op.options.padding[0];
-        let window = Window {
-            stride: [1, op.options.stride[0] as u64],
-            low: [0, low as u64],
-            high: [0, high as u64],
-            dilation: [1, op.options.dilation[0] as u64],
-        };
-        let y = self.b.emit(Convolution { window, groups: op.options.groups as u64 }, &[x, filters], &[])?;
-        let y = self.with_bias(y, op.bias.as_ref())?;
-        self.b.reshape(y, &self.sizes(&op.out))
-    }
-
-    fn sizes3(&self, value: ValueId) -> [u64; 3] {
-        let shape = self.b.shape(value);
-        [shape[0], shape[1], shape[2]]
-    }
-
-    fn conv2d(&mut self, op: &Conv2dOpIr) -> Built {
-        let (x, filters) = (self.value(&op.x)?, self.value(&op.weight)?);
-        let padding = op.options.padding.map(|(low, high)| (low as u64, high as u64));
-        let window = Window {
-            stride: wide(op.options.stride),
-            low: padding.map(|(low, _)| low),
-            high: padding.map(|(_, high)| high),
-            dilation: wide(op.options.dilation),
-        };
-        let y = self.b.emit(Convolution { window, groups: op.options.groups as u64 }, &[x, filters], &[])?;
-        self.with_bias(y, op.bias.as_ref())
+    fn convolution(
+        &mut self,
+        [x, filters, out]: [&TensorIr; 3],
+        bias: Option<&TensorIr>,
+        window: Window,
+        groups: usize,
+    ) -> Built {
+        let (x, filters) = (self.picture_value(x)?, self.picture_value(filters)?);
+        let y = self.b.emit(Convolution { window, groups: groups as u64 }, &[x, filters], &[])?;
+        let y = self.with_bias(y, bias)?;
+        self.b.reshape(y, &self.sizes(out))
     }
 
     fn conv_transpose(

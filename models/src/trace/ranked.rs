@@ -96,9 +96,7 @@ impl Converter<'_> {
     fn product(&mut self, mut x: ValueId, dim: usize) -> Built {
         loop {
             let shape = self.b.shape(x);
-            let (size, part) = (shape[dim], |from: u64, to: u64| -> Vec<(u64, u64)> {
-                shape.iter().enumerate().map(|(at, size)| if at == dim { (from, to) } else { (0, *size) }).collect()
-            });
+            let size = shape[dim];
             match size {
                 0 => {
                     let ty = self.b.ty(x);
@@ -109,16 +107,16 @@ impl Converter<'_> {
                 1 => return Ok(x),
                 _ => {
                     let half = size / 2;
-                    let (left, right) = (self.slice(x, &part(0, half))?, self.slice(x, &part(half, 2 * half))?);
+                    let (left, right) = (self.part(x, dim, (0, half))?, self.part(x, dim, (half, 2 * half))?);
                     let product = self.b.binary(BinaryKind::Mul, left, right)?;
-                    x = if size % 2 == 0 {
+                    x = if size.is_multiple_of(2) {
                         product
                     } else {
-                        let rest = self.slice(x, &part(2 * half, size))?;
+                        let rest = self.part(x, dim, (2 * half, size))?;
                         if half == 1 {
                             self.b.binary(BinaryKind::Mul, product, rest)?
                         } else {
-                            self.b.emit(shardc_ir::ops::Concat { dim }, &[product, rest], &[])?
+                            self.concat(dim, &[product, rest])?
                         }
                     };
                 }

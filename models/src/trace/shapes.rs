@@ -12,12 +12,17 @@ use shardc_ir::ops::{
 };
 use shardc_ir::{DType, ValueId};
 
-/// The range of a slice of a dimension, if it is contiguous.
-fn range(slice: &Slice, size: u64) -> Option<(u64, u64)> {
+/// Where a slice of a dimension begins and ends, whatever its step; the end may be before the beginning.
+pub(super) fn ends(slice: &Slice, size: u64) -> (u64, u64) {
     let size = size as isize;
     let place = |index: isize| if index < 0 { (index + size).max(0) } else { index.min(size) };
-    let (start, end) = (place(slice.start), place(slice.end.unwrap_or(size)));
-    (slice.step == 1 && start <= end).then_some((start as u64, end as u64))
+    (place(slice.start) as u64, place(slice.end.unwrap_or(size)) as u64)
+}
+
+/// The range of a slice of a dimension, if it is contiguous.
+fn range(slice: &Slice, size: u64) -> Option<(u64, u64)> {
+    let (start, end) = ends(slice, size);
+    (slice.step == 1 && start <= end).then_some((start, end))
 }
 
 impl Converter<'_> {
@@ -80,10 +85,9 @@ impl Converter<'_> {
             return Ok(x);
         }
         if let Some(number) = self.b.number(x) {
-            let ty = self.b.ty(x);
-            return self
-                .b
-                .constant(number, ty.with_shape(ranges.iter().map(|(start, end)| end - start).collect::<Vec<_>>()));
+            let shape: Vec<u64> = ranges.iter().map(|(start, end)| end - start).collect();
+            let ty = self.b.ty(x).with_shape(shape);
+            return self.b.constant(number, ty);
         }
         if let shardc_ir::Op::Concat(op) = self.b.op(x)
             && cuts == [op.dim]
@@ -106,6 +110,13 @@ impl Converter<'_> {
         }
         let (start, limit) = ranges.iter().copied().unzip();
         self.b.emit(shardc_ir::ops::Slice { start, limit }, &[x], &[])
+    }
+
+    /// A contiguous part of one dimension.
+    pub(super) fn part(&mut self, x: ValueId, dim: usize, range: (u64, u64)) -> Built {
+        let mut ranges: Vec<(u64, u64)> = self.b.shape(x).into_iter().map(|size| (0, size)).collect();
+        ranges[dim] = range;
+        self.slice(x, &ranges)
     }
 
     /// Parts beside each other along a dimension, those of parts that were joined along it themselves.
@@ -133,18 +144,15 @@ impl Converter<'_> {
 
     /// `x` with a part replaced: along each dimension what is before, the part, what is after.
     fn assign(&mut self, x: ValueId, ranges: &[(u64, u64)], value: ValueId, dim: usize) -> Built {
-        let sizes = self.b.shape(x);
         let Some(&(start, end)) = ranges.get(dim) else { return Ok(value) };
-        let cut = |from: u64, to: u64| -> Vec<(u64, u64)> {
-            (0..sizes.len()).map(|other| if other == dim { (from, to) } else { (0, sizes[other]) }).collect()
-        };
-        let part = self.slice(x, &cut(start, end))?;
+        let size = self.b.shape(x)[dim];
+        let part = self.part(x, dim, (start, end))?;
         let mut pieces = vec![self.assign(part, ranges, value, dim + 1)?];
         if start > 0 {
-            pieces.insert(0, self.slice(x, &cut(0, start))?);
+            pieces.insert(0, self.part(x, dim, (0, start))?);
         }
-        if end < sizes[dim] {
-            pieces.push(self.slice(x, &cut(end, sizes[dim]))?);
+        if end < size {
+            pieces.push(self.part(x, dim, (end, size))?);
         }
         self.concat(dim, &pieces)
     }

@@ -105,10 +105,8 @@ impl Visited {
             (0, untried) if gap <= 1e-9 => {
                 let of = if untried == 0 { "its space" } else { "those whose estimates fit" };
                 let is_free = space.prepared.head.is_some() && space.pins.loss_chunks.is_none();
-                format!(
-                    "it is the best of {of}{}",
-                    if is_free { ", in which the head is cut by its tokens" } else { "" }
-                )
+                let head = if is_free { ", in which the head is cut by its tokens" } else { "" };
+                format!("it is the best of {of}{head}")
             }
             (0, _) => "every mesh was solved, or left out by its bound".to_string(),
             (refused, _) => {

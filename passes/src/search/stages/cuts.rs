@@ -52,13 +52,17 @@ impl Segments for BetweenBlocks<'_> {
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        let places = &self.0.line().places;
-        let is_between = to + 1 == places.len() || self.0.mesh.line.is_between(places[to]);
-        is_between && self.0.fits(chunk, from, to)
+        self.0.is_between(to) && self.0.fits(chunk, from, to)
     }
 }
 
 impl Problem<'_> {
+    /// Whether a place lies between blocks, or at the end of the line.
+    fn is_between(&self, place: usize) -> bool {
+        let places = &self.line().places;
+        place + 1 == places.len() || self.mesh.line.is_between(places[place])
+    }
+
     /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of equal
     /// chunks, and of equal stages; where stages exchange parameters, those of whole blocks too, since what a parameter
     /// is read by at both ends of the line comes together at once or not at all.
@@ -71,7 +75,8 @@ impl Problem<'_> {
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
         if self.pipeline.per_stage > 1 {
-            if self.line().has_shared() {
+            // Where all places lie between blocks, the cuts would be the same.
+            if self.line().has_shared() && !(1..end).all(|place| self.is_between(place)) {
                 all.extend(of(&BetweenBlocks(self)));
             }
             let moved: Vec<_> = all.iter().map(|ends| balanced(ends.clone(), self)).collect();
