@@ -113,12 +113,13 @@ impl TensorType {
 
     /// The number of elements (1 for a scalar).
     pub fn elements(&self) -> u64 {
-        self.shape.iter().product()
+        // Too many to count are the most that there are: what compares sizes with memory refuses them.
+        self.shape.iter().fold(1, |elements, size| elements.saturating_mul(*size))
     }
 
     /// The size of the whole value.
     pub fn bytes(&self) -> Bytes {
-        Bytes(self.elements() * self.dtype.size())
+        Bytes(self.elements().saturating_mul(self.dtype.size()))
     }
 
     /// The same shape with another element type.

@@ -52,11 +52,15 @@ fn add_node(graph: &mut Graph, index: usize, choices: &mut Choices<'_>) {
     let x = choices.of(&values);
     let ty = graph.ty(x).clone();
     let rank = ty.rank();
-    let number = choices.below(1000) as f64 / 7.0;
+    let number = match choices.below(100) {
+        0 => f64::INFINITY,
+        1 => f64::NEG_INFINITY,
+        number => number as f64 / 0.7,
+    };
     let all: Vec<usize> = (0..rank).collect();
     let reversed: Vec<usize> = all.iter().rev().copied().collect();
     let ones = vec![1; rank];
-    let added = match choices.below(12) {
+    let added = match choices.below(14) {
         0 => graph.add(Unary { kind: choices.of(&[UnaryKind::Exp, UnaryKind::Neg, UnaryKind::Gelu]) }, &[x], &[]),
         1 => graph.add(Binary { kind: choices.of(&[BinaryKind::Add, BinaryKind::Mul, BinaryKind::Div]) }, &[x, x], &[]),
         2 => graph.add(Affine { scale: number, offset: 1.0 / (1.0 + number) }, &[x], &[]),

@@ -1,6 +1,6 @@
 //! Values that the program makes from nothing.
 
-use super::{Op, OpDef, Part, arity, declared_one, dim_factors, is_zero, single};
+use super::{Op, OpDef, Part, arity, declared_one, dim_factors, is_zero, number, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 /// One number in every element of the declared type.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Constant {
-    /// The number. JSON has no infinities: they are written as the strings `inf` and `-inf`.
+    /// The number.
     #[serde(with = "number")]
     pub value: f64,
 }
@@ -18,6 +18,7 @@ pub struct Constant {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Literal {
     /// One number per element.
+    #[serde(with = "number::each")]
     pub values: Vec<f64>,
 }
 
@@ -86,27 +87,5 @@ impl OpDef for Iota {
     }
     fn localize(&self, _operands: &[Part], results: &[Part]) -> Option<Op> {
         Some(Iota { dim: self.dim, start: self.start + results[0].slice[self.dim].0 }.into())
-    }
-}
-
-mod number {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        if value.is_finite() { serializer.serialize_f64(*value) } else { serializer.serialize_str(&value.to_string()) }
-    }
-
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Number {
-        Finite(f64),
-        Text(String),
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        match Number::deserialize(deserializer)? {
-            Number::Finite(value) => Ok(value),
-            Number::Text(text) => text.parse().map_err(serde::de::Error::custom),
-        }
     }
 }

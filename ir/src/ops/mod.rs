@@ -2,7 +2,11 @@
 //! shape rule, factor rule, FLOPs, bytes and derivative.
 //!
 //! To add one: write its file, add it to the list at the end of this one, give it a kernel in each
-//! runtime and a golden test. Nothing else names it.
+//! runtime and a golden test. What others ask of some operations by name has an answer for all others, which may be the
+//! wrong one for it: in which element type it computes (`passes/src/precision.rs`), whether it is a product
+//! (`passes/src/cost/node.rs`), whether it only rearranges a parameter (`is_weight` in [`gradient`], and
+//! `passes/src/shard/prepare.rs`, `search/copies.rs`, `quantize.rs`), whether it is a step of a region on GPUs
+//! (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`), whether its gradient jumps (`compiler/src/verify.rs`).
 //!
 //! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local
 //! in a program; [`OpDef::localize`] turns one into the other.
@@ -26,6 +30,7 @@ mod layer_norm;
 mod leaf;
 mod matmul;
 mod max_pool;
+mod number;
 mod pad;
 mod quantize;
 mod random;
@@ -517,6 +522,8 @@ fn is_false(value: &bool) -> bool {
     !*value
 }
 
+/// The declared element type, if it is of the same kind as what is computed: floats stay floats.
 fn float_or(declared: &[TensorType], index: usize, fallback: DType) -> DType {
-    declared.get(index).map_or(fallback, |ty| ty.dtype)
+    let declared = declared.get(index).map(|ty| ty.dtype);
+    declared.filter(|dtype| dtype.is_float() == fallback.is_float()).unwrap_or(fallback)
 }

@@ -1,6 +1,6 @@
 //! More elements at the borders.
 
-use super::{Gradient, GradientError, OpDef, Slice, arity, dim_name, single};
+use super::{Gradient, GradientError, OpDef, Slice, arity, dim_name, number, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,7 @@ pub struct Pad {
     /// How many elements after, per dimension.
     pub high: Vec<u64>,
     /// The new elements.
+    #[serde(with = "number")]
     pub value: f64,
 }
 

@@ -56,10 +56,11 @@ impl OpDef for Reduce {
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
-        let kind = if self.kind == ReduceOp::Sum { ReduceKind::Sum } else { ReduceKind::Max };
-        if self.kind == ReduceOp::Sum {
-            rule.linear = vec![vec![0]];
-        }
+        let (kind, linear) = match self.kind {
+            ReduceOp::Sum => (ReduceKind::Sum, vec![vec![0]]),
+            ReduceOp::Max => (ReduceKind::Max, Vec::new()),
+        };
+        rule.linear = linear;
         let (mut from, mut to) = (Vec::new(), Vec::new());
         for (dim, size) in operands[0].shape.iter().enumerate() {
             if self.dims.contains(&dim) {

@@ -1,6 +1,6 @@
 //! Elementwise functions of one operand, their derivatives, and `scale * x + offset`.
 
-use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, same_type};
+use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, number, same_type};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -105,8 +105,10 @@ pub struct UnaryGrad {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Affine {
     /// The factor.
+    #[serde(with = "number")]
     pub scale: f64,
     /// The summand.
+    #[serde(with = "number")]
     pub offset: f64,
 }
 

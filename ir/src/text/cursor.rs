@@ -106,7 +106,7 @@ impl<'a> Cursor<'a> {
         is_next
     }
 
-    /// A word.
+    /// The name of a memory space.
     pub(super) fn space(&mut self) -> Result<Space, String> {
         let name = self.word("a memory space")?;
         Space::from_name(name).ok_or_else(|| format!("unknown memory space `{name}`; known are device, host, disk"))

@@ -360,7 +360,7 @@ fn peer(cursor: &mut Cursor<'_>, preposition: &str) -> Result<u64, String> {
 
 fn reduce(cursor: &mut Cursor<'_>) -> Result<ReduceKind, String> {
     let name = cursor.word("`sum` or `max`")?;
-    ReduceKind::from_name(name).ok_or_else(|| format!("expected `sum` or `max`, found `{name}`"))
+    ReduceKind::from_name(name).ok_or_else(|| format!("expected `sum`, `max` or `logsumexp`, found `{name}`"))
 }
 
 fn slice(cursor: &mut Cursor<'_>) -> Result<Vec<(u64, u64)>, String> {
