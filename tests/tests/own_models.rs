@@ -1,8 +1,9 @@
 //! Models with what their authors put into them train alike under every family of plans: terms of the loss that read
 //! parameters alone, labels of all tokens in one dimension, numbers given for each sample, parameters that nothing
-//! reads.
+//! reads, tokens that attention does not see.
 
 use burn::module::Module;
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::tensor::activation::gelu;
@@ -23,6 +24,7 @@ struct Tagger {
     table: Embedding,
     blocks: Vec<Linear>,
     head: Linear,
+    attention: MultiHeadAttention,
     idle: Linear,
 }
 
@@ -33,6 +35,7 @@ impl Tagger {
             table: EmbeddingConfig::new(CLASSES, WIDTH).init(device),
             blocks: (0..2).map(|_| linear(WIDTH)).collect(),
             head: linear(CLASSES),
+            attention: MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0).init(device),
             idle: linear(3),
         }
     }
@@ -70,6 +73,17 @@ fn given_weights(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]
     let weights: Vec<f32> = (0..batch).map(|sample| 0.5 + (sample * 5 % 7) as f32).collect();
     let weights = Tensor::<2>::from_data(TensorData::new(weights, [batch, 1]), &logits.device());
     ((logits.clone() - detach(logits.tanh())).square() * weights).mean()
+}
+
+/// Attention that sees neither padding nor what comes later.
+fn padded(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let x = model.table.forward(tokens.clone());
+    let later = generate_autoregressive_mask(batch, seq, &x.device());
+    let read = MhaInput::self_attn(x.clone()).mask_pad(tokens.clone().equal_elem(0)).mask_attn(later);
+    let x = x + model.attention.forward(read).context;
+    let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, tokens.flatten::<1>(0, 1))
 }
 
 fn inputs(model: &Model) -> BTreeMap<String, HostTensor> {
@@ -140,4 +154,15 @@ fn numbers_of_each_sample() {
     // No operation is another one in every microbatch, and given numbers would be.
     let error = compiled(given_weights, "cpu:1", "microbatch=1").unwrap_err().to_string();
     assert!(error.contains("given along it"), "{error}");
+}
+
+/// The mask is a bias of attention, which keeps no scores, and is made once.
+#[test]
+fn tokens_that_attention_does_not_see() {
+    let compiled = compiled(padded, "cpu:1", "microbatch=4").unwrap();
+    let attention = |op: &shardc_ir::Op| matches!(op, shardc_ir::Op::Attention(op) if op.causal);
+    let found = compiled.plan().graph.nodes().find(|(_, node)| attention(&node.op)).expect("attention");
+    let bias = compiled.plan().graph.ty(found.1.operands[3]);
+    assert_eq!(bias.shape, [BATCH.batch, 1, 1, BATCH.seq]);
+    check(padded, WHOLE.iter().chain(&CUT).chain(&[("cpu:2", "cp=2,microbatch=4")]));
 }

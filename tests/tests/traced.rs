@@ -11,10 +11,11 @@ use burn::nn::pool::{
     MaxPool2dConfig,
 };
 use burn::nn::{Initializer, PaddingConfig1d, PaddingConfig2d};
+use burn::tensor::activation::softmax;
 use burn::tensor::ops::PadMode;
-use burn::tensor::{Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
+use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
 use derivatives::{compare, floats, ours};
-use shardc_ir::HostTensor;
+use shardc_ir::{Graph, HostTensor, Op};
 use shardc_models::{detach, trace};
 use shardc_passes::raise::raise;
 use std::collections::BTreeMap;
@@ -52,7 +53,7 @@ fn weighted<const D: usize>(y: Tensor<D>) -> Tensor<1> {
 }
 
 #[track_caller]
-fn check<const D: usize>(name: &str, f: impl Fn(&Factors, Tensor<3>, Tensor<2, Int>) -> Tensor<D>) {
+fn check<const D: usize>(name: &str, f: impl Fn(&Factors, Tensor<3>, Tensor<2, Int>) -> Tensor<D>) -> Graph {
     let device = Device::flex().autodiff();
     let module = init(&device);
     let x = Tensor::<3>::from_data(TensorData::new(numbers(192), SHAPE), &device);
@@ -85,6 +86,7 @@ fn check<const D: usize>(name: &str, f: impl Fn(&Factors, Tensor<3>, Tensor<2, I
     let made = floats(&made["loss"])[0];
     assert!((made - theirs).abs() <= 1e-5 * theirs.abs().max(1e-2), "{name}: the loss is {made}, Burn says {theirs}");
     compare(name, &ours(&raised, &leaves), &expect);
+    raised
 }
 
 #[test]
@@ -182,4 +184,41 @@ fn resizing() {
 fn detached() {
     check("a target", |_, x, _| x.clone() * detach(x.clone().sin()) + x);
     check("straight through", |_, x, _| (x.clone() + detach(x.clone().sign() - x.clone())) * x);
+}
+
+/// Scores of two heads of four numbers, some hidden by a mask of their own or pushed away by a number, are not kept.
+#[test]
+fn masked_attention() {
+    type Scores<'a> = &'a dyn Fn(Tensor<4>, Tensor<2, Int>) -> Tensor<4>;
+    let cases: [(&str, Scores<'_>); 4] = [
+        ("padding", &|scores, ids| scores.mask_fill(ids.equal_elem(0).reshape([4, 1, 1, 6]), -1e4)),
+        ("padding of each query", &|scores, ids| {
+            let pairs = ids.clone().reshape([4, 6, 1]).equal(ids.reshape([4, 1, 6]));
+            scores.mask_fill(pairs.bool_not().unsqueeze_dim::<4>(1), f32::NEG_INFINITY)
+        }),
+        ("how far away", &|scores, _| {
+            let device = scores.device();
+            let at = Tensor::<1, Int>::arange(0..6, &device).float();
+            let far = (at.clone().reshape([1, 1, 6, 1]) - at.reshape([1, 1, 1, 6])).abs();
+            let slopes = Tensor::<4>::from_data(TensorData::new(vec![0.5f32, 0.25], [1, 2, 1, 1]), &device);
+            scores - far * slopes
+        }),
+        ("later and padding", &|scores, ids| {
+            let later = Tensor::<2, Bool>::tril_mask([6, 6], 0, &scores.device()).reshape([1, 1, 6, 6]);
+            let scores = scores.mask_fill(later, -1e9);
+            // The first token is never padding.
+            let at = Tensor::<1, Int>::arange(0..6, &scores.device()).reshape([1, 6]).greater_elem(0);
+            scores.mask_fill(ids.equal_elem(1).bool_and(at.expand([4, 6])).reshape([4, 1, 1, 6]), -1e9)
+        }),
+    ];
+    for (name, hide) in cases {
+        let graph = check(name, |_, x, ids| {
+            let heads = x.reshape([4, 6, 2, 4]).swap_dims(1, 2);
+            let scores = heads.clone().matmul(heads.clone().transpose()) * 0.5;
+            let weights = softmax(hide(scores, ids), 3);
+            weights.matmul(heads).swap_dims(1, 2).reshape([4, 6, 8])
+        });
+        let attention = |op: &Op| matches!(op, Op::Attention(_));
+        assert_eq!(graph.nodes().filter(|(_, node)| attention(&node.op)).count(), 1, "{name}: {graph}");
+    }
 }

@@ -8,9 +8,13 @@
 //! Queries may be divided: each rank then needs all keys and values, and adds its term to their
 //! gradients. Where the keys are as many as the queries, both may be divided alike, and keys and values
 //! go round a ring of the ranks (Liu et al., "Ring attention", 2023).
+//!
+//! A bias is added to the scaled scores. It has no derivative: it says which keys are seen (padding, the documents of
+//! a packed sequence) or how far away they are (ALiBi). Where it is minus infinity for all keys of a query, the query's
+//! result is not defined.
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, arity, expect_float, expect_shape, expect_type, is_false, single,
+    Gradient, GradientError, Op, OpDef, Part, expect_float, expect_shape, expect_type, is_false, number, single,
 };
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
@@ -18,27 +22,29 @@ use crate::types::{DType, TensorType};
 use crate::units::{Bytes, Flops};
 use serde::{Deserialize, Serialize};
 
-/// From operands `q` `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]`: `o` `[b, s, h, e]`,
-/// and `lse` `[b, h, s]` in f32.
+/// From operands `q` `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]` and, if scores have a bias, that
+/// (`[b, h, s, t]` or 1 in the place of any of the first three): `o` `[b, s, h, e]`, and `lse` `[b, h, s]` in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Attention {
     /// Whether query `i` sees keys `0..=i + lead` only.
     #[serde(default, skip_serializing_if = "is_false")]
     pub causal: bool,
     /// The factor of the scores; `1 / sqrt(d)` as a rule.
+    #[serde(with = "number")]
     pub scale: f64,
     /// How many keys come before that of the first query held here; `t - s` if it is not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lead: Option<i64>,
 }
 
-/// From operands `do`, `q`, `k`, `v`, `o`, `lse`: `dq`, `dk`, `dv`.
+/// From operands `do`, `q`, `k`, `v`, `o`, `lse` and the bias, if there is one: `dq`, `dk`, `dv`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionGrad {
     /// As in the forward operation.
     #[serde(default, skip_serializing_if = "is_false")]
     pub causal: bool,
     /// As in the forward operation.
+    #[serde(with = "number")]
     pub scale: f64,
     /// As in the forward operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -67,13 +73,45 @@ fn sizes(q: &TensorType, k: &TensorType, v: &TensorType) -> Result<[u64; 7], Str
     Ok([b, s, h, d, t, kv, e])
 }
 
-/// The factors, and the dims of `q`, `k`, `v`, `o`, `lse`.
-fn factors(rule: &mut FactorRule, q: &TensorType, k: &TensorType, v: &TensorType) -> [Dims; 5] {
+/// How many operands come before the bias, which may be left out.
+fn arity(operands: &[TensorType], count: usize) -> Result<(), String> {
+    match operands.len() {
+        given if given == count || given == count + 1 => Ok(()),
+        given => Err(format!("takes {count} operands, or {} with a bias, not {given}", count + 1)),
+    }
+}
+
+/// Checks the bias of scores between these queries, keys and values.
+fn expect_bias(bias: Option<&TensorType>, [q, k, v]: [&TensorType; 3]) -> Result<(), String> {
+    let Some(bias) = bias else { return Ok(()) };
+    let [b, s, h, _, t, ..] = sizes(q, k, v)?;
+    let fits = |(size, whole): (&u64, u64)| *size == whole || *size == 1;
+    let is_ours = bias.rank() == 4 && bias.shape[3] == t && bias.shape.iter().zip([b, h, s, t]).all(fits);
+    if !is_ours || bias.dtype != q.dtype {
+        let dtype = q.dtype.name();
+        return Err(format!("takes a bias {dtype}[{b} or 1, {h} or 1, {s} or 1, {t}], not {bias}"));
+    }
+    Ok(())
+}
+
+/// The factors of the bias's dimensions; one of size 1 that is read by all has none.
+fn bias_dims(bias: &TensorType, rule: &FactorRule) -> Dims {
+    let factors: [&[&str]; 4] = [&["b"], &["kv", "g"], &["s"], &["t"]];
+    let dims = factors.iter().zip(&bias.shape).map(|(names, size)| {
+        let found: Vec<usize> = names.iter().filter_map(|name| rule.find(name)).collect();
+        let whole: u64 = found.iter().map(|factor| rule.factors[*factor].size).product();
+        if *size == whole { found } else { Vec::new() }
+    });
+    dims.collect()
+}
+
+/// The factors, and the dims of `q`, `k`, `v`, `o`, `lse`. Keys go round a ring without a bias alone.
+fn factors(rule: &mut FactorRule, [q, k, v]: [&TensorType; 3], is_biased: bool) -> [Dims; 5] {
     let [b, s, h, d, t, kv, e] = sizes(q, k, v).unwrap_or([1; 7]);
     let (b, kv, g) = (rule.parallel("b", b), rule.parallel("kv", kv), rule.parallel("g", h / kv));
     let is_self = s == t;
     let s = rule.parallel("s", s);
-    let t = if is_self { rule.ring("t", t, s) } else { rule.whole("t", t) };
+    let t = if is_self && !is_biased { rule.ring("t", t, s) } else { rule.whole("t", t) };
     let (d, e) = (rule.whole("d", d), rule.whole("e", e));
     let heads = vec![kv, g];
     [
@@ -125,12 +163,15 @@ impl OpDef for Attention {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 3)?;
         let [b, s, h, _, _, _, e] = sizes(&operands[0], &operands[1], &operands[2])?;
+        expect_bias(operands.get(3), [&operands[0], &operands[1], &operands[2]])?;
         Ok(vec![operands[0].with_shape([b, s, h, e]), TensorType::new(DType::F32, [b, h, s])])
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
-        let [q, k, v, o, lse] = factors(&mut rule, &operands[0], &operands[1], &operands[2]);
+        let read = [&operands[0], &operands[1], &operands[2]];
+        let [q, k, v, o, lse] = factors(&mut rule, read, operands.len() > 3);
         rule.operands = vec![q, k, v];
+        rule.operands.extend(operands.get(3).map(|bias| bias_dims(bias, &rule)));
         rule.results = vec![o, lse];
         rule
     }
@@ -142,11 +183,12 @@ impl OpDef for Attention {
         Some(Self { lead: Some(lead), ..self.clone() }.into())
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
-        if gradient.cotangents[1].is_some() {
+        if gradient.cotangents[1].is_some() || gradient.needed.get(3) == Some(&true) {
             return Err(gradient.not_differentiable());
         }
         let dy = gradient.cotangent(0)?;
-        let read = [&[dy], gradient.operands.as_slice(), gradient.results.as_slice()].concat();
+        let (read, bias) = gradient.operands.split_at(3);
+        let read = [&[dy], read, gradient.results.as_slice(), bias].concat();
         let Self { causal, scale, lead } = *self;
         let parts = gradient.add_many(AttentionGrad { causal, scale, lead, deterministic: false }, &read, &[])?;
         gradient.set_parts(&parts)?;
@@ -161,17 +203,20 @@ impl OpDef for AttentionGrad {
         expect_shape("the cotangent", &operands[0], &[b, s, h, e])?;
         expect_shape("the result", &operands[4], &[b, s, h, e])?;
         expect_type("the row statistic", &operands[5], &TensorType::new(DType::F32, [b, h, s]))?;
+        expect_bias(operands.get(6), [&operands[1], &operands[2], &operands[3]])?;
         Ok(operands[1..4].to_vec())
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
         let mut rule = FactorRule::default();
-        let [q, k, v, o, lse] = factors(&mut rule, &operands[1], &operands[2], &operands[3]);
+        let read = [&operands[1], &operands[2], &operands[3]];
+        let [q, k, v, o, lse] = factors(&mut rule, read, operands.len() > 6);
         // Each group of query heads, and each part of the queries, adds its term to the gradients of keys
         // and values.
         for factor in ["g", "s"].iter().filter_map(|name| rule.find(name)).collect::<Vec<_>>() {
             rule.factors[factor].reduce = vec![(1, ReduceKind::Sum), (2, ReduceKind::Sum)];
         }
         rule.operands = vec![o.clone(), q.clone(), k.clone(), v.clone(), o, lse];
+        rule.operands.extend(operands.get(6).map(|bias| bias_dims(bias, &rule)));
         rule.results = vec![q, k, v];
         rule
     }

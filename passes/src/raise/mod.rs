@@ -3,8 +3,8 @@
 //! Three steps, each with few and named rules, none of which makes a graph worse: a rule either
 //! replaces several nodes by one with a kernel of its own, or removes nodes.
 //!
-//! 1. [`structure`]: rotary embedding and attention, found by their shape from slices, masks and
-//!    contractions. Their parts differ in layout, not in algebra, so a matcher that follows layouts
+//! 1. [`structure`]: rotary embedding and attention (with what is added to its scores or hides some of them), found
+//!    by their shape from slices, masks and contractions. Their parts differ in layout, not in algebra, so a matcher that follows layouts
 //!    is shorter than the rewrites that would normalize them.
 //! 2. [`algebra`]: normalizations and gated activations, found by equality saturation (egg): the
 //!    same formula is written in many ways (`x / sqrt(v)`, `x * rsqrt(v)`, factors in any order).
@@ -24,8 +24,11 @@ mod tests;
 
 use crate::error::PassError;
 use serde::{Deserialize, Serialize};
-use shardc_ir::ops::{Attention, LayerNorm, OpError, Reshape, RmsNorm, Rotary, Slice, Swiglu, Transpose};
-use shardc_ir::{Graph, NodeId, Op, ValueId};
+use shardc_ir::ops::{
+    Affine, Attention, Binary, BinaryKind, Broadcast, Constant, LayerNorm, OpError, Reshape, RmsNorm, Rotary, Select,
+    Slice, Swiglu, Transpose,
+};
+use shardc_ir::{DType, Graph, NodeId, Op, TensorType, ValueId};
 use std::collections::{BTreeMap, HashMap};
 
 /// Which rules fired where.
@@ -114,13 +117,15 @@ pub enum Composite {
     Attention {
         /// Queries, keys and values, with the permutation to `[b, s, h, d]` of each; keys and values
         /// may be taken in another shape first, where each head was repeated for its group.
-        read: [Heads; 3],
+        read: Box<[Heads; 3]>,
         /// The permutation of the result from `[b, s, h, e]`.
         made: Vec<usize>,
         /// Whether a query sees no later keys.
         causal: bool,
         /// The factor of the scores.
         scale: f64,
+        /// What is added to the scaled scores.
+        bias: Vec<Bias>,
     },
 }
 
@@ -136,9 +141,10 @@ impl Composite {
             Self::Rotary { x, cos, sin, heads_first } => {
                 Self::Rotary { x: moved(x), cos: moved(cos), sin: moved(sin), heads_first }
             }
-            Self::Attention { read, made, causal, scale } => {
-                let read = read.map(|heads| Heads { value: moved(heads.value), ..heads });
-                Self::Attention { read, made, causal, scale }
+            Self::Attention { read, made, causal, scale, bias } => {
+                let read = Box::new(read.map(|heads| Heads { value: moved(heads.value), ..heads }));
+                let bias = bias.into_iter().map(|term| Bias { value: moved(term.value), ..term }).collect();
+                Self::Attention { read, made, causal, scale, bias }
             }
         }
     }
@@ -153,6 +159,31 @@ pub struct Heads {
     pub shape: Vec<u64>,
     /// The permutation of that shape to `[b, s, h, d]`.
     pub permutation: Vec<usize>,
+}
+
+/// What is added to scaled scores `[b, h, s, t]`, or hides some of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bias {
+    /// The value, before it is copied to all scores.
+    pub value: ValueId,
+    /// The shape to take it in: as the scores, with 1 where it is copied.
+    pub shape: [u64; 4],
+    /// What it does to them.
+    pub effect: Effect,
+}
+
+/// What a value does to scaled scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Effect {
+    /// It is added, times this.
+    Times(f64),
+    /// A mask hides what it is `when` of, by adding a number.
+    Hides {
+        /// Its value where it hides.
+        when: bool,
+        /// The number.
+        by: f64,
+    },
 }
 
 /// A composite operation, the name of the rule that found it, and the proof.
@@ -175,9 +206,10 @@ fn replace(graph: &Graph, found: &BTreeMap<NodeId, Found>, report: &mut Report) 
             explanation: found.explanation.clone(),
         });
     }
+    let mut biases = Vec::new();
     let replaced = graph.rebuild(|to, id, map| {
         let Some(found) = found.get(&id) else { return Ok(false) };
-        let mut site = Site { to, from: graph, id, map };
+        let mut site = Site { to, from: graph, id, map, biases: &mut biases };
         let value = site.build(&found.composite)?;
         map.insert(graph.result(id), value);
         Ok(true)
@@ -191,6 +223,8 @@ struct Site<'a> {
     from: &'a Graph,
     id: NodeId,
     map: &'a HashMap<ValueId, ValueId>,
+    /// The terms of biases that are there.
+    biases: &'a mut Vec<(Bias, ValueId)>,
 }
 
 impl Site<'_> {
@@ -217,6 +251,56 @@ impl Site<'_> {
         }
     }
 
+    /// The sum of what is added to scores, in the least shape that holds it; each term is made once in a graph.
+    fn bias(&mut self, terms: &[Bias]) -> Result<Option<ValueId>, OpError> {
+        let mut sum: Option<ValueId> = None;
+        for term in terms {
+            let term = self.bias_term(term)?;
+            sum = Some(match sum {
+                None => term,
+                Some(other) => {
+                    let shapes = [other, term].map(|value| self.to.ty(value).shape.clone());
+                    let shape: Vec<u64> = shapes[0].iter().zip(&shapes[1]).map(|(a, b)| *a.max(b)).collect();
+                    let mut copied = Vec::new();
+                    for (value, from) in [other, term].into_iter().zip(shapes) {
+                        let copy = Broadcast { dims: vec![0, 1, 2, 3] };
+                        copied.push(if from == shape { value } else { self.add(copy, &[value], Some(&shape))? });
+                    }
+                    self.add(Binary { kind: BinaryKind::Add }, &copied, None)?
+                }
+            });
+        }
+        Ok(sum)
+    }
+
+    /// One term, where its value is made, so that all blocks that read it are alike.
+    fn bias_term(&mut self, term: &Bias) -> Result<ValueId, OpError> {
+        if let Some((_, made)) = self.biases.iter().find(|(known, _)| known == term) {
+            return Ok(*made);
+        }
+        let (value, path) = (self.map[&term.value], self.from.def(term.value).path.clone());
+        let role = self.from.node(self.id).role;
+        let mut add = |op: Op, operands: &[ValueId], ty: TensorType| -> Result<ValueId, OpError> {
+            let added = self.to.add_as(op, operands, &[ty], path.clone(), role)?;
+            Ok(self.to.result(added))
+        };
+        let ty = self.from.ty(term.value).with_shape(term.shape);
+        let shaped = add(Reshape {}.into(), &[value], ty.clone())?;
+        let made = match term.effect {
+            Effect::Times(1.0) => shaped,
+            Effect::Times(scale) => add(Affine { scale, offset: 0.0 }.into(), &[shaped], ty)?,
+            Effect::Hides { when, by } => {
+                let ty = ty.with_dtype(DType::F32);
+                let hidden = add(Constant { value: by }.into(), &[], ty.clone())?;
+                let seen = add(Constant { value: 0.0 }.into(), &[], ty.clone())?;
+                let (a, b) = if when { (hidden, seen) } else { (seen, hidden) };
+                add(Select {}.into(), &[shaped, a, b], ty)?
+            }
+        };
+        self.biases.push((term.clone(), made));
+        Ok(made)
+    }
+
     fn build(&mut self, composite: &Composite) -> Result<ValueId, OpError> {
         let map = self.map;
         match composite {
@@ -233,12 +317,13 @@ impl Site<'_> {
                 let y = self.add(Rotary { inverse: false }, &[x, cos, sin], None)?;
                 if *heads_first { self.transpose(y, &swap) } else { Ok(y) }
             }
-            Composite::Attention { read, made, causal, scale } => {
+            Composite::Attention { read, made, causal, scale, bias } => {
                 let mut operands = Vec::new();
-                for heads in read {
+                for heads in read.iter() {
                     let shaped = self.add(Reshape {}, &[map[&heads.value]], Some(&heads.shape))?;
                     operands.push(self.transpose(shaped, &heads.permutation)?);
                 }
+                operands.extend(self.bias(bias)?);
                 let o = self.add(Attention { causal: *causal, scale: *scale, lead: None }, &operands, None)?;
                 self.transpose(o, made)
             }

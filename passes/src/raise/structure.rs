@@ -1,16 +1,21 @@
 //! Finds rotary embeddings and attention by following layouts.
 
-use super::{Composite, Found, Heads};
+use super::{Bias, Composite, Effect, Found, Heads};
 use shardc_ir::ops::{BinaryKind, CompareKind, Matmul, UnaryKind};
-use shardc_ir::{DType, Graph, NodeId, Op, ValueId};
+use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, ValueId};
 use std::collections::BTreeMap;
 
 /// A score at or below this counts as hidden: its exponential is 0 in f32.
 const HIDDEN: f64 = -1e4;
 
+/// The least that a bias adds to a hidden score: it is finite in 16 bits. A query to which all keys are hidden then
+/// sees all of them by their scores; with the mask written out it would see all alike, or give no number.
+const LEAST: f64 = -3e4;
+
 /// Every such operation, by the node that makes its value.
 pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
     let mut found = BTreeMap::new();
+    let given = given(graph);
     for (id, node) in graph.nodes() {
         let composite = match &node.op {
             Op::Concat(op) if op.dim == 3 && node.operands.len() == 2 => {
@@ -19,7 +24,7 @@ pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
             Op::Binary(op) if op.kind == BinaryKind::Add => {
                 rotary_whole(graph, node.operands[0], node.operands[1]).map(|c| ("rotary", c))
             }
-            Op::Matmul(op) => attention(graph, id, op).map(|c| ("attention", c)),
+            Op::Matmul(op) => attention(graph, &given, id, op).map(|c| ("attention", c)),
             _ => None,
         };
         if let Some((rule, composite)) = composite {
@@ -27,6 +32,16 @@ pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {
         }
     }
     found
+}
+
+/// Per value, whether no parameter reaches it, not even through integers.
+fn given(graph: &Graph) -> Vec<bool> {
+    let mut given = vec![true; graph.value_count()];
+    for (_, node) in graph.nodes() {
+        let all = !matches!(node.op, Op::Parameter(_)) && node.operands.iter().all(|value| given[value.index()]);
+        node.results.iter().for_each(|result| given[result.index()] = all);
+    }
+    given
 }
 
 /// The operands of an elementwise function of two operands.
@@ -57,12 +72,30 @@ fn half(graph: &Graph, value: ValueId) -> Option<(ValueId, usize)> {
     }
 }
 
+/// What a broadcast or a change of dimensions of size 1 reads, and per dimension of that the one of the whole that it
+/// becomes (any, if its size is 1), from those of the value at hand.
+fn before_copy(graph: &Graph, value: ValueId, dims: &[usize]) -> Option<(ValueId, Vec<usize>)> {
+    let (node, ty) = (graph.def(value), graph.ty(value));
+    let source = *node.operands.first()?;
+    let from = &graph.ty(source).shape;
+    let proper = || (0..ty.rank()).filter(|dim| ty.shape[*dim] != 1);
+    let dims = match &node.op {
+        Op::Broadcast(op) => op.dims.iter().map(|dim| dims[*dim]).collect(),
+        Op::Reshape(_) if from.iter().filter(|size| **size != 1).eq(proper().map(|dim| &ty.shape[dim])) => {
+            let mut rest = proper().map(|dim| dims[dim]);
+            let kept = from.iter().map(|size| if *size == 1 { Some(usize::MAX) } else { rest.next() });
+            kept.collect::<Option<_>>()?
+        }
+        _ => return None,
+    };
+    Some((source, dims))
+}
+
 /// A factor that differs along one of the dimensions 1 and 2 and along the last only: the value
 /// with these two dimensions alone, and the first of them.
 fn table(graph: &Graph, value: ValueId) -> Option<(ValueId, usize)> {
-    let shape = graph.ty(value).shape.clone();
     // Per dimension of the value at hand, the dimension of the factor that it becomes.
-    let (mut value, mut dims): (ValueId, Vec<usize>) = (value, (0..shape.len()).collect());
+    let (mut value, mut dims): (ValueId, Vec<usize>) = (value, (0..graph.ty(value).rank()).collect());
     loop {
         let ty = graph.ty(value);
         let proper: Vec<usize> = (0..ty.rank()).filter(|dim| ty.shape[*dim] != 1).collect();
@@ -73,23 +106,7 @@ fn table(graph: &Graph, value: ValueId) -> Option<(ValueId, usize)> {
         {
             return Some((value, dims[row]));
         }
-        let node = graph.def(value);
-        let from = node.operands.first().map(|operand| &graph.ty(*operand).shape)?;
-        dims = match &node.op {
-            Op::Broadcast(op) => op.dims.iter().map(|dim| dims[*dim]).collect(),
-            Op::Reshape(_) => {
-                let mut rest = proper.iter().map(|dim| dims[*dim]);
-                let kept = from.iter().map(|size| if *size == 1 { Some(usize::MAX) } else { rest.next() });
-                let kept: Vec<usize> = kept.collect::<Option<_>>()?;
-                let sizes = from.iter().filter(|size| **size != 1);
-                if !sizes.eq(proper.iter().map(|dim| &ty.shape[*dim])) {
-                    return None;
-                }
-                kept
-            }
-            _ => return None,
-        };
-        value = node.operands[0];
+        (value, dims) = before_copy(graph, value, &dims)?;
     }
 }
 
@@ -167,7 +184,7 @@ fn is_doubled(graph: &Graph, value: ValueId) -> bool {
 }
 
 /// `softmax(scale * q k' with hidden scores) v`
-fn attention(graph: &Graph, id: NodeId, second: &Matmul) -> Option<Composite> {
+fn attention(graph: &Graph, given: &[bool], id: NodeId, second: &Matmul) -> Option<Composite> {
     let node = graph.node(id);
     let (weights, v) = (node.operands[0], node.operands[1]);
     if !matches!(graph.def(weights).op, Op::Softmax(_)) {
@@ -180,6 +197,7 @@ fn attention(graph: &Graph, id: NodeId, second: &Matmul) -> Option<Composite> {
         return None;
     }
     let (mut scores, mut scale, mut causal) = (graph.def(weights).operands[0], 1.0, false);
+    let mut bias = Vec::new();
     let first = loop {
         let node = graph.def(scores);
         scores = match &node.op {
@@ -187,9 +205,22 @@ fn attention(graph: &Graph, id: NodeId, second: &Matmul) -> Option<Composite> {
                 scale *= op.scale;
                 node.operands[0]
             }
-            Op::Select(_) if !causal => {
-                let kept = hides_the_future(graph, node.operands[0], node.operands[1], node.operands[2])?;
-                causal = true;
+            Op::Select(_) => {
+                let (kept, when, by) = hides(graph, &node.operands)?;
+                if !causal && is_the_future(graph, node.operands[0], when) {
+                    causal = true;
+                } else {
+                    let by = Some(by * scale).filter(|by| *by <= HIDDEN)?.max(LEAST);
+                    let (value, shape) = uncopied(graph, given, node.operands[0])?;
+                    bias.push(Bias { value, shape, effect: Effect::Hides { when, by } });
+                }
+                kept
+            }
+            Op::Binary(op) if matches!(op.kind, BinaryKind::Add | BinaryKind::Sub) => {
+                let of = |side: usize| Some((node.operands[1 - side], uncopied(graph, given, node.operands[side])?));
+                let sum = op.kind == BinaryKind::Add;
+                let (kept, (value, shape)) = of(1).or_else(|| of(0).filter(|_| sum))?;
+                bias.push(Bias { value, shape, effect: Effect::Times(if sum { scale } else { -scale }) });
                 kept
             }
             Op::Matmul(first) => break first,
@@ -214,7 +245,25 @@ fn attention(graph: &Graph, id: NodeId, second: &Matmul) -> Option<Composite> {
     }
     let order = [b, s, h, dims.n[0]];
     let made = of_o.iter().map(|letter| order.iter().position(|other| other == letter)).collect::<Option<_>>()?;
-    Some(Composite::Attention { read, made, causal, scale })
+    Some(Composite::Attention { read: Box::new(read), made, causal, scale, bias })
+}
+
+/// What is copied to `[b, h, s, t]`, and its shape with 1 in the place of each dimension along which it is copied, if
+/// no parameter reaches it and it differs from key to key.
+fn uncopied(graph: &Graph, given: &[bool], value: ValueId) -> Option<(ValueId, [u64; 4])> {
+    let (keys, is_given) = (*graph.ty(value).shape.get(3)?, given[value.index()]);
+    let (mut value, mut dims): (ValueId, Vec<usize>) = (value, (0..4).collect());
+    while let Some(from) = before_copy(graph, value, &dims) {
+        (value, dims) = from;
+    }
+    let mut shape = [1; 4];
+    let proper = dims.iter().zip(&graph.ty(value).shape).filter(|(_, size)| **size != 1);
+    let mut places = Vec::new();
+    for (dim, size) in proper {
+        *shape.get_mut(*dim)? = *size;
+        places.push(*dim);
+    }
+    (is_given && places.is_sorted() && shape[3] == keys).then_some((value, shape))
 }
 
 /// A tensor with these letters as heads in the order of `order`; keys and values without the
@@ -248,22 +297,24 @@ fn heads(graph: &Graph, value: ValueId, letters: &[char], order: [char; 4], shar
     Some(Heads { value: source, shape: single, permutation })
 }
 
-/// The scores that a selection keeps, if it hides exactly the keys after each query.
-fn hides_the_future(graph: &Graph, mask: ValueId, a: ValueId, b: ValueId) -> Option<ValueId> {
-    let hidden = |value: ValueId| number(graph, value).is_some_and(|number| number <= HIDDEN);
-    let condition = condition(graph, mask)?;
-    let (kept, condition) = if hidden(a) {
-        (b, condition)
-    } else if hidden(b) {
-        (a, condition.negated())
-    } else {
-        return None;
-    };
-    let shape = &graph.ty(mask).shape;
-    let [_, _, s, t] = shape[..] else { return None };
+/// Of a selection that hides scores: those that it keeps, the value of the mask where it hides, and by which number.
+fn hides(graph: &Graph, operands: &[ValueId]) -> Option<(ValueId, bool, f64)> {
+    let [_, a, b] = operands else { return None };
+    let hidden = |value: ValueId| number(graph, value).filter(|number| *number <= HIDDEN);
+    match (hidden(*a), hidden(*b)) {
+        (Some(by), _) => Some((*b, true, by)),
+        (None, Some(by)) => Some((*a, false, by)),
+        (None, None) => None,
+    }
+}
+
+/// Whether a mask is `when` exactly of the keys after each query.
+fn is_the_future(graph: &Graph, mask: ValueId, when: bool) -> bool {
+    let [_, _, s, t] = graph.ty(mask).shape[..] else { return false };
     // Key j is after query i, where the last key is seen by the last query.
     let future = Linear { terms: vec![0, 0, -1, 1], constant: s as i64 - t as i64 };
-    (condition == future).then_some(kept)
+    let condition = condition(graph, mask);
+    condition.is_some_and(|condition| future == if when { condition } else { condition.negated() })
 }
 
 /// The number that a value holds everywhere.

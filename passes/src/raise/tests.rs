@@ -96,16 +96,44 @@ fn causal_attention_with_grouped_queries() {
     );
 }
 
+/// `softmax(scores)` of a parameter `q` with itself, where `%u` is made of the scores `%s`.
+fn with_scores(made: &str) -> String {
+    format!(
+        "%q: f32[2,4,3,8] = parameter \"q\"\n%s: f32[2,4,3,3] = matmul %q, %q {{spec=\"bhsd,bhtd->bhst\"}}\n{made}\
+         %w: f32[2,4,3,3] = softmax %u\n%y: f32[2,4,3,8] = matmul %w, %q {{spec=\"bhst,bhte->bhse\"}}"
+    )
+}
+
+/// A mask of the keys of each batch element, as padding is hidden, and one of another kind than causal.
 #[test]
-fn a_mask_of_another_kind_is_left_alone() {
-    let (graph, report) = raised(
-        "%q: f32[2,4,3,8] = input \"q\"\n%s: f32[2,4,3,3] = matmul %q, %q {spec=\"bhsd,bhtd->bhst\"}\n\
-         %i: i64[3,3] = iota {dim=0}\n%j: i64[3,3] = iota {dim=1}\n%m: bool[3,3] = ge %j, %i\n\
-         %mm: bool[2,4,3,3] = broadcast %m {dims=[2,3]}\n%h: f32[2,4,3,3] = constant {value=\"-inf\"}\n\
-         %u: f32[2,4,3,3] = select %mm, %h, %s\n%w: f32[2,4,3,3] = softmax %u\n\
-         %y: f32[2,4,3,8] = matmul %w, %q {spec=\"bhst,bhte->bhse\"}",
-    );
-    assert!(report.fired.is_empty(), "{report:?}\n{graph}");
+fn masks_of_scores_become_a_bias() {
+    let hidden = "%h: f32[2,4,3,3] = constant {value=-1e9}\n";
+    let padding = "%p: bool[2,3] = input \"p\"\n%p1: bool[2,1,1,3] = reshape %p\n\
+                   %p2: bool[2,4,3,3] = broadcast %p1 {dims=[0,1,2,3]}\n";
+    let (graph, _) = raised(&with_scores(&format!("{hidden}{padding}%u: f32[2,4,3,3] = select %p2, %h, %s\n")));
+    let text = graph.to_string();
+    assert_eq!(ops(&graph).iter().filter(|op| *op == "attention").count(), 1, "{text}");
+    assert!(text.contains("f32[2,1,1,3] = select") && text.contains("value=-30000"), "{text}");
+    let later = "%i: i64[3,3] = iota {dim=0}\n%j: i64[3,3] = iota {dim=1}\n%m: bool[3,3] = ge %j, %i\n\
+                 %mm: bool[2,4,3,3] = broadcast %m {dims=[2,3]}\n%v: f32[2,4,3,3] = select %mm, %s, %h\n";
+    let both = format!("{hidden}{padding}{later}%u: f32[2,4,3,3] = select %p2, %h, %v\n");
+    let (graph, _) = raised(&with_scores(&both));
+    let text = graph.to_string();
+    assert!(text.contains("f32[1,1,3,3] = select") && text.contains("f32[2,1,3,3] = add"), "{text}");
+}
+
+#[test]
+fn what_is_added_to_scores_becomes_a_bias_unless_it_is_learnt() {
+    let added = |leaf: &str| {
+        let made = format!(
+            "%b: f32[4,3,3] = {leaf} \"b\"\n%c: f32[2,4,3,3] = broadcast %b {{dims=[1,2,3]}}\n\
+             %u: f32[2,4,3,3] = add %c, %s\n"
+        );
+        let (graph, _) = raised(&with_scores(&made));
+        ops(&graph).contains(&"attention".to_string())
+    };
+    assert!(added("input"));
+    assert!(!added("parameter"));
 }
 
 #[test]

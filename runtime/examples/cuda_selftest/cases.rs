@@ -345,6 +345,17 @@ fn attention(f: DType, [b, s, keys, h, kv, d]: [u64; 6], causal: bool) -> [Case;
     [forward, backward(false), backward(true)]
 }
 
+/// The same with a bias of these sizes before the keys.
+fn biased(cases: [Case; 3], [b, h, s]: [u64; 3]) -> [Case; 3] {
+    cases.map(|mut case| {
+        // `q, k, v` or `do, q, k, v, o, lse`.
+        let keys = &case.operands[case.operands.len() / 3];
+        let bias = keys.with_shape([b, h, s, keys.shape[1]]);
+        case.operands.push(bias);
+        case
+    })
+}
+
 fn attention_cases(f: DType, all: &mut Vec<Case>) {
     for (shape, causal) in [
         ([2, 32, 32, 4, 4, 32], true),
@@ -361,6 +372,15 @@ fn attention_cases(f: DType, all: &mut Vec<Case>) {
         ([1, 256, 256, 2, 1, 256], true),
     ] {
         all.extend(attention(f, shape, causal));
+    }
+    for (shape, causal, bias) in [
+        ([2, 384, 384, 4, 4, 64], false, [2, 1, 1]),
+        ([2, 384, 384, 4, 2, 64], true, [2, 1, 1]),
+        ([2, 256, 256, 4, 2, 64], false, [1, 4, 256]),
+        ([2, 100, 100, 4, 4, 32], false, [2, 1, 100]),
+        ([2, 16, 48, 4, 2, 64], false, [2, 4, 16]),
+    ] {
+        all.extend(biased(attention(f, shape, causal), bias));
     }
 }
 
@@ -425,6 +445,8 @@ pub fn heavy_cases() -> Vec<Case> {
     ] {
         all.extend(attention(f, shape, causal));
     }
+    all.extend(attention(f, [32, 512, 512, 12, 12, 64], false));
+    all.extend(biased(attention(f, [32, 512, 512, 12, 12, 64], false), [32, 1, 1]));
     all.extend(attention(F32, [4, 4096, 4096, 32, 8, 64], true));
     all.extend(attention(F32, [2, 4096, 4096, 32, 8, 128], true));
     all

@@ -395,7 +395,8 @@ fn inputs(case: &Case) -> Vec<HostTensor> {
             (all[3], all[4]) = (made[1].clone(), made[2].clone());
         }
         Op::AttentionGrad(op) => {
-            let made = from(Attention { causal: op.causal, scale: op.scale, lead: None }.into(), &all[1..4], &[]);
+            let read = [&all[1..4], all.get(6..).unwrap_or_default()].concat();
+            let made = from(Attention { causal: op.causal, scale: op.scale, lead: None }.into(), &read, &[]);
             (all[4], all[5]) = (made[0].clone(), made[1].clone());
         }
         Op::Adamw(_) => prepare_update(&mut all),

@@ -4,6 +4,7 @@
 use super::matmul::{elements, matrix};
 use super::{Context, View, ViewMut, by_units};
 use burn::tensor::Tensor;
+use std::borrow::Cow;
 
 /// How many queries' scores are kept at once.
 const BLOCK: usize = 256;
@@ -54,6 +55,51 @@ impl Sizes {
     }
 }
 
+/// What is added to the scaled scores: an array of four dimensions, of which any but the last may be copied.
+struct Bias<'a> {
+    values: Cow<'a, [f32]>,
+    /// How far apart batch elements, heads and queries are; 0 where one serves all.
+    strides: [usize; 3],
+    keys: usize,
+}
+
+impl<'a> Bias<'a> {
+    fn new(operand: Option<&View<'a>>) -> Result<Option<Self>, String> {
+        let Some(operand) = operand else { return Ok(None) };
+        let [b, h, s, keys] = [0, 1, 2, 3].map(|dim| operand.dim(dim));
+        let stride = |size: usize, inner: usize| if size == 1 { 0 } else { inner };
+        let strides = [stride(b, h * s * keys), stride(h, s * keys), stride(s, keys)];
+        Ok(Some(Self { values: operand.f32s()?, strides, keys }))
+    }
+
+    /// That of one head.
+    fn head(&self, batch: usize, head: usize) -> HeadBias<'_> {
+        let at = batch * self.strides[0] + head * self.strides[1];
+        HeadBias { values: &self.values[at..], stride: self.strides[2], keys: self.keys }
+    }
+}
+
+/// What is added to the scaled scores of one head.
+#[derive(Clone, Copy)]
+struct HeadBias<'a> {
+    values: &'a [f32],
+    stride: usize,
+    keys: usize,
+}
+
+impl HeadBias<'_> {
+    /// Scales the scores of one query and adds the bias, if there is one.
+    fn apply(bias: Option<Self>, scores: &mut [f32], scale: f32, query: usize) {
+        match bias {
+            None => scores.iter_mut().for_each(|score| *score *= scale),
+            Some(bias) => {
+                let row = &bias.values[query * bias.stride..][..bias.keys];
+                scores.iter_mut().zip(row).for_each(|(score, bias)| *score = *score * scale + bias);
+            }
+        }
+    }
+}
+
 /// Head `head` of batch `batch` of `[b, s, heads, d]`, as `[s, d]`.
 fn head(values: &[f32], batch: usize, head: usize, [s, heads, d]: [usize; 3]) -> Vec<f32> {
     let rows = (0..s).map(|row| ((batch * s + row) * heads + head) * d);
@@ -93,6 +139,7 @@ pub(super) fn forward(
     let sizes = Sizes::new(operands[0], operands[1], operands[2], of);
     let Sizes { b, s, h, d, t, kv, e, .. } = sizes;
     let (q, k, v) = (operands[0].f32s()?, operands[1].f32s()?, operands[2].f32s()?);
+    let bias = Bias::new(operands.get(3))?;
     let heads = by_units(context, b * kv, sizes.work(), |unit| {
         let (batch, pair) = (unit / kv, unit % kv);
         let k = matrix(head(&k, batch, pair, [t, kv, d]), t, d);
@@ -101,7 +148,8 @@ pub(super) fn forward(
             .map(|group| {
                 let index = pair * sizes.group() + group;
                 let q = matrix(head(&q, batch, index, [s, h, d]), s, d);
-                one_head(sizes, of.scale as f32, &q, &k, &v)
+                let bias = bias.as_ref().map(|bias| bias.head(batch, index));
+                one_head(sizes, of.scale as f32, bias, &q, &k, &v)
             })
             .collect::<Result<Vec<_>, _>>()
     })?;
@@ -123,6 +171,7 @@ pub(super) fn forward(
 fn one_head(
     sizes: Sizes,
     scale: f32,
+    bias: Option<HeadBias<'_>>,
     q: &Tensor<2>,
     k: &Tensor<2>,
     v: &Tensor<2>,
@@ -137,8 +186,9 @@ fn one_head(
             if seen.is_empty() {
                 continue;
             }
-            let max = seen.iter().copied().fold(f32::NEG_INFINITY, super::elementwise::maximum) * scale;
-            seen.iter_mut().for_each(|score| *score = (*score * scale - max).exp());
+            HeadBias::apply(bias, seen, scale, first + row);
+            let max = seen.iter().copied().fold(f32::NEG_INFINITY, super::elementwise::maximum);
+            seen.iter_mut().for_each(|score| *score = (*score - max).exp());
             sums[row] = seen.iter().sum();
             lse[first + row] = max + sums[row].ln();
         }
@@ -163,6 +213,7 @@ pub(super) fn backward(
     let Sizes { b, s, h, d, t, kv, e, .. } = sizes;
     let [d_o, q, k, v, o, lse] = [0, 1, 2, 3, 4, 5].map(|index| operands[index].f32s());
     let (d_o, q, k, v, o, lse) = (d_o?, q?, k?, v?, o?, lse?);
+    let bias = Bias::new(operands.get(6))?;
     let units = by_units(context, b * kv, 3 * sizes.work(), |unit| {
         let (batch, pair) = (unit / kv, unit % kv);
         let k = matrix(head(&k, batch, pair, [t, kv, d]), t, d);
@@ -178,7 +229,8 @@ pub(super) fn backward(
             let dot = |(a, b): (&[f32], &[f32])| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
             let delta: Vec<f32> = d_o.chunks_exact(e).zip(o.chunks_exact(e)).map(dot).collect();
             let q = matrix(head(&q, batch, index, [s, h, d]), s, d);
-            let query = Query { q, d_o: matrix(d_o, s, e), lse, delta: &delta };
+            let bias = bias.as_ref().map(|bias| bias.head(batch, index));
+            let query = Query { q, d_o: matrix(d_o, s, e), lse, delta: &delta, bias };
             dqs.push(one_head_grad(sizes, of.scale as f32, &query, &k, &v, &mut dk, &mut dv)?);
         }
         Ok((dqs, dk, dv))
@@ -202,6 +254,7 @@ struct Query<'a> {
     d_o: Tensor<2>,
     lse: &'a [f32],
     delta: &'a [f32],
+    bias: Option<HeadBias<'a>>,
 }
 
 /// Adds one query head's terms to `dk` and `dv`; `dq`.
@@ -221,7 +274,8 @@ fn one_head_grad(
         for (row, p) in p.chunks_exact_mut(keys).enumerate() {
             let (seen, hidden) = p.split_at_mut(sizes.seen(first + row));
             hidden.fill(0.0);
-            seen.iter_mut().for_each(|p| *p = (*p * scale - query.lse[first + row]).exp());
+            HeadBias::apply(query.bias, seen, scale, first + row);
+            seen.iter_mut().for_each(|p| *p = (*p - query.lse[first + row]).exp());
         }
         let d_o = query.d_o.clone().narrow(0, first, rows);
         let mut ds = elements(d_o.clone().matmul(v.clone().narrow(0, 0, keys).transpose()))?;

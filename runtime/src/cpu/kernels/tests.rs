@@ -98,7 +98,17 @@ fn contractions() {
 }
 
 /// One query's attention by its definition; the output and the log-sum-exp.
-fn naive_attention(causal: bool, scale: f64, q: &HostTensor, k: &HostTensor, v: &HostTensor) -> (Vec<f64>, Vec<f64>) {
+fn naive_attention(
+    causal: bool,
+    scale: f64,
+    bias: Option<&HostTensor>,
+    [q, k, v]: [&HostTensor; 3],
+) -> (Vec<f64>, Vec<f64>) {
+    let added = |at: [usize; 4]| {
+        let index =
+            |shape: &[u64]| at.iter().zip(shape).fold(0, |sum, (at, size)| sum * *size as usize + at % *size as usize);
+        bias.map_or(0.0, |bias| f64::from(floats(bias)[index(&bias.ty.shape)]))
+    };
     let [b, s, h, d] = [0, 1, 2, 3].map(|dim| q.ty.shape[dim] as usize);
     let (t, kv, e) = (k.ty.shape[1] as usize, k.ty.shape[2] as usize, v.ty.shape[3] as usize);
     let [q, k, v] = [q, k, v].map(|x| floats(x).into_iter().map(f64::from).collect::<Vec<_>>());
@@ -107,7 +117,8 @@ fn naive_attention(causal: bool, scale: f64, q: &HostTensor, k: &HostTensor, v: 
         let of = |key: usize| (batch * t + key) * kv + head / (h / kv);
         let query = ((batch * s + row) * h + head) * d;
         let seen = if causal { row + 1 + t - s } else { t };
-        let score = |key: usize| (0..d).map(|at| q[query + at] * k[of(key) * d + at]).sum::<f64>() * scale;
+        let product = |key: usize| (0..d).map(|at| q[query + at] * k[of(key) * d + at]).sum::<f64>();
+        let score = |key: usize| product(key) * scale + added([batch, head, row, key]);
         let total: f64 = (0..seen).map(|key| score(key).exp()).sum();
         lse[(batch * h + head) * s + row] = total.ln();
         for at in 0..e {
@@ -120,14 +131,17 @@ fn naive_attention(causal: bool, scale: f64, q: &HostTensor, k: &HostTensor, v: 
 
 #[test]
 fn attention_and_its_derivative() {
-    let check = |causal: bool, [b, s, h, d, t, kv, e]: [u64; 7]| {
+    let check_biased = |causal: bool, [b, s, h, d, t, kv, e]: [u64; 7], bias: Option<[u64; 3]>| {
         let (q, k, v) = (random(1, &[b, s, h, d]), random(2, &[b, t, kv, d]), random(3, &[b, t, kv, e]));
         let scale = 0.6;
-        let made = run(Attention { causal, scale, lead: None }, &[q.clone(), k.clone(), v.clone()], &[]);
-        let (o, lse) = naive_attention(causal, scale, &q, &k, &v);
+        let bias = bias.map(|[b, h, s]| random(5, &[b, h, s, t]));
+        let with = |operands: &[HostTensor], bias: &Option<HostTensor>| [operands, bias.as_slice()].concat();
+        let made = run(Attention { causal, scale, lead: None }, &with(&[q.clone(), k.clone(), v.clone()], &bias), &[]);
+        let (o, lse) = naive_attention(causal, scale, bias.as_ref(), [&q, &k, &v]);
         close(&floats(&made[0]), &o, 1e-5);
         close(&floats(&made[1]), &lse, 1e-5);
         let narrowed = [narrow(&q), narrow(&k), narrow(&v)];
+        let narrowed = with(&narrowed, &bias.as_ref().map(narrow));
         close(&floats(&run(Attention { causal, scale, lead: None }, &narrowed, &[])[0]), &o, 3e-2);
         if s > 8 {
             return;
@@ -135,9 +149,10 @@ fn attention_and_its_derivative() {
         // The derivative of the sum of o * weights, by central differences.
         let weights = random(4, &[b, s, h, e]);
         let operands = [weights.clone(), q.clone(), k.clone(), v.clone(), made[0].clone(), made[1].clone()];
+        let operands = with(&operands, &bias);
         let grads = run(AttentionGrad { causal, scale, lead: None, deterministic: false }, &operands, &[]);
         let dot = |x: [&HostTensor; 3]| -> f64 {
-            let (o, _) = naive_attention(causal, scale, x[0], x[1], x[2]);
+            let (o, _) = naive_attention(causal, scale, bias.as_ref(), x);
             o.iter().zip(floats(&weights)).map(|(o, w)| o * f64::from(w)).sum()
         };
         for (which, grad) in grads.iter().enumerate() {
@@ -155,6 +170,10 @@ fn attention_and_its_derivative() {
             close(&floats(grad), &(0..count).map(difference).collect::<Vec<_>>(), 1e-4);
         }
     };
+    for (causal, bias) in [(false, [2, 1, 1]), (false, [1, 4, 3]), (true, [2, 4, 3]), (true, [1, 1, 1])] {
+        check_biased(causal, [2, 3, 4, 2, 3, 2, 2], Some(bias));
+    }
+    let check = |causal: bool, sizes: [u64; 7]| check_biased(causal, sizes, None);
     check(false, [2, 3, 2, 2, 3, 2, 2]);
     check(true, [1, 3, 4, 2, 3, 2, 3]);
     check(true, [1, 2, 2, 3, 4, 1, 2]);

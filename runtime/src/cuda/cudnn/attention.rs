@@ -6,6 +6,8 @@
 //! those of cuDNN's own documentation of attention, in its order of operations, on which the
 //! recognition depends.
 //!
+//! A bias is added to the scaled scores, before the mask.
+//!
 //! A key/value head serves its group of query heads by broadcasting in the products; the derivatives of
 //! a group are added in the engine.
 
@@ -41,6 +43,8 @@ pub struct Attention {
     pub causal: bool,
     /// The factor of the scores.
     pub scale: f32,
+    /// The sizes of what is added to the scaled scores, `[b or 1, h or 1, s or 1, t]`.
+    pub bias: Option<[u64; 4]>,
     /// Whether the derivative adds in a fixed order, for which it writes that of all scores.
     pub deterministic: bool,
 }
@@ -60,8 +64,13 @@ impl Attention {
     /// The attention of these operands.
     pub fn new(backward: bool, [q, k, v]: [&TensorType; 3], causal: bool, scale: f64) -> Self {
         let [b, s, h, d] = [0, 1, 2, 3].map(|dim: usize| q.shape[dim]);
-        let (t, kv, e) = (k.shape[1], k.shape[2], v.shape[3]);
-        Self { backward, b, s, h, d, t, kv, e, dtype: q.dtype, causal, scale: scale as f32, deterministic: false }
+        let (t, kv, e, dtype, scale) = (k.shape[1], k.shape[2], v.shape[3], q.dtype, scale as f32);
+        Self { backward, b, s, h, d, t, kv, e, dtype, causal, scale, bias: None, deterministic: false }
+    }
+
+    /// With what is added to the scaled scores, if anything is.
+    pub fn biased(self, bias: Option<&TensorType>) -> Self {
+        Self { bias: bias.map(|bias| [0, 1, 2, 3].map(|dim: usize| bias.shape[dim])), ..self }
     }
 
     /// With the derivative's order of additions fixed, or left to the engine.
@@ -133,7 +142,7 @@ impl Attention {
         if self.backward { self.backward_graph(version) } else { self.forward_graph(version) }
     }
 
-    /// Buffers: `q`, `k`, `v`; `o`, `lse`.
+    /// Buffers: `q`, `k`, `v`; `o`, `lse`; the bias.
     fn forward_graph(&self, version: usize) -> Result<Graph, Failure> {
         let (mut graph, dtype) = (Graph::default(), self.dtype);
         let g = &mut graph;
@@ -146,6 +155,7 @@ impl Attention {
         g.matmul(q, k, scores)?;
         let scale = g.real(self.scale)?;
         let scores = g.map(Map::Mul, &[scores, scale])?;
+        let scores = self.with_bias(g, scores, 5)?;
         let scores = self.masked(g, scores, version)?;
         let most = g.reduce_rows(Reduction::CUDNN_REDUCE_TENSOR_MAX, scores)?;
         let below = g.map(Map::Sub, &[scores, most])?;
@@ -159,7 +169,7 @@ impl Attention {
         Ok(graph)
     }
 
-    /// Buffers: `do`, `q`, `k`, `v`, `o`, `lse`; `dq`, `dk`, `dv`; the sums of dq (if any) and `delta`.
+    /// Buffers: `do`, `q`, `k`, `v`, `o`, `lse`; `dq`, `dk`, `dv`; the sums of dq (if any) and `delta`; the bias.
     fn backward_graph(&self, version: usize) -> Result<Graph, Failure> {
         let (mut graph, dtype) = (Graph::default(), self.dtype);
         let g = &mut graph;
@@ -183,6 +193,7 @@ impl Attention {
         g.matmul(q, k, scores)?;
         let scale = g.real(self.scale)?;
         let scores = g.map(Map::Mul, &[scores, scale])?;
+        let scores = self.with_bias(g, scores, 11)?;
         let scores = g.map(Map::Sub, &[scores, lse])?;
         let scores = self.masked(g, scores, version)?;
         let p = g.map(Map::Exp, &[scores])?;
@@ -217,6 +228,20 @@ impl Attention {
         let parts = g.inside(dtype, Layout::dense([b, h, t, width]))?;
         g.matmul(x, y, parts)?;
         g.reduce_into(Reduction::CUDNN_REDUCE_TENSOR_ADD, parts, to)
+    }
+
+    /// Scores with the bias in the buffer at `position`, if there is one.
+    fn with_bias(&self, g: &mut Graph, scores: Tensor, position: usize) -> Result<Tensor, Failure> {
+        let Some(sizes) = self.bias else { return Ok(scores) };
+        // The derivative errs, without a word, where the bias has one row for all queries (cuDNN 9.19): it is told of as many
+        // rows, which lie on each other.
+        let [b, h, s, t] = sizes;
+        let layout = match (self.backward, s) {
+            (true, 1) => Layout { sizes: [b, h, self.s, t], strides: [h * t, t, 0, 1] },
+            _ => Layout::dense(sizes),
+        };
+        let bias = g.buffer(position, self.dtype, layout)?;
+        g.map(Map::Add, &[scores, bias])
     }
 
     /// Scores that are not seen become minus infinity.

@@ -4,6 +4,9 @@
 use crate::cuda::kernel::{Elem, Lanes, Pack};
 use cubecl::prelude::*;
 
+/// No finite number is smaller: stands for minus infinity without making NaN from a difference.
+pub(super) const LOWEST: f32 = f32::MIN;
+
 /// The units that gather the first stage of a block's reduction: about the square root of the block.
 const fn gatherers(threads: u32) -> u32 {
     if threads >= 128 { 16 } else { 8 }
@@ -120,7 +123,7 @@ impl Fold {
 #[cube]
 fn fold_start(#[comptime] fold: Fold) -> f32 {
     match fold {
-        Fold::Max => f32::new(-3.0e38) * 1.0f32,
+        Fold::Max => f32::new(LOWEST) * 1.0f32,
         _ => f32::new(0.0) * 1.0f32,
     }
 }
@@ -130,7 +133,8 @@ fn fold_step(state: f32, value: f32, #[comptime] fold: Fold) -> f32 {
     match fold {
         Fold::Sum => state + value,
         Fold::SumSquares => state + value * value,
-        Fold::Max => max(state, value),
+        // A number that is none stays.
+        Fold::Max => select(state >= value, state, select(value > state, value, state + value)),
         Fold::Largest => max(state, value.abs()),
     }
 }

@@ -1,11 +1,8 @@
 //! Kernels that work on rows: one block per row, threads striding over its vectors. All compute in f32.
 
-use super::fold::{block_max, block_sum};
+use super::fold::{LOWEST, block_max, block_sum};
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
-
-/// Smaller than any logit: stands for minus infinity without making NaN from a difference.
-const LOWEST: f32 = -3.0e38;
 
 /// `y = softmax(x)` over rows of `columns` vectors.
 #[cube]

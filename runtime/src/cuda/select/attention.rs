@@ -4,7 +4,7 @@
 
 use super::{Arg, Fused, OP, RES, Select, Step, lanes, row_threads};
 use crate::cuda::cudnn::attention::Attention;
-use crate::cuda::kernel::{Kernel, Pack};
+use crate::cuda::kernel::{Elem, Kernel, Pack};
 use crate::cuda::kernels::attention::{self as kernels, Tiling};
 use shardc_ir::DType;
 use shardc_ir::ops::AttentionGrad;
@@ -16,29 +16,37 @@ const SHARED: usize = 96 << 10;
 fn tiling(attention: &Attention, bytes: impl Fn(&Tiling) -> usize) -> Tiling {
     let Attention { d, e, causal, dtype, .. } = *attention;
     let lanes = super::lanes(&[DType::F32, dtype], &[d, e]);
-    let of = |side| Tiling { side, lanes, d: d as usize, e: e as usize, causal };
+    let biased = attention.bias.is_some();
+    let of = |side| Tiling { side, lanes, d: d as usize, e: e as usize, causal, biased };
     [16, 8, 4].map(of).into_iter().find(|tiling| bytes(tiling) <= SHARED).unwrap_or(of(2))
+}
+
+/// The operand of this index, which is the bias; any other where there is none, since nothing of it is read then.
+fn bias(attention: &Attention, index: usize) -> Arg {
+    if attention.bias.is_some() { OP(index) } else { OP(0) }
 }
 
 impl Select<'_> {
     pub(super) fn attention(&mut self, causal: bool, scale: f64) -> Result<(), String> {
         let [q, k, v] = [0, 1, 2].map(|index: usize| &self.operands[index]);
-        let attention = Attention::new(false, [q, k, v], causal, scale);
+        let attention = Attention::new(false, [q, k, v], causal, scale).biased(self.operands.get(3));
         self.attention_by_tiles(&attention)?;
-        self.fuse(attention, vec![OP(0), OP(1), OP(2), RES(0), RES(1)]);
+        self.fuse(attention, vec![OP(0), OP(1), OP(2), RES(0), RES(1)], OP(3));
         Ok(())
     }
 
     pub(super) fn attention_grad(&mut self, op: &AttentionGrad) -> Result<(), String> {
         let [q, k, v] = [1, 2, 3].map(|index: usize| &self.operands[index]);
-        let attention = Attention::new(true, [q, k, v], op.causal, op.scale).deterministic(op.deterministic);
+        let attention = Attention::new(true, [q, k, v], op.causal, op.scale);
+        let attention = attention.biased(self.operands.get(6)).deterministic(op.deterministic);
         self.attention_grad_by_tiles(&attention)?;
-        self.fuse(attention, vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)]);
+        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)];
+        self.fuse(attention, buffers, OP(6));
         Ok(())
     }
 
     /// Prefers a fused kernel to the steps chosen so far, if it takes the types.
-    fn fuse(&mut self, attention: Attention, mut buffers: Vec<Arg>) {
+    fn fuse(&mut self, attention: Attention, mut buffers: Vec<Arg>, bias: Arg) {
         if attention.unfit().is_some() {
             return;
         }
@@ -47,6 +55,7 @@ impl Select<'_> {
         if attention.backward {
             buffers.extend([scratch.dq, scratch.delta].map(|bytes| self.scratch(bytes)));
         }
+        buffers.extend(attention.bias.map(|_| bias));
         let workspace = self.scratch(scratch.workspace);
         let fused = Fused { attention, buffers, workspace, otherwise: otherwise.steps };
         self.out.steps.push(Step::Fused(Box::new(fused)));
@@ -59,11 +68,12 @@ impl Select<'_> {
         let kernel = self.tiled("attention", attention, tiling, move |d| {
             let (q, k, v) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (o, lse) = (d.output::<Pack<0>>(), d.output::<f32>());
+            let bias = d.input::<Elem<0>>();
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let scale = d.real();
-            kernels::attention::expand(d.scope(), q, k, v, o, lse, s, t, h, kv, scale, tiling);
+            let (strides, scale) = (d.numbers(3), d.real());
+            kernels::attention::expand(d.scope(), q, k, v, o, lse, bias, s, t, h, kv, strides, scale, tiling);
         })?;
-        let buffers = vec![OP(0), OP(1), OP(2), RES(0), RES(1)];
+        let buffers = vec![OP(0), OP(1), OP(2), RES(0), RES(1), bias(attention, 3)];
         self.launch_tiles(kernel, attention, buffers, [attention.s, attention.h], tiling);
         Ok(())
     }
@@ -76,22 +86,59 @@ impl Select<'_> {
             let (cotangent, q) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (k, v) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (lse, delta, dq) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
+            let (c, bias) = (cotangent, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let (c, scale) = (cotangent, d.real());
-            kernels::attention_queries_grad::expand(d.scope(), c, q, k, v, lse, delta, dq, s, t, h, kv, scale, tiling);
+            let (n, scale, of) = (d.numbers(3), d.real(), tiling);
+            kernels::attention_queries_grad::expand(
+                d.scope(),
+                c,
+                q,
+                k,
+                v,
+                lse,
+                delta,
+                dq,
+                bias,
+                s,
+                t,
+                h,
+                kv,
+                n,
+                scale,
+                of,
+            );
         })?;
-        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(0)];
+        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(0), bias(attention, 6)];
         self.launch_tiles(kernel, attention, buffers, [attention.s, attention.h], tiling);
         let kernel = self.tiled("attention_keys_grad", attention, tiling, move |d| {
             let (cotangent, q) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (k, v) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (lse, delta) = (d.input::<f32>(), d.input::<f32>());
             let (dk, dv) = (d.output::<Pack<0>>(), d.output::<Pack<0>>());
+            let (c, x, bias) = (cotangent, delta, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let (c, scale) = (cotangent, d.real());
-            kernels::attention_keys_grad::expand(d.scope(), c, q, k, v, lse, delta, dk, dv, s, t, h, kv, scale, tiling);
+            let (n, scale, of) = (d.numbers(3), d.real(), tiling);
+            kernels::attention_keys_grad::expand(
+                d.scope(),
+                c,
+                q,
+                k,
+                v,
+                lse,
+                x,
+                dk,
+                dv,
+                bias,
+                s,
+                t,
+                h,
+                kv,
+                n,
+                scale,
+                of,
+            );
         })?;
-        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(1), RES(2)];
+        let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(1), RES(2), bias(attention, 6)];
         self.launch_tiles(kernel, attention, buffers, [attention.t, attention.kv], tiling);
         Ok(())
     }
@@ -121,7 +168,10 @@ impl Select<'_> {
         tiling: Tiling,
     ) {
         let Attention { b, s, h, t, kv, scale, .. } = *attention;
-        let numbers = [s, t, h, kv].map(|number| number as u32).to_vec();
+        let [of_b, of_h, of_s, of_t] = attention.bias.unwrap_or([1; 4]);
+        let stride = |size: u64, inner: u64| if size == 1 { 0 } else { inner };
+        let strides = [stride(of_b, of_h * of_s * of_t), stride(of_h, of_s * of_t), stride(of_s, of_t)];
+        let numbers = [s, t, h, kv].into_iter().chain(strides).map(|number| number as u32).collect();
         let grid = [rows.div_ceil(tiling.rows() as u64), heads, b].map(|blocks| blocks as u32);
         self.launch(kernel, buffers, numbers, vec![scale], grid);
     }

@@ -62,7 +62,10 @@ impl Select<'_> {
         if !source.dtype.is_float() {
             return Err("integers".to_string());
         }
-        let fold = if op.kind == ReduceOp::Sum { Fold::Sum } else { Fold::Max };
+        let fold = match op.kind {
+            ReduceOp::Sum => Fold::Sum,
+            ReduceOp::Max => Fold::Max,
+        };
         let (mut shape, mut dims) = (source.shape.clone(), op.dims.clone());
         let (mut from, mut dtype) = (OP(0), source.dtype);
         while let Some((start, end)) = last_reduced(&shape, &dims) {

@@ -1,7 +1,7 @@
 //! The backward kernels, which make the probabilities again from the rows' `lse`.
 
-use super::{Four, Tiling, accumulate, clear, load, products, seen, store};
-use crate::cuda::kernel::{Lanes, Pack};
+use super::{Four, Tiling, accumulate, biased, clear, load, products, seen, store};
+use crate::cuda::kernel::{Elem, Lanes, Pack};
 use crate::cuda::kernels::fold::block_sum;
 use cubecl::prelude::*;
 
@@ -14,6 +14,9 @@ fn differentiate(
     gradients: &mut Array<f32>,
     lse: &Array<f32>,
     delta: &Array<f32>,
+    bias: &Array<Elem<0>>,
+    bias_at: usize,
+    bias_stride: usize,
     statistics: usize,
     row: usize,
     column: usize,
@@ -21,7 +24,7 @@ fn differentiate(
     t: usize,
     scale: f32,
     #[comptime] keys: bool,
-    #[comptime] causal: bool,
+    #[comptime] tiling: Tiling,
 ) {
     #[unroll]
     for i in 0..4usize {
@@ -29,9 +32,10 @@ fn differentiate(
         for j in 0..4usize {
             let query = if comptime!(keys) { column + j } else { row + i };
             let key = if comptime!(keys) { row + i } else { column + j };
-            let visible = seen(query, key, s, t, causal);
+            let visible = seen(query, key, s, t, tiling.causal);
             let at = statistics + min(query, s - 1);
-            let exponent = scores[comptime!(4 * i + j)] * scale - lse[at];
+            let score = scores[comptime!(4 * i + j)] * scale;
+            let exponent = biased(score, bias, bias_at, bias_stride, query, key, s, t, tiling.biased) - lse[at];
             let p = select(visible, exponent.exp(), f32::new(0.0));
             scores[comptime!(4 * i + j)] = p;
             let gradient = gradients[comptime!(4 * i + j)];
@@ -66,10 +70,12 @@ pub fn attention_queries_grad(
     lse: &Array<f32>,
     delta: &Array<f32>,
     dq: &mut Array<Pack<0>>,
+    bias: &Array<Elem<0>>,
     s: u32,
     t: u32,
     h: u32,
     kv: u32,
+    strides: &Sequence<u32>,
     scale: f32,
     #[comptime] tiling: Tiling,
 ) {
@@ -88,6 +94,8 @@ pub fn attention_queries_grad(
     let batch = CUBE_POS_Z as usize;
     let first = CUBE_POS_X as usize * rows;
     let group = head / (h / kv);
+    let bias_at = batch * strides[0] as usize + head * strides[1] as usize;
+    let bias_stride = strides[2] as usize;
     let d_packs = comptime!(d / tiling.lanes);
     let e_packs = comptime!(e / tiling.lanes);
     let mut queries = SharedMemory::<Four>::new(comptime!(tiling.tile(d)));
@@ -115,8 +123,23 @@ pub fn attention_queries_grad(
         let row = first + 4 * y;
         let column = at.read() + 4 * x;
         let statistics = (batch * h + head) * s;
-        let causal = tiling.causal;
-        differentiate(&mut scores, &mut gradients, lse, delta, statistics, row, column, s, t, scale, false, causal);
+        differentiate(
+            &mut scores,
+            &mut gradients,
+            lse,
+            delta,
+            bias,
+            bias_at,
+            bias_stride,
+            statistics,
+            row,
+            column,
+            s,
+            t,
+            scale,
+            false,
+            tiling,
+        );
         share(&gradients, &mut weights, y, x, tiling);
         sync_cube();
         accumulate(&weights, &keys, &mut sums, y, x, d, tiling, true);
@@ -139,10 +162,12 @@ pub fn attention_keys_grad(
     delta: &Array<f32>,
     dk: &mut Array<Pack<0>>,
     dv: &mut Array<Pack<0>>,
+    bias: &Array<Elem<0>>,
     s: u32,
     t: u32,
     h: u32,
     kv: u32,
+    strides: &Sequence<u32>,
     scale: f32,
     #[comptime] tiling: Tiling,
 ) {
@@ -159,6 +184,7 @@ pub fn attention_keys_grad(
     let y = UNIT_POS as usize / side;
     let x = UNIT_POS as usize % side;
     let group = CUBE_POS_Y as usize;
+    let bias_stride = strides[2] as usize;
     let batch = CUBE_POS_Z as usize;
     let first = CUBE_POS_X as usize * rows;
     let d_packs = comptime!(d / tiling.lanes);
@@ -197,8 +223,24 @@ pub fn attention_keys_grad(
             let row = first + 4 * y;
             let column = at.read() + 4 * x;
             let statistics = (batch * h + head.read()) * s;
-            let causal = tiling.causal;
-            differentiate(&mut scores, &mut gradients, lse, delta, statistics, row, column, s, t, scale, true, causal);
+            let bias_at = batch * strides[0] as usize + head.read() * strides[1] as usize;
+            differentiate(
+                &mut scores,
+                &mut gradients,
+                lse,
+                delta,
+                bias,
+                bias_at,
+                bias_stride,
+                statistics,
+                row,
+                column,
+                s,
+                t,
+                scale,
+                true,
+                tiling,
+            );
             share(&scores, &mut weights, y, x, tiling);
             sync_cube();
             accumulate(&weights, &cotangents, &mut dv_sums, y, x, e, tiling, true);

@@ -1,7 +1,8 @@
 //! The forward kernel: an online softmax, so that one walk over the keys suffices.
 
-use super::{Four, Tiling, accumulate, clear, load, products, seen, store};
-use crate::cuda::kernel::Pack;
+use super::{Four, Tiling, accumulate, biased, clear, load, products, seen, store};
+use crate::cuda::kernel::{Elem, Pack};
+use crate::cuda::kernels::fold::LOWEST;
 use cubecl::prelude::*;
 
 /// `o = softmax(scale * q kT) v`, and `lse`.
@@ -13,10 +14,12 @@ pub fn attention(
     v: &Array<Pack<0>>,
     o: &mut Array<Pack<0>>,
     lse: &mut Array<f32>,
+    bias: &Array<Elem<0>>,
     s: u32,
     t: u32,
     h: u32,
     kv: u32,
+    strides: &Sequence<u32>,
     scale: f32,
     #[comptime] tiling: Tiling,
 ) {
@@ -35,6 +38,8 @@ pub fn attention(
     let batch = CUBE_POS_Z as usize;
     let first = CUBE_POS_X as usize * rows;
     let group = head / (h / kv);
+    let bias_at = batch * strides[0] as usize + head * strides[1] as usize;
+    let bias_stride = strides[2] as usize;
     let d_packs = comptime!(d / tiling.lanes);
     let e_packs = comptime!(e / tiling.lanes);
     let mut queries = SharedMemory::<Four>::new(comptime!(tiling.tile(d)));
@@ -45,7 +50,7 @@ pub fn attention(
     let mut sums = Array::<Four>::new(comptime!(4 * columns));
     clear(&mut sums, comptime!(4 * columns));
     load(q, &mut queries, (batch * s * h + head) * d_packs, h * d_packs, first, s, d, tiling, false);
-    let most = RuntimeCell::<Four>::new(Four::new(f32::new(-3.0e38)));
+    let most = RuntimeCell::<Four>::new(Four::new(f32::new(LOWEST)));
     let total = RuntimeCell::<Four>::new(Four::new(f32::new(0.0)));
     // Keys from here on are seen by no query of the tile.
     let end = RuntimeCell::<usize>::new(t);
@@ -57,13 +62,17 @@ pub fn attention(
         load(k, &mut others, (batch * t * kv + group) * d_packs, kv * d_packs, at.read(), t, d, tiling, true);
         sync_cube();
         products(&queries, &others, &mut scores, y, x, d, tiling);
-        let mut largest = Four::new(f32::new(-3.0e38));
+        let mut largest = Four::new(f32::new(LOWEST));
         #[unroll]
         for i in 0..4usize {
             #[unroll]
             for j in 0..4usize {
-                let visible = seen(first + 4 * y + i, at.read() + 4 * x + j, s, t, tiling.causal);
-                let value = select(visible, scores[comptime!(4 * i + j)] * scale, f32::new(-3.0e38));
+                let query = first + 4 * y + i;
+                let key = at.read() + 4 * x + j;
+                let visible = seen(query, key, s, t, tiling.causal);
+                let score = scores[comptime!(4 * i + j)] * scale;
+                let score = biased(score, bias, bias_at, bias_stride, query, key, s, t, tiling.biased);
+                let value = select(visible, score, f32::new(LOWEST));
                 scores[comptime!(4 * i + j)] = value;
                 largest[i] = max(largest[i], value);
             }
@@ -84,8 +93,9 @@ pub fn attention(
             #[unroll]
             for j in 0..4usize {
                 // What is not seen must not count even in a row that has seen nothing yet.
+                let visible = seen(first + 4 * y + i, at.read() + 4 * x + j, s, t, tiling.causal);
                 let score = scores[comptime!(4 * i + j)];
-                let p = select(score > -2.0e38f32, (score - top[i]).exp(), f32::new(0.0));
+                let p = select(visible, (score - top[i]).exp(), f32::new(0.0));
                 row[j] = p;
                 added[i] += p;
             }

@@ -35,6 +35,8 @@ pub struct Tiling {
     pub e: usize,
     /// Whether query `i` sees keys `0..=i + t - s` only.
     pub causal: bool,
+    /// Whether something is added to the scaled scores.
+    pub biased: bool,
 }
 
 impl Tiling {
@@ -238,6 +240,28 @@ fn store(
                 }
             }
         }
+    }
+}
+
+/// The scaled score of a query and a key, with the bias. `at` is that of the first query and key of the batch element
+/// and head; `stride` is how far apart queries are.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn biased(
+    score: f32,
+    bias: &Array<Elem<0>>,
+    at: usize,
+    stride: usize,
+    query: usize,
+    key: usize,
+    s: usize,
+    t: usize,
+    #[comptime] biased: bool,
+) -> f32 {
+    if comptime!(biased) {
+        score + f32::cast_from(bias[at + min(query, s - 1) * stride + min(key, t - 1)])
+    } else {
+        score
     }
 }
 
