@@ -206,12 +206,11 @@ profile! {
     disk_write_bandwidth,
 }
 
-const PROFILES: [&str; 11] = [
+const PROFILES: [&str; 10] = [
     include_str!("../profiles/a100-40.json"),
     include_str!("../profiles/a100-80.json"),
     include_str!("../profiles/b200.json"),
     include_str!("../profiles/cpu.json"),
-    include_str!("../profiles/h100.json"),
     include_str!("../profiles/h100-500w.json"),
     include_str!("../profiles/h200.json"),
     include_str!("../profiles/l40s.json"),

@@ -5,8 +5,10 @@
 
 use super::decoder;
 use super::rows::Row;
+use serde::Deserialize;
 use shardc_passes::cluster::{Cluster, Figure, Profile};
 use shardc_passes::cost::Library;
+use std::collections::BTreeMap;
 
 /// How a system recomputes where the source does not say; the planner's choice if there is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -210,6 +212,30 @@ pub fn system(row: &Row) -> System {
     }
 }
 
+/// What published software reaches on devices whose profiles say what this runtime was measured to reach.
+const REACHED: &str = include_str!("devices.json");
+
+/// The figures that replace those of the profiles of some devices.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Reached {
+    devices: Vec<String>,
+    figures: BTreeMap<String, Figure>,
+}
+
+/// Replaces the figures of `devices.json`.
+fn reached_by_others(name: &str, device: &mut Profile) -> Result<(), String> {
+    let all: Vec<Reached> = serde_json::from_str(REACHED).map_err(|error| format!("devices.json: {error}"))?;
+    for Reached { devices, figures } in all {
+        if devices.iter().any(|listed| listed == name) {
+            for (figure, value) in figures {
+                *device.figure_mut(&figure).ok_or_else(|| format!("devices.json: no figure `{figure}`"))? = value;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The devices of a run.
 ///
 /// # Errors
@@ -242,6 +268,7 @@ pub fn cluster(row: &Row) -> Result<Cluster, String> {
     };
     let name = name.ok_or_else(|| format!("no profile of device `{}`", row.hardware.gpu))?;
     let mut device = Profile::find(name).map_err(|error| error.to_string())?;
+    reached_by_others(name, &mut device)?;
     let count = row.hardware.count.filter(|count| *count > 0).ok_or("the number of devices is not known")?;
     let per_node = row.hardware.gpus_per_node.unwrap_or(8).max(1).min(count);
     if words.contains("16gb") {
@@ -283,6 +310,17 @@ mod tests {
         assert_eq!(gigabits_per_node("NVSwitch; 1600 Gb/s RoCE per node"), Some(1600.0));
         assert_eq!(gigabits_per_node("A100 with 1600 Gbps node-node interconnect"), Some(1600.0));
         assert_eq!(gigabits_per_node("8x400Gb/s IB NDR per node"), None);
+    }
+
+    #[test]
+    fn figures_of_others_have_devices() {
+        let all: Vec<Reached> = serde_json::from_str(REACHED).unwrap();
+        for name in all.iter().flat_map(|reached| &reached.devices) {
+            let own = Profile::find(name).unwrap();
+            let mut device = own.clone();
+            reached_by_others(name, &mut device).unwrap();
+            assert!(device.figures() != own.figures(), "{name}");
+        }
     }
 
     #[test]

@@ -70,7 +70,7 @@ fn chunks_hide_communication() {
         ("h100:4", "tp=4,microbatch=4"),
         ("h200:4", "tp=4,microbatch=4"),
         ("h200:2", "tp=2,microbatch=2"),
-        ("h100:8", "tp=8,microbatch=1"),
+        ("h100-500w:8", "tp=8,microbatch=1"),
     ] {
         let (step, exposed, before) = measured(cluster, pins, 1);
         let (in_two, less, copies) = measured(cluster, pins, 2);
