@@ -4,7 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Plan};
+use shardc_ir::{AxisId, Choice, OpDef, Plan};
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -136,11 +136,17 @@ pub fn refused(plan: &Plan) -> Option<(String, String)> {
 /// does it.
 fn without_kernels(plan: &Plan) -> Option<String> {
     let target = target(&plan.request.cluster);
+    let graph = &plan.graph;
     let mut first: BTreeMap<&str, String> = BTreeMap::new();
-    for (_, node) in plan.graph.nodes().filter(|(_, node)| !target.has_kernel(&node.op)) {
+    for (id, node) in graph.nodes().filter(|(_, node)| !node.op.is_leaf()) {
+        let operands = graph.operand_types(id);
+        if target.has_kernel(&node.op, &operands, &graph.result_types(id)) {
+            continue;
+        }
         let value = node.results.first().map(ToString::to_string).unwrap_or_default();
         let path = if node.path.is_empty() { String::new() } else { format!(" of {}", node.path) };
-        first.entry(node.op.name()).or_insert_with(|| format!("{value}{path}"));
+        let on = operands.first().map_or(String::new(), |ty| format!(", on {ty}"));
+        first.entry(node.op.name()).or_insert_with(|| format!("{value}{path}{on}"));
     }
     let texts: Vec<String> = first.iter().map(|(op, node)| format!("`{op}` ({node})")).collect();
     (!texts.is_empty()).then(|| texts.join(", "))

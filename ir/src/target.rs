@@ -16,9 +16,9 @@ pub trait Target: Debug {
     /// action that the target cannot run needs none; loading the program tells.
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes;
 
-    /// Whether it has a kernel for an operation at all.
-    fn has_kernel(&self, op: &Op) -> bool {
-        let _ = op;
+    /// Whether it has a kernel for an operation on tensors of these element types and ranks, however large.
+    fn has_kernel(&self, op: &Op, operands: &[TensorType], results: &[TensorType]) -> bool {
+        let _ = (op, operands, results);
         true
     }
 

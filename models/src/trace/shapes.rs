@@ -236,7 +236,8 @@ impl Converter<'_> {
         if all {
             mask = self.b.unary(UnaryKind::Not, mask)?;
         }
-        let count = self.b.cast(mask, DType::I32)?;
+        // A float: GPUs have no reductions of integers.
+        let count = self.b.cast(mask, DType::F32)?;
         let most = match dim {
             Some(dim) => self.b.reduce(ReduceOp::Max, count, &[dim])?,
             None => self.b.reduce_all(ReduceOp::Max, count, &self.sizes(out))?,

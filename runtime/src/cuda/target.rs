@@ -11,8 +11,8 @@ use shardc_ir::{Bytes, Target, TensorType};
 pub struct CudaTarget;
 
 impl Target for CudaTarget {
-    fn has_kernel(&self, op: &Op) -> bool {
-        has_kernel(op)
+    fn has_kernel(&self, op: &Op, operands: &[TensorType], results: &[TensorType]) -> bool {
+        has_kernel(op, operands, results)
     }
 
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {

@@ -29,27 +29,14 @@ use shardc_ir::program::Action;
 use shardc_ir::{DType, TensorType};
 use std::sync::Arc;
 
-/// The operations that have no kernel yet, as a pattern.
-macro_rules! without_kernel {
-    () => {
-        Op::Convolution(_)
-            | Op::ConvolutionTranspose(_)
-            | Op::ConvolutionFilterGrad(_)
-            | Op::MaxPool(_)
-            | Op::MaxPoolGrad(_)
-            | Op::TopK(_)
-            | Op::Cumsum(_)
-    };
-}
-
 /// Whether there is one kernel, or one launch of the library, for a region on these types.
 pub fn fuses(region: &shardc_ir::ops::Fused, operands: &[TensorType]) -> bool {
     products::joins(region, operands) || region::fuses(region, operands)
 }
 
-/// Whether an operation has a kernel, on whatever types.
-pub fn has_kernel(op: &Op) -> bool {
-    !matches!(op, without_kernel!())
+/// Whether an operation has a kernel on tensors of these element types and ranks, however large.
+pub fn has_kernel(op: &Op, operands: &[TensorType], results: &[TensorType]) -> bool {
+    Select::new(operands, results, u64::MAX).op(op).is_ok()
 }
 
 /// One thing the device does.
@@ -266,7 +253,13 @@ impl<'a> Select<'a> {
             Op::Each(each) => self.each(each),
             Op::Fused(op) if op.is_products() => self.products(op),
             Op::Fused(op) => self.region(op),
-            without_kernel!() => Err("there is none yet".to_string()),
+            Op::Convolution(_)
+            | Op::ConvolutionTranspose(_)
+            | Op::ConvolutionFilterGrad(_)
+            | Op::MaxPool(_)
+            | Op::MaxPoolGrad(_)
+            | Op::TopK(_)
+            | Op::Cumsum(_) => Err("there is none yet".to_string()),
         }
     }
 
