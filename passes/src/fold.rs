@@ -7,7 +7,7 @@
 //! a class of its own. All nodes of a class get one strategy, and a sum of costs over classes times
 //! their sizes is the sum over all nodes: folding restricts the choice, and loses no cost.
 
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, Random};
 use shardc_ir::{Graph, Node, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -106,6 +106,9 @@ fn signature(graph: &Graph, block: &str, nodes: &[NodeId]) -> String {
         let op = if node.op.is_leaf() {
             let name = leaf_name(&node.op);
             format!("{} {}", node.op.name(), name.strip_prefix(block).unwrap_or(name))
+        } else if let Op::Random(random) = &node.op {
+            // Every mask of dropout has numbers of its own, and costs the same.
+            format!("{:?}", Random { stream: 0, ..random.clone() })
         } else {
             format!("{:?}", node.op)
         };
@@ -159,6 +162,8 @@ impl Folded {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardc_ir::ops::{Binary, BinaryKind, Distribution, Input};
+    use shardc_ir::{DType, TensorType};
 
     #[test]
     fn blocks_end_at_the_first_number() {
@@ -166,5 +171,25 @@ mod tests {
         assert_eq!(block("model.layers.12.mlp.0"), Some("model.layers.12"));
         assert_eq!(block("head.weight"), None);
         assert_eq!(block(""), None);
+    }
+
+    /// Each mask of dropout draws other numbers, and all cost the same.
+    #[test]
+    fn blocks_that_drop_elements_are_alike() {
+        let ty = TensorType::new(DType::F32, [4, 8]);
+        let mut graph = Graph::new("dropout");
+        let input = graph.add(Input { name: "x".to_string() }, &[], std::slice::from_ref(&ty)).unwrap();
+        let mut x = graph.result(input);
+        for stream in 0..3 {
+            let distribution = Distribution::Bernoulli { p: 0.9 };
+            let mask = Random { distribution, stream, seed: 1, global: Vec::new(), start: Vec::new() };
+            let path = format!("blocks.{stream}.dropout");
+            let mask = graph.add_as(mask.into(), &[], std::slice::from_ref(&ty), path.clone(), Role::Forward).unwrap();
+            let product = Op::from(Binary { kind: BinaryKind::Mul });
+            let kept = graph.add_as(product, &[x, graph.result(mask)], &[], path, Role::Forward).unwrap();
+            x = graph.result(kept);
+        }
+        let members: Vec<usize> = fold(&graph).classes.iter().map(|class| class.members.len()).collect();
+        assert_eq!(members, [1, 3, 3]);
     }
 }
