@@ -11,6 +11,8 @@
 //! # }
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
 mod agrees;
 pub mod capacity;
 pub mod compile;

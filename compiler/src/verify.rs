@@ -2,9 +2,9 @@
 //!
 //! Statically: the plan's layouts, that its graph and mesh are those of the model, batch, precision and cluster it
 //! names, that it needs no more memory than there is, its programs' memory, that every collective is entered by all of
-//! its ranks in the same order, and that the programs compute the plan's graph. Numerically: the model with fewer layers and smaller
-//! dimensions, under the same choices, on CPU ranks and on one; losses, gradient norms and
-//! averaged gradients of a few steps must agree. Where programs do not do what is planned yet (values that lie
+//! its ranks in the same order, and that the programs compute the plan's graph. Numerically: the model with fewer layers and
+//! smaller dimensions in fp32, under the same degrees, schedule and kind of recomputation, on CPU ranks and on one; losses,
+//! gradient norms and averaged gradients of a few steps must agree. Where programs do not do what is planned yet (values that lie
 //! away from the device, rings), what they do is shown all the same, and the report says what it is without.
 //!
 //! The dimensions shrink so that the plan's axes still divide what they divided. A mesh of more
@@ -20,7 +20,7 @@ use crate::pipeline;
 use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
-use shardc_ir::ops::{Unary, UnaryKind};
+use shardc_ir::ops::{Binary, BinaryKind, Reduce, ReduceOp, Unary, UnaryKind};
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, Graph, HostTensor, Op, Pipeline, Plan, TensorType};
@@ -285,10 +285,17 @@ fn first_alike(draws: u64, run: &dyn Fn(u64) -> Result<Vec<Distance>, Error>) ->
     Ok(nearest)
 }
 
-/// Whether a model's gradients jump where a number passes zero or another: of a ReLU, a pool's maximum, a choice.
+/// Whether a model's gradients jump where a number passes zero or another: of a ReLU, a maximum, a choice.
 fn has_kinks(graph: &Graph) -> bool {
     let is_kink = |op: &Op| {
-        matches!(op, Op::MaxPool(_) | Op::TopK(_)) || matches!(op, Op::Unary(Unary { kind: UnaryKind::Relu }))
+        matches!(
+            op,
+            Op::MaxPool(_)
+                | Op::TopK(_)
+                | Op::Reduce(Reduce { kind: ReduceOp::Max, .. })
+                | Op::Binary(Binary { kind: BinaryKind::Max | BinaryKind::Min })
+                | Op::Unary(Unary { kind: UnaryKind::Relu | UnaryKind::Abs })
+        )
     };
     graph.nodes().any(|(_, node)| is_kink(&node.op))
 }

@@ -12,6 +12,8 @@
 //!
 //! This crate does no I/O, solves nothing and knows no device.
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
 pub mod diagnostic;
 pub mod entity;
 pub mod factor;

@@ -72,9 +72,21 @@ impl Schedule {
         }
     }
 
+    /// How many chunks of a stage a search tries.
+    pub fn usual_chunks(self) -> &'static [u64] {
+        match self {
+            Self::GPipe | Self::OneForwardOneBackward => &[1],
+            Self::Interleaved => &[2, 4],
+            Self::ZeroBubbleV => &[2],
+        }
+    }
+
     /// Whether gradients of weights are steps of their own.
     pub fn splits_backward(self) -> bool {
-        self == Self::ZeroBubbleV
+        match self {
+            Self::GPipe | Self::OneForwardOneBackward | Self::Interleaved => false,
+            Self::ZeroBubbleV => true,
+        }
     }
 }
 

@@ -8,6 +8,8 @@
 //! Nothing is ever computed here and no parameter is ever held: a model of any size traces in
 //! seconds. Burn's types do not leave this crate.
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
 pub mod detach;
 pub mod dropout;
 pub mod hf;

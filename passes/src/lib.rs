@@ -3,6 +3,8 @@
 //! Each pass is a pure function in a file of its own, named by a verb phrase. The driver holds the
 //! one list of them and the reasons for their order.
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
 pub mod align;
 pub mod allocate;
 #[cfg(test)]

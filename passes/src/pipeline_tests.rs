@@ -48,7 +48,7 @@ fn programs_of_stages_are_sound() {
         ("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,loss_chunks=2"),
     ] {
         let base = plan(LAYERS, DType::Bf16, cluster, pins, false);
-        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 2, 2]) {
+        for (schedule, per_stage) in Schedule::ALL.map(|schedule| (schedule, schedule.usual_chunks()[0])) {
             for stages in [2, 3] {
                 let plan = staged(base.clone(), stages, schedule, per_stage);
                 let name = format!("{pins} {stages} stages {}", schedule.name());

@@ -1,7 +1,7 @@
 //! The search: one plan out of all, by seconds under the memory bound.
 //!
 //! Meshes (data ranks x tensor ranks x microbatches) are enumerated; for each, tensor parallelism is
-//! solved exactly on the folded graph ([`shard`](crate::shard)); ZeRO stages and recomputation are
+//! solved on the folded graph ([`shard`](crate::shard)), exactly where that is small enough; ZeRO stages and recomputation are
 //! then arithmetic on its sums ([`estimate`]). Only the winner becomes an annotated plan
 //! ([`build`]). The order of candidates, and so the result, is deterministic.
 

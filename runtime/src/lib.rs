@@ -9,6 +9,8 @@
 //! [`launch`] is what makes one run of several processes. Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
 //! graphs and programs.
 
+#![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
+
 pub mod cpu;
 pub mod cuda;
 pub mod launch;

@@ -47,8 +47,21 @@ fn print_json(value: &Value) {
     print(&format!("{value:#}\n"));
 }
 
+/// Writes a file whole: what was there stays until then. What is no file (a pipe, a terminal) is written to.
 fn write(path: &Path, text: &str) -> Result<(), Error> {
-    std::fs::write(path, text).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+    // The file itself, where the path is a link to one.
+    let of = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+    let fresh = of.with_extension(format!("{}.partial", std::process::id()));
+    let is_special = of.exists() && !of.is_file();
+    let beside = || std::fs::write(&fresh, text).and_then(|()| std::fs::rename(&fresh, &of));
+    let written = if is_special || beside().is_err() {
+        // Its folder may take no new file.
+        let _ = std::fs::remove_file(&fresh);
+        std::fs::write(path, text)
+    } else {
+        Ok(())
+    };
+    written.map_err(|source| Error::Io { path: path.to_path_buf(), source })
 }
 
 /// Whether a file can be written, so that what cannot is told before the work and not after it. What is there

@@ -100,6 +100,7 @@ fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
             ));
         }
         match pieces.last_mut() {
+            _ if len == 0 => {}
             Some(last) if last.offset + last.len * width.bytes() == offset => last.len += len,
             _ => pieces.push(Piece { position, offset, len }),
         }
@@ -193,6 +194,7 @@ mod tests {
         let bytes = [1, 0, 2, 0, 3, 0, 4, 0];
         check("a.bin", &bytes, Some(&megatron(8, &[(1, 0), (3, 2)])), Ok(&[1, 2, 3, 4]));
         check("a.bin", &bytes, Some(&megatron(8, &[(2, 4), (2, 0)])), Ok(&[3, 4, 1, 2]));
+        check("a.bin", &bytes, Some(&megatron(8, &[(1, 2), (0, 6), (2, 4)])), Ok(&[2, 3, 4]));
         check("a.bin", &bytes, Some(&megatron(8, &[(3, 4)])), Err("the file ends at 8"));
         check("a.bin", &bytes, Some(&megatron(6, &[(2, 4)])), Err("dtype code 6"));
         check("a.bin", &bytes, Some(&megatron(8, &[(2, 4)])[..40]), Err("cut short"));

@@ -1,6 +1,6 @@
 //! What a run trains on.
 //!
-//! Three sources, told apart by what the file is, not by a flag:
+//! Two kinds of sources, told apart by what the file is, not by a flag:
 //!
 //! * a *token stream* (a text file, or a token file of nanoGPT, llm.c or Megatron-LM): cut into
 //!   samples of `seq` tokens, shuffled by a seed over their global indices ([`order`]);

@@ -217,7 +217,9 @@ mod tests {
     /// Every step once, each after what it waits for: a stage that waits for ever has a step that never runs.
     #[test]
     fn every_order_can_be_run() {
-        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 3, 2]) {
+        let all =
+            Schedule::ALL.into_iter().flat_map(|schedule| schedule.usual_chunks().iter().map(move |n| (schedule, *n)));
+        for (schedule, per_stage) in all.chain([(Schedule::Interleaved, 3)]) {
             let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)];
             let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
             for ((stages, microbatches), lengths) in

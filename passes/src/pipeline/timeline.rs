@@ -281,7 +281,7 @@ mod tests {
     /// Both ends of all messages stand in one order of all meetings: so no stage waits for ever.
     #[test]
     fn messages_meet_in_one_order() {
-        for (schedule, per_stage) in Schedule::ALL.into_iter().zip([1, 1, 2, 2]) {
+        for (schedule, per_stage) in Schedule::ALL.map(|schedule| (schedule, schedule.usual_chunks()[0])) {
             let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
             let orders = orders(&pipeline, 4, 8, Lengths::EQUAL).unwrap();
             let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), &Units).expect("all steps run");

@@ -9,15 +9,10 @@ use shardc_ir::pipeline::Schedule;
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
 /// so it is taken where it is pinned.
 pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
-    let all = [
-        (Schedule::OneForwardOneBackward, 1),
-        (Schedule::GPipe, 1),
-        (Schedule::ZeroBubbleV, 2),
-        (Schedule::Interleaved, 2),
-        (Schedule::Interleaved, 4),
-    ];
-    let mut open: Vec<(Schedule, u64)> = all
+    let chunks = |schedule: Schedule| schedule.usual_chunks().iter().map(move |chunks| (schedule, *chunks));
+    let mut open: Vec<(Schedule, u64)> = Schedule::ALL
         .into_iter()
+        .flat_map(chunks)
         .filter(|(schedule, per_stage)| {
             let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
             is_named && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)

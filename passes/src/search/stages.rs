@@ -24,7 +24,7 @@ use super::placed::{Seen, Solved, solved};
 use super::schedules::schedules;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
-use crate::cost::collective::send_seconds;
+use crate::cost::collective::{distance, send_over};
 use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
@@ -198,12 +198,10 @@ impl Problem<'_> {
 
     /// What it takes to send so many bytes to another stage.
     fn send(&self, bytes: f64) -> f64 {
-        if bytes > 0.0 { send_seconds(bytes, self.is_away(), self.mesh.placed.cluster).0 } else { 0.0 }
-    }
-
-    /// Whether some stage's next one lies on another node.
-    fn is_away(&self) -> bool {
-        self.mesh.placed.cluster.ranks() > self.mesh.placed.cluster.per_node
+        // Stages are next to each other in the order of the ranks: some two are as far apart as any ranks are.
+        let cluster = self.mesh.placed.cluster;
+        let farthest = distance(0, cluster.ranks() - 1, cluster);
+        if bytes > 0.0 { send_over(bytes, farthest, cluster).0 } else { 0.0 }
     }
 
     /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.

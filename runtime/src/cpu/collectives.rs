@@ -361,20 +361,26 @@ fn reduce_part(
         || operands.iter().map(|operand| View { ty: &part, bytes: &operand[first * size..(first + length) * size] });
     let mut out = AlignedBytes::zeros(length * size);
     let mut result = ViewMut { ty: &part, bytes: &mut out };
-    if reduce == ReduceKind::LogSumExp {
-        return Err("a collective adds or takes the maximum; log-sum-exp is resolved by instructions".to_string());
-    }
+    let takes_most = match reduce {
+        ReduceKind::Sum => false,
+        ReduceKind::Max => true,
+        ReduceKind::LogSumExp => {
+            return Err("a collective adds or takes the maximum; log-sum-exp is resolved by instructions".to_string());
+        }
+    };
     if ty.dtype.is_float() {
         let mut sum: Vec<f32> = Vec::new();
         for part in parts() {
             let values = part.f32s()?;
-            match reduce {
-                _ if sum.is_empty() => sum = values.into_owned(),
-                ReduceKind::Max => sum.iter_mut().zip(values.iter()).for_each(|(a, b)| {
+            if sum.is_empty() {
+                sum = values.into_owned();
+            } else if takes_most {
+                sum.iter_mut().zip(values.iter()).for_each(|(a, b)| {
                     // The larger, or a NaN if either is one.
                     *a = if *a >= *b || a.is_nan() { *a } else { *b };
-                }),
-                _ => sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a += b),
+                });
+            } else {
+                sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a += b);
             }
         }
         result.round_f32(&sum)?;
@@ -382,11 +388,14 @@ fn reduce_part(
         let mut sum: Vec<i64> = Vec::new();
         for part in parts() {
             let values = part.i64s()?;
-            match reduce {
-                _ if sum.is_empty() => sum = values.into_owned(),
-                ReduceKind::Max => sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a = (*a).max(*b)),
-                _ if ty.dtype == DType::Bool => sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a |= b),
-                _ => sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a = a.wrapping_add(*b)),
+            if sum.is_empty() {
+                sum = values.into_owned();
+            } else if takes_most {
+                sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a = (*a).max(*b));
+            } else if ty.dtype == DType::Bool {
+                sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a |= b);
+            } else {
+                sum.iter_mut().zip(values.iter()).for_each(|(a, b)| *a = a.wrapping_add(*b));
             }
         }
         result.round_i64(&sum)?;

@@ -88,7 +88,14 @@ fn accept(listener: &TcpListener, serving: &Arc<Serving>) {
         if serving.is_closing.load(Ordering::Relaxed) {
             return;
         }
-        let Ok(stream) = stream else { continue };
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!("no rank can join: {error}; where files are the limit, raise it (ulimit -n)");
+                std::thread::sleep(ATTEMPT);
+                continue;
+            }
+        };
         if let Ok(kept) = stream.try_clone() {
             serving.connections.lock().unwrap_or_else(PoisonError::into_inner).push(kept);
         }
