@@ -289,6 +289,13 @@ fn runs_that_are_not_meant() {
     // What is read is not written over.
     train(&["--metrics", text(&data)], 2, &["--metrics", "this run reads", "name another file"]);
     assert!(fs::metadata(&data).unwrap().len() > 1000);
+    let cluster = dir.path().join("two.toml");
+    fs::write(&cluster, "device = \"h100\"\nper_node = 2\nnodes = 1\n").unwrap();
+    let plan = ["plan", "llama-tiny", "--batch", "4", "--seq", "16", "--cluster", text(&cluster), "-o"];
+    check(&[&plan[..], &[text(&cluster)]].concat(), 2, &["--output", "this run reads", "two.toml"]);
+    let file = dir.path().join("plan.json");
+    check(&[&plan[..], &[text(&file)]].concat(), 0, &[]);
+    check(&["explain", text(&file), "--html", text(&file)], 2, &["--html", "this run reads", "plan.json"]);
     // Each process of a launcher would do all of it.
     let torchrun = [("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")];
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardc"));

@@ -178,11 +178,11 @@ pub struct ReportArgs {
 }
 
 impl ReportArgs {
-    /// The first of the flags that is given.
-    pub fn first(&self) -> Option<&'static str> {
+    /// The flags that are given, with their files.
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, &PathBuf)> {
         let all =
             [("--html", &self.html), ("--timeline", &self.timeline), ("--dot", &self.dot), ("--text", &self.text)];
-        all.into_iter().find(|(_, path)| path.is_some()).map(|(flag, _)| flag)
+        all.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)))
     }
 }
 

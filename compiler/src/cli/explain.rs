@@ -1,7 +1,7 @@
 //! `shardc explain` and `simulate`: a plan opened up.
 
 use super::args::{DiffArgs, ExplainArgs, SimulateArgs};
-use super::{plan_json, print, print_json, request, write};
+use super::{check_not_read, plan_json, print, print_json, request, write};
 use serde_json::{Value, json};
 use shardc::Error;
 use shardc::explain::{Inspection, collectives, diff, dot, edit, html, layers, stages, text, timeline, value};
@@ -10,7 +10,7 @@ use shardc_ir::Plan;
 use shardc_ir::program::Stream;
 use shardc_ir::text::PLAN_SCHEMA;
 use shardc_passes::simulate::Conditions;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Shows a plan, or one value of it, or writes reports; without a plan, the schema of plan files.
 pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
@@ -21,7 +21,7 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
     let plan = request::plan_file(path)?;
     let cluster = request::cluster(Some(&plan.request.cluster))?;
     if let Some(what) = &args.value {
-        if let Some(flag) = args.files.first() {
+        if let Some((flag, _)) = args.files.given().next() {
             let message = format!("{flag} writes the whole plan, and `{what}` is a part of it");
             return Err(Error::request(message, format!("leave `{what}` out, or {flag}")));
         }
@@ -33,8 +33,9 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
         }
         return Ok(());
     }
-    let inspection = Inspection::new(&plan, cluster, &Conditions::default())?;
     let files = &args.files;
+    files.given().try_for_each(|(flag, to)| check_not_read(flag, to, &[path]))?;
+    let inspection = Inspection::new(&plan, cluster, &Conditions::default())?;
     let mut written = Vec::new();
     let mut write_file = |path: &Option<PathBuf>, text: &dyn Fn() -> Result<String, Error>| match path {
         Some(path) => {
@@ -91,6 +92,8 @@ fn simulated_json(inspection: &Inspection<'_>) -> Value {
 pub fn simulate(args: &SimulateArgs, json: bool) -> Result<(), Error> {
     let plan = request::plan_file(&args.plan)?;
     let cluster = request::cluster(Some(args.cluster.as_deref().unwrap_or(&plan.request.cluster)))?;
+    let read = [args.plan.as_path(), Path::new(args.cluster.as_deref().unwrap_or_default())];
+    args.timeline.iter().try_for_each(|to| check_not_read("--timeline", to, &read))?;
     let stragglers = args.straggler.iter().map(|text| straggler(text)).collect::<Result<_, _>>()?;
     let conditions = Conditions { stragglers, contention: args.contention };
     let inspection = Inspection::new(&plan, cluster, &conditions)?;

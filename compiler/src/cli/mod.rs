@@ -15,6 +15,7 @@ use shardc::fewer::{Fewer, fewer};
 use shardc::{Error, NamedModel, report};
 use shardc_ir::Plan;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Runs the command.
@@ -64,6 +65,19 @@ fn write(path: &Path, text: &str) -> Result<(), Error> {
     written.map_err(|source| Error::Io { path: path.to_path_buf(), source })
 }
 
+/// Refuses to write over what is read.
+fn check_not_read(flag: &str, path: &Path, read: &[&Path]) -> Result<(), Error> {
+    let place = |path: &Path| std::fs::metadata(path).ok().filter(|of| of.is_file()).map(|of| (of.dev(), of.ino()));
+    let own = place(path);
+    match read.iter().find(|other| own.is_some() && place(other) == own) {
+        None => Ok(()),
+        Some(other) => {
+            let message = format!("{flag} {}: this run reads {}", path.display(), other.display());
+            Err(Error::request(message, "name another file, which it may write"))
+        }
+    }
+}
+
 /// Whether a file can be written, so that what cannot is told before the work and not after it. What is there
 /// stays as it is, and what is not there is not made.
 fn check_writable(path: &Path) -> Result<(), Error> {
@@ -93,6 +107,8 @@ fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let batch = request::batch(&args.request, None, &model)?;
     let options = request::options(&args.request, &cluster)?;
     if let Some(path) = &args.output {
+        let cluster = args.request.cluster.as_deref().unwrap_or_default();
+        check_not_read("--output", path, &[Path::new(cluster), Path::new(&args.model)])?;
         check_writable(path)?;
     }
     let compiled = match args.maximize {

@@ -2,7 +2,7 @@
 
 use super::args::TrainArgs;
 use super::log::say;
-use super::{print, print_json, request};
+use super::{check_not_read, print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
@@ -15,7 +15,6 @@ use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
 use std::io::IsTerminal;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,17 +27,10 @@ const OPERATIONS: usize = 40;
 
 /// Refuses to write over what is read.
 fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
-    let place = |path: &Path| std::fs::metadata(path).ok().map(|of| (of.dev(), of.ino()));
-    let read = [Some(args.data.as_path()), args.tokenizer.as_deref(), Some(Path::new(&args.model))];
-    for (flag, path) in [("--metrics", &args.metrics), ("--timeline", &args.timeline)] {
-        let Some(path) = path else { continue };
-        let own = place(path).filter(|_| path.is_file());
-        if let Some(other) = read.iter().flatten().find(|other| own.is_some() && place(other) == own) {
-            let message = format!("{flag} {}: this run reads {}", path.display(), other.display());
-            return Err(Error::request(message, "name another file, which it may write"));
-        }
-    }
-    Ok(())
+    let read = [args.data.as_path(), args.tokenizer.as_deref().unwrap_or(&args.data), Path::new(&args.model)];
+    let written = [("--metrics", &args.metrics), ("--timeline", &args.timeline)];
+    let mut written = written.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+    written.try_for_each(|(flag, path)| check_not_read(flag, path, &read))
 }
 
 /// Trains, and prints a summary.

@@ -14,14 +14,12 @@
 //! lies where its summand lay is decided when everything is
 //! in order ([`in_place`](super::in_place)).
 
+use super::draft::{Position, Touched, contraction};
 use super::{Draft, Hint, Place, StorageId};
 use shardc_ir::ops::{BinaryKind, Constant, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Graph, OpDef, ValueId};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// A place of an instruction: its section and its index.
-type Position = (usize, usize);
+use std::collections::BTreeSet;
 
 /// Merges sums into products in every section.
 pub(super) fn merge_sums(draft: &mut Draft) {
@@ -47,18 +45,10 @@ pub(super) fn merge_sums(draft: &mut Draft) {
 struct Merging<'a> {
     draft: &'a mut Draft,
     /// Who touches each storage, in order.
-    touched: BTreeMap<StorageId, Vec<Position>>,
+    touched: Touched,
     /// Storages that outlive the step.
     kept: BTreeSet<StorageId>,
     dropped: BTreeSet<Position>,
-}
-
-/// The contraction of an instruction, if it is one.
-fn matmul(instruction: &Instruction) -> Option<&Matmul> {
-    match &instruction.action {
-        Action::Compute(Op::Matmul(op)) => Some(op),
-        _ => None,
-    }
 }
 
 /// Whether a gradient that is added up over microbatches adds itself, by the operation that makes it.
@@ -83,15 +73,7 @@ fn summand(instruction: &Instruction) -> Option<BufferId> {
 
 impl<'a> Merging<'a> {
     fn new(draft: &'a mut Draft) -> Self {
-        let mut touched: BTreeMap<StorageId, Vec<Position>> = BTreeMap::new();
-        for (section, items) in draft.sections.iter().enumerate() {
-            for (at, item) in items.iter().enumerate() {
-                for buffer in item.instruction.operands.iter().chain(&item.instruction.results) {
-                    touched.entry(draft.storage[*buffer]).or_default().push((section, at));
-                }
-            }
-        }
-        let kept = draft.kept();
+        let (touched, kept) = (draft.touched(), draft.kept());
         Self { draft, touched, kept, dropped: BTreeSet::new() }
     }
 
@@ -104,12 +86,12 @@ impl<'a> Merging<'a> {
     }
 
     fn touches(&self, buffer: BufferId) -> &[Position] {
-        self.touched.get(&self.draft.storage[buffer]).map_or(&[], Vec::as_slice)
+        self.touched.of(self.draft.storage[buffer])
     }
 
     /// Where the product that makes `buffer` is, if it is in the section of `reader`, which alone reads it.
     fn product(&self, buffer: BufferId, reader: Position) -> Option<Position> {
-        self.maker(buffer, reader).filter(|maker| matmul(self.instruction(*maker)).is_some())
+        self.maker(buffer, reader).filter(|maker| contraction(self.instruction(*maker)).is_some())
     }
 
     /// Where the term that `buffer` is is made, if that is in the section of `reader`, which alone reads it.
@@ -137,7 +119,7 @@ impl<'a> Merging<'a> {
     fn replace(&mut self, buffers: &[BufferId], from: Position, to: Position) {
         for buffer in buffers {
             let storage = self.draft.storage[*buffer];
-            self.touched.entry(storage).or_default().iter_mut().filter(|at| **at == from).for_each(|at| *at = to);
+            self.touched.of_mut(storage).iter_mut().filter(|at| **at == from).for_each(|at| *at = to);
         }
     }
 
@@ -154,13 +136,13 @@ impl<'a> Merging<'a> {
                 continue;
             }
             self.replace(&moved.operands.clone(), maker, at);
-            self.touched.entry(self.draft.storage[bias]).or_default().push(at);
+            self.touched.of_mut(self.draft.storage[bias]).push(at);
             moved.operands.push(bias);
             moved.results = vec![sum];
             *self.instruction_mut(at) = moved;
             self.dropped.insert(maker);
-            self.touched.remove(&self.draft.storage[product]);
-            let readers = self.touched.entry(self.draft.storage[copies]).or_default();
+            self.touched.of_mut(self.draft.storage[product]).clear();
+            let readers = self.touched.of_mut(self.draft.storage[copies]);
             readers.retain(|reader| *reader != at);
             if let [alone] = readers[..] {
                 self.dropped.insert(alone);
@@ -201,7 +183,7 @@ impl<'a> Merging<'a> {
             instruction.operands.insert(2, addend);
             instruction.results = vec![sum];
             self.replace(&[addend, sum], at, maker);
-            self.touched.remove(&self.draft.storage[term]);
+            self.touched.of_mut(self.draft.storage[term]).clear();
             self.dropped.insert(at);
             return true;
         }
@@ -220,12 +202,12 @@ impl<'a> Merging<'a> {
         let Some(maker) = self.product(source, at) else { return false };
         let product = self.instruction(maker);
         let is_bare = |op: &Matmul| op.addend(product.operands.len()).is_none() && op.epilogue.is_none();
-        if product.source != origin || !matmul(product).is_some_and(is_bare) {
+        if product.source != origin || !contraction(product).is_some_and(is_bare) {
             return false;
         }
         self.instruction_mut(maker).results = vec![result];
         self.replace(&[result], at, maker);
-        self.touched.remove(&self.draft.storage[source]);
+        self.touched.of_mut(self.draft.storage[source]).clear();
         self.dropped.insert(at);
         true
     }
@@ -249,7 +231,7 @@ impl<'a> Merging<'a> {
             let Some(maker) = self.term(part, reader) else { return false };
             chain.push(maker);
             let instruction = self.instruction(maker);
-            if matmul(instruction).is_some_and(|op| op.bias) {
+            if contraction(instruction).is_some_and(|op| op.bias) {
                 return false;
             }
             let Some(addend) = summand(instruction) else { break };
@@ -261,7 +243,7 @@ impl<'a> Merging<'a> {
             instruction.operands.push(total);
             instruction.results = vec![total];
         }
-        let touched = self.touched.entry(self.draft.storage[total]).or_default();
+        let touched = self.touched.of_mut(self.draft.storage[total]);
         touched.retain(|place| *place != at);
         touched.extend(chain);
         self.dropped.insert(at);
@@ -300,6 +282,6 @@ mod tests {
         let [item] = &draft.sections[Place::LOOP.index(3)][..] else { panic!("{:?}", draft.sections) };
         assert_eq!(item.instruction.operands, [x, w, residual, bias]);
         assert_eq!(item.instruction.results, [out]);
-        assert!(matmul(&item.instruction).is_some_and(|op| op.bias));
+        assert!(contraction(&item.instruction).is_some_and(|op| op.bias));
     }
 }

@@ -6,11 +6,38 @@
 use super::SPACE;
 use crate::pipeline::order::Pass;
 use crate::pipeline::timeline::Event;
-use shardc_ir::ops::{Op, Reshape};
+use shardc_ir::ops::{Matmul, Op, Reshape};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Reading, Slot, Stream};
 use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType, ValueId};
 use std::collections::BTreeSet;
+
+/// A place of an instruction: its section and its index.
+pub type Position = (usize, usize);
+
+/// Who touches each storage, in order.
+#[derive(Debug)]
+pub struct Touched(Vec<Vec<Position>>);
+
+impl Touched {
+    /// Who touches one.
+    pub fn of(&self, storage: StorageId) -> &[Position] {
+        &self.0[storage.0 as usize]
+    }
+
+    /// The same, to change.
+    pub fn of_mut(&mut self, storage: StorageId) -> &mut Vec<Position> {
+        &mut self.0[storage.0 as usize]
+    }
+}
+
+/// The contraction of an instruction, if it is one.
+pub fn contraction(instruction: &Instruction) -> Option<&Matmul> {
+    match &instruction.action {
+        Action::Compute(Op::Matmul(op)) => Some(op),
+        _ => None,
+    }
+}
 
 /// A section, in the order of execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -149,6 +176,19 @@ impl Draft {
     /// An empty draft.
     pub fn new(rank: u64, mesh: &Mesh) -> Self {
         Self { rank, mesh: mesh.clone(), microbatches: 1, sections: vec![Vec::new(); 3], ..Self::default() }
+    }
+
+    /// Who touches each storage.
+    pub fn touched(&self) -> Touched {
+        let mut touched = Touched(vec![Vec::new(); self.storages as usize]);
+        for (section, items) in self.sections.iter().enumerate() {
+            for (index, item) in items.iter().enumerate() {
+                for buffer in item.instruction.buffers() {
+                    touched.of_mut(self.storage[buffer]).push((section, index));
+                }
+            }
+        }
+        touched
     }
 
     /// The storages whose contents others than the instructions want: what outlives the step, and what is

@@ -9,11 +9,12 @@
 //! own, or to that which makes what it sums: beside the product it takes longer than alone (on an H200 by a
 //! tenth to a fifth of the product).
 
+use super::draft::{Position, Touched, contraction};
 use super::{Draft, StorageId};
-use shardc_ir::ops::{Epilogue, Matmul, Op};
-use shardc_ir::program::{Action, Instruction};
+use shardc_ir::ops::{Epilogue, Op};
+use shardc_ir::program::Action;
 use shardc_ir::{BufferId, OpDef};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// The library takes rows of a multiple of this many elements.
 const ALIGNED: u64 = 8;
@@ -22,9 +23,9 @@ const ALIGNED: u64 = 8;
 pub(super) fn merge_epilogues(draft: &mut Draft) {
     for section in 0..draft.sections.len() {
         let mut dropped = BTreeSet::new();
-        let touched = touches(draft);
+        let (touched, kept) = (draft.touched(), draft.kept());
         for at in 0..draft.sections[section].len() {
-            let Some((epilogue, product, maker)) = candidate(draft, &touched, (section, at)) else { continue };
+            let Some((epilogue, product, maker)) = candidate(draft, &touched, &kept, (section, at)) else { continue };
             if dropped.contains(&maker) {
                 continue;
             }
@@ -52,22 +53,6 @@ pub(super) fn merge_epilogues(draft: &mut Draft) {
     }
 }
 
-/// A place of an instruction: its section and its index.
-type Position = (usize, usize);
-
-/// Who touches each storage, in order.
-fn touches(draft: &Draft) -> BTreeMap<StorageId, Vec<Position>> {
-    let mut touched: BTreeMap<StorageId, Vec<Position>> = BTreeMap::new();
-    for (section, items) in draft.sections.iter().enumerate() {
-        for (at, item) in items.iter().enumerate() {
-            for buffer in item.instruction.operands.iter().chain(&item.instruction.results) {
-                touched.entry(draft.storage[*buffer]).or_default().push((section, at));
-            }
-        }
-    }
-    touched
-}
-
 /// What a product makes.
 struct Product {
     buffer: BufferId,
@@ -78,7 +63,8 @@ struct Product {
 /// What the instruction at a place would be as the epilogue of a product, that product, and where it is made.
 fn candidate(
     draft: &Draft,
-    touched: &BTreeMap<StorageId, Vec<Position>>,
+    touched: &Touched,
+    kept: &BTreeSet<StorageId>,
     (section, at): Position,
 ) -> Option<(Epilogue, Product, usize)> {
     let instruction = &draft.sections[section][at].instruction;
@@ -90,17 +76,17 @@ fn candidate(
     let (buffer, result) = (*instruction.operands.first()?, *instruction.results.first()?);
     let ty = &draft.buffers[buffer].ty;
     let is_taken = ty.dtype.is_float() && ty.dtype.size() == 2 && ty.shape.last()?.is_multiple_of(ALIGNED);
-    let of = |buffer: BufferId| touched.get(&draft.storage[buffer]).map_or(&[][..], Vec::as_slice);
+    let of = |buffer: BufferId| touched.of(draft.storage[buffer]);
     let users = of(buffer);
     let (first_section, maker) = *users.first()?;
     let product = &draft.sections[section].get(maker)?.instruction;
     let fits = first_section == section
         && is_taken
         && product.results == [buffer]
-        && matmul(product).is_some_and(|op| op.epilogue.is_none() && op.addend(product.operands.len()).is_none())
+        && contraction(product).is_some_and(|op| op.epilogue.is_none() && op.addend(product.operands.len()).is_none())
         && users.get(1) == Some(&(section, at))
         && of(result).first() == Some(&(section, at))
-        && outlives_nothing(draft, buffer, result);
+        && [buffer, result].iter().all(|own| !kept.contains(&draft.storage[*own]));
     if !fits {
         return None;
     }
@@ -116,22 +102,8 @@ fn candidate(
             };
             let between = |at: &&Position| **at >= (section, maker);
             let free = !of(place).iter().filter(between).any(writes);
-            let has_bias = matmul(product).is_some_and(|op| op.bias);
+            let has_bias = contraction(product).is_some_and(|op| op.bias);
             (free && !is_read && !has_bias).then_some((epilogue, Product { buffer, is_read }, maker))
         }
-    }
-}
-
-/// Whether neither of two buffers is a slot or a reading, which others know by their place.
-fn outlives_nothing(draft: &Draft, a: BufferId, b: BufferId) -> bool {
-    let kept = draft.slots.iter().map(|slot| slot.buffer).chain(draft.readings.iter().map(|reading| reading.buffer));
-    kept.into_iter().all(|kept| [a, b].iter().all(|own| draft.storage[*own] != draft.storage[kept]))
-}
-
-/// The contraction of an instruction, if it is one.
-fn matmul(instruction: &Instruction) -> Option<&Matmul> {
-    match &instruction.action {
-        Action::Compute(Op::Matmul(op)) => Some(op),
-        _ => None,
     }
 }

@@ -8,6 +8,7 @@
 //! A region runs where its first operation stood, so the others move up, past everything that they do
 //! not depend on. What only the region reads is no buffer any more.
 
+use super::draft::Touched;
 use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::program::{Action, Instruction};
@@ -16,9 +17,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Fuses what the target has kernels for, in every section.
 pub(super) fn fuse(draft: &mut Draft, target: &dyn Target) {
-    let touches = Touches::of(draft);
+    let (touched, kept) = (draft.touched(), draft.kept());
     for section in 0..draft.sections.len() {
-        let forming = Forming { draft, target, section, touches: &touches };
+        let forming = Forming { draft, target, section, touched: &touched, kept: &kept };
         let regions = forming.regions();
         let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
         let mut moved: BTreeSet<usize> = BTreeSet::new();
@@ -37,41 +38,14 @@ pub(super) fn fuse(draft: &mut Draft, target: &dyn Target) {
     }
 }
 
-/// Who touches each storage, in order, by section and index; and the storages that others read: those that
-/// outlive the step, and those that another stage of a pipeline is given.
-struct Touches {
-    by: Vec<Vec<(usize, usize)>>,
-    kept: BTreeSet<StorageId>,
-}
-
-impl Touches {
-    fn of(draft: &Draft) -> Self {
-        let mut by = vec![Vec::new(); draft.storages as usize];
-        for (section, items) in draft.sections.iter().enumerate() {
-            for (index, item) in items.iter().enumerate() {
-                for buffer in item.instruction.buffers() {
-                    by[draft.storage[buffer].0 as usize].push((section, index));
-                }
-            }
-        }
-        let mut kept: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
-        kept.extend(draft.readings.iter().map(|reading| draft.storage[reading.buffer]));
-        let messages = draft.stage.iter().flat_map(|stage| &stage.messages);
-        kept.extend(messages.map(|message| draft.storage[message.buffer]));
-        Self { by, kept }
-    }
-
-    fn get(&self, storage: StorageId) -> &[(usize, usize)] {
-        &self.by[storage.0 as usize]
-    }
-}
-
 /// The regions of one section.
 struct Forming<'a> {
     draft: &'a Draft,
     target: &'a dyn Target,
     section: usize,
-    touches: &'a Touches,
+    touched: &'a Touched,
+    /// What others than the instructions read.
+    kept: &'a BTreeSet<StorageId>,
 }
 
 impl Forming<'_> {
@@ -121,13 +95,13 @@ impl Forming<'_> {
                 let mut results = self.item(index).instruction.results.iter();
                 results.any(|result| self.draft.storage[*result] == storage)
             };
-            let all = self.touches.get(storage);
+            let all = self.touched.of(storage);
             let place = |index: usize| all.partition_point(|touch| *touch < (self.section, index));
             all[place(members[0])..place(at)].iter().any(|(_, index)| writes(*index))
         };
         let is_fresh = |buffer: &BufferId| {
             let storage = self.draft.storage[*buffer];
-            self.touches.get(storage).first() == Some(&(self.section, at)) && !self.touches.kept.contains(&storage)
+            self.touched.of(storage).first() == Some(&(self.section, at)) && !self.kept.contains(&storage)
         };
         instruction.operands.iter().all(|buffer| is_made(buffer) || !is_written(buffer))
             && instruction.results.iter().all(is_fresh)
@@ -181,6 +155,6 @@ impl Forming<'_> {
     fn leaves(&self, buffer: BufferId, members: &[usize]) -> bool {
         let storage = self.draft.storage[buffer];
         let is_inside = |(section, at): &(usize, usize)| *section == self.section && members.contains(at);
-        self.touches.kept.contains(&storage) || !self.touches.get(storage).iter().all(is_inside)
+        self.kept.contains(&storage) || !self.touched.of(storage).iter().all(is_inside)
     }
 }

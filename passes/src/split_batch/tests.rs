@@ -66,17 +66,23 @@ fn measured(cluster: &str, pins: &str, chunks: u64) -> (f64, f64, usize) {
 /// What ranks wait for without chunks runs beside kernels with them, and nothing is copied for it.
 #[test]
 fn chunks_hide_communication() {
+    // Products that lose little to what runs beside them, as published software reaches on H100s.
+    let file = std::env::temp_dir().join(format!("shardc-chunks-{}.toml", std::process::id()));
+    let figures = "matmul_efficiency = 0.753\nmatmul_ramp = 400\nsustained_efficiency = 1.0\noverlap_loss = 0.15\n\
+                   attention_forward_sustained = 1.0\nattention_backward_sustained = 1.0\n";
+    std::fs::write(&file, format!("device = \"h100\"\nper_node = 8\nnodes = 1\n[figures]\n{figures}")).unwrap();
     for (cluster, pins) in [
         ("h100:4", "tp=4,microbatch=4"),
         ("h200:4", "tp=4,microbatch=4"),
         ("h200:2", "tp=2,microbatch=2"),
-        ("h100-500w:8", "tp=8,microbatch=1"),
+        (file.to_str().unwrap(), "tp=8,microbatch=1"),
     ] {
         let (step, exposed, before) = measured(cluster, pins, 1);
         let (in_two, less, copies) = measured(cluster, pins, 2);
         assert!(less < 0.7 * exposed && in_two < step, "{cluster} {pins}: {step} {exposed} and {in_two} {less}");
         assert_eq!(copies, before, "{cluster} {pins}");
     }
+    std::fs::remove_file(&file).unwrap();
 }
 
 /// The search takes chunks where its programs are faster with them, as many as are.
