@@ -33,7 +33,7 @@ pub(crate) fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage:
     let cuts: Vec<NodeId> = (1..count).map(|chunk| main[main.len() * chunk / count]).collect();
     plan.pipeline.chunks = chunks(&anchors, &plan.graph, &cuts);
     (plan.pipeline.schedule, plan.pipeline.per_stage) = (schedule, per_stage);
-    sum_behind_loop(&plan.graph, &plan.mesh, &plan.pipeline, &mut plan.strategies);
+    sum_behind_loop(&plan.graph, &plan.mesh, &mut plan.pipeline, &mut plan.strategies);
     plan
 }
 

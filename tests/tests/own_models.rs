@@ -60,6 +60,17 @@ fn flat_labels(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: 
     loss.forward(logits, inputs.int("labels", [batch * seq]))
 }
 
+/// One block that is every layer, and an embedding that is the head: what many stages read.
+fn one_block(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let mut x = model.table.forward(inputs.int("tokens", [batch, seq]));
+    for _ in 0..6 {
+        x = x.clone() + gelu(model.blocks[0].forward(x));
+    }
+    let logits = x.reshape([batch * seq, WIDTH]).matmul(model.table.weight.val().transpose());
+    let labels = inputs.int("labels", [batch, seq]).reshape([batch * seq]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
+}
+
 /// A penalty of the parameters' size, those that nothing else reads among them.
 fn penalty(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
     let logits = model.forward(inputs.int("tokens", [batch, seq]));
@@ -140,6 +151,17 @@ fn check<'a>(loss: Loss, plans: impl IntoIterator<Item = &'a (&'a str, &'a str)>
 #[test]
 fn labels_of_all_tokens() {
     check(flat_labels, WHOLE.iter().chain(&CUT));
+}
+
+#[test]
+fn a_parameter_of_many_stages() {
+    let plans = [
+        ("cpu:2", "pp=2,schedule=zbv,microbatch=1"),
+        ("cpu:2", "pp=2,schedule=interleaved,virtual=2,microbatch=1"),
+        ("cpu:4", "pp=4,schedule=1f1b,microbatch=1"),
+        ("cpu:4", "dp=2,pp=2,zero=3,schedule=zbv,microbatch=1"),
+    ];
+    check(one_block, &plans);
 }
 
 #[test]

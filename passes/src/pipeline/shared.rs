@@ -21,14 +21,15 @@ pub fn last_sums(graph: &Graph, passes_on: impl Fn(NodeId) -> bool) -> Secondary
     is_last
 }
 
-/// Puts sums of gradients of several chunks behind the loop over the microbatches.
+/// Puts sums of gradients of several chunks behind the loop over the microbatches, in the chunk of the update: what is
+/// made there does not leave its chunk, and of three chunks' gradients the first sum is an operand of the second.
 pub fn sum_behind_loop(
     graph: &Graph,
     mesh: &Mesh,
-    pipeline: &Pipeline,
+    pipeline: &mut Pipeline,
     strategies: &mut SecondaryMap<NodeId, Strategy>,
 ) {
-    let (users, chunks) = (graph.users(), &pipeline.chunks);
+    let (users, chunks) = (graph.users(), &mut pipeline.chunks);
     let is_last = last_sums(graph, |id| strategies[id].pass.keys().any(|axis| mesh.is_time(*axis)));
     let mut is_shared: SecondaryMap<NodeId, bool> = SecondaryMap::new();
     for (id, node) in graph.nodes().filter(|(id, _)| is_last[*id]) {
@@ -38,6 +39,9 @@ pub fn sum_behind_loop(
     // Who reads them is at its place already.
     for (id, node) in graph.nodes().rev().filter(|(id, _)| is_shared[*id]) {
         let reader = node.results.first().and_then(|value| users.get(value)?.first());
+        if let Some(chunk) = reader.and_then(|(reader, _)| chunks[*reader]) {
+            chunks[id] = Some(chunk);
+        }
         let layout = reader.map(|(reader, index)| graph.rule(*reader).operand_sharding(*index, &strategies[*reader]));
         let strategy = layout.map(|layout| strategy_for(graph.rule(id), &layout));
         let is_legal = |strategy: &Strategy| graph.rule(id).check(strategy, mesh).is_ok();

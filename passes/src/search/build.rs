@@ -104,7 +104,7 @@ pub fn build(
         shard_storage(&graph, &mesh, &mut strategies);
     }
     if candidate.stages.is_some() {
-        sum_behind_loop(&graph, &mesh, &pipeline, &mut strategies);
+        sum_behind_loop(&graph, &mesh, &mut pipeline, &mut strategies);
     }
     check(&graph, &mesh, &strategies)?;
     let mut plan = Plan {
