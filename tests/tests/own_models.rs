@@ -154,6 +154,12 @@ fn labels_of_all_tokens() {
 }
 
 #[test]
+fn a_head_whose_samples_and_tokens_are_merged() {
+    let plans = [("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "tp=2,microbatch=2,loss_chunks=2")];
+    check(one_block, WHOLE.iter().chain(&CUT).chain(&plans));
+}
+
+#[test]
 fn a_parameter_of_many_stages() {
     let plans = [
         ("cpu:2", "pp=2,schedule=zbv,microbatch=1"),

@@ -180,12 +180,28 @@ impl Converter<'_> {
         let shape = self.b.shape(index);
         let logits = self.log_softmax.get(&x).copied();
         if let Some(logits) = logits.filter(|_| op.dim + 1 == shape.len() && shape.last() == Some(&1)) {
-            let labels = self.b.reshape(index, &shape[..op.dim])?;
+            let logits = self.split_rows(logits, index);
+            let rows = self.b.shape(logits);
+            let labels = self.b.reshape(index, &rows[..rows.len() - 1])?;
             let halves = self.b.emit_all(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[])?;
             let loss = self.b.binary(BinaryKind::Sub, halves[1], halves[0])?;
             return self.b.reshape(loss, &shape);
         }
         self.b.emit(Gather { dim: op.dim }, &[x, index], &[])
+    }
+
+    /// Logits before their samples and tokens were merged, as Burn's cross-entropy wants them, if the labels were merged
+    /// as well: apart, each can be divided, and the head cut along the tokens.
+    fn split_rows(&self, logits: ValueId, labels: ValueId) -> ValueId {
+        let merged = |value: ValueId| matches!(self.b.op(value), shardc_ir::Op::Reshape(_));
+        if !merged(logits) || !merged(labels) {
+            return logits;
+        }
+        let source = self.b.operand(logits, 0);
+        let (split, flat) = (self.b.shape(source), self.b.shape(logits));
+        let is_split = split.len() > flat.len() && split.last() == flat.last();
+        let of_labels = self.b.shape(self.b.operand(labels, 0));
+        if is_split && of_labels == split[..split.len() - 1] { source } else { logits }
     }
 
     fn scatter(&mut self, op: &ScatterOpIr) -> Option<Built> {
