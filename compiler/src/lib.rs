@@ -21,6 +21,7 @@ pub mod error;
 pub mod estimate;
 pub mod explain;
 pub mod fewer;
+mod indices;
 pub mod launch;
 pub mod learning_rate;
 mod loss_scale;

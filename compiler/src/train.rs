@@ -8,6 +8,7 @@
 
 use crate::compile::Compiled;
 use crate::error::Error;
+use crate::indices::{self, Lookup};
 use crate::launch;
 use crate::learning_rate::LearningRate;
 use crate::loss_scale::LossScale;
@@ -72,6 +73,8 @@ pub struct Trainer<'a> {
     step: u64,
     /// The type of the input that numbers the samples, where the step has one.
     samples: Option<TensorType>,
+    /// What the step looks up by numbers that it is given.
+    lookups: Vec<Lookup>,
     /// By what the loss is scaled, where it is.
     loss_scale: Option<LossScale>,
     /// While rank 0 reads parts of other ranks: the keys' prefix, and how many it has asked for.
@@ -98,7 +101,8 @@ impl<'a> Trainer<'a> {
             graph.leaves().find(|(_, node)| is_own(&node.op)).map(|(value, _)| graph.ty(value).clone())
         };
         let loss_scale = input(LOSS_SCALE).map(|_| LossScale::default());
-        Ok(Self { compiled, runtime, world, options, step: 0, samples: input(SAMPLE), loss_scale, reading: None })
+        let (lookups, samples) = (indices::lookups(&compiled.model.graph), input(SAMPLE));
+        Ok(Self { compiled, runtime, world, options, step: 0, samples, lookups, loss_scale, reading: None })
     }
 
     /// What is trained.
@@ -125,6 +129,7 @@ impl<'a> Trainer<'a> {
     /// Runs the next step on a global batch: one tensor per input of the model.
     ///
     /// # Errors
+    /// An index that is given and beyond what it is looked up in.
     /// [`Error::NotFinite`] if the loss or the norm is not a finite number, with the step and the first tensor
     /// that is not. Where the loss is scaled, a norm that is not finite skips the step and lowers the scale.
     pub fn step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
@@ -170,6 +175,7 @@ impl<'a> Trainer<'a> {
         mut batch: BTreeMap<String, HostTensor>,
         run: RunStep<'_>,
     ) -> Result<(StepMetrics, Vec<Span>), Error> {
+        indices::check(&self.lookups, &batch)?;
         let rate = self.options.learning_rate.at(self.step);
         batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]));
         // The optimizer's moments know nothing of steps that were skipped.

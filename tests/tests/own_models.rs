@@ -194,3 +194,20 @@ fn tokens_that_attention_does_not_see() {
     assert_eq!(bias.shape, [BATCH.batch, 1, 1, BATCH.seq]);
     check(padded, WHOLE.iter().chain(&CUT).chain(&[("cpu:2", "cp=2,microbatch=4")]));
 }
+
+#[test]
+fn what_no_table_has() {
+    let learning_rate = LearningRate { rate: 1e-2, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 1 };
+    for (cluster, pins) in [("cpu:1", "microbatch=4"), ("cpu:2", "tp=2,microbatch=2")] {
+        let compiled = compiled(flat_labels, cluster, pins).unwrap();
+        let options = TrainOptions { learning_rate, seed: 1 };
+        let mut trainer = compiled.start(&FromInitialisers, options).unwrap();
+        for (input, number) in [("tokens", 8i64), ("tokens", -1), ("labels", -100), ("labels", 8)] {
+            let mut batch = inputs(&compiled.model);
+            batch.get_mut(input).unwrap().bytes[8..16].copy_from_slice(&number.to_le_bytes());
+            let error = trainer.step(batch).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{input}` holds {number}, which is looked up among 8")), "{error}");
+        }
+        trainer.step(inputs(&compiled.model)).unwrap();
+    }
+}
