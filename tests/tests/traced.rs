@@ -144,6 +144,9 @@ fn elements_in_order() {
     });
     check("product", |_, x, _| (x + 1.0).prod_dim(1));
     check("product of all", |_, x, _| (x * 0.05 + 1.0).prod());
+    check("running product", |_, x, _| (x + 1.5).cumprod(1));
+    check("running largest", |_, x, _| x.cummax(2));
+    check("running smallest", |_, x, _| x.cummin(1));
     check("hypotenuse", |_, x, _| x.clone().hypot(x + 3.0));
 }
 

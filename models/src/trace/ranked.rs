@@ -1,4 +1,4 @@
-//! The largest and smallest elements along a dimension, elements in order, products and running sums.
+//! The largest and smallest elements along a dimension, elements in order, products, and running sums and the like.
 
 use super::build::Built;
 use super::convert::Converter;
@@ -48,8 +48,25 @@ impl Converter<'_> {
             Numeric::CumSum(op) => {
                 self.value(&op.input).and_then(|x| self.b.emit(Cumsum { dim: op.axis, reverse: false }, &[x], &[]))
             }
+            Numeric::CumProd(op) => self.value(&op.input).and_then(|x| self.running(BinaryKind::Mul, x, op.axis)),
+            Numeric::CumMax(op) => self.value(&op.input).and_then(|x| self.running(BinaryKind::Max, x, op.axis)),
+            Numeric::CumMin(op) => self.value(&op.input).and_then(|x| self.running(BinaryKind::Min, x, op.axis)),
             _ => return None,
         })
+    }
+
+    /// What each element and all before it along a dimension make together: first of two, then of four, and so on.
+    fn running(&mut self, kind: BinaryKind, mut x: ValueId, dim: usize) -> Built {
+        let size = self.b.shape(x)[dim];
+        let mut known = 1;
+        while known < size {
+            let first = self.part(x, dim, (0, known))?;
+            let (before, rest) = (self.part(x, dim, (0, size - known))?, self.part(x, dim, (known, size))?);
+            let joined = self.b.binary(kind, rest, before)?;
+            x = self.concat(dim, &[first, joined])?;
+            known *= 2;
+        }
+        Ok(x)
     }
 
     /// Remembers the values and the indices of an operation that gives both.
