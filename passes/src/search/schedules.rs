@@ -27,7 +27,8 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
 }
 
 /// What makes samples of a batch depend on each other.
-pub(super) const COUPLED: &str = "statistics over a batch, places at experts, numbers counted or given along it";
+pub(super) const COUPLED: &str = "statistics over a batch, terms of the loss with counts of their own, places at \
+                                  experts, numbers counted or given along it";
 
 /// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
 pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
