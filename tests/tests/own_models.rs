@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::tensor::activation::gelu;
+use burn::tensor::activation::{gelu, softmax};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use shardc::{
     Batch, Cluster, Compiled, Decay, Error, FromInitialisers, LearningRate, Options, Precision, TrainOptions,
@@ -67,6 +67,18 @@ fn one_block(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [u
         x = x.clone() + gelu(model.blocks[0].forward(x));
     }
     let logits = x.reshape([batch * seq, WIDTH]).matmul(model.table.weight.val().transpose());
+    let labels = inputs.int("labels", [batch, seq]).reshape([batch * seq]);
+    CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
+}
+
+/// What each token takes from all others is added to what it was: a product that adds to what it reads.
+fn mixed(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let mut x = model.table.forward(inputs.int("tokens", [batch, seq]));
+    for block in &model.blocks {
+        let weights = softmax(block.forward(x.clone()).matmul(x.clone().swap_dims(1, 2)), 2);
+        x = x.clone() + weights.matmul(x);
+    }
+    let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
     let labels = inputs.int("labels", [batch, seq]).reshape([batch * seq]);
     CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, labels)
 }
@@ -157,6 +169,11 @@ fn labels_of_all_tokens() {
 fn a_head_whose_samples_and_tokens_are_merged() {
     let plans = [("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "tp=2,microbatch=2,loss_chunks=2")];
     check(one_block, WHOLE.iter().chain(&CUT).chain(&plans));
+}
+
+#[test]
+fn a_sum_with_a_product_of_itself() {
+    check(mixed, WHOLE.iter().chain(&CUT));
 }
 
 #[test]

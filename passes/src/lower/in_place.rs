@@ -179,7 +179,13 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
                     let (from, other) = (draft.storage[**operand], &draft.buffers[**operand].ty);
                     let fits = other.shape == ty.shape && other.bytes() == ty.bytes() && op.may_overwrite(*position);
                     let dies = accesses.get(from).last() == Some(&here) && accesses.get(from).first() != Some(&here);
-                    fits && dies && from != to && !taken.contains(&from) && is_local(from, section)
+                    // As another operand it may be read when the result is written: of `x + a @ x`, the second `x`.
+                    let is_read_so = |(at, other): (usize, &BufferId)| {
+                        draft.storage[*other] != from
+                            || (op.may_overwrite(at) && draft.first[*other] == draft.first[**operand])
+                    };
+                    let is_free = item.instruction.operands.iter().enumerate().all(is_read_so);
+                    fits && dies && is_free && from != to && !taken.contains(&from) && is_local(from, section)
                 };
                 if let Some((_, operand)) = item.instruction.operands.iter().enumerate().find(free) {
                     taken.insert(draft.storage[*operand]);
