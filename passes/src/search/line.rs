@@ -143,7 +143,7 @@ impl Line {
     }
 }
 
-/// The places between a value and those who read it after the loop, where no chunk may begin.
+/// The places between a value and those who read it after the loop, and in the head, where no chunk may begin.
 fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, count: usize) -> Vec<bool> {
     let graph = prepared.graph;
     let mut is_joined = vec![false; count];
@@ -154,6 +154,12 @@ fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, coun
                 is_joined[a.max(b)] |= a != b;
             }
         }
+    }
+    // Of a head that is cut along its tokens, each part's loss follows its product at once.
+    if let Some(head) = &prepared.head
+        && let (Some(product), Some(entropy)) = (place(head.product), place(head.entropy))
+    {
+        is_joined[product.min(entropy) + 1..=product.max(entropy)].fill(true);
     }
     is_joined
 }
