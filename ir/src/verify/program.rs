@@ -222,8 +222,10 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
     for (index, input) in program.inputs.iter().enumerate() {
         let place = format!("rank {rank}, input \"{}\"", input.name);
         let feeds = program.instructions().any(|instruction| instruction.action == Action::Feed { input: index });
+        let parts = input.slices.len() as u64;
         // A stage of which nothing runs for each microbatch has its inputs for all of them nonetheless.
-        if feeds && (input.slices.len() as u64) < microbatches {
+        let is_once = microbatches == 1 && parts > 1;
+        if feeds && parts != microbatches && !is_once {
             found.push(
                 &place,
                 format!("has parts for {} microbatches; the step has {microbatches}", input.slices.len()),

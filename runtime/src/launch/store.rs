@@ -92,7 +92,7 @@ fn accept(listener: &TcpListener, serving: &Arc<Serving>) {
             Ok(stream) => stream,
             Err(error) => {
                 tracing::warn!("no rank can join: {error}; where files are the limit, raise it (ulimit -n)");
-                std::thread::sleep(ATTEMPT);
+                std::thread::sleep(PAUSE);
                 continue;
             }
         };

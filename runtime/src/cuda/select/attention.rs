@@ -2,10 +2,10 @@
 //!
 //! The fused kernel is cuDNN's. The others serve f32, and where the library is missing.
 
-use super::{Arg, Fused, OP, RES, Select, Step, lanes, row_threads};
+use super::{Arg, Fused, OP, RES, Select, Step, dense, lanes, row_threads};
 use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Elem, Kernel, Pack};
-use crate::cuda::kernels::attention::{self as kernels, Tiling};
+use crate::cuda::kernels::attention::{self as kernels, Tiling, attention_keys_grad, attention_queries_grad};
 use shardc_ir::DType;
 use shardc_ir::ops::AttentionGrad;
 
@@ -89,24 +89,7 @@ impl Select<'_> {
             let (c, bias) = (cotangent, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
             let (n, scale, of) = (d.numbers(3), d.real(), tiling);
-            kernels::attention_queries_grad::expand(
-                d.scope(),
-                c,
-                q,
-                k,
-                v,
-                lse,
-                delta,
-                dq,
-                bias,
-                s,
-                t,
-                h,
-                kv,
-                n,
-                scale,
-                of,
-            );
+            attention_queries_grad::expand(d.scope(), c, q, k, v, lse, delta, dq, bias, s, t, h, kv, n, scale, of);
         })?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(0), bias(attention, 6)];
         self.launch_tiles(kernel, attention, buffers, [attention.s, attention.h], tiling);
@@ -118,25 +101,7 @@ impl Select<'_> {
             let (c, x, bias) = (cotangent, delta, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
             let (n, scale, of) = (d.numbers(3), d.real(), tiling);
-            kernels::attention_keys_grad::expand(
-                d.scope(),
-                c,
-                q,
-                k,
-                v,
-                lse,
-                x,
-                dk,
-                dv,
-                bias,
-                s,
-                t,
-                h,
-                kv,
-                n,
-                scale,
-                of,
-            );
+            attention_keys_grad::expand(d.scope(), c, q, k, v, lse, x, dk, dv, bias, s, t, h, kv, n, scale, of);
         })?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(1), RES(2), bias(attention, 6)];
         self.launch_tiles(kernel, attention, buffers, [attention.t, attention.kv], tiling);
@@ -168,9 +133,9 @@ impl Select<'_> {
         tiling: Tiling,
     ) {
         let Attention { b, s, h, t, kv, scale, .. } = *attention;
-        let [of_b, of_h, of_s, of_t] = attention.bias.unwrap_or([1; 4]);
-        let stride = |size: u64, inner: u64| if size == 1 { 0 } else { inner };
-        let strides = [stride(of_b, of_h * of_s * of_t), stride(of_h, of_s * of_t), stride(of_s, of_t)];
+        let bias = attention.bias.unwrap_or([1; 4]);
+        let steps = dense(&bias);
+        let strides = [0, 1, 2].map(|dim| if bias[dim] == 1 { 0 } else { steps[dim] });
         let numbers = [s, t, h, kv].into_iter().chain(strides).map(|number| number as u32).collect();
         let grid = [rows.div_ceil(tiling.rows() as u64), heads, b].map(|blocks| blocks as u32);
         self.launch(kernel, buffers, numbers, vec![scale], grid);
