@@ -8,20 +8,21 @@
 //! for each chunk:  slice · product · cross_entropy · cross_entropy_grad · two products · add
 //! ```
 //!
-//! The per-token losses and the gradient of the hidden state are joined behind the last chunk, and
-//! the gradients of the weight are summed from chunk to chunk. All nodes are ordinary ones, so
-//! vocabulary, batch and microbatches divide them by their factor rules (the idea is that of Hsu
+//! What the [`Head`] has for each token is joined behind the last chunk (the losses, the gradient of the hidden
+//! state), and what it sums over them is added up from chunk to chunk (the gradients of its weights). All nodes are
+//! ordinary ones, so vocabulary, batch and microbatches divide them by their factor rules (the idea is that of Hsu
 //! et al., "Liger kernel", 2024, section 3.2, where it is one hand-written operation).
 //!
 //! Invariants: the graph computes the same, up to the order of the sum over chunks; the nodes of a
 //! chunk follow each other.
 
 use crate::error::PassError;
-use shardc_ir::ops::{Binary, BinaryKind, Concat, OpError, Slice};
+use crate::head::{Head, Made};
+use shardc_ir::ops::{Binary, BinaryKind, Concat, OpDef, OpError, Part, Slice};
 use shardc_ir::{
-    FactorRule, Graph, Mesh, NodeId, Op, PrimaryMap, ReduceKind, Role, SecondaryMap, Sharding, Strategy, ValueId,
+    FactorRule, Graph, NodeId, Op, PrimaryMap, ReduceKind, Role, SecondaryMap, Sharding, Strategy, TensorType, ValueId,
 };
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// The tokens of a chunk on one rank. Every chunk reads and writes the weight's gradient once more:
 /// 8 bytes per weight, beside `6 * CHUNK_TOKENS` operations, which is 2% of their time on an H200.
@@ -33,21 +34,6 @@ pub const LEAST_CHUNK_TOKENS: u64 = 1024;
 
 /// The most chunks: each is a copy of the head's nodes.
 pub const MOST_CHUNKS: u64 = 128;
-
-/// The nodes of a head that can be cut.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Head {
-    /// The product that makes the logits.
-    pub product: NodeId,
-    /// The cross-entropy of the logits.
-    pub entropy: NodeId,
-    /// Its derivative.
-    pub derivative: NodeId,
-    /// The products that read the derivative: the gradients of the hidden state and of the weight.
-    pub readers: Vec<NodeId>,
-    /// What is cut: the dimension of the logits, before the last.
-    pub dim: usize,
-}
 
 /// How the strategy of a node follows from that of the graph it was made from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,68 +47,6 @@ pub enum Origin {
 }
 
 impl Head {
-    /// The head of a graph, if it has one that can be cut.
-    pub fn find(graph: &Graph) -> Option<Self> {
-        let users = graph.users();
-        let outputs: Vec<ValueId> = graph.outputs.iter().map(|output| output.value).collect();
-        let readers = |value: ValueId| users.get(&value).map_or(&[][..], Vec::as_slice);
-        graph.nodes().filter(|(_, node)| matches!(node.op, Op::CrossEntropy(_))).find_map(|(entropy, node)| {
-            let logits = node.operands[0];
-            let product = graph.value(logits).def;
-            let Op::Matmul(matmul) = &graph.node(product).op else { return None };
-            let [(first, 0), (derivative, 0)] = readers(logits) else { return None };
-            let is_derivative = matches!(graph.node(*derivative).op, Op::CrossEntropyGrad(_)) && *first == entropy;
-            let dlogits = graph.node(*derivative).results[0];
-            let dim = graph.ty(logits).rank().checked_sub(2).filter(|dim| *dim > 0)?;
-            let letter = matmul.letters().ok()?[2][dim];
-            let cut_in = |op: &Op, index: usize| match op {
-                Op::Matmul(matmul) => matmul.letters().is_ok_and(|letters| letters[index].contains(&letter)),
-                _ => false,
-            };
-            let of_hidden = cut_in(&graph.node(product).op, 0) && !cut_in(&graph.node(product).op, 1);
-            let found: Vec<NodeId> = readers(dlogits).iter().map(|(reader, _)| *reader).collect();
-            let fits = |reader: &NodeId| matches!(graph.node(*reader).op, Op::Matmul(_));
-            let is_free = !outputs.contains(&logits) && !outputs.contains(&dlogits);
-            let head = Self { product, entropy, derivative: *derivative, readers: found, dim };
-            let fits = is_derivative && of_hidden && is_free && head.readers.iter().all(fits);
-            (fits && head.has_early_cotangents(graph) && head.spec_of_readers(graph).is_some()).then_some(head)
-        })
-    }
-
-    /// Whether the cotangents do not depend on what the cross-entropy gives.
-    fn has_early_cotangents(&self, graph: &Graph) -> bool {
-        let reached = reached_from(graph, self.product);
-        let derivative = graph.node(self.derivative);
-        let own = [0, 2].map(|index| derivative.operands[index]);
-        derivative.operands.iter().all(|value| own.contains(value) || !reached[graph.value(*value).def])
-            && derivative.operands[1] == graph.node(self.entropy).operands[1]
-            && derivative.operands[2] == graph.node(self.entropy).results[0]
-    }
-
-    /// Per product that reads the derivative: its place among the operands, and the dimension of the
-    /// result that is cut; `None` for a gradient of the weight, which is summed over the chunks.
-    fn spec_of_readers(&self, graph: &Graph) -> Option<Vec<(usize, Option<usize>)>> {
-        let dlogits = graph.node(self.derivative).results[0];
-        let hidden = graph.node(self.product).operands[0];
-        let one = |reader: &NodeId| {
-            let node = graph.node(*reader);
-            let Op::Matmul(matmul) = &node.op else { return None };
-            let letters = matmul.letters().ok()?;
-            let place = node.operands.iter().position(|value| *value == dlogits)?;
-            let (other, letter) = (1 - place, letters[place][self.dim]);
-            let cut = letters[2].iter().position(|known| *known == letter);
-            let shared = letters[other].iter().position(|known| *known == letter);
-            // A gradient of the weight reads the hidden state, cut in the same way; one of the hidden
-            // state reads the weight, which is not cut.
-            match (cut, shared) {
-                (Some(dim), None) => Some((place, Some(dim))),
-                (None, Some(_)) if node.operands[other] == hidden => Some((place, None)),
-                _ => None,
-            }
-        };
-        self.readers.iter().map(one).collect()
-    }
-
     /// The number of chunks for so many tokens on one rank: of the divisors of the sequence the least that makes them
     /// small enough, or the largest if none up to [`MOST_CHUNKS`] does.
     pub fn chunks(&self, graph: &Graph, tokens: u64) -> u64 {
@@ -133,19 +57,6 @@ impl Head {
     /// sequence and chunks do not get too small.
     pub fn finer(&self, graph: &Graph, chunks: u64, tokens: u64) -> Vec<u64> {
         finer_than(chunks, self.sequence(graph), tokens)
-    }
-
-    /// The size of the dimension that is cut.
-    pub fn sequence(&self, graph: &Graph) -> u64 {
-        graph.ty(graph.node(self.product).results[0]).shape[self.dim]
-    }
-
-    /// Whether a strategy per node leaves whole what is cut.
-    pub fn is_cut_whole<'a>(&self, graph: &Graph, mesh: &Mesh, strategy: impl Fn(NodeId) -> &'a Strategy) -> bool {
-        [(self.product, 0), (self.entropy, 0)].into_iter().all(|(id, result)| {
-            let made = graph.rule(id).result_sharding(result, strategy(id));
-            mesh.extent(made.dims[self.dim].iter().copied()) == 1
-        })
     }
 }
 
@@ -162,15 +73,6 @@ fn finer_than(chunks: u64, sequence: u64, tokens: u64) -> Vec<u64> {
     std::iter::successors(chunks.checked_mul(2), |count| count.checked_mul(2)).take_while(is_open).collect()
 }
 
-/// Per node, whether it depends on `from`.
-fn reached_from(graph: &Graph, from: NodeId) -> SecondaryMap<NodeId, bool> {
-    let mut reached: SecondaryMap<NodeId, bool> = SecondaryMap::new();
-    for (id, node) in graph.nodes() {
-        reached[id] = id == from || node.operands.iter().any(|value| reached[graph.value(*value).def]);
-    }
-    reached
-}
-
 /// The graph with its head in `chunks` chunks, and where each node's strategy comes from. Without a
 /// head, or for one chunk, the graph is as it was.
 ///
@@ -184,18 +86,20 @@ pub fn chunk(graph: &Graph, chunks: u64) -> Result<(Graph, PrimaryMap<NodeId, Or
     let mut chunking = Chunking {
         from: graph,
         head: &head,
+        chunks,
         to: Graph::new(graph.name.clone()),
         origins: PrimaryMap::new(),
         map: HashMap::new(),
         moved: SecondaryMap::new(),
     };
-    chunking.run(chunks).map_err(PassError::ill_formed("chunk"))?;
+    chunking.run().map_err(PassError::ill_formed("chunk"))?;
     Ok((chunking.to, chunking.origins))
 }
 
 struct Chunking<'a> {
     from: &'a Graph,
     head: &'a Head,
+    chunks: u64,
     to: Graph,
     origins: PrimaryMap<NodeId, Origin>,
     map: HashMap<ValueId, ValueId>,
@@ -203,14 +107,26 @@ struct Chunking<'a> {
     moved: SecondaryMap<NodeId, Option<NodeId>>,
 }
 
+/// What one chunk has of values of the graph.
+#[derive(Default)]
+struct Chunk {
+    index: u64,
+    /// What the chunk's own nodes make.
+    made: HashMap<ValueId, ValueId>,
+    /// Its tokens of what others make, by the dimension that holds them.
+    slices: HashMap<(ValueId, usize), ValueId>,
+    moved: HashMap<NodeId, NodeId>,
+}
+
 impl Chunking<'_> {
-    fn run(&mut self, chunks: u64) -> Result<(), OpError> {
-        let Head { product, entropy, derivative, readers, .. } = self.head;
-        let inside = |id: NodeId| id == *product || id == *derivative || readers.contains(&id);
+    fn run(&mut self) -> Result<(), OpError> {
+        let mut is_done = false;
         for id in self.from.nodes().map(|(id, _)| id) {
-            if id == *entropy {
-                self.chunks(chunks)?;
-            } else if !inside(id) && self.moved[id].is_none() {
+            if self.head.has(id) {
+                if !std::mem::replace(&mut is_done, true) {
+                    self.cut()?;
+                }
+            } else if self.moved[id].is_none() {
                 self.copy(id)?;
             }
         }
@@ -246,117 +162,119 @@ impl Chunking<'_> {
     /// Adds a node with the path of an old one.
     fn add(
         &mut self,
-        op: impl Into<Op>,
-        operands: &[ValueId],
+        (op, operands, declared): (impl Into<Op>, &[ValueId], &[TensorType]),
         like: NodeId,
         role: Role,
         origin: Origin,
-    ) -> Result<Vec<ValueId>, OpError> {
-        let (op, path) = (op.into(), self.from.node(like).path.clone());
-        // Only the shapes of a copy differ from those of the node itself.
-        let declared = match origin {
-            Origin::Node(_) => {
-                let types: Vec<_> = operands.iter().map(|value| self.to.ty(*value).clone()).collect();
-                op.infer(&types, &self.from.result_types(like))?
-            }
-            _ => Vec::new(),
-        };
-        let id = self.to.add_as(op, operands, &declared, path, role)?;
+    ) -> Result<NodeId, OpError> {
+        let id = self.to.add_as(op.into(), operands, declared, self.from.node(like).path.clone(), role)?;
         self.origins.push(origin);
-        Ok(self.to.node(id).results.clone())
+        Ok(id)
     }
 
-    /// Part `index` of `chunks` of an operand of an old node, along `dim`.
-    fn slice(
-        &mut self,
-        node: NodeId,
-        operand: usize,
-        dim: usize,
-        [index, chunks]: [u64; 2],
-    ) -> Result<ValueId, OpError> {
-        let value = self.from.node(node).operands[operand];
-        let value = self.map[&value];
-        let mut limit = self.to.ty(value).shape.clone();
-        let mut start = vec![0; limit.len()];
-        let length = limit[dim] / chunks;
-        (start[dim], limit[dim]) = (index * length, (index + 1) * length);
-        let role = Role::Forward;
-        Ok(self.add(Slice { start, limit }, &[value], node, role, Origin::Operand(node, operand))?[0])
-    }
-
-    fn chunks(&mut self, chunks: u64) -> Result<(), OpError> {
-        let (graph, Head { product, entropy, derivative, readers, dim }) = (self.from, self.head.clone());
-        for node in [product, entropy, derivative] {
-            for value in &graph.node(node).operands {
-                let def = graph.value(*value).def;
-                if ![product, entropy].contains(&def) {
-                    self.copy_cone(*value)?;
-                }
+    /// The head's nodes once for each chunk, and what they make put together.
+    fn cut(&mut self) -> Result<(), OpError> {
+        let (graph, head) = (self.from, self.head);
+        for value in head.nodes().flat_map(|(id, _)| &graph.node(id).operands) {
+            if head.made(*value).is_none() {
+                self.copy_cone(*value)?;
             }
         }
-        let specs = self.head.spec_of_readers(graph).unwrap_or_default();
-        let hidden_dim = self.hidden_dim();
-        for (reader, (place, _)) in readers.iter().zip(&specs) {
-            let other = graph.node(*reader).operands[1 - place];
-            self.copy_cone(other)?;
-        }
-        let mut rows: [Vec<ValueId>; 2] = Default::default();
-        let mut gradients: Vec<Vec<ValueId>> = vec![Vec::new(); readers.len()];
-        for index in 0..chunks {
-            let at = [index, chunks];
-            let hidden = self.slice(product, 0, hidden_dim, at)?;
-            let labels = self.slice(entropy, 1, dim, at)?;
-            let weight = self.map[&graph.node(product).operands[1]];
-            let op = |id: NodeId| graph.node(id).op.clone();
-            let logits = self.add(op(product), &[hidden, weight], product, Role::Forward, Origin::Node(product))?[0];
-            let of_product = self.to.value(logits).def;
-            let halves = self.add(op(entropy), &[logits, labels], entropy, Role::Forward, Origin::Node(entropy))?;
-            let of_entropy = self.to.value(halves[0]).def;
-            rows.iter_mut().zip(&halves).for_each(|(rows, half)| rows.push(*half));
-            let (dlse, dpicked) = (self.slice(derivative, 3, dim, at)?, self.slice(derivative, 4, dim, at)?);
-            let read = [logits, labels, halves[0], dlse, dpicked];
-            let role = Role::Backward(of_entropy);
-            let dlogits = self.add(op(derivative), &read, derivative, role, Origin::Node(derivative))?[0];
-            for ((reader, (place, joined)), parts) in readers.iter().zip(&specs).zip(&mut gradients) {
-                let other = match joined {
-                    Some(_) => self.map[&graph.node(*reader).operands[1 - place]],
-                    None => hidden,
-                };
-                let operands = if *place == 0 { [dlogits, other] } else { [other, dlogits] };
-                let role = Role::Backward(of_product);
-                let part = self.add(op(*reader), &operands, *reader, role, Origin::Node(*reader))?[0];
-                match (joined, parts.pop()) {
-                    (None, Some(sum)) => {
-                        let add = Binary { kind: BinaryKind::Add };
-                        parts.extend(self.add(add, &[sum, part], *reader, role, Origin::Result(*reader, 0))?);
+        // Per value that is read behind the head, what the chunks have of it; of a sum, what was added up.
+        let mut parts: BTreeMap<ValueId, Vec<ValueId>> = head.read().map(|value| (value, Vec::new())).collect();
+        for index in 0..self.chunks {
+            let mut chunk = Chunk { index, ..Chunk::default() };
+            for (id, factor) in head.nodes() {
+                self.copy_to(&mut chunk, id, factor)?;
+                for (result, value) in graph.node(id).results.iter().enumerate() {
+                    let Some(parts) = parts.get_mut(value) else { continue };
+                    let mut part = chunk.made[value];
+                    if head.made(*value) == Some(Made::Sum)
+                        && let Some(sum) = parts.pop()
+                    {
+                        let (add, role) = (Binary { kind: BinaryKind::Add }, self.role(&chunk, id));
+                        let node = self.add((add, &[sum, part], &[]), id, role, Origin::Result(id, result))?;
+                        part = self.to.result(node);
                     }
-                    (_, last) => parts.extend(last.into_iter().chain([part])),
+                    parts.push(part);
                 }
             }
-            self.moved[product] = self.moved[product].or(Some(of_product));
-            self.moved[entropy] = self.moved[entropy].or(Some(of_entropy));
+            for (old, new) in chunk.moved {
+                self.moved[old] = self.moved[old].or(Some(new));
+            }
         }
-        for (result, parts) in rows.into_iter().enumerate() {
-            let origin = Origin::Result(entropy, result);
-            let whole = self.add(Concat { dim }, &parts, entropy, Role::Forward, origin)?[0];
-            self.map.insert(graph.node(entropy).results[result], whole);
-        }
-        for ((reader, (_, joined)), parts) in readers.iter().zip(specs).zip(gradients) {
-            let role = self.moved[product].map_or(Role::Forward, Role::Backward);
-            let whole = match joined {
-                Some(dim) => self.add(Concat { dim }, &parts, *reader, role, Origin::Result(*reader, 0))?[0],
-                None => parts[0],
+        for (value, parts) in parts {
+            let whole = match (head.made(value), &parts[..]) {
+                (Some(Made::Logits { tokens, .. } | Made::Tokens { tokens }), _) => {
+                    let node = graph.value(value).def;
+                    let result = graph.node(node).results.iter().position(|result| *result == value);
+                    let (origin, role) = (Origin::Result(node, result.unwrap_or_default()), graph.node(node).role);
+                    let role = role.moved(|of| self.moved[of]);
+                    let joined = self.add((Concat { dim: tokens }, &parts, &[]), node, role, origin)?;
+                    self.to.result(joined)
+                }
+                (_, [sum]) => *sum,
+                _ => continue,
             };
-            self.map.insert(graph.node(*reader).results[0], whole);
+            self.map.insert(value, whole);
         }
         Ok(())
     }
 
-    /// The dimension of the hidden state that is cut.
-    fn hidden_dim(&self) -> usize {
-        let Op::Matmul(matmul) = &self.from.node(self.head.product).op else { return 0 };
-        let Ok(letters) = matmul.letters() else { return 0 };
-        letters[0].iter().position(|letter| *letter == letters[2][self.head.dim]).unwrap_or(0)
+    /// What a chunk's copy of a node is there for.
+    fn role(&self, chunk: &Chunk, id: NodeId) -> Role {
+        self.from.node(id).role.moved(|of| chunk.moved.get(&of).copied().or(self.moved[of]))
+    }
+
+    /// Copies a node of the head for a chunk, of which `factor` is the tokens.
+    fn copy_to(&mut self, chunk: &mut Chunk, id: NodeId, factor: usize) -> Result<(), OpError> {
+        let graph = self.from;
+        let (node, rule) = (graph.node(id), graph.rule(id));
+        let tokens = |dims: &[Vec<usize>]| dims.iter().position(|dim| *dim == [factor]);
+        let mut operands = Vec::new();
+        for (operand, (value, dims)) in node.operands.iter().zip(&rule.operands).enumerate() {
+            operands.push(match (chunk.made.get(value), tokens(dims)) {
+                (Some(made), _) => *made,
+                (None, Some(dim)) => self.slice(chunk, (id, operand), dim)?,
+                (None, None) => self.map[value],
+            });
+        }
+        let part = |(ty, dims): (&TensorType, &Vec<Vec<usize>>)| {
+            let mut slice: Vec<(u64, u64)> = ty.shape.iter().map(|size| (0, *size)).collect();
+            if let Some(dim) = tokens(dims) {
+                let length = ty.shape[dim] / self.chunks;
+                slice[dim] = (chunk.index * length, length);
+            }
+            Part { shape: ty.shape.clone(), slice }
+        };
+        let (reads, results) = (graph.operand_types(id), graph.result_types(id));
+        let takes: Vec<Part> = reads.iter().zip(&rule.operands).map(part).collect();
+        let makes: Vec<Part> = results.iter().zip(&rule.results).map(part).collect();
+        let op = node.op.localize(&takes, &makes).unwrap_or_else(|| node.op.clone());
+        let cut = |part: &Part| part.slice.iter().map(|(_, length)| *length).collect::<Vec<u64>>();
+        let declared: Vec<TensorType> = results.iter().zip(&makes).map(|(ty, part)| ty.with_shape(cut(part))).collect();
+        let role = self.role(chunk, id);
+        let copy = self.add((op, &operands, &declared), id, role, Origin::Node(id))?;
+        chunk.made.extend(node.results.iter().copied().zip(self.to.node(copy).results.iter().copied()));
+        chunk.moved.insert(id, copy);
+        Ok(())
+    }
+
+    /// A chunk's tokens of an operand of an old node, which holds them along `dim`.
+    fn slice(&mut self, chunk: &mut Chunk, (node, operand): (NodeId, usize), dim: usize) -> Result<ValueId, OpError> {
+        let value = self.from.node(node).operands[operand];
+        if let Some(known) = chunk.slices.get(&(value, dim)) {
+            return Ok(*known);
+        }
+        let whole = self.map[&value];
+        let mut limit = self.to.ty(whole).shape.clone();
+        let mut start = vec![0; limit.len()];
+        let length = limit[dim] / self.chunks;
+        (start[dim], limit[dim]) = (chunk.index * length, (chunk.index + 1) * length);
+        let slice = (Slice { start, limit }, &[whole][..], &[][..]);
+        let slice = self.add(slice, node, Role::Forward, Origin::Operand(node, operand))?;
+        chunk.slices.insert((value, dim), self.to.result(slice));
+        Ok(self.to.result(slice))
     }
 }
 

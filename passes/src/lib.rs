@@ -18,6 +18,7 @@ pub mod differentiate;
 mod differentiate_tests;
 pub mod error;
 pub mod fold;
+pub mod head;
 pub mod keep_casts;
 #[cfg(test)]
 mod keep_casts_tests;

@@ -155,15 +155,23 @@ fn product(graph: &Graph, matmul: &Matmul, mut operands: [Operand; 2]) -> Option
     Some(Product { operands, spec: format!("{},{}->{}", text(&a), text(&b), text(&result)) })
 }
 
-/// The products that make logits: a cross-entropy reads them, perhaps in another shape.
+/// The products that make logits: a cross-entropy reads them, perhaps in another shape, or with something done to each.
 fn heads(graph: &Graph) -> BTreeSet<NodeId> {
     let entropies = graph.nodes().filter(|(_, node)| matches!(node.op, Op::CrossEntropy(_)));
-    let head = |(_, node): (NodeId, &Node)| {
-        let mut id = graph.value(node.operands[0]).def;
-        while let Op::Reshape(_) | Op::Cast(_) | Op::Slice(_) | Op::Affine(_) = graph.node(id).op {
-            id = graph.value(graph.node(id).operands[0]).def;
+    let mut open: Vec<NodeId> = entropies.map(|(_, node)| graph.value(node.operands[0]).def).collect();
+    let (mut heads, mut seen) = (BTreeSet::new(), BTreeSet::new());
+    while let Some(id) = open.pop() {
+        let node = graph.node(id);
+        if !seen.insert(id) {
+            continue;
         }
-        id
-    };
-    entropies.map(head).collect()
+        match node.op {
+            Op::Matmul(_) => _ = heads.insert(id),
+            Op::Reshape(_) | Op::Cast(_) | Op::Slice(_) | Op::Affine(_) | Op::Unary(_) | Op::Binary(_) => {
+                open.extend(node.operands.iter().map(|value| graph.value(*value).def));
+            }
+            _ => {}
+        }
+    }
+    heads
 }

@@ -1,6 +1,6 @@
 //! Models with what their authors put into them train alike under every family of plans: terms of the loss that read
 //! parameters alone, labels of all tokens in one dimension, numbers given for each sample, parameters that nothing
-//! reads, tokens that attention does not see.
+//! reads, tokens that attention does not see, heads with a bias, a cap and a loss of their own.
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, generate_autoregressive_mask};
@@ -17,6 +17,8 @@ use std::collections::BTreeMap;
 
 const WIDTH: usize = 16;
 const CLASSES: usize = 8;
+/// Entries of a vocabulary whose rows are not aligned.
+const WORDS: usize = 515;
 const BATCH: Batch = Batch { batch: 4, seq: 6 };
 
 #[derive(Module, Debug)]
@@ -25,7 +27,7 @@ struct Tagger {
     blocks: Vec<Linear>,
     head: Linear,
     attention: MultiHeadAttention,
-    idle: Linear,
+    words: Linear,
 }
 
 impl Tagger {
@@ -36,7 +38,7 @@ impl Tagger {
             blocks: (0..2).map(|_| linear(WIDTH)).collect(),
             head: linear(CLASSES),
             attention: MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0).init(device),
-            idle: linear(3),
+            words: linear(WORDS),
         }
     }
 
@@ -87,7 +89,7 @@ fn mixed(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize
 fn penalty(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
     let logits = model.forward(inputs.int("tokens", [batch, seq]));
     let size = model.head.weight.val().square().sum() + model.blocks[0].weight.val().abs().mean();
-    logits.square().mean() + size * 1e-2 + model.idle.weight.val().square().sum()
+    logits.square().mean() + size * 1e-2 + model.words.weight.val().square().sum()
 }
 
 /// Weights of the samples that the model is given as numbers, and a target through which no gradient goes.
@@ -107,6 +109,17 @@ fn padded(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usiz
     let x = x + model.attention.forward(read).context;
     let logits = model.head.forward(x).reshape([batch * seq, CLASSES]);
     CrossEntropyLossConfig::new().init(&logits.device()).forward(logits, tokens.flatten::<1>(0, 1))
+}
+
+/// A head with a bias, whose logits are capped and kept from growing, and a token without a successor.
+fn capped(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let x = gelu(model.blocks[0].forward(model.table.forward(tokens.clone())));
+    let logits = (model.words.forward(x) / 4.0).tanh() * 4.0;
+    let level = logits.clone().exp().sum_dim(2).log().square().mean();
+    let rows = logits.slice([0..batch, 0..seq - 1]).reshape([batch * (seq - 1), WORDS]);
+    let labels = tokens.slice([0..batch, 1..seq]).reshape([batch * (seq - 1)]);
+    CrossEntropyLossConfig::new().init(&rows.device()).forward(rows, labels) + level * 1e-2
 }
 
 fn inputs(model: &Model) -> BTreeMap<String, HostTensor> {
@@ -169,6 +182,31 @@ fn labels_of_all_tokens() {
 fn a_head_whose_samples_and_tokens_are_merged() {
     let plans = [("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "tp=2,microbatch=2,loss_chunks=2")];
     check(one_block, WHOLE.iter().chain(&CUT).chain(&plans));
+}
+
+/// Plans that cut the head, of which no value has the logits of all tokens.
+const CHUNKED: [(&str, &str); 4] = [
+    ("cpu:1", "microbatch=4,loss_chunks=3"),
+    ("cpu:2", "dp=2,microbatch=1,loss_chunks=2"),
+    ("cpu:2", "tp=2,microbatch=2,loss_chunks=6"),
+    ("cpu:2", "pp=2,schedule=1f1b,microbatch=1,loss_chunks=2"),
+];
+
+#[test]
+fn a_head_with_more_than_a_product() {
+    check(capped, WHOLE.iter().chain(&CUT).chain(&CHUNKED));
+    for (cluster, pins) in CHUNKED {
+        let compiled = compiled(capped, cluster, pins).unwrap();
+        let graph = &compiled.plan().graph;
+        let is_whole = |shape: &[u64]| shape.contains(&BATCH.seq) && shape.iter().any(|size| *size >= WORDS as u64);
+        let whole = graph.values().find(|(_, value)| is_whole(&value.ty.shape));
+        assert!(whole.is_none(), "{pins}: {:?}", whole.map(|(_, value)| graph.node(value.def)));
+    }
+}
+
+#[test]
+fn a_head_whose_labels_are_merged() {
+    check(flat_labels, &[("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "tp=2,microbatch=4,loss_chunks=2")]);
 }
 
 #[test]

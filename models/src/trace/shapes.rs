@@ -180,28 +180,68 @@ impl Converter<'_> {
         let shape = self.b.shape(index);
         let logits = self.log_softmax.get(&x).copied();
         if let Some(logits) = logits.filter(|_| op.dim + 1 == shape.len() && shape.last() == Some(&1)) {
-            let logits = self.split_rows(logits, index);
+            let logits = self.split_rows(logits);
             let rows = self.b.shape(logits);
             let labels = self.b.reshape(index, &rows[..rows.len() - 1])?;
-            let halves = self.b.emit_all(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[])?;
-            let loss = self.b.binary(BinaryKind::Sub, halves[1], halves[0])?;
+            let loss = self.cross_entropy(logits, labels)?;
             return self.b.reshape(loss, &shape);
         }
         self.b.emit(Gather { dim: op.dim }, &[x, index], &[])
     }
 
-    /// Logits before their samples and tokens were merged, as Burn's cross-entropy wants them, if the labels were merged
-    /// as well: apart, each can be divided, and the head cut along the tokens.
-    fn split_rows(&self, logits: ValueId, labels: ValueId) -> ValueId {
-        let merged = |value: ValueId| matches!(self.b.op(value), shardc_ir::Op::Reshape(_));
-        if !merged(logits) || !merged(labels) {
+    /// Logits before their samples and tokens were merged, as Burn's cross-entropy wants them: apart, each can be divided,
+    /// and the head cut along the tokens.
+    fn split_rows(&self, logits: ValueId) -> ValueId {
+        if !matches!(self.b.op(logits), shardc_ir::Op::Reshape(_)) {
             return logits;
         }
         let source = self.b.operand(logits, 0);
         let (split, flat) = (self.b.shape(source), self.b.shape(logits));
-        let is_split = split.len() > flat.len() && split.last() == flat.last();
-        let of_labels = self.b.shape(self.b.operand(labels, 0));
-        if is_split && of_labels == split[..split.len() - 1] { source } else { logits }
+        if split.len() > flat.len() && split.last() == flat.last() { source } else { logits }
+    }
+
+    /// The logarithm of each label's probability. Where a few rows of logits were left out, as the last token's that has
+    /// no successor, they are computed with the others for a label that is ignored: a part of the logits would be
+    /// another copy of them, and its rows divide by little.
+    fn cross_entropy(&mut self, logits: ValueId, labels: ValueId) -> Built {
+        let part = match self.b.op(logits) {
+            shardc_ir::Op::Slice(part) => Some(part.clone()),
+            _ => None,
+        };
+        let rows = self.b.shape(labels);
+        let all = part.as_ref().map(|_| self.b.operand(logits, 0));
+        let mut whole = self.b.shape(all.unwrap_or(logits));
+        let entries = whole.pop();
+        let is_most = rows.iter().product::<u64>() * 2 >= whole.iter().product();
+        let is_whole = |dim: usize, size: Option<&u64>| {
+            part.as_ref().is_none_or(|part| size == part.limit.get(dim) && part.start[dim] == 0)
+        };
+        let is_open = is_most && is_whole(0, whole.first()) && is_whole(whole.len(), entries.as_ref());
+        let part = part.filter(|_| is_open);
+        let (Some(mut part), Some(all)) = (part, all) else { return self.log_probability(logits, labels) };
+        (part.start.pop(), part.limit.pop());
+        let mut labels = labels;
+        for (dim, size) in whole.iter().enumerate() {
+            let ignored = |c: &mut Self, count: u64| {
+                let mut ty = c.b.ty(labels);
+                ty.shape[dim] = count;
+                let value = (count > 0).then(|| c.b.constant(-1.0, ty));
+                value.transpose()
+            };
+            let before = ignored(self, part.start[dim])?;
+            let after = ignored(self, size - part.limit[dim])?;
+            let parts: Vec<ValueId> = before.into_iter().chain([labels]).chain(after).collect();
+            if parts.len() > 1 {
+                labels = self.b.emit(Concat { dim }, &parts, &[])?;
+            }
+        }
+        let all = self.log_probability(all, labels)?;
+        self.b.emit(part, &[all], &[])
+    }
+
+    fn log_probability(&mut self, logits: ValueId, labels: ValueId) -> Built {
+        let halves = self.b.emit_all(CrossEntropy { start: 0, classes: None }, &[logits, labels], &[])?;
+        self.b.binary(BinaryKind::Sub, halves[1], halves[0])
     }
 
     fn scatter(&mut self, op: &ScatterOpIr) -> Option<Built> {

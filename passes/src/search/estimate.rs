@@ -186,9 +186,8 @@ impl<'a> Shape<'a> {
     /// weight.
     fn added_by_chunks(&self, placed: &Placed<'_>) -> f64 {
         let prepared = self.prepared;
-        let readers = prepared.head.iter().flat_map(|head| &head.readers).map(|id| prepared.folded.class[*id]);
-        let is_weight = |class: &usize| prepared.weight[*class].is_some_and(|(is_result, _)| is_result);
-        let bytes: u64 = readers.filter(is_weight).map(|class| self.sizes()[class][0]).sum();
+        let sums = prepared.head.iter().flat_map(|head| head.sums(prepared.graph));
+        let bytes: u64 = sums.map(|(id, result)| self.sizes()[prepared.folded.class[id]][result]).sum();
         2.0 * (self.loss_chunks - 1) as f64 * bytes as f64 / Machine::own(&placed.cluster.device).bandwidth()
     }
 

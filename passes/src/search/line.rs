@@ -156,10 +156,10 @@ fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, coun
         }
     }
     // Of a head that is cut along its tokens, each part's loss follows its product at once.
-    if let Some(head) = &prepared.head
-        && let (Some(product), Some(entropy)) = (place(head.product), place(head.entropy))
-    {
-        is_joined[product.min(entropy) + 1..=product.max(entropy)].fill(true);
+    let nodes = prepared.head.iter().flat_map(|head| head.nodes());
+    let places: Vec<usize> = nodes.filter_map(|(id, _)| place(id)).collect();
+    if let (Some(first), Some(last)) = (places.iter().min().copied(), places.iter().max().copied()) {
+        is_joined[first + 1..=last].fill(true);
     }
     is_joined
 }

@@ -309,7 +309,8 @@ impl Lives {
         let is_backward = |node: &shardc_ir::Node| matches!(node.role, Role::Backward(_));
         let Some((turn, _)) = prepared.graph.nodes().find(|(_, node)| is_backward(node)) else { return };
         // Of the head in chunks, less lives than the whole.
-        let cut: Vec<usize> = prepared.head.iter().map(|head| prepared.folded.class[head.product]).collect();
+        let passing = prepared.head.iter().flat_map(|head| head.passing(prepared.graph));
+        let cut: Vec<usize> = passing.map(|(id, _)| prepared.folded.class[id]).collect();
         for life in self.lives.iter().filter(|life| life.made < turn.index() && life.last > turn.index()) {
             let can_go = life.block.is_some_and(|block| self.backward[block as usize] > life.last_forward);
             if !cut.contains(&life.class) {
@@ -339,11 +340,11 @@ impl<'a> Liveness<'a> {
     /// What lives under a placed mesh, with the head cut into so many chunks.
     pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
         let mut sizes = local_sizes(prepared, placed, conversions);
-        for id in prepared.head.iter().flat_map(|head| [head.product, head.derivative]) {
-            sizes[prepared.folded.class[id]][0] /= loss_chunks;
+        for (id, result) in prepared.head.iter().flat_map(|head| head.passing(prepared.graph)) {
+            sizes[prepared.folded.class[id]][result] /= loss_chunks;
         }
-        let readers = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| &head.readers);
-        let in_terms = readers.map(|id| prepared.folded.class[*id]).collect();
+        let sums = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| head.sums(prepared.graph));
+        let in_terms = sums.map(|(id, _)| prepared.folded.class[id]).collect();
         let scratch = scratch_sizes(prepared, placed);
         Self {
             of: &prepared.lives,

@@ -2,9 +2,9 @@
 
 use super::estimate::{Shape, Work};
 use super::{Candidate, Pins, PlanError, Recompute};
-use crate::chunk::Head;
 use crate::cluster::Cluster;
 use crate::cost::{Machine, Pass};
+use crate::head::Head;
 use crate::shard::coupled::is_possible_over;
 use crate::shard::family::batch_axes;
 use crate::shard::place::place_axes_seen;
@@ -58,7 +58,7 @@ impl<'a> Solved<'a> {
         let Some(head) = prepared.head.as_ref().filter(|_| pins.loss_chunks.is_none()) else { return Vec::new() };
         let (own, chunks) = (&self.own, self.own.shape.loss_chunks);
         let class = |id: NodeId| prepared.folded.class[id];
-        let held: u64 = [head.product, head.derivative].iter().map(|id| own.shape.sizes()[class(*id)][0]).sum();
+        let held: u64 = head.passing(prepared.graph).map(|(id, result)| own.shape.sizes()[class(id)][result]).sum();
         if (held as f64) < LEAST_HEAD * memory.0 as f64 || !is_head_whole(prepared, &own.placed) {
             return Vec::new();
         }

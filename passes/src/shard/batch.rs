@@ -12,7 +12,7 @@
 use crate::fold::Folded;
 use shardc_ir::ops::Op;
 use shardc_ir::{Choice, FactorKind, FactorRule, Graph, Node, NodeId, OpDef, ReduceKind, Role, SecondaryMap, ValueId};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// How a value lies along the batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,10 +34,26 @@ pub fn batch_choices(
     let mut inputs: Vec<NodeId> = samples(graph, |size| size == batch);
     loop {
         follow(graph, folded, rules, &inputs, &mut choices);
-        // Rows of samples (labels of all tokens in one dimension), where something that is divided reads them.
+        // Rows of samples (labels of all tokens in one dimension), where something that is divided reads them, or what
+        // is made of them.
         let is_wanted = |id: &NodeId| {
-            let readers = users.get(&graph.node(*id).results[0]).into_iter().flatten();
-            readers.into_iter().any(|reader| wanted(folded, rules, &choices, reader) == Some(0))
+            let mut open = vec![(graph.node(*id).results[0], 0)];
+            let mut seen: HashSet<(ValueId, usize)> = HashSet::new();
+            while let Some((value, dim)) = open.pop() {
+                for reader in users.get(&value).into_iter().flatten() {
+                    if wanted(folded, rules, &choices, reader) == Some(dim) {
+                        return true;
+                    }
+                    let rule = &rules[folded.class[reader.0]];
+                    let factor = outermost(&rule.operands[reader.1], dim).filter(|factor| divisible(rule, *factor));
+                    let holds = |dims: &Vec<Vec<usize>>| dims.iter().position(|dim| dim.first() == factor.as_ref());
+                    let made = graph.node(reader.0).results.iter().zip(&rule.results);
+                    let made = made.filter(|_| factor.is_some() && choices[reader.0] == Choice::Replicate);
+                    let next = made.filter_map(|(value, dims)| Some((*value, holds(dims)?)));
+                    open.extend(next.filter(|next| seen.insert(*next)));
+                }
+            }
+            false
         };
         let mut rows = samples(graph, |size| size > batch && batch > 1 && size.is_multiple_of(batch));
         rows.retain(|id| !inputs.contains(id) && is_wanted(id));
