@@ -54,7 +54,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use tune::Tuning;
-use watch::Watch;
+use watch::{Task, Watch};
 use worker::{Answer, MeetingError, Request, Shared, Worker, has_messages, meetings, spawn};
 
 /// Why the CUDA backend cannot start.
@@ -210,6 +210,8 @@ impl CudaRuntime {
         let tuning = Tuning::new(world.clone(), programs.first().map_or(0, |program| program.rank));
         let (own, all) = (watched.clone(), world.clone());
         let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: own, tuning, world: all, started });
+        let _watch = Watch::new(watched.clone(), world.clone());
+        watched.set_task(Some(Task::Start));
         let mut workers = Vec::new();
         for ((program, choice), ordinal) in programs.into_iter().zip(chosen).zip(devices.iter().copied()) {
             workers.push(spawn(program, choice, ordinal, shared.clone()));
@@ -231,7 +233,7 @@ impl CudaRuntime {
         }
         let probed = watched.clone();
         world.set_probe(Some(Box::new(move || probed.text())));
-        let _watch = Watch::new(watched.clone(), world.clone());
+        watched.set_task(None);
         Ok(Self { workers, world, watched, bytes, _watch })
     }
 
@@ -292,7 +294,7 @@ impl CudaRuntime {
         request: impl Fn() -> Request,
         take: impl Fn(Answer) -> Option<Result<T, Failure>>,
     ) -> Result<Vec<T>, RuntimeError> {
-        self.watched.set_step(true);
+        self.watched.set_task(Some(Task::Step));
         for worker in &self.workers {
             let gone = || failed(worker.program.rank, "its thread ended".to_string());
             worker.ask(request()).ok_or_else(gone)?;
@@ -308,7 +310,7 @@ impl CudaRuntime {
                 }
             }
         }
-        self.watched.set_step(false);
+        self.watched.set_task(None);
         // The cause is the rank that did not merely end because another had.
         errors.sort_by_key(|(_, message)| message == executor::OTHER_FAILED);
         match errors.into_iter().next() {

@@ -1,13 +1,13 @@
-//! Watches the ranks of this process while a step runs.
+//! Watches the ranks of this process while they start and while a step runs.
 //!
-//! A rank whose device hangs cannot help itself: its thread may be stuck in a library. So another
+//! A rank whose device hangs, or whose group never meets, cannot help itself: its thread may be stuck in a library. So another
 //! thread looks at the time, at the run's first failure, and at the communicators' own errors; it
 //! gives the communicators up, which lets the device go on, and says where the streams stand.
 
 use super::copies::Release;
 use super::nccl::Communicator;
 use super::trail::Trail;
-use crate::launch::{Failure, STEP_LIMIT, World};
+use crate::launch::{Failure, Limits, STEP_LIMIT, World};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -28,10 +28,43 @@ pub struct Watched {
     pub release: Option<Arc<Release>>,
 }
 
+/// What the ranks do together, for which there is a limit of time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// They join their groups and get ready.
+    Start,
+    /// They run a step.
+    Step,
+}
+
+impl Task {
+    fn limit(self, limits: Limits) -> Duration {
+        match self {
+            Self::Start => limits.wait,
+            Self::Step => limits.step,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Start => "joining the groups of ranks",
+            Self::Step => "the step",
+        }
+    }
+
+    fn fix(self) -> String {
+        match self {
+            Self::Start => "NCCL_DEBUG=INFO shows what NCCL waits for, which is often a network between the hosts that                             NCCL_SOCKET_IFNAME has to name"
+                .to_string(),
+            Self::Step => format!("{STEP_LIMIT} sets the limit in seconds, should the step be right"),
+        }
+    }
+}
+
 #[derive(Default)]
 struct State {
     ranks: Vec<Watched>,
-    step: Option<Instant>,
+    task: Option<(Task, Instant)>,
     /// Why the ranks were given up.
     reason: Option<(u64, String)>,
 }
@@ -55,9 +88,9 @@ impl Shared {
         self.lock().ranks.push(rank);
     }
 
-    /// A step begins or ends.
-    pub fn set_step(&self, is_running: bool) {
-        self.lock().step = is_running.then(Instant::now);
+    /// A task begins, or none is left.
+    pub fn set_task(&self, task: Option<Task>) {
+        self.lock().task = task.map(|task| (task, Instant::now()));
     }
 
     /// The rank and the reason for which the ranks were given up, if it was found here.
@@ -75,7 +108,11 @@ impl Shared {
     /// One look: gives the ranks up where there is reason to.
     fn look(&self, world: &World) {
         let mut state = self.lock();
-        let Some((rank, message)) = state.judge(world.failure(), world.limits().step) else { return };
+        let Some((task, since)) = state.task else { return };
+        let judged = state.judge((task, since), world.failure(), task.limit(world.limits()));
+        let Some((rank, message)) = judged.map(|(rank, message)| (rank.unwrap_or(world.rank()), message)) else {
+            return;
+        };
         self.stop.store(true, Ordering::Relaxed);
         state.reason = Some((rank, message.clone()));
         let communicators: Vec<_> = state.ranks.iter().flat_map(|rank| rank.communicators.clone()).collect();
@@ -83,8 +120,7 @@ impl Shared {
         drop(state);
         // Told first: giving up may itself hang.
         if world.failure().is_none() {
-            let fix = format!("{STEP_LIMIT} sets the limit in seconds, should the step be right");
-            world.fail(&message, Some(fix), 1);
+            world.fail(&message, Some(task.fix()), 1);
         }
         communicators.iter().for_each(|group| group.abort());
         releases.iter().for_each(|release| release.release());
@@ -92,16 +128,24 @@ impl Shared {
 }
 
 impl State {
-    /// The rank and the reason for which to give up: the run's failure, or a step that takes too long.
-    fn judge(&self, failure: Option<Failure>, limit: Duration) -> Option<(u64, String)> {
-        let since = self.step.filter(|_| self.reason.is_none())?;
-        if let Some(failure) = failure {
-            return Some((failure.rank, failure.message));
+    /// The rank and the reason for which to give up a task that began then: the run's failure, or that it takes too long.
+    /// No rank is named before one has joined its groups.
+    fn judge(
+        &self,
+        (task, since): (Task, Instant),
+        failure: Option<Failure>,
+        limit: Duration,
+    ) -> Option<(Option<u64>, String)> {
+        if self.reason.is_some() {
+            return None;
         }
-        let late = format!("the step takes longer than {} s", limit.as_secs_f64());
-        let hangs = |rank: &Watched| Some((rank.rank, format!("{late}; it hangs on {}", rank.trail.text()?)));
-        let first = || self.ranks.first().map(|rank| (rank.rank, late.clone()));
-        if since.elapsed() > limit { self.ranks.iter().find_map(hangs).or_else(first) } else { None }
+        if let Some(failure) = failure {
+            return Some((Some(failure.rank), failure.message));
+        }
+        let late = format!("{} takes longer than {} s", task.name(), limit.as_secs_f64());
+        let hangs = |rank: &Watched| Some((Some(rank.rank), format!("{late}; it hangs on {}", rank.trail.text()?)));
+        let first = || (self.ranks.first().map(|rank| rank.rank), late.clone());
+        (since.elapsed() > limit).then(|| self.ranks.iter().find_map(hangs).unwrap_or_else(first))
     }
 }
 
@@ -153,16 +197,12 @@ mod tests {
     #[test]
     fn a_step_that_takes_too_long_is_named_by_its_collective() {
         let shared = shared();
-        let judge = |limit| shared.lock().judge(None, limit);
-        assert_eq!(judge(Duration::ZERO), None, "no step runs");
-        shared.set_step(true);
+        let judge = |limit| shared.lock().judge((Task::Step, Instant::now()), None, limit);
         assert_eq!(judge(LONG), None);
         let at = "the communication stream in microbatch 2: microbatch.7 AllReduce";
         let text = format!("the step takes longer than 0 s; it hangs on {at}");
-        assert_eq!(judge(Duration::ZERO), Some((5, text)));
+        assert_eq!(judge(Duration::ZERO), Some((Some(5), text)));
         assert_eq!(shared.text().as_deref(), Some(at));
-        shared.set_step(false);
-        assert_eq!(judge(Duration::ZERO), None);
     }
 
     #[test]
@@ -170,23 +210,30 @@ mod tests {
         let shared = shared();
         let (who, at, message) = ("GPU 1".into(), "step 3".into(), "it is gone".to_string());
         let failure = Failure { rank: 1, who, at, message, fix: None, code: 1 };
-        let judge = || shared.lock().judge(Some(failure.clone()), LONG);
-        assert_eq!(judge(), None, "no step runs");
-        shared.set_step(true);
-        assert_eq!(judge(), Some((1, "it is gone".to_string())));
-        shared.lock().reason = judge();
+        let judge = || shared.lock().judge((Task::Step, Instant::now()), Some(failure.clone()), LONG);
+        assert_eq!(judge(), Some((Some(1), "it is gone".to_string())));
+        shared.lock().reason = Some((1, "it is gone".to_string()));
         assert_eq!(judge(), None);
     }
 
     #[test]
-    fn the_thread_stops_the_ranks_of_a_step_that_takes_too_long() {
-        let shared = Arc::new(shared());
-        shared.set_step(true);
-        let world = World::alone_within(crate::launch::Limits { step: Duration::ZERO, ..Default::default() });
-        let _watch = Watch::new(shared.clone(), Arc::new(world));
-        while !shared.stop.load(Ordering::Relaxed) {
-            std::thread::sleep(Duration::from_millis(1));
+    fn the_thread_stops_the_ranks_of_a_task_that_takes_too_long() {
+        let limits = crate::launch::Limits { step: Duration::ZERO, wait: Duration::ZERO, ..Default::default() };
+        for task in [Task::Step, Task::Start] {
+            let shared = Arc::new(shared());
+            let world = World::alone_within(limits);
+            let _watch = Watch::new(shared.clone(), Arc::new(world));
+            std::thread::sleep(LOOK * 2);
+            assert!(!shared.stop.load(Ordering::Relaxed), "nothing runs");
+            shared.set_task(Some(task));
+            while !shared.stop.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(shared.reason().map(|(rank, _)| rank), Some(5));
         }
-        assert_eq!(shared.reason().map(|(rank, _)| rank), Some(5));
+        // Before any rank joined its groups there is none to name.
+        let shared = Shared::default();
+        let late = shared.lock().judge((Task::Start, Instant::now()), None, Duration::ZERO);
+        assert_eq!(late, Some((None, "joining the groups of ranks takes longer than 0 s".to_string())));
     }
 }
