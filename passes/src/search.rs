@@ -57,7 +57,7 @@ pub use estimate::Work;
 use line::Line;
 use offload::{At, Offload, Relief};
 pub use placed::fastest;
-use placed::{Seen, Solved, divide_batch, paced, place_batch, solved};
+use placed::{Seen, Solved, paced, place_batch, solved};
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
@@ -305,7 +305,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     away.room.device = cluster.least_room(request.device_memory);
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
-    let (mut candidates, mut is_coupled, mut drops_chunks) = (Vec::new(), false, false);
+    let (mut candidates, mut coupled, mut drops_chunks) = (Vec::new(), None, false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
         // Of one sample the tokens are cut.
@@ -328,7 +328,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                 let degrees = way.placed(microbatch, axes);
                 let mesh = degrees.mesh(batch);
                 let Some(placed) = place_batch(prepared, &mesh, cluster)? else {
-                    is_coupled |= divide_batch(prepared, &mesh).is_some();
+                    coupled = coupled.or_else(|| placed::coupled(prepared, &mesh));
                     continue;
                 };
                 if visited.opens(prepared, &placed, &degrees, &point) {
@@ -370,16 +370,16 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         if !with_unfit {
             return enumerate(&Space { with_unfit: true, ..*space }, &mut Visited::new(away.room.device, false));
         }
-        return Err(schedules::none(pins, line, (ranks, batch), is_coupled));
+        let coupled = coupled.map(|node| schedules::coupled(prepared.graph, node));
+        return Err(schedules::none(pins, line, (ranks, batch), coupled));
     }
     if candidates.is_empty() && away.pin.is_some() {
         return Err(away.too_large());
     }
-    if let Some(microbatch) = pins.microbatch.filter(|_| candidates.is_empty() && is_coupled) {
+    if let (Some(microbatch), Some(node), true) = (pins.microbatch, coupled, candidates.is_empty()) {
         let message = format!(
-            "samples of the batch of {batch} depend on each other ({}), so what a rank has of it is one \
-             microbatch, and no data degree on {ranks} ranks leaves {microbatch}; leave it out",
-            schedules::COUPLED
+            "{}; and no data degree on {ranks} ranks leaves {microbatch} of the batch of {batch}; leave it out",
+            schedules::coupled(prepared.graph, node)
         );
         return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
     }

@@ -5,7 +5,7 @@ use super::{Candidate, Pins, PlanError, Recompute};
 use crate::cluster::Cluster;
 use crate::cost::{Machine, Pass};
 use crate::head::Head;
-use crate::shard::coupled::is_possible_over;
+use crate::shard::coupled::needed_whole;
 use crate::shard::family::batch_axes;
 use crate::shard::place::place_axes_seen;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
@@ -181,15 +181,25 @@ pub(super) fn place_batch<'a>(
     cluster: &'a Cluster,
 ) -> Result<Option<Placed<'a>>, PlanError> {
     let Some(strategies) = divide_batch(prepared, mesh) else { return Ok(None) };
-    if mesh.ids().any(|axis| mesh.is_time(axis) && !is_possible_over(prepared, &strategies, axis)) {
+    if coupling(prepared, mesh, &strategies).is_some() {
         return Ok(None);
     }
     let (microbatches, locals) = (mesh.microbatches(), prepared.locals(cluster));
     Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals, routes: Rc::default() }))
 }
 
+/// What stands against dividing the batch over microbatches as these strategies do.
+fn coupling(prepared: &Prepared<'_>, mesh: &Mesh, strategies: &[Strategy]) -> Option<NodeId> {
+    mesh.ids().filter(|axis| mesh.is_time(*axis)).find_map(|axis| needed_whole(prepared, strategies, axis))
+}
+
+/// Why the batch is not divided over a mesh, if that is not because of sizes: what is needed for all samples at once.
+pub(super) fn coupled(prepared: &Prepared<'_>, mesh: &Mesh) -> Option<NodeId> {
+    coupling(prepared, mesh, &divide_batch(prepared, mesh)?)
+}
+
 /// The strategies with the batch divided over dp and mb, whether or not samples depend on each other.
-pub(super) fn divide_batch(prepared: &Prepared<'_>, mesh: &Mesh) -> Option<Vec<Strategy>> {
+fn divide_batch(prepared: &Prepared<'_>, mesh: &Mesh) -> Option<Vec<Strategy>> {
     let axes = batch_axes(mesh);
     let divided = prepared.batch.iter().zip(&prepared.rules).map(|(choice, rule)| {
         let add = |strategy: Strategy, axis: &AxisId| strategy.with(*axis, *choice);

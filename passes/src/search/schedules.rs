@@ -5,6 +5,7 @@ use super::line::Line;
 use super::pins::Pins;
 use super::ways::divisors;
 use shardc_ir::pipeline::Schedule;
+use shardc_ir::{Graph, NodeId};
 
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
 /// so it is taken where it is pinned.
@@ -26,12 +27,21 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
     open
 }
 
-/// What makes samples of a batch depend on each other.
-pub(super) const COUPLED: &str = "statistics over a batch, terms of the loss with counts of their own, places at \
-                                  experts, numbers counted or given along it";
+/// That what a rank has of the batch is one microbatch, since this node's result is needed as it is for all samples.
+pub(super) fn coupled(graph: &Graph, id: NodeId) -> String {
+    let node = graph.node(id);
+    let place = if node.path.is_empty() { String::new() } else { format!(" of `{}`", node.path) };
+    format!(
+        "samples of the batch depend on each other, so what a rank has of it is one microbatch: what {id} ({}{place}) \
+         makes is needed for all of them at once (statistics over a batch, terms of the loss with counts of their own, \
+         places at experts, numbers counted or given along it); a count of what the labels say can be an input instead",
+        node.op.name()
+    )
+}
 
-/// Why pins leave no pipeline at all, of so many ranks and samples, which may depend on each other.
-pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), is_coupled: bool) -> PlanError {
+/// Why pins leave no pipeline at all, of so many ranks and samples; `coupled` says what makes samples depend on each
+/// other, if anything does.
+pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64), coupled: Option<String>) -> PlanError {
     let stages = pins.pp.unwrap_or(2);
     let per_stage = schedules(pins).into_iter().map(|(_, per_stage)| per_stage).min().unwrap_or(1);
     let (most, chunks) = (line.map_or(0, Line::places), stages.saturating_mul(per_stage));
@@ -43,12 +53,8 @@ pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64),
         let message = format!("{chunks} chunks are more than the {most} operations that can begin one; pin fewer");
         return fail(named, message);
     }
-    if is_coupled {
-        let message = format!(
-            "samples of the batch depend on each other ({COUPLED}), so what a rank has of it is one microbatch, and a \
-             pipeline takes at least 2; leave it out"
-        );
-        return fail(named, message);
+    if let Some(coupled) = coupled {
+        return fail(named, format!("{coupled}; and a pipeline takes at least 2 microbatches; leave it out"));
     }
     // Of the data ranks that the other pins leave, the fewest give each the most microbatches.
     let fixed = [pins.tp, pins.cp, pins.ring, pins.ulysses].into_iter().flatten().fold(stages, u64::saturating_mul);

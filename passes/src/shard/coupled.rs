@@ -9,23 +9,26 @@ use super::layout::{Along, Extent, convert_seconds};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, FactorKind, OpDef, Role, Strategy};
+use shardc_ir::{AxisId, Choice, FactorKind, NodeId, OpDef, Role, Strategy};
 
-/// Whether the batch can be divided over an axis of time: a value that is summed over microbatches exists
-/// only after the last of them, and so does what is made of it; one that is divided over them is never
-/// whole; and no operation is another one in every microbatch.
-pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: AxisId) -> bool {
+/// What stands against dividing the batch over an axis of time: the first node whose result another would need as it is
+/// for all samples. A value that is summed over microbatches exists only after the last of them, and so does what is made
+/// of it; one that is divided over them is never whole; and no operation is another one in every microbatch.
+pub fn needed_whole(prepared: &Prepared<'_>, strategies: &[Strategy], axis: AxisId) -> Option<NodeId> {
     let made = |flow: &Flow| {
         let sharding = prepared.rules[flow.maker].result_sharding(flow.result, &strategies[flow.maker]);
         Along::of(&sharding, axis)
     };
     let flows: Vec<(&Flow, Along)> = prepared.flows.iter().map(|flow| (flow, made(flow))).collect();
+    let node = |class: usize| prepared.folded.classes[class].node;
     let counts = |class: usize, dim: usize| {
-        let node = prepared.graph.node(prepared.folded.classes[class].node);
+        let node = prepared.graph.node(node(class));
         node.op.counts(dim, node.operands.len())
     };
-    if flows.iter().any(|(flow, from)| matches!(from, Along::Dim(dim) if counts(flow.maker, *dim))) {
-        return false;
+    if let Some((flow, _)) =
+        flows.iter().find(|(flow, from)| matches!(from, Along::Dim(dim) if counts(flow.maker, *dim)))
+    {
+        return Some(node(flow.maker));
     }
     let is_looped = |class: usize| prepared.in_loop(class);
     let mut late = vec![false; prepared.rules.len()];
@@ -48,21 +51,21 @@ pub fn is_possible_over(prepared: &Prepared<'_>, strategies: &[Strategy], axis: 
     };
     // What is whole is divided where it is made again from nothing, which given numbers, inputs and results are not.
     let is_made_again = |flow: &Flow, read: &Along| {
-        let (class, rule) = (&prepared.folded.classes[flow.maker], prepared.rules[flow.maker]);
-        let node = prepared.graph.node(class.node);
+        let (node, rule) = (prepared.graph.node(node(flow.maker)), prepared.rules[flow.maker]);
         let Along::Dim(dim) = read else { return *read == Along::Whole };
         let is_divisible = |factor: &usize| rule.factors[*factor].kind == FactorKind::Parallel;
         node.operands.is_empty()
             && !node.op.is_leaf()
             && rule.results[flow.result].get(*dim).and_then(|factors| factors.first()).is_none_or(is_divisible)
     };
-    flows.iter().all(|(flow, from)| {
+    let is_met = |(flow, from): &&(&Flow, Along)| {
         flow.readers.iter().all(|read| match from {
             Along::Whole => (!late[flow.maker] || !is_looped(read.0)) && is_made_again(flow, &reads(read)),
             Along::Partial(_) => reads(read) == *from || !is_looped(read.0),
             Along::Dim(_) => reads(read) == *from,
         })
-    })
+    };
+    flows.iter().find(|flow| !is_met(flow)).map(|(flow, _)| node(flow.maker))
 }
 
 /// The conversions along the axes that divide the batch over ranks, between nodes that run once per
