@@ -174,6 +174,13 @@ pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<St
             leanest = Some(leanest.map_or(needed, |least: (Bytes, Bytes)| least.min(needed)));
         }
         let (on_host, on_device) = leanest.unwrap_or_default();
+        let fits_alone =
+            |row: &Row| row.precision == precision && row.optimizer != "none" && row.total().min(row.in_one) <= device;
+        if estimate(parameters, ranks).iter().any(fits_alone) {
+            return format!(
+                "{precision}: trains on the devices alone; to take its optimizer state the host would need {on_host}"
+            );
+        }
         format!("{precision}: does not fit; at least it needs {on_host} of the host and {on_device} of each device")
     };
     PRECISIONS.map(say).to_vec()
@@ -219,6 +226,7 @@ mod tests {
         };
         check(6000, 160_000, "bf16: trains with ZeRO 0 or more and its optimizer state on the host");
         check(6000, 16_000, "trains with ZeRO 1 or more");
+        check(20_000, 10, "bf16: trains on the devices alone; to take its optimizer state the host would need");
         check(2400, 16_000, "trains with ZeRO 2 or more and its optimizer state on the host");
         check(600, 16_000, "trains with ZeRO 3 or more and its optimizer state on the host, which holds 15.62 KiB");
         check(400, 18_000, "trains with ZeRO 3 or more and its optimizer state and parameters on the host");

@@ -4,15 +4,17 @@
 //! divided table answers for its own rows alone. Given to a model, such an index is a mistake in its data.
 
 use crate::error::Error;
-use shardc_ir::{DType, Graph, HostTensor, NodeId, Op, ValueId};
+use shardc_ir::{DType, Graph, HostTensor, Op, ValueId};
 use std::collections::BTreeMap;
+
+/// A part of an input, the first index and the size of each dimension; all of it if there is none.
+type Part = Option<Vec<(u64, u64)>>;
 
 /// An input with which something is looked up.
 #[derive(Clone, Debug)]
 pub struct Lookup {
     input: String,
-    /// The part of the input, first index and size of each dimension; all of it if there is none.
-    part: Option<Vec<(u64, u64)>>,
+    part: Part,
     /// The number of rows or classes.
     below: u64,
     /// The module that looks up; empty at the top.
@@ -33,31 +35,34 @@ pub fn lookups(graph: &Graph) -> Vec<Lookup> {
             _ => continue,
         };
         let Some(below) = below else { continue };
-        all.extend(lookup(graph, id, node.operands[index], *below));
+        for (input, part) in sources(graph, node.operands[index]) {
+            all.push(Lookup { input, part, below: *below, path: graph.node(id).path.clone() });
+        }
     }
     all
 }
 
-/// The lookup by a value, if it holds numbers of an input unchanged.
-fn lookup(graph: &Graph, reader: NodeId, mut value: ValueId, below: u64) -> Option<Lookup> {
-    let mut part = None;
-    loop {
+/// The inputs, or parts of them, of which a value holds the numbers unchanged.
+fn sources(graph: &Graph, value: ValueId) -> Vec<(String, Part)> {
+    let (mut found, mut open) = (Vec::new(), vec![(value, None)]);
+    while let Some((value, part)) = open.pop() {
         let node = graph.def(value);
-        let source = node.operands.first();
         match &node.op {
-            Op::Input(input) if graph.ty(value).dtype == DType::I64 => {
-                return Some(Lookup { input: input.name.clone(), part, below, path: graph.node(reader).path.clone() });
+            Op::Input(input) if graph.ty(value).dtype == DType::I64 => found.push((input.name.clone(), part)),
+            Op::Reshape(_) | Op::Transpose(_) | Op::Broadcast(_) | Op::Concat(_) if part.is_none() => {
+                open.extend(node.operands.iter().map(|source| (*source, None)));
             }
-            Op::Reshape(_) | Op::Transpose(_) | Op::Broadcast(_) if part.is_none() => value = *source?,
             Op::Slice(slice) if part.is_none() => {
-                value = *source?;
                 // What part of the input another view of it has, is not followed.
-                let (Op::Input(_), starts) = (&graph.def(value).op, &slice.start) else { return None };
-                part = Some(starts.iter().zip(&slice.limit).map(|(start, limit)| (*start, limit - start)).collect());
+                if matches!(graph.def(node.operands[0]).op, Op::Input(_)) {
+                    let ends = slice.start.iter().zip(&slice.limit);
+                    open.push((node.operands[0], Some(ends.map(|(start, limit)| (*start, limit - start)).collect())));
+                }
             }
-            _ => return None,
+            _ => {}
         }
     }
+    found
 }
 
 /// Whether everything that a step is given is there to be looked up.

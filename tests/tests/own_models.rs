@@ -122,6 +122,14 @@ fn capped(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usiz
     CrossEntropyLossConfig::new().init(&rows.device()).forward(rows, labels) + level * 1e-2
 }
 
+/// What comes after each token but the last.
+fn successors(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let logits = model.head.forward(model.table.forward(inputs.int("tokens", [batch, seq])));
+    let rows = logits.slice([0..batch, 0..seq - 1]).reshape([batch * (seq - 1), CLASSES]);
+    let labels = inputs.int("labels", [batch, seq - 1]).reshape([batch * (seq - 1)]);
+    CrossEntropyLossConfig::new().init(&rows.device()).forward(rows, labels)
+}
+
 fn inputs(model: &Model) -> BTreeMap<String, HostTensor> {
     let number = |at: u64| ((at * 7 + at / 3) % CLASSES as u64) as i64;
     let of = |ty: &shardc_ir::TensorType| {
@@ -205,6 +213,12 @@ fn a_head_with_more_than_a_product() {
 }
 
 #[test]
+fn a_head_without_the_last_token() {
+    let plans = [("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "cp=2,microbatch=4")];
+    check(successors, WHOLE.iter().chain(&CUT).chain(&plans));
+}
+
+#[test]
 fn a_head_whose_labels_are_merged() {
     check(flat_labels, &[("cpu:2", "dp=2,microbatch=1,loss_chunks=3"), ("cpu:2", "tp=2,microbatch=4,loss_chunks=2")]);
 }
@@ -253,8 +267,9 @@ fn tokens_that_attention_does_not_see() {
 #[test]
 fn what_no_table_has() {
     let learning_rate = LearningRate { rate: 1e-2, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 1 };
-    for (cluster, pins) in [("cpu:1", "microbatch=4"), ("cpu:2", "tp=2,microbatch=2")] {
-        let compiled = compiled(flat_labels, cluster, pins).unwrap();
+    let plans = [(flat_labels as Loss, "cpu:1", "microbatch=4"), (successors, "cpu:2", "tp=2,microbatch=2")];
+    for (loss, cluster, pins) in plans {
+        let compiled = compiled(loss, cluster, pins).unwrap();
         let options = TrainOptions { learning_rate, seed: 1 };
         let mut trainer = compiled.start(&FromInitialisers, options).unwrap();
         for (input, number) in [("tokens", 8i64), ("tokens", -1), ("labels", -100), ("labels", 8)] {

@@ -96,6 +96,10 @@ mod tests {
         fn fits(&self, _: usize, _: usize, _: usize) -> bool {
             true
         }
+
+        fn least(&self, place: usize) -> f64 {
+            self.seconds[place]
+        }
     }
 
     impl Line {

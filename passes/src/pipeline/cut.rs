@@ -5,6 +5,9 @@
 //! into so many chunks, those matter that no other beats in both, the sum and the largest; there are few of
 //! them, since cuts change the sum by their messages alone. (Narayanan et al., "PipeDream", 2019, section 3.1,
 //! minimizes the largest alone.)
+//!
+//! Most of them lead nowhere: chunks of one length, found by bisection of that length, are a bound, and what is left of
+//! the graph takes at least its own time, in chunks of which the largest is at least the mean (branch and bound).
 
 /// What a chunk between two places costs.
 pub trait Segments {
@@ -12,7 +15,15 @@ pub trait Segments {
     fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64;
     /// Whether its memory suffices as the chunk of this number.
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool;
+    /// The fewest seconds of one microbatch that what lies between a place and the next adds to any chunk.
+    fn least(&self, place: usize) -> f64;
 }
+
+/// How often the length of equal chunks is halved: to a part in ten thousand of the whole.
+const HALVINGS: usize = 14;
+
+/// What floating-point sums of the same terms differ by at the most, as a share.
+const ROUNDING: f64 = 1e-9;
 
 /// A way to cut a first part of the graph.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +37,12 @@ struct Way {
 
 /// The best cuts of `0..end` into so many chunks, and their objective; none if no cuts fit.
 pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments) -> Option<(f64, Vec<usize>)> {
-    let objective = |way: &Way| way.sum + rounds.saturating_sub(1) as f64 * way.largest;
+    let further = rounds.saturating_sub(1) as f64;
+    let objective = |way: &Way| way.sum + further * way.largest;
+    // The least that all takes up to each place.
+    let mut least = vec![0.0; end + 1];
+    (0..end).for_each(|place| least[place + 1] = least[place] + segments.least(place));
+    let enough = objective_of_equal(&least, chunks, further, segments) * (1.0 + ROUNDING);
     // Per number of chunks and place, the ways that nothing beats.
     let mut ways: Vec<Vec<Vec<Way>>> = vec![vec![Vec::new(); end + 1]; chunks + 1];
     ways[0][0].push(Way { sum: 0.0, largest: 0.0, from: 0, before: 0 });
@@ -36,14 +52,26 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
                 continue;
             }
             let known = std::mem::take(&mut ways[chunk][from]);
+            let shortest = known.iter().map(|way| way.sum).fold(f64::INFINITY, f64::min);
             // As many places are left as there are chunks.
-            let last = end - (chunks - chunk - 1).min(end);
-            let first = if chunk + 1 == chunks { end } else { from + 1 };
-            for to in (first..=last).filter(|to| segments.fits(chunk, from, *to)) {
+            let left = chunks - chunk - 1;
+            let first = if left == 0 { end } else { from + 1 };
+            for to in first..=end - left.min(end) {
+                let (own, rest) = (least[to] - least[from], least[end] - least[to]);
+                if shortest + own + further * own > enough {
+                    break;
+                }
+                let mean = rest / left.max(1) as f64;
+                let is_open = |sum: f64, largest: f64| sum + rest + further * largest.max(mean) <= enough;
+                if !is_open(shortest + own, own) || !segments.fits(chunk, from, to) {
+                    continue;
+                }
                 let seconds = segments.seconds(chunk, from, to);
                 for (before, way) in known.iter().enumerate() {
                     let way = Way { sum: way.sum + seconds, largest: way.largest.max(seconds), from, before };
-                    insert(&mut ways[chunk + 1][to], way);
+                    if is_open(way.sum, way.largest) {
+                        insert(&mut ways[chunk + 1][to], way);
+                    }
                 }
             }
             ways[chunk][from] = known;
@@ -58,6 +86,40 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
     }
     cuts.reverse();
     Some((objective(found), cuts))
+}
+
+/// The objective of some cuts whose chunks are nearly equal; infinite if none of those that are tried fit. `least` is
+/// what all takes at least up to each place.
+fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn Segments) -> f64 {
+    let end = least.len() - 1;
+    // The sum and the largest of chunks, each as long as it may be within so many seconds.
+    let within = |limit: f64| {
+        let (mut from, mut sum, mut largest) = (0, 0.0, 0.0f64);
+        for chunk in 0..chunks {
+            let left = chunks - chunk - 1;
+            let first = if left == 0 { end } else { from + 1 };
+            let places = (first..=end - left.min(end)).take_while(|to| least[*to] - least[from] <= limit);
+            let fitting = places.filter(|to| segments.fits(chunk, from, *to));
+            let seconds = fitting.map(|to| (to, segments.seconds(chunk, from, to)));
+            let (to, seconds) = seconds.filter(|(_, seconds)| *seconds <= limit).last()?;
+            (from, sum, largest) = (to, sum + seconds, largest.max(seconds));
+        }
+        (from == end).then_some((sum, largest))
+    };
+    // A chunk may take longer than all places do together: messages come on top.
+    let (mut low, mut high) = (0.0, 2.0 * least[end]);
+    let mut best = f64::INFINITY;
+    for _ in 0..HALVINGS {
+        let limit = 0.5 * (low + high);
+        match within(limit) {
+            Some((sum, largest)) => {
+                best = best.min(sum + further * largest);
+                high = limit;
+            }
+            None => low = limit,
+        }
+    }
+    best
 }
 
 /// Adds a way, unless one is known that is no worse in both; drops those that it beats.
@@ -92,6 +154,10 @@ mod tests {
 
         fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
             (self.chunks - chunk) as u64 * self.bytes[from..to].iter().sum::<u64>() <= self.bound
+        }
+
+        fn least(&self, place: usize) -> f64 {
+            self.seconds[place]
         }
     }
 

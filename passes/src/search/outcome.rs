@@ -5,8 +5,11 @@ use super::degrees::Degrees;
 use super::overstated::Refused;
 use super::undivided::{OTHER_RANKS, Undivided};
 use super::{Candidate, PlanError, Space};
-use shardc_ir::plan::{Alternative, Memory, Prediction};
+use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
 use shardc_ir::{Bytes, Seconds};
+
+/// What may help where nothing fits that runs.
+const UNRUN: &str = "see by --search all whether pipelines or offload would fit, where `train` does not run them yet";
 
 /// Runners-up that are told of.
 const TOLD: usize = 12;
@@ -218,6 +221,13 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
         ("activations", 0, batch) => fixes.push(format!("use fewer samples than {batch}")),
         ("activations", _, batch) => fixes.push(format!("use shorter sequences or fewer of them than {batch}")),
         _ => fixes.push(format!("use more than {} ranks", cluster.ranks())),
+    }
+    let ranks = cluster.ranks();
+    if candidates[nearest].degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
+        fixes.push(format!("use a batch that is a multiple of {ranks}, for all ranks to be data ranks"));
+    }
+    if request.scope == Scope::Runnable {
+        fixes.push(UNRUN.to_string());
     }
     PlanError::Infeasible {
         bound,

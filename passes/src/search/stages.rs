@@ -92,7 +92,7 @@ struct Mesh<'a> {
 }
 
 /// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
-const FAR: f64 = 1.3;
+const FAR: f64 = 1.1;
 
 /// How far below its room a stage stays whose recomputation is its own: estimates are off by as much.
 const SPARE: f64 = 0.97;
@@ -493,7 +493,10 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                 let portions = Portions { summed: part(2), stored, gathered: part(3) };
                 let is_far = |index: usize| {
                     let all = of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
-                    microbatches as f64 * all / stages as f64 > FAR * mesh.best
+                    // Stages wait for each other while the pipeline fills and drains, for what others compute of a
+                    // microbatch; where backward passes are split there may be something else to do.
+                    let filling = if schedule.splits_backward() { 0.0 } else { (stages - 1) as f64 / per_stage as f64 };
+                    (microbatches as f64 + filling) * all / stages as f64 > FAR * mesh.best
                 };
                 let mut try_out = |levels: &[Level], choice: Choice| {
                     let (pipeline, lengths) = (pipeline.clone(), levels.last()?.paces[0].sums.lengths());

@@ -4,7 +4,7 @@ use super::{Degrees, Pins, PlanError};
 use crate::cluster::Cluster;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
-use shardc_ir::{Choice, FactorKind};
+use shardc_ir::{Choice, FactorKind, Op};
 
 /// One way to divide the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ const LONG: u64 = 1 << 15;
 
 /// Parameters may be stored in parts within a node, or within so many times as many nodes, so many times as many
 /// again, and so on.
-const MORE_NODES: u64 = 8;
+const MORE_NODES: u64 = 2;
 
 /// Degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
 /// moves falls with the root of `n`, but it moves operands and results.
@@ -124,7 +124,7 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                 if stored.is_empty() {
                     continue;
                 }
-                for cp in contexts(cp, pins) {
+                for cp in contexts(prepared, cp, pins) {
                     let (ring, ulysses) = (axes(pins, "ring", ring), axes(pins, "ulysses", ulysses));
                     let context = vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)];
                     let (stored, tp) = (stored.clone(), splits.clone());
@@ -183,9 +183,7 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> 
     let within = (cluster.per_node / stride).max(1);
     let largest = |limit: u64| divisors(copies).into_iter().filter(|size| *size <= limit).max().unwrap_or(1);
     let limits = std::iter::successors(Some(within), |limit| limit.checked_mul(MORE_NODES));
-    // Of parts over more than a node there are several replicas, or the gathers are as long as over all.
-    let is_apart = |limit: &u64| *limit < copies && (*limit == within || limit * MORE_NODES <= copies);
-    let mut inner: Vec<u64> = limits.take_while(is_apart).map(largest).collect();
+    let mut inner: Vec<u64> = limits.take_while(|limit| *limit < copies).map(largest).collect();
     inner.retain(|inner| *inner > 1 && cluster.nodes > 1);
     inner.push(copies);
     inner.dedup();
@@ -198,13 +196,33 @@ fn axes(pins: &Pins, family: &str, degree: u64) -> Vec<u64> {
     pins.axes.get(family).cloned().unwrap_or(vec![degree])
 }
 
-/// The ways to make a context degree of axes: as pinned; else one axis, and two near-equal ones where the degree is
-/// large, of which attention can divide heads by one and queries by the other.
-fn contexts(cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
+/// The ways to make a context degree of axes: as pinned; else one axis, and two where attention can divide its heads by
+/// the first alone: as many as heads take, or near-equal ones where the degree is large.
+fn contexts(prepared: &Prepared<'_>, cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     if let Some(axes) = pins.axes.get("cp") {
         return vec![axes.clone()];
     }
-    [vec![cp]].into_iter().chain(square(cp)).collect()
+    let mut all = vec![vec![cp]];
+    let mut add = |axes: Vec<u64>| {
+        if !all.contains(&axes) {
+            all.push(axes)
+        }
+    };
+    for (class, rule) in prepared.folded.classes.iter().zip(&prepared.rules) {
+        if !matches!(prepared.graph.node(class.node).op, Op::Attention(_)) {
+            continue;
+        }
+        let factors = rule.factors.iter().filter(|factor| factor.kind == FactorKind::Parallel);
+        for common in factors.map(|factor| gcd(factor.size, cp)).filter(|common| *common > 1 && *common < cp) {
+            add(vec![common, cp / common]);
+        }
+    }
+    square(cp).into_iter().for_each(add);
+    all
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Two near-equal axes of a degree, where it is large.

@@ -84,7 +84,7 @@ const LONG: Sizes = Sizes { layers: 8, batch: 4, seq: 16384, hidden: 2048, heads
 /// Ranks whose parts of causal attention see more keys than those of others are no less for that: all wait for the last.
 #[test]
 fn parts_of_a_causal_mask_are_not_equal() {
-    let sizes = Sizes { layers: 2, ..LONG };
+    let sizes = Sizes { layers: 2, heads: 1, kv: 1, ..LONG };
     let cluster = Cluster::parse("h100:8", "h200").unwrap();
     let plan = plan(sizes, DType::Bf16, "h100:8", 1000, "dp=2,cp=4,zero=1,microbatch=1").unwrap();
     assert!(Feature::QueryParts.is_in(&plan), "{plan}");

@@ -22,6 +22,11 @@ impl Segments for Problem<'_> {
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
         self.pipeline.per_stage > 1 || self.level(chunk as u64, &[(chunk, from, to)]).is_some()
     }
+
+    fn least(&self, place: usize) -> f64 {
+        let paces = self.levels.iter().flat_map(|level| &level.paces);
+        paces.map(|pace| pace.sums.seconds(place, place + 1)).fold(f64::INFINITY, f64::min)
+    }
 }
 
 impl Shares for Problem<'_> {
@@ -53,6 +58,10 @@ impl Segments for BetweenBlocks<'_> {
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
         self.0.is_between(to) && self.0.fits(chunk, from, to)
+    }
+
+    fn least(&self, place: usize) -> f64 {
+        self.0.least(place)
     }
 }
 
