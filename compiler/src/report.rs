@@ -2,12 +2,16 @@
 
 use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
-use shardc_ir::plan::{Memory, Search};
+use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, OpDef, Plan};
+use shardc_passes::cost;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
 use std::fmt::Write;
+
+/// The share of a rank's work from which it is said that other ranks do the same.
+const REPEATED: f64 = 0.1;
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
 pub fn plan_text(plan: &Plan) -> String {
@@ -55,6 +59,8 @@ pub fn plan_text(plan: &Plan) -> String {
     }
     if let Some(idle) = idle(plan) {
         let _ = writeln!(text, "idle     {idle}");
+    } else if let Some(repeated) = repeated(plan) {
+        let _ = writeln!(text, "repeats  {repeated}");
     }
     let zero = Pins::parse(&plan.choice).ok().and_then(|choice| choice.zero).unwrap_or(0);
     if let Some(undivided) = Undivided::of_plan(plan, zero) {
@@ -98,6 +104,42 @@ fn idle(plan: &Plan) -> Option<String> {
              fast{multiple}",
             ranks - ranks / copies,
             names.join(", "),
+        )
+    })
+}
+
+/// Which operation several ranks compute alike, if that is much of what each computes: one whose sizes, or kernels,
+/// divide over fewer ranks than there are.
+fn repeated(plan: &Plan) -> Option<String> {
+    let (graph, mesh) = (&plan.graph, &plan.mesh);
+    let axes: Vec<AxisId> =
+        mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis)).collect();
+    let ranks = mesh.extent(axes.iter().copied());
+    // Of each operation the work of a rank, what of it others do as well, and how many do the most of that.
+    let mut each: BTreeMap<&str, (f64, f64, (f64, u64))> = BTreeMap::new();
+    for (id, node) in graph.nodes() {
+        let whole = cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
+        let is_alike = |axis: &AxisId| plan.strategies[id].choice(*axis) == Choice::Replicate;
+        let copies = mesh.extent(axes.iter().copied().filter(is_alike));
+        let own = whole * copies as f64 / ranks as f64;
+        let (work, again, most) = each.entry(node.op.name()).or_default();
+        let alike = own * (1.0 - 1.0 / copies as f64);
+        (*work, *again) = (*work + own, *again + alike);
+        if alike > most.0 {
+            *most = (alike, copies);
+        }
+    }
+    let all: f64 = each.values().map(|(work, ..)| work).sum();
+    let (name, (_, again, (_, copies))) = each.into_iter().max_by(|a, b| a.1.1.total_cmp(&b.1.1))?;
+    (again > REPEATED * all).then(|| {
+        let wider = match (plan.request.scope, name.starts_with("attention")) {
+            (Scope::Runnable, true) => ", or see by --search all whether rings would, which do not run yet",
+            _ => "",
+        };
+        format!(
+            "{name} is the same on {copies} ranks, {:.0}% of what each computes: its heads or sizes divide over no more \
+             here; use fewer ranks, or more samples{wider}",
+            100.0 * again / all
         )
     })
 }

@@ -23,6 +23,19 @@ fn idle_ranks() {
     assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
 }
 
+/// Twelve heads divide over four of eight ranks, and no runtime takes a part of the queries under a causal mask.
+#[test]
+fn attention_that_several_ranks_repeat() {
+    let plan = |cp: &str| {
+        let pins = format!("tp=1,{cp}");
+        let args = ["plan", "llama-160m", "--cluster", "h100:8", "--batch", "2", "--seq", "8192", "--pin", &pins];
+        check(&args, 0, &[])
+    };
+    let said = plan("cp=8");
+    assert!(said.contains("is the same on 2 ranks") && said.contains("--search all"), "{said}");
+    assert!(!plan("cp=4").contains("repeats  "));
+}
+
 /// Devices whose number divides neither the batch nor the model are slower than fewer of them, and that is said.
 #[test]
 fn fewer_devices() {

@@ -115,7 +115,7 @@ struct Chunk {
     made: HashMap<ValueId, ValueId>,
     /// Its tokens of what others make, by the dimension that holds them.
     slices: HashMap<(ValueId, usize), ValueId>,
-    moved: HashMap<NodeId, NodeId>,
+    moved: BTreeMap<NodeId, NodeId>,
 }
 
 impl Chunking<'_> {
@@ -221,9 +221,11 @@ impl Chunking<'_> {
         Ok(())
     }
 
-    /// What a chunk's copy of a node is there for.
+    /// What a chunk's copy of a node is there for. What follows from the loss comes before it here, and is of the product
+    /// then.
     fn role(&self, chunk: &Chunk, id: NodeId) -> Role {
-        self.from.node(id).role.moved(|of| chunk.moved.get(&of).copied().or(self.moved[of]))
+        let moved = |of| chunk.moved.get(&of).copied().or(self.moved[of]);
+        self.from.node(id).role.moved(|of| moved(of).or(moved(self.head.product)))
     }
 
     /// Copies a node of the head for a chunk, of which `factor` is the tokens.

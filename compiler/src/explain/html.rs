@@ -98,14 +98,29 @@ fn run_lengths(list: &[usize]) -> Vec<[usize; 2]> {
     runs
 }
 
-/// Seconds a step spends on the kernels, and on the collectives, of each class of nodes, on a rank of each stage.
+/// Seconds a step spends on the kernels, and on the collectives, of each class of nodes, on a rank of each stage. Of a
+/// collective of several values each has as much as it has of the bytes.
 fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 2]> {
+    let graph = &inspection.plan.graph;
     let mut times: BTreeMap<usize, [f64; 2]> = BTreeMap::new();
     for (program, rank) in collectives::of_stages(inspection) {
         for (instruction, span) in collectives::spans(program, rank) {
             let Some(source) = instruction.source else { continue };
-            let kind = usize::from(instruction.stream == Stream::Communication);
-            times.entry(folded.class[source]).or_default()[kind] += span.finish - span.start;
+            let seconds = span.finish - span.start;
+            if instruction.stream != Stream::Communication {
+                times.entry(folded.class[source]).or_default()[0] += seconds;
+                continue;
+            }
+            let buffers = instruction.results.iter().map(|result| &program.buffers[*result]);
+            let known = buffers.filter_map(|buffer| Some((graph.value(buffer.value?).def, buffer.ty.bytes().0 as f64)));
+            let mut parts: Vec<(NodeId, f64)> = known.collect();
+            if parts.len() < 2 {
+                parts = vec![(source, 1.0)];
+            }
+            let all = parts.iter().map(|(_, bytes)| bytes).sum::<f64>().max(1.0);
+            for (node, bytes) in parts {
+                times.entry(folded.class[node]).or_default()[1] += seconds * bytes / all;
+            }
         }
     }
     times

@@ -219,7 +219,8 @@ impl Converter<'_> {
         let is_open = is_most && is_whole(0, whole.first()) && is_whole(whole.len(), entries.as_ref());
         let part = part.filter(|_| is_open);
         let (Some(mut part), Some(all)) = (part, all) else { return self.log_probability(logits, labels) };
-        (part.start.pop(), part.limit.pop());
+        part.start.truncate(whole.len());
+        part.limit.truncate(whole.len());
         let mut labels = labels;
         for (dim, size) in whole.iter().enumerate() {
             let ignored = |c: &mut Self, count: u64| {

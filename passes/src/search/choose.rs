@@ -19,7 +19,18 @@ const MOST_REFUSED: usize = 8;
 type Kin = (u64, u64);
 
 pub(super) fn kin(candidate: &Candidate) -> Kin {
-    (candidate.degrees.degree("dp"), candidate.zero)
+    (candidate.degrees.degree("dp") * candidate.degrees.degree("fsdp"), candidate.zero)
+}
+
+/// Whether plans differ at the most in over how many ranks parameters are stored and what is computed again: then
+/// estimates tell which is faster.
+fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
+    let same = |of: &Candidate| {
+        let degrees = of.degrees.clone().with("dp", &[]).with("fsdp", &[]);
+        let schedule = of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage));
+        (degrees, of.zero, of.loss_chunks, schedule, of.offload)
+    };
+    a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }
 
 /// The best plan of the meshes that are visited, and its estimated step.
@@ -61,7 +72,8 @@ pub(super) fn choose(
             let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
             others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
         };
-        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare();
+        let is_known = || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
+        let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
         if !estimate.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
