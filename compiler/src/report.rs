@@ -4,13 +4,13 @@ use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, OpDef, Plan};
+use shardc_ir::{AxisId, Choice, Op, OpDef, Plan};
 use shardc_passes::cost;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// The share of a rank's work from which it is said that other ranks do the same.
+/// The share of a rank's work from which it is said that others do the same.
 const REPEATED: f64 = 0.1;
 
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
@@ -108,38 +108,36 @@ fn idle(plan: &Plan) -> Option<String> {
     })
 }
 
-/// Which operation several ranks compute alike, if that is much of what each computes: one whose sizes, or kernels,
-/// divide over fewer ranks than there are.
+/// That several ranks compute the same attention, if that is much of what each computes: there are more of them than
+/// heads, and no runtime divides the queries under a causal mask. (Products that several ranks make are chosen, where
+/// that takes less than to exchange them.)
 fn repeated(plan: &Plan) -> Option<String> {
     let (graph, mesh) = (&plan.graph, &plan.mesh);
     let axes: Vec<AxisId> =
         mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis)).collect();
     let ranks = mesh.extent(axes.iter().copied());
-    // Of each operation the work of a rank, what of it others do as well, and how many do the most of that.
-    let mut each: BTreeMap<&str, (f64, f64, (f64, u64))> = BTreeMap::new();
+    // The work of a rank, what of it others do as well, and how many do.
+    let (mut work, mut again, mut most) = (0.0, 0.0, 1);
     for (id, node) in graph.nodes() {
         let whole = cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
         let is_alike = |axis: &AxisId| plan.strategies[id].choice(*axis) == Choice::Replicate;
         let copies = mesh.extent(axes.iter().copied().filter(is_alike));
         let own = whole * copies as f64 / ranks as f64;
-        let (work, again, most) = each.entry(node.op.name()).or_default();
-        let alike = own * (1.0 - 1.0 / copies as f64);
-        (*work, *again) = (*work + own, *again + alike);
-        if alike > most.0 {
-            *most = (alike, copies);
+        work += own;
+        if matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_)) {
+            again += own * (1.0 - 1.0 / copies as f64);
+            most = most.max(copies);
         }
     }
-    let all: f64 = each.values().map(|(work, ..)| work).sum();
-    let (name, (_, again, (_, copies))) = each.into_iter().max_by(|a, b| a.1.1.total_cmp(&b.1.1))?;
-    (again > REPEATED * all).then(|| {
-        let wider = match (plan.request.scope, name.starts_with("attention")) {
-            (Scope::Runnable, true) => ", or see by --search all whether rings would, which do not run yet",
-            _ => "",
-        };
+    let wider = match plan.request.scope {
+        Scope::Runnable => ", or see by --search all whether rings would, which do not run yet",
+        Scope::All => "",
+    };
+    (again > REPEATED * work).then(|| {
         format!(
-            "{name} is the same on {copies} ranks, {:.0}% of what each computes: its heads or sizes divide over no more \
-             here; use fewer ranks, or more samples{wider}",
-            100.0 * again / all
+            "attention is the same on {most} ranks, {:.0}% of what each computes: they are more than its heads divide \
+             over; use fewer ranks, or more samples{wider}",
+            100.0 * again / work
         )
     })
 }

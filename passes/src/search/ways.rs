@@ -274,6 +274,19 @@ pub(super) fn divisors(number: u64) -> Vec<u64> {
 mod tests {
     use super::*;
 
+    /// Within a node, and over twice as many ranks each time: any of them may be the fastest that fits.
+    #[test]
+    fn parts_lie_over_nodes_of_any_number() {
+        let over = |cluster: &str, copies: u64, stride: u64| {
+            stored(&Cluster::parse(cluster, "h200").unwrap(), copies, stride, &Pins::default())
+        };
+        assert_eq!(over("h100:8x16", 128, 1), [128, 64, 32, 16, 8]);
+        assert_eq!(over("h100:8x16", 64, 2), [64, 32, 16, 8, 4]);
+        assert_eq!(over("h100:8x6", 48, 1), [48, 24, 16, 8]);
+        assert_eq!(over("h100:8", 8, 1), [8]);
+        assert_eq!(over("h100:4x3", 3, 4), [3]);
+    }
+
     #[test]
     fn divisors_are_in_order() {
         assert_eq!(divisors(1), [1]);
