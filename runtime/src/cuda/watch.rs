@@ -1,8 +1,8 @@
 //! Watches the ranks of this process while they start and while a step runs.
 //!
-//! A rank whose device hangs, or whose group never meets, cannot help itself: its thread may be stuck in a library. So another
-//! thread looks at the time, at the run's first failure, and at the communicators' own errors; it
-//! gives the communicators up, which lets the device go on, and says where the streams stand.
+//! A rank whose device hangs, or whose group never meets, cannot help itself: its thread may be stuck in a
+//! library. So another thread looks at the time, at the run's first failure, and at the communicators' own
+//! errors; it gives the communicators up, which lets the device go on, and says where the streams stand.
 
 use super::copies::Release;
 use super::nccl::Communicator;
@@ -54,8 +54,11 @@ impl Task {
 
     fn fix(self) -> String {
         match self {
-            Self::Start => "NCCL_DEBUG=INFO shows what NCCL waits for, which is often a network between the hosts that                             NCCL_SOCKET_IFNAME has to name"
-                .to_string(),
+            Self::Start => {
+                "NCCL_DEBUG=INFO shows what NCCL waits for, which is often a network between the hosts that \
+                            NCCL_SOCKET_IFNAME has to name"
+                    .to_string()
+            }
             Self::Step => format!("{STEP_LIMIT} sets the limit in seconds, should the step be right"),
         }
     }
