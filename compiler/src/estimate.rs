@@ -42,6 +42,16 @@ impl Row {
     pub fn total(&self) -> Bytes {
         self.parameters + self.gradients + self.state
     }
+
+    /// The least of it, in one microbatch or in several.
+    fn least(&self) -> Bytes {
+        self.in_one.min(self.total())
+    }
+
+    /// Whether it is of training in a precision.
+    fn trains(&self, precision: &str) -> bool {
+        self.optimizer != "none" && self.precision == precision
+    }
 }
 
 /// Bytes of a parameter's copy: shards are not of 8-bit floats, and over several microbatches both arrangements live.
@@ -109,7 +119,7 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     let rows = estimate(parameters, ranks);
     let memory = room.per_rank(ranks);
     let say = |precision: &str| {
-        let is_trained = |row: &&Row| row.optimizer != "none" && row.precision == precision;
+        let is_trained = |row: &&Row| row.trains(precision);
         // A lower stage may do in one microbatch.
         let in_one = rows.iter().filter(is_trained).find(|row| row.in_one <= memory);
         if let Some(row) = rows.iter().filter(is_trained).find(|row| row.total() <= memory) {
@@ -132,7 +142,7 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
         }
         // With stage 3 the ranks together hold what one would.
         let whole = estimate(parameters, 1);
-        let needed = whole.iter().filter(is_trained).map(|row| row.in_one.min(row.total())).min().unwrap_or_default();
+        let needed = whole.iter().filter(is_trained).map(Row::least).min().unwrap_or_default();
         let needs = match room {
             Room::Devices(bytes) => {
                 let ranks = counted(needed.0.div_ceil(bytes.0.max(1)), "data rank");
@@ -174,9 +184,7 @@ pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<St
             leanest = Some(leanest.map_or(needed, |least: (Bytes, Bytes)| least.min(needed)));
         }
         let (on_host, on_device) = leanest.unwrap_or_default();
-        let fits_alone =
-            |row: &Row| row.precision == precision && row.optimizer != "none" && row.total().min(row.in_one) <= device;
-        if estimate(parameters, ranks).iter().any(fits_alone) {
+        if estimate(parameters, ranks).iter().any(|row| row.trains(precision) && row.least() <= device) {
             return format!(
                 "{precision}: trains on the devices alone; to take its optimizer state the host would need {on_host}"
             );

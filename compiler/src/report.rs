@@ -4,7 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Op, OpDef, Plan};
+use shardc_ir::{AxisId, Choice, Mesh, Op, OpDef, Plan};
 use shardc_passes::cost;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
@@ -83,13 +83,16 @@ pub fn plan_text(plan: &Plan) -> String {
     text
 }
 
+/// The axes along which the ranks of a stage lie.
+fn dividing(mesh: &Mesh) -> impl Iterator<Item = AxisId> + '_ {
+    mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis))
+}
+
 /// How many ranks do nothing but what others do, if any: those along axes by which no node is divided.
 fn idle(plan: &Plan) -> Option<String> {
     let mesh = &plan.mesh;
-    let is_stage = |axis: AxisId| mesh.family("pp").contains(&axis);
-    let divides = |axis: AxisId| plan.strategies.values().any(|strategy| strategy.choice(axis) != Choice::Replicate);
-    let idle: Vec<AxisId> =
-        mesh.ids().filter(|axis| !mesh.is_time(*axis) && !is_stage(*axis) && !divides(*axis)).collect();
+    let divides = |axis: &AxisId| plan.strategies.values().any(|strategy| strategy.choice(*axis) != Choice::Replicate);
+    let idle: Vec<AxisId> = dividing(mesh).filter(|axis| !divides(axis)).collect();
     let copies = mesh.extent(idle.iter().copied());
     let (ranks, batch) = (mesh.ranks(), plan.request.batch);
     let names: Vec<&str> = idle.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
@@ -113,15 +116,13 @@ fn idle(plan: &Plan) -> Option<String> {
 /// that takes less than to exchange them.)
 fn repeated(plan: &Plan) -> Option<String> {
     let (graph, mesh) = (&plan.graph, &plan.mesh);
-    let axes: Vec<AxisId> =
-        mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis)).collect();
-    let ranks = mesh.extent(axes.iter().copied());
+    let ranks = mesh.extent(dividing(mesh));
     // The work of a rank, what of it others do as well, and how many do.
     let (mut work, mut again, mut most) = (0.0, 0.0, 1);
     for (id, node) in graph.nodes() {
         let whole = cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
         let is_alike = |axis: &AxisId| plan.strategies[id].choice(*axis) == Choice::Replicate;
-        let copies = mesh.extent(axes.iter().copied().filter(is_alike));
+        let copies = mesh.extent(dividing(mesh).filter(is_alike));
         let own = whole * copies as f64 / ranks as f64;
         work += own;
         if matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_)) {

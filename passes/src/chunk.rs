@@ -118,6 +118,13 @@ struct Chunk {
     moved: BTreeMap<NodeId, NodeId>,
 }
 
+impl Chunk {
+    /// The first of its tokens, and how many it has, where all are so many in so many chunks.
+    fn tokens(&self, size: u64, chunks: u64) -> (u64, u64) {
+        (self.index * (size / chunks), size / chunks)
+    }
+}
+
 impl Chunking<'_> {
     fn run(&mut self) -> Result<(), OpError> {
         let mut is_done = false;
@@ -206,9 +213,8 @@ impl Chunking<'_> {
         for (value, parts) in parts {
             let whole = match (head.made(value), &parts[..]) {
                 (Some(Made::Logits { tokens, .. } | Made::Tokens { tokens }), _) => {
-                    let node = graph.value(value).def;
-                    let result = graph.node(node).results.iter().position(|result| *result == value);
-                    let (origin, role) = (Origin::Result(node, result.unwrap_or_default()), graph.node(node).role);
+                    let (node, result) = (graph.value(value).def, graph.value(value).index);
+                    let (origin, role) = (Origin::Result(node, result), graph.node(node).role);
                     let role = role.moved(|of| self.moved[of]);
                     let joined = self.add((Concat { dim: tokens }, &parts, &[]), node, role, origin)?;
                     self.to.result(joined)
@@ -243,10 +249,7 @@ impl Chunking<'_> {
         }
         let part = |(ty, dims): (&TensorType, &Vec<Vec<usize>>)| {
             let mut slice: Vec<(u64, u64)> = ty.shape.iter().map(|size| (0, *size)).collect();
-            if let Some(dim) = tokens(dims) {
-                let length = ty.shape[dim] / self.chunks;
-                slice[dim] = (chunk.index * length, length);
-            }
+            tokens(dims).into_iter().for_each(|dim| slice[dim] = chunk.tokens(ty.shape[dim], self.chunks));
             Part { shape: ty.shape.clone(), slice }
         };
         let (reads, results) = (graph.operand_types(id), graph.result_types(id));
@@ -271,8 +274,8 @@ impl Chunking<'_> {
         let whole = self.map[&value];
         let mut limit = self.to.ty(whole).shape.clone();
         let mut start = vec![0; limit.len()];
-        let length = limit[dim] / self.chunks;
-        (start[dim], limit[dim]) = (chunk.index * length, (chunk.index + 1) * length);
+        let (first, count) = chunk.tokens(limit[dim], self.chunks);
+        (start[dim], limit[dim]) = (first, first + count);
         let slice = (Slice { start, limit }, &[whole][..], &[][..]);
         let slice = self.add(slice, node, Role::Forward, Origin::Operand(node, operand))?;
         chunk.slices.insert((value, dim), self.to.result(slice));

@@ -62,8 +62,9 @@ impl Head {
             let mut finding = Finding::new(graph);
             finding.take_makers(logits, [tokens, tokens + 1])?;
             let product = finding.product()?;
-            finding.take_readers(&users, &reached_from(graph, product))?;
-            finding.take_between()?;
+            let depends = reached_from(graph, product);
+            finding.take_readers(&users, &depends)?;
+            finding.take_between(&depends)?;
             let Finding { nodes, made, .. } = finding;
             let is_read = |value: &ValueId| {
                 let mut readers = users.get(value).into_iter().flatten();
@@ -101,13 +102,13 @@ impl Head {
     /// of them and read by its own nodes alone.
     pub fn passing<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = (NodeId, usize)> + 'a {
         let passing = self.made.keys().filter(|value| !self.read.contains(value));
-        passing.map(|value| (graph.value(*value).def, place(graph, *value)))
+        passing.map(|value| graph.value(*value)).map(|value| (value.def, value.index))
     }
 
     /// The nodes and results that are sums over the tokens: the gradients of its weights.
     pub fn sums<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = (NodeId, usize)> + 'a {
         let sums = self.made.iter().filter(|(_, made)| **made == Made::Sum);
-        sums.map(|(value, _)| (graph.value(*value).def, place(graph, *value)))
+        sums.map(|(value, _)| graph.value(*value)).map(|value| (value.def, value.index))
     }
 
     /// How many tokens a sample has.
@@ -124,8 +125,8 @@ impl Head {
     /// Whether its nodes agree on which tokens they handle, and none but them needs logits.
     fn is_sound(&self, graph: &Graph) -> bool {
         let is_read_well = |(id, factor): (NodeId, usize)| {
-            let operands = graph.node(id).operands.iter().zip(&graph.rule(id).operands);
-            operands.into_iter().all(|(value, dims)| match self.made(*value) {
+            let mut operands = graph.node(id).operands.iter().zip(&graph.rule(id).operands);
+            operands.all(|(value, dims)| match self.made(*value) {
                 Some(Made::Logits { tokens, .. } | Made::Tokens { tokens }) => dims[tokens] == [factor],
                 Some(Made::Sum) => false,
                 None => dims.iter().all(|dim| !dim.contains(&factor) || *dim == [factor]),
@@ -156,11 +157,6 @@ pub fn makers(graph: &Graph, entropy: NodeId) -> Option<BTreeMap<NodeId, usize>>
 
 fn single(factors: &[usize]) -> Option<usize> {
     if let [factor] = factors { Some(*factor) } else { None }
-}
-
-/// Which result of its node a value is.
-fn place(graph: &Graph, value: ValueId) -> usize {
-    graph.def(value).results.iter().position(|result| *result == value).unwrap_or_default()
 }
 
 /// A head while it is looked for.
@@ -210,9 +206,9 @@ impl<'a> Finding<'a> {
                 (*known == Made::Logits { tokens, vocabulary }).then_some(())?;
                 continue;
             }
-            let (id, node) = (self.graph.value(value).def, self.graph.def(value));
-            let rule = self.graph.rule(id);
-            let result = &rule.results[place(self.graph, value)];
+            let (id, index) = (self.graph.value(value).def, self.graph.value(value).index);
+            let (node, rule) = (self.graph.node(id), self.graph.rule(id));
+            let result = &rule.results[index];
             let (tokens, vocabulary) = (single(&result[tokens])?, single(&result[vocabulary])?);
             self.take(id, tokens, Some(vocabulary))?;
             let before = open.len();
@@ -257,8 +253,9 @@ impl<'a> Finding<'a> {
         Some(())
     }
 
-    /// Takes in what lies on a way from one of its nodes to another.
-    fn take_between(&mut self) -> Option<()> {
+    /// Takes in what lies on a way from one of its nodes to another. What depends on any of them, and is none, depends on
+    /// the product: what else makes logits is read by its own nodes alone.
+    fn take_between(&mut self, depends: &SecondaryMap<NodeId, bool>) -> Option<()> {
         let graph = self.graph;
         let mut is_needed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
         for (id, node) in graph.nodes().rev() {
@@ -266,13 +263,8 @@ impl<'a> Finding<'a> {
                 node.operands.iter().for_each(|value| is_needed[graph.value(*value).def] = true);
             }
         }
-        let mut is_behind: SecondaryMap<NodeId, bool> = SecondaryMap::new();
         for (id, node) in graph.nodes() {
-            is_behind[id] = node.operands.iter().any(|value| {
-                let def = graph.value(*value).def;
-                is_behind[def] || self.nodes.contains_key(&def)
-            });
-            if !is_behind[id] || !is_needed[id] || self.nodes.contains_key(&id) {
+            if !depends[id] || !is_needed[id] || self.nodes.contains_key(&id) {
                 continue;
             }
             let mut operands = node.operands.iter().zip(&graph.rule(id).operands);

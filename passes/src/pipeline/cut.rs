@@ -9,6 +9,8 @@
 //! Most of them lead nowhere: chunks of one length, found by bisection of that length, are a bound, and what is left of
 //! the graph takes at least its own time, in chunks of which the largest is at least the mean (branch and bound).
 
+use std::ops::RangeInclusive;
+
 /// What a chunk between two places costs.
 pub trait Segments {
     /// Seconds of one microbatch as the chunk of this number.
@@ -53,10 +55,8 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
             }
             let known = std::mem::take(&mut ways[chunk][from]);
             let shortest = known.iter().map(|way| way.sum).fold(f64::INFINITY, f64::min);
-            // As many places are left as there are chunks.
             let left = chunks - chunk - 1;
-            let first = if left == 0 { end } else { from + 1 };
-            for to in first..=end - left.min(end) {
+            for to in ends(from, end, left) {
                 let (own, rest) = (least[to] - least[from], least[end] - least[to]);
                 if shortest + own + further * own > enough {
                     break;
@@ -88,6 +88,12 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
     Some((objective(found), cuts))
 }
 
+/// Where a chunk may end that begins at `from`, with so many behind it: as many places are left as there are chunks.
+fn ends(from: usize, end: usize, left: usize) -> RangeInclusive<usize> {
+    let first = if left == 0 { end } else { from + 1 };
+    first..=end - left.min(end)
+}
+
 /// The objective of some cuts whose chunks are nearly equal; infinite if none of those that are tried fit. `least` is
 /// what all takes at least up to each place.
 fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn Segments) -> f64 {
@@ -96,9 +102,7 @@ fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn
     let within = |limit: f64| {
         let (mut from, mut sum, mut largest) = (0, 0.0, 0.0f64);
         for chunk in 0..chunks {
-            let left = chunks - chunk - 1;
-            let first = if left == 0 { end } else { from + 1 };
-            let places = (first..=end - left.min(end)).take_while(|to| least[*to] - least[from] <= limit);
+            let places = ends(from, end, chunks - chunk - 1).take_while(|to| least[*to] - least[from] <= limit);
             let fitting = places.filter(|to| segments.fits(chunk, from, *to));
             let seconds = fitting.map(|to| (to, segments.seconds(chunk, from, to)));
             let (to, seconds) = seconds.filter(|(_, seconds)| *seconds <= limit).last()?;

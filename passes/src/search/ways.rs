@@ -101,6 +101,7 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
     let opens_context = |cp: u64| cp == 1 || ((all || is_scarce) && is_long(cp)) || needs_context;
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
     let stores_parts = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
+    let in_attention = attention_sizes(prepared);
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
         let is_pinned = pins.tp == Some(tp) || (pins.tp.is_none() && pins.dp.is_some());
@@ -124,7 +125,7 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                 if stored.is_empty() {
                     continue;
                 }
-                for cp in contexts(prepared, cp, pins) {
+                for cp in contexts(&in_attention, cp, pins) {
                     let (ring, ulysses) = (axes(pins, "ring", ring), axes(pins, "ulysses", ulysses));
                     let context = vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)];
                     let (stored, tp) = (stored.clone(), splits.clone());
@@ -196,28 +197,27 @@ fn axes(pins: &Pins, family: &str, degree: u64) -> Vec<u64> {
     pins.axes.get(family).cloned().unwrap_or(vec![degree])
 }
 
+/// The sizes that attention may divide, its heads among them.
+fn attention_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
+    let classes = prepared.folded.classes.iter().zip(&prepared.rules);
+    let attention = classes.filter(|(class, _)| matches!(prepared.graph.node(class.node).op, Op::Attention(_)));
+    let factors = attention.flat_map(|(_, rule)| &rule.factors);
+    factors.filter(|factor| factor.kind == FactorKind::Parallel).map(|factor| factor.size).collect()
+}
+
 /// The ways to make a context degree of axes: as pinned; else one axis, and two where attention can divide its heads by
 /// the first alone: as many as heads take, or near-equal ones where the degree is large.
-fn contexts(prepared: &Prepared<'_>, cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
+fn contexts(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     if let Some(axes) = pins.axes.get("cp") {
         return vec![axes.clone()];
     }
     let mut all = vec![vec![cp]];
-    let mut add = |axes: Vec<u64>| {
+    let common = sizes.iter().map(|size| gcd(*size, cp)).filter(|common| *common > 1 && *common < cp);
+    for axes in common.map(|common| vec![common, cp / common]).chain(square(cp)) {
         if !all.contains(&axes) {
-            all.push(axes)
-        }
-    };
-    for (class, rule) in prepared.folded.classes.iter().zip(&prepared.rules) {
-        if !matches!(prepared.graph.node(class.node).op, Op::Attention(_)) {
-            continue;
-        }
-        let factors = rule.factors.iter().filter(|factor| factor.kind == FactorKind::Parallel);
-        for common in factors.map(|factor| gcd(factor.size, cp)).filter(|common| *common > 1 && *common < cp) {
-            add(vec![common, cp / common]);
+            all.push(axes);
         }
     }
-    square(cp).into_iter().for_each(add);
     all
 }
 

@@ -22,6 +22,9 @@ enum State {
     Partial,
 }
 
+/// Who reads each value, as which operand.
+type Users = HashMap<ValueId, Vec<(NodeId, usize)>>;
+
 /// What every node does with an axis that divides the batch.
 pub fn batch_choices(
     graph: &Graph,
@@ -36,25 +39,7 @@ pub fn batch_choices(
         follow(graph, folded, rules, &inputs, &mut choices);
         // Rows of samples (labels of all tokens in one dimension), where something that is divided reads them, or what
         // is made of them.
-        let is_wanted = |id: &NodeId| {
-            let mut open = vec![(graph.node(*id).results[0], 0)];
-            let mut seen: HashSet<(ValueId, usize)> = HashSet::new();
-            while let Some((value, dim)) = open.pop() {
-                for reader in users.get(&value).into_iter().flatten() {
-                    if wanted(folded, rules, &choices, reader) == Some(dim) {
-                        return true;
-                    }
-                    let rule = &rules[folded.class[reader.0]];
-                    let factor = outermost(&rule.operands[reader.1], dim).filter(|factor| divisible(rule, *factor));
-                    let holds = |dims: &Vec<Vec<usize>>| dims.iter().position(|dim| dim.first() == factor.as_ref());
-                    let made = graph.node(reader.0).results.iter().zip(&rule.results);
-                    let made = made.filter(|_| factor.is_some() && choices[reader.0] == Choice::Replicate);
-                    let next = made.filter_map(|(value, dims)| Some((*value, holds(dims)?)));
-                    open.extend(next.filter(|next| seen.insert(*next)));
-                }
-            }
-            false
-        };
+        let is_wanted = |id: &NodeId| is_wanted(graph, folded, rules, &choices, (&users, graph.result(*id)));
         let mut rows = samples(graph, |size| size > batch && batch > 1 && size.is_multiple_of(batch));
         rows.retain(|id| !inputs.contains(id) && is_wanted(id));
         if rows.is_empty() {
@@ -64,6 +49,33 @@ pub fn batch_choices(
     }
     divide_sources(graph, folded, rules, &mut choices);
     choices
+}
+
+/// Whether something that is divided reads the first dimension of a value divided, or of what is made of it alone.
+fn is_wanted(
+    graph: &Graph,
+    folded: &Folded,
+    rules: &[&FactorRule],
+    choices: &SecondaryMap<NodeId, Choice>,
+    (users, value): (&Users, ValueId),
+) -> bool {
+    let mut open = vec![(value, 0)];
+    let mut seen: HashSet<(ValueId, usize)> = HashSet::new();
+    while let Some((value, dim)) = open.pop() {
+        for reader in users.get(&value).into_iter().flatten() {
+            if wanted(folded, rules, choices, reader) == Some(dim) {
+                return true;
+            }
+            let rule = &rules[folded.class[reader.0]];
+            let factor = outermost(&rule.operands[reader.1], dim).filter(|factor| divisible(rule, *factor));
+            let Some(factor) = factor.filter(|_| choices[reader.0] == Choice::Replicate) else { continue };
+            let holds = |dims: &Vec<Vec<usize>>| dims.iter().position(|dim| dim.first() == Some(&factor));
+            let made = graph.node(reader.0).results.iter().zip(&rule.results);
+            let made = made.filter_map(|(value, dims)| Some((*value, holds(dims)?)));
+            open.extend(made.filter(|next| seen.insert(*next)));
+        }
+    }
+    false
 }
 
 /// The inputs whose first dimension is of such a size.
