@@ -155,22 +155,29 @@ pub fn verdict(parameters: u64, ranks: u64, room: Room) -> Vec<String> {
     PRECISIONS.map(|(precision, _)| say(precision)).to_vec()
 }
 
-/// How a model trains on devices of so much memory that leave their optimizer state, and if need be
-/// their parameters, in one host's memory beside them: a line per precision. The host keeps the master
-/// copies, AdamW's moments and the gradients it is given; `shardc plan --search all` says which of it
-/// to move and what that costs.
+/// How a model trains on devices of so much memory that leave their optimizer state, and if need be their gradients
+/// and their parameters, in one host's memory beside them: a line per precision. The host keeps the master
+/// copies, AdamW's moments and the gradients it is given: all of a step's at its end, or each as it is made, where that
+/// is the rank's part of the sum. `shardc plan --search all` says which of it to move and what that costs.
 pub fn hosted(parameters: u64, ranks: u64, device: Bytes, host: Bytes) -> Vec<String> {
     let ranks = ranks.max(1);
     let say = |(precision, working): (&str, u64)| {
         let mut leanest = None;
-        for (zero, streams) in (0..=3).flat_map(|zero| [(zero, false), (zero, true)]) {
+        let leaves = |zero: u64| zero >= 1 || ranks == 1;
+        let ways = |zero| [(zero, false, false), (zero, leaves(zero), false), (zero, leaves(zero), true)];
+        for (zero, leaves, streams) in (0..=3).flat_map(ways) {
             let share = |bytes: u64, from_stage: u64| {
                 if zero >= from_stage { (parameters * bytes).div_ceil(ranks) } else { parameters * bytes }
             };
             let copies = share(kept(working, zero, true), 3);
-            let on_device = share(4, 2) + if streams { 0 } else { copies };
+            let on_device = if leaves { 0 } else { share(4, 2) } + if streams { 0 } else { copies };
             let on_host = Bytes(ranks * (share(4 + 8 + 4, 1) + if streams { copies } else { 0 }));
-            let what = if streams { "optimizer state and parameters" } else { "optimizer state" };
+            let what = match (leaves, streams) {
+                (false, false) => "optimizer state",
+                (true, false) => "optimizer state and gradients",
+                (false, true) => "optimizer state and parameters",
+                (true, true) => "optimizer state, gradients and parameters",
+            };
             if on_host <= host
                 && let Some(left) = device.0.checked_sub(on_device)
             {
@@ -237,8 +244,14 @@ mod tests {
         check(20_000, 10, "bf16: trains on the devices alone; to take its optimizer state the host would need");
         check(2400, 16_000, "trains with ZeRO 2 or more and its optimizer state on the host");
         check(600, 16_000, "trains with ZeRO 3 or more and its optimizer state on the host, which holds 15.62 KiB");
-        check(400, 18_000, "trains with ZeRO 3 or more and its optimizer state and parameters on the host");
-        check(400, 16_000, "does not fit; at least it needs 15.62 KiB of the host and 600 B of each device");
+        check(400, 16_000, "trains with ZeRO 3 or more and its optimizer state and gradients on the host");
+        check(100, 18_000, "trains with ZeRO 3 or more and its optimizer state, gradients and parameters on the host");
+        check(100, 16_000, "does not fit; at least it needs 15.62 KiB of the host and 200 B of each device");
+        let alone = hosted(1000, 1, Bytes(2000), Bytes(16_000)).remove(1);
+        assert!(
+            alone.contains("trains with ZeRO 0 or more and its optimizer state and gradients on the host"),
+            "{alone}"
+        );
     }
 
     #[test]

@@ -62,8 +62,7 @@ pub fn plan_text(plan: &Plan) -> String {
     } else if let Some(repeated) = repeated(plan) {
         let _ = writeln!(text, "repeats  {repeated}");
     }
-    let zero = Pins::parse(&plan.choice).ok().and_then(|choice| choice.zero).unwrap_or(0);
-    if let Some(undivided) = Undivided::of_plan(plan, zero) {
+    if let Some(undivided) = Undivided::of_plan(plan, Pins::chosen(plan).zero.unwrap_or(0)) {
         let _ = writeln!(text, "whole    {undivided}, and each stores them whole; {}", undivided.fix());
     }
     if let Some((message, fix)) = refused(plan) {

@@ -26,6 +26,7 @@ use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, Graph, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
+use shardc_passes::search::{Pins, Recompute};
 
 /// The largest number of ranks that are run, or whose programs are all lowered and compared.
 const MOST_RANKS: u64 = 16;
@@ -176,7 +177,8 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         sizes.product::<u64>()
     };
     let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ulysses", "cp", "tp"]));
-    let zero = choice(plan, "zero").filter(|_| data * degree(&["ulysses", "cp"]) > 1).unwrap_or("0");
+    let chosen = Pins::chosen(plan);
+    let zero = chosen.zero.filter(|_| data * degree(&["ulysses", "cp"]) > 1).unwrap_or(0);
     let text = |(family, sizes): &(&str, Vec<u64>)| {
         let sizes: Vec<String> = sizes.iter().filter(|size| **size > 1).map(u64::to_string).collect();
         let is_named = !sizes.is_empty() || ["dp", "tp"].contains(family);
@@ -184,12 +186,12 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     };
     let degrees: Vec<String> = axes.iter().filter_map(text).collect();
     // Chunks that overlap are as good in any number; of a single sample the tokens are cut.
-    let (samples, chunks) = match choice(plan, "overlap_chunks") {
-        Some(_) if choice(plan, "microbatch") == Some("1") => (1, ",overlap_chunks=2"),
+    let (samples, chunks) = match chosen.overlap_chunks {
+        Some(_) if chosen.microbatch == Some(1) => (1, ",overlap_chunks=2"),
         Some(_) => (2 * samples, ",overlap_chunks=2"),
         None => (samples, ""),
     };
-    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(plan));
+    let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(&chosen));
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
@@ -198,23 +200,15 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
 }
 
-/// What a plan chose, as a pin says it.
-fn choice<'a>(plan: &'a Plan, name: &str) -> Option<&'a str> {
-    let mut parts = plan.choice.split(',').filter_map(|part| part.split_once('='));
-    parts.find(|(key, _)| *key == name).map(|(_, value)| value)
-}
-
 /// The pin of what is computed again: of the first stage and the last, if stages differ.
-fn recompute(plan: &Plan) -> String {
-    if let Some((first, others)) = choice(plan, "stage_recompute").and_then(|of| of.split_once('/')) {
-        let last = others.rsplit('/').next().unwrap_or(others);
+fn recompute(chosen: &Pins) -> String {
+    if let [first, .., last] = &chosen.stage_recompute[..] {
         return format!("stage_recompute={first}/{last}");
     }
-    let recompute = match choice(plan, "recompute").unwrap_or("none") {
-        "none" | "0" => "none",
-        "block" | "full" => "block",
-        "selective" => "selective",
-        _ => "1",
+    let recompute = match chosen.recompute {
+        None | Some(Recompute::None) => Recompute::None,
+        Some(Recompute::Values(_) | Recompute::Blocks(_)) => Recompute::Blocks(1),
+        Some(other) => other,
     };
     format!("recompute={recompute}")
 }

@@ -95,6 +95,18 @@ fn what_divides_the_batch_and_what_divides_storage() {
     of("= parameter", "dp: each rank stores its part");
     of("= cast  forward", "dp: each rank works on the part that it stores");
     of("= matmul  forward", "dp and mb: each rank and microbatch has its part of the batch");
+    let says = |said: &str, head: &str, reason: &str| {
+        let found: Vec<_> = explained(said).into_iter().filter(|(of, _)| of.contains(head)).collect();
+        assert!(!found.is_empty(), "{head}: {said}");
+        assert!(found.iter().all(|(_, lines)| lines.iter().any(|line| line.starts_with(reason))), "{head}: {said}");
+    };
+    says(&said, "= matmul  forward", "kept for the backward pass: with those alike in other blocks");
+    let again = dir.path().join("again.json");
+    let pins = ["--pin", "dp=2,tp=2,zero=1,microbatch=2,keep_casts=0,recompute=block", "-o", text(&again)];
+    check(&[&args[..args.len() - 2], &pins].concat(), 0, &[]);
+    let twice = check(&["explain", text(&again), "blocks.0.mlp.gate"], 0, &[]);
+    says(&twice, "= matmul  forward", "dropped, and computed again later: with those alike in other blocks that takes");
+    says(&twice, "= matmul  recomputed", "computed again for the backward pass: with those alike");
     // Partial sums of either operand are two alternatives, and are named as two.
     let products = explained(&said).into_iter().filter(|(head, _)| head.contains("= matmul"));
     for (head, lines) in products {
@@ -176,5 +188,9 @@ fn plans_are_compared() {
         check(&[&base[..], option, &["-o", text(&other)]].concat(), 0, &[]);
         check(&["diff", text(&plain), text(&other)], 0, words);
     }
+    // What is so in one block alone is compared with what the other plan does in all.
+    check(&[&base[..], &["--pin", "offload=optimizer:1", "-o", text(&other)]].concat(), 0, &[]);
+    let said = check(&["diff", text(&plain), text(&other)], 0, &["blocks.0.mlp.gate.weight parameter"]);
+    assert!(!said.contains("not there"), "{said}");
     check(&["diff", text(&first), text(&second), "--json"], 0, &["\"part\": \"mesh\""]);
 }

@@ -53,7 +53,7 @@ fn pins_say_what_to_move() {
     let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 140, pins);
     let base = of("microbatch=4,recompute=none").unwrap();
     assert!(!Feature::Offload.is_in(&base));
-    for kind in ["optimizer", "parameters", "activations", "optimizer:2", "optimizer@disk"] {
+    for kind in ["optimizer", "parameters", "activations", "optimizer:2", "optimizer@disk", "optimizer+gradients"] {
         let moved = of(&format!("microbatch=4,recompute=none,offload={kind}")).unwrap();
         assert!(moved.choice.ends_with(&format!("offload={kind}")), "{}", moved.choice);
         assert!(Feature::Offload.is_in(&moved), "{kind}");
@@ -66,6 +66,28 @@ fn pins_say_what_to_move() {
     assert!(error.contains("kept on the host or computed again"), "{error}");
     let error = plan(SMALL, DType::Bf16, "cpu:1", 140, "offload=optimizer").unwrap_err();
     assert!(error.contains("live in the host's memory already"), "{error}");
+}
+
+/// One device updates nothing of what it has the host update, and keeps no gradients for it: what is left beside the
+/// copies of parameters is room for activations.
+#[test]
+fn gradients_leave_as_they_are_made() {
+    let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 140, pins).unwrap();
+    for microbatch in [4, 1] {
+        let pins = format!("microbatch={microbatch},recompute=none");
+        let [kept, left] = ["optimizer", "optimizer+gradients"].map(|what| of(&format!("{pins},offload={what}")));
+        let (held, freed) = (kept.prediction.memory, left.prediction.memory);
+        assert!(freed.gradients.0 < held.gradients.0 / 2, "{microbatch}: {} of {}", freed.gradients, held.gradients);
+        // The host has room for them either way.
+        assert_eq!(kept.prediction.host, left.prediction.host);
+        let gradients = left.graph.nodes().filter_map(|(_, node)| match node.op {
+            Op::Adamw(_) => Some(left.spaces[node.operands[1]]),
+            _ => None,
+        });
+        assert!(gradients.into_iter().all(|space| space == Space::Host));
+    }
+    let error = plan(SMALL, DType::Bf16, "h200:2", 140, "dp=2,zero=0,offload=optimizer+gradients").unwrap_err();
+    assert!(error.contains("only where that is a rank's part of their sum"), "{error}");
 }
 
 /// Stages keep everything on their devices, so what is moved leaves none of them to choose from.

@@ -18,6 +18,8 @@ const WORK: usize = 1 << 26;
 const ROUNDS: usize = 64;
 /// In every other attempt, what reaches into this part of the whole counts as lying at the top.
 const HIGH: u64 = 50;
+/// Into how many spans the instructions are cut to find what lives together.
+const SPANS: usize = 64;
 /// The share over the lower bound at which no further attempt is worth its time.
 const CLOSE: f64 = 0.002;
 
@@ -98,29 +100,67 @@ fn best_of_orders(lives: &[Life]) -> (Vec<u64>, u64) {
     best.unwrap_or_default()
 }
 
+/// A storage that has its place.
+#[derive(Clone, Copy)]
+struct Placed {
+    offset: u64,
+    end: u64,
+    start: usize,
+    last: usize,
+}
+
+/// What is placed, by offset: all of it, and of each of [`SPANS`] spans of instructions what lives in it. Most storages
+/// live in one span, and meet few of the others.
+struct Shelf {
+    all: Vec<Placed>,
+    spans: Vec<Vec<Placed>>,
+    /// Instructions of a span.
+    length: usize,
+}
+
+impl Shelf {
+    fn new(lives: &[Life]) -> Self {
+        let horizon = lives.iter().map(|life| life.end + 1).max().unwrap_or(1);
+        Self { all: Vec::with_capacity(lives.len()), spans: vec![Vec::new(); SPANS], length: horizon.div_ceil(SPANS) }
+    }
+
+    /// Everything that may live with a storage, by offset.
+    fn beside(&self, life: &Life) -> &[Placed] {
+        let (first, last) = (life.start / self.length, life.end / self.length);
+        if first == last { &self.spans[first] } else { &self.all }
+    }
+
+    fn put(&mut self, life: &Life, offset: u64) {
+        let placed = Placed { offset, end: offset + life.size(), start: life.start, last: life.end };
+        let spans = &mut self.spans[life.start / self.length..=life.end / self.length];
+        for shelf in spans.iter_mut().chain([&mut self.all]) {
+            let position = shelf.partition_point(|other| other.offset <= offset);
+            shelf.insert(position, placed);
+        }
+    }
+}
+
 /// Places storages in an order, each in the tightest gap.
 fn place(lives: &[Life], order: &[usize]) -> (Vec<u64>, u64) {
     let mut offsets = vec![0; lives.len()];
-    // (offset, end, first instruction, last instruction), by offset
-    let mut placed: Vec<(u64, u64, usize, usize)> = Vec::with_capacity(order.len());
+    let mut shelf = Shelf::new(lives);
     let mut top = 0;
     for index in order {
         let (life, size) = (lives[*index], lives[*index].size());
         let (mut at, mut best): (u64, Option<(u64, u64)>) = (0, None);
-        for (offset, end, start, last) in &placed {
-            if *start > life.end || *last < life.start {
+        for other in shelf.beside(&life) {
+            if other.start > life.end || other.last < life.start {
                 continue;
             }
-            if *offset >= at + size && best.is_none_or(|(gap, _)| offset - at < gap) {
-                best = Some((offset - at, at));
+            if other.offset >= at + size && best.is_none_or(|(gap, _)| other.offset - at < gap) {
+                best = Some((other.offset - at, at));
             }
-            at = at.max(*end);
+            at = at.max(other.end);
         }
         let offset = best.map_or(at, |(_, offset)| offset);
         offsets[*index] = offset;
         top = top.max(offset + size);
-        let position = placed.partition_point(|(other, ..)| *other <= offset);
-        placed.insert(position, (offset, offset + size, life.start, life.end));
+        shelf.put(&life, offset);
     }
     (offsets, top)
 }

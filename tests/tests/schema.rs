@@ -28,7 +28,7 @@ fn every_plan_conforms() {
         ("h100:8x1", "dp=4,tp=2,zero=2,microbatch=1"),
         ("cpu:2", "zero=1,recompute=block"),
         ("h100:2", "offload=optimizer@disk+activations:1"),
-        ("h100:2", "offload=parameters+optimizer"),
+        ("h100:2", "zero=3,offload=parameters+optimizer+gradients:2"),
         ("h100:2x4", "fsdp=4,dp=2,zero=3,microbatch=1"),
         ("h100:8", "tp=2x2,dp=2"),
         ("h100:4", "cp=2,dp=2,microbatch=1"),

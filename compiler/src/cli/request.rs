@@ -233,6 +233,10 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
     };
     let number: f64 = digits.trim().parse().map_err(|_| wrong())?;
     let bytes = number * unit;
+    if (1.0..1048576.0).contains(&bytes) && digits.len() == text.len() {
+        let small = format!("{flag} {text}: without a unit it counts bytes, and nothing trains in so few");
+        return Err(Error::request(small, format!("write {text}GiB, or {text}B if that is meant")));
+    }
     if bytes.is_finite() && (1.0..1e18).contains(&bytes) { Ok(Bytes(bytes as u64)) } else { Err(wrong()) }
 }
 
@@ -259,7 +263,9 @@ mod tests {
             |text: &str, expect: Option<u64>| assert_eq!(size("--x", text).ok().map(|size| size.0), expect, "{text}");
         check("24GiB", Some(24 << 30));
         check("1.5 KB", Some(1500));
-        check("77", Some(77));
+        check("77B", Some(77));
+        check("77", None);
+        check("77000000", Some(77_000_000));
         check("-1GB", None);
         check("GB", None);
         check("1QB", None);

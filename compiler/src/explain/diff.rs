@@ -1,7 +1,7 @@
 //! `diff`: what two plans do differently.
 
 use super::layers::{self, Row};
-use super::names::away;
+use super::names::{away, folded_path};
 use super::stages;
 use serde::Serialize;
 use shardc_ir::plan::{Request, Scope};
@@ -119,31 +119,39 @@ fn times(plan: &Plan) -> [(&'static str, Seconds); 8] {
     ]
 }
 
-/// The layouts that differ, by module; values of one name and operation are told apart by their order.
+/// The layouts that differ, by module; values of one name and operation are told apart by their order. What one plan
+/// does in one block alone is compared with what the other does in all of them.
 fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
     let (first, second) = (keyed(layers::rows(a)), keyed(layers::rows(b)));
-    let mut found = Vec::new();
-    for (key, row) in &first {
-        let other = second.iter().find(|(known, _)| known == key).map(|(_, row)| text(row));
-        if other.as_ref() != Some(&text(row)) {
-            found.push(Difference { part: "layout", what: key.clone(), first: Some(text(row)), second: other });
-        }
-    }
-    for (key, row) in second.iter().filter(|(key, _)| !first.iter().any(|(known, _)| known == key)) {
-        found.push(Difference { part: "layout", what: key.clone(), first: None, second: Some(text(row)) });
-    }
-    found
+    let own = |rows: &[Keyed], key: &str| rows.iter().find(|of| of.key == key).map(|of| text(&of.row));
+    let of = |rows: &[Keyed], keyed: &Keyed| own(rows, &keyed.key).or_else(|| own(rows, &keyed.of_all));
+    let only_second = second.iter().filter(|of| own(&first, &of.key).is_none());
+    let both = first.iter().chain(only_second).map(|keyed| {
+        let what = keyed.key.clone();
+        Difference { part: "layout", what, first: of(&first, keyed), second: of(&second, keyed) }
+    });
+    both.filter(|difference| difference.first != difference.second).collect()
 }
 
-fn keyed(rows: Vec<Row>) -> Vec<(String, Row)> {
+/// A row, and what tells it from the others of its plan.
+struct Keyed {
+    key: String,
+    /// The same where it is alike in all blocks.
+    of_all: String,
+    row: Row,
+}
+
+fn keyed(rows: Vec<Row>) -> Vec<Keyed> {
     let mut seen: BTreeMap<String, usize> = BTreeMap::new();
-    let key = |row: Row| {
-        let name = format!("{} {}", row.name, row.op).trim().to_string();
+    let keyed = |row: Row| {
+        let text = |name: &str| format!("{name} {}", row.op).trim().to_string();
+        let [name, of_all] = [text(&row.name), text(&folded_path(&row.name))];
         let number = seen.entry(name.clone()).or_default();
         *number += 1;
-        (if *number > 1 { format!("{name} #{number}") } else { name }, row)
+        let nth = if *number > 1 { format!(" #{number}") } else { String::new() };
+        Keyed { key: name + &nth, of_all: of_all + &nth, row }
     };
-    rows.into_iter().map(key).collect()
+    rows.into_iter().map(keyed).collect()
 }
 
 /// The layout without the size of the batch, which differs where the request does.

@@ -67,6 +67,16 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
             run_events(inspection, program, (rank.rank, process), run, events);
         }
     }
+    let (end, step) = (rank.finish(), inspection.simulated.step.0);
+    if step > end {
+        events.push(span(
+            process,
+            RUNS,
+            "gaps between kernels, and waits for the slowest rank",
+            (end, step),
+            json!({}),
+        ));
+    }
     for moment in memory::moments(inspection, rank) {
         let mut held = moment.memory;
         let parts = Category::ALL.map(|category| (category.name().to_string(), json!(held.category(category).0)));

@@ -185,10 +185,27 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
     if plan.transient[value] {
         reasons.push("gathered at each use and dropped after it (ZeRO-3)".to_string());
     }
-    if let Role::Recompute(_) = node.role {
-        reasons.push("computed again for the backward pass, so that it need not be kept".to_string());
-    }
+    reasons.extend(computed_again(plan, why, def));
     reasons
+}
+
+/// What becomes of a value between the passes, and what that saves or costs.
+fn computed_again(plan: &Plan, why: &Why, def: NodeId) -> Option<String> {
+    let is_copy = matches!(plan.graph.node(def).role, Role::Recompute(_));
+    let Some(cost) = why.again.get(&def) else {
+        return is_copy.then(|| "computed again for the backward pass, so that it need not be kept".to_string());
+    };
+    let is_dropped = || plan.graph.nodes().any(|(_, node)| node.role == Role::Recompute(def));
+    let what = "with those alike in other blocks";
+    Some(if is_copy || is_dropped() {
+        let when = if is_copy { "computed again for the backward pass" } else { "dropped, and computed again later" };
+        format!("{when}: {what} that takes {} a step, and kept they would hold {} per rank", cost.seconds, cost.bytes)
+    } else {
+        format!(
+            "kept for the backward pass: {what} {} per rank; computed again they would take {} a step",
+            cost.bytes, cost.seconds
+        )
+    })
 }
 
 /// The ZeRO stages beside the chosen one.
@@ -200,8 +217,8 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
     if why.stages.len() < 2 {
         return vec!["stored on every data rank: there is one".to_string()];
     }
-    let chosen = plan.choice.split(',').find_map(|part| part.strip_prefix("zero=")).unwrap_or("0");
-    let is_chosen = |zero: u64| zero.to_string() == chosen;
+    let chosen = Pins::chosen(plan).zero.unwrap_or(0);
+    let is_chosen = |zero: u64| zero == chosen;
     let Some((_, own)) = why.stages.iter().find(|(zero, _)| is_chosen(*zero)) else { return Vec::new() };
     // What the estimate does not see of the plan it does not see of its other stages either.
     let bytes = |of: &Prediction| of.memory.total().0 as f64;

@@ -29,6 +29,8 @@ pub struct Moved {
     pub up: f64,
     /// From it.
     pub down: f64,
+    /// Bytes of its memory that the host reads and writes meanwhile, to add up what comes.
+    pub added: f64,
 }
 
 /// What one rank has its host do in a step.
@@ -87,12 +89,12 @@ impl Host {
 
     /// Seconds in which every device of the host is given so many bytes.
     pub fn feed(&self, bytes: f64) -> f64 {
-        self.transfer(Moved { up: bytes, down: 0.0 })
+        self.transfer(Moved { up: bytes, ..Moved::default() })
     }
 
     /// Seconds of transfers: at the rate of the device's link, or its share of the host's memory if that is less.
     fn transfer(&self, moved: Moved) -> f64 {
-        (moved.up.max(moved.down) / self.link).max((moved.up + moved.down) / self.memory)
+        (moved.up.max(moved.down) / self.link).max((moved.up + moved.down + moved.added) / self.memory)
     }
 
     /// What a step's traffic adds to it.
@@ -102,7 +104,7 @@ impl Host {
         // Gradients leave beside the last backward pass, after what that moves anyway.
         let last = Moved { down: traffic.backward.down + traffic.gradients, ..traffic.backward };
         let gradients = over(last, beside.backward) - over(traffic.backward, beside.backward);
-        let returned = self.transfer(Moved { up: traffic.returned, down: 0.0 });
+        let returned = self.feed(traffic.returned);
         let update = (traffic.updated * UPDATE_BYTES + traffic.returned) / self.memory;
         let disk = (traffic.disk / self.read).max(traffic.disk / self.write);
         Shown { transfers: beside.microbatches * each + gradients, update: update.max(returned).max(disk) }
@@ -138,7 +140,7 @@ mod tests {
 
     #[test]
     fn transfers_hide_beside_computation() {
-        let moved = Moved { up: 5.55e9, down: 0.0 };
+        let moved = Moved { up: 5.55e9, ..Moved::default() };
         let traffic = Traffic { forward: moved, gradients: 5.55e9, ..Traffic::default() };
         let shown = |seconds: f64| {
             let beside = Beside { forward: seconds, backward: seconds, microbatches: 4.0 };

@@ -54,11 +54,19 @@ impl Away {
         self.is_open || self.pin.is_some()
     }
 
-    /// A pin that no host has room for.
+    /// A pin that no host has room for, or that no candidate can keep.
     pub fn too_large(&self) -> PlanError {
-        let pin = format!("offload={}", self.pin.unwrap_or_default());
-        let message = format!("it takes more than the {} that each rank has of its host's memory", self.room.host);
-        PlanError::Pin { pin, message: format!("{message}; give more with --host-memory, or move less") }
+        let pin = self.pin.unwrap_or_default();
+        let mut message = format!(
+            "it takes more than the {} that each rank has of its host's memory; give more with --host-memory, or move \
+             less",
+            self.room.host
+        );
+        if pin.gradients > 0 {
+            message += "; and gradients leave as they are made only where that is a rank's part of their sum: with \
+                        zero=2 or 3, with zero=1 in one microbatch, or on one rank";
+        }
+        PlanError::Pin { pin: format!("offload={pin}"), message }
     }
 
     /// What a candidate may place away, with what that takes and adds, and its prediction then.
@@ -71,9 +79,11 @@ impl Away {
         let mut chosen = Vec::new();
         match self.pin {
             Some(pin) if pin.activations > 0 && is_recomputed => {}
+            Some(pin) if pin.gradients > 0 && !at.shape.leaves_gradients(at.storage, at.zero) => {}
             Some(pin) => chosen.extend(Some(pin).filter(|pin| relieve(*pin).0.host <= self.room.host)),
             None if self.is_open && base.memory.total() > self.room.device => {
-                chosen = self.room.choices(is_recomputed, at.shape.blocks, &relieve);
+                let may_leave = at.shape.leaves_gradients(at.storage, at.zero);
+                chosen = self.room.choices((is_recomputed, may_leave), at.shape.blocks, &relieve);
             }
             None => {}
         }
@@ -92,10 +102,11 @@ impl Room {
     }
 
     /// The offloads worth considering for what does not fit on the device: of each kind, and of kinds
-    /// together, the fewest blocks that do. `relieve` gives an offload's relief and prediction.
+    /// together, the fewest blocks that do. Activations leave where none `is_recomputed`, gradients where they
+    /// `may_leave`; `relieve` gives an offload's relief and prediction.
     pub fn choices(
         &self,
-        is_recomputed: bool,
+        (is_recomputed, may_leave): (bool, bool),
         blocks: u64,
         relieve: &dyn Fn(Offload) -> (Relief, Prediction),
     ) -> Vec<Offload> {
@@ -103,14 +114,19 @@ impl Room {
         let none = Offload::default();
         let optimizer = Offload { optimizer: ALL, ..none };
         let both = Offload { parameters: ALL, ..optimizer };
+        let [given, all] = [optimizer, both].map(|of| Offload { gradients: ALL, ..of });
         let with_activations: Grow = |of, count| Offload { activations: count, ..of };
         let mut ladders: Vec<(Offload, Grow)> = vec![
             (none, |of, count| Offload { optimizer: count, ..of }),
             (optimizer, |of, count| Offload { parameters: count, ..of }),
         ];
-        if !is_recomputed {
-            ladders.extend([none, optimizer, both].map(|of| (of, with_activations)));
+        if may_leave {
+            ladders.push((optimizer, |of, count| Offload { gradients: count, ..of }));
+            ladders.push((given, |of, count| Offload { parameters: count, ..of }));
         }
+        let is_open = |of: &Offload| !is_recomputed && (may_leave || of.gradients == 0);
+        ladders
+            .extend([none, optimizer, given, both, all].into_iter().filter(is_open).map(|of| (of, with_activations)));
         let mut found = Vec::new();
         for (of, grow) in ladders {
             // One more than the blocks is everything.
@@ -138,7 +154,7 @@ impl Room {
 /// [`PlanError::Pin`].
 pub fn check(pin: &Offload, blocks: u64, recompute: Option<Recompute>) -> Result<(), PlanError> {
     let fail = |message: String| Err(PlanError::Pin { pin: format!("offload={pin}"), message });
-    let counts = [pin.optimizer, pin.parameters, pin.activations];
+    let counts = [pin.optimizer, pin.gradients, pin.parameters, pin.activations];
     if counts.into_iter().any(|count| count != ALL && count > blocks) {
         return fail(format!("the model has {blocks} blocks; leave the number out for all of them"));
     }
@@ -168,7 +184,7 @@ mod tests {
         };
         let text = |host: u64, is_recomputed: bool| {
             let room = Room { device: Bytes(155), host: Bytes(host) };
-            let found = room.choices(is_recomputed, 10, &relieve);
+            let found = room.choices((is_recomputed, true), 10, &relieve);
             found.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
         };
         assert_eq!(text(1000, false), "optimizer:5 activations:5");

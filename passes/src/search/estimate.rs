@@ -385,11 +385,28 @@ impl<'a> Shape<'a> {
         self.microbatches as f64
     }
 
+    /// Whether gradients may leave the device as they are made: each rank has its part of their sum then.
+    pub fn leaves_gradients(&self, index: usize, zero: u64) -> bool {
+        self.storages[index].ranks() == 1 || zero >= 2 || (zero == 1 && self.microbatches == 1)
+    }
+
     /// Memory per rank, with parameters stored in one of the ways.
     pub fn memory(&self, index: usize, zero: u64, recompute: Recompute) -> Memory {
+        self.memory_without(index, zero, recompute, 0.0)
+    }
+
+    /// The same where a share of the gradients leaves as they are made.
+    pub fn memory_without(&self, index: usize, zero: u64, recompute: Recompute, left: f64) -> Memory {
         let storage = &self.storages[index];
         let is_shared = storage.ranks() > 1;
         let [whole, reduced] = [storage.gradients.whole as u64, storage.gradients.part as u64];
+        // Of what leaves, there is what is made beside what is on its way.
+        let on_its_way = |bytes: u64| {
+            let largest = self.prepared.lives.gradients().map(|(class, result)| self.sizes()[class][result]).max();
+            let window = (2 * bytes / self.blocks.max(1)).max(largest.unwrap_or(0));
+            ((left * bytes as f64) as u64).min(window)
+        };
+        let stay = |bytes: u64| ((1.0 - left) * bytes as f64) as u64 + on_its_way(bytes);
         let (peak, gradients, copies) = if self.microbatches > 1 {
             let accumulators = if zero >= 2 { reduced } else { whole };
             let is_reduced = zero >= 2 && is_shared;
@@ -399,13 +416,14 @@ impl<'a> Shape<'a> {
             // Copies that live through the step: what is made of parameters, and gathered parameters.
             let bare = if zero >= 1 { storage.bare } else { 0.0 };
             let copies = if zero == 3 { storage.copied.part } else { storage.copied.whole + bare };
-            (peak, accumulators + waiting, copies)
+            (peak, stay(accumulators) + waiting, copies)
         } else {
             let kept = if zero >= 1 { reduced as f64 / whole.max(1) as f64 } else { 1.0 };
-            let peak = self.peak(recompute, Gradients::Kept(kept), index, zero);
+            let peak = self.peak(recompute, Gradients::Kept((1.0 - left) * kept), index, zero);
             // A gradient is whole until it is reduced.
             let waiting = if zero >= 1 && is_shared { self.block_gradient } else { 0 };
-            (peak, peak.gradients + waiting, 0.0)
+            let on_its_way = on_its_way(if zero >= 1 { reduced } else { whole });
+            (peak, peak.gradients + waiting + on_its_way, 0.0)
         };
         let bucket = if is_shared { self.bucket(whole) } else { 0 };
         Memory {

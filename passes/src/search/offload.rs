@@ -1,8 +1,10 @@
-//! What does not lie on the device: optimizer state, parameters, saved activations.
+//! What does not lie on the device: optimizer state, gradients, parameters, saved activations.
 //!
 //! Each is a number of blocks, from the first on, so a plan moves no more than memory asks for.
-//! *Optimizer* is the state and the master copies that only the update reads: the host updates them.
-//! *Parameters* are the copies that the passes read: they come to the device block by block. *Activations*
+//! *Optimizer* is the state and the master copies that only the update reads: the host updates them, and gets their
+//! gradients when all of the step's are there. *Gradients* leave as they are made, and the host adds up those of
+//! several microbatches (Ren et al., "ZeRO-Offload", 2021, section 4.1). *Parameters* are the copies that the passes
+//! read: they come to the device block by block. *Activations*
 //! are what the backward pass reads of a block: on the device they live as long as those of a block that
 //! is computed again, so [`Shape`] knows what that frees; they cost transfers instead of computation.
 
@@ -22,6 +24,8 @@ use std::fmt;
 pub struct Offload {
     /// Optimizer state and master copies.
     pub optimizer: u64,
+    /// Gradients, as soon as they are made: of no more blocks than the optimizer's.
+    pub gradients: u64,
     /// Copies of parameters that the passes read.
     pub parameters: u64,
     /// What the backward pass reads.
@@ -62,10 +66,10 @@ pub struct Relief {
 impl Offload {
     /// Whether everything lies on the device.
     pub fn is_none(&self) -> bool {
-        (self.optimizer, self.parameters, self.activations) == (0, 0, 0)
+        [self.optimizer, self.gradients, self.parameters, self.activations] == [0; 4]
     }
 
-    /// Reads `none`, `optimizer`, `optimizer:12@disk+parameters:3+activations:8`.
+    /// Reads `none`, `optimizer`, `optimizer:12@disk+gradients:12+parameters:3+activations:8`.
     ///
     /// # Errors
     /// Names the part that is not understood, and what is.
@@ -76,11 +80,12 @@ impl Offload {
             let (kind, count) = what.split_once(':').unwrap_or((what, ""));
             let slot = match kind {
                 "optimizer" => &mut offload.optimizer,
+                "gradients" if !disk => &mut offload.gradients,
                 "parameters" if !disk => &mut offload.parameters,
                 "activations" if !disk => &mut offload.activations,
                 _ => {
                     return Err(format!(
-                        "`{part}` is none of none, optimizer, optimizer@disk, parameters, activations"
+                        "`{part}` is none of none, optimizer, optimizer@disk, gradients, parameters, activations"
                     ));
                 }
             };
@@ -91,6 +96,11 @@ impl Offload {
             }
             *slot = count;
             offload.is_on_disk |= disk;
+        }
+        if offload.gradients > offload.optimizer {
+            return Err("gradients leave for where they are read, by updates on the host: \
+                 add the optimizer of as many blocks, as in optimizer+gradients"
+                .to_string());
         }
         Ok(offload)
     }
@@ -105,23 +115,31 @@ impl Offload {
         };
         let (optimizer, parameters) = (share(self.optimizer), share(self.parameters));
         let [masters, state, gradients] = [held.masters, held.state, held.gradients].map(|bytes| optimizer * bytes);
+        let left = share(self.gradients) * held.gradients;
         let copies = parameters * held.copies;
         let window = (2.0 * held.copies / shape.blocks as f64).min(copies);
         let kept = shape.memory(storage, zero, recompute);
+        let without = shape.memory_without(storage, zero, recompute, share(self.gradients));
+        let of_gradients = kept.total().0.saturating_sub(without.total().0).min(kept.gradients.0);
         // Of the copies, those that are there where memory is the fullest.
         let there = parameters * (kept.parameters.0 as f64 - held.masters).clamp(0.0, held.copies);
         let dropped = match self.activations {
-            0 => kept,
-            count => shape.memory(storage, zero, Recompute::Blocks(count.min(shape.blocks))),
+            0 => without,
+            count => {
+                let again = Recompute::Blocks(count.min(shape.blocks));
+                shape.memory_without(storage, zero, again, share(self.gradients))
+            }
         };
-        let activations = kept.total().0.saturating_sub(dropped.total().0) as f64;
+        let activations = without.total().0.saturating_sub(dropped.total().0) as f64;
         let halves = shape.passes(recompute);
         let away = masters + state;
         let returned = gradients / 4.0 * held.width * if self.parameters >= self.optimizer { 0.0 } else { 1.0 };
+        // To add a gradient to a sum, the host reads both and writes the sum.
+        let added = if shape.microbatches() > 1.0 { 3.0 * left } else { 0.0 };
         let traffic = Traffic {
-            forward: Moved { up: copies, down: activations },
-            backward: Moved { up: copies + activations, down: 0.0 },
-            gradients,
+            forward: Moved { up: copies, down: activations, added: 0.0 },
+            backward: Moved { up: copies + activations, down: left, added },
+            gradients: gradients - left,
             updated: gradients / 4.0,
             returned,
             disk: if self.is_on_disk { away } else { 0.0 },
@@ -132,6 +150,7 @@ impl Offload {
         Relief {
             memory: Memory {
                 parameters: bytes(masters + (there - window).max(0.0)),
+                gradients: Bytes(of_gradients),
                 optimizer: bytes(state),
                 activations: bytes(activations),
                 ..Memory::default()
@@ -158,6 +177,10 @@ impl Offload {
                     Space::Host
                 }
                 Op::Cast(_) if within(self.parameters, node) && is_parameter(plan, node.operands[0]) => Space::Host,
+                Op::Adamw(_) if within(self.gradients, node) => {
+                    away.push((node.operands[1], Space::Host));
+                    continue;
+                }
                 _ => continue,
             };
             away.push((node.results[0], space));
@@ -199,6 +222,7 @@ impl Relief {
         let (memory, freed) = (on_device.memory, self.memory);
         let memory = Memory {
             parameters: less(memory.parameters, freed.parameters),
+            gradients: less(memory.gradients, freed.gradients),
             optimizer: less(memory.optimizer, freed.optimizer),
             activations: less(memory.activations, freed.activations),
             ..memory
@@ -222,6 +246,7 @@ impl fmt::Display for Offload {
         let disk = if self.is_on_disk { "@disk" } else { "" };
         let kinds = [
             ("optimizer", self.optimizer, disk),
+            ("gradients", self.gradients, ""),
             ("parameters", self.parameters, ""),
             ("activations", self.activations, ""),
         ];
@@ -256,6 +281,9 @@ mod tests {
         check("none", "none true");
         check("optimizer", "optimizer false");
         check("activations:3+optimizer:2@disk", "optimizer:2@disk+activations:3 false");
+        check("gradients:2+optimizer", "optimizer+gradients:2 false");
+        check("gradients", "add the optimizer of as many blocks");
+        check("gradients:3+optimizer:2", "add the optimizer of as many blocks");
         check("optimizer+optimizer:2", "write each kind once");
         check("optimizer:0", "a number of blocks above 0");
         check("optimizer@tape", "with @disk or without");

@@ -6,7 +6,7 @@
 //! fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as well. The
 //! estimate and the bound that a search reports are those of whole plans.
 
-use super::{Candidate, Degrees, PlanError, Space};
+use super::{Candidate, Degrees, Pins, PlanError, Space};
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
 
@@ -121,7 +121,7 @@ pub(super) fn contenders(
 
 /// Whether a plan's graph is in chunks: it is that of one mesh then, and its sums are not those of whole nodes.
 pub fn is_in_chunks(plan: &Plan) -> bool {
-    plan.choice.contains("overlap_chunks=")
+    Pins::chosen(plan).overlap_chunks.is_some_and(|chunks| chunks > 1)
 }
 
 /// The most chunks that may be pinned: every node of a block is one in each.

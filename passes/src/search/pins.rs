@@ -3,6 +3,7 @@
 use super::PlanError;
 use super::offload::Offload;
 use super::overlap::MOST_CHUNKS;
+use shardc_ir::Plan;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::units::counted;
 use std::collections::BTreeMap;
@@ -132,6 +133,11 @@ pub struct Pins {
 }
 
 impl Pins {
+    /// What a plan chose, as pins would say it; of a choice that cannot be read, nothing.
+    pub fn chosen(plan: &Plan) -> Self {
+        Self::parse(&plan.choice).unwrap_or_default()
+    }
+
     /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4,overlap_chunks=2`; an
     /// empty text fixes nothing. The other families of [`FAMILIES`](super::degrees::FAMILIES) are pinned like `dp`; a
     /// product such as `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
@@ -410,7 +416,7 @@ mod tests {
         check("stage_recompute=block/none", "it names 2 stages; pin pp=2 with it");
         check("recompute=block:3", "`block:3` is not none, selective, value");
         check("recompute=half", "`half` is not none, selective, value");
-        check("offload=optimizer:2,tp=2", "optimizer: 2, parameters: 0");
+        check("offload=optimizer:2,tp=2", "optimizer: 2, gradients: 0, parameters: 0");
         check("offload=optimizer,offload=none", "`offload` is pinned twice");
         check("offload=weights", "`weights` is none of none, optimizer");
         check("dp", "write NAME=VALUE");

@@ -16,8 +16,9 @@ use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
 use crate::shard::prepare::prepare;
+use crate::shard::tensor::Prepared;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{AxisId, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
+use shardc_ir::{AxisId, Bytes, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What a node might do with one axis.
@@ -31,6 +32,16 @@ pub struct Options {
     pub costs: Vec<(Choice, Seconds)>,
 }
 
+/// What a value of the forward pass that the backward pass reads costs, with those alike in all blocks: kept or computed
+/// again.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Again {
+    /// What it takes in a step to compute them again.
+    pub seconds: Seconds,
+    /// What a rank holds of them where a microbatch's backward pass begins, if they are kept.
+    pub bytes: Bytes,
+}
+
 /// The alternatives to some parts of a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Why {
@@ -39,6 +50,9 @@ pub struct Why {
     /// Per node that was asked for, what it does with an axis because that divides the batch. What else it does with
     /// such an axis it does because of how parameters are stored.
     pub batch: BTreeMap<NodeId, Choice>,
+    /// Per node that was asked for, what its results that may be computed again cost; of a plan in chunks that overlap,
+    /// and of stages of a pipeline, nothing.
+    pub again: BTreeMap<NodeId, Again>,
     /// The ZeRO stages on the plan's mesh, with the plan's recomputation; of a plan in chunks that overlap none.
     pub stages: Vec<(u64, Prediction)>,
 }
@@ -96,11 +110,23 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     }
     // Whatever was cut into chunks is cut in the plan's graph already.
     let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&plan.mesh));
+    if plan.stages() == 1 {
+        let of = |node: &NodeId| Some((*node, again(&prepared, &shape, class(node)?)?));
+        why.again = nodes.iter().filter_map(of).collect();
+    }
     let work = model_work(&graph, cluster);
-    let recompute = Pins::parse(&plan.choice).ok().and_then(|pins| pins.recompute).unwrap_or(Recompute::None);
+    let recompute = Pins::chosen(plan).recompute.unwrap_or(Recompute::None);
     let is_shared = !copy_axes(&plan.mesh).is_empty();
     let has_parts = !plan.mesh.family("fsdp").is_empty();
     let stages = if has_parts { 1..=3 } else { 0..=if is_shared { 3 } else { 0 } };
     why.stages = stages.map(|zero| (zero, shape.predict(&placed, 0, zero, recompute, work))).collect();
     Ok(why)
+}
+
+/// What the results of a class cost that live where the backward pass begins and can be computed again, if any do.
+fn again(prepared: &Prepared<'_>, shape: &Shape<'_>, class: usize) -> Option<Again> {
+    let alike = prepared.lives.at_turn(class).iter().map(|[_, can_go]| *can_go);
+    let bytes: f64 = alike.clone().zip(&shape.sizes()[class]).map(|(count, size)| count * *size as f64).sum();
+    let seconds = shape.each(class).seconds() * alike.fold(0.0, f64::max) * shape.microbatches();
+    (bytes > 0.0).then_some(Again { seconds: Seconds(seconds), bytes: Bytes(bytes as u64) })
 }

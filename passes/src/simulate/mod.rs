@@ -145,7 +145,7 @@ pub struct Rank {
     pub communication: Seconds,
     /// Of it, what no kernel hid.
     pub exposed_communication: Seconds,
-    /// Time spent waiting for other ranks at collectives and messages.
+    /// Time without a kernel, spent waiting for other ranks at collectives and messages.
     pub waiting: Seconds,
 }
 
@@ -229,6 +229,31 @@ impl Simulated {
     }
 }
 
+/// The time of a run in which something waits for other ranks, and no kernel runs.
+fn waited(spans: &[Span], is_kernel: &dyn Fn(&Span) -> bool) -> f64 {
+    let mut waits: Vec<(f64, f64)> = spans.iter().map(|span| (span.ready, span.start)).collect();
+    waits.retain(|(from, to)| to - from > engine::SAME);
+    if waits.is_empty() {
+        return 0.0;
+    }
+    // One stream's kernels run one after the other.
+    let mut busy = spans.iter().filter(|span| is_kernel(span)).map(|span| (span.start, span.finish)).peekable();
+    waits.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (mut waited, mut counted) = (0.0, 0.0f64);
+    for (from, to) in waits {
+        let mut at = counted.max(from);
+        while let Some((start, finish)) = busy.next_if(|(start, _)| *start < to) {
+            waited += (start - at).max(0.0);
+            at = at.max(finish);
+            // A kernel may run on beside the next wait.
+            counted = counted.max(finish);
+        }
+        waited += (to - at).max(0.0);
+        counted = counted.max(to);
+    }
+    waited
+}
+
 fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -> Rank {
     let mut busy = [0.0; Stream::ALL.len()];
     let (mut communication, mut hidden, mut waiting) = (0.0, 0.0, 0.0);
@@ -237,12 +262,12 @@ fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -
         for span in run.spans.iter() {
             let stream = instructions[span.index as usize].stream;
             busy[stream as usize] += span.finish - span.start;
-            waiting += span.start - span.ready;
             if stream == Stream::Communication {
                 communication += span.finish - span.start;
                 hidden += span.hidden;
             }
         }
+        waiting += waited(&run.spans, &|span| instructions[span.index as usize].stream == Stream::Compute);
     }
     Rank {
         rank: class.rank,
