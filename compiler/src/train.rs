@@ -154,7 +154,7 @@ impl<'a> Trainer<'a> {
         Ok((metrics, all))
     }
 
-    /// Runs the next step; should it fail, all ranks are told.
+    /// Runs the next step; should it fail, all ranks are told, but of numbers that they all read alike.
     fn report(
         &mut self,
         batch: BTreeMap<String, HostTensor>,
@@ -166,8 +166,11 @@ impl<'a> Trainer<'a> {
             if self.step == 0 {
                 launch::agree_on_batch(&world, &batch)?;
             }
-            self.run(batch, run)
-        })
+            match self.run(batch, run) {
+                Err(error @ Error::NotFinite { .. }) => Ok(Err(error)),
+                outcome => outcome.map(Ok),
+            }
+        })?
     }
 
     fn run(

@@ -5,19 +5,22 @@ use super::log::say;
 use super::{check_not_read, print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
-use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
+use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc_ir::HostTensor;
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
+use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, sync_channel};
 
 /// Steps that are left out of the median time: the first touch the memory.
 const WARM: usize = 1;
@@ -81,12 +84,17 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
             // What was trained is saved whatever becomes of what was measured.
             shown = measured.map(drop);
         }
-        outcome?;
-        let Some(dir) = &args.save else { return shown };
-        model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
-        if world.is_lead() && !json {
-            print(&format!("saved to {}\n", dir.display()));
+        // A step whose loss or norm is not finite leaves the parameters as they were, on every rank alike.
+        if let (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) = (&outcome, &args.save) {
+            model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
+            if world.is_lead() && !json {
+                print(&format!("saved to {}\n", dir.display()));
+            }
         }
+        outcome?;
+        // No rank leaves its groups while another may still be in the last step.
+        world.at("the end of the run");
+        world.barrier("end")?;
         shown
     });
     match trained {
@@ -120,14 +128,38 @@ impl Run {
         Ok(Self { asked, is_timed, spans, bar, metrics, is_lead, steps, is_stopped: false })
     }
 
-    /// Runs the steps that were asked for, or until all ranks agree to stop.
+    /// Runs the steps that were asked for, or until all ranks agree to stop. While a step runs, the next one's batch is
+    /// read.
     fn steps(&mut self, trainer: &mut Trainer<'_>, data: &Data, stop: &AtomicBool) -> Result<(), Error> {
+        let (asked, inputs) = (self.asked, &trainer.compiled().model.inputs);
+        std::thread::scope(|scope| {
+            let (read, batches) = sync_channel(0);
+            scope.spawn(move || {
+                for step in 0..asked {
+                    let batch = data.batch(step, inputs);
+                    let is_last = batch.is_err();
+                    if read.send(batch).is_err() || is_last {
+                        break;
+                    }
+                }
+            });
+            self.steps_on(trainer, &batches, stop)
+        })
+    }
+
+    fn steps_on(
+        &mut self,
+        trainer: &mut Trainer<'_>,
+        batches: &Receiver<Result<BTreeMap<String, HostTensor>, DataError>>,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
         while (self.steps.len() as u64) < self.asked {
             if !trainer.goes_on(stop.load(Ordering::Relaxed))? {
                 self.is_stopped = true;
                 break;
             }
-            let batch = data.batch(self.steps.len() as u64, &trainer.compiled().model.inputs)?;
+            let ended = |_| Error::Bug("the thread that reads batches has ended".to_string());
+            let batch = batches.recv().map_err(ended)??;
             let is_last = self.steps.len() as u64 + 1 == self.asked;
             let (step, spans) = match is_last && self.is_timed {
                 true => trainer.timed_step(batch)?,

@@ -342,7 +342,8 @@ impl Op {
     }
 
     /// Whether a result of the same shape and size may be written over this operand: no element of
-    /// the operand is read after the result's element in its place is written.
+    /// the operand is read after the result's element in its place is written, of a rotation neither of a pair after one
+    /// of the pair is.
     pub fn may_overwrite(&self, operand: usize) -> bool {
         match self.single() {
             // The summand; a bias in its place has another shape.
@@ -358,6 +359,7 @@ impl Op {
             | Op::SwigluGrad(_)
             | Op::CrossEntropyGrad(_)
             | Op::Adamw(_) => true,
+            Op::Rotary(_) => operand == 0,
             // A product reads all of an operand before its result is whole.
             Op::Fused(region) => !region.is_products(),
             _ => false,

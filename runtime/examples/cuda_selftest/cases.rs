@@ -169,7 +169,7 @@ fn quantized_cases(all: &mut Vec<Case>) {
     }
 }
 
-/// Products of one operand beside each other, with biases.
+/// Products of one operand beside each other, with biases and activations.
 fn sibling_cases(f: DType, all: &mut Vec<Case>) {
     for (spec, shared, own, shape, biases) in [
         ("bsk,kn->bsn", vec![2, 256, 64], vec![64, 512], vec![2, 256, 512], 1),
@@ -186,6 +186,19 @@ fn sibling_cases(f: DType, all: &mut Vec<Case>) {
         let steps = (0..count).map(|index| step(op.clone(), &of(index), &makes)).collect();
         let operands = [vec![x], vec![[vec![w], vec![b; biases]].concat(); count].concat()].concat();
         let results = vec![makes; count].concat();
+        let named = (operands.len()..operands.len() + results.len()).collect();
+        all.push(case(Fused { steps, results: named }, &operands, &results));
+    }
+    // An activation whose operand is written beside it, with a bias of each product's own or none.
+    let (x, w, y, b) = (t(f, &[2, 256, 64]), t(f, &[64, 512]), t(f, &[2, 256, 512]), t(f, &[512]));
+    for (biases, written) in [(0, 1), (1, 1), (0, 2), (1, 2)] {
+        let op = Matmul { bias: biases > 0, epilogue: Some(Epilogue::GeluTanh), ..Matmul::new("bsk,kn->bsn") };
+        let makes = vec![y.clone(); written];
+        let own = 1 + biases;
+        let of = |index: usize| [vec![0], (1 + index * own..1 + (index + 1) * own).collect()].concat();
+        let steps = (0..2).map(|index| step(op.clone(), &of(index), &makes)).collect();
+        let operands = [vec![x.clone()], vec![[vec![w.clone()], vec![b.clone(); biases]].concat(); 2].concat()].concat();
+        let results = [makes.clone(), makes].concat();
         let named = (operands.len()..operands.len() + results.len()).collect();
         all.push(case(Fused { steps, results: named }, &operands, &results));
     }

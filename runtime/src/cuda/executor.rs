@@ -319,8 +319,7 @@ impl Rank {
             }
             _ => self.enqueue_runs(is_timed)?,
         }
-        let finished = self.finish(Stream::Compute, stop);
-        self.or_give_up(finished)?;
+        self.finish(Stream::Compute, stop)?;
         let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
             self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
         };
@@ -479,8 +478,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Waits for a stream, watching for faults of collectives and for other ranks' ends. Who gets an error
-    /// gives up.
+    /// Waits for a stream, watching for faults of collectives and for other ranks' ends.
     fn finish(&self, stream: Stream, stop: &AtomicBool) -> Result<(), Failure> {
         let (_, end) = self.ends.iter().find(|(known, _)| *known == stream).ok_or("no stream")?;
         self.device.record(*end, stream)?;
@@ -498,9 +496,9 @@ impl Rank {
         Ok(())
     }
 
-    /// Leaves the groups without waiting for ranks that may be gone. A recorded step goes first: NCCL
-    /// lets no communicator go while a graph holds its collectives.
-    fn give_up(&mut self) {
+    /// Leaves the groups without waiting for ranks that may be gone, which itself may hang. A recorded step goes first:
+    /// NCCL lets no communicator go while a graph holds its collectives.
+    pub fn give_up(&mut self) {
         self.recording = Recording::Refused;
         self.communicators.values().for_each(|group| group.abort());
         self.peers.iter().for_each(|peers| peers.release().release());
@@ -509,14 +507,6 @@ impl Rank {
     /// What lets the streams go if a rank of a collective by copies is gone.
     pub fn release(&self) -> Option<Arc<Release>> {
         self.peers.as_ref().map(Peers::release)
-    }
-
-    /// Gives up where something failed.
-    fn or_give_up<T>(&mut self, result: Result<T, Failure>) -> Result<T, Failure> {
-        if result.is_err() {
-            self.give_up();
-        }
-        result
     }
 }
 

@@ -161,11 +161,11 @@ impl Blas {
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let beside = gemm.epilogue.and_then(|(_, beside)| beside);
-        if gemm.batch > 1 && gemm.beside > 0 {
-            use D::{
-                CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
-            };
-            set_description(description, if beside.is_some() { AUX } else { BIAS }, &(gemm.beside as i64))?;
+        use D::{CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX};
+        for (attribute, distance) in [BIAS, AUX].into_iter().zip(gemm.beside) {
+            if gemm.batch > 1 && distance > 0 {
+                set_description(description, attribute, &(distance as i64))?;
+            }
         }
         if let Some(beside) = beside {
             set_description(description, D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &resolve(beside))?;

@@ -110,9 +110,11 @@ impl Shared {
 
     /// One look: gives the ranks up where there is reason to.
     fn look(&self, world: &World) {
+        // Asked first: whoever tells of a failure asks for the streams' places while holding what knows of it.
+        let failure = world.failure();
         let mut state = self.lock();
         let Some((task, since)) = state.task else { return };
-        let judged = state.judge((task, since), world.failure(), task.limit(world.limits()));
+        let judged = state.judge((task, since), failure, task.limit(world.limits()));
         let Some((rank, message)) = judged.map(|(rank, message)| (rank.unwrap_or(world.rank()), message)) else {
             return;
         };

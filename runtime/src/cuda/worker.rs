@@ -96,6 +96,7 @@ pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<
             return;
         }
         while let Ok(request) = inbox.recv() {
+            let mut has_failed = false;
             let answer = match request {
                 Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
@@ -105,20 +106,24 @@ pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<
                         true => rank.timed_step(&feeds, &watched.stop),
                         false => rank.step(&feeds, &watched.stop).map(|readings| (readings, Vec::new())),
                     };
-                    if readings.is_err() {
-                        watched.stop.store(true, Ordering::Relaxed);
-                    }
+                    has_failed = readings.is_err();
                     Answer::Readings(readings)
                 }
                 Request::Inspect => {
                     let found = rank.inspect(&watched.stop);
-                    if found.is_err() {
-                        watched.stop.store(true, Ordering::Relaxed);
-                    }
+                    has_failed = found.is_err();
                     Answer::Found(found)
                 }
             };
-            if outbox.send(answer).is_err() {
+            if has_failed {
+                watched.stop.store(true, Ordering::Relaxed);
+            }
+            let is_heard = outbox.send(answer).is_ok();
+            // Told first: giving up may itself hang.
+            if has_failed {
+                rank.give_up();
+            }
+            if !is_heard {
                 return;
             }
         }

@@ -22,8 +22,7 @@ impl Rank {
         let words = self.device.allocate_pinned(WORDS)?;
         self.load_scans()?;
         self.trail.begin();
-        let found = self.first_finding(words, stop);
-        self.or_give_up(found)
+        self.first_finding(words, stop)
     }
 
     fn first_finding(&self, words: u64, stop: &AtomicBool) -> Result<Option<String>, Failure> {

@@ -51,8 +51,9 @@ pub struct Gemm {
     pub epilogue: Option<(Epilogue, Option<Arg>)>,
     /// Of operands in 8-bit floats, the f32 number by which each is multiplied.
     pub scales: Option<[Arg; 2]>,
-    /// The distance between the biases of the batch, or between what the epilogue writes or reads, in elements.
-    pub beside: u64,
+    /// From one bias of the batch to the next, and from what one epilogue writes or reads to what the next does, in
+    /// elements.
+    pub beside: [u64; 2],
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
@@ -289,7 +290,7 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
     let (m, n, k, batch) = (m.size, n.size, k.size, batch.size);
-    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None, beside: 0 };
+    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None, beside: [0; 2] };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {

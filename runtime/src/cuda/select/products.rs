@@ -78,7 +78,7 @@ pub fn batch(gemms: &[Gemm], resolve: impl Fn(Arg) -> u64) -> Option<Gemm> {
     let size = |matrix: &super::Matrix| matrix.dtype.size();
     let bias = distance(&|gemm| gemm.bias, size(&first.c))?;
     let beside = distance(&|gemm| gemm.epilogue.and_then(|(_, beside)| beside), size(&first.c))?;
-    let mut whole = Gemm { batch: gemms.len() as u64, beside: bias.max(beside), ..first.clone() };
+    let mut whole = Gemm { batch: gemms.len() as u64, beside: [bias, beside], ..first.clone() };
     whole.a.batch = distance(&|gemm| Some(gemm.a.at), size(&first.a))?;
     whole.b.batch = distance(&|gemm| Some(gemm.b.at), size(&first.b))?;
     whole.c.batch = distance(&|gemm| Some(gemm.c.at), size(&first.c))?;

@@ -146,7 +146,7 @@ impl Select<'_> {
                 bias: None,
                 epilogue: None,
                 scales: Some([0, 1].map(|tensor: usize| places[tensor].offset(SCALE_ALIGNED * scale[tensor]))),
-                beside: 0,
+                beside: [0; 2],
             });
         }
         Ok(())
