@@ -314,10 +314,20 @@ fn ctrl_c_ends_at_the_step() {
 #[test]
 fn a_loss_that_is_not_finite_ends_the_run() {
     let (dir, model) = (tempfile::tempdir().unwrap(), fixture("llama"));
-    let batches = model.join("batches.safetensors");
+    let (batches, saved) = (model.join("batches.safetensors"), dir.path().join("saved"));
     let args = ["train", text(&model), "--data", text(&batches), "--steps", "10", "--lr", "1e30"];
-    check(&args, 1, &["step ", "the first tensor that is not finite: rank 0", "section `"]);
-    drop(dir);
+    let words = ["step ", "the first tensor that is not finite: rank 0", "section `"];
+    check(&args, 1, &words);
+    // The parameters are those of the step before.
+    for ranks in ["cpu:1", "cpu:2"] {
+        check(
+            &[&args[..], &["--cluster", ranks, "--save", text(&saved)]].concat(),
+            1,
+            &[&words[..], &["saved to"]].concat(),
+        );
+        assert!(saved.join("model.safetensors").is_file());
+        fs::remove_dir_all(&saved).unwrap();
+    }
 }
 
 #[test]

@@ -58,15 +58,7 @@ impl Copies {
 
 /// The module path up to and including its first numeric component; all of it if there is none.
 pub fn block_of(path: &str) -> &str {
-    let mut end = 0;
-    for part in path.split('.') {
-        end += part.len();
-        if !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()) {
-            return &path[..end];
-        }
-        end += 1;
-    }
-    path
+    crate::fold::block(path).unwrap_or(path)
 }
 
 /// The layout over space alone, or over time alone.

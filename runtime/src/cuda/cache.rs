@@ -3,10 +3,17 @@
 //! Files lie in `$XDG_CACHE_HOME/shardc`, or `~/.cache/shardc` (XDG Base Directory Specification). Nothing
 //! depends on them: what is missing, damaged or cannot be written is made anew. A file is replaced whole, so
 //! that processes that write at once leave one of their files, and its first line is the digest of the rest.
+//! What processes add to is changed under a lock ([`Cache::update`]), so that none loses what another added.
 
 use sha2::{Digest, Sha256};
+use std::fs::{File, TryLockError};
+use std::io::{Error, ErrorKind, Result};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a process waits for others that change a file, each of which takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The folder of this user's cache.
 pub struct Cache(Option<PathBuf>);
@@ -44,6 +51,17 @@ impl Cache {
         }
     }
 
+    /// Replaces what is kept under a name by what `change` makes of it, while no other process does.
+    ///
+    /// # Errors
+    /// A folder that is not known or cannot be written; another process that holds the lock for longer than 10 s.
+    pub fn update(&self, name: &str, change: impl FnOnce(Option<Vec<u8>>) -> Vec<u8>) -> Result<()> {
+        let unknown = || Error::new(ErrorKind::NotFound, "neither XDG_CACHE_HOME nor HOME names a folder");
+        let path = self.0.as_ref().ok_or_else(unknown)?.join(name);
+        let _locked = lock(&path.with_extension("lock"), PATIENCE)?;
+        replace(&path, &change(self.read(name)))
+    }
+
     /// Keeps bytes under a name.
     pub fn write(&self, name: &str, bytes: &[u8]) {
         let Some(folder) = &self.0 else { return };
@@ -53,12 +71,31 @@ impl Cache {
     }
 }
 
-/// Writes a file beside the one of this path and then gives it that name.
-fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder)?;
+/// A file that no other process has locked, until it is dropped. Where the file system knows no locks it is not locked.
+fn lock(path: &Path, patience: Duration) -> Result<File> {
+    create_folder(path)?;
+    let (file, since) = (File::options().create(true).append(true).open(path)?, Instant::now());
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => return Ok(file),
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) if since.elapsed() > patience => {
+                return Err(Error::new(ErrorKind::TimedOut, format!("another process keeps {}", path.display())));
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(5)),
+        }
     }
+}
+
+fn create_folder(path: &Path) -> Result<()> {
+    path.parent().map_or(Ok(()), std::fs::create_dir_all)
+}
+
+/// Writes a file beside the one of this path and then gives it that name.
+fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    create_folder(path)?;
     let unique = format!("{}.{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
     let fresh = path.with_extension(unique);
     let written = std::fs::write(&fresh, [digest(bytes).as_bytes(), b"\n", bytes].concat())
@@ -95,5 +132,29 @@ mod tests {
         // Where there is no folder, nothing is kept.
         Cache(None).write("a", b"b");
         assert_eq!(Cache(None).read("a"), None);
+        assert_eq!(Cache(None).update("a", |_| Vec::new()).unwrap_err().kind(), ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn what_is_added_at_once_is_all_kept() {
+        let folder = std::env::temp_dir().join(format!("shardc-update-{}", std::process::id()));
+        let add = |byte: u8| {
+            let change = |kept: Option<Vec<u8>>| [kept.unwrap_or_default(), vec![byte]].concat();
+            Cache::at(&folder).update("a/one", change).unwrap();
+        };
+        std::thread::scope(|scope| (0..32).for_each(|byte| drop(scope.spawn(move || add(byte)))));
+        let mut kept = Cache::at(&folder).read("a/one").unwrap();
+        kept.sort_unstable();
+        assert_eq!(kept, (0..32).collect::<Vec<u8>>());
+        // Who keeps the lock for ever stops nobody.
+        let path = folder.join("a/one.lock");
+        let held = lock(&path, Duration::ZERO).unwrap();
+        assert_eq!(lock(&path, Duration::ZERO).unwrap_err().kind(), ErrorKind::TimedOut);
+        drop(held);
+        lock(&path, Duration::ZERO).unwrap();
+        // A file where the folder should be.
+        let error = Cache::at(&folder.join("a/one")).update("two", |_| Vec::new()).unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::NotADirectory | ErrorKind::AlreadyExists), "{error}");
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

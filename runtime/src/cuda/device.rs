@@ -116,6 +116,12 @@ fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
     }
 }
 
+/// The release in what the driver's kernel module says of itself: the first word of digits and dots.
+fn release(text: &str) -> Option<&str> {
+    let is_release = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.lines().next()?.split_whitespace().find(is_release)
+}
+
 /// The number of GPUs, or why there are none.
 pub fn device_count() -> Result<usize, Failure> {
     result::init().map_err(says("the CUDA driver does not start"))?;
@@ -168,6 +174,9 @@ pub struct ReadyLaunch {
     shared_bytes: u32,
 }
 
+/// The kinds of streams that a device has; what another kind would do, its first one does.
+const STREAMS: [Stream; 3] = [Stream::Compute, Stream::Communication, Stream::HostToDevice];
+
 /// One GPU.
 pub struct Device {
     ordinal: usize,
@@ -195,14 +204,14 @@ impl Device {
             let priority = if *stream == Stream::Communication { greatest } else { least };
             result::stream::create_with_priority(kind(), priority).map_err(says("cannot make a stream"))
         };
-        let streams = Stream::ALL.iter().map(make).collect::<Result<Vec<_>, _>>()?;
+        let streams = STREAMS.iter().map(make).collect::<Result<Vec<_>, _>>()?;
         let (memory, pinned, functions) = (Vec::new(), Vec::new(), HashMap::new());
         Ok(Self { ordinal, device, streams, memory, taken: 0, pinned, functions })
     }
 
     /// A stream's handle.
     pub fn stream(&self, stream: Stream) -> sys::CUstream {
-        let index = Stream::ALL.iter().position(|known| *known == stream).unwrap_or(0);
+        let index = STREAMS.iter().position(|known| *known == stream).unwrap_or(0);
         self.streams[index]
     }
 
@@ -333,12 +342,18 @@ impl Device {
         unsafe { result::stream::synchronize(self.stream(stream)) }.map_err(says("the device failed"))
     }
 
-    /// The GPU's product name, and the version of its driver's interface.
-    pub fn description(&self) -> Result<(String, i32), Failure> {
-        let mut driver = 0;
-        // SAFETY: writes one number.
-        unsafe { sys::cuDriverGetVersion(&mut driver).result() }.map_err(says("version of the driver"))?;
-        Ok((result::device::get_name(self.device).map_err(says("name of the GPU"))?, driver))
+    /// The GPU's product name, the number of its multiprocessors, and its driver's release; where that is not told, the
+    /// version of the driver's interface.
+    pub fn description(&self) -> Result<(String, i32, String), Failure> {
+        let (mut interface, multiprocessors) = (0, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        // SAFETY: both write one number; the device is valid.
+        let count = unsafe {
+            sys::cuDriverGetVersion(&mut interface).result().map_err(says("version of the driver"))?;
+            result::device::get_attribute(self.device, multiprocessors).map_err(says("number of multiprocessors"))?
+        };
+        let told = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
+        let driver = told.as_deref().and_then(release).map_or_else(|| interface.to_string(), str::to_string);
+        Ok((result::device::get_name(self.device).map_err(says("name of the GPU"))?, count, driver))
     }
 
     /// Writes page-locked memory.
@@ -490,6 +505,19 @@ impl Drop for Device {
             }
             let _ = result::primary_ctx::release(self.device);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::release;
+
+    #[test]
+    fn the_drivers_release_is_read() {
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.3.0\n";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (a@b)\n";
+        assert_eq!([closed, open].map(release), [Some("535.129.03"), Some("580.95.05")]);
+        assert_eq!(release("GCC version\ngcc 12.3.0"), None);
     }
 }
 

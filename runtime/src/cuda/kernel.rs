@@ -111,7 +111,7 @@ pub struct Kernel {
     pub name: &'static str,
     /// What tells it from every other kernel.
     pub key: String,
-    /// Threads per block; a multiple of 32.
+    /// Threads per block: a multiple of 32, but where a tile is smaller.
     pub threads: u32,
     types: Vec<StorageType>,
     lanes: usize,

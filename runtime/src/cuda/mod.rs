@@ -13,8 +13,9 @@
 //! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
 //!
-//! Invariants: a step takes no memory, compiles nothing, and waits for the device once, at its end.
-//! All device memory is the program's arena: scratch memory and the libraries' workspaces are buffers
+//! Invariants: a step compiles nothing and waits for the device once, at its end, and takes no memory but what
+//! libraries take for themselves in the first two (connections, modules, a recorded graph), which a device's
+//! profile reserves. All else is the program's arena: scratch memory and the libraries' workspaces are buffers
 //! of their instructions, as large as [`select`] says ([`CudaTarget`]).
 
 mod cache;
