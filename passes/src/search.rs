@@ -21,6 +21,7 @@ mod exact_tests;
 mod held;
 pub mod line;
 pub mod liveness;
+mod lowering;
 pub mod offload;
 mod outcome;
 pub mod overlap;
@@ -167,7 +168,7 @@ impl Candidate {
 }
 
 /// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
-pub type Confirm<'a> = &'a dyn Fn(&Plan) -> Result<Prediction, String>;
+pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Prediction, String> + Sync);
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation;

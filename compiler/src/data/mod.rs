@@ -17,7 +17,7 @@ pub mod formats;
 pub mod order;
 pub mod tokens;
 
-use crate::error::DataError;
+pub use crate::error::DataError;
 use batches::ExactBatches;
 use order::SampleOrder;
 use shardc_ir::{DType, HostTensor, TensorType};

@@ -137,8 +137,19 @@ pub(super) fn predicted(
         candidate.offload.mark(&mut plan);
         return Ok(plan);
     };
+    let exact = confirm(&plan);
+    confirmed(candidate, plan, exact, cluster)
+}
+
+/// A plan of a candidate of which it is known what its programs take.
+pub(super) fn confirmed(
+    candidate: &Candidate,
+    mut plan: Plan,
+    exact: Result<Prediction, String>,
+    cluster: &Cluster,
+) -> Result<Plan, PlanError> {
     // Programs have everything on the device; what does not lie there is taken off.
-    plan.prediction = candidate.relief.apply(&confirm(&plan).map_err(PlanError::Bug)?, cluster);
+    plan.prediction = candidate.relief.apply(&exact.map_err(PlanError::Bug)?, cluster);
     let text = |of: &Prediction| format!("{}, {}", of.step, breakdown(&of.memory));
     let (estimate, exact) = (text(&candidate.prediction), text(&plan.prediction));
     tracing::info!(choice = plan.choice, estimate, exact, "lowered");

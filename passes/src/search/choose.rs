@@ -1,5 +1,6 @@
 //! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
 
+use super::lowering::Lowering;
 use super::outcome::{Told, alternatives, infeasible};
 use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
@@ -33,19 +34,51 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }
 
+/// Whether a candidate's estimate is near that of the first that is lowered.
+fn is_close(candidate: &Candidate, first: &Candidate) -> bool {
+    candidate.prediction.step.0 <= CLOSE * first.prediction.step.0
+}
+
+/// The candidates that will likely be lowered behind the first, if all take what is estimated.
+fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
+    let is_open = |index: &usize| {
+        let of = &candidates[*index];
+        of.prediction.fits() && !candidates.iter().any(|other| other.prediction.fits() && of.is_spare_of(other))
+    };
+    let mut known: Vec<usize> = (0..candidates.len()).find(is_open).into_iter().collect();
+    let Some(first) = known.first().copied() else { return Vec::new() };
+    let others = (first + 1..candidates.len()).take_while(|index| is_close(&candidates[*index], &candidates[first]));
+    known.extend(others.filter(is_open).find(|index| !is_told_apart(&candidates[first], &candidates[*index])));
+    let in_chunks = overlap::likely(candidates, &known, space);
+    known[1..].iter().map(|index| candidates[*index].clone()).chain(in_chunks).collect()
+}
+
 /// The best plan of the meshes that are visited, and its estimated step.
 pub(super) fn choose(
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
     visited: &mut Visited,
 ) -> Result<(Plan, f64), PlanError> {
-    let Space { prepared, line, cluster, request, .. } = *space;
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
+    let make =
+        |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
+    std::thread::scope(|scope| {
+        let lowering = Lowering::new(scope, confirm, &make, space.cluster);
+        chosen(space, (confirm, &lowering), visited, candidates)
+    })
+}
+
+/// Of candidates in the order of their estimates.
+fn chosen(
+    space: &Space<'_, '_>,
+    (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_, '_, '_>),
+    visited: &Visited,
+    mut candidates: Vec<Candidate>,
+) -> Result<(Plan, f64), PlanError> {
     let mut refused: Refused = Vec::new();
     let mut unmade = None;
-    let make = |candidate: &Candidate| build::build(prepared, line, cluster, request, candidate);
-    let exact = |candidate: &Candidate| build::predicted(confirm, candidate, make(candidate)?, cluster);
+    let exact = |candidate: &Candidate| lowering.plan(candidate);
     let fastest =
         |close: &[(usize, Plan)]| close.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
     // By how much the exact memory of refused plans exceeds the estimate: that of their kin will as well.
@@ -55,15 +88,15 @@ pub(super) fn choose(
     lean.sort_by(|a, b| candidates[*a].prediction.filled().total_cmp(&candidates[*b].prediction.filled()));
     let rounds =
         (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
+    likely(&candidates, space).iter().for_each(|candidate| lowering.begin(candidate));
     let mut close: Vec<(usize, Plan)> = Vec::new();
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
         if let Some((first, _)) = close.first()
-            && (candidate.prediction.step.0 > CLOSE * candidates[*first].prediction.step.0 || close.len() == MOST_CLOSE)
+            && (!is_close(candidate, &candidates[*first]) || close.len() == MOST_CLOSE)
         {
             break;
         }
-        let estimate = &candidate.prediction;
         let factor = excess.get(&kin(candidate)).copied().unwrap_or(1.0);
         let was_refused = |index: usize| refused.iter().any(|(other, _)| *other == index);
         let is_too_large = |of: &Candidate| of.prediction.filled() * factor > 1.0;
@@ -74,10 +107,10 @@ pub(super) fn choose(
         };
         let is_known = || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
         let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
-        if !estimate.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
+        if !candidate.prediction.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;
         }
-        let mut plan = match make(candidate) {
+        let plan = match exact(candidate) {
             // What is pinned suits other candidates.
             Err(error @ PlanError::Pin { .. }) => {
                 unmade = Some(error);
@@ -85,19 +118,19 @@ pub(super) fn choose(
             }
             made => made?,
         };
-        plan = build::predicted(confirm, candidate, plan, cluster)?;
         if confirm.is_none() {
             close.push((index, plan));
             break;
         }
         if !plan.prediction.fits() {
             refused.push((index, plan.prediction));
-            let more = plan.prediction.filled() / estimate.filled().max(f64::MIN_POSITIVE);
+            let more = plan.prediction.filled() / candidate.prediction.filled().max(f64::MIN_POSITIVE);
             excess.insert(kin(candidate), factor.max(more));
             continue;
         }
         let step = fastest(&close).min(plan.prediction.step.0);
-        (candidates[index].overlap_chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &exact)?;
+        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &exact)?;
+        candidates[index].overlap_chunks = chunks;
         close.push((index, plan));
     }
     if confirm.is_some() {

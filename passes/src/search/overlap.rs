@@ -100,16 +100,11 @@ pub(super) fn contenders(
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, u64, Plan)>, PlanError> {
     let most = NODES[1] / nodes(space);
-    let least = |of: &Candidate| of.prediction.step.0 - HIDDEN * of.within;
     let mut found: Vec<(usize, u64, Plan)> = Vec::new();
     let mut meshes: Vec<&Degrees> = Vec::new();
-    while meshes.len() < CONTENDERS && most >= CHUNKS[0] {
-        let is_open = |(index, of): &(usize, &Candidate)| {
-            let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
-            is_new && of.prediction.fits() && may_gain(of, of.prediction.step.0, space, step)
-        };
-        let open = candidates.iter().enumerate().filter(is_open);
-        let Some((index, candidate)) = open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))) else { break };
+    while meshes.len() < CONTENDERS {
+        let Some(index) = contender(candidates, known, &meshes, space, step) else { break };
+        let candidate = &candidates[index];
         meshes.push(&candidate.degrees);
         if let Some((chunks, plan)) = tried(candidate, step, most, make)? {
             step = plan.prediction.step.0;
@@ -117,6 +112,35 @@ pub(super) fn contenders(
         }
     }
     Ok(found)
+}
+
+/// The candidate that may gain most in chunks of those that are neither known nor of these meshes.
+fn contender(
+    candidates: &[Candidate],
+    known: &[usize],
+    meshes: &[&Degrees],
+    space: &Space<'_, '_>,
+    step: f64,
+) -> Option<usize> {
+    let least = |of: &Candidate| of.prediction.step.0 - HIDDEN * of.within;
+    let is_open = |(index, of): &(usize, &Candidate)| {
+        let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
+        is_new && of.prediction.fits() && may_gain(of, of.prediction.step.0, space, step)
+    };
+    let open = candidates.iter().enumerate().filter(is_open).filter(|_| NODES[1] / nodes(space) >= CHUNKS[0]);
+    open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))).map(|(index, _)| index)
+}
+
+/// What is likely the first candidate to be tried in chunks, if those that are known, the fastest first, take what is
+/// estimated.
+pub(super) fn likely(candidates: &[Candidate], known: &[usize], space: &Space<'_, '_>) -> Option<Candidate> {
+    let step = |index: &usize| candidates[*index].prediction.step.0;
+    let fastest = step(known.first()?);
+    let own = known.iter().copied().find(|index| may_gain(&candidates[*index], step(index), space, fastest));
+    let index = own.or_else(|| contender(candidates, known, &[], space, fastest))?;
+    let overlap_chunks = CHUNKS[0];
+    let is_cut = |of: &Candidate| of.degrees.microbatch == 1 || of.degrees.microbatch.is_multiple_of(overlap_chunks);
+    Some(&candidates[index]).filter(|of| is_cut(of)).map(|of| Candidate { overlap_chunks, ..of.clone() })
 }
 
 /// Whether a plan's graph is in chunks: it is that of one mesh then, and its sums are not those of whole nodes.
