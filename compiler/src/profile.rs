@@ -7,7 +7,7 @@ use shardc_ir::{Seconds, TensorType};
 use shardc_passes::cluster::Profile as DeviceProfile;
 use shardc_passes::cost::peak;
 use shardc_runtime::Span;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// What a moment of a step was spent on.
@@ -22,17 +22,22 @@ pub enum Kind {
     Memory,
     /// Collectives and messages while nothing computes.
     Communication,
+    /// Inputs from the host, and other copies from and to it, while nothing computes or communicates.
+    Feed,
     /// Nothing at all.
     Idle,
 }
 
 impl Kind {
-    fn of(action: &Action) -> Self {
-        match action {
+    fn of(instruction: &Instruction) -> Self {
+        let is_link = matches!(instruction.stream, Stream::HostToDevice | Stream::DeviceToHost | Stream::Disk);
+        match &instruction.action {
             Action::Compute(Op::Matmul(_) | Op::ScaledMatmul(_)) => Self::Matmul,
             Action::Compute(Op::Fused(region)) if region.is_products() => Self::Matmul,
             Action::Compute(Op::Attention(_) | Op::AttentionGrad(_)) => Self::Attention,
-            Action::Compute(_) | Action::Accumulate | Action::Copy | Action::Feed { .. } => Self::Memory,
+            Action::Feed { .. } => Self::Feed,
+            Action::Copy if is_link => Self::Feed,
+            Action::Compute(_) | Action::Accumulate | Action::Copy => Self::Memory,
             _ => Self::Communication,
         }
     }
@@ -43,6 +48,7 @@ impl Kind {
             Self::Attention => "attention",
             Self::Memory => "bound by memory",
             Self::Communication => "exposed communication",
+            Self::Feed => "exposed inputs from the host",
             Self::Idle => "idle",
         }
     }
@@ -64,7 +70,8 @@ pub struct Row {
 pub struct Profile {
     /// From the first instruction's start to the last one's end, in seconds.
     pub step: f64,
-    /// By kind; the seconds add up to the step.
+    /// By kind. A moment at which several kinds run counts as the first of them, in the order of [`Kind`], so the
+    /// seconds add up to the step.
     pub kinds: BTreeMap<Kind, Row>,
     /// By operation and the types of its operands, the longest first.
     pub operations: Vec<(String, Row)>,
@@ -76,29 +83,24 @@ impl Profile {
         let spans: Vec<&Span> = spans.iter().filter(|span| span.rank == program.rank).collect();
         let mut kinds: BTreeMap<Kind, Row> = BTreeMap::new();
         let mut operations: BTreeMap<String, Row> = BTreeMap::new();
+        let mut intervals = Vec::new();
         for span in &spans {
             let instruction = &program.sections[span.section].instructions[span.instruction];
             let (seconds, ceiling) = (span.end - span.start, ceiling(program, instruction, device));
-            for row in [
-                kinds.entry(Kind::of(&instruction.action)).or_default(),
-                operations.entry(text(program, instruction)).or_default(),
-            ] {
+            let kind = Kind::of(instruction);
+            intervals.push((kind, (span.start, span.end)));
+            for row in [kinds.entry(kind).or_default(), operations.entry(text(program, instruction)).or_default()] {
                 row.count += 1;
                 row.seconds += seconds;
                 row.ceiling += ceiling;
             }
         }
-        let intervals = |is_wanted: &dyn Fn(&Span) -> bool| {
-            union(spans.iter().filter(|span| is_wanted(span)).map(|span| (span.start, span.end)).collect())
-        };
         let start = spans.iter().map(|span| span.start).fold(f64::INFINITY, f64::min);
         let end = spans.iter().map(|span| span.end).fold(0.0, f64::max);
         let step = (end - start).max(0.0);
-        let (busy, computing) = (intervals(&|_| true), intervals(&|span| span.stream == Stream::Compute));
-        if let Some(row) = kinds.get_mut(&Kind::Communication) {
-            row.seconds = busy - computing;
+        for (kind, seconds) in shares(&intervals, step) {
+            kinds.entry(kind).or_default().seconds = seconds;
         }
-        kinds.insert(Kind::Idle, Row { count: 0, seconds: step - busy, ceiling: 0.0 });
         let mut operations: Vec<_> = operations.into_iter().collect();
         operations.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
         Self { step, kinds, operations }
@@ -124,6 +126,20 @@ impl Profile {
     }
 }
 
+/// The seconds of each kind, while none before it runs, and what is left of the step: they add up to it.
+fn shares(intervals: &[(Kind, (f64, f64))], step: f64) -> BTreeMap<Kind, f64> {
+    let kinds: BTreeSet<Kind> = intervals.iter().map(|(kind, _)| *kind).collect();
+    let (mut shares, mut covered) = (BTreeMap::new(), 0.0);
+    for kind in kinds {
+        let up_to = intervals.iter().filter(|(other, _)| *other <= kind).map(|(_, interval)| *interval);
+        let reached = union(up_to.collect());
+        shares.insert(kind, reached - covered);
+        covered = reached;
+    }
+    shares.insert(Kind::Idle, step - covered);
+    shares
+}
+
 /// The seconds that intervals cover.
 fn union(mut intervals: Vec<(f64, f64)>) -> f64 {
     intervals.sort_by(|one, other| one.0.total_cmp(&other.0));
@@ -147,7 +163,7 @@ fn ceiling(program: &Program, instruction: &Instruction, device: &DeviceProfile)
         Action::Compute(op) => {
             let traffic = moved(op.bytes(&operands, &results).0);
             let peak = operands.first().map_or(device.peak_f32.value, |operand| peak(operand.dtype, device));
-            match Kind::of(&instruction.action) {
+            match Kind::of(instruction) {
                 Kind::Matmul | Kind::Attention => traffic.max(op.flops(&operands, &results).0 / peak),
                 _ => traffic,
             }
@@ -196,7 +212,7 @@ pub fn trace_events(programs: &[Program], spans: &[Span]) -> serde_json::Value {
             events.push(serde_json::json!({
                 "ph": "X",
                 "name": name.split('(').next(),
-                "cat": Kind::of(&instruction.action),
+                "cat": Kind::of(instruction),
                 "pid": program.rank,
                 "tid": Stream::ALL.iter().position(|stream| *stream == span.stream),
                 "ts": span.start * 1e6,
@@ -220,5 +236,32 @@ mod tests {
     fn overlapping_intervals_count_once() {
         assert_eq!(union(vec![(2.0, 3.0), (0.0, 1.0), (0.5, 1.5), (0.6, 0.7)]), 2.5);
         assert_eq!(union(Vec::new()), 0.0);
+    }
+
+    #[test]
+    fn kinds_add_up_to_the_step() {
+        use Kind::{Attention, Communication, Feed, Idle, Matmul};
+        let at = |kind, start, end| (kind, (start, end));
+        let intervals = [
+            // Beside all else, and then alone.
+            at(Feed, 0.0, 5.0),
+            at(Matmul, 0.0, 2.0),
+            at(Attention, 2.0, 3.0),
+            at(Communication, 1.0, 4.0),
+            at(Communication, 6.0, 6.5),
+            at(Matmul, 7.0, 8.0),
+        ];
+        let found = shares(&intervals, 8.0);
+        assert_eq!(found, [(Matmul, 3.0), (Attention, 1.0), (Communication, 1.5), (Feed, 1.0), (Idle, 1.5)].into());
+        assert_eq!(found.values().sum::<f64>(), 8.0);
+        assert_eq!(shares(&[], 0.0), [(Idle, 0.0)].into());
+    }
+
+    #[test]
+    fn inputs_are_no_communication() {
+        let text = "program rank 0 of 1 {\n  arena device 512\n  $0: i64[4] device+0 buffer\n  input \"x\": i64[4] = \
+                    [0+4]\n  section main {\n    0: $0 = feed input 0 on host_to_device\n  }\n  order main 0\n}";
+        let program: Program = text.parse().unwrap();
+        assert_eq!(program.instructions().map(Kind::of).collect::<Vec<_>>(), [Kind::Feed]);
     }
 }

@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn small_models_compute_again_what_the_plan_does() {
-        let of = |choice: &str| recompute(&Plan { choice: choice.to_string(), ..Plan::default() });
+        let of = |choice: &str| recompute(&Pins::parse(choice).unwrap());
         assert_eq!(of("pp=4,stage_recompute=block/selective/none/none,recompute=block"), "stage_recompute=block/none");
         assert_eq!(of("dp=2,recompute=selective"), "recompute=selective");
         assert_eq!(of("dp=2"), "recompute=none");

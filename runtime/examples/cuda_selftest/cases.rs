@@ -197,7 +197,8 @@ fn sibling_cases(f: DType, all: &mut Vec<Case>) {
         let own = 1 + biases;
         let of = |index: usize| [vec![0], (1 + index * own..1 + (index + 1) * own).collect()].concat();
         let steps = (0..2).map(|index| step(op.clone(), &of(index), &makes)).collect();
-        let operands = [vec![x.clone()], vec![[vec![w.clone()], vec![b.clone(); biases]].concat(); 2].concat()].concat();
+        let operands =
+            [vec![x.clone()], vec![[vec![w.clone()], vec![b.clone(); biases]].concat(); 2].concat()].concat();
         let results = [makes.clone(), makes].concat();
         let named = (operands.len()..operands.len() + results.len()).collect();
         all.push(case(Fused { steps, results: named }, &operands, &results));

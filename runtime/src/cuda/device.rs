@@ -508,19 +508,6 @@ impl Drop for Device {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::release;
-
-    #[test]
-    fn the_drivers_release_is_read() {
-        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.3.0\n";
-        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (a@b)\n";
-        assert_eq!([closed, open].map(release), [Some("535.129.03"), Some("580.95.05")]);
-        assert_eq!(release("GCC version\ngcc 12.3.0"), None);
-    }
-}
-
 /// A C string as text.
 pub fn text(pointer: *const std::ffi::c_char) -> String {
     if pointer.is_null() {
@@ -528,4 +515,18 @@ pub fn text(pointer: *const std::ffi::c_char) -> String {
     }
     // SAFETY: the library gave a string that ends in a zero byte and lives as long as it.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::release;
+
+    #[test]
+    fn the_drivers_release_is_read() {
+        let closed =
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12.3.0\n";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (a@b)\n";
+        assert_eq!([closed, open].map(release), [Some("535.129.03"), Some("580.95.05")]);
+        assert_eq!(release("GCC version\ngcc 12.3.0"), None);
+    }
 }

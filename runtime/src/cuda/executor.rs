@@ -155,14 +155,16 @@ impl Rank {
             arenas.insert(*space, at);
         }
         let blas = Blas::new()?;
-        let choices = tuning.choices(program.rank, &tune::file(&device)?, |choices| {
-            let layout = Layout { program: &program, arenas: &arenas };
-            tune::measure(&blas, &device, problems(&layout, chosen, &blas), choices)?;
+        let products = tune::products(problems(&Layout { program: &program, arenas: &arenas }, chosen, &blas))?;
+        let keys = products.keys().cloned().collect();
+        let choices = tuning.choices(program.rank, &tune::file(&device)?, &keys, |choices, wanted| {
+            tune::measure(&blas, &device, &products, (wanted, choices))?;
             for (space, bytes) in program.arenas.iter().filter(|(space, _)| *space == Space::Device) {
                 device.zero(arenas[space], bytes.0, Stream::Compute)?;
             }
             device.drain(Stream::Compute)
         })?;
+        drop(products);
         let mut libraries = Libraries { blas, choices, cudnn: Cudnn::default() };
         let mut sections = Vec::new();
         for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {

@@ -38,8 +38,14 @@ pub struct Problem {
     /// Its address and bytes.
     workspace: (u64, u64),
     beta: f32,
-    /// The first byte and the bytes of each operand.
-    pub operands: [(u64, u64); 2],
+    /// The first byte and the bytes of all that is read: the matrices, their scales, a bias, what is added.
+    pub operands: Vec<(u64, u64)>,
+    /// The same of the result, and of what the epilogue writes or reads beside it.
+    pub results: Vec<(u64, u64)>,
+    /// Of the results.
+    pub dtype: DType,
+    /// Whether the matrices are in 8-bit floats.
+    pub is_f8: bool,
     /// All on which the speed of an algorithm depends, in words.
     pub key: String,
     /// Arithmetic operations.
@@ -161,7 +167,9 @@ impl Blas {
             set_description(description, D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &resolve(bias))?;
         }
         let beside = gemm.epilogue.and_then(|(_, beside)| beside);
-        use D::{CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX};
+        use D::{
+            CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE as BIAS, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE as AUX,
+        };
         for (attribute, distance) in [BIAS, AUX].into_iter().zip(gemm.beside) {
             if gemm.batch > 1 && distance > 0 {
                 set_description(description, attribute, &(distance as i64))?;
@@ -185,13 +193,27 @@ impl Blas {
         words.extend(beside.map(|beside| format!("beside @{}", alignment(resolve(beside)))));
         words.extend(gemm.bias.map(|bias| format!("bias @{}", alignment(resolve(bias)))));
         let extent = |index: usize| operands[index].0.extent(addresses[index], operands[index].1, gemm.batch);
+        let result = extent(2);
+        // Of a batch, from the first of its vectors or matrices to the end of the last one.
+        let to_last = |distance: u64| (gemm.batch - 1) * distance * target.dtype.size();
+        let of_one = c.extent(0, &Matrix { batch: 0, ..target }, 1).1;
+        let mut read = vec![extent(0), extent(1)];
+        read.extend(gemm.scales.into_iter().flatten().map(|scale| (resolve(scale), DType::F32.size())));
+        let bias_bytes = to_last(gemm.beside[0]) + rows * target.dtype.size();
+        read.extend(gemm.bias.map(|bias| (resolve(bias), bias_bytes)));
+        read.extend(gemm.addend.map(|_| (addend, result.1)));
+        let beside_bytes = to_last(gemm.beside[1]) + of_one;
+        let results = [result].into_iter().chain(beside.map(|beside| (resolve(beside), beside_bytes))).collect();
         Ok(Problem {
             description,
             layouts,
             addresses,
             workspace,
             beta: if gemm.addend.is_some() { 1.0 } else { 0.0 },
-            operands: [extent(0), extent(1)],
+            operands: read,
+            results,
+            dtype: target.dtype,
+            is_f8: gemm.scales.is_some(),
             key: words.join(" "),
             flops: gemm.flops(),
         })
@@ -203,7 +225,8 @@ impl Blas {
     /// None that fits.
     pub fn candidates(&self, problem: &Problem, count: usize) -> Result<Vec<Algorithm>, Failure> {
         use sys::cublasLtMatmulPreferenceAttributes_t as P;
-        let preference = result::create_matmul_pref().map_err(says("preference"))?;
+        let owned = Preference(result::create_matmul_pref().map_err(says("preference"))?);
+        let preference = owned.0;
         let set = |attribute, bytes: *const c_void, size| {
             // SAFETY: the preference is valid and the attribute has this size.
             unsafe { result::set_matmul_pref_attribute(preference, attribute, bytes, size) }.map_err(says("preference"))
@@ -223,11 +246,11 @@ impl Blas {
         // SAFETY: all zero bytes are a value of this plain structure.
         let mut found = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; count];
         let ([la, lb, lc], mut number) = (problem.layouts, 0);
-        // SAFETY: all handles are valid and there is room for `count` results; the preference is destroyed once.
+        // SAFETY: all handles are valid and there is room for `count` results.
         let asked = unsafe {
             let (handle, out) = (self.handle, found.as_mut_ptr());
             let description = problem.description;
-            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+            sys::cublasLtMatmulAlgoGetHeuristic(
                 handle,
                 description,
                 la,
@@ -238,9 +261,7 @@ impl Blas {
                 count as i32,
                 out,
                 &mut number,
-            );
-            result::destroy_matmul_pref(preference).map_err(says("preference"))?;
-            asked
+            )
         };
         found.truncate(number.max(0) as usize);
         found.retain(|one| one.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
@@ -324,6 +345,16 @@ impl Blas {
 pub fn version() -> usize {
     // SAFETY: reads a number.
     unsafe { sys::cublasLtGetVersion() }
+}
+
+/// What an algorithm is asked for by.
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: made by the library and destroyed once. Errors cannot be helped.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
 }
 
 impl Drop for Problem {

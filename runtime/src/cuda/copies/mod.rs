@@ -18,7 +18,7 @@ use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::{BufferId, DType, Program, TensorType};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The variable that, set to `0`, leaves all collectives to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
@@ -55,10 +55,10 @@ struct Site<'a> {
     spot: Spot,
 }
 
-/// What a rank tells the others.
+/// What a rank tells the others of its host.
 #[derive(Debug, Default, serde::Serialize, serde::Deserialize)]
 struct Told {
-    /// None where it leaves all to NCCL.
+    /// None where its memory cannot be opened.
     card: Option<peers::Card>,
     /// Of each group, its collectives in order.
     spots: Vec<(Vec<u64>, Vec<Spot>)>,
@@ -68,37 +68,56 @@ struct Told {
 pub type Exchanges = BTreeMap<(usize, usize), Exchange>;
 
 /// Where parts of an instruction lie in the arena, if they do.
-fn site<'a>(program: &'a Program, at: (usize, usize), instruction: &'a Instruction) -> Option<Site<'a>> {
+///
+/// # Errors
+/// Scratch memory that the instruction needs and lacks.
+fn site<'a>(
+    program: &'a Program,
+    at: (usize, usize),
+    instruction: &'a Instruction,
+) -> Result<Option<Site<'a>>, Failure> {
     let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
-    let needed = scratch(&instruction.action, &types(&instruction.operands), &types(&instruction.results))?;
+    let needed = scratch(&instruction.action, &types(&instruction.operands), &types(&instruction.results));
+    let Some(needed) = needed else { return Ok(None) };
     let (Action::AllGather { group } | Action::ReduceScatter { group, .. } | Action::AllReduce { group, .. }) =
         &instruction.action
     else {
-        return None;
+        return Ok(None);
     };
     let is_here = |id: &BufferId| program.buffers[*id].space == Space::Device;
     let all = instruction.operands.iter().chain(&instruction.results);
     if instruction.stream != Stream::Communication || !{ all }.all(is_here) || program.groups[*group].len() < 2 {
-        return None;
+        return Ok(None);
     }
     let in_arena = |id: &BufferId| program.buffers[*id].offset;
     let indices = 0..instruction.operands.len();
     let parts: Vec<Part> = indices.map(|index| part(program, instruction, index, in_arena)).collect();
-    let scratch = instruction.scratch.map(|scratch| &program.buffers[scratch]);
+    let given = instruction.scratch.map(|scratch| &program.buffers[scratch]);
+    let has = given.map_or(0, |scratch| scratch.ty.bytes().0);
+    if has < needed {
+        let name = instruction.action.title();
+        return Err(format!("{name} needs {needed} bytes of scratch memory and has {has}: lower it for CUDA"));
+    }
     let bytes = [needed].into_iter().chain(parts.iter().map(|part| part.sent * part.dtype.size())).collect();
     let results = parts.iter().map(|part| part.to).collect();
-    let spot = Spot { scratch: scratch.map_or(0, |scratch| scratch.offset), results, bytes };
+    let spot = Spot { scratch: given.map_or(0, |scratch| scratch.offset), results, bytes };
     let group = &program.groups[*group][..];
-    Some(Site { at, action: &instruction.action, group, parts, scratch: needed, spot })
+    Ok(Some(Site { at, action: &instruction.action, group, parts, scratch: needed, spot }))
 }
 
-fn sites(program: &Program) -> Vec<Site<'_>> {
+fn sites(program: &Program) -> Result<Vec<Site<'_>>, Failure> {
     let sections = program.sections.iter();
     let all = sections.flat_map(|(id, section)| {
         let each = section.instructions.iter().enumerate();
         each.map(move |(index, instruction)| ((section_index(id), index), instruction))
     });
-    all.filter_map(|(at, instruction)| site(program, at, instruction)).collect()
+    all.filter_map(|(at, instruction)| site(program, at, instruction).transpose()).collect()
+}
+
+/// Whether all ranks of a group are of one host. A rank that leaves all to NCCL names none.
+fn is_of_one_host(group: &[u64], hosts: &[String]) -> bool {
+    let host = |rank: &u64| hosts.get(*rank as usize).filter(|host| !host.is_empty());
+    group.iter().all(|rank| host(rank).is_some() && host(rank) == host(&group[0]))
 }
 
 /// Opens the memory of the other ranks, and makes the collectives of a program that can go by copies between the
@@ -115,29 +134,41 @@ pub fn meet(
     if program.ranks < 2 || world.ranks() != program.ranks {
         return Ok(None);
     }
-    let sites = sites(program);
-    let is_wanted = std::env::var(SWITCH).as_deref() != Ok("0") && !sites.is_empty();
-    let mut own = match arena.filter(|_| is_wanted) {
+    let mut sites = sites(program)?;
+    let (count, key) = (sites.len(), world.round("memory"));
+    let is_wanted = std::env::var(SWITCH).as_deref() != Ok("0") && count > 0 && arena.is_some();
+    let hosts: Vec<String> = gather(world, "hosts", &if is_wanted { peers::host() } else { String::new() })?;
+    sites.retain(|site| is_of_one_host(site.group, &hosts));
+    let mut own = match arena.filter(|_| !sites.is_empty()) {
         Some(arena) => Some(Peers::new(device, arena, program.rank, program.ranks)?),
         None => None,
     };
-    let mut spots: BTreeMap<Vec<u64>, Vec<Spot>> = BTreeMap::new();
-    sites.iter().for_each(|site| spots.entry(site.group.to_vec()).or_default().push(site.spot.clone()));
-    let card = own.as_ref().and_then(|peers| peers.card().inspect_err(|why| tracing::info!("no copies: {why}")).ok());
-    let told = gather(world, "memory", &Told { card, spots: spots.into_iter().collect() })?;
+    let key = |rank: u64| format!("{key}/{rank}/");
+    let mut told = BTreeMap::new();
     if let Some(own) = &mut own {
-        for (rank, other) in (0..).zip(&told).filter(|(rank, _)| *rank != program.rank) {
-            let is_met = |site: &Site<'_>| site.group.contains(&rank);
-            let Some(card) = other.card.as_ref().filter(|_| sites.iter().any(is_met)) else { continue };
-            if let Err(why) = own.open(rank, card) {
+        let mut spots: BTreeMap<Vec<u64>, Vec<Spot>> = BTreeMap::new();
+        sites.iter().for_each(|site| spots.entry(site.group.to_vec()).or_default().push(site.spot.clone()));
+        let card = own.card().inspect_err(|why| tracing::info!("no copies: {why}")).ok();
+        let of_own = Told { card, spots: spots.into_iter().collect() };
+        let bytes = serde_json::to_vec(&of_own).map_err(|error| error.to_string())?;
+        world.set(&key(program.rank), &bytes).map_err(|error| error.to_string())?;
+        told.insert(program.rank, of_own);
+        let met: BTreeSet<u64> = sites.iter().flat_map(|site| site.group).copied().collect();
+        for rank in met.into_iter().filter(|rank| *rank != program.rank) {
+            let bytes = world.get(&key(rank), false).map_err(|error| error.to_string())?;
+            let other: Told = serde_json::from_slice(&bytes).map_err(|error| format!("memory: {error}"))?;
+            if let Some(Err(why)) = other.card.as_ref().map(|card| own.open(rank, card)) {
                 tracing::info!("rank {}: the memory of rank {rank} is not reached: {why}", program.rank);
             }
+            told.insert(rank, other);
         }
     }
     // A group's ranks all go by copies, or none does.
     let reached = (0..program.ranks).filter(|rank| own.as_ref().is_some_and(|own| own.reaches(*rank)));
     let reached: Vec<Vec<u64>> = gather(world, "reached", &reached.collect::<Vec<u64>>())?;
     let Some(own) = own else { return Ok(None) };
+    // All have read it.
+    world.remove(&key(program.rank)).map_err(|error| error.to_string())?;
     let is_whole =
         |group: &[u64]| group.iter().all(|rank| group.iter().all(|other| reached[*rank as usize].contains(other)));
     let mut counts: BTreeMap<&[u64], usize> = BTreeMap::new();
@@ -149,7 +180,7 @@ pub fn meet(
             exchanges.insert(site.at, exchange(device, &own, site, number, &told)?);
         }
     }
-    tracing::info!("rank {}: {} of {} large collectives go by copies", program.rank, exchanges.len(), sites.len());
+    tracing::info!("rank {}: {} of {} large collectives go by copies", program.rank, exchanges.len(), count);
     Ok(Some((own, exchanges)))
 }
 
@@ -159,10 +190,10 @@ fn exchange(
     peers: &Peers,
     site: &Site<'_>,
     number: usize,
-    told: &[Told],
+    told: &BTreeMap<u64, Told>,
 ) -> Result<Exchange, Failure> {
     let spot = |rank: &u64| {
-        let of = told.get(*rank as usize)?.spots.iter().find(|(group, _)| group == site.group)?;
+        let of = told.get(rank)?.spots.iter().find(|(group, _)| group == site.group)?;
         of.1.get(number).filter(|spot| spot.bytes == site.spot.bytes)
     };
     let spots: Option<Vec<Spot>> = site.group.iter().map(|rank| spot(rank).cloned()).collect();
@@ -182,4 +213,38 @@ fn gather<T: serde::Serialize + serde::de::DeserializeOwned>(
     let bytes = serde_json::to_vec(value).map_err(|error| error.to_string())?;
     let all = world.gather(name, &bytes).map_err(|error| error.to_string())?;
     all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(|error| format!("{name}: {error}"))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_is_of_one_host_if_all_its_ranks_are() {
+        let hosts = ["a", "a", "b", "", "b", ""].map(str::to_string);
+        let is_one = |group: &[u64]| is_of_one_host(group, &hosts);
+        assert!(is_one(&[0, 1]) && is_one(&[4, 2]));
+        assert!(!is_one(&[0, 1, 2]), "two hosts");
+        assert!(!is_one(&[2, 3]) && !is_one(&[3, 5]), "without copies");
+        assert!(!is_one(&[0, 6]), "of no rank");
+    }
+
+    #[test]
+    fn a_sum_without_scratch_memory_is_refused() {
+        let text = |scratch: &str| {
+            format!(
+                "program rank 0 of 2 {{\n  arena device 8388608\n  group 0 = 0, 1\n  \
+                 $0: f32[262144] device+0 buffer\n  $1: f32[262144] device+1048576 buffer\n  \
+                 $2: u8[1048576] device+2097152 buffer\n  $3: u8[1048575] device+3145728 buffer\n  section main {{\n    \
+                 0: $1 = all_reduce $0 sum over 0{scratch} on communication\n  }}\n  order main 0\n}}"
+            )
+        };
+        let found = |scratch: &str| {
+            let program: Program = text(scratch).parse().unwrap();
+            sites(&program).map(|sites| sites.iter().map(|site| site.spot.scratch).collect::<Vec<_>>())
+        };
+        assert_eq!(found(" scratch $2"), Ok(vec![2_097_152]));
+        assert!(found(" scratch $3").unwrap_err().contains("needs 1048576 bytes of scratch memory and has 1048575"));
+        assert!(found("").unwrap_err().contains("has 0"));
+    }
 }

@@ -12,6 +12,7 @@ use crate::cuda::select::sum_parts;
 use cudarc::driver::{result, sys};
 use serde::{Deserialize, Serialize};
 use shardc_ir::program::Stream;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long letting streams go tries to.
@@ -23,8 +24,6 @@ const FLAG_BYTES: u64 = 2 << 20;
 /// How others reach a rank's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
-    /// The host, and how often it was started.
-    host: String,
     /// The GPU's place on its bus.
     bus: String,
     arena: Vec<u8>,
@@ -48,39 +47,50 @@ pub struct Peers {
     remotes: Vec<Option<Remote>>,
     sending: sys::CUstream,
     events: [sys::CUevent; 2],
-    release: std::sync::Arc<Release>,
+    release: Arc<Release>,
 }
 
-/// Lets streams go that wait for a rank which is gone.
-pub struct Release {
+/// Lets streams go that wait for a rank which is gone. Any thread may do so at any time: once the rank's memory is
+/// closed there is nothing left to let go.
+pub struct Release(Mutex<Option<Waiting>>);
+
+/// The flags of a rank, and the streams that may wait for them.
+struct Waiting {
     context: sys::CUcontext,
     flags: u64,
     words: usize,
     helping: sys::CUstream,
-    waiting: [sys::CUstream; 2],
+    /// A recorded step runs on the compute stream.
+    streams: [sys::CUstream; 3],
 }
 
 // SAFETY: the driver's handles may be used by any thread.
-unsafe impl Send for Release {}
-// SAFETY: as above; nothing is changed.
-unsafe impl Sync for Release {}
+unsafe impl Send for Waiting {}
 
 impl Release {
-    /// Sets every flag until nothing waits any more. What was received is worth nothing then.
+    /// Sets every flag until nothing waits any more, for 2 s at most. What was received is worth nothing then.
     pub fn release(&self) {
+        let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Waiting { context, flags, words, helping, streams }) = &*waiting else { return };
         let until = Instant::now() + PATIENCE;
-        // SAFETY: the streams and the flags live until the rank's device is dropped, which is after this.
+        // SAFETY: the streams and the flags live as long as the rank's device, which is dropped behind `Peers`, whose
+        // drop takes them from here first.
         unsafe {
-            if result::ctx::set_current(self.context).is_err() {
+            if result::ctx::set_current(*context).is_err() {
                 return;
             }
             let is_idle = |stream: &sys::CUstream| sys::cuStreamQuery(*stream) != sys::CUresult::CUDA_ERROR_NOT_READY;
-            while !self.waiting.iter().all(is_idle) && Instant::now() < until {
-                let _ = sys::cuMemsetD32Async(self.flags, 1, self.words, self.helping);
-                let _ = sys::cuStreamSynchronize(self.helping);
+            while !streams.iter().all(is_idle) && Instant::now() < until {
+                let _ = sys::cuMemsetD32Async(*flags, 1, *words, *helping);
+                let _ = sys::cuStreamSynchronize(*helping);
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+
+    /// Waits for a release in progress, and leaves nothing to let go.
+    fn end(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
@@ -143,7 +153,7 @@ fn open(handle: &[u8]) -> Result<u64, Failure> {
 }
 
 /// This host, since it was started.
-fn host() -> String {
+pub fn host() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     format!("{} {}", read("/proc/sys/kernel/random/boot_id").trim(), read("/proc/sys/kernel/hostname").trim())
 }
@@ -157,8 +167,9 @@ impl Peers {
         let (sending, helping) = (stream()?, stream()?);
         let context = result::ctx::get_current().map_err(says("the context"))?.ok_or("no context")?;
         let words = (ranks as usize * Flag::COUNT).min(FLAG_BYTES as usize / 4);
-        let waiting = [device.stream(Stream::Communication), sending];
-        let release = std::sync::Arc::new(Release { context, flags, words, helping, waiting });
+        let streams = [device.stream(Stream::Communication), device.stream(Stream::Compute), sending];
+        let waiting = Waiting { context, flags, words, helping, streams };
+        let release = Arc::new(Release(Mutex::new(Some(waiting))));
         let events = [device.event()?, device.event()?];
         let remotes = vec![None; ranks as usize];
         Ok(Self { device: device.handle(), arena, flags, rank, remotes, sending, events, release })
@@ -170,14 +181,11 @@ impl Peers {
         // SAFETY: writes at most so many bytes, with the zero at their end.
         unsafe { sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), 32, self.device).result() }.map_err(says("bus"))?;
         let bus = bus.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).map(char::from).collect();
-        Ok(Card { host: host(), bus, arena: handle(self.arena)?, flags: handle(self.flags)? })
+        Ok(Card { bus, arena: handle(self.arena)?, flags: handle(self.flags)? })
     }
 
-    /// Opens another rank's memory, if its GPU is on this host and linked with this one as memory is: over NVLink.
+    /// Opens the memory of another rank of this host, if its GPU is linked with this one as memory is: over NVLink.
     pub fn open(&mut self, rank: u64, card: &Card) -> Result<(), Failure> {
-        if card.host != host() {
-            return Err("it is on another host".to_string());
-        }
         let bus = std::ffi::CString::new(card.bus.as_str()).map_err(|error| error.to_string())?;
         let (mut other, mut is_linked) = (0, 0);
         let attribute = sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
@@ -210,7 +218,7 @@ impl Peers {
     }
 
     /// What lets the streams go if a rank is gone.
-    pub fn release(&self) -> std::sync::Arc<Release> {
+    pub fn release(&self) -> Arc<Release> {
         self.release.clone()
     }
 
@@ -296,6 +304,7 @@ impl Peers {
 impl Drop for Peers {
     fn drop(&mut self) {
         self.release.release();
+        self.release.end();
         // SAFETY: every address was opened once; nothing is enqueued any more. Errors cannot be helped.
         unsafe {
             let _ = sys::cuStreamSynchronize(self.sending);
@@ -304,5 +313,24 @@ impl Drop for Peers {
                 let _ = sys::cuIpcCloseMemHandle(remote.flags);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whoever kept a release of a rank that is gone touches no device.
+    #[test]
+    fn what_ended_releases_nothing() {
+        let stream = std::ptr::null_mut();
+        let waiting =
+            Waiting { context: std::ptr::null_mut(), flags: 0, words: 0, helping: stream, streams: [stream; 3] };
+        let release = Arc::new(Release(Mutex::new(Some(waiting))));
+        let kept = release.clone();
+        release.end();
+        std::thread::scope(|scope| drop(scope.spawn(|| kept.release())));
+        release.end();
+        assert!(kept.0.lock().unwrap().is_none());
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! The fused kernel is cuDNN's. The others serve f32, and where the library is missing.
 
+use super::cut::{Cut, MOST_BLOCKS};
 use super::{Arg, Fused, OP, RES, Select, Step, dense, lanes, row_threads};
 use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Elem, Kernel, Pack};
@@ -116,11 +117,30 @@ impl Select<'_> {
         tiling: Tiling,
         body: impl Fn(&mut crate::cuda::kernel::Definition) + Send + Sync + 'static,
     ) -> Result<Kernel, String> {
-        if attention.causal && attention.s > attention.t {
+        let Attention { s, h, d, t, kv, e, causal, .. } = *attention;
+        if causal && s > t {
             return Err("causal attention with more queries than keys".to_string());
+        }
+        if h.max(kv) > MOST_BLOCKS {
+            return Err(format!("a grid takes at most {MOST_BLOCKS} heads, and these are {h} over {kv}"));
+        }
+        let bias: u64 = attention.bias.map_or(0, |sizes| sizes[1..].iter().product());
+        if bias.max((s * h).max(t * kv) * d.max(e)) >= 1 << 32 {
+            return Err(format!("a kernel cannot see {s} queries and {t} keys of {h} heads of {d} and {e} elements"));
         }
         let threads = (tiling.side * tiling.side) as u32;
         Ok(Kernel::new(name, &[attention.dtype], tiling.lanes, threads, &tiling, body))
+    }
+
+    /// The bytes that a batch element has of a buffer; 0 of a bias that all share.
+    fn bytes_of_element(&self, attention: &Attention, arg: Arg) -> u64 {
+        let ty = match arg {
+            Arg::Operand(index, _) => &self.operands[index],
+            Arg::Result(index, _) => &self.results[index],
+            // The sums of the rows.
+            Arg::Scratch(_) => return attention.h * attention.s * DType::F32.size(),
+        };
+        if ty.shape[0] == attention.b { ty.bytes().0 / attention.b } else { 0 }
     }
 
     /// Launches one block per tile of `rows`, head and batch element.
@@ -137,8 +157,10 @@ impl Select<'_> {
         let steps = dense(&bias);
         let strides = [0, 1, 2].map(|dim| if bias[dim] == 1 { 0 } else { steps[dim] });
         let numbers = [s, t, h, kv].into_iter().chain(strides).map(|number| number as u32).collect();
-        let grid = [rows.div_ceil(tiling.rows() as u64), heads, b].map(|blocks| blocks as u32);
-        self.launch(kernel, buffers, numbers, vec![scale], grid);
+        let grid = [rows.div_ceil(tiling.rows() as u64), heads, 1].map(|blocks| blocks as u32);
+        let buffers: Vec<_> = buffers.into_iter().map(|arg| (arg, self.bytes_of_element(attention, arg))).collect();
+        let cut = Cut { grid, axis: 2, ..Cut::rows(b) };
+        self.launch_cut(kernel, &buffers, numbers, vec![scale], cut);
     }
 
     /// The rows' `sum(do * o)`, which is what the softmax's derivative subtracts.
@@ -154,6 +176,74 @@ impl Select<'_> {
             kernels::attention_delta::expand(d.scope(), cotangent, output, delta, q, h, c, threads);
         });
         let numbers = vec![s as u32, h as u32, columns as u32];
-        self.launch(kernel, vec![OP(0), OP(4), delta], numbers, Vec::new(), [(b * s * h) as u32, 1, 1]);
+        let buffers = [OP(0), OP(4), delta].map(|arg| (arg, self.bytes_of_element(attention, arg)));
+        let cut = Cut { per_unit: s * h, ..Cut::rows(b * s * h) };
+        self.launch_cut(kernel, &buffers, numbers, Vec::new(), cut);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Selection, select, select_within};
+    use super::*;
+    use shardc_ir::ops::Attention as Forward;
+    use shardc_ir::{Op, TensorType};
+
+    /// `do`, `q`, `k`, `v`, `o`, `lse` and a bias that the batch shares.
+    fn operands([b, s, h, d]: [u64; 4]) -> Vec<TensorType> {
+        let (q, lse) = (TensorType::new(DType::F32, [b, s, h, d]), TensorType::new(DType::F32, [b, h, s]));
+        let bias = TensorType::new(DType::F32, [1, h, s, s]);
+        vec![q.clone(), q.clone(), q.clone(), q.clone(), q, lse, bias]
+    }
+
+    fn forward(sizes: [u64; 4]) -> Result<Selection, String> {
+        let op = Op::from(Forward { causal: false, scale: 1.0, lead: None });
+        let [_, q, k, v, o, lse, bias]: [TensorType; 7] = operands(sizes).try_into().unwrap();
+        select(&op, &[q, k, v, bias], &[o, lse]).map_err(|error| error.to_string())
+    }
+
+    /// Of every launch its kernel, blocks along the batch, and the bytes by which its buffers begin later.
+    fn launches(selection: &Selection) -> Vec<(&'static str, u32, Vec<u64>)> {
+        let launch = |step: &Step| match step {
+            Step::Launch(launch) => {
+                let at = |arg: &Arg| match *arg {
+                    Arg::Operand(_, at) | Arg::Result(_, at) | Arg::Scratch(at) => at,
+                };
+                let blocks = launch.grid[if launch.kernel.name == "attention_delta" { 0 } else { 2 }];
+                (launch.kernel.name, blocks, launch.buffers.iter().map(at).collect())
+            }
+            other => panic!("{other:?}"),
+        };
+        selection.steps.iter().map(launch).collect()
+    }
+
+    #[test]
+    fn a_batch_beyond_a_grid_is_cut() {
+        let found = forward([70_000, 4, 2, 8]).unwrap();
+        let (first, rest) = (65_472, 70_000 - 65_472);
+        let [q, lse] = [4 * 2 * 8 * 4, 4 * 2 * 4].map(|bytes| bytes * first);
+        let expect = [
+            ("attention", first as u32, vec![0; 6]),
+            // All see the same bias.
+            ("attention", rest as u32, vec![q, q, q, q, lse, 0]),
+        ];
+        assert_eq!(launches(&found), expect);
+        // Two elements are as much as a launch may work on.
+        let all = operands([3, 4, 2, 8]);
+        let grad = AttentionGrad { causal: false, scale: 1.0, lead: None, deterministic: false };
+        let results = [all[1].clone(), all[2].clone(), all[3].clone()];
+        let found = select_within(&grad.into(), &all, &results, 2 * 256).unwrap();
+        let blocks: Vec<_> = launches(&found).into_iter().map(|(name, blocks, at)| (name, blocks, at[0])).collect();
+        let of = |name, each| [(name, 2 * each, 0), (name, each, 512)];
+        let names = [("attention_delta", 8), ("attention_queries_grad", 1), ("attention_keys_grad", 1)];
+        assert_eq!(blocks, names.map(|(name, each)| of(name, each)).concat());
+    }
+
+    #[test]
+    fn more_than_a_grid_takes_is_refused() {
+        let error = forward([1, 4, 65_536, 8]).unwrap_err();
+        assert!(error.contains("at most 65535 heads, and these are 65536 over 65536"), "{error}");
+        let error = forward([1, 1 << 20, 64, 64]).unwrap_err();
+        assert!(error.contains("1048576 queries"), "{error}");
     }
 }
