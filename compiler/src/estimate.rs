@@ -242,7 +242,7 @@ mod tests {
         check(6000, 160_000, "bf16: trains with ZeRO 0 or more and its optimizer state on the host");
         check(6000, 16_000, "trains with ZeRO 1 or more");
         check(20_000, 10, "bf16: trains on the devices alone; to take its optimizer state the host would need");
-        check(2400, 16_000, "trains with ZeRO 2 or more and its optimizer state on the host");
+        check(2400, 16_000, "trains with ZeRO 1 or more and its optimizer state and gradients on the host");
         check(600, 16_000, "trains with ZeRO 3 or more and its optimizer state on the host, which holds 15.62 KiB");
         check(400, 16_000, "trains with ZeRO 3 or more and its optimizer state and gradients on the host");
         check(100, 18_000, "trains with ZeRO 3 or more and its optimizer state, gradients and parameters on the host");

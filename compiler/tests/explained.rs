@@ -189,6 +189,7 @@ fn plans_are_compared() {
         check(&["diff", text(&plain), text(&other)], 0, words);
     }
     // What is so in one block alone is compared with what the other plan does in all.
+    check(&[&base[..], &["--pin", "keep_casts=0", "-o", text(&plain)]].concat(), 0, &[]);
     check(&[&base[..], &["--pin", "offload=optimizer:1", "-o", text(&other)]].concat(), 0, &[]);
     let said = check(&["diff", text(&plain), text(&other)], 0, &["blocks.0.mlp.gate.weight parameter"]);
     assert!(!said.contains("not there"), "{said}");

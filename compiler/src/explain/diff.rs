@@ -125,8 +125,12 @@ fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
     let (first, second) = (keyed(layers::rows(a)), keyed(layers::rows(b)));
     let own = |rows: &[Keyed], key: &str| rows.iter().find(|of| of.key == key).map(|of| text(&of.row));
     let of = |rows: &[Keyed], keyed: &Keyed| own(rows, &keyed.key).or_else(|| own(rows, &keyed.of_all));
-    let only_second = second.iter().filter(|of| own(&first, &of.key).is_none());
-    let both = first.iter().chain(only_second).map(|keyed| {
+    let is_there = |rows: &[Keyed], key: &str| own(rows, key).is_some();
+    let is_apart = |rows: &[Keyed], key: &str| !is_there(rows, key) && rows.iter().any(|of| of.of_all == key);
+    let only_second = second.iter().filter(|of| !is_there(&first, &of.key));
+    // What the other plan does block by block is compared block by block.
+    let all = first.iter().chain(only_second).filter(|of| !is_apart(&first, &of.key) && !is_apart(&second, &of.key));
+    let both = all.map(|keyed| {
         let what = keyed.key.clone();
         Difference { part: "layout", what, first: of(&first, keyed), second: of(&second, keyed) }
     });

@@ -396,6 +396,11 @@ fn attention_cases(f: DType, all: &mut Vec<Case>) {
     ] {
         all.extend(biased(attention(f, shape, causal), bias));
     }
+    // More batch elements than a grid has blocks along an axis.
+    if f == F32 {
+        all.extend(attention(f, [70_000, 4, 4, 2, 2, 8], false));
+        all.extend(biased(attention(f, [70_000, 4, 4, 2, 1, 8], false), [1, 1, 4]));
+    }
 }
 
 /// The shapes of a 1.5-billion-parameter Llama on 4 x 4096 tokens, in bf16, attentions of other models,
