@@ -77,7 +77,8 @@ fn gradients_leave_as_they_are_made() {
         let pins = format!("microbatch={microbatch},recompute=none");
         let [kept, left] = ["optimizer", "optimizer+gradients"].map(|what| of(&format!("{pins},offload={what}")));
         let (held, freed) = (kept.prediction.memory, left.prediction.memory);
-        assert!(freed.gradients.0 < held.gradients.0 / 2, "{microbatch}: {} of {}", freed.gradients, held.gradients);
+        // Of four blocks two are on their way.
+        assert!(freed.gradients.0 <= held.gradients.0 / 2, "{microbatch}: {} of {}", freed.gradients, held.gradients);
         // The host has room for them either way.
         assert_eq!(kept.prediction.host, left.prediction.host);
         let gradients = left.graph.nodes().filter_map(|(_, node)| match node.op {
