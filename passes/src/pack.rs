@@ -109,11 +109,14 @@ struct Placed {
     last: usize,
 }
 
-/// What is placed, by offset: all of it, and of each of [`SPANS`] spans of instructions what lives in it. Most storages
-/// live in one span, and meet few of the others.
+/// What is placed, by offset. Most storages live in one of [`SPANS`] spans of instructions, and meet few of the others:
+/// those of the same span, and those that live in several.
 struct Shelf {
     all: Vec<Placed>,
-    spans: Vec<Vec<Placed>>,
+    /// Those that live in several spans.
+    long: Vec<Placed>,
+    /// Those that live in one.
+    short: Vec<Vec<Placed>>,
     /// Instructions of a span.
     length: usize,
 }
@@ -121,19 +124,50 @@ struct Shelf {
 impl Shelf {
     fn new(lives: &[Life]) -> Self {
         let horizon = lives.iter().map(|life| life.end + 1).max().unwrap_or(1);
-        Self { all: Vec::with_capacity(lives.len()), spans: vec![Vec::new(); SPANS], length: horizon.div_ceil(SPANS) }
+        let (all, long) = (Vec::with_capacity(lives.len()), Vec::new());
+        Self { all, long, short: vec![Vec::new(); SPANS], length: horizon.div_ceil(SPANS) }
     }
 
-    /// Everything that may live with a storage, by offset.
-    fn beside(&self, life: &Life) -> &[Placed] {
+    /// The span that a storage lives in, if it is one.
+    fn span(&self, life: &Life) -> Option<usize> {
         let (first, last) = (life.start / self.length, life.end / self.length);
-        if first == last { &self.spans[first] } else { &self.all }
+        (first == last).then_some(first)
+    }
+
+    /// The tightest gap for a storage among those that live with it, or the end of them all.
+    fn gap(&self, life: &Life) -> u64 {
+        let (one, other) = match self.span(life) {
+            Some(span) => (&self.long[..], &self.short[span][..]),
+            None => (&self.all[..], &[][..]),
+        };
+        let (size, mut at, mut best) = (life.size(), 0, None);
+        let mut pass = |placed: &Placed| {
+            if placed.start > life.end || placed.last < life.start {
+                return;
+            }
+            if placed.offset >= at + size && best.is_none_or(|(gap, _)| placed.offset - at < gap) {
+                best = Some((placed.offset - at, at));
+            }
+            at = at.max(placed.end);
+        };
+        let mut rest = other.iter().peekable();
+        for placed in one {
+            while let Some(before) = rest.next_if(|before| before.offset < placed.offset) {
+                pass(before);
+            }
+            pass(placed);
+        }
+        rest.for_each(pass);
+        best.map_or(at, |(_, at)| at)
     }
 
     fn put(&mut self, life: &Life, offset: u64) {
         let placed = Placed { offset, end: offset + life.size(), start: life.start, last: life.end };
-        let spans = &mut self.spans[life.start / self.length..=life.end / self.length];
-        for shelf in spans.iter_mut().chain([&mut self.all]) {
+        let own = match self.span(life) {
+            Some(span) => &mut self.short[span],
+            None => &mut self.long,
+        };
+        for shelf in [own, &mut self.all] {
             let position = shelf.partition_point(|other| other.offset <= offset);
             shelf.insert(position, placed);
         }
@@ -146,21 +180,11 @@ fn place(lives: &[Life], order: &[usize]) -> (Vec<u64>, u64) {
     let mut shelf = Shelf::new(lives);
     let mut top = 0;
     for index in order {
-        let (life, size) = (lives[*index], lives[*index].size());
-        let (mut at, mut best): (u64, Option<(u64, u64)>) = (0, None);
-        for other in shelf.beside(&life) {
-            if other.start > life.end || other.last < life.start {
-                continue;
-            }
-            if other.offset >= at + size && best.is_none_or(|(gap, _)| other.offset - at < gap) {
-                best = Some((other.offset - at, at));
-            }
-            at = at.max(other.end);
-        }
-        let offset = best.map_or(at, |(_, offset)| offset);
+        let life = &lives[*index];
+        let offset = shelf.gap(life);
         offsets[*index] = offset;
-        top = top.max(offset + size);
-        shelf.put(&life, offset);
+        top = top.max(offset + life.size());
+        shelf.put(life, offset);
     }
     (offsets, top)
 }

@@ -15,7 +15,7 @@ use crate::cluster::Cluster;
 use crate::cost::host::{Beside, Host, Moved, Traffic};
 use crate::fold;
 use shardc_ir::ops::Op;
-use shardc_ir::plan::{Memory, Prediction, Space};
+use shardc_ir::plan::{Category, Memory, Prediction, Space};
 use shardc_ir::{Bytes, Node, OpDef, Plan, Role, Seconds, ValueId};
 use std::fmt;
 
@@ -121,8 +121,6 @@ impl Offload {
         let kept = shape.memory(storage, zero, recompute);
         let without = shape.memory_without(storage, zero, recompute, share(self.gradients));
         let of_gradients = kept.total().0.saturating_sub(without.total().0).min(kept.gradients.0);
-        // Of the copies, those that are there where memory is the fullest.
-        let there = parameters * (kept.parameters.0 as f64 - held.masters).clamp(0.0, held.copies);
         let dropped = match self.activations {
             0 => without,
             count => {
@@ -131,6 +129,8 @@ impl Offload {
             }
         };
         let activations = without.total().0.saturating_sub(dropped.total().0) as f64;
+        // Of the copies, those that are there where memory is the fullest then.
+        let there = parameters * (dropped.parameters.0 as f64 - held.masters).clamp(0.0, held.copies);
         let halves = shape.passes(recompute);
         let away = masters + state;
         let returned = gradients / 4.0 * held.width * if self.parameters >= self.optimizer { 0.0 } else { 1.0 };
@@ -218,15 +218,19 @@ fn is_copy(plan: &Plan, value: ValueId) -> bool {
 impl Relief {
     /// The prediction of the same plan with what this takes away and adds.
     pub fn apply(&self, on_device: &Prediction, cluster: &Cluster) -> Prediction {
-        let less = |bytes: Bytes, freed: Bytes| Bytes(bytes.0.saturating_sub(freed.0));
-        let (memory, freed) = (on_device.memory, self.memory);
-        let memory = Memory {
-            parameters: less(memory.parameters, freed.parameters),
-            gradients: less(memory.gradients, freed.gradients),
-            optimizer: less(memory.optimizer, freed.optimizer),
-            activations: less(memory.activations, freed.activations),
-            ..memory
-        };
+        let (mut memory, mut freed, mut excess) = (on_device.memory, self.memory, 0);
+        for category in Category::ALL {
+            let (held, freed) = (memory.category(category), freed.category(category));
+            let taken = freed.0.min(held.0);
+            *held = Bytes(held.0 - taken);
+            excess += freed.0 - taken;
+        }
+        // Where memory is the fullest with all on the device, other values are than where it is now.
+        for category in [Category::Gradient, Category::Activation, Category::Parameter, Category::Optimizer] {
+            let held = memory.category(category);
+            let taken = excess.min(held.0);
+            (*held, excess) = (Bytes(held.0 - taken), excess - taken);
+        }
         let step = on_device.step.0 + self.transfers + self.update;
         Prediction {
             step: Seconds(step),
