@@ -91,6 +91,11 @@ impl Shared {
         self.lock().ranks.push(rank);
     }
 
+    /// A rank's thread ends, and its device with it: nothing of it is watched any more.
+    pub fn remove(&self, rank: u64) {
+        self.lock().ranks.retain(|watched| watched.rank != rank);
+    }
+
     /// A task begins, or none is left.
     pub fn set_task(&self, task: Option<Task>) {
         self.lock().task = task.map(|task| (task, Instant::now()));
@@ -208,6 +213,8 @@ mod tests {
         let text = format!("the step takes longer than 0 s; it hangs on {at}");
         assert_eq!(judge(Duration::ZERO), Some((Some(5), text)));
         assert_eq!(shared.text().as_deref(), Some(at));
+        shared.remove(5);
+        assert_eq!(shared.text(), None);
     }
 
     #[test]

@@ -76,13 +76,25 @@ pub struct Shared {
     pub started: Barrier,
 }
 
+/// Lets a rank be watched no longer when it is dropped.
+struct Leaves {
+    watched: Arc<watch::Shared>,
+    rank: u64,
+}
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        self.watched.remove(self.rank);
+    }
+}
+
 /// Starts a rank's thread.
 pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<Shared>) -> Worker {
     let (requests, inbox) = channel();
     let (outbox, answers) = channel();
     let own = program.clone();
     let thread = std::thread::spawn(move || {
-        let watched = shared.watched.clone();
+        let (watched, number) = (shared.watched.clone(), own.rank);
         let mut rank = match start(own, chosen, ordinal, &shared) {
             Ok(rank) => rank,
             Err(error) => {
@@ -91,6 +103,8 @@ pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<
             }
         };
         drop(shared);
+        // Dropped before the rank, however the thread ends.
+        let _leaves = Leaves { watched: watched.clone(), rank: number };
         let taken = rank.device_bytes().0.to_le_bytes().to_vec();
         if outbox.send(Answer::Bytes(Ok(taken))).is_err() {
             return;
