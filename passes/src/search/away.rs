@@ -57,15 +57,15 @@ impl Away {
     /// A pin that no host has room for, or that no candidate can keep.
     pub fn too_large(&self) -> PlanError {
         let pin = self.pin.unwrap_or_default();
-        let mut message = format!(
-            "it takes more than the {} that each rank has of its host's memory; give more with --host-memory, or move \
-             less",
-            self.room.host
-        );
-        if pin.gradients > 0 {
-            message += "; and gradients leave as they are made only where that is a rank's part of their sum: with \
-                        zero=2 or 3, with zero=1 in one microbatch, or on one rank";
-        }
+        let room = format!("it takes more than the {} that each rank has of its host's memory", self.room.host);
+        let message = match pin.gradients {
+            0 => format!("{room}; give more with --host-memory, or move less"),
+            _ => format!(
+                "either {room} (give more with --host-memory, or move less), or gradients do not leave as they are made: \
+                 they do only where that is a rank's part of their sum, with zero=2 or 3, with zero=1 in one microbatch, \
+                 or on one rank"
+            ),
+        };
         PlanError::Pin { pin: format!("offload={pin}"), message }
     }
 
