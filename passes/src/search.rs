@@ -309,8 +309,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
     let (mut candidates, mut coupled, mut drops_chunks) = (Vec::new(), None, false);
     for way in ways(prepared, line.map_or(1, Line::most), cluster, request, pins)? {
         let per_rank = batch / way.data;
-        // Of one sample the tokens are cut.
-        let is_cut = |size: &u64| *size == 1 || size.is_multiple_of(pins.overlap_chunks.unwrap_or(1));
+        let is_cut = |size: &u64| overlap::divides(*size, pins.overlap_chunks.unwrap_or(1));
         let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
         let is_few = |size: &u64| per_rank / size <= MOST_MICROBATCHES;
         let sizes = divisors(per_rank).into_iter().filter(is_pinned).filter(is_few);

@@ -123,9 +123,11 @@ fn times(plan: &Plan) -> [(&'static str, Seconds); 8] {
 /// does in one block alone is compared with what the other does in all of them.
 fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
     let (first, second) = (keyed(layers::rows(a)), keyed(layers::rows(b)));
-    let own = |rows: &[Keyed], key: &str| rows.iter().find(|of| of.key == key).map(|of| text(&of.row));
-    let of = |rows: &[Keyed], keyed: &Keyed| own(rows, &keyed.key).or_else(|| own(rows, &keyed.of_all));
-    let is_there = |rows: &[Keyed], key: &str| own(rows, key).is_some();
+    let is_there = |rows: &[Keyed], key: &str| rows.iter().any(|of| of.key == key);
+    let of = |rows: &[Keyed], keyed: &Keyed| {
+        let own = |key: &str| rows.iter().find(|of| of.key == key);
+        own(&keyed.key).or_else(|| own(&keyed.of_all)).map(|of| text(&of.row))
+    };
     let is_apart = |rows: &[Keyed], key: &str| !is_there(rows, key) && rows.iter().any(|of| of.of_all == key);
     let only_second = second.iter().filter(|of| !is_there(&first, &of.key));
     // What the other plan does block by block is compared block by block.

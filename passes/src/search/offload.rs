@@ -113,20 +113,17 @@ impl Offload {
             _ if count >= shape.blocks => 1.0,
             _ => count as f64 / shape.blocks as f64 * held.in_blocks,
         };
-        let (optimizer, parameters) = (share(self.optimizer), share(self.parameters));
+        let [optimizer, leaving, parameters] = [self.optimizer, self.gradients, self.parameters].map(share);
         let [masters, state, gradients] = [held.masters, held.state, held.gradients].map(|bytes| optimizer * bytes);
-        let left = share(self.gradients) * held.gradients;
+        let left = leaving * held.gradients;
         let copies = parameters * held.copies;
         let window = (2.0 * held.copies / shape.blocks as f64).min(copies);
         let kept = shape.memory(storage, zero, recompute);
-        let without = shape.memory_without(storage, zero, recompute, share(self.gradients));
+        let without = shape.memory_without(storage, zero, recompute, leaving);
         let of_gradients = kept.total().0.saturating_sub(without.total().0).min(kept.gradients.0);
         let dropped = match self.activations {
             0 => without,
-            count => {
-                let again = Recompute::Blocks(count.min(shape.blocks));
-                shape.memory_without(storage, zero, again, share(self.gradients))
-            }
+            count => shape.memory_without(storage, zero, Recompute::Blocks(count.min(shape.blocks)), leaving),
         };
         let activations = without.total().0.saturating_sub(dropped.total().0) as f64;
         // Of the copies, those that are there where memory is the fullest then.

@@ -34,6 +34,11 @@ fn may_gain(candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64)
     is_open && is_whole && candidate.within > GAIN * alone && alone - HIDDEN * candidate.within < step
 }
 
+/// Whether a microbatch of so many samples can be cut into chunks: of a single one the tokens are.
+pub(super) fn divides(microbatch: u64, chunks: u64) -> bool {
+    microbatch == 1 || microbatch.is_multiple_of(chunks)
+}
+
 /// A lowered plan of a candidate or, where that is faster and fits, one of it in chunks, and in how many. `best` is what
 /// the fastest plan takes, in seconds; `make` builds a candidate and predicts it by its programs.
 ///
@@ -67,8 +72,7 @@ fn tried(
 ) -> Result<Option<(u64, Plan)>, PlanError> {
     let mut best = None;
     let microbatch = candidate.degrees.microbatch;
-    let divides = |chunks: &u64| *chunks <= most && (microbatch == 1 || microbatch.is_multiple_of(*chunks));
-    for overlap_chunks in CHUNKS.into_iter().filter(divides) {
+    for overlap_chunks in CHUNKS.into_iter().filter(|chunks| *chunks <= most && divides(microbatch, *chunks)) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
             Ok(plan) => plan,
             Err(PlanError::Pin { .. }) => break,
@@ -139,8 +143,8 @@ pub(super) fn likely(candidates: &[Candidate], known: &[usize], space: &Space<'_
     let own = known.iter().copied().find(|index| may_gain(&candidates[*index], step(index), space, fastest));
     let index = own.or_else(|| contender(candidates, known, &[], space, fastest))?;
     let overlap_chunks = CHUNKS[0];
-    let is_cut = |of: &Candidate| of.degrees.microbatch == 1 || of.degrees.microbatch.is_multiple_of(overlap_chunks);
-    Some(&candidates[index]).filter(|of| is_cut(of)).map(|of| Candidate { overlap_chunks, ..of.clone() })
+    let in_chunks = Candidate { overlap_chunks, ..candidates[index].clone() };
+    divides(in_chunks.degrees.microbatch, overlap_chunks).then_some(in_chunks)
 }
 
 /// Whether a plan's graph is in chunks: it is that of one mesh then, and its sums are not those of whole nodes.

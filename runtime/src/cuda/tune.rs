@@ -22,6 +22,7 @@ pub use bench::{measure, products};
 use super::cache::Cache;
 use super::device::{Device, Failure};
 use super::gemm::{self, Algorithm};
+use super::worker::gather;
 use crate::launch::World;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -151,13 +152,13 @@ impl Tuning {
         };
         // What the first rank does not compute.
         let missing = if told.file == file { told.choices.lacks(products) } else { BTreeSet::new() };
-        let all = self.gather("products", &missing)?;
+        let all = gather(&self.world, "matmul products", &missing)?;
         if all.iter().all(BTreeSet::is_empty) {
             return Ok(told);
         }
         let is_theirs = |key: &String| all.iter().take(self.world.rank() as usize).any(|others| others.contains(key));
         let own = missing.into_iter().filter(|key| !is_theirs(key)).collect();
-        let made = self.gather("choices", &self.make(file, &own, &mut measure)?)?;
+        let made = gather(&self.world, "matmul choices", &self.make(file, &own, &mut measure)?)?;
         told.choices.0.extend(made.into_iter().flat_map(|made| made.0));
         Ok(told)
     }
@@ -187,13 +188,6 @@ impl Tuning {
         }
         choices.0.retain(|key, _| products.contains(key));
         Ok(choices)
-    }
-
-    /// What every rank gives, in their order.
-    fn gather<T: Serialize + serde::de::DeserializeOwned>(&self, name: &str, value: &T) -> Result<Vec<T>, Failure> {
-        let bytes = serde_json::to_vec(value).map_err(|error| error.to_string())?;
-        let all = self.world.gather(&format!("matmul {name}"), &bytes).map_err(|error| error.to_string())?;
-        all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(|error| format!("{name}: {error}"))).collect()
     }
 }
 

@@ -11,6 +11,7 @@ mod script;
 use super::device::{Device, Failure};
 use super::executor::{part, section_index};
 use super::nccl::Part;
+use super::worker::gather;
 use crate::launch::World;
 pub use peers::{Exchange, Peers, Release};
 use script::{Spot, View};
@@ -203,16 +204,6 @@ fn exchange(
         View { index: peers.index(site.group)?, spots: &spots, parts: &site.parts, scratch: site.scratch, is_all };
     let is_sum = !matches!(site.action, Action::AllGather { .. });
     peers.bind(device, site.group, &if is_sum { view.reduce() } else { view.all_gather() })
-}
-
-fn gather<T: serde::Serialize + serde::de::DeserializeOwned>(
-    world: &World,
-    name: &str,
-    value: &T,
-) -> Result<Vec<T>, Failure> {
-    let bytes = serde_json::to_vec(value).map_err(|error| error.to_string())?;
-    let all = world.gather(name, &bytes).map_err(|error| error.to_string())?;
-    all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(|error| format!("{name}: {error}"))).collect()
 }
 
 #[cfg(test)]
