@@ -94,13 +94,19 @@ fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     let count = sections.0.len();
     for (index, mut instructions) in sections.0.into_iter().enumerate() {
         let place = Place::of(index, count);
-        if instructions.is_empty() && place != Place::LOOP {
+        let runs = match place {
+            Place::Prologue => 0..1,
+            Place::Microbatch(_) => draft.repeats.clone(),
+            // With what of the last microbatch is part of it.
+            Place::Epilogue if draft.repeats.end < draft.microbatches => draft.repeats.end..draft.microbatches,
+            Place::Epilogue => 0..1,
+        };
+        if instructions.is_empty() && place != Place::LOOP || runs.is_empty() {
             continue;
         }
         find_waits(&buffers, &mut instructions);
         let section = program.sections.push(Section { name: place.name().to_string(), instructions });
-        let runs = if place == Place::LOOP { draft.microbatches } else { 1 };
-        program.order.extend((0..runs).map(|microbatch| Run { section, microbatch }));
+        program.order.extend(runs.map(|microbatch| Run { section, microbatch }));
     }
     program.slots = draft.slots;
     program.slots.iter_mut().for_each(|slot| slot.buffer = renumber(slot.buffer));

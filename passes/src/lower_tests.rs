@@ -3,7 +3,7 @@
 use crate::allocate::{Copies, lifetimes, memory};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
-use crate::lower::{draft_rank, lower_all, lower_rank, merge_casts, merge_repeated, share_storages};
+use crate::lower::{draft_rank, lower_all, lower_rank, merge_casts, merge_repeated, peel, share_storages};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pack::{Life, live_peak, pack};
 use crate::rematerialize::rematerialize;
@@ -230,6 +230,50 @@ fn gradients_are_reduced_in_buckets() {
     assert_eq!(count(&program, |action| matches!(action, Action::Copy)), 0);
 }
 
+/// Per run, its section, its microbatch, and which of its instructions that are products or collectives is which.
+fn runs(program: &Program) -> Vec<(&str, u64, String)> {
+    let letter = |instruction: &Instruction| match &instruction.action {
+        Action::Compute(Op::Matmul(_)) => Some('p'),
+        Action::AllGather { .. } => Some('g'),
+        Action::ReduceScatter { .. } | Action::AllReduce { .. } => Some('r'),
+        _ => None,
+    };
+    let section = |id| &program.sections[id];
+    let all = |id| section(id).instructions.iter().filter_map(letter).collect::<String>();
+    program.order.iter().map(|run| (section(run.section).name.as_str(), run.microbatch, all(run.section))).collect()
+}
+
+#[test]
+fn what_is_done_once_runs_beside_the_first_and_the_last_microbatch() {
+    // A block's gradients fill buckets.
+    let wide = Sizes { hidden: 1024, heads: 16, kv: 4, ffn: 4096, ..TINY };
+    for (batch, zero, expected) in [
+        (6, 0, &[("microbatch", 0..2), ("epilogue", 2..3)][..]),
+        (6, 1, &[("prologue", 0..1), ("microbatch", 1..2), ("epilogue", 2..3)]),
+        (4, 1, &[("prologue", 0..1), ("epilogue", 1..2)]),
+        (6, 2, &[("prologue", 0..1), ("microbatch", 1..3), ("epilogue", 0..1)]),
+        (6, 3, &[("microbatch", 0..3), ("epilogue", 0..1)]),
+    ] {
+        let pins = format!("dp=2,zero={zero},microbatch=1");
+        let program = check(Sizes { batch, ..wide }, DType::F32, "cpu:2", &pins, false);
+        let runs: Vec<_> = runs(&program).into_iter().filter(|(.., all)| !all.is_empty()).collect();
+        let order: Vec<(&str, u64)> = runs.iter().map(|(name, microbatch, _)| (*name, *microbatch)).collect();
+        let wanted: Vec<(&str, u64)> =
+            expected.iter().flat_map(|(name, of)| of.clone().map(|microbatch| (*name, microbatch))).collect();
+        assert_eq!(order, wanted, "{pins}");
+        let at = |name: &str| runs.iter().find(|(of, ..)| *of == name).map_or("", |(.., all)| all.as_str());
+        if matches!(zero, 1 | 2) {
+            let (products, gathers) = (at("prologue").find('p'), at("prologue").rfind('g'));
+            assert!(products < gathers, "{pins}: {}", at("prologue"));
+        }
+        if zero < 2 {
+            assert!(!at("microbatch").contains('r'), "{pins}: {}", at("microbatch"));
+            let (reductions, products) = (at("epilogue").find('r'), at("epilogue").rfind('p'));
+            assert!(reductions.is_some() && reductions < products, "{pins}: {}", at("epilogue"));
+        }
+    }
+}
+
 #[test]
 fn weights_are_gathered_by_block_and_direction() {
     let program = check(TINY, DType::F32, "cpu:4", "dp=4,zero=3,microbatch=3", false);
@@ -249,6 +293,7 @@ fn storages_of_a_large_model_are_packed_into_little_more_than_lives_at_once() {
         let plan = plan(SMALL, DType::Bf16, cluster, pins, false);
         let plan = verify::plan(&plan).expect("a plan");
         let mut draft = draft_rank(&plan, 0).expect("a draft");
+        peel(&mut draft);
         schedule(&mut draft);
         share_storages(&mut draft);
         merge_casts(&mut draft);

@@ -10,7 +10,8 @@ use shardc_ir::ops::{Matmul, Op, Reshape};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Reading, Slot, Stream};
 use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType, ValueId};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// A place of an instruction: its section and its index.
 pub type Position = (usize, usize);
@@ -146,8 +147,10 @@ pub struct Draft {
     pub rank: u64,
     /// The mesh.
     pub mesh: Mesh,
-    /// How often the middle section runs.
+    /// The microbatches of the step.
     pub microbatches: u64,
+    /// Those for which the section of the loop runs: all, unless some are part of other sections ([`peel`](super::peel)).
+    pub repeats: Range<u64>,
     /// The buffers; their offsets are 0.
     pub buffers: PrimaryMap<BufferId, Buffer>,
     /// Per buffer, its storage.
@@ -175,7 +178,8 @@ pub struct Draft {
 impl Draft {
     /// An empty draft.
     pub fn new(rank: u64, mesh: &Mesh) -> Self {
-        Self { rank, mesh: mesh.clone(), microbatches: 1, sections: vec![Vec::new(); 3], ..Self::default() }
+        let sections = vec![Vec::new(); 3];
+        Self { rank, mesh: mesh.clone(), microbatches: 1, repeats: 0..1, sections, ..Self::default() }
     }
 
     /// Who touches each storage.
@@ -205,6 +209,17 @@ impl Draft {
         let id = self.buffers.push(Buffer { ty, space: SPACE, offset: 0, category, value: None });
         self.storage[id] = StorageId(self.storages);
         self.storages += 1;
+        id
+    }
+
+    /// A buffer like another one, on a storage like that one's: the same for all that ask with the same map.
+    pub fn twin(&mut self, of: BufferId, storages: &mut BTreeMap<StorageId, StorageId>) -> BufferId {
+        let (buffer, storage) = (self.buffers[of].clone(), self.storage[of]);
+        let next = StorageId(self.storages);
+        let own = *storages.entry(storage).or_insert(next);
+        self.storages += u32::from(own == next);
+        let id = self.buffers.push(buffer);
+        (self.storage[id], self.first[id], self.is_common[id]) = (own, self.first[of], self.is_common[of]);
         id
     }
 

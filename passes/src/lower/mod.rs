@@ -3,7 +3,8 @@
 //! Nodes fall into three sections by what they read: the *prologue* does not depend on the
 //! microbatch, the *microbatch* section runs once per microbatch, the *epilogue* reads what was
 //! accumulated. With one microbatch everything is one section, so that reductions of gradients may
-//! overlap the backward pass. Where a value is made in one layout and read in another, a conversion
+//! overlap the backward pass; of several, the first and the last are part of the prologue and the epilogue where
+//! collectives can run beside them ([`mod@peel`]). Where a value is made in one layout and read in another, a conversion
 //! ([`crate::reshard`]) is inserted before its first reader, or, if it reduces a partial value, behind
 //! its maker; readers of one layout share it. What the target has one kernel for becomes one instruction
 //! ([`mod@fuse`]). Then [`crate::schedule`] moves and merges collectives,
@@ -24,6 +25,7 @@ mod fuse;
 mod in_place;
 mod messages;
 mod order;
+mod peel;
 mod repeat;
 mod section;
 mod siblings;
@@ -44,6 +46,7 @@ pub use convert::block_of;
 use epilogue::merge_epilogues;
 use fuse::fuse;
 pub(crate) use in_place::share_storages;
+pub(crate) use peel::peel;
 pub(crate) use repeat::merge_repeated;
 use section::place_nodes;
 use shardc_ir::ops::{Op, OpError, Part, State};
@@ -109,6 +112,7 @@ pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Re
     let mut draft = draft_rank(plan, rank)?;
     fuse(&mut draft, target);
     join_siblings(&mut draft, target);
+    peel(&mut draft);
     schedule(&mut draft);
     Ok(allocate(draft, target))
 }
@@ -416,6 +420,7 @@ impl<'a> Lowering<'a> {
             }
         }
         self.draft.microbatches = self.mesh.microbatches();
+        self.draft.repeats = 0..self.draft.microbatches;
         if let Some(stage) = &mut self.draft.stage {
             stage.messages.sort_by_key(|message| (message.value, message.peer));
         }

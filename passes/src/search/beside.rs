@@ -137,6 +137,15 @@ pub struct Shown {
     pub ordered: f64,
 }
 
+impl Shown {
+    /// Adds another so many times.
+    fn add(&mut self, other: &Self, times: f64) {
+        self.all += times * other.all;
+        self.shown += times * other.shown;
+        self.ordered += times * other.ordered;
+    }
+}
+
 /// A value that is gathered.
 struct Gathered {
     value: ValueId,
@@ -378,11 +387,41 @@ impl Loop {
         self.feed
     }
 
-    /// What the communication of a step takes and shows.
+    /// What the communication of a step takes and shows. What is done once runs beside one microbatch: weights are
+    /// gathered beside the first, gradients reduced beside the last ([`peel`](mod@crate::lower)).
     pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
-        let many = traffic.microbatches > 1;
-        let gathers_in_loop = traffic.gathers && (traffic.drops || !many);
-        let reduces_in_loop = traffic.reduces && (traffic.reduces_in_loop || !many);
+        let count = traffic.microbatches;
+        let gathers = |first: bool| traffic.gathers && (traffic.drops || first);
+        let reduces = |last: bool| traffic.reduces && (traffic.reduces_in_loop || last);
+        let mut all = Shown::default();
+        let mut add = |times_run: u64, which: [bool; 2]| {
+            if times_run > 0 {
+                let one = self.microbatch(traffic, times, which, cluster);
+                all.add(&one, times_run as f64);
+            }
+        };
+        let (inner, ends) = ([gathers(false), reduces(false)], [gathers(true), reduces(true)]);
+        match count {
+            0 | 1 => add(1, ends),
+            _ => {
+                add(1, [ends[0], inner[1]]);
+                add(count - 2, inner);
+                add(1, [inner[0], ends[1]]);
+            }
+        }
+        // Kernels wait for what they read.
+        let read = if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
+        Shown { all: all.all + read, shown: all.shown + read, ..all }
+    }
+
+    /// The communication of a microbatch that gathers weights, or not, and reduces gradients, or not.
+    fn microbatch(
+        &self,
+        traffic: &Traffic<'_>,
+        times: &Times,
+        [gathers_here, reduces_here]: [bool; 2],
+        cluster: &Cluster,
+    ) -> Shown {
         let reduces = || self.buckets.iter().zip(times.reduce[usize::from(traffic.zero > 0)].iter().copied());
         let which = |stretch: &Stretch| match stretch.block {
             _ if !traffic.drops => 0,
@@ -394,26 +433,15 @@ impl Loop {
             let which = which(stretch);
             (times.gather[which][index], stretch.ordered[which])
         };
-        let read = self.stretches.iter().enumerate().filter(|_| traffic.gathers);
+        let read = self.stretches.iter().enumerate().filter(|_| gathers_here);
         let (gathered, ordered): (Vec<f64>, Vec<f64>) = read.map(of).unzip();
-        // Outside of the loop nothing runs beside it.
-        let mut outside = 0.0;
-        if traffic.gathers && !gathers_in_loop {
-            outside += gathered.iter().sum::<f64>();
-        }
-        if traffic.reduces && !reduces_in_loop {
-            outside += reduces().map(|(_, seconds)| seconds).sum::<f64>();
-        }
-        // Kernels wait for what they read.
-        outside += if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
         // What data ranks have on the wire comes before what is issued where it is read.
-        let is_shared = gathers_in_loop || reduces_in_loop;
-        let gathers: &[f64] = if gathers_in_loop { &gathered } else { &[] };
-        let mut buckets = reduces().filter(|_| reduces_in_loop).peekable();
+        let is_shared = gathers_here || reduces_here;
+        let mut buckets = reduces().filter(|_| reduces_here).peekable();
         let mut clocks = Clocks::new(cluster.device.overlap_loss.value);
         // The weights that come next are gathered where the last ones are read; after small
         // ones (a norm's), whose memory holds nothing back, those after them as well.
-        let mut next = gathers.iter().copied().filter(|seconds| *seconds > 0.0).peekable();
+        let mut next = gathered.iter().copied().filter(|seconds| *seconds > 0.0).peekable();
         let mut arrivals = VecDeque::new();
         let mut fetch_next = |clocks: &mut Clocks, arrivals: &mut VecDeque<f64>| {
             while let Some(seconds) = next.next() {
@@ -427,7 +455,7 @@ impl Loop {
         clocks.wait(self.feed);
         for (index, stretch) in self.stretches.iter().enumerate() {
             let mut fetches = false;
-            if gathers.get(index).is_some_and(|seconds| *seconds > 0.0) {
+            if gathered.get(index).is_some_and(|seconds| *seconds > 0.0) {
                 clocks.wait(arrivals.pop_front().unwrap_or(0.0));
                 fetches = arrivals.is_empty();
             }
@@ -437,7 +465,7 @@ impl Loop {
                     fetch_next(clocks, &mut arrivals);
                 }
             });
-            if gathers_in_loop {
+            if gathers_here {
                 clocks.run(clocks.done + ordered[index]);
             }
             let start = clocks.done;
@@ -478,9 +506,7 @@ impl Loop {
         }
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
         let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
-        let microbatches = traffic.microbatches as f64;
-        let ordered = ordered.iter().sum::<f64>() * if gathers_in_loop { microbatches } else { 1.0 };
-        Shown { all: outside + microbatches * clocks.carried, shown: outside + microbatches * shown, ordered }
+        Shown { all: clocks.carried, shown, ordered: ordered.iter().sum() }
     }
 
     /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the

@@ -3,7 +3,8 @@
 //! Of `K` seconds of kernels, `T` of collectives of the tensor axes and `I` of the data ranks' collectives, all
 //! inside the loop over microbatches, a step takes at least `K + T + loss I`, what kernels lose to collectives
 //! beside them; and, since only one collective is on the wire at a time, at least `I + T`
-//! ([`clocks`](super::clocks)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs.
+//! ([`clocks`](super::clocks)). So it takes at least any mean of the two, which is what a [`Sharing`] weighs. Of several
+//! microbatches that is so for each, and what is done once in a step is beside the first of them or the last alone.
 
 use super::beside::{BUCKET, Loop};
 use super::storage::{Copies, Storage, inner, stored_dim};
@@ -76,12 +77,18 @@ impl Sharing {
         let storage = Storage::new(stored, cluster);
         let (times, is_many) = (placed.microbatches as f64, placed.microbatches > 1);
         let beside = (1.0 - busy) * loss + busy;
-        let reduce = if is_many && zero < 2 { 1.0 } else { beside * times };
+        let is_stage = stored.degree("pp") > 1;
+        // What is done once in a step runs beside one microbatch; in a pipeline, beside none.
+        let once = if is_many && is_stage { 1.0 } else { beside };
+        let reduce = if zero < 2 { once } else { beside * times };
         let gather = match zero {
             0 => 0.0,
             3 => beside * times,
-            _ if is_many => 1.0,
-            _ => beside,
+            _ => once,
+        };
+        let busy_times = match zero {
+            0 | 1 if !is_stage => times.min(1.0 + zero as f64),
+            _ => times,
         };
         let per_byte = |time: &dyn Fn(f64) -> f64| (time(2.0 * BUCKET) - time(BUCKET)).max(0.0) / BUCKET;
         let start = |time: &dyn Fn(f64) -> f64| (2.0 * time(BUCKET) - time(2.0 * BUCKET)).max(0.0);
@@ -92,7 +99,7 @@ impl Sharing {
         let copies = &storage.copies[0];
         Self {
             zero,
-            kernels: 1.0 - busy,
+            kernels: 1.0 - busy * busy_times / times,
             reduce: storage.copies.map(|copies| reduce * per_byte(&|bytes| reducing(&copies, bytes))),
             gather: storage.copies.map(|copies| gather * per_byte(&|bytes| gathering(&copies, bytes))),
             is_dropped: zero == 3,

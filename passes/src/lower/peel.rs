@@ -1,0 +1,190 @@
+//! The first and the last microbatch, peeled off the loop where collectives can run beside them.
+//!
+//! What is done once in a step lies in front of the microbatches or behind them, where nothing runs beside a collective:
+//! with ZeRO 1 and 2 every weight is gathered before the first kernel, with ZeRO 0 and 1 every gradient is reduced when
+//! the last kernel of the backward pass is done. So the first microbatch becomes part of the prologue, where gathers go
+//! to their first readers (and from there ahead, by [`crate::schedule`]), and the last one part of the epilogue, where
+//! a reduction goes behind the last term of its sum: as if there were one microbatch. The loop is what is left.
+//!
+//! What a microbatch makes and uses up is its own in each of them. A pipeline's order of passes is its own business
+//! ([`stages`](super::stages)), and stays as it is.
+
+use super::{Draft, Hint, Item, StorageId};
+use shardc_ir::ops::Op;
+use shardc_ir::program::Action;
+use shardc_ir::{BufferId, SecondaryMap};
+use std::collections::{BTreeMap, BTreeSet};
+
+const PROLOGUE: usize = 0;
+const LOOP: usize = 1;
+const EPILOGUE: usize = 2;
+
+/// Peels microbatches off the loop of a draft without stages.
+pub(crate) fn peel(draft: &mut Draft) {
+    if draft.stage.is_some() || draft.microbatches < 2 {
+        return;
+    }
+    let reductions = reductions(draft);
+    let is_gather = |item: &Item| matches!(item.hint, Hint::Prefetch { .. });
+    if draft.sections[PROLOGUE].iter().any(is_gather) {
+        let body = copy(draft);
+        let items = std::mem::take(&mut draft.sections[PROLOGUE]);
+        draft.sections[PROLOGUE] = with_gathers(draft, items, body);
+        draft.repeats.start += 1;
+    }
+    if !reductions.is_empty() {
+        let body = copy(draft);
+        let items = std::mem::take(&mut draft.sections[EPILOGUE]);
+        draft.sections[EPILOGUE] = with_reductions(draft, body, items, &reductions);
+        draft.repeats.end -= 1;
+    }
+    if draft.repeats.is_empty() {
+        draft.sections[LOOP].clear();
+    }
+}
+
+fn storages(draft: &Draft, buffers: &[BufferId]) -> Vec<StorageId> {
+    buffers.iter().map(|id| draft.storage[*id]).collect()
+}
+
+/// A microbatch once more, with storages of its own for what nothing outside of the loop touches.
+fn copy(draft: &mut Draft) -> Vec<Item> {
+    let mut shared = draft.kept();
+    for section in [PROLOGUE, EPILOGUE] {
+        let buffers = draft.sections[section].iter().flat_map(|item| item.instruction.buffers());
+        shared.extend(buffers.map(|id| draft.storage[id]));
+    }
+    let mut items = draft.sections[LOOP].clone();
+    let mut own: SecondaryMap<BufferId, Option<BufferId>> = SecondaryMap::new();
+    let mut of_storage: BTreeMap<StorageId, StorageId> = BTreeMap::new();
+    for item in &mut items {
+        let Item { instruction, .. } = item;
+        for id in instruction.operands.iter_mut().chain(&mut instruction.results) {
+            if shared.contains(&draft.storage[*id]) {
+                continue;
+            }
+            let known = own[*id];
+            let twin = known.unwrap_or_else(|| draft.twin(*id, &mut of_storage));
+            own[*id] = Some(twin);
+            *id = twin;
+        }
+    }
+    items
+}
+
+/// The reductions of the epilogue that may begin while the last microbatch goes on, with what brings their operands into
+/// order: those of gradients, of what the loop has added up.
+fn reductions(draft: &Draft) -> BTreeSet<usize> {
+    let items = &draft.sections[EPILOGUE];
+    let mut writers: BTreeMap<StorageId, Vec<usize>> = BTreeMap::new();
+    for (at, item) in items.iter().enumerate() {
+        for storage in storages(draft, &item.instruction.results) {
+            writers.entry(storage).or_default().push(at);
+        }
+    }
+    let mut chosen = BTreeSet::new();
+    for (at, item) in items.iter().enumerate() {
+        let is_number = item.instruction.operands.iter().all(|id| draft.buffers[*id].ty.elements() == 1);
+        if item.hint != Hint::Bucket || is_number {
+            continue;
+        }
+        let (mut needed, mut open, mut may_move) = (vec![at], vec![at], true);
+        while let Some(next) = open.pop() {
+            for storage in storages(draft, &items[next].instruction.operands) {
+                let before = writers.get(&storage).into_iter().flatten().copied().filter(|writer| *writer < next);
+                for writer in before.filter(|writer| !needed.contains(writer)).collect::<Vec<_>>() {
+                    may_move &= rearranges(&items[writer]);
+                    needed.push(writer);
+                    open.push(writer);
+                }
+            }
+        }
+        if may_move {
+            chosen.extend(needed);
+        }
+    }
+    chosen
+}
+
+/// Whether an instruction changes only how something lies, or its element type.
+fn rearranges(item: &Item) -> bool {
+    let Action::Compute(op) = &item.instruction.action else { return false };
+    matches!(
+        op,
+        Op::Cast(_) | Op::Transpose(_) | Op::Pad(_) | Op::Concat(_) | Op::Slice(_) | Op::Reshape(_) | Op::Constant(_)
+    )
+}
+
+/// The prologue and a microbatch: each gather, and what brings its result into order, before its first reader.
+fn with_gathers(draft: &Draft, items: Vec<Item>, body: Vec<Item>) -> Vec<Item> {
+    let mut first: BTreeMap<StorageId, usize> = BTreeMap::new();
+    for (at, item) in body.iter().enumerate() {
+        for buffer in item.instruction.buffers() {
+            first.entry(draft.storage[buffer]).or_insert(at);
+        }
+    }
+    let mut gathered: BTreeSet<StorageId> = BTreeSet::new();
+    let moves: Vec<bool> = items
+        .iter()
+        .map(|item| {
+            let is_of_gather = || storages(draft, &item.instruction.operands).iter().any(|of| gathered.contains(of));
+            let moves = matches!(item.hint, Hint::Prefetch { .. }) || is_of_gather();
+            if moves {
+                gathered.extend(storages(draft, &item.instruction.results));
+            }
+            moves
+        })
+        .collect();
+    let mut placed: Vec<(usize, Item)> = Vec::with_capacity(items.len() + body.len());
+    for (item, moves) in items.into_iter().zip(moves).rev() {
+        let results = storages(draft, &item.instruction.results);
+        let reader = results.iter().filter_map(|storage| first.get(storage)).min().copied();
+        let at = reader.filter(|_| moves).unwrap_or(0);
+        // What it reads must be there before it.
+        for storage in storages(draft, &item.instruction.operands) {
+            let known = first.entry(storage).or_insert(at);
+            *known = at.min(*known);
+        }
+        placed.push((at, item));
+    }
+    placed.reverse();
+    // Of one place, the prologue's come first, in their order.
+    placed.extend(body.into_iter().enumerate());
+    placed.sort_by_key(|(at, _)| *at);
+    placed.into_iter().map(|(_, item)| item).collect()
+}
+
+/// A microbatch and the epilogue: each of these reductions behind the last term of its sum.
+fn with_reductions(draft: &Draft, body: Vec<Item>, items: Vec<Item>, reductions: &BTreeSet<usize>) -> Vec<Item> {
+    let end = body.len();
+    let mut last: BTreeMap<StorageId, usize> = BTreeMap::new();
+    for (at, item) in body.iter().enumerate() {
+        storages(draft, &item.instruction.results).into_iter().for_each(|storage| _ = last.insert(storage, at + 1));
+    }
+    let mut places: Vec<usize> = Vec::with_capacity(items.len());
+    for (index, item) in items.iter().enumerate() {
+        let read = storages(draft, &item.instruction.operands);
+        let ready = read.iter().filter_map(|storage| last.get(storage)).max().copied().unwrap_or(0);
+        let at = if reductions.contains(&index) { ready } else { end };
+        for storage in storages(draft, &item.instruction.results) {
+            let known = last.entry(storage).or_insert(at);
+            *known = at.max(*known);
+        }
+        places.push(at);
+    }
+    // What reads nothing is made where it is read.
+    let mut reader: BTreeMap<StorageId, usize> = BTreeMap::new();
+    for (item, at) in items.iter().zip(&mut places).rev() {
+        if item.instruction.operands.is_empty() {
+            let results = storages(draft, &item.instruction.results);
+            *at = results.iter().filter_map(|storage| reader.get(storage)).min().copied().unwrap_or(end);
+        }
+        storages(draft, &item.instruction.operands).into_iter().for_each(|storage| _ = reader.insert(storage, *at));
+    }
+    let of_body = body.into_iter().enumerate().map(|(at, item)| (at, true, item));
+    let behind = items.into_iter().zip(places).map(|(item, at)| (at, false, item));
+    let mut placed: Vec<(usize, bool, Item)> = behind.chain(of_body).collect();
+    // Of one place, what was ready comes before what the microbatch does next.
+    placed.sort_by_key(|(at, is_body, _)| (*at, *is_body));
+    placed.into_iter().map(|(.., item)| item).collect()
+}
