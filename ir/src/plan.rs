@@ -182,7 +182,9 @@ impl Prediction {
     /// What of the step its parts do not name: gaps between kernels, and waits for the slowest of many ranks.
     pub fn rest(&self) -> Seconds {
         let parts = [self.matmul, self.memory_bound, self.exposed_communication, self.optimizer, self.bubble];
-        Seconds((self.step.0 - parts.iter().map(|part| part.0).sum::<f64>()).max(0.0))
+        let rest = self.step.0 - parts.iter().map(|part| part.0).sum::<f64>();
+        // What is left of rounding is nothing.
+        Seconds(if rest > 1e-9 * self.step.0 { rest } else { 0.0 })
     }
 }
 

@@ -164,11 +164,18 @@ fn what_a_target_fuses_is_one_instruction_and_is_proven_step_by_step() {
     let plan = verify::plan(&plan).expect("a plan");
     let [programs, plain] =
         [lower_all(&plan, &Wants), lower_all(&plan, &NoScratch)].map(|made| made.expect("programs"));
+    fn count(op: &Op) -> usize {
+        match op {
+            Op::Fused(region) => region.steps.len(),
+            Op::Each(each) => each.count * count(&each.op),
+            _ => 1,
+        }
+    }
     let steps = |program: &Program| {
-        let of = |action: &Action| if let Action::Compute(Op::Fused(region)) = action { region.steps.len() } else { 1 };
+        let of = |action: &Action| if let Action::Compute(op) = action { count(op) } else { 1 };
         program.instructions().map(|instruction| of(&instruction.action)).sum::<usize>()
     };
-    assert_eq!(steps(&programs[0]), plain[0].instructions().count());
+    assert_eq!(steps(&programs[0]), steps(&plain[0]));
     let bytes = |program: &Program| {
         let values = program.buffers.values().map(|buffer| &buffer.ty).filter(|ty| ty.dtype != DType::U8);
         values.map(|ty| ty.bytes().0).sum::<u64>()
@@ -228,6 +235,13 @@ fn gradients_are_reduced_in_buckets() {
     // All gradients are far below a bucket: one for them, one for the loss.
     assert!(count(&program, |action| matches!(action, Action::AllReduce { .. })) <= 3, "{program}");
     assert_eq!(count(&program, |action| matches!(action, Action::Copy)), 0);
+    // Where ranks of a node keep parts and the nodes copies, the parts of a bucket are summed over the nodes together.
+    let wide = Sizes { hidden: 1024, heads: 16, kv: 4, ffn: 4096, ..TINY };
+    let program = check(wide, DType::F32, "cpu:4", "dp=2,fsdp=2,zero=1,microbatch=3", false);
+    let scatters = count(&program, |action| matches!(action, Action::ReduceScatter { .. }));
+    let sums = count(&program, |action| matches!(action, Action::AllReduce { .. }));
+    // With those of the loss, the norm and what is too small to divide.
+    assert!((2..=8).contains(&scatters) && sums <= scatters + 4, "{scatters} {sums}");
 }
 
 /// Per run, its section, its microbatch, and which of its instructions that are products or collectives is which.

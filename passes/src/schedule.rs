@@ -11,15 +11,17 @@
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
 //!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
 //!   reduced;
-//! * what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
+//! * a reduction is issued where its operand is made ([`mod@ready`]), and what rearranges the result of a collective
+//!   waits for its first reader ([`mod@sink`]).
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
 //! the result depends on nothing that differs between ranks.
 
+mod ready;
 mod sink;
 
 use crate::cost::is_product;
-use crate::lower::{Draft, Hint, Item, StorageId};
+use crate::lower::{Draft, Hint, Item, Place, StorageId};
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, DType, Op, ReduceKind};
 use sink::sink;
@@ -31,13 +33,19 @@ pub(crate) const BUCKET_BYTES: u64 = 32 << 20;
 pub(crate) const SMALL: f64 = 0.1;
 /// How many closed buckets may be on the wire before kernels wait for the first of them.
 const LATE: usize = 4;
+/// A bucket that closes so many products or fewer before a collective for which kernels wait goes behind it.
+pub(crate) const YIELDS: usize = 1;
 
 /// Moves and merges collectives in every section.
 pub fn schedule(draft: &mut Draft) {
-    for section in 0..draft.sections.len() {
+    let sections = draft.sections.len();
+    for section in 0..sections {
         let items = std::mem::take(&mut draft.sections[section]);
+        let items = ready::advance(draft, items);
         let items = prefetch(draft, items);
-        let items = bucket(draft, items);
+        // Stages do different things outside of the loop, and meet in the same order.
+        let is_free = draft.stage.is_none() || matches!(Place::of(section, sections), Place::Microbatch(_));
+        let items = bucket(draft, items, is_free);
         draft.sections[section] = sink(draft, items);
     }
 }
@@ -231,6 +239,8 @@ struct Bucket {
     bytes: u64,
     /// How many instructions lie before it.
     at: usize,
+    /// Reductions of its results over further ranks, one of each kind.
+    further: Vec<((Kind, DType), Item)>,
     /// What it and what follows it touch.
     touched: Touched,
     /// Accumulations, slices and casts of its results, which follow it, and what they touch.
@@ -244,7 +254,13 @@ impl Bucket {
         item.writes.iter().all(|storage| !self.touched.reads.contains(storage))
     }
 
-    /// Lets an accumulation, a slice or a cast of a result wait.
+    /// Whether a reduction is one of parts that it scatters.
+    fn scatters(&self, item: &Touched) -> bool {
+        let is_scatter = matches!(self.collective.instruction.action, Action::ReduceScatter { .. });
+        is_scatter && self.touched.meets(item) && !self.deferred_touch.meets(item) && self.may_defer(item)
+    }
+
+    /// Lets what is done with a result wait.
     fn defer(&mut self, item: Item, touched: &Touched) {
         self.touched.extend(touched);
         self.deferred_touch.extend(touched);
@@ -252,8 +268,8 @@ impl Bucket {
     }
 }
 
-/// Merges reductions that may wait.
-fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
+/// Merges reductions that may wait; where they are `is_free`, they let others pass, and are reduced further together.
+fn bucket(draft: &Draft, items: Vec<Item>, is_free: bool) -> Vec<Item> {
     // Numbers of one type are reduced together.
     let mut open: BTreeMap<(Kind, DType), Bucket> = BTreeMap::new();
     let dtype = |item: &Item| item.instruction.operands.first().map(|id| draft.buffers[*id].ty.dtype);
@@ -268,10 +284,24 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             out.extend(late.pop_front().into_iter().flat_map(|bucket| bucket.deferred));
         }
         placed.push((bucket.at, bucket.collective.clone()));
+        placed.extend(bucket.further.iter().map(|(_, further)| (bucket.at, further.clone())));
         late.push_back(bucket);
     };
     for item in items {
         let touched = Touched::of(draft, &item);
+        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket).zip(dtype(&item));
+        // Parts are reduced over further ranks behind the bucket that they come from.
+        let is_further = is_free && matches!(own, Some((Kind::Reduce(..), _)));
+        let scattered = open.iter().find(|(_, bucket)| is_further && bucket.scatters(&touched)).map(|(kind, _)| *kind);
+        let is_full = |(kind, bucket): &(&(Kind, DType), &Bucket)| {
+            bucket.bytes >= BUCKET_BYTES && scattered.as_ref() != Some(*kind)
+        };
+        let full: Vec<(Kind, DType)> = open.iter().filter(is_full).map(|(kind, _)| *kind).collect();
+        for kind in full {
+            if let Some(bucket) = open.remove(&kind) {
+                close(bucket, &mut late, &mut out);
+            }
+        }
         let waits = matches!(item.instruction.action, Action::Accumulate | Action::Compute(Op::Slice(_) | Op::Cast(_)));
         let met = open.iter().filter(|(_, bucket)| bucket.touched.meets(&touched)).map(|(kind, _)| *kind);
         let met: Vec<(Kind, DType)> = met.collect();
@@ -281,6 +311,17 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             continue;
         }
         out.extend(released(&mut late, &touched));
+        if let ([only], Some(own)) = (met.as_slice(), own)
+            && scattered.as_ref() == Some(only)
+            && let Some(bucket) = open.get_mut(only)
+        {
+            bucket.touched.extend(&touched);
+            match bucket.further.iter_mut().find(|(kind, _)| *kind == own) {
+                Some((_, first)) => merge(first, item),
+                None => bucket.further.push((own, item)),
+            }
+            continue;
+        }
         if let [only] = met.as_slice()
             && let Some(bucket) = open.get_mut(only).filter(|bucket| waits && bucket.may_defer(&touched))
         {
@@ -293,7 +334,6 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
             }
         }
         out.extend(released(&mut late, &touched));
-        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket).zip(dtype(&item));
         let Some(kind) = own else {
             out.push(item);
             continue;
@@ -307,20 +347,47 @@ fn bucket(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
                 bucket.touched.extend(&touched);
             }
             None => {
-                let (deferred, deferred_touch, at) = (Vec::new(), Touched::default(), out.len());
-                let bucket = Bucket { collective: item, bytes: size, at, touched, deferred, deferred_touch };
+                let (further, deferred, deferred_touch) = (Vec::new(), Vec::new(), Touched::default());
+                let at = out.len();
+                let bucket = Bucket { collective: item, bytes: size, at, further, touched, deferred, deferred_touch };
                 open.insert(kind, bucket);
             }
-        }
-        if open.get(&kind).is_some_and(|bucket| bucket.bytes >= BUCKET_BYTES)
-            && let Some(bucket) = open.remove(&kind)
-        {
-            close(bucket, &mut late, &mut out);
         }
     }
     std::mem::take(&mut open).into_values().for_each(|bucket| close(bucket, &mut late, &mut out));
     out.extend(late.into_iter().flat_map(|bucket| bucket.deferred));
+    if is_free {
+        let_pass(draft, &out, &mut placed);
+    }
     insert_at(out, placed)
+}
+
+/// Moves buckets behind collectives that kernels wait for. One that another bucket needs stays before that one.
+fn let_pass(draft: &Draft, items: &[Item], placed: &mut [(usize, Item)]) {
+    let touched: Vec<Touched> = placed.iter().map(|(_, bucket)| Touched::of(draft, bucket)).collect();
+    for index in (0..placed.len()).rev() {
+        let others = (index + 1..placed.len()).filter(|other| touched[index].meets(&touched[*other]));
+        let limit = others.map(|other| placed[other].0).min().unwrap_or(items.len());
+        placed[index].0 = yielded(draft, &items[..limit], placed[index].0, &touched[index]);
+    }
+}
+
+/// Where a bucket goes that closed at a position: behind the next collective that kernels wait for, if that comes soon,
+/// with those that follow it before the next product. A wire carries one after the other, and what waits for the
+/// bucket comes much later.
+fn yielded(draft: &Draft, items: &[Item], position: usize, touched: &Touched) -> usize {
+    let (mut to, mut products) = (position, 0);
+    for (at, item) in items.iter().enumerate().skip(position) {
+        products += usize::from(matches!(&item.instruction.action, Action::Compute(op) if is_product(op)));
+        if products > YIELDS || touched.meets(&Touched::of(draft, item)) {
+            break;
+        }
+        let is_met = item.instruction.stream == Stream::Communication && item.hint == Hint::None;
+        if is_met {
+            (to, products) = (at + 1, YIELDS);
+        }
+    }
+    to
 }
 
 /// What follows closed buckets and something else may not pass, nor what that may not pass. A reduction of what a

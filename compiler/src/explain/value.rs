@@ -217,7 +217,14 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
     if why.stages.len() < 2 {
         return vec!["stored on every data rank: there is one".to_string()];
     }
-    let chosen = Pins::chosen(plan).zero.unwrap_or(0);
+    let pins = Pins::chosen(plan);
+    if pins.offload.is_some() {
+        // What leaves the device is priced for the plan as a whole.
+        let how = "stored in parts over the data ranks: the plan keeps values on the host, so other ZeRO stages are not \
+                   priced here; plan them with --pin zero=… and compare with `shardc diff`";
+        return vec![how.to_string()];
+    }
+    let chosen = pins.zero.unwrap_or(0);
     let is_chosen = |zero: u64| zero == chosen;
     let Some((_, own)) = why.stages.iter().find(|(zero, _)| is_chosen(*zero)) else { return Vec::new() };
     // What the estimate does not see of the plan it does not see of its other stages either.

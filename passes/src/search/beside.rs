@@ -14,7 +14,7 @@
 //! by their programs alone
 //! ([`overlap`](super::overlap)).
 
-use super::clocks::Clocks;
+use super::clocks::{Clocks, Meeting};
 use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Storage, kind};
@@ -22,33 +22,14 @@ use crate::cluster::Cluster;
 use crate::cost::host::Host;
 use crate::cost::{Machine, is_product};
 use crate::lower::block_of;
-use crate::schedule::{BUCKET_BYTES, SMALL};
+use crate::schedule::{BUCKET_BYTES, SMALL, YIELDS};
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, OpDef, Role, ValueId};
-use std::collections::{BTreeMap, VecDeque};
+use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// Bytes of one bucket of gradients.
 pub(super) const BUCKET: f64 = BUCKET_BYTES as f64;
-
-/// A value whose layout along the tensor axes changes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Meeting {
-    /// When it begins: after so many seconds of the stretch's kernels.
-    pub at: f64,
-    /// Seconds of kernels from there to its first reader.
-    pub slack: f64,
-    /// Seconds of kernels since the value was made, of one that is issued where it is read.
-    pub since: f64,
-    /// Seconds of its collectives.
-    pub seconds: f64,
-    /// Whether a kernel does it, and nobody is met.
-    pub is_local: bool,
-    /// How many of the stretch's nodes come before it.
-    pub node: usize,
-    /// The node with which it is done again: the one that reads the value, of terms the one that makes them.
-    pub own: usize,
-}
 
 /// Consecutive nodes of one block and direction.
 #[derive(Clone, Debug, Default)]
@@ -62,6 +43,8 @@ struct Stretch {
     nodes: Vec<(usize, f64)>,
     /// Collectives of the tensor axes, in the order in which they begin.
     meetings: Vec<Meeting>,
+    /// When each product ends.
+    products: Vec<f64>,
     /// Bytes of the weights that it reads, as they are after a gather, and of those that the other
     /// direction has not read before, by [`kind`].
     gathered: [f64; 2],
@@ -73,6 +56,22 @@ struct Stretch {
     ordered: [f64; 3],
     /// When those of the next stretch are gathered: with the first of these, or behind a meeting before any product.
     fetch: f64,
+}
+
+impl Stretch {
+    /// When a bucket goes that closes at a moment, if the schedule lets it wait for a collective
+    /// ([`YIELDS`](crate::schedule)).
+    fn yielded(&self, at: f64) -> f64 {
+        let between = |from: f64, to: f64| self.products.iter().filter(|end| **end > from && **end <= to).count();
+        let (mut to, mut most) = (at, YIELDS);
+        for meeting in self.meetings.iter().filter(|meeting| !meeting.is_local && meeting.at >= at) {
+            if between(to, meeting.at) > most {
+                break;
+            }
+            (to, most) = (meeting.at, 0);
+        }
+        to
+    }
 }
 
 /// Gradients that are reduced together.
@@ -175,7 +174,8 @@ impl Meetings {
                 let each = conversion.count as f64 / prepared.folded.classes[maker].members.len() as f64;
                 own.behind[maker].push(Meeting { slack, seconds: seconds * each, ..meeting });
             } else {
-                own.before[reader].push((maker, Meeting { since: slack, ..meeting }));
+                let is_shared = conversion.is_shared;
+                own.before[reader].push((maker, Meeting { since: slack, is_shared, ..meeting }));
             }
         }
         own
@@ -207,6 +207,8 @@ impl Loop {
         // Per block, what its forward pass gathers, and which classes read that.
         let mut forward: BTreeMap<u64, Vec<(Gathered, usize)>> = BTreeMap::new();
         let (mut current, mut is_settled) = (None, false);
+        // Per node of the forward pass, its stretch and its place in it.
+        let mut nodes: HashMap<NodeId, (usize, usize)> = HashMap::new();
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
             if matches!(node.op, Op::Input(_)) {
@@ -232,9 +234,17 @@ impl Loop {
                 let late = meetings.before[class].iter().filter_map(|(maker, of)| Some((operand(*maker)?, of)));
                 let mut late: Vec<(usize, &Meeting)> = late.collect();
                 late.sort_by_key(|(operand, _)| *operand);
-                stretch.meetings.extend(late.into_iter().map(|(_, of)| begins(before, nth, nth)(of)));
+                let maker = |operand: usize| {
+                    let shared = nodes.get(&graph.value(node.operands[operand]).def);
+                    shared.filter(|(of, _)| *of == index).map_or(nth, |(_, maker)| *maker)
+                };
+                stretch.meetings.extend(late.into_iter().map(|(operand, of)| {
+                    let own = if of.is_shared { maker(operand) } else { nth };
+                    begins(before, nth, own)(of)
+                }));
                 stretch.seconds += seconds[class];
                 if !key.1 {
+                    nodes.insert(id, (index, nth));
                     stretch.nodes.push((class, seconds[class]));
                 }
                 // What is merged into an earlier instruction is made there.
@@ -273,6 +283,9 @@ impl Loop {
                     }
                 }
                 is_settled |= is_product(&node.op);
+                if is_product(&node.op) {
+                    stretch.products.push(made);
+                }
             }
             place.push((own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds)));
         }
@@ -338,6 +351,7 @@ impl Loop {
             gradients.push(*gradient);
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
+                let at = self.stretches.get(stretch).map_or(at, |stretch| stretch.yielded(at));
                 self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
             }
         }
@@ -460,7 +474,7 @@ impl Loop {
                 fetches = arrivals.is_empty();
             }
             // What is computed again reads the weights first.
-            self.recompute(&mut clocks, stretch, traffic.again, &mut |clocks| {
+            let mut later = self.recompute(&mut clocks, stretch, traffic.again, &mut |clocks| {
                 if std::mem::take(&mut fetches) {
                     fetch_next(clocks, &mut arrivals);
                 }
@@ -482,7 +496,11 @@ impl Loop {
                     _ if met < f64::INFINITY && met <= fetch.min(filled.unwrap_or(met)) => {
                         clocks.run(start + met);
                         let since = |of: &Meeting| if is_shared { 0.0 } else { of.since };
-                        meetings.next().into_iter().for_each(|of| clocks.meet(&Meeting { since: since(of), ..*of }));
+                        if let Some(of) = meetings.next() {
+                            clocks.meet(&Meeting { since: since(of), ..*of });
+                            // What is read here at once comes before what is read later.
+                            clocks.carry(if of.is_local { 0.0 } else { std::mem::take(&mut later) });
+                        }
                     }
                     _ if fetches && fetch <= filled.unwrap_or(fetch) => {
                         clocks.run(start + fetch);
@@ -502,6 +520,7 @@ impl Loop {
                     None => break,
                 }
             }
+            clocks.carry(later);
             clocks.run(start + stretch.seconds);
         }
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
@@ -510,40 +529,53 @@ impl Loop {
     }
 
     /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the
-    /// first of which `fetch` gathers the next weights.
+    /// first of which `fetch` gathers the next weights; gives the seconds of those that the backward pass waits for later.
     fn recompute(
         &self,
         clocks: &mut Clocks,
         stretch: &Stretch,
         again: &Selected<'_>,
         fetch: &mut dyn FnMut(&mut Clocks),
-    ) {
-        let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return };
-        let Some(way) = again.way(block) else { return };
+    ) -> f64 {
+        let mut later = 0.0;
+        let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return later };
+        let Some(way) = again.way(block) else { return later };
         if way.cost.communication <= 0.0 {
             fetch(clocks);
-            return clocks.run(clocks.done + way.cost.seconds());
+            clocks.run(clocks.done + way.cost.seconds());
+            return later;
         }
-        let forward = self.stretches.iter().filter(|of| !of.is_backward && of.block == stretch.block);
-        for of in forward {
+        let forward = || self.stretches.iter().filter(|of| !of.is_backward && of.block == stretch.block);
+        let is_again =
+            |of: &Stretch, node: usize| of.nodes.get(node).is_some_and(|(class, _)| again.is_again(block, *class));
+        // Terms that were added in the forward pass are there as a sum; a copy of several readers is waited for where
+        // one of them is computed again.
+        let is_read = |of: &Stretch, meeting: &Meeting| match meeting.is_shared {
+            true => is_again(of, meeting.node),
+            false => is_again(of, meeting.own),
+        };
+        if !forward().any(|of| of.meetings.iter().any(|meeting| !meeting.is_local && is_read(of, meeting))) {
+            fetch(clocks);
+        }
+        for of in forward() {
             let mut meetings = of.meetings.iter().peekable();
-            for (index, (class, seconds)) in of.nodes.iter().enumerate() {
-                if !again.is_again(block, *class) {
-                    continue;
-                }
+            for (index, (_, seconds)) in of.nodes.iter().enumerate() {
                 while let Some(meeting) = meetings.next_if(|meeting| meeting.node <= index) {
-                    // Terms that were added in the forward pass are there as a sum.
-                    if !of.nodes.get(meeting.own).is_some_and(|(class, _)| again.is_again(block, *class)) {
-                        continue;
-                    }
-                    clocks.meet(&Meeting { slack: 0.0, since: 0.0, ..*meeting });
-                    if !meeting.is_local {
-                        fetch(clocks);
+                    if is_read(of, meeting) {
+                        clocks.meet(&Meeting { slack: 0.0, since: 0.0, ..*meeting });
+                        if !meeting.is_local {
+                            fetch(clocks);
+                        }
+                    } else if is_again(of, meeting.own) {
+                        later += meeting.seconds;
                     }
                 }
-                clocks.run(clocks.done + *seconds);
+                if is_again(of, index) {
+                    clocks.run(clocks.done + *seconds);
+                }
             }
         }
         fetch(clocks);
+        later
     }
 }

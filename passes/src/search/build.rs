@@ -150,7 +150,11 @@ pub(super) fn confirmed(
 ) -> Result<Plan, PlanError> {
     // Programs have everything on the device; what does not lie there is taken off.
     plan.prediction = candidate.relief.apply(&exact.map_err(PlanError::Bug)?, cluster);
-    let text = |of: &Prediction| format!("{}, {}", of.step, breakdown(&of.memory));
+    let text = |of: &Prediction| {
+        let Prediction { step, matmul, memory_bound, optimizer, exposed_communication, communication, .. } = of;
+        let kernels = format!("{matmul} products, {memory_bound} bound by memory, {optimizer} optimizer");
+        format!("{step} ({kernels}, {exposed_communication} of {communication} exposed), {}", breakdown(&of.memory))
+    };
     let (estimate, exact) = (text(&candidate.prediction), text(&plan.prediction));
     tracing::info!(choice = plan.choice, estimate, exact, "lowered");
     candidate.offload.mark(&mut plan);

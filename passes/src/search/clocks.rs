@@ -5,8 +5,29 @@
 //! wait where they read what one of them brings. That is what the simulation of programs does
 //! ([`crate::simulate`]), without programs.
 
-use super::beside::Meeting;
 use crate::allocate::WINDOW;
+
+/// A value whose layout along the tensor axes changes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Meeting {
+    /// When it begins: after so many seconds of the stretch's kernels.
+    pub at: f64,
+    /// Seconds of kernels from there to its first reader.
+    pub slack: f64,
+    /// Seconds of kernels since the value was made, of one that is issued where it is read.
+    pub since: f64,
+    /// Seconds of its collectives.
+    pub seconds: f64,
+    /// Whether a kernel does it, and nobody is met.
+    pub is_local: bool,
+    /// How many of the stretch's nodes come before it.
+    pub node: usize,
+    /// The node with which it is done again: the one that reads the value, of terms and of a copy that several read
+    /// the one that makes them.
+    pub own: usize,
+    /// Whether several nodes read the copy, some of them in the other pass.
+    pub is_shared: bool,
+}
 
 /// Where the clocks of a microbatch stand.
 #[derive(Debug, Default)]

@@ -166,8 +166,8 @@ impl<'a> Shape<'a> {
         for conversion in &others {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
-            // Terms are added where they are made, and again where they are made again.
-            let class = if conversion.is_early { conversion.maker } else { conversion.reader };
+            // Terms are added where they are made, and again where they are made again; so is a copy that several read.
+            let class = if conversion.is_early || conversion.is_shared { conversion.maker } else { conversion.reader };
             let members = prepared.folded.classes[class].members.len();
             each[class].communication += seconds / members as f64;
         }
@@ -411,8 +411,8 @@ impl<'a> Shape<'a> {
             let accumulators = if zero >= 2 { reduced } else { whole };
             let is_reduced = zero >= 2 && is_shared;
             let peak = self.peak(recompute, Gradients::Added { is_reduced }, index, zero);
-            // In the loop, two buckets wait: one fills while one is reduced.
-            let waiting = if is_reduced { whole.min(2 * BUCKET as u64) } else { 0 };
+            // In the loop, two buckets wait: one fills while one is reduced. A large gradient is a bucket by itself.
+            let waiting = if is_reduced { whole.min(2 * self.block_gradient.max(BUCKET as u64)) } else { 0 };
             // Copies that live through the step: what is made of parameters, and gathered parameters.
             let bare = if zero >= 1 { storage.bare } else { 0.0 };
             let copies = if zero == 3 { storage.copied.part } else { storage.copied.whole + bare };

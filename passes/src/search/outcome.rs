@@ -11,6 +11,9 @@ use shardc_ir::{Bytes, Seconds};
 /// What may help where nothing fits that runs.
 const UNRUN: &str = "see by --search all whether pipelines or offload would fit, where `train` does not run them yet";
 
+/// What a pipeline may be pinned to, for which values are not chosen one by one.
+const LEANER: &str = "pin recompute=selective or recompute=all, or more loss_chunks";
+
 /// Runners-up that are told of.
 const TOLD: usize = 12;
 
@@ -226,7 +229,12 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
     if candidates[nearest].degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {
         fixes.push(format!("use a batch that is a multiple of {ranks}, for all ranks to be data ranks"));
     }
-    if request.scope == Scope::Runnable {
+    let is_staged = pins.pp.is_some_and(|stages| stages > 1);
+    if is_staged && largest(&needs).0 == "activations" && pins.recompute.is_none() {
+        fixes.push(LEANER.to_string());
+    }
+    // Pipelines keep everything on their devices.
+    if request.scope == Scope::Runnable && !is_staged {
         fixes.push(UNRUN.to_string());
     }
     PlanError::Infeasible {

@@ -82,8 +82,10 @@ pub fn convert_seconds(from: Along, to: Along, value: Extent<'_>, group: Group, 
         (_, Partial(_)) => f64::INFINITY,
         (Whole, Dim(dim)) => {
             let outer: u64 = value.shape[..dim].iter().product();
-            // The first elements of a buffer are a view; a part of each row is a copy.
-            if outer > 1 { copy(value.bytes / group.size() as f64) } else { 0.0 }
+            let part = value.bytes / group.size() as f64;
+            // Every rank another part: no view, since buffers have the same addresses on all of them. Those that lie in
+            // one piece, of parameters above all, are copied many in a launch.
+            if outer > 1 { copy(part) } else { 2.0 * part / machine.bandwidth() }
         }
         (Whole, Whole) => 0.0,
         (Dim(dim), Whole) => run(Collective::AllGather) + reorder(dim),

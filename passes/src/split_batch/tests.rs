@@ -50,7 +50,7 @@ fn simulated(plan: &Plan, cluster: &str) -> (Simulated, Program) {
 
 /// A plan of some layers of an 8B model in so many chunks: seconds of the step, exposed communication, copies that slices and joins are.
 fn measured(cluster: &str, pins: &str, chunks: u64) -> (f64, f64, usize) {
-    let sizes = Sizes { layers: 2, batch: 8, seq: 8192, ..SMALL };
+    let sizes = Sizes { layers: 8, batch: 8, seq: 8192, ..SMALL };
     let pins = format!("{pins},overlap_chunks={chunks}");
     let plan = plan(sizes, DType::Bf16, cluster, 1000, &pins).unwrap();
     let (simulated, program) = simulated(&plan, cluster);
