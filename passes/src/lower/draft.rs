@@ -149,7 +149,7 @@ pub struct Draft {
     pub mesh: Mesh,
     /// The microbatches of the step.
     pub microbatches: u64,
-    /// Those for which the section of the loop runs: all, unless some are part of other sections ([`peel`](super::peel)).
+    /// Those for which the section of the loop runs: all, unless some are part of other sections ([`mod@super::peel`]).
     pub repeats: Range<u64>,
     /// The buffers; their offsets are 0.
     pub buffers: PrimaryMap<BufferId, Buffer>,
