@@ -56,7 +56,7 @@ impl Place {
     pub const LOOP: Place = Self::Microbatch(0);
 
     /// Its index among the sections of a draft with so many.
-    pub fn index(self, sections: usize) -> usize {
+    pub const fn index(self, sections: usize) -> usize {
         match self {
             Self::Prologue => 0,
             Self::Microbatch(part) => 1 + part as usize,

@@ -9,15 +9,17 @@
 //! What a microbatch makes and uses up is its own in each of them. A pipeline's order of passes is its own business
 //! ([`stages`](super::stages)), and stays as it is.
 
-use super::{Draft, Hint, Item, StorageId};
+use super::{Draft, Hint, Item, Place, StorageId};
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::{BTreeMap, BTreeSet};
 
-const PROLOGUE: usize = 0;
-const LOOP: usize = 1;
-const EPILOGUE: usize = 2;
+/// Where a draft without stages has its sections.
+const PROLOGUE: usize = Place::Prologue.index(SECTIONS);
+const LOOP: usize = Place::LOOP.index(SECTIONS);
+const EPILOGUE: usize = Place::Epilogue.index(SECTIONS);
+const SECTIONS: usize = 3;
 
 /// Peels microbatches off the loop of a draft without stages.
 pub(crate) fn peel(draft: &mut Draft) {
@@ -58,8 +60,7 @@ fn copy(draft: &mut Draft) -> Vec<Item> {
     let mut own: SecondaryMap<BufferId, Option<BufferId>> = SecondaryMap::new();
     let mut of_storage: BTreeMap<StorageId, StorageId> = BTreeMap::new();
     for item in &mut items {
-        let Item { instruction, .. } = item;
-        for id in instruction.operands.iter_mut().chain(&mut instruction.results) {
+        for id in item.instruction.operands.iter_mut().chain(&mut item.instruction.results) {
             if shared.contains(&draft.storage[*id]) {
                 continue;
             }
@@ -115,6 +116,12 @@ fn rearranges(item: &Item) -> bool {
     )
 }
 
+/// Notes that a storage is read at a place, if nothing before that reads it.
+fn advance(first: &mut BTreeMap<StorageId, usize>, storage: StorageId, at: usize) {
+    let known = first.entry(storage).or_insert(at);
+    *known = at.min(*known);
+}
+
 /// The prologue and a microbatch: each gather, and what brings its result into order, before its first reader.
 fn with_gathers(draft: &Draft, items: Vec<Item>, body: Vec<Item>) -> Vec<Item> {
     let mut first: BTreeMap<StorageId, usize> = BTreeMap::new();
@@ -141,10 +148,7 @@ fn with_gathers(draft: &Draft, items: Vec<Item>, body: Vec<Item>) -> Vec<Item> {
         let reader = results.iter().filter_map(|storage| first.get(storage)).min().copied();
         let at = reader.filter(|_| moves).unwrap_or(0);
         // What it reads must be there before it.
-        for storage in storages(draft, &item.instruction.operands) {
-            let known = first.entry(storage).or_insert(at);
-            *known = at.min(*known);
-        }
+        storages(draft, &item.instruction.operands).into_iter().for_each(|storage| advance(&mut first, storage, at));
         placed.push((at, item));
     }
     placed.reverse();
@@ -179,7 +183,7 @@ fn with_reductions(draft: &Draft, body: Vec<Item>, items: Vec<Item>, reductions:
             let results = storages(draft, &item.instruction.results);
             *at = results.iter().filter_map(|storage| reader.get(storage)).min().copied().unwrap_or(end);
         }
-        storages(draft, &item.instruction.operands).into_iter().for_each(|storage| _ = reader.insert(storage, *at));
+        storages(draft, &item.instruction.operands).into_iter().for_each(|storage| advance(&mut reader, storage, *at));
     }
     let of_body = body.into_iter().enumerate().map(|(at, item)| (at, true, item));
     let behind = items.into_iter().zip(places).map(|(item, at)| (at, false, item));

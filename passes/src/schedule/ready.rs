@@ -32,9 +32,11 @@ pub(super) fn advance(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
                     None => break made,
                 }
             };
+            // What it passes, if what makes its operand went ahead as well.
             let is_free = |made: &usize| {
-                let between = (made + 1..at).filter(|index| !chain.contains(index));
-                between.into_iter().all(|index| !chain.iter().any(|own| touched[index].meets(&touched[*own])))
+                let passes = |index: &usize| behind[*index] > behind[*made] && !chain.contains(index);
+                let mut passed = (behind[*made] + 1..at).filter(passes);
+                passed.all(|index| !chain.iter().any(|own| touched[index].meets(&touched[*own])))
             };
             if let Some(made) = made.filter(is_free) {
                 chain.iter().for_each(|own| behind[*own] = behind[made]);

@@ -404,24 +404,23 @@ impl Loop {
     /// What the communication of a step takes and shows. What is done once runs beside one microbatch: weights are
     /// gathered beside the first, gradients reduced beside the last ([`peel`](mod@crate::lower)).
     pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
-        let count = traffic.microbatches;
+        let count = traffic.microbatches.max(1);
         let gathers = |first: bool| traffic.gathers && (traffic.drops || first);
         let reduces = |last: bool| traffic.reduces && (traffic.reduces_in_loop || last);
+        // How many microbatches do the same.
+        let mut kinds: Vec<([bool; 2], u64)> = Vec::with_capacity(3);
+        for (first, last, many) in
+            [(true, count < 2, 1), (false, true, count.min(2) - 1), (false, false, count.max(2) - 2)]
+        {
+            let which = [gathers(first), reduces(last)];
+            match kinds.iter_mut().find(|(known, _)| *known == which) {
+                Some((_, known)) => *known += many,
+                None => kinds.push((which, many)),
+            }
+        }
         let mut all = Shown::default();
-        let mut add = |times_run: u64, which: [bool; 2]| {
-            if times_run > 0 {
-                let one = self.microbatch(traffic, times, which, cluster);
-                all.add(&one, times_run as f64);
-            }
-        };
-        let (inner, ends) = ([gathers(false), reduces(false)], [gathers(true), reduces(true)]);
-        match count {
-            0 | 1 => add(1, ends),
-            _ => {
-                add(1, [ends[0], inner[1]]);
-                add(count - 2, inner);
-                add(1, [inner[0], ends[1]]);
-            }
+        for (which, many) in kinds.into_iter().filter(|(_, many)| *many > 0) {
+            all.add(&self.microbatch(traffic, times, which, cluster), many as f64);
         }
         // Kernels wait for what they read.
         let read = if traffic.reduces && traffic.zero > 0 { times.read } else { 0.0 };
