@@ -2,6 +2,7 @@
 
 use crate::compile::Trace;
 use crate::error::Error;
+use crate::estimate::Sizes;
 use crate::options::Batch;
 use crate::saved::gathered;
 use crate::train::{FromInitialisers, Trainer, Weights};
@@ -62,6 +63,15 @@ impl NamedModel {
         self.config.vocabulary().map(|tokens| tokens as u64)
     }
 
+    /// How large it is.
+    ///
+    /// # Errors
+    /// Sizes that make no sense.
+    pub fn sizes(&self) -> Result<Sizes, Error> {
+        // The shortest sequence there is: nothing depends on it.
+        Ok(Sizes::of(&zoo::build_config(&self.name, &self.config, 1, 2)?.graph))
+    }
+
     /// Its weights: those of the directory, or none.
     ///
     /// # Errors
@@ -110,5 +120,22 @@ impl Trace for NamedModel {
 
     fn name(&self) -> Option<String> {
         Some(self.name.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is traced has as many parameters as the sizes say, and its blocks' matrices are most of them.
+    #[test]
+    fn traces_tell_how_large_models_are() {
+        for entry in zoo::list() {
+            let sizes = NamedModel::from_config(entry.name, entry.config.clone()).sizes().unwrap();
+            assert_eq!(sizes.parameters, entry.config.parameters(), "{}", entry.name);
+            assert!(sizes.at_once <= sizes.parameters && sizes.matrices < sizes.parameters, "{sizes:?}");
+        }
+        let sizes = NamedModel::find("llama-1b").unwrap().sizes().unwrap();
+        assert_eq!((sizes.at_once, sizes.parameters - sizes.matrices), (128_256 * 2048, (2 * 128_256 + 33) * 2048));
     }
 }

@@ -376,7 +376,11 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     check(&pinned, 2, &["blocks; leave the number out"]);
     let sizes = ["--ranks", "8", "--device-memory", "24GiB", "--host-memory", "160GiB"];
     let asked: Vec<&str> = ["estimate", "llama-8b"].into_iter().chain(sizes).collect();
-    check(&asked, 0, &["in 24.00 GiB of each device, with 160.00 GiB of their host", "on the host, which holds"]);
+    check(
+        &asked,
+        0,
+        &["in 24.00 GiB of each device, with 160.00 GiB of their host", "offload=optimizer: the host holds"],
+    );
 }
 
 #[test]

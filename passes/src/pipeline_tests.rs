@@ -291,7 +291,7 @@ fn pins_of_pipelines_that_cannot_be_kept() {
     check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");
     check("pp=2,stage_recompute=block/none/none", "it names 3 of the 2 stages");
     check("pp=2,stage_recompute=block/none,recompute=selective", "it is block at most; leave recompute out");
-    check("pp=2,stage_recompute=block/some", "`some` is not none, selective or block");
+    check("pp=2,stage_recompute=block/some", "`some` is not none, selective, value:STEPS or block");
 }
 
 #[test]

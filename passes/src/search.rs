@@ -18,6 +18,7 @@ pub mod degrees;
 pub mod estimate;
 #[cfg(test)]
 mod exact_tests;
+mod fitted;
 mod held;
 pub mod line;
 pub mod liveness;
@@ -53,8 +54,8 @@ use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
 use away::Away;
 use choose::choose;
-use estimate::Shape;
 pub use estimate::Work;
+use fitted::{Measure, recomputations};
 use line::Line;
 use offload::{At, Offload, Relief};
 pub use placed::fastest;
@@ -267,6 +268,7 @@ pub fn search_among(
         pins,
         away,
         with_unfit: false,
+        measure: Measure::default(),
     };
     let mut visited = Visited::new(away.room.device, true);
     let found = choose(&space, confirm, &mut visited);
@@ -295,6 +297,8 @@ struct Space<'a, 'b> {
     away: Away,
     /// Whether pipelines of which no stages fit are candidates too, to say what they lack.
     with_unfit: bool,
+    /// How estimates of memory are taken.
+    measure: Measure,
 }
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
@@ -302,8 +306,8 @@ const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
-    let Space { prepared, line, cluster, request, pins, mut away, with_unfit, .. } = *space;
-    away.room.device = cluster.least_room(request.device_memory);
+    let Space { prepared, line, cluster, request, pins, mut away, with_unfit, measure, .. } = *space;
+    (away.room.device, away.room.share) = (measure.room(cluster.least_room(request.device_memory)), measure.shares[0]);
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
     let (mut candidates, mut coupled, mut drops_chunks) = (Vec::new(), None, false);
@@ -462,7 +466,7 @@ fn extend(
             let room = if is_open { bound } else { Bytes(u64::MAX) };
             let of = |solved: &Solved<'_>| {
                 let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
-                for recompute in recomputations(shape, storage, zero, pins, room) {
+                for recompute in recomputations(shape, storage, zero, pins, (room, space.measure)) {
                     let on_device = solved.predict(storage, zero, recompute, point.work);
                     let on_device = Prediction { room: bound, ..on_device };
                     let at = At { shape, storage, zero, recompute };
@@ -485,7 +489,7 @@ fn extend(
                 found
             };
             let is_short = |of: &Solved<'_>| {
-                let kept = recomputations(&of.own.shape, storage, zero, pins, Bytes(u64::MAX))[0];
+                let kept = recomputations(&of.own.shape, storage, zero, pins, (Bytes(u64::MAX), space.measure))[0];
                 of.own.shape.memory(storage, zero, kept).total() > bound
             };
             let fastest = |of: &[Candidate]| {
@@ -524,37 +528,6 @@ fn zero_stages(has_copies: bool, microbatches: u64, degrees: &Degrees, pins: &Pi
         (true, has_parts) => (zero > 0 || !has_parts) && (zero != 2 || microbatches > 1),
     };
     (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero), |pin| pin == *zero)).collect()
-}
-
-/// How much may be computed again: as pinned; else nothing, and where that does not fit what does.
-fn recomputations(shape: &Shape<'_>, storage: usize, zero: u64, pins: &Pins, bound: Bytes) -> Vec<Recompute> {
-    let total = |recompute| shape.memory(storage, zero, recompute).total();
-    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
-    let pinned = pinned.map(|pin| pin.within(shape.menu().steps()));
-    let mut choices = vec![pinned.unwrap_or(Recompute::None)];
-    if pinned.is_none() && total(Recompute::None) > bound {
-        // A few percent are left for what the estimate does not see; and some more, where those do not do.
-        for share in [0.97, 0.92] {
-            let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
-            let all = shape.menu().steps();
-            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
-        }
-        choices.dedup();
-    }
-    choices
-}
-
-/// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.
-fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
-    if !fits(steps) {
-        return None;
-    }
-    let (mut low, mut high) = (0, steps);
-    while low + 1 < high {
-        let middle = low.midpoint(high);
-        if fits(middle) { high = middle } else { low = middle }
-    }
-    Some(high)
 }
 
 /// Whether the head can be cut as it is pinned.

@@ -211,7 +211,7 @@ fn pinned_plans() {
     check("cpu:4", "ep=2", "pin `ep=2`: the model has no experts; leave it out");
     check("cpu:6", "dp=3,tp=2", "dp=3,tp=2");
     check("cpu:5", "tp=1", "a batch of 12 does not divide over the 5 ranks of the cluster");
-    check("cpu:5", "tp=5,microbatch=5", "a batch of 12 does not divide into 1 data ranks times microbatches of 5");
+    check("cpu:5", "tp=5,microbatch=5", "a batch of 12 does not divide into 1 data rank times microbatches of 5");
 }
 
 /// Every combination is legal, node by node (the plan's builder checks it).

@@ -33,7 +33,8 @@ pub fn verify(args: &VerifyArgs, json: bool) -> Result<(), Error> {
 /// Memory by precision and ZeRO stage.
 pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     let model = NamedModel::find(&args.model)?;
-    let (parameters, ranks) = (model.config.parameters(), args.ranks);
+    let (sizes, ranks) = (model.sizes()?, args.ranks);
+    let parameters = sizes.parameters;
     let given = |flag, text: &Option<String>| text.as_deref().map(|text| request::size(flag, text)).transpose();
     let device = given("--device-memory", &args.device_memory)?;
     let host = given("--host-memory", &args.host_memory)?;
@@ -41,15 +42,15 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
         device.map(|bytes| ("device_memory", format!("in {bytes} of each device"), Room::Devices(bytes))),
         host.map(|bytes| ("host_memory", format!("as cpu:{ranks} in {bytes} of one host"), Room::Host(bytes))),
     ];
-    let rows = estimate(parameters, ranks);
-    let beside = device.zip(host).map(|(device, host)| hosted(parameters, ranks, device, host));
+    let rows = estimate(sizes, ranks);
+    let beside = device.zip(host).map(|(device, host)| hosted(sizes, ranks, device, host));
     if json {
         let mut text = json!({"model": args.model, "parameters": parameters, "ranks": ranks, "rows": rows});
         for (name, _, room) in rooms.iter().flatten() {
             let memory = room.per_rank(ranks);
             let fits: Vec<bool> = rows.iter().map(|row| row.total() <= memory).collect();
             let in_one: Vec<bool> = rows.iter().map(|row| row.in_one <= memory).collect();
-            let verdict = verdict(parameters, ranks, *room);
+            let verdict = verdict(sizes, ranks, *room);
             text[name] = json!({"per_rank": memory, "fits": fits, "fits_in_one": in_one, "verdict": verdict});
         }
         if let Some(lines) = &beside {
@@ -89,7 +90,7 @@ pub fn print_estimate(args: &EstimateArgs, json: bool) -> Result<(), Error> {
     }
     for (_, place, room) in rooms.iter().flatten() {
         print(&format!("\n{place}\n"));
-        verdict(parameters, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
+        verdict(sizes, ranks, *room).iter().for_each(|line| print(&format!("  {line}\n")));
     }
     if let Some((lines, (device, host))) = beside.zip(device.zip(host)) {
         print(&format!("\nin {device} of each device, with {host} of their host (planned, not trained yet)\n"));

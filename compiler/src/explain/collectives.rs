@@ -6,7 +6,7 @@ use serde::Serialize;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, Bytes, Graph, Node, Program, Seconds};
 use shardc_passes::simulate::{Rank, Span};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Collectives of one kind, over the same axes, of the same module in all equal blocks.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -57,9 +57,11 @@ pub(super) fn spans<'a>(program: &'a Program, rank: &'a Rank) -> impl Iterator<I
 pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
     let mut rows: BTreeMap<(u64, [String; 3], &str, usize, u64), Row> = BTreeMap::new();
     for (stage, (program, rank)) in (0u64..).zip(of_stages(inspection)) {
+        let readers = first_readers(program);
         for (instruction, span) in spans(program, rank).filter(|(instruction, _)| instruction.action.is_meeting()) {
             let row = describe(inspection, program, instruction);
-            let row = Row { stage: (inspection.programs.len() > 1).then_some(stage), ..row };
+            let role = gathered_for(inspection, &readers, instruction).unwrap_or(row.role);
+            let row = Row { stage: (inspection.programs.len() > 1).then_some(stage), role, ..row };
             let names = [row.kind.to_string(), row.over.clone(), row.of.clone()];
             let key = (stage, names, row.role, row.tensors, row.bytes.0);
             let known = rows.entry(key).or_insert(row);
@@ -71,6 +73,34 @@ pub fn rows(inspection: &Inspection<'_>) -> Vec<Row> {
     let mut rows: Vec<Row> = rows.into_values().collect();
     rows.sort_by(|a, b| b.seconds.0.total_cmp(&a.seconds.0));
     rows
+}
+
+/// Who reads each buffer first.
+fn first_readers(program: &Program) -> HashMap<BufferId, &Instruction> {
+    let mut readers = HashMap::new();
+    for instruction in program.instructions() {
+        instruction.operands.iter().for_each(|buffer| _ = readers.entry(*buffer).or_insert(instruction));
+    }
+    readers
+}
+
+/// What a gather is for: what first reads what it makes, or what brings that into order. A parameter is gathered for the
+/// backward pass as well as for the forward pass.
+fn gathered_for(
+    inspection: &Inspection<'_>,
+    readers: &HashMap<BufferId, &Instruction>,
+    gather: &Instruction,
+) -> Option<&'static str> {
+    /// The most steps that bring a gathered value into order.
+    const STEPS: usize = 4;
+    let mut reader = gather;
+    for _ in 0..if matches!(gather.action, Action::AllGather { .. }) { STEPS } else { 0 } {
+        reader = reader.results.iter().find_map(|buffer| readers.get(buffer))?;
+        if reader.source != gather.source {
+            return reader.source.map(|id| role(inspection.plan.graph.node(id).role));
+        }
+    }
+    None
 }
 
 /// What an instruction does, in a word or two: of a meeting of ranks, also over which axes.

@@ -134,9 +134,17 @@ fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
     let all = first.iter().chain(only_second).filter(|of| !is_apart(&first, &of.key) && !is_apart(&second, &of.key));
     let both = all.map(|keyed| {
         let what = keyed.key.clone();
-        Difference { part: "layout", what, first: of(&first, keyed), second: of(&second, keyed) }
+        (&keyed.of_all, Difference { part: "layout", what, first: of(&first, keyed), second: of(&second, keyed) })
     });
-    both.filter(|difference| difference.first != difference.second).collect()
+    let differ: Vec<(&String, Difference)> = both.filter(|(_, of)| of.first != of.second).collect();
+    // A block that differs as all the others do says nothing of its own.
+    let of_all = differ.iter().filter(|(of_all, of)| **of_all == of.what);
+    let known: BTreeMap<&str, [Option<String>; 2]> =
+        of_all.map(|(of_all, of)| (of_all.as_str(), [of.first.clone(), of.second.clone()])).collect();
+    let is_said = |of_all: &str, of: &Difference| {
+        of.what != of_all && known.get(of_all).is_some_and(|[first, second]| (first, second) == (&of.first, &of.second))
+    };
+    differ.iter().filter(|(of_all, of)| !is_said(of_all, of)).map(|(_, of)| of.clone()).collect()
 }
 
 /// A row, and what tells it from the others of its plan.

@@ -77,7 +77,11 @@ impl Copies {
                 _ => Kind::Slots(times.under_way(touches, draft.microbatches)),
             });
         }
-        let variants = round(&mut known, stage.parts.len());
+        let mut bytes: BTreeMap<&Touches, u64> = BTreeMap::new();
+        for (touches, size) in touches.iter().zip(draft.storage_bytes()) {
+            *bytes.entry(touches).or_default() += size;
+        }
+        let variants = round(&mut known, &bytes, stage.parts.len());
         Self { kinds: touches.iter().map(|touches| known[touches]).collect(), variants }
     }
 
@@ -102,9 +106,12 @@ impl Copies {
     }
 }
 
-/// Makes the numbers of copies of what one section touches divide each other, so that few sections are
-/// needed; gives the number for each part.
-fn round(known: &mut BTreeMap<Touches, Kind>, parts: usize) -> Vec<u64> {
+/// Fewer sections are worth so many times the bytes.
+const SPARE: f64 = 1.005;
+
+/// Makes the numbers of copies of what one section touches divide one [number](common), so that few sections are
+/// needed; gives it for each part.
+fn round(known: &mut BTreeMap<Touches, Kind>, bytes: &BTreeMap<&Touches, u64>, parts: usize) -> Vec<u64> {
     // Parts that touch the same copies, by their first.
     let mut of: Vec<usize> = (0..parts).collect();
     for touches in known.iter().filter(|(_, kind)| matches!(kind, Kind::Slots(2..))).map(|(touches, _)| touches) {
@@ -112,19 +119,36 @@ fn round(known: &mut BTreeMap<Touches, Kind>, parts: usize) -> Vec<u64> {
         let joined: Vec<usize> = touches.parts.iter().map(|part| of[*part]).collect();
         of.iter_mut().filter(|other| joined.contains(other)).for_each(|other| *other = least);
     }
-    let mut most = vec![1; parts];
-    for (touches, kind) in known.iter() {
-        if let (Kind::Slots(copies), Some(part)) = (kind, touches.parts.first()) {
-            most[of[*part]] = most[of[*part]].max(*copies);
-        }
-    }
+    let mut held: BTreeMap<usize, Vec<(&mut u64, u64)>> = BTreeMap::new();
     for (touches, kind) in known.iter_mut() {
         if let (Kind::Slots(copies), Some(part)) = (kind, touches.parts.first()) {
-            let all = most[of[*part]];
-            *copies = (*copies..=all).find(|count| all.is_multiple_of(*count)).unwrap_or(all);
+            let each = bytes.get(touches).copied().unwrap_or(0);
+            held.entry(of[*part]).or_default().push((copies, each));
         }
     }
-    of.iter().map(|first| most[*first]).collect()
+    let mut all = BTreeMap::new();
+    for (part, held) in &mut held {
+        let taken: Vec<(u64, u64)> = held.iter().map(|(copies, each)| (**copies, *each)).collect();
+        let number = common(&taken);
+        held.iter_mut().for_each(|(copies, _)| **copies = divisor(**copies, number));
+        all.insert(*part, number);
+    }
+    of.iter().map(|first| all.get(first).copied().unwrap_or(1)).collect()
+}
+
+/// The number that numbers of copies are made divisors of, each with the bytes of one: of those up to twice the most
+/// copies, the least that takes hardly more bytes than any.
+pub(crate) fn common(held: &[(u64, u64)]) -> u64 {
+    let most = held.iter().map(|(copies, _)| *copies).max().unwrap_or(1);
+    let taken = |all: u64| held.iter().map(|(copies, each)| divisor(*copies, all) * each).sum::<u64>();
+    let fewest = (most..=2 * most).map(taken).min().unwrap_or(0) as f64;
+    (most..=2 * most).find(|all| taken(*all) as f64 <= SPARE * fewest).unwrap_or(most)
+}
+
+/// The least divisor of a number that is at least `least`; no copies stay none.
+pub(crate) fn divisor(least: u64, all: u64) -> u64 {
+    let enough = (least..=all).find(|count| *count > 0 && all.is_multiple_of(*count));
+    if least == 0 { 0 } else { enough.unwrap_or(all) }
 }
 
 /// When the stage touches what, as indices of its events.

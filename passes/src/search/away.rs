@@ -1,5 +1,6 @@
 //! Which offloads the search considers, and what bounds them.
 
+use super::fitted::Measure;
 use super::offload::{ALL, At, Offload, Relief};
 use super::{Pins, PlanError, Recompute};
 use crate::cluster::Cluster;
@@ -11,6 +12,8 @@ use shardc_ir::{Bytes, Feature, Target};
 pub struct Room {
     /// A rank's device.
     pub device: Bytes,
+    /// The share of it that plans may take which move something.
+    pub share: f64,
     /// A rank's share of its host.
     pub host: Bytes,
 }
@@ -45,7 +48,8 @@ impl Away {
         let is_free = pins.offload.is_none() && has_device;
         let given = if request.host_memory == Bytes(0) { cluster.host_memory() } else { request.host_memory };
         let sharing = cluster.per_node.min(cluster.ranks()).max(1);
-        let room = Room { device: cluster.least_room(request.device_memory), host: Bytes(given.0 / sharing) };
+        let (device, share) = (cluster.least_room(request.device_memory), Measure::default().shares[0]);
+        let room = Room { device, share, host: Bytes(given.0 / sharing) };
         Ok(Self { room, pin, is_open: is_free && Feature::Offload.is_open(false, request.scope, target) })
     }
 
@@ -96,14 +100,14 @@ impl Away {
 }
 
 impl Room {
-    /// Whether a prediction fits on the device with a few percent left for what the estimate does not see.
+    /// Whether a prediction fits on the device.
     fn fits(&self, prediction: &Prediction) -> bool {
-        prediction.memory.total().0 as f64 <= 0.97 * self.device.0 as f64
+        prediction.memory.total().0 as f64 <= self.share * self.device.0 as f64
     }
 
-    /// The offloads worth considering for what does not fit on the device: of each kind, and of kinds
-    /// together, the fewest blocks that do. Activations leave where none `is_recomputed`, gradients where they
-    /// `may_leave`; `relieve` gives an offload's relief and prediction.
+    /// The offloads worth considering for what does not fit on the device: of each kind, and of kinds together, the fewest
+    /// blocks that do; if none do, the most that can leave. Activations leave where none `is_recomputed`, gradients where
+    /// they `may_leave`; `relieve` gives an offload's relief and prediction.
     pub fn choices(
         &self,
         (is_recomputed, may_leave): (bool, bool),
@@ -127,6 +131,10 @@ impl Room {
         let is_open = |of: &Offload| !is_recomputed && (may_leave || of.gradients == 0);
         ladders
             .extend([none, optimizer, given, both, all].into_iter().filter(is_open).map(|of| (of, with_activations)));
+        let hosted = |offload: Offload| {
+            let on_disk = Offload { is_on_disk: offload.optimizer > 0, ..offload };
+            [offload, on_disk].into_iter().find(|offload| relieve(*offload).0.host <= self.host)
+        };
         let mut found = Vec::new();
         for (of, grow) in ladders {
             // One more than the blocks is everything.
@@ -140,9 +148,12 @@ impl Room {
                 let middle = low.midpoint(high);
                 if fits(middle) { high = middle } else { low = middle }
             }
-            let chosen = at(high);
-            let on_disk = Offload { is_on_disk: chosen.optimizer > 0, ..chosen };
-            found.extend([chosen, on_disk].into_iter().find(|offload| relieve(*offload).0.host <= self.host));
+            found.extend(hosted(at(high)));
+        }
+        // Where nothing fits, what lacks the least says by how much.
+        if found.is_empty() {
+            let [gradients, activations] = [may_leave, !is_recomputed].map(|may| if may { ALL } else { 0 });
+            found.extend(hosted(Offload { gradients, activations, ..both }));
         }
         found
     }
@@ -183,7 +194,7 @@ mod tests {
             (Relief { host, ..Relief::default() }, Prediction { memory, ..Prediction::default() })
         };
         let text = |host: u64, is_recomputed: bool| {
-            let room = Room { device: Bytes(155), host: Bytes(host) };
+            let room = Room { device: Bytes(155), share: 0.97, host: Bytes(host) };
             let found = room.choices((is_recomputed, true), 10, &relieve);
             found.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
         };

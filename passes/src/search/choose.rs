@@ -1,5 +1,6 @@
 //! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
 
+use super::fitted;
 use super::lowering::Lowering;
 use super::outcome::{Told, alternatives, infeasible};
 use super::overstated::{Refused, faster, nearest};
@@ -137,6 +138,9 @@ fn chosen(
         if close.is_empty() {
             close = nearest(&candidates, &mut refused, &exact)?;
         }
+        if close.is_empty() {
+            fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
+        }
         let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
             close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
         };
@@ -154,6 +158,7 @@ fn chosen(
             }
             let found = faster(&candidates, &close, &mut refused, space, &exact)?;
             close.extend(found);
+            fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
         }
     }
     // The first of those that are equal within a thousandth is the simplest.
@@ -181,5 +186,6 @@ fn chosen(
     }
     let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
     casts::told(&plan.choice, &mut plan.search, confirm.is_some());
+    plan.choice += &space.pins.unnamed();
     Ok((plan, step))
 }

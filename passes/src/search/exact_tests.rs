@@ -49,7 +49,7 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
         let away = Away::default();
-        let space = Space { prepared: &prepared, line: None, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false };
+        let space = Space { prepared: &prepared, line: None, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false, measure: Default::default() };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
@@ -171,6 +171,7 @@ fn the_same_request_gives_the_same_plan() {
         pins: &pins,
         away,
         with_unfit: false,
+        measure: Default::default(),
     };
     let (low, high) = range(&space);
     for memory in [u64::MAX, high, low.midpoint(high), low * 2] {

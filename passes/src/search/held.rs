@@ -4,6 +4,7 @@
 //! ([`stages`](crate::allocate)). A schedule that splits the backward pass holds for the gradients of weights what
 //! they read: activations, from where they are made or computed again, and the gradients of what the weights made.
 
+use crate::allocate::{common, divisor};
 use crate::pipeline::order::{Pass, Step};
 use shardc_ir::Pipeline;
 
@@ -19,8 +20,9 @@ pub struct Held {
 }
 
 impl Held {
-    /// Counts along the orders of all stages, for each of so many chunks.
-    pub fn of_chunks(pipeline: &Pipeline, orders: &[Vec<Step>], chunks: usize) -> Vec<Self> {
+    /// Counts along the orders of all stages, for each of so many chunks, of which a copy of each kind has so many
+    /// `bytes`.
+    pub fn of_chunks(pipeline: &Pipeline, orders: &[Vec<Step>], chunks: usize, bytes: [u64; 3]) -> Vec<Self> {
         let splits = pipeline.schedule.splits_backward();
         let (mut done, mut held) = (vec![[0u64; 3]; chunks], vec![Self::default(); chunks]);
         for step in orders.iter().flatten() {
@@ -41,17 +43,15 @@ impl Held {
         if let Some(first) = held.first_mut() {
             *first = Self { kept: first.lasting, lasting: first.lasting, awaited: 0 };
         }
-        held.into_iter().map(Self::rounded).collect()
+        held.into_iter().map(|held| held.rounded(bytes)).collect()
     }
 
-    /// The numbers made divisors of the largest, so that few instances of each pass are needed.
-    fn rounded(self) -> Self {
-        let all = self.kept.max(self.lasting).max(self.awaited);
-        let round = |copies: u64| match copies {
-            0 => 0,
-            copies => (copies..=all).find(|count| all.is_multiple_of(*count)).unwrap_or(all),
-        };
-        Self { kept: round(self.kept), lasting: round(self.lasting), awaited: round(self.awaited) }
+    /// The numbers made divisors of one, so that few instances of each pass are needed, as the allocator does.
+    fn rounded(self, bytes: [u64; 3]) -> Self {
+        let Self { kept, lasting, awaited } = self;
+        let all = common(&[(kept, bytes[0]), (lasting, bytes[1]), (awaited, bytes[2])]);
+        let round = |copies: u64| divisor(copies, all);
+        Self { kept: round(kept), lasting: round(lasting), awaited: round(awaited) }
     }
 }
 
@@ -65,7 +65,7 @@ mod tests {
     fn check(schedule: Schedule, per_stage: u64, expect: &[[u64; 3]]) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         let orders = orders(&pipeline, 4, 12, Lengths::EQUAL).unwrap();
-        let held = Held::of_chunks(&pipeline, &orders, 4 * per_stage as usize);
+        let held = Held::of_chunks(&pipeline, &orders, 4 * per_stage as usize, [2, 1, 2]);
         let held: Vec<[u64; 3]> = held.iter().map(|held| [held.kept, held.lasting, held.awaited]).collect();
         assert_eq!(held, expect);
     }
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn split_backward_passes_hold_what_weights_wait_for() {
-        let held = [[8, 8, 0], [8, 8, 4], [7, 7, 7], [7, 7, 7], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
+        let held = [[8, 8, 0], [8, 8, 4], [5, 10, 5], [5, 10, 5], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
         check(Schedule::ZeroBubbleV, 2, &held);
     }
 }

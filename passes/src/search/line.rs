@@ -389,6 +389,12 @@ impl Sums {
         Lengths { forward, backward, weight }
     }
 
+    /// Bytes that a microbatch leaves, all along the line: for the backward pass, for the gradients of weights, and of the
+    /// backward pass for those.
+    pub fn held(&self) -> [u64; 3] {
+        [&self.kept, &self.lasting, &self.awaited].map(|sums| sums.last().map_or(0, |bytes| *bytes as u64))
+    }
+
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.
     pub fn largest_awaited(&self) -> f64 {
         self.awaited.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)

@@ -110,7 +110,7 @@ impl Offload {
         let At { shape, storage, zero, recompute } = *at;
         let held = shape.held(storage, zero);
         let share = |count: u64| match count {
-            _ if count >= shape.blocks => 1.0,
+            ALL => 1.0,
             _ => count as f64 / shape.blocks as f64 * held.in_blocks,
         };
         let [optimizer, leaving, parameters] = [self.optimizer, self.gradients, self.parameters].map(share);

@@ -6,6 +6,7 @@ use super::overstated::Refused;
 use super::undivided::{OTHER_RANKS, Undivided};
 use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
+use shardc_ir::units::counted;
 use shardc_ir::{Bytes, Seconds};
 
 /// What may help where nothing fits that runs.
@@ -223,7 +224,7 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
     match (largest(&needs).0, request.seq, request.batch) {
         ("activations", 0, batch) => fixes.push(format!("use fewer samples than {batch}")),
         ("activations", _, batch) => fixes.push(format!("use shorter sequences or fewer of them than {batch}")),
-        _ => fixes.push(format!("use more than {} ranks", cluster.ranks())),
+        _ => fixes.push(format!("use more than {}", counted(cluster.ranks(), "rank"))),
     }
     let ranks = cluster.ranks();
     if candidates[nearest].degrees.data() < ranks && !request.batch.is_multiple_of(ranks) {

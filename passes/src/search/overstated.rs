@@ -27,7 +27,7 @@ const FAR: f64 = 0.8;
 const GAIN: f64 = 0.98;
 
 /// The most nodes of a graph of which plans are lowered in the hope of a gain: lowering takes time.
-const NODES: usize = 16_000;
+pub(super) const NODES: usize = 16_000;
 
 /// Whether what is estimated fits, or may fit by its programs.
 pub(super) fn is_near(estimate: &Prediction) -> bool {
@@ -119,7 +119,7 @@ pub(super) fn faster(
 }
 
 /// A candidate's plan if it fits by its programs.
-fn tried(
+pub(super) fn tried(
     candidates: &[Candidate],
     index: usize,
     refused: &mut Refused,

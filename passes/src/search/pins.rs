@@ -62,14 +62,13 @@ impl Recompute {
 
     /// Reads what one stage of a pipeline does.
     fn parse_of_stage(text: &str) -> Result<Self, String> {
-        match text {
-            "none" => Ok(Self::None),
-            "selective" => Ok(Self::Selective),
-            "block" | "full" => Ok(Self::All),
-            _ => {
-                Err(format!("`{text}` is not none, selective or block; write one for each stage: block/selective/none"))
-            }
-        }
+        // How much memory needs is found for all stages alike, and a number of blocks counts those of the model.
+        let is_of_stage = |own: &Self| !matches!(*own, Self::BY_NEED | Self::Blocks(_));
+        Self::parse(text).ok().filter(is_of_stage).ok_or_else(|| {
+            format!(
+                "`{text}` is not none, selective, value:STEPS or block; write one for each stage: block/selective/none"
+            )
+        })
     }
 }
 
@@ -249,6 +248,17 @@ impl Pins {
         Ok(pins)
     }
 
+    /// What is pinned to be as it would be without, which no choice names, as further parts of one.
+    pub(super) fn unnamed(&self) -> String {
+        let pinned = [
+            (self.loss_chunks == Some(1), "loss_chunks=1"),
+            (self.overlap_chunks == Some(1), "overlap_chunks=1"),
+            (self.keep_casts == Some(false), "keep_casts=0"),
+            (self.offload.is_some_and(|offload| offload.is_none()), "offload=none"),
+        ];
+        pinned.into_iter().filter(|(is_pinned, _)| *is_pinned).map(|(_, part)| format!(",{part}")).collect()
+    }
+
     /// Whether a pin asks for pipeline stages.
     pub fn opens_stages(&self) -> bool {
         self.pp.map_or(self.schedule.is_some() || self.virtual_stages.is_some_and(|pin| pin > 1), |pin| pin > 1)
@@ -353,16 +363,17 @@ impl Pins {
         let is_whole = [self.dp, self.cp, self.ring, self.ulysses].iter().all(Option::is_none);
         let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
         if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
-            let message = format!("a batch of {batch} does not divide over {dp} data ranks; use a multiple of {dp}");
+            let message =
+                format!("a batch of {batch} does not divide over {}; use a multiple of {dp}", counted(dp, "data rank"));
             return fail(format!("dp={dp}"), message);
         }
         if let Some(microbatch) = self.microbatch {
             let parts = dp.unwrap_or(1).saturating_mul(microbatch);
             if !batch.is_multiple_of(parts) {
                 let message = format!(
-                    "a batch of {batch} does not divide into {} data ranks times microbatches of {microbatch}; \
-                     use a multiple of {parts}",
-                    dp.unwrap_or(1)
+                    "a batch of {batch} does not divide into {} times microbatches of {microbatch}; use a multiple of \
+                     {parts}",
+                    counted(dp.unwrap_or(1), "data rank")
                 );
                 return fail(format!("microbatch={microbatch}"), message);
             }

@@ -120,7 +120,12 @@ pub struct Menu {
     whole: Vec<Option<[usize; 2]>>,
     /// Which block goes over to which way, from the cheapest byte to the dearest.
     steps: Vec<(u64, usize)>,
+    /// After how many steps all blocks of a kind have gone over to a way.
+    rungs: Vec<u64>,
 }
+
+/// The most [rungs](Menu::rungs) that are told.
+const MOST_RUNGS: usize = 6;
 
 /// Per block, the way it is computed again, if it is.
 #[derive(Clone, Debug, Default)]
@@ -160,7 +165,7 @@ impl Menu {
     /// Finds the ways of every kind of block.
     pub fn new(prepared: &Prepared<'_>, prices: Prices<'_>) -> Self {
         let blocks = prepared.kinds.iter().flat_map(|kind| &kind.blocks).max().map_or(0, |last| *last as usize + 1);
-        let mut menu = Self { ways: Vec::new(), whole: vec![None; blocks], steps: Vec::new() };
+        let mut menu = Self { ways: Vec::new(), whole: vec![None; blocks], ..Self::default() };
         // A sum that a product makes is kept in its place.
         let is_product = |class: usize| {
             let op = prepared.op(class);
@@ -181,8 +186,22 @@ impl Menu {
             }
         }
         steps.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let mut taken = 0;
+        let ends = steps.chunk_by(|a, b| a.1 == b.1).map(|alike| {
+            taken += alike.len() as u64;
+            taken
+        });
+        menu.rungs = ends.collect();
         menu.steps = steps.into_iter().map(|(_, way, block)| (block, way)).collect();
         menu
+    }
+
+    /// After how many steps blocks that are equal are computed again alike; of many such numbers some, the last among
+    /// them.
+    pub fn rungs(&self) -> impl Iterator<Item = u64> {
+        let all = self.rungs.len();
+        let told = all.min(MOST_RUNGS);
+        (1..=told).map(move |index| self.rungs[index * all / told - 1])
     }
 
     /// How many steps there are.
@@ -190,14 +209,14 @@ impl Menu {
         self.steps.len() as u64
     }
 
-    /// What is computed again if each block has a choice of its own: nothing, all, or all but products.
+    /// What is computed again if each block has a choice of its own.
     pub fn select_by(&self, of: &dyn Fn(u64) -> Recompute) -> Selected<'_> {
-        let chosen = |(block, ways): (usize, &Option<[usize; 2]>)| match of(block as u64) {
-            Recompute::All => ways.map(|ways| ways[0]),
-            Recompute::Selective => ways.map(|ways| ways[1]),
-            _ => None,
+        let mut selected: BTreeMap<Recompute, Selected<'_>> = BTreeMap::new();
+        let chosen = |block: usize| {
+            let recompute = of(block as u64);
+            selected.entry(recompute).or_insert_with(|| self.select(recompute)).of[block]
         };
-        Selected { ways: &self.ways, of: self.whole.iter().enumerate().map(chosen).collect() }
+        Selected { ways: &self.ways, of: (0..self.whole.len()).map(chosen).collect() }
     }
 
     /// What a choice computes again.

@@ -85,6 +85,8 @@ struct Mesh<'a> {
     /// One for each way to store parameters.
     degrees: &'a [Degrees],
     work: Work,
+    /// The share of its room that a stage may take whose recomputation is its own.
+    spare: f64,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
     /// The fastest step of those that fit and are known.
@@ -93,9 +95,6 @@ struct Mesh<'a> {
 
 /// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
 const FAR: f64 = 1.1;
-
-/// How far below its room a stage stays whose recomputation is its own: estimates are off by as much.
-const SPARE: f64 = 0.97;
 
 /// One way to compute again, in whatever stages.
 struct Level {
@@ -187,7 +186,7 @@ impl Problem<'_> {
         };
         match &self.choice {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
-            Choice::Least => (0..self.levels.len()).find(|level| fits(*level, SPARE)),
+            Choice::Least => (0..self.levels.len()).find(|level| fits(*level, self.mesh.spare)),
             Choice::Named(levels) => levels.get(stage as usize).copied().filter(|level| fits(*level, 1.0)),
         }
     }
@@ -409,7 +408,9 @@ pub(super) fn solve(
     let mut found = Vec::new();
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
     let (prepared, degrees, work, cluster) = (space.prepared, &point.degrees[..], point.work, space.cluster);
-    let rooms = &cluster.rooms(placed.mesh, space.request.device_memory)[..];
+    let rooms = cluster.rooms(placed.mesh, space.request.device_memory);
+    let rooms = &rooms.into_iter().map(|room| space.measure.room(room)).collect::<Vec<_>>()[..];
+    let spare = space.measure.shares[0];
     let (clusters, set) = clusters_by_stage(space, placed.mesh);
     let all = clusters.concat();
     // Layouts are those that are fastest on the slowest kind.
@@ -423,7 +424,7 @@ pub(super) fn solve(
     }
     let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
     let with_unfit = space.with_unfit;
-    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, with_unfit, best };
+    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, spare, with_unfit, best };
     extend(&mut found, &mesh, space.pins);
     found
 }
@@ -450,10 +451,13 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
         return;
     }
     let (named, own) = (&pins.stage_recompute, &mesh.seen[0][0]);
-    let recomputes = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        Some(pin) if named.is_empty() => vec![pin.within(own.shape.menu().steps())],
-        _ => vec![Recompute::None, Recompute::Selective, Recompute::All],
+    let menu = own.shape.menu();
+    let recomputes: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
+        _ if !named.is_empty() => named.iter().map(|own| own.within(menu.steps())).collect(),
+        Some(pin) => [pin.within(menu.steps())].into(),
+        None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
     };
+    let recomputes = Vec::from_iter(recomputes);
     // Per set of kinds and way to compute again, the slowest of the set, and its sums.
     let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
         let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
@@ -499,9 +503,10 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                     (microbatches as f64 + filling) * all / stages as f64 > FAR * mesh.best
                 };
                 let mut try_out = |levels: &[Level], choice: Choice| {
-                    let (pipeline, lengths) = (pipeline.clone(), levels.last()?.paces[0].sums.lengths());
+                    let (pipeline, sums) = (pipeline.clone(), &levels.last()?.paces[0].sums);
+                    let lengths = sums.lengths();
                     let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
-                    let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize)[..];
+                    let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize, sums.held())[..];
                     let Solution { cuts, levels: of_stages, lengths, prediction } =
                         Problem { mesh, levels, choice, pipeline, stages, held, portions }.solve(microbatches)?;
                     let mut recompute: Vec<Recompute> =
@@ -532,7 +537,10 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                 // All may be computed again by stage: then cuts lie between blocks.
                 let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, sums[most])).collect() };
                 if !named.is_empty() {
-                    let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
+                    let of = |own: &Recompute| {
+                        let own = own.within(menu.steps());
+                        recomputes.iter().position(|known| *known == own).unwrap_or(0)
+                    };
                     let levels: Vec<usize> = named.iter().map(of).collect();
                     let most = levels.iter().copied().max().unwrap_or(0);
                     try_out(&mixed(most), Choice::Named(levels));

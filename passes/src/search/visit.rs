@@ -110,7 +110,9 @@ impl Visited {
             }
             (0, _) => "every mesh was solved, or left out by its bound".to_string(),
             (refused, _) => {
-                format!("{refused} plans that are faster or leaner by their estimates do not fit when lowered")
+                let (plans, do_not) =
+                    if refused == 1 { ("plan that is", "does not") } else { ("plans that are", "do not") };
+                format!("{refused} {plans} faster or leaner by estimates {do_not} fit when lowered")
             }
         };
         let meshes = self.known.len() as u64;

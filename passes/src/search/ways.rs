@@ -142,7 +142,8 @@ fn check(prepared: &Prepared<'_>, request: &Request, pins: &Pins) -> Result<(), 
     let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
     for (name, pin) in [("cp", pins.cp), ("ring", pins.ring), ("ulysses", pins.ulysses)] {
         if let Some(degree) = pin.filter(|degree| request.seq > 0 && !request.seq.is_multiple_of(*degree)) {
-            let message = format!("{degree} does not divide the sequence of {}", request.seq);
+            let seq = request.seq;
+            let message = format!("{degree} does not divide the sequence of {seq}; use a divisor of it");
             return fail(format!("{name}={degree}"), message);
         }
     }

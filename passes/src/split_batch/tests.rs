@@ -108,7 +108,7 @@ fn check_choice(sizes: Sizes, cluster: &str, pins: &str, expect: Option<u64>) {
 fn chunks_are_chosen_where_they_pay() {
     let large = Sizes { layers: 2, batch: 4, seq: 4096, ..SMALL };
     check_choice(large, "h200:4", "tp=4,microbatch=4", Some(2));
-    check_choice(large, "h200:4", "tp=4,microbatch=4,overlap_chunks=1", None);
+    check_choice(large, "h200:4", "tp=4,microbatch=4,overlap_chunks=1", Some(1));
     check_choice(large, "h200:4", "dp=4", None);
     let small = Sizes { layers: 2, batch: 4, seq: 256, hidden: 512, heads: 8, kv: 4, ffn: 1024, vocab: 4096 };
     check_choice(small, "h200:2", "tp=2,microbatch=4", None);

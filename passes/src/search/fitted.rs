@@ -1,0 +1,161 @@
+//! How much is computed again for a memory: by estimates, and once programs say how far those are off.
+//!
+//! How many values are computed again, and into how many chunks the head is cut, follows from estimates of memory, a few
+//! percent of which are left for what they do not see. What is lowered is known: its mesh is solved again for a memory
+//! that is as much larger or smaller as its estimate was wrong. So a plan that was too large has a leaner one beside
+//! it, and one with room to spare another that computes less again.
+
+use super::choose::kin;
+use super::estimate::Shape;
+use super::overstated::{NODES, Refused, tried};
+use super::pins::{Pins, Recompute};
+use super::visit::Visited;
+use super::{Candidate, PlanError, Space, enumerate, sort};
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Bytes, Plan};
+
+/// What memory is by programs, for what is estimated.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measure {
+    /// Bytes for each byte that is estimated.
+    pub excess: f64,
+    /// The shares of the memory that plans may take which compute something again.
+    pub shares: &'static [f64],
+}
+
+impl Default for Measure {
+    /// Nothing is lowered yet: a few percent are left for what the estimate does not see; and some more, where those
+    /// do not do.
+    fn default() -> Self {
+        Self { excess: 1.0, shares: &[0.97, 0.92] }
+    }
+}
+
+impl Measure {
+    /// What may be estimated where there are so many bytes.
+    pub fn room(self, bytes: Bytes) -> Bytes {
+        Bytes((bytes.0 as f64 / self.excess) as u64)
+    }
+}
+
+/// The share of its memory that a plan may take where it is known what its like takes.
+const KNOWN: &[f64] = &[0.995];
+
+/// How many plans are lowered that were solved again.
+const TRIES: usize = 3;
+
+/// A plan is lowered if it is thought to take less than this share of the fastest.
+const GAIN: f64 = 0.999;
+
+/// A mesh is solved again whose plan takes so many times the fastest at the most.
+const NEAR: f64 = 1.02;
+
+/// Adds to the `candidates`, and to those that are `lowered`, the plans that fit and take less than all that are
+/// lowered: those of the same meshes, ZeRO stages and schedules, for the memory that is left by what programs take.
+///
+/// # Errors
+/// Those of `make`.
+pub(super) fn again(
+    candidates: &mut Vec<Candidate>,
+    lowered: &mut Vec<(usize, Plan)>,
+    refused: &mut Refused,
+    space: &Space<'_, '_>,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<(), PlanError> {
+    if space.prepared.graph.node_count() > NODES {
+        return Ok(());
+    }
+    let mut solved = Vec::new();
+    let mut open: Vec<(f64, Candidate)> = Vec::new();
+    for _ in 0..TRIES {
+        let best = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
+        let exact = lowered.iter().map(|(index, plan)| (*index, plan.prediction));
+        let known: Vec<(usize, Prediction)> = exact.chain(refused.iter().copied()).collect();
+        for (index, exact) in known.iter().filter(|of| of.1.step.0 <= NEAR * best) {
+            if !solved.contains(index) {
+                solved.push(*index);
+                open.extend(like(&candidates[*index], exact, space)?);
+            }
+        }
+        let choices: Vec<String> = known.iter().map(|(index, _)| candidates[*index].choice()).collect();
+        open.retain(|(step, candidate)| *step < GAIN * best && !choices.contains(&candidate.choice()));
+        let least = open.iter().enumerate().min_by(|a, b| a.1.0.total_cmp(&b.1.0)).map(|(index, _)| index);
+        let Some(least) = least else { break };
+        candidates.push(open.swap_remove(least).1);
+        lowered.extend(tried(candidates, candidates.len() - 1, refused, make)?);
+    }
+    Ok(())
+}
+
+/// The candidates of a candidate's mesh, ZeRO stage and schedule that fit, if they take as much more or less memory
+/// than is estimated as it does; with what steps they would take.
+fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec<(f64, Candidate)>, PlanError> {
+    let estimate = &of.prediction;
+    let measure = Measure { excess: exact.filled() / estimate.filled().max(f64::MIN_POSITIVE), shares: KNOWN };
+    // There is something to gain only from what memory is saved by.
+    let is_whole = of.recompute == Recompute::None && of.byte == 0.0 && of.loss_chunks == 1 && of.offload.is_none();
+    if is_whole && exact.fits() {
+        return Ok(Vec::new());
+    }
+    let stages = of.stages.as_ref();
+    let pins = Pins {
+        zero: Some(of.zero),
+        microbatch: Some(of.degrees.microbatch),
+        schedule: stages.map(|stages| stages.schedule),
+        virtual_stages: stages.map(|stages| stages.per_stage),
+        ..space.pins.clone()
+    };
+    let meshes = Some(std::slice::from_ref(&of.degrees));
+    let line = space.line.filter(|_| stages.is_some());
+    let space = Space { pins: &pins, meshes, line, measure, ..*space };
+    let mut found = match enumerate(&space, &mut Visited::new(space.away.room.device, false)) {
+        Err(error @ PlanError::Bug(_)) => return Err(error),
+        found => found.unwrap_or_default(),
+    };
+    sort(&mut found);
+    let moves = |own: &Candidate| !own.offload.is_none();
+    found.retain(|own| own.degrees == of.degrees && moves(own) == moves(of) && own.prediction.fits());
+    for own in &mut found {
+        own.overlap_chunks = of.overlap_chunks;
+        own.prediction.room = of.prediction.room;
+    }
+    debug_assert!(found.iter().all(|own| kin(own) == kin(of)));
+    let scale = exact.step.0 / estimate.step.0;
+    Ok(found.into_iter().map(|own| (own.prediction.step.0 * scale, own)).collect())
+}
+
+/// How much may be computed again: as pinned; else nothing, and where that does not fit what does.
+pub(super) fn recomputations(
+    shape: &Shape<'_>,
+    storage: usize,
+    zero: u64,
+    pins: &Pins,
+    (bound, measure): (Bytes, Measure),
+) -> Vec<Recompute> {
+    let total = |recompute| shape.memory(storage, zero, recompute).total();
+    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+    let pinned = pinned.map(|pin| pin.within(shape.menu().steps()));
+    let mut choices = vec![pinned.unwrap_or(Recompute::None)];
+    if pinned.is_none() && total(Recompute::None) > bound {
+        for share in measure.shares {
+            let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
+            let all = shape.menu().steps();
+            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
+        }
+        choices.dedup();
+    }
+    choices
+}
+
+/// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.
+fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    if !fits(steps) {
+        return None;
+    }
+    let (mut low, mut high) = (0, steps);
+    while low + 1 < high {
+        let middle = low.midpoint(high);
+        if fits(middle) { high = middle } else { low = middle }
+    }
+    Some(high)
+}
