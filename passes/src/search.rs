@@ -19,6 +19,8 @@ pub mod estimate;
 #[cfg(test)]
 mod exact_tests;
 mod fitted;
+#[cfg(test)]
+mod fitted_tests;
 mod held;
 pub mod line;
 pub mod liveness;

@@ -377,3 +377,19 @@ impl Assembly<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_small_is_copied_once_more_rather_than_what_is_large() {
+        let copies = |held: &[(u64, u64)]| held.iter().map(|of| divisor(of.0, common(held))).collect::<Vec<_>>();
+        assert_eq!(copies(&[(3, 1000), (4, 1)]), [3, 6]);
+        assert_eq!(copies(&[(3, 1000), (4, 1000)]), [4, 4]);
+        // Fewer sections are worth a little.
+        assert_eq!(copies(&[(4, 1000), (3, 1)]), [4, 4]);
+        assert_eq!(copies(&[(2, 1), (0, 1)]), [2, 0]);
+        assert!(copies(&[]).is_empty());
+    }
+}

@@ -431,6 +431,9 @@ mod tests {
         check("offload=optimizer,offload=none", "`offload` is pinned twice");
         check("offload=weights", "`weights` is none of none, optimizer");
         check("dp", "write NAME=VALUE");
+        let unnamed = |text: &str| Pins::parse(text).map(|pins| pins.unnamed()).unwrap_or_default();
+        assert_eq!(unnamed("loss_chunks=2,overlap_chunks=1,keep_casts=0"), ",overlap_chunks=1,keep_casts=0");
+        assert_eq!(unnamed("loss_chunks=1,offload=none,keep_casts=1"), ",loss_chunks=1,offload=none");
         for text in [",", "dp=2,", ",dp=2", "dp=2, ,tp=2"] {
             check(text, "nothing before or after one of its commas");
         }

@@ -1,0 +1,85 @@
+//! Meshes are solved again for the memory that programs take.
+
+use super::{Pins, Recompute, search_confirmed};
+use crate::cluster::Cluster;
+use crate::lower::lower_all;
+use crate::search_tests::{Sizes, llama};
+use crate::simulate::{Conditions, predict, simulate};
+use shardc_ir::plan::{Category, Request, Scope};
+use shardc_ir::{Bytes, DType, NoScratch, Plan, verify};
+
+const SIZES: Sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+
+/// The plan that is found in so much memory, where what programs take counts `excess` times.
+fn found(cluster: &str, pins: &str, scope: Scope, memory: u64, excess: f64) -> Result<Plan, String> {
+    let (cluster, pins) = (Cluster::parse(cluster, "h200").unwrap(), Pins::parse(pins).unwrap());
+    let (batch, seq) = (SIZES.batch, SIZES.seq);
+    let request = Request { batch, seq, scope, device_memory: Bytes(memory), ..Request::default() };
+    let programs = |plan: &Plan| {
+        let verified = verify::plan(plan).map_err(|found| found.to_string())?;
+        let programs = lower_all(&verified, &NoScratch).map_err(|error| error.to_string())?;
+        let apart = plan.mesh.family("pp");
+        let first = plan.mesh.group(0, &apart).into_iter().map(|rank| programs[rank as usize].clone());
+        let programs: Vec<_> = first.collect();
+        let simulated = simulate(&programs, &apart, plan, &cluster, &Conditions::default());
+        let mut exact = predict(&programs, &simulated.map_err(|error| error.to_string())?, plan, &cluster);
+        Category::ALL.into_iter().for_each(|category| {
+            let held = exact.memory.category(category);
+            *held = Bytes((held.0 as f64 * excess) as u64);
+        });
+        Ok(exact)
+    };
+    let graph = llama(SIZES, DType::Bf16);
+    search_confirmed(&graph, &cluster, &request, &pins, &NoScratch, Some(&programs)).map_err(|error| error.to_string())
+}
+
+/// What is computed again, by the most of any stage.
+fn steps(plan: &Plan) -> u64 {
+    match Pins::chosen(plan).recompute {
+        Some(Recompute::Values(steps)) => steps,
+        Some(Recompute::None) => 0,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+fn check(cluster: &str, pins: &str) {
+    let of = |pins: String| found(cluster, &pins, Scope::Runnable, 140 << 30, 1.0).unwrap().prediction.memory.total().0;
+    let [free, least] = ["none", "value:1000000"].map(|pin| of(format!("{pins},recompute={pin}")));
+    let room = free.midpoint(least);
+    let within = |excess: f64| found(cluster, pins, Scope::Runnable, room, excess).unwrap();
+    let [less, as_it_is, more] = [0.85, 1.0, 1.15].map(within);
+    let (steps, is_staged) = ([&less, &as_it_is, &more].map(steps), less.stages() > 1);
+    // Stages of a pipeline compute equal blocks again alike.
+    let is_finer = steps[0] < steps[1] && steps[1] < steps[2];
+    assert!(is_finer || (is_staged && steps[0] <= steps[1] && steps[0] < steps[2]), "{pins}: {steps:?}");
+    for plan in [&less, &as_it_is, &more] {
+        let filled = plan.prediction.filled();
+        assert!(filled <= 1.0, "{}: {filled}", plan.choice);
+    }
+}
+
+#[test]
+fn as_much_is_computed_again_as_programs_ask_for() {
+    check("h200:4", "dp=4,zero=1,microbatch=4");
+    check("h200:4", "dp=2,pp=2,schedule=1f1b,zero=1,microbatch=1");
+}
+
+/// As many blocks leave as programs ask for; and what cannot leave is what a refusal says.
+#[test]
+fn as_much_leaves_as_programs_ask_for() {
+    let plan = |more: &str, memory: u64, excess: f64| {
+        found("h200:1", &format!("microbatch=1,recompute=none{more}"), Scope::All, memory, excess)
+    };
+    let of = |more: &str| plan(more, 140 << 30, 1.0).unwrap().prediction.memory.total().0;
+    let room = of(",offload=none").midpoint(of(",offload=optimizer"));
+    let hosted = |excess: f64| {
+        let plan = plan("", room, excess).unwrap();
+        assert!(plan.prediction.fits() && plan.choice.contains("offload="), "{}", plan.choice);
+        plan.prediction.host
+    };
+    let [less, as_it_is, more] = [0.9, 1.0, 1.05].map(hosted);
+    assert!(less < as_it_is && as_it_is < more, "{less} {as_it_is} {more}");
+    let error = plan("", 64 << 20, 1.0).err().unwrap();
+    assert!(error.contains("offload=optimizer+gradients+parameters+activations, needs"), "{error}");
+}
