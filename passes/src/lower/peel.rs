@@ -1,4 +1,4 @@
-//! The first and the last microbatch, peeled off the loop where collectives can run beside them.
+//! The first and the last microbatch, peeled off the loop where collectives can run beside them, or sums begin.
 //!
 //! What is done once in a step lies in front of the microbatches or behind them, where nothing runs beside a collective:
 //! with ZeRO 1 and 2 every weight is gathered before the first kernel, with ZeRO 0 and 1 every gradient is reduced when
@@ -6,13 +6,16 @@
 //! to their first readers (and from there ahead, by [`crate::schedule`]), and the last one part of the epilogue, where
 //! a reduction goes behind the last term of its sum: as if there were one microbatch. The loop is what is left.
 //!
+//! A gradient that products add up over microbatches begins with the first of them, which writes it: nothing is cleared
+//! and read for that.
+//!
 //! What a microbatch makes and uses up is its own in each of them. A pipeline's order of passes is its own business
 //! ([`stages`](super::stages)), and stays as it is.
 
 use super::{Draft, Hint, Item, Place, StorageId};
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
-use shardc_ir::{BufferId, SecondaryMap};
+use shardc_ir::{BufferId, OpDef, SecondaryMap};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Where a draft without stages has its sections.
@@ -26,11 +29,16 @@ pub(crate) fn peel(draft: &mut Draft) {
     if draft.stage.is_some() || draft.microbatches < 2 {
         return;
     }
-    let reductions = reductions(draft);
+    let (reductions, sums) = (reductions(draft), sums(draft));
     let is_gather = |item: &Item| matches!(item.hint, Hint::Prefetch { .. });
-    if draft.sections[PROLOGUE].iter().any(is_gather) {
-        let body = copy(draft);
-        let items = std::mem::take(&mut draft.sections[PROLOGUE]);
+    if !sums.is_empty() || draft.sections[PROLOGUE].iter().any(is_gather) {
+        let mut body = copy(draft);
+        let mut items = std::mem::take(&mut draft.sections[PROLOGUE]);
+        for Sum { first, addend, .. } in &sums {
+            body[*first].instruction.operands.remove(*addend);
+        }
+        let mut at = 0..;
+        items.retain(|_| at.next().is_none_or(|at| sums.iter().all(|sum| sum.cleared != at)));
         draft.sections[PROLOGUE] = with_gathers(draft, items, body);
         draft.repeats.start += 1;
     }
@@ -71,6 +79,41 @@ fn copy(draft: &mut Draft) -> Vec<Item> {
         }
     }
     items
+}
+
+/// A sum over microbatches that begins at zero, to which a product adds itself.
+struct Sum {
+    /// Where in the prologue it is cleared.
+    cleared: usize,
+    /// The first product in the loop, and which of its operands is the sum.
+    first: usize,
+    addend: usize,
+}
+
+/// The sums to which the first term writes if it is that of the first microbatch: they need not be cleared and read.
+fn sums(draft: &Draft) -> Vec<Sum> {
+    let mut first: BTreeMap<StorageId, usize> = BTreeMap::new();
+    for (at, item) in draft.sections[LOOP].iter().enumerate() {
+        item.instruction.buffers().for_each(|buffer| _ = first.entry(draft.storage[buffer]).or_insert(at));
+    }
+    let mut touched: BTreeMap<StorageId, usize> = BTreeMap::new();
+    for buffer in draft.sections[PROLOGUE].iter().flat_map(|item| item.instruction.buffers()) {
+        *touched.entry(draft.storage[buffer]).or_default() += 1;
+    }
+    let begins = |(cleared, item): (usize, &Item)| {
+        let Action::Compute(Op::Constant(op)) = &item.instruction.action else { return None };
+        let [zeros] = item.instruction.results[..] else { return None };
+        let storage = draft.storage[zeros];
+        let first = first.get(&storage).copied().filter(|_| op.value == 0.0 && touched[&storage] == 1)?;
+        let term = &draft.sections[LOOP][first].instruction;
+        let Action::Compute(product @ (Op::Matmul(_) | Op::ScaledMatmul(_))) = &term.action else { return None };
+        let addend = product.addend(term.operands.len())?;
+        let is_all = |id: &BufferId| draft.storage[*id] == storage && draft.buffers[*id].ty == draft.buffers[zeros].ty;
+        let is_sum = is_all(&term.operands[addend]) && matches!(&term.results[..], [sum] if is_all(sum));
+        let reads = term.operands.iter().filter(|id| draft.storage[**id] == storage).count();
+        (is_sum && reads == 1).then_some(Sum { cleared, first, addend })
+    };
+    draft.sections[PROLOGUE].iter().enumerate().filter_map(begins).collect()
 }
 
 /// The reductions of the epilogue that may begin while the last microbatch goes on, with what brings their operands into

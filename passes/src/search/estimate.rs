@@ -465,7 +465,12 @@ impl<'a> Shape<'a> {
         // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
         let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
         let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
-        let accumulate = if self.microbatches > 1 { (3.0 * all + read) / bandwidth * microbatches } else { 0.0 };
+        // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
+        let reads = microbatches - if placed.mesh.degree("pp") > 1 { 0.0 } else { 1.0 };
+        let accumulate = match self.microbatches {
+            1 => 0.0,
+            _ => (3.0 * all * microbatches + read * reads) / bandwidth,
+        };
         // Sums over ranks in another type: products write it, what was added up is cast, and back.
         let recast = match self.prepared.reduce_dtype.filter(|_| is_shared) {
             Some(_) if self.microbatches > 1 && zero < 2 => 1.5 * (of.gradients.whole + of.gradients.under(zero)),

@@ -42,7 +42,7 @@ impl Measure {
 const KNOWN: &[f64] = &[0.995];
 
 /// How many plans are lowered that were solved again.
-const TRIES: usize = 3;
+const TRIES: usize = 4;
 
 /// A plan is lowered if it is thought to take less than this share of the fastest.
 const GAIN: f64 = 0.999;
@@ -78,6 +78,10 @@ pub(super) fn again(
             }
         }
         let choices: Vec<String> = known.iter().map(|(index, _)| candidates[*index].choice()).collect();
+        // Between two that are known nothing is to be extrapolated.
+        let inside = between(candidates, &known);
+        open.retain(|(_, own)| !inside.iter().any(|(_, other)| own.is_spare_of(other) || other.is_spare_of(own)));
+        open.extend(inside);
         open.retain(|(step, candidate)| *step < GAIN * best && !choices.contains(&candidate.choice()));
         let least = open.iter().enumerate().min_by(|a, b| a.1.0.total_cmp(&b.1.0)).map(|(index, _)| index);
         let Some(least) = least else { break };
@@ -122,6 +126,43 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     debug_assert!(found.iter().all(|own| kin(own) == kin(of)));
     let scale = exact.step.0 / estimate.step.0;
     Ok(found.into_iter().map(|own| (own.prediction.step.0 * scale, own)).collect())
+}
+
+/// Of plans that fit and others that compute less again, and do not: what computes as little again as fits if bytes and
+/// seconds change evenly from one to the other, with what it would take.
+fn between(candidates: &[Candidate], known: &[(usize, Prediction)]) -> Vec<(f64, Candidate)> {
+    let steps = |of: &Candidate| match of.recompute {
+        Recompute::None => Some(0),
+        Recompute::Values(steps) => Some(steps),
+        _ => None,
+    };
+    let is_alike = |a: &Candidate, b: &Candidate| {
+        let alike = |of: &Candidate| Candidate { recompute: Recompute::None, prediction: a.prediction, ..of.clone() };
+        a.stages.is_none() && Candidate { within: a.within, ..alike(b) } == alike(a)
+    };
+    let mut found = Vec::new();
+    for (index, fits) in known.iter().filter(|of| of.1.fits()) {
+        let own = &candidates[*index];
+        let less = |(other, exact): &(usize, Prediction)| {
+            let steps = steps(&candidates[*other]).filter(|_| !exact.fits() && is_alike(own, &candidates[*other]))?;
+            Some((steps, *exact))
+        };
+        let more = steps(own).unwrap_or(0);
+        let nearest = known.iter().filter_map(less).filter(|of| of.0 < more).max_by_key(|of| of.0);
+        let Some((least, unfit)) = nearest else { continue };
+        let share = ((KNOWN[0] - fits.filled()) / (unfit.filled() - fits.filled())).clamp(0.0, 1.0);
+        let fewer = ((more - least) as f64 * share) as u64;
+        if fewer > 0 && fewer < more - least {
+            let part = fewer as f64 / (more - least) as f64;
+            let between = |from: f64, to: f64| from + (to - from) * part;
+            let recompute = Recompute::Values(more - fewer);
+            let step = between(fits.step.0, unfit.step.0);
+            let mut prediction = own.prediction;
+            prediction.step.0 *= step / fits.step.0;
+            found.push((step, Candidate { recompute, prediction, ..own.clone() }));
+        }
+    }
+    found
 }
 
 /// How much may be computed again: as pinned; else nothing, and where that does not fit what does.

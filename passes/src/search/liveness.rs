@@ -258,6 +258,10 @@ impl Lives {
             }
             let block = if node.role == Role::Forward { own } else { None };
             let is_term = prepared.is_gradient[class] && !node.results.iter().any(is_gradient);
+            // A term that adds itself to another is never there.
+            if is_term && !prepared.emitted[class].is_made {
+                continue;
+            }
             for (result, value) in node.results.iter().enumerate() {
                 if is_gradient(value) {
                     let adds_itself = adds_itself(graph, *value);
@@ -296,7 +300,8 @@ impl Lives {
                     let of = &self.lives[index];
                     (of.last == id.index() && of.given.is_none() && of.made < id.index()).then_some(index)
                 });
-                if let Some(index) = dying.next().filter(|_| life[*result].is_some()) {
+                let is_there = life[*result].is_some() || self.gradients.iter().any(|of| of.made == id.index());
+                if let Some(index) = dying.next().filter(|_| is_there) {
                     self.lives[index].given = Some(id.index());
                 }
             }

@@ -20,8 +20,9 @@ const NEAREST: usize = 4;
 /// How many faster plans are lowered whose estimates do not fit.
 const FASTER: usize = 3;
 
-/// A plan of a mesh of which none was lowered is tried as well if it takes less than this share.
-const FAR: f64 = 0.8;
+/// A plan of a mesh of which none was lowered is tried as well if it takes less than the first share of the fastest; and
+/// of its room, by its estimate, less than the second.
+const FAR: [(f64, f64); 2] = [(0.8, NEAR), (0.95, 1.2)];
 
 /// A plan is tried whose estimate does not fit if it takes this share of the fastest that does.
 const GAIN: f64 = 0.98;
@@ -102,7 +103,8 @@ pub(super) fn faster(
     let may_fit = |candidate: &Candidate| {
         let estimate = &candidate.prediction;
         let is_new = || known.iter().all(|index| candidates[*index].degrees != candidate.degrees);
-        let is_far = || estimate.step.0 <= FAR * best && is_near(estimate) && is_new();
+        let is_within = |(step, room): &(f64, f64)| estimate.step.0 <= step * best && estimate.filled() <= *room;
+        let is_far = || FAR.iter().any(is_within) && is_new();
         !estimate.fits() && (estimate.filled() * ratio(candidate) <= 1.0 || is_far())
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));

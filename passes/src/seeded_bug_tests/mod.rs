@@ -5,12 +5,16 @@ mod chunks;
 mod malformed;
 mod one_rank;
 mod staged;
+mod sums;
 
 use crate::lower::lower_all;
 use crate::lower_tests::{TINY, plan};
 use shardc_ir::ops::{Constant, Op, Reshape};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Choice, DType, NoScratch, Plan, Program, ReduceKind, SectionId, verify};
+use sums::{
+    doubled_accumulation, dropped_accumulation, late_beginning, no_beginning, swapped_accumulators, wrong_beginning,
+};
 
 type At = (SectionId, usize);
 type Bug = fn(&mut [Program]);
@@ -43,7 +47,9 @@ const BUGS: &[(&str, &str, Bug, &str)] = &[
     ("a gradient reduced before it is complete", DATA, early_reduction, "it is not the value itself"),
     ("an accumulation that is left out", DATA, dropped_accumulation, "what is in microbatch"),
     ("an accumulation that is done twice", DATA, doubled_accumulation, "not to the sum over the microbatches"),
-    ("an accumulator that does not begin at zero", DATA, wrong_beginning, "is no matmul of"),
+    ("an accumulator that does not begin at zero", DATA, wrong_beginning, "is no embedding_grad of"),
+    ("a sum that begins again in the second microbatch", DATA, late_beginning, "which is no sum of the graph"),
+    ("a sum that does not begin", DATA, no_beginning, "which nothing has written"),
     ("a product added to another's accumulator", DATA, swapped_accumulators, "which is no sum of the graph"),
     ("a microbatch that is left out", DATA, dropped_microbatch, "not to the sum over the microbatches up to 1"),
     ("an input of an earlier microbatch", BOTH, stale_input, "what is in microbatch"),
@@ -318,46 +324,6 @@ fn early_reduction(programs: &mut [Program]) {
         let last = instructions.iter().rposition(|instruction| instruction.stream == Stream::Compute);
         bucket.after = last.into_iter().collect();
         instructions.push(bucket);
-    }
-}
-
-fn is_accumulation(_: &Program, instruction: &Instruction) -> bool {
-    instruction.action == Action::Accumulate
-}
-
-fn dropped_accumulation(programs: &mut [Program]) {
-    change(programs, is_accumulation, |instruction| instruction.action = Action::Copy);
-}
-
-fn doubled_accumulation(programs: &mut [Program]) {
-    let at = find(&programs[0], is_accumulation);
-    for program in programs {
-        let again = instruction(program, at).clone();
-        insert(program, (at.0, at.1 + 1), again);
-    }
-}
-
-fn wrong_beginning(programs: &mut [Program]) {
-    let is_zero = |_: &Program, instruction: &Instruction| op(instruction) == Some(&Op::from(Constant { value: 0.0 }));
-    change(programs, is_zero, |instruction| instruction.action = Action::Compute(Constant { value: 1.0 }.into()));
-}
-
-fn swapped_accumulators(programs: &mut [Program]) {
-    let adds = |instruction: &Instruction| {
-        is_op(instruction, "matmul") && instruction.operands.get(2) == instruction.results.first()
-    };
-    for program in programs {
-        let (section, _) = find(program, |_, instruction| adds(instruction));
-        let body = program.sections[section].instructions.iter().enumerate();
-        let all: Vec<_> = body.filter(|(_, other)| adds(other)).map(|(at, other)| (at, other.results[0])).collect();
-        let alike = |a: BufferId, b: BufferId| a != b && program.buffers[a].ty == program.buffers[b].ty;
-        let pairs = all.iter().flat_map(|first| all.iter().map(move |other| (*first, *other)));
-        let mut pairs = pairs.filter(|((_, a), (_, b))| alike(*a, *b));
-        let ((first, own), (other, theirs)) = pairs.next().expect("two accumulators of one type");
-        for (at, buffer) in [(first, theirs), (other, own)] {
-            let instruction = instruction(program, (section, at));
-            (instruction.operands[2], instruction.results[0]) = (buffer, buffer);
-        }
     }
 }
 

@@ -51,8 +51,8 @@ const REMEMBERED: usize = 8;
 #[derive(Clone, Debug)]
 struct Known {
     microbatch: u64,
-    /// Whether it was the first or the last.
-    is_end: (bool, bool),
+    /// Whether it was the first, the second or one behind them; and whether it was the last.
+    is_end: (u64, bool),
     found: Vec<Content>,
     left: Vec<Content>,
 }
@@ -175,7 +175,8 @@ impl Interpreter<'_> {
         let at = |index: usize| segment.buffers[index].index();
         let found: Vec<Content> = segment.reads.iter().map(|(index, _)| self.contents[at(*index)].clone()).collect();
         let now = run.microbatch;
-        let is_end = (now == 0, now + 1 == self.plan.mesh.microbatches());
+        // Sums begin in the first two microbatches.
+        let is_end = (now.min(2), now + 1 == self.plan.mesh.microbatches());
         let by = |known: &Known| now as i64 - known.microbatch as i64;
         let is_known = |known: &&Known| {
             known.is_end == is_end && found.iter().zip(&known.found).all(|(a, b)| a.is_later(by(known), b))

@@ -32,8 +32,8 @@ pub(super) enum Stage {
     Accumulating(u64),
     /// The sum over the microbatches before this one, and this value in it.
     Adding(u64, ValueId),
-    /// The value in another microbatch than that of the run.
-    Stale,
+    /// What is of another microbatch than that of the run; and whether it is the value itself.
+    Stale(bool),
     /// A step of combining its terms over these axes.
     LogSumExp(LogSumExp, Vec<AxisId>),
 }
@@ -74,7 +74,7 @@ impl Content {
             return self.clone();
         }
         let seen = |fact: &Fact| match fact.of {
-            Some(of) if of != microbatch => Fact { stage: Stage::Stale, ..fact.clone() },
+            Some(of) if of != microbatch => Fact { stage: Stage::Stale(fact.stage == Stage::Ready), ..fact.clone() },
             _ => Fact { of: None, ..fact.clone() },
         };
         self.facts().iter().map(seen).collect::<Vec<_>>().into()
@@ -177,7 +177,7 @@ impl Fact {
             Stage::Adding(microbatch, part) => {
                 format!("the sum over the microbatches before {microbatch} of {value}, and {part} of that one")
             }
-            Stage::Stale => match self.of {
+            Stage::Stale(_) => match self.of {
                 Some(microbatch) => format!("what is in microbatch {microbatch} {value}"),
                 None => format!("what is in another microbatch {value}"),
             },

@@ -1,7 +1,7 @@
 //! Sums: over microbatches, and those that a product, or the gradient of a table, makes by adding itself to a buffer.
 //!
-//! An accumulator begins as zeros, or with the first microbatch's term. In every microbatch the term is
-//! added once: whole, by an accumulation, or product by product, each of which adds to what the ones
+//! An accumulator begins as zeros, or with the first microbatch's term: it is what that microbatch leaves. In every
+//! microbatch the term is added once: whole, by an accumulation, or product by product, each of which adds to what the ones
 //! before it have made of the term. The sum is ready when the last microbatch's term is in it.
 
 use super::arrangement::Arrangement;
@@ -115,6 +115,8 @@ impl Interpreter<'_> {
                 }
                 Stage::Empty => now == 0,
                 Stage::Accumulating(last) => last + 1 == now,
+                // What the first microbatch has left is the sum over it.
+                Stage::Stale(true) => (fact.of, now) == (Some(0), 1) && fact.arrangement == product.arrangement,
                 _ => false,
             };
             if begins {
