@@ -4,7 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Mesh, Op, OpDef, Plan};
+use shardc_ir::{AxisId, Choice, Mesh, Node, NodeId, Op, OpDef, Plan};
 use shardc_passes::cost;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
@@ -87,23 +87,36 @@ fn dividing(mesh: &Mesh) -> impl Iterator<Item = AxisId> + '_ {
     mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis))
 }
 
-/// How many ranks do nothing but what others do, if any: those along axes by which no node is divided.
+/// An axis that divides no more than this share of the work divides little.
+const LITTLE: f64 = 0.25;
+
+/// How many ranks do hardly more than what others do, if any: those along axes by which little of the work is divided.
 fn idle(plan: &Plan) -> Option<String> {
-    let mesh = &plan.mesh;
-    let divides = |axis: &AxisId| plan.strategies.values().any(|strategy| strategy.choice(*axis) != Choice::Replicate);
-    let idle: Vec<AxisId> = dividing(mesh).filter(|axis| !divides(axis)).collect();
+    let (graph, mesh) = (&plan.graph, &plan.mesh);
+    let flops =
+        |(id, node): (NodeId, &Node)| cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
+    let all: f64 = graph.nodes().map(flops).sum();
+    let share = |axis: &AxisId| {
+        let is_divided = |(id, _): &(NodeId, &Node)| plan.strategies[*id].choice(*axis) != Choice::Replicate;
+        // Of what has no products, any division counts.
+        let own: f64 = graph.nodes().filter(is_divided).map(flops).sum();
+        if all > 0.0 { own / all } else { f64::from(u8::from(graph.nodes().any(|of| is_divided(&of)))) }
+    };
+    let idle: Vec<AxisId> = dividing(mesh).filter(|axis| share(axis) <= LITTLE).collect();
+    let divided = idle.iter().map(share).fold(0.0, f64::max);
+    let what = if divided == 0.0 { "nothing".to_string() } else { format!("{:.0}% of the work", 100.0 * divided) };
     let copies = mesh.extent(idle.iter().copied());
     let (ranks, batch) = (mesh.ranks(), plan.request.batch);
     let names: Vec<&str> = idle.iter().map(|axis| mesh.axis(*axis).name.as_str()).collect();
     (copies > 1).then(|| {
         let fewer = if ranks == copies { "one rank".to_string() } else { format!("{} ranks", ranks / copies) };
+        let speed = if divided == 0.0 { "at least as fast" } else { "nearly as fast, or faster" };
         let multiple = match batch.is_multiple_of(ranks) {
             true => String::new(),
             false => format!(", or use a batch that is a multiple of {ranks} rather than {batch}"),
         };
         format!(
-            "{} of {ranks} ranks repeat the work of others: nothing is divided by {}; {fewer} would be at least as \
-             fast{multiple}",
+            "{} of {ranks} ranks repeat the work of others: {what} is divided by {}; {fewer} would be {speed}{multiple}",
             ranks - ranks / copies,
             names.join(", "),
         )

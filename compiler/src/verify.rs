@@ -158,7 +158,7 @@ struct Degrees {
 }
 
 fn degrees(plan: &Plan, samples: u64) -> Degrees {
-    let families = ["dp", "fsdp", "ep", "ulysses", "cp", "tp"];
+    let families = ["dp", "fsdp", "ep", "ring", "ulysses", "cp", "tp"];
     let sizes = |family: &str| plan.mesh.family(family).into_iter().map(|axis| plan.mesh.size(axis)).collect();
     let mut axes: Vec<(&str, Vec<u64>)> = families.map(|family| (family, sizes(family))).to_vec();
     let ranks = |axes: &[(&str, Vec<u64>)]| axes.iter().flat_map(|(_, sizes)| sizes).product::<u64>();
@@ -176,9 +176,9 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
         let sizes = axes.iter().filter(|(family, _)| of.contains(family)).flat_map(|(_, sizes)| sizes);
         sizes.product::<u64>()
     };
-    let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ulysses", "cp", "tp"]));
+    let (data, inner) = (degree(&["dp", "fsdp", "ep"]), degree(&["ring", "ulysses", "cp", "tp"]));
     let chosen = Pins::chosen(plan);
-    let zero = chosen.zero.filter(|_| data * degree(&["ulysses", "cp"]) > 1).unwrap_or(0);
+    let zero = chosen.zero.filter(|_| data * degree(&["ring", "ulysses", "cp"]) > 1).unwrap_or(0);
     let text = |(family, sizes): &(&str, Vec<u64>)| {
         let sizes: Vec<String> = sizes.iter().filter(|size| **size > 1).map(u64::to_string).collect();
         let is_named = !sizes.is_empty() || ["dp", "tp"].contains(family);

@@ -23,6 +23,13 @@ fn idle_ranks() {
     assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
 }
 
+/// An axis that is pinned, and by which next to nothing is divided, is named.
+#[test]
+fn axes_that_divide_little() {
+    let args = ["plan", "llama-160m", "--cluster", "h100:8", "--batch", "8", "--seq", "256", "--pin", "ring=4"];
+    check(&args, 0, &["6 of 8 ranks repeat the work of others", "of the work is divided by ring; 2 ranks would be"]);
+}
+
 /// Twelve heads divide over four of eight ranks, and no runtime takes a part of the queries under a causal mask.
 #[test]
 fn attention_that_several_ranks_repeat() {

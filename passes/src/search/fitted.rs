@@ -200,3 +200,50 @@ fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
     }
     Some(high)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Degrees, Offload, Relief};
+    use super::*;
+    use shardc_ir::Seconds;
+    use shardc_ir::plan::Memory;
+
+    fn taking(seconds: f64, bytes: u64) -> Prediction {
+        let memory = Memory { activations: Bytes(bytes), ..Memory::default() };
+        Prediction { step: Seconds(seconds), memory, room: Bytes(1000), ..Prediction::default() }
+    }
+
+    fn candidate(dp: u64, recompute: Recompute) -> Candidate {
+        Candidate {
+            degrees: Degrees::new(1).with("dp", &[dp]),
+            stages: None,
+            zero: 1,
+            recompute,
+            loss_chunks: 1,
+            overlap_chunks: 1,
+            within: 0.0,
+            byte: 0.0,
+            offload: Offload::default(),
+            relief: Relief::default(),
+            prediction: taking(2.0, 900),
+        }
+    }
+
+    /// Between a plan that fits and the nearest that does not, as bytes and seconds change from one to the other.
+    #[test]
+    fn what_lies_between_two_known_plans_is_interpolated() {
+        let candidates = [
+            candidate(8, Recompute::Values(100)),
+            candidate(8, Recompute::Values(20)),
+            candidate(8, Recompute::None),
+            candidate(4, Recompute::Values(60)),
+        ];
+        let known = [(0, taking(1.0, 794)), (1, taking(0.8, 1195)), (2, taking(0.7, 1300)), (3, taking(0.9, 1100))];
+        let found = between(&candidates, &known);
+        let [(step, own)] = &found[..] else { panic!("{}", found.len()) };
+        assert_eq!(own.recompute, Recompute::Values(60));
+        assert!((step - 0.9).abs() < 1e-9 && (own.prediction.step.0 - 1.8).abs() < 1e-9);
+        // Nothing lies between neighbours.
+        assert!(between(&candidates[2..], &[(0, taking(0.9, 900)), (1, taking(0.7, 1300))]).is_empty());
+    }
+}
