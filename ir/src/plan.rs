@@ -229,7 +229,7 @@ pub struct Search {
     pub pruned: u64,
     /// Plans whose time and memory were predicted.
     pub candidates: u64,
-    /// Of them, those that were lowered to know their memory exactly.
+    /// Plans, those in chunks included, that were lowered to know what their programs take.
     pub lowered: u64,
 }
 

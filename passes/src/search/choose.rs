@@ -178,7 +178,7 @@ fn chosen(
         plan.search = visited.report(space, step, told.left_out())?;
     }
     plan.search.candidates = candidates.len() as u64;
-    plan.search.lowered = (lowered.len() + refused.len()) as u64;
+    plan.search.lowered = lowering.count.get();
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {

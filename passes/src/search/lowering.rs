@@ -9,7 +9,7 @@ use crate::cluster::Cluster;
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
 use shardc_ir::plan::Prediction;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::thread::{Scope, ScopedJoinHandle, available_parallelism};
 
 /// A plan that is being predicted.
@@ -22,6 +22,8 @@ pub(super) struct Lowering<'scope, 'env, 'a> {
     make: &'a dyn Fn(&Candidate) -> Result<Plan, PlanError>,
     cluster: &'a Cluster,
     begun: RefCell<Vec<(Candidate, Begun<'scope>)>>,
+    /// How many plans were predicted by their programs.
+    pub count: Cell<u64>,
 }
 
 impl<'scope, 'env, 'a> Lowering<'scope, 'env, 'a> {
@@ -32,7 +34,7 @@ impl<'scope, 'env, 'a> Lowering<'scope, 'env, 'a> {
         make: &'a dyn Fn(&Candidate) -> Result<Plan, PlanError>,
         cluster: &'a Cluster,
     ) -> Self {
-        Self { scope, confirm, make, cluster, begun: RefCell::default() }
+        Self { scope, confirm, make, cluster, begun: RefCell::default(), count: Cell::default() }
     }
 
     /// Begins with a candidate that will likely be asked for, where the machine has a core for it.
@@ -56,8 +58,12 @@ impl<'scope, 'env, 'a> Lowering<'scope, 'env, 'a> {
     pub fn plan(&self, candidate: &Candidate) -> Result<Plan, PlanError> {
         let known = self.begun.borrow().iter().position(|(other, _)| other == candidate);
         let Some(known) = known else {
-            return build::predicted(self.confirm, candidate, (self.make)(candidate)?, self.cluster);
+            let plan = (self.make)(candidate)?;
+            let is_lowered = self.confirm.is_some() && unlowered(&plan).is_empty();
+            self.count.set(self.count.get() + u64::from(is_lowered));
+            return build::predicted(self.confirm, candidate, plan, self.cluster);
         };
+        self.count.set(self.count.get() + 1);
         let (_, begun) = self.begun.borrow_mut().swap_remove(known);
         let (plan, exact) =
             begun.join().map_err(|_| PlanError::Bug("a thread that lowers a plan ended".to_string()))?;
