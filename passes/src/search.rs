@@ -170,6 +170,26 @@ impl Candidate {
     }
 }
 
+#[cfg(test)]
+impl Candidate {
+    /// So many data ranks, with nothing else chosen but what is computed again.
+    fn bare(dp: u64, recompute: Recompute, prediction: Prediction) -> Self {
+        Self {
+            degrees: Degrees::new(1).with("dp", &[dp]),
+            stages: None,
+            zero: 0,
+            recompute,
+            loss_chunks: 1,
+            overlap_chunks: 1,
+            within: 0.0,
+            byte: 0.0,
+            offload: Offload::default(),
+            relief: Relief::default(),
+            prediction,
+        }
+    }
+}
+
 /// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
 pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Prediction, String> + Sync);
 

@@ -203,7 +203,6 @@ fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Degrees, Offload, Relief};
     use super::*;
     use shardc_ir::Seconds;
     use shardc_ir::plan::Memory;
@@ -214,19 +213,7 @@ mod tests {
     }
 
     fn candidate(dp: u64, recompute: Recompute) -> Candidate {
-        Candidate {
-            degrees: Degrees::new(1).with("dp", &[dp]),
-            stages: None,
-            zero: 1,
-            recompute,
-            loss_chunks: 1,
-            overlap_chunks: 1,
-            within: 0.0,
-            byte: 0.0,
-            offload: Offload::default(),
-            relief: Relief::default(),
-            prediction: taking(2.0, 900),
-        }
+        Candidate::bare(dp, recompute, taking(2.0, 900))
     }
 
     /// Between a plan that fits and the nearest that does not, as bytes and seconds change from one to the other.

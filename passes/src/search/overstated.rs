@@ -140,7 +140,7 @@ pub(super) fn tried(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Degrees, Offload, Recompute, Relief};
+    use super::super::Recompute;
     use super::*;
     use shardc_ir::Bytes;
     use shardc_ir::plan::Memory;
@@ -151,19 +151,7 @@ mod tests {
     }
 
     fn candidate(dp: u64, bytes: u64) -> Candidate {
-        Candidate {
-            degrees: Degrees::new(1).with("dp", &[dp]),
-            stages: None,
-            zero: 0,
-            recompute: Recompute::None,
-            loss_chunks: 1,
-            overlap_chunks: 1,
-            within: 0.0,
-            byte: 0.0,
-            offload: Offload::default(),
-            relief: Relief::default(),
-            prediction: memory(bytes),
-        }
+        Candidate::bare(dp, Recompute::None, memory(bytes))
     }
 
     /// The leanest are lowered, none that is far too large, until one fits.
