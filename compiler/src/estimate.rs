@@ -93,6 +93,11 @@ impl Row {
     }
 }
 
+/// A rank's part of so many bytes.
+fn part(bytes: u64, ranks: u64, is_divided: bool) -> u64 {
+    if is_divided { bytes.div_ceil(ranks) } else { bytes }
+}
+
 /// Every precision, optimizer and ZeRO stage, for a model over `ranks` data ranks.
 pub fn estimate(sizes: Sizes, ranks: u64) -> Vec<Row> {
     let (ranks, parameters) = (ranks.max(1), sizes.parameters);
@@ -111,8 +116,7 @@ pub fn estimate(sizes: Sizes, ranks: u64) -> Vec<Row> {
         for stage in 0..=3 {
             // One rank has nobody to divide anything with.
             let zero = if ranks == 1 { 0 } else { stage };
-            let part =
-                |bytes: u64, from_stage: u64| Bytes(if zero >= from_stage { bytes.div_ceil(ranks) } else { bytes });
+            let part = |bytes: u64, from_stage: u64| Bytes(part(bytes, ranks, zero >= from_stage));
             let share = |bytes: u64, from_stage: u64| part(parameters * bytes, from_stage);
             // In fp32 the master is the working copy: from stage 1 on, the shard is kept beside the
             // gathered copy, and from stage 3 on only the shard is.
@@ -201,26 +205,21 @@ pub fn hosted(sizes: Sizes, ranks: u64, device: Bytes, host: Bytes) -> Vec<Strin
         let leaves = |zero: u64| zero >= 1 || ranks == 1;
         let ways = |zero| [(zero, false, false), (zero, leaves(zero), false), (zero, leaves(zero), true)];
         for (zero, leaves, streams) in (0..=3).flat_map(ways) {
-            let part = |bytes: u64, from_stage: u64| if zero >= from_stage { bytes.div_ceil(ranks) } else { bytes };
-            let share = |bytes: u64, from_stage: u64| part(parameters * bytes, from_stage);
-            let copies = part(sizes.copies(working, zero, true), 3);
+            let share = |bytes: u64, from_stage: u64| part(parameters * bytes, ranks, zero >= from_stage);
+            let copies = part(sizes.copies(working, zero, true), ranks, zero >= 3);
             // A gradient is whole until it is summed, and a copy while it is read.
             let there = |bytes: u64, all: u64| (sizes.at_once * bytes).min(all);
             let gradients = if leaves { there(4, parameters * 4) } else { share(4, 2) };
             let on_device = gradients + if streams { there(working, copies) } else { copies };
             let on_host = Bytes(ranks * (share(4 + 8 + 4, 1) + if streams { copies } else { 0 }));
-            let (more, also) = match (leaves, streams) {
-                (false, false) => ("", ""),
-                (true, false) => ("+gradients", ""),
-                (false, true) => ("+parameters", ", and what the passes read"),
-                (true, true) => ("+gradients+parameters", ", and what the passes read"),
-            };
+            let given = if leaves { "+gradients" } else { "" };
+            let (streamed, also) = if streams { ("+parameters", ", and what the passes read") } else { ("", "") };
             if on_host <= host
                 && let Some(left) = device.0.checked_sub(on_device)
             {
                 let left = Bytes(left);
                 return format!(
-                    "{precision}: trains with ZeRO {zero} or more and offload=optimizer{more}: the host holds {on_host} \
+                    "{precision}: trains with ZeRO {zero} or more and offload=optimizer{given}{streamed}: the host holds {on_host} \
                      (master copies, moments and gradients{also}), and each device has at most {left} left for activations"
                 );
             }

@@ -4,7 +4,7 @@ use crate::pipeline::target;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Mesh, Node, NodeId, Op, OpDef, Plan};
+use shardc_ir::{AxisId, Choice, Graph, Mesh, Node, NodeId, Op, OpDef, Plan};
 use shardc_passes::cost;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
@@ -87,23 +87,30 @@ fn dividing(mesh: &Mesh) -> impl Iterator<Item = AxisId> + '_ {
     mesh.ids().filter(|axis| !mesh.is_time(*axis) && !mesh.family("pp").contains(axis))
 }
 
+/// The model's operations, node by node.
+fn work(graph: &Graph) -> Vec<(NodeId, f64)> {
+    let flops =
+        |(id, node): (NodeId, &Node)| cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
+    graph.nodes().map(|of| (of.0, flops(of))).collect()
+}
+
 /// An axis that divides no more than this share of the work divides little.
 const LITTLE: f64 = 0.25;
 
 /// How many ranks do hardly more than what others do, if any: those along axes by which little of the work is divided.
 fn idle(plan: &Plan) -> Option<String> {
-    let (graph, mesh) = (&plan.graph, &plan.mesh);
-    let flops =
-        |(id, node): (NodeId, &Node)| cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
-    let all: f64 = graph.nodes().map(flops).sum();
-    let share = |axis: &AxisId| {
-        let is_divided = |(id, _): &(NodeId, &Node)| plan.strategies[*id].choice(*axis) != Choice::Replicate;
+    let (mesh, work) = (&plan.mesh, work(&plan.graph));
+    let all: f64 = work.iter().map(|(_, flops)| flops).sum();
+    let share = |axis: AxisId| {
+        let is_divided = |(id, _): &&(NodeId, f64)| plan.strategies[*id].choice(axis) != Choice::Replicate;
+        let divided = || work.iter().filter(is_divided);
         // Of what has no products, any division counts.
-        let own: f64 = graph.nodes().filter(is_divided).map(flops).sum();
-        if all > 0.0 { own / all } else { f64::from(u8::from(graph.nodes().any(|of| is_divided(&of)))) }
+        let is_any = || f64::from(u8::from(divided().next().is_some()));
+        if all > 0.0 { divided().map(|(_, flops)| flops).sum::<f64>() / all } else { is_any() }
     };
-    let idle: Vec<AxisId> = dividing(mesh).filter(|axis| share(axis) <= LITTLE).collect();
-    let divided = idle.iter().map(share).fold(0.0, f64::max);
+    let shares = dividing(mesh).map(|axis| (axis, share(axis))).filter(|(_, share)| *share <= LITTLE);
+    let (idle, shares): (Vec<AxisId>, Vec<f64>) = shares.unzip();
+    let divided = shares.into_iter().fold(0.0, f64::max);
     let what = if divided == 0.0 { "nothing".to_string() } else { format!("{:.0}% of the work", 100.0 * divided) };
     let copies = mesh.extent(idle.iter().copied());
     let (ranks, batch) = (mesh.ranks(), plan.request.batch);
@@ -130,14 +137,13 @@ fn repeated(plan: &Plan) -> Option<String> {
     let (graph, mesh) = (&plan.graph, &plan.mesh);
     let ranks = mesh.extent(dividing(mesh));
     // The work of a rank, what of it others do as well, and how many do.
-    let (mut work, mut again, mut most) = (0.0, 0.0, 1);
-    for (id, node) in graph.nodes() {
-        let whole = cost::model_flops(&node.op, &graph.operand_types(id), &graph.result_types(id)).0;
+    let (mut all, mut again, mut most) = (0.0, 0.0, 1);
+    for (id, whole) in work(graph) {
         let is_alike = |axis: &AxisId| plan.strategies[id].choice(*axis) == Choice::Replicate;
         let copies = mesh.extent(dividing(mesh).filter(is_alike));
         let own = whole * copies as f64 / ranks as f64;
-        work += own;
-        if matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_)) {
+        all += own;
+        if matches!(graph.node(id).op, Op::Attention(_) | Op::AttentionGrad(_)) {
             again += own * (1.0 - 1.0 / copies as f64);
             most = most.max(copies);
         }
@@ -146,11 +152,11 @@ fn repeated(plan: &Plan) -> Option<String> {
         Scope::Runnable => ", or see by --search all whether rings would, which do not run yet",
         Scope::All => "",
     };
-    (again > REPEATED * work).then(|| {
+    (again > REPEATED * all).then(|| {
         format!(
             "attention is the same on {most} ranks, {:.0}% of what each computes: they are more than its heads divide \
              over; use fewer ranks, or more samples{wider}",
-            100.0 * again / work
+            100.0 * again / all
         )
     })
 }

@@ -329,7 +329,7 @@ const MOST_MICROBATCHES: u64 = 1 << 16;
 /// Every candidate the pins allow.
 fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
     let Space { prepared, line, cluster, request, pins, mut away, with_unfit, measure, .. } = *space;
-    (away.room.device, away.room.share) = (measure.room(cluster.least_room(request.device_memory)), measure.shares[0]);
+    (away.room.device, away.room.share) = (measure.room(cluster.least_room(request.device_memory)), measure.share());
     let (ranks, batch) = (cluster.ranks(), request.batch);
     let work = model_work(prepared.graph, cluster);
     let (mut candidates, mut coupled, mut drops_chunks) = (Vec::new(), None, false);

@@ -84,6 +84,9 @@ fn first_readers(program: &Program) -> HashMap<BufferId, &Instruction> {
     readers
 }
 
+/// The most steps that bring a gathered value into order.
+const STEPS: usize = 4;
+
 /// What a gather is for: what first reads what it makes, or what brings that into order. A parameter is gathered for the
 /// backward pass as well as for the forward pass.
 fn gathered_for(
@@ -91,10 +94,11 @@ fn gathered_for(
     readers: &HashMap<BufferId, &Instruction>,
     gather: &Instruction,
 ) -> Option<&'static str> {
-    /// The most steps that bring a gathered value into order.
-    const STEPS: usize = 4;
+    if !matches!(gather.action, Action::AllGather { .. }) {
+        return None;
+    }
     let mut reader = gather;
-    for _ in 0..if matches!(gather.action, Action::AllGather { .. }) { STEPS } else { 0 } {
+    for _ in 0..STEPS {
         reader = reader.results.iter().find_map(|buffer| readers.get(buffer))?;
         if reader.source != gather.source {
             return reader.source.map(|id| role(inspection.plan.graph.node(id).role));

@@ -139,11 +139,10 @@ fn layouts(a: &Plan, b: &Plan) -> Vec<Difference> {
     let differ: Vec<(&String, Difference)> = both.filter(|(_, of)| of.first != of.second).collect();
     // A block that differs as all the others do says nothing of its own.
     let of_all = differ.iter().filter(|(of_all, of)| **of_all == of.what);
-    let known: BTreeMap<&str, [Option<String>; 2]> =
-        of_all.map(|(of_all, of)| (of_all.as_str(), [of.first.clone(), of.second.clone()])).collect();
-    let is_said = |of_all: &str, of: &Difference| {
-        of.what != of_all && known.get(of_all).is_some_and(|[first, second]| (first, second) == (&of.first, &of.second))
-    };
+    let known: BTreeMap<&str, &Difference> = of_all.map(|(_, of)| (of.what.as_str(), of)).collect();
+    let is_same = |a: &Difference, b: &Difference| (&a.first, &a.second) == (&b.first, &b.second);
+    let is_said =
+        |of_all: &str, of: &Difference| of.what != of_all && known.get(of_all).is_some_and(|all| is_same(all, of));
     differ.iter().filter(|(of_all, of)| !is_said(of_all, of)).map(|(_, of)| of.clone()).collect()
 }
 

@@ -147,8 +147,10 @@ pub(crate) fn common(held: &[(u64, u64)]) -> u64 {
 
 /// The least divisor of a number that is at least `least`; no copies stay none.
 pub(crate) fn divisor(least: u64, all: u64) -> u64 {
-    let enough = (least..=all).find(|count| *count > 0 && all.is_multiple_of(*count));
-    if least == 0 { 0 } else { enough.unwrap_or(all) }
+    match least {
+        0 => 0,
+        _ => (least..=all).find(|count| all.is_multiple_of(*count)).unwrap_or(all),
+    }
 }
 
 /// When the stage touches what, as indices of its events.

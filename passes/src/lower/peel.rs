@@ -33,12 +33,14 @@ pub(crate) fn peel(draft: &mut Draft) {
     let is_gather = |item: &Item| matches!(item.hint, Hint::Prefetch { .. });
     if !sums.is_empty() || draft.sections[PROLOGUE].iter().any(is_gather) {
         let mut body = copy(draft);
-        let mut items = std::mem::take(&mut draft.sections[PROLOGUE]);
-        for Sum { first, addend, .. } in &sums {
-            body[*first].instruction.operands.remove(*addend);
+        let items = std::mem::take(&mut draft.sections[PROLOGUE]);
+        let mut cleared = BTreeSet::new();
+        for sum in sums {
+            body[sum.first].instruction.operands.remove(sum.addend);
+            cleared.insert(sum.cleared);
         }
-        let mut at = 0..;
-        items.retain(|_| at.next().is_none_or(|at| sums.iter().all(|sum| sum.cleared != at)));
+        let left = items.into_iter().enumerate().filter(|(at, _)| !cleared.contains(at));
+        let items = left.map(|(_, item)| item).collect();
         draft.sections[PROLOGUE] = with_gathers(draft, items, body);
         draft.repeats.start += 1;
     }
@@ -51,6 +53,15 @@ pub(crate) fn peel(draft: &mut Draft) {
     if draft.repeats.is_empty() {
         draft.sections[LOOP].clear();
     }
+}
+
+/// Where each storage is touched first.
+fn first_touches(draft: &Draft, items: &[Item]) -> BTreeMap<StorageId, usize> {
+    let mut first = BTreeMap::new();
+    for (at, item) in items.iter().enumerate() {
+        item.instruction.buffers().for_each(|buffer| _ = first.entry(draft.storage[buffer]).or_insert(at));
+    }
+    first
 }
 
 fn storages(draft: &Draft, buffers: &[BufferId]) -> Vec<StorageId> {
@@ -92,10 +103,7 @@ struct Sum {
 
 /// The sums to which the first term writes if it is that of the first microbatch: they need not be cleared and read.
 fn sums(draft: &Draft) -> Vec<Sum> {
-    let mut first: BTreeMap<StorageId, usize> = BTreeMap::new();
-    for (at, item) in draft.sections[LOOP].iter().enumerate() {
-        item.instruction.buffers().for_each(|buffer| _ = first.entry(draft.storage[buffer]).or_insert(at));
-    }
+    let first = first_touches(draft, &draft.sections[LOOP]);
     let mut touched: BTreeMap<StorageId, usize> = BTreeMap::new();
     for buffer in draft.sections[PROLOGUE].iter().flat_map(|item| item.instruction.buffers()) {
         *touched.entry(draft.storage[buffer]).or_default() += 1;
@@ -167,12 +175,7 @@ fn advance(first: &mut BTreeMap<StorageId, usize>, storage: StorageId, at: usize
 
 /// The prologue and a microbatch: each gather, and what brings its result into order, before its first reader.
 fn with_gathers(draft: &Draft, items: Vec<Item>, body: Vec<Item>) -> Vec<Item> {
-    let mut first: BTreeMap<StorageId, usize> = BTreeMap::new();
-    for (at, item) in body.iter().enumerate() {
-        for buffer in item.instruction.buffers() {
-            first.entry(draft.storage[buffer]).or_insert(at);
-        }
-    }
+    let mut first = first_touches(draft, &body);
     let mut gathered: BTreeSet<StorageId> = BTreeSet::new();
     let moves: Vec<bool> = items
         .iter()

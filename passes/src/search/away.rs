@@ -48,7 +48,7 @@ impl Away {
         let is_free = pins.offload.is_none() && has_device;
         let given = if request.host_memory == Bytes(0) { cluster.host_memory() } else { request.host_memory };
         let sharing = cluster.per_node.min(cluster.ranks()).max(1);
-        let (device, share) = (cluster.least_room(request.device_memory), Measure::default().shares[0]);
+        let (device, share) = (cluster.least_room(request.device_memory), Measure::default().share());
         let room = Room { device, share, host: Bytes(given.0 / sharing) };
         Ok(Self { room, pin, is_open: is_free && Feature::Offload.is_open(false, request.scope, target) })
     }

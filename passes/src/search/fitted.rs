@@ -32,6 +32,11 @@ impl Default for Measure {
 }
 
 impl Measure {
+    /// The share that is tried first.
+    pub fn share(self) -> f64 {
+        self.shares.first().copied().unwrap_or(1.0)
+    }
+
     /// What may be estimated where there are so many bytes.
     pub fn room(self, bytes: Bytes) -> Bytes {
         Bytes((bytes.0 as f64 / self.excess) as u64)
@@ -39,7 +44,7 @@ impl Measure {
 }
 
 /// The share of its memory that a plan may take where it is known what its like takes.
-const KNOWN: &[f64] = &[0.995];
+const KNOWN: f64 = 0.995;
 
 /// How many plans are lowered that were solved again.
 const TRIES: usize = 4;
@@ -95,7 +100,7 @@ pub(super) fn again(
 /// than is estimated as it does; with what steps they would take.
 fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec<(f64, Candidate)>, PlanError> {
     let estimate = &of.prediction;
-    let measure = Measure { excess: exact.filled() / estimate.filled().max(f64::MIN_POSITIVE), shares: KNOWN };
+    let measure = Measure { excess: exact.filled() / estimate.filled().max(f64::MIN_POSITIVE), shares: &[KNOWN] };
     // There is something to gain only from what memory is saved by.
     let is_whole = of.recompute == Recompute::None && of.byte == 0.0 && of.loss_chunks == 1 && of.offload.is_none();
     if is_whole && exact.fits() {
@@ -150,7 +155,7 @@ fn between(candidates: &[Candidate], known: &[(usize, Prediction)]) -> Vec<(f64,
         let more = steps(own).unwrap_or(0);
         let nearest = known.iter().filter_map(less).filter(|of| of.0 < more).max_by_key(|of| of.0);
         let Some((least, unfit)) = nearest else { continue };
-        let share = ((KNOWN[0] - fits.filled()) / (unfit.filled() - fits.filled())).clamp(0.0, 1.0);
+        let share = ((KNOWN - fits.filled()) / (unfit.filled() - fits.filled())).clamp(0.0, 1.0);
         let fewer = ((more - least) as f64 * share) as u64;
         if fewer > 0 && fewer < more - least {
             let part = fewer as f64 / (more - least) as f64;

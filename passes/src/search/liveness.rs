@@ -300,7 +300,8 @@ impl Lives {
                     let of = &self.lives[index];
                     (of.last == id.index() && of.given.is_none() && of.made < id.index()).then_some(index)
                 });
-                let is_there = life[*result].is_some() || self.gradients.iter().any(|of| of.made == id.index());
+                let is_gradient = || self.gradients.binary_search_by_key(&id.index(), |of| of.made).is_ok();
+                let is_there = life[*result].is_some() || is_gradient();
                 if let Some(index) = dying.next().filter(|_| is_there) {
                     self.lives[index].given = Some(id.index());
                 }

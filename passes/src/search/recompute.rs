@@ -120,8 +120,6 @@ pub struct Menu {
     whole: Vec<Option<[usize; 2]>>,
     /// Which block goes over to which way, from the cheapest byte to the dearest.
     steps: Vec<(u64, usize)>,
-    /// After how many steps all blocks of a kind have gone over to a way.
-    rungs: Vec<u64>,
 }
 
 /// The most [rungs](Menu::rungs) that are told.
@@ -186,12 +184,6 @@ impl Menu {
             }
         }
         steps.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-        let mut taken = 0;
-        let ends = steps.chunk_by(|a, b| a.1 == b.1).map(|alike| {
-            taken += alike.len() as u64;
-            taken
-        });
-        menu.rungs = ends.collect();
         menu.steps = steps.into_iter().map(|(_, way, block)| (block, way)).collect();
         menu
     }
@@ -199,9 +191,14 @@ impl Menu {
     /// After how many steps blocks that are equal are computed again alike; of many such numbers some, the last among
     /// them.
     pub fn rungs(&self) -> impl Iterator<Item = u64> {
-        let all = self.rungs.len();
-        let told = all.min(MOST_RUNGS);
-        (1..=told).map(move |index| self.rungs[index * all / told - 1])
+        let alike = self.steps.chunk_by(|a, b| a.1 == b.1).map(|alike| alike.len() as u64);
+        let ends = alike.scan(0, |taken, steps| {
+            *taken += steps;
+            Some(*taken)
+        });
+        let all: Vec<u64> = ends.collect();
+        let told = all.len().min(MOST_RUNGS);
+        (1..=told).map(move |index| all[index * all.len() / told - 1])
     }
 
     /// How many steps there are.

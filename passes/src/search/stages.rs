@@ -410,7 +410,7 @@ pub(super) fn solve(
     let (prepared, degrees, work, cluster) = (space.prepared, &point.degrees[..], point.work, space.cluster);
     let rooms = cluster.rooms(placed.mesh, space.request.device_memory);
     let rooms = &rooms.into_iter().map(|room| space.measure.room(room)).collect::<Vec<_>>()[..];
-    let spare = space.measure.shares[0];
+    let spare = space.measure.share();
     let (clusters, set) = clusters_by_stage(space, placed.mesh);
     let all = clusters.concat();
     // Layouts are those that are fastest on the slowest kind.
@@ -450,10 +450,11 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
     if microbatches < 2 {
         return;
     }
-    let (named, own) = (&pins.stage_recompute, &mesh.seen[0][0]);
+    let own = &mesh.seen[0][0];
     let menu = own.shape.menu();
+    let named: Vec<Recompute> = pins.stage_recompute.iter().map(|own| own.within(menu.steps())).collect();
     let recomputes: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        _ if !named.is_empty() => named.iter().map(|own| own.within(menu.steps())).collect(),
+        _ if !named.is_empty() => named.iter().copied().collect(),
         Some(pin) => [pin.within(menu.steps())].into(),
         None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
     };
@@ -537,10 +538,7 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
                 // All may be computed again by stage: then cuts lie between blocks.
                 let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, sums[most])).collect() };
                 if !named.is_empty() {
-                    let of = |own: &Recompute| {
-                        let own = own.within(menu.steps());
-                        recomputes.iter().position(|known| *known == own).unwrap_or(0)
-                    };
+                    let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
                     let levels: Vec<usize> = named.iter().map(of).collect();
                     let most = levels.iter().copied().max().unwrap_or(0);
                     try_out(&mixed(most), Choice::Named(levels));
