@@ -10,7 +10,7 @@ use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
-use crate::cost::{Bound, Machine, step};
+use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::local::Local;
@@ -176,19 +176,39 @@ impl<'a> Shape<'a> {
             shape.saved += seconds[made.maker] * members * (1.0 - 1.0 / made.ranks as f64);
             shape.liveness.in_parts.push(made.maker);
         }
-        shape.backward.memory += shape.added_by_chunks(placed);
+        shape.add_chunks(placed);
         shape.prices = each;
         shape.liveness.staging = shape.staging(conversions);
         shape
     }
 
-    /// Seconds of a microbatch in which every chunk of the head but the first reads and writes the gradient of its
-    /// weight.
-    fn added_by_chunks(&self, placed: &Placed<'_>) -> f64 {
-        let prepared = self.prepared;
-        let sums = prepared.head.iter().flat_map(|head| head.sums(prepared.graph));
-        let bytes: u64 = sums.map(|(id, result)| self.sizes()[prepared.folded.class[id]][result]).sum();
-        2.0 * (self.loss_chunks - 1) as f64 * bytes as f64 / Machine::own(&placed.cluster.device).bandwidth()
+    /// Adds what the nodes of the head take longer in chunks than whole: products of fewer tokens, a start for each, and
+    /// the sums over the tokens, which every chunk but the first reads and writes again.
+    fn add_chunks(&mut self, placed: &Placed<'_>) {
+        let (prepared, chunks) = (self.prepared, self.loss_chunks);
+        let machine = Machine::own(&placed.cluster.device);
+        for (id, tokens) in prepared.head.iter().filter(|_| chunks > 1).flat_map(|head| head.nodes()) {
+            let class = prepared.folded.class[id];
+            let (op, rule, pass) = (prepared.op(class), &prepared.rules[class], Pass::of(prepared.role(class)));
+            let (operands, results) = prepared.local_types(class, &placed.strategies[class], placed.mesh);
+            let part = |(ty, dims): (&TensorType, &Vec<Vec<usize>>)| {
+                let size = |(size, factors): (&u64, &Vec<usize>)| {
+                    if *factors == [tokens] { size.div_ceil(chunks) } else { *size }
+                };
+                ty.with_shape(ty.shape.iter().zip(dims).map(size).collect::<Vec<u64>>())
+            };
+            let reads: Vec<TensorType> = operands.iter().zip(&rule.operands).map(part).collect();
+            let makes: Vec<TensorType> = results.iter().zip(&rule.results).map(part).collect();
+            let sums = makes.iter().zip(&results).filter(|(part, whole)| part == whole).map(|(sum, _)| sum.clone());
+            let adds: Vec<TensorType> = reads.iter().cloned().chain(sums).collect();
+            let seconds = |operands: &[TensorType], results: &[TensorType]| {
+                let (alone, bound) = machine.seconds(op, operands, results, pass);
+                (prepared.emitted[class].seconds(alone, bound, machine.launch(), false), bound)
+            };
+            let (whole, bound) = seconds(&operands, &results);
+            let longer = seconds(&reads, &makes).0 + (chunks - 1) as f64 * seconds(&adds, &makes).0 - whole;
+            self.backward.add(longer, bound);
+        }
     }
 
     /// The scratch memory of collectives that add: sums between nodes, and gradients of which there are copies.
