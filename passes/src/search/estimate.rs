@@ -81,6 +81,8 @@ pub struct Shape<'a> {
     prepared: &'a Prepared<'a>,
     /// Per class, what one of its nodes takes, with its conversions.
     prices: Vec<Split>,
+    /// What the copies of its results take that their readers share.
+    copies: Vec<Split>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
@@ -126,6 +128,7 @@ impl<'a> Shape<'a> {
             menu: OnceCell::new(),
             prepared,
             prices: Vec::new(),
+            copies: Vec::new(),
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
@@ -163,13 +166,15 @@ impl<'a> Shape<'a> {
         let (scales, others): (Vec<Conversion>, Vec<Conversion>) =
             beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
         shape.once.communication += scales.iter().map(|scale| scale.seconds).fold(0.0, f64::max);
+        let mut copies = vec![Split::default(); each.len()];
         for conversion in &others {
             let seconds = conversion.seconds * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
             // Terms are added where they are made, and again where they are made again; so is a copy that several read.
             let class = if conversion.is_early || conversion.is_shared { conversion.maker } else { conversion.reader };
-            let members = prepared.folded.classes[class].members.len();
-            each[class].communication += seconds / members as f64;
+            let seconds = seconds / prepared.folded.classes[class].members.len() as f64;
+            each[class].communication += seconds;
+            copies[class].communication += if conversion.is_shared && !conversion.is_early { seconds } else { 0.0 };
         }
         for made in shape.storages[0].made.values() {
             let members = prepared.folded.classes[made.maker].members.len() as f64;
@@ -177,7 +182,7 @@ impl<'a> Shape<'a> {
             shape.liveness.in_parts.push(made.maker);
         }
         shape.add_chunks(placed);
-        shape.prices = each;
+        (shape.prices, shape.copies) = (each, copies);
         shape.liveness.staging = shape.staging(conversions);
         shape
     }
@@ -346,7 +351,8 @@ impl<'a> Shape<'a> {
 
     /// What can be computed again.
     pub fn menu(&self) -> &Menu {
-        let prices = Prices { seconds: &self.prices, sizes: self.liveness.sizes() };
+        let Liveness { sizes, grown, .. } = &self.liveness;
+        let prices = Prices { seconds: &self.prices, copies: &self.copies, sizes, grown };
         self.menu.get_or_init(|| Menu::new(self.prepared, prices))
     }
 

@@ -28,6 +28,8 @@ pub(super) struct Life {
     last: usize,
     /// Its last reader in the forward pass.
     last_forward: usize,
+    /// Its first reader behind that pass.
+    first_backward: usize,
     /// Its block, if recomputation may drop it in between.
     block: Option<u64>,
     /// The nodes of the forward passes of blocks that read it: the block, and the class.
@@ -41,16 +43,39 @@ pub(super) struct Life {
 impl Life {
     /// From where to where it lives, both included, if what is selected is computed again.
     pub(super) fn spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
-        let start_of = |(block, class): (u64, usize)| lives.start(block).filter(|_| selected.is_again(block, class));
-        // What is computed again reads what was kept until then.
-        let last = self.readers.iter().filter_map(|reader| start_of(*reader)).fold(self.last, usize::max);
-        // What its last reader's result takes over ends before that.
-        let last = if self.given == Some(last) { last - 1 } else { last };
-        let again = self.block.and_then(|block| start_of((block, self.class)));
-        match again.filter(|start| *start <= last && *start > self.last_forward) {
+        let last = self.end(lives, selected);
+        self.from(self.made_again(lives, selected), last)
+    }
+
+    /// The same of a copy of it in another layout that its readers share, which is made again where what reads it is
+    /// computed again.
+    pub(super) fn copy_spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
+        let last = self.end(lives, selected);
+        let readers = || self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class));
+        let read_again = readers().min().map(|first| first.min(self.first_backward));
+        self.from(self.made_again(lives, selected).or(read_again), last)
+    }
+
+    /// From where it is made to its last reader, of which the second part begins at a position, if there is one.
+    fn from(&self, second: Option<usize>, last: usize) -> [Option<(usize, usize)>; 2] {
+        match second.filter(|start| *start <= last && *start > self.last_forward) {
             Some(start) => [Some((self.made, self.last_forward)), Some((start, last))],
             None => [Some((self.made, last)), None],
         }
+    }
+
+    /// Where it is made again.
+    fn made_again(&self, lives: &Lives, selected: &Selected<'_>) -> Option<usize> {
+        again(lives, selected, self.block?, self.class)
+    }
+
+    /// Up to where it is there.
+    fn end(&self, lives: &Lives, selected: &Selected<'_>) -> usize {
+        // What is computed again reads what was kept until then.
+        let readers = self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class));
+        let last = readers.fold(self.last, usize::max);
+        // What its last reader's result takes over ends before that.
+        if self.given == Some(last) { last - 1 } else { last }
     }
 
     /// The blocks that, computed again, change from where to where it lives.
@@ -61,13 +86,23 @@ impl Life {
     /// The positions at which what is held of it may change with what is computed again.
     pub(super) fn turns(&self, lives: &Lives) -> Vec<usize> {
         let starts = |block| lives.start(block);
-        let mut turns: Vec<usize> =
-            self.block.and_then(starts).map_or(Vec::new(), |at| vec![self.last_forward + 1, at]);
-        for start in self.readers.iter().filter_map(|(block, _)| starts(*block)).filter(|start| *start > self.last) {
-            turns.extend([self.last, self.last + 1, start + 1]);
+        let mut turns: Vec<usize> = self.block.and_then(starts).map_or(Vec::new(), |at| vec![at]);
+        for start in self.readers.iter().filter_map(|(block, _)| starts(*block)) {
+            if start > self.last {
+                turns.extend([self.last, self.last + 1, start + 1]);
+            }
+            turns.push(start);
+        }
+        if !turns.is_empty() {
+            turns.extend([self.last_forward + 1, self.first_backward]);
         }
         turns
     }
+}
+
+/// Where the nodes of a class of a block are computed again, if they are.
+fn again(lives: &Lives, selected: &Selected<'_>, block: u64, class: usize) -> Option<usize> {
+    lives.start(block).filter(|_| selected.is_again(block, class))
 }
 
 /// A gradient that is read behind the loop.
@@ -156,8 +191,10 @@ pub struct Lives {
 #[derive(Debug)]
 pub struct Liveness<'a> {
     pub(super) of: &'a Lives,
-    /// Bytes of each result of each class.
+    /// Bytes of each result of each class, or of the copy that all its readers share.
     pub(super) sizes: Vec<Vec<u64>>,
+    /// How much larger that copy is than the result.
+    pub(super) grown: Vec<Vec<u64>>,
     /// Bytes of scratch memory of each class.
     pub(super) scratch: Vec<u64>,
     /// The classes of gradients that are made in several terms.
@@ -233,7 +270,9 @@ impl Lives {
                 let Some(index) = life[*value] else { continue };
                 let life = &mut all.lives[index];
                 life.last = position;
-                if node.role == Role::Forward {
+                if node.role != Role::Forward {
+                    life.first_backward = life.first_backward.min(position);
+                } else {
                     life.readers.extend(own.map(|block| (block, class)));
                     life.last_forward = position;
                     // What another block reads is kept.
@@ -269,8 +308,20 @@ impl Lives {
                     continue;
                 }
                 life[*value] = Some(all.lives.len());
-                let (made, last, last_forward, given, readers) = (position, position, position, None, Vec::new());
-                all.lives.push(Life { class, result, made, last, last_forward, block, readers, given, is_term });
+                let (made, last, last_forward, first_backward) = (position, position, position, usize::MAX);
+                let (given, readers) = (None, Vec::new());
+                all.lives.push(Life {
+                    class,
+                    result,
+                    made,
+                    last,
+                    last_forward,
+                    first_backward,
+                    block,
+                    readers,
+                    given,
+                    is_term,
+                });
             }
         }
         all.give(prepared, &life);
@@ -345,9 +396,10 @@ impl Lives {
 impl<'a> Liveness<'a> {
     /// What lives under a placed mesh, with the head cut into so many chunks.
     pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
-        let mut sizes = local_sizes(prepared, placed, conversions);
+        let (mut sizes, mut grown) = local_sizes(prepared, placed, conversions);
         for (id, result) in prepared.head.iter().flat_map(|head| head.passing(prepared.graph)) {
-            sizes[prepared.folded.class[id]][result] /= loss_chunks;
+            let class = prepared.folded.class[id];
+            [&mut sizes, &mut grown].into_iter().for_each(|bytes| bytes[class][result] /= loss_chunks);
         }
         let sums = prepared.head.iter().filter(|_| loss_chunks > 1).flat_map(|head| head.sums(prepared.graph));
         let in_terms = sums.map(|(id, _)| prepared.folded.class[id]).collect();
@@ -355,6 +407,7 @@ impl<'a> Liveness<'a> {
         Self {
             of: &prepared.lives,
             sizes,
+            grown,
             scratch,
             in_terms,
             in_parts: Vec::new(),
@@ -363,25 +416,37 @@ impl<'a> Liveness<'a> {
         }
     }
 
-    /// Bytes of each result of each class.
+    /// Bytes of each result of each class, or of the copy that all its readers share.
     pub fn sizes(&self) -> &[Vec<u64>] {
         &self.sizes
     }
+
+    /// What is held of a value, and how much more of the copy that its readers share: bytes, and from where to where.
+    pub(super) fn held(&self, life: &Life, selected: &Selected<'_>) -> [(u64, Option<(usize, usize)>); 4] {
+        let (size, more) = (self.sizes[life.class][life.result], self.grown[life.class][life.result]);
+        let [first, second] = life.spans(self.of, selected);
+        let [copied, again] = if more > 0 { life.copy_spans(self.of, selected) } else { [None; 2] };
+        [(size - more, first), (size - more, second), (more, copied), (more, again)]
+    }
 }
 
-/// Bytes of each result of each class on one rank; of a copy that all its readers share, where there is one.
-fn local_sizes(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion]) -> Vec<Vec<u64>> {
-    let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len())
-        .map(|class| {
-            let local = placed.local(prepared, class, &placed.strategies[class]);
-            local.results.clone()
-        })
-        .collect();
+/// Bytes of each result of each class on one rank, of the copy that all its readers share where that is larger, and by
+/// how many it is.
+fn local_sizes(
+    prepared: &Prepared<'_>,
+    placed: &Placed<'_>,
+    conversions: &[Conversion],
+) -> (Vec<Vec<u64>>, Vec<Vec<u64>>) {
+    let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).results.clone();
+    let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
+    let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
     for conversion in conversions.iter().filter(|conversion| conversion.is_shared) {
         let size = &mut sizes[conversion.maker][conversion.result];
-        *size = (*size).max(conversion.bytes as u64);
+        let more = (conversion.bytes as u64).saturating_sub(*size);
+        *size += more;
+        grown[conversion.maker][conversion.result] += more;
     }
-    sizes
+    (sizes, grown)
 }
 
 /// Bytes of scratch memory of each class on one rank.

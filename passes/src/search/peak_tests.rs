@@ -71,8 +71,9 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
     let peak = |at: usize| {
         let is_there = |(from, to): (usize, usize)| from <= at && at <= to;
         let values = lives.lives.iter().filter(|life| !(life.is_term && of.is_in_place(true)));
-        let values = values.filter(|life| life.spans(lives, selected).into_iter().flatten().any(is_there));
-        let activations: u64 = values.map(|life| liveness.sizes[life.class][life.result]).sum();
+        let held = values.flat_map(|life| liveness.held(life, selected));
+        let here = held.filter(|(_, span)| span.is_some_and(is_there));
+        let activations: u64 = here.map(|(bytes, _)| bytes).sum();
         let (mut gradients, mut passing) = (0, 0);
         for gradient in lives.gradients.iter().filter(|gradient| gradient.made <= at) {
             let bytes = liveness.sizes[gradient.class][gradient.result];
@@ -133,7 +134,11 @@ proptest! {
             state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
             if state >> 61 == 0 { 1_000_000 + (state >> 40) } else { state >> 52 }
         };
-        liveness.sizes.iter_mut().flatten().for_each(|size| *size = bytes());
+        let grown = liveness.grown.iter_mut().flatten();
+        liveness.sizes.iter_mut().flatten().zip(grown).for_each(|(size, grown)| {
+            *size = bytes();
+            *grown = *size / 4 * (bytes() % 4);
+        });
         liveness.scratch.iter_mut().for_each(|scratch| *scratch = bytes());
         let is_divided = |class: usize| prepared.is_parameter[class] && divided >> (class % 64) & 1 == 1;
         let part = |class: usize| is_divided(class).then_some((2, class % 2));

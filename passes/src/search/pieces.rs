@@ -88,11 +88,11 @@ impl Moves {
         let (lives, none) = (liveness.of, Selected::default());
         let mut changes = Changes::default();
         for life in dependents.lives.iter().map(|index| &lives.lives[*index]) {
-            let (own, before) = (life.spans(lives, selected), life.spans(lives, &none));
-            let bytes = liveness.sizes[life.class][life.result] as i64;
-            if own != before {
-                own.into_iter().flatten().for_each(|(from, to)| changes.add(bytes, from, to));
-                before.into_iter().flatten().for_each(|(from, to)| changes.add(-bytes, from, to));
+            let [now, before] = [selected, &none].map(|selected| liveness.held(life, selected));
+            if now != before {
+                for (sign, (bytes, span)) in now.map(|held| (1, held)).into_iter().chain(before.map(|held| (-1, held))) {
+                    span.into_iter().for_each(|(from, to)| changes.add(sign * bytes as i64, from, to));
+                }
             }
         }
         let mut moves = changes.moves(&lives.pieces);
@@ -201,8 +201,9 @@ impl Liveness<'_> {
             change[to + 1] -= bytes as i64;
         };
         for life in lives.iter().filter(|life| !(life.is_term && of.is_in_place(true))) {
-            let bytes = self.sizes[life.class][life.result];
-            life.spans(self.of, &none).into_iter().flatten().for_each(|(from, to)| add(bytes, from, to));
+            for (bytes, span) in self.held(life, &none) {
+                span.into_iter().for_each(|(from, to)| add(bytes, from, to));
+            }
         }
         let kept = |gradient: &Gradient| (self.sizes[gradient.class][gradient.result] as f64 * of.kept()) as u64;
         for gradient in gradients {

@@ -41,6 +41,8 @@ struct Place {
     is_read: bool,
     /// Whether it is kept in any case: something outside reads it in the backward pass.
     stays: bool,
+    /// Whether another block makes it, so that only a copy of it is made again here.
+    is_foreign: bool,
 }
 
 /// The kinds of blocks of a graph.
@@ -52,6 +54,8 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
     let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
     let mut blocks: BTreeMap<u64, Vec<Place>> = BTreeMap::new();
     let mut place: SecondaryMap<NodeId, Option<(u64, usize)>> = SecondaryMap::new();
+    // What blocks read that others make.
+    let mut foreign: BTreeMap<(u64, NodeId), usize> = BTreeMap::new();
     for (id, node) in graph.nodes() {
         let makers = || node.operands.iter().map(|value| graph.value(*value).def);
         fixed[id] = !matches!(node.op, Op::Input(_)) && makers().all(|maker| fixed[maker]);
@@ -62,17 +66,34 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
             && !fixed[id]
             && let Some(block) = own
         {
-            let reads = makers().filter_map(inside).collect();
             let (class, is_view) = (prepared.folded.class[id], is_view(&node.op));
             let is_made = prepared.emitted[class].is_made;
             let places = blocks.entry(block).or_default();
+            let mut reads: Vec<usize> = makers().filter_map(inside).collect();
+            let is_foreign = |maker: &NodeId| {
+                let is_leaf = graph.node(*maker).op.is_leaf();
+                !is_leaf && !fixed[*maker] && home(*maker) != own && graph.node(*maker).role == Role::Forward
+            };
+            for maker in makers().filter(is_foreign) {
+                reads.push(*foreign.entry((block, maker)).or_insert_with(|| {
+                    let class = prepared.folded.class[maker];
+                    let (is_made, stays, is_foreign) = (true, true, true);
+                    places.push(Place { class, reads: Vec::new(), is_view: false, is_made, is_read: false, stays, is_foreign });
+                    places.len() - 1
+                }));
+            }
             place[id] = Some((block, places.len()));
-            places.push(Place { class, reads, is_view, is_made, is_read: false, stays: false });
+            places.push(Place { class, reads, is_view, is_made, is_read: false, stays: false, is_foreign: false });
         } else if node.role != Role::Forward {
             for (block, index) in makers().filter_map(|maker| place[maker]) {
                 let Some(read) = blocks.get_mut(&block).map(|places| &mut places[index]) else { continue };
                 let is_own = own == Some(block) && matches!(node.role, Role::Backward(_));
                 *(if is_own { &mut read.is_read } else { &mut read.stays }) = true;
+            }
+            let Some(block) = own.filter(|_| matches!(node.role, Role::Backward(_))) else { continue };
+            for index in makers().filter_map(|maker| foreign.get(&(block, maker))) {
+                let Some(places) = blocks.get_mut(&block) else { continue };
+                places[*index].is_read = true;
             }
         }
     }
@@ -108,8 +129,27 @@ pub struct Way {
 pub struct Prices<'a> {
     /// Seconds, with its conversions.
     pub seconds: &'a [Split],
-    /// Bytes of its results.
+    /// Those of the copies of its results that their readers share.
+    pub copies: &'a [Split],
+    /// Bytes of its results, or of these copies.
     pub sizes: &'a [Vec<u64>],
+    /// How much larger these copies are than the results.
+    pub grown: &'a [Vec<u64>],
+}
+
+impl Prices<'_> {
+    /// Bytes of what a place keeps by itself, and of the copy of it, as far as that is larger and the backward pass
+    /// reads it.
+    fn kept(&self, place: &Place) -> [f64; 2] {
+        let sum = |bytes: &[Vec<u64>]| bytes[place.class].iter().sum::<u64>() as f64;
+        let grown = sum(self.grown);
+        [if place.stays { 0.0 } else { sum(self.sizes) - grown }, if place.is_read { grown } else { 0.0 }]
+    }
+
+    /// Whether readers share a copy of what a place makes, which may be made again for them.
+    fn is_copied(&self, place: &Place) -> bool {
+        self.grown[place.class].iter().any(|bytes| *bytes > 0)
+    }
 }
 
 /// The ways of all blocks of a placed mesh.
@@ -245,7 +285,7 @@ impl Kind {
         let mut again = vec![false; self.places.len()];
         for index in (0..self.places.len()).rev() {
             let place = &self.places[index];
-            if (place.is_read || again[index]) && !keep(place.class) {
+            if (place.is_read || again[index]) && !place.is_foreign && !keep(place.class) {
                 again[index] = true;
                 // Operands come before their readers, so they are met later.
                 place.reads.iter().for_each(|of| again[*of] = true);
@@ -259,43 +299,77 @@ impl Kind {
     /// A way by its places.
     fn way(&self, again: Vec<bool>, prices: Prices<'_>) -> Way {
         let mut way = Way { again: vec![false; prices.seconds.len()], ..Way::default() };
-        let mut wanted: Vec<bool> = self.places.iter().map(|place| place.is_read).collect();
-        for (place, _) in self.places.iter().zip(&again).filter(|(_, again)| **again) {
+        let mut is_wanted: Vec<bool> = self.places.iter().map(|place| place.is_read).collect();
+        let mut is_read_again = vec![false; self.places.len()];
+        for (index, place) in self.places.iter().enumerate().filter(|(index, _)| again[*index]) {
             way.again[place.class] = true;
             way.cost = way.cost + prices.seconds[place.class];
-            place.reads.iter().for_each(|of| wanted[*of] = true);
+            place.reads.iter().for_each(|of| is_wanted[*of] = true);
+            self.viewed(index).into_iter().for_each(|of| is_read_again[of] = true);
         }
-        let kept =
-            (0..self.places.len()).filter(|index| wanted[*index] && !again[*index] && !self.places[*index].stays);
-        way.bytes = kept.map(|index| bytes(prices, &self.places[index])).sum();
+        for (index, place) in self.places.iter().enumerate().filter(|(index, _)| !again[*index]) {
+            let [own, copy] = prices.kept(place);
+            way.bytes += if is_wanted[index] { own } else { 0.0 };
+            match is_read_again[index] && prices.is_copied(place) {
+                true => way.cost = way.cost + prices.copies[place.class],
+                false => way.bytes += copy,
+            }
+        }
         way
+    }
+
+    /// The places of which a kernel reads what they make, views of it included; of a view none.
+    fn viewed(&self, index: usize) -> Vec<usize> {
+        let mut open = if self.places[index].is_view { Vec::new() } else { self.places[index].reads.clone() };
+        let mut found = Vec::new();
+        while let Some(of) = open.pop() {
+            match self.places[of].is_view {
+                true => open.extend(&self.places[of].reads),
+                false => found.push(of),
+            }
+        }
+        found
     }
 
     /// The way that costs the least if a kept byte costs `price` seconds.
     fn cheapest(&self, price: f64, prices: Prices<'_>) -> Way {
+        const KEPT: usize = 1;
         const AGAIN: usize = 2;
         let mut graph = CostGraph::default();
         for place in &self.places {
             let dropped = if place.is_read { f64::INFINITY } else { 0.0 };
-            let kept = match () {
-                () if place.is_view || !place.is_made => f64::INFINITY,
-                () if place.stays => 0.0,
-                () => price * bytes(prices, place),
-            };
-            graph.variable(vec![dropped, kept, prices.seconds[place.class].seconds()]);
+            let kept = if place.is_view || !place.is_made { f64::INFINITY } else { price * prices.kept(place)[0] };
+            let again = if place.is_foreign { f64::INFINITY } else { prices.seconds[place.class].seconds() };
+            graph.variable(vec![dropped, kept, again]);
         }
         for (index, place) in self.places.iter().enumerate() {
             for of in &place.reads {
                 graph.add_pair(*of, index, |of, reader| if reader == AGAIN && of == 0 { f64::INFINITY } else { 0.0 });
             }
         }
+        // Of what is kept, the copy is kept too, or made again for what is computed again.
+        for (of, place) in self.places.iter().enumerate().filter(|(_, place)| prices.is_copied(place)) {
+            let never = |is: bool| if is { f64::INFINITY } else { 0.0 };
+            let mut last = None;
+            for reader in (of + 1..self.places.len()).filter(|reader| self.viewed(*reader).contains(&of)) {
+                // Whether an earlier one is computed again (2 or 3), and whether this one is (1 or 3).
+                let first = never(last.is_none());
+                let any = graph.variable(vec![0.0, 0.0, first, first]);
+                graph.add_pair(any, reader, |any, reader| never((any % 2 == 1) != (reader == AGAIN)));
+                last.iter().for_each(|last| graph.add_pair(*last, any, |last, any| never((last > 0) != (any > 1))));
+                last = Some(any);
+            }
+            let costs = [price * prices.kept(place)[1], prices.copies[place.class].seconds()];
+            let cost = |of: usize, any: usize| if of == KEPT { costs[any.min(1)] } else { 0.0 };
+            match last {
+                Some(last) => graph.add_pair(of, last, cost),
+                None => graph.add_pair(of, of, |of, _| cost(of, 0)),
+            }
+        }
         let choices = graph.solve().choices;
-        self.way(choices.into_iter().map(|choice| choice == AGAIN).collect(), prices)
+        let again = choices.into_iter().take(self.places.len()).map(|choice| choice == AGAIN);
+        self.way(again.collect(), prices)
     }
-}
-
-fn bytes(prices: Prices<'_>, place: &Place) -> f64 {
-    prices.sizes[place.class].iter().sum::<u64>() as f64
 }
 
 /// The corners of the lower convex hull of seconds over bytes, from the least seconds to the least
@@ -330,27 +404,42 @@ mod tests {
     use crate::cost::Bound;
     use proptest::prelude::*;
 
+    /// What the classes of nodes take and make, with the copies of it.
+    #[derive(Debug, Default)]
+    struct Classes {
+        seconds: Vec<Split>,
+        copies: Vec<Split>,
+        sizes: Vec<Vec<u64>>,
+        grown: Vec<Vec<u64>>,
+    }
+
     /// Blocks of a few nodes: what each reads, takes and makes, and who reads it.
-    fn blocks() -> impl Strategy<Value = (Kind, Vec<Split>, Vec<Vec<u64>>)> {
-        let node = (any::<(u8, u8)>(), 0u8..8, 1u8..9, 1u64..9);
+    fn blocks() -> impl Strategy<Value = (Kind, Classes)> {
+        let node = (any::<(u8, u8)>(), 0u8..10, 1u8..9, 1u64..9, 0u64..6);
         proptest::collection::vec(node, 1..8).prop_map(|nodes| {
-            let (mut places, mut seconds, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
-            for (class, (reads, kind, time, bytes)) in nodes.into_iter().enumerate() {
-                let reads = [reads.0, reads.1].map(usize::from).into_iter().filter(|of| *of < class).collect();
-                let (is_read, is_view, stays) = (kind % 2 == 0, kind == 1 || kind == 2, kind == 3 || kind == 4);
-                places.push(Place { class, reads, is_view, is_made: true, is_read, stays });
-                seconds.push(Split::of(if is_view { 0.0 } else { f64::from(time) }, Bound::Memory));
-                sizes.push(vec![bytes]);
+            let (mut places, mut classes) = (Vec::new(), Classes::default());
+            for (class, (reads, kind, time, bytes, grown)) in nodes.into_iter().enumerate() {
+                let (is_view, is_foreign) = (kind == 1 || kind == 2, kind > 7);
+                let (is_read, stays) = (kind % 2 == 0, kind == 3 || kind == 4 || is_foreign);
+                let reads = [reads.0, reads.1].map(usize::from).into_iter().filter(|of| *of < class && !is_foreign);
+                places.push(Place { class, reads: reads.collect(), is_view, is_made: true, is_read, stays, is_foreign });
+                let grown = if is_view { 0 } else { grown };
+                let seconds = |time: u8| Split::of(f64::from(time), Bound::Memory);
+                classes.seconds.push(seconds(if is_view { 0 } else { time }));
+                classes.copies.push(seconds(9 - time));
+                classes.sizes.push(vec![bytes + grown]);
+                classes.grown.push(vec![grown]);
             }
-            (Kind { blocks: vec![0], places }, seconds, sizes)
+            (Kind { blocks: vec![0], places }, classes)
         })
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn no_way_lies_below_the_hull((kind, seconds, sizes) in blocks()) {
-            let prices = Prices { seconds: &seconds, sizes: &sizes };
+        fn no_way_lies_below_the_hull((kind, classes) in blocks()) {
+            let Classes { seconds, copies, sizes, grown } = &classes;
+            let prices = Prices { seconds, copies, sizes, grown };
             let hull = hull(&|price| kind.cheapest(price, prices));
             // Every choice of what is computed again, where what views are read is made again.
             let ways: Vec<Way> = (0..1u32 << kind.places.len())
@@ -358,7 +447,10 @@ mod tests {
                 .filter(|again| {
                     let reads = |of: usize| (0..again.len()).any(|at| again[at] && kind.places[at].reads.contains(&of));
                     let is_wanted = |of: usize| kind.places[of].is_read || reads(of);
-                    (0..again.len()).all(|of| again[of] || !kind.places[of].is_view || !is_wanted(of))
+                    (0..again.len()).all(|of| match again[of] {
+                        true => !kind.places[of].is_foreign,
+                        false => !kind.places[of].is_view || !is_wanted(of),
+                    })
                 })
                 .map(|again| kind.way(again, prices))
                 .collect();
