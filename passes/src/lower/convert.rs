@@ -121,6 +121,13 @@ impl Lowering<'_> {
             }
         }
         if let Some((_, steps, copy)) = best {
+            // A gradient is summed once for all that read it behind the loop, not part by part.
+            let is_late = reader.is_some_and(|node| self.is_late(node)) && steps.iter().any(Step::is_reduction);
+            let whole = if is_late { self.kept_as(value, to) } else { to.clone() };
+            if whole != *to && copies.iter().all(|copy| copy.sharding != whole) {
+                self.own_operand(value, &whole, reader)?;
+                return self.own_operand(value, to, reader);
+            }
             return Ok(self.run_steps(value, copy, &steps, own, at, reader));
         }
         if !self.accumulate_for(value, to, reader, &copies)? {
@@ -326,12 +333,17 @@ impl Lowering<'_> {
         Ok(self.accumulate(value, source, copy.place, &without_time(&sharding, self.time)))
     }
 
-    /// The layout in which a sum over microbatches serves all that read it behind them, one of which asks for it so:
+    /// Whether a node runs behind the microbatches, or behind the backward pass of the only one.
+    fn is_late(&self, node: NodeId) -> bool {
+        self.places[node] == Place::Epilogue || self.phase(node) == Phase::Optimizer
+    }
+
+    /// The layout in which a sum serves all that read it behind the microbatches, one of which asks for it so:
     /// that of which the others take parts, if there is one. Summed up in parts, it would be gathered for those that
     /// read more.
     fn kept_as(&mut self, value: ValueId, to: &Sharding) -> Sharding {
         let users = self.users.get(&value).map_or(&[][..], Vec::as_slice).iter();
-        let here = users.filter(|(user, _)| self.is_here(*user) && self.places[*user] == Place::Epilogue);
+        let here = users.filter(|(user, _)| self.is_here(*user) && self.is_late(*user));
         let read: Vec<Sharding> = here.map(|(user, index)| self.layouts[*user].operands[*index].clone()).collect();
         let ty = self.plan.graph.ty(value);
         let mut gives = |from: &Sharding, to: &Sharding| {
