@@ -104,6 +104,17 @@ fn block(node: &Node) -> Option<&str> {
     (!last.is_empty() && last.bytes().all(|byte| byte.is_ascii_digit())).then_some(block)
 }
 
+/// Per node, whether it is never computed again: what depends on parameters alone is the same at any time, a cast weight
+/// or a table. Copies of it along other dimensions are not, since they are larger than what they are made of.
+pub fn fixed(graph: &Graph) -> SecondaryMap<NodeId, bool> {
+    let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    for (id, node) in graph.nodes() {
+        let is_fixed = |value: &ValueId| fixed[graph.value(*value).def];
+        fixed[id] = !matches!(node.op, Op::Input(_) | Op::Broadcast(_)) && node.operands.iter().all(is_fixed);
+    }
+    fixed
+}
+
 /// What is to be made again, and who reads it.
 struct Chosen {
     /// Per backward node of a chosen block, the block.
@@ -118,10 +129,8 @@ impl Chosen {
     fn new(graph: &Graph, blocks: &dyn Fn(&str) -> bool, keep: &dyn Fn(NodeId) -> bool) -> Self {
         let mut numbers: BTreeMap<&str, u32> = BTreeMap::new();
         let mut home: SecondaryMap<NodeId, Option<u32>> = SecondaryMap::new();
-        let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+        let fixed = fixed(graph);
         for (id, node) in graph.nodes() {
-            // What depends on parameters alone is the same at any time: a cast weight, a table.
-            fixed[id] = !matches!(node.op, Op::Input(_)) && node.operands.iter().all(|v| fixed[graph.value(*v).def]);
             let Some(block) = block(node).filter(|block| blocks(block)) else { continue };
             let next = numbers.len() as u32;
             home[id] = Some(*numbers.entry(block).or_insert(next));

@@ -14,6 +14,7 @@ use super::estimate::Split;
 use super::liveness::block_order;
 use super::pins::Recompute;
 use crate::cost::is_view;
+use crate::rematerialize::fixed;
 use crate::shard::eliminate::CostGraph;
 use crate::shard::tensor::Prepared;
 use shardc_ir::ops::Op;
@@ -50,15 +51,13 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
     let graph = prepared.graph;
     let order = block_order(graph);
     let home = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-    // What depends on parameters alone is the same at any time: a cast weight, a table.
-    let mut fixed: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    let fixed = fixed(graph);
     let mut blocks: BTreeMap<u64, Vec<Place>> = BTreeMap::new();
     let mut place: SecondaryMap<NodeId, Option<(u64, usize)>> = SecondaryMap::new();
     // What blocks read that others make.
     let mut foreign: BTreeMap<(u64, NodeId), usize> = BTreeMap::new();
     for (id, node) in graph.nodes() {
         let makers = || node.operands.iter().map(|value| graph.value(*value).def);
-        fixed[id] = !matches!(node.op, Op::Input(_)) && makers().all(|maker| fixed[maker]);
         let own = home(id);
         let inside = |maker: NodeId| place[maker].filter(|(block, _)| own == Some(*block)).map(|(_, index)| index);
         if node.role == Role::Forward
