@@ -41,7 +41,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
             emitted[node].is_summed |= is_product && matches!(graph.node(node).op, Op::Binary(_));
         }
     }
-    fuse(&mut draft, target);
+    fuse(&mut draft, graph, target);
     let sources = sources(&draft);
     ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);
     join_siblings(&mut draft, target);

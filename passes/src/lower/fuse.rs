@@ -6,20 +6,24 @@
 //! then is joins others in the same way. No pattern is listed here: the target says what it can fuse.
 //!
 //! A region runs where its first operation stood, so the others move up, past everything that they do
-//! not depend on. What only the region reads is no buffer any more.
+//! not depend on. What only the region reads is no buffer any more. An operation of the backward pass that depends on
+//! the forward pass alone joins none of that pass's regions: what it makes would be kept until it is read, and what is
+//! computed again would be computed twice at once.
 
 use super::draft::Touched;
 use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Op};
+use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Target, TensorType};
+use shardc_ir::{BufferId, Graph, NodeId, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Fuses what the target has kernels for, in every section.
-pub(super) fn fuse(draft: &mut Draft, target: &dyn Target) {
+/// Fuses what the target has kernels for, in every section of the draft of a graph.
+pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
     let (touched, kept) = (draft.touched(), draft.kept());
+    let behind = last_forward(graph);
     for section in 0..draft.sections.len() {
-        let forming = Forming { draft, target, section, touched: &touched, kept: &kept };
+        let forming = Forming { draft, target, section, touched: &touched, kept: &kept, behind };
         let regions = forming.regions();
         let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
         let mut moved: BTreeSet<usize> = BTreeSet::new();
@@ -46,6 +50,8 @@ struct Forming<'a> {
     touched: &'a Touched,
     /// What others than the instructions read.
     kept: &'a BTreeSet<StorageId>,
+    /// The last node of the forward pass.
+    behind: NodeId,
 }
 
 impl Forming<'_> {
@@ -73,7 +79,8 @@ impl Forming<'_> {
                 let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
                 let fits = |first: &&usize| {
                     let members = &regions[*first];
-                    self.may_move(at, members) && self.fused(&[members, &[at][..]].concat()).is_some()
+                    let stays = self.is_behind(at) == self.is_behind(**first);
+                    stays && self.may_move(at, members) && self.fused(&[members, &[at][..]].concat()).is_some()
                 };
                 let first = joined.iter().rev().find(fits).copied().unwrap_or(at);
                 regions.entry(first).or_default().push(at);
@@ -82,6 +89,11 @@ impl Forming<'_> {
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
         }
         regions
+    }
+
+    /// Whether an operation comes behind the forward pass.
+    fn is_behind(&self, at: usize) -> bool {
+        self.item(at).instruction.source.is_some_and(|source| source > self.behind)
     }
 
     /// Whether an operation may run where a region does: what it reads and no operation of the region

@@ -110,7 +110,7 @@ pub enum LowerError {
 /// The program of one rank, for a target.
 pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
-    fuse(&mut draft, target);
+    fuse(&mut draft, &plan.graph, target);
     join_siblings(&mut draft, target);
     peel(&mut draft);
     schedule(&mut draft);
