@@ -77,7 +77,15 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
                 reads.push(*foreign.entry((block, maker)).or_insert_with(|| {
                     let class = prepared.folded.class[maker];
                     let (is_made, stays, is_foreign) = (true, true, true);
-                    places.push(Place { class, reads: Vec::new(), is_view: false, is_made, is_read: false, stays, is_foreign });
+                    places.push(Place {
+                        class,
+                        reads: Vec::new(),
+                        is_view: false,
+                        is_made,
+                        is_read: false,
+                        stays,
+                        is_foreign,
+                    });
                     places.len() - 1
                 }));
             }
@@ -421,7 +429,15 @@ mod tests {
                 let (is_view, is_foreign) = (kind == 1 || kind == 2, kind > 7);
                 let (is_read, stays) = (kind % 2 == 0, kind == 3 || kind == 4 || is_foreign);
                 let reads = [reads.0, reads.1].map(usize::from).into_iter().filter(|of| *of < class && !is_foreign);
-                places.push(Place { class, reads: reads.collect(), is_view, is_made: true, is_read, stays, is_foreign });
+                places.push(Place {
+                    class,
+                    reads: reads.collect(),
+                    is_view,
+                    is_made: true,
+                    is_read,
+                    stays,
+                    is_foreign,
+                });
                 let grown = if is_view { 0 } else { grown };
                 let seconds = |time: u8| Split::of(f64::from(time), Bound::Memory);
                 classes.seconds.push(seconds(if is_view { 0 } else { time }));
