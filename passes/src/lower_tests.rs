@@ -11,9 +11,10 @@ use crate::schedule::schedule;
 use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, Sizes, llama};
 use shardc_ir::ops::{Binary, BinaryKind, Fused};
+use shardc_ir::pipeline::last_forward;
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{Bytes, DType, NoScratch, Op, Plan, Program, Target, TensorType, verify};
+use shardc_ir::{Bytes, DType, NoScratch, NodeId, Op, Plan, Program, Role, Target, TensorType, verify};
 
 pub(crate) const TINY: Sizes = Sizes { layers: 2, batch: 12, seq: 8, hidden: 48, heads: 6, kv: 2, ffn: 96, vocab: 60 };
 
@@ -204,6 +205,24 @@ fn what_a_target_fuses_is_one_instruction_and_is_proven_step_by_step() {
         let found = verify::step(&plan, broken).map(drop).expect_err(expect).to_string();
         assert!(found.contains(expect), "`{expect}` is not in:\n{found}");
     }
+}
+
+/// The sum of a block's residual and the norm of the next block are one region; the norm that is computed again reads
+/// the same sum.
+#[test]
+fn what_is_computed_again_joins_no_region_of_the_forward_pass() {
+    let plan = plan(TINY, DType::F32, "cpu:2", "dp=1,tp=2,microbatch=12", true);
+    let behind = last_forward(&plan.graph);
+    let mut program = lower_rank(&verify::plan(&plan).unwrap(), 0, &Wants).unwrap();
+    let is_again = |source: NodeId| matches!(plan.graph.node(source).role, Role::Recompute(_));
+    let mut again = 0;
+    for region in regions(&mut program) {
+        let sources: Vec<NodeId> = region.steps.iter().filter_map(|step| step.source).collect();
+        let first = sources[0] > behind;
+        assert!(sources.iter().all(|source| (*source > behind) == first), "{sources:?}");
+        again += sources.into_iter().filter(|source| is_again(*source)).count();
+    }
+    assert!(again > 0);
 }
 
 #[test]

@@ -236,4 +236,21 @@ mod tests {
         check(&["blocks.0", "blocks.1"], false, &["matmul blocks.1", "matmul blocks.0"]);
         check(&["blocks.0", "blocks.1"], true, &[]);
     }
+
+    #[test]
+    fn a_cast_weight_is_kept_and_its_copies_are_not() {
+        let text = r#"graph @bias {
+  %x: f32[8,4] = input "x"
+  %b: f32[4] = parameter "blocks.0.bias"
+  %c: bf16[4] = cast %b at "blocks.0"
+  %w: f32[4] = cast %c at "blocks.0"
+  %r: f32[8,4] = broadcast %w {dims=[1]} at "blocks.0"
+  %y: f32[8,4] = add %x, %r at "blocks.0"
+  return y %y
+}"#;
+        let graph: Graph = text.parse().expect("a graph");
+        let fixed = fixed(&graph);
+        let kept = graph.nodes().filter(|(id, node)| fixed[*id] && !node.op.is_leaf());
+        assert_eq!(kept.map(|(_, node)| node.op.name()).collect::<Vec<_>>(), ["cast", "cast"]);
+    }
 }
