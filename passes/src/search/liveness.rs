@@ -51,8 +51,7 @@ impl Life {
     /// computed again.
     pub(super) fn copy_spans(&self, lives: &Lives, selected: &Selected<'_>) -> [Option<(usize, usize)>; 2] {
         let last = self.end(lives, selected);
-        let readers = || self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class));
-        let read_again = readers().min().map(|first| first.min(self.first_backward));
+        let read_again = self.read_again(lives, selected).min().map(|first| first.min(self.first_backward));
         self.from(self.made_again(lives, selected).or(read_again), last)
     }
 
@@ -69,11 +68,15 @@ impl Life {
         again(lives, selected, self.block?, self.class)
     }
 
+    /// Where what reads it is computed again.
+    fn read_again<'a>(&'a self, lives: &'a Lives, selected: &'a Selected<'_>) -> impl Iterator<Item = usize> + 'a {
+        self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class))
+    }
+
     /// Up to where it is there.
     fn end(&self, lives: &Lives, selected: &Selected<'_>) -> usize {
         // What is computed again reads what was kept until then.
-        let readers = self.readers.iter().filter_map(|(block, class)| again(lives, selected, *block, *class));
-        let last = readers.fold(self.last, usize::max);
+        let last = self.read_again(lives, selected).fold(self.last, usize::max);
         // What its last reader's result takes over ends before that.
         if self.given == Some(last) { last - 1 } else { last }
     }

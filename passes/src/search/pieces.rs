@@ -90,9 +90,9 @@ impl Moves {
         for life in dependents.lives.iter().map(|index| &lives.lives[*index]) {
             let [now, before] = [selected, &none].map(|selected| liveness.held(life, selected));
             if now != before {
-                for (sign, (bytes, span)) in now.map(|held| (1, held)).into_iter().chain(before.map(|held| (-1, held)))
-                {
-                    span.into_iter().for_each(|(from, to)| changes.add(sign * bytes as i64, from, to));
+                for (sign, held) in [(1, now), (-1, before)] {
+                    let spans = held.into_iter().filter_map(|(bytes, span)| Some((bytes, span?)));
+                    spans.for_each(|(bytes, (from, to))| changes.add(sign * bytes as i64, from, to));
                 }
             }
         }

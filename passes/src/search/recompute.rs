@@ -27,10 +27,12 @@ pub struct Kind {
     /// Their places in the order of the forward pass.
     pub blocks: Vec<u64>,
     places: Vec<Place>,
+    /// Per place, those that its kernel reads, also through views of what they make; of a view none.
+    read: Vec<Vec<usize>>,
 }
 
 /// A node that can be computed again.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Place {
     class: usize,
     /// The places in the block that it reads.
@@ -76,21 +78,12 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
             for maker in makers().filter(is_foreign) {
                 reads.push(*foreign.entry((block, maker)).or_insert_with(|| {
                     let class = prepared.folded.class[maker];
-                    let (is_made, stays, is_foreign) = (true, true, true);
-                    places.push(Place {
-                        class,
-                        reads: Vec::new(),
-                        is_view: false,
-                        is_made,
-                        is_read: false,
-                        stays,
-                        is_foreign,
-                    });
+                    places.push(Place { class, is_made: true, stays: true, is_foreign: true, ..Place::default() });
                     places.len() - 1
                 }));
             }
             place[id] = Some((block, places.len()));
-            places.push(Place { class, reads, is_view, is_made, is_read: false, stays: false, is_foreign: false });
+            places.push(Place { class, reads, is_view, is_made, ..Place::default() });
         } else if node.role != Role::Forward {
             for (block, index) in makers().filter_map(|maker| place[maker]) {
                 let Some(read) = blocks.get_mut(&block).map(|places| &mut places[index]) else { continue };
@@ -113,7 +106,7 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
             }
         }
         let classes = places.iter().map(|place| place.class).collect();
-        kinds.entry(classes).or_insert_with(|| Kind { blocks: Vec::new(), places }).blocks.push(block);
+        kinds.entry(classes).or_insert_with(|| Kind::new(places)).blocks.push(block);
     }
     let mut kinds: Vec<Kind> = kinds.into_values().collect();
     kinds.sort_by_key(|kind| kind.blocks[0]);
@@ -287,6 +280,19 @@ impl Menu {
 }
 
 impl Kind {
+    /// Of these places, and of no block yet.
+    fn new(places: Vec<Place>) -> Self {
+        // What a place stands for, through views: they come before their readers.
+        let mut behind: Vec<Vec<usize>> = Vec::with_capacity(places.len());
+        let mut read = Vec::with_capacity(places.len());
+        for (index, place) in places.iter().enumerate() {
+            let all: Vec<usize> = place.reads.iter().flat_map(|of| behind[*of].iter().copied()).collect();
+            behind.push(if place.is_view { all.clone() } else { vec![index] });
+            read.push(if place.is_view { Vec::new() } else { all });
+        }
+        Self { blocks: Vec::new(), places, read }
+    }
+
     /// What the backward pass needs again if all but `keep` is dropped.
     fn needed(&self, keep: &dyn Fn(usize) -> bool) -> Vec<bool> {
         let mut again = vec![false; self.places.len()];
@@ -312,7 +318,7 @@ impl Kind {
             way.again[place.class] = true;
             way.cost = way.cost + prices.seconds[place.class];
             place.reads.iter().for_each(|of| is_wanted[*of] = true);
-            self.viewed(index).into_iter().for_each(|of| is_read_again[of] = true);
+            self.read[index].iter().for_each(|of| is_read_again[*of] = true);
         }
         for (index, place) in self.places.iter().enumerate().filter(|(index, _)| !again[*index]) {
             let [own, copy] = prices.kept(place);
@@ -323,19 +329,6 @@ impl Kind {
             }
         }
         way
-    }
-
-    /// The places of which a kernel reads what they make, views of it included; of a view none.
-    fn viewed(&self, index: usize) -> Vec<usize> {
-        let mut open = if self.places[index].is_view { Vec::new() } else { self.places[index].reads.clone() };
-        let mut found = Vec::new();
-        while let Some(of) = open.pop() {
-            match self.places[of].is_view {
-                true => open.extend(&self.places[of].reads),
-                false => found.push(of),
-            }
-        }
-        found
     }
 
     /// The way that costs the least if a kept byte costs `price` seconds.
@@ -358,7 +351,7 @@ impl Kind {
         for (of, place) in self.places.iter().enumerate().filter(|(_, place)| prices.is_copied(place)) {
             let never = |is: bool| if is { f64::INFINITY } else { 0.0 };
             let mut last = None;
-            for reader in (of + 1..self.places.len()).filter(|reader| self.viewed(*reader).contains(&of)) {
+            for reader in (of + 1..self.places.len()).filter(|reader| self.read[*reader].contains(&of)) {
                 // Whether an earlier one is computed again (2 or 3), and whether this one is (1 or 3).
                 let first = never(last.is_none());
                 let any = graph.variable(vec![0.0, 0.0, first, first]);
@@ -445,7 +438,7 @@ mod tests {
                 classes.sizes.push(vec![bytes + grown]);
                 classes.grown.push(vec![grown]);
             }
-            (Kind { blocks: vec![0], places }, classes)
+            (Kind::new(places), classes)
         })
     }
 
