@@ -382,7 +382,8 @@ fn yielded(draft: &Draft, items: &[Item], position: usize, touched: &Touched) ->
         if products > YIELDS || touched.meets(&Touched::of(draft, item)) {
             break;
         }
-        let is_met = item.instruction.stream == Stream::Communication && item.hint == Hint::None;
+        // Gathers of weights that come so soon were asked for by a block whose kernels are few.
+        let is_met = item.instruction.stream == Stream::Communication && item.hint != Hint::Bucket;
         if is_met {
             (to, products) = (at + 1, YIELDS);
         }
