@@ -433,23 +433,45 @@ impl<'a> Liveness<'a> {
     }
 }
 
-/// Bytes of each result of each class on one rank, of the copy that all its readers share where that is larger, and by
-/// how many it is.
+/// Bytes of each result of each class on one rank, with those of the copy in another layout that lives as long as it is
+/// read, and how many these add. A copy that all readers share stands for the result where it is larger; so does one that
+/// is read through a view, beside the result where that has other readers.
 fn local_sizes(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
     conversions: &[Conversion],
 ) -> (Vec<Vec<u64>>, Vec<Vec<u64>>) {
     let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).results.clone();
-    let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
-    let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
-    for conversion in conversions.iter().filter(|conversion| conversion.is_shared) {
-        let size = &mut sizes[conversion.maker][conversion.result];
-        let more = (conversion.bytes as u64).saturating_sub(*size);
-        *size += more;
-        grown[conversion.maker][conversion.result] += more;
+    let own: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
+    let (mut sizes, mut grown) = (own.clone(), Vec::from_iter(own.iter().map(|results| vec![0; results.len()])));
+    for conversion in conversions.iter().filter(|of| of.is_shared || is_view(prepared.op(of.reader))) {
+        let (class, result, view) = viewed(prepared, conversion);
+        let flows = || prepared.flows.iter().filter(|flow| (flow.maker, flow.result) == (class, result));
+        let has_others = |view: usize| flows().any(|flow| flow.readers.iter().any(|(reader, ..)| *reader != view));
+        let more = match view {
+            None if !conversion.is_shared => continue,
+            Some(view) if has_others(view) => conversion.bytes as u64,
+            _ => (conversion.bytes as u64).saturating_sub(own[class][result]),
+        };
+        sizes[class][result] += more;
+        grown[class][result] += more;
     }
     (sizes, grown)
+}
+
+/// The class and result of which a conversion copies what views show, and the first of these views; of a parameter none.
+fn viewed(prepared: &Prepared<'_>, conversion: &Conversion) -> (usize, usize, Option<usize>) {
+    let graph = prepared.graph;
+    let (mut class, mut result) = (conversion.maker, conversion.result);
+    let mut view = Some(conversion.reader).filter(|reader| is_view(prepared.op(*reader)));
+    while is_view(prepared.op(class))
+        && let Some(value) = graph.node(prepared.folded.classes[class].node).operands.first()
+    {
+        view = Some(class);
+        let of = graph.value(*value);
+        (class, result) = (prepared.folded.class[of.def], of.index);
+    }
+    if prepared.is_parameter[class] { (conversion.maker, conversion.result, None) } else { (class, result, view) }
 }
 
 /// Bytes of scratch memory of each class on one rank.
