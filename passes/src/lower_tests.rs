@@ -263,14 +263,18 @@ fn gradients_are_reduced_in_buckets() {
     assert!((2..=8).contains(&scatters) && sums <= scatters + 4, "{scatters} {sums}");
 }
 
-/// Per run, its section, its microbatch, and which of its instructions that are products or collectives is which.
-fn runs(program: &Program) -> Vec<(&str, u64, String)> {
-    let letter = |instruction: &Instruction| match &instruction.action {
+/// Which of products, gathers and reductions an instruction is.
+fn letter(instruction: &Instruction) -> Option<char> {
+    match &instruction.action {
         Action::Compute(Op::Matmul(_)) => Some('p'),
         Action::AllGather { .. } => Some('g'),
         Action::ReduceScatter { .. } | Action::AllReduce { .. } => Some('r'),
         _ => None,
-    };
+    }
+}
+
+/// Per run, its section, its microbatch, and which of its instructions that are products or collectives is which.
+fn runs(program: &Program) -> Vec<(&str, u64, String)> {
     let section = |id| &program.sections[id];
     let all = |id| section(id).instructions.iter().filter_map(letter).collect::<String>();
     program.order.iter().map(|run| (section(run.section).name.as_str(), run.microbatch, all(run.section))).collect()
@@ -316,6 +320,20 @@ fn weights_are_gathered_by_block_and_direction() {
     let gathers = count(&program, |action| matches!(action, Action::AllGather { .. }));
     // Two blocks, embedding, head, final norm, forward and backward.
     assert!((6..=12).contains(&gathers), "{gathers}");
+}
+
+#[test]
+fn what_is_summed_over_nodes_lets_the_weights_pass_that_the_backward_pass_begins_with() {
+    // The head's gradient is a bucket of its own, and closes before the final norm, which hides no gather.
+    let wide = Sizes { hidden: 1024, heads: 16, kv: 4, ffn: 4096, vocab: 16384, ..TINY };
+    let program = check(wide, DType::F32, "cpu:4", "dp=2,fsdp=2,zero=3,microbatch=3", false);
+    let large = |of: &Instruction| of.operands.iter().any(|id| program.buffers[*id].ty.bytes() > Bytes(16 << 20));
+    let scattered =
+        program.instructions().position(|of| matches!(of.action, Action::ReduceScatter { .. }) && large(of));
+    let behind = program.instructions().skip(scattered.expect("the head's gradient") + 1);
+    let behind: String = behind.filter_map(letter).collect();
+    let (gathered, summed) = (behind.find('g'), behind.find('r'));
+    assert!(gathered.is_some() && gathered < summed && gathered < behind.find('p'), "{behind}");
 }
 
 #[test]

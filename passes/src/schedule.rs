@@ -368,23 +368,29 @@ fn let_pass(draft: &Draft, items: &[Item], placed: &mut [(usize, Item)]) {
     for index in (0..placed.len()).rev() {
         let others = (index + 1..placed.len()).filter(|other| touched[index].meets(&touched[*other]));
         let limit = others.map(|other| placed[other].0).min().unwrap_or(items.len());
-        placed[index].0 = yielded(draft, &items[..limit], placed[index].0, &touched[index]);
+        let (position, bucket) = &placed[index];
+        placed[index].0 = yielded(draft, &items[..limit], *position, (bucket, &touched[index]));
     }
 }
 
 /// Where a bucket goes that closed at a position: behind the next collective that kernels wait for, if that comes soon,
 /// with those that follow it before the next product. A wire carries one after the other, and what waits for the
-/// bucket comes much later.
-fn yielded(draft: &Draft, items: &[Item], position: usize, touched: &Touched) -> usize {
+/// bucket comes much later. What is reduced in place lets weights pass, too, which come so soon where a block's kernels
+/// are too few to hide their gather; what is scattered gives memory back that they need.
+fn yielded(draft: &Draft, items: &[Item], position: usize, (bucket, touched): (&Item, &Touched)) -> usize {
+    let is_in_place = matches!(bucket.instruction.action, Action::AllReduce { .. });
     let (mut to, mut products) = (position, 0);
     for (at, item) in items.iter().enumerate().skip(position) {
         products += usize::from(matches!(&item.instruction.action, Action::Compute(op) if is_product(op)));
         if products > YIELDS || touched.meets(&Touched::of(draft, item)) {
             break;
         }
-        // Gathers of weights that come so soon were asked for by a block whose kernels are few.
-        let is_met = item.instruction.stream == Stream::Communication && item.hint != Hint::Bucket;
-        if is_met {
+        let is_awaited = match item.hint {
+            Hint::None => true,
+            Hint::Prefetch { .. } => is_in_place,
+            Hint::Bucket => false,
+        };
+        if is_awaited && item.instruction.stream == Stream::Communication {
             (to, products) = (at + 1, YIELDS);
         }
     }

@@ -54,6 +54,8 @@ const CASES: &[Case] = &[
     // Copies in parts, with replicas of them.
     ("llama-1b", 16, 4096, "h200:4", "fsdp=2,dp=2,zero=3"),
     ("llama-8b", 128, 8192, "h100:8x4", "fsdp=8,dp=4,zero=3,microbatch=1"),
+    // The head's gradient goes over the wire behind the weights that the backward pass begins with.
+    ("llama-1b", 128, 1024, "a100-80:4x2", "dp=2,fsdp=4,zero=3,microbatch=16,loss_chunks=2"),
     // Parts of which the last is shorter.
     ("llama-8b", 48, 8192, "h100:6", "dp=6,zero=1,microbatch=1"),
     ("llama-8b", 48, 8192, "h100:6", "dp=6,zero=2,microbatch=1"),
@@ -72,6 +74,8 @@ const CASES: &[Case] = &[
     ("llama-8b", 64, 8192, "h100:8", "tp=2,dp=4,zero=3,microbatch=1"),
     ("llama-70b", 128, 8192, "h100:8x16", "dp=16,tp=8,zero=3,microbatch=1,recompute=block"),
     ("llama-405b", 2048, 8192, "h100:8x256", "dp=1024,tp=2,zero=3,microbatch=1,recompute=108"),
+    // The heads' results are gathered before the product that reads them as vectors.
+    ("gpt2-124m", 16, 1024, "h200:8", "dp=2,tp=4,zero=1,microbatch=8"),
     // Heads that tensor ranks do not divide: weights are gathered in front of the loop, and kept through it.
     ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
     ("gpt2-1.5b", 32, 1024, "h100:4", "dp=1,tp=4,microbatch=4"),

@@ -435,26 +435,30 @@ impl<'a> Liveness<'a> {
 
 /// Bytes of each result of each class on one rank, with those of the copy in another layout that lives as long as it is
 /// read, and how many these add. A copy that all readers share stands for the result where it is larger; so does one that
-/// is read through a view, beside the result where that has other readers.
+/// is read through a view, but beside the result where others read that.
 fn local_sizes(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
     conversions: &[Conversion],
 ) -> (Vec<Vec<u64>>, Vec<Vec<u64>>) {
     let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).results.clone();
-    let own: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
-    let (mut sizes, mut grown) = (own.clone(), Vec::from_iter(own.iter().map(|results| vec![0; results.len()])));
+    let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
+    let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
     for conversion in conversions.iter().filter(|of| of.is_shared || is_view(prepared.op(of.reader))) {
         let (class, result, view) = viewed(prepared, conversion);
-        let flows = || prepared.flows.iter().filter(|flow| (flow.maker, flow.result) == (class, result));
-        let has_others = |view: usize| flows().any(|flow| flow.readers.iter().any(|(reader, ..)| *reader != view));
-        let more = match view {
-            None if !conversion.is_shared => continue,
-            Some(view) if has_others(view) => conversion.bytes as u64,
-            _ => (conversion.bytes as u64).saturating_sub(own[class][result]),
+        // Others that read it as it is made keep it beside the copy.
+        let made = || prepared.rules[class].result_sharding(result, &placed.strategies[class]);
+        let read = |of: usize, operand| prepared.rules[of].operand_sharding(operand, &placed.strategies[of]);
+        let is_kept = |view: usize| {
+            let of = prepared.flows.iter().filter(|flow| (flow.maker, flow.result) == (class, result));
+            let mut readers = of.flat_map(|flow| &flow.readers);
+            readers.any(|(reader, operand, _)| *reader != view && read(*reader, *operand) == made())
         };
-        sizes[class][result] += more;
-        grown[class][result] += more;
+        let (size, known) = (&mut sizes[class][result], &mut grown[class][result]);
+        let there = if view.is_some_and(is_kept) { *known } else { *size };
+        let more = (conversion.bytes as u64).saturating_sub(there);
+        *size += more;
+        *known += more;
     }
     (sizes, grown)
 }
