@@ -335,9 +335,13 @@ impl Error {
         match self {
             Self::Request { fix, .. } => (!fix.is_empty()).then(|| fix.clone()),
             Self::Data(error) => Some(error.fix()),
-            Self::Io { .. } | Self::Hf(HfError::Io { .. }) => {
-                Some("check the path, its permissions and the space on the disk".into())
-            }
+            Self::Io { source: error, .. } | Self::Hf(HfError::Io { error, .. }) => Some(
+                match is_full(error) {
+                    true => "check the space on the disk, or write elsewhere",
+                    false => "check the path and its permissions",
+                }
+                .into(),
+            ),
             Self::Hf(HfError::Malformed { .. } | HfError::MissingTensor { .. }) => {
                 Some("the directory is not complete or not of this model: copy it again".into())
             }
