@@ -446,6 +446,9 @@ fn local_sizes(
     let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
     for conversion in conversions.iter().filter(|of| of.is_shared || is_view(prepared.op(of.reader))) {
         let (class, result, view) = viewed(prepared, conversion);
+        if view.is_none() && !conversion.is_shared {
+            continue;
+        }
         // Others that read it as it is made keep it beside the copy.
         let made = || prepared.rules[class].result_sharding(result, &placed.strategies[class]);
         let read = |of: usize, operand| prepared.rules[of].operand_sharding(operand, &placed.strategies[of]);
