@@ -26,4 +26,4 @@ pub mod ring;
 pub mod step;
 
 pub use library::Library;
-pub use node::{Bound, Machine, Pass, is_product, is_view, model_flops, peak};
+pub use node::{Bound, Machine, Pass, is_product, is_view, model_flops, peak, through_views};

@@ -4,7 +4,7 @@ use super::library::Library;
 use super::{attention, matmul};
 use crate::cluster::Profile;
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op, OpDef};
-use shardc_ir::{DType, Flops, Role, Seconds, TensorType};
+use shardc_ir::{DType, Flops, Graph, Role, Seconds, TensorType, ValueId};
 
 /// What bounds a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,6 +134,15 @@ pub fn epilogue_bytes(op: &Op, operands: &[TensorType], results: &[TensorType]) 
 /// Whether the operation moves nothing: a leaf, a reshape, or a value that is folded into its reader.
 pub fn is_view(op: &Op) -> bool {
     op.is_leaf() || matches!(op, Op::Reshape(_) | Op::Constant(_) | Op::Literal(_))
+}
+
+/// A value, and what it shows through views, one after the other; the last of them is no view's.
+pub fn through_views(graph: &Graph, value: ValueId) -> impl Iterator<Item = ValueId> {
+    let shown = |value: &ValueId| {
+        let node = graph.def(*value);
+        if is_view(&node.op) { node.operands.first().copied() } else { None }
+    };
+    std::iter::successors(Some(value), shown)
 }
 
 /// Whether the operation is bound by arithmetic: matrix products, convolutions and attention.

@@ -10,7 +10,7 @@
 use super::estimate::Shape;
 use super::liveness::block_order;
 use super::pins::Recompute;
-use crate::cost::is_view;
+use crate::cost::{is_view, through_views};
 use crate::pipeline::anchor::{Anchors, anchors};
 use crate::pipeline::order::Lengths;
 use crate::pipeline::shared::last_sums;
@@ -227,11 +227,7 @@ fn awaited(
     let (mut known, mut all) = (BTreeSet::new(), Vec::new());
     for (_, node) in graph.nodes().filter(|(id, _)| is_late[*id]) {
         for value in &node.operands {
-            let mut value = *value;
-            // A view is what it views.
-            while let (true, Some(of)) = (is_view(&graph.def(value).op), graph.def(value).operands.first()) {
-                value = *of;
-            }
+            let value = through_views(graph, *value).last().unwrap_or(*value);
             let (maker, result) = (graph.value(value).def, graph.value(value).index);
             if !of_loop(maker) || is_late[maker] || graph.node(maker).op.is_leaf() || !known.insert(value) {
                 continue;

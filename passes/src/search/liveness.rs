@@ -9,7 +9,7 @@
 use super::copies::Copies;
 use super::pieces::{Known, Pieces};
 use super::recompute::Selected;
-use crate::cost::is_view;
+use crate::cost::{is_view, through_views};
 use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
@@ -444,11 +444,9 @@ fn local_sizes(
     let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).results.clone();
     let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
     let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
-    for conversion in conversions.iter().filter(|of| of.is_shared || is_view(prepared.op(of.reader))) {
+    let is_viewed = |of: &Conversion| is_view(prepared.op(of.reader)) && !prepared.is_parameter[of.maker];
+    for conversion in conversions.iter().filter(|of| of.is_shared || is_viewed(of)) {
         let (class, result, view) = viewed(prepared, conversion);
-        if view.is_none() && !conversion.is_shared {
-            continue;
-        }
         // Others that read it as it is made keep it beside the copy.
         let made = || prepared.rules[class].result_sharding(result, &placed.strategies[class]);
         let read = |of: usize, operand| prepared.rules[of].operand_sharding(operand, &placed.strategies[of]);
@@ -466,19 +464,21 @@ fn local_sizes(
     (sizes, grown)
 }
 
-/// The class and result of which a conversion copies what views show, and the first of these views; of a parameter none.
+/// The class and result of which a conversion copies what views show, and the first of these views; of a parameter, whose
+/// copies live by themselves, none.
 fn viewed(prepared: &Prepared<'_>, conversion: &Conversion) -> (usize, usize, Option<usize>) {
-    let graph = prepared.graph;
-    let (mut class, mut result) = (conversion.maker, conversion.result);
-    let mut view = Some(conversion.reader).filter(|reader| is_view(prepared.op(*reader)));
-    while is_view(prepared.op(class))
-        && let Some(value) = graph.node(prepared.folded.classes[class].node).operands.first()
-    {
-        view = Some(class);
-        let of = graph.value(*value);
-        (class, result) = (prepared.folded.class[of.def], of.index);
+    let (graph, Conversion { maker, result, reader, .. }) = (prepared.graph, *conversion);
+    if prepared.is_parameter[maker] {
+        return (maker, result, None);
     }
-    if prepared.is_parameter[class] { (conversion.maker, conversion.result, None) } else { (class, result, view) }
+    let converted = graph.node(prepared.folded.classes[maker].node).results[result];
+    let (mut class, mut result) = (maker, result);
+    let mut view = Some(reader).filter(|reader| is_view(prepared.op(*reader)));
+    for value in through_views(graph, converted).skip(1) {
+        view = Some(class);
+        (class, result) = (prepared.folded.class[graph.value(value).def], graph.value(value).index);
+    }
+    (class, result, view)
 }
 
 /// Bytes of scratch memory of each class on one rank.
