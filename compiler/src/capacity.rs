@@ -2,9 +2,12 @@
 //!
 //! Each question is a search for a plan, asked several times: from the size that the user named, sizes are doubled until
 //! nothing fits, and then bisected. Which sizes are planned for that is another matter ([`Known`]): where a size does
-//! not fit, what it lacks tells nearly which does, so that one plan settles many steps of the bisection. So the answer
-//! holds for every way of spreading that the search knows, and comes with the plan that reaches it. A batch is sought
-//! for each number of data ranks by itself, in multiples of it: only there more never fits where less does not.
+//! not fit, what it lacks tells nearly which does, so that one plan settles many steps of the bisection. And whether a
+//! size fits is asked of the mesh first that the size before fitted on, or that was the leanest of those that did not:
+//! where it does, no other mesh is searched. What that does not settle all meshes do, and the answer is planned among
+//! all of them: so it holds for every way of spreading that the search knows, and comes with the fastest plan that
+//! reaches it. A batch is sought for each number of data ranks by itself, in multiples of it: only there more never
+//! fits where less does not.
 
 use crate::compile::{Compiled, compile};
 use crate::error::Error;
@@ -12,7 +15,9 @@ use crate::model::NamedModel;
 use crate::options::{Batch, Options};
 use serde::Serialize;
 use shardc_passes::cluster::Cluster;
-use shardc_passes::search::{Pins, PlanError};
+use shardc_passes::search::degrees::FAMILIES;
+use shardc_passes::search::{Degrees, Pins, PlanError};
+use std::cell::RefCell;
 
 /// What is made as large as fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -97,7 +102,7 @@ pub fn maximize(
         let what = if dimension == Dimension::Seq { "no sequence" } else { "no layers that are alike" };
         return Err(Error::request(format!("{} has {what} to make larger", model.name), "ask for the largest batch"));
     }
-    let question = Question { model, batch, cluster, options, dimension, observe };
+    let question = Question { model, batch, cluster, options, dimension, observe, near: RefCell::default() };
     if dimension == Dimension::Batch {
         return question.batch();
     }
@@ -108,7 +113,7 @@ pub fn maximize(
     let first = if dimension == Dimension::Seq { batch.seq / unit } else { layers.unwrap_or(1) };
     let found = question.largest(Range { low: 0, first, limit }, unit, &|_| options.pins.clone())?;
     match (found.best, found.beyond) {
-        (Some(best), beyond) => Ok(best.largest(beyond, found.tried)),
+        (Some(best), beyond) => Ok(question.fastest(best)?.largest(beyond, found.tried)),
         (None, Some((_, error))) => Err(error),
         (None, None) => Err(Error::request("there is nothing to try", "give a model that takes a sequence")),
     }
@@ -122,11 +127,13 @@ struct Range {
     limit: u64,
 }
 
-/// A size that fits, and its plan.
+/// A size that fits, and a plan of it.
 struct Fit {
     size: u64,
     parameters: u64,
     compiled: Compiled,
+    /// Where only one mesh was asked, the pins among all of whose meshes the fastest plan is still to be found.
+    open: Option<String>,
 }
 
 /// What came of a range: the largest size that fits, if any does, and the least that does not.
@@ -138,7 +145,7 @@ struct Found {
 
 impl Fit {
     fn largest(self, beyond: Option<(u64, Error)>, tried: u64) -> Largest {
-        let Self { size, parameters, compiled } = self;
+        let Self { size, parameters, compiled, .. } = self;
         Largest { size, parameters, compiled, beyond: beyond.map(|(size, error)| (size, sentence(&error))), tried }
     }
 }
@@ -150,6 +157,8 @@ struct Question<'a> {
     options: &'a Options,
     dimension: Dimension,
     observe: &'a dyn Fn(u64, bool),
+    /// The choice of the last plan that fitted or was the nearest.
+    near: RefCell<Option<String>>,
 }
 
 impl Question<'_> {
@@ -158,7 +167,7 @@ impl Question<'_> {
         let mut tried = 0;
         let mut plan = |count: u64| {
             tried += 1;
-            let attempt = match self.attempt(count * unit, pins(count)) {
+            let attempt = match self.attempt(count * unit, &pins(count)) {
                 Ok(fit) => Attempt::Fits(fit),
                 Err(error) if is_refusal(&error) => Attempt::Refused(filled(&error), error),
                 Err(error) => return Err(error),
@@ -209,7 +218,7 @@ impl Question<'_> {
             }
         }
         match (best, refused) {
-            (Some(best), _) => Ok(best.largest(beyond, tried)),
+            (Some(best), _) => Ok(self.fastest(best)?.largest(beyond, tried)),
             (None, Some(error)) => Err(self.without_own_pins(error)),
             (None, None) => Err(Error::request(
                 format!("the pins `{}` leave no data ranks among {ranks}", self.options.pins),
@@ -243,17 +252,72 @@ impl Question<'_> {
         }
     }
 
-    /// The plan of one size.
-    fn attempt(&self, size: u64, pins: String) -> Result<Fit, Error> {
+    /// Whether one size fits: on the mesh that is near, or on any.
+    fn attempt(&self, size: u64, pins: &str) -> Result<Fit, Error> {
+        let near = self.near.borrow().as_deref().and_then(|choice| on_mesh_of(pins, choice));
+        if let Some(on_one) = near
+            && let Ok(fit) = self.plan(size, &on_one)
+        {
+            return Ok(Fit { open: Some(pins.to_string()), ..fit });
+        }
+        let found = self.plan(size, pins);
+        let choice = match &found {
+            Ok(fit) => Some(fit.compiled.plan().choice.clone()),
+            Err(Error::Plan(error)) => match &**error {
+                PlanError::Infeasible { choice, .. } => Some(choice.clone()),
+                _ => None,
+            },
+            Err(_) => None,
+        };
+        if choice.is_some() {
+            self.near.replace(choice);
+        }
+        found
+    }
+
+    /// The fastest plan of a size that fits.
+    fn fastest(&self, fit: Fit) -> Result<Fit, Error> {
+        let Some(pins) = &fit.open else { return Ok(fit) };
+        match self.plan(fit.size, pins) {
+            // All that a search lowers may be too large, and leaner plans on one of its meshes not.
+            Err(error) if is_refusal(&error) => Ok(fit),
+            found => found,
+        }
+    }
+
+    /// The plan of one size under pins.
+    fn plan(&self, size: u64, pins: &str) -> Result<Fit, Error> {
         let (model, batch) = match self.dimension {
             Dimension::Layers => (with_layers(self.model, size), self.batch),
             Dimension::Batch => (self.model.clone(), Batch { batch: size, ..self.batch }),
             Dimension::Seq => (self.model.clone(), Batch { seq: size, ..self.batch }),
         };
-        let options = Options { pins, ..self.options.clone() };
+        let options = Options { pins: pins.to_string(), ..self.options.clone() };
         let compiled = compile(&model, batch, self.cluster, &options)?;
-        Ok(Fit { size, parameters: model.config.parameters(), compiled })
+        Ok(Fit { size, parameters: model.config.parameters(), compiled, open: None })
     }
+}
+
+/// Pins with the degrees of a choice where they leave them open, and nothing else that takes time: chunks that overlap
+/// and casts that are kept make plans faster, and none leaner. Nothing where they leave no degree open.
+fn on_mesh_of(pins: &str, choice: &str) -> Option<String> {
+    let (degrees, chosen) = (Degrees::of_choice(choice).ok()?, Pins::parse(choice).ok()?);
+    let own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
+    let is_open = |name: &str| own.clone().all(|pin| pin.split('=').next().is_none_or(|other| other.trim() != name));
+    let of = |family: &str| match degrees.sizes(family) {
+        [] => format!("{family}=1"),
+        sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
+    };
+    // Which of the ways to divide a sequence is meant is said by none of them where it is not divided.
+    let is_said = |family: &&&str| !["ring", "ulysses"].contains(*family) || degrees.degree(family) > 1;
+    let open: Vec<String> = FAMILIES.iter().filter(is_said).filter(|name| is_open(name)).map(|name| of(name)).collect();
+    if open.is_empty() || chosen.pp.is_some_and(|stages| stages > 1) {
+        return None;
+    }
+    let quick = ["overlap_chunks=1", "keep_casts=0"]
+        .into_iter()
+        .filter(|pin| is_open(pin.split_once('=').unwrap_or_default().0));
+    Some(own.clone().map(str::to_string).chain(open).chain(quick.map(str::to_string)).collect::<Vec<_>>().join(","))
 }
 
 /// What came of planning a size.
@@ -400,6 +464,7 @@ fn with_layers(model: &NamedModel, layers: u64) -> NamedModel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardc_ir::Bytes;
 
     /// The answers are those of doubling and bisection, with fewer plans.
     #[test]
@@ -449,6 +514,51 @@ mod tests {
             }
         }
         assert!(6 * all < 5 * before, "{all} for {before}");
+    }
+
+    #[test]
+    fn a_mesh_is_asked_under_the_pins_that_are_there() {
+        let check = |pins: &str, choice: &str, expect: Option<&str>| {
+            assert_eq!(on_mesh_of(pins, choice).as_deref(), expect, "{pins} and {choice}");
+            expect.iter().for_each(|pins| assert!(Pins::parse(pins).is_ok(), "{pins}"));
+        };
+        let found = "dp=2,cp=4x2,tp=1,zero=3,microbatch=1,recompute=value:9";
+        let open = "pp=1,dp=2,fsdp=1,ep=1,cp=4x2,tp=1,overlap_chunks=1,keep_casts=0";
+        check("", found, Some(open));
+        check("zero=1, dp=4", found, Some("zero=1,dp=4,pp=1,fsdp=1,ep=1,cp=4x2,tp=1,overlap_chunks=1,keep_casts=0"));
+        check("overlap_chunks=2", found, Some("overlap_chunks=2,pp=1,dp=2,fsdp=1,ep=1,cp=4x2,tp=1,keep_casts=0"));
+        check(
+            "",
+            "dp=1,ring=2,tp=1,zero=0,microbatch=1,recompute=none",
+            Some("pp=1,dp=1,fsdp=1,ep=1,ring=2,cp=1,tp=1,overlap_chunks=1,keep_casts=0"),
+        );
+        check("pp=1,dp=8,fsdp=1,ep=1,cp=1,tp=1", found, None);
+        check("", "pp=2,dp=1,tp=1,schedule=1f1b,zero=0,microbatch=1,recompute=none", None);
+    }
+
+    /// Asking one mesh first changes no answer: those are the sizes and plans that all meshes give.
+    #[test]
+    fn the_largest_is_planned_among_all_meshes() {
+        let model = NamedModel::find("llama-tiny").unwrap();
+        let cluster = Cluster::parse("h100:2", "h200").unwrap();
+        let options = Options { device_memory: Some(Bytes(48 << 20)), ..Options::default() };
+        let batch = Batch { batch: 8, seq: 256 };
+        for dimension in [Dimension::Layers, Dimension::Seq] {
+            let found = maximize(&model, batch, &cluster, &options, dimension, &|_, _| {}).unwrap();
+            let question = Question {
+                model: &model,
+                batch,
+                cluster: &cluster,
+                options: &options,
+                dimension,
+                observe: &|_, _| {},
+                near: RefCell::default(),
+            };
+            let all = question.plan(found.size, "").unwrap();
+            assert_eq!(found.compiled.plan().choice, all.compiled.plan().choice, "{dimension:?}");
+            let (beyond, _) = found.beyond.unwrap();
+            assert!(is_refusal(&question.plan(beyond, "").err().unwrap()), "{dimension:?}: {beyond}");
+        }
     }
 
     #[test]
