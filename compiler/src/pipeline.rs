@@ -6,7 +6,7 @@
 
 use crate::error::Error;
 use crate::options::Options;
-use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
@@ -19,8 +19,8 @@ use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::{Precision, lower_precision};
 use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
-use shardc_passes::search::{Pins, search_confirmed};
-use shardc_passes::simulate::{Conditions, predict, simulate};
+use shardc_passes::search::{Exact, Pins, search_confirmed};
+use shardc_passes::simulate::{Conditions, exact, simulate};
 use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -134,16 +134,16 @@ pub fn plan_step(
 }
 
 /// What a plan takes by its programs: the memory that is allocated, the time of their simulation.
-pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Prediction, String> {
+pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Exact, String> {
     let plan = verify::plan(plan).map_err(|found| found.to_string())?;
     let (programs, _) = distinct_programs(&plan).map_err(|error| error.to_string())?;
     predicted_by(&programs, &plan, cluster)
 }
 
 /// The same, of its programs.
-pub(crate) fn predicted_by(programs: &[Program], plan: &Plan, cluster: &Cluster) -> Result<Prediction, String> {
+pub(crate) fn predicted_by(programs: &[Program], plan: &Plan, cluster: &Cluster) -> Result<Exact, String> {
     let simulated = simulate(programs, &apart(plan), plan, cluster, &Conditions::default());
-    Ok(predict(programs, &simulated.map_err(|error| error.to_string())?, plan, cluster))
+    Ok(exact(programs, &simulated.map_err(|error| error.to_string())?, plan, cluster))
 }
 
 /// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the

@@ -52,7 +52,7 @@ fn what_programs_do_not_do_stays_an_estimate() {
     let found = |pins: &str| {
         let programs = |plan: &Plan| {
             assert!(!feature::unlowered(plan).contains(&Feature::Ring), "programs of a ring are asked");
-            Ok(Prediction { step: Seconds(1e-6), ..plan.prediction })
+            Ok(Prediction { step: Seconds(1e-6), ..plan.prediction }.into())
         };
         let (graph, pins) = (llama(SMALL, DType::Bf16), Pins::parse(pins).unwrap());
         let found = search_confirmed(&graph, &cluster, &request(SMALL, 70), &pins, &NoScratch, Some(&programs));

@@ -47,7 +47,7 @@ fn estimated(sizes: Sizes, graph: &Graph, cluster: &Cluster, pins: &str) -> Plan
 
 /// The plan whose programs are the fastest, of all that can be said.
 fn confirmed(sizes: Sizes, graph: &Graph, cluster: &Cluster, pins: &str) -> Plan {
-    let confirm = |plan: &Plan| Ok(exact(plan, cluster));
+    let confirm = |plan: &Plan| Ok(exact(plan, cluster).into());
     let (request, pins) = (request(sizes, Scope::All), Pins::parse(pins).unwrap());
     let found = search_confirmed(graph, cluster, &request, &pins, &NoScratch, Some(&confirm));
     found.unwrap_or_else(|error| panic!("{error}"))

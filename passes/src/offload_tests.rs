@@ -4,7 +4,7 @@ use crate::cluster::Cluster;
 use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, llama, plan};
 use shardc_ir::plan::{Request, Scope, Space};
-use shardc_ir::{Bytes, DType, Feature, NoScratch, Op, Plan};
+use shardc_ir::{Bytes, DType, Feature, NoScratch, Op, Plan, verify};
 
 /// The plan of the small model on one device of 24 GiB, of all plans.
 fn of_all(host_gib: u64, pins: &str) -> Result<Plan, String> {
@@ -91,9 +91,9 @@ fn gradients_leave_as_they_are_made() {
     assert!(error.contains("only where that is a rank's part of their sum"), "{error}");
 }
 
-/// Stages keep everything on their devices, so what is moved leaves none of them to choose from.
+/// Stages, and values away from their devices, are chosen together.
 #[test]
-fn what_is_moved_is_not_cut_into_stages() {
+fn what_is_moved_is_cut_into_stages() {
     let cluster = Cluster::parse("h200:2x4", "h200").unwrap();
     let request = Request { batch: SMALL.batch, seq: SMALL.seq, scope: Scope::All, ..Request::default() };
     let graph = llama(SMALL, DType::Bf16);
@@ -105,4 +105,112 @@ fn what_is_moved_is_not_cut_into_stages() {
     assert!(of("").iter().any(|choice| choice.contains("pp=")), "no stages are near");
     let moved = of("offload=optimizer");
     assert!(moved.iter().all(|choice| choice.contains("offload=optimizer")), "{moved:?}");
+    assert!(moved.iter().any(|choice| choice.contains("pp=")), "{moved:?}");
+}
+
+const STAGES: &str = "pp=2,dp=2,tp=1,schedule=1f1b,zero=1,microbatch=1,recompute=none";
+
+/// A plan of the small model in two stages on one host of four devices.
+fn staged(mib: u64, host_gib: u64, scope: Scope, pins: &str) -> Result<Plan, String> {
+    let mut request = Request { batch: SMALL.batch, seq: SMALL.seq, scope, ..Request::default() };
+    (request.device_memory, request.host_memory) = (Bytes(mib << 20), Bytes(host_gib << 30));
+    let cluster = Cluster::parse("h200:4", "h200").unwrap();
+    let pins = Pins::parse(&format!("{STAGES}{pins}")).unwrap();
+    search(&llama(SMALL, DType::Bf16), &cluster, &request, &pins, &NoScratch).map_err(|error| error.to_string())
+}
+
+const ROOMY: u64 = 140 << 10;
+
+/// Bytes of the marked values of each stage, on one of its ranks.
+fn marked(plan: &Plan) -> [u64; 2] {
+    let mut bytes = [0; 2];
+    for (value, _) in plan.graph.values().filter(|(value, _)| plan.spaces[*value] != Space::Device) {
+        let ty = plan.graph.ty(value);
+        let local = ty.with_shape(plan.sharding(value).local_shape(&ty.shape, &plan.mesh));
+        let chunk = plan.pipeline.chunks[plan.graph.value(value).def].expect("a chunk");
+        bytes[plan.pipeline.stage_of(chunk, plan.stages()) as usize] += local.bytes().0;
+    }
+    bytes
+}
+
+#[test]
+fn stages_move_their_own_blocks() {
+    let of = |what: &str| {
+        let plan = staged(ROOMY, 1024, Scope::Runnable, what).unwrap_or_else(|error| panic!("{what}: {error}"));
+        verify::plan(&plan).unwrap_or_else(|found| panic!("{what}: {found}"));
+        let read: Plan = plan.to_string().parse().unwrap();
+        assert_eq!(read.spaces, plan.spaces, "{what}");
+        plan
+    };
+    let base = of("");
+    let memory = |plan: &Plan| plan.prediction.memory.total();
+    for what in ["optimizer", "parameters", "activations", "optimizer:1", "optimizer@disk", "optimizer+activations:1"] {
+        let moved = of(&format!(",offload={what}"));
+        assert!(moved.choice.ends_with(&format!(",offload={what}")), "{}", moved.choice);
+        assert!(memory(&moved) < memory(&base), "{what}: {} of {}", memory(&moved), memory(&base));
+        assert!(moved.prediction.step.0 >= 0.999 * base.prediction.step.0, "{what}");
+        assert!(marked(&moved).iter().all(|bytes| *bytes > 0), "{what}: {:?}", marked(&moved));
+    }
+    // The host holds what is marked, and the gradients that it updates by, of all its ranks.
+    for what in [",offload=optimizer", ",stage_offload=optimizer/none", ",stage_offload=none/optimizer:1"] {
+        let plan = of(what);
+        assert!(plan.choice.ends_with(what), "{what}: {}", plan.choice);
+        let held = 2.0 * marked(&plan).iter().sum::<u64>() as f64 * 16.0 / 12.0;
+        let off = plan.prediction.host.0 as f64 / held - 1.0;
+        assert!(off.abs() < 0.01, "{what}: {} is {off:+.3} off", plan.prediction.host);
+    }
+    // One stage frees what it has; the other, which has as much of it, is then the fullest.
+    let [first, second] = ["optimizer/none", "none/optimizer"].map(|each| of(&format!(",stage_offload={each}")));
+    assert!(marked(&first)[1] == 0 && marked(&second)[0] == 0);
+    assert!([&first, &second].iter().all(|plan| plan.prediction.memory.optimizer > Bytes(0)));
+    assert_eq!(of(",offload=optimizer").prediction.memory.optimizer, Bytes(0));
+}
+
+/// Of each stage as few blocks leave as must: what is found takes no more than any numbers of blocks that fit.
+#[test]
+fn stages_move_no_more_than_they_must() {
+    let of = |what: &str| staged(ROOMY, 1024, Scope::Runnable, what).unwrap().prediction.memory.total().0;
+    // With its optimizer away everything fits, and some more.
+    let room = (of(",offload=optimizer") + (of("") - of(",offload=optimizer")) / 3) >> 20;
+    let refused = staged(room, 1024, Scope::Runnable, "").unwrap_err();
+    assert!(refused.contains("no plan fits in") && refused.contains("--search all"), "{refused}");
+    let chosen = staged(room, 1024, Scope::All, "").unwrap();
+    assert!(chosen.prediction.fits() && chosen.choice.contains("offload="), "{}", chosen.choice);
+    // As many microbatches are in flight on a stage as stages follow it: the first needs more memory.
+    let mut best = (f64::INFINITY, String::new());
+    let counts = ["none", "optimizer:1", "optimizer:2", "optimizer", "activations:1", "activations:2"];
+    for (a, b) in counts.iter().flat_map(|a| counts.iter().map(move |b| (a, b))) {
+        // As much is left for what estimates do not see.
+        let within = room * 97 / 100;
+        if let Ok(plan) = staged(within, 1024, Scope::Runnable, &format!(",stage_offload={a}/{b}")) {
+            if plan.prediction.step.0 < best.0 {
+                best = (plan.prediction.step.0, plan.choice);
+            }
+        }
+    }
+    let own = chosen.prediction.step.0;
+    assert!(own <= 1.001 * best.0, "{} takes {own}, and {best:?} would do", chosen.choice);
+    let again = Pins::parse(&chosen.choice).unwrap();
+    let pins = again.offloads().map(|pinned| format!(",{}", pinned.text())).unwrap();
+    let pinned = staged(room, 1024, Scope::Runnable, &pins).unwrap();
+    assert_eq!(pinned.choice, chosen.choice);
+    assert!(
+        (pinned.prediction.step.0 / own - 1.0).abs() < 1e-9 && pinned.prediction.memory == chosen.prediction.memory
+    );
+}
+
+#[test]
+fn what_stages_cannot_move_is_refused() {
+    let refused = |host: u64, what: &str, expect: &str| {
+        let error = staged(ROOMY, host, Scope::Runnable, what).map(|plan| plan.choice).unwrap_err();
+        assert!(error.contains(expect), "{what}: {error}");
+    };
+    refused(1, ",offload=optimizer", "pin `offload=optimizer`: it takes more than the 1.00 GiB that a host has");
+    refused(1, ",stage_offload=optimizer:3/optimizer", "pin `stage_offload=optimizer:3/optimizer`: it takes more than");
+    refused(64, ",stage_offload=optimizer:9/none", "the model has 4 blocks");
+    refused(64, ",offload=optimizer+gradients", "either it takes more than the 64.00 GiB that a host has");
+    // On disk there is room.
+    let [host, disk] =
+        ["optimizer", "optimizer@disk"].map(|what| staged(ROOMY, 16, Scope::Runnable, &format!(",offload={what}")));
+    assert!(host.is_err() && disk.is_ok_and(|plan| plan.prediction.host < Bytes(16 << 30)));
 }

@@ -313,7 +313,7 @@ fn a_wider_space_gives_no_slower_plan_by_programs() {
         // Stages take no less than this.
         let confirm = |plan: &Plan| {
             let step = plan.prediction.step.0.max(if plan.stages() > 1 { least } else { 0.0 });
-            Ok(Prediction { step: Seconds(step), ..plan.prediction })
+            Ok(Prediction { step: Seconds(step), ..plan.prediction }.into())
         };
         let (batch, seq) = (sizes.batch, sizes.seq);
         let request = Request { batch, seq, scope, ..Request::default() };

@@ -35,6 +35,7 @@ mod pieces;
 pub mod pins;
 mod placed;
 pub mod recompute;
+pub mod relief;
 mod schedules;
 pub(crate) mod sharing;
 pub mod stages;
@@ -54,14 +55,16 @@ use crate::cost;
 use crate::shard::family::copy_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
-use away::Away;
+use away::{At, Away};
+pub use build::Exact;
 use choose::choose;
 pub use estimate::Work;
 use fitted::{Measure, recomputations};
 use line::Line;
-use offload::{At, Offload, Relief};
+use offload::Offloads;
 pub use placed::fastest;
 use placed::{Seen, Solved, paced, place_batch, solved};
+use relief::Relief;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
@@ -135,7 +138,7 @@ pub struct Candidate {
     /// The seconds that a byte of memory cost where its layouts were chosen.
     pub byte: f64,
     /// What lies away from the device.
-    pub offload: Offload,
+    pub offload: Offloads,
     /// What that takes from the device and adds to the step; the prediction has both.
     pub relief: Relief,
     /// What it is predicted to need.
@@ -149,8 +152,9 @@ impl Candidate {
             (Recompute::Values(own), Recompute::Values(least)) => own > least,
             _ => false,
         };
-        let same = |of: &Self| (of.zero, of.loss_chunks, of.overlap_chunks, of.byte.to_bits(), of.offload);
-        is_more && self.degrees == other.degrees && self.stages == other.stages && same(self) == same(other)
+        let same = |of: &Self| (of.zero, of.loss_chunks, of.overlap_chunks, of.byte.to_bits());
+        let is_alike = same(self) == same(other) && self.offload == other.offload;
+        is_more && self.degrees == other.degrees && self.stages == other.stages && is_alike
     }
 
     /// The choices, as pins would say them.
@@ -160,7 +164,7 @@ impl Candidate {
         let chunks = [many("loss_chunks", self.loss_chunks), many("overlap_chunks", self.overlap_chunks)].concat();
         let stages = self.stages.as_ref().map_or(String::new(), |stages| format!(",{}", stages.text()));
         let degrees = format!("{}{stages}", degrees.text());
-        let away = if self.offload.is_none() { String::new() } else { format!(",offload={}", self.offload) };
+        let away = if self.offload.is_none() { String::new() } else { format!(",{}", self.offload.text()) };
         format!("{degrees},zero={zero},microbatch={},recompute={recompute}{chunks}{away}", self.degrees.microbatch)
     }
 
@@ -183,7 +187,7 @@ impl Candidate {
             overlap_chunks: 1,
             within: 0.0,
             byte: 0.0,
-            offload: Offload::default(),
+            offload: Offloads::default(),
             relief: Relief::default(),
             prediction,
         }
@@ -191,7 +195,7 @@ impl Candidate {
 }
 
 /// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
-pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Prediction, String> + Sync);
+pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Exact, String> + Sync);
 
 /// Finds the plan with the least predicted step time that fits in `request.device_memory` (in the
 /// device's usable memory if that is 0). `graph` is a whole training step, without recomputation;
@@ -272,14 +276,12 @@ pub fn search_among(
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(prepared, pins)?;
-    if let Some(pin) = &pins.offload {
-        away::check(pin, blocks, pins.recompute)?;
-    }
+    away::check(pins, blocks)?;
     let away = Away::new(cluster, &request, pins, prepared.target)?;
     let is_open = Feature::Pipeline.is_open(pins.opens_stages(), request.scope, prepared.target);
-    // Stages take whole microbatches, and keep everything on their devices.
-    let is_barred = pins.overlap_chunks.is_some_and(|chunks| chunks > 1) || away.pin.is_some();
-    let line = (is_open && !is_barred).then(|| Line::new(prepared));
+    // Stages take whole microbatches.
+    let is_cut = pins.overlap_chunks.is_some_and(|chunks| chunks > 1);
+    let line = (is_open && !is_cut).then(|| Line::new(prepared));
     let space = Space {
         prepared,
         line: line.as_ref(),
@@ -396,11 +398,14 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
         if !with_unfit {
             return enumerate(&Space { with_unfit: true, ..*space }, &mut Visited::new(away.room.device, false));
         }
+        if away.is_pinned && away::opens_without(space) {
+            return Err(away.too_large(pins));
+        }
         let coupled = coupled.map(|node| schedules::coupled(prepared.graph, node));
         return Err(schedules::none(pins, line, (ranks, batch), coupled));
     }
-    if candidates.is_empty() && away.pin.is_some() {
-        return Err(away.too_large());
+    if candidates.is_empty() && away.is_pinned {
+        return Err(away.too_large(pins));
     }
     if let (Some(microbatch), Some(node), true) = (pins.microbatch, coupled, candidates.is_empty()) {
         let message = format!(

@@ -230,7 +230,7 @@ impl Asked<'_> {
         match self.is_unlowered {
             false => {
                 let plan = Plan { request: request.clone(), ..self.plan.clone() };
-                pipeline::predicted_by(self.programs, &plan, cluster).ok()
+                pipeline::predicted_by(self.programs, &plan, cluster).ok().map(|exact| exact.prediction)
             }
             true => {
                 let Pins { overlap_chunks, keep_casts, .. } = self.chosen;

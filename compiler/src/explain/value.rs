@@ -153,8 +153,8 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
         reasons.push(format!("in chunk {chunk} of the pipeline, which stage {stage} runs"));
     }
     if let Some(place) = away(plan.spaces[value]) {
-        let why = match Pins::parse(&plan.request.pins).ok().and_then(|pins| pins.offload) {
-            Some(pin) => format!("offload={pin} is pinned"),
+        let why = match Pins::parse(&plan.request.pins).ok().and_then(|pins| pins.offloads()) {
+            Some(pinned) => format!("{} is pinned", pinned.text()),
             None => "the device has no room for everything".to_string(),
         };
         reasons.push(format!("lies in {place} while nothing reads it: {why}"));
@@ -218,7 +218,7 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
         return vec!["stored on every data rank: there is one".to_string()];
     }
     let pins = Pins::chosen(plan);
-    if pins.offload.is_some() {
+    if pins.offloads().is_some() {
         // What leaves the device is priced for the plan as a whole.
         let how = "stored in parts over the data ranks: the plan keeps values on the host, so other ZeRO stages are not \
                    priced here; plan them with --pin zero=… and compare with `shardc diff`";

@@ -1,7 +1,7 @@
 //! Where a graph is cut into chunks: exact, by a dynamic program over the places where it may be cut.
 //!
 //! A step takes each chunk's time once, while the pipeline fills and drains, and the slowest chunk's for every
-//! further microbatch: `sum(t) + (rounds - 1) * max(t)`. So of the ways to cut the first part of the graph
+//! further microbatch: `sum(t) + (rounds - 1) * max(t)`; what it adds once in a step is part of the sum. So of the ways to cut the first part of the graph
 //! into so many chunks, those matter that no other beats in both, the sum and the largest; there are few of
 //! them, since cuts change the sum by their messages alone. (Narayanan et al., "PipeDream", 2019, section 3.1,
 //! minimizes the largest alone.)
@@ -15,6 +15,10 @@ use std::ops::RangeInclusive;
 pub trait Segments {
     /// Seconds of one microbatch as the chunk of this number.
     fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64;
+    /// Seconds that it adds to a step once, whatever the number of microbatches.
+    fn once(&self, _chunk: usize, _from: usize, _to: usize) -> f64 {
+        0.0
+    }
     /// Whether its memory suffices as the chunk of this number.
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool;
     /// The fewest seconds of one microbatch that what lies between a place and the next adds to any chunk.
@@ -66,9 +70,9 @@ pub fn best_cuts(end: usize, chunks: usize, rounds: u64, segments: &dyn Segments
                 if !is_open(shortest + own, own) || !segments.fits(chunk, from, to) {
                     continue;
                 }
-                let seconds = segments.seconds(chunk, from, to);
+                let (seconds, once) = (segments.seconds(chunk, from, to), segments.once(chunk, from, to));
                 for (before, way) in known.iter().enumerate() {
-                    let way = Way { sum: way.sum + seconds, largest: way.largest.max(seconds), from, before };
+                    let way = Way { sum: way.sum + seconds + once, largest: way.largest.max(seconds), from, before };
                     if is_open(way.sum, way.largest) {
                         insert(&mut ways[chunk + 1][to], way);
                     }
@@ -106,7 +110,8 @@ fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn
             let fitting = places.filter(|to| segments.fits(chunk, from, *to));
             let seconds = fitting.map(|to| (to, segments.seconds(chunk, from, to)));
             let (to, seconds) = seconds.filter(|(_, seconds)| *seconds <= limit).last()?;
-            (from, sum, largest) = (to, sum + seconds, largest.max(seconds));
+            let once = segments.once(chunk, from, to);
+            (from, sum, largest) = (to, sum + seconds + once, largest.max(seconds));
         }
         (from == end).then_some((sum, largest))
     };

@@ -1,9 +1,13 @@
 //! Which offloads the search considers, and what bounds them.
 
+use super::estimate::Shape;
 use super::fitted::Measure;
-use super::offload::{ALL, At, Offload, Relief};
-use super::{Pins, PlanError, Recompute};
+use super::offload::{ALL, Kind, Offload, Offloads};
+use super::relief::{Activations, Leaving, Relief, Stock};
+use super::visit::Visited;
+use super::{Pins, PlanError, Recompute, Space, enumerate};
 use crate::cluster::Cluster;
+use crate::cost::host::{Beside, Host};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Target};
 
@@ -14,8 +18,65 @@ pub struct Room {
     pub device: Bytes,
     /// The share of it that plans may take which move something.
     pub share: f64,
-    /// A rank's share of its host.
+    /// A host.
     pub host: Bytes,
+}
+
+/// A candidate of one stage with everything on the device.
+#[derive(Clone, Copy)]
+pub struct At<'a, 'b> {
+    /// Its placed mesh.
+    pub shape: &'a Shape<'b>,
+    /// Which of its ways to store parameters.
+    pub storage: usize,
+    /// ZeRO stage.
+    pub zero: u64,
+    /// Recomputation.
+    pub recompute: Recompute,
+}
+
+impl At<'_, '_> {
+    /// What it has, and what of that an offload moves.
+    fn stock(&self, offload: &Offload) -> Stock {
+        let Self { shape, storage, zero, recompute } = *self;
+        let held = shape.held(storage, zero);
+        let share = |count: u64| match count {
+            ALL => 1.0,
+            _ => count as f64 / shape.blocks as f64 * held.in_blocks,
+        };
+        let [optimizer, leaving, parameters] = [offload.optimizer, offload.gradients, offload.parameters].map(share);
+        let kept = shape.memory(storage, zero, recompute);
+        let without = shape.memory_without(storage, zero, recompute, leaving);
+        let dropped = match offload.activations {
+            0 => without,
+            count => shape.memory_without(storage, zero, Recompute::Blocks(count.min(shape.blocks)), leaving),
+        };
+        let activations = without.total().0.saturating_sub(dropped.total().0) as f64;
+        Stock {
+            held,
+            optimizer,
+            leaving,
+            parameters,
+            copies: (dropped.parameters.0 as f64 - held.masters).clamp(0.0, held.copies),
+            window: 2.0 * held.copies / shape.blocks as f64,
+            gradients: kept.total().0.saturating_sub(without.total().0).min(kept.gradients.0) as f64,
+            activations: Activations { freed: activations, moved: activations, hosted: activations },
+            microbatches: shape.microbatches(),
+        }
+    }
+
+    /// What an offload takes and adds, beside a prediction that has everything on the device.
+    fn relief(&self, offload: &Offload, base: &Prediction, cluster: &Cluster) -> Relief {
+        let Leaving { memory, host, traffic, updated } = self.stock(offload).leaving(offload);
+        let ([forward, backward], microbatches) = (self.shape.passes(self.recompute), self.shape.microbatches());
+        let shown = Host::of(cluster).shown_of_all(&traffic, &Beside { forward, backward, microbatches });
+        Relief {
+            freed: vec![memory],
+            host: Bytes(host as u64 * cluster.per_node.min(cluster.ranks())),
+            transfers: shown.transfers(microbatches),
+            update: shown.update - updated * base.optimizer.0,
+        }
+    }
 }
 
 /// What of the search is about values away from the device.
@@ -23,10 +84,12 @@ pub struct Room {
 pub struct Away {
     /// What there is room for.
     pub room: Room,
-    /// What is pinned, if that is something.
+    /// What is pinned for all stages, if that is something.
     pub pin: Option<Offload>,
+    /// Whether something is pinned, of all stages or of some.
+    pub is_pinned: bool,
     /// Whether the search may choose one.
-    is_open: bool,
+    pub is_open: bool,
 }
 
 impl Away {
@@ -36,67 +99,107 @@ impl Away {
     /// If something is pinned for ranks that have no memory but their host's.
     pub fn new(cluster: &Cluster, request: &Request, pins: &Pins, target: &dyn Target) -> Result<Self, PlanError> {
         let pin = pins.offload.filter(|pin| !pin.is_none());
+        let pinned = pins.offloads().filter(|pinned| !pinned.is_none());
         let has_device = cluster.device.kind != "cpu";
-        if let Some(pin) = pin.filter(|_| !has_device) {
+        if let Some(pinned) = pinned.as_ref().filter(|_| !has_device) {
             let message = "ranks of the CPU live in the host's memory already; leave it out".to_string();
-            return Err(PlanError::Pin { pin: format!("offload={pin}"), message });
+            return Err(PlanError::Pin { pin: pinned.text(), message });
         }
-        if let Some(pin) = pin.filter(|_| pins.opens_stages()) {
-            let message = "pipelines keep everything on their devices yet; leave one of the two out".to_string();
-            return Err(PlanError::Pin { pin: format!("offload={pin}"), message });
-        }
-        let is_free = pins.offload.is_none() && has_device;
-        let given = if request.host_memory == Bytes(0) { cluster.host_memory() } else { request.host_memory };
-        let sharing = cluster.per_node.min(cluster.ranks()).max(1);
+        let is_free = pins.offload.is_none() && pins.stage_offload.is_empty() && has_device;
+        let host = if request.host_memory == Bytes(0) { cluster.host_memory() } else { request.host_memory };
         let (device, share) = (cluster.least_room(request.device_memory), Measure::default().share());
-        let room = Room { device, share, host: Bytes(given.0 / sharing) };
-        Ok(Self { room, pin, is_open: is_free && Feature::Offload.is_open(false, request.scope, target) })
+        let is_open = is_free && Feature::Offload.is_open(false, request.scope, target);
+        Ok(Self { room: Room { device, share, host }, pin, is_pinned: pinned.is_some(), is_open })
     }
 
     /// Whether values may lie away from the device, so that its memory does not bound a plan.
     pub fn moves(&self) -> bool {
-        self.is_open || self.pin.is_some()
+        self.is_open || self.is_pinned
     }
 
     /// A pin that no host has room for, or that no candidate can keep.
-    pub fn too_large(&self) -> PlanError {
-        let pin = self.pin.unwrap_or_default();
-        let room = format!("it takes more than the {} that each rank has of its host's memory", self.room.host);
-        let message = match pin.gradients {
-            0 => format!("{room}; give more with --host-memory, or move less"),
-            _ => format!(
+    pub fn too_large(&self, pins: &Pins) -> PlanError {
+        let pinned = pins.offloads().unwrap_or_default();
+        let room = format!("it takes more than the {} that a host has for its ranks", self.room.host);
+        let message = match pinned.leaves_gradients() {
+            false => format!("{room}; give more with --host-memory, or move less"),
+            true => format!(
                 "either {room} (give more with --host-memory, or move less), or gradients do not leave as they are made: \
                  they do only where that is a rank's part of their sum, with zero=2 or 3, with zero=1 in one microbatch, \
                  or on one rank"
             ),
         };
-        PlanError::Pin { pin: format!("offload={pin}"), message }
+        PlanError::Pin { pin: pinned.text(), message }
     }
 
-    /// What a candidate may place away, with what that takes and adds, and its prediction then.
-    pub fn choices(&self, at: &At<'_, '_>, base: &Prediction, cluster: &Cluster) -> Vec<(Offload, Relief, Prediction)> {
+    /// What a candidate of one stage may place away, with what that takes and adds, and its prediction then.
+    pub fn choices(
+        &self,
+        at: &At<'_, '_>,
+        base: &Prediction,
+        cluster: &Cluster,
+    ) -> Vec<(Offloads, Relief, Prediction)> {
         let relieve = |offload: Offload| {
-            let relief = offload.relief(at, base, cluster);
-            (relief, relief.apply(base, cluster))
+            let relief = at.relief(&offload, base, cluster);
+            let prediction = relief.apply(base, &[base.memory], &[base.room]);
+            (relief, prediction)
         };
         let is_recomputed = at.recompute != Recompute::None;
+        let may_leave = at.shape.leaves_gradients(at.storage, at.zero);
         let mut chosen = Vec::new();
         match self.pin {
-            Some(pin) if pin.activations > 0 && is_recomputed => {}
-            Some(pin) if pin.gradients > 0 && !at.shape.leaves_gradients(at.storage, at.zero) => {}
+            Some(pin) if !suits(&pin, is_recomputed, may_leave) => {}
             Some(pin) => chosen.extend(Some(pin).filter(|pin| relieve(*pin).0.host <= self.room.host)),
             None if self.is_open && base.memory.total() > self.room.device => {
-                let may_leave = at.shape.leaves_gradients(at.storage, at.zero);
                 chosen = self.room.choices((is_recomputed, may_leave), at.shape.blocks, &relieve);
             }
             None => {}
         }
-        let mut all: Vec<_> = chosen.into_iter().map(|offload| (offload, relieve(offload))).collect();
-        if self.pin.is_none() {
-            all.insert(0, (Offload::default(), (Relief::default(), *base)));
-        }
-        all.into_iter().map(|(offload, (relief, prediction))| (offload, relief, prediction)).collect()
+        let moved = chosen.into_iter().map(|offload| {
+            let (relief, prediction) = relieve(offload);
+            (Offloads::new(vec![offload]), relief, prediction)
+        });
+        let stays = (!self.is_pinned).then(|| (Offloads::default(), Relief::default(), *base));
+        stays.into_iter().chain(moved).collect()
     }
+}
+
+/// Whether an offload can be of what computes something again or nothing, and whose gradients may leave as they are
+/// made or not.
+pub fn suits(offload: &Offload, is_recomputed: bool, may_leave: bool) -> bool {
+    (offload.activations == 0 || !is_recomputed) && (offload.gradients == 0 || may_leave)
+}
+
+/// In which order what leaves, until the rest fits: of each of these kinds all leave before any of the next does.
+/// Activations leave where nothing `is_recomputed`, gradients where they `may_leave`.
+pub fn ladders(is_recomputed: bool, may_leave: bool) -> impl Iterator<Item = &'static [Kind]> {
+    use Kind::{Activations, Gradients, Optimizer, Parameters};
+    const LADDERS: [&[Kind]; 9] = [
+        &[Optimizer],
+        &[Optimizer, Parameters],
+        &[Optimizer, Gradients],
+        &[Optimizer, Gradients, Parameters],
+        &[Activations],
+        &[Optimizer, Activations],
+        &[Optimizer, Gradients, Activations],
+        &[Optimizer, Parameters, Activations],
+        &[Optimizer, Gradients, Parameters, Activations],
+    ];
+    let is_open = move |kind: &Kind| match kind {
+        Activations => !is_recomputed,
+        Gradients => may_leave,
+        Optimizer | Parameters => true,
+    };
+    LADDERS.into_iter().filter(move |ladder| ladder.iter().all(is_open))
+}
+
+/// The steps of a ladder where there are so many blocks: of one more than the blocks, everything.
+pub fn steps(ladder: &[Kind], blocks: u64) -> impl Iterator<Item = Offload> {
+    let counts = move |kind: Kind| (1..=blocks).chain([ALL]).map(move |count| (kind, count));
+    ladder.iter().copied().flat_map(counts).scan(Offload::default(), |offload, (kind, count)| {
+        *offload = offload.with(kind, count);
+        Some(*offload)
+    })
 }
 
 impl Room {
@@ -114,31 +217,15 @@ impl Room {
         blocks: u64,
         relieve: &dyn Fn(Offload) -> (Relief, Prediction),
     ) -> Vec<Offload> {
-        type Grow = fn(Offload, u64) -> Offload;
-        let none = Offload::default();
-        let optimizer = Offload { optimizer: ALL, ..none };
-        let both = Offload { parameters: ALL, ..optimizer };
-        let [given, all] = [optimizer, both].map(|of| Offload { gradients: ALL, ..of });
-        let with_activations: Grow = |of, count| Offload { activations: count, ..of };
-        let mut ladders: Vec<(Offload, Grow)> = vec![
-            (none, |of, count| Offload { optimizer: count, ..of }),
-            (optimizer, |of, count| Offload { parameters: count, ..of }),
-        ];
-        if may_leave {
-            ladders.push((optimizer, |of, count| Offload { gradients: count, ..of }));
-            ladders.push((given, |of, count| Offload { parameters: count, ..of }));
-        }
-        let is_open = |of: &Offload| !is_recomputed && (may_leave || of.gradients == 0);
-        ladders
-            .extend([none, optimizer, given, both, all].into_iter().filter(is_open).map(|of| (of, with_activations)));
         let hosted = |offload: Offload| {
-            let on_disk = Offload { is_on_disk: offload.optimizer > 0, ..offload };
-            [offload, on_disk].into_iter().find(|offload| relieve(*offload).0.host <= self.host)
+            [offload, offload.on_disk()].into_iter().find(|offload| relieve(*offload).0.host <= self.host)
         };
         let mut found = Vec::new();
-        for (of, grow) in ladders {
+        for ladder in ladders(is_recomputed, may_leave) {
+            let Some((last, before)) = ladder.split_last() else { continue };
+            let of = before.iter().fold(Offload::default(), |of, kind| of.with(*kind, ALL));
             // One more than the blocks is everything.
-            let at = |count: u64| grow(of, if count > blocks { ALL } else { count });
+            let at = |count: u64| of.with(*last, if count > blocks { ALL } else { count });
             let fits = |count: u64| self.fits(&relieve(at(count)).1);
             if fits(0) || !fits(blocks + 1) {
                 continue;
@@ -152,24 +239,39 @@ impl Room {
         }
         // Where nothing fits, what lacks the least says by how much.
         if found.is_empty() {
-            let [gradients, activations] = [may_leave, !is_recomputed].map(|may| if may { ALL } else { 0 });
-            found.extend(hosted(Offload { gradients, activations, ..both }));
+            let all = ladders(is_recomputed, may_leave).max_by_key(|ladder| ladder.len()).unwrap_or_default();
+            found.extend(hosted(all.iter().fold(Offload::default(), |of, kind| of.with(*kind, ALL))));
         }
         found
     }
+}
+
+/// Whether there are candidates where nothing is pinned to lie away from the devices.
+pub(super) fn opens_without(space: &Space<'_, '_>) -> bool {
+    let pins = Pins { offload: None, stage_offload: Vec::new(), ..space.pins.clone() };
+    let away = Away { pin: None, is_pinned: false, ..space.away };
+    let visited = &mut Visited::new(away.room.device, false);
+    enumerate(&Space { pins: &pins, away, ..*space }, visited).is_ok()
 }
 
 /// Whether a pinned offload can be: blocks that exist, and no activations both kept and computed again.
 ///
 /// # Errors
 /// [`PlanError::Pin`].
-pub fn check(pin: &Offload, blocks: u64, recompute: Option<Recompute>) -> Result<(), PlanError> {
-    let fail = |message: String| Err(PlanError::Pin { pin: format!("offload={pin}"), message });
-    let counts = [pin.optimizer, pin.gradients, pin.parameters, pin.activations];
-    if counts.into_iter().any(|count| count != ALL && count > blocks) {
+pub fn check(pins: &Pins, blocks: u64) -> Result<(), PlanError> {
+    let Some(pinned) = pins.offloads() else { return Ok(()) };
+    let fail = |message: String| Err(PlanError::Pin { pin: pinned.text(), message });
+    if pinned.each().iter().flat_map(Offload::counts).any(|count| count != ALL && count > blocks) {
         return fail(format!("the model has {blocks} blocks; leave the number out for all of them"));
     }
-    if pin.activations > 0 && recompute.is_some_and(|recompute| recompute != Recompute::None) {
+    let again: Vec<Recompute> = match pins.stage_recompute.is_empty() {
+        true => pins.recompute.into_iter().collect(),
+        false => pins.stage_recompute.clone(),
+    };
+    let stages = 0..again.len().max(pinned.each().len()) as u64;
+    let is_recomputed =
+        |stage: u64| again.get(stage as usize).or(again.last()).is_some_and(|own| *own != Recompute::None);
+    if stages.into_iter().any(|stage| is_recomputed(stage) && pinned.of(stage).activations > 0) {
         return fail("activations are either kept on the host or computed again; pin recompute=none".to_string());
     }
     Ok(())

@@ -19,7 +19,7 @@ use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
 use shardc_ir::feature::unlowered;
-use shardc_ir::plan::{Prediction, Request};
+use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
@@ -124,6 +124,22 @@ pub fn build(
     Ok(plan)
 }
 
+/// What a plan takes by its programs, which have everything on their devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exact {
+    /// Of the step; of the memory, what the rank takes which has the least left.
+    pub prediction: Prediction,
+    /// What a rank of each stage takes.
+    pub stages: Vec<Memory>,
+}
+
+/// Of a plan whose ranks all take the same.
+impl From<Prediction> for Exact {
+    fn from(prediction: Prediction) -> Self {
+        Self { stages: vec![prediction.memory], prediction }
+    }
+}
+
 /// A plan of a candidate with what its programs take; with its estimate where there are none, or where they do
 /// something else.
 pub(super) fn predicted(
@@ -145,11 +161,13 @@ pub(super) fn predicted(
 pub(super) fn confirmed(
     candidate: &Candidate,
     mut plan: Plan,
-    exact: Result<Prediction, String>,
+    exact: Result<Exact, String>,
     cluster: &Cluster,
 ) -> Result<Plan, PlanError> {
     // Programs have everything on the device; what does not lie there is taken off.
-    plan.prediction = candidate.relief.apply(&exact.map_err(PlanError::Bug)?, cluster);
+    let Exact { prediction, stages } = exact.map_err(PlanError::Bug)?;
+    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
+    plan.prediction = candidate.relief.apply(&prediction, &stages, &rooms);
     let text = |of: &Prediction| {
         let Prediction { step, matmul, memory_bound, optimizer, exposed_communication, communication, .. } = of;
         let kernels = format!("{matmul} products, {memory_bound} bound by memory, {optimizer} optimizer");

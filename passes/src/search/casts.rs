@@ -48,7 +48,7 @@ pub(super) fn kept(plan: Plan, space: &Space<'_, '_>, confirm: Option<Confirm<'_
         };
     };
     if let Some(confirm) = confirm {
-        made.prediction = confirm(&made).map_err(PlanError::Bug)?;
+        made.prediction = confirm(&made).map_err(PlanError::Bug)?.prediction;
     }
     let (memory, room) = (made.prediction.memory.total(), made.prediction.room);
     if is_pinned && !made.prediction.fits() {

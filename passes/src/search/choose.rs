@@ -30,7 +30,7 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     let same = |of: &Candidate| {
         let degrees = of.degrees.clone().with("dp", &[]).with("fsdp", &[]);
         let schedule = of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage));
-        (degrees, of.zero, of.loss_chunks, schedule, of.offload)
+        (degrees, of.zero, of.loss_chunks, schedule, of.offload.clone())
     };
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }

@@ -416,6 +416,12 @@ impl<'a> Shape<'a> {
         self.storages[index].ranks() == 1 || zero >= 2 || (zero == 1 && self.microbatches == 1)
     }
 
+    /// Of gradients of so many bytes that leave, how many are there at a time: what is made, beside what is on its way.
+    pub fn window(&self, bytes: u64) -> u64 {
+        let largest = self.prepared.lives.gradients().map(|(class, result)| self.sizes()[class][result]).max();
+        (2 * bytes / self.blocks.max(1)).max(largest.unwrap_or(0))
+    }
+
     /// Memory per rank, with parameters stored in one of the ways.
     pub fn memory(&self, index: usize, zero: u64, recompute: Recompute) -> Memory {
         self.memory_without(index, zero, recompute, 0.0)
@@ -426,12 +432,7 @@ impl<'a> Shape<'a> {
         let storage = &self.storages[index];
         let is_shared = storage.ranks() > 1;
         let [whole, reduced] = [storage.gradients.whole as u64, storage.gradients.part as u64];
-        // Of what leaves, there is what is made beside what is on its way.
-        let on_its_way = |bytes: u64| {
-            let largest = self.prepared.lives.gradients().map(|(class, result)| self.sizes()[class][result]).max();
-            let window = (2 * bytes / self.blocks.max(1)).max(largest.unwrap_or(0));
-            ((left * bytes as f64) as u64).min(window)
-        };
+        let on_its_way = |bytes: u64| ((left * bytes as f64) as u64).min(self.window(bytes));
         let stay = |bytes: u64| ((1.0 - left) * bytes as f64) as u64 + on_its_way(bytes);
         let (peak, gradients, copies) = if self.microbatches > 1 {
             let accumulators = if zero >= 2 { reduced } else { whole };

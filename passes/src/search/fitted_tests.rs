@@ -4,7 +4,7 @@ use super::{Pins, Recompute, search_confirmed};
 use crate::cluster::Cluster;
 use crate::lower::lower_all;
 use crate::search_tests::{Sizes, llama};
-use crate::simulate::{Conditions, predict, simulate};
+use crate::simulate::{Conditions, exact, simulate};
 use shardc_ir::plan::{Category, Request, Scope};
 use shardc_ir::{Bytes, DType, NoScratch, Plan, verify};
 
@@ -22,12 +22,14 @@ fn found(cluster: &str, pins: &str, scope: Scope, memory: u64, excess: f64) -> R
         let first = plan.mesh.group(0, &apart).into_iter().map(|rank| programs[rank as usize].clone());
         let programs: Vec<_> = first.collect();
         let simulated = simulate(&programs, &apart, plan, &cluster, &Conditions::default());
-        let mut exact = predict(&programs, &simulated.map_err(|error| error.to_string())?, plan, &cluster);
-        Category::ALL.into_iter().for_each(|category| {
-            let held = exact.memory.category(category);
-            *held = Bytes((held.0 as f64 * excess) as u64);
-        });
-        Ok(exact)
+        let mut taken = exact(&programs, &simulated.map_err(|error| error.to_string())?, plan, &cluster);
+        for memory in taken.stages.iter_mut().chain([&mut taken.prediction.memory]) {
+            for category in Category::ALL {
+                let held = memory.category(category);
+                *held = Bytes((held.0 as f64 * excess) as u64);
+            }
+        }
+        Ok(taken)
     };
     let graph = llama(SIZES, DType::Bf16);
     search_confirmed(&graph, &cluster, &request, &pins, &NoScratch, Some(&programs)).map_err(|error| error.to_string())
@@ -82,4 +84,21 @@ fn as_much_leaves_as_programs_ask_for() {
     assert!(less < as_it_is && as_it_is < more, "{less} {as_it_is} {more}");
     let error = plan("", 64 << 20, 1.0).err().unwrap();
     assert!(error.contains("offload=optimizer+gradients+parameters+activations, needs"), "{error}");
+}
+
+/// What leaves a stage is taken from what that stage's own programs hold.
+#[test]
+fn what_leaves_a_stage_is_taken_from_its_own_programs() {
+    let of = |offload: &str| {
+        let pins = format!("dp=2,pp=2,schedule=1f1b,zero=1,microbatch=1,recompute=none{offload}");
+        found("h200:4", &pins, Scope::Runnable, 140 << 30, 1.0).unwrap().prediction
+    };
+    let (base, both) = (of(",offload=none"), of(",offload=optimizer"));
+    let [first, second] = ["optimizer/none", "none/optimizer"].map(|each| of(&format!(",stage_offload={each}")));
+    assert_eq!(both.memory.optimizer, Bytes(0));
+    // The second holds fewer microbatches: it is the fullest only where the first has its optimizer elsewhere.
+    assert!(second.memory.optimizer > Bytes(0) && second.memory.activations > first.memory.activations);
+    assert!(first.memory.total() < base.memory.total(), "{} {}", first.memory.total(), base.memory.total());
+    assert!(both.memory.total() < second.memory.total(), "{} {}", both.memory.total(), second.memory.total());
+    assert!([&first, &second, &both].iter().all(|of| of.step > base.step));
 }

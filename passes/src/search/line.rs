@@ -18,6 +18,7 @@ use crate::shard::tensor::Prepared;
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::{Choice, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// The most places at which a graph may be cut.
 const MOST_PLACES: usize = 160;
@@ -31,6 +32,8 @@ pub struct Line {
     pub main: Vec<NodeId>,
     /// The place of each of them.
     place: SecondaryMap<NodeId, Option<usize>>,
+    /// Where along it each block lies that has any of them, in the order of the forward pass.
+    pub blocks: Vec<Range<usize>>,
     /// Whether a block ends before it.
     is_between: Vec<bool>,
     /// Whether it may not begin a chunk: what is read after the loop lies in one chunk, as a gradient does to
@@ -105,12 +108,13 @@ impl Line {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path);
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
+        let blocks = blocks(&main, &block);
         let is_late = late(prepared);
         let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
         let (awaited, read) = awaited(prepared, &is_late, &of);
         let values = values(prepared, &main, &place, &read);
         let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
-        Self { anchors, main, place, is_between, is_joined, values, is_late, awaited, shared }
+        Self { anchors, main, place, blocks, is_between, is_joined, values, is_late, awaited, shared }
     }
 
     /// The chunk of every node for these cuts.
@@ -141,6 +145,19 @@ impl Line {
     fn of(&self, id: NodeId) -> Option<usize> {
         self.anchors[id].and_then(|anchor| self.place[anchor])
     }
+}
+
+/// Where along a line each block begins and ends, in the order of their beginnings.
+fn blocks<'a>(main: &[NodeId], block: &dyn Fn(NodeId) -> Option<&'a str>) -> Vec<Range<usize>> {
+    let mut known: Vec<(&str, Range<usize>)> = Vec::new();
+    for (at, id) in main.iter().enumerate() {
+        let Some(name) = block(*id) else { continue };
+        match known.iter_mut().rev().find(|(other, _)| *other == name) {
+            Some((_, range)) => range.end = at + 1,
+            None => known.push((name, at..at + 1)),
+        }
+    }
+    known.into_iter().map(|(_, range)| range).collect()
 }
 
 /// The places between a value and those who read it after the loop, and in the head, where no chunk may begin.
@@ -283,7 +300,8 @@ pub(super) struct Sums {
     shared: Vec<([usize; 2], f64, bool)>,
 }
 
-fn prefix(each: &[f64]) -> Vec<f64> {
+/// Sums from the beginning to each place.
+pub(super) fn prefix(each: &[f64]) -> Vec<f64> {
     let mut sum = 0.0;
     let rest = each.iter().map(|each| {
         sum += each;
@@ -389,6 +407,11 @@ impl Sums {
     /// backward pass for those.
     pub fn held(&self) -> [u64; 3] {
         [&self.kept, &self.lasting, &self.awaited].map(|sums| sums.last().map_or(0, |bytes| *bytes as u64))
+    }
+
+    /// Bytes that a microbatch leaves behind its forward pass, all along the line.
+    pub fn between_passes(&self) -> f64 {
+        [&self.kept, &self.lasting].into_iter().flat_map(|all| all.last()).sum()
     }
 
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.

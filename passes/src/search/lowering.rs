@@ -4,16 +4,16 @@
 //! Which candidates are lowered depends on what those before take, so the next one is a guess. A plan is predicted
 //! alike on any thread: guesses change when it is known, and nothing else.
 
+use super::build::Exact;
 use super::{Candidate, Confirm, PlanError, build};
 use crate::cluster::Cluster;
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
-use shardc_ir::plan::Prediction;
 use std::cell::{Cell, RefCell};
 use std::thread::{Scope, ScopedJoinHandle, available_parallelism};
 
 /// A plan that is being predicted.
-type Begun<'scope> = ScopedJoinHandle<'scope, (Plan, Result<Prediction, String>)>;
+type Begun<'scope> = ScopedJoinHandle<'scope, (Plan, Result<Exact, String>)>;
 
 /// Lowers candidates.
 pub(super) struct Lowering<'scope, 'env, 'a> {

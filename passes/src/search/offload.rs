@@ -1,22 +1,20 @@
 //! What does not lie on the device: optimizer state, gradients, parameters, saved activations.
 //!
-//! Each is a number of blocks, from the first on, so a plan moves no more than memory asks for.
+//! Each is a number of blocks, from the first on, so a plan moves no more than memory asks for; the stages of a pipeline
+//! count their own blocks, and each may have numbers of its own.
 //! *Optimizer* is the state and the master copies that only the update reads: the host updates them, and gets their
 //! gradients when all of the step's are there. *Gradients* leave as they are made, and the host adds up those of
 //! several microbatches (Ren et al., "ZeRO-Offload", 2021, section 4.1). *Parameters* are the copies that the passes
 //! read: they come to the device block by block. *Activations*
 //! are what the backward pass reads of a block: on the device they live as long as those of a block that
-//! is computed again, so [`Shape`] knows what that frees; they cost transfers instead of computation.
+//! is computed again, which tells what that frees; they cost transfers instead of computation.
 
-use super::Recompute;
-use super::estimate::Shape;
 use super::liveness::block_order;
-use crate::cluster::Cluster;
-use crate::cost::host::{Beside, Host, Moved, Traffic};
 use crate::fold;
 use shardc_ir::ops::Op;
-use shardc_ir::plan::{Category, Memory, Prediction, Space};
-use shardc_ir::{Bytes, Node, OpDef, Plan, Role, Seconds, ValueId};
+use shardc_ir::plan::Space;
+use shardc_ir::{Node, NodeId, OpDef, Plan, Role, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Of each kind, the blocks that lie away from the device; [`ALL`] for everything, what is in no block included.
@@ -37,36 +35,45 @@ pub struct Offload {
 /// Every block, and what is in none.
 pub const ALL: u64 = u64::MAX;
 
-/// A candidate with everything on the device.
-#[derive(Clone, Copy)]
-pub struct At<'a, 'b> {
-    /// Its placed mesh.
-    pub shape: &'a Shape<'b>,
-    /// Which of its ways to store parameters.
-    pub storage: usize,
-    /// ZeRO stage.
-    pub zero: u64,
-    /// Recomputation.
-    pub recompute: Recompute,
-}
-
-/// What an offload takes from the device and adds to the step, per rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Relief {
-    /// Bytes that the device does not hold.
-    pub memory: Memory,
-    /// Bytes that the host holds.
-    pub host: Bytes,
-    /// Seconds of transfers that show.
-    pub transfers: f64,
-    /// Seconds of the update on the host, less those it saves on the device.
-    pub update: f64,
+/// What may leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// See [`Offload::optimizer`].
+    Optimizer,
+    /// See [`Offload::gradients`].
+    Gradients,
+    /// See [`Offload::parameters`].
+    Parameters,
+    /// See [`Offload::activations`].
+    Activations,
 }
 
 impl Offload {
     /// Whether everything lies on the device.
     pub fn is_none(&self) -> bool {
-        [self.optimizer, self.gradients, self.parameters, self.activations] == [0; 4]
+        self.counts() == [0; 4]
+    }
+
+    /// The blocks of each kind.
+    pub fn counts(&self) -> [u64; 4] {
+        [self.optimizer, self.gradients, self.parameters, self.activations]
+    }
+
+    /// The same with so many blocks of a kind.
+    pub fn with(mut self, kind: Kind, count: u64) -> Self {
+        let slot = match kind {
+            Kind::Optimizer => &mut self.optimizer,
+            Kind::Gradients => &mut self.gradients,
+            Kind::Parameters => &mut self.parameters,
+            Kind::Activations => &mut self.activations,
+        };
+        *slot = count;
+        self
+    }
+
+    /// The same with the optimizer's part on disk.
+    pub fn on_disk(self) -> Self {
+        Self { is_on_disk: self.optimizer > 0, ..self }
     }
 
     /// Reads `none`, `optimizer`, `optimizer:12@disk+gradients:12+parameters:3+activations:8`.
@@ -104,103 +111,136 @@ impl Offload {
         }
         Ok(offload)
     }
+}
 
-    /// What it takes and adds, beside a prediction that has everything on the device.
-    pub fn relief(&self, at: &At<'_, '_>, base: &Prediction, cluster: &Cluster) -> Relief {
-        let At { shape, storage, zero, recompute } = *at;
-        let held = shape.held(storage, zero);
-        let share = |count: u64| match count {
-            ALL => 1.0,
-            _ => count as f64 / shape.blocks as f64 * held.in_blocks,
-        };
-        let [optimizer, leaving, parameters] = [self.optimizer, self.gradients, self.parameters].map(share);
-        let [masters, state, gradients] = [held.masters, held.state, held.gradients].map(|bytes| optimizer * bytes);
-        let left = leaving * held.gradients;
-        let copies = parameters * held.copies;
-        let window = (2.0 * held.copies / shape.blocks as f64).min(copies);
-        let kept = shape.memory(storage, zero, recompute);
-        let without = shape.memory_without(storage, zero, recompute, leaving);
-        let of_gradients = kept.total().0.saturating_sub(without.total().0).min(kept.gradients.0);
-        let dropped = match self.activations {
-            0 => without,
-            count => shape.memory_without(storage, zero, Recompute::Blocks(count.min(shape.blocks)), leaving),
-        };
-        let activations = without.total().0.saturating_sub(dropped.total().0) as f64;
-        // Of the copies, those that are there where memory is the fullest then.
-        let there = parameters * (dropped.parameters.0 as f64 - held.masters).clamp(0.0, held.copies);
-        let halves = shape.passes(recompute);
-        let away = masters + state;
-        let returned = gradients / 4.0 * held.width * if self.parameters >= self.optimizer { 0.0 } else { 1.0 };
-        // To add a gradient to a sum, the host reads both and writes the sum.
-        let added = if shape.microbatches() > 1.0 { 3.0 * left } else { 0.0 };
-        let traffic = Traffic {
-            forward: Moved { up: copies, down: activations, added: 0.0 },
-            backward: Moved { up: copies + activations, down: left, added },
-            gradients: gradients - left,
-            updated: gradients / 4.0,
-            returned,
-            disk: if self.is_on_disk { away } else { 0.0 },
-        };
-        let beside = Beside { forward: halves[0], backward: halves[1], microbatches: shape.microbatches() };
-        let shown = Host::of(cluster).shown(&traffic, &beside);
-        let bytes = |bytes: f64| Bytes(bytes.max(0.0) as u64);
-        Relief {
-            memory: Memory {
-                parameters: bytes(masters + (there - window).max(0.0)),
-                gradients: Bytes(of_gradients),
-                optimizer: bytes(state),
-                activations: bytes(activations),
-                ..Memory::default()
-            },
-            host: bytes(if self.is_on_disk { 0.0 } else { away } + gradients + copies + activations),
-            transfers: shown.transfers,
-            update: shown.update - optimizer * base.optimizer.0,
+/// The offload of a model, or of each stage of its pipeline.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Offloads(Vec<Offload>);
+
+impl Offloads {
+    /// One for all, or one for each stage.
+    pub fn new(mut each: Vec<Offload>) -> Self {
+        if each.windows(2).all(|pair| pair[0] == pair[1]) {
+            each.truncate(1);
+        }
+        Self(each)
+    }
+
+    /// Whether everything lies on the devices.
+    pub fn is_none(&self) -> bool {
+        self.0.iter().all(Offload::is_none)
+    }
+
+    /// That of a stage.
+    pub fn of(&self, stage: u64) -> Offload {
+        let own = self.0.get(stage as usize).or_else(|| self.0.first().filter(|_| self.0.len() == 1));
+        own.copied().unwrap_or_default()
+    }
+
+    /// The one of all stages, or those of each.
+    pub fn each(&self) -> &[Offload] {
+        &self.0
+    }
+
+    /// Whether gradients leave as they are made.
+    pub fn leaves_gradients(&self) -> bool {
+        self.0.iter().any(|own| own.gradients > 0)
+    }
+
+    /// As pins would say it; nothing, if everything lies on the devices.
+    pub fn text(&self) -> String {
+        match &self.0[..] {
+            _ if self.is_none() => String::new(),
+            [of_all] => format!("offload={of_all}"),
+            each => format!("stage_offload={}", each.iter().map(Offload::to_string).collect::<Vec<_>>().join("/")),
         }
     }
 
-    /// Marks the values that lie away from the device between their uses.
+    /// Marks the values of a plan that lie away from the device between their uses.
     pub fn mark(&self, plan: &mut Plan) {
-        let order = block_order(&plan.graph);
-        let graph = &plan.graph;
-        let block = |node: &Node| fold::block_of(graph, node).and_then(|block| order.get(block).copied());
-        let within = |count: u64, node: &Node| block(node).map_or(count == ALL, |block| block < count);
-        let optimizer = if self.is_on_disk { Space::Disk } else { Space::Host };
-        let mut away: Vec<(ValueId, Space)> = Vec::new();
-        for (_, node) in plan.graph.nodes() {
-            let space = match &node.op {
-                Op::State(_) if within(self.optimizer, node) => optimizer,
-                Op::Parameter(_) if within(self.optimizer, node) && self.is_master(plan, node.results[0]) => optimizer,
-                Op::Parameter(_) if within(self.parameters, node) && !self.is_master(plan, node.results[0]) => {
-                    Space::Host
-                }
-                Op::Cast(_) if within(self.parameters, node) && is_parameter(plan, node.operands[0]) => Space::Host,
-                Op::Adamw(_) if within(self.gradients, node) => {
-                    away.push((node.operands[1], Space::Host));
-                    continue;
-                }
-                _ => continue,
-            };
-            away.push((node.results[0], space));
+        if self.is_none() {
+            return;
         }
-        for (_, node) in plan.graph.nodes().filter(|(_, node)| matches!(node.role, Role::Backward(_))) {
-            for value in &node.operands {
-                let maker = plan.graph.def(*value);
-                let is_saved = maker.role == Role::Forward && !maker.op.is_leaf() && !is_copy(plan, *value);
-                if is_saved && block(maker).is_some_and(|block| block < self.activations) {
-                    away.push((*value, Space::Host));
-                }
-            }
-        }
-        for (value, space) in away {
+        for (value, space) in self.away(plan) {
             plan.spaces[value] = space;
         }
     }
 
-    /// Whether only casts and the update read a parameter.
-    fn is_master(&self, plan: &Plan, value: ValueId) -> bool {
-        let mut readers = plan.graph.nodes().filter(|(_, node)| node.operands.contains(&value));
-        readers.all(|(_, node)| matches!(node.op, Op::Cast(_) | Op::Adamw(_)))
+    fn away(&self, plan: &Plan) -> Vec<(ValueId, Space)> {
+        let (places, read) = (Places::of(plan), read_by_passes(plan));
+        let within = |count: u64, id: NodeId| places.block(id).map_or(count == ALL, |block| block < count);
+        let mut away: Vec<(ValueId, Space)> = Vec::new();
+        for (id, node) in plan.graph.nodes() {
+            let own = self.of(places.stage(id));
+            let optimizer = if own.is_on_disk { Space::Disk } else { Space::Host };
+            let is_copy = || is_parameter(plan, node.operands[0]);
+            let (count, value, space) = match &node.op {
+                Op::State(_) => (own.optimizer, node.results[0], optimizer),
+                Op::Parameter(_) if !read.contains(&node.results[0]) => (own.optimizer, node.results[0], optimizer),
+                Op::Parameter(_) => (own.parameters, node.results[0], Space::Host),
+                Op::Cast(_) if is_copy() => (own.parameters, node.results[0], Space::Host),
+                Op::Adamw(_) => (own.gradients, node.operands[1], Space::Host),
+                _ => continue,
+            };
+            away.extend(within(count, id).then_some((value, space)));
+        }
+        for (_, node) in plan.graph.nodes().filter(|(_, node)| matches!(node.role, Role::Backward(_))) {
+            for value in &node.operands {
+                let (id, maker) = (plan.graph.value(*value).def, plan.graph.def(*value));
+                let is_saved = maker.role == Role::Forward && !maker.op.is_leaf() && !is_copy(plan, *value);
+                let count = self.of(places.stage(id)).activations;
+                if is_saved && places.block(id).is_some_and(|block| block < count) {
+                    away.push((*value, Space::Host));
+                }
+            }
+        }
+        away
     }
+}
+
+/// In which stage each node is, and in which of the stage's blocks.
+struct Places<'a> {
+    plan: &'a Plan,
+    order: BTreeMap<&'a str, u64>,
+    /// Per stage, the blocks that it has a part of.
+    blocks: Vec<Vec<u64>>,
+}
+
+impl<'a> Places<'a> {
+    fn of(plan: &'a Plan) -> Self {
+        let order = block_order(&plan.graph);
+        let mut own = Self { plan, order, blocks: Vec::new() };
+        let mut blocks = vec![BTreeSet::new(); plan.stages() as usize];
+        let forward = |node: &Node| node.role == Role::Forward && !node.op.is_leaf();
+        for (id, _) in plan.graph.nodes().filter(|(_, node)| forward(node)) {
+            blocks[own.stage(id) as usize].extend(own.of_model(id));
+        }
+        own.blocks = blocks.into_iter().map(Vec::from_iter).collect();
+        own
+    }
+
+    fn stage(&self, id: NodeId) -> u64 {
+        let Plan { pipeline, .. } = self.plan;
+        pipeline.chunks[id].map_or(0, |chunk| pipeline.stage_of(chunk, self.plan.stages()))
+    }
+
+    /// The place of a node's block in the whole model.
+    fn of_model(&self, id: NodeId) -> Option<u64> {
+        let block = fold::block_of(&self.plan.graph, self.plan.graph.node(id))?;
+        self.order.get(block).copied()
+    }
+
+    /// The place of a node's block among those of its stage.
+    fn block(&self, id: NodeId) -> Option<u64> {
+        let block = self.of_model(id)?;
+        self.blocks[self.stage(id) as usize].binary_search(&block).ok().map(|place| place as u64)
+    }
+}
+
+/// What others read than casts and updates: of parameters, all but the master copies.
+fn read_by_passes(plan: &Plan) -> BTreeSet<ValueId> {
+    let passes = plan.graph.nodes().filter(|(_, node)| !matches!(node.op, Op::Cast(_) | Op::Adamw(_)));
+    passes.flat_map(|(_, node)| &node.operands).copied().collect()
 }
 
 fn is_parameter(plan: &Plan, value: ValueId) -> bool {
@@ -210,36 +250,6 @@ fn is_parameter(plan: &Plan, value: ValueId) -> bool {
 fn is_copy(plan: &Plan, value: ValueId) -> bool {
     let maker = plan.graph.def(value);
     matches!(maker.op, Op::Cast(_)) && is_parameter(plan, maker.operands[0])
-}
-
-impl Relief {
-    /// The prediction of the same plan with what this takes away and adds.
-    pub fn apply(&self, on_device: &Prediction, cluster: &Cluster) -> Prediction {
-        let (mut memory, mut freed, mut excess) = (on_device.memory, self.memory, 0);
-        for category in Category::ALL {
-            let (held, freed) = (memory.category(category), freed.category(category));
-            let taken = freed.0.min(held.0);
-            *held = Bytes(held.0 - taken);
-            excess += freed.0 - taken;
-        }
-        // Where memory is the fullest with all on the device, other values are than where it is now.
-        for category in [Category::Gradient, Category::Activation, Category::Parameter, Category::Optimizer] {
-            let held = memory.category(category);
-            let taken = excess.min(held.0);
-            (*held, excess) = (Bytes(held.0 - taken), excess - taken);
-        }
-        let step = on_device.step.0 + self.transfers + self.update;
-        Prediction {
-            step: Seconds(step),
-            exposed_communication: Seconds(on_device.exposed_communication.0 + self.transfers),
-            communication: Seconds(on_device.communication.0 + self.transfers),
-            optimizer: Seconds((on_device.optimizer.0 + self.update).max(0.0)),
-            mfu: on_device.mfu * on_device.step.0 / step,
-            memory,
-            host: Bytes(on_device.host.0 + self.host.0 * cluster.per_node.min(cluster.ranks())),
-            ..*on_device
-        }
-    }
 }
 
 impl fmt::Display for Offload {

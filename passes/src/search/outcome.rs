@@ -12,6 +12,9 @@ use shardc_ir::{Bytes, Seconds};
 /// What may help where nothing fits that runs.
 const UNRUN: &str = "see by --search all whether pipelines or offload would fit, where `train` does not run them yet";
 
+/// The same for stages.
+const UNRUN_STAGES: &str = "see by --search all whether it fits with offload, where `train` does not run it yet";
+
 /// What a pipeline may be pinned to, for which values are not chosen one by one.
 const LEANER: &str = "pin recompute=selective or recompute=all, or more loss_chunks";
 
@@ -234,9 +237,8 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
     if is_staged && largest(&needs).0 == "activations" && pins.recompute.is_none() {
         fixes.push(LEANER.to_string());
     }
-    // Pipelines keep everything on their devices.
-    if request.scope == Scope::Runnable && !is_staged {
-        fixes.push(UNRUN.to_string());
+    if request.scope == Scope::Runnable && !space.away.is_pinned {
+        fixes.push(if is_staged { UNRUN_STAGES } else { UNRUN }.to_string());
     }
     PlanError::Infeasible {
         bound,

@@ -1,7 +1,7 @@
 //! Pins: choices that the user fixes.
 
 use super::PlanError;
-use super::offload::Offload;
+use super::offload::{Offload, Offloads};
 use super::overlap::MOST_CHUNKS;
 use shardc_ir::Plan;
 use shardc_ir::pipeline::Schedule;
@@ -127,8 +127,10 @@ pub struct Pins {
     pub overlap_chunks: Option<u64>,
     /// Whether casts of parameters are kept from step to step.
     pub keep_casts: Option<bool>,
-    /// What lies away from the device.
+    /// What lies away from the device, of every stage.
     pub offload: Option<Offload>,
+    /// The same of each stage of a pipeline; empty if it is open.
+    pub stage_offload: Vec<Offload>,
 }
 
 impl Pins {
@@ -209,6 +211,14 @@ impl Pins {
                     pins.offload = Some(Offload::parse(value).map_err(pin)?);
                     continue;
                 }
+                "stage_offload" => {
+                    if !pins.stage_offload.is_empty() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    let all: Result<Vec<Offload>, String> = value.split('/').map(Offload::parse).collect();
+                    pins.stage_offload = all.map_err(pin)?;
+                    continue;
+                }
                 "schedule" => {
                     if pins.schedule.is_some() {
                         return Err(pin(format!("`{name}` is pinned twice")));
@@ -220,7 +230,7 @@ impl Pins {
                 }
                 _ => {
                     let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
-                                 stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload";
+                                 stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -248,13 +258,19 @@ impl Pins {
         Ok(pins)
     }
 
+    /// What is pinned to lie away from the devices.
+    pub fn offloads(&self) -> Option<Offloads> {
+        let of_all = || self.offload.map(|pin| Offloads::new(vec![pin]));
+        if self.stage_offload.is_empty() { of_all() } else { Some(Offloads::new(self.stage_offload.clone())) }
+    }
+
     /// What is pinned to be as it would be without, which no choice names, as further parts of one.
     pub(super) fn unnamed(&self) -> String {
         let pinned = [
             (self.loss_chunks == Some(1), "loss_chunks=1"),
             (self.overlap_chunks == Some(1), "overlap_chunks=1"),
             (self.keep_casts == Some(false), "keep_casts=0"),
-            (self.offload.is_some_and(|offload| offload.is_none()), "offload=none"),
+            (self.offloads().is_some_and(|pinned| pinned.is_none()), "offload=none"),
         ];
         pinned.into_iter().filter(|(is_pinned, _)| *is_pinned).map(|(_, part)| format!(",{part}")).collect()
     }
@@ -280,15 +296,27 @@ impl Pins {
                 "the stages of a pipeline take whole microbatches; leave it out, or the pins of stages".to_string();
             return fail(format!("overlap_chunks={chunks}"), message);
         }
-        let named = self.stage_recompute.len() as u64;
-        if named > 0 && (self.pp != Some(named) || named == 1) {
+        let named = [
+            ("stage_recompute", "recompute", self.stage_recompute.len() as u64),
+            ("stage_offload", "offload", self.stage_offload.len() as u64),
+        ];
+        for (name, of_all, named) in named.into_iter().filter(|(_, _, named)| *named > 0) {
+            if self.pp == Some(named) && named > 1 {
+                continue;
+            }
             let message = match self.pp {
-                Some(1) => "it is of pipeline stages, and pp=1 has none; pin recompute instead".to_string(),
+                Some(1) => format!("it is of pipeline stages, and pp=1 has none; pin {of_all} instead"),
                 Some(stages) => format!("it names {named} of the {stages} stages of pp={stages}; name one for each"),
                 None if named == 1 => "it names one stage; name one for each stage, and pin pp with it".to_string(),
                 None => format!("it names {named} stages; pin pp={named} with it"),
             };
-            return fail("stage_recompute".to_string(), message);
+            return fail(name.to_string(), message);
+        }
+        if let Some(pin) = self.offload.filter(|_| !self.stage_offload.is_empty()) {
+            return fail(
+                format!("offload={pin}"),
+                "stage_offload says it of each stage; leave one of them out".to_string(),
+            );
         }
         if let (Some(pin), Some(most)) = (self.recompute, self.stage_recompute.iter().max())
             && pin != *most
@@ -430,6 +458,11 @@ mod tests {
         check("offload=optimizer:2,tp=2", "optimizer: 2, gradients: 0, parameters: 0");
         check("offload=optimizer,offload=none", "`offload` is pinned twice");
         check("offload=weights", "`weights` is none of none, optimizer");
+        check("pp=2,stage_offload=optimizer:2/none", "stage_offload: [Offload { optimizer: 2");
+        check("pp=4,stage_offload=optimizer:2/none", "it names 2 of the 4 stages of pp=4");
+        check("pp=1,stage_offload=optimizer", "pp=1 has none; pin offload instead");
+        check("pp=2,stage_offload=none/weights", "`weights` is none of none, optimizer");
+        check("pp=2,offload=none,stage_offload=none/none", "`offload=none`: stage_offload says it of each stage");
         check("dp", "write NAME=VALUE");
         let unnamed = |text: &str| Pins::parse(text).map(|pins| pins.unnamed()).unwrap_or_default();
         assert_eq!(unnamed("loss_chunks=2,overlap_chunks=1,keep_casts=0"), ",overlap_chunks=1,keep_casts=0");

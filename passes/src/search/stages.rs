@@ -10,37 +10,34 @@
 //! A stage takes what it takes the slowest of its own devices, and may take the memory of the smallest of them: stages on
 //! unequal nodes are as long as each other, and hold unequal parts of the model.
 //!
-//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them: the
-//! least that fits, which the dynamic program weighs against moving the cut.
+//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them, and where that does
+//! not do, what lies away from its devices ([`moved`]): the least that fits ([`levels`]), which the dynamic program weighs
+//! against moving the cut.
 
 mod cuts;
+mod levels;
+mod moved;
+mod problem;
+mod step;
 
+use super::away::{Away, suits};
 use super::estimate::Work;
 use super::held::Held;
-use super::line::{Line, Once, Sums};
-use super::offload::{Offload, Relief};
+use super::line::{Line, Sums};
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
 use super::schedules::schedules;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
-use crate::cost::collective::{distance, send_over};
-use crate::cost::step;
-use crate::pipeline::order::{Lengths, Pass, Step, orders};
-use crate::pipeline::timeline::{Durations, Link, timeline};
+use crate::pipeline::order::orders;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
+use levels::{Again, Choice, Levels, Pace, longest, pinned};
+use moved::{InBlocks, Model, hosts};
+use problem::{Portions, Problem, Solution};
 use shardc_ir::pipeline::{Length, Schedule};
-use shardc_ir::plan::{Memory, Prediction};
-use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+use shardc_ir::{Bytes, NodeId, Pipeline};
 use std::collections::BTreeSet;
-
-/// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
-const STEADY_WITHIN: f64 = 1.01;
-/// Microbatches that are followed at the most where stages wait for messages.
-const MOST_FOLLOWED: u64 = 256;
-/// Microbatches, in stages, after which every further one takes as long as the one before.
-const STEADY: u64 = 3;
 
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
@@ -82,6 +79,11 @@ struct Mesh<'a> {
     set: &'a [usize],
     /// Per stage, what a rank may take of its memory.
     rooms: &'a [Bytes],
+    /// How many ranks of each stage its hosts have.
+    hosts: Vec<Vec<u64>>,
+    away: Away,
+    /// What blocks have, if anything may leave.
+    in_blocks: Option<&'a InBlocks>,
     /// One for each way to store parameters.
     degrees: &'a [Degrees],
     work: Work,
@@ -95,307 +97,6 @@ struct Mesh<'a> {
 
 /// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
 const FAR: f64 = 1.1;
-
-/// One way to compute again, in whatever stages.
-struct Level {
-    recompute: Recompute,
-    /// As [`Mesh::seen`]: on the slowest device of each set.
-    paces: Vec<Pace>,
-    /// Of its memory, what does not grow with microbatches.
-    working: f64,
-}
-
-/// What a model takes on one kind of devices.
-struct Pace {
-    /// Along the line.
-    sums: Sums,
-    /// If one stage had all of it.
-    whole: Prediction,
-}
-
-/// In how many units a plan says how long its longest part of a chunk takes.
-const LONGEST: f64 = 10_000.0;
-
-/// Which level each stage takes.
-#[derive(Clone, Debug)]
-enum Choice {
-    /// The same for all.
-    All(usize),
-    /// The first that fits, for each.
-    Least,
-    /// These.
-    Named(Vec<usize>),
-}
-
-/// One schedule on one mesh, with one choice of ZeRO.
-struct Problem<'a> {
-    mesh: &'a Mesh<'a>,
-    /// From the least to the most; all are cut at the places of the last.
-    levels: &'a [Level],
-    choice: Choice,
-    pipeline: Pipeline,
-    stages: u64,
-    /// Per chunk.
-    held: &'a [Held],
-    portions: Portions,
-}
-
-/// What a rank has of what its stage shares with others.
-#[derive(Clone, Copy, Debug)]
-struct Portions {
-    /// Of a gradient, while it is added up over the microbatches.
-    summed: f64,
-    /// Of a parameter or its gradient, as it is stored.
-    stored: f64,
-    /// Of a parameter, while the loop goes on.
-    gathered: f64,
-}
-
-/// The chunks of a stage, with where they begin and end.
-type Parts = Vec<(usize, usize, usize)>;
-
-/// Cuts, what each stage computes again, and what they take.
-struct Solution {
-    cuts: Vec<NodeId>,
-    levels: Vec<usize>,
-    lengths: Vec<Length>,
-    prediction: Prediction,
-}
-
-impl Problem<'_> {
-    /// Where the line may be cut.
-    fn line(&self) -> &Sums {
-        &self.levels[self.levels.len() - 1].paces[0].sums
-    }
-
-    /// What the model takes on the devices of a stage.
-    fn pace(&self, level: usize, stage: usize) -> &Pace {
-        &self.levels[level].paces[self.mesh.set[stage]]
-    }
-
-    /// What a stage takes.
-    fn sums(&self, level: usize, stage: usize) -> &Sums {
-        &self.pace(level, stage).sums
-    }
-
-    /// The level of a stage with these chunks; nothing if none fits.
-    fn level(&self, stage: u64, chunks: &[(usize, usize, usize)]) -> Option<usize> {
-        let room = self.mesh.rooms[stage as usize].0 as f64;
-        let fits = |level: usize, share: f64| {
-            self.mesh.with_unfit || self.memory(level, chunks).total().0 as f64 <= share * room
-        };
-        match &self.choice {
-            Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
-            Choice::Least => (0..self.levels.len()).find(|level| fits(*level, self.mesh.spare)),
-            Choice::Named(levels) => levels.get(stage as usize).copied().filter(|level| fits(*level, 1.0)),
-        }
-    }
-
-    fn message(&self, place: usize) -> f64 {
-        self.send(self.line().passing(place))
-    }
-
-    /// What it takes to send so many bytes to another stage.
-    fn send(&self, bytes: f64) -> f64 {
-        // Stages are next to each other in the order of the ranks: some two are as far apart as any ranks are.
-        let cluster = self.mesh.placed.cluster;
-        let farthest = distance(0, cluster.ranks() - 1, cluster);
-        if bytes > 0.0 { send_over(bytes, farthest, cluster).0 } else { 0.0 }
-    }
-
-    /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.
-    fn exchanged(&self, sums: &Sums, chunks: &[(usize, usize, usize)]) -> f64 {
-        let Once { gradients, parameters, .. } = sums.once(chunks);
-        let seconds = |each: [f64; 2]| self.send(self.portions.stored * each.iter().sum::<f64>());
-        seconds(gradients) + seconds(parameters)
-    }
-
-    /// The memory of a stage with these chunks.
-    fn memory(&self, level: usize, chunks: &[(usize, usize, usize)]) -> Memory {
-        let Level { paces, working, .. } = &self.levels[level];
-        let Pace { sums, whole } = &paces[0];
-        let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
-        let held = chunks.iter().map(|(chunk, from, to)| {
-            let Held { kept, lasting, awaited } = self.held[*chunk];
-            let of = |copies: u64, bytes: &[f64]| copies as f64 * sums.between(bytes, *from, *to);
-            let passing = lasting as f64 * sums.passing(*from);
-            passing + of(kept, &sums.kept) + of(lasting, &sums.lasting) + of(awaited, &sums.awaited)
-        });
-        let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
-        let whole = &whole.memory;
-        // Gradients from other stages come when the activations are gone.
-        let (Portions { summed, gathered, .. }, once) = (self.portions, sums.once(chunks));
-        let bytes = |bytes: f64| Bytes(bytes as u64);
-        Memory {
-            parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
-            gradients: part(whole.gradients) + bytes(summed * once.made),
-            optimizer: part(whole.optimizer),
-            activations: Bytes((held.sum::<f64>() + working) as u64),
-            buffers: whole.buffers,
-            reserved: Bytes(0),
-        }
-    }
-
-    /// Cuts the line, and predicts the step; nothing if no cuts fit.
-    fn solve(&self, microbatches: u64) -> Option<Solution> {
-        let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
-        let solutions = self.ends(microbatches).into_iter().filter_map(|ends| self.cut_at(&ends, microbatches));
-        solutions.min_by(|a, b| {
-            let (a, b) = (rank(a), rank(b));
-            a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
-        })
-    }
-
-    /// What cuts at these places come to.
-    fn cut_at(&self, ends: &[usize], microbatches: u64) -> Option<Solution> {
-        let (sums, last) = (self.line(), self.levels.len() - 1);
-        let of_stage = |stage: u64| {
-            let chunks = self.pipeline.chunks_of(stage, self.stages).into_iter().map(|chunk| chunk as usize);
-            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Parts>()
-        };
-        let stages: Vec<Parts> = (0..self.stages).map(of_stage).collect();
-        let level = |(stage, chunks): (usize, &Parts)| match &self.choice {
-            Choice::All(level) => *level,
-            Choice::Least => self.level(stage as u64, chunks).unwrap_or(last),
-            Choice::Named(levels) => levels[stage],
-        };
-        let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
-        let taken = |((chunks, level), room): ((&Parts, &usize), &Bytes)| Prediction {
-            memory: self.memory(*level, chunks),
-            room: *room,
-            ..Prediction::default()
-        };
-        let taken = stages.iter().zip(&levels).zip(self.mesh.rooms).map(taken);
-        let fullest = taken.max_by(|a, b| a.filled().total_cmp(&b.filled()))?;
-        let inner = &ends[1..ends.len() - 1];
-        let cuts = inner.iter().map(|cut| self.mesh.line.main[sums.places[*cut]]).collect();
-        let prediction = self.predict(ends, &stages, &levels, fullest, microbatches)?;
-        // On equal devices what chunks compute and move tells nearly as much, and programs need less memory.
-        let is_mixed = self.mesh.seen.len() > 1;
-        let lengths = if is_mixed { self.lengths(ends, &levels) } else { Vec::new() };
-        Some(Solution { cuts, levels, lengths, prediction })
-    }
-
-    /// What a chunk takes of a microbatch, at these levels of the stages.
-    fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
-        let stage = self.pipeline.stage_of(chunk, self.stages) as usize;
-        let (sums, index) = (self.sums(levels[stage], stage), chunk as usize);
-        let of = |each: &[f64]| sums.between(each, ends[index], ends[index + 1]);
-        Lengths { forward: of(&sums.forward), backward: of(&sums.backward), weight: of(&sums.weight) }
-    }
-
-    /// What all chunks take, the longest part in [`LONGEST`].
-    fn lengths(&self, ends: &[usize], levels: &[usize]) -> Vec<Length> {
-        let chunks = 0..ends.len() as u32 - 1;
-        let parts = chunks.map(|chunk| {
-            let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
-            [forward, backward, weight, self.message(ends[chunk as usize])]
-        });
-        let parts: Vec<[f64; 4]> = parts.collect();
-        let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
-        let scaled = |parts: [f64; 4]| {
-            let [forward, backward, weight, message] = parts.map(|part| (part / longest * LONGEST).round() as u64);
-            Length { forward, backward, weight, message }
-        };
-        parts.into_iter().map(scaled).collect()
-    }
-
-    fn predict(
-        &self,
-        ends: &[usize],
-        stages: &[Parts],
-        levels: &[usize],
-        fullest: Prediction,
-        microbatches: u64,
-    ) -> Option<Prediction> {
-        let seconds = |(stage, (chunks, level)): (usize, (&Parts, &usize))| {
-            chunks.iter().map(|(_, from, to)| self.sums(*level, stage).seconds(*from, *to)).sum::<f64>()
-        };
-        let seconds = stages.iter().zip(levels).enumerate().map(seconds).enumerate();
-        let (longest, slowest) = seconds.max_by(|a, b| a.1.total_cmp(&b.1))?;
-        let links = chain(&self.pipeline, self.stages);
-        let durations = Costs { problem: self, ends, levels, links: &links };
-        let some = microbatches.min(STEADY * self.stages * self.pipeline.per_stage).next_multiple_of(self.stages);
-        let some = some.min(microbatches);
-        let run = |microbatches: u64| {
-            let orders = orders(&self.pipeline, self.stages, microbatches, self.line().lengths()).ok()?;
-            let run = timeline(&self.pipeline, &orders, &links, &durations)?;
-            Some(run.finish.into_iter().fold(0.0, f64::max))
-        };
-        let (all, mut run) = (&run, run(some)?);
-        if some < microbatches {
-            let further = (run - all(some - self.stages)?) / self.stages as f64;
-            let (most, each) = match further > slowest * STEADY_WITHIN {
-                // Stages wait for messages: the more, the more microbatches there are.
-                true => (microbatches.min(MOST_FOLLOWED), further),
-                false => (some, slowest),
-            };
-            run = if most > some { all(most)? } else { run } + (microbatches - most) as f64 * each;
-        }
-        // What the whole model does outside of the loop falls to each stage by its share of the parameters.
-        let (most, spread) = (levels.iter().max().copied()?, step::spread(self.mesh.placed.cluster.ranks()));
-        let all = |sums: &Sums| microbatches as f64 * sums.whole();
-        let once = |(stage, chunks): (usize, &Parts)| {
-            let Pace { sums, whole } = self.pace(most, stage);
-            let stored = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum::<f64>();
-            let [once, optimizer] =
-                [(whole.step.0 / spread - all(sums)).max(0.0), whole.optimizer.0].map(|seconds| seconds * stored);
-            [once + self.exchanged(sums, chunks), optimizer]
-        };
-        let once = stages.iter().enumerate().map(once);
-        let [once, optimizer] = once.fold([0.0f64; 2], |[a, b], [once, optimizer]| [a.max(once), b.max(optimizer)]);
-        let total = (run + once) * spread;
-        let Pace { sums, whole } = self.pace(most, longest);
-        let part = microbatches as f64 * slowest / all(sums).max(f64::MIN_POSITIVE);
-        let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
-        let mut prediction = Prediction {
-            step: Seconds(total),
-            matmul: scaled(whole.matmul),
-            memory_bound: scaled(whole.memory_bound),
-            exposed_communication: scaled(whole.exposed_communication),
-            communication: scaled(whole.communication),
-            optimizer: Seconds(optimizer),
-            mfu: self.mesh.work.at_peak.0 / (total * self.mesh.placed.cluster.ranks() as f64),
-            memory: fullest.memory,
-            room: fullest.room,
-            ..*whole
-        };
-        let named = prediction.matmul + prediction.memory_bound + prediction.exposed_communication;
-        prediction.bubble = Seconds((total - (named + prediction.optimizer).0).max(0.0));
-        Some(prediction)
-    }
-}
-
-/// The links of chunks that follow each other, between stages.
-fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
-    let chunks = (stages * pipeline.per_stage) as u32;
-    let both = (1..chunks).flat_map(|chunk| {
-        let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
-        [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
-    });
-    both.filter(|link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages)).collect()
-}
-
-/// The seconds of a schedule's steps.
-struct Costs<'a> {
-    problem: &'a Problem<'a>,
-    ends: &'a [usize],
-    /// Of each stage.
-    levels: &'a [usize],
-    links: &'a [Link],
-}
-
-impl Durations for Costs<'_> {
-    fn step(&self, step: Step) -> f64 {
-        let own = self.problem.chunk(step.chunk, self.ends, self.levels);
-        own.of(self.problem.pipeline.schedule, step.chunk, step.pass)
-    }
-
-    fn message(&self, link: usize) -> f64 {
-        let Link { from, to } = self.links[link];
-        self.problem.message(self.ends[from.0.max(to.0) as usize])
-    }
-}
 
 /// The pipelines of a mesh with stages, of which the batch is placed; `best` is the fastest known step.
 pub(super) fn solve(
@@ -423,8 +124,27 @@ pub(super) fn solve(
         rest = after;
     }
     let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
-    let with_unfit = space.with_unfit;
-    let mesh = Mesh { prepared, line, placed, seen, set, rooms, degrees, work, spare, with_unfit, best };
+    let (with_unfit, away) = (space.with_unfit, point.away);
+    let of = |recompute: Recompute| Sums::new(prepared, &own.shape, recompute, line);
+    let in_blocks = away.moves().then(|| InBlocks::new(line, &of(Recompute::None), &of(Recompute::All)));
+    let hosts = if away.moves() { hosts(placed.mesh, cluster.per_node) } else { Vec::new() };
+    let in_blocks = in_blocks.as_ref();
+    let mesh = Mesh {
+        prepared,
+        line,
+        placed,
+        seen,
+        set,
+        rooms,
+        hosts,
+        away,
+        in_blocks,
+        degrees,
+        work,
+        spare,
+        with_unfit,
+        best,
+    };
     extend(&mut found, &mesh, space.pins);
     found
 }
@@ -442,34 +162,69 @@ fn clusters_by_stage(space: &Space<'_, '_>, mesh: &shardc_ir::Mesh) -> (Vec<Vec<
     (sets.iter().map(|set| space.cluster.among(set)).collect(), set)
 }
 
+/// What is computed again in one way or other, and on each set of kinds, by its slowest, what that takes.
+struct Recomputed<'a> {
+    ways: Vec<Recompute>,
+    of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
+}
+
+impl<'a> Recomputed<'a> {
+    fn new(mesh: &Mesh<'a>, pins: &Pins) -> Self {
+        let menu = mesh.seen[0][0].shape.menu();
+        let named = pins.stage_recompute.iter().map(|own| own.within(menu.steps()));
+        let keeps = pins.offloads().is_some_and(|pinned| pinned.each().iter().any(|own| own.activations > 0));
+        let ways: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
+            _ if !pins.stage_recompute.is_empty() => named.collect(),
+            Some(pin) => [pin.within(menu.steps())].into(),
+            // What is moved is not computed again.
+            None if keeps => [Recompute::None].into(),
+            None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
+        };
+        let ways = Vec::from_iter(ways);
+        let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
+            let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
+            let longer = |a: &(&Seen<'_>, Sums), b: &(&Seen<'_>, Sums)| a.1.whole().total_cmp(&b.1.whole());
+            seen.iter().map(sums).max_by(longer)
+        };
+        let of_set = |seen: &&'a [Seen<'a>]| ways.iter().filter_map(|again| slowest(seen, again)).collect();
+        let of_sets = mesh.seen.iter().map(of_set).collect();
+        Self { ways, of_sets }
+    }
+
+    /// The sums on the slowest kind, of each way.
+    fn sums(&self, index: usize) -> &Sums {
+        &self.of_sets[0][index].1
+    }
+}
+
+/// One schedule on one mesh, with one choice of ZeRO.
+struct Tries<'a> {
+    mesh: &'a Mesh<'a>,
+    pins: &'a Pins,
+    again: &'a Recomputed<'a>,
+    pipeline: Pipeline,
+    stages: u64,
+    /// Which of the ways to store parameters.
+    storage: usize,
+    zero: u64,
+    portions: Portions,
+    model: Model,
+    /// What is pinned to lie away from the devices of each stage, if anything is.
+    pinned: Vec<super::offload::Offload>,
+    /// Whether gradients may leave as they are made.
+    may_leave: bool,
+}
+
 /// Adds the pipelines of a placed mesh with stages.
-fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
-    let microbatches = mesh.placed.microbatches;
-    let stages = mesh.placed.mesh.degree("pp");
+fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
+    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
     let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     if microbatches < 2 {
         return;
     }
-    let own = &mesh.seen[0][0];
-    let menu = own.shape.menu();
-    let named: Vec<Recompute> = pins.stage_recompute.iter().map(|own| own.within(menu.steps())).collect();
-    let recomputes: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-        _ if !named.is_empty() => named.iter().copied().collect(),
-        Some(pin) => [pin.within(menu.steps())].into(),
-        None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
-    };
-    let recomputes = Vec::from_iter(recomputes);
-    // Per set of kinds and way to compute again, the slowest of the set, and its sums.
-    let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
-        let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
-        let longer = |a: &(&Seen<'_>, Sums), b: &(&Seen<'_>, Sums)| a.1.whole().total_cmp(&b.1.whole());
-        seen.iter().map(sums).max_by(longer)
-    };
-    let of_set = |seen: &&'a [Seen<'a>]| recomputes.iter().filter_map(|again| slowest(seen, again)).collect();
-    let of_sets: Vec<Vec<(&Seen<'a>, Sums)>> = mesh.seen.iter().map(of_set).collect();
-    let sums: Vec<&Sums> = of_sets[0].iter().map(|(_, sums)| sums).collect();
+    let again = &Recomputed::new(mesh, pins);
+    let shape = &mesh.seen[0][0].shape;
     for (schedule, per_stage) in schedules(pins) {
-        let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
         let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
             true => zero == 1,
@@ -477,84 +232,145 @@ fn extend<'a>(candidates: &mut Vec<Candidate>, mesh: &Mesh<'a>, pins: &Pins) {
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
-                let level = |index: usize, places: &Sums| {
-                    let recompute = recomputes[index];
-                    let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
-                        let (Seen { placed, shape, .. }, sums) = &all[index];
-                        let whole = shape.predict(placed, storage, zero, recompute, mesh.work);
-                        Pace { sums: sums.cut_as(places), whole }
-                    };
-                    let paces: Vec<Pace> = of_sets.iter().map(pace).collect();
-                    let Pace { sums, whole } = &paces[0];
-                    let kept: f64 = [&sums.kept, &sums.lasting].into_iter().flat_map(|all| all.last()).sum();
-                    // The largest of what gradients of weights wait for is made where most lives, and counted with
-                    // its copies.
-                    let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
-                    let working = (whole.memory.activations.0 as f64 - kept - copied).max(0.0);
-                    Level { recompute, paces, working }
-                };
-                let stored = own.shape.share(storage, zero);
+                let stored = shape.share(storage, zero);
                 let part = |least: u64| if zero >= least { stored } else { 1.0 };
-                let portions = Portions { summed: part(2), stored, gathered: part(3) };
-                let is_far = |index: usize| {
-                    let all = of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
-                    // Stages wait for each other while the pipeline fills and drains, for what others compute of a
-                    // microbatch; where backward passes are split there may be something else to do.
-                    let filling = if schedule.splits_backward() { 0.0 } else { (stages - 1) as f64 / per_stage as f64 };
-                    (microbatches as f64 + filling) * all / stages as f64 > FAR * mesh.best
+                let tries = Tries {
+                    mesh,
+                    pins,
+                    again,
+                    pipeline: Pipeline { schedule, per_stage, ..Pipeline::default() },
+                    stages,
+                    storage,
+                    zero,
+                    portions: Portions { summed: part(2), stored, gathered: part(3) },
+                    model: Model::new(shape, storage, zero, mesh.in_blocks),
+                    pinned: pinned(pins, stages),
+                    may_leave: shape.leaves_gradients(storage, zero),
                 };
-                let mut try_out = |levels: &[Level], choice: Choice| {
-                    let (pipeline, sums) = (pipeline.clone(), &levels.last()?.paces[0].sums);
-                    let lengths = sums.lengths();
-                    let orders = orders(&pipeline, stages, microbatches, lengths).ok()?;
-                    let held = &Held::of_chunks(&pipeline, &orders, (stages * per_stage) as usize, sums.held())[..];
-                    let Solution { cuts, levels: of_stages, lengths, prediction } =
-                        Problem { mesh, levels, choice, pipeline, stages, held, portions }.solve(microbatches)?;
-                    let mut recompute: Vec<Recompute> =
-                        of_stages.iter().map(|level| levels[*level].recompute).collect();
-                    let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
-                    if recompute.iter().all(|own| *own == most) {
-                        recompute.clear();
-                    }
-                    let stages = Some(Stages { schedule, per_stage, cuts, recompute, lengths });
-                    let (degrees, loss_chunks, byte) = (degrees.clone(), own.shape.loss_chunks, 0.0);
-                    let (offload, relief, recompute) = (Offload::default(), Relief::default(), most);
-                    let fits = prediction.fits();
-                    candidates.push(Candidate {
-                        degrees,
-                        stages,
-                        zero,
-                        recompute,
-                        loss_chunks,
-                        overlap_chunks: 1,
-                        within: 0.0,
-                        byte,
-                        offload,
-                        relief,
-                        prediction,
-                    });
-                    Some(fits)
-                };
-                // All may be computed again by stage: then cuts lie between blocks.
-                let mixed = |most: usize| -> Vec<Level> { (0..=most).map(|index| level(index, sums[most])).collect() };
-                if !named.is_empty() {
-                    let of = |own: &Recompute| recomputes.iter().position(|known| known == own).unwrap_or(0);
-                    let levels: Vec<usize> = named.iter().map(of).collect();
-                    let most = levels.iter().copied().max().unwrap_or(0);
-                    try_out(&mixed(most), Choice::Named(levels));
-                    continue;
-                }
-                // More recomputation takes longer: the first that fits is the best that all stages can do.
-                for index in (0..sums.len()).filter(|index| !is_far(*index)) {
-                    let fits = try_out(&[level(index, sums[index])], Choice::All(0));
-                    if index > 0 && fits != Some(false) {
-                        try_out(&mixed(index), Choice::Least);
-                    }
-                    if fits == Some(true) {
-                        break;
-                    }
-                }
+                tries.all(candidates);
             }
+        }
+    }
+}
+
+impl Tries<'_> {
+    /// A way to compute again, cut at the places of some sums.
+    fn again(&self, index: usize, places: &Sums) -> Again {
+        let (recompute, schedule) = (self.again.ways[index], self.pipeline.schedule);
+        let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
+            let (Seen { placed, shape, .. }, sums) = &all[index];
+            let whole = shape.predict(placed, self.storage, self.zero, recompute, self.mesh.work);
+            Pace { sums: sums.cut_as(places), whole }
+        };
+        let paces: Vec<Pace> = self.again.of_sets.iter().map(pace).collect();
+        let Pace { sums, whole } = &paces[0];
+        // The largest of what gradients of weights wait for is made where most lives, and counted with
+        // its copies.
+        let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
+        let working = (whole.memory.activations.0 as f64 - sums.between_passes() - copied).max(0.0);
+        Again { recompute, paces, working }
+    }
+
+    /// All up to one of them, of which each stage may take its own: then cuts lie between blocks.
+    fn mixed(&self, most: usize) -> Vec<Again> {
+        (0..=most).map(|index| self.again(index, self.again.sums(most))).collect()
+    }
+
+    /// Whether a way to compute again takes too long for it to be worth a try.
+    fn is_far(&self, index: usize) -> bool {
+        let Pipeline { schedule, per_stage, .. } = self.pipeline;
+        let (microbatches, stages) = (self.mesh.placed.microbatches as f64, self.stages as f64);
+        let all = self.again.of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
+        // Stages wait for each other while the pipeline fills and drains, for what others compute of a
+        // microbatch; where backward passes are split there may be something else to do.
+        let filling = if schedule.splits_backward() { 0.0 } else { (stages - 1.0) / per_stage as f64 };
+        (microbatches + filling) * all / stages > FAR * self.mesh.best
+    }
+
+    /// Adds the best cuts where stages have a choice of levels; whether it fits, if there are any.
+    fn try_out(
+        &self,
+        candidates: &mut Vec<Candidate>,
+        agains: &[Again],
+        levels: Levels,
+        choice: Choice,
+    ) -> Option<bool> {
+        let Pipeline { schedule, per_stage, .. } = self.pipeline;
+        let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
+        let orders = orders(&self.pipeline, stages, mesh.placed.microbatches, sums.lengths()).ok()?;
+        let held = &Held::of_chunks(&self.pipeline, &orders, (stages * per_stage) as usize, sums.held())[..];
+        let problem = Problem { tries: self, agains, levels, choice, held };
+        let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;
+        let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
+        if recompute.iter().all(|own| *own == most) {
+            recompute.clear();
+        }
+        let fits = prediction.fits();
+        candidates.push(Candidate {
+            degrees: mesh.degrees[self.storage].clone(),
+            stages: Some(Stages { schedule, per_stage, cuts, recompute, lengths }),
+            zero: self.zero,
+            recompute: most,
+            loss_chunks: mesh.seen[0][0].shape.loss_chunks,
+            overlap_chunks: 1,
+            within: 0.0,
+            byte: 0.0,
+            offload,
+            relief,
+            prediction,
+        });
+        Some(fits)
+    }
+
+    /// Adds all that are worth a try.
+    fn all(&self, candidates: &mut Vec<Candidate>) {
+        let (ways, named) = (&self.again.ways, &self.pins.stage_recompute);
+        if self.pinned.iter().any(|pin| !suits(pin, false, self.may_leave)) {
+            return;
+        }
+        if !named.is_empty() {
+            let menu = self.mesh.seen[0][0].shape.menu();
+            let of = |own: &Recompute| ways.iter().position(|known| *known == own.within(menu.steps())).unwrap_or(0);
+            let again: Vec<usize> = named.iter().map(of).collect();
+            let most = again.iter().copied().max().unwrap_or(0);
+            let levels = Levels::on_device(again);
+            self.try_out(candidates, &self.mixed(most), levels, Choice::Named((0..named.len()).collect()));
+            return;
+        }
+        // More recomputation takes longer: the first that fits is the best that all stages can do.
+        let (mut first, mut last) = (None, None);
+        for index in (0..ways.len()).filter(|index| !self.is_far(*index)) {
+            let again = [self.again(index, self.again.sums(index))];
+            let fits = self.try_out(candidates, &again, Levels::on_device([0]), Choice::All(0));
+            if index > 0 && fits != Some(false) {
+                self.try_out(candidates, &self.mixed(index), Levels::on_device(0..=index), Choice::Least);
+            }
+            (first, last) = (first.or(Some((index, fits))), Some((index, fits)));
+            if fits == Some(true) {
+                break;
+            }
+        }
+        if !self.mesh.away.is_open {
+            return;
+        }
+        // Where something would have to be computed again values may leave instead; where that does not do, as well.
+        let unfit = [first, last.filter(|last| Some(*last) != first)].into_iter().flatten();
+        for (index, _) in unfit.filter(|(_, fits)| *fits != Some(true)) {
+            self.leave(candidates, index);
+        }
+    }
+
+    /// Adds pipelines of which values leave the devices, where as much may be computed again.
+    fn leave(&self, candidates: &mut Vec<Candidate>, most: usize) {
+        let agains = self.mixed(most);
+        let ladders = longest(self.again.ways[most] != Recompute::None, self.may_leave);
+        let levels = Levels::new(most + 1, &ladders, self.model.blocks);
+        // Where nothing fits, what lacks the least says by how much.
+        if self.mesh.with_unfit {
+            let all = levels.most();
+            self.try_out(candidates, &agains, levels, Choice::All(all));
+        } else {
+            self.try_out(candidates, &agains, levels, Choice::Least);
         }
     }
 }

@@ -89,6 +89,15 @@ pub struct Held {
     pub in_blocks: f64,
 }
 
+impl Held {
+    /// A share of it.
+    pub fn of_share(self, share: f64) -> Self {
+        let Self { masters, copies, state, gradients, width, in_blocks } = self;
+        let [masters, copies, state, gradients] = [masters, copies, state, gradients].map(|bytes| share * bytes);
+        Self { masters, copies, state, gradients, width, in_blocks }
+    }
+}
+
 /// A gradient of which each rank makes the part that it stores under ZeRO, of what all ranks have: see
 /// [`shard::zero`](crate::shard::zero).
 #[derive(Clone, Debug)]

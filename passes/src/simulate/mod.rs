@@ -24,7 +24,7 @@ use crate::cluster::Cluster;
 use crate::cost::step;
 use engine::Engine;
 use kinds::{Kinds, Works};
-pub use predict::{Kernels, predict};
+pub use predict::{Kernels, exact, predict};
 use ranks::{Class, Pattern, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};

@@ -6,11 +6,23 @@ use super::price::Work;
 use crate::allocate::memory;
 use crate::cluster::Cluster;
 use crate::cost::is_product;
-use crate::search::model_work;
+use crate::search::{Exact, model_work};
 use shardc_ir::ops::Op;
-use shardc_ir::plan::Prediction;
+use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{Plan, Program, Seconds};
+
+/// What a plan takes by its programs and their simulation: [`predict`], and the memory of each stage.
+pub fn exact(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Exact {
+    let mut stages = vec![Memory::default(); plan.stages() as usize];
+    for program in programs {
+        let (own, known) = (memory(program), &mut stages[plan.mesh.stage_of(program.rank) as usize]);
+        if own.total() >= known.total() {
+            *known = own;
+        }
+    }
+    Exact { prediction: predict(programs, simulated, plan, cluster), stages }
+}
 
 /// The prediction of a plan from its programs and their simulation (see [`simulate`](super::simulate)): the seconds of
 /// the rank for which the others wait, the memory of the rank that has the least room left.

@@ -95,7 +95,7 @@ fn check_choice(sizes: Sizes, cluster: &str, pins: &str, expect: Option<u64>) {
         let program = lower_rank(&verified, 0, &NoScratch).map_err(|error| error.to_string())?;
         let programs = std::slice::from_ref(&program);
         let simulated = simulate(programs, &[], plan, &ranks, &Conditions::default());
-        Ok(predict(programs, &simulated.map_err(|error| error.to_string())?, plan, &ranks))
+        Ok(predict(programs, &simulated.map_err(|error| error.to_string())?, plan, &ranks).into())
     };
     let pins = Pins::parse(pins).unwrap();
     let plan = search_confirmed(&graph, &ranks, &request(sizes, 1000), &pins, &NoScratch, Some(&confirm)).unwrap();

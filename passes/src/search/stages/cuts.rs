@@ -1,6 +1,6 @@
 //! Where a line is worth a cut: the ends of the chunks that are tried.
 
-use super::Problem;
+use super::problem::{Part, Problem};
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
 
@@ -9,42 +9,38 @@ const UNFIT: f64 = 1000.0;
 
 impl Segments for Problem<'_> {
     fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        // The memory of several chunks is known only when all are cut: until then the most is taken.
-        let last = self.levels.len() - 1;
-        let level = match self.pipeline.per_stage {
-            1 => self.level(chunk as u64, &[(chunk, from, to)]).unwrap_or(last),
-            _ => last,
-        };
-        let stage = self.pipeline.stage_of(chunk as u32, self.stages) as usize;
-        self.sums(level, stage).seconds(from, to) + 2.0 * (self.message(from) + self.message(to))
+        let (stage, level, parts) = (self.stage_of(chunk), self.level_of(chunk, from, to), [(chunk, from, to)]);
+        let messages = 2.0 * (self.message(from) + self.message(to));
+        self.sums(level, stage).seconds(from, to) + messages + self.moving(level, stage, &parts)[0]
+    }
+
+    fn once(&self, chunk: usize, from: usize, to: usize) -> f64 {
+        self.moving(self.level_of(chunk, from, to), self.stage_of(chunk), &[(chunk, from, to)])[1]
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.pipeline.per_stage > 1 || self.level(chunk as u64, &[(chunk, from, to)]).is_some()
+        self.tries.pipeline.per_stage > 1 || self.level(chunk, &[(chunk, from, to)]).is_some()
     }
 
     fn least(&self, place: usize) -> f64 {
-        let paces = self.levels.iter().flat_map(|level| &level.paces);
+        let paces = self.agains.iter().flat_map(|again| &again.paces);
         paces.map(|pace| pace.sums.seconds(place, place + 1)).fold(f64::INFINITY, f64::min)
     }
 }
 
 impl Shares for Problem<'_> {
     fn stage_of(&self, chunk: usize) -> usize {
-        self.pipeline.stage_of(chunk as u32, self.stages) as usize
+        self.tries.pipeline.stage_of(chunk as u32, self.tries.stages) as usize
     }
 
-    fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64 {
-        let (level, by) = match self.level(stage as u64, chunks) {
+    fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
+        let (level, by) = match self.level(stage, chunks) {
             Some(level) => (level, 1.0),
-            None => (self.levels.len() - 1, UNFIT),
+            None => (self.levels.last(), UNFIT),
         };
-        let sums = self.sums(level, stage);
-        let of = |(_, from, to): &(usize, usize, usize)| {
-            sums.seconds(*from, *to) + 2.0 * (self.message(*from) + self.message(*to))
-        };
-        let exchanged = self.exchanged(sums, chunks) / self.mesh.placed.microbatches as f64;
-        by * (chunks.iter().map(of).sum::<f64>() + exchanged)
+        let messages = |(_, from, to): &Part| 2.0 * (self.message(*from) + self.message(*to));
+        let exchanged = self.exchanged(self.sums(level, stage), chunks) / self.tries.mesh.placed.microbatches as f64;
+        by * (self.taken(level, stage, chunks) + chunks.iter().map(messages).sum::<f64>() + exchanged)
     }
 }
 
@@ -66,24 +62,31 @@ impl Segments for BetweenBlocks<'_> {
 }
 
 impl Problem<'_> {
+    /// The level of a stage with one chunk. The memory of several is known only when all are cut: until then the most
+    /// is taken.
+    fn level_of(&self, chunk: usize, from: usize, to: usize) -> usize {
+        let known = (self.tries.pipeline.per_stage == 1).then(|| self.level(chunk, &[(chunk, from, to)])).flatten();
+        known.unwrap_or(self.levels.last())
+    }
+
     /// Whether a place lies between blocks, or at the end of the line.
     fn is_between(&self, place: usize) -> bool {
         let places = &self.line().places;
-        place + 1 == places.len() || self.mesh.line.is_between(places[place])
+        place + 1 == places.len() || self.tries.mesh.line.is_between(places[place])
     }
 
     /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of equal
     /// chunks, and of equal stages; where stages exchange parameters, those of whole blocks too, since what a parameter
     /// is read by at both ends of the line comes together at once or not at all.
     pub(super) fn ends(&self, microbatches: u64) -> Vec<Vec<usize>> {
-        let chunks = (self.stages * self.pipeline.per_stage) as usize;
-        let (end, rounds) = (self.line().places.len() - 1, microbatches * self.pipeline.per_stage);
+        let chunks = (self.tries.stages * self.tries.pipeline.per_stage) as usize;
+        let (end, rounds) = (self.line().places.len() - 1, microbatches * self.tries.pipeline.per_stage);
         let of = |segments: &dyn Segments| {
             let (_, cuts) = best_cuts(end, chunks, rounds, segments)?;
             Some([0].into_iter().chain(cuts).chain([end]).collect::<Vec<usize>>())
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
-        if self.pipeline.per_stage > 1 {
+        if self.tries.pipeline.per_stage > 1 {
             // Where all places lie between blocks, the cuts would be the same.
             if self.line().has_shared() && !(1..end).all(|place| self.is_between(place)) {
                 all.extend(of(&BetweenBlocks(self)));

@@ -1,0 +1,217 @@
+//! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
+
+use super::levels::{Again, Choice, Levels, Pace};
+use super::{Recompute, Sums, Tries};
+use crate::cost::collective::{distance, send_over};
+use crate::pipeline::order::Lengths;
+use crate::search::held::Held;
+use crate::search::line::Once;
+use crate::search::offload::{Offload, Offloads};
+use crate::search::relief::{Leaving, Relief, less};
+use shardc_ir::pipeline::Length;
+use shardc_ir::plan::{Memory, Prediction};
+use shardc_ir::{Bytes, NodeId};
+
+/// In how many units a plan says how long its longest part of a chunk takes.
+const LONGEST: f64 = 10_000.0;
+
+/// Cuts are to be found, where stages have a choice of levels.
+pub(super) struct Problem<'a> {
+    pub tries: &'a Tries<'a>,
+    /// From the least to the most; all are cut at the places of the last.
+    pub agains: &'a [Again],
+    pub levels: Levels,
+    pub choice: Choice,
+    /// Per chunk.
+    pub held: &'a [Held],
+}
+
+/// What a rank has of what its stage shares with others.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Portions {
+    /// Of a gradient, while it is added up over the microbatches.
+    pub summed: f64,
+    /// Of a parameter or its gradient, as it is stored.
+    pub stored: f64,
+    /// Of a parameter, while the loop goes on.
+    pub gathered: f64,
+}
+
+/// A chunk of a stage, with where it begins and ends.
+pub(super) type Part = (usize, usize, usize);
+
+/// Cuts, what each stage computes again and what leaves its devices, and what they take.
+pub(super) struct Solution {
+    pub cuts: Vec<NodeId>,
+    pub recompute: Vec<Recompute>,
+    pub lengths: Vec<Length>,
+    pub offload: Offloads,
+    pub relief: Relief,
+    pub prediction: Prediction,
+}
+
+impl Problem<'_> {
+    /// Where the line may be cut.
+    pub fn line(&self) -> &Sums {
+        &self.agains[self.agains.len() - 1].paces[0].sums
+    }
+
+    /// What the model takes on the devices of a stage.
+    pub fn pace(&self, level: usize, stage: usize) -> &Pace {
+        &self.agains[self.levels.all[level].again].paces[self.tries.mesh.set[stage]]
+    }
+
+    /// What a stage takes.
+    pub fn sums(&self, level: usize, stage: usize) -> &Sums {
+        &self.pace(level, stage).sums
+    }
+
+    pub fn message(&self, place: usize) -> f64 {
+        self.send(self.line().passing(place))
+    }
+
+    /// What it takes to send so many bytes to another stage.
+    fn send(&self, bytes: f64) -> f64 {
+        // Stages are next to each other in the order of the ranks: some two are as far apart as any ranks are.
+        let cluster = self.tries.mesh.placed.cluster;
+        let farthest = distance(0, cluster.ranks() - 1, cluster);
+        if bytes > 0.0 { send_over(bytes, farthest, cluster).0 } else { 0.0 }
+    }
+
+    /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.
+    pub fn exchanged(&self, sums: &Sums, chunks: &[Part]) -> f64 {
+        let Once { gradients, parameters, .. } = sums.once(chunks);
+        let seconds = |each: [f64; 2]| self.send(self.tries.portions.stored * each.iter().sum::<f64>());
+        seconds(gradients) + seconds(parameters)
+    }
+
+    /// The memory of a stage with these chunks.
+    pub fn memory(&self, level: usize, stage: usize, chunks: &[Part]) -> Memory {
+        let (on_device, offload) = (self.on_device(level, chunks), self.offload(level, stage));
+        if offload.is_none() { on_device } else { less(on_device, self.leaving(level, chunks, &offload).memory) }
+    }
+
+    /// The same with everything on the devices.
+    fn on_device(&self, level: usize, chunks: &[Part]) -> Memory {
+        let Again { paces, working, .. } = &self.agains[self.levels.all[level].again];
+        let Pace { sums, whole } = &paces[0];
+        let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
+        let held = chunks.iter().map(|(chunk, from, to)| {
+            let Held { kept, lasting, awaited } = self.held[*chunk];
+            let of = |copies: u64, bytes: &[f64]| copies as f64 * sums.between(bytes, *from, *to);
+            let passing = lasting as f64 * sums.passing(*from);
+            passing + of(kept, &sums.kept) + of(lasting, &sums.lasting) + of(awaited, &sums.awaited)
+        });
+        let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
+        let whole = &whole.memory;
+        // Gradients from other stages come when the activations are gone.
+        let (Portions { summed, gathered, .. }, once) = (self.tries.portions, sums.once(chunks));
+        let bytes = |bytes: f64| Bytes(bytes as u64);
+        Memory {
+            parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
+            gradients: part(whole.gradients) + bytes(summed * once.made),
+            optimizer: part(whole.optimizer),
+            activations: Bytes((held.sum::<f64>() + working) as u64),
+            buffers: whole.buffers,
+            reserved: Bytes(0),
+        }
+    }
+
+    /// Cuts the line, and predicts the step; nothing if no cuts fit.
+    pub fn solve(&self) -> Option<Solution> {
+        let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
+        let ends = self.ends(self.tries.mesh.placed.microbatches);
+        let solutions = ends.into_iter().filter_map(|ends| self.cut_at(&ends));
+        solutions.min_by(|a, b| {
+            let (a, b) = (rank(a), rank(b));
+            a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
+        })
+    }
+
+    /// What cuts at these places come to.
+    fn cut_at(&self, ends: &[usize]) -> Option<Solution> {
+        let (mesh, pipeline) = (self.tries.mesh, &self.tries.pipeline);
+        let of_stage = |stage: u64| {
+            let chunks = pipeline.chunks_of(stage, self.tries.stages).into_iter().map(|chunk| chunk as usize);
+            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>()
+        };
+        let stages: Vec<_> = (0..self.tries.stages).map(of_stage).collect();
+        let level = |(stage, chunks): (usize, &Vec<Part>)| match &self.choice {
+            Choice::All(level) => *level,
+            Choice::Least => self.level(stage, chunks).unwrap_or(self.levels.last()),
+            Choice::Named(levels) => levels[stage],
+        };
+        let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
+        let memory = |(chunks, level): (&Vec<Part>, &usize)| self.on_device(*level, chunks);
+        let memory: Vec<Memory> = stages.iter().zip(&levels).map(memory).collect();
+        let taken =
+            |(memory, room): (&Memory, &Bytes)| Prediction { memory: *memory, room: *room, ..Default::default() };
+        let fullest = memory.iter().zip(mesh.rooms).map(taken).max_by(|a, b| a.filled().total_cmp(&b.filled()))?;
+        let prediction = self.predict(ends, (&stages, &levels), fullest)?;
+        let (offload, relief) = self.relief(ends, (&stages, &levels), &prediction)?;
+        let prediction = relief.apply(&prediction, &memory, mesh.rooms);
+        let inner = &ends[1..ends.len() - 1];
+        let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
+        // On equal devices what chunks compute and move tells nearly as much, and programs need less memory.
+        let is_mixed = mesh.seen.len() > 1;
+        let lengths = if is_mixed { self.lengths(ends, &levels) } else { Vec::new() };
+        let recompute = levels.iter().map(|level| self.agains[self.levels.all[*level].again].recompute).collect();
+        Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
+    }
+
+    /// What lies away from the devices of each stage, and what that takes from them and adds to a step; nothing, if no
+    /// host has room for it.
+    fn relief(
+        &self,
+        ends: &[usize],
+        (stages, levels): (&[Vec<Part>], &[usize]),
+        on_device: &Prediction,
+    ) -> Option<(Offloads, Relief)> {
+        let mut offloads: Vec<Offload> =
+            levels.iter().enumerate().map(|(stage, level)| self.offload(*level, stage)).collect();
+        if offloads.iter().all(Offload::is_none) {
+            return Some(Default::default());
+        }
+        let of = |offloads: &[Offload]| -> Vec<Leaving> {
+            let all = stages.iter().zip(levels).zip(offloads);
+            all.map(|((chunks, level), offload)| self.leaving(*level, chunks, offload)).collect()
+        };
+        let room = self.tries.mesh.away.room.host.0 as f64;
+        let mut leaving = of(&offloads);
+        if self.on_host(&leaving) > room && self.tries.pinned.is_empty() {
+            offloads.iter_mut().for_each(|offload| *offload = offload.on_disk());
+            leaving = of(&offloads);
+        }
+        let host = self.on_host(&leaving);
+        if host > room {
+            return None;
+        }
+        let (transfers, update) = self.added(ends, (stages, levels), &leaving, on_device)?;
+        let freed = leaving.iter().map(|own| own.memory).collect();
+        Some((Offloads::new(offloads), Relief { freed, host: Bytes(host as u64), transfers, update }))
+    }
+
+    /// What a chunk takes of a microbatch, at these levels of the stages.
+    pub fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
+        let stage = self.tries.pipeline.stage_of(chunk, self.tries.stages) as usize;
+        let (sums, index) = (self.sums(levels[stage], stage), chunk as usize);
+        let of = |each: &[f64]| sums.between(each, ends[index], ends[index + 1]);
+        Lengths { forward: of(&sums.forward), backward: of(&sums.backward), weight: of(&sums.weight) }
+    }
+
+    /// What all chunks take, the longest part in [`LONGEST`].
+    fn lengths(&self, ends: &[usize], levels: &[usize]) -> Vec<Length> {
+        let chunks = 0..ends.len() as u32 - 1;
+        let parts = chunks.map(|chunk| {
+            let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
+            [forward, backward, weight, self.message(ends[chunk as usize])]
+        });
+        let parts: Vec<[f64; 4]> = parts.collect();
+        let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
+        let scaled = |parts: [f64; 4]| {
+            let [forward, backward, weight, message] = parts.map(|part| (part / longest * LONGEST).round() as u64);
+            Length { forward, backward, weight, message }
+        };
+        parts.into_iter().map(scaled).collect()
+    }
+}

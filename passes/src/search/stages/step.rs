@@ -1,0 +1,187 @@
+//! What a step takes in stages, by running the schedule with what the passes of each chunk take.
+
+use super::levels::Pace;
+use super::problem::{Part, Problem};
+use crate::cost::host::Shown;
+use crate::cost::step;
+use crate::pipeline::order::{Lengths, Pass, Step, orders};
+use crate::pipeline::timeline::{Durations, Link, timeline};
+use crate::search::relief::Leaving;
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Pipeline, Seconds};
+
+/// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
+const STEADY_WITHIN: f64 = 1.01;
+/// Microbatches that are followed at the most where stages wait for messages.
+const MOST_FOLLOWED: u64 = 256;
+/// Microbatches, in stages, after which every further one takes as long as the one before.
+const STEADY: u64 = 3;
+
+/// The chunks of each stage with where they begin and end, and its level.
+type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
+
+/// How many times as long as its kernels a stage takes for a microbatch's forward pass, and for its backward pass.
+type Longer = [f64; 2];
+
+impl Problem<'_> {
+    /// Time and memory of a step with everything on the devices.
+    pub fn predict(&self, ends: &[usize], (stages, levels): Stages<'_>, fullest: Prediction) -> Option<Prediction> {
+        let (placed, microbatches) = (&self.tries.mesh.placed, self.tries.mesh.placed.microbatches);
+        let (run, longest, slowest) = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
+        // What the whole model does outside of the loop falls to each stage by its share of the parameters.
+        let (most, spread) = (self.most(levels)?, step::spread(placed.cluster.ranks()));
+        let once = |(stage, chunks): (usize, &Vec<Part>)| {
+            let Pace { sums, whole } = self.pace(most, stage);
+            let once = (whole.step.0 / spread - microbatches as f64 * sums.whole()).max(0.0);
+            once * self.share(stage, chunks, levels) + self.exchanged(sums, chunks)
+        };
+        let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
+        let total = (run + once) * spread;
+        let Pace { sums, whole } = self.pace(most, longest);
+        let part = slowest / sums.whole().max(f64::MIN_POSITIVE);
+        let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
+        let mut prediction = Prediction {
+            step: Seconds(total),
+            matmul: scaled(whole.matmul),
+            memory_bound: scaled(whole.memory_bound),
+            exposed_communication: scaled(whole.exposed_communication),
+            communication: scaled(whole.communication),
+            optimizer: Seconds(self.updates((stages, levels)).fold(0.0, f64::max)),
+            mfu: self.tries.mesh.work.at_peak.0 / (total * placed.cluster.ranks() as f64),
+            memory: fullest.memory,
+            room: fullest.room,
+            ..*whole
+        };
+        let named = prediction.matmul + prediction.memory_bound + prediction.exposed_communication;
+        prediction.bubble = Seconds((total - (named + prediction.optimizer).0).max(0.0));
+        Some(prediction)
+    }
+
+    /// The level of those of stages at which the most is computed again.
+    fn most(&self, levels: &[usize]) -> Option<usize> {
+        levels.iter().max_by_key(|level| self.levels.all[**level].again).copied()
+    }
+
+    /// The share of the parameters that a stage has.
+    fn share(&self, stage: usize, chunks: &[Part], levels: &[usize]) -> f64 {
+        let sums = self.sums(levels[stage], stage);
+        chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum()
+    }
+
+    /// Seconds in which the devices of each stage update everything.
+    fn updates<'s>(&'s self, (stages, levels): Stages<'s>) -> impl Iterator<Item = f64> + 's {
+        let most = self.most(levels).unwrap_or(0);
+        let of = move |(stage, chunks): (usize, &Vec<Part>)| {
+            self.pace(most, stage).whole.optimizer.0 * self.share(stage, chunks, levels)
+        };
+        stages.iter().enumerate().map(of)
+    }
+
+    /// Seconds of all microbatches, where passes take so much longer than their kernels; the stage that takes the
+    /// longest for one, and its seconds.
+    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer]) -> Option<(f64, usize, f64)> {
+        let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
+        let microbatches = self.tries.mesh.placed.microbatches;
+        let links = chain(pipeline, count);
+        let durations = Costs { problem: self, ends, levels, links: &links, longer };
+        let seconds = |chunks: &Vec<Part>| {
+            let of = |(chunk, _, _): &Part| {
+                let Lengths { forward, backward, weight } = durations.chunk(*chunk as u32);
+                forward + backward + weight
+            };
+            chunks.iter().map(of).sum::<f64>()
+        };
+        let (longest, slowest) = stages.iter().map(seconds).enumerate().max_by(|a, b| a.1.total_cmp(&b.1))?;
+        let some = microbatches.min(STEADY * count * pipeline.per_stage).next_multiple_of(count);
+        let some = some.min(microbatches);
+        let run = |microbatches: u64| {
+            let orders = orders(pipeline, count, microbatches, self.line().lengths()).ok()?;
+            let run = timeline(pipeline, &orders, &links, &durations)?;
+            Some(run.finish.into_iter().fold(0.0, f64::max))
+        };
+        let (all, mut run) = (&run, run(some)?);
+        if some < microbatches {
+            let further = (run - all(some - count)?) / count as f64;
+            let (most, each) = match further > slowest * STEADY_WITHIN {
+                // Stages wait for messages: the more, the more microbatches there are.
+                true => (microbatches.min(MOST_FOLLOWED), further),
+                false => (some, slowest),
+            };
+            run = if most > some { all(most)? } else { run } + (microbatches - most) as f64 * each;
+        }
+        Some((run, longest, slowest))
+    }
+
+    /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and
+    /// of the update.
+    pub fn added(
+        &self,
+        ends: &[usize],
+        (stages, levels): Stages<'_>,
+        leaving: &[Leaving],
+        on_device: &Prediction,
+    ) -> Option<(f64, f64)> {
+        let shown = self.shown(stages, levels, leaving);
+        let longer = |((stage, chunks), Shown { forward, backward, .. }): ((usize, &Vec<Part>), &Shown)| {
+            let beside = self.beside(levels[stage], stage, chunks);
+            let times = |more: f64, own: f64| 1.0 + more / own.max(f64::MIN_POSITIVE);
+            [times(*forward, beside.forward), times(*backward, beside.backward)]
+        };
+        let longer: Vec<Longer> = stages.iter().enumerate().zip(&shown).map(longer).collect();
+        let (alone, ..) = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
+        let (beside, ..) = self.run(ends, (stages, levels), &longer)?;
+        let gradients = shown.iter().map(|own| own.gradients).fold(0.0, f64::max);
+        let spread = step::spread(self.tries.mesh.placed.cluster.ranks());
+        let updates = self.updates((stages, levels)).zip(leaving).zip(&shown);
+        let update = updates.map(|((own, leaving), shown)| match leaving.updated > 0.0 {
+            true => own * (1.0 - leaving.updated) + shown.update,
+            false => own,
+        });
+        let transfers = ((beside - alone).max(0.0) + gradients) * spread;
+        Some((transfers, update.fold(0.0, f64::max) - on_device.optimizer.0))
+    }
+}
+
+/// The links of chunks that follow each other, between stages.
+fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
+    let chunks = (stages * pipeline.per_stage) as u32;
+    let both = (1..chunks).flat_map(|chunk| {
+        let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
+        [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
+    });
+    both.filter(|link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages)).collect()
+}
+
+/// The seconds of a schedule's steps.
+struct Costs<'a> {
+    problem: &'a Problem<'a>,
+    ends: &'a [usize],
+    /// Of each stage.
+    levels: &'a [usize],
+    links: &'a [Link],
+    longer: &'a [Longer],
+}
+
+impl Costs<'_> {
+    /// What a chunk takes of a microbatch.
+    fn chunk(&self, chunk: u32) -> Lengths {
+        let stage = self.problem.tries.pipeline.stage_of(chunk, self.problem.tries.stages) as usize;
+        let ([in_forward, in_backward], own) = (self.longer[stage], self.problem.chunk(chunk, self.ends, self.levels));
+        Lengths {
+            forward: in_forward * own.forward,
+            backward: in_backward * own.backward,
+            weight: in_backward * own.weight,
+        }
+    }
+}
+
+impl Durations for Costs<'_> {
+    fn step(&self, step: Step) -> f64 {
+        self.chunk(step.chunk).of(self.problem.tries.pipeline.schedule, step.chunk, step.pass)
+    }
+
+    fn message(&self, link: usize) -> f64 {
+        let Link { from, to } = self.links[link];
+        self.problem.message(self.ends[from.0.max(to.0) as usize])
+    }
+}
