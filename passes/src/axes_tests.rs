@@ -6,8 +6,8 @@ use crate::lower::lower_all;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::search::{Pins, search, search_confirmed};
 use crate::search_tests::{self, SMALL, Sizes, check_strategies, llama, plan, request};
-use shardc_ir::plan::{Prediction, Request};
-use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, Op, Plan, Seconds, feature, verify};
+use shardc_ir::plan::{Prediction, Request, Scope};
+use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, NodeId, Op, Plan, Seconds, feature, verify};
 
 /// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
 #[test]
@@ -43,6 +43,31 @@ fn rings_pass_keys_and_values_round() {
     let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{found}"));
     let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{error}"));
     verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{found}"));
+}
+
+/// Where ranks outnumber heads, heads are divided within a node and the rest of the sequence goes round a ring of nodes:
+/// axes of the sequence may be either, so a search that is open to rings finds what pins of both give.
+#[test]
+fn rings_of_heads_are_found_where_ranks_outnumber_heads() {
+    let cluster = Cluster::parse("h100:8x4", "h200").unwrap();
+    for heads in [32, 8] {
+        let sizes = Sizes { layers: 2, batch: 1, seq: 1 << 20, heads, kv: 8, ..SMALL };
+        let graph = llama(sizes, DType::Bf16);
+        let found = |pins: &str| {
+            let request = Request { scope: Scope::All, ..request(sizes, 70) };
+            search(&graph, &cluster, &request, &Pins::parse(pins).unwrap(), &NoScratch).unwrap()
+        };
+        let (free, pinned) = (found("offload=none,pp=1"), found("offload=none,ring=4,ulysses=8"));
+        let [own, asked] = [&free, &pinned].map(|plan| plan.prediction.step.0);
+        assert!(own <= 1.0001 * asked, "{heads}: {} takes {own}, {} {asked}", free.choice, pinned.choice);
+        let divides = |node: NodeId, name: &str| {
+            let strategy = &free.strategies[node];
+            let mut factors = free.rule(node).factors.iter().enumerate();
+            factors.any(|(index, factor)| factor.name == name && free.mesh.extent(strategy.axes(index).to_vec()) > 1)
+        };
+        let mut attention = free.graph.nodes().filter(|(_, node)| matches!(node.op, Op::Attention(_)));
+        assert!(attention.all(|(id, _)| divides(id, "kv") && divides(id, "t")), "{heads}: {}", free.choice);
+    }
 }
 
 /// What programs do not do, they do not tell: not by what they take, nor by what they would take with kept casts.

@@ -4,7 +4,8 @@ use super::{Degrees, Pins, PlanError};
 use crate::cluster::Cluster;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
-use shardc_ir::{Choice, FactorKind, Op};
+use shardc_ir::{Choice, FactorKind, Feature, Op};
+use std::collections::BTreeSet;
 
 /// One way to divide the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,6 +103,7 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
     let [ring, ulysses] = [pins.ring, pins.ulysses].map(|pin| pin.unwrap_or(1));
     let stores_parts = pins.fsdp.is_some_and(|fsdp| fsdp > 1);
     let in_attention = attention_sizes(prepared);
+    let has_rings = Feature::Ring.is_open(false, request.scope, prepared.target);
     let mut ways = Vec::new();
     for tp in divisors(ranks) {
         let is_pinned = pins.tp == Some(tp) || (pins.tp.is_none() && pins.dp.is_some());
@@ -125,11 +127,17 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                 if stored.is_empty() {
                     continue;
                 }
+                let way = |context| {
+                    let (stored, tp) = (stored.clone(), splits.clone());
+                    Way { pp, data, ep, stored, is_pinned: stores_parts, context, tp }
+                };
                 for cp in contexts(&in_attention, cp, pins) {
                     let (ring, ulysses) = (axes(pins, "ring", ring), axes(pins, "ulysses", ulysses));
-                    let context = vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)];
-                    let (stored, tp) = (stored.clone(), splits.clone());
-                    ways.push(Way { pp, data, ep, stored, is_pinned: stores_parts, context, tp });
+                    ways.push(way(vec![("ring", ring), ("ulysses", ulysses), ("cp", cp)]));
+                }
+                if has_rings {
+                    let heads = ringed_heads(&in_attention, cp, pins).into_iter();
+                    ways.extend(heads.map(|heads| way(vec![("ring", vec![cp / heads]), ("ulysses", vec![heads])])));
                 }
             }
         }
@@ -222,6 +230,15 @@ fn contexts(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     all
 }
 
+/// The heads that attention may divide over a part of a context degree whose rest goes round a ring, where ranks outnumber
+/// them. Axes that may be either are found one by one, and what is good for the one may leave too few heads for the other.
+fn ringed_heads(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<u64> {
+    let is_free = [pins.cp, pins.ring, pins.ulysses].iter().all(Option::is_none);
+    let outnumbered = |size: &&u64| is_free && **size > 1 && **size < cp && cp.is_multiple_of(**size);
+    let heads: BTreeSet<u64> = sizes.iter().filter(outnumbered).copied().collect();
+    heads.into_iter().collect()
+}
+
 fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
@@ -286,6 +303,16 @@ mod tests {
         assert_eq!(over("h100:8x6", 48, 1), [48, 24, 16, 8]);
         assert_eq!(over("h100:8", 8, 1), [8]);
         assert_eq!(over("h100:4x3", 3, 4), [3]);
+    }
+
+    #[test]
+    fn rings_are_of_heads_that_ranks_outnumber() {
+        let of = |sizes: &[u64], cp: u64, pins: &str| ringed_heads(sizes, cp, &Pins::parse(pins).unwrap());
+        assert_eq!(of(&[1, 8, 4], 32, ""), [4, 8]);
+        assert_eq!(of(&[12], 32, ""), [0; 0]);
+        // There are heads enough, or something is asked for.
+        assert_eq!(of(&[32], 8, ""), [0; 0]);
+        assert_eq!(of(&[8], 32, "cp=32"), [0; 0]);
     }
 
     #[test]
