@@ -223,7 +223,13 @@ fn compare(model: &NamedModel, plan: &Plan) -> Result<Vec<Finding>, Error> {
     // Statistics of a batch need samples to be those of anything.
     let samples = if model.vocabulary().is_some() { 1 } else { SAMPLES };
     let Degrees { data, inner, stages, microbatches, samples, pins } = degrees(plan, samples);
-    let small = NamedModel::from_config("shrunken", model.config.shrunk(data, inner));
+    let mut config = model.config.shrunk(data, inner);
+    // Stages that compute blocks again are cut between blocks, so there is one for each chunk.
+    let chunks = if stages > 1 { stages * plan.pipeline.per_stage } else { 1 };
+    if let Some(layers) = config.layers() {
+        *layers = (*layers).max(chunks as usize);
+    }
+    let small = NamedModel::from_config("shrunken", config);
     let seq = if model.vocabulary().is_some() { 8 * inner } else { 0 };
     let batch = Batch { batch: data * microbatches * samples, seq };
     let compiled = |cluster: String, pins: &str| {
