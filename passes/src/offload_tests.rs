@@ -182,10 +182,10 @@ fn stages_move_no_more_than_they_must() {
     for (a, b) in counts.iter().flat_map(|a| counts.iter().map(move |b| (a, b))) {
         // As much is left for what estimates do not see.
         let within = room * 97 / 100;
-        if let Ok(plan) = staged(within, 1024, Scope::Runnable, &format!(",stage_offload={a}/{b}")) {
-            if plan.prediction.step.0 < best.0 {
-                best = (plan.prediction.step.0, plan.choice);
-            }
+        if let Ok(plan) = staged(within, 1024, Scope::Runnable, &format!(",stage_offload={a}/{b}"))
+            && plan.prediction.step.0 < best.0
+        {
+            best = (plan.prediction.step.0, plan.choice);
         }
     }
     let own = chosen.prediction.step.0;

@@ -161,6 +161,11 @@ mod tests {
             again * self.seconds[from..to].iter().sum::<f64>() + self.message[from] + self.message[to]
         }
 
+        /// Every other chunk moves what it holds, once in a step.
+        fn once(&self, chunk: usize, from: usize, to: usize) -> f64 {
+            (chunk % 2) as f64 * self.bytes[from..to].iter().sum::<u64>() as f64
+        }
+
         fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
             (self.chunks - chunk) as u64 * self.bytes[from..to].iter().sum::<u64>() <= self.bound
         }
@@ -173,14 +178,18 @@ mod tests {
     /// Every way to cut.
     fn brute_force(end: usize, from: usize, chunk: usize, table: &Table) -> Vec<(f64, f64)> {
         if chunk + 1 == table.chunks {
-            let seconds = table.seconds(chunk, from, end);
-            return if from < end && table.fits(chunk, from, end) { vec![(seconds, seconds)] } else { Vec::new() };
+            let (seconds, once) = (table.seconds(chunk, from, end), table.once(chunk, from, end));
+            return if from < end && table.fits(chunk, from, end) {
+                vec![(seconds + once, seconds)]
+            } else {
+                Vec::new()
+            };
         }
         let cuts = (from + 1..end).filter(|to| table.fits(chunk, from, *to));
         let ways = cuts.flat_map(|to| {
-            let seconds = table.seconds(chunk, from, to);
+            let (seconds, once) = (table.seconds(chunk, from, to), table.once(chunk, from, to));
             let rest = brute_force(end, to, chunk + 1, table).into_iter();
-            rest.map(move |(sum, largest)| (sum + seconds, largest.max(seconds))).collect::<Vec<_>>()
+            rest.map(move |(sum, largest)| (sum + seconds + once, largest.max(seconds))).collect::<Vec<_>>()
         });
         ways.collect()
     }
@@ -207,9 +216,11 @@ mod tests {
             prop_assert_eq!(found.as_ref().map(|(objective, _)| *objective), best);
             if let Some((objective, cuts)) = found {
                 let ends: Vec<usize> = [0].into_iter().chain(cuts).chain([places.len()]).collect();
-                let parts: Vec<f64> = ends.windows(2).enumerate().map(|(chunk, pair)| table.seconds(chunk, pair[0], pair[1])).collect();
+                let chunks = || ends.windows(2).enumerate().map(|(chunk, pair)| (chunk, pair[0], pair[1]));
+                let parts: Vec<f64> = chunks().map(|(chunk, from, to)| table.seconds(chunk, from, to)).collect();
+                let once: f64 = chunks().map(|(chunk, from, to)| table.once(chunk, from, to)).sum();
                 let largest = parts.iter().copied().fold(0.0, f64::max);
-                prop_assert_eq!(parts.iter().sum::<f64>() + (rounds - 1) as f64 * largest, objective);
+                prop_assert_eq!(parts.iter().sum::<f64>() + once + (rounds - 1) as f64 * largest, objective);
             }
         }
     }

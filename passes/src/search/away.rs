@@ -304,4 +304,20 @@ mod tests {
         assert_eq!(text(1000, true), "optimizer:5");
         assert_eq!(text(10, true), "optimizer:5@disk");
     }
+
+    /// Each step of a ladder moves more than the one before, of one kind after the other.
+    #[test]
+    fn ladders_are_climbed_kind_by_kind() {
+        let text = |ladder: &[Kind]| steps(ladder, 2).map(|step| step.to_string()).collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            text(&[Kind::Optimizer, Kind::Parameters]),
+            "optimizer:1 optimizer:2 optimizer optimizer+parameters:1 optimizer+parameters:2 optimizer+parameters"
+        );
+        for (is_recomputed, may_leave) in [(false, false), (false, true), (true, false), (true, true)] {
+            for step in ladders(is_recomputed, may_leave).flat_map(|ladder| steps(ladder, 3)) {
+                assert!(suits(&step, is_recomputed, may_leave), "{step}");
+                assert_eq!(Offload::parse(&step.to_string()), Ok(step));
+            }
+        }
+    }
 }
