@@ -372,6 +372,12 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     let edited = dir.path().join("plan.txt");
     check(&["explain", text(&file), "--text", text(&edited)], 0, &["wrote"]);
     check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
+    let staged = "pp=2,schedule=1f1b,microbatch=1,recompute=none,stage_offload=activations:1/optimizer";
+    let pinned: Vec<&str> = plan.into_iter().chain(["--pin", staged]).collect();
+    check(&pinned, 0, &["stage_offload=activations:1/optimizer", "(pp) and offloading", "--pin pp=1,offload=none"]);
+    check(&["explain", text(&file)], 0, &["stage 0  host", "activations, per microbatch", "stage 1  host"]);
+    check(&["train", text(&file), "--data", text(&file), "--steps", "1"], 2, &[refused]);
+    check(&["verify", text(&file)], 0, &["– memory", unlowered, "on a small model, without offloading"]);
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", "offload=optimizer:99"]).collect();
     check(&pinned, 2, &["blocks; leave the number out"]);
     let sizes = ["--ranks", "8", "--device-memory", "24GiB", "--host-memory", "160GiB"];

@@ -38,6 +38,7 @@ fn every_plan_conforms() {
         ("cpu:4", "pp=2,tp=2,schedule=gpipe,microbatch=1,recompute=full"),
         ("cpu:2", "pp=2,schedule=interleaved,virtual=2,microbatch=1"),
         ("h100:2x4", "pp=2,dp=4,schedule=zbv,zero=1,microbatch=1"),
+        ("h100:4", "pp=2,dp=2,schedule=1f1b,microbatch=1,stage_offload=optimizer+activations:1/optimizer@disk"),
     ] {
         check("llama-tiny", cluster, pins);
     }

@@ -299,7 +299,7 @@ impl Tries<'_> {
         let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
         let orders = orders(&self.pipeline, stages, mesh.placed.microbatches, sums.lengths()).ok()?;
         let held = &Held::of_chunks(&self.pipeline, &orders, (stages * per_stage) as usize, sums.held())[..];
-        let problem = Problem { tries: self, agains, levels, choice, held };
+        let problem = Problem { tries: self, agains, levels, choice, held, known: Default::default() };
         let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;
         let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
         if recompute.iter().all(|own| *own == most) {

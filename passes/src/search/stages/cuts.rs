@@ -7,19 +7,27 @@ use crate::pipeline::cut::{Segments, best_cuts};
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;
 
+/// A chunk of which a stage has no other, or of which it is not known yet what others it has.
+#[derive(Clone, Copy)]
+pub(super) struct Alone {
+    /// The level of the stage, if one fits.
+    level: Option<usize>,
+    /// What it takes at that level, or at the most without: of a microbatch, and once in a step.
+    seconds: f64,
+    once: f64,
+}
+
 impl Segments for Problem<'_> {
     fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        let (stage, level, parts) = (self.stage_of(chunk), self.level_of(chunk, from, to), [(chunk, from, to)]);
-        let messages = 2.0 * (self.message(from) + self.message(to));
-        self.sums(level, stage).seconds(from, to) + messages + self.moving(level, stage, &parts)[0]
+        self.alone((chunk, from, to)).seconds
     }
 
     fn once(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        self.moving(self.level_of(chunk, from, to), self.stage_of(chunk), &[(chunk, from, to)])[1]
+        self.alone((chunk, from, to)).once
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.tries.pipeline.per_stage > 1 || self.level(chunk, &[(chunk, from, to)]).is_some()
+        self.tries.pipeline.per_stage > 1 || self.alone((chunk, from, to)).level.is_some()
     }
 
     fn least(&self, place: usize) -> f64 {
@@ -62,11 +70,22 @@ impl Segments for BetweenBlocks<'_> {
 }
 
 impl Problem<'_> {
-    /// The level of a stage with one chunk. The memory of several is known only when all are cut: until then the most
-    /// is taken.
-    fn level_of(&self, chunk: usize, from: usize, to: usize) -> usize {
-        let known = (self.tries.pipeline.per_stage == 1).then(|| self.level(chunk, &[(chunk, from, to)])).flatten();
-        known.unwrap_or(self.levels.last())
+    /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
+    /// known only when all are cut: until then as much is computed again as may be, with nothing moved for it.
+    fn alone(&self, part: Part) -> Alone {
+        if let Some(known) = self.known.borrow().get(&part) {
+            return *known;
+        }
+        let ((chunk, from, to), parts) = (part, [part]);
+        let stage = self.stage_of(chunk);
+        let has_one = self.tries.pipeline.per_stage == 1;
+        let level = has_one.then(|| self.level(stage, &parts)).flatten();
+        let taken = level.unwrap_or(if has_one { self.levels.last() } else { self.levels.last_on_device() });
+        let messages = 2.0 * (self.message(from) + self.message(to));
+        let [each, once] = self.moving(taken, stage, &parts);
+        let alone = Alone { level, seconds: self.sums(taken, stage).seconds(from, to) + messages + each, once };
+        self.known.borrow_mut().insert(part, alone);
+        alone
     }
 
     /// Whether a place lies between blocks, or at the end of the line.

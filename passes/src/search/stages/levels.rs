@@ -75,6 +75,11 @@ impl Levels {
         self.all.len().saturating_sub(1)
     }
 
+    /// The last with everything on the devices.
+    pub fn last_on_device(&self) -> usize {
+        self.ladders.first().map_or(self.all.len(), |ladder| ladder.start).saturating_sub(1)
+    }
+
     /// The last step of the longest ladder.
     pub fn most(&self) -> usize {
         self.ladders.iter().max_by_key(|ladder| ladder.len()).map_or(self.last(), |ladder| ladder.end - 1)

@@ -1,5 +1,6 @@
 //! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
 
+use super::cuts::Alone;
 use super::levels::{Again, Choice, Levels, Pace};
 use super::{Recompute, Sums, Tries};
 use crate::cost::collective::{distance, send_over};
@@ -11,6 +12,8 @@ use crate::search::relief::{Leaving, Relief, less};
 use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 
 /// In how many units a plan says how long its longest part of a chunk takes.
 const LONGEST: f64 = 10_000.0;
@@ -24,6 +27,8 @@ pub(super) struct Problem<'a> {
     pub choice: Choice,
     /// Per chunk.
     pub held: &'a [Held],
+    /// What is known of chunks by themselves.
+    pub known: RefCell<BTreeMap<Part, Alone>>,
 }
 
 /// What a rank has of what its stage shares with others.
