@@ -24,6 +24,7 @@ use super::away::{Away, suits};
 use super::estimate::Work;
 use super::held::Held;
 use super::line::{Line, Sums};
+use super::offload::Offload;
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
 use super::schedules::schedules;
@@ -210,7 +211,7 @@ struct Tries<'a> {
     portions: Portions,
     model: Model,
     /// What is pinned to lie away from the devices of each stage, if anything is.
-    pinned: Vec<super::offload::Offload>,
+    pinned: Vec<Offload>,
     /// Whether gradients may leave as they are made.
     may_leave: bool,
 }
