@@ -3,6 +3,7 @@
 use super::{Gradient, GradientError, OpDef, Pad, arity, dim_name, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
+use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
 
 /// Elements `start[i]..limit[i]` of each dimension `i`.
@@ -47,6 +48,10 @@ impl OpDef for Slice {
         rule.operands = vec![single(&from)];
         rule.results = vec![single(&to)];
         rule
+    }
+    /// Of the operand only what is kept is read.
+    fn bytes(&self, _operands: &[TensorType], results: &[TensorType]) -> Bytes {
+        results[0].bytes() * 2
     }
     /// A slice of a shard: dimensions that are cut are never divided, the others are taken whole.
     fn localize(&self, operands: &[super::Part], _results: &[super::Part]) -> Option<super::Op> {
