@@ -40,6 +40,8 @@ mod schedules;
 pub(crate) mod sharing;
 pub mod stages;
 pub mod storage;
+mod summed;
+mod turns;
 mod undivided;
 mod visit;
 pub mod ways;

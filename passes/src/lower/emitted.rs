@@ -1,7 +1,8 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
-use super::{Draft, draft_rank, fuse::fuse, merge_casts, merge_repeated, siblings::join_siblings};
+use super::{Draft, draft_rank, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings};
 use crate::cost::Library;
+use crate::cost::is_product;
 use crate::cost::node::epilogue_bytes;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, EntityRef, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
@@ -14,7 +15,8 @@ pub struct Emitted {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves; more where they move them slower than it would.
     pub traffic: f64,
-    /// Of a product, the bytes that it moves when its arithmetic is over, over those that the node says it moves.
+    /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result: what it adds to
+    /// each element grows with that, whatever share of the traffic its factors are.
     pub after: f64,
     /// Of a product, how many are one instruction with it, itself included.
     pub beside: usize,
@@ -24,6 +26,10 @@ pub struct Emitted {
     pub is_made: bool,
     /// Whether it is a sum that a product makes.
     pub is_summed: bool,
+    /// Whether it is no product, and adds to a summand.
+    pub adds: bool,
+    /// Whether it only names a part of what is there.
+    pub is_view: bool,
 }
 
 /// What a graph on one device is lowered to for a target, node by node; nothing for a graph that is not legal. A region
@@ -47,16 +53,28 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     join_siblings(&mut draft, target);
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
+    share_parts(&mut draft);
+    for instruction in draft.sections.iter().flatten().map(|item| &item.instruction) {
+        let source = instruction.source.filter(|_| draft.is_view(instruction));
+        source.iter().for_each(|node| emitted[*node].is_view = matches!(graph.node(*node).op, Op::Slice(_)));
+    }
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let reach = Library::SHARDC.reach;
     let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
-        let own = bytes(&graph.node(node).op, &graph.operand_types(node), &graph.result_types(node));
-        emitted[node].launches += part;
         let (operands, results) = (types(operands), types(results));
+        let (mut reads, made) = (graph.operand_types(node), graph.result_types(node));
+        let adds = op.name() == graph.node(node).op.name() && adds_rows(op, operands.len());
+        if adds {
+            reads.push(made[0].clone());
+        }
+        let own = bytes(&graph.node(node).op, &reads, &made);
+        emitted[node].launches += part;
+        emitted[node].adds |= adds;
         let pace = reach.of(op) / reach.of(&graph.node(node).op);
         emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0) / pace;
-        emitted[node].after += epilogue_bytes(op, &operands, &results) / own.max(1.0);
+        let result = made.first().map_or(1.0, |ty| ty.bytes().0 as f64);
+        emitted[node].after += epilogue_bytes(op, &operands, &results) / result.max(1.0);
     };
     let mut joined: Vec<(NodeId, usize)> = Vec::new();
     for item in draft.sections.iter().flatten().filter(|item| !draft.is_view(&item.instruction)) {
@@ -77,6 +95,11 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside, ..emitted[node] };
     }
     emitted
+}
+
+/// Whether an operation that is no product adds to a summand: then it moves what it names of that, not all of it.
+fn adds_rows(op: &Op, operands: usize) -> bool {
+    !is_product(op) && op.addend(operands).is_some()
 }
 
 /// The nodes whose results an instruction of an earlier node makes, and how many nodes lie between the two.

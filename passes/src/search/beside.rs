@@ -7,22 +7,24 @@
 //! the wire at the end is waited for. So a large gradient that comes last (an embedding's) shows. Kernels also wait
 //! for the wire where they need its memory again.
 //!
-//! What is not seen: squares of gradients that run beside the last reductions, the transposes that go with weights
-//! (but for codes in 8 bits) and gradients that the data ranks divide along an inner dimension, conversions that begin
-//! before their reader beside anything but gradients of weights, and how exchanges between experts queue behind reductions of the
+//! What is not seen: squares of gradients that run beside the last reductions, conversions that begin before their
+//! reader beside anything but gradients of weights, and how exchanges between experts queue behind reductions of the
 //! experts' gradients (the simulation is up to 4% longer). Nor is what chunks that overlap hide: such plans are compared
 //! by their programs alone
 //! ([`overlap`](super::overlap)).
 
 use super::clocks::{Clocks, Meeting};
+use super::copies::root;
 use super::liveness::block_order;
 use super::recompute::Selected;
 use super::storage::{Storage, kind};
+use super::turns::{Meetings, OfWeights, Reads, Turned, Weights};
 use crate::cluster::Cluster;
 use crate::cost::host::Host;
-use crate::cost::{Machine, is_product};
+use crate::cost::is_product;
 use crate::lower::block_of;
 use crate::schedule::{BUCKET_BYTES, SMALL, YIELDS};
+use crate::shard::layout::Turn;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
 use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
@@ -39,38 +41,35 @@ struct Stretch {
     block: Option<u64>,
     /// Kernels.
     seconds: f64,
-    /// Those of each node: its class, and their seconds. Of a forward pass alone, which may run again.
-    nodes: Vec<(usize, f64)>,
+    /// Those of each node: its class, their seconds, and whether it is a product. Of a forward pass alone, which may run
+    /// again.
+    nodes: Vec<(usize, f64, bool)>,
     /// Collectives of the tensor axes, in the order in which they begin.
     meetings: Vec<Meeting>,
     /// When each product ends.
     products: Vec<f64>,
-    /// Bytes of the weights that it reads, as they are after a gather, and of those that the other
-    /// direction has not read before, by [`kind`].
-    gathered: [f64; 2],
-    gathered_first: [f64; 2],
-    /// Of a backward pass, of those that only the forward pass reads, and by which classes it does.
-    gathered_again: [f64; 2],
+    /// The weights that it reads: those that the other direction has not read before, if they are kept; all, if they
+    /// are dropped; of a backward pass, with those that only the forward pass reads.
+    reads: [Reads; 3],
+    /// The classes that read these last.
     again: Vec<usize>,
-    /// Seconds in which kernels bring into order what is gathered along an inner dimension: see [`Times::gather`].
-    ordered: [f64; 3],
     /// When those of the next stretch are gathered: with the first of these, or behind a meeting before any product.
     fetch: f64,
 }
 
 impl Stretch {
     /// When a bucket goes that closes at a moment, if the schedule lets it wait for a collective
-    /// ([`YIELDS`](crate::schedule)).
-    fn yielded(&self, at: f64) -> f64 {
+    /// ([`YIELDS`](crate::schedule)), and whether it would wait for one of the next stretch.
+    fn yielded(&self, at: f64) -> (f64, bool) {
         let between = |from: f64, to: f64| self.products.iter().filter(|end| **end > from && **end <= to).count();
         let (mut to, mut most) = (at, YIELDS);
         for meeting in self.meetings.iter().filter(|meeting| !meeting.is_local && meeting.at >= at) {
             if between(to, meeting.at) > most {
-                break;
+                return (to, false);
             }
             (to, most) = (meeting.at, 0);
         }
-        to
+        (to, between(to, f64::INFINITY) <= most)
     }
 }
 
@@ -80,6 +79,8 @@ struct Bucket {
     /// The stretch that makes the last of them, and after how many seconds of its kernels.
     stretch: usize,
     at: f64,
+    /// Whether it lets the collectives pass with which the next stretch begins.
+    is_open: bool,
     /// Of each, the class of its update, and its bytes.
     gradients: Vec<(usize, f64)>,
     /// Which ranks reduce them.
@@ -91,6 +92,8 @@ struct Bucket {
 pub struct Loop {
     stretches: Vec<Stretch>,
     buckets: Vec<Bucket>,
+    /// Whether weights change their layout along the tensor axes.
+    turns: bool,
     /// Seconds in which a microbatch's inputs arrive from the host.
     feed: f64,
 }
@@ -102,7 +105,7 @@ pub struct Times {
     reduce: [Vec<f64>; 2],
     /// To gather what is read by gradients that are made in parts.
     read: f64,
-    /// Per stretch, of what its direction reads first, of all that it reads, and with what is computed again.
+    /// Per stretch, of what it [reads](Stretch::reads).
     gather: [Vec<f64>; 3],
 }
 
@@ -119,6 +122,8 @@ pub struct Traffic<'a> {
     pub drops: bool,
     /// Whether gradients are reduced in every microbatch.
     pub reduces_in_loop: bool,
+    /// Whether the loop is that of a pipeline's stages.
+    pub is_staged: bool,
     /// The microbatches of the step.
     pub microbatches: u64,
     /// What is computed again.
@@ -132,7 +137,7 @@ pub struct Shown {
     pub all: f64,
     /// What shows, the slowdown of kernels beside it included.
     pub shown: f64,
-    /// Kernels that bring into order what is gathered.
+    /// Kernels that bring into order what is gathered, and what changes its layout.
     pub ordered: f64,
 }
 
@@ -145,55 +150,18 @@ impl Shown {
     }
 }
 
-/// A value that is gathered.
-struct Gathered {
-    value: ValueId,
-    size: f64,
-    kind: usize,
-    /// Seconds in which it is brought into order.
-    ordered: f64,
-}
-
-/// The meetings that begin at a node of each class.
-struct Meetings {
-    /// Where a value is read that a node of another class makes.
-    before: Vec<Vec<(usize, Meeting)>>,
-    /// Where it is made, on average.
-    behind: Vec<Vec<Meeting>>,
-}
-
-impl Meetings {
-    fn new(prepared: &Prepared<'_>, microbatches: u64, conversions: &[Conversion], seconds: &[f64]) -> Self {
-        let mut own = Self { before: vec![Vec::new(); seconds.len()], behind: vec![Vec::new(); seconds.len()] };
-        let meets = |of: &&Conversion| of.seconds > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
-        for conversion in conversions.iter().filter(meets) {
-            let slack: f64 = prepared.between(conversion, microbatches).map(|class| seconds[class]).sum();
-            let Conversion { maker, reader, seconds, is_local, .. } = *conversion;
-            let meeting = Meeting { seconds, is_local, ..Meeting::default() };
-            if conversion.is_early {
-                let each = conversion.count as f64 / prepared.folded.classes[maker].members.len() as f64;
-                own.behind[maker].push(Meeting { slack, seconds: seconds * each, ..meeting });
-            } else {
-                let is_shared = conversion.is_shared;
-                own.before[reader].push((maker, Meeting { since: slack, is_shared, ..meeting }));
-            }
-        }
-        own
-    }
-}
-
 impl Loop {
     /// Cuts the loop of a placed mesh. `seconds` is what one node of each class takes, `divides` which dimension of what
     /// it stores the data axes divide.
-    pub fn new(
+    pub(super) fn new(
         prepared: &Prepared<'_>,
         placed: &Placed<'_>,
         conversions: &[Conversion],
         seconds: &[f64],
         divides: &dyn Fn(usize) -> Option<usize>,
     ) -> Self {
-        let machine = Machine::own(&placed.cluster.device);
         let graph = prepared.graph;
+        let weights = Weights { prepared, placed, of: OfWeights::new(prepared, conversions), divides };
         let order = block_order(graph);
         let meetings = Meetings::new(prepared, placed.microbatches, conversions, seconds);
         let bytes = |class: usize| {
@@ -201,11 +169,11 @@ impl Loop {
             local.results.first().map_or(0.0, |bytes| *bytes as f64)
         };
         let mut own = Self::default();
-        // Per node, its stretch and the seconds of the stretch up to it; per value, who has gathered it.
+        // Per node, its stretch and the seconds of the stretch up to it; per value, which directions have read it.
         let mut place: Vec<(usize, f64)> = Vec::with_capacity(graph.node_count());
-        let mut gathered = vec![[false; 2]; graph.value_count()];
+        let mut seen = vec![[false; 2]; graph.value_count()];
         // Per block, what its forward pass gathers, and which classes read that.
-        let mut forward: BTreeMap<u64, Vec<(Gathered, usize)>> = BTreeMap::new();
+        let mut forward: BTreeMap<u64, Vec<(ValueId, Reads, usize)>> = BTreeMap::new();
         let (mut current, mut is_settled) = (None, false);
         // Per node of the forward pass, its stretch and its place in it.
         let mut nodes: HashMap<NodeId, (usize, usize)> = HashMap::new();
@@ -245,7 +213,7 @@ impl Loop {
                 stretch.seconds += seconds[class];
                 if !key.1 {
                     nodes.insert(id, (index, nth));
-                    stretch.nodes.push((class, seconds[class]));
+                    stretch.nodes.push((class, seconds[class], is_product(&node.op)));
                 }
                 // What is merged into an earlier instruction is made there.
                 let made = match prepared.emitted[class].ahead {
@@ -253,29 +221,21 @@ impl Loop {
                     ahead => place[id.index() - ahead].1.min(stretch.seconds),
                 };
                 let is_met = stretch.meetings.iter().any(|meeting| !meeting.is_local);
-                let is_first = stretch.gathered == [0.0; 2];
+                let is_first = stretch.reads[..2] == [Reads::default(); 2];
                 let next = stretch.nodes.len();
                 stretch.meetings.extend(meetings.behind[class].iter().map(begins(made, next, nth)));
-                for value in &node.operands {
-                    let maker = prepared.folded.class[graph.value(*value).def];
-                    let seen = &mut gathered[value.index()];
-                    let dim = if prepared.is_parameter[maker] { divides(maker) } else { None };
-                    let Some(dim) = dim.filter(|_| !seen[usize::from(key.1)]) else { continue };
-                    let (size, kind) = (bytes(maker), kind(placed, maker));
-                    // Of codes, one arrangement or the other.
-                    let is_inner = matches!(prepared.op(maker), Op::Quantize(_)) && dim != graph.value(*value).index;
-                    let ordered = if is_inner { 2.0 * size / machine.bandwidth() + machine.launch() } else { 0.0 };
-                    let is_new = !seen[usize::from(!key.1)];
-                    stretch.gathered[kind] += size;
-                    stretch.gathered_first[kind] += if is_new { size } else { 0.0 };
-                    stretch.ordered[0] += if is_new { ordered } else { 0.0 };
-                    stretch.ordered[1] += ordered;
-                    seen[usize::from(key.1)] = true;
+                for operand in &node.operands {
+                    let Some(value) = &root(graph, *operand) else { continue };
+                    let [other, own] = [!key.1, key.1].map(|is_backward| seen[value.index()][usize::from(is_backward)]);
+                    let Some([kept, dropped]) = weights.read((*operand, *value), class, [own, other]) else { continue };
+                    seen[value.index()][usize::from(key.1)] = true;
+                    stretch.reads[0].add(kept);
+                    stretch.reads[1].add(dropped);
+                    if [kept, dropped] == [Reads::default(); 2] {
+                        continue;
+                    }
                     if let Some(block) = stretch.block.filter(|_| !key.1) {
-                        forward
-                            .entry(block)
-                            .or_default()
-                            .push((Gathered { value: *value, size, kind, ordered }, class));
+                        forward.entry(block).or_default().push((*value, dropped, class));
                     }
                     if is_first || (is_met && !is_settled) {
                         stretch.fetch = before;
@@ -291,13 +251,14 @@ impl Loop {
         }
         for stretch in own.stretches.iter_mut().filter(|stretch| stretch.is_backward) {
             let of_block = stretch.block.and_then(|block| forward.remove(&block)).unwrap_or_default();
-            stretch.ordered[2] = stretch.ordered[1];
-            for (read, class) in of_block.into_iter().filter(|(read, _)| !gathered[read.value.index()][1]) {
-                stretch.gathered_again[read.kind] += read.size;
-                stretch.ordered[2] += read.ordered;
+            stretch.reads[2] = stretch.reads[1];
+            for (_, read, class) in of_block.into_iter().filter(|(value, ..)| !seen[value.index()][1]) {
+                stretch.reads[2].add(read);
                 stretch.again.push(class);
             }
         }
+        let turns = |of: &Stretch| of.reads.iter().any(|reads| reads.turned.turn.seconds() > 0.0);
+        own.turns = own.stretches.iter().any(turns);
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
         own.fill_buckets(prepared, placed, &place);
         own
@@ -351,8 +312,9 @@ impl Loop {
             gradients.push(*gradient);
             if *bytes >= BUCKET || last[*kind] == Some(index) {
                 let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
-                let at = self.stretches.get(stretch).map_or(at, |stretch| stretch.yielded(at));
-                self.buckets.push(Bucket { stretch, at, gradients, kind: *kind });
+                let yielded = self.stretches.get(stretch).map(|stretch| stretch.yielded(at));
+                let (at, is_open) = yielded.unwrap_or((at, false));
+                self.buckets.push(Bucket { stretch, at, is_open, gradients, kind: *kind });
             }
         }
     }
@@ -378,22 +340,15 @@ impl Loop {
             };
             self.buckets.iter().map(of).unzip::<f64, f64, Vec<f64>, Vec<f64>>()
         };
-        let gather = |bytes: &dyn Fn(&Stretch) -> [f64; 2]| {
+        let gather = |which: usize| {
             let of = |stretch: &Stretch| {
-                copies.iter().zip(bytes(stretch)).map(|(of, bytes)| of.gather(bytes, cluster)).sum::<f64>()
+                let bytes = stretch.reads[which].bytes;
+                copies.iter().zip(bytes).map(|(of, bytes)| of.gather(bytes, cluster)).sum::<f64>()
             };
             self.stretches.iter().map(of).collect()
         };
         let ((whole, _), (parted, read)) = (reduce(0), reduce(1));
-        Times {
-            reduce: [whole, parted],
-            read: read.iter().sum(),
-            gather: [
-                gather(&|stretch| stretch.gathered_first),
-                gather(&|stretch| stretch.gathered),
-                gather(&|stretch| [0, 1].map(|kind| stretch.gathered[kind] + stretch.gathered_again[kind])),
-            ],
-        }
+        Times { reduce: [whole, parted], read: read.iter().sum(), gather: [0, 1, 2].map(gather) }
     }
 
     /// Seconds in which the inputs of a microbatch arrive from the host.
@@ -402,23 +357,26 @@ impl Loop {
     }
 
     /// What the communication of a step takes and shows. What is done once runs beside one microbatch: weights are
-    /// gathered beside the first, gradients reduced beside the last ([`peel`](mod@crate::lower)).
+    /// gathered beside the first, gradients reduced beside the last ([`peel`](mod@crate::lower)). Stages of a pipeline
+    /// have an order of their own: what they do once, they do before all microbatches, or behind them.
     pub fn shown(&self, traffic: &Traffic<'_>, times: &Times, cluster: &Cluster) -> Shown {
         let count = traffic.microbatches.max(1);
-        let gathers = |first: bool| traffic.gathers && (traffic.drops || first);
-        let reduces = |last: bool| traffic.reduces && (traffic.reduces_in_loop || last);
+        let peels = !traffic.is_staged;
+        let gathers = |first: bool| traffic.gathers && (traffic.drops || (peels && first));
+        let turns = |first: bool| self.turns && (traffic.drops || (peels && first));
+        let reduces = |last: bool| traffic.reduces && (traffic.reduces_in_loop || (peels && last));
         // How many microbatches do the same.
-        let mut kinds: Vec<([bool; 2], u64)> = Vec::with_capacity(3);
+        let mut kinds: Vec<([bool; 3], u64)> = Vec::with_capacity(3);
         for (first, last, many) in
             [(true, count < 2, 1), (false, true, count.min(2) - 1), (false, false, count.max(2) - 2)]
         {
-            let which = [gathers(first), reduces(last)];
+            let which = [gathers(first), turns(first), reduces(last)];
             match kinds.iter_mut().find(|(known, _)| *known == which) {
                 Some((_, known)) => *known += many,
                 None => kinds.push((which, many)),
             }
         }
-        let mut all = Shown::default();
+        let mut all = if peels { Shown::default() } else { self.apart(traffic, times) };
         for (which, many) in kinds.into_iter().filter(|(_, many)| *many > 0) {
             all.add(&self.microbatch(traffic, times, which, cluster), many as f64);
         }
@@ -427,12 +385,32 @@ impl Loop {
         Shown { all: all.all + read, shown: all.shown + read, ..all }
     }
 
-    /// The communication of a microbatch that gathers weights, or not, and reduces gradients, or not.
+    /// What stages of a pipeline do once, beside nothing.
+    fn apart(&self, traffic: &Traffic<'_>, times: &Times) -> Shown {
+        let mut all = Shown::default();
+        if !traffic.drops {
+            let turns = self.stretches.iter().map(|stretch| stretch.reads[0].turned.turn);
+            let turn = turns.fold(Turn::default(), Turn::then);
+            all.all += turn.wire;
+            all.ordered += turn.before + turn.after;
+        }
+        if traffic.gathers && !traffic.drops {
+            all.all += times.gather[0].iter().sum::<f64>();
+            all.ordered += self.stretches.iter().map(|stretch| stretch.reads[0].ordered).sum::<f64>();
+        }
+        if traffic.reduces && !traffic.reduces_in_loop {
+            all.all += times.reduce[usize::from(traffic.zero > 0)].iter().sum::<f64>();
+        }
+        Shown { shown: all.all, ..all }
+    }
+
+    /// The communication of a microbatch that gathers weights, or not, changes their layout, or not, and reduces
+    /// gradients, or not.
     fn microbatch(
         &self,
         traffic: &Traffic<'_>,
         times: &Times,
-        [gathers_here, reduces_here]: [bool; 2],
+        [gathers_here, turns_here, reduces_here]: [bool; 3],
         cluster: &Cluster,
     ) -> Shown {
         let reduces = || self.buckets.iter().zip(times.reduce[usize::from(traffic.zero > 0)].iter().copied());
@@ -444,9 +422,12 @@ impl Loop {
         // Per stretch, the seconds of its gathers, and of the kernels that bring into order what they bring.
         let of = |(index, stretch): (usize, &Stretch)| {
             let which = which(stretch);
-            (times.gather[which][index], stretch.ordered[which])
+            let Reads { ordered, turned: Turned { turn, .. }, .. } = stretch.reads[which];
+            let wire = |is_here, seconds| if is_here { seconds } else { 0.0 };
+            let gathered = wire(gathers_here, times.gather[which][index]) + wire(turns_here, turn.wire);
+            (gathered, wire(gathers_here, ordered) + wire(turns_here, turn.before + turn.after))
         };
-        let read = self.stretches.iter().enumerate().filter(|_| gathers_here);
+        let read = self.stretches.iter().enumerate().filter(|_| gathers_here || turns_here);
         let (gathered, ordered): (Vec<f64>, Vec<f64>) = read.map(of).unzip();
         // What data ranks have on the wire comes before what is issued where it is read.
         let is_shared = gathers_here || reduces_here;
@@ -456,6 +437,13 @@ impl Loop {
         // ones (a norm's), whose memory holds nothing back, those after them as well.
         let mut next = gathered.iter().copied().filter(|seconds| *seconds > 0.0).peekable();
         let mut arrivals = VecDeque::new();
+        // Buckets that let the collectives pass with which a block is computed again.
+        let mut waiting: Vec<f64> = Vec::new();
+        // What is reduced in place gives no memory back.
+        let reduce = |clocks: &mut Clocks, seconds: f64| match traffic.zero {
+            0 => _ = clocks.carry(seconds),
+            _ => clocks.reduce(seconds),
+        };
         let mut fetch_next = |clocks: &mut Clocks, arrivals: &mut VecDeque<f64>| {
             while let Some(seconds) = next.next() {
                 arrivals.push_back(clocks.carry(seconds));
@@ -473,14 +461,19 @@ impl Loop {
                 fetches = arrivals.is_empty();
             }
             // What is computed again reads the weights first.
-            let mut later = self.recompute(&mut clocks, stretch, traffic.again, &mut |clocks| {
+            let fetch = &mut |clocks: &mut Clocks| {
                 if std::mem::take(&mut fetches) {
                     fetch_next(clocks, &mut arrivals);
                 }
-            });
-            if gathers_here {
-                clocks.run(clocks.done + ordered[index]);
+            };
+            let release = &mut |clocks: &mut Clocks| waiting.drain(..).for_each(|seconds| reduce(clocks, seconds));
+            let mut later = self.recompute(&mut clocks, stretch, traffic.again, (fetch, release));
+            release(&mut clocks);
+            // The next weights are on their way while kernels bring these into order, if no collective comes before them.
+            if stretch.fetch <= 0.0 && stretch.meetings.first().is_none_or(|meeting| meeting.at > 0.0) {
+                fetch(&mut clocks);
             }
+            clocks.run(clocks.done + ordered.get(index).copied().unwrap_or(0.0));
             let start = clocks.done;
             let mut meetings = stretch.meetings.iter().peekable();
             loop {
@@ -508,12 +501,10 @@ impl Loop {
                     }
                     Some(filled) => {
                         clocks.run(start + filled);
-                        let seconds = buckets.next().map_or(0.0, |(_, seconds)| seconds);
-                        // What is reduced in place gives no memory back.
-                        if traffic.zero > 0 {
-                            clocks.reduce(seconds);
-                        } else {
-                            clocks.carry(seconds);
+                        let Some((bucket, seconds)) = buckets.next() else { break };
+                        match bucket.is_open && self.meets_again(index + 1, traffic.again) {
+                            true => waiting.push(seconds),
+                            false => reduce(&mut clocks, seconds),
                         }
                     }
                     None => break,
@@ -523,18 +514,26 @@ impl Loop {
             clocks.run(start + stretch.seconds);
         }
         buckets.for_each(|(_, seconds)| _ = clocks.carry(seconds));
-        let shown = (clocks.end() - clocks.done - self.feed).max(0.0);
-        Shown { all: clocks.carried, shown, ordered: ordered.iter().sum() }
+        let shown = (clocks.end() - clocks.done - clocks.ordered - self.feed).max(0.0);
+        Shown { all: clocks.carried, shown, ordered: ordered.iter().sum::<f64>() + clocks.ordered }
+    }
+
+    /// Whether the block of a stretch is computed again with collectives.
+    fn meets_again(&self, stretch: usize, again: &Selected<'_>) -> bool {
+        let stretch = self.stretches.get(stretch).filter(|stretch| stretch.is_backward);
+        let way = stretch.and_then(|stretch| again.way(stretch.block?));
+        way.is_some_and(|way| way.cost.communication > 0.0)
     }
 
     /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the
-    /// first of which `fetch` gathers the next weights; gives the seconds of those that the backward pass waits for later.
+    /// first of which `fetch` gathers the next weights; `release` lets go what they passed, before the first product.
+    /// Gives the seconds of those that the backward pass waits for later.
     fn recompute(
         &self,
         clocks: &mut Clocks,
         stretch: &Stretch,
         again: &Selected<'_>,
-        fetch: &mut dyn FnMut(&mut Clocks),
+        (fetch, release): (&mut dyn FnMut(&mut Clocks), &mut dyn FnMut(&mut Clocks)),
     ) -> f64 {
         let mut later = 0.0;
         let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return later };
@@ -546,7 +545,7 @@ impl Loop {
         }
         let forward = || self.stretches.iter().filter(|of| !of.is_backward && of.block == stretch.block);
         let is_again =
-            |of: &Stretch, node: usize| of.nodes.get(node).is_some_and(|(class, _)| again.is_again(block, *class));
+            |of: &Stretch, node: usize| of.nodes.get(node).is_some_and(|(class, ..)| again.is_again(block, *class));
         // Terms that were added in the forward pass are there as a sum; a copy of several readers is waited for where
         // one of them is computed again.
         let is_read = |of: &Stretch, meeting: &Meeting| match meeting.is_shared {
@@ -558,7 +557,7 @@ impl Loop {
         }
         for of in forward() {
             let mut meetings = of.meetings.iter().peekable();
-            for (index, (_, seconds)) in of.nodes.iter().enumerate() {
+            for (index, (_, seconds, is_product)) in of.nodes.iter().enumerate() {
                 while let Some(meeting) = meetings.next_if(|meeting| meeting.node <= index) {
                     if is_read(of, meeting) {
                         clocks.meet(&Meeting { slack: 0.0, since: 0.0, ..*meeting });
@@ -567,9 +566,13 @@ impl Loop {
                         }
                     } else if is_again(of, meeting.own) {
                         later += meeting.seconds;
+                        clocks.meet(&Meeting { is_local: true, ..*meeting });
                     }
                 }
                 if is_again(of, index) {
+                    if *is_product {
+                        release(clocks);
+                    }
                     clocks.run(clocks.done + *seconds);
                 }
             }

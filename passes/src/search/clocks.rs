@@ -18,6 +18,9 @@ pub(super) struct Meeting {
     pub since: f64,
     /// Seconds of its collectives.
     pub seconds: f64,
+    /// Of kernels that bring into order what goes over the wire, and what it brings.
+    pub before: f64,
+    pub after: f64,
     /// Whether a kernel does it, and nobody is met.
     pub is_local: bool,
     /// How many of the stretch's nodes come before it.
@@ -27,6 +30,17 @@ pub(super) struct Meeting {
     pub own: usize,
     /// Whether several nodes read the copy, some of them in the other pass.
     pub is_shared: bool,
+}
+
+/// What is read later.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    /// How far kernels come before.
+    at: f64,
+    /// When it has arrived.
+    arrival: f64,
+    /// Seconds in which kernels bring it into order then.
+    after: f64,
 }
 
 /// Where the clocks of a microbatch stand.
@@ -40,12 +54,14 @@ pub(super) struct Clocks {
     loss: f64,
     /// Seconds of the kernels so far.
     pub done: f64,
+    /// Beside them, of those that brought into order what changes its layout.
+    pub ordered: f64,
     /// Seconds of the collectives so far.
     pub carried: f64,
     /// When the latest reductions end, up to the one whose memory is used again.
     ends: [f64; 1 + WINDOW],
-    /// What is read later: how far kernels come before, and when it has arrived.
-    awaited: Vec<(f64, f64)>,
+    /// What is read later.
+    awaited: Vec<Awaited>,
 }
 
 impl Clocks {
@@ -59,24 +75,37 @@ impl Clocks {
         let rate = 1.0 - self.loss;
         let beside = (self.free - self.now).clamp(0.0, seconds / rate);
         self.now += beside + (seconds - beside * rate);
-        self.done += seconds;
+    }
+
+    /// Runs kernels up to so many seconds of them.
+    fn come(&mut self, to: f64) {
+        self.go((to - self.done).max(0.0));
+        self.done = self.done.max(to);
+    }
+
+    /// Runs kernels that bring something into order.
+    fn order(&mut self, seconds: f64) {
+        self.go(seconds);
+        self.ordered += seconds;
     }
 
     /// Runs kernels until so many seconds of them are done; on their way they wait for what they read.
     pub fn run(&mut self, until: f64) {
         loop {
-            let due = self.awaited.iter().filter(|(at, _)| *at <= until);
-            let Some((at, arrival)) = due.copied().min_by(|a, b| a.0.total_cmp(&b.0)) else { break };
-            self.go((at - self.done).max(0.0));
+            let due = self.awaited.iter().enumerate().filter(|(_, of)| of.at <= until);
+            let Some((index, _)) = due.min_by(|a, b| a.1.at.total_cmp(&b.1.at)) else { break };
+            let Awaited { at, arrival, after } = self.awaited.remove(index);
+            self.come(at);
             self.wait(arrival);
+            self.order(after);
         }
-        self.go((until - self.done).max(0.0));
+        self.come(until);
     }
 
     /// Lets kernels wait for what arrives at a moment; whatever arrives before is there as well.
     pub fn wait(&mut self, arrival: f64) {
         self.now = self.now.max(arrival);
-        self.awaited.retain(|(_, other)| *other > arrival);
+        self.awaited.retain(|of| of.arrival > arrival || of.after > 0.0);
     }
 
     /// Puts a collective on the wire; gives when it has arrived.
@@ -96,25 +125,33 @@ impl Clocks {
         self.ends[WINDOW] = self.carry(seconds);
     }
 
-    /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later. One that is
-    /// issued where it is read was on the wire since it was made, or since the wire was free.
+    /// Converts a value that kernels have made, and which they read `meeting.slack` seconds of kernels later.
     pub fn meet(&mut self, meeting: &Meeting) {
-        if meeting.is_local {
-            return self.wait(self.now + meeting.seconds);
+        self.order(meeting.before);
+        if !meeting.is_local && !self.bring(meeting) {
+            return;
         }
+        self.order(meeting.after);
+    }
+
+    /// Lets the wire bring a value; whether it is there. One that is issued where it is read was on the wire since it
+    /// was made, or since the wire was free.
+    fn bring(&mut self, meeting: &Meeting) -> bool {
         if meeting.since > 0.0 {
             let begin = self.free.max(self.now - meeting.since);
             self.free = begin + meeting.seconds;
             self.carried += meeting.seconds;
             let slowed = if begin < self.now { meeting.seconds * self.loss } else { 0.0 };
-            return self.wait(self.free.max(self.now + slowed));
+            self.wait(self.free.max(self.now + slowed));
+            return true;
         }
         let arrival = self.carry(meeting.seconds);
         if meeting.slack > 0.0 {
-            self.awaited.push((self.done + meeting.slack, arrival));
-        } else {
-            self.wait(arrival);
+            self.awaited.push(Awaited { at: self.done + meeting.slack, arrival, after: meeting.after });
+            return false;
         }
+        self.wait(arrival);
+        true
     }
 
     /// When kernels and wire are done.
@@ -156,6 +193,19 @@ mod tests {
         clocks.carry(3.0);
         clocks.meet(&Meeting { since: 1.0, ..meeting(0.0, 2.0) });
         assert_eq!((clocks.now, clocks.carried), (10.0, 7.0));
+    }
+
+    #[test]
+    fn kernels_bring_into_order_what_goes_over_the_wire_and_what_it_brings() {
+        let mut clocks = Clocks::new(0.5);
+        clocks.run(1.0);
+        clocks.meet(&Meeting { before: 1.0, after: 2.0, ..meeting(1.0, 2.0) });
+        // Until the value is read nothing has to be in order.
+        assert_eq!((clocks.now, clocks.ordered), (2.0, 1.0));
+        clocks.run(2.0);
+        assert_eq!((clocks.now, clocks.done, clocks.ordered, clocks.carried), (6.0, 2.0, 3.0, 2.0));
+        clocks.meet(&Meeting { is_local: true, after: 1.0, ..Meeting::default() });
+        assert_eq!((clocks.now, clocks.ordered), (7.0, 4.0));
     }
 
     #[test]

@@ -90,7 +90,7 @@ pub struct Copies {
 }
 
 /// The parameter, cast or codes that a value is, through views of them; none if it is none of these.
-fn root(graph: &Graph, mut value: ValueId) -> Option<ValueId> {
+pub(super) fn root(graph: &Graph, mut value: ValueId) -> Option<ValueId> {
     loop {
         let node = graph.def(value);
         match node.op {

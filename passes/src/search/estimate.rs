@@ -10,6 +10,8 @@ use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
+use super::summed::{alone, rows};
+use super::turns::{beside_kernels, converted_once, is_of_weight};
 use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
 use crate::lower::adds_itself;
@@ -95,6 +97,12 @@ pub struct Shape<'a> {
     block_gradient: u64,
     /// Seconds that gradients take less which are made where they are stored.
     saved: f64,
+    /// Seconds that those of tables take less where they add the rows that tokens name to what was added up, and those
+    /// that others take more where products that add are instructions of their own.
+    rows: f64,
+    alone: f64,
+    /// Of what is done once, the seconds in which weights change their layout.
+    turned: f64,
     /// Blocks of the model.
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
@@ -135,6 +143,9 @@ impl<'a> Shape<'a> {
             added_to: 0,
             block_gradient: 0,
             saved: 0.0,
+            rows: 0.0,
+            alone: 0.0,
+            turned: 0.0,
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
@@ -165,11 +176,23 @@ impl<'a> Shape<'a> {
             |of: &Conversion| matches!(prepared.op(of.maker), Op::QuantizationScale(_)) && prepared.is_copy(of.maker);
         let (scales, others): (Vec<Conversion>, Vec<Conversion>) =
             beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
-        shape.once.communication += scales.iter().map(|scale| scale.seconds).fold(0.0, f64::max);
+        shape.once.communication += scales.iter().map(|scale| scale.turn.seconds()).fold(0.0, f64::max);
         let mut copies = vec![Split::default(); each.len()];
+        // What is gathered of parameters in front of the loop starts once for each block.
+        let is_merged = |of: &Conversion| {
+            prepared.is_copy(of.maker) && !prepared.in_loop(of.reader) && prepared.role(of.reader) == Role::Forward
+        };
+        let starts = others.iter().filter(|of| is_merged(of)).map(|of| of.start * of.count as f64);
+        shape.once.communication += starts.fold(0.0, f64::max);
         for conversion in &others {
-            let seconds = conversion.seconds * conversion.count as f64;
+            let start = if is_merged(conversion) { conversion.start } else { 0.0 };
+            let seconds = (conversion.turn.seconds() - start) * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
+            shape.turned += if is_of_weight(prepared, conversion) { seconds } else { 0.0 };
+            // What is converted once is no node's of a microbatch.
+            if !prepared.in_loop(conversion.maker) || !prepared.in_loop(conversion.reader) {
+                continue;
+            }
             // Terms are added where they are made, and again where they are made again; so is a copy that several read.
             let class = if conversion.is_early || conversion.is_shared { conversion.maker } else { conversion.reader };
             let seconds = seconds / prepared.folded.classes[class].members.len() as f64;
@@ -279,10 +302,12 @@ impl<'a> Shape<'a> {
             larger += (converted - bytes(&results[result])).max(0.0);
         }
         let is_in_block = self.is_in_block(prepared, class);
+        let machine = Machine::own(&placed.cluster.device);
         for storage in &mut self.storages {
             let parts = storage.among(prepared, placed, class);
             let share = parts.as_ref().map_or(1.0, |(_, parted)| parted.share);
             let uneven = parts.as_ref().filter(|(_, parted)| !parted.is_even).map(|(_, parted)| parted.dim == 0);
+            let is_inner = parts.as_ref().is_some_and(|(_, parted)| parted.dim > 0);
             storage.parts.resize(prepared.rules.len(), None);
             storage.parts[class] = parts.map(|(ranks, parted)| (ranks, parted.dim));
             storage.copied.add(larger, share);
@@ -298,6 +323,10 @@ impl<'a> Shape<'a> {
                     storage.gradients.add(bytes(&operands[1]), share);
                     uneven.iter().for_each(|is_outer| storage.uneven[usize::from(*is_outer)] += bytes(&operands[1]));
                     storage.update.add(seconds, share);
+                    if is_inner {
+                        let turned = 2.0 * bytes(&operands[1]) / machine.bandwidth() + count * machine.launch();
+                        storage.turned.insert(class, turned);
+                    }
                 }
                 _ if prepared.is_copy(class) => {
                     storage.copied.add(read, share);
@@ -322,11 +351,14 @@ impl<'a> Shape<'a> {
         match op {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
-                let added = match adds_itself(prepared.graph, gradient) {
-                    true => &mut self.added_to,
-                    false => &mut self.added_up,
-                };
-                *added += operands[1] * count;
+                if let Some(less) = rows(prepared, placed, gradient) {
+                    self.rows += less * count as f64;
+                } else if adds_itself(prepared.graph, gradient) {
+                    self.added_to += operands[1] * count;
+                    self.alone += alone(prepared, placed, gradient) * count as f64;
+                } else {
+                    self.added_up += operands[1] * count;
+                }
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -475,14 +507,16 @@ impl<'a> Shape<'a> {
         let cluster = placed.cluster;
         let (of, microbatches) = (&self.storages[storage], self.microbatches as f64);
         let is_shared = of.ranks() > 1;
+        let is_staged = placed.mesh.degree("pp") > 1;
         let selected = self.select(recompute);
         let again = selected.cost();
         let traffic = Traffic {
             zero,
             reduces: is_shared,
             gathers: zero >= 1 && is_shared,
-            drops: zero == 3,
+            drops: zero == 3 && is_shared,
             reduces_in_loop: zero >= 2,
+            is_staged,
             microbatches: self.microbatches,
             again: &selected,
         };
@@ -493,10 +527,11 @@ impl<'a> Shape<'a> {
         let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
         let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
         // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
-        let reads = microbatches - if placed.mesh.degree("pp") > 1 { 0.0 } else { 1.0 };
+        let reads = microbatches - if is_staged { 0.0 } else { 1.0 };
+        let rows = if zero >= 2 && is_shared { 0.0 } else { self.rows };
         let accumulate = match self.microbatches {
             1 => 0.0,
-            _ => (3.0 * all * microbatches + read * reads) / bandwidth,
+            _ => (3.0 * all * microbatches + read * reads) / bandwidth - rows * reads,
         };
         // Sums over ranks in another type: products write it, what was added up is cast, and back.
         let recast = match self.prepared.reduce_dtype.filter(|_| is_shared) {
@@ -512,12 +547,24 @@ impl<'a> Shape<'a> {
             1 if self.microbatches > 1 => inner + outer,
             _ => inner * microbatches,
         };
-        let (stored_once, update) = (of.once.under(zero) + (recast + filled) / bandwidth, of.update.under(zero));
-        let matmul = (self.forward.matmul + self.backward.matmul + again.matmul) * microbatches + self.once.matmul;
+        // What goes over the wire along an inner dimension is brought into order first.
+        let turned: f64 = of.turned.values().sum();
+        let turned = match zero {
+            0 => 0.0,
+            1 => turned,
+            _ => turned * microbatches,
+        };
+        let (stored_once, update) =
+            (of.once.under(zero) + (recast + filled) / bandwidth + turned, of.update.under(zero));
+        let alone = if self.microbatches == 1 || (zero >= 2 && is_shared) { 0.0 } else { self.alone };
+        let within = self.forward.matmul + self.backward.matmul + again.matmul + alone;
+        let matmul = within * microbatches + self.once.matmul;
         let saved = if zero >= 1 { self.saved } else { 0.0 };
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches - saved;
         let memory_bound = memory + self.once.memory + stored_once + accumulate + ordered;
-        let (communication, shown) = (communication + self.once.communication, shown + self.once.communication);
+        // The loop sees weights that change their layout.
+        let once = self.once.communication - self.turned;
+        let (communication, shown) = (communication + once, shown + once);
         let feed = self.around.feed() * microbatches;
         let step = (matmul + memory_bound + shown + update + feed) * step::spread(cluster.ranks());
         Prediction {
@@ -535,32 +582,4 @@ impl<'a> Shape<'a> {
             host: Bytes(0),
         }
     }
-}
-
-/// Bytes of what is made of results of classes in front of the loop for readers in it, and kept through all of it.
-fn converted_once(prepared: &Prepared<'_>, conversions: &[Conversion]) -> BTreeMap<(usize, usize), f64> {
-    let mut bytes = BTreeMap::new();
-    // What no kernel moves is a view.
-    let is_kept = |of: &&Conversion| of.seconds > 0.0 && !prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
-    for of in conversions.iter().filter(is_kept) {
-        *bytes.entry((of.maker, of.result)).or_default() += of.bytes * of.count as f64;
-    }
-    bytes
-}
-
-/// Conversions with the seconds that show of them: they run beside the kernels between the maker and the first reader
-/// (the gradient of a weight, beside the reduction of that of its activation), which lose a share of their rate to it.
-fn beside_kernels(
-    prepared: &Prepared<'_>,
-    placed: &Placed<'_>,
-    conversions: &[Conversion],
-    seconds: &[f64],
-) -> Vec<Conversion> {
-    let loss = placed.cluster.device.overlap_loss.value;
-    let shown = |conversion: &Conversion| {
-        let beside: f64 = prepared.between(conversion, placed.microbatches).map(|class| seconds[class]).sum();
-        let hidden = conversion.seconds.min(beside / (1.0 - loss));
-        Conversion { seconds: conversion.seconds - hidden * (1.0 - loss), ..*conversion }
-    };
-    conversions.iter().map(shown).collect()
 }

@@ -141,6 +141,11 @@ impl Gradients {
         matches!(self, Self::Kept(share) if share < 1.0)
     }
 
+    /// Whether ranks reduce each to parts as it is made.
+    pub(super) fn is_reduced(self) -> bool {
+        self.is_parted() || matches!(self, Self::Added { is_reduced: true })
+    }
+
     /// Whether it and its terms are added up without ever being there.
     pub(super) fn is_in_place(self, adds_itself: bool) -> bool {
         matches!(self, Self::Added { is_reduced: false }) && adds_itself

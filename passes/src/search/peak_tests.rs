@@ -79,7 +79,9 @@ fn node_by_node(liveness: &Liveness<'_>, selected: &Selected<'_>, of: Gradients,
             let bytes = liveness.sizes[gradient.class][gradient.result];
             let kept = (bytes as f64 * of.kept()) as u64;
             gradients += kept;
-            if gradient.made == at && !of.is_in_place(gradient.adds_itself) {
+            // What is reduced to parts is whole until the next node runs.
+            let is_whole = at <= gradient.made + usize::from(of.is_reduced());
+            if is_whole && !of.is_in_place(gradient.adds_itself) {
                 let terms = if liveness.in_terms.contains(&gradient.class) { 2 } else { 1 };
                 passing += (terms * bytes).saturating_sub(kept);
             }

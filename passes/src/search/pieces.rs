@@ -214,7 +214,9 @@ impl Liveness<'_> {
             let is_part = of.is_parted() && self.in_parts.contains(&gradient.class);
             let whole = if is_part || of.is_in_place(gradient.adds_itself) { 0 } else { terms };
             let bytes = whole * self.sizes[gradient.class][gradient.result];
-            add(bytes.saturating_sub(kept(gradient)), gradient.made, gradient.made);
+            // What ranks reduce to parts is whole until then, when what it was made of is not there any more.
+            let end = gradient.made + usize::from(of.is_reduced() && whole > 0);
+            add(bytes.saturating_sub(kept(gradient)), gradient.made, end);
         }
         let staging = self.staging(of);
         staging.iter().for_each(|(bytes, from)| add(*bytes, *from, *positions));
@@ -238,11 +240,11 @@ impl Liveness<'_> {
     }
 
     /// Scratch memory of collectives that add, and from where on it is there: of sums between nodes always, and of
-    /// reductions in the loop from the first gradient on.
+    /// reductions in the loop from behind the first gradient on.
     fn staging(&self, of: Gradients) -> [(u64, usize); 2] {
         let [sums, whole, others] = self.staging;
         let reductions = if of.is_parted() { others } else { whole };
-        let first = self.of.gradients.first().filter(|_| !of.is_in_place(true)).map(|first| first.made);
+        let first = self.of.gradients.first().filter(|_| !of.is_in_place(true)).map(|first| first.made + 1);
         [(sums, 0), first.map_or((0, 0), |first| (reductions.saturating_sub(sums), first))]
     }
 }

@@ -142,6 +142,9 @@ pub struct Storage {
     /// Bytes of gradients that are divided unevenly, by whether that is along their outermost dimension: then zeros are
     /// put behind them where they are made, else they are copied to where there are zeros.
     pub uneven: [f64; 2],
+    /// Per class of updates whose gradients are divided along an inner dimension, the seconds in which kernels bring
+    /// these into the order of the parts.
+    pub turned: BTreeMap<usize, f64>,
 }
 
 impl Storage {
@@ -164,6 +167,7 @@ impl Storage {
             parts: Vec::new(),
             made: BTreeMap::new(),
             uneven: [0.0; 2],
+            turned: BTreeMap::new(),
         }
     }
 
@@ -215,6 +219,7 @@ impl Storage {
             (placed.microbatches == 1 && is_less).then_some((class, Made { maker, ranks, read }))
         };
         self.made = prepared.folded.classes.iter().enumerate().filter_map(of).collect();
+        self.turned.retain(|class, _| !self.made.contains_key(class));
     }
 
     /// How many data ranks store one copy.

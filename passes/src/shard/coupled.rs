@@ -5,7 +5,7 @@
 //! the backward pass. Most models have none: their samples meet in the loss and in the gradients only.
 
 use super::family::batch_axes;
-use super::layout::{Along, Extent, convert_seconds};
+use super::layout::{Along, Extent, convert};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
@@ -106,7 +106,8 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) 
                     maker: flow.maker,
                     result: flow.result,
                     reader: *reader,
-                    seconds: convert_seconds(from, to, extent, group, cluster),
+                    turn: convert(from, to, extent, group, cluster),
+                    start: convert(from, to, Extent { bytes: 0.0, ..extent }, group, cluster).wire,
                     count: class.members.len(),
                     bytes: if matches!(to, Along::Dim(_)) { whole / group.size() as f64 } else { whole },
                     is_shared: flow.readers.len() > 1,

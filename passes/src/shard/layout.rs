@@ -63,36 +63,78 @@ pub struct Extent<'a> {
     pub shape: &'a [u64],
 }
 
+/// The seconds of a change of layout.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Turn {
+    /// Of kernels that bring into order what goes over the wire.
+    pub before: f64,
+    /// Of the wire.
+    pub wire: f64,
+    /// Of kernels that bring into order what the wire brings, or do it all.
+    pub after: f64,
+}
+
+impl Turn {
+    /// All of them.
+    pub fn seconds(self) -> f64 {
+        self.before + self.wire + self.after
+    }
+
+    /// With another change behind it. What kernels do between two collectives counts as done behind both.
+    pub fn then(self, next: Self) -> Self {
+        match self.wire > 0.0 {
+            true => {
+                let after = self.after + next.before + next.after;
+                Self { before: self.before, wire: self.wire + next.wire, after }
+            }
+            false if next.wire > 0.0 => Self { before: self.seconds() + next.before, ..next },
+            false => Self { after: self.seconds() + next.seconds(), ..Self::default() },
+        }
+    }
+}
+
 /// Seconds to bring a value from one layout along an axis to another; infinite where there is no way.
 pub fn convert_seconds(from: Along, to: Along, value: Extent<'_>, group: Group, cluster: &Cluster) -> f64 {
+    convert(from, to, value, group, cluster).seconds()
+}
+
+/// What it takes to bring a value from one layout along an axis to another; infinite where there is no way.
+pub fn convert(from: Along, to: Along, value: Extent<'_>, group: Group, cluster: &Cluster) -> Turn {
     use Along::{Dim, Partial, Whole};
     let device = &cluster.device;
     let machine = Machine::own(device);
     let copy = |bytes: f64| machine.launch() + 2.0 * bytes / machine.bandwidth();
     // A collective concatenates whole operands: along an inner dimension a transpose goes with it.
-    let reorder = |dim: usize| {
+    let reorder = |dim: usize, bytes: f64| {
         let outer: u64 = value.shape[..dim].iter().product();
-        if outer > 1 { copy(value.bytes) } else { 0.0 }
+        if outer > 1 { copy(bytes) } else { 0.0 }
     };
     let run = |kind: Collective| collective::seconds(kind, value.bytes, group, cluster).0;
+    let wire = |wire: f64| Turn { wire, ..Turn::default() };
+    let kernel = |after: f64| Turn { after, ..Turn::default() };
     match (from, to) {
-        _ if from == to => 0.0,
+        _ if from == to => Turn::default(),
         // One coordinate keeps the value, the others hold zeros.
-        (Whole, Partial(ReduceKind::Sum)) => copy(value.bytes),
-        (_, Partial(_)) => f64::INFINITY,
+        (Whole, Partial(ReduceKind::Sum)) => kernel(copy(value.bytes)),
+        (_, Partial(_)) => wire(f64::INFINITY),
         (Whole, Dim(dim)) => {
             let outer: u64 = value.shape[..dim].iter().product();
             let part = value.bytes / group.size() as f64;
             // Every rank another part: no view, since buffers have the same addresses on all of them. Those that lie in
             // one piece, of parameters above all, are copied many in a launch.
-            if outer > 1 { copy(part) } else { 2.0 * part / machine.bandwidth() }
+            kernel(if outer > 1 { copy(part) } else { 2.0 * part / machine.bandwidth() })
         }
-        (Whole, Whole) => 0.0,
-        (Dim(dim), Whole) => run(Collective::AllGather) + reorder(dim),
-        (Dim(a), Dim(b)) => run(Collective::AllToAll) + (reorder(a) + reorder(b)) / group.size() as f64,
-        (Partial(_), Whole) => run(Collective::AllReduce),
-        (Partial(ReduceKind::Sum), Dim(dim)) => run(Collective::ReduceScatter) + reorder(dim),
-        (Partial(_), Dim(_)) => run(Collective::AllReduce),
+        (Whole, Whole) => Turn::default(),
+        (Dim(dim), Whole) => Turn { after: reorder(dim, value.bytes), ..wire(run(Collective::AllGather)) },
+        (Dim(a), Dim(b)) => {
+            let part = value.bytes / group.size() as f64;
+            Turn { before: reorder(b, part), wire: run(Collective::AllToAll), after: reorder(a, part) }
+        }
+        (Partial(_), Whole) => wire(run(Collective::AllReduce)),
+        (Partial(ReduceKind::Sum), Dim(dim)) => {
+            Turn { before: reorder(dim, value.bytes), ..wire(run(Collective::ReduceScatter)) }
+        }
+        (Partial(_), Dim(_)) => wire(run(Collective::AllReduce)),
     }
 }
 

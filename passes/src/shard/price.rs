@@ -21,18 +21,21 @@ pub struct Ground<'a> {
 impl Prepared<'_> {
     /// Seconds of one node of a class under a strategy, and what bounds it.
     pub fn seconds(&self, class: usize, strategy: &Strategy, on: Ground<'_>) -> (Seconds, Bound) {
-        let (operands, results) = self.local_types(class, strategy, on.mesh);
+        let (mut operands, results) = self.local_types(class, strategy, on.mesh);
         let machine = Machine::own(&on.cluster.device);
         let pass = Pass::of(self.role(class));
         let op = self.op(class);
-        let Share { beside, after, .. } = self.emitted[class];
+        let Share { beside, after, adds, .. } = self.emitted[class];
+        if adds {
+            operands.push(results[0].clone());
+        }
         if let (2.., Op::Matmul(op)) = (beside, op) {
             return machine.beside(op, beside, &operands, &results, pass);
         }
         if !matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
             let (alone, bound) = machine.seconds(op, &operands, &results, pass);
-            let after = after * op.bytes(&operands, &results).0 as f64 / machine.bandwidth();
-            return (Seconds(alone.0 + after), bound);
+            let result = results.first().map_or(0.0, |ty| ty.bytes().0 as f64);
+            return (Seconds(alone.0 + after * result / machine.bandwidth()), bound);
         }
         let ring = self.ring_axes(class, strategy);
         if ring.is_empty() {

@@ -5,7 +5,7 @@
 //! outer one the inner ones are gathered first; a gather along two axes of a dimension is one collective.
 
 use super::family::{is_copy_axis, searched_axes};
-use super::layout::{Along, Extent, convert_seconds};
+use super::layout::{Along, Extent, Turn, convert};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
@@ -111,8 +111,18 @@ impl Routes {
 impl Taken {
     /// Its seconds on the ranks of a cluster, of elements of so many bytes.
     pub fn seconds(&self, element: f64, cluster: &Cluster) -> f64 {
+        self.turn(element, cluster).seconds()
+    }
+
+    /// The same by who does what.
+    fn turn(&self, element: f64, cluster: &Cluster) -> Turn {
         let bytes = self.shape.iter().product::<u64>() as f64 * element;
-        convert_seconds(self.from, self.to, Extent { bytes, shape: &self.shape }, self.group, cluster)
+        convert(self.from, self.to, Extent { bytes, shape: &self.shape }, self.group, cluster)
+    }
+
+    /// What its collective takes without a byte.
+    fn start(&self, cluster: &Cluster) -> f64 {
+        convert(self.from, self.to, Extent { bytes: 0.0, shape: &self.shape }, self.group, cluster).wire
     }
 
     /// The bytes that a rank has behind it, of elements of so many.
@@ -196,11 +206,13 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
             let early = steps.iter().rposition(Taken::is_reduction).map_or(0, |last| last + 1);
             for (steps, is_early) in [(&steps[..early], true), (&steps[early..], false)] {
                 let Some(last) = steps.last() else { continue };
+                let turns = steps.iter().map(|step| step.turn(ty.dtype.size() as f64, cluster));
                 conversions.push(Conversion {
                     maker: flow.maker,
                     result: flow.result,
                     reader,
-                    seconds: steps.iter().map(|step| step.seconds(ty.dtype.size() as f64, cluster)).sum(),
+                    turn: turns.fold(Turn::default(), Turn::then),
+                    start: steps.iter().map(|step| step.start(cluster)).sum(),
                     count,
                     bytes: last.left(ty.dtype.size() as f64),
                     is_shared,

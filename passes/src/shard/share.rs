@@ -13,7 +13,7 @@ pub struct Share {
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves.
     pub traffic: f64,
-    /// Of a product, the bytes that it moves when its arithmetic is over, over those that the node says it moves.
+    /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result.
     pub after: f64,
     /// Of products, how many are one instruction.
     pub beside: usize,
@@ -23,6 +23,10 @@ pub struct Share {
     pub is_made: bool,
     /// Whether it is a sum that a product makes.
     pub is_summed: bool,
+    /// Whether it is no product, and adds to a summand.
+    pub adds: bool,
+    /// Whether it only names a part of what is there.
+    pub is_view: bool,
 }
 
 impl Share {
@@ -32,6 +36,9 @@ impl Share {
         // A view takes nothing; what a product takes counts what it adds already.
         if alone.0 <= 0.0 || bound == Bound::Matmul {
             return alone.0;
+        }
+        if self.is_view {
+            return 0.0;
         }
         let least = if apart { 1.0 } else { 0.0 };
         (alone.0 - launch) * self.traffic.max(least) + launch * self.launches.max(least)
@@ -52,6 +59,8 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
         ahead: members.iter().map(|id| emitted[*id].ahead).min().unwrap_or(0),
         is_made: members.iter().any(|id| emitted[*id].is_made),
         is_summed: members.iter().all(|id| emitted[*id].is_summed),
+        adds: members.iter().all(|id| emitted[*id].adds),
+        is_view: members.iter().all(|id| emitted[*id].is_view),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()
 }

@@ -17,7 +17,7 @@
 
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, narrow, searched_axes};
-use super::layout::{Along, Extent, convert_seconds};
+use super::layout::{Along, Extent, Turn, convert_seconds};
 use super::local::{AllLocals, Locals};
 use super::objective::{Objective, Pricer, Quote};
 use super::route::{self, Routes, Taken, Turning};
@@ -105,7 +105,9 @@ pub struct Conversion {
     /// The class that reads it, the first of them where several share the copy.
     pub reader: usize,
     /// Its seconds, once.
-    pub seconds: f64,
+    pub turn: Turn,
+    /// Of those of the wire, what they are without a byte: collectives that are merged start once.
+    pub start: f64,
     /// How many of them there are in the graph.
     pub count: usize,
     /// Bytes of the converted copy on one rank.
