@@ -117,7 +117,7 @@ fn prefetch(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     }
     let mut moved: Vec<(usize, Item)> = items.into_iter().enumerate().collect();
     moved.sort_by_key(|(at, _)| keys[*at]);
-    merge_gathers(moved)
+    merge_gathers(draft, moved)
 }
 
 /// Per block, where the weights of the next are gathered: at its first gather or, if there is a collective for its
@@ -164,12 +164,17 @@ fn hoist(
     at: usize,
     to: usize,
 ) -> bool {
-    let mut needed = Vec::new();
+    let (mut needed, mut first) = (Vec::new(), None);
     let mut open = vec![at];
     while let Some(next) = open.pop() {
         for operand in &items[next].instruction.operands {
             let written = writers.get(&draft.storage[*operand]).map_or(&[][..], Vec::as_slice);
             for writer in written.iter().copied().filter(|writer| *writer >= to && *writer < next) {
+                // A gather over other ranks goes where what it reads is gathered, and behind it.
+                if keys[writer] == (to, 1, writer) {
+                    first = Some(first.map_or(writer, |known: usize| known.min(writer)));
+                    continue;
+                }
                 let local = matches!(items[writer].instruction.action, Action::Compute(_));
                 let is_real = |at: &&usize| !draft.is_view(&items[**at].instruction);
                 if !local || written.iter().filter(is_real).count() > 1 {
@@ -181,15 +186,16 @@ fn hoist(
         }
     }
     for writer in needed {
-        if keys[writer] > (to, 0, writer) {
-            keys[writer] = (to, 0, writer);
+        let key = (to, u8::from(first.is_some_and(|first| writer > first)), writer);
+        if keys[writer] > key {
+            keys[writer] = key;
         }
     }
     true
 }
 
-/// Merges gathers of one block and one group that follow each other.
-fn merge_gathers(items: Vec<(usize, Item)>) -> Vec<Item> {
+/// Merges gathers of one block and one group that follow each other, none of which reads what is gathered in between.
+fn merge_gathers(draft: &Draft, items: Vec<(usize, Item)>) -> Vec<Item> {
     let mut merged: Vec<Item> = Vec::with_capacity(items.len());
     let mut run = 0;
     for (_, item) in items {
@@ -200,7 +206,10 @@ fn merge_gathers(items: Vec<(usize, Item)>) -> Vec<Item> {
         };
         let same =
             |other: &Item| other.hint == item.hint && kind(&other.instruction.action) == kind(&item.instruction.action);
-        match (run..merged.len()).find(|index| same(&merged[*index])) {
+        let made = |other: &Item| other.instruction.results.iter().map(|id| draft.storage[*id]).collect::<Vec<_>>();
+        let reads = |storage: StorageId| item.instruction.operands.iter().any(|id| draft.storage[*id] == storage);
+        let is_free = |index: usize| !merged[index..].iter().flat_map(made).any(reads);
+        match (run..merged.len()).find(|index| same(&merged[*index]) && is_free(*index)) {
             Some(index) => merge(&mut merged[index], item),
             None => merged.push(item),
         }

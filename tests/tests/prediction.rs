@@ -160,6 +160,9 @@ const FARTHER: &[Case] = &[
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
     // Messages take longer than the kernels between them, in many microbatches.
     ("gpt2-355m", 128, 1024, "rtx4090:1x4", "pp=4,schedule=1f1b,microbatch=1,recompute=none"),
+    // Weights that are gathered over data ranks, then over tensor ranks, are both ahead of their readers; the wire is the
+    // slower of the two clocks.
+    ("llama-1b", 32, 512, "rtx4090:4", "dp=2,tp=2,zero=1,microbatch=16"),
     // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
     ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
     // What is divided along two axes of one tensor dimension leaves less alive at the turn to the backward pass.
