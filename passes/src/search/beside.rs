@@ -73,6 +73,9 @@ impl Stretch {
     }
 }
 
+/// What is done when the clocks have come somewhere.
+type Act<'a> = &'a mut dyn FnMut(&mut Clocks);
+
 /// Gradients that are reduced together.
 #[derive(Clone, Debug)]
 struct Bucket {
@@ -533,7 +536,7 @@ impl Loop {
         clocks: &mut Clocks,
         stretch: &Stretch,
         again: &Selected<'_>,
-        (fetch, release): (&mut dyn FnMut(&mut Clocks), &mut dyn FnMut(&mut Clocks)),
+        (fetch, release): (Act<'_>, Act<'_>),
     ) -> f64 {
         let mut later = 0.0;
         let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return later };

@@ -93,13 +93,16 @@ impl Turned {
     }
 }
 
+/// What a reader alone takes, or all of them.
+type ByReader = (Option<usize>, Turned);
+
 /// What of weights changes its layout where they are read: once in front of the loop, which runs beside the first
 /// microbatch; but of those that data ranks store in parts and that are dropped again in each pass of a microbatch
 /// ([`beside`](super::beside)).
 #[derive(Default)]
 pub(super) struct OfWeights {
     /// Per class and result of what is stored: the reader, if it is but one, and what it takes.
-    turns: BTreeMap<(usize, usize), Vec<(Option<usize>, Turned)>>,
+    turns: BTreeMap<(usize, usize), Vec<ByReader>>,
 }
 
 impl OfWeights {
@@ -189,5 +192,30 @@ impl Weights<'_> {
         bytes[kind(self.placed, maker)] = size;
         let all = Reads { bytes, ordered, turned };
         Some([if own || other { alone } else { all }, if own { alone } else { all }])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two gathers of a stretch are one, which starts once; two steps of one value are two.
+    #[test]
+    fn gathers_of_a_stretch_start_once() {
+        let turned = |wire: f64, start: f64| Turned { turn: Turn { wire, after: 1.0, ..Turn::default() }, start };
+        let both = turned(5.0, 2.0).beside(turned(4.0, 3.0));
+        assert_eq!((both.turn.wire, both.turn.after, both.start), (7.0, 2.0, 3.0));
+        let steps = turned(5.0, 2.0).then(turned(4.0, 3.0));
+        assert_eq!((steps.turn.wire, steps.turn.after, steps.start), (9.0, 2.0, 5.0));
+        assert_eq!(Turned::default().beside(steps), steps);
+    }
+
+    /// What kernels do before the first collective is before the wire; what they do behind it, behind all of it.
+    #[test]
+    fn kernels_are_before_the_wire_or_behind_it() {
+        let [cut, gather] = [Turn { after: 1.0, ..Turn::default() }, Turn { before: 2.0, wire: 4.0, after: 8.0 }];
+        assert_eq!(cut.then(gather), Turn { before: 3.0, wire: 4.0, after: 8.0 });
+        assert_eq!(gather.then(cut), Turn { before: 2.0, wire: 4.0, after: 9.0 });
+        assert_eq!(gather.then(gather), Turn { before: 2.0, wire: 8.0, after: 18.0 });
     }
 }
