@@ -127,7 +127,7 @@ fn pinned_pipelines_are_planned_as_their_programs_run() {
 /// store.
 #[test]
 fn gradients_of_shared_weights_pass_once() {
-    let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 65536 };
+    let sizes = Sizes { layers: 16, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 65536 };
     let (graph, table) = (llama_with(sizes, DType::Bf16, true), sizes.vocab * sizes.hidden);
     for (pins, parts) in [
         ("pp=4,dp=2,schedule=1f1b,zero=0", 1),

@@ -52,6 +52,24 @@ impl Shares for Problem<'_> {
     }
 }
 
+/// Where chunks end that take the same share of the whole, as far as places allow.
+fn equal(end: usize, chunks: usize, segments: &dyn Segments) -> Option<Vec<usize>> {
+    let each: Vec<f64> = (0..end).map(|place| segments.least(place)).collect();
+    let whole: f64 = each.iter().sum();
+    let (mut ends, mut passed) = (vec![0], 0.0);
+    for (place, seconds) in each.into_iter().enumerate() {
+        passed += seconds;
+        // Each chunk behind this one needs a place.
+        let (cut, behind) = (ends.len(), end - place - 1);
+        let is_due = passed >= whole * cut as f64 / chunks as f64 || behind <= chunks - cut;
+        if cut < chunks && is_due && behind >= chunks - cut {
+            ends.push(place + 1);
+        }
+    }
+    ends.push(end);
+    (ends.len() == chunks + 1).then_some(ends)
+}
+
 /// Cuts between blocks alone.
 struct BetweenBlocks<'a>(&'a Problem<'a>);
 
@@ -94,8 +112,8 @@ impl Problem<'_> {
         place + 1 == places.len() || self.tries.mesh.line.is_between(places[place])
     }
 
-    /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of equal
-    /// chunks, and of equal stages; where stages exchange parameters, those of whole blocks too, since what a parameter
+    /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of chunks of
+    /// which the longest is as short as can be, of equal ones, and from both on of equal stages; where stages exchange parameters, those of whole blocks too, since what a parameter
     /// is read by at both ends of the line comes together at once or not at all.
     pub(super) fn ends(&self, microbatches: u64) -> Vec<Vec<usize>> {
         let chunks = (self.tries.stages * self.tries.pipeline.per_stage) as usize;
@@ -106,6 +124,9 @@ impl Problem<'_> {
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
         if self.tries.pipeline.per_stage > 1 {
+            // Where one chunk is longer than any other must be, as that of a large head, the others may have any length
+            // below: stages that are made equal from there end less equal than from equal parts of the whole.
+            all.extend(equal(end, chunks, self));
             // Where all places lie between blocks, the cuts would be the same.
             if self.line().has_shared() && !(1..end).all(|place| self.is_between(place)) {
                 all.extend(of(&BetweenBlocks(self)));
@@ -114,5 +135,62 @@ impl Problem<'_> {
             all.extend(moved);
         }
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Seconds of each place.
+    struct Places(Vec<f64>);
+
+    impl Segments for Places {
+        fn seconds(&self, _: usize, from: usize, to: usize) -> f64 {
+            self.0[from..to].iter().sum()
+        }
+
+        fn fits(&self, _: usize, _: usize, _: usize) -> bool {
+            true
+        }
+
+        fn least(&self, place: usize) -> f64 {
+            self.0[place]
+        }
+    }
+
+    #[test]
+    fn equal_parts_end_where_their_share_is_reached() {
+        let check = |seconds: &[f64], chunks: usize, expect: Option<&[usize]>| {
+            let found = equal(seconds.len(), chunks, &Places(seconds.to_vec()));
+            assert_eq!(found.as_deref(), expect, "{seconds:?} in {chunks}");
+        };
+        check(&[1.0; 8], 4, Some(&[0, 2, 4, 6, 8]));
+        check(&[1.0, 1.0, 1.0, 1.0, 4.0], 2, Some(&[0, 4, 5]));
+        // A long end leaves the others their places.
+        check(&[1.0, 1.0, 1.0, 90.0], 4, Some(&[0, 1, 2, 3, 4]));
+        check(&[90.0, 1.0, 1.0, 1.0], 4, Some(&[0, 1, 2, 3, 4]));
+        check(&[1.0; 3], 4, None);
+    }
+
+    proptest! {
+        /// Every chunk has a place, and no chunk takes more than its share by more than one place.
+        #[test]
+        fn equal_parts_are_as_equal_as_places_allow(seconds in prop::collection::vec(0.1f64..10.0, 4..40), chunks in 1usize..9) {
+            let places = Places(seconds);
+            let count = places.0.len();
+            let Some(ends) = equal(count, chunks, &places) else {
+                prop_assert!(count < chunks);
+                return Ok(());
+            };
+            prop_assert!(ends.len() == chunks + 1 && ends[0] == 0 && ends[chunks] == count);
+            prop_assert!(ends.windows(2).all(|pair| pair[0] < pair[1]));
+            let share = places.0.iter().sum::<f64>() / chunks as f64;
+            let longest = places.0.iter().copied().fold(0.0, f64::max);
+            for pair in ends.windows(2).filter(|pair| pair[1] - pair[0] > 1) {
+                prop_assert!(places.seconds(0, pair[0], pair[1]) <= share + longest + 1e-9, "{ends:?} of {share}");
+            }
+        }
     }
 }
