@@ -301,23 +301,19 @@ impl Question<'_> {
 /// Pins with the degrees of a choice where they leave them open, and nothing else that takes time: chunks that overlap
 /// and casts that are kept make plans faster, and none leaner. Nothing where they leave no degree open.
 fn on_mesh_of(pins: &str, choice: &str) -> Option<String> {
-    let (degrees, chosen) = (Degrees::of_choice(choice).ok()?, Pins::parse(choice).ok()?);
+    let degrees = Degrees::of_choice(choice).ok()?;
     let own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
     let is_open = |name: &str| own.clone().all(|pin| pin.split('=').next().is_none_or(|other| other.trim() != name));
-    let of = |family: &str| match degrees.sizes(family) {
-        [] => format!("{family}=1"),
-        sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
-    };
     // Which of the ways to divide a sequence is meant is said by none of them where it is not divided.
     let is_said = |family: &&&str| !["ring", "ulysses"].contains(*family) || degrees.degree(family) > 1;
-    let open: Vec<String> = FAMILIES.iter().filter(is_said).filter(|name| is_open(name)).map(|name| of(name)).collect();
-    if open.is_empty() || chosen.pp.is_some_and(|stages| stages > 1) {
+    let open: Vec<String> =
+        FAMILIES.iter().filter(is_said).filter(|name| is_open(name)).map(|family| degrees.pin(family)).collect();
+    if open.is_empty() || degrees.degree("pp") > 1 {
         return None;
     }
-    let quick = ["overlap_chunks=1", "keep_casts=0"]
-        .into_iter()
-        .filter(|pin| is_open(pin.split_once('=').unwrap_or_default().0));
-    Some(own.clone().map(str::to_string).chain(open).chain(quick.map(str::to_string)).collect::<Vec<_>>().join(","))
+    let quick = [("overlap_chunks", "1"), ("keep_casts", "0")].into_iter().filter(|(name, _)| is_open(name));
+    let quick = quick.map(|(name, value)| format!("{name}={value}"));
+    Some(own.clone().map(str::to_string).chain(open).chain(quick).collect::<Vec<_>>().join(","))
 }
 
 /// What came of planning a size.

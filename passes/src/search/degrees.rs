@@ -112,14 +112,18 @@ impl Degrees {
         mesh
     }
 
+    /// One family as a pin would say it: `tp=2x2` over two axes, `cp=1` where it divides nothing.
+    pub fn pin(&self, family: &str) -> String {
+        match self.sizes(family) {
+            [] => format!("{family}=1"),
+            sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
+        }
+    }
+
     /// The degrees as pins would say them: `dp=2,tp=4`, or `tp=2x2` over two axes.
     pub fn text(&self) -> String {
         let named = FAMILIES.iter().filter(|family| self.degree(family) > 1 || ALWAYS_NAMED.contains(family));
-        let text = |family: &&str| match self.sizes(family) {
-            [] => format!("{family}=1"),
-            sizes => format!("{family}={}", sizes.iter().map(u64::to_string).collect::<Vec<_>>().join("x")),
-        };
-        named.map(text).collect::<Vec<_>>().join(",")
+        named.map(|family| self.pin(family)).collect::<Vec<_>>().join(",")
     }
 }
 
