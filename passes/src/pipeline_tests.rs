@@ -164,14 +164,14 @@ fn gradients_of_shared_weights_pass_once() {
 /// Gradients of weights fill the waits: by the programs, too, zero-bubble V waits less than 1F1B.
 #[test]
 fn halves_of_the_backward_pass_fill_the_bubble() {
-    let sizes = Sizes { layers: 8, batch: 16, seq: 512, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let sizes = Sizes { layers: 8, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
     let bubble = |schedule: &str| {
         let pins = format!("pp=4,dp=2,zero=0,microbatch=1,recompute=none,schedule={schedule}");
         let plan = searched(sizes, "h200:8", &pins, Scope::Runnable, 140 << 30).expect("a plan");
         by_programs(&plan, "h200:8").bubble.0
     };
     let (plain, halves) = (bubble("1f1b"), bubble("zbv"));
-    assert!(halves < 0.7 * plain, "{halves}, with 1f1b {plain}");
+    assert!(halves < 0.25 * plain, "{halves}, with 1f1b {plain}");
 }
 
 /// The first stage holds most microbatches: where memory is short it computes again, and the last one does not.

@@ -95,28 +95,32 @@ impl<'a> Machine<'a> {
         (Seconds(times * traffic / self.library.reach.of(op) + launch), Bound::Memory)
     }
 
-    /// How long one of `count` products takes that read the same first factor and are one launch.
-    pub fn beside(
-        self,
-        product: &Matmul,
-        count: usize,
-        operands: &[TensorType],
-        results: &[TensorType],
-        pass: Pass,
-    ) -> (Seconds, Bound) {
-        let (shared, own) = operands.split_at(1);
-        let all = [shared, &vec![own; count].concat()].concat();
-        let step = |index: usize| FusedStep {
-            op: product.clone().into(),
-            operands: [0].into_iter().chain((0..own.len()).map(|at| 1 + index * own.len() + at)).collect(),
-            results: results.to_vec(),
-            source: None,
-        };
-        let made = all.len()..all.len() + count * results.len();
-        let region = Fused { steps: (0..count).map(step).collect(), results: made.collect() };
-        let (seconds, bound) = self.seconds(&region.into(), &all, &vec![results; count].concat(), pass);
-        (Seconds(seconds.0 / count as f64), bound)
+    /// How long one of the products of a [region](beside) takes.
+    pub fn beside(self, region: Fused, operands: &[TensorType], pass: Pass) -> (Seconds, Bound) {
+        let count = region.steps.len().max(1) as f64;
+        let results: Vec<TensorType> = region.steps.iter().flat_map(|step| step.results.clone()).collect();
+        let (seconds, bound) = self.seconds(&region.into(), operands, &results, pass);
+        (Seconds(seconds.0 / count), bound)
     }
+}
+
+/// `count` products like this one, which read the same first factor, and the types of what all of them read.
+pub fn beside(
+    product: &Matmul,
+    count: usize,
+    operands: &[TensorType],
+    results: &[TensorType],
+) -> (Fused, Vec<TensorType>) {
+    let (shared, own) = operands.split_at(1);
+    let all = [shared, &vec![own; count].concat()].concat();
+    let step = |index: usize| FusedStep {
+        op: product.clone().into(),
+        operands: [0].into_iter().chain((0..own.len()).map(|at| 1 + index * own.len() + at)).collect(),
+        results: results.to_vec(),
+        source: None,
+    };
+    let made = all.len()..all.len() + count * results.len();
+    (Fused { steps: (0..count).map(step).collect(), results: made.collect() }, all)
 }
 
 /// Bytes that a product moves when its arithmetic is over: what it adds to each element or reads beside it, and

@@ -51,10 +51,12 @@ struct Merging<'a> {
     dropped: BTreeSet<Position>,
 }
 
-/// Whether a gradient that is added up over microbatches adds itself, by the operation that makes it.
+/// Whether a gradient that is added up over microbatches adds itself, by the operation that makes it. A part of what is
+/// made is taken of the sum.
 pub(crate) fn adds_itself(graph: &Graph, gradient: ValueId) -> bool {
     let node = graph.def(gradient);
     match &node.op {
+        Op::Slice(_) => adds_itself(graph, node.operands[0]),
         Op::Binary(op) if op.kind == BinaryKind::Add => node.operands.iter().all(|term| adds_itself(graph, *term)),
         op => op.may_add(),
     }

@@ -18,7 +18,7 @@ pub struct Emitted {
     /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result: what it adds to
     /// each element grows with that, whatever share of the traffic its factors are.
     pub after: f64,
-    /// Of a product, how many are one instruction with it, itself included.
+    /// Of a product, how many may be one instruction with it where parts of them are small enough, itself included.
     pub beside: usize,
     /// How many nodes before it the instruction stands for that makes its results.
     pub ahead: usize,
@@ -50,7 +50,8 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     fuse(&mut draft, graph, target);
     let sources = sources(&draft);
     ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);
-    join_siblings(&mut draft, target);
+    // Of products each rank computes a part, and small ones are joined.
+    join_siblings(&mut draft, &|region, operands| region.is_products() || target.fuses(region, operands));
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
     share_parts(&mut draft);
@@ -81,6 +82,13 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         let Instruction { action: Action::Compute(op), operands, results, .. } = &item.instruction else { continue };
         match op {
             Op::Fused(region) if region.is_products() => {
+                let mut results = &results[..];
+                for step in &region.steps {
+                    let operands: Vec<BufferId> = step.operands.iter().map(|at| operands[*at]).collect();
+                    let (own, others) = results.split_at(step.results.len());
+                    add(&step.op, &operands, own, 1.0);
+                    results = others;
+                }
                 let nodes = region.steps.iter().filter_map(|step| step.source);
                 joined.extend(nodes.map(|node| (node, region.steps.len())));
             }
@@ -92,7 +100,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         }
     }
     for (node, beside) in joined {
-        emitted[node] = Emitted { launches: 1.0 / beside as f64, traffic: 1.0, after: 0.0, beside, ..emitted[node] };
+        emitted[node].beside = beside;
     }
     emitted
 }

@@ -111,7 +111,7 @@ pub enum LowerError {
 pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft_rank(plan, rank)?;
     fuse(&mut draft, &plan.graph, target);
-    join_siblings(&mut draft, target);
+    join_siblings(&mut draft, &|region, operands| target.fuses(region, operands));
     peel(&mut draft);
     schedule(&mut draft);
     Ok(allocate(draft, target))

@@ -15,21 +15,24 @@
 use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
-use shardc_ir::{BufferId, OpDef, Target, TensorType};
+use shardc_ir::{BufferId, OpDef, TensorType};
 use std::collections::{BTreeSet, VecDeque};
 
 /// How many instructions behind a product its siblings are looked for.
 const REACH: usize = 48;
 
-/// Joins what the target has one launch for, in every section.
-pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
+/// Whether there is one launch for a region on operands of these types.
+type Joins<'a> = &'a dyn Fn(&Fused, &[TensorType]) -> bool;
+
+/// Joins what there is one launch for, in every section.
+pub(super) fn join_siblings(draft: &mut Draft, joins: Joins<'_>) {
     for section in 0..draft.sections.len() {
         // What is looked at lies at the front, where instructions come and go at no cost.
         let mut items: VecDeque<Item> = std::mem::take(&mut draft.sections[section]).into();
         let mut done = Vec::with_capacity(items.len());
         while !items.is_empty() {
             // Where one moved down, another instruction stands at the front now.
-            if !join_first(draft, target, &mut items) {
+            if !join_first(draft, joins, &mut items) {
                 done.extend(items.pop_front());
             }
         }
@@ -38,14 +41,14 @@ pub(super) fn join_siblings(draft: &mut Draft, target: &dyn Target) {
 }
 
 /// Joins the first instruction with the first of its siblings that it can be joined with.
-fn join_first(draft: &Draft, target: &dyn Target, items: &mut VecDeque<Item>) -> bool {
+fn join_first(draft: &Draft, joins: Joins<'_>, items: &mut VecDeque<Item>) -> bool {
     let members = members_of(&items[0]);
     if members.is_empty() {
         return false;
     }
     let may_wait = members.iter().all(is_product);
     for next in 1..items.len().min(1 + REACH) {
-        let Some(joined) = joined(draft, target, &members, &items[next]) else { continue };
+        let Some(joined) = joined(draft, joins, &members, &items[next]) else { continue };
         if let Some(leaders) = leaders(draft, items, next) {
             items[0].instruction = joined;
             items.remove(next);
@@ -93,8 +96,8 @@ fn members_of(item: &Item) -> Vec<Instruction> {
     }
 }
 
-/// Some and one more as one instruction, if they are siblings and the target has one launch for them.
-fn joined(draft: &Draft, target: &dyn Target, all: &[Instruction], item: &Item) -> Option<Instruction> {
+/// Some and one more as one instruction, if they are siblings and there is one launch for them.
+fn joined(draft: &Draft, joins: Joins<'_>, all: &[Instruction], item: &Item) -> Option<Instruction> {
     let first = all.first().filter(|first| first.action == item.instruction.action)?;
     let [next] = &members_of(item)[..] else { return None };
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<TensorType>>();
@@ -130,7 +133,7 @@ fn joined(draft: &Draft, target: &dyn Target, all: &[Instruction], item: &Item) 
     }
     region.results = (operands.len()..operands.len() + results.len()).collect();
     let types = types(&operands);
-    target.fuses(&region, &types).then(|| {
+    joins(&region, &types).then(|| {
         let action = Action::Compute(region.into());
         Instruction { source: first.source, ..Instruction::new(action, operands, results, first.stream) }
     })
@@ -190,21 +193,7 @@ mod tests {
     use super::*;
     use shardc_ir::ops::{Affine, Reduce, ReduceOp};
     use shardc_ir::plan::Category;
-    use shardc_ir::{Bytes, DType, Mesh};
-
-    /// Has one launch for whatever lies beside each other.
-    #[derive(Debug)]
-    struct Beside;
-
-    impl Target for Beside {
-        fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
-            Bytes(0)
-        }
-
-        fn fuses(&self, region: &Fused, _: &[TensorType]) -> bool {
-            region.is_beside()
-        }
-    }
+    use shardc_ir::{DType, Mesh};
 
     #[test]
     fn sums_of_equal_tensors_move_up_and_never_down() {
@@ -229,7 +218,7 @@ mod tests {
         push(&mut draft, sum(1), rows[2], other);
         push(&mut draft, sum(0), rows[3], sums[2]);
         push(&mut draft, sum(0), rows[2], sums[3]);
-        join_siblings(&mut draft, &Beside);
+        join_siblings(&mut draft, &|region, _| region.is_beside());
         let items = &draft.sections[Place::LOOP.index(3)];
         let names: Vec<String> = items.iter().map(|item| item.instruction.action.title()).collect();
         let joined = "reduce_sum+reduce_sum+reduce_sum";

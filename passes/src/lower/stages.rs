@@ -56,7 +56,8 @@ impl Stage {
         let (edges, links) = edges(plan, places, &passes);
         let fail = |message: String| LowerError::Pipeline { message };
         let efforts = Efforts::new(plan, &passes, &links);
-        let orders = orders(&plan.pipeline, stages, plan.mesh.microbatches(), efforts.lengths).map_err(fail)?;
+        let orders =
+            orders(&plan.pipeline, stages, plan.mesh.microbatches(), &|chunk| efforts.chunk(chunk)).map_err(fail)?;
         let run = timeline(&plan.pipeline, &orders, &links, &efforts);
         let run = run.ok_or_else(|| fail("its steps wait for each other in a circle".to_string()))?;
         let parts = parts(plan, stage);

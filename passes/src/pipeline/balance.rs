@@ -2,10 +2,12 @@
 //!
 //! Cutting into chunks that are all as long as each other ([`cut`](super::cut)) leaves the stages unequal where a
 //! chunk is made of a few blocks, or ends in a head. From there cuts are moved, one at a time, as long as the stages
-//! get more equal.
+//! get more equal, or the chunks where stages do not get less so.
 
-/// What the stages of a cut line cost.
-pub trait Shares {
+use super::cut::Segments;
+
+/// What the stages of a cut line cost, beside its chunks.
+pub trait Shares: Segments {
     /// The stage of a chunk.
     fn stage_of(&self, chunk: usize) -> usize;
     /// Seconds of one microbatch in a stage with these chunks, each with where it begins and ends; more than any stage
@@ -16,6 +18,10 @@ pub trait Shares {
 /// The power in which stages are added up: so high that the longest counts most, so low that the others count.
 const POWER: i32 = 8;
 
+/// What chunks count beside the stages: among cuts into stages that are as long as each other, those of chunks of one length
+/// wait the least while the pipeline fills and drains.
+const EVEN: f64 = 1.0;
+
 /// How far a cut is moved in one go.
 const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
 
@@ -24,21 +30,23 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
     let chunks = ends.len() - 1;
     let seconds = |ends: &[usize], stage: usize| {
         let own = (0..chunks).filter(|chunk| shares.stage_of(*chunk) == stage);
-        shares.seconds(stage, &own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>())
+        Shares::seconds(shares, stage, &own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>())
     };
     let stages = (0..chunks).map(|chunk| shares.stage_of(chunk) + 1).max().unwrap_or(0);
     let mut known: Vec<f64> = (0..stages).map(|stage| seconds(&ends, stage)).collect();
     let mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
     let weight = |seconds: f64| (seconds / mean).powi(POWER);
+    let of_chunk = |ends: &[usize], chunk: usize| {
+        EVEN * (Segments::seconds(shares, chunk, ends[chunk], ends[chunk + 1]) / mean).powi(2)
+    };
+    let uneven = |ends: &[usize], cut: usize| of_chunk(ends, cut - 1) + of_chunk(ends, cut);
     // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
     loop {
         let mut is_settled = true;
         for cut in 1..chunks {
             let touched = [shares.stage_of(cut - 1), shares.stage_of(cut)];
-            if touched[0] == touched[1] {
-                continue;
-            }
-            let mut least: f64 = touched.iter().map(|stage| weight(known[*stage])).sum::<f64>() * (1.0 - 1e-9);
+            let stages = touched.iter().map(|stage| weight(known[*stage])).sum::<f64>();
+            let mut least = (stages + uneven(&ends, cut)) * (1.0 - 1e-9);
             let before = ends[cut];
             let mut best = None;
             for by in MOVES {
@@ -48,7 +56,7 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
                 };
                 ends[cut] = to;
                 let moved = touched.map(|stage| seconds(&ends, stage));
-                let sum = moved.into_iter().map(weight).sum();
+                let sum = moved.into_iter().map(weight).sum::<f64>() + uneven(&ends, cut);
                 if sum < least {
                     (least, best) = (sum, Some((to, moved)));
                 }
@@ -69,7 +77,7 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pipeline::cut::{Segments, best_cuts};
+    use crate::pipeline::cut::best_cuts;
     use proptest::prelude::*;
 
     /// Places along a line, and the stage of each chunk.

@@ -24,8 +24,6 @@ pub struct Efforts<'a> {
     /// Per chunk, with the message between it and the chunk before.
     chunks: Vec<(Lengths, f64)>,
     links: &'a [Link],
-    /// The parts of a microbatch beside each other.
-    pub lengths: Lengths,
 }
 
 impl<'a> Efforts<'a> {
@@ -37,12 +35,12 @@ impl<'a> Efforts<'a> {
             (Lengths { forward, backward, weight }, message)
         };
         let chunks = if said.is_empty() { counted(plan, passes) } else { said.iter().map(of).collect() };
-        // Of nodes that are counted it is not known which of the first chunk's are for the gradients of weights.
-        let known = &chunks[usize::from(said.is_empty()).min(chunks.len())..];
-        let all = |part: fn(&Lengths) -> f64| known.iter().map(|(own, _)| part(own)).sum::<f64>();
-        let (forward, backward) = (all(|own| own.forward), all(|own| own.backward));
-        let lengths = Lengths { forward, backward, weight: all(|own| own.weight) };
-        Self { schedule, chunks, links, lengths }
+        Self { schedule, chunks, links }
+    }
+
+    /// How long the parts of a microbatch are in a chunk.
+    pub fn chunk(&self, chunk: u32) -> Lengths {
+        self.chunks.get(chunk as usize).map_or(Lengths { forward: 0.0, backward: 0.0, weight: 0.0 }, |(own, _)| *own)
     }
 }
 
@@ -68,8 +66,7 @@ fn counted(plan: &Plan, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>) -> V
 
 impl Durations for Efforts<'_> {
     fn step(&self, step: Step) -> f64 {
-        let own = self.chunks.get(step.chunk as usize);
-        own.map_or(0.0, |(lengths, _)| lengths.of(self.schedule, step.chunk, step.pass))
+        self.chunk(step.chunk).of(self.schedule, step.chunk, step.pass)
     }
 
     fn message(&self, link: usize) -> f64 {

@@ -67,7 +67,12 @@ impl Lengths {
 ///
 /// # Errors
 /// An interleaved schedule takes a multiple of the stages; and a bug, if steps of zero-bubble V are left over.
-pub fn orders(pipeline: &Pipeline, stages: u64, microbatches: u64, lengths: Lengths) -> Result<Vec<Vec<Step>>, String> {
+pub fn orders(
+    pipeline: &Pipeline,
+    stages: u64,
+    microbatches: u64,
+    lengths: &dyn Fn(u32) -> Lengths,
+) -> Result<Vec<Vec<Step>>, String> {
     let (p, m) = (stages, microbatches);
     match pipeline.schedule {
         Schedule::GPipe => Ok((0..p).map(|stage| one_chunk(stage, m, m)).collect()),
@@ -121,7 +126,7 @@ fn zero_bubble_v(
     pipeline: &Pipeline,
     stages: u64,
     microbatches: u64,
-    lengths: Lengths,
+    lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
     let last = (2 * stages - 1) as u32;
     // Per chunk and pass, how many microbatches were begun, and how many are done.
@@ -163,7 +168,7 @@ fn zero_bubble_v(
             if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
                 orders[stage].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
                 begun[chunk as usize][pass as usize] += 1;
-                *running = Some((now + lengths.of(pipeline.schedule, chunk, pass), chunk, pass));
+                *running = Some((now + lengths(chunk).of(pipeline.schedule, chunk, pass), chunk, pass));
             }
         }
         let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { break };
@@ -201,7 +206,7 @@ mod tests {
     #[test]
     fn stages_run_as_the_schedules_say() {
         let order = |schedule, per_stage, stage: usize, stages, microbatches| {
-            text(&orders(&pipeline(schedule, per_stage), stages, microbatches, Lengths::EQUAL).unwrap()[stage])
+            text(&orders(&pipeline(schedule, per_stage), stages, microbatches, &|_| Lengths::EQUAL).unwrap()[stage])
         };
         use Schedule::{GPipe, Interleaved, OneForwardOneBackward};
         assert_eq!(order(GPipe, 1, 0, 2, 3), "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2");
@@ -211,7 +216,7 @@ mod tests {
             order(Interleaved, 2, 1, 2, 4),
             "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
         );
-        assert!(orders(&pipeline(Interleaved, 2), 2, 3, Lengths::EQUAL).is_err());
+        assert!(orders(&pipeline(Interleaved, 2), 2, 3, &|_| Lengths::EQUAL).is_err());
     }
 
     /// Every step once, each after what it waits for: a stage that waits for ever has a step that never runs.
@@ -226,7 +231,7 @@ mod tests {
                 sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)])
             {
                 let pipeline = pipeline(schedule, per_stage);
-                let orders = orders(&pipeline, stages, microbatches, lengths).unwrap();
+                let orders = orders(&pipeline, stages, microbatches, &|_| lengths).unwrap();
                 let chunks = (stages * per_stage) as u32;
                 let mut done: BTreeSet<Step> = BTreeSet::new();
                 let mut at = vec![0; orders.len()];

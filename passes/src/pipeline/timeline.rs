@@ -258,7 +258,7 @@ mod tests {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
         let of = |pass: Pass| durations.step(Step { chunk: 1, pass, microbatch: 0 });
         let lengths = Lengths { forward: of(Pass::Forward), backward: of(Pass::Backward), weight: of(Pass::Weight) };
-        let orders = orders(&pipeline, 4, microbatches, lengths).unwrap();
+        let orders = orders(&pipeline, 4, microbatches, &|_| lengths).unwrap();
         let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), durations).expect("all steps run");
         run.finish.iter().copied().fold(0.0, f64::max)
     }
@@ -283,7 +283,7 @@ mod tests {
     fn messages_meet_in_one_order() {
         for (schedule, per_stage) in Schedule::ALL.map(|schedule| (schedule, schedule.usual_chunks()[0])) {
             let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-            let orders = orders(&pipeline, 4, 8, Lengths::EQUAL).unwrap();
+            let orders = orders(&pipeline, 4, 8, &|_| Lengths::EQUAL).unwrap();
             let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), &Units).expect("all steps run");
             let mut queues: Vec<std::collections::VecDeque<Message>> = run
                 .events

@@ -10,7 +10,7 @@ use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
-use super::summed::{alone, rows};
+use super::summed::{alone, product_of, rows};
 use super::turns::{beside_kernels, converted_once, is_of_weight};
 use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
@@ -83,14 +83,19 @@ pub struct Shape<'a> {
     prepared: &'a Prepared<'a>,
     /// Per class, what one of its nodes takes, with its conversions.
     prices: Vec<Split>,
+    /// Per class, the seconds by which one takes longer where the gradients of weights are a pass by themselves.
+    apart: Vec<f64>,
+    /// Per class, the seconds in which the gradient that one makes is added up, whole, over microbatches.
+    adding: Vec<f64>,
     /// What the copies of its results take that their readers share.
     copies: Vec<Split>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
     storages: Vec<Storage>,
-    /// Bytes of the gradients that no product makes, which are added up over microbatches.
+    /// Bytes of the gradients that no product makes, which are added up over microbatches, and how many there are.
     added_up: u64,
+    added: u64,
     /// Bytes of the others, to which products add, and which they read for it.
     added_to: u64,
     /// Bytes of the largest gradient in the blocks.
@@ -136,10 +141,13 @@ impl<'a> Shape<'a> {
             menu: OnceCell::new(),
             prepared,
             prices: Vec::new(),
+            apart: vec![0.0; prepared.rules.len()],
+            adding: vec![0.0; prepared.rules.len()],
             copies: Vec::new(),
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
             added_up: 0,
+            added: 0,
             added_to: 0,
             block_gradient: 0,
             saved: 0.0,
@@ -172,19 +180,20 @@ impl<'a> Shape<'a> {
         let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         // Scales of parameters are reduced together.
-        let is_scale =
-            |of: &Conversion| matches!(prepared.op(of.maker), Op::QuantizationScale(_)) && prepared.is_copy(of.maker);
-        let (scales, others): (Vec<Conversion>, Vec<Conversion>) =
+        let is_scale = |(of, _): &(Conversion, f64)| {
+            matches!(prepared.op(of.maker), Op::QuantizationScale(_)) && prepared.is_copy(of.maker)
+        };
+        let (scales, others): (Vec<_>, Vec<_>) =
             beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
-        shape.once.communication += scales.iter().map(|scale| scale.turn.seconds()).fold(0.0, f64::max);
+        shape.once.communication += scales.iter().map(|(scale, _)| scale.turn.seconds()).fold(0.0, f64::max);
         let mut copies = vec![Split::default(); each.len()];
         // What is gathered of parameters in front of the loop starts once for each block.
         let is_merged = |of: &Conversion| {
             prepared.is_copy(of.maker) && !prepared.in_loop(of.reader) && prepared.role(of.reader) == Role::Forward
         };
-        let starts = others.iter().filter(|of| is_merged(of)).map(|of| of.start * of.count as f64);
+        let starts = others.iter().map(|(of, _)| of).filter(|of| is_merged(of)).map(|of| of.start * of.count as f64);
         shape.once.communication += starts.fold(0.0, f64::max);
-        for conversion in &others {
+        for (conversion, apart) in &others {
             let start = if is_merged(conversion) { conversion.start } else { 0.0 };
             let seconds = (conversion.turn.seconds() - start) * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
@@ -195,7 +204,9 @@ impl<'a> Shape<'a> {
             }
             // Terms are added where they are made, and again where they are made again; so is a copy that several read.
             let class = if conversion.is_early || conversion.is_shared { conversion.maker } else { conversion.reader };
-            let seconds = seconds / prepared.folded.classes[class].members.len() as f64;
+            let members = prepared.folded.classes[class].members.len() as f64;
+            shape.apart[class] += apart * conversion.count as f64 / members;
+            let seconds = seconds / members;
             each[class].communication += seconds;
             copies[class].communication += if conversion.is_shared && !conversion.is_early { seconds } else { 0.0 };
         }
@@ -351,14 +362,23 @@ impl<'a> Shape<'a> {
         match op {
             Op::Adamw(_) => {
                 let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
-                if let Some(less) = rows(prepared, placed, gradient) {
+                let machine = Machine::own(&placed.cluster.device);
+                let bytes = operands[1] as f64 / machine.bandwidth();
+                let adding = if let Some(less) = rows(prepared, placed, gradient) {
                     self.rows += less * count as f64;
+                    -less
                 } else if adds_itself(prepared.graph, gradient) {
+                    let alone = alone(prepared, placed, gradient);
                     self.added_to += operands[1] * count;
-                    self.alone += alone(prepared, placed, gradient) * count as f64;
+                    self.alone += alone * count as f64;
+                    bytes + alone
                 } else {
                     self.added_up += operands[1] * count;
-                }
+                    self.added += count;
+                    3.0 * bytes + machine.launch()
+                };
+                let maker = prepared.folded.class[product_of(prepared.graph, gradient)];
+                self.adding[maker] += adding * count as f64 / prepared.folded.classes[maker].members.len() as f64;
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -374,6 +394,22 @@ impl<'a> Shape<'a> {
     /// What one node of a class takes, with its conversions.
     pub fn each(&self, class: usize) -> Split {
         self.prices[class]
+    }
+
+    /// Seconds by which one node of a class takes longer where the gradients of weights are a pass by themselves.
+    pub fn apart(&self, class: usize) -> f64 {
+        self.apart[class]
+    }
+
+    /// Seconds in which the gradient that one node of a class makes is added up, whole, over the microbatches of a
+    /// stage, for each of them.
+    pub fn adds(&self, class: usize) -> f64 {
+        self.adding[class]
+    }
+
+    /// Whether gradients are added up in the parts in which they are stored.
+    pub fn adds_parts(&self, storage: usize, zero: u64) -> bool {
+        zero >= 2 && self.storages[storage].ranks() > 1
     }
 
     /// Bytes of each result of each class on one rank.
@@ -495,6 +531,26 @@ impl<'a> Shape<'a> {
         }
     }
 
+    /// Seconds of a step in which gradients are added up over microbatches: of memory, and of products that are
+    /// instructions of their own for it.
+    pub fn adding(&self, placed: &Placed<'_>, storage: usize, zero: u64) -> [f64; 2] {
+        let (of, microbatches) = (&self.storages[storage], self.microbatches as f64);
+        if self.microbatches == 1 {
+            return [0.0; 2];
+        }
+        let machine = Machine::own(&placed.cluster.device);
+        let bandwidth = machine.bandwidth();
+        // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
+        if self.adds_parts(storage, zero) {
+            return [3.0 * of.gradients.part * microbatches / bandwidth, 0.0];
+        }
+        // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
+        let reads = microbatches - if placed.mesh.degree("pp") > 1 { 0.0 } else { 1.0 };
+        let bytes = 3.0 * self.added_up as f64 * microbatches + self.added_to as f64 * reads;
+        let launches = self.added as f64 * machine.launch() * reads;
+        [bytes / bandwidth + launches - self.rows * reads, self.alone * microbatches]
+    }
+
     /// Time and memory of a step, with parameters stored in one of the ways; what room there is for it, who asks knows.
     pub fn predict(
         &self,
@@ -523,16 +579,7 @@ impl<'a> Shape<'a> {
         let times = self.times[storage].get_or_init(|| self.around.times(of, cluster));
         let Shown { all: communication, shown, ordered } = self.around.shown(&traffic, times, cluster);
         let bandwidth = Machine::own(&cluster.device).bandwidth();
-        // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
-        let all = if zero >= 2 && is_shared { of.gradients.part } else { self.added_up as f64 };
-        let read = if zero >= 2 && is_shared { 0.0 } else { self.added_to as f64 };
-        // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
-        let reads = microbatches - if is_staged { 0.0 } else { 1.0 };
-        let rows = if zero >= 2 && is_shared { 0.0 } else { self.rows };
-        let accumulate = match self.microbatches {
-            1 => 0.0,
-            _ => (3.0 * all * microbatches + read * reads) / bandwidth - rows * reads,
-        };
+        let [adding, alone] = self.adding(placed, storage, zero);
         // Sums over ranks in another type: products write it, what was added up is cast, and back.
         let recast = match self.prepared.reduce_dtype.filter(|_| is_shared) {
             Some(_) if self.microbatches > 1 && zero < 2 => 1.5 * (of.gradients.whole + of.gradients.under(zero)),
@@ -556,12 +603,11 @@ impl<'a> Shape<'a> {
         };
         let (stored_once, update) =
             (of.once.under(zero) + (recast + filled) / bandwidth + turned, of.update.under(zero));
-        let alone = if self.microbatches == 1 || (zero >= 2 && is_shared) { 0.0 } else { self.alone };
-        let within = self.forward.matmul + self.backward.matmul + again.matmul + alone;
-        let matmul = within * microbatches + self.once.matmul;
+        let within = self.forward.matmul + self.backward.matmul + again.matmul;
+        let matmul = within * microbatches + alone + self.once.matmul;
         let saved = if zero >= 1 { self.saved } else { 0.0 };
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches - saved;
-        let memory_bound = memory + self.once.memory + stored_once + accumulate + ordered;
+        let memory_bound = memory + self.once.memory + stored_once + adding + ordered;
         // The loop sees weights that change their layout.
         let once = self.once.communication - self.turned;
         let (communication, shown) = (communication + once, shown + once);

@@ -20,11 +20,10 @@ pub struct Held {
 }
 
 impl Held {
-    /// Counts along the orders of all stages, for each of so many chunks, of which a copy of each kind has so many
-    /// `bytes`.
-    pub fn of_chunks(pipeline: &Pipeline, orders: &[Vec<Step>], chunks: usize, bytes: [u64; 3]) -> Vec<Self> {
+    /// Counts along the orders of all stages, for each of the chunks, of which a copy of each kind has so many `bytes`.
+    pub fn of_chunks(pipeline: &Pipeline, orders: &[Vec<Step>], bytes: &[[u64; 3]]) -> Vec<Self> {
         let splits = pipeline.schedule.splits_backward();
-        let (mut done, mut held) = (vec![[0u64; 3]; chunks], vec![Self::default(); chunks]);
+        let (mut done, mut held) = (vec![[0u64; 3]; bytes.len()], vec![Self::default(); bytes.len()]);
         for step in orders.iter().flatten() {
             // A copy is taken by the pass that makes it, and is free when the pass that reads it is done.
             let (done, own) = (&mut done[step.chunk as usize], &mut held[step.chunk as usize]);
@@ -43,15 +42,26 @@ impl Held {
         if let Some(first) = held.first_mut() {
             *first = Self { kept: first.lasting, lasting: first.lasting, awaited: 0 };
         }
-        held.into_iter().map(|held| held.rounded(bytes)).collect()
+        // Chunks that follow each other on one stage hand what passes between them over in place.
+        let stage = |chunk: usize| pipeline.stage_of(chunk as u32, orders.len() as u64);
+        let mut from = 0;
+        while from < held.len() {
+            let to = (from + 1..held.len()).find(|chunk| stage(*chunk) != stage(from)).unwrap_or(held.len());
+            round(&mut held[from..to], &bytes[from..to]);
+            from = to;
+        }
+        held
     }
+}
 
-    /// The numbers made divisors of one, so that few instances of each pass are needed, as the allocator does.
-    fn rounded(self, bytes: [u64; 3]) -> Self {
-        let Self { kept, lasting, awaited } = self;
-        let all = common(&[(kept, bytes[0]), (lasting, bytes[1]), (awaited, bytes[2])]);
-        let round = |copies: u64| divisor(copies, all);
-        Self { kept: round(kept), lasting: round(lasting), awaited: round(awaited) }
+/// Makes the numbers divisors of one, so that few instances of each pass are needed, as the allocator does.
+fn round(held: &mut [Held], bytes: &[[u64; 3]]) {
+    let taken = |(Held { kept, lasting, awaited }, bytes): (&Held, &[u64; 3])| {
+        [(*kept, bytes[0]), (*lasting, bytes[1]), (*awaited, bytes[2])]
+    };
+    let all = common(&held.iter().zip(bytes).flat_map(taken).collect::<Vec<_>>());
+    for Held { kept, lasting, awaited } in held {
+        [kept, lasting, awaited].into_iter().for_each(|copies| *copies = divisor(*copies, all));
     }
 }
 
@@ -64,8 +74,8 @@ mod tests {
     #[track_caller]
     fn check(schedule: Schedule, per_stage: u64, expect: &[[u64; 3]]) {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-        let orders = orders(&pipeline, 4, 12, Lengths::EQUAL).unwrap();
-        let held = Held::of_chunks(&pipeline, &orders, 4 * per_stage as usize, [2, 1, 2]);
+        let orders = orders(&pipeline, 4, 12, &|_| Lengths::EQUAL).unwrap();
+        let held = Held::of_chunks(&pipeline, &orders, &vec![[2, 1, 2]; 4 * per_stage as usize]);
         let held: Vec<[u64; 3]> = held.iter().map(|held| [held.kept, held.lasting, held.awaited]).collect();
         assert_eq!(held, expect);
     }
@@ -81,7 +91,8 @@ mod tests {
 
     #[test]
     fn split_backward_passes_hold_what_weights_wait_for() {
-        let held = [[8, 8, 0], [8, 8, 4], [5, 10, 5], [5, 10, 5], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
+        // The two in the middle follow each other on one stage: the numbers of both are divisors of eight.
+        let held = [[8, 8, 0], [8, 8, 4], [5, 10, 5], [4, 8, 8], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
         check(Schedule::ZeroBubbleV, 2, &held);
     }
 }

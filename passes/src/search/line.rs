@@ -41,9 +41,7 @@ pub struct Line {
     is_joined: Vec<bool>,
     /// What they make, but for views.
     values: Vec<Value>,
-    /// Whether a node makes gradients of weights, and nothing that the rest of the backward pass waits for.
-    is_late: SecondaryMap<NodeId, bool>,
-    /// What such nodes read of the backward pass.
+    /// What the gradients of weights read of the backward pass.
     awaited: Vec<Awaited>,
     /// What of parameters passes once in a step.
     shared: Vec<Shared>,
@@ -109,12 +107,11 @@ impl Line {
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
         let blocks = blocks(&main, &block);
-        let is_late = late(prepared);
         let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
-        let (awaited, read) = awaited(prepared, &is_late, &of);
+        let (awaited, read) = awaited(prepared, &of);
         let values = values(prepared, &main, &place, &read);
         let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
-        Self { anchors, main, place, blocks, is_between, is_joined, values, is_late, awaited, shared }
+        Self { anchors, main, place, blocks, is_between, is_joined, values, awaited, shared }
     }
 
     /// The chunk of every node for these cuts.
@@ -220,33 +217,16 @@ fn values(
     values
 }
 
-/// The nodes of the loop that only updates wait for, by themselves or by what reads them.
-fn late(prepared: &Prepared<'_>) -> SecondaryMap<NodeId, bool> {
-    let graph = prepared.graph;
-    let (mut is_late, mut is_read): (SecondaryMap<NodeId, bool>, SecondaryMap<NodeId, bool>) = Default::default();
-    for (id, node) in graph.nodes().rev().filter(|(id, _)| prepared.in_loop(prepared.folded.class[*id])) {
-        is_late[id] = prepared.is_gradient[prepared.folded.class[id]] && !is_read[id];
-        if !is_late[id] {
-            node.operands.iter().for_each(|value| is_read[graph.value(*value).def] = true);
-        }
-    }
-    is_late
-}
-
 /// What the gradients of weights read of a microbatch: what of it the backward pass makes, and all of it.
-fn awaited(
-    prepared: &Prepared<'_>,
-    is_late: &SecondaryMap<NodeId, bool>,
-    place: &dyn Fn(NodeId) -> Option<usize>,
-) -> (Vec<Awaited>, BTreeSet<ValueId>) {
+fn awaited(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> (Vec<Awaited>, BTreeSet<ValueId>) {
     let graph = prepared.graph;
     let of_loop = |id: NodeId| prepared.in_loop(prepared.folded.class[id]);
     let (mut known, mut all) = (BTreeSet::new(), Vec::new());
-    for (_, node) in graph.nodes().filter(|(id, _)| is_late[*id]) {
+    for (_, node) in graph.nodes().filter(|(id, _)| prepared.is_late[*id]) {
         for value in &node.operands {
             let value = through_views(graph, *value).last().unwrap_or(*value);
             let (maker, result) = (graph.value(value).def, graph.value(value).index);
-            if !of_loop(maker) || is_late[maker] || graph.node(maker).op.is_leaf() || !known.insert(value) {
+            if !of_loop(maker) || prepared.is_late[maker] || graph.node(maker).op.is_leaf() || !known.insert(value) {
                 continue;
             }
             if let Some(at) = place(maker).filter(|_| graph.node(maker).role != Role::Forward) {
@@ -285,6 +265,10 @@ pub(super) struct Sums {
     pub forward: Vec<f64>,
     pub backward: Vec<f64>,
     pub weight: Vec<f64>,
+    /// Seconds by which the backward pass takes longer where the gradients of weights are a pass by themselves.
+    apart: Vec<f64>,
+    /// Seconds in which whole gradients are added up over microbatches.
+    adding: Vec<f64>,
     /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights.
     pub kept: Vec<f64>,
     /// Bytes that it leaves for those.
@@ -318,7 +302,7 @@ impl Sums {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
         let behind = last_forward(graph);
-        let [mut forward, mut backward, mut weight] = [(); 3].map(|()| vec![0.0; count]);
+        let [mut forward, mut backward, mut weight, mut apart, mut adding] = [(); 5].map(|()| vec![0.0; count]);
         let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
         let mut change = vec![0.0; count + 1];
         let mut recomputed: BTreeSet<u64> = BTreeSet::new();
@@ -331,10 +315,12 @@ impl Sums {
                 continue;
             }
             let seconds = shape.each(class).seconds();
+            apart[at] += shape.apart(class);
+            adding[at] += shape.adds(class);
             match node.role {
                 Role::Forward => forward[at] += seconds,
                 _ if id < behind => forward[at] += seconds,
-                _ if line.is_late[id] => weight[at] += seconds,
+                _ if prepared.is_late[id] => weight[at] += seconds,
                 _ => backward[at] += seconds,
             }
             if node.role != Role::Forward || line.place[id].is_none() {
@@ -367,19 +353,39 @@ impl Sums {
         let all: f64 = stored.iter().sum();
         stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
         let places = places(line, &passing, selected.is_empty());
-        let [forward, backward, weight] = [forward, backward, weight].map(|each| prefix(&each));
+        let [forward, backward, weight, apart, adding] =
+            [forward, backward, weight, apart, adding].map(|each| prefix(&each));
         let [kept, lasting, awaited, stored] = [kept, lasting, awaited, stored].map(|each| prefix(&each));
         let bytes = |Shared { maker, result, places, is_gradient }: &Shared| {
             let bytes = shape.sizes()[prepared.folded.class[*maker]].get(*result);
             (*places, bytes.map_or(0.0, |bytes| *bytes as f64), *is_gradient)
         };
         let shared = line.shared.iter().map(bytes).collect();
-        Self { places, forward, backward, weight, kept, lasting, awaited, stored, passing, shared }
+        Self { places, forward, backward, weight, apart, adding, kept, lasting, awaited, stored, passing, shared }
     }
 
     /// The same, cut at the places of another.
     pub fn cut_as(&self, other: &Self) -> Self {
         Self { places: other.places.clone(), ..self.clone() }
+    }
+
+    /// With whole gradients that are added up over microbatches.
+    pub fn with_whole_gradients(mut self) -> Self {
+        self.weight.iter_mut().zip(&self.adding).for_each(|(sum, adding)| *sum += adding);
+        self
+    }
+
+    /// With parts of gradients that are added up in so many seconds, by the share of the parameters.
+    pub fn with_parts_of_gradients(mut self, seconds: f64) -> Self {
+        self.weight.iter_mut().zip(&self.stored).for_each(|(sum, share)| *sum += seconds * share);
+        self
+    }
+
+    /// With the gradients of weights in a pass by themselves, and by how many seconds that is longer.
+    pub fn split(mut self) -> (Self, f64) {
+        self.backward.iter_mut().zip(&self.apart).for_each(|(sum, longer)| *sum += longer);
+        let longer = self.apart.last().copied().unwrap_or(0.0);
+        (self, longer)
     }
 
     /// Of a sum, what lies between two of the places.

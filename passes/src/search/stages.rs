@@ -30,6 +30,7 @@ use super::placed::{Seen, Solved, solved};
 use super::schedules::schedules;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
+use crate::cost::step::spread;
 use crate::pipeline::order::orders;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
@@ -37,7 +38,7 @@ use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use shardc_ir::pipeline::{Length, Schedule};
-use shardc_ir::{Bytes, NodeId, Pipeline};
+use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::collections::BTreeSet;
 
 /// The pipeline of a candidate.
@@ -258,10 +259,27 @@ impl Tries<'_> {
     /// A way to compute again, cut at the places of some sums.
     fn again(&self, index: usize, places: &Sums) -> Again {
         let (recompute, schedule) = (self.again.ways[index], self.pipeline.schedule);
+        let microbatches = self.mesh.placed.microbatches as f64;
         let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
             let (Seen { placed, shape, .. }, sums) = &all[index];
-            let whole = shape.predict(placed, self.storage, self.zero, recompute, self.mesh.work);
-            Pace { sums: sums.cut_as(places), whole }
+            let mut whole = shape.predict(placed, self.storage, self.zero, recompute, self.mesh.work);
+            let mut sums = sums.cut_as(places);
+            sums = match shape.adds_parts(self.storage, self.zero) {
+                _ if microbatches <= 1.0 => sums,
+                true => {
+                    let adding: f64 = shape.adding(placed, self.storage, self.zero).iter().sum();
+                    sums.with_parts_of_gradients(adding / microbatches)
+                }
+                false => sums.with_whole_gradients(),
+            };
+            if schedule.splits_backward() {
+                let longer;
+                (sums, longer) = sums.split();
+                let shown = Seconds(longer * microbatches);
+                whole.exposed_communication += shown;
+                whole.step += shown * spread(placed.cluster.ranks());
+            }
+            Pace { sums, whole }
         };
         let paces: Vec<Pace> = self.again.of_sets.iter().map(pace).collect();
         let Pace { sums, whole } = &paces[0];
@@ -285,7 +303,12 @@ impl Tries<'_> {
         // Stages wait for each other while the pipeline fills and drains, for what others compute of a
         // microbatch; where backward passes are split there may be something else to do.
         let filling = if schedule.splits_backward() { 0.0 } else { (stages - 1.0) / per_stage as f64 };
-        (microbatches + filling) * all / stages > FAR * self.mesh.best
+        (microbatches + filling) * all / stages > self.far()
+    }
+
+    /// Seconds of a step from which on a pipeline is not worth a try.
+    fn far(&self) -> f64 {
+        FAR * self.mesh.best
     }
 
     /// Adds the best cuts where stages have a choice of levels; whether it fits, if there are any.
@@ -298,9 +321,10 @@ impl Tries<'_> {
     ) -> Option<bool> {
         let Pipeline { schedule, per_stage, .. } = self.pipeline;
         let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
-        let orders = orders(&self.pipeline, stages, mesh.placed.microbatches, sums.lengths()).ok()?;
-        let held = &Held::of_chunks(&self.pipeline, &orders, (stages * per_stage) as usize, sums.held())[..];
-        let problem = Problem { tries: self, agains, levels, choice, held, known: Default::default() };
+        let orders = orders(&self.pipeline, stages, mesh.placed.microbatches, &|_| sums.lengths()).ok()?;
+        let held = &Held::of_chunks(&self.pipeline, &orders, &vec![sums.held(); (stages * per_stage) as usize]);
+        let problem =
+            Problem { tries: self, agains, levels: &levels, choice: &choice, held, known: Default::default() };
         let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;
         let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
         if recompute.iter().all(|own| *own == most) {

@@ -23,18 +23,23 @@ pub(super) fn converted_once(prepared: &Prepared<'_>, conversions: &[Conversion]
 
 /// Conversions with the seconds that show of them: they run beside the kernels between the maker and the first reader
 /// (the gradient of a weight, beside the reduction of that of its activation), which lose a share of their rate to it.
+/// With each, by how much more shows where the gradients of weights are a pass by themselves.
 pub(super) fn beside_kernels(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
     conversions: &[Conversion],
     seconds: &[f64],
-) -> Vec<Conversion> {
+) -> Vec<(Conversion, f64)> {
     let loss = placed.cluster.device.overlap_loss.value;
     let shown = |conversion: &Conversion| {
-        let beside: f64 = prepared.between(conversion, placed.microbatches).map(|class| seconds[class]).sum();
-        let hidden = conversion.turn.wire.min(beside / (1.0 - loss));
-        let turn = Turn { wire: conversion.turn.wire - hidden * (1.0 - loss), ..conversion.turn };
-        Conversion { turn, ..*conversion }
+        let hidden = |beside: f64| conversion.turn.wire.min(beside / (1.0 - loss)) * (1.0 - loss);
+        let (mut all, mut apart) = (0.0, 0.0);
+        for class in prepared.between(conversion, placed.microbatches) {
+            all += seconds[class];
+            apart += if prepared.is_late(class) { 0.0 } else { seconds[class] };
+        }
+        let turn = Turn { wire: conversion.turn.wire - hidden(all), ..conversion.turn };
+        (Conversion { turn, ..*conversion }, hidden(all) - hidden(apart))
     };
     conversions.iter().map(shown).collect()
 }

@@ -11,7 +11,7 @@ use crate::search::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Scope;
-use shardc_ir::{Choice, EntityRef, Graph, NodeId, Target, ValueId};
+use shardc_ir::{Choice, EntityRef, Graph, NodeId, SecondaryMap, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Prepares a training step for the search. `batch` is the number of sequences in dimension 0 of
@@ -77,6 +77,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         experts,
         is_parameter,
         is_gradient,
+        is_late: SecondaryMap::new(),
         flows,
         folded,
         head,
@@ -85,9 +86,23 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         emitted,
         locals: AllLocals::default(),
     };
+    prepared.is_late = late(&prepared);
     prepared.lives = Lives::new(&prepared);
     prepared.kinds = kinds_of(&prepared);
     prepared
+}
+
+/// The nodes of the loop that only updates wait for.
+fn late(prepared: &Prepared<'_>) -> SecondaryMap<NodeId, bool> {
+    let graph = prepared.graph;
+    let (mut is_late, mut is_read): (SecondaryMap<NodeId, bool>, SecondaryMap<NodeId, bool>) = Default::default();
+    for (id, node) in graph.nodes().rev().filter(|(id, _)| prepared.in_loop(prepared.folded.class[*id])) {
+        is_late[id] = prepared.is_gradient[prepared.folded.class[id]] && !is_read[id];
+        if !is_late[id] {
+            node.operands.iter().for_each(|value| is_read[graph.value(*value).def] = true);
+        }
+    }
+    is_late
 }
 
 /// Per class, the factors that tell experts apart. A product that has a matrix for each expert holds the

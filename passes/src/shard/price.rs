@@ -4,9 +4,10 @@ use super::share::Share;
 use super::tensor::Prepared;
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
+use crate::cost::node::beside;
 use crate::cost::ring::Ring;
 use crate::cost::{Bound, Machine, Pass};
-use shardc_ir::ops::{Op, Part};
+use shardc_ir::ops::{Fused, Op, Part};
 use shardc_ir::{AxisId, FactorKind, Mesh, OpDef, Seconds, Sharding, Strategy, TensorType};
 
 /// The mesh and what it lies on.
@@ -25,12 +26,12 @@ impl Prepared<'_> {
         let machine = Machine::own(&on.cluster.device);
         let pass = Pass::of(self.role(class));
         let op = self.op(class);
-        let Share { beside, after, adds, .. } = self.emitted[class];
+        let Share { after, adds, .. } = self.emitted[class];
         if adds {
             operands.push(results[0].clone());
         }
-        if let (2.., Op::Matmul(op)) = (beside, op) {
-            return machine.beside(op, beside, &operands, &results, pass);
+        if let Some((region, operands)) = self.beside(class, &operands, &results) {
+            return machine.beside(region, &operands, pass);
         }
         if !matches!(op, Op::Attention(_) | Op::AttentionGrad(_)) {
             let (alone, bound) = machine.seconds(op, &operands, &results, pass);
@@ -50,6 +51,19 @@ impl Prepared<'_> {
         let attention = step.0 * group.size() as f64;
         let around = Ring { group, sent, merged: operands[first].elements() as f64, attention };
         (Seconds(attention + around.seconds(pass, machine, on.cluster)), bound)
+    }
+
+    /// The products that are one instruction with one of a class, on what one rank sees, and what they read; nothing, if
+    /// that is an instruction of its own.
+    pub fn beside(
+        &self,
+        class: usize,
+        operands: &[TensorType],
+        results: &[TensorType],
+    ) -> Option<(Fused, Vec<TensorType>)> {
+        let Op::Matmul(op) = self.op(class) else { return None };
+        let of = |count: usize| beside(op, count, operands, results);
+        (2..=self.emitted[class].beside).rev().map(of).find(|(region, all)| self.target.fuses(region, all))
     }
 
     /// The axes that a node passes its operands round.

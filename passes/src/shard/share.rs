@@ -15,7 +15,7 @@ pub struct Share {
     pub traffic: f64,
     /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result.
     pub after: f64,
-    /// Of products, how many are one instruction.
+    /// Of products, how many may be one instruction, if the target has one for what a rank sees of them.
     pub beside: usize,
     /// How many nodes earlier what it makes is there, where an earlier instruction makes it.
     pub ahead: usize,

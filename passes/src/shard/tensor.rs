@@ -32,7 +32,9 @@ use crate::search::recompute::Kind;
 use crate::search::sharing::Sharing;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Scope, sums_in};
-use shardc_ir::{AxisId, Choice, DType, FactorRule, Graph, Mesh, Role, Sharding, Strategy, Target, TensorType};
+use shardc_ir::{
+    AxisId, Choice, DType, FactorRule, Graph, Mesh, NodeId, Role, SecondaryMap, Sharding, Strategy, Target, TensorType,
+};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -66,6 +68,9 @@ pub struct Prepared<'a> {
     pub is_parameter: Vec<bool>,
     /// Per class whether its result is a parameter's gradient.
     pub is_gradient: Vec<bool>,
+    /// The nodes of the loop that only updates wait for, by themselves or by what reads them: gradients of weights, and
+    /// nothing that the rest of the backward pass reads.
+    pub is_late: SecondaryMap<NodeId, bool>,
     /// How values flow between classes.
     pub flows: Vec<Flow>,
     /// The head, if it can be cut into chunks.
@@ -148,6 +153,11 @@ impl Prepared<'_> {
         let runs =
             move |class: &usize| self.runs_between(*class, microbatches) && (is_early || self.is_gradient[*class]);
         flow.into_iter().flat_map(|flow| &flow.between).copied().filter(runs)
+    }
+
+    /// Whether only updates wait for what a class makes.
+    pub fn is_late(&self, class: usize) -> bool {
+        self.is_late[self.folded.classes[class].node]
     }
 
     /// Whether a class runs where its node stands, with so many microbatches: else it may run in front of the loop.

@@ -52,19 +52,24 @@ impl Shares for Problem<'_> {
     }
 }
 
-/// Where chunks end that take the same share of the whole, as far as places allow.
+/// Where chunks end that take the same share of the whole, each at the place that is nearest.
 fn equal(end: usize, chunks: usize, segments: &dyn Segments) -> Option<Vec<usize>> {
     let each: Vec<f64> = (0..end).map(|place| segments.least(place)).collect();
     let whole: f64 = each.iter().sum();
     let (mut ends, mut passed) = (vec![0], 0.0);
     for (place, seconds) in each.into_iter().enumerate() {
-        passed += seconds;
-        // Each chunk behind this one needs a place.
-        let (cut, behind) = (ends.len(), end - place - 1);
-        let is_due = passed >= whole * cut as f64 / chunks as f64 || behind <= chunks - cut;
-        if cut < chunks && is_due && behind >= chunks - cut {
-            ends.push(place + 1);
+        let cut = ends.len();
+        if cut == chunks {
+            break;
         }
+        let share = whole * cut as f64 / chunks as f64;
+        let is_nearest = share - passed <= passed + seconds - share;
+        // Each chunk behind this one needs a place.
+        let is_last = end - place == chunks - cut;
+        if place > ends[cut - 1] && (is_nearest || is_last) {
+            ends.push(place);
+        }
+        passed += seconds;
     }
     ends.push(end);
     (ends.len() == chunks + 1).then_some(ends)
@@ -124,15 +129,21 @@ impl Problem<'_> {
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
         if self.tries.pipeline.per_stage > 1 {
-            // Where one chunk is longer than any other must be, as that of a large head, the others may have any length
-            // below: stages that are made equal from there end less equal than from equal parts of the whole.
-            all.extend(equal(end, chunks, self));
             // Where all places lie between blocks, the cuts would be the same.
             if self.line().has_shared() && !(1..end).all(|place| self.is_between(place)) {
                 all.extend(of(&BetweenBlocks(self)));
             }
-            let moved: Vec<_> = all.iter().map(|ends| balanced(ends.clone(), self)).collect();
-            all.extend(moved);
+            // Where one chunk is longer than any other must be, as that of a large head, the others may have any length
+            // below: stages that are made equal from there end less equal than from equal parts of the whole.
+            let starts = all.iter().cloned().chain(equal(end, chunks, self));
+            let mut moved: Vec<Vec<usize>> = Vec::new();
+            for ends in starts.map(|ends| balanced(ends, self)) {
+                if !all.contains(&ends) && !moved.contains(&ends) {
+                    moved.push(ends);
+                }
+            }
+            // Equal stages first: they are likely the best.
+            all.splice(0..0, moved);
         }
         all
     }
@@ -168,6 +179,10 @@ mod tests {
         };
         check(&[1.0; 8], 4, Some(&[0, 2, 4, 6, 8]));
         check(&[1.0, 1.0, 1.0, 1.0, 4.0], 2, Some(&[0, 4, 5]));
+        // Before a long place or behind it, whichever is nearer.
+        check(&[1.0, 5.0, 1.0, 1.0], 2, Some(&[0, 2, 4]));
+        check(&[3.0, 4.0, 1.0, 1.0], 2, Some(&[0, 1, 4]));
+        check(&[2.0, 3.0, 3.0, 1.0], 2, Some(&[0, 2, 4]));
         // A long end leaves the others their places.
         check(&[1.0, 1.0, 1.0, 90.0], 4, Some(&[0, 1, 2, 3, 4]));
         check(&[90.0, 1.0, 1.0, 1.0], 4, Some(&[0, 1, 2, 3, 4]));

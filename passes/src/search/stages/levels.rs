@@ -110,11 +110,11 @@ impl Problem<'_> {
         let fits = |level: usize, share: f64| {
             mesh.with_unfit || self.memory(level, stage, chunks).total().0 as f64 <= share * room
         };
-        match &self.choice {
+        match self.choice {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
             Choice::Named(levels) => levels.get(stage).copied().filter(|level| fits(*level, 1.0)),
             Choice::Least => {
-                let Levels { all, ladders } = &self.levels;
+                let Levels { all, ladders } = self.levels;
                 let fits = |level: usize| fits(level, mesh.spare);
                 let stay = ladders.first().map_or(all.len(), |ladder| ladder.start);
                 let first = |ladder: &Range<usize>| first_of(ladder, &fits);

@@ -23,8 +23,8 @@ pub(super) struct Problem<'a> {
     pub tries: &'a Tries<'a>,
     /// From the least to the most; all are cut at the places of the last.
     pub agains: &'a [Again],
-    pub levels: Levels,
-    pub choice: Choice,
+    pub levels: &'a Levels,
+    pub choice: &'a Choice,
     /// Per chunk.
     pub held: &'a [Held],
     /// What is known of chunks by themselves.
@@ -125,41 +125,63 @@ impl Problem<'_> {
     /// Cuts the line, and predicts the step; nothing if no cuts fit.
     pub fn solve(&self) -> Option<Solution> {
         let rank = |of: &Solution| (!of.prediction.fits(), of.prediction.step.0);
-        let ends = self.ends(self.tries.mesh.placed.microbatches);
-        let solutions = ends.into_iter().filter_map(|ends| self.cut_at(&ends));
-        solutions.min_by(|a, b| {
-            let (a, b) = (rank(a), rank(b));
-            a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
-        })
+        let mut best: Option<Solution> = None;
+        for ends in self.ends(self.tries.mesh.placed.microbatches) {
+            let best_fit =
+                best.as_ref().filter(|best| best.prediction.fits()).map_or(f64::INFINITY, |best| rank(best).1);
+            let enough = best_fit.min(self.tries.far());
+            let Some(found) = self.cut_at(&ends, enough) else { continue };
+            if best.as_ref().is_none_or(|best| rank(&found) < rank(best)) {
+                best = Some(found);
+            }
+        }
+        best
     }
 
-    /// What cuts at these places come to.
-    fn cut_at(&self, ends: &[usize]) -> Option<Solution> {
-        let (mesh, pipeline) = (self.tries.mesh, &self.tries.pipeline);
+    /// What cuts at these places come to; nothing, if that is seen to be a step of so many seconds or more.
+    fn cut_at(&self, ends: &[usize], enough: f64) -> Option<Solution> {
+        if !self.tries.pipeline.schedule.splits_backward() {
+            return self.solution(ends, enough);
+        }
+        // The order of passes goes by how long they are: what is held is known once they are.
+        let (_, levels) = self.stages(ends);
+        let held = &self.held_at(ends, &levels)?;
+        Problem { held, known: Default::default(), ..*self }.solution(ends, enough)
+    }
+
+    /// The chunks of each stage, and its level.
+    fn stages(&self, ends: &[usize]) -> (Vec<Vec<Part>>, Vec<usize>) {
         let of_stage = |stage: u64| {
-            let chunks = pipeline.chunks_of(stage, self.tries.stages).into_iter().map(|chunk| chunk as usize);
-            chunks.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>()
+            let chunks = self.tries.pipeline.chunks_of(stage, self.tries.stages).into_iter();
+            chunks.map(|chunk| (chunk as usize, ends[chunk as usize], ends[chunk as usize + 1])).collect()
         };
-        let stages: Vec<_> = (0..self.tries.stages).map(of_stage).collect();
-        let level = |(stage, chunks): (usize, &Vec<Part>)| match &self.choice {
+        let stages: Vec<Vec<Part>> = (0..self.tries.stages).map(of_stage).collect();
+        let level = |(stage, chunks): (usize, &Vec<Part>)| match self.choice {
             Choice::All(level) => *level,
             Choice::Least => self.level(stage, chunks).unwrap_or(self.levels.last()),
             Choice::Named(levels) => levels[stage],
         };
-        let levels: Vec<usize> = stages.iter().enumerate().map(level).collect();
+        let levels = stages.iter().enumerate().map(level).collect();
+        (stages, levels)
+    }
+
+    fn solution(&self, ends: &[usize], enough: f64) -> Option<Solution> {
+        let mesh = self.tries.mesh;
+        let (stages, levels) = self.stages(ends);
         let memory = |(chunks, level): (&Vec<Part>, &usize)| self.on_device(*level, chunks);
         let memory: Vec<Memory> = stages.iter().zip(&levels).map(memory).collect();
         let taken =
             |(memory, room): (&Memory, &Bytes)| Prediction { memory: *memory, room: *room, ..Default::default() };
         let fullest = memory.iter().zip(mesh.rooms).map(taken).max_by(|a, b| a.filled().total_cmp(&b.filled()))?;
-        let prediction = self.predict(ends, (&stages, &levels), fullest)?;
+        let prediction = self.predict(ends, (&stages, &levels), fullest, enough)?;
         let (offload, relief) = self.relief(ends, (&stages, &levels), &prediction)?;
         let prediction = relief.apply(&prediction, &memory, mesh.rooms);
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
-        // On equal devices what chunks compute and move tells nearly as much, and programs need less memory.
-        let is_mixed = mesh.seen.len() > 1;
-        let lengths = if is_mixed { self.lengths(ends, &levels) } else { Vec::new() };
+        // With one chunk a stage on equal devices the order of passes is the schedule's own, and what chunks compute and
+        // move tells as much of when they meet.
+        let is_said = mesh.seen.len() > 1 || self.tries.pipeline.per_stage > 1;
+        let lengths = if is_said { self.lengths(ends, &levels) } else { Vec::new() };
         let recompute = levels.iter().map(|level| self.agains[self.levels.all[*level].again].recompute).collect();
         Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
     }

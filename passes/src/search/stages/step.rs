@@ -6,6 +6,7 @@ use crate::cost::host::Shown;
 use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
+use crate::search::held::Held;
 use crate::search::relief::Leaving;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
@@ -24,10 +25,16 @@ type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
 type Longer = [f64; 2];
 
 impl Problem<'_> {
-    /// Time and memory of a step with everything on the devices.
-    pub fn predict(&self, ends: &[usize], (stages, levels): Stages<'_>, fullest: Prediction) -> Option<Prediction> {
+    /// Time and memory of a step with everything on the devices; nothing, if it takes at least so many seconds, and so much
+    /// is seen without running the schedule: the slowest stage does all microbatches, one after the other.
+    pub fn predict(
+        &self,
+        ends: &[usize],
+        (stages, levels): Stages<'_>,
+        fullest: Prediction,
+        enough: f64,
+    ) -> Option<Prediction> {
         let (placed, microbatches) = (&self.tries.mesh.placed, self.tries.mesh.placed.microbatches);
-        let (run, longest, slowest) = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
         let (most, spread) = (self.most(levels)?, step::spread(placed.cluster.ranks()));
         let once = |(stage, chunks): (usize, &Vec<Part>)| {
@@ -36,7 +43,11 @@ impl Problem<'_> {
             once * self.share(stage, chunks, levels) + self.exchanged(sums, chunks)
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
-        let total = (run + once) * spread;
+        let (longest, slowest) = self.slowest((stages, levels))?;
+        if (microbatches as f64 * slowest + once) * spread >= enough {
+            return None;
+        }
+        let total = (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread;
         let Pace { sums, whole } = self.pace(most, longest);
         let part = slowest / sums.whole().max(f64::MIN_POSITIVE);
         let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
@@ -77,9 +88,35 @@ impl Problem<'_> {
         stages.iter().enumerate().map(of)
     }
 
-    /// Seconds of all microbatches, where passes take so much longer than their kernels; the stage that takes the
-    /// longest for one, and its seconds.
-    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer]) -> Option<(f64, usize, f64)> {
+    /// The stage whose kernels take the longest for a microbatch, and their seconds.
+    fn slowest(&self, (stages, levels): Stages<'_>) -> Option<(usize, f64)> {
+        let seconds = |(stage, chunks): (usize, &Vec<Part>)| {
+            let sums = self.sums(levels[stage], stage);
+            (stage, chunks.iter().map(|(_, from, to)| sums.seconds(*from, *to)).sum::<f64>())
+        };
+        stages.iter().enumerate().map(seconds).max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// As many microbatches as tell what all of them do.
+    fn some(&self) -> u64 {
+        let (all, count) = (self.tries.mesh.placed.microbatches, self.tries.stages);
+        all.min(STEADY * count * self.tries.pipeline.per_stage).next_multiple_of(count).min(all)
+    }
+
+    /// The copies of what each chunk holds, where passes run in the order that their lengths make.
+    pub fn held_at(&self, ends: &[usize], levels: &[usize]) -> Option<Vec<Held>> {
+        let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
+        let followed = self.tries.mesh.placed.microbatches.min(MOST_FOLLOWED);
+        let orders = orders(pipeline, count, followed, &|chunk| self.chunk(chunk, ends, levels)).ok()?;
+        let bytes = |chunk: usize| {
+            let sums = self.sums(levels[pipeline.stage_of(chunk as u32, count) as usize], 0);
+            [&sums.kept, &sums.lasting, &sums.awaited].map(|of| sums.between(of, ends[chunk], ends[chunk + 1]) as u64)
+        };
+        Some(Held::of_chunks(pipeline, &orders, &(0..ends.len() - 1).map(bytes).collect::<Vec<_>>()))
+    }
+
+    /// Seconds of all microbatches, where passes take so much longer than their kernels.
+    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer]) -> Option<f64> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
         let links = chain(pipeline, count);
@@ -91,11 +128,10 @@ impl Problem<'_> {
             };
             chunks.iter().map(of).sum::<f64>()
         };
-        let (longest, slowest) = stages.iter().map(seconds).enumerate().max_by(|a, b| a.1.total_cmp(&b.1))?;
-        let some = microbatches.min(STEADY * count * pipeline.per_stage).next_multiple_of(count);
-        let some = some.min(microbatches);
+        let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
+        let some = self.some();
         let run = |microbatches: u64| {
-            let orders = orders(pipeline, count, microbatches, self.line().lengths()).ok()?;
+            let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunk(chunk)).ok()?;
             let run = timeline(pipeline, &orders, &links, &durations)?;
             Some(run.finish.into_iter().fold(0.0, f64::max))
         };
@@ -109,7 +145,7 @@ impl Problem<'_> {
             };
             run = if most > some { all(most)? } else { run } + (microbatches - most) as f64 * each;
         }
-        Some((run, longest, slowest))
+        Some(run)
     }
 
     /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and
@@ -128,8 +164,8 @@ impl Problem<'_> {
             [times(*forward, beside.forward), times(*backward, beside.backward)]
         };
         let longer: Vec<Longer> = stages.iter().enumerate().zip(&shown).map(longer).collect();
-        let (alone, ..) = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
-        let (beside, ..) = self.run(ends, (stages, levels), &longer)?;
+        let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
+        let beside = self.run(ends, (stages, levels), &longer)?;
         let gradients = shown.iter().map(|own| own.gradients).fold(0.0, f64::max);
         let spread = step::spread(self.tries.mesh.placed.cluster.ranks());
         let updates = self.updates((stages, levels)).zip(leaving).zip(&shown);
