@@ -92,7 +92,10 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
             wrong.push(format!("the {what} say keep_casts={}, and the graph {is}", u8::from(said)));
         }
     }
-    let named = |of: &Pins| of.degrees().into_iter().chain([("microbatch", of.microbatch), ("zero", of.zero)]);
+    let named = |of: &Pins| {
+        let others = [("microbatch", of.microbatch), ("zero", of.zero), ("in_flight", of.in_flight)];
+        of.degrees().into_iter().chain(others)
+    };
     for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {
         // What divides the sequence may be pinned by another name than it then has.
         let pin = pin.filter(|_| !["ring", "ulysses", "cp"].contains(&name));
@@ -108,14 +111,19 @@ fn wrong_schedule(plan: &Plan, chosen: &Pins) -> Option<String> {
     let is = &plan.pipeline;
     let said = chosen.schedule.filter(|said| plan.stages() == 1 || *said != is.schedule);
     let is_other = |said: &u64| if plan.stages() == 1 { *said > 1 } else { *said != is.per_stage };
-    let text = match (said, chosen.virtual_stages.filter(is_other)) {
-        (None, None) => return None,
-        (Some(said), _) => format!("schedule={}", said.name()),
-        (None, Some(said)) => format!("virtual={said}"),
+    let held = chosen.in_flight.filter(|said| Some(*said) != is.in_flight);
+    let text = match (said, chosen.virtual_stages.filter(is_other), held) {
+        (None, None, None) => return None,
+        (Some(said), ..) => format!("schedule={}", said.name()),
+        (None, Some(said), _) => format!("virtual={said}"),
+        (None, None, Some(said)) => format!("in_flight={said}"),
     };
     let is = match plan.stages() {
         1 => "the plan has one stage".to_string(),
-        _ => format!("the pipeline is {} with {} of a stage", is.schedule.name(), counted(is.per_stage, "chunk")),
+        _ => {
+            let held = is.in_flight.map_or(String::new(), |chunks| format!(" and {chunks} in flight"));
+            format!("the pipeline is {} with {} of a stage{held}", is.schedule.name(), counted(is.per_stage, "chunk"))
+        }
     };
     Some(format!("the choice says {text}, and {is}"))
 }

@@ -194,8 +194,11 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(&chosen));
     let stages = plan.stages().min(2);
     if stages > 1 {
-        let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
-        pins = format!("pp={stages},schedule={},virtual={per_stage},{pins}", schedule.name());
+        let Pipeline { schedule, per_stage, in_flight, .. } = &plan.pipeline;
+        // As many for each stage.
+        let in_flight = in_flight.map(|chunks| (chunks * stages).div_ceil(plan.stages()));
+        let in_flight = in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
+        pins = format!("pp={stages},schedule={},virtual={per_stage}{in_flight},{pins}", schedule.name());
     }
     Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
 }

@@ -336,6 +336,13 @@ fn choices_that_cannot_be_kept() {
     fs::write(&edited, contents).unwrap();
     let words = ["the choice says schedule=gpipe", "the pipeline is 1f1b"];
     check(&["verify", text(&edited), "--static-only"], 2, &words);
+    let bubbles = ["--cluster", "cpu:2", "--pin", "pp=2,schedule=zbv,in_flight=3,microbatch=1", "-o", text(&plan)];
+    check_plan(&bubbles, 0, &["schedule=zbv,virtual=2,in_flight=3"]);
+    check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+    let contents = fs::read_to_string(&edited).unwrap();
+    fs::write(&edited, contents.replace("zbv 2 in_flight 3", "zbv 2 in_flight 4")).unwrap();
+    let words = ["the choice says in_flight=3", "2 chunks of a stage and 4 in flight"];
+    check(&["verify", text(&edited), "--static-only"], 2, &words);
     // Values go by the names that are printed for equal blocks.
     check(&["explain", text(&plan), "blocks.*.mlp.gate.weight"], 0, &["`blocks.0.mlp.gate`"]);
 }

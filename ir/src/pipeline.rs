@@ -72,6 +72,21 @@ impl Schedule {
         }
     }
 
+    /// That a plan may say of how many chunks a stage holds what forward passes leave ([`Pipeline::in_flight`]).
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_in_flight(self, chunks: u64) -> Result<(), String> {
+        match self {
+            Self::ZeroBubbleV if chunks > 0 => Ok(()),
+            Self::ZeroBubbleV => Err("a stage has at least one chunk in flight, not 0".to_string()),
+            _ => Err(format!(
+                "what is in flight follows from schedule {}; {chunks} chunks take schedule zbv",
+                self.name()
+            )),
+        }
+    }
+
     /// How many chunks of a stage a search tries.
     pub fn usual_chunks(self) -> &'static [u64] {
         match self {
@@ -114,17 +129,32 @@ pub struct Pipeline {
     pub per_stage: u64,
     /// Per node, its chunk.
     pub chunks: SecondaryMap<NodeId, Option<u32>>,
+    /// Of how many chunks a stage holds what forward passes leave when it begins another microbatch, at the most: for
+    /// zero-bubble V alone. The fewer, the less memory, and the longer stages wait (Qi et al., "Pipeline parallelism with
+    /// controllable memory", 2024).
+    pub in_flight: Option<u64>,
     /// How long each chunk takes, from which the order follows in which stages meet; none where the plan does not say.
     pub lengths: Vec<Length>,
 }
 
 impl Default for Pipeline {
     fn default() -> Self {
-        Self { schedule: Schedule::default(), per_stage: 1, chunks: SecondaryMap::new(), lengths: Vec::new() }
+        Self {
+            schedule: Schedule::default(),
+            per_stage: 1,
+            chunks: SecondaryMap::new(),
+            in_flight: None,
+            lengths: Vec::new(),
+        }
     }
 }
 
 impl Pipeline {
+    /// [`Self::in_flight`], of so many stages: as much as 1F1B holds, where the plan does not say.
+    pub fn most_in_flight(&self, stages: u64) -> u64 {
+        self.in_flight.unwrap_or(2 * stages)
+    }
+
     /// The stage that runs a chunk, of so many stages.
     pub fn stage_of(&self, chunk: u32, stages: u64) -> u64 {
         let chunk = u64::from(chunk);

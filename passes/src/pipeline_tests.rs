@@ -174,6 +174,30 @@ fn halves_of_the_backward_pass_fill_the_bubble() {
     assert!(halves < 0.25 * plain, "{halves}, with 1f1b {plain}");
 }
 
+/// Where memory is short, zero-bubble V begins fewer microbatches at a time rather than compute much again.
+#[test]
+fn less_is_in_flight_where_memory_is_short() {
+    let sizes = Sizes { layers: 8, batch: 32, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let plan = |more: &str, memory: u64| {
+        let pins = format!("pp=4,dp=2,schedule=zbv,zero=0,microbatch=1{more}");
+        searched(sizes, "h200:8", &pins, Scope::Runnable, memory)
+    };
+    let all = plan(",in_flight=8,recompute=none", 140 << 30).expect("a plan").prediction.memory.total().0;
+    let memory = all * 8 / 10;
+    let (full, found) = (plan(",in_flight=8", memory).expect("a plan"), plan("", memory).expect("a plan"));
+    assert_eq!(found.pipeline.most_in_flight(4), 6, "{}", found.choice);
+    let steps = [&full, &found].map(|plan| by_programs(plan, "h200:8").step.0);
+    assert!(steps[1] < 0.98 * steps[0], "{steps:?}: {} and {}", full.choice, found.choice);
+    assert!(by_programs(&found, "h200:8").memory.total().0 <= memory, "{}", found.choice);
+    // What was chosen can be asked for.
+    let named = plan(",in_flight=6", memory).expect("a plan");
+    assert_eq!(named.choice, found.choice);
+    // With all of it in flight, no recomputation would do.
+    let memory = all * 6 / 10;
+    assert!(plan(",in_flight=8", memory).is_err());
+    assert_eq!(plan("", memory).expect("a plan").pipeline.most_in_flight(4), 4);
+}
+
 /// The first stage holds most microbatches: where memory is short it computes again, and the last one does not.
 #[test]
 fn stages_compute_again_what_they_must() {

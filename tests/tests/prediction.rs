@@ -105,6 +105,14 @@ const CASES: &[Case] = &[
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=interleaved,virtual=2,microbatch=1,zero=1"),
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=zbv,microbatch=1,zero=1"),
     ("llama-8b", 64, 8192, "h100:8", "pp=2,tp=4,schedule=1f1b,microbatch=1,zero=0"),
+    // What split passes make known late: orders by the lengths of chunks, gradients that are added up, of a padded table
+    // too, and collectives that hide behind no gradients of weights.
+    ("gpt3-6.7b", 128, 1024, "b200:8", "pp=2,dp=4,schedule=zbv,microbatch=1,zero=0"),
+    ("gpt2-774m", 128, 1024, "b200:8", "pp=4,dp=2,schedule=zbv,microbatch=4,zero=0"),
+    ("gpt2-1.5b", 64, 1024, "h100:8", "pp=4,dp=2,schedule=zbv,microbatch=2,zero=1"),
+    ("gpt3-1.3b", 128, 512, "a100-80:4x2", "pp=2,dp=4,schedule=1f1b,microbatch=1,zero=1"),
+    // Messages take longer than the kernels between them, in many microbatches.
+    ("gpt2-355m", 128, 1024, "rtx4090:1x4", "pp=4,schedule=1f1b,microbatch=1,recompute=none"),
     // Stages gather weights before all microbatches and reduce gradients behind them, beside nothing.
     ("gpt3-1.3b", 128, 2048, "rtx4090:4", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=4"),
     // A head that is the embedding, on another stage.
@@ -152,10 +160,8 @@ const IN_8_BITS: &[Case] = &[
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=1"),
 ];
 
-/// These are within 4.5% of the seconds, and within 10.5% of the bytes.
+/// These are within 4.5% of the seconds, and within 10% of the bytes.
 const FARTHEST: &[Case] = &[
-    // Of zero-bubble V with biases less is counted than the halves of its backward pass take, and more than they hold.
-    ("gpt2-1.5b", 64, 1024, "h100:8", "pp=4,dp=2,schedule=zbv,microbatch=2,zero=1"),
     // Weights that are gathered over data ranks, then over tensor ranks, are both ahead of their readers; the wire is the
     // slower of the two clocks.
     ("llama-1b", 32, 512, "rtx4090:4", "dp=2,tp=2,zero=1,microbatch=16"),
@@ -165,8 +171,6 @@ const FARTHEST: &[Case] = &[
 const FARTHER: &[Case] = &[
     // What is made once is laid to stages by their share of the parameters, which biases gathered over slow links are not.
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
-    // Messages take longer than the kernels between them, in many microbatches.
-    ("gpt2-355m", 128, 1024, "rtx4090:1x4", "pp=4,schedule=1f1b,microbatch=1,recompute=none"),
     // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
     ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
     // What is divided along two axes of one tensor dimension leaves less alive at the turn to the backward pass.
@@ -232,7 +236,7 @@ fn the_closed_form_is_near_the_programs() {
         (CASES, Precision::Bf16, (0.03, 0.05)),
         (IN_8_BITS, Precision::Fp8, (0.03, 0.05)),
         (FARTHER, Precision::Bf16, (0.04, 0.1)),
-        (FARTHEST, Precision::Bf16, (0.045, 0.105)),
+        (FARTHEST, Precision::Bf16, (0.045, 0.1)),
         (OTHER_BYTES, Precision::Bf16, (0.03, 0.16)),
     ];
     let all =

@@ -371,7 +371,8 @@ fn check_stages(text: &str, sizes: Sizes, axes: &[(&str, u64)], pipeline: (u64, 
             cuts.insert(main[1 + random.below(main.len() - 1)]);
         }
         let cuts: Vec<NodeId> = cuts.into_iter().collect();
-        plan.pipeline = Pipeline { schedule, per_stage, chunks: chunks(&anchors, &graph, &cuts), lengths: Vec::new() };
+        plan.pipeline =
+            Pipeline { schedule, per_stage, chunks: chunks(&anchors, &graph, &cuts), ..Pipeline::default() };
         let place = format!("seed {seed}, {} of {stages} stages cut at {cuts:?}", schedule.name());
         // A random strategy may read a gradient of one chunk after the loop in another.
         let Ok(plan) = verify::plan(plan) else { continue };

@@ -195,6 +195,9 @@ impl<'a> Parser<'a> {
         let known = || format!("`{name}` is no schedule{}; known are {}", suggestion(name, &names), names.join(", "));
         self.plan.pipeline.schedule = Schedule::from_name(name).ok_or_else(known)?;
         self.plan.pipeline.per_stage = cursor.size("the chunks of a stage")?;
+        if cursor.eat_word("in_flight") {
+            self.plan.pipeline.in_flight = Some(cursor.size("the chunks in flight")?);
+        }
         if cursor.eat_word("lengths") {
             while !cursor.is_end() {
                 let mut parts = [0; 4];

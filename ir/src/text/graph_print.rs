@@ -29,12 +29,13 @@ impl fmt::Display for Plan {
         if self.reduce_in_loop {
             writeln!(f, "  reduce_in_loop")?;
         }
-        let Pipeline { schedule, per_stage, chunks, lengths } = &self.pipeline;
+        let Pipeline { schedule, per_stage, chunks, in_flight, lengths } = &self.pipeline;
         if self.pipeline != Pipeline::default() || chunks.values().any(Option::is_some) {
             let parts = |of: &Length| format!(" {}/{}/{}/{}", of.forward, of.backward, of.weight, of.message);
             let lengths: String = lengths.iter().map(parts).collect();
             let lengths = if lengths.is_empty() { lengths } else { format!(" lengths{lengths}") };
-            writeln!(f, "  pipeline {} {per_stage}{lengths}", schedule.name())?;
+            let in_flight = in_flight.map_or(String::new(), |chunks| format!(" in_flight {chunks}"));
+            writeln!(f, "  pipeline {} {per_stage}{in_flight}{lengths}", schedule.name())?;
         }
         for (id, _) in self.graph.nodes() {
             write_node(f, &self.graph, Some(self), id)?;

@@ -67,6 +67,9 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     if let Err(message) = pipeline.schedule.check_chunks(pipeline.per_stage) {
         found.push("pipeline", message);
     }
+    if let Err(message) = pipeline.in_flight.map_or(Ok(()), |chunks| pipeline.schedule.check_in_flight(chunks)) {
+        found.push("pipeline", message);
+    }
     let microbatches = plan.mesh.microbatches();
     if microbatches < 2 {
         found

@@ -119,16 +119,20 @@ fn interleaved(stage: u64, stages: u64, per_stage: u64, microbatches: u64) -> Ve
 }
 
 /// Stages that each begin, when they are free, the first of: a backward pass, a forward pass up the pipeline, a
-/// forward pass down while no more than the activations of `2 p` chunks are held, a weight gradient (after Qi et al.,
-/// "Zero bubble pipeline parallelism", 2024, section 6, where all three parts are equally long: an order made for
-/// those lets stages wait for each other in every microbatch where a backward pass is longer than a forward pass).
+/// forward pass down while the activations of fewer than [`Pipeline::in_flight`] chunks are held, a weight gradient
+/// (after Qi et al., "Zero bubble pipeline parallelism", 2024, section 6, where all three parts are equally long: an
+/// order made for those lets stages wait for each other in every microbatch where a backward pass is longer than a
+/// forward pass).
 fn zero_bubble_v(
     pipeline: &Pipeline,
     stages: u64,
     microbatches: u64,
     lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
-    let last = (2 * stages - 1) as u32;
+    let (last, most) = ((2 * stages - 1) as u32, pipeline.most_in_flight(stages));
+    let passes = [Pass::Forward, Pass::Backward, Pass::Weight];
+    let of_chunk = |chunk: u32| passes.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
+    let lengths: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
     // Per chunk and pass, how many microbatches were begun, and how many are done.
     let mut begun = vec![[0u64; 3]; 2 * stages as usize];
     let mut done = begun.clone();
@@ -137,13 +141,9 @@ fn zero_bubble_v(
     let mut now: f64 = 0.0;
     loop {
         for (stage, running) in running.iter_mut().enumerate().filter(|(_, running)| running.is_none()) {
-            let chunks = pipeline.chunks_of(stage as u64, stages);
-            let (down, up) = (chunks[0], chunks[chunks.len() - 1]);
+            let (down, up) = (stage as u32, last - stage as u32);
             let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
-            let held: u64 = chunks
-                .iter()
-                .map(|chunk| count(&begun, *chunk, Pass::Forward) - count(&done, *chunk, Pass::Weight))
-                .sum();
+            let held = |chunk: u32| count(&begun, chunk, Pass::Forward) - count(&done, chunk, Pass::Weight);
             let is_ready = |chunk: u32, pass: Pass| {
                 let waits = match pass {
                     Pass::Forward if chunk == 0 => microbatches,
@@ -163,12 +163,12 @@ fn zero_bubble_v(
                 (down, Pass::Weight),
             ];
             let may = |wish: &&(u32, Pass)| {
-                is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held < 2 * stages)
+                is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held(down) + held(up) < most)
             };
             if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
                 orders[stage].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
                 begun[chunk as usize][pass as usize] += 1;
-                *running = Some((now + lengths(chunk).of(pipeline.schedule, chunk, pass), chunk, pass));
+                *running = Some((now + lengths[chunk as usize][pass as usize], chunk, pass));
             }
         }
         let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { break };
@@ -227,10 +227,12 @@ mod tests {
         for (schedule, per_stage) in all.chain([(Schedule::Interleaved, 3)]) {
             let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)];
             let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
-            for ((stages, microbatches), lengths) in
-                sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)])
+            let in_flight = if schedule == Schedule::ZeroBubbleV { &[None, Some(1), Some(3)][..] } else { &[None] };
+            let all = sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)]);
+            for (((stages, microbatches), lengths), in_flight) in
+                all.flat_map(|case| in_flight.iter().map(move |chunks| (case, *chunks)))
             {
-                let pipeline = pipeline(schedule, per_stage);
+                let pipeline = Pipeline { in_flight, ..pipeline(schedule, per_stage) };
                 let orders = orders(&pipeline, stages, microbatches, &|_| lengths).unwrap();
                 let chunks = (stages * per_stage) as u32;
                 let mut done: BTreeSet<Step> = BTreeSet::new();

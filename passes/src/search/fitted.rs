@@ -112,6 +112,7 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
         microbatch: Some(of.degrees.microbatch),
         schedule: stages.map(|stages| stages.schedule),
         virtual_stages: stages.map(|stages| stages.per_stage),
+        in_flight: stages.and_then(|stages| stages.in_flight),
         ..space.pins.clone()
     };
     let meshes = Some(std::slice::from_ref(&of.degrees));

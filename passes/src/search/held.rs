@@ -73,7 +73,12 @@ mod tests {
 
     #[track_caller]
     fn check(schedule: Schedule, per_stage: u64, expect: &[[u64; 3]]) {
-        let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
+        check_with(Pipeline { schedule, per_stage, ..Pipeline::default() }, expect);
+    }
+
+    #[track_caller]
+    fn check_with(pipeline: Pipeline, expect: &[[u64; 3]]) {
+        let per_stage = pipeline.per_stage;
         let orders = orders(&pipeline, 4, 12, &|_| Lengths::EQUAL).unwrap();
         let held = Held::of_chunks(&pipeline, &orders, &vec![[2, 1, 2]; 4 * per_stage as usize]);
         let held: Vec<[u64; 3]> = held.iter().map(|held| [held.kept, held.lasting, held.awaited]).collect();
@@ -94,5 +99,13 @@ mod tests {
         // The two in the middle follow each other on one stage: the numbers of both are divisors of eight.
         let held = [[8, 8, 0], [8, 8, 4], [5, 10, 5], [4, 8, 8], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
         check(Schedule::ZeroBubbleV, 2, &held);
+    }
+
+    #[test]
+    fn what_is_in_flight_is_what_a_stage_holds() {
+        let pipeline =
+            Pipeline { schedule: Schedule::ZeroBubbleV, per_stage: 2, in_flight: Some(4), ..Pipeline::default() };
+        let held = [[4, 4, 0], [4, 4, 1], [4, 4, 2], [2, 3, 2], [2, 2, 2], [2, 2, 1], [2, 2, 1], [1, 2, 2]];
+        check_with(pipeline, &held);
     }
 }

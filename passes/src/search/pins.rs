@@ -113,6 +113,8 @@ pub struct Pins {
     pub schedule: Option<Schedule>,
     /// Chunks of each stage.
     pub virtual_stages: Option<u64>,
+    /// Of how many chunks a stage holds what forward passes leave, of zero-bubble V.
+    pub in_flight: Option<u64>,
     /// ZeRO stage, 0 to 3.
     pub zero: Option<u64>,
     /// Sequences per data rank per microbatch, as in Megatron.
@@ -174,6 +176,7 @@ impl Pins {
                 "tp" => &mut pins.tp,
                 "pp" => &mut pins.pp,
                 "virtual" => &mut pins.virtual_stages,
+                "in_flight" => &mut pins.in_flight,
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
                 "loss_chunks" => &mut pins.loss_chunks,
@@ -229,8 +232,8 @@ impl Pins {
                     continue;
                 }
                 _ => {
-                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, zero, microbatch, recompute, \
-                                 stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, in_flight, zero, microbatch, \
+                                 recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -277,7 +280,8 @@ impl Pins {
 
     /// Whether a pin asks for pipeline stages.
     pub fn opens_stages(&self) -> bool {
-        self.pp.map_or(self.schedule.is_some() || self.virtual_stages.is_some_and(|pin| pin > 1), |pin| pin > 1)
+        let has_chunks = self.virtual_stages.is_some_and(|pin| pin > 1) || self.in_flight.is_some();
+        self.pp.map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
     }
 
     /// Whether what is pinned of a pipeline fits together.
@@ -323,6 +327,15 @@ impl Pins {
         {
             let message = format!("by stage_recompute it is {most} at most; leave recompute out, or pin {most}");
             return fail(format!("recompute={pin}"), message);
+        }
+        if let Some(chunks) = self.in_flight {
+            if self.pp == Some(1) {
+                let message = "what is in flight is of a pipeline; pin pp above 1, or leave it out".to_string();
+                return fail(format!("pp=1,in_flight={chunks}"), message);
+            }
+            if let Err(message) = self.schedule.map_or(Ok(()), |schedule| schedule.check_in_flight(chunks)) {
+                return fail(format!("in_flight={chunks}"), message);
+            }
         }
         let Some(chunks) = self.virtual_stages else { return Ok(()) };
         if self.pp == Some(1) && chunks > 1 {
@@ -439,6 +452,9 @@ mod tests {
         check("pp=1,schedule=1f1b", "a schedule is that of pipeline stages");
         check("pp=2,schedule=1f1b,virtual=2", "several take schedule interleaved");
         check("pp=2,schedule=interleaved,virtual=1", "at least two chunks");
+        check("pp=2,schedule=1f1b,in_flight=4", "4 chunks take schedule zbv");
+        check("pp=1,in_flight=4", "pin pp above 1");
+        check("pp=2,in_flight=0", "it must be at least 1");
         check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
         check("pp=1,tp=0", "at least 1");
         check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");

@@ -16,15 +16,29 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
         .flat_map(chunks)
         .filter(|(schedule, per_stage)| {
             let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
-            is_named && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
+            let may_hold = pins.in_flight.is_none_or(|chunks| schedule.check_in_flight(chunks).is_ok());
+            is_named && may_hold && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
         })
         .collect();
     if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
+        && pins.in_flight.is_none()
         && !open.contains(&(Schedule::Interleaved, per_stage))
     {
         open.push((Schedule::Interleaved, per_stage));
     }
     open
+}
+
+/// Of how many chunks a stage of a schedule may hold what forward passes leave, from the most to the least; where that
+/// follows from the schedule, nothing is said of it.
+pub(super) fn in_flight(schedule: Schedule, stages: u64, pins: &Pins) -> Vec<Option<u64>> {
+    if schedule.check_in_flight(1).is_err() {
+        return vec![None];
+    }
+    // As much as 1F1B holds, down to half of it.
+    let mut open: Vec<Option<u64>> = [8, 6, 4].map(|quarters| Some((quarters * stages).div_ceil(4))).to_vec();
+    open.dedup();
+    if pins.in_flight.is_some() { vec![pins.in_flight] } else { open }
 }
 
 /// That what a rank has of the batch is one microbatch, since this node's result is needed as it is for all samples.

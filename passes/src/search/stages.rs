@@ -27,7 +27,7 @@ use super::line::{Line, Sums};
 use super::offload::Offload;
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
-use super::schedules::schedules;
+use super::schedules::{in_flight, schedules};
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::step::spread;
@@ -40,6 +40,7 @@ use problem::{Portions, Problem, Solution};
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::collections::BTreeSet;
+use step::MOST_FOLLOWED;
 
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,11 +49,13 @@ pub struct Stages {
     pub schedule: Schedule,
     /// Chunks of each stage.
     pub per_stage: u64,
+    /// Of how many chunks a stage holds what forward passes leave ([`Pipeline::in_flight`]).
+    pub in_flight: Option<u64>,
     /// The nodes, of the graph that was searched, that begin the chunks but the first.
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
-    /// How long each chunk takes, where devices are unequal ([`Pipeline::lengths`]).
+    /// How long each chunk takes, where stages have several or devices are unequal ([`Pipeline::lengths`]).
     pub lengths: Vec<Length>,
 }
 
@@ -60,12 +63,13 @@ impl Stages {
     /// The choices, as pins would say them.
     pub fn text(&self) -> String {
         let chunks = if self.per_stage > 1 { format!(",virtual={}", self.per_stage) } else { String::new() };
+        let in_flight = self.in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
         let recompute: Vec<String> = self.recompute.iter().map(Recompute::to_string).collect();
         let recompute = match recompute.is_empty() {
             true => String::new(),
             false => format!(",stage_recompute={}", recompute.join("/")),
         };
-        format!("schedule={}{chunks}{recompute}", self.schedule.name())
+        format!("schedule={}{chunks}{in_flight}{recompute}", self.schedule.name())
     }
 }
 
@@ -215,6 +219,8 @@ struct Tries<'a> {
     pinned: Vec<Offload>,
     /// Whether gradients may leave as they are made.
     may_leave: bool,
+    /// Seconds of a step that fits with more in flight.
+    fastest: f64,
 }
 
 /// Adds the pipelines of a placed mesh with stages.
@@ -236,11 +242,11 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let stored = shape.share(storage, zero);
                 let part = |least: u64| if zero >= least { stored } else { 1.0 };
-                let tries = Tries {
+                let tries = |in_flight: Option<u64>, fastest: f64| Tries {
                     mesh,
                     pins,
                     again,
-                    pipeline: Pipeline { schedule, per_stage, ..Pipeline::default() },
+                    pipeline: Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() },
                     stages,
                     storage,
                     zero,
@@ -248,8 +254,20 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     model: Model::new(shape, storage, zero, mesh.in_blocks),
                     pinned: pinned(pins, stages),
                     may_leave: shape.leaves_gradients(storage, zero),
+                    fastest,
                 };
-                tries.all(candidates);
+                // Less is held where that saves more than it lets stages wait: from the most down, as long as it does.
+                let mut fastest = f64::INFINITY;
+                for in_flight in in_flight(schedule, stages, pins) {
+                    let from = candidates.len();
+                    tries(in_flight, fastest).all(candidates);
+                    let fit = candidates[from..].iter().filter(|own| own.prediction.fits());
+                    let step = fit.map(|own| own.prediction.step.0).fold(f64::INFINITY, f64::min);
+                    if step >= fastest && fastest.is_finite() {
+                        break;
+                    }
+                    fastest = step;
+                }
             }
         }
     }
@@ -308,7 +326,13 @@ impl Tries<'_> {
 
     /// Seconds of a step from which on a pipeline is not worth a try.
     fn far(&self) -> f64 {
-        FAR * self.mesh.best
+        self.fastest.min(FAR * self.mesh.best)
+    }
+
+    /// So many microbatches, or all where there are fewer, in rounds of the stages.
+    fn followed(&self, most: u64) -> u64 {
+        let all = self.mesh.placed.microbatches;
+        all.min(most).next_multiple_of(self.stages).min(all)
     }
 
     /// Adds the best cuts where stages have a choice of levels; whether it fits, if there are any.
@@ -319,9 +343,11 @@ impl Tries<'_> {
         levels: Levels,
         choice: Choice,
     ) -> Option<bool> {
-        let Pipeline { schedule, per_stage, .. } = self.pipeline;
+        let Pipeline { schedule, per_stage, in_flight, .. } = self.pipeline;
         let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
-        let orders = orders(&self.pipeline, stages, mesh.placed.microbatches, &|_| sums.lengths()).ok()?;
+        // Of an order of its own as many tell what all do; others hold as many as there are.
+        let followed = if schedule.splits_backward() { self.followed(MOST_FOLLOWED) } else { mesh.placed.microbatches };
+        let orders = orders(&self.pipeline, stages, followed, &|_| sums.lengths()).ok()?;
         let held = &Held::of_chunks(&self.pipeline, &orders, &vec![sums.held(); (stages * per_stage) as usize]);
         let problem =
             Problem { tries: self, agains, levels: &levels, choice: &choice, held, known: Default::default() };
@@ -333,7 +359,7 @@ impl Tries<'_> {
         let fits = prediction.fits();
         candidates.push(Candidate {
             degrees: mesh.degrees[self.storage].clone(),
-            stages: Some(Stages { schedule, per_stage, cuts, recompute, lengths }),
+            stages: Some(Stages { schedule, per_stage, in_flight, cuts, recompute, lengths }),
             zero: self.zero,
             recompute: most,
             loss_chunks: mesh.seen[0][0].shape.loss_chunks,

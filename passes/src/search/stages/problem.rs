@@ -144,7 +144,10 @@ impl Problem<'_> {
             return self.solution(ends, enough);
         }
         // The order of passes goes by how long they are: what is held is known once they are.
-        let (_, levels) = self.stages(ends);
+        let (stages, levels) = self.stages(ends);
+        if self.without_waits((&stages, &levels))? >= enough {
+            return None;
+        }
         let held = &self.held_at(ends, &levels)?;
         Problem { held, known: Default::default(), ..*self }.solution(ends, enough)
     }

@@ -8,13 +8,14 @@ use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, timeline};
 use crate::search::held::Held;
 use crate::search::relief::Leaving;
+use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
 
 /// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
 const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
-const MOST_FOLLOWED: u64 = 256;
+pub(super) const MOST_FOLLOWED: u64 = 256;
 /// Microbatches, in stages, after which every further one takes as long as the one before.
 const STEADY: u64 = 3;
 
@@ -26,7 +27,7 @@ type Longer = [f64; 2];
 
 impl Problem<'_> {
     /// Time and memory of a step with everything on the devices; nothing, if it takes at least so many seconds, and so much
-    /// is seen without running the schedule: the slowest stage does all microbatches, one after the other.
+    /// is seen without running the schedule.
     pub fn predict(
         &self,
         ends: &[usize],
@@ -44,7 +45,7 @@ impl Problem<'_> {
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
-        if (microbatches as f64 * slowest + once) * spread >= enough {
+        if self.without_waits((stages, levels))? + once * spread >= enough {
             return None;
         }
         let total = (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread;
@@ -97,17 +98,12 @@ impl Problem<'_> {
         stages.iter().enumerate().map(seconds).max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// As many microbatches as tell what all of them do.
-    fn some(&self) -> u64 {
-        let (all, count) = (self.tries.mesh.placed.microbatches, self.tries.stages);
-        all.min(STEADY * count * self.tries.pipeline.per_stage).next_multiple_of(count).min(all)
-    }
-
     /// The copies of what each chunk holds, where passes run in the order that their lengths make.
     pub fn held_at(&self, ends: &[usize], levels: &[usize]) -> Option<Vec<Held>> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
-        let followed = self.tries.mesh.placed.microbatches.min(MOST_FOLLOWED);
-        let orders = orders(pipeline, count, followed, &|chunk| self.chunk(chunk, ends, levels)).ok()?;
+        let orders =
+            orders(pipeline, count, self.tries.followed(MOST_FOLLOWED), &|chunk| self.chunk(chunk, ends, levels))
+                .ok()?;
         let bytes = |chunk: usize| {
             let sums = self.sums(levels[pipeline.stage_of(chunk as u32, count) as usize], 0);
             [&sums.kept, &sums.lasting, &sums.awaited].map(|of| sums.between(of, ends[chunk], ends[chunk + 1]) as u64)
@@ -115,23 +111,30 @@ impl Problem<'_> {
         Some(Held::of_chunks(pipeline, &orders, &(0..ends.len() - 1).map(bytes).collect::<Vec<_>>()))
     }
 
+    /// Seconds of the microbatches where no stage waits: the slowest does all of them, one after the other.
+    pub fn without_waits(&self, of: Stages<'_>) -> Option<f64> {
+        let placed = &self.tries.mesh.placed;
+        let (_, slowest) = self.slowest(of)?;
+        Some(placed.microbatches as f64 * slowest * step::spread(placed.cluster.ranks()))
+    }
+
     /// Seconds of all microbatches, where passes take so much longer than their kernels.
     fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer]) -> Option<f64> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
         let links = chain(pipeline, count);
-        let durations = Costs { problem: self, ends, levels, links: &links, longer };
+        let durations = Costs::new(self, (ends, levels), &links, longer);
         let seconds = |chunks: &Vec<Part>| {
             let of = |(chunk, _, _): &Part| {
-                let Lengths { forward, backward, weight } = durations.chunk(*chunk as u32);
+                let Lengths { forward, backward, weight } = durations.chunks[*chunk];
                 forward + backward + weight
             };
             chunks.iter().map(of).sum::<f64>()
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
-        let some = self.some();
+        let some = self.tries.followed(STEADY * count * pipeline.per_stage);
         let run = |microbatches: u64| {
-            let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunk(chunk)).ok()?;
+            let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
             let run = timeline(pipeline, &orders, &links, &durations)?;
             Some(run.finish.into_iter().fold(0.0, f64::max))
         };
@@ -189,35 +192,42 @@ fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
 }
 
 /// The seconds of a schedule's steps.
-struct Costs<'a> {
-    problem: &'a Problem<'a>,
-    ends: &'a [usize],
-    /// Of each stage.
-    levels: &'a [usize],
-    links: &'a [Link],
-    longer: &'a [Longer],
+struct Costs {
+    schedule: Schedule,
+    /// Of each chunk.
+    chunks: Vec<Lengths>,
+    /// Of each link.
+    messages: Vec<f64>,
 }
 
-impl Costs<'_> {
-    /// What a chunk takes of a microbatch.
-    fn chunk(&self, chunk: u32) -> Lengths {
-        let stage = self.problem.tries.pipeline.stage_of(chunk, self.problem.tries.stages) as usize;
-        let ([in_forward, in_backward], own) = (self.longer[stage], self.problem.chunk(chunk, self.ends, self.levels));
-        Lengths {
-            forward: in_forward * own.forward,
-            backward: in_backward * own.backward,
-            weight: in_backward * own.weight,
+impl Costs {
+    /// Those of cuts, where the stages have levels, and passes take so much longer than their kernels.
+    fn new(problem: &Problem<'_>, (ends, levels): (&[usize], &[usize]), links: &[Link], longer: &[Longer]) -> Self {
+        let pipeline = &problem.tries.pipeline;
+        let chunk = |chunk: u32| {
+            let [in_forward, in_backward] = longer[pipeline.stage_of(chunk, problem.tries.stages) as usize];
+            let own = problem.chunk(chunk, ends, levels);
+            Lengths {
+                forward: in_forward * own.forward,
+                backward: in_backward * own.backward,
+                weight: in_backward * own.weight,
+            }
+        };
+        let message = |Link { from, to }: &Link| problem.message(ends[from.0.max(to.0) as usize]);
+        Self {
+            schedule: pipeline.schedule,
+            chunks: (0..ends.len() as u32 - 1).map(chunk).collect(),
+            messages: links.iter().map(message).collect(),
         }
     }
 }
 
-impl Durations for Costs<'_> {
+impl Durations for Costs {
     fn step(&self, step: Step) -> f64 {
-        self.chunk(step.chunk).of(self.problem.tries.pipeline.schedule, step.chunk, step.pass)
+        self.chunks[step.chunk as usize].of(self.schedule, step.chunk, step.pass)
     }
 
     fn message(&self, link: usize) -> f64 {
-        let Link { from, to } = self.links[link];
-        self.problem.message(self.ends[from.0.max(to.0) as usize])
+        self.messages[link]
     }
 }
