@@ -196,7 +196,7 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     if stages > 1 {
         let Pipeline { schedule, per_stage, in_flight, .. } = &plan.pipeline;
         // As many for each stage.
-        let in_flight = in_flight.map(|chunks| (chunks * stages).div_ceil(plan.stages()));
+        let in_flight = in_flight.map(|chunks| chunks.saturating_mul(stages).div_ceil(plan.stages()));
         let in_flight = in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
         pins = format!("pp={stages},schedule={},virtual={per_stage}{in_flight},{pins}", schedule.name());
     }

@@ -12,7 +12,8 @@
 //!
 //! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them, and where that does
 //! not do, what lies away from its devices ([`moved`]): the least that fits ([`levels`]), which the dynamic program weighs
-//! against moving the cut.
+//! against moving the cut. Zero-bubble V may begin fewer microbatches at a time instead: its order follows from how long
+//! the chunks take and from how many a stage holds, so for each number that is tried all of this is found again.
 
 mod cuts;
 mod levels;
