@@ -10,11 +10,10 @@ use super::pieces::Profile;
 use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
-use super::summed::{alone, product_of, rows};
+use super::summed::Adding;
 use super::turns::{beside_kernels, converted_once, is_of_weight};
 use crate::cost::{Bound, Machine, Pass, step};
 use crate::fold::block_of;
-use crate::lower::adds_itself;
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
@@ -85,27 +84,18 @@ pub struct Shape<'a> {
     prices: Vec<Split>,
     /// Per class, the seconds by which one takes longer where the gradients of weights are a pass by themselves.
     apart: Vec<f64>,
-    /// Per class, the seconds in which the gradient that one makes is added up, whole, over microbatches.
-    adding: Vec<f64>,
     /// What the copies of its results take that their readers share.
     copies: Vec<Split>,
     /// Once per step: what is neither in the loop nor the update.
     once: Split,
     /// What is stored, for each way to store it.
     storages: Vec<Storage>,
-    /// Bytes of the gradients that no product makes, which are added up over microbatches, and how many there are.
-    added_up: u64,
-    added: u64,
-    /// Bytes of the others, to which products add, and which they read for it.
-    added_to: u64,
+    /// What it takes to add whole gradients up over microbatches.
+    adding: Adding,
     /// Bytes of the largest gradient in the blocks.
     block_gradient: u64,
     /// Seconds that gradients take less which are made where they are stored.
     saved: f64,
-    /// Seconds that those of tables take less where they add the rows that tokens name to what was added up, and those
-    /// that others take more where products that add are instructions of their own.
-    rows: f64,
-    alone: f64,
     /// Of what is done once, the seconds in which weights change their layout.
     turned: f64,
     /// Blocks of the model.
@@ -142,17 +132,12 @@ impl<'a> Shape<'a> {
             prepared,
             prices: Vec::new(),
             apart: vec![0.0; prepared.rules.len()],
-            adding: vec![0.0; prepared.rules.len()],
+            adding: Adding::new(prepared.rules.len()),
             copies: Vec::new(),
             once: Split::default(),
             storages: meshes.iter().map(|mesh| Storage::new(mesh, placed.cluster)).collect(),
-            added_up: 0,
-            added: 0,
-            added_to: 0,
             block_gradient: 0,
             saved: 0.0,
-            rows: 0.0,
-            alone: 0.0,
             turned: 0.0,
             blocks: prepared.block_count(),
             loss_chunks,
@@ -361,24 +346,7 @@ impl<'a> Shape<'a> {
         let seconds = each * count as f64;
         match op {
             Op::Adamw(_) => {
-                let gradient = prepared.graph.node(prepared.folded.classes[class].node).operands[1];
-                let machine = Machine::own(&placed.cluster.device);
-                let bytes = operands[1] as f64 / machine.bandwidth();
-                let adding = if let Some(less) = rows(prepared, placed, gradient) {
-                    self.rows += less * count as f64;
-                    -less
-                } else if adds_itself(prepared.graph, gradient) {
-                    let alone = alone(prepared, placed, gradient);
-                    self.added_to += operands[1] * count;
-                    self.alone += alone * count as f64;
-                    bytes + alone
-                } else {
-                    self.added_up += operands[1] * count;
-                    self.added += count;
-                    3.0 * bytes + machine.launch()
-                };
-                let maker = prepared.folded.class[product_of(prepared.graph, gradient)];
-                self.adding[maker] += adding * count as f64 / prepared.folded.classes[maker].members.len() as f64;
+                self.adding.add(prepared, placed, (class, operands[1]));
                 if self.is_in_block(prepared, class) {
                     self.block_gradient = self.block_gradient.max(operands[1]);
                 }
@@ -404,7 +372,7 @@ impl<'a> Shape<'a> {
     /// Seconds in which the gradient that one node of a class makes is added up, whole, over the microbatches of a
     /// stage, for each of them.
     pub fn adds(&self, class: usize) -> f64 {
-        self.adding[class]
+        self.adding.each(class)
     }
 
     /// Whether gradients are added up in the parts in which they are stored.
@@ -534,21 +502,12 @@ impl<'a> Shape<'a> {
     /// Seconds of a step in which gradients are added up over microbatches: of memory, and of products that are
     /// instructions of their own for it.
     pub fn adding(&self, placed: &Placed<'_>, storage: usize, zero: u64) -> [f64; 2] {
-        let (of, microbatches) = (&self.storages[storage], self.microbatches as f64);
-        if self.microbatches == 1 {
-            return [0.0; 2];
+        if self.microbatches > 1 && self.adds_parts(storage, zero) {
+            // What is reduced in every microbatch is added up as a shard.
+            let bytes = 3.0 * self.storages[storage].gradients.part * self.microbatches as f64;
+            return [bytes / Machine::own(&placed.cluster.device).bandwidth(), 0.0];
         }
-        let machine = Machine::own(&placed.cluster.device);
-        let bandwidth = machine.bandwidth();
-        // What is reduced in every microbatch is added up as a shard; else products add by themselves, and read for it.
-        if self.adds_parts(storage, zero) {
-            return [3.0 * of.gradients.part * microbatches / bandwidth, 0.0];
-        }
-        // The first term of a sum reads nothing, but in a pipeline's order of microbatches.
-        let reads = microbatches - if placed.mesh.degree("pp") > 1 { 0.0 } else { 1.0 };
-        let bytes = 3.0 * self.added_up as f64 * microbatches + self.added_to as f64 * reads;
-        let launches = self.added as f64 * machine.launch() * reads;
-        [bytes / bandwidth + launches - self.rows * reads, self.alone * microbatches]
+        self.adding.seconds(placed)
     }
 
     /// Time and memory of a step, with parameters stored in one of the ways; what room there is for it, who asks knows.
