@@ -33,6 +33,9 @@ pub enum Schedule {
     ZeroBubbleV,
 }
 
+/// More chunks in flight than any step has.
+const MOST_IN_FLIGHT: u64 = 1 << 32;
+
 impl Schedule {
     /// Every schedule, the simplest first.
     pub const ALL: [Schedule; 4] = [Self::GPipe, Self::OneForwardOneBackward, Self::Interleaved, Self::ZeroBubbleV];
@@ -78,8 +81,10 @@ impl Schedule {
     /// Why not.
     pub fn check_in_flight(self, chunks: u64) -> Result<(), String> {
         match self {
-            Self::ZeroBubbleV if chunks > 0 => Ok(()),
-            Self::ZeroBubbleV => Err("a stage has at least one chunk in flight, not 0".to_string()),
+            Self::ZeroBubbleV if (1..=MOST_IN_FLIGHT).contains(&chunks) => Ok(()),
+            Self::ZeroBubbleV => {
+                Err(format!("a stage has at least one chunk in flight and at most {MOST_IN_FLIGHT}, not {chunks}"))
+            }
             _ => Err(format!(
                 "what is in flight follows from schedule {}; {chunks} chunks take schedule zbv",
                 self.name()

@@ -333,7 +333,7 @@ impl Pins {
                 let message = "what is in flight is of a pipeline; pin pp above 1, or leave it out".to_string();
                 return fail(format!("pp=1,in_flight={chunks}"), message);
             }
-            if let Err(message) = self.schedule.map_or(Ok(()), |schedule| schedule.check_in_flight(chunks)) {
+            if let Err(message) = self.schedule.unwrap_or(Schedule::ZeroBubbleV).check_in_flight(chunks) {
                 return fail(format!("in_flight={chunks}"), message);
             }
         }
@@ -454,6 +454,7 @@ mod tests {
         check("pp=2,schedule=interleaved,virtual=1", "at least two chunks");
         check("pp=2,schedule=1f1b,in_flight=4", "4 chunks take schedule zbv");
         check("pp=1,in_flight=4", "pin pp above 1");
+        check("in_flight=4294967297", "at most 4294967296");
         check("pp=2,in_flight=0", "it must be at least 1");
         check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
         check("pp=1,tp=0", "at least 1");
