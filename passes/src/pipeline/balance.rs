@@ -18,10 +18,6 @@ pub trait Shares: Segments {
 /// The power in which stages are added up: so high that the longest counts most, so low that the others count.
 const POWER: i32 = 8;
 
-/// What chunks count beside the stages: among cuts into stages that are as long as each other, those of chunks of one length
-/// wait the least while the pipeline fills and drains.
-const EVEN: f64 = 1.0;
-
 /// How far a cut is moved in one go.
 const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
 
@@ -36,9 +32,10 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
     let mut known: Vec<f64> = (0..stages).map(|stage| seconds(&ends, stage)).collect();
     let mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
     let weight = |seconds: f64| (seconds / mean).powi(POWER);
-    let of_chunk = |ends: &[usize], chunk: usize| {
-        EVEN * (Segments::seconds(shares, chunk, ends[chunk], ends[chunk + 1]) / mean).powi(2)
-    };
+    // Among cuts into stages that are as long as each other, those of chunks of one length wait the least while the
+    // pipeline fills and drains.
+    let of_chunk =
+        |ends: &[usize], chunk: usize| (Segments::seconds(shares, chunk, ends[chunk], ends[chunk + 1]) / mean).powi(2);
     let uneven = |ends: &[usize], cut: usize| of_chunk(ends, cut - 1) + of_chunk(ends, cut);
     // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
     loop {

@@ -36,9 +36,8 @@ pub(super) fn in_flight(schedule: Schedule, stages: u64, pins: &Pins) -> Vec<Opt
         return vec![None];
     }
     // As much as 1F1B holds, down to half of it.
-    let mut open: Vec<Option<u64>> = [8, 6, 4].map(|quarters| Some((quarters * stages).div_ceil(4))).to_vec();
-    open.dedup();
-    if pins.in_flight.is_some() { vec![pins.in_flight] } else { open }
+    let open = [2 * stages, (3 * stages).div_ceil(2), stages];
+    pins.in_flight.map_or(open.map(Some).to_vec(), |pin| vec![Some(pin)])
 }
 
 /// That what a rank has of the batch is one microbatch, since this node's result is needed as it is for all samples.

@@ -283,13 +283,11 @@ impl Tries<'_> {
             let (Seen { placed, shape, .. }, sums) = &all[index];
             let mut whole = shape.predict(placed, self.storage, self.zero, recompute, self.mesh.work);
             let mut sums = sums.cut_as(places);
-            sums = match shape.adds_parts(self.storage, self.zero) {
-                _ if microbatches <= 1.0 => sums,
-                true => {
-                    let adding: f64 = shape.adding(placed, self.storage, self.zero).iter().sum();
-                    sums.with_parts_of_gradients(adding / microbatches)
-                }
-                false => sums.with_whole_gradients(),
+            sums = if shape.adds_parts(self.storage, self.zero) {
+                let adding: f64 = shape.adding(placed, self.storage, self.zero).iter().sum();
+                sums.with_parts_of_gradients(adding / microbatches)
+            } else {
+                sums.with_whole_gradients()
             };
             if schedule.splits_backward() {
                 let longer;

@@ -118,8 +118,9 @@ impl Problem<'_> {
     }
 
     /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of chunks of
-    /// which the longest is as short as can be, of equal ones, and from both on of equal stages; where stages exchange parameters, those of whole blocks too, since what a parameter
-    /// is read by at both ends of the line comes together at once or not at all.
+    /// which the longest is as short as can be, and of equal stages, from there and from equal chunks on; where stages
+    /// exchange parameters, those of whole blocks too, since what a parameter is read by at both ends of the line comes
+    /// together at once or not at all.
     pub(super) fn ends(&self, microbatches: u64) -> Vec<Vec<usize>> {
         let chunks = (self.tries.stages * self.tries.pipeline.per_stage) as usize;
         let (end, rounds) = (self.line().places.len() - 1, microbatches * self.tries.pipeline.per_stage);
