@@ -198,6 +198,23 @@ fn less_is_in_flight_where_memory_is_short() {
     assert_eq!(plan("", memory).expect("a plan").pipeline.most_in_flight(4), 4);
 }
 
+/// Cuts that fit because they are unequal are no reason to compute nothing again: a part of the first stage costs less.
+#[test]
+fn what_fits_in_unequal_stages_is_not_the_end() {
+    let sizes = Sizes { layers: 32, batch: 32, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let plan = |more: &str, memory: u64| {
+        let pins = format!("pp=4,dp=1,schedule=1f1b,zero=0,microbatch=1{more}");
+        searched(sizes, "h200:4", &pins, Scope::Runnable, memory).expect("a plan")
+    };
+    let free = plan("", 140 << 30);
+    let memory = free.prediction.memory.total().0 * 91 / 100;
+    let (unequal, found) = (plan(",recompute=none", memory), plan("", memory));
+    let [free, unequal, step] = [&free, &unequal, &found].map(|plan| by_programs(plan, "h200:4").step.0);
+    assert!(unequal > 1.04 * free, "{unequal} and {free}");
+    assert!(step < 1.02 * free, "{step}, {free}, {unequal}: {}", found.choice);
+    assert!(by_programs(&found, "h200:4").memory.total().0 <= memory, "{}", found.choice);
+}
+
 /// The first stage holds most microbatches: where memory is short it computes again, and the last one does not.
 #[test]
 fn stages_compute_again_what_they_must() {

@@ -363,7 +363,7 @@ fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candida
                 };
                 if visited.opens(prepared, &placed, &degrees, &point) {
                     let mut found = match line.filter(|_| way.pp > 1) {
-                        Some(line) => stages::solve(space, line, placed, &point, visited.best),
+                        Some(line) => stages::solve(space, line, placed, &point, visited),
                         None => solve(space, placed, &point, visited),
                     };
                     drops_chunks |= placed::drop_unpinned_chunks(&mut found, pins);

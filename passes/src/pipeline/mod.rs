@@ -4,6 +4,7 @@
 //!
 //! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
 
+mod agenda;
 pub mod anchor;
 pub mod balance;
 pub mod cut;

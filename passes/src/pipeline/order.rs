@@ -4,6 +4,7 @@
 //! pass of its chunks once per microbatch, microbatches in their order; and if every stage runs its steps
 //! as soon as it can, all of them are run: no step waits for one that comes later.
 
+use super::agenda::Agenda;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 
 /// Which part of a chunk's work.
@@ -49,6 +50,11 @@ pub struct Lengths {
 impl Lengths {
     /// All as long as each other.
     pub const EQUAL: Self = Self { forward: 1.0, backward: 1.0, weight: 1.0 };
+
+    /// What part of a microbatch is its forward pass.
+    pub fn share_of_forward(self) -> f64 {
+        self.forward / (self.forward + self.backward + self.weight).max(f64::MIN_POSITIVE)
+    }
 
     /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: where a schedule splits
     /// it, all of it is one with its gradients of weights.
@@ -136,12 +142,17 @@ fn zero_bubble_v(
     // Per chunk and pass, how many microbatches were begun, and how many are done.
     let mut begun = vec![[0u64; 3]; 2 * stages as usize];
     let mut done = begun.clone();
-    let mut running: Vec<Option<(f64, u32, Pass)>> = vec![None; stages as usize];
+    let mut is_running = vec![false; stages as usize];
     let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
-    let mut now: f64 = 0.0;
+    let mut agenda = Agenda::default();
+    // The stages that may begin something: those that are free, and those that wait for what is done.
+    let (mut now, mut ends, mut touched) = (0.0, Vec::new(), (0..stages as u32).collect::<Vec<_>>());
     loop {
-        for (stage, running) in running.iter_mut().enumerate().filter(|(_, running)| running.is_none()) {
-            let (down, up) = (stage as u32, last - stage as u32);
+        for stage in touched.drain(..) {
+            if is_running[stage as usize] {
+                continue;
+            }
+            let (down, up) = (stage, last - stage);
             let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
             let held = |chunk: u32| count(&begun, chunk, Pass::Forward) - count(&done, chunk, Pass::Weight);
             let is_ready = |chunk: u32, pass: Pass| {
@@ -166,17 +177,24 @@ fn zero_bubble_v(
                 is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held(down) + held(up) < most)
             };
             if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
-                orders[stage].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
+                orders[stage as usize].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
                 begun[chunk as usize][pass as usize] += 1;
-                *running = Some((now + lengths[chunk as usize][pass as usize], chunk, pass));
+                agenda.add(now + lengths[chunk as usize][pass as usize], (stage, chunk, pass));
+                is_running[stage as usize] = true;
             }
         }
-        let Some(next) = running.iter().flatten().map(|(end, ..)| *end).min_by(f64::total_cmp) else { break };
+        let Some(next) = agenda.next(&mut ends) else { break };
         now = next;
-        for running in &mut running {
-            if let Some((_, chunk, pass)) = running.take_if(|(end, ..)| *end <= now) {
-                done[chunk as usize][pass as usize] += 1;
-            }
+        for (stage, chunk, pass) in ends.drain(..) {
+            is_running[stage as usize] = false;
+            done[chunk as usize][pass as usize] += 1;
+            let waits = match pass {
+                Pass::Forward => (chunk < last).then(|| chunk + 1),
+                Pass::Backward => chunk.checked_sub(1),
+                Pass::Weight => None,
+            };
+            touched.push(stage);
+            touched.extend(waits.map(|chunk| chunk.min(last - chunk)));
         }
     }
     match done.iter().flatten().all(|done| *done == microbatches) {

@@ -6,6 +6,7 @@
 //! has what the step reads. Since all stages meet in the order of that one run, they cannot deadlock,
 //! however long their steps really take.
 
+use super::agenda::Agenda;
 use super::order::{Pass, Step};
 use shardc_ir::Pipeline;
 
@@ -104,8 +105,13 @@ struct Run<'a> {
     reads: ByPass,
     makes: ByPass,
     ends: Vec<(usize, usize)>,
+    /// Per stage, those to which it sends.
+    receivers: Vec<Vec<usize>>,
     stages: Vec<Stage>,
-    events: Vec<Vec<Event>>,
+    /// When stages are between two steps again.
+    awake: Agenda<usize>,
+    /// Per stage, if they are wanted.
+    events: Option<Vec<Vec<Event>>>,
     now: f64,
 }
 
@@ -117,49 +123,82 @@ pub fn timeline(
     links: &[Link],
     durations: &dyn Durations,
 ) -> Option<Timeline> {
-    let stages = orders.len() as u64;
-    let stage = |chunk: u32| pipeline.stage_of(chunk, stages) as usize;
-    let new = |_| Stage { next: 0, free: 0.0, running: None, held: Vec::new(), received: Vec::new() };
-    let mut run = Run {
-        orders,
-        reads: ByPass::default(),
-        makes: ByPass::default(),
-        ends: links.iter().map(|link| (stage(link.from.0), stage(link.to.0))).collect(),
-        stages: (0..stages).map(new).collect(),
-        events: vec![Vec::new(); orders.len()],
-        now: 0.0,
-    };
-    for (index, link) in links.iter().enumerate() {
-        run.reads.add(link.to, index);
-        run.makes.add(link.from, index);
-    }
-    while run.advance(durations) {}
-    let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len() && stage.held.is_empty();
-    let done = run.stages.iter().zip(orders).all(is_done);
+    let run = Run::of(pipeline, orders, links, durations, true)?;
     let finish = run.stages.iter().map(|stage| stage.free).collect();
-    done.then_some(Timeline { events: run.events, finish })
+    Some(Timeline { events: run.events.unwrap_or_default(), finish })
 }
 
-impl Run<'_> {
-    /// Does what can be done now, and goes on to the next moment; whether there is one.
+/// When the last stage of a [`timeline`] is done.
+pub fn finish(pipeline: &Pipeline, orders: &[Vec<Step>], links: &[Link], durations: &dyn Durations) -> Option<f64> {
+    let run = Run::of(pipeline, orders, links, durations, false)?;
+    Some(run.stages.iter().map(|stage| stage.free).fold(0.0, f64::max))
+}
+
+impl<'a> Run<'a> {
+    /// All of it, from the beginning to the end.
+    fn of(
+        pipeline: &Pipeline,
+        orders: &'a [Vec<Step>],
+        links: &[Link],
+        durations: &dyn Durations,
+        is_recorded: bool,
+    ) -> Option<Self> {
+        let stages = orders.len() as u64;
+        let stage = |chunk: u32| pipeline.stage_of(chunk, stages) as usize;
+        let new = |_| Stage { next: 0, free: 0.0, running: None, held: Vec::new(), received: Vec::new() };
+        let mut run = Run {
+            orders,
+            reads: ByPass::default(),
+            makes: ByPass::default(),
+            ends: links.iter().map(|link| (stage(link.from.0), stage(link.to.0))).collect(),
+            receivers: vec![Vec::new(); orders.len()],
+            stages: (0..stages).map(new).collect(),
+            awake: Agenda::default(),
+            events: is_recorded.then(|| vec![Vec::new(); orders.len()]),
+            now: 0.0,
+        };
+        (0..orders.len()).for_each(|stage| run.awake.add(0.0, stage));
+        for (index, link) in links.iter().enumerate() {
+            run.reads.add(link.to, index);
+            run.makes.add(link.from, index);
+            let (from, to) = run.ends[index];
+            if !run.receivers[from].contains(&to) {
+                run.receivers[from].push(to);
+            }
+        }
+        while run.advance(durations) {}
+        let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len() && stage.held.is_empty();
+        run.stages.iter().zip(orders).all(is_done).then_some(run)
+    }
+
+    /// Goes on to the next moment at which a stage is between two steps, and does what can be done then; whether there was
+    /// one. Only for these stages, and for those that wait for what they made, something is other than before.
     fn advance(&mut self, durations: &dyn Durations) -> bool {
-        for stage in &mut self.stages {
-            if let Some((step, _)) = stage.running.filter(|_| stage.free <= self.now) {
+        let mut touched = Vec::new();
+        let Some(now) = self.awake.next(&mut touched) else { return false };
+        self.now = now;
+        for index in 0..touched.len() {
+            let from = touched[index];
+            let stage = &mut self.stages[from];
+            if let Some((step, _)) = stage.running.filter(|_| stage.free <= now) {
                 stage.running = None;
                 let made = self.makes.of(step);
                 stage.held.extend(made.iter().map(|link| (*link, step.microbatch)));
             }
+            touched.extend(&self.receivers[from]);
         }
+        touched.sort_unstable();
+        touched.dedup();
         // All messages come before the steps that begin now.
-        while (0..self.stages.len()).any(|stage| self.receive(stage, durations)) {}
-        (0..self.stages.len()).for_each(|stage| self.start(stage, durations));
-        if self.stages.iter().any(|stage| stage.running.is_some() && stage.free <= self.now) {
-            return true;
-        }
-        let later = self.stages.iter().map(|stage| stage.free).filter(|free| *free > self.now);
-        let next = later.fold(f64::INFINITY, f64::min);
-        self.now = next;
-        next.is_finite()
+        while touched.iter().any(|stage| self.receive(*stage, durations)) {}
+        touched.iter().for_each(|stage| self.start(*stage, durations));
+        true
+    }
+
+    /// Keeps a stage from doing anything else until then.
+    fn hold(&mut self, stage: usize, free: f64) {
+        self.stages[stage].free = free;
+        self.awake.add(free, stage);
     }
 
     fn is_free(&self, stage: usize) -> bool {
@@ -189,25 +228,29 @@ impl Run<'_> {
         self.stages[to].received.push(message);
         let free = self.now + durations.message(message.0);
         let end = |peer: usize, is_send| Message { link: message.0, microbatch: message.1, peer: peer as u64, is_send };
-        match (self.stages[from].running, self.events[from].last_mut()) {
-            (Some((_, since)), Some(Event::Step(_, beside))) => {
+        match self.stages[from].running {
+            Some((_, since)) => {
                 let share = (self.now - since) / (self.stages[from].free - since).max(f64::MIN_POSITIVE);
-                beside.push(Beside { message: end(to, true), at: (share * f64::from(PARTS)) as u32 });
+                let beside = Beside { message: end(to, true), at: (share * f64::from(PARTS)) as u32 };
+                if let Some(Event::Step(_, all)) = self.events.as_mut().and_then(|events| events[from].last_mut()) {
+                    all.push(beside);
+                }
             }
-            _ => {
+            None => {
                 self.exchange(from, end(to, true));
-                self.stages[from].free = free;
+                self.hold(from, free);
             }
         }
         self.exchange(to, end(from, false));
-        self.stages[to].free = free;
+        self.hold(to, free);
         true
     }
 
     fn exchange(&mut self, stage: usize, message: Message) {
-        match self.events[stage].last_mut() {
+        let Some(events) = &mut self.events else { return };
+        match events[stage].last_mut() {
             Some(Event::Exchange(messages)) => messages.push(message),
-            _ => self.events[stage].push(Event::Exchange(vec![message])),
+            _ => events[stage].push(Event::Exchange(vec![message])),
         }
     }
 
@@ -217,15 +260,17 @@ impl Run<'_> {
         if !self.is_free(index) || self.wanted(index).next().is_some() {
             return;
         }
+        self.hold(index, self.now + durations.step(step));
         let stage = &mut self.stages[index];
         stage.next += 1;
         stage.running = Some((step, self.now));
-        stage.free = self.now + durations.step(step);
         // What was received is used up.
         let is_read =
             |(link, microbatch): &(usize, u64)| *microbatch == step.microbatch && self.reads.of(step).contains(link);
         stage.received.retain(|message| !is_read(message));
-        self.events[index].push(Event::Step(step, Vec::new()));
+        if let Some(events) = &mut self.events {
+            events[index].push(Event::Step(step, Vec::new()));
+        }
     }
 }
 

@@ -29,6 +29,7 @@ use super::offload::Offload;
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
 use super::schedules::{in_flight, schedules};
+use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::step::spread;
@@ -40,6 +41,7 @@ use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use step::MOST_FOLLOWED;
 
@@ -98,20 +100,19 @@ struct Mesh<'a> {
     spare: f64,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
-    /// The fastest step of those that fit and are known.
-    best: f64,
+    /// Seconds of a step from which on a pipeline is not worth a try, by what is known of other meshes.
+    far: f64,
+    /// The least bound of what was left out for it.
+    cut: Cell<f64>,
 }
 
-/// Pipelines that cannot come nearer than this factor to the fastest known step are left out.
-const FAR: f64 = 1.1;
-
-/// The pipelines of a mesh with stages, of which the batch is placed; `best` is the fastest known step.
+/// The pipelines of a mesh with stages, of which the batch is placed.
 pub(super) fn solve(
     space: &Space<'_, '_>,
     line: &Line,
     placed: Placed<'_>,
     point: &Point,
-    best: f64,
+    visited: &mut Visited,
 ) -> Vec<Candidate> {
     let mut found = Vec::new();
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
@@ -150,9 +151,11 @@ pub(super) fn solve(
         work,
         spare,
         with_unfit,
-        best,
+        far: visited.far(),
+        cut: f64::INFINITY.into(),
     };
     extend(&mut found, &mesh, space.pins);
+    visited.leave_out(mesh.cut.get());
     found
 }
 
@@ -220,8 +223,8 @@ struct Tries<'a> {
     pinned: Vec<Offload>,
     /// Whether gradients may leave as they are made.
     may_leave: bool,
-    /// Seconds of a step that fits with more in flight.
-    fastest: f64,
+    /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
+    fastest: Cell<f64>,
 }
 
 /// Adds the pipelines of a placed mesh with stages.
@@ -255,7 +258,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     model: Model::new(shape, storage, zero, mesh.in_blocks),
                     pinned: pinned(pins, stages),
                     may_leave: shape.leaves_gradients(storage, zero),
-                    fastest,
+                    fastest: fastest.into(),
                 };
                 // Less is held where that saves more than it lets stages wait: from the most down, as long as it does.
                 let mut fastest = f64::INFINITY;
@@ -318,14 +321,22 @@ impl Tries<'_> {
         let (microbatches, stages) = (self.mesh.placed.microbatches as f64, self.stages as f64);
         let all = self.again.of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
         // Stages wait for each other while the pipeline fills and drains, for what others compute of a
-        // microbatch; where backward passes are split there may be something else to do.
-        let filling = if schedule.splits_backward() { 0.0 } else { (stages - 1.0) / per_stage as f64 };
-        (microbatches + filling) * all / stages > self.far()
+        // microbatch; where backward passes are split there may be something else to do, but before the first forward
+        // pass has come.
+        let filling = match schedule.splits_backward() {
+            true => (stages - 1.0) / per_stage as f64 * self.again.sums(index).lengths().share_of_forward(),
+            false => (stages - 1.0) / per_stage as f64,
+        };
+        let least = (microbatches + filling) * all / stages;
+        if least > self.mesh.far {
+            self.mesh.cut.set(self.mesh.cut.get().min(least));
+        }
+        least > self.far()
     }
 
     /// Seconds of a step from which on a pipeline is not worth a try.
     fn far(&self) -> f64 {
-        self.fastest.min(FAR * self.mesh.best)
+        self.fastest.get().min(self.mesh.far)
     }
 
     /// So many microbatches, or all where there are fewer, in rounds of the stages.
@@ -356,6 +367,9 @@ impl Tries<'_> {
             recompute.clear();
         }
         let fits = prediction.fits();
+        if fits {
+            self.fastest.set(self.fastest.get().min(prediction.step.0));
+        }
         candidates.push(Candidate {
             degrees: mesh.degrees[self.storage].clone(),
             stages: Some(Stages { schedule, per_stage, in_flight, cuts, recompute, lengths }),
@@ -393,12 +407,19 @@ impl Tries<'_> {
             let again = [self.again(index, self.again.sums(index))];
             let fits = self.try_out(candidates, &again, Levels::on_device([0]), Choice::All(0));
             if index > 0 && fits != Some(false) {
-                self.try_out(candidates, &self.mixed(index), Levels::on_device(0..=index), Choice::Least);
+                self.mix(candidates, index);
             }
             (first, last) = (first.or(Some((index, fits))), Some((index, fits)));
             if fits == Some(true) {
                 break;
             }
+        }
+        // What fits may do so because its stages are unequal: they are less so where some compute more again.
+        if let Some((index, Some(true))) = last
+            && index + 1 < ways.len()
+            && !self.is_far(index)
+        {
+            self.mix(candidates, ways.len() - 1);
         }
         if !self.mesh.away.is_open {
             return;
@@ -408,6 +429,11 @@ impl Tries<'_> {
         for (index, _) in unfit.filter(|(_, fits)| *fits != Some(true)) {
             self.leave(candidates, index);
         }
+    }
+
+    /// Adds the pipeline in which each stage computes again the least that it must, up to one of the ways.
+    fn mix(&self, candidates: &mut Vec<Candidate>, most: usize) {
+        self.try_out(candidates, &self.mixed(most), Levels::on_device(0..=most), Choice::Least);
     }
 
     /// Adds pipelines of which values leave the devices, where as much may be computed again.

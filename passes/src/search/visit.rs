@@ -12,6 +12,9 @@ use shardc_ir::{Bytes, Seconds};
 /// A bound within this share of the best plan is not made any tighter.
 const NEAR: f64 = 0.005;
 
+/// By how much slower than the fastest known step a pipeline may be where plans that were thought to fit did not.
+const FAR: f64 = 1.1;
+
 /// A mesh, and what is known of its plans.
 struct Known {
     degrees: Degrees,
@@ -77,9 +80,19 @@ impl Visited {
     pub fn is_open(&mut self, least: f64) -> bool {
         let opens = !self.prunes || least <= CLOSE * self.best;
         if !opens {
-            self.cut = self.cut.min(least);
+            self.leave_out(least);
         }
         opens
+    }
+
+    /// Plans are left out that take at least so many seconds.
+    pub fn leave_out(&mut self, least: f64) {
+        self.cut = self.cut.min(least);
+    }
+
+    /// Seconds of a step from which on a pipeline is not worth a try.
+    pub fn far(&self) -> f64 {
+        self.best * if self.prunes { CLOSE } else { FAR }
     }
 
     /// Takes the plans of the latest mesh in.

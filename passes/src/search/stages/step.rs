@@ -5,7 +5,7 @@ use super::problem::{Part, Problem};
 use crate::cost::host::Shown;
 use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
-use crate::pipeline::timeline::{Durations, Link, timeline};
+use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
 use crate::search::relief::Leaving;
 use shardc_ir::pipeline::Schedule;
@@ -135,8 +135,7 @@ impl Problem<'_> {
         let some = self.tries.followed(STEADY * count * pipeline.per_stage);
         let run = |microbatches: u64| {
             let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
-            let run = timeline(pipeline, &orders, &links, &durations)?;
-            Some(run.finish.into_iter().fold(0.0, f64::max))
+            finish(pipeline, &orders, &links, &durations)
         };
         let (all, mut run) = (&run, run(some)?);
         if some < microbatches {
