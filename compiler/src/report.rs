@@ -94,6 +94,12 @@ fn work(graph: &Graph) -> Vec<(NodeId, f64)> {
     graph.nodes().map(|of| (of.0, flops(of))).collect()
 }
 
+/// How many elements each update has.
+fn updates(graph: &Graph) -> Vec<(NodeId, f64)> {
+    let of = |id: NodeId| graph.result_types(id).first().map_or(0.0, |ty| ty.elements() as f64);
+    graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))).map(|(id, _)| (id, of(id))).collect()
+}
+
 /// An axis that divides no more than this share of the work divides little.
 const LITTLE: f64 = 0.25;
 
@@ -108,7 +114,16 @@ fn idle(plan: &Plan) -> Option<String> {
         let is_any = || f64::from(u8::from(divided().next().is_some()));
         if all > 0.0 { divided().map(|(_, flops)| flops).sum::<f64>() / all } else { is_any() }
     };
+    // Tables of which little is read are updated whole: that is work as well.
+    let updates = updates(&plan.graph);
+    let elements: f64 = updates.iter().map(|(_, elements)| elements).sum();
+    let updated = |axis: AxisId| {
+        let divided = updates.iter().filter(|(id, _)| plan.strategies[*id].choice(axis) != Choice::Replicate);
+        divided.map(|(_, elements)| elements).sum::<f64>() / elements.max(1.0) * plan.prediction.optimizer.0
+    };
+    let is_little = |axis: AxisId| updated(axis) <= LITTLE * plan.prediction.step.0;
     let shares = dividing(mesh).map(|axis| (axis, share(axis))).filter(|(_, share)| *share <= LITTLE);
+    let shares = shares.filter(|(axis, _)| is_little(*axis));
     let (idle, shares): (Vec<AxisId>, Vec<f64>) = shares.unzip();
     let divided = shares.into_iter().fold(0.0, f64::max);
     let what = if divided == 0.0 { "nothing".to_string() } else { format!("{:.0}% of the work", 100.0 * divided) };

@@ -23,6 +23,29 @@ fn idle_ranks() {
     assert!(idle("12").contains("use a batch that is a multiple of 8 rather than 12"));
 }
 
+/// Ranks that divide next to no product are not idle where they divide the update of large tables.
+#[test]
+fn ranks_that_update_are_not_idle() {
+    let said = check(&["plan", "two-tower", "--cluster", "h100:8", "--batch", "64"], 0, &["tp=8", "the optimizer"]);
+    assert!(!said.contains("repeat the work"), "{said}");
+}
+
+/// What a wider search would try depends on what is open already, and on what runs.
+#[test]
+fn wider_searches() {
+    let plan = |cluster: &str, more: &[&str], words: &[&str]| {
+        let args =
+            ["plan", "llama-160m", "--cluster", cluster, "--batch", "8", "--seq", "256", "--device-memory", "100MiB"];
+        check(&[&args[..], more].concat(), 3, words)
+    };
+    let said = plan("cpu:2", &[], &["see by --search all whether pipelines would fit"]);
+    assert!(!said.contains("offload") && !said.contains("does not run"), "{said}");
+    plan("h100:2", &[], &["whether pipelines or offload would fit; `train` does not run offload yet"]);
+    plan("h100:2", &["--pin", "pp=2"], &["whether offload would fit; `train` does not run offload yet"]);
+    let fits = ["plan", "llama-160m", "--cluster", "h100:2", "--batch", "8", "--seq", "256", "--pin", "pp=2"];
+    assert!(!check(&fits, 0, &["pp=2"]).contains("refused"));
+}
+
 /// An axis that is pinned, and by which next to nothing is divided, is named.
 #[test]
 fn axes_that_divide_little() {

@@ -374,9 +374,9 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
     let staged = "pp=2,schedule=1f1b,microbatch=1,recompute=none,stage_offload=activations:1/optimizer";
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", staged]).collect();
-    check(&pinned, 0, &["stage_offload=activations:1/optimizer", "(pp) and offloading", "--pin pp=1,offload=none"]);
+    check(&pinned, 0, &["stage_offload=activations:1/optimizer", refused, "--pin offload=none"]);
     check(&["explain", text(&file)], 0, &["stage 0  host", "activations, per microbatch", "stage 1  host"]);
-    check(&["train", text(&file), "--data", text(&file), "--steps", "1"], 2, &["(pp) and offloading to the host"]);
+    check(&["train", text(&file), "--data", text(&file), "--steps", "1"], 2, &[refused]);
     check(&["verify", text(&file)], 0, &["– memory", unlowered, "on a small model, without offloading"]);
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", "offload=optimizer:99"]).collect();
     check(&pinned, 2, &["blocks; leave the number out"]);
@@ -504,7 +504,12 @@ fn a_plan_can_be_edited_as_text() {
     check_edit(old, &old.replace(" n=tp", ""), 2, &[&place, "its node's strategy makes it"]);
     check_edit(old, &old.replace("n=tp", "n=dp"), 2, &[&place]);
     check_edit(old, &old.replace("n=tp", "q=tp"), 2, &[&place, "q"]);
-    check_edit("mlp.gate.weight\" at", "mlp.other.weight\" at", 2, &["the graph itself was changed"]);
+    check_edit(
+        "mlp.gate.weight\" at",
+        "mlp.other.weight\" at",
+        2,
+        &["the graph itself was changed: line ", "mlp.other.weight"],
+    );
     check_edit("; request {", "; request [", 2, &["line 2"]);
     check_edit("time mb=2,tp=2", "time mb=2,tp=3", 2, &["line"]);
 }

@@ -72,15 +72,15 @@ pub struct RequestArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// Bound on the memory of each rank: `24GiB`, `800MB`.
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub device_memory: Option<String>,
     /// Bound on the memory of each host, which CPU ranks share: `128GiB`.
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub host_memory: Option<String>,
     /// Fix choices, search the rest: `dp=2,tp=2,zero=1,microbatch=1,recompute=selective,loss_chunks=4,overlap_chunks=2`.
     #[arg(long, value_name = "CHOICES")]
     pub pin: Option<String>,
-    /// Which plans to consider: those that the cluster's runtime executes (and what a pin asks for), or all.
+    /// Which plans to consider: those of one stage that the cluster's runtime executes (and what a pin asks for), or all.
     #[arg(long, value_enum, default_value_t = SearchArg::Runnable)]
     pub search: SearchArg,
     /// Write the graph after every pass as DIR/NN.name.ir, at last a program of each kind of rank.
@@ -91,9 +91,9 @@ pub struct RequestArgs {
 /// The plans that are considered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SearchArg {
-    /// What can be executed.
+    /// What can be executed, without pipelines.
     Runnable,
-    /// Also what no runtime here executes yet; `train` refuses such a plan.
+    /// Also pipelines, and what no runtime here executes yet; `train` refuses the latter.
     All,
 }
 
@@ -307,11 +307,11 @@ pub struct EstimateArgs {
     #[arg(long, default_value_t = 8, value_parser = number::ranks, allow_negative_numbers = true)]
     pub ranks: u64,
     /// Memory of a device: says what fits in it, and what is left for activations.
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub device_memory: Option<String>,
     /// Memory of a host: says what fits if all ranks are CPU ranks of one host; with --device-memory, also
     /// what fits if the devices of one host leave optimizer state and parameters in its memory.
-    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pub host_memory: Option<String>,
 }
 

@@ -3,7 +3,7 @@
 //! The text is that of [`Plan`]'s `Display`, headed by comments that say what was asked for. Layouts may be
 //! edited: the `mesh`, what a node does with each axis (`by m=dp`), the layouts that follow from it,
 //! `transient` and `reduce_in_loop`. The graph may not: it is the model's, and a digest in the head
-//! guards it. What is read back is verified, lowered and simulated, so its prediction is its own.
+//! guards it, with a short one of each of its lines that tells which was changed. What is read back is verified, lowered and simulated, so its prediction is its own.
 
 use super::Inspection;
 use crate::agrees;
@@ -21,11 +21,13 @@ const HEAD: &str = "; shardc plan, to be edited: the mesh, `by FACTOR=AXES`, lay
 const REQUEST: &str = "; request ";
 const CHOICE: &str = "; choice ";
 const GRAPH: &str = "; graph ";
+const LINES: &str = "; lines ";
 
 /// The text of a plan, to be edited.
 pub fn to_text(plan: &Plan) -> String {
     let request = serde_json::to_string(&plan.request).unwrap_or_default();
-    format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{}\n{GRAPH}{}\n{plan}", plan.choice, digest(plan))
+    let (choice, graph, lines) = (&plan.choice, digest(plan), digests(plan).join(" "));
+    format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{plan}")
 }
 
 /// Whether a file's text is a plan as text.
@@ -39,8 +41,35 @@ fn digest(plan: &Plan) -> String {
         ["recompute", "loss_chunks", "overlap_chunks", "keep_casts"].iter().any(|word| part.contains(word))
     };
     let choices: Vec<&str> = plan.choice.split(',').filter(of_graph).collect();
-    let text = format!("{}{}", plan.graph, choices.join(","));
-    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+    hexadecimal(&format!("{}{}", plan.graph, choices.join(",")), usize::MAX)
+}
+
+/// The SHA-256 of a text, so many bytes of it.
+fn hexadecimal(text: &str, bytes: usize) -> String {
+    Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Of each line of the graph alone.
+fn digests(plan: &Plan) -> Vec<String> {
+    plan.graph.to_string().lines().map(|line| hexadecimal(line, 3)).collect()
+}
+
+/// What of the graph is not what it was: its first line of which that is so, as it is now, or what the choice says of it.
+fn changed(plan: &Plan, text: &str) -> String {
+    let (graph, own) = (plan.graph.to_string(), digests(plan));
+    let lines: Vec<&str> = graph.lines().collect();
+    let known = text.lines().find_map(|line| line.strip_prefix(LINES));
+    let known: Vec<&str> = known.map_or(Vec::new(), |known| known.split_whitespace().collect());
+    let differs = |at: &usize| known.get(*at) != own.get(*at).map(String::as_str).as_ref();
+    let first = (0..known.len().max(own.len())).find(differs).filter(|_| !known.is_empty());
+    let Some(is) = first.and_then(|at| lines.get(at).or(lines.last())) else {
+        let (graph, choice) = (line_of(text, GRAPH), line_of(text, CHOICE));
+        return format!(
+            "line {graph} belongs to another one, or to another choice of recomputation or chunks than line {choice}"
+        );
+    };
+    let place = line_of_value(text, is).map_or(String::new(), |line| format!("line {line}: "));
+    format!("{place}`{}` is not what the model has there", is.trim())
 }
 
 /// Reads an edited plan. `cluster` parses the cluster that the request names.
@@ -70,9 +99,7 @@ pub fn from_text(
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.choice) = (request, choice);
     if digest(&plan) != head(GRAPH)?.trim() {
-        let message = "the graph itself was changed (operations, operands, sizes, paths or roles, or what the choice says \
-                       of recomputation and chunks)";
-        return Err(refuse(message.to_string()));
+        return Err(refuse(format!("the graph itself was changed: {}", changed(&plan, text))));
     }
     let wrong = agrees::contradictions(&plan, &cluster);
     if !wrong.is_empty() {
@@ -95,19 +122,21 @@ fn line_of(text: &str, key: &str) -> usize {
     text.lines().position(|line| line.starts_with(key)).map_or(0, |at| at + 1)
 }
 
+/// The line in which the first value is made that a place names.
+fn line_of_value(text: &str, place: &str) -> Option<usize> {
+    let start = place.find('%')?;
+    let name: String = place[start..].chars().take_while(|c| *c == '%' || c.is_ascii_digit()).collect();
+    let makes = |line: &str| {
+        let defined = line.trim_start().split(" = ").next().unwrap_or_default();
+        defined.split(", ").any(|result| result.split(':').next() == Some(name.as_str()))
+    };
+    text.lines().position(makes).map(|at| at + 1)
+}
+
 /// The verifier names values; a person who edits wants the lines in which they are made.
 fn with_lines(text: &str, mut found: Diagnostics) -> Diagnostics {
-    let line = |place: &str| {
-        let start = place.find('%')?;
-        let name: String = place[start..].chars().take_while(|c| *c == '%' || c.is_ascii_digit()).collect();
-        let makes = |line: &str| {
-            let defined = line.trim_start().split(" = ").next().unwrap_or_default();
-            defined.split(", ").any(|result| result.split(':').next() == Some(name.as_str()))
-        };
-        text.lines().position(makes).map(|at| at + 1)
-    };
     for finding in &mut found.0 {
-        if let Some(line) = line(&finding.place) {
+        if let Some(line) = line_of_value(text, &finding.place) {
             finding.place = format!("line {line}: {}", finding.place);
         }
     }

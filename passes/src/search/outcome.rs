@@ -7,16 +7,23 @@ use super::undivided::{OTHER_RANKS, Undivided};
 use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, Seconds};
-
-/// What may help where nothing fits that runs.
-const UNRUN: &str = "see by --search all whether pipelines or offload would fit, where `train` does not run them yet";
-
-/// The same for stages.
-const UNRUN_STAGES: &str = "see by --search all whether it fits with offload, where `train` does not run it yet";
+use shardc_ir::{Bytes, Feature, Seconds};
 
 /// What a pipeline may be pinned to, for which values are not chosen one by one.
-const LEANER: &str = "pin recompute=selective or recompute=all, or more loss_chunks";
+const LEANER: &str = "pin recompute=selective or recompute=block, or more loss_chunks";
+
+/// What a wider search would also try, and what of it does not run yet.
+fn wider(space: &Space<'_, '_>, is_staged: bool) -> Option<String> {
+    let (target, has_device) = (space.prepared.target, space.cluster.device.kind != "cpu");
+    let open = [(Feature::Pipeline, "pipelines", !is_staged), (Feature::Offload, "offload", has_device)];
+    let open: Vec<_> = open.into_iter().filter(|(_, _, is_new)| *is_new).collect();
+    let names = |all: &[&str]| (!all.is_empty()).then(|| all.join(" or "));
+    let tried = names(&open.iter().map(|(_, name, _)| *name).collect::<Vec<_>>())?;
+    let unrun = open.iter().filter(|(feature, ..)| !target.runs(*feature)).map(|(_, name, _)| *name);
+    let unrun =
+        names(&unrun.collect::<Vec<_>>()).map_or(String::new(), |names| format!("; `train` does not run {names} yet"));
+    Some(format!("see by --search all whether {tried} would fit{unrun}"))
+}
 
 /// Runners-up that are told of.
 const TOLD: usize = 12;
@@ -238,7 +245,7 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
         fixes.push(LEANER.to_string());
     }
     if request.scope == Scope::Runnable && !space.away.is_pinned {
-        fixes.push(if is_staged { UNRUN_STAGES } else { UNRUN }.to_string());
+        fixes.extend(wider(space, is_staged));
     }
     PlanError::Infeasible {
         bound,

@@ -4,7 +4,7 @@ use super::copies;
 use super::select::{fuses, has_kernel, select_action};
 use shardc_ir::ops::{Fused, Op};
 use shardc_ir::program::Action;
-use shardc_ir::{Bytes, Target, TensorType};
+use shardc_ir::{Bytes, Feature, Target, TensorType};
 
 /// What a program reserves for its instructions is what the kernels chosen for them use.
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,6 +21,15 @@ impl Target for CudaTarget {
         }
         let selection = select_action(action, operands, results).ok().flatten();
         Bytes(selection.map_or(0, |selection| selection.scratch))
+    }
+
+    fn runs(&self, feature: Feature) -> bool {
+        feature == Feature::Pipeline
+    }
+
+    /// Solving every pipeline takes many times as long as all other plans of a large cluster together.
+    fn searches(&self, _: Feature) -> bool {
+        false
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {
