@@ -67,9 +67,7 @@ fn write(path: &Path, text: &str) -> Result<(), Error> {
 
 /// Refuses to write over what is read.
 fn check_not_read(flag: &str, path: &Path, read: &[&Path]) -> Result<(), Error> {
-    let place = |path: &Path| std::fs::metadata(path).ok().filter(|of| of.is_file()).map(|of| (of.dev(), of.ino()));
-    let own = place(path);
-    match read.iter().find(|other| own.is_some() && place(other) == own) {
+    match read.iter().find(|other| is_same_file(path, other)) {
         None => Ok(()),
         Some(other) => {
             let message = format!("{flag} {}: this run reads {}", path.display(), other.display());
@@ -78,9 +76,19 @@ fn check_not_read(flag: &str, path: &Path, read: &[&Path]) -> Result<(), Error> 
     }
 }
 
+/// Whether two paths lead to one file that is there.
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| std::fs::metadata(path).ok().filter(|of| of.is_file()).map(|of| (of.dev(), of.ino()));
+    place(a).is_some_and(|own| place(b) == Some(own))
+}
+
 /// Whether a file can be written, so that what cannot is told before the work and not after it. What is there
-/// stays as it is, and what is not there is not made.
+/// stays as it is, and what is not there is not made. What is no file (a pipe, a terminal) is opened once, when it is
+/// written to.
 fn check_writable(path: &Path) -> Result<(), Error> {
+    if path.metadata().is_ok_and(|of| !of.is_file() && !of.is_dir()) {
+        return Ok(());
+    }
     let opened = match path.exists() {
         true => std::fs::OpenOptions::new().append(true).open(path).map(drop),
         false => std::fs::File::create_new(path).and_then(|_| std::fs::remove_file(path)),

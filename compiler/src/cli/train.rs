@@ -2,7 +2,7 @@
 
 use super::args::TrainArgs;
 use super::log::say;
-use super::{check_not_read, print, print_json, request};
+use super::{check_not_read, check_writable, is_same_file, print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_stream};
@@ -28,12 +28,27 @@ const WARM: usize = 1;
 /// The operations that a profile lists.
 const OPERATIONS: usize = 40;
 
-/// Refuses to write over what is read.
+/// Refuses to write over what is read, and what cannot be written: that is told before the run, not after it. No file
+/// of an earlier run is touched yet.
 fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
     let read = [args.data.as_path(), args.tokenizer.as_deref().unwrap_or(&args.data), Path::new(&args.model)];
     let written = [("--metrics", &args.metrics), ("--timeline", &args.timeline)];
-    let mut written = written.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-    written.try_for_each(|(flag, path)| check_not_read(flag, path, &read))
+    let written = || written.iter().filter_map(|(flag, path)| Some((*flag, path.as_deref()?)));
+    written().try_for_each(|(flag, path)| check_not_read(flag, path, &read))?;
+    if let (Some(metrics), Some(timeline)) = (&args.metrics, &args.timeline)
+        && (metrics == timeline || is_same_file(metrics, timeline))
+    {
+        let message = format!("--timeline {}: the metrics are written there", timeline.display());
+        return Err(Error::request(message, "name another file"));
+    }
+    if !launch::is_lead() {
+        return Ok(());
+    }
+    if let Some(dir) = &args.save {
+        std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
+        check_writable(&dir.join(format!(".{}.partial", std::process::id())))?;
+    }
+    written().try_for_each(|(_, path)| check_writable(path))
 }
 
 /// Trains, and prints a summary.
@@ -48,16 +63,6 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         return Err(Error::request(message, format!("ask for --steps {steps} or less")));
     }
     check_outputs(args)?;
-    if let Some(dir) = &args.save {
-        // What cannot be written is told before the run, not after it.
-        std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
-    }
-    if let (Some(path), true) = (&args.metrics, launch::is_lead()) {
-        MetricsFile::create(path)?;
-    }
-    if let (Some(path), true) = (&args.timeline, launch::is_lead()) {
-        std::fs::File::create(path).map_err(|source| Error::Io { path: path.clone(), source })?;
-    }
     if !json && launch::is_lead() {
         say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
     }
@@ -72,26 +77,29 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let trained = launch::reporting(&world, || {
         let mut run = Run::new(args, world.is_lead())?;
         let outcome = run.steps(&mut trainer, &data, &stop);
+        // A step whose loss or norm is not finite leaves the parameters as they were, on every rank alike. What was
+        // trained is saved first: it matters more than what becomes of that which is said of it.
+        let saved = match (&outcome, &args.save) {
+            (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) => {
+                model.save(dir, &mut trainer, args.tokenizer.as_deref()).map(|()| Some(dir.as_path()))
+            }
+            _ => Ok(None),
+        };
         let mut shown = Ok(());
         if world.is_lead() {
             run.bar.finish_and_clear();
             let measured = run.measured(args, &compiled);
             let profile = measured.as_ref().ok().and_then(Option::as_ref);
+            let place = saved.as_ref().ok().copied().flatten();
             match json {
-                true => print_json(&summary_json(&compiled, &run, profile, args.save.as_deref())),
-                false => summarize(&compiled, &run, profile),
+                true => print_json(&summary_json(&compiled, &run, profile, place)),
+                false => summarize(&compiled, &run, profile, place),
             }
-            // What was trained is saved whatever becomes of what was measured.
             shown = measured.map(drop);
         }
-        // A step whose loss or norm is not finite leaves the parameters as they were, on every rank alike.
-        if let (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) = (&outcome, &args.save) {
-            model.save(dir, &mut trainer, args.tokenizer.as_deref())?;
-            if world.is_lead() && !json {
-                print(&format!("saved to {}\n", dir.display()));
-            }
-        }
+        saved?;
         outcome?;
+        run.unwritten.map_or(Ok(()), Err)?;
         // No rank leaves its groups while another may still be in the last step.
         world.at("the end of the run");
         world.barrier("end")?;
@@ -114,6 +122,8 @@ struct Run {
     spans: Vec<Span>,
     bar: ProgressBar,
     metrics: Option<MetricsFile>,
+    /// Why a step could not be written down: the run stops, and what it trained is kept.
+    unwritten: Option<Error>,
     is_lead: bool,
     steps: Vec<StepMetrics>,
     is_stopped: bool,
@@ -125,7 +135,7 @@ impl Run {
         let bar = progress(args.steps);
         let is_timed = args.profile || args.timeline.is_some();
         let (asked, spans, steps) = (args.steps, Vec::new(), Vec::new());
-        Ok(Self { asked, is_timed, spans, bar, metrics, is_lead, steps, is_stopped: false })
+        Ok(Self { asked, is_timed, spans, bar, metrics, unwritten: None, is_lead, steps, is_stopped: false })
     }
 
     /// Runs the steps that were asked for, or until all ranks agree to stop. While a step runs, the next one's batch is
@@ -154,7 +164,7 @@ impl Run {
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         while (self.steps.len() as u64) < self.asked {
-            if !trainer.goes_on(stop.load(Ordering::Relaxed))? {
+            if !trainer.goes_on(stop.load(Ordering::Relaxed) || self.unwritten.is_some())? {
                 self.is_stopped = true;
                 break;
             }
@@ -170,7 +180,7 @@ impl Run {
                 show(&self.bar, &step, self.asked);
             }
             if let Some(file) = &mut self.metrics {
-                file.write(&step)?;
+                self.unwritten = file.write(&step).err();
             }
             self.steps.push(step);
         }
@@ -180,6 +190,11 @@ impl Run {
     /// What was measured of the last step: a timeline is written, and what a table shows is given.
     fn measured(&self, args: &TrainArgs, compiled: &Compiled) -> Result<Option<Profile>, Error> {
         if self.spans.is_empty() {
+            if self.is_timed {
+                say(
+                    "no step was measured: that is the last of those that were asked for, and the run ended before it\n",
+                );
+            }
             return Ok(None);
         }
         let (spans, programs) = (&self.spans, compiled.programs()?);
@@ -377,9 +392,20 @@ fn summary_json(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save:
 }
 
 /// All that a run has to say, as text.
-fn summarize(compiled: &Compiled, run: &Run, profile: Option<&Profile>) {
+fn summarize(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save: Option<&Path>) {
+    summarize_steps(compiled, run, profile);
+    if let Some(dir) = save {
+        print(&format!("saved to {}\n", dir.display()));
+    }
+}
+
+fn summarize_steps(compiled: &Compiled, run: &Run, profile: Option<&Profile>) {
     let (summary, prediction) = (Summary::new(compiled, &run.steps), &compiled.plan().prediction);
-    let why = if run.is_stopped { ", stopped by the user" } else { "" };
+    let why = match (run.is_stopped, &run.unwritten) {
+        (_, Some(_)) => ", ended since the metrics cannot be written",
+        (true, None) => ", stopped by the user",
+        (false, None) => "",
+    };
     print(&format!("\n{} of {}{why}\n", run.steps.len(), counted(run.asked, "step")));
     let (Some(first), Some(last)) = (summary.first_loss, summary.last_loss) else { return };
     print(&format!("loss         {first:.4} -> {last:.4}\n"));

@@ -104,7 +104,11 @@ fn write_directory(
         }
         Ok(())
     };
-    let written = write_all();
+    let written = write_all().and_then(|()| {
+        // All take their places, or none does.
+        let taken = files.iter().find(|(_, path)| path.is_dir());
+        taken.map_or(Ok(()), |(_, path)| Err(io(path)(std::io::ErrorKind::IsADirectory.into())))
+    });
     if let Err(error) = written {
         for (partial, _) in &files {
             // The first error is the one to tell.

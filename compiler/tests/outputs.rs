@@ -1,0 +1,103 @@
+//! What a run writes: told before it where it cannot be, and what was trained is kept whatever becomes of the rest.
+#![cfg(target_os = "linux")]
+
+mod command;
+
+use command::{check, text};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf").join(name)
+}
+
+/// The arguments of a short run on a fixture.
+fn short<'a>(model: &'a Path, batches: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
+    [&["train", text(model), "--data", text(batches), "--steps", "2", "--precision", "fp32"], more].concat()
+}
+
+/// A run whose output goes where the shell says; its code and what it said.
+fn through_shell(arguments: &[&str], to: &str) -> (Option<i32>, String) {
+    let command = format!("\"$@\" {to}");
+    let output = Command::new("sh")
+        .args(["-c", &command, "sh", env!("CARGO_BIN_EXE_shardc")])
+        .args(arguments)
+        .output()
+        .expect("a shell");
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn what_cannot_be_written_is_told_before_the_run() {
+    let model = fixture("gpt2");
+    let batches = model.join("batches.safetensors");
+    let output = check(&short(&model, &batches, &["--save", "/proc/self"]), 2, &["/proc/self"]);
+    assert!(!output.contains("step "), "{output}");
+    let dir = tempfile::tempdir().expect("a directory");
+    let one = dir.path().join("one");
+    let both = short(&model, &batches, &["--metrics", text(&one), "--timeline", text(&one)]);
+    check(&both, 2, &["--timeline", "the metrics are written there"]);
+    check(&short(&model, &batches, &["--lr", "1e39"]), 2, &["--lr is 1e39", "fp32"]);
+    assert!(!one.exists());
+}
+
+#[test]
+fn a_run_that_does_not_start_leaves_earlier_files() {
+    let (model, dir) = (fixture("gpt2"), tempfile::tempdir().expect("a directory"));
+    let (broken, metrics) = (dir.path().join("model"), dir.path().join("m.jsonl"));
+    fs::create_dir(&broken).expect("a directory");
+    fs::copy(model.join("config.json"), broken.join("config.json")).expect("a copy");
+    fs::write(broken.join("model.safetensors"), "no weights").expect("a file");
+    fs::write(&metrics, "of an earlier run\n").expect("a file");
+    let batches = model.join("batches.safetensors");
+    check(&short(&broken, &batches, &["--metrics", text(&metrics)]), 2, &["model.safetensors"]);
+    assert_eq!(fs::read_to_string(&metrics).expect("a file"), "of an earlier run\n");
+}
+
+#[test]
+fn what_was_trained_is_kept_where_nothing_else_can_be_written() {
+    let (model, dir) = (fixture("gpt2"), tempfile::tempdir().expect("a directory"));
+    let batches = model.join("batches.safetensors");
+    for (name, more, to) in [("stdout", &[][..], ">/dev/full"), ("metrics", &["--metrics", "/dev/full"], "")] {
+        let saved = dir.path().join(name);
+        let (code, said) = through_shell(&short(&model, &batches, &[&["--save", text(&saved)], more].concat()), to);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(if name == "stdout" { "stdout" } else { "/dev/full" }), "{said}");
+        check(&short(&saved, &batches, &[]), 0, &["2 of 2 steps"]);
+    }
+}
+
+/// A pipe is opened once: who reads it sees all steps, and then its end.
+#[test]
+fn metrics_go_through_a_pipe() {
+    let (model, dir) = (fixture("gpt2"), tempfile::tempdir().expect("a directory"));
+    let (batches, pipe) = (model.join("batches.safetensors"), dir.path().join("pipe"));
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+    let reader = Command::new("cat").arg(&pipe).stdout(Stdio::piped()).spawn().expect("cat");
+    check(&short(&model, &batches, &["--metrics", text(&pipe)]), 0, &["2 of 2 steps"]);
+    let read = reader.wait_with_output().expect("what was read").stdout;
+    assert_eq!(read.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count(), 2);
+}
+
+/// Schedulers end a run by SIGTERM: it ends at the step and saves, as by Ctrl-C.
+#[test]
+fn a_run_that_is_asked_to_end_saves() {
+    let (model, dir) = (fixture("llama"), tempfile::tempdir().expect("a directory"));
+    let (data, saved) = (dir.path().join("t.txt"), dir.path().join("saved"));
+    fs::write(&data, "shardc ".repeat(1000)).expect("a file");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_shardc"))
+        .args(["train", text(&model), "--data", text(&data), "--steps", "1000000", "--batch", "2", "--seq", "16"])
+        .args(["--save", text(&saved)])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a run");
+    let mut lines = BufReader::new(run.stderr.take().expect("its messages")).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("  grad norm ")), "no step was made");
+    assert!(Command::new("kill").args(["-TERM", &run.id().to_string()]).status().expect("kill").success());
+    lines.for_each(drop);
+    assert!(run.wait().expect("an end").success());
+    assert!(saved.join("model.safetensors").exists());
+}
