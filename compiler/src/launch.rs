@@ -141,7 +141,7 @@ impl Compiled {
             return Err(Error::request(message, format!("start one, or ask for cuda:{}", place.ranks)));
         }
         let world = if is_joined { joined(ranks)? } else { None };
-        Ok(world.unwrap_or_else(|| Arc::new(World::alone())))
+        world.map_or_else(|| Ok(Arc::new(World::alone_within(Limits::from_env()?))), Ok)
     }
 }
 

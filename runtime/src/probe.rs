@@ -15,6 +15,25 @@ pub struct Finding {
     pub fix: &'static str,
 }
 
+/// How to get the driver.
+pub(crate) const DRIVER: &str = "install NVIDIA's driver, and give the container access to it";
+/// How to get NVRTC.
+pub(crate) const NVRTC: &str =
+    "install CUDA's nvrtc library (cuda-nvrtc, or pip install nvidia-cuda-nvrtc) and put it on LD_LIBRARY_PATH";
+/// How to get cuBLASLt.
+pub(crate) const CUBLASLT: &str =
+    "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas) and put it on LD_LIBRARY_PATH";
+/// How to get the headers that NVRTC reads.
+pub(crate) const HEADERS: &str = "install CUDA's headers (cuda-cudart-dev, or pip install nvidia-cuda-runtime \
+                                  nvidia-cuda-crt) and set CUDA_PATH to the folder that holds `include`";
+/// How to get NCCL.
+pub(crate) const NCCL: &str = "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its \
+                               libnccl.so.2) and put it on LD_LIBRARY_PATH";
+
+/// The version of CUDA that a driver must know, as it tells it: from 12.8 on events are timed by a function that this
+/// program calls, unless it was built against an older one.
+const LEAST_DRIVER: i32 = if driver::sys::CUDA_VERSION < 12_080 { driver::sys::CUDA_VERSION as i32 } else { 12_080 };
+
 /// A GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
@@ -27,14 +46,11 @@ pub struct Gpu {
 /// The CUDA driver and the libraries that the CUDA backend loads, in the order in which it does.
 pub fn libraries() -> Vec<Finding> {
     vec![
-        library("CUDA driver", "install NVIDIA's driver, and give the container access to it", driver_version),
-        library("NVRTC", "install CUDA's nvrtc library (cuda-nvrtc, or pip install nvidia-cuda-nvrtc)", nvrtc_version),
-        library(
-            "cuBLASLt",
-            "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas)",
-            cublaslt_version,
-        ),
-        library("NCCL", "install NCCL (libnccl2, or pip install nvidia-nccl-cu13)", nccl_version),
+        library("CUDA driver", DRIVER, driver_version),
+        library("NVRTC", NVRTC, nvrtc_version),
+        library("cuBLASLt", CUBLASLT, cublaslt_version),
+        library("CUDA headers", HEADERS, headers),
+        library("NCCL", NCCL, nccl_version),
         library("cuDNN", "install cuDNN 9 (libcudnn9-cuda-13, or pip install nvidia-cudnn-cu13)", cudnn_version),
     ]
 }
@@ -63,7 +79,7 @@ fn gpu(ordinal: i32) -> Result<Gpu, driver::DriverError> {
 }
 
 #[expect(unsafe_code, reason = "asks a C library")]
-fn driver_version() -> Result<String, String> {
+pub(crate) fn driver_version() -> Result<String, String> {
     // SAFETY: looking for the library runs only its initialisers.
     if !unsafe { driver::sys::is_culib_present() } {
         return Err(ABSENT.into());
@@ -72,7 +88,12 @@ fn driver_version() -> Result<String, String> {
     let mut version = 0;
     // SAFETY: the pointer is valid for one integer.
     match unsafe { driver::sys::cuDriverGetVersion(&mut version) } {
-        driver::sys::CUresult::CUDA_SUCCESS => Ok(format!("CUDA {}.{}", version / 1000, version % 1000 / 10)),
+        driver::sys::CUresult::CUDA_SUCCESS if version < LEAST_DRIVER => Err(format!(
+            "it knows {}, and {} or later is needed: install a newer driver",
+            cuda_version(version),
+            cuda_version(LEAST_DRIVER)
+        )),
+        driver::sys::CUresult::CUDA_SUCCESS => Ok(cuda_version(version)),
         error => Err(format!("it gives no version: {error:?}")),
     }
 }
@@ -120,6 +141,22 @@ fn cudnn_version() -> Result<String, String> {
         return Err(ABSENT.into());
     }
     Ok(dotted(cudnn::result::get_version() as u64))
+}
+
+/// `12080` as `CUDA 12.8`.
+fn cuda_version(version: i32) -> String {
+    format!("CUDA {}.{}", version / 1000, version % 1000 / 10)
+}
+
+/// Where the headers lie that NVRTC reads.
+fn headers() -> Result<String, String> {
+    let path = crate::cuda::include_path();
+    let named = path.display();
+    if path.join("cuda_runtime.h").exists() {
+        Ok(named.to_string())
+    } else {
+        Err(format!("no cuda_runtime.h in {named}"))
+    }
 }
 
 /// `22809` as `2.28.9`, `91900` as `9.19.0`.

@@ -112,7 +112,8 @@ pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(Some(&args.cluster))?;
     let is_cuda = cluster.device.kind == "cuda";
     let mut lines = vec![cores(), memory()];
-    let optional = ["cuDNN"];
+    // What one GPU does without is not missing.
+    let optional: &[&str] = if cluster.ranks() > 1 { &["cuDNN"] } else { &["cuDNN", "NCCL"] };
     lines.extend(probe::libraries().into_iter().map(|finding| Line {
         name: finding.name.to_string(),
         found: finding.found,

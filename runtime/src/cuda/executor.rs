@@ -488,14 +488,15 @@ impl Rank {
         while !self.device.passed(*end).map_err(|error| format!("the device failed in this step: {error}"))? {
             polls += 1;
             if polls.is_multiple_of(256) {
-                let fault = self.communicators.values().find_map(|group| group.fault().err());
-                if stop.load(Ordering::Relaxed) || fault.is_some() {
-                    return Err(fault.unwrap_or_else(|| OTHER_FAILED.to_string()));
+                if stop.load(Ordering::Relaxed) {
+                    return Err(OTHER_FAILED.to_string());
                 }
+                self.communicators.values().try_for_each(|group| group.fault())?;
             }
             std::thread::sleep(std::time::Duration::from_micros(20));
         }
-        Ok(())
+        // Streams that were let go have passed the mark too, and what they leave is no result.
+        if stop.load(Ordering::Relaxed) { Err(OTHER_FAILED.to_string()) } else { Ok(()) }
     }
 
     /// Leaves the groups without waiting for ranks that may be gone, which itself may hang. A recorded step goes first:

@@ -41,10 +41,12 @@ mod watch;
 mod worker;
 
 pub use device::identity;
+pub(crate) use device::include_path;
 pub use target::CudaTarget;
 
 use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
+use crate::probe;
 use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
 use device::Failure;
 use executor::{Chosen, Making};
@@ -114,40 +116,21 @@ pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
     // SAFETY: looking for a library runs only its initialisers.
     let present = unsafe {
         [
-            (
-                cudarc::driver::sys::is_culib_present(),
-                "the CUDA driver (libcuda.so)",
-                "install NVIDIA's driver, and give the container access to it",
-            ),
-            (
-                cudarc::nvrtc::sys::is_culib_present(),
-                "NVRTC (libnvrtc.so)",
-                "install CUDA's nvrtc library (cuda-nvrtc, or pip install nvidia-cuda-nvrtc) and put it on \
-                 LD_LIBRARY_PATH",
-            ),
-            (
-                cudarc::cublaslt::sys::is_culib_present(),
-                "cuBLASLt (libcublasLt.so)",
-                "install CUDA's cuBLAS library (libcublas, or pip install nvidia-cublas) and put it on \
-                 LD_LIBRARY_PATH",
-            ),
+            (cudarc::driver::sys::is_culib_present(), "the CUDA driver (libcuda.so)", probe::DRIVER),
+            (cudarc::nvrtc::sys::is_culib_present(), "NVRTC (libnvrtc.so)", probe::NVRTC),
+            (cudarc::cublaslt::sys::is_culib_present(), "cuBLASLt (libcublasLt.so)", probe::CUBLASLT),
             (
                 device::include_path().join("cuda_runtime.h").exists(),
                 "a header that NVRTC needs (cuda_runtime.h)",
-                "install CUDA's headers (cuda-cudart-dev, or pip install nvidia-cuda-runtime nvidia-cuda-crt) and set \
-                 CUDA_PATH to the folder that holds `include`",
+                probe::HEADERS,
             ),
-            (
-                ranks < 2 || cudarc::nccl::sys::is_culib_present(),
-                "NCCL (libnccl.so)",
-                "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its libnccl.so.2) and \
-                 put it on LD_LIBRARY_PATH",
-            ),
+            (ranks < 2 || cudarc::nccl::sys::is_culib_present(), "NCCL (libnccl.so)", probe::NCCL),
         ]
     };
     if let Some((_, library, fix)) = present.into_iter().find(|(found, _, _)| !found) {
         return Err(CudaError::MissingLibrary { library, fix });
     }
+    probe::driver_version().map_err(|why| CudaError::Driver(format!("the CUDA driver: {why}")))?;
     let count = device::device_count().map_err(CudaError::Driver)?;
     let needed = devices.iter().map(|device| device + 1).max().unwrap_or(0).max(devices.len());
     if needed > count {

@@ -184,9 +184,13 @@ impl Communicator {
         }
     }
 
-    /// An error that came up while the device worked.
+    /// An error that came up while the device worked, unless another thread calls the library now: one that gives the
+    /// communicator up may wait for this one.
     pub fn fault(&self) -> Result<(), Failure> {
-        let _calling = self.calls.lock().map_err(|error| error.to_string())?;
+        let _calling = match self.calls.try_lock() {
+            Err(TryLockError::WouldBlock) => return Ok(()),
+            calling => calling.map_err(|error| error.to_string())?,
+        };
         let (comm, mut status) = (self.valid()?, sys::ncclResult_t::ncclSuccess);
         // SAFETY: the communicator is valid and the pointer too.
         check("status", unsafe { sys::ncclCommGetAsyncError(comm, &mut status) })?;

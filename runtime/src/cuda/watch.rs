@@ -132,6 +132,7 @@ impl Shared {
         if world.failure().is_none() {
             world.fail(&message, Some(task.fix()), 1);
         }
+        world.end_if_alone(&format!("{message} ({})", task.fix()));
         communicators.iter().for_each(|group| group.abort());
         releases.iter().for_each(|release| release.release());
     }

@@ -221,6 +221,20 @@ impl World {
         pulse.unwrap_or_else(PoisonError::into_inner).0.failure.is_some()
     }
 
+    /// Ends this process where nothing else does, once it had time to end by itself: a lone one has no heartbeat, and a
+    /// device that hangs lets none of its memory go.
+    pub fn end_if_alone(&self, message: &str) {
+        if self.heart.is_some() {
+            return;
+        }
+        let (message, grace) = (message.to_string(), self.limits.grace);
+        std::thread::spawn(move || {
+            std::thread::sleep(grace);
+            let _ = writeln!(std::io::stderr(), "the run did not end by itself and is ended; the cause: {message}");
+            signal::exit_now(1);
+        });
+    }
+
     /// Whether the launcher asked to stop after the step.
     pub fn is_asked_to_stop(&self) -> bool {
         self.shared.lock().stop
