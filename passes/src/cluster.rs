@@ -43,7 +43,9 @@ pub enum ClusterError {
         known: String,
     },
     /// A count is not a positive number.
-    #[error("`{text}` in cluster `{cluster}` is not a number of devices: it must be a whole number from 1 to 1048576")]
+    #[error(
+        "`{text}` in cluster `{cluster}` is not a number of devices or nodes: it must be a whole number from 1 to 1048576"
+    )]
     Count {
         /// The offending part.
         text: String,

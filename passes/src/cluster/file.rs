@@ -61,8 +61,8 @@ impl Cluster {
     pub fn from_toml(path: &str, contents: &str) -> Result<Cluster, ClusterError> {
         let fail = |message: String| ClusterError::File { path: path.to_string(), message };
         let file: File = toml::from_str(contents).map_err(|error| fail(error.to_string().trim_end().to_string()))?;
-        let count = |value: i64| {
-            let bad = || ClusterError::Count { text: value.to_string(), cluster: path.to_string() };
+        let count = |name: &str, value: i64| {
+            let bad = || ClusterError::Count { text: format!("{name} = {value}"), cluster: path.to_string() };
             u64::try_from(value).ok().filter(|count| (1..=MOST_RANKS).contains(count)).ok_or_else(bad)
         };
         let profile = |name: &str, own: &BTreeMap<String, f64>| {
@@ -78,11 +78,12 @@ impl Cluster {
             Ok::<Profile, ClusterError>(device)
         };
         let mut parts = Vec::new();
-        for part in &file.parts {
-            parts.push(Part { nodes: count(part.nodes)?, device: profile(&part.device, &part.figures)? });
+        for (index, part) in file.parts.iter().enumerate() {
+            let name = format!("parts[{index}].nodes");
+            parts.push(Part { nodes: count(&name, part.nodes)?, device: profile(&part.device, &part.figures)? });
         }
         let (device, nodes) = match (&file.device, parts.as_slice()) {
-            (Some(name), []) => (profile(name, &BTreeMap::new())?, count(file.nodes.unwrap_or(1))?),
+            (Some(name), []) => (profile(name, &BTreeMap::new())?, count("nodes", file.nodes.unwrap_or(1))?),
             (None, []) => {
                 return Err(fail("`device` is missing: name a shipped profile, such as \"h100\"".to_string()));
             }
@@ -104,7 +105,7 @@ impl Cluster {
                 (slowest.device.clone(), nodes)
             }
         };
-        let (name, per_node, levels) = (path.to_string(), count(file.per_node)?, file.levels);
+        let (name, per_node, levels) = (path.to_string(), count("per_node", file.per_node)?, file.levels);
         Cluster { name, per_node, nodes, device, levels, parts }.checked()
     }
 }
@@ -159,8 +160,8 @@ mod tests {
         check("per_node = 8", "`device` is missing");
         check("device = \"h100\"", "missing field `per_node`");
         check("device = \"h10\"\nper_node = 8", "unknown device `h10`; did you mean `h100`?");
-        check("device = \"h100\"\nper_node = -8", "`-8` in cluster `c.toml`");
-        check("device = \"h100\"\nper_node = 0", "`0` in cluster `c.toml`");
+        check("device = \"h100\"\nper_node = -8", "`per_node = -8` in cluster `c.toml`");
+        check("device = \"h100\"\nper_node = 0", "`per_node = 0` in cluster `c.toml`");
         check("device = \"h100\"\nper_node = 8.5", "invalid type: floating point");
         check_more("nodes = 1000000", "`8000000` in cluster `c.toml`");
         check_more("links = 4", "unknown field `links`");

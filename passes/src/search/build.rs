@@ -191,7 +191,10 @@ fn overlapped(
         Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),
         None => Err(PlanError::Pin {
             pin: format!("overlap_chunks={chunks}"),
-            message: "no block of the model can be cut along its samples or tokens here; leave it out".to_string(),
+            message: format!(
+                "no block of the model can be cut along its samples or tokens into {chunks} chunks here; pin a divisor of \
+                 either, or leave it out"
+            ),
         }),
     }
 }

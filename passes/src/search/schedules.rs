@@ -44,9 +44,10 @@ pub(super) fn in_flight(schedule: Schedule, stages: u64, pins: &Pins) -> Vec<Opt
 pub(super) fn coupled(graph: &Graph, id: NodeId) -> String {
     let node = graph.node(id);
     let place = if node.path.is_empty() { String::new() } else { format!(" of `{}`", node.path) };
+    let made = node.results.first().map_or(id.to_string(), ToString::to_string);
     format!(
-        "samples of the batch depend on each other, so what a rank has of it is one microbatch: what {id} ({}{place}) \
-         makes is needed for all of them at once (statistics over a batch, terms of the loss with counts of their own, \
+        "samples of the batch depend on each other, so what a rank has of it is one microbatch: {made} (of {}{place}) \
+         is needed for all of them at once (statistics over a batch, terms of the loss with counts of their own, \
          places at experts, numbers counted or given along it); a count of what the labels say can be an input instead",
         node.op.name()
     )
