@@ -14,6 +14,10 @@ pub(super) type Refused = Vec<(usize, Prediction)>;
 /// Estimates up to so many times the bound may be of plans that fit.
 const NEAR: f64 = 1.5;
 
+/// So many times, for the leanest of all: of convolutions with much that is computed again the estimate is twice what
+/// programs take.
+const LEANEST: f64 = 2.5;
+
 /// How many plans are lowered before nothing fits.
 const NEAREST: usize = 4;
 
@@ -47,7 +51,12 @@ pub(super) fn nearest(
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let filled = |index: &usize| candidates[*index].prediction.filled();
     let known: Vec<usize> = refused.iter().map(|of| of.0).collect();
-    let may_fit = |index: &usize| !candidates[*index].prediction.fits() && is_near(&candidates[*index].prediction);
+    let leanest = (0..candidates.len()).min_by(|a, b| filled(a).total_cmp(&filled(b)));
+    let may_fit = |index: &usize| {
+        let estimate = &candidates[*index].prediction;
+        let is_leanest = || leanest == Some(*index) && estimate.filled() <= LEANEST;
+        !estimate.fits() && (is_near(estimate) || is_leanest())
+    };
     let mut open: Vec<usize> = (0..candidates.len()).filter(|index| may_fit(index) && !known.contains(index)).collect();
     open.sort_by(|a, b| filled(a).total_cmp(&filled(b)));
     let mut kinds = Vec::new();
@@ -154,11 +163,11 @@ mod tests {
         Candidate::bare(dp, Recompute::None, memory(bytes))
     }
 
-    /// The leanest are lowered, none that is far too large, until one fits.
+    /// The leanest are lowered, none that is far too large, until one fits; of those that all are, the leanest.
     #[test]
     fn nothing_is_refused_by_an_estimate_alone() {
-        let candidates = [160, 140, 120, 130, 125].map(|bytes| candidate(bytes / 5, bytes));
-        let lowered = |programs: &dyn Fn(u64) -> u64| {
+        let lowered = |sizes: &[u64], programs: &dyn Fn(u64) -> u64| {
+            let candidates: Vec<Candidate> = sizes.iter().map(|bytes| candidate(bytes / 5, *bytes)).collect();
             let seen = std::cell::RefCell::new(Vec::new());
             let make = |of: &Candidate| {
                 let estimate = of.prediction.memory.total().0;
@@ -169,7 +178,11 @@ mod tests {
             let found = nearest(&candidates, &mut refused, &make).unwrap();
             (seen.into_inner(), found.into_iter().map(|of| of.0).collect::<Vec<_>>(), refused.len())
         };
-        assert_eq!(lowered(&|_| 101), (vec![120, 125, 130, 140], vec![], 4));
-        assert_eq!(lowered(&|estimate| if estimate == 130 { 90 } else { 110 }), (vec![120, 125, 130], vec![3], 2));
+        let near = &[160, 140, 120, 130, 125];
+        assert_eq!(lowered(near, &|_| 101), (vec![120, 125, 130, 140], vec![], 4));
+        let one = |estimate| if estimate == 130 { 90 } else { 110 };
+        assert_eq!(lowered(near, &one), (vec![120, 125, 130], vec![3], 2));
+        assert_eq!(lowered(&[300, 200, 210], &|_| 90), (vec![200], vec![1], 0));
+        assert_eq!(lowered(&[300, 260], &|_| 90), (vec![], vec![], 0));
     }
 }
