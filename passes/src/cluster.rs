@@ -287,7 +287,9 @@ impl Cluster {
     pub fn parse(text: &str, cuda: &str) -> Result<Cluster, ClusterError> {
         if text.ends_with(".toml") {
             let file = |message: String| ClusterError::File { path: text.to_string(), message };
-            let contents = std::fs::read_to_string(text).map_err(|error| file(error.to_string()))?;
+            // A plan does not hold the cluster that it was made for.
+            let unread = |error| format!("{error}; plans name this file, and are read where it is");
+            let contents = std::fs::read_to_string(text).map_err(|error| file(unread(error)))?;
             return Self::from_toml(text, &contents);
         }
         let (device, count) = text.split_once(':').ok_or_else(|| ClusterError::Form(text.to_string()))?;
