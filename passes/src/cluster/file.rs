@@ -204,6 +204,6 @@ mod tests {
         check(&format!("nodes = 5\n{mixed}"), "`nodes` is 5 and the parts have 4 nodes");
         check(&format!("device = \"h100\"\n{mixed}"), "`device` and `parts` exclude each other");
         check(&format!("per_node = 8\n{}{}", part("h100", 1), part("cpu", 1)), "h100 and cpu cannot run one program");
-        check(&format!("per_node = 8\n{}", part("h100", 0)), "`0` in cluster `c.toml`");
+        check(&format!("per_node = 8\n{}", part("h100", 0)), "`parts[0].nodes = 0` in cluster `c.toml`");
     }
 }
