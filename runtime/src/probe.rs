@@ -30,9 +30,9 @@ pub(crate) const HEADERS: &str = "install CUDA's headers (cuda-cudart-dev, or pi
 pub(crate) const NCCL: &str = "install NCCL (libnccl-dev; of pip's nvidia-nccl package, link libnccl.so to its \
                                libnccl.so.2) and put it on LD_LIBRARY_PATH";
 
-/// The version of CUDA that a driver must know, as it tells it: from 12.8 on events are timed by a function that this
-/// program calls, unless it was built against an older one.
-const LEAST_DRIVER: i32 = if driver::sys::CUDA_VERSION < 12_080 { driver::sys::CUDA_VERSION as i32 } else { 12_080 };
+/// The version of CUDA that a driver must know, as it tells it: events are timed by a function that there is from 12.8
+/// on, unless this program was built against an older one.
+const LEAST_DRIVER: i32 = if driver::sys::CUDA_VERSION < 12_080 { 0 } else { 12_080 };
 
 /// A GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 //! The text is that of [`Plan`]'s `Display`, headed by comments that say what was asked for. Layouts may be
 //! edited: the `mesh`, what a node does with each axis (`by m=dp`), the layouts that follow from it,
 //! `transient` and `reduce_in_loop`. The graph may not: it is the model's, and a digest in the head
-//! guards it, with a short one of each of its lines that tells which was changed. What is read back is verified, lowered and simulated, so its prediction is its own.
+//! guards it, with a short one of each of its lines that tells which was changed. What is read back is
+//! verified, lowered and simulated, so its prediction is its own.
 
 use super::Inspection;
 use crate::agrees;

@@ -221,15 +221,18 @@ impl World {
         pulse.unwrap_or_else(PoisonError::into_inner).0.failure.is_some()
     }
 
-    /// Ends this process where nothing else does, once it had time to end by itself: a lone one has no heartbeat, and a
-    /// device that hangs lets none of its memory go.
+    /// Ends this process where nothing else does, if it has not left the run by itself in time: a lone one has no
+    /// heartbeat, and who lets go of a device that hangs waits for it.
     pub fn end_if_alone(&self, message: &str) {
         if self.heart.is_some() {
             return;
         }
-        let (message, grace) = (message.to_string(), self.limits.grace);
+        let (message, grace, run) = (message.to_string(), self.limits.grace, Arc::downgrade(&self.shared));
         std::thread::spawn(move || {
             std::thread::sleep(grace);
+            if run.strong_count() == 0 {
+                return;
+            }
             let _ = writeln!(std::io::stderr(), "the run did not end by itself and is ended; the cause: {message}");
             signal::exit_now(1);
         });
