@@ -1,6 +1,7 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`]), when messages pass between them ([`timeline`]), which cuts are best
-//! ([`cut`], and [`balance`] where a stage has several chunks), and which gradients several stages share ([`shared`]).
+//! ([`order`]), when messages pass between them ([`timeline`]; both go from one moment to the next by an
+//! agenda), which cuts are best ([`cut`], and [`balance`] where a stage has several chunks), and which gradients
+//! several stages share ([`shared`]).
 //!
 //! What a plan says of its pipeline is in [`shardc_ir::pipeline`].
 
