@@ -119,12 +119,15 @@ impl Shared {
         let failure = world.failure();
         let mut state = self.lock();
         let Some((task, since)) = state.task else { return };
+        let is_late = failure.is_none();
         let judged = state.judge((task, since), failure, task.limit(world.limits()));
         let Some((rank, message)) = judged.map(|(rank, message)| (rank.unwrap_or(world.rank()), message)) else {
             return;
         };
         self.stop.store(true, Ordering::Relaxed);
-        state.reason = Some((rank, message.clone()));
+        // A lone run has nobody else to tell what to do about it.
+        let reason = if is_late { format!("{message} ({})", task.fix()) } else { message.clone() };
+        state.reason = Some((rank, reason.clone()));
         let communicators: Vec<_> = state.ranks.iter().flat_map(|rank| rank.communicators.clone()).collect();
         let releases: Vec<_> = state.ranks.iter().filter_map(|rank| rank.release.clone()).collect();
         drop(state);
@@ -132,7 +135,7 @@ impl Shared {
         if world.failure().is_none() {
             world.fail(&message, Some(task.fix()), 1);
         }
-        world.end_if_alone(&format!("{message} ({})", task.fix()));
+        world.end_if_alone(&reason);
         communicators.iter().for_each(|group| group.abort());
         releases.iter().for_each(|release| release.release());
     }
@@ -242,7 +245,9 @@ mod tests {
             while !shared.stop.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(shared.reason().map(|(rank, _)| rank), Some(5));
+            let (rank, why) = shared.reason().expect("a reason");
+            assert!(rank == 5 && why.contains("takes longer than 0 s"), "{why}");
+            assert!(task == Task::Start || why.contains(STEP_LIMIT), "{why}");
         }
         // Before any rank joined its groups there is none to name.
         let shared = Shared::default();
