@@ -149,7 +149,7 @@ fn cuda_version(version: i32) -> String {
 }
 
 /// Where the headers lie that NVRTC reads.
-fn headers() -> Result<String, String> {
+pub(crate) fn headers() -> Result<String, String> {
     let path = crate::cuda::include_path();
     let named = path.display();
     if path.join("cuda_runtime.h").exists() {

@@ -110,6 +110,8 @@ struct Run<'a> {
     stages: Vec<Stage>,
     /// When stages are between two steps again.
     awake: Agenda<usize>,
+    /// The stages for which something is new at this moment.
+    touched: Vec<usize>,
     /// Per stage, if they are wanted.
     events: Option<Vec<Vec<Event>>>,
     now: f64,
@@ -154,6 +156,7 @@ impl<'a> Run<'a> {
             receivers: vec![Vec::new(); orders.len()],
             stages: (0..stages).map(new).collect(),
             awake: Agenda::default(),
+            touched: Vec::new(),
             events: is_recorded.then(|| vec![Vec::new(); orders.len()]),
             now: 0.0,
         };
@@ -174,7 +177,8 @@ impl<'a> Run<'a> {
     /// Goes on to the next moment at which a stage is between two steps, and does what can be done then; whether there was
     /// one. Only for these stages, and for those that wait for what they made, something is other than before.
     fn advance(&mut self, durations: &dyn Durations) -> bool {
-        let mut touched = Vec::new();
+        let mut touched = std::mem::take(&mut self.touched);
+        touched.clear();
         let Some(now) = self.awake.next(&mut touched) else { return false };
         self.now = now;
         for index in 0..touched.len() {
@@ -192,6 +196,7 @@ impl<'a> Run<'a> {
         // All messages come before the steps that begin now.
         while touched.iter().any(|stage| self.receive(*stage, durations)) {}
         touched.iter().for_each(|stage| self.start(*stage, durations));
+        self.touched = touched;
         true
     }
 

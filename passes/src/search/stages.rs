@@ -224,7 +224,7 @@ struct Tries<'a> {
     /// Whether gradients may leave as they are made.
     may_leave: bool,
     /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
-    fastest: Cell<f64>,
+    fastest: &'a Cell<f64>,
 }
 
 /// Adds the pipelines of a placed mesh with stages.
@@ -246,7 +246,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let stored = shape.share(storage, zero);
                 let part = |least: u64| if zero >= least { stored } else { 1.0 };
-                let tries = |in_flight: Option<u64>, fastest: f64| Tries {
+                let fastest = &Cell::new(f64::INFINITY);
+                let tries = |in_flight: Option<u64>| Tries {
                     mesh,
                     pins,
                     again,
@@ -258,19 +259,15 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     model: Model::new(shape, storage, zero, mesh.in_blocks),
                     pinned: pinned(pins, stages),
                     may_leave: shape.leaves_gradients(storage, zero),
-                    fastest: fastest.into(),
+                    fastest,
                 };
                 // Less is held where that saves more than it lets stages wait: from the most down, as long as it does.
-                let mut fastest = f64::INFINITY;
                 for in_flight in in_flight(schedule, stages, pins) {
-                    let from = candidates.len();
-                    tries(in_flight, fastest).all(candidates);
-                    let fit = candidates[from..].iter().filter(|own| own.prediction.fits());
-                    let step = fit.map(|own| own.prediction.step.0).fold(f64::INFINITY, f64::min);
-                    if step >= fastest && fastest.is_finite() {
+                    let before = fastest.get();
+                    tries(in_flight).all(candidates);
+                    if before.is_finite() && fastest.get() >= before {
                         break;
                     }
-                    fastest = step;
                 }
             }
         }
@@ -323,10 +320,8 @@ impl Tries<'_> {
         // Stages wait for each other while the pipeline fills and drains, for what others compute of a
         // microbatch; where backward passes are split there may be something else to do, but before the first forward
         // pass has come.
-        let filling = match schedule.splits_backward() {
-            true => (stages - 1.0) / per_stage as f64 * self.again.sums(index).lengths().share_of_forward(),
-            false => (stages - 1.0) / per_stage as f64,
-        };
+        let waits = if schedule.splits_backward() { self.again.sums(index).lengths().share_of_forward() } else { 1.0 };
+        let filling = (stages - 1.0) / per_stage as f64 * waits;
         let least = (microbatches + filling) * all / stages;
         if least > self.mesh.far {
             self.mesh.cut.set(self.mesh.cut.get().min(least));

@@ -119,11 +119,7 @@ pub fn require(devices: &[usize], ranks: u64) -> Result<(), CudaError> {
             (cudarc::driver::sys::is_culib_present(), "the CUDA driver (libcuda.so)", probe::DRIVER),
             (cudarc::nvrtc::sys::is_culib_present(), "NVRTC (libnvrtc.so)", probe::NVRTC),
             (cudarc::cublaslt::sys::is_culib_present(), "cuBLASLt (libcublasLt.so)", probe::CUBLASLT),
-            (
-                device::include_path().join("cuda_runtime.h").exists(),
-                "a header that NVRTC needs (cuda_runtime.h)",
-                probe::HEADERS,
-            ),
+            (probe::headers().is_ok(), "a header that NVRTC needs (cuda_runtime.h)", probe::HEADERS),
             (ranks < 2 || cudarc::nccl::sys::is_culib_present(), "NCCL (libnccl.so)", probe::NCCL),
         ]
     };
