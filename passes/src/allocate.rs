@@ -30,7 +30,7 @@ use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::view::is_view;
 use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Target, TensorType};
-pub(crate) use stages::{Copies, common, divisor};
+pub(crate) use stages::{Copies, common};
 use std::collections::{BTreeMap, HashMap};
 
 /// What offsets are multiples of.

@@ -16,6 +16,7 @@ pub mod deterministic;
 pub mod differentiate;
 #[cfg(test)]
 mod differentiate_tests;
+mod divisors;
 pub mod error;
 pub mod fold;
 pub mod head;

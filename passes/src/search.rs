@@ -54,6 +54,7 @@ pub use undivided::Undivided;
 use crate::chunk::MOST_CHUNKS;
 use crate::cluster::Cluster;
 use crate::cost;
+use crate::divisors::divisors;
 use crate::shard::family::copy_axes;
 use crate::shard::prepare::prepare;
 use crate::shard::tensor::{Placed, Prepared};
@@ -72,7 +73,7 @@ use shardc_ir::{Bytes, Feature, Flops, Graph, Mesh, Plan, Seconds, Target};
 use stages::Stages;
 use std::cell::OnceCell;
 use visit::Visited;
-use ways::{divisors, ways};
+use ways::ways;
 
 /// Why there is no plan. All but [`PlanError::Bug`] are the user's to fix, and say how.
 #[derive(Debug, thiserror::Error)]

@@ -7,6 +7,7 @@
 //! the one before it is done.
 
 use super::{Bytes, Life, find_waits};
+use crate::divisors::{at_least, divisors};
 use crate::lower::{Draft, Handover, Item, SPACE};
 use crate::pipeline::order::{Pass, Step};
 use crate::pipeline::timeline::{Event, Message, PARTS};
@@ -130,7 +131,8 @@ fn round(known: &mut BTreeMap<Touches, Kind>, bytes: &BTreeMap<&Touches, u64>, p
     for (part, held) in &mut held {
         let taken: Vec<(u64, u64)> = held.iter().map(|(copies, each)| (**copies, *each)).collect();
         let number = common(&taken);
-        held.iter_mut().for_each(|(copies, _)| **copies = divisor(**copies, number));
+        let divisors = divisors(number);
+        held.iter_mut().for_each(|(copies, _)| **copies = at_least(**copies, &divisors));
         all.insert(*part, number);
     }
     of.iter().map(|first| all.get(first).copied().unwrap_or(1)).collect()
@@ -139,18 +141,18 @@ fn round(known: &mut BTreeMap<Touches, Kind>, bytes: &BTreeMap<&Touches, u64>, p
 /// The number that numbers of copies are made divisors of, each with the bytes of one: of those up to twice the most
 /// copies, the least that takes hardly more bytes than any.
 pub(crate) fn common(held: &[(u64, u64)]) -> u64 {
-    let most = held.iter().map(|(copies, _)| *copies).max().unwrap_or(1);
-    let taken = |all: u64| held.iter().map(|(copies, each)| divisor(*copies, all) * each).sum::<u64>();
-    let fewest = (most..=2 * most).map(taken).min().unwrap_or(0) as f64;
-    (most..=2 * most).find(|all| taken(*all) as f64 <= SPARE * fewest).unwrap_or(most)
-}
-
-/// The least divisor of a number that is at least `least`; no copies stay none.
-pub(crate) fn divisor(least: u64, all: u64) -> u64 {
-    match least {
-        0 => 0,
-        _ => (least..=all).find(|count| all.is_multiple_of(*count)).unwrap_or(all),
+    let mut bytes: BTreeMap<u64, u64> = BTreeMap::new();
+    for (copies, each) in held {
+        *bytes.entry(*copies).or_default() += each;
     }
+    let most = bytes.last_key_value().map_or(1, |(copies, _)| *copies);
+    let taken = |all: u64| {
+        let divisors = divisors(all);
+        bytes.iter().map(|(least, each)| at_least(*least, &divisors) * each).sum::<u64>()
+    };
+    let all: Vec<(u64, u64)> = (most..=2 * most).map(|all| (all, taken(all))).collect();
+    let fewest = all.iter().map(|(_, bytes)| *bytes).min().unwrap_or(0) as f64;
+    all.into_iter().find(|(_, bytes)| *bytes as f64 <= SPARE * fewest).map_or(most, |(all, _)| all)
 }
 
 /// When the stage touches what, as indices of its events.
@@ -386,7 +388,10 @@ mod tests {
 
     #[test]
     fn what_is_small_is_copied_once_more_rather_than_what_is_large() {
-        let copies = |held: &[(u64, u64)]| held.iter().map(|of| divisor(of.0, common(held))).collect::<Vec<_>>();
+        let copies = |held: &[(u64, u64)]| {
+            let divisors = divisors(common(held));
+            held.iter().map(|of| at_least(of.0, &divisors)).collect::<Vec<_>>()
+        };
         assert_eq!(copies(&[(3, 1000), (4, 1)]), [3, 6]);
         assert_eq!(copies(&[(3, 1000), (4, 1000)]), [4, 4]);
         // Fewer sections are worth a little.

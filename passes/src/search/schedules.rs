@@ -3,7 +3,7 @@
 use super::PlanError;
 use super::line::Line;
 use super::pins::Pins;
-use super::ways::divisors;
+use crate::divisors::divisors;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Graph, NodeId};
 

@@ -19,11 +19,11 @@ mod cuts;
 mod levels;
 mod moved;
 mod problem;
+mod runs;
 mod step;
 
 use super::away::{Away, suits};
 use super::estimate::Work;
-use super::held::Held;
 use super::line::{Line, Sums};
 use super::offload::Offload;
 use super::pins::{Pins, Recompute};
@@ -33,12 +33,12 @@ use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::step::spread;
-use crate::pipeline::order::orders;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
+use runs::Runs;
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::cell::Cell;
@@ -104,6 +104,15 @@ struct Mesh<'a> {
     far: f64,
     /// The least bound of what was left out for it.
     cut: Cell<f64>,
+    runs: Runs,
+}
+
+impl Mesh<'_> {
+    /// So many microbatches, or all where there are fewer, in rounds of the stages.
+    fn followed(&self, most: u64) -> u64 {
+        let all = self.placed.microbatches;
+        all.min(most).next_multiple_of(self.placed.mesh.degree("pp")).min(all)
+    }
 }
 
 /// The pipelines of a mesh with stages, of which the batch is placed.
@@ -153,6 +162,7 @@ pub(super) fn solve(
         with_unfit,
         far: visited.far(),
         cut: f64::INFINITY.into(),
+        runs: Runs::default(),
     };
     extend(&mut found, &mesh, space.pins);
     visited.leave_out(mesh.cut.get());
@@ -334,12 +344,6 @@ impl Tries<'_> {
         self.fastest.get().min(self.mesh.far)
     }
 
-    /// So many microbatches, or all where there are fewer, in rounds of the stages.
-    fn followed(&self, most: u64) -> u64 {
-        let all = self.mesh.placed.microbatches;
-        all.min(most).next_multiple_of(self.stages).min(all)
-    }
-
     /// Adds the best cuts where stages have a choice of levels; whether it fits, if there are any.
     fn try_out(
         &self,
@@ -350,10 +354,8 @@ impl Tries<'_> {
     ) -> Option<bool> {
         let Pipeline { schedule, per_stage, in_flight, .. } = self.pipeline;
         let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
-        // Of an order of its own as many tell what all do; others hold as many as there are.
-        let followed = if schedule.splits_backward() { self.followed(MOST_FOLLOWED) } else { mesh.placed.microbatches };
-        let orders = orders(&self.pipeline, stages, followed, &|_| sums.lengths()).ok()?;
-        let held = &Held::of_chunks(&self.pipeline, &orders, &vec![sums.held(); (stages * per_stage) as usize]);
+        let bytes = vec![sums.held(); (stages * per_stage) as usize];
+        let held = &mesh.held(&self.pipeline, MOST_FOLLOWED, &|_| sums.lengths(), bytes)?;
         let problem =
             Problem { tries: self, agains, levels: &levels, choice: &choice, held, known: Default::default() };
         let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;

@@ -2,7 +2,7 @@
 //! copies, so that there would be more to fill up than to store, and each rank stores them, and their state, whole.
 
 use super::storage;
-use super::ways::divisors;
+use crate::divisors::divisors;
 use crate::shard::family::storage_axes;
 use crate::shard::zero::storage_dim;
 use shardc_ir::{Bytes, Graph, Mesh, NodeId, Op, Plan, Strategy, TensorType};

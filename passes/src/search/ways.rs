@@ -2,6 +2,7 @@
 
 use super::{Degrees, Pins, PlanError};
 use crate::cluster::Cluster;
+use crate::divisors::divisors;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
 use shardc_ir::{Choice, FactorKind, Feature, Op};
@@ -281,13 +282,6 @@ fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     splits
 }
 
-/// All divisors, in order.
-pub(super) fn divisors(number: u64) -> Vec<u64> {
-    let low: Vec<u64> = (1..).take_while(|low| low * low <= number).filter(|low| number.is_multiple_of(*low)).collect();
-    let high = low.iter().rev().map(|low| number / low).filter(|high| high * high > number);
-    low.iter().copied().chain(high).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -313,12 +307,5 @@ mod tests {
         // There are heads enough, or something is asked for.
         assert_eq!(of(&[32], 8, ""), [0; 0]);
         assert_eq!(of(&[8], 32, "cp=32"), [0; 0]);
-    }
-
-    #[test]
-    fn divisors_are_in_order() {
-        assert_eq!(divisors(1), [1]);
-        assert_eq!(divisors(12), [1, 2, 3, 4, 6, 12]);
-        assert_eq!(divisors(16), [1, 2, 4, 8, 16]);
     }
 }

@@ -11,6 +11,7 @@ use crate::search::relief::Leaving;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
+use std::rc::Rc;
 
 /// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
 const STEADY_WITHIN: f64 = 1.01;
@@ -99,16 +100,14 @@ impl Problem<'_> {
     }
 
     /// The copies of what each chunk holds, where passes run in the order that their lengths make.
-    pub fn held_at(&self, ends: &[usize], levels: &[usize]) -> Option<Vec<Held>> {
+    pub fn held_at(&self, ends: &[usize], levels: &[usize]) -> Option<Rc<[Held]>> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
-        let orders =
-            orders(pipeline, count, self.tries.followed(MOST_FOLLOWED), &|chunk| self.chunk(chunk, ends, levels))
-                .ok()?;
         let bytes = |chunk: usize| {
             let sums = self.sums(levels[pipeline.stage_of(chunk as u32, count) as usize], 0);
             [&sums.kept, &sums.lasting, &sums.awaited].map(|of| sums.between(of, ends[chunk], ends[chunk + 1]) as u64)
         };
-        Some(Held::of_chunks(pipeline, &orders, &(0..ends.len() - 1).map(bytes).collect::<Vec<_>>()))
+        let lengths = |chunk: u32| self.chunk(chunk, ends, levels);
+        self.tries.mesh.held(pipeline, MOST_FOLLOWED, &lengths, (0..ends.len() - 1).map(bytes).collect())
     }
 
     /// Seconds of the microbatches where no stage waits: the slowest does all of them, one after the other.
@@ -132,22 +131,23 @@ impl Problem<'_> {
             chunks.iter().map(of).sum::<f64>()
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
-        let some = self.tries.followed(STEADY * count * pipeline.per_stage);
         let run = |microbatches: u64| {
             let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
             finish(pipeline, &orders, &links, &durations)
         };
-        let (all, mut run) = (&run, run(some)?);
-        if some < microbatches {
-            let further = (run - all(some - count)?) / count as f64;
-            let (most, each) = match further > slowest * STEADY_WITHIN {
-                // Stages wait for messages: the more, the more microbatches there are.
-                true => (microbatches.min(MOST_FOLLOWED), further),
-                false => (some, slowest),
-            };
-            run = if most > some { all(most)? } else { run } + (microbatches - most) as f64 * each;
-        }
-        Some(run)
+        self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &durations.messages), &|| {
+            let some = self.tries.mesh.followed(STEADY * count * pipeline.per_stage);
+            let few = run(some)?;
+            if some == microbatches {
+                return Some(few);
+            }
+            let further = (few - run(some - count)?) / count as f64;
+            // Where stages wait for messages they do so the more, the more microbatches there are.
+            let waits = further > slowest * STEADY_WITHIN;
+            let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
+            let run = if most > some { run(most)? } else { few };
+            Some(run + (microbatches - most) as f64 * if waits { further } else { slowest })
+        })
     }
 
     /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and

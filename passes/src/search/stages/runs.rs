@@ -1,0 +1,81 @@
+//! What running a schedule came to. Ways to store parameters and choices of ZeRO often take the same in every pass, so what
+//! is known of one of them is known of others.
+
+use super::Mesh;
+use crate::pipeline::order::{Lengths, orders};
+use crate::search::held::Held;
+use shardc_ir::Pipeline;
+use shardc_ir::pipeline::Schedule;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::rc::Rc;
+
+/// The schedule, with the chunks of a stage and those in flight.
+type Order = (Schedule, u64, Option<u64>);
+
+/// What is known of the schedules on one mesh.
+#[derive(Default)]
+pub(super) struct Runs {
+    /// Seconds, by the bits of those of passes and messages.
+    seconds: RefCell<HashMap<(Order, Vec<u64>), Option<f64>>>,
+    /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
+    held: RefCell<HashMap<Copies, Option<Rc<[Held]>>>>,
+}
+
+/// The order, the bits of what passes take, and the bytes of a copy.
+type Copies = (Order, Vec<u64>, Vec<[u64; 3]>);
+
+impl Runs {
+    /// Seconds of all microbatches, whose passes and messages take so many: those that are known, or that a run finds.
+    pub fn seconds(
+        &self,
+        pipeline: &Pipeline,
+        (chunks, messages): (&[Lengths], &[f64]),
+        run: &dyn Fn() -> Option<f64>,
+    ) -> Option<f64> {
+        let bits = chunks.iter().flat_map(|own| bits(*own)).chain(messages.iter().map(|seconds| seconds.to_bits()));
+        known(&self.seconds, (order(pipeline), bits.collect()), run)
+    }
+}
+
+impl Mesh<'_> {
+    /// The copies of what each chunk holds, of which one of each kind has so many `bytes`, where passes run in the order
+    /// that their lengths make; of so many microbatches at the most.
+    pub fn held(
+        &self,
+        pipeline: &Pipeline,
+        most: u64,
+        lengths: &dyn Fn(u32) -> Lengths,
+        bytes: Vec<[u64; 3]>,
+    ) -> Option<Rc<[Held]>> {
+        let goes_by_lengths = pipeline.schedule.splits_backward();
+        let bits = (0..bytes.len() as u32).filter(|_| goes_by_lengths).flat_map(|chunk| bits(lengths(chunk)));
+        let key: Copies = (order(pipeline), bits.collect(), bytes);
+        let bytes = key.2.clone();
+        // Of an order of its own as many as are followed tell what all do; others hold as many as there are.
+        let microbatches = if goes_by_lengths { self.followed(most) } else { self.placed.microbatches };
+        known(&self.runs.held, key, &|| {
+            let orders = orders(pipeline, self.placed.mesh.degree("pp"), microbatches, lengths).ok()?;
+            Some(Held::of_chunks(pipeline, &orders, &bytes).into())
+        })
+    }
+}
+
+fn order(pipeline: &Pipeline) -> Order {
+    (pipeline.schedule, pipeline.per_stage, pipeline.in_flight)
+}
+
+fn bits(Lengths { forward, backward, weight }: Lengths) -> [u64; 3] {
+    [forward, backward, weight].map(f64::to_bits)
+}
+
+/// What is known under a key, or is found now.
+fn known<K: Hash + Eq, V: Clone>(all: &RefCell<HashMap<K, V>>, key: K, find: &dyn Fn() -> V) -> V {
+    if let Some(known) = all.borrow().get(&key) {
+        return known.clone();
+    }
+    let found = find();
+    all.borrow_mut().insert(key, found.clone());
+    found
+}
