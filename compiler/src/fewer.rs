@@ -10,6 +10,7 @@ use crate::options::{Batch, Options};
 use serde::Serialize;
 use shardc_ir::{Plan, Seconds};
 use shardc_passes::cluster::Cluster;
+use shardc_passes::search::Pins;
 
 /// The share of the devices' peak that no step exceeds.
 const MOST: f64 = 0.75;
@@ -45,7 +46,11 @@ pub fn fewer(
     if plan.prediction.mfu / share >= MOST {
         return Ok(None);
     }
-    let options = Options { dump_to: None, ..options.clone() };
+    let mut options = Options { dump_to: None, ..options.clone() };
+    // Where all are in no stages, fewer without them are enough to say so, and quickly planned.
+    if plan.stages() == 1 && Pins::parse(&options.pins)?.pp.is_none() {
+        options.pins = format!("{},pp=1", options.pins).trim_start_matches(',').to_string();
+    }
     let step = match compile(model, batch, &part(cluster, per_node, nodes), &options) {
         Ok(compiled) => compiled.plan().prediction.step,
         Err(Error::Plan(_)) => return Ok(None),

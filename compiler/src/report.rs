@@ -69,7 +69,7 @@ pub fn plan_text(plan: &Plan) -> String {
         let _ = writeln!(text, "train    refused: {message}; {fix}");
     }
     if plan.search.meshes > 0 {
-        text.push_str(&search_text(&plan.search));
+        text.push_str(&search_text(&plan.search, plan.stages() > 1));
     }
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
@@ -227,15 +227,22 @@ fn without_kernels(plan: &Plan) -> Option<String> {
 }
 
 /// How the plan was found, in two lines.
-fn search_text(search: &Search) -> String {
-    let Search { estimate, bound, gap, stopped, meshes, pruned, candidates, lowered } = search;
-    let gap = gap * 100.0;
+fn search_text(search: &Search, is_staged: bool) -> String {
+    let Search { estimate, gap, stopped, meshes, pruned, candidates, lowered, .. } = search;
+    let (gap, least) = (gap * 100.0, least(search, is_staged));
     format!(
-        "search   estimated at {estimate}, within {gap:.2}% of the least that is possible, {bound}: {stopped}\n         \
+        "search   estimated at {estimate}, within {gap:.2}% of the least that is possible{least}: {stopped}\n         \
          {} estimated, {lowered} lowered; {pruned} of {} left out by their bounds\n",
         counted(*candidates, "plan"),
         if *meshes == 1 { "1 mesh".to_string() } else { format!("{meshes} meshes") },
     )
+}
+
+/// What is known of the least that is possible, in stages and without.
+fn least(Search { bound, bound_of_others, .. }: &Search, is_staged: bool) -> String {
+    let (own, other) = if is_staged { ("stages", "plan of one stage") } else { ("one stage", "pipeline") };
+    bound_of_others
+        .map_or(format!(", {bound}"), |others| format!(" in {own}, {bound}, and no {other} takes less than {others}"))
 }
 
 /// The categories of a rank's memory.

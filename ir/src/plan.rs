@@ -217,10 +217,14 @@ pub enum Scope {
 pub struct Search {
     /// The plan's step as the search estimates it, before it is lowered and simulated.
     pub estimate: Seconds,
-    /// No plan of the searched space that fits is estimated to take less.
+    /// No plan of the searched space that fits is estimated to take less; where plans of one stage and pipelines were
+    /// searched, no plan of the plan's own kind.
     pub bound: Seconds,
     /// By how much the estimate exceeds the bound, as a share of the bound.
     pub gap: f64,
+    /// No plan of the other kind that fits is estimated to take less, where plans of one stage and pipelines were searched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound_of_others: Option<Seconds>,
     /// Why the search ended.
     pub stopped: String,
     /// Meshes (degrees and microbatches) of the searched space.

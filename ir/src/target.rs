@@ -11,7 +11,7 @@ use crate::units::Bytes;
 use std::fmt::Debug;
 
 /// The machine's side of a program.
-pub trait Target: Debug {
+pub trait Target: Debug + Sync {
     /// The scratch memory of an instruction with these local types, in the space of its results. An
     /// action that the target cannot run needs none; loading the program tells.
     fn scratch(&self, action: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes;
@@ -28,7 +28,7 @@ pub trait Target: Debug {
         false
     }
 
-    /// Whether plans with it are searched for this target without being asked for.
+    /// Whether plans with it are searched for this target without being asked for, if there is anything to gain.
     fn searches(&self, feature: Feature) -> bool {
         self.runs(feature)
     }

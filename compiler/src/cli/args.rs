@@ -91,9 +91,9 @@ pub struct RequestArgs {
 /// The plans that are considered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SearchArg {
-    /// What can be executed, without pipelines.
+    /// What can be executed; pipelines on GPUs of several nodes, or where nothing else fits.
     Runnable,
-    /// Also pipelines, and what no runtime here executes yet; `train` refuses the latter.
+    /// Pipelines everywhere, and what no runtime here executes yet; `train` refuses the latter.
     All,
 }
 

@@ -106,10 +106,13 @@ fn objective_of_equal(least: &[f64], chunks: usize, further: f64, segments: &dyn
     let within = |limit: f64| {
         let (mut from, mut sum, mut largest) = (0, 0.0, 0.0f64);
         for chunk in 0..chunks {
-            let places = ends(from, end, chunks - chunk - 1).take_while(|to| least[*to] - least[from] <= limit);
-            let fitting = places.filter(|to| segments.fits(chunk, from, *to));
-            let seconds = fitting.map(|to| (to, segments.seconds(chunk, from, to)));
-            let (to, seconds) = seconds.filter(|(_, seconds)| *seconds <= limit).last()?;
+            // The last that fits is likely the last that is short enough.
+            let places = ends(from, end, chunks - chunk - 1);
+            let first = *places.start();
+            let short = least[first..=*places.end()].partition_point(|until| until - least[from] <= limit);
+            let taken = |to: usize| segments.fits(chunk, from, to).then(|| (to, segments.seconds(chunk, from, to)));
+            let mut fitting = (first..first + short).rev().filter_map(taken);
+            let (to, seconds) = fitting.find(|(_, seconds)| *seconds <= limit)?;
             let once = segments.once(chunk, from, to);
             (from, sum, largest) = (to, sum + seconds + once, largest.max(seconds));
         }

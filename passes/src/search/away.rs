@@ -250,7 +250,7 @@ impl Room {
 pub(super) fn opens_without(space: &Space<'_, '_>) -> bool {
     let pins = Pins { offload: None, stage_offload: Vec::new(), ..space.pins.clone() };
     let away = Away { pin: None, is_pinned: false, ..space.away };
-    let visited = &mut Visited::new(away.room.device, false);
+    let visited = &mut Visited::within(away.room.device, f64::INFINITY);
     enumerate(&Space { pins: &pins, away, ..*space }, visited).is_ok()
 }
 

@@ -8,7 +8,7 @@
 //! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
-use super::sharing::{Collectives, Sharing};
+use super::sharing::{Collectives, Filling, Sharing};
 use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
@@ -46,13 +46,66 @@ pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
     scaled(placed, Relaxed::new(prepared, placed, Sharing::least(placed.mesh)).cost(0.0))
 }
 
+/// As [`least`], of pipelines, if they take no more seconds than are asked about.
+pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InStages<'_>) -> f64 {
+    let InStages { free, zero, limit, orders } = *asked;
+    let (spread, stages) = (step::spread(placed.cluster.ranks()), placed.mesh.degree("pp") as f64);
+    let sharing = Sharing::least(placed.mesh);
+    let mut relaxed = Relaxed::new(prepared, placed, sharing);
+    let whole = scaled(placed, relaxed.cost(0.0));
+    if whole > limit {
+        return whole;
+    }
+    let rate = placed.microbatches as f64 * spread / limit;
+    let of = |Order { waits, splits_backward }: Order| {
+        let share = waits * (stages - 1.0) / placed.microbatches as f64;
+        relaxed.share(sharing.in_stages(Filling { share, rate, splits_backward }, zero));
+        let mut at = |price: f64, free: f64| scaled(placed, relaxed.cost(price) - price * free);
+        let mut found = at(0.0, 0.0);
+        let Some(free) = free else { return found };
+        let unit = found / free / scaled(placed, 1.0);
+        // What a price gives is concave in it.
+        for price in PRICES.map(|price| price * unit) {
+            let seconds = at(price, free);
+            if seconds <= found {
+                break;
+            }
+            found = seconds;
+            if found > limit {
+                break;
+            }
+        }
+        found
+    };
+    orders.iter().copied().map(of).fold(f64::INFINITY, f64::min).max(whole)
+}
+
+/// What is asked of a bound of pipelines.
+#[derive(Clone, Copy, Debug)]
+pub struct InStages<'a> {
+    /// What a rank of each stage may take, in bytes, all together, if that is all there is.
+    pub free: Option<f64>,
+    /// The last ZeRO stage.
+    pub zero: u64,
+    /// The seconds of a step above which plans are not asked about.
+    pub limit: f64,
+    /// What is known of the orders of passes that there are.
+    pub orders: &'a [Order],
+}
+
+/// What is known of an order of passes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Order {
+    /// How long a stage waits at the least for each of the others while the pipeline fills and drains, as a share of a
+    /// microbatch in a stage.
+    pub waits: f64,
+    /// Whether the gradients of weights may come later.
+    pub splits_backward: bool,
+}
+
 /// As [`least`], of the plans that fit in memory, with what the data ranks say to each other; `least` is what
 /// that gave.
 pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<'_>, least: f64) -> f64 {
-    // In a pipeline a rank holds a part of the model, which a bound over all of it does not see.
-    if placed.mesh.degree("pp") > 1 {
-        return least;
-    }
     let mut relaxed = Relaxed::new(prepared, placed, Sharing::least(placed.mesh));
     let ways = asked.stored.iter().flat_map(|(mesh, stages)| stages.iter().map(move |zero| (mesh, *zero)));
     let bound = ways.fold(f64::INFINITY, |bound, (mesh, zero)| {

@@ -7,7 +7,7 @@ use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
 use super::{Candidate, Confirm, PlanError, Space, astray, build, casts, enumerate, overlap, sort};
 use shardc_ir::Plan;
-use shardc_ir::plan::Prediction;
+use shardc_ir::plan::{Prediction, Search};
 use std::collections::BTreeMap;
 
 /// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
@@ -54,19 +54,47 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     known[1..].iter().map(|index| candidates[*index].clone()).chain(in_chunks).collect()
 }
 
-/// The best plan of the meshes that are visited, and its estimated step.
+/// What comes of the meshes that are visited.
+pub(super) enum Chosen {
+    /// The best plan. Of its search it has the estimate, the counts of plans, and what else there is to say of them.
+    Best {
+        /// The plan.
+        plan: Box<Plan>,
+        /// The seconds that are known of its step where others are left out.
+        step: f64,
+        /// What was left out ([`Told::left_out`]).
+        left_out: (u64, u64),
+    },
+    /// None that promises to be faster than what is known.
+    Slower {
+        /// The fastest that fits by its estimate.
+        fastest: Option<Box<Candidate>>,
+        /// How many were predicted.
+        candidates: u64,
+    },
+}
+
+/// The best plan of the meshes that are visited.
 pub(super) fn choose(
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
     visited: &mut Visited,
-) -> Result<(Plan, f64), PlanError> {
+) -> Result<Chosen, PlanError> {
     let mut candidates = enumerate(space, visited)?;
     sort(&mut candidates);
+    if visited.against < f64::INFINITY {
+        let fastest = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned().map(Box::new);
+        let all = candidates.len() as u64;
+        candidates.retain(|candidate| candidate.prediction.step.0 <= visited.against);
+        if !candidates.iter().any(|candidate| candidate.prediction.fits()) {
+            return Ok(Chosen::Slower { fastest, candidates: all });
+        }
+    }
     let make =
         |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
     std::thread::scope(|scope| {
         let lowering = Lowering::new(scope, confirm, &make, space.cluster);
-        chosen(space, (confirm, &lowering), visited, candidates)
+        chosen(space, (confirm, &lowering), candidates)
     })
 }
 
@@ -74,9 +102,8 @@ pub(super) fn choose(
 fn chosen(
     space: &Space<'_, '_>,
     (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_, '_, '_>),
-    visited: &Visited,
     mut candidates: Vec<Candidate>,
-) -> Result<(Plan, f64), PlanError> {
+) -> Result<Chosen, PlanError> {
     let mut refused: Refused = Vec::new();
     let mut unmade = None;
     let exact = |candidate: &Candidate| lowering.plan(candidate);
@@ -173,19 +200,16 @@ fn chosen(
     lowered.iter_mut().filter(|of| of.0 == index).for_each(|of| of.1 = plan.prediction);
     let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
-    let step = candidates[index].prediction.step.0;
-    if space.meshes.is_none() {
-        plan.search = visited.report(space, step, told.left_out())?;
-    }
-    plan.search.candidates = candidates.len() as u64;
-    plan.search.lowered = lowering.count.get();
+    let left_out = told.left_out();
+    let (estimate, all) = (candidates[index].prediction.step, candidates.len() as u64);
+    plan.search = Search { estimate, candidates: all, lowered: lowering.count.get(), ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {
         plan.search.stopped += "; estimate and bound are those of plans without chunks";
     }
-    let step = if in_chunks { step.min(plan.prediction.step.0) } else { step };
     casts::told(&plan.choice, &mut plan.search, confirm.is_some());
     plan.choice += &space.pins.unnamed();
-    Ok((plan, step))
+    let step = if in_chunks { estimate.0.min(plan.prediction.step.0) } else { estimate.0 };
+    Ok(Chosen::Best { plan: Box::new(plan), step, left_out })
 }

@@ -1,10 +1,14 @@
 //! The search against all that it leaves out, on small random models and clusters.
 
 use super::away::Away;
-use super::bound::{Asked, least, least_fitting};
+use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
+use super::choose::{Chosen, choose};
 use super::estimate::Shape;
+use super::line::Line;
+use super::rounds::Pipelines;
+use super::schedules::orders;
 use super::visit::Visited;
-use super::{Candidate, Degrees, Pins, Recompute, Space, choose, enumerate, model_work, place_batch, search};
+use super::{Candidate, Degrees, Pins, Recompute, Space, enumerate, model_work, place_batch, search};
 use crate::cluster::Cluster;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;
@@ -34,7 +38,7 @@ fn request(batch: u64, memory: u64) -> Request {
 
 /// The bytes between which plans begin to fit and all do.
 fn range(space: &Space<'_, '_>) -> (u64, u64) {
-    let all = enumerate(space, &mut Visited::new(Bytes(u64::MAX), false)).unwrap();
+    let all = enumerate(space, &mut Visited::within(Bytes(u64::MAX), f64::INFINITY)).unwrap();
     let bytes = |candidate: &Candidate| candidate.prediction.memory.total().0;
     (all.iter().map(bytes).min().unwrap() * 7 / 8, all.iter().map(bytes).max().unwrap())
 }
@@ -49,14 +53,14 @@ proptest! {
         let prepared = prepare(&graph, batch, &NoScratch);
         let (pins, free) = (Pins::default(), request(batch, u64::MAX));
         let away = Away::default();
-        let space = Space { prepared: &prepared, line: None, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false, measure: Default::default() };
+        let space = Space { prepared: &prepared, line: None, pipelines: Pipelines::Never, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away, with_unfit: false, measure: Default::default() };
         let (low, high) = range(&space);
         let memory = low + ((high - low) as f64 * share) as u64;
         let request = request(batch, memory);
         let space = Space { request: &request, ..space };
         let work = model_work(&graph, &cluster);
         let mut best = f64::INFINITY;
-        for degrees in enumerate(&space, &mut Visited::new(Bytes(memory), false)).unwrap().iter().map(|c| &c.degrees) {
+        for degrees in enumerate(&space, &mut Visited::within(Bytes(memory), f64::INFINITY)).unwrap().iter().map(|c| &c.degrees) {
             let mesh = degrees.mesh(batch);
             let mut placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
             let conversions = place_axes(&prepared, &mut placed, 0.0);
@@ -135,6 +139,37 @@ proptest! {
         }
     }
 
+    /// Pipelines take no less than the bound of their mesh says, however little memory there is.
+    #[test]
+    fn no_pipeline_is_below_its_bound(
+        (seed, nodes) in (any::<u64>(), 10usize..40),
+        width in prop_oneof![Just(1024u64), Just(4096), Just(8192)],
+        cluster in 1..CLUSTERS.len(),
+        share in 0.0..1.0,
+    ) {
+        // Products are the most of it, so that bounds are not far below.
+        let batch = 8 * width;
+        let graph = residual(Sizes { seed, nodes, batch, width, dtype: DType::Bf16 }).unwrap();
+        let cluster = Cluster::parse(CLUSTERS[cluster], "h200").unwrap();
+        let prepared = prepare(&graph, batch, &NoScratch);
+        let line = Line::new(&prepared);
+        let (pins, free) = (Pins::default(), request(batch, u64::MAX));
+        let space = Space { prepared: &prepared, line: Some(&line), pipelines: Pipelines::Alone, meshes: None, cluster: &cluster, others: &[], request: &free, pins: &pins, away: Away::default(), with_unfit: false, measure: Default::default() };
+        let (low, high) = range(&space);
+        let request = request(batch, low + ((high - low) as f64 * share) as u64);
+        let space = Space { request: &request, ..space };
+        let Ok(all) = enumerate(&space, &mut Visited::within(request.device_memory, f64::INFINITY)) else { return Ok(()) };
+        for of in all.iter().filter(|of| of.prediction.fits()) {
+            let mesh = of.degrees.mesh(batch);
+            let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
+            let free = cluster.rooms(&mesh, request.device_memory).iter().map(|room| room.0 as f64).sum();
+            let Seconds(limit) = of.prediction.step;
+            let asked = InStages { free: Some(free), zero: of.zero, limit, orders: &orders(&pins) };
+            let bound = least_in_stages(&prepared, &placed, &asked);
+            prop_assert!(bound <= limit * (1.0 + 1e-9), "{bound} for {limit} of {}", of.choice());
+        }
+    }
+
     /// The cost graphs of models are solved as the integer program solves them.
     #[test]
     fn layouts_are_those_of_the_integer_program(seed in any::<u64>(), nodes in 6usize..14, data in 1u64..3) {
@@ -164,6 +199,7 @@ fn the_same_request_gives_the_same_plan() {
     let space = Space {
         prepared: &prepared,
         line: None,
+        pipelines: Pipelines::Never,
         meshes: None,
         cluster: &cluster,
         others: &[],
@@ -180,8 +216,12 @@ fn the_same_request_gives_the_same_plan() {
         assert_eq!(plan(), plan());
     }
     let space = Space { request: &request(64, low * 2), ..space };
-    let all = choose(&space, None, &mut Visited::new(Bytes(low * 2), false)).unwrap().0;
+    let mut visited = Visited::within(Bytes(low * 2), f64::INFINITY);
+    let Chosen::Best { plan: all, .. } = choose(&space, None, &mut visited).unwrap() else {
+        panic!("nothing is known")
+    };
     let pruned = search(&graph, &cluster, space.request, &pins, &NoScratch).unwrap();
-    assert_eq!((all.choice, all.search.bound), (pruned.choice, pruned.search.bound));
-    assert_eq!(all.search.pruned, 0);
+    let bound = visited.bound(&space).unwrap().unwrap().min(all.search.estimate.0);
+    assert_eq!((all.choice, Seconds(bound)), (pruned.choice, pruned.search.bound));
+    assert_eq!(visited.pruned, 0);
 }

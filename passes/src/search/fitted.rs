@@ -116,9 +116,8 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
         ..space.pins.clone()
     };
     let meshes = Some(std::slice::from_ref(&of.degrees));
-    let line = space.line.filter(|_| stages.is_some());
-    let space = Space { pins: &pins, meshes, line, measure, ..*space };
-    let mut found = match enumerate(&space, &mut Visited::new(space.away.room.device, false)) {
+    let space = Space { pins: &pins, meshes, measure, ..*space };
+    let mut found = match enumerate(&space, &mut Visited::within(space.away.room.device, f64::INFINITY)) {
         Err(error @ PlanError::Bug(_)) => return Err(error),
         found => found.unwrap_or_default(),
     };

@@ -333,7 +333,7 @@ impl Lives {
             }
         }
         all.give(prepared, &life);
-        all.count_at_turn(prepared);
+        all.at_turn = all.at_turn_in(prepared, &|_, _| 1.0);
         all.pieces = Pieces::new(&all);
         all
     }
@@ -368,20 +368,23 @@ impl Lives {
         }
     }
 
-    fn count_at_turn(&mut self, prepared: &Prepared<'_>) {
+    /// What lives where the backward pass starts, per result of a class: those that stay, and those that can be computed
+    /// again. Each counts as often as is said of the nodes that make it and that read it for the last time.
+    pub fn at_turn_in(&self, prepared: &Prepared<'_>, copies: &dyn Fn(usize, usize) -> f64) -> Vec<Vec<[f64; 2]>> {
         let results = |class: &crate::fold::Class| prepared.graph.node(class.node).results.len();
-        self.at_turn = prepared.folded.classes.iter().map(|class| vec![[0.0; 2]; results(class)]).collect();
+        let mut found: Vec<_> = prepared.folded.classes.iter().map(|class| vec![[0.0; 2]; results(class)]).collect();
         let is_backward = |node: &shardc_ir::Node| matches!(node.role, Role::Backward(_));
-        let Some((turn, _)) = prepared.graph.nodes().find(|(_, node)| is_backward(node)) else { return };
+        let Some((turn, _)) = prepared.graph.nodes().find(|(_, node)| is_backward(node)) else { return found };
         // Of the head in chunks, less lives than the whole.
         let passing = prepared.head.iter().flat_map(|head| head.passing(prepared.graph));
         let cut: Vec<usize> = passing.map(|(id, _)| prepared.folded.class[id]).collect();
         for life in self.lives.iter().filter(|life| life.made < turn.index() && life.last > turn.index()) {
             let can_go = life.block.is_some_and(|block| self.backward[block as usize] > life.last_forward);
             if !cut.contains(&life.class) {
-                self.at_turn[life.class][life.result][usize::from(can_go)] += 1.0;
+                found[life.class][life.result][usize::from(can_go)] += copies(life.made, life.last);
             }
         }
+        found
     }
 
     /// The class and result of each gradient that is read behind the loop.

@@ -3,6 +3,7 @@
 use super::choose::kin;
 use super::degrees::Degrees;
 use super::overstated::Refused;
+use super::rounds::Pipelines;
 use super::undivided::{OTHER_RANKS, Undivided};
 use super::{Candidate, PlanError, Space};
 use shardc_ir::plan::{Alternative, Memory, Prediction, Scope};
@@ -26,7 +27,7 @@ fn wider(space: &Space<'_, '_>, is_staged: bool) -> Option<String> {
 }
 
 /// Runners-up that are told of.
-const TOLD: usize = 12;
+pub(super) const TOLD: usize = 12;
 
 /// What came of the candidates. Those that were lowered have their exact predictions.
 pub(super) struct Told<'a> {
@@ -149,7 +150,7 @@ fn needs(prediction: &Prediction) -> String {
 }
 
 /// By how much a plan is slower, and what makes it so.
-fn slower(prediction: &Prediction, winner: &Prediction) -> String {
+pub(super) fn slower(prediction: &Prediction, winner: &Prediction) -> String {
     let percent = 100.0 * (prediction.step.0 / winner.step.0 - 1.0);
     let parts = [
         ("communication", prediction.exposed_communication, winner.exposed_communication),
@@ -183,6 +184,24 @@ pub(super) fn breakdown(memory: &Memory) -> String {
 
 fn largest(memory: &Memory) -> (&'static str, Bytes) {
     parts(memory).into_iter().max_by_key(|(_, bytes)| *bytes).unwrap_or_default()
+}
+
+/// Why a search ended, after plans were left out that are faster by their estimates ([`Told::left_out`]).
+pub(super) fn stopped(space: &Space<'_, '_>, is_proven: bool, left_out: (u64, u64)) -> String {
+    match left_out {
+        (0, untried) if is_proven => {
+            let of = if untried == 0 { "its space" } else { "those whose estimates fit" };
+            let is_free = space.prepared.head.is_some() && space.pins.loss_chunks.is_none();
+            let head = if is_free { ", in which the head is cut by its tokens" } else { "" };
+            format!("it is the best of {of}{head}")
+        }
+        (0, _) => "every mesh was solved, or left out by its bound".to_string(),
+        (refused, _) => {
+            let (plans, do_not) =
+                if refused == 1 { ("plan that is", "does not") } else { ("plans that are", "do not") };
+            format!("{refused} {plans} faster or leaner by estimates {do_not} fit when lowered")
+        }
+    }
 }
 
 /// Why nothing fits, by what needs the least of what was lowered, or of the estimates if nothing was.
@@ -245,7 +264,7 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
         fixes.push(LEANER.to_string());
     }
     if request.scope == Scope::Runnable && !space.away.is_pinned {
-        fixes.extend(wider(space, is_staged));
+        fixes.extend(wider(space, space.pipelines != Pipelines::Never || pins.pp.is_some()));
     }
     PlanError::Infeasible {
         bound,

@@ -12,7 +12,7 @@ use shardc_ir::plan::Prediction;
 pub(super) type Refused = Vec<(usize, Prediction)>;
 
 /// Estimates up to so many times the bound may be of plans that fit.
-const NEAR: f64 = 1.5;
+pub(super) const NEAR: f64 = 1.5;
 
 /// So many times, for the leanest of all: of convolutions with much that is computed again the estimate is twice what
 /// programs take.

@@ -13,6 +13,7 @@ use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Bytes, Graph, Mesh, Node, NodeId, Strategy};
 use std::collections::BTreeMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// The share of the memory from which the logits and their derivative are worth to be cut further.
 const LEAST_HEAD: f64 = 0.02;
@@ -94,7 +95,7 @@ pub(super) fn solved<'a>(
     let (own, of_others) = place_axes_seen(prepared, &mut placed, byte, others);
     let chunks = loss_chunks(prepared, &placed, pins);
     let seen = |(cluster, conversions): (&'a Cluster, Vec<Conversion>)| {
-        let locals = if cluster == placed.cluster { Rc::clone(&placed.locals) } else { prepared.locals(cluster) };
+        let locals = if cluster == placed.cluster { Arc::clone(&placed.locals) } else { prepared.locals(cluster) };
         Seen::new(prepared, Placed { cluster, locals, ..placed.clone() }, conversions, chunks, meshes)
     };
     let others = others.iter().zip(of_others).map(seen).collect();

@@ -1,6 +1,7 @@
 //! The schedules that are tried, and why pins leave none.
 
 use super::PlanError;
+use super::bound::Order;
 use super::line::Line;
 use super::pins::Pins;
 use crate::divisors::divisors;
@@ -27,6 +28,21 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
         open.push((Schedule::Interleaved, per_stage));
     }
     open
+}
+
+/// Of a microbatch in a stage, the least that is its forward pass, where much is computed again in the backward pass.
+const FORWARD: f64 = 0.25;
+
+/// What is known of the orders of the schedules that pins leave open.
+pub(super) fn orders(pins: &Pins) -> Vec<Order> {
+    let all = schedules(pins);
+    let of = |splits: bool| {
+        let alike = all.iter().filter(move |(schedule, _)| schedule.splits_backward() == splits);
+        let most = alike.map(|(_, per_stage)| *per_stage).max()?;
+        // Where backward passes are split there may be something else to do, but before the first forward pass has come.
+        Some(Order { waits: if splits { FORWARD } else { 1.0 } / most as f64, splits_backward: splits })
+    };
+    [false, true].into_iter().filter_map(of).collect()
 }
 
 /// Of how many chunks a stage of a schedule may hold what forward passes leave, from the most to the least; where that

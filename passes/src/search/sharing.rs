@@ -32,6 +32,21 @@ impl Collectives {
     }
 }
 
+/// What no order of a pipeline's passes avoids.
+///
+/// A value of the forward pass is held until its backward pass has come back to the chunk that made it. If that takes at
+/// least `r` of the `t` seconds of a step for each of `m` microbatches, `m r / t` of them are under way on average, and
+/// at least as many at some time (Little, "A proof for the queuing formula L = lambda W", 1961).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Filling {
+    /// What stages wait while the pipeline fills and drains, as a share of what they compute.
+    pub share: f64,
+    /// Microbatches of a step for each of its seconds at the most; none, if one is under way at a time.
+    pub rate: f64,
+    /// Whether the gradients of weights may come later.
+    pub splits_backward: bool,
+}
+
 /// The parts, and what talking about them costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sharing {
@@ -47,6 +62,8 @@ pub struct Sharing {
     pub is_dropped: bool,
     /// Seconds of latency, whatever is gathered and reduced.
     pub latency: f64,
+    /// What no order of a pipeline's passes avoids.
+    pub filling: Filling,
     /// Data ranks that store one copy.
     inner: u64,
     /// Whether it is about no way of storing, but less than any of them.
@@ -65,6 +82,7 @@ impl Sharing {
             gather: none,
             is_dropped: false,
             latency: 0.0,
+            filling: Filling::default(),
             inner,
             is_least: true,
         }
@@ -105,9 +123,18 @@ impl Sharing {
             is_dropped: zero == 3,
             latency: gathered * gather * start(&|bytes| gathering(copies, bytes))
                 + collectives.buckets * reduce * start(&|bytes| reducing(copies, bytes)),
+            filling: Filling::default(),
             inner: storage.inner(),
             is_least: false,
         }
+    }
+
+    /// The same in a pipeline, of a ZeRO stage at the most.
+    pub fn in_stages(mut self, filling: Filling, most: u64) -> Self {
+        self.zero = self.zero.min(most);
+        self.kernels *= 1.0 + filling.share;
+        self.filling = filling;
+        self
     }
 
     /// Among how many ranks that is stored which a class makes of parameters, or the gradient of which it reads, under a

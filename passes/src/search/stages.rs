@@ -45,6 +45,10 @@ use std::cell::Cell;
 use std::collections::BTreeSet;
 use step::MOST_FOLLOWED;
 
+/// The ZeRO stage up to which pipelines are tried: gradients that are reduced in every microbatch cost more than they save
+/// here, unless they are asked for.
+pub(super) const MOST_ZERO: u64 = 1;
+
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stages {
@@ -160,7 +164,7 @@ pub(super) fn solve(
         work,
         spare,
         with_unfit,
-        far: visited.far(),
+        far: visited.limit_in_stages(),
         cut: f64::INFINITY.into(),
         runs: Runs::default(),
     };
@@ -246,11 +250,13 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     }
     let again = &Recomputed::new(mesh, pins);
     let shape = &mesh.seen[0][0].shape;
-    for (schedule, per_stage) in schedules(pins) {
-        // Gradients that are reduced in every microbatch cost more than they save here, unless they are asked for.
+    // As many stages, there are no more chunks than are worth a try, unless they are asked for.
+    let is_asked = pins.schedule.is_some() || pins.virtual_stages.is_some();
+    let most = if is_asked { u64::MAX } else { mesh.line.most() };
+    for (schedule, per_stage) in schedules(pins).into_iter().filter(|of| of.1 == 1 || stages * of.1 <= most) {
         let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
-            true => zero == 1,
-            false => zero == 0 || (zero == 1 && has_copies),
+            true => zero == MOST_ZERO,
+            false => zero == 0 || (zero == MOST_ZERO && has_copies),
         };
         for (storage, degrees) in mesh.degrees.iter().enumerate() {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
@@ -358,6 +364,9 @@ impl Tries<'_> {
         let held = &mesh.held(&self.pipeline, MOST_FOLLOWED, &|_| sums.lengths(), bytes)?;
         let problem =
             Problem { tries: self, agains, levels: &levels, choice: &choice, held, known: Default::default() };
+        if problem.lacks() && !mesh.with_unfit {
+            return Some(false);
+        }
         let Solution { cuts, mut recompute, lengths, offload, relief, prediction } = problem.solve()?;
         let most = recompute.iter().copied().max().unwrap_or(Recompute::None);
         if recompute.iter().all(|own| *own == most) {
@@ -402,7 +411,8 @@ impl Tries<'_> {
         let (mut first, mut last) = (None, None);
         for index in (0..ways.len()).filter(|index| !self.is_far(*index)) {
             let again = [self.again(index, self.again.sums(index))];
-            let fits = self.try_out(candidates, &again, Levels::on_device([0]), Choice::All(0));
+            let levels = Levels::on_device([0]);
+            let fits = self.try_out(candidates, &again, levels, Choice::All(0));
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);
             }

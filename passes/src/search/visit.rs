@@ -1,19 +1,25 @@
 //! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need
 //! no solution (branch and bound).
 
-use super::bound::{Asked, least, least_fitting};
+use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
 use super::choose::CLOSE;
-use super::{Candidate, Degrees, PlanError, Point, Space, place_batch, zero_stages};
+use super::schedules::orders;
+use super::stages::MOST_ZERO;
+use super::whole::zero_stages;
+use super::{Candidate, Degrees, PlanError, Point, Space, place_batch};
 use crate::shard::family::{copy_axes, searched_axes};
-use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::plan::Search;
+use crate::shard::tensor::Placed;
 use shardc_ir::{Bytes, Seconds};
 
 /// A bound within this share of the best plan is not made any tighter.
 const NEAR: f64 = 0.005;
 
-/// By how much slower than the fastest known step a pipeline may be where plans that were thought to fit did not.
+/// By how much slower than the fastest known step a pipeline may be at the most.
 const FAR: f64 = 1.1;
+
+/// The share of another plan's step that a plan has to take at the most by its estimate, if it is to be faster: estimates
+/// of pipelines are by so much too low where waits of stages for each other's messages are many.
+const PROMISING: f64 = 0.97;
 
 /// A mesh, and what is known of its plans.
 struct Known {
@@ -33,7 +39,11 @@ struct Known {
 /// The meshes so far.
 pub struct Visited {
     memory: Bytes,
-    prunes: bool,
+    /// The seconds of a step above which no plan is looked for, whatever is found; if nothing is said, those of plans that
+    /// are close to the fastest.
+    limit: Option<f64>,
+    /// The seconds above which no plan is faster than what is known beside the meshes.
+    pub against: f64,
     known: Vec<Known>,
     /// The fastest plan found that fits.
     pub best: f64,
@@ -41,44 +51,101 @@ pub struct Visited {
     pub pruned: u64,
     /// Whether what was left out of the latest microbatches may fit, though nothing that was found does.
     pub may_fit: bool,
-    /// The least bound of those.
+    /// The least bound of those that may be faster than what is known.
     pub cut: f64,
 }
 
 impl Visited {
-    /// None yet. `memory` is what a rank may take wherever it is; `prunes` says whether meshes may be left out.
-    pub fn new(memory: Bytes, prunes: bool) -> Self {
-        Self { memory, prunes, known: Vec::new(), best: f64::INFINITY, pruned: 0, may_fit: false, cut: f64::INFINITY }
+    /// None yet. `memory` is what a rank may take wherever it is.
+    pub fn new(memory: Bytes) -> Self {
+        let (known, none) = (Vec::new(), f64::INFINITY);
+        Self { memory, limit: None, against: none, known, best: none, pruned: 0, may_fit: false, cut: none }
+    }
+
+    /// None yet; plans are looked for that take up to so many seconds, whatever is found.
+    pub fn within(memory: Bytes, limit: f64) -> Self {
+        Self { limit: Some(limit), ..Self::new(memory) }
+    }
+
+    /// The same beside a plan that is known to take so many seconds.
+    pub fn against(self, step: f64) -> Self {
+        Self { against: PROMISING * step, ..self }
+    }
+
+    /// None yet, with what is known of the best plan.
+    pub fn fork(&self) -> Self {
+        let Self { memory, limit, against, best, .. } = *self;
+        Self { limit, against, best, ..Self::new(memory) }
+    }
+
+    /// Takes in what a fork has seen.
+    pub fn join(&mut self, other: Self) {
+        self.known.extend(other.known);
+        (self.best, self.cut) = (self.best.min(other.best), self.cut.min(other.cut));
+        self.pruned += other.pruned;
+    }
+
+    /// The meshes, those that were left out included.
+    pub fn meshes(&self) -> u64 {
+        self.known.len() as u64
+    }
+
+    /// The seconds of a step above which no plan is looked for.
+    fn limit(&self) -> f64 {
+        self.limit.unwrap_or(CLOSE * self.best).min(self.against)
+    }
+
+    /// The same of pipelines.
+    pub fn limit_in_stages(&self) -> f64 {
+        self.limit().min(FAR * self.best)
     }
 
     /// Whether a mesh, of which only the batch is placed, may have a plan that is worth to be solved: one
     /// that may be the best, or so close to it that its programs decide.
-    pub fn opens(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
-        let stages = degrees.degree("pp");
-        let is_whole = stages == 1 && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
-        let least = match is_whole {
-            true => 0.0,
+    pub fn opens(&mut self, space: &Space<'_, '_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
+        let (prepared, is_staged) = (space.prepared, degrees.degree("pp") > 1);
+        let is_whole = !is_staged && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
+        let least = match (is_whole, is_staged) {
+            (true, _) => 0.0,
+            (false, false) => least(prepared, placed),
             // Stages on several kinds of nodes may be faster than the slowest kind.
-            false if stages > 1 && placed.cluster.parts.len() > 1 => {
+            (false, true) if placed.cluster.parts.len() > 1 => {
                 let cluster = &placed.cluster.fastest();
                 let routes = Default::default();
                 let placed = Placed { cluster, locals: prepared.locals(cluster), routes, ..placed.clone() };
-                least(prepared, &placed)
+                self.least_in_stages(space, &placed)
             }
-            false => least(prepared, placed),
+            (false, true) => self.least_in_stages(space, placed),
         };
         // What memory costs is known of whole models.
-        let is_tight = is_whole || stages > 1;
+        let is_tight = is_whole || is_staged;
         let (degrees, stored) = (degrees.clone(), point.degrees.clone());
         self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
-        let opens = self.is_open(least);
+        let opens = least <= if is_staged { self.limit_in_stages() } else { self.limit() };
+        if !opens {
+            self.leave_out(least);
+        }
         self.pruned += u64::from(!opens);
         opens
     }
 
+    /// The least that pipelines of a mesh take which are worth to be found.
+    fn least_in_stages(&self, space: &Space<'_, '_>, placed: &Placed<'_>) -> f64 {
+        let Space { prepared, cluster, request, pins, away, measure, .. } = *space;
+        let rooms = cluster.rooms(placed.mesh, request.device_memory).into_iter();
+        let free = rooms.map(|room| measure.room(room).0 as f64).sum::<f64>();
+        let asked = InStages {
+            free: Some(free).filter(|_| !away.moves()),
+            zero: pins.zero.unwrap_or(MOST_ZERO),
+            limit: self.limit_in_stages(),
+            orders: &orders(pins),
+        };
+        least_in_stages(prepared, placed, &asked)
+    }
+
     /// Whether plans that take at least so many seconds are worth to be found.
     pub fn is_open(&mut self, least: f64) -> bool {
-        let opens = !self.prunes || least <= CLOSE * self.best;
+        let opens = least <= self.limit();
         if !opens {
             self.leave_out(least);
         }
@@ -87,57 +154,32 @@ impl Visited {
 
     /// Plans are left out that take at least so many seconds.
     pub fn leave_out(&mut self, least: f64) {
-        self.cut = self.cut.min(least);
-    }
-
-    /// Seconds of a step from which on a pipeline is not worth a try.
-    pub fn far(&self) -> f64 {
-        self.best * if self.prunes { CLOSE } else { FAR }
+        if least <= self.against {
+            self.cut = self.cut.min(least);
+        }
     }
 
     /// Takes the plans of the latest mesh in.
     pub fn add(&mut self, candidates: &[Candidate]) {
-        let fits = || candidates.iter().filter(|candidate| candidate.prediction.fits());
-        let best = fits().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+        let fits = candidates.iter().filter(|candidate| candidate.prediction.fits());
+        let best = fits.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
         self.best = self.best.min(best);
         if let Some(known) = self.known.last_mut() {
             known.best = known.best.min(best);
         }
     }
 
-    /// How the search went that found a plan with an estimated step of so many seconds, after `refused` others had
-    /// turned out not to fit when lowered; `untried` that are faster do not fit by their estimates alone.
+    /// No plan of any mesh that fits is predicted to take less: the least of their bounds, where the lowest is made as
+    /// tight as can be before it counts. None where there is no mesh.
     ///
     /// # Errors
     /// Only a bug.
-    pub fn report(&self, space: &Space<'_, '_>, step: f64, left_out: (u64, u64)) -> Result<Search, PlanError> {
-        // The bound is that of plans whose estimates fit.
-        let bound = self.bound(space)?.min(step);
-        let gap = step / bound - 1.0;
-        let stopped = match left_out {
-            (0, untried) if gap <= 1e-9 => {
-                let of = if untried == 0 { "its space" } else { "those whose estimates fit" };
-                let is_free = space.prepared.head.is_some() && space.pins.loss_chunks.is_none();
-                let head = if is_free { ", in which the head is cut by its tokens" } else { "" };
-                format!("it is the best of {of}{head}")
-            }
-            (0, _) => "every mesh was solved, or left out by its bound".to_string(),
-            (refused, _) => {
-                let (plans, do_not) =
-                    if refused == 1 { ("plan that is", "does not") } else { ("plans that are", "do not") };
-                format!("{refused} {plans} faster or leaner by estimates {do_not} fit when lowered")
-            }
-        };
-        let meshes = self.known.len() as u64;
-        let (estimate, bound) = (Seconds(step), Seconds(bound));
-        Ok(Search { estimate, bound, gap, stopped, meshes, pruned: self.pruned, ..Search::default() })
-    }
-
-    /// No plan of any mesh that fits is predicted to take less: the least of the meshes' bounds, where the
-    /// lowest is made as tight as can be before it counts.
-    fn bound(&self, space: &Space<'_, '_>) -> Result<f64, PlanError> {
+    pub fn bound(&self, space: &Space<'_, '_>) -> Result<Option<f64>, PlanError> {
         let Space { prepared, cluster, request, pins, away, .. } = *space;
         let memory = Some(self.memory).filter(|_| !away.moves());
+        if self.known.is_empty() {
+            return Ok(None);
+        }
         let bound = |known: &Known| (if known.is_whole { known.best } else { known.least }, known.is_tight);
         let mut bounds: Vec<(f64, bool)> = self.known.iter().map(bound).collect();
         // The bound that counts in the end is the least: none need be tighter than one that is as tight as can be.
@@ -145,10 +187,10 @@ impl Visited {
         loop {
             let lowest = bounds.iter_mut().zip(&self.known).min_by(|a, b| a.0.0.total_cmp(&b.0.0));
             let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
-                return Ok(self.best);
+                return Ok(Some(self.best));
             };
             if *is_tight || *bound * (1.0 + NEAR) >= self.best {
-                return Ok(*bound);
+                return Ok(Some(*bound));
             }
             let mesh = known.degrees.mesh(request.batch);
             if let Some(placed) = place_batch(prepared, &mesh, cluster)? {

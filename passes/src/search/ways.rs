@@ -7,6 +7,7 @@ use crate::shard::tensor::Prepared;
 use shardc_ir::plan::{Request, Scope};
 use shardc_ir::{Choice, FactorKind, Feature, Op};
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 
 /// One way to divide the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,40 +58,44 @@ const LONG: u64 = 1 << 15;
 /// again, and so on.
 const MORE_NODES: u64 = 2;
 
+/// The same in a pipeline, which gathers what is updated once in a step: the number hardly matters.
+const MORE_IN_STAGES: u64 = 4;
+
 /// Degrees from which two axes are tried beside one: what a product over two of `n` ranks in all
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
-/// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, or up
-/// to [`SPARE`] times the ranks that there are for each sample.
+/// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, or of one
+/// in a pipeline, or up to [`SPARE`] times the ranks that there are for each sample.
 const FEW: u64 = 32;
 
 /// See [`FEW`].
 const SPARE: u64 = 2;
 
-/// Every way, in a fixed order, with at most so many pipeline stages that are not pinned.
+/// Every way, in a fixed order, with so many pipeline stages, or as many as are pinned.
 ///
 /// # Errors
 /// A pin that the model or its sequence cannot keep.
 pub fn ways(
     prepared: &Prepared<'_>,
-    most: u64,
+    stages: RangeInclusive<u64>,
     cluster: &Cluster,
     request: &Request,
     pins: &Pins,
 ) -> Result<Vec<Way>, PlanError> {
     check(prepared, request, pins)?;
-    let least = if pins.opens_stages() { 2 } else { 1 };
-    let is_wanted = |pp: &u64| pins.pp.map_or((least..=most).contains(pp), |pin| pin == *pp);
-    let stages = divisors(cluster.ranks()).into_iter().filter(is_wanted);
-    Ok(stages.flat_map(|pp| ways_of_stage(prepared, pp, cluster, request, pins)).collect())
+    let is_wanted = |pp: &u64| pins.pp.map_or(stages.contains(pp), |pin| pin == *pp);
+    let wanted = divisors(cluster.ranks()).into_iter().filter(is_wanted);
+    Ok(wanted.flat_map(|pp| ways_of_stage(prepared, pp, cluster, request, pins)).collect())
 }
 
 /// The ways to divide the ranks of each of so many stages.
 fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &Request, pins: &Pins) -> Vec<Way> {
     let (ranks, batch) = (cluster.ranks() / pp, request.batch);
     let is_few = cluster.ranks() <= FEW;
-    let widest = if is_few { ranks } else { (2 * cluster.per_node).max(SPARE * ranks / batch.max(1)) };
+    // Stages do over nodes what tensor ranks would, with less to exchange.
+    let nodes = if pp > 1 { 1 } else { 2 };
+    let widest = if is_few { ranks } else { (nodes * cluster.per_node).max(SPARE * ranks / batch.max(1)) };
     let all = request.scope == Scope::All;
     let seq = request.seq.max(1);
     let is_long = |cp: u64| cp == 1 || seq / cp >= LEAST_TOKENS;
@@ -124,7 +129,7 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
                 if !has || pins.ep.is_some_and(|pin| pin != ep) || !batch.is_multiple_of(data) {
                     continue;
                 }
-                let stored = stored(cluster, data / ep, tp * context * ep, pins);
+                let stored = stored(cluster, data / ep, tp * context * ep, (pp > 1, pins));
                 if stored.is_empty() {
                     continue;
                 }
@@ -181,7 +186,7 @@ fn divides_experts(prepared: &Prepared<'_>, ep: u64) -> bool {
 
 /// Over how many of `copies` ranks, `stride` apart, parameters may be stored: over all, and where there are
 /// several nodes over those of one or of a few, so that gathers stay inside (HSDP).
-fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> {
+fn stored(cluster: &Cluster, copies: u64, stride: u64, (is_staged, pins): (bool, &Pins)) -> Vec<u64> {
     if let Some(inner) = pins.fsdp {
         let inner = if inner == 1 { copies } else { inner };
         let is_kept = pins.dp.is_none_or(|dp| pins.fsdp == Some(1) && dp == copies || dp * inner == copies);
@@ -193,7 +198,8 @@ fn stored(cluster: &Cluster, copies: u64, stride: u64, pins: &Pins) -> Vec<u64> 
     // Among the ranks of a node, and of a few nodes: a ring of all has as many hops as there are nodes.
     let within = (cluster.per_node / stride).max(1);
     let largest = |limit: u64| divisors(copies).into_iter().filter(|size| *size <= limit).max().unwrap_or(1);
-    let limits = std::iter::successors(Some(within), |limit| limit.checked_mul(MORE_NODES));
+    let more = if is_staged { MORE_IN_STAGES } else { MORE_NODES };
+    let limits = std::iter::successors(Some(within), |limit| limit.checked_mul(more));
     let mut inner: Vec<u64> = limits.take_while(|limit| *limit < copies).map(largest).collect();
     inner.retain(|inner| *inner > 1 && cluster.nodes > 1);
     inner.push(copies);
@@ -290,13 +296,15 @@ mod tests {
     #[test]
     fn parts_lie_over_nodes_of_any_number() {
         let over = |cluster: &str, copies: u64, stride: u64| {
-            stored(&Cluster::parse(cluster, "h200").unwrap(), copies, stride, &Pins::default())
+            stored(&Cluster::parse(cluster, "h200").unwrap(), copies, stride, (false, &Pins::default()))
         };
         assert_eq!(over("h100:8x16", 128, 1), [128, 64, 32, 16, 8]);
         assert_eq!(over("h100:8x16", 64, 2), [64, 32, 16, 8, 4]);
         assert_eq!(over("h100:8x6", 48, 1), [48, 24, 16, 8]);
         assert_eq!(over("h100:8", 8, 1), [8]);
         assert_eq!(over("h100:4x3", 3, 4), [3]);
+        let cluster = Cluster::parse("h100:8x16", "h200").unwrap();
+        assert_eq!(stored(&cluster, 64, 2, (true, &Pins::default())), [64, 16, 4]);
     }
 
     #[test]

@@ -7,11 +7,10 @@ use super::price::Ground;
 use super::tensor::{Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::{Bound, is_view};
+use rustc_hash::FxHashMap;
 use shardc_ir::program::Action;
 use shardc_ir::{FactorKind, OpDef, Seconds, Strategy, TensorType};
-use std::cell::{OnceCell, RefCell};
-use std::collections::HashMap;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 /// One node of a class, as the rank that has the most to do sees it.
 #[derive(Clone, Debug)]
@@ -25,46 +24,47 @@ pub struct Local {
     /// Bytes of each result.
     pub results: Vec<u64>,
     /// Bytes of scratch memory, once somebody asked.
-    scratch: OnceCell<u64>,
+    scratch: OnceLock<u64>,
 }
 
 /// Per class, what is known of its nodes, by the parts that each factor is divided into.
-type Known = HashMap<Vec<u64>, Rc<Local>>;
+type Known = FxHashMap<Vec<u64>, Arc<Local>>;
 
 /// What is known of the nodes of a graph on one cluster.
 #[derive(Debug)]
 pub struct Locals {
     cluster: Cluster,
-    known: RefCell<Vec<Known>>,
+    known: Vec<RwLock<Known>>,
 }
 
 /// What is known on each cluster.
-pub type AllLocals = RefCell<Vec<Rc<Locals>>>;
+pub type AllLocals = Mutex<Vec<Arc<Locals>>>;
 
 impl Prepared<'_> {
     /// What is known of nodes on a cluster.
-    pub fn locals(&self, cluster: &Cluster) -> Rc<Locals> {
-        let mut all = self.locals.borrow_mut();
+    pub fn locals(&self, cluster: &Cluster) -> Arc<Locals> {
+        let mut all = self.locals.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = all.iter().find(|known| known.cluster == *cluster) {
-            return Rc::clone(known);
+            return Arc::clone(known);
         }
-        let known = RefCell::new(vec![Known::new(); self.rules.len()]);
-        all.push(Rc::new(Locals { cluster: cluster.clone(), known }));
-        Rc::clone(&all[all.len() - 1])
+        let known = self.rules.iter().map(|_| RwLock::default()).collect();
+        let own = Arc::new(Locals { cluster: cluster.clone(), known });
+        all.push(Arc::clone(&own));
+        own
     }
 }
 
 impl Placed<'_> {
     /// One node of a class under a strategy.
-    pub fn local(&self, prepared: &Prepared<'_>, class: usize, strategy: &Strategy) -> Rc<Local> {
+    pub fn local(&self, prepared: &Prepared<'_>, class: usize, strategy: &Strategy) -> Arc<Local> {
         let rule = &prepared.rules[class];
         let find = || {
             let on = Ground { mesh: self.mesh, cluster: self.cluster };
             let (operands, results) = prepared.local_types(class, strategy, self.mesh);
             let (seconds, bound) = prepared.seconds(class, strategy, on);
             let bytes = |types: Vec<TensorType>| types.iter().map(|ty| ty.bytes().0).collect();
-            let scratch = OnceCell::new();
-            Rc::new(Local { seconds, bound, operands: bytes(operands), results: bytes(results), scratch })
+            let scratch = OnceLock::new();
+            Arc::new(Local { seconds, bound, operands: bytes(operands), results: bytes(results), scratch })
         };
         let mut parts = vec![1; rule.factors.len()];
         for (factor, axes) in strategy.factors.iter().filter(|(_, axes)| !axes.is_empty()) {
@@ -74,11 +74,12 @@ impl Placed<'_> {
             }
             parts[*factor] = self.mesh.extent(axes.iter().copied());
         }
-        if let Some(known) = self.locals.known.borrow()[class].get(&parts) {
-            return Rc::clone(known);
+        let all = &self.locals.known[class];
+        if let Some(known) = all.read().unwrap_or_else(PoisonError::into_inner).get(&parts) {
+            return Arc::clone(known);
         }
         let found = find();
-        self.locals.known.borrow_mut()[class].insert(parts, Rc::clone(&found));
+        all.write().unwrap_or_else(PoisonError::into_inner).insert(parts, Arc::clone(&found));
         found
     }
 }

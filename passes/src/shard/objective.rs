@@ -12,10 +12,10 @@ use super::local::Local;
 use super::tensor::{Placed, Prepared};
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::{Machine, is_view};
-use crate::search::sharing::Sharing;
+use crate::search::sharing::{Filling, Sharing};
 use crate::search::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
-use shardc_ir::{AxisId, Choice, Mesh, Role, Strategy};
+use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
 
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -162,6 +162,8 @@ pub struct Pricer<'a, 'b> {
     blocks: f64,
     /// For a bound, per class the operand that is computed again with it: see [`Again`].
     operands: Vec<[f64; 2]>,
+    /// For a bound of a pipeline, what is under way of what lives where the backward pass starts.
+    under_way: Option<Vec<Vec<[f64; 2]>>>,
 }
 
 impl<'a, 'b> Pricer<'a, 'b> {
@@ -175,10 +177,11 @@ impl<'a, 'b> Pricer<'a, 'b> {
                 passes[flow.maker][usize::from(prepared.role(*reader) != Role::Forward)] = true;
             }
         }
-        let (blocks, operands) = (prepared.block_count() as f64, Vec::new());
-        let mut own = Self { prepared, placed, objective, copies, data, passes, blocks, operands };
+        let (blocks, operands, under_way) = (prepared.block_count() as f64, Vec::new(), None);
+        let mut own = Self { prepared, placed, objective, copies, data, passes, blocks, operands, under_way };
         if let Objective::Bound { sharing, beside, .. } = objective {
             own.operands = own.operands(sharing, beside);
+            own.under_way = (sharing.filling.rate > 0.0).then(|| own.under_way(sharing.filling));
         }
         own
     }
@@ -223,6 +226,30 @@ impl<'a, 'b> Pricer<'a, 'b> {
             }
         }
         found
+    }
+
+    /// Seconds of a node of a class at the least, if all axes that are searched divide it.
+    fn divided(&self, class: usize) -> f64 {
+        let (prepared, placed) = (self.prepared, self.placed);
+        let launch = Machine::own(&placed.cluster.device).launch();
+        let local = placed.local(prepared, class, &placed.strategies[class]);
+        prepared.emitted[class].seconds(local.seconds, local.bound, launch, false)
+            / placed.mesh.extent(searched_axes(placed.mesh)) as f64
+    }
+
+    /// What lives at the turn from forward to backward, with as many copies as microbatches must be under way.
+    fn under_way(&self, filling: Filling) -> Vec<Vec<[f64; 2]>> {
+        let prepared = self.prepared;
+        let seconds: Vec<f64> = (0..prepared.rules.len()).map(|class| self.divided(class)).collect();
+        let mut before = vec![0.0];
+        for (id, _) in prepared.graph.nodes() {
+            let class = prepared.folded.class[id];
+            let may_wait = filling.splits_backward && prepared.is_late[id];
+            let counts = prepared.in_loop(class) && !may_wait;
+            before.push(before[id.index()] + if counts { seconds[class] } else { 0.0 });
+        }
+        let copies = |made: usize, last: usize| (filling.rate * (before[last] - before[made + 1])).max(1.0);
+        prepared.lives.at_turn_in(prepared, &copies)
     }
 
     /// What all nodes of a class cost under a strategy.
@@ -366,7 +393,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
 
     /// What lives of a class's values at the turn from forward to backward.
     fn alive(&self, class: usize, local: &Local, again: f64) -> Quote {
-        let (turn, mut quote) = (self.prepared.lives.at_turn(class), Quote::default());
+        let turn = self.under_way.as_ref().map_or(self.prepared.lives.at_turn(class), |all| &all[class]);
+        let mut quote = Quote::default();
         // Computing a node again makes all of its results: each bears a part of that by its bytes.
         let goes = turn.iter().zip(&local.results).filter(|([_, go], _)| *go > 0.0);
         let all = goes.map(|(_, bytes)| *bytes as f64).sum::<f64>().max(1.0);

@@ -11,10 +11,10 @@ use crate::cluster::Cluster;
 use crate::cost::collective::Group;
 use crate::reshard::{Step, path, rough_cost};
 use Along::{Dim, Partial, Whole};
+use rustc_hash::FxHashMap;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Mesh, ReduceKind, Sharding, TensorType};
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 
 /// A step of a way.
@@ -44,14 +44,14 @@ pub struct Turning {
 }
 
 /// Seconds from one layout along the axis to another.
-pub type Turned = Rc<RefCell<HashMap<(Along, Along), f64>>>;
+pub type Turned = Rc<RefCell<FxHashMap<(Along, Along), f64>>>;
 
 /// The ways on one mesh of a cluster, each looked for once.
 #[derive(Debug, Default)]
 pub struct Routes {
-    known: RefCell<HashMap<(TensorType, Sharding, Sharding), Route>>,
-    groups: RefCell<HashMap<Vec<AxisId>, Group>>,
-    turned: RefCell<HashMap<Turning, Turned>>,
+    known: RefCell<FxHashMap<(TensorType, Sharding, Sharding), Route>>,
+    groups: RefCell<FxHashMap<Vec<AxisId>, Group>>,
+    turned: RefCell<FxHashMap<Turning, Turned>>,
 }
 
 impl Routes {

@@ -38,6 +38,7 @@ use shardc_ir::{
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
+use std::sync::Arc;
 
 /// What does not depend on the mesh: computed once per graph.
 pub struct Prepared<'a> {
@@ -224,7 +225,7 @@ pub struct Placed<'a> {
     /// Per axis and flow with several readers, the layout in which the value is handed on.
     pub handed: BTreeMap<(AxisId, usize), Along>,
     /// What is known of nodes on one rank.
-    pub locals: Rc<Locals>,
+    pub locals: Arc<Locals>,
     /// The ways of values between layouts.
     pub routes: Rc<Routes>,
 }

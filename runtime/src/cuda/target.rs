@@ -27,11 +27,6 @@ impl Target for CudaTarget {
         feature == Feature::Pipeline
     }
 
-    /// Solving every pipeline takes many times as long as all other plans of a large cluster together.
-    fn searches(&self, _: Feature) -> bool {
-        false
-    }
-
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {
         fuses(region, operands)
     }

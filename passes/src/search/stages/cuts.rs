@@ -1,8 +1,10 @@
 //! Where a line is worth a cut: the ends of the chunks that are tried.
 
+use super::levels::Choice;
 use super::problem::{Part, Problem};
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
+use crate::search::overstated::NEAR;
 
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;
@@ -109,6 +111,21 @@ impl Problem<'_> {
         let alone = Alone { level, seconds: self.sums(taken, stage).seconds(from, to) + messages + each, once };
         self.known.borrow_mut().insert(part, alone);
         alone
+    }
+
+    /// Whether cuts are far from fitting wherever they are: by what equal chunks take, of all stages together.
+    pub(super) fn lacks(&self) -> bool {
+        let (end, chunks) = (self.line().places.len() - 1, self.held.len());
+        let Some(ends) = equal(end, chunks, self) else { return false };
+        let (stages, _) = self.stages(&ends);
+        let taken = |(stage, chunks): (usize, &Vec<Part>)| match self.choice {
+            Choice::All(level) => self.memory(*level, stage, chunks).total().0,
+            Choice::Named(levels) => self.memory(levels[stage], stage, chunks).total().0,
+            Choice::Least => self.memory(self.levels.last(), stage, chunks).total().0,
+        };
+        let memory = stages.iter().enumerate().map(taken).sum::<u64>();
+        let room = self.tries.mesh.rooms.iter().map(|room| room.0).sum::<u64>();
+        memory as f64 > NEAR * room as f64
     }
 
     /// Whether a place lies between blocks, or at the end of the line.

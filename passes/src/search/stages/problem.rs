@@ -9,11 +9,11 @@ use crate::search::held::Held;
 use crate::search::line::Once;
 use crate::search::offload::{Offload, Offloads};
 use crate::search::relief::{Leaving, Relief, less};
+use rustc_hash::FxHashMap;
 use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId};
 use std::cell::RefCell;
-use std::collections::BTreeMap;
 
 /// In how many units a plan says how long its longest part of a chunk takes.
 const LONGEST: f64 = 10_000.0;
@@ -28,7 +28,7 @@ pub(super) struct Problem<'a> {
     /// Per chunk.
     pub held: &'a [Held],
     /// What is known of chunks by themselves.
-    pub known: RefCell<BTreeMap<Part, Alone>>,
+    pub known: RefCell<FxHashMap<Part, Alone>>,
 }
 
 /// What a rank has of what its stage shares with others.
@@ -153,7 +153,7 @@ impl Problem<'_> {
     }
 
     /// The chunks of each stage, and its level.
-    fn stages(&self, ends: &[usize]) -> (Vec<Vec<Part>>, Vec<usize>) {
+    pub fn stages(&self, ends: &[usize]) -> (Vec<Vec<Part>>, Vec<usize>) {
         let of_stage = |stage: u64| {
             let chunks = self.tries.pipeline.chunks_of(stage, self.tries.stages).into_iter();
             chunks.map(|chunk| (chunk as usize, ends[chunk as usize], ends[chunk as usize + 1])).collect()

@@ -4,23 +4,26 @@
 use super::Mesh;
 use crate::pipeline::order::{Lengths, orders};
 use crate::search::held::Held;
+use rustc_hash::FxHashMap;
 use shardc_ir::Pipeline;
 use shardc_ir::pipeline::Schedule;
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::hash::Hash;
 use std::rc::Rc;
 
 /// The schedule, with the chunks of a stage and those in flight.
 type Order = (Schedule, u64, Option<u64>);
 
+/// The order, and the bits of what passes and messages take.
+type Passes = (Order, Vec<u64>);
+
 /// What is known of the schedules on one mesh.
 #[derive(Default)]
 pub(super) struct Runs {
-    /// Seconds, by the bits of those of passes and messages.
-    seconds: RefCell<HashMap<(Order, Vec<u64>), Option<f64>>>,
+    /// Seconds.
+    seconds: RefCell<FxHashMap<Passes, Option<f64>>>,
     /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
-    held: RefCell<HashMap<Copies, Option<Rc<[Held]>>>>,
+    held: RefCell<FxHashMap<Copies, Option<Rc<[Held]>>>>,
 }
 
 /// The order, the bits of what passes take, and the bytes of a copy.
@@ -71,7 +74,7 @@ fn bits(Lengths { forward, backward, weight }: Lengths) -> [u64; 3] {
 }
 
 /// What is known under a key, or is found now.
-fn known<K: Hash + Eq, V: Clone>(all: &RefCell<HashMap<K, V>>, key: K, find: &dyn Fn() -> V) -> V {
+fn known<K: Hash + Eq, V: Clone>(all: &RefCell<FxHashMap<K, V>>, key: K, find: &dyn Fn() -> V) -> V {
     if let Some(known) = all.borrow().get(&key) {
         return known.clone();
     }

@@ -7,6 +7,7 @@ use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass, Step, orders};
 use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
+use crate::search::overstated::is_near;
 use crate::search::relief::Leaving;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Prediction;
@@ -46,10 +47,15 @@ impl Problem<'_> {
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
-        if self.without_waits((stages, levels))? + once * spread >= enough {
+        let least = self.without_waits((stages, levels))? + once * spread;
+        if least >= enough {
             return None;
         }
-        let total = (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread;
+        // Of what is far from fitting nobody asks how long its stages wait.
+        let total = match is_near(&fullest) || self.tries.mesh.with_unfit {
+            true => (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread,
+            false => least,
+        };
         let Pace { sums, whole } = self.pace(most, longest);
         let part = slowest / sums.whole().max(f64::MIN_POSITIVE);
         let scaled = |seconds: Seconds| Seconds(seconds.0 * part);

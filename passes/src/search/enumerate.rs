@@ -1,0 +1,189 @@
+//! Every candidate that pins allow, by way to divide the ranks.
+//!
+//! What is known of the best plan tells which meshes need no solution, so ways are looked at in an order: the first alone,
+//! then some more at a time, each beside the others of its lot on a thread of its own. Lots are alike on every machine, and
+//! a way learns only from those before its lot, so the candidates are as well.
+
+use super::overlap;
+use super::placed::{self, place_batch};
+use super::visit::Visited;
+use super::ways::{Way, ways};
+use super::{Candidate, PlanError, Point, Space, away, model_work, overstated, schedules, stages, whole};
+use crate::divisors::divisors;
+use shardc_ir::plan::Prediction;
+use shardc_ir::{Bytes, NodeId};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::available_parallelism;
+
+/// The most microbatches of a step: programs list each of them, and nobody sums up more.
+const MOST_MICROBATCHES: u64 = 1 << 16;
+
+/// The most ways of a lot.
+const LOT: usize = 8;
+
+/// What came of some ways.
+#[derive(Debug, Default)]
+struct Found {
+    candidates: Vec<Candidate>,
+    /// What stands against dividing the batch, if anything does somewhere.
+    coupled: Option<NodeId>,
+    /// Whether some were left out because their head is not cut as is pinned.
+    drops_chunks: bool,
+}
+
+/// Every candidate the pins allow.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
+    let Space { prepared, line, cluster, request, pins, .. } = *space;
+    let ways = ways(prepared, line.map_or(1..=1, |line| 2..=line.most()), cluster, request, pins)?;
+    let (mut found, mut rest) = (Found::default(), &ways[..]);
+    let mut size = 1;
+    while !rest.is_empty() {
+        let (lot, others) = rest.split_at(size.min(rest.len()));
+        for (of, own) in of_lot(space, lot, visited) {
+            let of = of?;
+            visited.join(own);
+            found.candidates.extend(of.candidates);
+            found.coupled = found.coupled.or(of.coupled);
+            found.drops_chunks |= of.drops_chunks;
+        }
+        (rest, size) = (others, LOT.min(2 * size));
+    }
+    match found.candidates.is_empty() {
+        true => none(space, &found),
+        false => Ok(found.candidates),
+    }
+}
+
+/// What comes of each way of a lot, and what is then known of its meshes.
+fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<Found, PlanError>, Visited)> {
+    let of = |way: &Way| {
+        let mut own = visited.fork();
+        (of_way(space, way, &mut own), own)
+    };
+    let threads = available_parallelism().map_or(1, usize::from).min(lot.len());
+    if threads == 1 {
+        return lot.iter().map(of).collect();
+    }
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let work = || {
+        while let Some((index, way)) = lot.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
+            let of = of(way);
+            done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((index, of));
+        }
+    };
+    std::thread::scope(|scope| {
+        (1..threads).for_each(|_| {
+            scope.spawn(work);
+        });
+        work();
+    });
+    let mut done = done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    done.sort_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, of)| of).collect()
+}
+
+/// The candidates of one way to divide the ranks.
+fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Found, PlanError> {
+    let Space { prepared, line, cluster, request, pins, mut away, measure, .. } = *space;
+    (away.room.device, away.room.share) = (measure.room(cluster.least_room(request.device_memory)), measure.share());
+    let (batch, per_rank) = (request.batch, request.batch / way.data);
+    let work = model_work(prepared.graph, cluster);
+    let mut found = Found::default();
+    let is_cut = |size: &u64| overlap::divides(*size, pins.overlap_chunks.unwrap_or(1));
+    let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
+    let is_few = |size: &u64| per_rank / size <= MOST_MICROBATCHES;
+    let mut is_whole_open: Option<bool> = None;
+    for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_few) {
+        if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
+            continue;
+        }
+        let mut solved = Vec::new();
+        visited.may_fit = false;
+        for axes in &way.tp {
+            let point = Point { work, away, degrees: way.degrees(microbatch, axes) };
+            if space.meshes.is_some_and(|meshes| !point.degrees.iter().any(|degrees| meshes.contains(degrees))) {
+                continue;
+            }
+            let degrees = way.placed(microbatch, axes);
+            let mesh = degrees.mesh(batch);
+            let Some(placed) = place_batch(prepared, &mesh, cluster)? else {
+                found.coupled = found.coupled.or_else(|| placed::coupled(prepared, &mesh));
+                continue;
+            };
+            if visited.opens(space, &placed, &degrees, &point) {
+                let mut of_mesh = match line {
+                    Some(line) => stages::solve(space, line, placed, &point, visited),
+                    None => whole::solve(space, placed, &point, visited),
+                };
+                found.drops_chunks |= placed::drop_unpinned_chunks(&mut of_mesh, pins);
+                visited.add(&of_mesh);
+                solved.extend(of_mesh);
+            } else {
+                visited.may_fit = true;
+            }
+        }
+        // A larger microbatch needs more memory: where none is near what fits by its estimate, none of the larger
+        // ones will fit, but that which is the whole batch of a rank, for which no gradients are added up. Where
+        // samples depend on each other (statistics of the batch), it is the only one.
+        if !solved.is_empty() && !visited.may_fit {
+            let predictions = || solved.iter().map(|candidate: &Candidate| &candidate.prediction);
+            // At least half of what lives in a microbatch grows with it.
+            let growth = (per_rank as f64 / microbatch as f64 / 2.0).max(1.0);
+            let fits_whole = |Prediction { memory, room, .. }: &Prediction| {
+                let rest = memory.total() - memory.gradients - memory.activations;
+                Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
+            };
+            let may_fit_whole = predictions().any(fits_whole);
+            is_whole_open = (!predictions().any(overstated::is_near)).then_some(may_fit_whole);
+        }
+        found.candidates.extend(solved);
+    }
+    Ok(found)
+}
+
+/// Why there is no candidate at all; or those of pipelines that do not fit, to say what they lack.
+fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanError> {
+    let Space { prepared, line, cluster, request, pins, away, with_unfit, measure, .. } = *space;
+    let (ranks, batch, room) = (cluster.ranks(), request.batch, cluster.least_room(request.device_memory));
+    if found.drops_chunks {
+        return Err(placed::uncut_head(pins));
+    }
+    if let Some(chunks) = pins.overlap_chunks.filter(|chunks| *chunks > 1) {
+        return Err(overlap::undivided(chunks, pins.microbatch, batch));
+    }
+    if pins.opens_stages() {
+        if !with_unfit {
+            let mut visited = Visited::within(measure.room(room), f64::INFINITY);
+            return enumerate(&Space { with_unfit: true, ..*space }, &mut visited);
+        }
+        if away.is_pinned && away::opens_without(space) {
+            return Err(away.too_large(pins));
+        }
+        let coupled = found.coupled.map(|node| schedules::coupled(prepared.graph, node));
+        return Err(schedules::none(pins, line, (ranks, batch), coupled));
+    }
+    if away.is_pinned {
+        return Err(away.too_large(pins));
+    }
+    if let (Some(microbatch), Some(node)) = (pins.microbatch, found.coupled) {
+        let message = format!(
+            "{}; and no data degree on {ranks} ranks leaves {microbatch} of the batch of {batch}; leave it out",
+            schedules::coupled(prepared.graph, node)
+        );
+        return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
+    }
+    let least = batch / ranks.saturating_mul(pins.microbatch.unwrap_or(1)).max(1);
+    let message = match pins.microbatch {
+        _ if least > MOST_MICROBATCHES => format!(
+            "a step has at most {MOST_MICROBATCHES} microbatches, and this would be {least} or more on each rank; use a \
+             smaller batch, or one of more divisors"
+        ),
+        Some(microbatch) => format!("no data degree takes microbatches of {microbatch}; pin another microbatch"),
+        None => format!("use a multiple of {ranks}, or more tensor ranks"),
+    };
+    Err(PlanError::Batch { batch, ranks, message })
+}

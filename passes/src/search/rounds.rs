@@ -1,0 +1,139 @@
+//! The rounds of a search: plans of one stage first, then pipelines, of which only those are lowered that promise to be
+//! faster than the best of one stage. So that more that is searched never gives a slower plan, the two are compared by
+//! what their programs take.
+
+use super::choose::{Chosen, choose};
+use super::line::Line;
+use super::outcome::{TOLD, slower, stopped};
+use super::visit::Visited;
+use super::{Confirm, PlanError, Space};
+use shardc_ir::plan::{Alternative, Prediction};
+use shardc_ir::{Plan, Seconds};
+
+/// Whether pipelines are searched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pipelines {
+    /// Not at all.
+    Never,
+    /// Where no plan of one stage fits.
+    Fallback,
+    /// As well.
+    Too,
+    /// Nothing else is.
+    Alone,
+}
+
+/// What came of a round.
+struct Round {
+    chosen: Chosen,
+    visited: Visited,
+}
+
+impl Round {
+    /// Of a space, beside a plan that is known to take so many seconds.
+    fn new(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Self, PlanError> {
+        let memory = space.away.room.device;
+        let mut visited = Visited::new(memory).against(known);
+        let chosen = choose(space, confirm, &mut visited);
+        let step = match &chosen {
+            Ok(Chosen::Best { step, .. }) => *step,
+            _ => f64::INFINITY,
+        };
+        if step <= visited.cut {
+            return chosen.map(|chosen| Self { chosen, visited });
+        }
+        // Plans that were thought to fit did not: what was left out because of them may be the best after all.
+        let mut visited = Visited::within(memory, step).against(known);
+        let chosen = choose(space, confirm, &mut visited)?;
+        Ok(Self { chosen, visited })
+    }
+
+    /// The seconds of its best plan.
+    fn step(&self) -> f64 {
+        match &self.chosen {
+            Chosen::Best { plan, .. } => plan.prediction.step.0,
+            Chosen::Slower { .. } => f64::INFINITY,
+        }
+    }
+}
+
+/// The best plan of a space: of one stage, and of several where those are searched.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Result<Plan, PlanError> {
+    let whole = Space { line: None, ..*space };
+    let of_whole = match space.pipelines {
+        Pipelines::Alone => None,
+        _ => Some(Round::new(&whole, confirm, f64::INFINITY)),
+    };
+    let is_open = match (space.pipelines, &of_whole) {
+        (Pipelines::Never, _) | (_, Some(Err(PlanError::Bug(_)))) => false,
+        (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short),
+        (Pipelines::Too | Pipelines::Alone, _) => true,
+    };
+    let line = is_open.then(|| Line::new(space.prepared));
+    let staged = Space { line: line.as_ref(), ..*space };
+    let known = of_whole.iter().flatten().map(Round::step).fold(f64::INFINITY, f64::min);
+    let of_staged = is_open.then(|| Round::new(&staged, confirm, known));
+    match (of_whole, of_staged) {
+        (Some(Ok(found)), None | Some(Err(_))) => told(found, &whole, None),
+        (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged, None),
+        (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged))),
+        (Some(Ok(one)), Some(Ok(other))) => told(other, &staged, Some((one, &whole))),
+        (found @ Some(Err(_)), Some(Err(error @ PlanError::Infeasible { .. })))
+            if found.as_ref().is_some_and(is_short) =>
+        {
+            Err(error)
+        }
+        (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
+        (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
+    }
+}
+
+/// Whether nothing was found that fits, or that divides the batch.
+fn is_short(round: &Result<Round, PlanError>) -> bool {
+    matches!(round, Err(PlanError::Infeasible { .. } | PlanError::Batch { .. }))
+}
+
+/// The plan of a round, with what is told of how it was found, and of the round that it is better than.
+fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_>)>) -> Result<Plan, PlanError> {
+    let Chosen::Best { plan, left_out, .. } = found.chosen else {
+        return Err(PlanError::Bug("a round without a plan".to_string()));
+    };
+    let mut plan = *plan;
+    if space.meshes.is_none() {
+        let estimate = plan.search.estimate.0;
+        let own = found.visited.bound(space)?.unwrap_or(estimate).min(estimate);
+        let others = other.as_ref().map(|(round, space)| round.visited.bound(space)).transpose()?.flatten();
+        let search = &mut plan.search;
+        (search.bound, search.gap) = (Seconds(own), estimate / own - 1.0);
+        search.bound_of_others = others.filter(|least| least.is_finite()).map(Seconds);
+        let is_proven = estimate / own.min(others.unwrap_or(own)) - 1.0 <= 1e-9;
+        search.stopped.insert_str(0, &stopped(space, is_proven, left_out));
+        let visited = || std::iter::once(&found.visited).chain(other.iter().map(|(round, _)| &round.visited));
+        search.meshes = visited().map(Visited::meshes).sum();
+        search.pruned = visited().map(|visited| visited.pruned).sum();
+    }
+    if let Some((other, _)) = other {
+        let lost = |choice: String, of: &Prediction, estimated: &str| {
+            let reason = format!("{estimated}{}", slower(of, &plan.prediction));
+            Alternative { choice, step: of.step, memory: of.memory.total(), reason }
+        };
+        let lost = match other.chosen {
+            Chosen::Best { plan: other, .. } => {
+                plan.search.candidates += other.search.candidates;
+                plan.search.lowered += other.search.lowered;
+                Some(lost(other.choice.clone(), &other.prediction, ""))
+            }
+            Chosen::Slower { fastest, candidates } => {
+                plan.search.candidates += candidates;
+                fastest.map(|of| lost(of.choice(), &of.prediction, "estimated: "))
+            }
+        };
+        plan.alternatives.extend(lost);
+        plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
+        plan.alternatives.truncate(TOLD);
+    }
+    Ok(plan)
+}
