@@ -187,9 +187,7 @@ impl Lowering<'_> {
 
     /// Whether recomputation starts from this value of the forward pass.
     fn is_kept_for_recompute(&self, value: ValueId) -> bool {
-        let def = self.plan.graph.value(value).def;
-        let is_recompute = |(user, _): &(NodeId, usize)| matches!(self.plan.graph.node(*user).role, Role::Recompute(_));
-        !self.weights[def] && self.users.get(&value).is_some_and(|users| users.iter().any(is_recompute))
+        !self.weights[self.plan.graph.value(value).def] && self.read_again[value]
     }
 
     fn block(&mut self, reader: Option<NodeId>) -> u32 {

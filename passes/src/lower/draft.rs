@@ -184,15 +184,25 @@ impl Draft {
 
     /// Who touches each storage.
     pub fn touched(&self) -> Touched {
-        let mut touched = Touched(vec![Vec::new(); self.storages as usize]);
+        self.places(Instruction::buffers)
+    }
+
+    /// Where instructions write each storage.
+    pub fn written(&self) -> Touched {
+        self.places(|instruction| instruction.results.iter().copied())
+    }
+
+    /// Where each storage is of the buffers that an instruction has.
+    fn places<'a, I: Iterator<Item = BufferId>>(&'a self, of: impl Fn(&'a Instruction) -> I) -> Touched {
+        let mut places = Touched(vec![Vec::new(); self.storages as usize]);
         for (section, items) in self.sections.iter().enumerate() {
             for (index, item) in items.iter().enumerate() {
-                for buffer in item.instruction.buffers() {
-                    touched.of_mut(self.storage[buffer]).push((section, index));
+                for buffer in of(&item.instruction) {
+                    places.of_mut(self.storage[buffer]).push((section, index));
                 }
             }
         }
-        touched
+        places
     }
 
     /// The storages whose contents others than the instructions want: what outlives the step, and what is

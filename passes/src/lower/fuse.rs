@@ -20,10 +20,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Fuses what the target has kernels for, in every section of the draft of a graph.
 pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
-    let (touched, kept) = (draft.touched(), draft.kept());
+    let (touched, written, kept) = (draft.touched(), draft.written(), draft.kept());
     let behind = last_forward(graph);
     for section in 0..draft.sections.len() {
-        let forming = Forming { draft, target, section, touched: &touched, kept: &kept, behind };
+        let forming = Forming { draft, target, section, touched: &touched, written: &written, kept: &kept, behind };
         let regions = forming.regions();
         let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
         let mut moved: BTreeSet<usize> = BTreeSet::new();
@@ -48,6 +48,7 @@ struct Forming<'a> {
     target: &'a dyn Target,
     section: usize,
     touched: &'a Touched,
+    written: &'a Touched,
     /// What others than the instructions read.
     kept: &'a BTreeSet<StorageId>,
     /// The last node of the forward pass.
@@ -102,14 +103,9 @@ impl Forming<'_> {
         let instruction = &self.item(at).instruction;
         let is_made = |buffer: &BufferId| members.iter().any(|member| self.makes(*member, *buffer));
         let is_written = |buffer: &BufferId| {
-            let storage = self.draft.storage[*buffer];
-            let writes = |index: usize| {
-                let mut results = self.item(index).instruction.results.iter();
-                results.any(|result| self.draft.storage[*result] == storage)
-            };
-            let all = self.touched.of(storage);
-            let place = |index: usize| all.partition_point(|touch| *touch < (self.section, index));
-            all[place(members[0])..place(at)].iter().any(|(_, index)| writes(*index))
+            let all = self.written.of(self.draft.storage[*buffer]);
+            let place = |index: usize| all.partition_point(|write| *write < (self.section, index));
+            place(members[0]) < place(at)
         };
         let is_fresh = |buffer: &BufferId| {
             let storage = self.draft.storage[*buffer];

@@ -60,6 +60,7 @@ use shardc_ir::{
 };
 use siblings::join_siblings;
 use stages::Stage;
+use std::collections::BTreeMap;
 pub(crate) use views::share_parts;
 
 /// Why a verified plan cannot be lowered.
@@ -184,6 +185,8 @@ struct Lowering<'a> {
     weights: SecondaryMap<NodeId, bool>,
     layouts: PrimaryMap<NodeId, Layouts>,
     users: std::collections::HashMap<ValueId, Vec<(NodeId, usize)>>,
+    /// Values that something reads which is computed again.
+    read_again: SecondaryMap<ValueId, bool>,
     /// The last node of the forward pass.
     last_forward: NodeId,
     copies: Copies,
@@ -212,6 +215,9 @@ impl<'a> Lowering<'a> {
             let of_weights = node.operands.iter().all(|value| weights[plan.graph.value(*value).def]);
             weights[id] = !matches!(node.op, Op::Input(_)) && of_weights;
         }
+        let mut read_again: SecondaryMap<ValueId, bool> = SecondaryMap::new();
+        let recomputed = plan.graph.nodes().filter(|(_, node)| matches!(node.role, Role::Recompute(_)));
+        recomputed.flat_map(|(_, node)| &node.operands).for_each(|value| read_again[*value] = true);
         let coordinates = mesh.coordinates(rank, 0);
         let mut places = place_nodes(plan, time);
         let stage = Stage::of(plan, &coordinates, &mut places)?;
@@ -230,6 +236,7 @@ impl<'a> Lowering<'a> {
             weights,
             layouts,
             users: plan.graph.users(),
+            read_again,
             last_forward: last_forward(&plan.graph),
             copies: Copies::default(),
             stage,
@@ -398,6 +405,8 @@ impl<'a> Lowering<'a> {
 
     /// Readings and updates.
     fn finish(mut self) -> Result<Draft, LowerError> {
+        let slots = self.draft.slots.iter().map(|slot| (slot.name.clone(), slot.buffer));
+        let slots: BTreeMap<String, BufferId> = slots.collect();
         for output in &self.plan.graph.outputs {
             let buffer = match output.kind {
                 OutputKind::Result => {
@@ -409,10 +418,7 @@ impl<'a> Lowering<'a> {
                 OutputKind::Update(leaf) if !self.is_here(self.plan.graph.value(leaf).def) => continue,
                 OutputKind::Update(leaf) => self.own_operand(output.value, &self.made_as(leaf), None)?,
             };
-            let Some(slot) = self.draft.slots.iter().find(|slot| slot.name == output.name).map(|slot| slot.buffer)
-            else {
-                continue;
-            };
+            let Some(slot) = slots.get(&output.name).copied() else { continue };
             if self.draft.storage[slot] != self.draft.storage[buffer] {
                 let source = Some(self.plan.graph.value(output.value).def);
                 let place = self.last_place();

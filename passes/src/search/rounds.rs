@@ -77,17 +77,28 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
     let known = of_whole.iter().flatten().map(Round::step).fold(f64::INFINITY, f64::min);
     let of_staged = is_open.then(|| Round::new(&staged, confirm, known));
     match (of_whole, of_staged) {
+        (_, Some(Err(error @ PlanError::Bug(_)))) => Err(error),
         (Some(Ok(found)), None | Some(Err(_))) => told(found, &whole, None),
         (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged, None),
         (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged))),
         (Some(Ok(one)), Some(Ok(other))) => told(other, &staged, Some((one, &whole))),
-        (found @ Some(Err(_)), Some(Err(error @ PlanError::Infeasible { .. })))
-            if found.as_ref().is_some_and(is_short) =>
-        {
-            Err(error)
-        }
+        (Some(Err(one)), Some(Err(other))) => Err(nearer(one, other)),
         (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
         (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
+    }
+}
+
+/// Of why there is no plan of one stage and no pipeline, what lacks less; what is wrong with the request, where it is not
+/// memory that is short.
+fn nearer(one: PlanError, other: PlanError) -> PlanError {
+    let needed = |error: &PlanError| match error {
+        PlanError::Infeasible { needed, bound, .. } => Some(needed.0 as f64 / bound.0.max(1) as f64),
+        _ => None,
+    };
+    match (needed(&one), needed(&other), &one) {
+        (Some(own), Some(others), _) if others < own => other,
+        (None, Some(_), PlanError::Batch { .. }) => other,
+        _ => one,
     }
 }
 

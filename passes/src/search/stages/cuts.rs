@@ -119,13 +119,13 @@ impl Problem<'_> {
         let Some(ends) = equal(end, chunks, self) else { return false };
         let (stages, _) = self.stages(&ends);
         let taken = |(stage, chunks): (usize, &Vec<Part>)| match self.choice {
-            Choice::All(level) => self.memory(*level, stage, chunks).total().0,
-            Choice::Named(levels) => self.memory(levels[stage], stage, chunks).total().0,
-            Choice::Least => self.memory(self.levels.last(), stage, chunks).total().0,
+            Choice::All(level) => self.memory(*level, stage, chunks).total().0 as f64,
+            Choice::Named(levels) => self.memory(levels[stage], stage, chunks).total().0 as f64,
+            Choice::Least => self.memory(self.levels.last(), stage, chunks).total().0 as f64,
         };
-        let memory = stages.iter().enumerate().map(taken).sum::<u64>();
-        let room = self.tries.mesh.rooms.iter().map(|room| room.0).sum::<u64>();
-        memory as f64 > NEAR * room as f64
+        let memory = stages.iter().enumerate().map(taken).sum::<f64>();
+        let room = self.tries.mesh.rooms.iter().map(|room| room.0 as f64).sum::<f64>();
+        memory > NEAR * room
     }
 
     /// Whether a place lies between blocks, or at the end of the line.
