@@ -14,6 +14,7 @@ use crate::error::Error;
 use crate::model::NamedModel;
 use crate::options::{Batch, Options};
 use serde::Serialize;
+use shardc_ir::units::counted;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::search::degrees::FAMILIES;
 use shardc_passes::search::{Degrees, Pins, PlanError};
@@ -49,10 +50,18 @@ impl Dimension {
         }
     }
 
+    /// More than anyone asks for: the search for the largest ends here. Programs list every layer.
+    fn most(self) -> u64 {
+        match self {
+            Self::Layers => 1 << 10,
+            Self::Batch | Self::Seq => 1 << 22,
+        }
+    }
+
     /// Its name with a number: `48 layers`.
     pub fn text(self, size: u64) -> String {
         match self {
-            Self::Layers => format!("{size} layers"),
+            Self::Layers => counted(size, "layer"),
             Self::Batch => format!("a batch of {size} in one microbatch"),
             Self::Seq => format!("sequences of {size} tokens"),
         }
@@ -74,9 +83,6 @@ pub struct Largest {
     /// How many sizes were tried.
     pub tried: u64,
 }
-
-/// More than anyone asks for; the search for the largest ends here.
-const MOST: u64 = 1 << 22;
 
 /// Finds the largest size of a dimension that trains on a cluster. `observe` is told of each size that was tried, and
 /// whether it fits.
@@ -107,14 +113,14 @@ pub fn maximize(
         return question.batch();
     }
     let limit = match dimension {
-        Dimension::Seq => model.positions().unwrap_or(MOST).min(MOST) / unit,
-        _ => MOST,
+        Dimension::Seq => model.positions().unwrap_or(dimension.most()).min(dimension.most()) / unit,
+        _ => dimension.most().max(layers.unwrap_or(1)),
     };
     let first = if dimension == Dimension::Seq { batch.seq / unit } else { layers.unwrap_or(1) };
     let found = question.largest(Range { low: 0, first, limit }, unit, &|_| options.pins.clone())?;
     match (found.best, found.beyond) {
         (Some(best), beyond) => Ok(question.fastest(best)?.largest(beyond, found.tried)),
-        (None, Some((_, error))) => Err(error),
+        (None, Some((_, error))) => Err(question.without_own_pins(error)),
         (None, None) => Err(Error::request("there is nothing to try", "give a model that takes a sequence")),
     }
 }
@@ -197,7 +203,7 @@ impl Question<'_> {
                 Some(_) => continue,
                 None => {
                     let first = if low == 0 { self.batch.batch / data } else { low + 1 };
-                    Range { low, first, limit: MOST / data }
+                    Range { low, first, limit: self.dimension.most() / data }
                 }
             };
             if range.limit <= range.low {
@@ -260,7 +266,8 @@ impl Question<'_> {
         {
             return Ok(Fit { open: Some(pins.to_string()), ..fit });
         }
-        let found = self.plan(size, pins);
+        // Whether it fits is all that is asked; the answer is planned among all that is as fast.
+        let found = self.plan(size, &quick(pins)).map(|fit| Fit { open: Some(pins.to_string()), ..fit });
         let choice = match &found {
             Ok(fit) => Some(fit.compiled.plan().choice.clone()),
             Err(Error::Plan(error)) => match &**error {
@@ -298,22 +305,40 @@ impl Question<'_> {
     }
 }
 
-/// Pins with the degrees of a choice where they leave them open, and nothing else that takes time: chunks that overlap
-/// and casts that are kept make plans faster, and none leaner. Nothing where they leave no degree open.
+/// Whether pins leave something open.
+fn leaves_open(pins: &str, name: &str) -> bool {
+    let mut own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
+    own.all(|pin| pin.split('=').next().is_none_or(|other| other.trim() != name))
+}
+
+/// Pins, and others as well.
+fn with(pins: &str, others: Vec<String>) -> String {
+    let own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty()).map(str::to_string);
+    own.chain(others).collect::<Vec<_>>().join(",")
+}
+
+/// Pins that leave nothing open which takes time and makes no plan leaner: chunks that overlap and casts that are kept make
+/// plans faster.
+fn quick(pins: &str) -> String {
+    let added = [("overlap_chunks", "1"), ("keep_casts", "0")].into_iter().filter(|(name, _)| leaves_open(pins, name));
+    with(pins, added.map(|(name, value)| format!("{name}={value}")).collect())
+}
+
+/// [Quick](quick) pins with the degrees of a choice where they leave them open. Nothing where they leave no degree open.
 fn on_mesh_of(pins: &str, choice: &str) -> Option<String> {
     let degrees = Degrees::of_choice(choice).ok()?;
-    let own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
-    let is_open = |name: &str| own.clone().all(|pin| pin.split('=').next().is_none_or(|other| other.trim() != name));
     // Which of the ways to divide a sequence is meant is said by none of them where it is not divided.
     let is_said = |family: &&&str| !["ring", "ulysses"].contains(*family) || degrees.degree(family) > 1;
-    let open: Vec<String> =
-        FAMILIES.iter().filter(is_said).filter(|name| is_open(name)).map(|family| degrees.pin(family)).collect();
+    let open: Vec<String> = FAMILIES
+        .iter()
+        .filter(is_said)
+        .filter(|name| leaves_open(pins, name))
+        .map(|family| degrees.pin(family))
+        .collect();
     if open.is_empty() || degrees.degree("pp") > 1 {
         return None;
     }
-    let quick = [("overlap_chunks", "1"), ("keep_casts", "0")].into_iter().filter(|(name, _)| is_open(name));
-    let quick = quick.map(|(name, value)| format!("{name}={value}"));
-    Some(own.clone().map(str::to_string).chain(open).chain(quick).collect::<Vec<_>>().join(","))
+    Some(quick(&with(pins, open)))
 }
 
 /// What came of planning a size.
