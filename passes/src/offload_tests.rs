@@ -1,7 +1,7 @@
 //! Plans whose devices are too small for what they hold.
 
 use crate::cluster::Cluster;
-use crate::search::{Pins, search};
+use crate::search::{Pins, Recompute, search};
 use crate::search_tests::{SMALL, llama, plan};
 use shardc_ir::plan::{Request, Scope, Space};
 use shardc_ir::{Bytes, DType, Feature, NoScratch, Op, Plan, verify};
@@ -89,6 +89,21 @@ fn gradients_leave_as_they_are_made() {
     }
     let error = plan(SMALL, DType::Bf16, "h200:2", 140, "dp=2,zero=0,offload=optimizer+gradients").unwrap_err();
     assert!(error.contains("only where that is a rank's part of their sum"), "{error}");
+}
+
+/// What a pin takes from the device is room for values that are not computed again.
+#[test]
+fn what_leaves_is_not_computed_again_for() {
+    let of = |pins: &str| plan(SMALL, DType::Bf16, "h200:1", 36, &format!("microbatch=8{pins}")).unwrap();
+    let again = |plan: &Plan| match Pins::chosen(plan).recompute {
+        Some(Recompute::Values(steps)) => steps,
+        Some(Recompute::None) => 0,
+        other => panic!("{other:?} of {}", plan.choice),
+    };
+    let [stays, moved] = ["", ",offload=optimizer"].map(of);
+    assert!(again(&moved) < again(&stays), "{} and {}", stays.choice, moved.choice);
+    // Nothing but a little that estimates leave is free.
+    assert!(again(&moved) == 0 || moved.prediction.filled() > 0.9, "{}", moved.choice);
 }
 
 /// Stages, and values away from their devices, are chosen together.

@@ -3,7 +3,7 @@
 use super::estimate::Shape;
 use super::fitted::Measure;
 use super::offload::{ALL, Kind, Offload, Offloads};
-use super::relief::{Activations, Leaving, Relief, Stock};
+use super::relief::{Activations, Leaving, Relief, Stock, less};
 use super::visit::Visited;
 use super::{Pins, PlanError, Recompute, Space, enumerate};
 use crate::cluster::Cluster;
@@ -63,6 +63,12 @@ impl At<'_, '_> {
             activations: Activations { freed: activations, moved: activations, hosted: activations },
             microbatches: shape.microbatches(),
         }
+    }
+
+    /// What lives on the device.
+    fn left(&self, offload: &Offload) -> Bytes {
+        let Self { shape, storage, zero, recompute } = *self;
+        less(shape.memory(storage, zero, recompute), self.stock(offload).leaving(offload).memory).total()
     }
 
     /// What an offload takes and adds, beside a prediction that has everything on the device.
@@ -130,6 +136,14 @@ impl Away {
             ),
         };
         PlanError::Pin { pin: pinned.text(), message }
+    }
+
+    /// What lives on the device of a candidate of one stage, where something is pinned to lie elsewhere.
+    pub fn left(&self, at: &At<'_, '_>) -> Bytes {
+        match &self.pin {
+            Some(pin) => at.left(pin),
+            None => at.shape.memory(at.storage, at.zero, at.recompute).total(),
+        }
     }
 
     /// What a candidate of one stage may place away, with what that takes and adds, and its prediction then.

@@ -6,7 +6,6 @@
 //! it, and one with room to spare another that computes less again.
 
 use super::choose::kin;
-use super::estimate::Shape;
 use super::overstated::{NODES, Refused, tried};
 use super::pins::{Pins, Recompute};
 use super::visit::Visited;
@@ -170,22 +169,20 @@ fn between(candidates: &[Candidate], known: &[(usize, Prediction)]) -> Vec<(f64,
     found
 }
 
-/// How much may be computed again: as pinned; else nothing, and where that does not fit what does.
+/// How much may be computed again, of a menu of so many steps, which leaves a `total` on the device: as pinned; else
+/// nothing, and where that does not fit what does.
 pub(super) fn recomputations(
-    shape: &Shape<'_>,
-    storage: usize,
-    zero: u64,
+    all: u64,
+    total: &dyn Fn(Recompute) -> Bytes,
     pins: &Pins,
     (bound, measure): (Bytes, Measure),
 ) -> Vec<Recompute> {
-    let total = |recompute| shape.memory(storage, zero, recompute).total();
     let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
-    let pinned = pinned.map(|pin| pin.within(shape.menu().steps()));
+    let pinned = pinned.map(|pin| pin.within(all));
     let mut choices = vec![pinned.unwrap_or(Recompute::None)];
     if pinned.is_none() && total(Recompute::None) > bound {
         for share in measure.shares {
             let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
-            let all = shape.menu().steps();
             choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
         }
         choices.dedup();

@@ -69,10 +69,12 @@ fn extend(
             let room = if is_open { bound } else { Bytes(u64::MAX) };
             let of = |solved: &Solved<'_>| {
                 let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
-                for recompute in recomputations(shape, storage, zero, pins, (room, space.measure)) {
+                let at = |recompute| At { shape, storage, zero, recompute };
+                let total = |recompute| point.away.left(&at(recompute));
+                for recompute in recomputations(shape.menu().steps(), &total, pins, (room, space.measure)) {
                     let on_device = solved.predict(storage, zero, recompute, point.work);
                     let on_device = Prediction { room: bound, ..on_device };
-                    let at = At { shape, storage, zero, recompute };
+                    let at = at(recompute);
                     for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
                         found.push(Candidate {
                             degrees: degrees.clone(),
@@ -92,8 +94,10 @@ fn extend(
                 found
             };
             let is_short = |of: &Solved<'_>| {
-                let kept = recomputations(&of.own.shape, storage, zero, pins, (Bytes(u64::MAX), space.measure))[0];
-                of.own.shape.memory(storage, zero, kept).total() > bound
+                let shape = &of.own.shape;
+                let total = |recompute| shape.memory(storage, zero, recompute).total();
+                let unbound = (Bytes(u64::MAX), space.measure);
+                total(recomputations(shape.menu().steps(), &total, pins, unbound)[0]) > bound
             };
             let fastest = |of: &[Candidate]| {
                 let fit = of.iter().filter(|candidate| candidate.prediction.fits());
