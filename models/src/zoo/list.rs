@@ -5,7 +5,8 @@ use super::{
     ZooError, build_config,
 };
 use crate::trace::Model;
-use shardc_ir::names::edit_distance;
+use shardc_ir::names::{edit_distance, shared_words};
+use std::cmp::Reverse;
 
 /// A model of the zoo.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,7 +105,7 @@ pub fn build(name: &str, batch: usize, seq: usize) -> Result<Model, ZooError> {
     if let Some(entry) = entries.iter().find(|entry| entry.name == name) {
         return build_config(name, &entry.config, batch, seq);
     }
-    entries.sort_by_key(|entry| edit_distance(name, entry.name));
+    entries.sort_by_key(|entry| (Reverse(shared_words(name, entry.name)), edit_distance(name, entry.name)));
     let nearest = entries.iter().take(3).map(|entry| entry.name.to_string()).collect();
     Err(ZooError::Unknown { name: name.to_string(), nearest })
 }
