@@ -46,6 +46,21 @@ fn wider_searches() {
     assert!(!check(&fits, 0, &["pp=2"]).contains("refused"));
 }
 
+/// GPUs of several nodes are searched for pipelines as well, those of one node only where that is asked for.
+#[test]
+fn pipelines_over_nodes() {
+    let plan = |cluster: &str, more: &[&str], words: &[&str]| {
+        let args = ["plan", "llama-160m", "--cluster", cluster, "--batch", "6", "--seq", "256"];
+        check(&[&args[..], more].concat(), 0, words)
+    };
+    plan("h100:1x3", &[], &["pp=3", "the least that is possible in stages", "no plan of one stage takes less than"]);
+    for (cluster, more) in [("h100:1x3", &["--pin", "pp=1"][..]), ("h100:3", &[])] {
+        let said = plan(cluster, more, &["the least that is possible, "]);
+        assert!(!said.contains("pp=3"), "{said}");
+    }
+    plan("h100:3", &["--search", "all"], &["of one stage", "pipeline"]);
+}
+
 /// An axis that is pinned, and by which next to nothing is divided, is named.
 #[test]
 fn axes_that_divide_little() {

@@ -365,4 +365,12 @@ fn a_wider_space_gives_no_slower_plan_by_programs() {
     let (estimated, all) = (found(Scope::All, 0.0), found(Scope::All, 1.01 * runnable.prediction.step.0));
     assert!(estimated.stages() > 1 && estimated.prediction.step.0 < 0.9 * runnable.prediction.step.0);
     assert!(all.prediction.step.0 <= runnable.prediction.step.0, "{} {}", all.choice, runnable.choice);
+    // The best of the other kind is told of, and the least that either kind takes.
+    for (chosen, lost) in [(&estimated, &runnable), (&all, &estimated)] {
+        let is_lost = |choice: &str| choice.contains("pp=") == (lost.stages() > 1);
+        assert!(chosen.alternatives.iter().any(|other| is_lost(&other.choice)), "{}", chosen.choice);
+        let (search, others) = (&chosen.search, chosen.search.bound_of_others.expect("both kinds were searched"));
+        assert!(search.bound.0 <= search.estimate.0 && others.0 <= lost.search.estimate.0 * (1.0 + 1e-9));
+        assert!((search.estimate.0 / search.bound.0 - 1.0 - search.gap).abs() < 1e-9);
+    }
 }

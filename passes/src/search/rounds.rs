@@ -48,6 +48,15 @@ impl Round {
         Ok(Self { chosen, visited })
     }
 
+    /// No plan of its meshes that fits is estimated to take less; the best may be one whose estimate does not fit.
+    fn bound(&self, space: &Space<'_, '_>) -> Result<Option<f64>, PlanError> {
+        let estimate = match &self.chosen {
+            Chosen::Best { plan, .. } => plan.search.estimate.0,
+            Chosen::Slower { .. } => f64::INFINITY,
+        };
+        Ok(self.visited.bound(space)?.map(|bound| bound.min(estimate)))
+    }
+
     /// The seconds of its best plan.
     fn step(&self) -> f64 {
         match &self.chosen {
@@ -109,15 +118,17 @@ fn is_short(round: &Result<Round, PlanError>) -> bool {
 
 /// The plan of a round, with what is told of how it was found, and of the round that it is better than.
 fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_>)>) -> Result<Plan, PlanError> {
+    let [own, others] = match space.meshes {
+        Some(_) => [None; 2],
+        None => [found.bound(space)?, other.as_ref().map(|(round, space)| round.bound(space)).transpose()?.flatten()],
+    };
     let Chosen::Best { plan, left_out, .. } = found.chosen else {
         return Err(PlanError::Bug("a round without a plan".to_string()));
     };
     let mut plan = *plan;
-    if space.meshes.is_none() {
-        let estimate = plan.search.estimate.0;
-        let own = found.visited.bound(space)?.unwrap_or(estimate).min(estimate);
-        let others = other.as_ref().map(|(round, space)| round.visited.bound(space)).transpose()?.flatten();
+    if let Some(own) = own {
         let search = &mut plan.search;
+        let estimate = search.estimate.0;
         (search.bound, search.gap) = (Seconds(own), estimate / own - 1.0);
         search.bound_of_others = others.filter(|least| least.is_finite()).map(Seconds);
         let is_proven = estimate / own.min(others.unwrap_or(own)) - 1.0 <= 1e-9;
@@ -142,9 +153,11 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
                 fastest.map(|of| lost(of.choice(), &of.prediction, "estimated: "))
             }
         };
-        plan.alternatives.extend(lost);
-        plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
-        plan.alternatives.truncate(TOLD);
+        if let Some(lost) = lost {
+            plan.alternatives.truncate(TOLD - 1);
+            plan.alternatives.push(lost);
+            plan.alternatives.sort_by(|a, b| a.step.0.total_cmp(&b.step.0));
+        }
     }
     Ok(plan)
 }
