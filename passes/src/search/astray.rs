@@ -9,8 +9,7 @@ use shardc_ir::Plan;
 /// Meshes that are tried.
 const MESHES: usize = 3;
 
-/// By how much the programs must exceed another mesh's estimate for it to be tried; of plans with stages where those that
-/// are known have none, or the other way round, not at all: their estimates err in other ways.
+/// By how much the programs must exceed another mesh's estimate for it to be tried.
 const EXCESS: f64 = 1.05;
 
 /// The plans of other meshes than those of `known` that take less than `step` seconds and fit. `candidates` are in the
@@ -27,11 +26,7 @@ pub(super) fn other_meshes(
     let mut meshes: Vec<&Degrees> = known.iter().map(|index| &candidates[*index].degrees).collect();
     let mut found = Vec::new();
     for _ in 0..MESHES {
-        let is_alike = |of: &Candidate| meshes.iter().any(|mesh| (mesh.degree("pp") > 1) == of.stages.is_some());
-        let may_be_faster = |of: &Candidate| {
-            let excess = if is_alike(of) { EXCESS } else { 1.0 };
-            of.prediction.step.0 * excess < step && of.prediction.fits()
-        };
+        let may_be_faster = |of: &Candidate| of.prediction.step.0 * EXCESS < step && of.prediction.fits();
         let is_open = |(_, of): &(usize, &Candidate)| !meshes.contains(&&of.degrees) && may_be_faster(of);
         let Some((index, candidate)) = candidates.iter().enumerate().find(is_open) else { break };
         meshes.push(&candidate.degrees);
