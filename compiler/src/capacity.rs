@@ -12,7 +12,7 @@
 use crate::compile::{Compiled, compile};
 use crate::error::Error;
 use crate::model::NamedModel;
-use crate::options::{Batch, Options};
+use crate::options::{Batch, Options, each_pin, leaves_open, with_pins};
 use serde::Serialize;
 use shardc_ir::units::counted;
 use shardc_passes::cluster::Cluster;
@@ -120,7 +120,8 @@ pub fn maximize(
     let found = question.largest(Range { low: 0, first, limit }, unit, &|_| options.pins.clone())?;
     match (found.best, found.beyond) {
         (Some(best), beyond) => Ok(question.fastest(best)?.largest(beyond, found.tried)),
-        (None, Some((_, error))) => Err(question.without_own_pins(error)),
+        // As it is refused without pins of our own, which the advice goes by.
+        (None, Some((size, error))) => Err(question.plan(size, &options.pins).err().unwrap_or(error)),
         (None, None) => Err(Error::request("there is nothing to try", "give a model that takes a sequence")),
     }
 }
@@ -235,10 +236,8 @@ impl Question<'_> {
 
     /// The pins under which a batch is one microbatch on each of so many data ranks.
     fn whole(&self, dp: u64, microbatch: u64) -> String {
-        let is_other = |pin: &&str| !["dp", "microbatch"].contains(&pin.split('=').next().unwrap_or("").trim());
-        let own = [format!("dp={dp}"), format!("microbatch={microbatch}")];
-        let others = self.options.pins.split(',').filter(|pin| !pin.trim().is_empty()).filter(is_other);
-        own.into_iter().chain(others.map(str::to_string)).collect::<Vec<_>>().join(",")
+        let others = each_pin(&self.options.pins).filter(|(name, _)| !["dp", "microbatch"].contains(name));
+        with_pins(&format!("dp={dp},microbatch={microbatch}"), others.map(|(_, pin)| pin.to_string()))
     }
 
     /// That nothing fits, without the advice to drop pins that the user did not make.
@@ -305,23 +304,11 @@ impl Question<'_> {
     }
 }
 
-/// Whether pins leave something open.
-fn leaves_open(pins: &str, name: &str) -> bool {
-    let mut own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
-    own.all(|pin| pin.split('=').next().is_none_or(|other| other.trim() != name))
-}
-
-/// Pins, and others as well.
-fn with(pins: &str, others: Vec<String>) -> String {
-    let own = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty()).map(str::to_string);
-    own.chain(others).collect::<Vec<_>>().join(",")
-}
-
 /// Pins that leave nothing open which takes time and makes no plan leaner: chunks that overlap and casts that are kept make
 /// plans faster.
 fn quick(pins: &str) -> String {
     let added = [("overlap_chunks", "1"), ("keep_casts", "0")].into_iter().filter(|(name, _)| leaves_open(pins, name));
-    with(pins, added.map(|(name, value)| format!("{name}={value}")).collect())
+    with_pins(pins, added.map(|(name, value)| format!("{name}={value}")))
 }
 
 /// [Quick](quick) pins with the degrees of a choice where they leave them open. Nothing where they leave no degree open.
@@ -338,7 +325,7 @@ fn on_mesh_of(pins: &str, choice: &str) -> Option<String> {
     if open.is_empty() || degrees.degree("pp") > 1 {
         return None;
     }
-    Some(quick(&with(pins, open)))
+    Some(quick(&with_pins(pins, open)))
 }
 
 /// What came of planning a size.

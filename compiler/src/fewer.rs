@@ -6,11 +6,10 @@
 
 use crate::compile::{Trace, compile};
 use crate::error::Error;
-use crate::options::{Batch, Options};
+use crate::options::{Batch, Options, leaves_open, with_pins};
 use serde::Serialize;
 use shardc_ir::{Plan, Seconds};
 use shardc_passes::cluster::Cluster;
-use shardc_passes::search::Pins;
 
 /// The share of the devices' peak that no step exceeds.
 const MOST: f64 = 0.75;
@@ -48,8 +47,8 @@ pub fn fewer(
     }
     let mut options = Options { dump_to: None, ..options.clone() };
     // Where all are in no stages, fewer without them are enough to say so, and quickly planned.
-    if plan.stages() == 1 && Pins::parse(&options.pins)?.pp.is_none() {
-        options.pins = format!("{},pp=1", options.pins).trim_start_matches(',').to_string();
+    if plan.stages() == 1 && leaves_open(&options.pins, "pp") {
+        options.pins = with_pins(&options.pins, ["pp=1".to_string()]);
     }
     let step = match compile(model, batch, &part(cluster, per_node, nodes), &options) {
         Ok(compiled) => compiled.plan().prediction.step,

@@ -15,6 +15,22 @@ pub struct Batch {
     pub seq: u64,
 }
 
+/// The pins of a text, each with its name.
+pub(crate) fn each_pin(pins: &str) -> impl Iterator<Item = (&str, &str)> {
+    let each = pins.split(',').map(str::trim).filter(|pin| !pin.is_empty());
+    each.map(|pin| (pin.split_once('=').map_or(pin, |(name, _)| name.trim_end()), pin))
+}
+
+/// Whether pins leave something open.
+pub(crate) fn leaves_open(pins: &str, name: &str) -> bool {
+    each_pin(pins).all(|(other, _)| other != name)
+}
+
+/// Pins, and others as well.
+pub(crate) fn with_pins(pins: &str, others: impl IntoIterator<Item = String>) -> String {
+    each_pin(pins).map(|(_, pin)| pin.to_string()).chain(others).collect::<Vec<_>>().join(",")
+}
+
 /// How to compile.
 #[derive(Clone, Debug, Default)]
 pub struct Options {

@@ -12,8 +12,8 @@ use super::{Candidate, PlanError, Point, Space, away, model_work, overstated, sc
 use crate::divisors::divisors;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, NodeId};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
@@ -72,7 +72,7 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
     let work = || {
         while let Some((index, way)) = lot.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
             let of = of(way);
-            done.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((index, of));
+            done.lock().unwrap_or_else(PoisonError::into_inner).push((index, of));
         }
     };
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
         });
         work();
     });
-    let mut done = done.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, of)| of).collect()
 }

@@ -177,10 +177,9 @@ pub(super) fn recomputations(
     pins: &Pins,
     (bound, measure): (Bytes, Measure),
 ) -> Vec<Recompute> {
-    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
-    let pinned = pinned.map(|pin| pin.within(all));
-    let mut choices = vec![pinned.unwrap_or(Recompute::None)];
-    if pinned.is_none() && total(Recompute::None) > bound {
+    let mut choices = vec![unforced(all, pins)];
+    let is_free = pins.recompute.is_none_or(|pin| pin == Recompute::BY_NEED);
+    if is_free && total(Recompute::None) > bound {
         for share in measure.shares {
             let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
             choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
@@ -188,6 +187,12 @@ pub(super) fn recomputations(
         choices.dedup();
     }
     choices
+}
+
+/// How much is computed again, of a menu of so many steps, where memory asks for nothing: as pinned, or nothing.
+pub(super) fn unforced(all: u64, pins: &Pins) -> Recompute {
+    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+    pinned.map_or(Recompute::None, |pin| pin.within(all))
 }
 
 /// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.

@@ -411,8 +411,7 @@ impl Tries<'_> {
         let (mut first, mut last) = (None, None);
         for index in (0..ways.len()).filter(|index| !self.is_far(*index)) {
             let again = [self.again(index, self.again.sums(index))];
-            let levels = Levels::on_device([0]);
-            let fits = self.try_out(candidates, &again, levels, Choice::All(0));
+            let fits = self.try_out(candidates, &again, Levels::on_device([0]), Choice::All(0));
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);
             }

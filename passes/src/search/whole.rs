@@ -2,7 +2,7 @@
 //! recomputation and what leaves the device.
 
 use super::away::At;
-use super::fitted::recomputations;
+use super::fitted::{recomputations, unforced};
 use super::pins::Recompute;
 use super::placed::{Seen, Solved, solved};
 use super::visit::Visited;
@@ -95,9 +95,7 @@ fn extend(
             };
             let is_short = |of: &Solved<'_>| {
                 let shape = &of.own.shape;
-                let total = |recompute| shape.memory(storage, zero, recompute).total();
-                let unbound = (Bytes(u64::MAX), space.measure);
-                total(recomputations(shape.menu().steps(), &total, pins, unbound)[0]) > bound
+                shape.memory(storage, zero, unforced(shape.menu().steps(), pins)).total() > bound
             };
             let fastest = |of: &[Candidate]| {
                 let fit = of.iter().filter(|candidate| candidate.prediction.fits());
