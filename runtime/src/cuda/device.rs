@@ -128,11 +128,20 @@ pub fn device_count() -> Result<usize, Failure> {
     result::device::get_count().map(|count| count as usize).map_err(says("cannot count the GPUs"))
 }
 
-/// A GPU's own number, which no other GPU has.
+/// This host, since it was started, or what `NCCL_HOSTID` calls it: ranks that it says are of different hosts meet over
+/// the network, as NCCL has them do (NVIDIA, "NCCL", environment variables).
+pub fn host() -> String {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    std::env::var("NCCL_HOSTID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| {
+        format!("{} {}", read("/proc/sys/kernel/random/boot_id").trim(), read("/proc/sys/kernel/hostname").trim())
+    })
+}
+
+/// A GPU's own number, which no other GPU of its host has.
 pub fn identity(ordinal: usize) -> Result<String, Failure> {
     let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
     let uuid = result::device::get_uuid(device).map_err(says("GPU number"))?;
-    Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
+    Ok(uuid.bytes.iter().fold(host(), |text, byte| format!("{text} {:02x}", *byte as u8)))
 }
 
 /// Why a GPU of a compute capability runs no products of 8-bit floats, if it does not (NVIDIA, "cuBLAS",

@@ -8,7 +8,7 @@
 mod peers;
 mod script;
 
-use super::device::{Device, Failure};
+use super::device::{Device, Failure, host};
 use super::executor::{part, section_index};
 use super::nccl::Part;
 use super::worker::gather;
@@ -138,7 +138,7 @@ pub fn meet(
     let mut sites = sites(program)?;
     let (count, key) = (sites.len(), world.round("memory"));
     let is_wanted = std::env::var(SWITCH).as_deref() != Ok("0") && count > 0 && arena.is_some();
-    let hosts: Vec<String> = gather(world, "hosts", &if is_wanted { peers::host() } else { String::new() })?;
+    let hosts: Vec<String> = gather(world, "hosts", &if is_wanted { host() } else { String::new() })?;
     sites.retain(|site| is_of_one_host(site.group, &hosts));
     let mut own = match arena.filter(|_| !sites.is_empty()) {
         Some(arena) => Some(Peers::new(device, arena, program.rank, program.ranks)?),

@@ -152,12 +152,6 @@ fn open(handle: &[u8]) -> Result<u64, Failure> {
     Ok(at)
 }
 
-/// This host, since it was started.
-pub fn host() -> String {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    format!("{} {}", read("/proc/sys/kernel/random/boot_id").trim(), read("/proc/sys/kernel/hostname").trim())
-}
-
 impl Peers {
     /// Memory for flags, beside an arena of this rank, one of `ranks`.
     pub fn new(device: &mut Device, arena: u64, rank: u64, ranks: u64) -> Result<Self, Failure> {
