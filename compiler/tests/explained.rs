@@ -37,6 +37,31 @@ fn a_value_says_why_it_lies_as_it_does() {
     assert!(options[0]["is_chosen"] == true && costs[0] == 0.0 && costs.iter().skip(1).all(|cost| *cost > 0.0));
 }
 
+/// Where the ranks divide nothing but the batch, what else there could be is what the value is in plans that divide more.
+#[test]
+fn a_value_of_data_ranks_says_what_it_would_be_elsewhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan_in(dir.path(), "plan.json", "dp=4,zero=1");
+    let output = shardc(&["explain", text(&plan), "blocks.0.mlp.gate.weight", "--json"]);
+    let values: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let options = values[0]["alternatives"].as_array().unwrap();
+    let axes: BTreeSet<&str> = options.iter().map(|option| option["axis"].as_str().unwrap()).collect();
+    assert_eq!(axes, BTreeSet::from(["tp=1", "tp=2", "tp=4", "cp=2", "cp=4"]));
+    let find = |axis: &str| options.iter().find(|option| option["axis"] == axis).unwrap();
+    let (own, other) = (find("tp=1"), find("tp=2"));
+    assert!(own["is_chosen"] == true && other["is_chosen"] == false);
+    assert!(other["layout"].as_str().unwrap().contains("@tp"), "{other}");
+    // The plan that has it can be asked for, and takes what is said.
+    let pins = other["plan"].as_str().unwrap();
+    assert!(pins.starts_with("dp=2,tp=2,"), "{pins}");
+    let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+    let estimate = planned["search"]["estimate"].as_f64().unwrap();
+    let instead = plan_in(dir.path(), "instead.json", pins);
+    let instead: serde_json::Value = serde_json::from_slice(&fs::read(&instead).unwrap()).unwrap();
+    let more = instead["search"]["estimate"].as_f64().unwrap() - estimate;
+    assert!((other["cost"].as_f64().unwrap() - more).abs() < 1e-3 * estimate, "{other}: {more}");
+}
+
 /// The stages of ZeRO are compared by one measure: what programs take of the chosen one is counted of the others too.
 #[test]
 fn stages_of_zero_are_compared_by_one_measure() {

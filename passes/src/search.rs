@@ -15,6 +15,7 @@ mod choose;
 mod clocks;
 mod copies;
 pub mod degrees;
+mod elsewhere;
 mod enumerate;
 pub mod estimate;
 #[cfg(test)]

@@ -181,7 +181,7 @@ fn values(inspection: &Inspection<'_>, folded: &Folded) -> Result<Vec<Value>, Er
             "communication": if is_first { time[1] } else { 0.0 },
             "reads": reads,
             "reasons": why.reasons,
-            "options": why.alternatives.iter().map(|option| json!([option.axis, option.choice, option.is_chosen, option.cost])).collect::<Vec<_>>(),
+            "options": why.alternatives.iter().map(|option| json!([option.axis, option.choice, option.is_chosen, option.cost, option.layout, option.plan])).collect::<Vec<_>>(),
         }));
     }
     Ok(list)

@@ -1,7 +1,7 @@
 //! Names of parts of a plan as reports show them.
 
 use shardc_ir::plan::Space;
-use shardc_ir::{Choice, FactorKind, Node, NodeId, OpDef, Plan, Role, TensorType, ValueId};
+use shardc_ir::{Choice, FactorKind, Node, NodeId, OpDef, Plan, Role, Strategy, TensorType, ValueId};
 use shardc_passes::fold::{Folded, block, fold, leaf_name};
 
 /// Where a value lies while nothing reads it, if that is not on the device.
@@ -38,7 +38,13 @@ pub(super) fn name_of(node: &Node) -> &str {
 
 /// `bf16[8@dp,4096@tp]/sum(tp)`
 pub(super) fn layout(plan: &Plan, value: ValueId) -> String {
-    let (ty, sharding) = (plan.graph.ty(value), plan.sharding(value));
+    layout_by(plan, value, &plan.strategies[plan.graph.value(value).def])
+}
+
+/// The same if its node had another strategy.
+pub(super) fn layout_by(plan: &Plan, value: ValueId, strategy: &Strategy) -> String {
+    let (ty, of) = (plan.graph.ty(value), plan.graph.value(value));
+    let sharding = plan.rule(of.def).result_sharding(of.index, strategy);
     let dims = ty.shape.iter().enumerate();
     let dims: Vec<String> = dims.map(|(dim, size)| format!("{size}{}", sharding.dim_text(dim, &plan.mesh))).collect();
     format!("{}[{}]{}", ty.dtype, dims.join(","), sharding.partial_text(&plan.mesh))

@@ -4,7 +4,7 @@
 //! ([`shardc_passes::search::why`]): the step's seconds if this one node were made to do otherwise and
 //! all others did what then is best. These are estimates, and so is what is chosen where they are compared.
 
-use super::names::{away, choice, folded_nodes, folded_path, layout, local, role, stage_of};
+use super::names::{away, choice, folded_nodes, folded_path, layout, layout_by, local, role, stage_of};
 use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
@@ -14,18 +14,22 @@ use shardc_ir::{Bytes, Choice, Graph, NodeId, Op, OpDef, Plan, Role, Seconds, Va
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
 use shardc_passes::search::Pins;
-use shardc_passes::search::why::{Options, Why, why};
-use shardc_passes::shard::family::batch_axes;
+use shardc_passes::search::why::{Elsewhere, Options, Why, why};
+use shardc_passes::shard::family::{batch_axes, searched_axes};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// An alternative of one node on one axis, compared with the others by the search's estimates.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Alternative {
-    /// The axis.
+    /// The axis; where the plan's ranks divide nothing but the batch, the division of them that has another: `tp=2`.
     pub axis: String,
     /// What the node would do.
     pub choice: String,
+    /// The layout that this gives; nothing where no plan has it.
+    pub layout: Option<String>,
+    /// The choices of the fastest plan that has it, where that divides the ranks in another way.
+    pub plan: Option<String>,
     /// Whether the plan does it.
     pub is_chosen: bool,
     /// The seconds a step would take beyond the best, everything else adapted; `None` if nothing fits it.
@@ -55,7 +59,8 @@ pub struct Explained {
     pub alike: usize,
     /// In words, what no search chose: the batch, the storage.
     pub reasons: Vec<String>,
-    /// The alternatives on the tensor axes, cheapest first.
+    /// The alternatives on the tensor axes, cheapest first; where there is no such axis, what the value is in plans that
+    /// have one.
     pub alternatives: Vec<Alternative>,
 }
 
@@ -123,18 +128,66 @@ fn explained(plan: &Plan, why: &Why, value: ValueId, alike: usize) -> Explained 
         local: ty.shape,
         alike,
         reasons: reasons(plan, why, value),
-        alternatives: options.iter().flat_map(|options| alternatives(plan, def, options)).collect(),
+        alternatives: match why.elsewhere.is_empty() {
+            true => options.iter().flat_map(|options| alternatives(plan, value, options)).collect(),
+            false => elsewhere(plan, why, value),
+        },
     }
 }
 
-fn alternatives(plan: &Plan, node: NodeId, options: &Options) -> Vec<Alternative> {
+/// What else a node might do with an axis.
+fn alternatives(plan: &Plan, value: ValueId, options: &Options) -> Vec<Alternative> {
+    let (node, axis) = (plan.graph.value(value).def, options.axis);
+    let without = plan.strategies[node].without(axis);
     let of = |(other, cost): &(Choice, Seconds)| Alternative {
-        axis: plan.mesh.axis(options.axis).name.clone(),
+        axis: plan.mesh.axis(axis).name.clone(),
         choice: choice(plan, node, *other),
+        layout: Some(if *other == options.chosen {
+            layout(plan, value)
+        } else {
+            layout_by(plan, value, &without.with(axis, *other))
+        }),
+        plan: None,
         is_chosen: *other == options.chosen,
         cost: cost.0.is_finite().then_some(*cost),
     };
     options.costs.iter().map(of).collect()
+}
+
+/// What a value is in the fastest plans whose ranks divide more than the batch, the fastest first; before them in the
+/// plan itself.
+fn elsewhere(plan: &Plan, why: &Why, value: ValueId) -> Vec<Alternative> {
+    let (own, index) = (plan.graph.value(value).def, plan.graph.value(value).index);
+    let itself = Alternative {
+        axis: "tp=1".to_string(),
+        choice: choice(plan, own, Choice::Replicate),
+        layout: Some(layout(plan, value)),
+        plan: None,
+        is_chosen: true,
+        cost: Some(Seconds(0.0)),
+    };
+    let of = |other: &Elsewhere| {
+        let axis = other.pin.clone();
+        if other.plan.is_none() {
+            let choice = "nothing that fits in memory".to_string();
+            return Some(Alternative { axis, choice, layout: None, plan: None, is_chosen: false, cost: None });
+        }
+        let (found, node) = other.node(*why.searched.get(&own)?)?;
+        let does = searched_axes(&found.mesh).into_iter().map(|axis| found.strategies[node].choice(axis));
+        let what = does.map(|does| choice(found, node, does)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
+        Some(Alternative {
+            axis,
+            choice: what.join("; "),
+            layout: Some(layout(found, *found.graph.node(node).results.get(index)?)),
+            plan: Some(found.choice.clone()),
+            is_chosen: false,
+            cost: Some(found.prediction.step - plan.search.estimate),
+        })
+    };
+    let mut all: Vec<Alternative> = why.elsewhere.iter().filter_map(of).collect();
+    let cost = |of: &Alternative| of.cost.map_or(f64::INFINITY, |cost| cost.0);
+    all.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+    std::iter::once(itself).chain(all).collect()
 }
 
 /// What is said in words: where the batch and the storage go.
@@ -230,13 +283,12 @@ fn stored(plan: &Plan, why: &Why) -> Vec<String> {
     // What the estimate does not see of the plan it does not see of its other stages either.
     let bytes = |of: &Prediction| of.memory.total().0 as f64;
     let (seconds, memory) = (plan.prediction.step.0 / own.step.0, bytes(&plan.prediction) / bytes(own).max(1.0));
-    let off = format!("estimated, times what this plan takes of its own estimate: {seconds:.3} and {memory:.3}");
     let line = |(zero, estimate): &(u64, Prediction)| {
         let (step, needed) = (estimate.step * seconds, Bytes((bytes(estimate) * memory).round() as u64));
         let mark = match (is_chosen(*zero), needed > plan.prediction.room) {
             (true, _) => "chosen".to_string(),
-            (false, true) => format!("does not fit; {off}"),
-            (false, false) => off.clone(),
+            (false, true) => "estimated, does not fit".to_string(),
+            (false, false) => "estimated".to_string(),
         };
         format!("ZeRO-{zero}: {:>10} a step, {:>10} per rank  {mark}", step.to_string(), needed.to_string())
     };
@@ -258,20 +310,24 @@ pub fn text(values: &[Explained]) -> String {
         for reason in &value.reasons {
             let _ = writeln!(text, "    {reason}");
         }
-        let widest = |of: fn(&Alternative) -> &String| {
+        let widest = |of: fn(&Alternative) -> &str| {
             value.alternatives.iter().map(|option| of(option).chars().count()).max().unwrap_or(0)
         };
         let (axes, choices) = (widest(|option| &option.axis) + 1, widest(|option| &option.choice));
+        let layouts = widest(|option| option.layout.as_deref().unwrap_or_default());
         for option in &value.alternatives {
             let cost = match option.cost {
                 _ if option.is_chosen && option.cost.is_none_or(|cost| cost.0 < 1e-9) => "chosen".to_string(),
+                None if option.layout.is_none() => String::new(),
                 None => "not possible".to_string(),
                 Some(cost) if option.is_chosen => format!("+{cost} a step (estimated), chosen"),
                 Some(cost) if cost.0 < 1e-9 => "as good".to_string(),
                 Some(cost) => format!("+{cost} a step (estimated)"),
             };
-            let axis = format!("{}:", option.axis);
-            let _ = writeln!(text, "    {axis:axes$} {:choices$}  {cost}", option.choice);
+            let plan = option.plan.as_ref().map(|plan| format!(": {plan}")).unwrap_or_default();
+            let (axis, layout) = (format!("{}:", option.axis), option.layout.as_deref().unwrap_or_default());
+            let line = format!("    {axis:axes$} {:choices$}  {layout:layouts$}  {cost}{plan}", option.choice);
+            let _ = writeln!(text, "{}", line.trim_end());
         }
     }
     text

@@ -5,21 +5,23 @@
 //! takes longer is what the choice costs. What divides the batch was never a choice of one node, and
 //! where parameters are stored is one of the ZeRO stages, which are priced as whole plans.
 
+use super::elsewhere::elsewhere;
 use super::estimate::Shape;
 use super::overlap::is_in_chunks;
 use super::placed::paced;
-use super::{Pins, PlanError, Recompute, model_work, place_batch};
+use super::{Pins, PlanError, Recompute, model_work, place_batch, prepared};
 use crate::cluster::Cluster;
 use crate::error::PassError;
 use crate::keep_casts::cast_again;
 use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
-use crate::shard::prepare::prepare;
 use crate::shard::tensor::Prepared;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Bytes, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
+
+pub use super::elsewhere::Elsewhere;
 
 /// What a node might do with one axis.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,6 +57,10 @@ pub struct Why {
     pub again: BTreeMap<NodeId, Again>,
     /// The ZeRO stages on the plan's mesh, with the plan's recomputation; of a plan in chunks that overlap none.
     pub stages: Vec<(u64, Prediction)>,
+    /// Where the ranks divide nothing but the batch, the fastest plans whose ranks divide more.
+    pub elsewhere: Vec<Elsewhere>,
+    /// Per node that was asked for, that of the graph which was searched.
+    pub searched: BTreeMap<NodeId, NodeId>,
 }
 
 /// The plan's graph as the search saw it, without recomputation and kept casts.
@@ -66,7 +72,7 @@ pub fn searched_graph(plan: &Plan) -> Result<Graph, PlanError> {
 }
 
 /// The same, and the plan's node of each of its nodes.
-fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanError> {
+pub(super) fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
     without_recomputation(&cast_again(&plan.graph).map_err(bug)?).map_err(bug)
 }
@@ -77,7 +83,8 @@ fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>), PlanErro
 /// A plan that was not made by the search for this cluster and does not divide as it says.
 pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
     let (graph, from) = searched(plan)?;
-    let prepared = prepare(&graph, plan.request.batch, target);
+    let prepared = prepared(&graph, &plan.request, target);
+    let elsewhere = elsewhere(plan, &prepared, cluster)?;
     let (cluster, _) = &paced(&graph, cluster);
     let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
         let message = "the batch of the plan does not divide over its mesh".to_string();
@@ -89,10 +96,12 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
         _ => *node,
     };
     let back: BTreeMap<NodeId, NodeId> = from.iter().map(|(new, old)| (*old, new)).collect();
-    let class = |node: &NodeId| back.get(&original(node)).map(|new| prepared.folded.class[*new]);
+    let new = |node: &NodeId| back.get(&original(node)).copied();
+    let class = |node: &NodeId| new(node).map(|new| prepared.folded.class[new]);
     let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
     let batch = nodes.iter().filter_map(|node| Some((*node, prepared.batch[class(node)?]))).collect();
-    let mut why = Why { batch, ..Why::default() };
+    let searched = nodes.iter().filter_map(|node| Some((*node, new(node)?))).collect();
+    let mut why = Why { batch, elsewhere, searched, ..Why::default() };
     let conversions = place_axes(&prepared, &mut placed, 0.0);
     for axis in searched_axes(&plan.mesh) {
         let costs = choices_of(&prepared, &placed, axis, &classes);
