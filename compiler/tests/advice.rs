@@ -197,6 +197,17 @@ fn columns_line_up() {
 }
 
 /// An empty list of pins pins nothing: scripts give it so.
+/// Where no pipeline of a mesh fits, its head is cut into smaller chunks, as where there are no stages.
+#[test]
+fn the_head_of_a_pipeline_is_cut_smaller_where_memory_is_short() {
+    let plan = |pins: &str, code: i32, words: &[&str]| {
+        let cluster = ["plan", "llama-8b", "--cluster", "h100:8x4", "--batch", "32", "--seq", "8192"];
+        check(&[&cluster[..], &["--pin", pins]].concat(), code, words)
+    };
+    plan("pp=32,schedule=zbv,loss_chunks=1", 3, &["no plan fits in"]);
+    plan("pp=32,schedule=zbv", 0, &["loss_chunks=2"]);
+}
+
 #[test]
 fn empty_names_and_pins() {
     for name in ["", " "] {

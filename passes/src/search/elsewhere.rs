@@ -33,11 +33,7 @@ impl Elsewhere {
 ///
 /// # Errors
 /// Only a bug.
-pub(super) fn elsewhere(
-    plan: &Plan,
-    prepared: &Prepared<'_>,
-    cluster: &Cluster,
-) -> Result<Vec<Elsewhere>, PlanError> {
+pub(super) fn elsewhere(plan: &Plan, prepared: &Prepared<'_>, cluster: &Cluster) -> Result<Vec<Elsewhere>, PlanError> {
     let divides_more = searched_axes(&plan.mesh).iter().any(|axis| plan.mesh.size(*axis) > 1);
     if divides_more || plan.stages() > 1 || Pins::chosen(plan).offloads().is_some() {
         return Ok(Vec::new());

@@ -119,7 +119,7 @@ impl Mesh<'_> {
     }
 }
 
-/// The pipelines of a mesh with stages, of which the batch is placed.
+/// The pipelines of a mesh with stages, of which the batch is placed. Where none fits, the head is cut into smaller chunks.
 pub(super) fn solve(
     space: &Space<'_, '_>,
     line: &Line,
@@ -127,24 +127,52 @@ pub(super) fn solve(
     point: &Point,
     visited: &mut Visited,
 ) -> Vec<Candidate> {
-    let mut found = Vec::new();
+    let (prepared, pins) = (space.prepared, space.pins);
     let meshes: Vec<_> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
+    let (clusters, set) = clusters_by_stage(space, placed.mesh);
+    let all = clusters.concat();
+    let room = space.cluster.least_room(space.request.device_memory);
+    // Layouts are those that are fastest on the slowest kind.
+    let own = solved(prepared, placed, 0.0, &all, (&meshes, pins));
+    let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
+    let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
+    let fits = |found: &[Candidate]| found.iter().any(|candidate| candidate.prediction.fits());
+    if !fits(&found) && !found.is_empty() {
+        for smaller in own.in_smaller_chunks(prepared, room, (&meshes, pins)) {
+            let others = of_solved(space, line, &smaller, (&sizes, &set), point, visited);
+            let is_enough = fits(&others);
+            found.extend(others);
+            if is_enough {
+                break;
+            }
+        }
+    }
+    found
+}
+
+/// The pipelines of a mesh with some layouts, as kinds of devices see it: sets of so many kinds, and for each stage the
+/// place of its set behind the whole.
+fn of_solved(
+    space: &Space<'_, '_>,
+    line: &Line,
+    Solved { own, others }: &Solved<'_>,
+    (sizes, set): (&[usize], &[usize]),
+    point: &Point,
+    visited: &mut Visited,
+) -> Vec<Candidate> {
     let (prepared, degrees, work, cluster) = (space.prepared, &point.degrees[..], point.work, space.cluster);
+    let placed = &own.placed;
     let rooms = cluster.rooms(placed.mesh, space.request.device_memory);
     let rooms = &rooms.into_iter().map(|room| space.measure.room(room)).collect::<Vec<_>>()[..];
     let spare = space.measure.share();
-    let (clusters, set) = clusters_by_stage(space, placed.mesh);
-    let all = clusters.concat();
-    // Layouts are those that are fastest on the slowest kind.
-    let Solved { own, others } = &solved(prepared, placed, 0.0, &all, (&meshes, space.pins));
     let mut seen = vec![std::slice::from_ref(own)];
     let mut rest = &others[..];
-    for of_set in &clusters {
-        let (first, after) = rest.split_at(of_set.len());
+    for of_set in sizes {
+        let (first, after) = rest.split_at(*of_set);
         seen.push(first);
         rest = after;
     }
-    let (placed, seen, set) = (&own.placed, &seen[..], &set[..]);
+    let seen = &seen[..];
     let (with_unfit, away) = (space.with_unfit, point.away);
     let of = |recompute: Recompute| Sums::new(prepared, &own.shape, recompute, line);
     let in_blocks = away.moves().then(|| InBlocks::new(line, &of(Recompute::None), &of(Recompute::All)));
@@ -168,6 +196,7 @@ pub(super) fn solve(
         cut: f64::INFINITY.into(),
         runs: Runs::default(),
     };
+    let mut found = Vec::new();
     extend(&mut found, &mesh, space.pins);
     visited.leave_out(mesh.cut.get());
     found
