@@ -6,6 +6,8 @@ use shardc_ir::plan::Space;
 use shardc_ir::{Bytes, Op, OpDef, Plan, Role, ValueId};
 use shardc_passes::cost::is_view;
 use shardc_passes::fold::{block_of, fold};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One kind of value of a plan: the same in all equal blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -32,6 +34,52 @@ pub struct Row {
     pub bytes: Bytes,
     /// How many there are.
     pub count: usize,
+}
+
+/// Rows that say the same: those of equal blocks, and of chunks of the head or of a microbatch.
+#[derive(Clone, Debug)]
+pub struct Alike {
+    /// The first of them; where there are several of some blocks, its name is that of all.
+    pub row: Row,
+    /// The family of its block (`blocks.*`) and how many blocks there are, if there are several.
+    pub family: Option<(String, usize)>,
+    /// How many values there are.
+    pub count: usize,
+}
+
+/// The rows of a plan, each that says the same as others once, those of a family of blocks together.
+pub fn alike(plan: &Plan) -> Vec<Alike> {
+    let blocks: BTreeSet<&str> = plan.graph.nodes().filter_map(|(_, node)| block_of(&plan.graph, node)).collect();
+    let mut families: BTreeMap<String, usize> = BTreeMap::new();
+    blocks.into_iter().for_each(|block| *families.entry(folded_path(block)).or_default() += 1);
+    let family = |row: &Row| {
+        let folded = folded_path(&row.name);
+        let end = folded.find('*').map(|at| at + 1)?;
+        let blocks = families.get(&folded[..end]).copied().filter(|blocks| *blocks > 1)?;
+        Some((folded[..end].to_string(), blocks))
+    };
+    let (mut known, mut all): (BTreeMap<_, usize>, Vec<Alike>) = Default::default();
+    for row in rows(plan) {
+        let (family, folded) = (family(&row), folded_path(&row.name));
+        let said = (row.op.clone(), row.role, row.layout.clone(), row.strategy.clone());
+        let place = (row.space, row.transient);
+        match known.entry((if family.is_some() { folded.clone() } else { row.name.clone() }, said, place)) {
+            Entry::Occupied(at) => {
+                let before = &mut all[*at.get()];
+                before.count += row.count;
+                before.row.name = if family.is_some() { folded } else { row.name };
+            }
+            Entry::Vacant(free) => {
+                free.insert(all.len());
+                all.push(Alike { count: row.count, family, row });
+            }
+        }
+    }
+    let first = |of: &Alike| all.iter().position(|other| of.family.is_some() && other.family == of.family);
+    let places: Vec<usize> = all.iter().enumerate().map(|(at, of)| first(of).unwrap_or(at)).collect();
+    let mut order: Vec<usize> = (0..all.len()).collect();
+    order.sort_by_key(|at| (places[*at], *at));
+    order.into_iter().map(|at| all[at].clone()).collect()
 }
 
 /// Every kind of value of the forward pass, and every stored one, in the order of the graph. What moves

@@ -4,9 +4,7 @@ use super::{Inspection, away, collectives, layers, stages};
 use crate::report;
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, Seconds};
-use shardc_passes::search::overlap::is_in_chunks;
 use shardc_passes::simulate::Rank;
-use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The collectives that are listed; those left out are counted.
@@ -69,29 +67,35 @@ fn few(ranks: &[u64]) -> String {
     format!("{}{more}", shown.join(", "))
 }
 
-/// Layouts by module; of the chunks of a microbatch one is listed.
+/// Layouts by module; of what is alike, one.
 fn layouts(inspection: &Inspection<'_>) -> String {
-    let rows = layers::rows(inspection.plan);
+    let all = layers::alike(inspection.plan);
     let mut text = String::from("\nlayouts (size@axes per dimension; /sum(axes) is a partial sum)\n");
-    let name = |row: &layers::Row| row.name.strip_prefix(&format!("{}.", row.block)).unwrap_or(&row.name).to_string();
-    let widest = |of: &dyn Fn(&layers::Row) -> usize| rows.iter().map(of).max().unwrap_or(0);
-    let names = widest(&|row| name(row).len() + if row.block.is_empty() { 0 } else { 2 });
-    let (ops, layouts) = (widest(&|row| row.op.len()), widest(&|row| row.layout.len()));
-    let is_cut = is_in_chunks(inspection.plan);
-    let (mut block, mut seen) = ("", BTreeSet::new());
-    for row in &rows {
-        if is_cut && !seen.insert((&row.block, &row.name, &row.op, &row.layout, &row.strategy)) && !row.name.is_empty()
-        {
-            continue;
+    let name = |layers::Alike { row, family, .. }: &layers::Alike| match family {
+        Some((family, _)) => format!("  {}", row.name.strip_prefix(&format!("{family}.")).unwrap_or(&row.name)),
+        None => row.name.clone(),
+    };
+    let widest = |of: &dyn Fn(&layers::Alike) -> usize| all.iter().map(of).max().unwrap_or(0);
+    let names = widest(&|of| name(of).len());
+    let (ops, layouts) = (widest(&|of| of.row.op.len()), widest(&|of| of.row.layout.len()));
+    let mut before = None;
+    for of in &all {
+        let layers::Alike { row, family, count } = of;
+        if let Some((name, blocks)) = family.as_ref().filter(|_| *family != before) {
+            let _ = writeln!(text, "  {name} ({blocks} alike)");
         }
-        if row.block != block && !row.block.is_empty() {
-            let _ = writeln!(text, "  {} ({} alike)", row.block, row.count);
-        }
-        block = &row.block;
-        let indent = if block.is_empty() { "" } else { "  " };
-        let name = format!("{indent}{}", name(row));
-        let (bytes, by) = (row.bytes.to_string(), row.strategy.replace(' ', ", "));
-        let _ = writeln!(text, "  {name:names$}  {:ops$}  {:layouts$}  {bytes:>10}  {by}", row.op, row.layout);
+        before.clone_from(family);
+        let blocks = family.as_ref().map_or(1, |(_, blocks)| *blocks);
+        let times = match (count / blocks, count % blocks) {
+            (1, 0) => String::new(),
+            (each, 0) => format!("{each} each"),
+            _ => format!("{count} of them"),
+        };
+        let times = if family.is_none() && *count > 1 { format!("{count} alike") } else { times };
+        let (name, bytes, by) = (name(of), row.bytes.to_string(), row.strategy.replace(' ', ", "));
+        let line = format!("  {name:names$}  {:ops$}  {:layouts$}  {bytes:>10}  {by}", row.op, row.layout);
+        let times = if times.is_empty() { times } else { format!("  ({times})") };
+        let _ = writeln!(text, "{}{times}", line.trim_end());
     }
     text
 }
