@@ -18,6 +18,7 @@ const DIR: &str = "SHARDC_TEST_DIR";
 fn limits() -> Limits {
     Limits {
         join: Duration::from_secs(30),
+        notice: Duration::from_secs(20),
         wait: Duration::from_secs(60),
         beat: Duration::from_millis(50),
         silence: Duration::from_secs(4),

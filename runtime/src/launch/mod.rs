@@ -37,6 +37,8 @@ use std::time::Duration;
 pub struct Limits {
     /// From the first attempt to reach the store until it must have answered.
     pub join: Duration,
+    /// Until it is told which ranks have not come, or that the store does not answer; then after twice as long, and so on.
+    pub notice: Duration,
     /// A wait for another rank's value or arrival.
     pub wait: Duration,
     /// Between two heartbeats of a rank.
@@ -56,6 +58,7 @@ impl Default for Limits {
         let seconds = Duration::from_secs;
         Self {
             join: seconds(300),
+            notice: seconds(20),
             wait: seconds(1800),
             beat: Duration::from_millis(500),
             silence: seconds(15),

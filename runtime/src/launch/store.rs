@@ -219,15 +219,24 @@ impl Client {
         purpose: Purpose,
         limits: Limits,
     ) -> std::result::Result<Self, LaunchError> {
-        let until = Instant::now() + limits.join;
+        let (began, mut told) = (Instant::now(), limits.notice);
         let stream = loop {
             match attempt(address) {
                 Ok(stream) => break stream,
-                Err(error) if Instant::now() + PAUSE > until => {
+                Err(error) if began.elapsed() + PAUSE > limits.join => {
                     let why = format!("{error}, for {} s", limits.join.as_secs());
                     return Err(LaunchError::Unreachable { address: address.into(), why });
                 }
-                Err(_) => std::thread::sleep(PAUSE),
+                Err(error) => {
+                    if began.elapsed() > told {
+                        let (seconds, most) = (began.elapsed().as_secs(), limits.join.as_secs());
+                        tracing::warn!(
+                            "{seconds} s: rank 0 does not answer at {address} yet ({error}); tried for {most} s"
+                        );
+                        told *= 2;
+                    }
+                    std::thread::sleep(PAUSE);
+                }
             }
         };
         let mut client = Self { stream, rank, address: address.into(), silence: limits.silence };

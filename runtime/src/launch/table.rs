@@ -142,6 +142,12 @@ impl Table {
         self.lock().members.values_mut().for_each(|member| member.heard = Instant::now());
     }
 
+    /// The ranks that have not come yet.
+    pub fn missing(&self) -> Vec<u64> {
+        let state = self.lock();
+        (0..self.ranks).filter(|rank| !state.members.contains_key(rank)).collect()
+    }
+
     /// Asks all ranks to stop after the step.
     pub fn stop(&self) {
         self.lock().stop = true;

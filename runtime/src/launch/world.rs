@@ -68,6 +68,14 @@ impl Heart {
         }
     }
 
+    /// Of a run whose store is here, the ranks that have not come.
+    fn missing(&self) -> Vec<u64> {
+        match self {
+            Self::Here(table, _) => table.missing(),
+            Self::There(_) => Vec::new(),
+        }
+    }
+
     fn leave(&mut self) {
         match self {
             Self::Here(table, rank) => table.leave(*rank),
@@ -416,10 +424,31 @@ fn describe(pulse: &Pulse) -> String {
     }
 }
 
+/// What is told of ranks that have not come.
+fn waiting(missing: &[u64], Place { ranks, address, launcher, .. }: &Place, since: Duration) -> String {
+    const MOST: usize = 8;
+    let named: Vec<String> = missing.iter().take(MOST).map(u64::to_string).collect();
+    let more = if missing.len() > MOST { ", ..." } else { "" };
+    format!(
+        "{} s: {} of the {ranks} ranks that {launcher} names have not come to {address} yet: {}{more}",
+        since.as_secs(),
+        missing.len(),
+        named.join(", ")
+    )
+}
+
 /// The heartbeat, until the rank leaves.
 fn live(mut heart: Heart, shared: &Shared, place: &Place, limits: Limits) {
     let mut failed_at: Option<Instant> = None;
+    let (began, mut told) = (Instant::now(), limits.notice);
     loop {
+        if began.elapsed() > told
+            && let missing = heart.missing()
+            && !missing.is_empty()
+        {
+            tracing::warn!("{}", waiting(&missing, place, began.elapsed()));
+            told *= 2;
+        }
         let (at, report, is_leaving) = {
             let pulse = shared.lock();
             let is_quiet = |pulse: &mut Pulse| pulse.report.is_none() && !pulse.leaving;
@@ -451,5 +480,23 @@ fn live(mut heart: Heart, shared: &Shared, place: &Place, limits: Limits) {
             let _ = writeln!(std::io::stderr(), "rank {rank} did not end by itself and is ended; the cause: {failure}");
             signal::exit_now(1);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_not_come_is_named() {
+        let place = Place { ranks: 12, address: "node0:29500".into(), launcher: "torchrun", ..Place::alone() };
+        let table = Table::new(12);
+        table.join(0, 12, "GPU 0").unwrap();
+        table.join(2, 12, "GPU 2").unwrap();
+        let said = waiting(&table.missing(), &place, Duration::from_secs(21));
+        let words = "21 s: 10 of the 12 ranks that torchrun names have not come to node0:29500 yet: ";
+        assert_eq!(said, format!("{words}1, 3, 4, 5, 6, 7, 8, 9, ..."));
+        (0..12).filter(|rank| ![0, 2].contains(rank)).for_each(|rank| table.join(rank, 12, "").unwrap());
+        assert_eq!(table.missing(), [0; 0]);
     }
 }
