@@ -345,6 +345,7 @@ impl Error {
             Self::Hf(HfError::Malformed { .. } | HfError::MissingTensor { .. }) => {
                 Some("the directory is not complete or not of this model: copy it again".into())
             }
+            Self::Hf(HfError::ForeignType { .. }) => Some("convert the tensor, for instance to F32".into()),
             Self::Hf(HfError::NoWeights { .. }) => Some(
                 "copy the weights beside config.json, or name a built-in model (`shardc models`), which starts from \
                  random weights"
@@ -362,6 +363,9 @@ impl Error {
             Self::Launch(error) => crate::launch::fix(error),
             Self::Cuda(CudaError::Launch(error)) => crate::launch::fix(error),
             Self::Cuda(_) => Some("`shardc check --cluster cuda:N` shows what there is; cpu:N needs no GPU".into()),
+            Self::NotFinite { step: 0, .. } => Some(
+                "no update has been made yet: look at the weights that it starts from, and at the data of the first step".into(),
+            ),
             Self::NotFinite { .. } => Some("lower --lr, raise --warmup, or look at the data of that step".into()),
             _ => None,
         }

@@ -221,6 +221,14 @@ fn says_what_is_wrong() {
         };
         check(cut, &["model.safetensors", if length == 4 { "4 bytes" } else { "truncated" }]);
     }
+    let doubles = |dir: &Path| {
+        let path = dir.join("model.safetensors");
+        let bytes = fs::read(&path).unwrap();
+        let (from, to) = (b"\"F32\"", b"\"F64\"");
+        let at = bytes.windows(from.len()).position(|part| part == from).unwrap();
+        fs::write(path, [&bytes[..at], to, &bytes[at + to.len()..]].concat()).unwrap();
+    };
+    check(doubles, &["model.safetensors: tensor `", "has elements of F64", "F32, BF16 or F16"]);
     let index = |dir: &Path| {
         let text = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.join("model.safetensors.index.json"), text).unwrap();

@@ -89,6 +89,16 @@ pub enum HfError {
         /// The tensor.
         tensor: String,
     },
+    /// A tensor of elements that no parameter has.
+    #[error("{}: tensor `{tensor}` has elements of {dtype}, and parameters are read from F32, BF16 or F16", .path.display())]
+    ForeignType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// The elements' type, as the file calls it.
+        dtype: String,
+    },
     /// A tensor of another type than the model's.
     #[error("{}: tensor `{tensor}` is {actual}; the model has it as {expected}", .path.display())]
     WrongType {

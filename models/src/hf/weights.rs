@@ -88,16 +88,28 @@ impl HfWeights {
 
     /// Where the tensors of a model lie, and what lies beside them.
     fn find(dir: &Path, tensors: Vec<FileTensor>) -> Result<(Self, BTreeMap<String, Place>), HfError> {
-        let (mut shards, mut places) = (Vec::new(), BTreeMap::new());
+        let (mut shards, mut places, mut foreign) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         for path in shard_paths(dir)? {
             let file = File::open(&path).map_err(io(&path))?;
-            read_header(&path, &file, shards.len(), &mut places)?;
+            let others = read_header(&path, &file, shards.len(), &mut places)?;
+            foreign.extend(others.into_iter().map(|(name, dtype)| (name, (shards.len(), dtype))));
             shards.push(Shard { path, file });
         }
         let mut sources = BTreeMap::new();
         for tensor in tensors {
             let place = places.remove(&tensor.name).or_else(|| places.remove(tensor.bare.as_ref()?));
-            let missing = || HfError::MissingTensor { path: dir.to_path_buf(), tensor: tensor.name.clone() };
+            let missing = || {
+                let name = [Some(&tensor.name), tensor.bare.as_ref()].into_iter().flatten();
+                let found = name.into_iter().find_map(|name| Some((name, foreign.get(name)?)));
+                match found {
+                    Some((name, (shard, dtype))) => HfError::ForeignType {
+                        path: shards[*shard].path.clone(),
+                        tensor: name.clone(),
+                        dtype: dtype.clone(),
+                    },
+                    None => HfError::MissingTensor { path: dir.to_path_buf(), tensor: tensor.name.clone() },
+                }
+            };
             let place: Place = place.ok_or_else(missing)?;
             let is_float = |dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16);
             let converts = tensor.ty.dtype == DType::F32 && is_float(place.ty.dtype);
@@ -256,7 +268,12 @@ fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, HfError> {
 }
 
 /// Reads where the tensors of a file lie, and checks that the file is long enough for them.
-fn read_header(path: &Path, file: &File, shard: usize, places: &mut BTreeMap<String, Place>) -> Result<(), HfError> {
+fn read_header(
+    path: &Path,
+    file: &File,
+    shard: usize,
+    places: &mut BTreeMap<String, Place>,
+) -> Result<Vec<(String, String)>, HfError> {
     let malformed = |message: String| HfError::Malformed { path: path.to_path_buf(), message };
     let size = file.metadata().map_err(io(path))?.len();
     let mut length = [0; 8];
@@ -275,9 +292,16 @@ fn read_header(path: &Path, file: &File, shard: usize, places: &mut BTreeMap<Str
     file.read_exact_at(&mut header, 8).map_err(io(path))?;
     let header: Value = serde_json::from_slice(&header).map_err(|error| malformed(format!("bad header: {error}")))?;
     let header = header.as_object().ok_or_else(|| malformed("bad header: not an object".to_string()))?;
+    let mut foreign = Vec::new();
     for (name, entry) in header.iter().filter(|(name, _)| *name != "__metadata__") {
         let (ty, start, end) = parse_entry(entry).map_err(|what| malformed(format!("tensor `{name}`: {what}")))?;
-        let Some(ty) = ty else { continue };
+        let ty = match ty {
+            Ok(ty) => ty,
+            Err(dtype) => {
+                foreign.push((name.clone(), dtype));
+                continue;
+            }
+        };
         if start.checked_add(ty.bytes().0) != Some(end) {
             return Err(malformed(format!("tensor `{name}`: {ty} does not take {start}..{end}")));
         }
@@ -287,11 +311,11 @@ fn read_header(path: &Path, file: &File, shard: usize, places: &mut BTreeMap<Str
         }
         places.insert(name.clone(), Place { shard, offset: 8 + length + start, ty });
     }
-    Ok(())
+    Ok(foreign)
 }
 
-/// The type (`None` if it is of a kind that no parameter has) and the bytes of a tensor.
-fn parse_entry(entry: &Value) -> Result<(Option<TensorType>, u64, u64), String> {
+/// The type (the name of its elements' if that is one that no parameter has) and the bytes of a tensor.
+fn parse_entry(entry: &Value) -> Result<(Result<TensorType, String>, u64, u64), String> {
     let dtype = entry.get("dtype").and_then(Value::as_str).ok_or("no `dtype`")?;
     let list = |field: &str| -> Option<Vec<u64>> {
         entry.get(field).and_then(Value::as_array)?.iter().map(Value::as_u64).collect()
@@ -299,8 +323,9 @@ fn parse_entry(entry: &Value) -> Result<(Option<TensorType>, u64, u64), String> 
     let shape = list("shape").ok_or("no `shape`")?;
     let offsets = list("data_offsets").filter(|list| list.len() == 2).ok_or("no `data_offsets`")?;
     shape.iter().try_fold(8u64, |product, size| product.checked_mul(*size)).ok_or("its size makes no sense")?;
-    let dtype = DType::ALL.into_iter().find(|known| file_name(*known) == dtype);
-    Ok((dtype.map(|dtype| TensorType::new(dtype, shape)), offsets[0], offsets[1]))
+    let known = DType::ALL.into_iter().find(|known| file_name(*known) == dtype);
+    let ty = known.map(|known| TensorType::new(known, shape)).ok_or_else(|| dtype.to_string());
+    Ok((ty, offsets[0], offsets[1]))
 }
 
 /// The name of an element type in the files.
