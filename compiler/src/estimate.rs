@@ -184,7 +184,7 @@ pub fn verdict(sizes: Sizes, ranks: u64, room: Room) -> Vec<String> {
         let needs = match room {
             Room::Devices(bytes) => {
                 let ranks = counted(needed.0.div_ceil(bytes.0.max(1)), "data rank");
-                format!("would over {ranks} or more")
+                format!("takes {ranks} or more, and the activations")
             }
             Room::Host(_) => format!("needs {needed} and the activations"),
         };
@@ -260,7 +260,7 @@ mod tests {
         check(1600, ["ZeRO 3 or more, and has 0 B per rank left", bf16]);
         check(1500, ["does not fit; with ZeRO 3 it ", "does not fit; with ZeRO 3 it "]);
         let check = |room, expect: &str| assert!(verdict(MODEL, 10, room)[1].contains(expect));
-        check(Room::Devices(Bytes(1500)), "it would over 11 data ranks or more");
+        check(Room::Devices(Bytes(1500)), "it takes 11 data ranks or more, and the activations");
         check(Room::Host(Bytes(15_000)), "it needs 15.62 KiB and the activations");
     }
 

@@ -399,7 +399,7 @@ fn estimates_and_checks() {
     check(
         &["estimate", "llama-8b", "--device-memory", "8GiB"],
         0,
-        &["bf16: does not fit; with ZeRO 3 it would over 15 data ranks or more"],
+        &["bf16: does not fit; with ZeRO 3 it takes 15 data ranks or more, and the activations"],
     );
     let words = ["as cpu:8 in 32.00 GiB of one host", "does not fit; with ZeRO 3 it needs"];
     check(&["estimate", "llama-8b", "--host-memory", "32GiB"], 0, &words);
