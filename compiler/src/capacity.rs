@@ -423,28 +423,29 @@ impl<T, E> Known<T, E> {
 /// By which factor a plan that does not fit needs more than there is.
 fn filled(error: &Error) -> Option<f64> {
     match error {
-        Error::Plan(error) => match **error {
-            PlanError::Infeasible { bound, needed, .. } if needed > bound => {
-                Some(needed.0 as f64 / bound.0.max(1) as f64)
-            }
-            _ => None,
-        },
+        Error::Plan(error) => error.filled().filter(|factor| *factor > 1.0),
         _ => None,
     }
 }
 
 fn is_refusal(error: &Error) -> bool {
-    matches!(error, Error::Plan(error) if matches!(**error, PlanError::Infeasible { .. } | PlanError::Batch { .. }))
+    matches!(error, Error::Plan(error) if error.is_refusal())
 }
 
 /// Why a size does not fit, without advice: nobody asked for that size.
 fn sentence(error: &Error) -> String {
-    if let Error::Plan(plan) = error
-        && let PlanError::Infeasible { bound, share, choice, needed, breakdown, .. } = &**plan
-    {
-        return format!("no plan fits in {bound} per rank{share}: the nearest, {choice}, needs {needed} ({breakdown})");
+    match error {
+        Error::Plan(plan) => match &**plan {
+            PlanError::Infeasible { bound, share, choice, needed, breakdown, .. } => {
+                format!("no plan fits in {bound} per rank{share}: the nearest, {choice}, needs {needed} ({breakdown})")
+            }
+            PlanError::Host { pin, bound, needed } => {
+                format!("`{pin}` takes {needed} of the {bound} that a host has for its ranks")
+            }
+            other => other.to_string(),
+        },
+        other => other.to_string(),
     }
-    error.to_string()
 }
 
 /// The sizes of `dp` that pins leave, the largest first, and the data ranks that each makes with `fsdp` and `ep`.

@@ -312,7 +312,7 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Plan(error) => match **error {
-                PlanError::Infeasible { .. } => 3,
+                PlanError::Infeasible { .. } | PlanError::Host { .. } => 3,
                 PlanError::Bug(_) => 1,
                 PlanError::Pin { .. } | PlanError::Batch { .. } => 2,
             },

@@ -3,7 +3,7 @@
 
 mod command;
 
-use command::{check, text};
+use command::{check, shardc, text};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -206,6 +206,25 @@ fn the_head_of_a_pipeline_is_cut_smaller_where_memory_is_short() {
     };
     plan("pp=32,schedule=zbv,loss_chunks=1", 3, &["no plan fits in"]);
     plan("pp=32,schedule=zbv", 0, &["loss_chunks=2"]);
+}
+
+/// A host that has no room for what is pinned to lie there is short of memory, as devices are: it is said by how much,
+/// and sizes that fit are looked for.
+#[test]
+fn hosts_that_are_too_small() {
+    let plan = |more: &[&str], code: i32, words: &[&str]| {
+        let request = ["plan", "llama-160m", "--cluster", "h100:1", "--batch", "4", "--seq", "512"];
+        check(&[&request[..], more].concat(), code, words)
+    };
+    let pinned = ["--pin", "offload=optimizer", "--host-memory", "1GiB"];
+    plan(&pinned, 3, &["in the 1.00 GiB that a host has for its ranks: pin `offload=optimizer` takes 2.0"]);
+    let words = ["the largest that fits:", "`offload=optimizer` takes", "of the 1.00 GiB that a host has"];
+    let asked = ["plan", "llama-160m", "--cluster", "h100:1", "--seq", "512", "--maximize", "layers"];
+    let output = shardc(&[&asked[..], &pinned[..]].concat());
+    let said = [output.stderr, output.stdout].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
+    assert!(output.status.code() == Some(0) && words.iter().all(|word| said.contains(word)), "{said}");
+    let open = ["--search", "all", "--host-memory", "64MiB", "--device-memory", "1GiB"];
+    plan(&open, 3, &["give each host more than 64.00 MiB (--host-memory)"]);
 }
 
 #[test]

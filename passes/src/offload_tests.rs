@@ -220,10 +220,10 @@ fn what_stages_cannot_move_is_refused() {
         let error = staged(ROOMY, host, Scope::Runnable, what).map(|plan| plan.choice).unwrap_err();
         assert!(error.contains(expect), "{what}: {error}");
     };
-    refused(1, ",offload=optimizer", "pin `offload=optimizer`: it takes more than the 1.00 GiB that a host has");
-    refused(1, ",stage_offload=optimizer:3/optimizer", "pin `stage_offload=optimizer:3/optimizer`: it takes more than");
+    refused(1, ",offload=optimizer", "in the 1.00 GiB that a host has for its ranks: pin `offload=optimizer` takes");
+    refused(1, ",stage_offload=optimizer:3/optimizer", "pin `stage_offload=optimizer:3/optimizer` takes");
     refused(64, ",stage_offload=optimizer:9/none", "the model has 4 blocks");
-    refused(64, ",offload=optimizer+gradients", "either it takes more than the 64.00 GiB that a host has");
+    refused(64, ",offload=optimizer+gradients", "gradients leave as they are made only where");
     // On disk there is room.
     let [host, disk] =
         ["optimizer", "optimizer@disk"].map(|what| staged(ROOMY, 16, Scope::Runnable, &format!(",offload={what}")));

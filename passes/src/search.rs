@@ -116,6 +116,19 @@ pub enum PlanError {
         /// What would help.
         fix: String,
     },
+    /// What is pinned to lie on the hosts fits in the memory of none.
+    #[error(
+        "no plan fits in the {bound} that a host has for its ranks: pin `{pin}` takes {needed} of it at the least; give \
+         more with --host-memory, or move less"
+    )]
+    Host {
+        /// The pin.
+        pin: String,
+        /// The memory of a host.
+        bound: Bytes,
+        /// What it takes.
+        needed: Bytes,
+    },
     /// A defect of shardc.
     #[error("bug in the planner: {0}")]
     Bug(String),
@@ -146,6 +159,23 @@ pub struct Candidate {
     pub relief: Relief,
     /// What it is predicted to need.
     pub prediction: Prediction,
+}
+
+impl PlanError {
+    /// By which factor what is needed exceeds what there is, where memory is short.
+    pub fn filled(&self) -> Option<f64> {
+        match self {
+            Self::Infeasible { bound, needed, .. } | Self::Host { bound, needed, .. } => {
+                Some(needed.0 as f64 / bound.0.max(1) as f64)
+            }
+            Self::Pin { .. } | Self::Batch { .. } | Self::Bug(_) => None,
+        }
+    }
+
+    /// Whether another size of the request may have a plan.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::Infeasible { .. } | Self::Host { .. } | Self::Batch { .. })
+    }
 }
 
 impl Candidate {

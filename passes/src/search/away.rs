@@ -11,6 +11,9 @@ use crate::cost::host::{Beside, Host};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Target};
 
+/// More memory than any host has.
+const ROOMY: Bytes = Bytes(u64::MAX);
+
 /// What bounds an offload.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Room {
@@ -121,21 +124,6 @@ impl Away {
     /// Whether values may lie away from the device, so that its memory does not bound a plan.
     pub fn moves(&self) -> bool {
         self.is_open || self.is_pinned
-    }
-
-    /// A pin that no host has room for, or that no candidate can keep.
-    pub fn too_large(&self, pins: &Pins) -> PlanError {
-        let pinned = pins.offloads().unwrap_or_default();
-        let room = format!("it takes more than the {} that a host has for its ranks", self.room.host);
-        let message = match pinned.leaves_gradients() {
-            false => format!("{room}; give more with --host-memory, or move less"),
-            true => format!(
-                "either {room} (give more with --host-memory, or move less), or gradients do not leave as they are made: \
-                 they do only where that is a rank's part of their sum, with zero=2 or 3, with zero=1 in one microbatch, \
-                 or on one rank"
-            ),
-        };
-        PlanError::Pin { pin: pinned.text(), message }
     }
 
     /// What lives on the device of a candidate of one stage, where something is pinned to lie elsewhere.
@@ -258,6 +246,25 @@ impl Room {
         }
         found
     }
+}
+
+/// Why no candidate keeps what is pinned to lie away: no host has room for it, or it cannot leave.
+pub(super) fn too_large(space: &Space<'_, '_>) -> PlanError {
+    let (pinned, bound) = (space.pins.offloads().unwrap_or_default(), space.away.room.host);
+    let roomy = Space { away: Away { room: Room { host: ROOMY, ..space.away.room }, ..space.away }, ..*space };
+    let visited = &mut Visited::within(space.away.room.device, f64::INFINITY);
+    let all = if bound < ROOMY { enumerate(&roomy, visited).unwrap_or_default() } else { Vec::new() };
+    if let Some(needed) = all.iter().map(|candidate| candidate.prediction.host).min() {
+        return PlanError::Host { pin: pinned.text(), bound, needed };
+    }
+    let message = match pinned.leaves_gradients() {
+        false => "no plan can move that; move something else",
+        true => {
+            "gradients leave as they are made only where that is a rank's part of their sum: with zero=2 or 3, with \
+             zero=1 in one microbatch, or on one rank"
+        }
+    };
+    PlanError::Pin { pin: pinned.text(), message: message.to_string() }
 }
 
 /// Whether there are candidates where nothing is pinned to lie away from the devices.

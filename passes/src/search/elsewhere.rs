@@ -49,7 +49,9 @@ pub(super) fn elsewhere(plan: &Plan, prepared: &Prepared<'_>, cluster: &Cluster)
                 let nodes = searched(&plan)?.1;
                 all.push(Elsewhere { pin, plan: Some(plan), nodes });
             }
-            Err(PlanError::Infeasible { .. }) => all.push(Elsewhere { pin, plan: None, nodes: PrimaryMap::new() }),
+            Err(PlanError::Infeasible { .. } | PlanError::Host { .. }) => {
+                all.push(Elsewhere { pin, plan: None, nodes: PrimaryMap::new() })
+            }
             Err(PlanError::Pin { .. } | PlanError::Batch { .. }) => {}
             Err(error @ PlanError::Bug(_)) => return Err(error),
         }

@@ -161,13 +161,13 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
             return enumerate(&Space { with_unfit: true, ..*space }, &mut visited);
         }
         if away.is_pinned && away::opens_without(space) {
-            return Err(away.too_large(pins));
+            return Err(away::too_large(space));
         }
         let coupled = found.coupled.map(|node| schedules::coupled(prepared.graph, node));
         return Err(schedules::none(pins, line, (ranks, batch), coupled));
     }
     if away.is_pinned {
-        return Err(away.too_large(pins));
+        return Err(away::too_large(space));
     }
     if let (Some(microbatch), Some(node)) = (pins.microbatch, found.coupled) {
         let message = format!(

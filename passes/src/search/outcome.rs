@@ -266,6 +266,12 @@ pub(super) fn infeasible(candidates: &[Candidate], refused: &Refused, space: &Sp
     if request.scope == Scope::Runnable && !space.away.is_pinned {
         fixes.extend(wider(space, space.pipelines != Pipelines::Never || pins.pp.is_some()));
     }
+    if space.away.is_open && candidates[nearest].offload.is_none() {
+        let host = space.away.room.host;
+        fixes.push(format!(
+            "give each host more than {host} (--host-memory), which what would leave the devices exceeds"
+        ));
+    }
     PlanError::Infeasible {
         bound,
         share: share.into(),

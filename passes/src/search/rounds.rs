@@ -100,11 +100,7 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
 /// Of why there is no plan of one stage and no pipeline, what lacks less; what is wrong with the request, where it is not
 /// memory that is short.
 fn nearer(one: PlanError, other: PlanError) -> PlanError {
-    let needed = |error: &PlanError| match error {
-        PlanError::Infeasible { needed, bound, .. } => Some(needed.0 as f64 / bound.0.max(1) as f64),
-        _ => None,
-    };
-    match (needed(&one), needed(&other), &one) {
+    match (one.filled(), other.filled(), &one) {
         (Some(own), Some(others), _) if others < own => other,
         (None, Some(_), PlanError::Batch { .. }) => other,
         _ => one,
@@ -113,7 +109,7 @@ fn nearer(one: PlanError, other: PlanError) -> PlanError {
 
 /// Whether nothing was found that fits, or that divides the batch.
 fn is_short(round: &Result<Round, PlanError>) -> bool {
-    matches!(round, Err(PlanError::Infeasible { .. } | PlanError::Batch { .. }))
+    round.as_ref().is_err_and(PlanError::is_refusal)
 }
 
 /// The plan of a round, with what is told of how it was found, and of the round that it is better than.
