@@ -39,12 +39,10 @@ pub struct Row {
 /// Rows that say the same: those of equal blocks, and of chunks of the head or of a microbatch.
 #[derive(Clone, Debug)]
 pub struct Alike {
-    /// The first of them; where there are several of some blocks, its name is that of all.
+    /// The first of them, with the count of all; where there are several of some blocks, its name is that of all.
     pub row: Row,
     /// The family of its block (`blocks.*`) and how many blocks there are, if there are several.
     pub family: Option<(String, usize)>,
-    /// How many values there are.
-    pub count: usize,
 }
 
 /// The rows of a plan, each that says the same as others once, those of a family of blocks together.
@@ -65,21 +63,26 @@ pub fn alike(plan: &Plan) -> Vec<Alike> {
         let place = (row.space, row.transient);
         match known.entry((if family.is_some() { folded.clone() } else { row.name.clone() }, said, place)) {
             Entry::Occupied(at) => {
-                let before = &mut all[*at.get()];
+                let before = &mut all[*at.get()].row;
                 before.count += row.count;
-                before.row.name = if family.is_some() { folded } else { row.name };
+                before.name = if family.is_some() { folded } else { row.name };
             }
             Entry::Vacant(free) => {
                 free.insert(all.len());
-                all.push(Alike { count: row.count, family, row });
+                all.push(Alike { family, row });
             }
         }
     }
-    let first = |of: &Alike| all.iter().position(|other| of.family.is_some() && other.family == of.family);
+    together(all, |of| of.family.as_ref())
+}
+
+/// In the same order, but those of one group together, where its first one stands.
+fn together<T, G: PartialEq>(all: Vec<T>, group: impl for<'a> Fn(&'a T) -> Option<&'a G>) -> Vec<T> {
+    let first = |of: &T| all.iter().position(|other| group(of).is_some() && group(other) == group(of));
     let places: Vec<usize> = all.iter().enumerate().map(|(at, of)| first(of).unwrap_or(at)).collect();
-    let mut order: Vec<usize> = (0..all.len()).collect();
-    order.sort_by_key(|at| (places[*at], *at));
-    order.into_iter().map(|at| all[at].clone()).collect()
+    let mut placed: Vec<(usize, T)> = places.into_iter().zip(all).collect();
+    placed.sort_by_key(|(place, _)| *place);
+    placed.into_iter().map(|(_, of)| of).collect()
 }
 
 /// Every kind of value of the forward pass, and every stored one, in the order of the graph. What moves
@@ -115,10 +118,5 @@ pub fn rows(plan: &Plan) -> Vec<Row> {
             });
         }
     }
-    // A stable order that keeps the values of a block together, where its first one stands.
-    let first = |row: &Row| rows.iter().position(|other| !row.block.is_empty() && other.block == row.block);
-    let places: Vec<usize> = rows.iter().enumerate().map(|(at, row)| first(row).unwrap_or(at)).collect();
-    let mut order: Vec<usize> = (0..rows.len()).collect();
-    order.sort_by_key(|at| (places[*at], *at));
-    order.into_iter().map(|at| rows[at].clone()).collect()
+    together(rows, |row| Some(&row.block).filter(|block| !block.is_empty()))
 }

@@ -80,21 +80,21 @@ fn layouts(inspection: &Inspection<'_>) -> String {
     let (ops, layouts) = (widest(&|of| of.row.op.len()), widest(&|of| of.row.layout.len()));
     let mut before = None;
     for of in &all {
-        let layers::Alike { row, family, count } = of;
+        let layers::Alike { row, family } = of;
         if let Some((name, blocks)) = family.as_ref().filter(|_| *family != before) {
             let _ = writeln!(text, "  {name} ({blocks} alike)");
         }
         before.clone_from(family);
         let blocks = family.as_ref().map_or(1, |(_, blocks)| *blocks);
+        let count = row.count;
         let times = match (count / blocks, count % blocks) {
             (1, 0) => String::new(),
-            (each, 0) => format!("{each} each"),
-            _ => format!("{count} of them"),
+            _ if family.is_none() => format!("  ({count} alike)"),
+            (each, 0) => format!("  ({each} each)"),
+            _ => format!("  ({count} of them)"),
         };
-        let times = if family.is_none() && *count > 1 { format!("{count} alike") } else { times };
         let (name, bytes, by) = (name(of), row.bytes.to_string(), row.strategy.replace(' ', ", "));
         let line = format!("  {name:names$}  {:ops$}  {:layouts$}  {bytes:>10}  {by}", row.op, row.layout);
-        let times = if times.is_empty() { times } else { format!("  ({times})") };
         let _ = writeln!(text, "{}{times}", line.trim_end());
     }
     text

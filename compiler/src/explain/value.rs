@@ -168,11 +168,11 @@ fn elsewhere(plan: &Plan, why: &Why, value: ValueId) -> Vec<Alternative> {
     };
     let of = |other: &Elsewhere| {
         let axis = other.pin.clone();
-        if other.plan.is_none() {
+        let Some(found) = &other.plan else {
             let choice = "nothing that fits in memory".to_string();
             return Some(Alternative { axis, choice, layout: None, plan: None, is_chosen: false, cost: None });
-        }
-        let (found, node) = other.node(*why.searched.get(&own)?)?;
+        };
+        let node = *other.nodes.get(&own)?;
         let does = searched_axes(&found.mesh).into_iter().map(|axis| found.strategies[node].choice(axis));
         let what = does.map(|does| choice(found, node, does)).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>();
         Some(Alternative {

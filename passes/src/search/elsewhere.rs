@@ -6,7 +6,8 @@ use crate::cluster::Cluster;
 use crate::divisors::divisors;
 use crate::shard::family::searched_axes;
 use crate::shard::tensor::Prepared;
-use shardc_ir::{NodeId, Plan, PrimaryMap};
+use shardc_ir::{NodeId, Plan};
+use std::collections::BTreeMap;
 
 /// Whatever is cut into chunks is cut in the searched graph already.
 const AS_SEARCHED: &str = "loss_chunks=1,overlap_chunks=1,keep_casts=0";
@@ -18,22 +19,21 @@ pub struct Elsewhere {
     pub pin: String,
     /// The plan; none where nothing fits.
     pub plan: Option<Plan>,
-    /// Its node of each of the searched graph's.
-    nodes: PrimaryMap<NodeId, NodeId>,
+    /// Per node that was asked for, its own.
+    pub nodes: BTreeMap<NodeId, NodeId>,
 }
 
-impl Elsewhere {
-    /// Its plan, and what is of it a node of the graph that was searched.
-    pub fn node(&self, searched: NodeId) -> Option<(&Plan, NodeId)> {
-        Some((self.plan.as_ref()?, *self.nodes.get(searched)?))
-    }
-}
-
-/// Plans whose ranks divide parameters or the sequence within a node, where those of `plan` do not.
+/// Plans whose ranks divide parameters or the sequence within a node, where those of `plan` do not. `asked` are nodes of
+/// the plan, each with that of the graph which was searched.
 ///
 /// # Errors
 /// Only a bug.
-pub(super) fn elsewhere(plan: &Plan, prepared: &Prepared<'_>, cluster: &Cluster) -> Result<Vec<Elsewhere>, PlanError> {
+pub(super) fn elsewhere(
+    plan: &Plan,
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    asked: &[(NodeId, NodeId)],
+) -> Result<Vec<Elsewhere>, PlanError> {
     let divides_more = searched_axes(&plan.mesh).iter().any(|axis| plan.mesh.size(*axis) > 1);
     if divides_more || plan.stages() > 1 || Pins::chosen(plan).offloads().is_some() {
         return Ok(Vec::new());
@@ -46,11 +46,12 @@ pub(super) fn elsewhere(plan: &Plan, prepared: &Prepared<'_>, cluster: &Cluster)
         match search_among(prepared, cluster, &plan.request, &pins, None, None) {
             Ok(mut plan) => {
                 plan.choice = plan.choice.replace(&format!(",{AS_SEARCHED}"), "");
-                let nodes = searched(&plan)?.1;
+                let (_, from) = searched(&plan)?;
+                let nodes = asked.iter().filter_map(|(node, new)| Some((*node, *from.get(*new)?))).collect();
                 all.push(Elsewhere { pin, plan: Some(plan), nodes });
             }
             Err(PlanError::Infeasible { .. } | PlanError::Host { .. }) => {
-                all.push(Elsewhere { pin, plan: None, nodes: PrimaryMap::new() })
+                all.push(Elsewhere { pin, plan: None, nodes: BTreeMap::new() })
             }
             Err(PlanError::Pin { .. } | PlanError::Batch { .. }) => {}
             Err(error @ PlanError::Bug(_)) => return Err(error),

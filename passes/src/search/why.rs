@@ -59,8 +59,6 @@ pub struct Why {
     pub stages: Vec<(u64, Prediction)>,
     /// Where the ranks divide nothing but the batch, the fastest plans whose ranks divide more.
     pub elsewhere: Vec<Elsewhere>,
-    /// Per node that was asked for, that of the graph which was searched.
-    pub searched: BTreeMap<NodeId, NodeId>,
 }
 
 /// The plan's graph as the search saw it, without recomputation and kept casts.
@@ -84,9 +82,8 @@ pub(super) fn searched(plan: &Plan) -> Result<(Graph, PrimaryMap<NodeId, NodeId>
 pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet<NodeId>) -> Result<Why, PlanError> {
     let (graph, from) = searched(plan)?;
     let prepared = prepared(&graph, &plan.request, target);
-    let elsewhere = elsewhere(plan, &prepared, cluster)?;
-    let (cluster, _) = &paced(&graph, cluster);
-    let Some(mut placed) = place_batch(&prepared, &plan.mesh, cluster)? else {
+    let (paced, _) = &paced(&graph, cluster);
+    let Some(mut placed) = place_batch(&prepared, &plan.mesh, paced)? else {
         let message = "the batch of the plan does not divide over its mesh".to_string();
         return Err(PlanError::Pin { pin: plan.choice.clone(), message });
     };
@@ -100,8 +97,9 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let class = |node: &NodeId| new(node).map(|new| prepared.folded.class[new]);
     let classes: Vec<usize> = nodes.iter().filter_map(class).collect::<BTreeSet<_>>().into_iter().collect();
     let batch = nodes.iter().filter_map(|node| Some((*node, prepared.batch[class(node)?]))).collect();
-    let searched = nodes.iter().filter_map(|node| Some((*node, new(node)?))).collect();
-    let mut why = Why { batch, elsewhere, searched, ..Why::default() };
+    let asked: Vec<_> = nodes.iter().filter_map(|node| Some((*node, new(node)?))).collect();
+    let elsewhere = elsewhere(plan, &prepared, cluster, &asked)?;
+    let mut why = Why { batch, elsewhere, ..Why::default() };
     let conversions = place_axes(&prepared, &mut placed, 0.0);
     for axis in searched_axes(&plan.mesh) {
         let costs = choices_of(&prepared, &placed, axis, &classes);
@@ -123,7 +121,7 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
         let of = |node: &NodeId| Some((*node, again(&prepared, &shape, class(node)?)?));
         why.again = nodes.iter().filter_map(of).collect();
     }
-    let work = model_work(&graph, cluster);
+    let work = model_work(&graph, paced);
     let recompute = Pins::chosen(plan).recompute.unwrap_or(Recompute::None);
     let is_shared = !copy_axes(&plan.mesh).is_empty();
     let has_parts = !plan.mesh.family("fsdp").is_empty();

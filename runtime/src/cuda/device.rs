@@ -141,7 +141,8 @@ pub fn host() -> String {
 pub fn identity(ordinal: usize) -> Result<String, Failure> {
     let device = result::device::get(ordinal as i32).map_err(says("no such GPU"))?;
     let uuid = result::device::get_uuid(device).map_err(says("GPU number"))?;
-    Ok(uuid.bytes.iter().fold(host(), |text, byte| format!("{text} {:02x}", *byte as u8)))
+    let digits: String = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+    Ok(format!("{} {digits}", host()))
 }
 
 /// Why a GPU of a compute capability runs no products of 8-bit floats, if it does not (NVIDIA, "cuBLAS",

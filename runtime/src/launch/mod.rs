@@ -30,7 +30,7 @@ pub use table::Table;
 pub use world::World;
 
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long things may take.
 #[derive(Clone, Copy, Debug)]
@@ -197,6 +197,28 @@ pub enum LaunchError {
         /// Where the other ranks were.
         others: Vec<(u64, String)>,
     },
+}
+
+/// When a wait is told of: first after [`Limits::notice`], then each time it has become twice as long.
+struct Notice {
+    began: Instant,
+    next: Duration,
+}
+
+impl Notice {
+    /// Of a wait that begins now.
+    fn new(limits: Limits) -> Self {
+        Self { began: Instant::now(), next: limits.notice }
+    }
+
+    /// How long it has been, if it is time to tell.
+    fn due(&mut self) -> Option<Duration> {
+        let since = self.began.elapsed();
+        (since > self.next).then(|| {
+            self.next *= 2;
+            since
+        })
+    }
 }
 
 fn others_text(others: &[(u64, String)]) -> String {

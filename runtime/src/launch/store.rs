@@ -5,7 +5,7 @@
 //! of other launchers do; shardc's own launcher serves on the loopback interface only.
 
 use super::protocol::{MAGIC, Purpose, Reply, Request, receive, send};
-use super::{Failure, LaunchError, Limits, Table};
+use super::{Failure, LaunchError, Limits, Notice, Table};
 use std::io::{Error, ErrorKind, Result};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -219,21 +219,20 @@ impl Client {
         purpose: Purpose,
         limits: Limits,
     ) -> std::result::Result<Self, LaunchError> {
-        let (began, mut told) = (Instant::now(), limits.notice);
+        let (until, mut notice) = (Instant::now() + limits.join, Notice::new(limits));
         let stream = loop {
             match attempt(address) {
                 Ok(stream) => break stream,
-                Err(error) if began.elapsed() + PAUSE > limits.join => {
+                Err(error) if Instant::now() + PAUSE > until => {
                     let why = format!("{error}, for {} s", limits.join.as_secs());
                     return Err(LaunchError::Unreachable { address: address.into(), why });
                 }
                 Err(error) => {
-                    if began.elapsed() > told {
-                        let (seconds, most) = (began.elapsed().as_secs(), limits.join.as_secs());
+                    if let Some(since) = notice.due() {
+                        let (seconds, most) = (since.as_secs(), limits.join.as_secs());
                         tracing::warn!(
                             "{seconds} s: rank 0 does not answer at {address} yet ({error}); tried for {most} s"
                         );
-                        told *= 2;
                     }
                     std::thread::sleep(PAUSE);
                 }

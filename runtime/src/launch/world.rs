@@ -11,7 +11,7 @@
 use super::protocol::{Purpose, Reply, Request};
 use super::store::{Client, Server, lost_store};
 use super::table::Table;
-use super::{Failure, LaunchError, Limits, Place, host, signal};
+use super::{Failure, LaunchError, Limits, Notice, Place, host, signal};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -440,14 +440,13 @@ fn waiting(missing: &[u64], Place { ranks, address, launcher, .. }: &Place, sinc
 /// The heartbeat, until the rank leaves.
 fn live(mut heart: Heart, shared: &Shared, place: &Place, limits: Limits) {
     let mut failed_at: Option<Instant> = None;
-    let (began, mut told) = (Instant::now(), limits.notice);
+    let mut notice = Notice::new(limits);
     loop {
-        if began.elapsed() > told
-            && let missing = heart.missing()
-            && !missing.is_empty()
-        {
-            tracing::warn!("{}", waiting(&missing, place, began.elapsed()));
-            told *= 2;
+        if let Some(since) = notice.due() {
+            let missing = heart.missing();
+            if !missing.is_empty() {
+                tracing::warn!("{}", waiting(&missing, place, since));
+            }
         }
         let (at, report, is_leaving) = {
             let pulse = shared.lock();
