@@ -6,8 +6,11 @@ mod command;
 use command::{check, text};
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/hf").join(name)
@@ -100,4 +103,38 @@ fn a_run_that_is_asked_to_end_saves() {
     lines.for_each(drop);
     assert!(run.wait().expect("an end").success());
     assert!(saved.join("model.safetensors").exists());
+}
+
+/// A rank that waits for others is not in a step that could end.
+#[test]
+fn a_rank_that_waits_ends_when_it_is_asked_to() {
+    let (model, dir) = (fixture("llama"), tempfile::tempdir().expect("a directory"));
+    let (data, said) = (dir.path().join("t.txt"), dir.path().join("said"));
+    fs::write(&data, "shardc ".repeat(1000)).expect("a file");
+    let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|free| free.local_addr()).expect("a free port");
+    let mut rank = Command::new(env!("CARGO_BIN_EXE_shardc"))
+        .args(["train", text(&model), "--cluster", "cuda:2", "--data", text(&data), "--steps", "1", "--batch", "2"])
+        .args(["--seq", "16"])
+        .envs([("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")])
+        .env("MASTER_PORT", free.port().to_string())
+        .stderr(fs::File::create(&said).expect("a file"))
+        .spawn()
+        .expect("a rank");
+    let until = |is_so: &mut dyn FnMut() -> bool| {
+        let since = Instant::now();
+        while !is_so() && since.elapsed() < Duration::from_secs(60) {
+            sleep(Duration::from_millis(20));
+        }
+    };
+    until(&mut || TcpStream::connect(free).is_ok());
+    let before = rank.try_wait().expect("a rank");
+    assert!(Command::new("kill").args(["-TERM", &rank.id().to_string()]).status().expect("kill").success());
+    let mut after = None;
+    until(&mut || {
+        after = rank.try_wait().expect("a rank");
+        after.is_some()
+    });
+    let _ = rank.kill();
+    let said = fs::read_to_string(&said).expect("what it said");
+    assert!(before.is_none() && after.is_some_and(|status| !status.success()), "{before:?}, {after:?}: {said}");
 }

@@ -68,11 +68,14 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
-    let stop = interrupt();
     if compiled.needs_launch()? {
-        return compiled.launch(&stop);
+        return compiled.launch(&interrupt());
     }
+    // Ranks that shardc's launcher started stop by a vote of theirs, whenever they are asked to. Others that are asked
+    // before their first step end at once: nothing is trained yet, and they may wait for ranks that never come.
+    let early = matches!(Place::from_env(), Ok(Some(place)) if place.is_ours).then(interrupt);
     let mut trainer = compiled.start(weights.as_ref(), options)?;
+    let stop = early.unwrap_or_else(interrupt);
     let world = trainer.world().clone();
     let trained = launch::reporting(&world, || {
         let mut run = Run::new(args, world.is_lead())?;
