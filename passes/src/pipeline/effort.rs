@@ -8,6 +8,7 @@
 use super::order::{Lengths, Pass, Step};
 use super::timeline::{Durations, Link};
 use crate::cost::is_view;
+use crate::shard::family::talks_in_passes;
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{NodeId, OpDef, Plan, SecondaryMap, TensorType, ValueId};
 
@@ -24,6 +25,8 @@ pub struct Efforts<'a> {
     /// Per chunk, with the message between it and the chunk before.
     chunks: Vec<(Lengths, f64)>,
     links: &'a [Link],
+    /// Whether ranks of a stage talk to each other in its steps.
+    talks: bool,
 }
 
 impl<'a> Efforts<'a> {
@@ -35,7 +38,7 @@ impl<'a> Efforts<'a> {
             (Lengths { forward, backward, weight }, message)
         };
         let chunks = if said.is_empty() { counted(plan, passes) } else { said.iter().map(of).collect() };
-        Self { schedule, chunks, links }
+        Self { schedule, chunks, links, talks: talks_in_passes(&plan.mesh) }
     }
 
     /// How long the parts of a microbatch are in a chunk.
@@ -72,5 +75,9 @@ impl Durations for Efforts<'_> {
     fn message(&self, link: usize) -> f64 {
         let Link { from, to } = self.links[link];
         self.chunks.get(from.0.max(to.0) as usize).map_or(0.0, |(_, message)| *message)
+    }
+
+    fn beside(&self, link: usize) -> f64 {
+        if self.talks { self.message(link) } else { 0.0 }
     }
 }

@@ -59,6 +59,11 @@ pub trait Durations {
     fn step(&self, step: Step) -> f64;
     /// How long a message of a link takes, by its index.
     fn message(&self, link: usize) -> f64;
+    /// By how much a message makes the step longer in the middle of which it is sent: where ranks of a stage talk to each
+    /// other in a step, they do so on the same wire, and wait for it.
+    fn beside(&self, _link: usize) -> f64 {
+        0.0
+    }
 }
 
 /// What all stages do.
@@ -240,6 +245,10 @@ impl<'a> Run<'a> {
                 if let Some(Event::Step(_, all)) = self.events.as_mut().and_then(|events| events[from].last_mut()) {
                     all.push(beside);
                 }
+                let longer = durations.beside(message.0);
+                if longer > 0.0 {
+                    self.hold(from, self.stages[from].free + longer);
+                }
             }
             None => {
                 self.exchange(from, end(to, true));
@@ -372,6 +381,32 @@ mod tests {
         let (own, average) = (finish(&Head::chunk), finish(&|_| Lengths::EQUAL));
         // The first stage is busy all the time, for 16 x 3 x (1 + 1.6).
         assert!((own - 124.8).abs() < 1e-9 && average > 1.01 * own, "{own}, {average}");
+    }
+
+    /// A message that is sent in the middle of a step lets collectives of that step wait, which are on the same wire.
+    #[test]
+    fn messages_make_steps_longer_that_talk_themselves() {
+        struct Talking(f64);
+        impl Durations for Talking {
+            fn step(&self, step: Step) -> f64 {
+                Units.step(step)
+            }
+            fn message(&self, _: usize) -> f64 {
+                0.25
+            }
+            fn beside(&self, _: usize) -> f64 {
+                self.0
+            }
+        }
+        for (schedule, per_stage) in Schedule::ALL.map(|schedule| (schedule, schedule.usual_chunks()[0])) {
+            let (silent, talking) = (Talking(0.0), Talking(0.25));
+            let [silent, talking] = [silent, talking].map(|of| finish(schedule, per_stage, 16, &of));
+            // A stage sends at most two messages per chunk and microbatch.
+            let most = silent + 0.25 * 16.0 * 2.0 * per_stage as f64 * 2.0;
+            // With one chunk a stage who waits for a message of somebody else's step is not who the others wait for.
+            let is_longer = if per_stage > 1 { silent < talking } else { silent <= talking };
+            assert!(is_longer && talking <= most, "{schedule:?}: {silent}, {talking}");
+        }
     }
 
     /// Both ends of all messages stand in one order of all meetings: so no stage waits for ever.

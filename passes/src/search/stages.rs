@@ -32,6 +32,7 @@ use super::schedules::{in_flight, schedules};
 use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
+use crate::cost::collective::{distance, send_over};
 use crate::cost::step::spread;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
@@ -92,6 +93,8 @@ struct Mesh<'a> {
     set: &'a [usize],
     /// Per stage, what a rank may take of its memory.
     rooms: &'a [Bytes],
+    /// Per stage, how far it is to the next, and from the last to the first ([`distance`]).
+    distances: Vec<usize>,
     /// How many ranks of each stage its hosts have.
     hosts: Vec<Vec<u64>>,
     away: Away,
@@ -117,6 +120,26 @@ impl Mesh<'_> {
         let all = self.placed.microbatches;
         all.min(most).next_multiple_of(self.placed.mesh.degree("pp")).min(all)
     }
+
+    /// Seconds in which so many bytes get from one stage to another that chunks next to each other are on.
+    fn message(&self, [from, to]: [u64; 2], bytes: f64) -> f64 {
+        let (low, high) = (from.min(to), from.max(to));
+        let distance = self.distances[if low + 1 == high { low } else { high } as usize];
+        if low == high || bytes == 0.0 { 0.0 } else { send_over(bytes, distance, self.placed.cluster).0 }
+    }
+}
+
+/// Per stage, how far it is to the next, and from the last to the first: for those of their ranks that are the farthest
+/// apart.
+fn distances(mesh: &shardc_ir::Mesh, cluster: &Cluster) -> Vec<usize> {
+    let mut ranks = vec![Vec::new(); mesh.degree("pp") as usize];
+    (0..mesh.ranks()).for_each(|rank| ranks[mesh.stage_of(rank) as usize].push(rank));
+    let next = ranks.iter().cycle().skip(1);
+    let far = |(own, next): (&Vec<u64>, &Vec<u64>)| {
+        let all = own.iter().zip(next).map(|(from, to)| distance(*from, *to, cluster));
+        all.max().unwrap_or(0)
+    };
+    ranks.iter().zip(next).map(far).collect()
 }
 
 /// The pipelines of a mesh with stages, of which the batch is placed. Where none fits, the head is cut into smaller chunks.
@@ -178,6 +201,7 @@ fn of_solved(
     let in_blocks = away.moves().then(|| InBlocks::new(line, &of(Recompute::None), &of(Recompute::All)));
     let hosts = if away.moves() { hosts(placed.mesh, cluster.per_node) } else { Vec::new() };
     let in_blocks = in_blocks.as_ref();
+    let distances = distances(placed.mesh, cluster);
     let mesh = Mesh {
         prepared,
         line,
@@ -185,6 +209,7 @@ fn of_solved(
         seen,
         set,
         rooms,
+        distances,
         hosts,
         away,
         in_blocks,
@@ -483,5 +508,28 @@ impl Tries<'_> {
         } else {
             self.try_out(candidates, &agains, levels, Choice::Least);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::AxisKind;
+
+    #[test]
+    fn stages_are_as_far_apart_as_their_ranks() {
+        let check = |cluster: &str, sizes: [u64; 2], expect: &[usize]| {
+            let mut mesh = shardc_ir::Mesh::default();
+            ["pp", "dp"].into_iter().zip(sizes).for_each(|(name, size)| {
+                mesh.push(name, size, AxisKind::Space);
+            });
+            assert_eq!(distances(&mesh, &Cluster::parse(cluster, "h200").unwrap()), expect, "{sizes:?} on {cluster}");
+        };
+        check("h100:8", [4, 2], &[0, 0, 0, 0]);
+        check("h100:8x2", [4, 4], &[0, 1, 0, 1]);
+        check("h100:8x2", [2, 8], &[1, 1]);
+        // Where stages divide a node unevenly some of their ranks are farther apart than others.
+        check("h100:4x3", [4, 3], &[1, 1, 1, 1]);
+        check("h100:6x2", [4, 3], &[0, 1, 0, 1]);
     }
 }

@@ -48,7 +48,7 @@ impl Shares for Problem<'_> {
             Some(level) => (level, 1.0),
             None => (self.levels.last(), UNFIT),
         };
-        let messages = |(_, from, to): &Part| 2.0 * (self.message(*from) + self.message(*to));
+        let messages = |part: &Part| self.messages(*part);
         let exchanged = self.exchanged(self.sums(level, stage), chunks) / self.tries.mesh.placed.microbatches as f64;
         by * (self.taken(level, stage, chunks) + chunks.iter().map(messages).sum::<f64>() + exchanged)
     }
@@ -106,7 +106,7 @@ impl Problem<'_> {
         let has_one = self.tries.pipeline.per_stage == 1;
         let level = has_one.then(|| self.level(stage, &parts)).flatten();
         let taken = level.unwrap_or(if has_one { self.levels.last() } else { self.levels.last_on_device() });
-        let messages = 2.0 * (self.message(from) + self.message(to));
+        let messages = self.messages(part);
         let [each, once] = self.moving(taken, stage, &parts);
         let alone = Alone { level, seconds: self.sums(taken, stage).seconds(from, to) + messages + each, once };
         self.known.borrow_mut().insert(part, alone);

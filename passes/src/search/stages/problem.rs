@@ -71,13 +71,19 @@ impl Problem<'_> {
         &self.pace(level, stage).sums
     }
 
-    pub fn message(&self, place: usize) -> f64 {
-        self.send(self.line().passing(place))
+    /// Seconds of a message between a chunk, which begins at a place, and the chunk before it.
+    pub fn message(&self, chunk: usize, place: usize) -> f64 {
+        let stage = |chunk: usize| self.tries.pipeline.stage_of(chunk as u32, self.tries.stages);
+        self.tries.mesh.message([chunk.saturating_sub(1), chunk].map(stage), self.line().passing(place))
     }
 
-    /// What it takes to send so many bytes to another stage.
+    /// Seconds of the messages of a chunk in a microbatch, both ways.
+    pub fn messages(&self, (chunk, from, to): Part) -> f64 {
+        2.0 * (self.message(chunk, from) + self.message(chunk + 1, to))
+    }
+
+    /// What it takes to send so many bytes to another stage, wherever that is.
     fn send(&self, bytes: f64) -> f64 {
-        // Stages are next to each other in the order of the ranks: some two are as far apart as any ranks are.
         let cluster = self.tries.mesh.placed.cluster;
         let farthest = distance(0, cluster.ranks() - 1, cluster);
         if bytes > 0.0 { send_over(bytes, farthest, cluster).0 } else { 0.0 }
@@ -234,7 +240,7 @@ impl Problem<'_> {
         let chunks = 0..ends.len() as u32 - 1;
         let parts = chunks.map(|chunk| {
             let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
-            [forward, backward, weight, self.message(ends[chunk as usize])]
+            [forward, backward, weight, self.message(chunk as usize, ends[chunk as usize])]
         });
         let parts: Vec<[f64; 4]> = parts.collect();
         let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);

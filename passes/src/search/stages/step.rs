@@ -9,6 +9,7 @@ use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
 use crate::search::overstated::is_near;
 use crate::search::relief::Leaving;
+use crate::shard::family::talks_in_passes;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
@@ -203,6 +204,8 @@ struct Costs {
     chunks: Vec<Lengths>,
     /// Of each link.
     messages: Vec<f64>,
+    /// Whether ranks of a stage talk to each other in its steps.
+    talks: bool,
 }
 
 impl Costs {
@@ -218,11 +221,15 @@ impl Costs {
                 weight: in_backward * own.weight,
             }
         };
-        let message = |Link { from, to }: &Link| problem.message(ends[from.0.max(to.0) as usize]);
+        let message = |Link { from, to }: &Link| {
+            let later = from.0.max(to.0) as usize;
+            problem.message(later, ends[later])
+        };
         Self {
             schedule: pipeline.schedule,
             chunks: (0..ends.len() as u32 - 1).map(chunk).collect(),
             messages: links.iter().map(message).collect(),
+            talks: talks_in_passes(problem.tries.mesh.placed.mesh),
         }
     }
 }
@@ -234,5 +241,9 @@ impl Durations for Costs {
 
     fn message(&self, link: usize) -> f64 {
         self.messages[link]
+    }
+
+    fn beside(&self, link: usize) -> f64 {
+        if self.talks { self.messages[link] } else { 0.0 }
     }
 }
