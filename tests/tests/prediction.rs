@@ -113,6 +113,11 @@ const CASES: &[Case] = &[
     ("gpt3-1.3b", 128, 512, "a100-80:4x2", "pp=2,dp=4,schedule=1f1b,microbatch=1,zero=1"),
     // Messages take longer than the kernels between them, in many microbatches.
     ("gpt2-355m", 128, 1024, "rtx4090:1x4", "pp=4,schedule=1f1b,microbatch=1,recompute=none"),
+    // Messages between stages of one node are fast; those that tensor ranks wait for are not beside their steps.
+    ("gpt3-6.7b", 16, 1024, "h200:8x2", "pp=16,schedule=zbv,microbatch=1,zero=1"),
+    ("llama-1b", 64, 4096, "a100-80:8x4", "pp=16,dp=2,schedule=zbv,microbatch=1,zero=1"),
+    ("llama-3b", 32, 4096, "h100:8x4", "pp=4,tp=4,dp=2,schedule=interleaved,virtual=4,microbatch=2,zero=1"),
+    ("gpt3-6.7b", 32, 1024, "b200:8x2", "pp=4,tp=4,schedule=interleaved,virtual=4,microbatch=1,zero=1"),
     // Stages gather weights before all microbatches and reduce gradients behind them, beside nothing.
     ("gpt3-1.3b", 128, 2048, "rtx4090:4", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=4"),
     // A head that is the embedding, on another stage.
