@@ -46,9 +46,10 @@ pub fn fewer(
         return Ok(None);
     }
     let mut options = Options { dump_to: None, ..options.clone() };
-    // Where all are in no stages, fewer without them are enough to say so, and quickly planned.
-    if plan.stages() == 1 && leaves_open(&options.pins, "pp") {
-        options.pins = with_pins(&options.pins, ["pp=1".to_string()]);
+    // Fewer in as many stages as all are enough to say so, and quickly planned.
+    let stages = plan.stages();
+    if leaves_open(&options.pins, "pp") && (per_node * nodes).is_multiple_of(stages) {
+        options.pins = with_pins(&options.pins, [format!("pp={stages}")]);
     }
     let step = match compile(model, batch, &part(cluster, per_node, nodes), &options) {
         Ok(compiled) => compiled.plan().prediction.step,

@@ -18,8 +18,9 @@ const NEAR: f64 = 0.005;
 const FAR: f64 = 1.1;
 
 /// The share of another plan's step that a plan has to take at the most by its estimate, if it is to be faster: estimates
-/// of pipelines are by so much too low where waits of stages for each other's messages are many.
-const PROMISING: f64 = 0.97;
+/// of pipelines are so much too low on average where stages wait for each other's messages, and what is faster by less is
+/// not worth lowering.
+const PROMISING: f64 = 0.99;
 
 /// A mesh, and what is known of its plans.
 struct Known {
