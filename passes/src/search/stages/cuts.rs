@@ -94,6 +94,38 @@ impl Segments for BetweenBlocks<'_> {
     }
 }
 
+/// The stage at which zero-bubble V turns gets less to do than the others, by what it hands to itself if that were messages:
+/// while the pipeline fills, every microbatch waits for it twice in a row.
+struct WithTurn<'a>(&'a Problem<'a>);
+
+impl Segments for WithTurn<'_> {
+    fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
+        Segments::seconds(self.0, chunk, from, to)
+    }
+
+    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
+        self.0.fits(chunk, from, to)
+    }
+
+    fn least(&self, place: usize) -> f64 {
+        self.0.least(place)
+    }
+}
+
+impl Shares for WithTurn<'_> {
+    fn stage_of(&self, chunk: usize) -> usize {
+        self.0.stage_of(chunk)
+    }
+
+    fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
+        let turn = match chunks {
+            [(first, ..), (second, from, _)] if first + 1 == *second => 4.0 * self.0.turn(*from),
+            _ => 0.0,
+        };
+        Shares::seconds(self.0, stage, chunks) + turn
+    }
+}
+
 impl Problem<'_> {
     /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
     /// known only when all are cut: until then as much is computed again as may be, with nothing moved for it.
@@ -155,7 +187,12 @@ impl Problem<'_> {
             // below: stages that are made equal from there end less equal than from equal parts of the whole.
             let starts = all.iter().cloned().chain(equal(end, chunks, self));
             let mut moved: Vec<Vec<usize>> = Vec::new();
-            for ends in starts.map(|ends| balanced(ends, self)) {
+            let turns = self.tries.pipeline.schedule.splits_backward();
+            let both = |ends: Vec<usize>| {
+                let turned = turns.then(|| balanced(ends.clone(), &WithTurn(self)));
+                [Some(balanced(ends, self)), turned].into_iter().flatten()
+            };
+            for ends in starts.flat_map(both) {
                 if !all.contains(&ends) && !moved.contains(&ends) {
                     moved.push(ends);
                 }

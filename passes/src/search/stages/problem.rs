@@ -82,6 +82,12 @@ impl Problem<'_> {
         2.0 * (self.message(chunk, from) + self.message(chunk + 1, to))
     }
 
+    /// Seconds in which the last stage would get what it hands to itself at a place.
+    pub fn turn(&self, place: usize) -> f64 {
+        let last = self.tries.stages - 1;
+        self.tries.mesh.message([last - 1, last], self.line().passing(place))
+    }
+
     /// What it takes to send so many bytes to another stage, wherever that is.
     fn send(&self, bytes: f64) -> f64 {
         let cluster = self.tries.mesh.placed.cluster;
