@@ -77,7 +77,7 @@ impl Durations for Efforts<'_> {
         self.chunks.get(from.0.max(to.0) as usize).map_or(0.0, |(_, message)| *message)
     }
 
-    fn beside(&self, link: usize) -> f64 {
-        if self.talks { self.message(link) } else { 0.0 }
+    fn talks(&self) -> bool {
+        self.talks
     }
 }

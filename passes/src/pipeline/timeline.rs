@@ -59,10 +59,10 @@ pub trait Durations {
     fn step(&self, step: Step) -> f64;
     /// How long a message of a link takes, by its index.
     fn message(&self, link: usize) -> f64;
-    /// By how much a message makes the step longer in the middle of which it is sent: where ranks of a stage talk to each
-    /// other in a step, they do so on the same wire, and wait for it.
-    fn beside(&self, _link: usize) -> f64 {
-        0.0
+    /// Whether ranks of a stage talk to each other in its steps. They do so on the same wire: a message makes the step longer
+    /// in the middle of which it is sent.
+    fn talks(&self) -> bool {
+        false
     }
 }
 
@@ -236,7 +236,8 @@ impl<'a> Run<'a> {
         let from = self.ends[message.0].0;
         self.stages[from].held.retain(|held| *held != message);
         self.stages[to].received.push(message);
-        let free = self.now + durations.message(message.0);
+        let seconds = durations.message(message.0);
+        let free = self.now + seconds;
         let end = |peer: usize, is_send| Message { link: message.0, microbatch: message.1, peer: peer as u64, is_send };
         match self.stages[from].running {
             Some((_, since)) => {
@@ -245,9 +246,8 @@ impl<'a> Run<'a> {
                 if let Some(Event::Step(_, all)) = self.events.as_mut().and_then(|events| events[from].last_mut()) {
                     all.push(beside);
                 }
-                let longer = durations.beside(message.0);
-                if longer > 0.0 {
-                    self.hold(from, self.stages[from].free + longer);
+                if durations.talks() {
+                    self.hold(from, self.stages[from].free + seconds);
                 }
             }
             None => {
@@ -386,7 +386,7 @@ mod tests {
     /// A message that is sent in the middle of a step lets collectives of that step wait, which are on the same wire.
     #[test]
     fn messages_make_steps_longer_that_talk_themselves() {
-        struct Talking(f64);
+        struct Talking(bool);
         impl Durations for Talking {
             fn step(&self, step: Step) -> f64 {
                 Units.step(step)
@@ -394,13 +394,12 @@ mod tests {
             fn message(&self, _: usize) -> f64 {
                 0.25
             }
-            fn beside(&self, _: usize) -> f64 {
+            fn talks(&self) -> bool {
                 self.0
             }
         }
         for (schedule, per_stage) in Schedule::ALL.map(|schedule| (schedule, schedule.usual_chunks()[0])) {
-            let (silent, talking) = (Talking(0.0), Talking(0.25));
-            let [silent, talking] = [silent, talking].map(|of| finish(schedule, per_stage, 16, &of));
+            let [silent, talking] = [false, true].map(|talks| finish(schedule, per_stage, 16, &Talking(talks)));
             // A stage sends at most two messages per chunk and microbatch.
             let most = silent + 0.25 * 16.0 * 2.0 * per_stage as f64 * 2.0;
             // With one chunk a stage who waits for a message of somebody else's step is not who the others wait for.

@@ -34,7 +34,7 @@ use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::{distance, send_over};
 use crate::cost::step::spread;
-use crate::shard::family::copy_axes;
+use crate::shard::family::{copy_axes, talks_in_passes};
 use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use moved::{InBlocks, Model, hosts};
@@ -95,6 +95,8 @@ struct Mesh<'a> {
     rooms: &'a [Bytes],
     /// Per stage, how far it is to the next, and from the last to the first ([`distance`]).
     distances: Vec<usize>,
+    /// Whether ranks of a stage talk to each other in its steps.
+    talks: bool,
     /// How many ranks of each stage its hosts have.
     hosts: Vec<Vec<u64>>,
     away: Away,
@@ -125,7 +127,12 @@ impl Mesh<'_> {
     fn message(&self, [from, to]: [u64; 2], bytes: f64) -> f64 {
         let (low, high) = (from.min(to), from.max(to));
         let distance = self.distances[if low + 1 == high { low } else { high } as usize];
-        if low == high || bytes == 0.0 { 0.0 } else { send_over(bytes, distance, self.placed.cluster).0 }
+        if low == high { 0.0 } else { self.send(bytes, distance) }
+    }
+
+    /// Seconds in which so many bytes get to another stage that is so far away.
+    fn send(&self, bytes: f64, distance: usize) -> f64 {
+        if bytes > 0.0 { send_over(bytes, distance, self.placed.cluster).0 } else { 0.0 }
     }
 }
 
@@ -210,6 +217,7 @@ fn of_solved(
         set,
         rooms,
         distances,
+        talks: talks_in_passes(placed.mesh),
         hosts,
         away,
         in_blocks,

@@ -3,7 +3,7 @@
 use super::cuts::Alone;
 use super::levels::{Again, Choice, Levels, Pace};
 use super::{Recompute, Sums, Tries};
-use crate::cost::collective::{distance, send_over};
+use crate::cost::collective::distance;
 use crate::pipeline::order::Lengths;
 use crate::search::held::Held;
 use crate::search::line::Once;
@@ -91,8 +91,7 @@ impl Problem<'_> {
     /// What it takes to send so many bytes to another stage, wherever that is.
     fn send(&self, bytes: f64) -> f64 {
         let cluster = self.tries.mesh.placed.cluster;
-        let farthest = distance(0, cluster.ranks() - 1, cluster);
-        if bytes > 0.0 { send_over(bytes, farthest, cluster).0 } else { 0.0 }
+        self.tries.mesh.send(bytes, distance(0, cluster.ranks() - 1, cluster))
     }
 
     /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.

@@ -9,7 +9,6 @@ use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
 use crate::search::overstated::is_near;
 use crate::search::relief::Leaving;
-use crate::shard::family::talks_in_passes;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
@@ -229,7 +228,7 @@ impl Costs {
             schedule: pipeline.schedule,
             chunks: (0..ends.len() as u32 - 1).map(chunk).collect(),
             messages: links.iter().map(message).collect(),
-            talks: talks_in_passes(problem.tries.mesh.placed.mesh),
+            talks: problem.tries.mesh.talks,
         }
     }
 }
@@ -243,7 +242,7 @@ impl Durations for Costs {
         self.messages[link]
     }
 
-    fn beside(&self, link: usize) -> f64 {
-        if self.talks { self.messages[link] } else { 0.0 }
+    fn talks(&self) -> bool {
+        self.talks
     }
 }
