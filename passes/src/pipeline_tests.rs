@@ -15,6 +15,7 @@ use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Action;
 use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, Seconds, verify};
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
 
@@ -236,6 +237,31 @@ fn stages_compute_again_what_they_must() {
     // What was chosen can be asked for.
     let named = mixed.choice.split(',').find(|part| part.starts_with("stage_recompute=")).expect("it was found");
     assert_eq!(plan(&format!(",{named}"), between).expect("a plan").choice, mixed.choice);
+}
+
+/// A stage computes again only as many of its blocks as it must, and that is faster than if it did so in all of them.
+#[test]
+fn stages_compute_blocks_again_one_by_one() {
+    let sizes = Sizes { layers: 16, batch: 8, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let plan = |more: &str, memory: u64| {
+        let pins = format!("pp=2,dp=1,schedule=1f1b,zero=0,microbatch=1{more}");
+        searched(sizes, "h200:2", &pins, Scope::Runnable, memory).expect("a plan")
+    };
+    let free = plan(",recompute=none", 140 << 30).prediction.memory.total().0;
+    let found = plan("", free * 9 / 10);
+    let mut again: BTreeMap<&str, u64> = BTreeMap::new();
+    for (_, node) in found.graph.nodes().filter(|(id, _)| found.pipeline.chunks[*id] == Some(0)) {
+        let Some(block) = crate::fold::block(&node.path) else { continue };
+        *again.entry(block).or_default() += u64::from(matches!(node.role, Role::Recompute(_)));
+    }
+    let counts: BTreeSet<u64> = again.values().copied().collect();
+    assert_eq!(counts.len(), 2, "{again:?}: {}", found.choice);
+    let exact = by_programs(&found, "h200:2");
+    assert!(exact.memory.total().0 <= free * 9 / 10, "{exact:?}: {}", found.choice);
+    let steps = found.choice.split(['/', ',']).find_map(|own| own.strip_prefix("stage_recompute=value:")?.parse().ok());
+    let whole = steps.map(|steps: u64| steps.next_multiple_of(sizes.layers)).expect("steps of the first stage");
+    let whole = by_programs(&plan(&format!(",stage_recompute=value:{whole}/none"), 140 << 30), "h200:2");
+    assert!(exact.step < whole.step, "{exact:?} and {whole:?}: {}", found.choice);
 }
 
 /// Stages on faster nodes get more of the model, and the step is faster than if all nodes were the slower ones. The

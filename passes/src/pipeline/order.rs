@@ -51,9 +51,14 @@ impl Lengths {
     /// All as long as each other.
     pub const EQUAL: Self = Self { forward: 1.0, backward: 1.0, weight: 1.0 };
 
+    /// The whole microbatch.
+    pub fn all(self) -> f64 {
+        self.forward + self.backward + self.weight
+    }
+
     /// What part of a microbatch is its forward pass.
     pub fn share_of_forward(self) -> f64 {
-        self.forward / (self.forward + self.backward + self.weight).max(f64::MIN_POSITIVE)
+        self.forward / self.all().max(f64::MIN_POSITIVE)
     }
 
     /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: where a schedule splits

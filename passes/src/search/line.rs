@@ -36,6 +36,8 @@ pub struct Line {
     pub blocks: Vec<Range<usize>>,
     /// Whether a block ends before it.
     is_between: Vec<bool>,
+    /// The number of its block, if it is the first of one. None, where blocks lie in another order than their numbers.
+    first_of: Vec<Option<u64>>,
     /// Whether it may not begin a chunk: what is read after the loop lies in one chunk, as a gradient does to
     /// which two uses of a parameter contribute.
     is_joined: Vec<bool>,
@@ -107,11 +109,16 @@ impl Line {
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
         let blocks = blocks(&main, &block);
+        let (order, mut first_of) = (block_order(graph), vec![None; main.len()]);
+        let number = |range: &Range<usize>| block(main[range.start]).and_then(|block| order.get(block).copied());
+        if blocks.is_sorted_by_key(number) {
+            blocks.iter().for_each(|range| first_of[range.start] = number(range));
+        }
         let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
         let (awaited, read) = awaited(prepared, &of);
         let values = values(prepared, &main, &place, &read);
         let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
-        Self { anchors, main, place, blocks, is_between, is_joined, values, awaited, shared }
+        Self { anchors, main, place, blocks, is_between, first_of, is_joined, values, awaited, shared }
     }
 
     /// The chunk of every node for these cuts.
@@ -132,6 +139,12 @@ impl Line {
     /// Whether a block ends before a place.
     pub fn is_between(&self, at: usize) -> bool {
         self.is_between[at]
+    }
+
+    /// The blocks that begin at some places: which of these that is, and the number of the block.
+    pub fn blocks_at(&self, places: &[usize]) -> impl Iterator<Item = (usize, u64)> {
+        let number = |place: &usize| self.first_of.get(*place).copied().flatten();
+        places.iter().enumerate().filter_map(move |(index, place)| Some((index, number(place)?)))
     }
 
     /// How many chunks there may be.

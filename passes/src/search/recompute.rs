@@ -20,6 +20,7 @@ use crate::shard::tensor::Prepared;
 use shardc_ir::ops::Op;
 use shardc_ir::{NodeId, OpDef, Role, SecondaryMap};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Blocks that are equal, and the nodes of their forward pass.
 #[derive(Debug)]
@@ -158,9 +159,15 @@ pub struct Menu {
     ways: Vec<Way>,
     /// Per block, the way that computes all of it again, and the one that computes what is no product.
     whole: Vec<Option<[usize; 2]>>,
-    /// Which block goes over to which way, from the cheapest byte to the dearest.
+    /// Which block goes over to which way, from the cheapest byte to the dearest: by *tiers*, in each of which block comes
+    /// after block.
     steps: Vec<(u64, usize)>,
+    /// After how many steps each tier ends.
+    tiers: Vec<u64>,
 }
+
+/// By how many times a byte of a tier is dearer than the cheapest of it, at the most.
+const TIER: f64 = 1.25;
 
 /// The most [rungs](Menu::rungs) that are told.
 const MOST_RUNGS: usize = 6;
@@ -224,6 +231,13 @@ impl Menu {
             }
         }
         steps.sort_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let mut rest = &mut steps[..];
+        while let Some((cheapest, ..)) = rest.first().copied() {
+            let (tier, dearer) = rest.split_at_mut(rest.partition_point(|(rate, ..)| *rate <= TIER * cheapest));
+            tier.sort_by_key(|(_, way, block)| (*block, *way));
+            menu.tiers.push(menu.tiers.last().unwrap_or(&0) + tier.len() as u64);
+            rest = dearer;
+        }
         menu.steps = steps.into_iter().map(|(_, way, block)| (block, way)).collect();
         menu
     }
@@ -231,14 +245,31 @@ impl Menu {
     /// After how many steps blocks that are equal are computed again alike; of many such numbers some, the last among
     /// them.
     pub fn rungs(&self) -> impl Iterator<Item = u64> {
-        let alike = self.steps.chunk_by(|a, b| a.1 == b.1).map(|alike| alike.len() as u64);
-        let ends = alike.scan(0, |taken, steps| {
-            *taken += steps;
-            Some(*taken)
-        });
-        let all: Vec<u64> = ends.collect();
-        let told = all.len().min(MOST_RUNGS);
+        let (all, told) = (&self.tiers, self.tiers.len().min(MOST_RUNGS));
         (1..=told).map(move |index| all[index * all.len() / told - 1])
+    }
+
+    /// How many steps a choice is; nothing, if it is none of them.
+    pub fn steps_of(&self, recompute: Recompute) -> Option<u64> {
+        match recompute.within(self.steps()) {
+            Recompute::None => Some(0),
+            Recompute::Values(count) => Some(count).filter(|count| *count <= self.steps()),
+            _ => None,
+        }
+    }
+
+    /// Between two numbers of steps, the one after which all blocks in front of one have taken those steps, and no other
+    /// block any of them; nothing, if steps there do not go from block to block.
+    pub fn steps_before(&self, steps: Range<u64>, block: u64) -> Option<u64> {
+        let all = &self.steps[steps.start as usize..steps.end as usize];
+        let is_by_block = all.is_sorted_by_key(|(block, _)| *block);
+        is_by_block.then(|| steps.start + all.partition_point(|(of, _)| *of < block) as u64)
+    }
+
+    /// Of these steps, each a block and the way it goes over to, and the ends of their tiers.
+    #[cfg(test)]
+    pub fn of_steps(steps: &[(u64, usize)], tiers: &[u64]) -> Self {
+        Self { steps: steps.to_vec(), tiers: tiers.to_vec(), ..Self::default() }
     }
 
     /// How many steps there are.
@@ -440,6 +471,19 @@ mod tests {
             }
             (Kind::new(places), classes)
         })
+    }
+
+    #[test]
+    fn steps_are_counted_from_block_to_block() {
+        let menu = Menu::of_steps(&[(0, 1), (1, 1), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)], &[3, 7]);
+        assert_eq!(menu.rungs().collect::<Vec<_>>(), [3, 7]);
+        let before = |steps: Range<u64>| [0, 1, 2, 3].map(|block| menu.steps_before(steps.clone(), block));
+        assert_eq!(before(0..3), [0, 1, 2, 3].map(Some));
+        // Two steps of a block, and none of another.
+        assert_eq!(before(3..7), [3, 5, 5, 7].map(Some));
+        assert_eq!(before(0..7), [None; 4]);
+        let steps = [Recompute::None, Recompute::Values(3), Recompute::Values(99), Recompute::All];
+        assert_eq!(steps.map(|recompute| menu.steps_of(recompute)), [Some(0), Some(3), Some(7), None]);
     }
 
     proptest! {

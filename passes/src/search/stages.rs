@@ -10,9 +10,9 @@
 //! A stage takes what it takes the slowest of its own devices, and may take the memory of the smallest of them: stages on
 //! unequal nodes are as long as each other, and hold unequal parts of the model.
 //!
-//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them, and where that does
-//! not do, what lies away from its devices ([`moved`]): the least that fits ([`levels`]), which the dynamic program weighs
-//! against moving the cut. Zero-bubble V may begin fewer microbatches at a time instead: its order follows from how long
+//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them, block by block, and
+//! where that does not do, what lies away from its devices ([`moved`]): the least that fits ([`levels`]), which the dynamic
+//! program weighs against moving the cut. Zero-bubble V may begin fewer microbatches at a time instead: its order follows from how long
 //! the chunks take and from how many a stage holds, so for each number that is tried all of this is found again.
 
 mod cuts;
@@ -390,6 +390,14 @@ impl Tries<'_> {
         (0..=most).map(|index| self.again(index, self.again.sums(most))).collect()
     }
 
+    /// The levels of stages that may take all of these ways to compute again, which are cut at the same places.
+    fn levels(&self, agains: &[Again]) -> Levels {
+        let Some(Again { paces, .. }) = agains.last() else { return Levels::whole([]) };
+        let blocks: Vec<_> = self.mesh.line.blocks_at(&paces[0].sums.places).collect();
+        let ways: Vec<Recompute> = agains.iter().map(|again| again.recompute).collect();
+        Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
+    }
+
     /// Whether a way to compute again takes too long for it to be worth a try.
     fn is_far(&self, index: usize) -> bool {
         let Pipeline { schedule, per_stage, .. } = self.pipeline;
@@ -465,15 +473,22 @@ impl Tries<'_> {
             let of = |own: &Recompute| ways.iter().position(|known| *known == own.within(menu.steps())).unwrap_or(0);
             let again: Vec<usize> = named.iter().map(of).collect();
             let most = again.iter().copied().max().unwrap_or(0);
-            let levels = Levels::on_device(again);
+            let levels = Levels::whole(again.into_iter().map(|index| (index, ways[index])));
             self.try_out(candidates, &self.mixed(most), levels, Choice::Named((0..named.len()).collect()));
             return;
         }
         // More recomputation takes longer: the first that fits is the best that all stages can do.
         let (mut first, mut last) = (None, None);
-        for index in (0..ways.len()).filter(|index| !self.is_far(*index)) {
+        for index in 0..ways.len() {
+            if self.is_far(index) {
+                // Some blocks of a stage may do so all the same.
+                if index > 0 && !self.is_far(index - 1) {
+                    self.mix(candidates, index);
+                }
+                continue;
+            }
             let again = [self.again(index, self.again.sums(index))];
-            let fits = self.try_out(candidates, &again, Levels::on_device([0]), Choice::All(0));
+            let fits = self.try_out(candidates, &again, Levels::whole([(0, ways[index])]), Choice::All(0));
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);
             }
@@ -501,14 +516,15 @@ impl Tries<'_> {
 
     /// Adds the pipeline in which each stage computes again the least that it must, up to one of the ways.
     fn mix(&self, candidates: &mut Vec<Candidate>, most: usize) {
-        self.try_out(candidates, &self.mixed(most), Levels::on_device(0..=most), Choice::Least);
+        let agains = self.mixed(most);
+        self.try_out(candidates, &agains, self.levels(&agains), Choice::Least);
     }
 
     /// Adds pipelines of which values leave the devices, where as much may be computed again.
     fn leave(&self, candidates: &mut Vec<Candidate>, most: usize) {
         let agains = self.mixed(most);
         let ladders = longest(self.again.ways[most] != Recompute::None, self.may_leave);
-        let levels = Levels::new(most + 1, &ladders, self.model.blocks);
+        let levels = self.levels(&agains).and_away(&ladders, self.model.blocks);
         // Where nothing fits, what lacks the least says by how much.
         if self.mesh.with_unfit {
             let all = levels.most();

@@ -133,14 +133,15 @@ impl Problem<'_> {
         if let Some(known) = self.known.borrow().get(&part) {
             return *known;
         }
-        let ((chunk, from, to), parts) = (part, [part]);
+        let ((chunk, ..), parts) = (part, [part]);
         let stage = self.stage_of(chunk);
         let has_one = self.tries.pipeline.per_stage == 1;
         let level = has_one.then(|| self.level(stage, &parts)).flatten();
         let taken = level.unwrap_or(if has_one { self.levels.last() } else { self.levels.last_on_device() });
         let messages = self.messages(part);
         let [each, once] = self.moving(taken, stage, &parts);
-        let alone = Alone { level, seconds: self.sums(taken, stage).seconds(from, to) + messages + each, once };
+        let seconds = self.passes(taken, stage, part).all() + messages + each;
+        let alone = Alone { level, seconds, once };
         self.known.borrow_mut().insert(part, alone);
         alone
     }

@@ -1,13 +1,15 @@
 //! What a stage may do for its memory: compute values again, and have some lie away from its devices.
 //!
-//! Each such choice is a *level*. Those with everything on the devices are in the order of what they cost, so the first
-//! that fits is the one to take. Where none does, values leave by one of some ladders, at each step of which more do: a
+//! Each such choice is a *level*. Those with everything on the devices are in the order of what they cost: between two ways
+//! to compute again, more and more of the first blocks go by the one that keeps less. So the first that fits is the one
+//! to take. Where none does, values leave by one of some ladders, at each step of which more do: a
 //! stage takes the first step that fits of the ladder on which that takes it the least, whatever the others take.
 
 use super::problem::{Part, Problem};
 use super::{Pins, Recompute, Sums};
 use crate::search::away::{ladders, steps};
 use crate::search::offload::{Kind, Offload};
+use crate::search::recompute::Menu;
 use shardc_ir::plan::Prediction;
 use std::ops::Range;
 
@@ -31,43 +33,64 @@ pub(super) struct Pace {
 /// What a stage does.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Level {
-    /// Which of the ways to compute again.
+    /// How it computes again.
+    pub recompute: Recompute,
+    /// Which of the ways to compute again that is.
     pub again: usize,
+    /// The place from which on the line goes by the way before that one, if it does.
+    pub until: Option<usize>,
     /// What lies away from its devices, if that is not pinned.
     pub offload: Offload,
-}
-
-impl Level {
-    /// With everything on the devices.
-    pub fn on_device(again: usize) -> Self {
-        Self { again, offload: Offload::default() }
-    }
 }
 
 /// The levels that stages may take.
 #[derive(Clone, Debug)]
 pub(super) struct Levels {
     pub all: Vec<Level>,
+    /// Of them, those at which the whole line goes by one way, with everything on the devices.
+    whole: Vec<usize>,
     /// Of them, which are the steps of each ladder; before all of these, everything lies on the devices.
     ladders: Vec<Range<usize>>,
 }
 
 impl Levels {
-    /// These, with everything on the devices.
-    pub fn on_device(all: impl IntoIterator<Item = usize>) -> Self {
-        Self { all: all.into_iter().map(Level::on_device).collect(), ladders: Vec::new() }
+    /// Some ways to compute again, with everything on the devices.
+    pub fn whole(ways: impl IntoIterator<Item = (usize, Recompute)>) -> Self {
+        let level = |(again, recompute)| Level { recompute, again, until: None, offload: Offload::default() };
+        let all: Vec<Level> = ways.into_iter().map(level).collect();
+        Self { whole: (0..all.len()).collect(), all, ladders: Vec::new() }
     }
 
-    /// What is computed again in some of so many ways; and with all of that, what leaves by ladders, where there are so
-    /// many blocks.
-    pub fn new(ways: usize, ladders: &[&[Kind]], blocks: u64) -> Self {
-        let mut own = Self::on_device(0..ways);
-        for ladder in ladders {
-            let (again, from) = (ways.saturating_sub(1), own.all.len());
-            own.all.extend(steps(ladder, blocks).map(|offload| Level { again, offload }));
-            own.ladders.push(from..own.all.len());
+    /// All of some ways to compute again, with everything on the devices; and between a way and the next, as far as a menu
+    /// goes from block to block there, those at which the first blocks go by that one already. Of blocks, the places where
+    /// they begin and their numbers.
+    pub fn by_block(ways: &[Recompute], menu: &Menu, blocks: &[(usize, u64)]) -> Self {
+        let mut own = Self { all: Vec::new(), whole: Vec::new(), ladders: Vec::new() };
+        let (steps, offload) = (|way: &Recompute| menu.steps_of(*way), Offload::default());
+        for (again, recompute) in ways.iter().copied().enumerate() {
+            let before = again.checked_sub(1).and_then(|before| steps(&ways[before]));
+            if let (Some(from), Some(to)) = (before, steps(&recompute)) {
+                let partly = blocks.iter().filter_map(|(place, block)| {
+                    let steps = menu.steps_before(from..to, *block).filter(|steps| (from + 1..to).contains(steps))?;
+                    Some(Level { recompute: Recompute::Values(steps), again, until: Some(*place), offload })
+                });
+                own.all.extend(partly);
+            }
+            own.whole.push(own.all.len());
+            own.all.push(Level { recompute, again, until: None, offload });
         }
         own
+    }
+
+    /// The same; and with all that is computed again at the last, what leaves by ladders, where there are so many blocks.
+    pub fn and_away(mut self, ladders: &[&[Kind]], blocks: u64) -> Self {
+        let Some(last) = self.all.last().copied() else { return self };
+        for ladder in ladders {
+            let from = self.all.len();
+            self.all.extend(steps(ladder, blocks).map(|offload| Level { offload, ..last }));
+            self.ladders.push(from..self.all.len());
+        }
+        self
     }
 
     /// The last.
@@ -114,28 +137,33 @@ impl Problem<'_> {
             Choice::All(level) => Some(*level).filter(|level| fits(*level, 1.0)),
             Choice::Named(levels) => levels.get(stage).copied().filter(|level| fits(*level, 1.0)),
             Choice::Least => {
-                let Levels { all, ladders } = self.levels;
+                let Levels { whole, ladders, .. } = self.levels;
                 let fits = |level: usize| fits(level, mesh.spare);
-                let stay = ladders.first().map_or(all.len(), |ladder| ladder.start);
                 let first = |ladder: &Range<usize>| first_of(ladder, &fits);
+                let stay = || {
+                    let index = whole.iter().position(|level| fits(*level))?;
+                    let from = index.checked_sub(1).map_or(0, |before| whole[before] + 1);
+                    first(&(from..whole[index] + 1))
+                };
                 let leave = || {
                     let found = ladders.iter().filter_map(first).map(|level| (level, self.taken(level, stage, chunks)));
                     found.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(level, _)| level)
                 };
-                (0..stay).find(|level| fits(*level)).or_else(leave)
+                stay().or_else(leave)
             }
         }
     }
 
     /// Seconds of a stage for a microbatch, with its part of what is moved once in a step.
     pub fn taken(&self, level: usize, stage: usize, chunks: &[Part]) -> f64 {
-        let (sums, [each, once]) = (self.sums(level, stage), self.moving(level, stage, chunks));
-        let seconds: f64 = chunks.iter().map(|(_, from, to)| sums.seconds(*from, *to)).sum();
+        let [each, once] = self.moving(level, stage, chunks);
+        let seconds: f64 = chunks.iter().map(|part| self.passes(level, stage, *part).all()).sum();
         seconds + each + once / self.tries.mesh.placed.microbatches as f64
     }
 }
 
-/// The first step of a ladder that fits: the more leaves, the less is held.
+/// The first of a ladder's steps, or of the levels before a whole one, that fits: the more leaves, or is computed again,
+/// the less is held.
 fn first_of(ladder: &Range<usize>, fits: &dyn Fn(usize) -> bool) -> Option<usize> {
     let (mut low, mut high) = (ladder.start, ladder.end.checked_sub(1).filter(|last| fits(*last))?);
     while low < high {
@@ -156,4 +184,30 @@ pub(super) fn longest(is_recomputed: bool, may_leave: bool) -> Vec<&'static [Kin
 pub(super) fn pinned(pins: &Pins, stages: u64) -> Vec<Offload> {
     let pinned = pins.offloads().filter(|pinned| !pinned.is_none());
     pinned.map_or(Vec::new(), |pinned| (0..stages).map(|stage| pinned.of(stage)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Between two ways of which a menu goes from the one to the other block by block, each of the first blocks adds a level;
+    /// of two that differ by more than that, there is none between.
+    #[test]
+    fn more_and_more_blocks_keep_less() {
+        let menu =
+            Menu::of_steps(&[(0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3)], &[3, 6, 9]);
+        let ways = [Recompute::None, Recompute::Values(3), Recompute::Values(9)];
+        let levels = Levels::by_block(&ways, &menu, &[(0, 0), (4, 1), (9, 2)]);
+        let all: Vec<_> = levels.all.iter().map(|level| (level.recompute, level.again, level.until)).collect();
+        let partly = |steps: u64, place: usize| (Recompute::Values(steps), 1, Some(place));
+        let whole = |again: usize| (ways[again], again, None);
+        assert_eq!(all, [whole(0), partly(1, 4), partly(2, 9), whole(1), whole(2)]);
+        assert_eq!((levels.whole, levels.ladders.len()), (vec![0, 3, 4], 0));
+    }
+
+    #[test]
+    fn the_first_that_fits_is_found() {
+        let find = |least: usize| first_of(&(2..9), &|level| level >= least);
+        assert_eq!([0, 2, 5, 8, 9].map(find), [Some(2), Some(2), Some(5), Some(8), None]);
+    }
 }

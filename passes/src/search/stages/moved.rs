@@ -11,6 +11,7 @@ use super::levels::Pace;
 use super::problem::{Part, Problem};
 use super::{Line, Recompute, Sums};
 use crate::cost::host::{Beside, Host, Load, Shown};
+use crate::pipeline::order::Lengths;
 use crate::search::estimate::Shape;
 use crate::search::held::Held as Copies;
 use crate::search::line::prefix;
@@ -172,11 +173,11 @@ impl Problem<'_> {
 
     /// What a stage's devices do in a microbatch, beside which values are moved.
     pub fn beside(&self, level: usize, stage: usize, chunks: &[Part]) -> Beside {
-        let sums = self.sums(level, stage);
-        let all = |part: &[f64]| chunks.iter().map(|(_, from, to)| sums.between(part, *from, *to)).sum::<f64>();
+        let of = |part: &Part| self.passes(level, stage, *part);
+        let each: Vec<Lengths> = chunks.iter().map(of).collect();
         Beside {
-            forward: all(&sums.forward),
-            backward: all(&sums.backward) + all(&sums.weight),
+            forward: each.iter().map(|own| own.forward).sum(),
+            backward: each.iter().map(|own| own.backward + own.weight).sum(),
             microbatches: self.tries.mesh.placed.microbatches as f64,
         }
     }

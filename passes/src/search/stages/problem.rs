@@ -1,7 +1,7 @@
 //! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
 
 use super::cuts::Alone;
-use super::levels::{Again, Choice, Levels, Pace};
+use super::levels::{Again, Choice, Level, Levels, Pace};
 use super::{Recompute, Sums, Tries};
 use crate::cost::collective::distance;
 use crate::pipeline::order::Lengths;
@@ -66,9 +66,38 @@ impl Problem<'_> {
         &self.agains[self.levels.all[level].again].paces[self.tries.mesh.set[stage]]
     }
 
-    /// What a stage takes.
+    /// What a stage takes, for what goes by no level.
     pub fn sums(&self, level: usize, stage: usize) -> &Sums {
         &self.pace(level, stage).sums
+    }
+
+    /// Of a sum along the line, what lies between two places at a level, on one set of devices.
+    fn between(&self, level: usize, set: usize, of: fn(&Sums) -> &[f64], [from, to]: [usize; 2]) -> f64 {
+        let Level { again, until, .. } = self.levels.all[level];
+        let between = |again: usize, from: usize, to: usize| {
+            let sums = &self.agains[again].paces[set].sums;
+            sums.between(of(sums), from, to)
+        };
+        match until.map(|until| until.clamp(from, to)) {
+            Some(until) if until < to => between(again, from, until) + between(again - 1, until, to),
+            _ => between(again, from, to),
+        }
+    }
+
+    /// What a part of a stage takes of a microbatch.
+    pub fn passes(&self, level: usize, stage: usize, (_, from, to): Part) -> Lengths {
+        let of = |part: fn(&Sums) -> &[f64]| self.between(level, self.tries.mesh.set[stage], part, [from, to]);
+        Lengths {
+            forward: of(|sums| &sums.forward),
+            backward: of(|sums| &sums.backward),
+            weight: of(|sums| &sums.weight),
+        }
+    }
+
+    /// Bytes that a microbatch leaves in a part, as [`Sums::held`] has them.
+    pub fn left(&self, level: usize, (_, from, to): Part) -> [f64; 3] {
+        let of = |part: fn(&Sums) -> &[f64]| self.between(level, 0, part, [from, to]);
+        [of(|sums| &sums.kept), of(|sums| &sums.lasting), of(|sums| &sums.awaited)]
     }
 
     /// Seconds of a message between a chunk, which begins at a place, and the chunk before it.
@@ -109,14 +138,16 @@ impl Problem<'_> {
 
     /// The same with everything on the devices.
     fn on_device(&self, level: usize, chunks: &[Part]) -> Memory {
-        let Again { paces, working, .. } = &self.agains[self.levels.all[level].again];
+        let Level { again, until, .. } = self.levels.all[level];
+        let Again { paces, working, .. } = &self.agains[again];
+        let before = until.map_or(0.0, |_| self.agains[again - 1].working);
         let Pace { sums, whole } = &paces[0];
         let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
-        let held = chunks.iter().map(|(chunk, from, to)| {
-            let Held { kept, lasting, awaited } = self.held[*chunk];
-            let of = |copies: u64, bytes: &[f64]| copies as f64 * sums.between(bytes, *from, *to);
-            let passing = lasting as f64 * sums.passing(*from);
-            passing + of(kept, &sums.kept) + of(lasting, &sums.lasting) + of(awaited, &sums.awaited)
+        let held = chunks.iter().map(|part| {
+            let Held { kept, lasting, awaited } = self.held[part.0];
+            let each = self.left(level, *part);
+            let held = [kept, lasting, awaited].into_iter().zip(each).map(|(copies, bytes)| copies as f64 * bytes);
+            lasting as f64 * sums.passing(part.1) + held.sum::<f64>()
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
         let whole = &whole.memory;
@@ -127,7 +158,7 @@ impl Problem<'_> {
             parameters: part(whole.parameters) + bytes(gathered * once.parameters[0]),
             gradients: part(whole.gradients) + bytes(summed * once.made),
             optimizer: part(whole.optimizer),
-            activations: Bytes((held.sum::<f64>() + working) as u64),
+            activations: Bytes((held.sum::<f64>() + working.max(before)) as u64),
             buffers: whole.buffers,
             reserved: Bytes(0),
         }
@@ -196,7 +227,7 @@ impl Problem<'_> {
         // move tells as much of when they meet.
         let is_said = mesh.seen.len() > 1 || self.tries.pipeline.per_stage > 1;
         let lengths = if is_said { self.lengths(ends, &levels) } else { Vec::new() };
-        let recompute = levels.iter().map(|level| self.agains[self.levels.all[*level].again].recompute).collect();
+        let recompute = levels.iter().map(|level| self.levels.all[*level].recompute).collect();
         Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
     }
 
@@ -235,9 +266,8 @@ impl Problem<'_> {
     /// What a chunk takes of a microbatch, at these levels of the stages.
     pub fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
         let stage = self.tries.pipeline.stage_of(chunk, self.tries.stages) as usize;
-        let (sums, index) = (self.sums(levels[stage], stage), chunk as usize);
-        let of = |each: &[f64]| sums.between(each, ends[index], ends[index + 1]);
-        Lengths { forward: of(&sums.forward), backward: of(&sums.backward), weight: of(&sums.weight) }
+        let index = chunk as usize;
+        self.passes(levels[stage], stage, (index, ends[index], ends[index + 1]))
     }
 
     /// What all chunks take, the longest part in [`LONGEST`].

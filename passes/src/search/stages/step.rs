@@ -99,8 +99,7 @@ impl Problem<'_> {
     /// The stage whose kernels take the longest for a microbatch, and their seconds.
     fn slowest(&self, (stages, levels): Stages<'_>) -> Option<(usize, f64)> {
         let seconds = |(stage, chunks): (usize, &Vec<Part>)| {
-            let sums = self.sums(levels[stage], stage);
-            (stage, chunks.iter().map(|(_, from, to)| sums.seconds(*from, *to)).sum::<f64>())
+            (stage, chunks.iter().map(|part| self.passes(levels[stage], stage, *part).all()).sum::<f64>())
         };
         stages.iter().enumerate().map(seconds).max_by(|a, b| a.1.total_cmp(&b.1))
     }
@@ -109,8 +108,8 @@ impl Problem<'_> {
     pub fn held_at(&self, ends: &[usize], levels: &[usize]) -> Option<Rc<[Held]>> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let bytes = |chunk: usize| {
-            let sums = self.sums(levels[pipeline.stage_of(chunk as u32, count) as usize], 0);
-            [&sums.kept, &sums.lasting, &sums.awaited].map(|of| sums.between(of, ends[chunk], ends[chunk + 1]) as u64)
+            let level = levels[pipeline.stage_of(chunk as u32, count) as usize];
+            self.left(level, (chunk, ends[chunk], ends[chunk + 1])).map(|bytes| bytes as u64)
         };
         let lengths = |chunk: u32| self.chunk(chunk, ends, levels);
         self.tries.mesh.held(pipeline, MOST_FOLLOWED, &lengths, (0..ends.len() - 1).map(bytes).collect())
@@ -130,10 +129,7 @@ impl Problem<'_> {
         let links = chain(pipeline, count);
         let durations = Costs::new(self, (ends, levels), &links, longer);
         let seconds = |chunks: &Vec<Part>| {
-            let of = |(chunk, _, _): &Part| {
-                let Lengths { forward, backward, weight } = durations.chunks[*chunk];
-                forward + backward + weight
-            };
+            let of = |(chunk, _, _): &Part| durations.chunks[*chunk].all();
             chunks.iter().map(of).sum::<f64>()
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
