@@ -479,7 +479,7 @@ impl Tries<'_> {
         }
         // More recomputation takes longer: the first that fits is the best that all stages can do.
         let (mut first, mut last) = (None, None);
-        for index in 0..ways.len() {
+        for (index, way) in ways.iter().copied().enumerate() {
             if self.is_far(index) {
                 // Some blocks of a stage may do so all the same.
                 if index > 0 && !self.is_far(index - 1) {
@@ -488,7 +488,7 @@ impl Tries<'_> {
                 continue;
             }
             let again = [self.again(index, self.again.sums(index))];
-            let fits = self.try_out(candidates, &again, Levels::whole([(0, ways[index])]), Choice::All(0));
+            let fits = self.try_out(candidates, &again, Levels::whole([(0, way)]), Choice::All(0));
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);
             }
