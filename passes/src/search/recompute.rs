@@ -7,7 +7,8 @@
 //! Lagrangian relaxation (Everett, "Generalized Lagrange multiplier method", 1963). The hulls of all
 //! blocks make one list of steps, from the cheapest byte to the dearest, and a plan takes as many of
 //! them as memory asks for: the relaxation of a knapsack, which is off by less than one step of one
-//! block. Whole blocks (Chen et al., 2016) and all that is no product (Korthikanti et al., "Reducing
+//! block. Steps whose bytes cost about the same make a *tier*, in which block comes after block: a stage
+//! of a pipeline may so take only those of some of its blocks ([`stages`](super::stages)). Whole blocks (Chen et al., 2016) and all that is no product (Korthikanti et al., "Reducing
 //! activation recomputation", 2022) are two more ways that can be pinned.
 
 use super::estimate::Split;
