@@ -21,6 +21,7 @@ use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Exact, Pins, search_confirmed};
 use shardc_passes::simulate::{Conditions, exact, simulate};
+use shardc_passes::threads;
 use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -186,7 +187,8 @@ pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
 pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<AxisId>), Error> {
     let (apart, ranks) = distinct_ranks(plan);
     let target = target(&plan.request.cluster);
-    let programs = ranks.into_iter().map(|rank| lower_rank(plan, rank, target)).collect::<Result<_, _>>()?;
+    let programs =
+        threads::map(&ranks, |rank| lower_rank(plan, *rank, target)).into_iter().collect::<Result<_, _>>()?;
     Ok((programs, apart))
 }
 

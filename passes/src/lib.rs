@@ -52,5 +52,6 @@ mod siblings_tests;
 pub mod simulate;
 pub mod split_batch;
 pub mod synthetic;
+pub mod threads;
 
 pub use error::{PassError, UserError};

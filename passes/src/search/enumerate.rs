@@ -10,11 +10,9 @@ use super::visit::Visited;
 use super::ways::{Way, ways};
 use super::{Candidate, PlanError, Point, Space, away, model_work, overstated, schedules, stages, whole};
 use crate::divisors::divisors;
+use crate::threads;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, NodeId};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::available_parallelism;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
 const MOST_MICROBATCHES: u64 = 1 << 16;
@@ -64,26 +62,7 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
         let mut own = visited.fork();
         (of_way(space, way, &mut own), own)
     };
-    let threads = available_parallelism().map_or(1, usize::from).min(lot.len());
-    if threads == 1 {
-        return lot.iter().map(of).collect();
-    }
-    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let work = || {
-        while let Some((index, way)) = lot.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
-            let of = of(way);
-            done.lock().unwrap_or_else(PoisonError::into_inner).push((index, of));
-        }
-    };
-    std::thread::scope(|scope| {
-        (1..threads).for_each(|_| {
-            scope.spawn(work);
-        });
-        work();
-    });
-    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    done.sort_by_key(|(index, _)| *index);
-    done.into_iter().map(|(_, of)| of).collect()
+    threads::map(lot, of)
 }
 
 /// The candidates of one way to divide the ranks.
