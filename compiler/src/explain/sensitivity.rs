@@ -22,8 +22,7 @@ use shardc_passes::precision::Precision;
 use shardc_passes::search::why::searched_graph;
 use shardc_passes::search::{Confirm, Degrees, Pins, PlanError, prepared, search_among};
 use shardc_passes::shard::tensor::Prepared;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use shardc_passes::threads;
 
 /// What would change.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -141,7 +140,10 @@ impl Asked<'_> {
         // What the search finds by its estimates here is no reason for another plan elsewhere.
         let usual = conditions.first().and_then(|own| self.search(prepared.as_ref()?, own, false)?.ok());
         let usual = usual.map(|(choice, _)| choice);
-        let found = self.all(&conditions, usual.as_deref());
+        let numbered: Vec<_> = conditions.iter().enumerate().collect();
+        let found = threads::map(&numbered, |(at, condition)| {
+            self.best(prepared.as_ref(), condition, *at == 0, usual.as_deref())
+        });
         let base =
             found.first().and_then(|first| first.as_ref().ok()).map_or(plan.prediction.step, |(_, own)| own.step);
         let row = |(Condition { what, .. }, found): (&Condition, &Result<Found, &'static str>)| {
@@ -157,29 +159,6 @@ impl Asked<'_> {
             }
         };
         conditions.iter().zip(&found).map(row).collect()
-    }
-
-    /// The best plan under each condition, on as many threads as there are cores.
-    fn all(&self, conditions: &[Condition], usual: Option<&str>) -> Vec<Result<Found, &'static str>> {
-        let found: Vec<Mutex<Option<Result<Found, &'static str>>>> =
-            conditions.iter().map(|_| Mutex::new(None)).collect();
-        let next = AtomicUsize::new(0);
-        let work = || {
-            let prepared = self.prepared();
-            while let Some((at, condition)) = {
-                let at = next.fetch_add(1, Ordering::Relaxed);
-                conditions.get(at).map(|condition| (at, condition))
-            } {
-                let best = self.best(prepared.as_ref(), condition, at == 0, usual);
-                if let Ok(mut slot) = found[at].lock() {
-                    *slot = Some(best);
-                }
-            }
-        };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(conditions.len());
-        std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
-        let unsearched = || Err("the search failed");
-        found.into_iter().map(|slot| slot.into_inner().ok().flatten().unwrap_or_else(unsearched)).collect()
     }
 
     /// The plan itself under a condition, or another that is faster.
