@@ -259,12 +259,12 @@ impl Menu {
         }
     }
 
-    /// Between two numbers of steps, the one after which all blocks in front of one have taken those steps, and no other
-    /// block any of them; nothing, if steps there do not go from block to block.
-    pub fn steps_before(&self, steps: Range<u64>, block: u64) -> Option<u64> {
+    /// Of steps between two numbers: for a block, the number after which all blocks in front of it have taken those steps, and
+    /// no other block any of them; nothing, if steps there do not go from block to block.
+    pub fn by_block(&self, steps: Range<u64>) -> Option<impl Fn(u64) -> u64> {
         let all = &self.steps[steps.start as usize..steps.end as usize];
         let is_by_block = all.is_sorted_by_key(|(block, _)| *block);
-        is_by_block.then(|| steps.start + all.partition_point(|(of, _)| *of < block) as u64)
+        is_by_block.then_some(move |block| steps.start + all.partition_point(|(of, _)| *of < block) as u64)
     }
 
     /// Of these steps, each a block and the way it goes over to, and the ends of their tiers.
@@ -478,7 +478,10 @@ mod tests {
     fn steps_are_counted_from_block_to_block() {
         let menu = Menu::of_steps(&[(0, 1), (1, 1), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)], &[3, 7]);
         assert_eq!(menu.rungs().collect::<Vec<_>>(), [3, 7]);
-        let before = |steps: Range<u64>| [0, 1, 2, 3].map(|block| menu.steps_before(steps.clone(), block));
+        let before = |steps: Range<u64>| {
+            let before = menu.by_block(steps);
+            [0, 1, 2, 3].map(|block| before.as_ref().map(|before| before(block)))
+        };
         assert_eq!(before(0..3), [0, 1, 2, 3].map(Some));
         // Two steps of a block, and none of another.
         assert_eq!(before(3..7), [3, 5, 5, 7].map(Some));

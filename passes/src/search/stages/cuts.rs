@@ -49,7 +49,7 @@ impl Shares for Problem<'_> {
             None => (self.levels.last(), UNFIT),
         };
         let messages = |part: &Part| self.messages(*part);
-        let exchanged = self.exchanged(self.sums(level, stage), chunks) / self.tries.mesh.placed.microbatches as f64;
+        let exchanged = self.exchanged(chunks) / self.tries.mesh.placed.microbatches as f64;
         by * (self.taken(level, stage, chunks) + chunks.iter().map(messages).sum::<f64>() + exchanged)
     }
 }

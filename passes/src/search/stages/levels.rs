@@ -69,10 +69,15 @@ impl Levels {
         let (steps, offload) = (|way: &Recompute| menu.steps_of(*way), Offload::default());
         for (again, recompute) in ways.iter().copied().enumerate() {
             let before = again.checked_sub(1).and_then(|before| steps(&ways[before]));
-            if let (Some(from), Some(to)) = (before, steps(&recompute)) {
-                let partly = blocks.iter().filter_map(|(place, block)| {
-                    let steps = menu.steps_before(from..to, *block).filter(|steps| (from + 1..to).contains(steps))?;
-                    Some(Level { recompute: Recompute::Values(steps), again, until: Some(*place), offload })
+            if let (Some(from), Some(to)) = (before, steps(&recompute))
+                && let Some(steps_before) = menu.by_block(from..to)
+            {
+                let all = blocks.iter().map(|(place, block)| (*place, steps_before(*block)));
+                let partly = all.filter(|(_, steps)| (from + 1..to).contains(steps)).map(|(place, steps)| Level {
+                    recompute: Recompute::Values(steps),
+                    again,
+                    until: Some(place),
+                    offload,
                 });
                 own.all.extend(partly);
             }

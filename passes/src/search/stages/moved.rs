@@ -105,9 +105,9 @@ impl Problem<'_> {
     }
 
     fn stock(&self, level: usize, chunks: &[Part], offload: &Offload, in_blocks: &InBlocks) -> Stock {
-        let Pace { sums, whole } = &self.agains[self.levels.all[level].again].paces[0];
+        let Pace { whole, .. } = &self.agains[self.levels.all[level].again].paces[0];
         let Model { held, gradients, blocks, returning } = self.tries.model;
-        let stored: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
+        let stored = self.share(chunks);
         let share = |count: u64| match count {
             ALL => 1.0,
             _ => {

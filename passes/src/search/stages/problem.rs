@@ -56,7 +56,7 @@ pub(super) struct Solution {
 }
 
 impl Problem<'_> {
-    /// Where the line may be cut.
+    /// Where the line may be cut, and what goes by no level: what is stored, and what passes.
     pub fn line(&self) -> &Sums {
         &self.agains[self.agains.len() - 1].paces[0].sums
     }
@@ -64,11 +64,6 @@ impl Problem<'_> {
     /// What the model takes on the devices of a stage.
     pub fn pace(&self, level: usize, stage: usize) -> &Pace {
         &self.agains[self.levels.all[level].again].paces[self.tries.mesh.set[stage]]
-    }
-
-    /// What a stage takes, for what goes by no level.
-    pub fn sums(&self, level: usize, stage: usize) -> &Sums {
-        &self.pace(level, stage).sums
     }
 
     /// Of a sum along the line, what lies between two places at a level, on one set of devices.
@@ -124,8 +119,8 @@ impl Problem<'_> {
     }
 
     /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.
-    pub fn exchanged(&self, sums: &Sums, chunks: &[Part]) -> f64 {
-        let Once { gradients, parameters, .. } = sums.once(chunks);
+    pub fn exchanged(&self, chunks: &[Part]) -> f64 {
+        let Once { gradients, parameters, .. } = self.line().once(chunks);
         let seconds = |each: [f64; 2]| self.send(self.tries.portions.stored * each.iter().sum::<f64>());
         seconds(gradients) + seconds(parameters)
     }
@@ -136,13 +131,18 @@ impl Problem<'_> {
         if offload.is_none() { on_device } else { less(on_device, self.leaving(level, chunks, &offload).memory) }
     }
 
+    /// The share of the parameters that a stage with these chunks has.
+    pub fn share(&self, chunks: &[Part]) -> f64 {
+        let sums = self.line();
+        chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum()
+    }
+
     /// The same with everything on the devices.
     fn on_device(&self, level: usize, chunks: &[Part]) -> Memory {
         let Level { again, until, .. } = self.levels.all[level];
         let Again { paces, working, .. } = &self.agains[again];
         let before = until.map_or(0.0, |_| self.agains[again - 1].working);
-        let Pace { sums, whole } = &paces[0];
-        let share: f64 = chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum();
+        let (Pace { whole, .. }, sums, share) = (&paces[0], self.line(), self.share(chunks));
         let held = chunks.iter().map(|part| {
             let Held { kept, lasting, awaited } = self.held[part.0];
             let each = self.left(level, *part);

@@ -43,7 +43,7 @@ impl Problem<'_> {
         let once = |(stage, chunks): (usize, &Vec<Part>)| {
             let Pace { sums, whole } = self.pace(most, stage);
             let once = (whole.step.0 / spread - microbatches as f64 * sums.whole()).max(0.0);
-            once * self.share(stage, chunks, levels) + self.exchanged(sums, chunks)
+            once * self.share(chunks) + self.exchanged(chunks)
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
@@ -81,18 +81,11 @@ impl Problem<'_> {
         levels.iter().max_by_key(|level| self.levels.all[**level].again).copied()
     }
 
-    /// The share of the parameters that a stage has.
-    fn share(&self, stage: usize, chunks: &[Part], levels: &[usize]) -> f64 {
-        let sums = self.sums(levels[stage], stage);
-        chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum()
-    }
-
     /// Seconds in which the devices of each stage update everything.
     fn updates<'s>(&'s self, (stages, levels): Stages<'s>) -> impl Iterator<Item = f64> + 's {
         let most = self.most(levels).unwrap_or(0);
-        let of = move |(stage, chunks): (usize, &Vec<Part>)| {
-            self.pace(most, stage).whole.optimizer.0 * self.share(stage, chunks, levels)
-        };
+        let of =
+            move |(stage, chunks): (usize, &Vec<Part>)| self.pace(most, stage).whole.optimizer.0 * self.share(chunks);
         stages.iter().enumerate().map(of)
     }
 
