@@ -21,6 +21,7 @@ use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::ops::{Binary, BinaryKind, Reduce, ReduceOp, Unary, UnaryKind};
+use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Request, Space};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, Graph, HostTensor, Op, Pipeline, Plan, TensorType};
@@ -195,7 +196,8 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     let stages = plan.stages().min(2);
     if stages > 1 {
         let Pipeline { schedule, per_stage, in_flight, .. } = &plan.pipeline;
-        // As many for each stage.
+        // As many for each stage; chunks are interleaved in one way of so few microbatches.
+        let in_flight = in_flight.filter(|_| *schedule != Schedule::Interleaved);
         let in_flight = in_flight.map(|chunks| chunks.saturating_mul(stages).div_ceil(plan.stages()));
         let in_flight = in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
         pins = format!("pp={stages},schedule={},virtual={per_stage}{in_flight},{pins}", schedule.name());

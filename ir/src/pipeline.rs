@@ -24,7 +24,9 @@ pub enum Schedule {
     #[serde(rename = "1f1b")]
     OneForwardOneBackward,
     /// The same over several chunks of a stage, which are dealt out in turns (Narayanan et al.,
-    /// "Efficient large-scale language model training on GPU clusters", 2021, section 2.2).
+    /// "Efficient large-scale language model training on GPU clusters", 2021, section 2.2), of any number of
+    /// microbatches in rounds of at least as many as there are stages (Llama team, "The Llama 3 herd of models", 2024,
+    /// section 3.3.2).
     #[serde(rename = "interleaved")]
     Interleaved,
     /// Two chunks of a stage, down the pipeline and back up; gradients of weights fill the waits (Qi et
@@ -81,14 +83,12 @@ impl Schedule {
     /// Why not.
     pub fn check_in_flight(self, chunks: u64) -> Result<(), String> {
         match self {
-            Self::ZeroBubbleV if (1..=MOST_IN_FLIGHT).contains(&chunks) => Ok(()),
-            Self::ZeroBubbleV => {
-                Err(format!("a stage has at least one chunk in flight and at most {MOST_IN_FLIGHT}, not {chunks}"))
-            }
-            _ => Err(format!(
-                "what is in flight follows from schedule {}; {chunks} chunks take schedule zbv",
+            Self::GPipe | Self::OneForwardOneBackward => Err(format!(
+                "what is in flight follows from schedule {}; {chunks} chunks take schedule interleaved or zbv",
                 self.name()
             )),
+            _ if (1..=MOST_IN_FLIGHT).contains(&chunks) => Ok(()),
+            _ => Err(format!("a stage has at least one chunk in flight and at most {MOST_IN_FLIGHT}, not {chunks}")),
         }
     }
 
@@ -96,7 +96,7 @@ impl Schedule {
     pub fn usual_chunks(self) -> &'static [u64] {
         match self {
             Self::GPipe | Self::OneForwardOneBackward => &[1],
-            Self::Interleaved => &[2, 4],
+            Self::Interleaved => &[2, 4, 8],
             Self::ZeroBubbleV => &[2],
         }
     }
@@ -135,8 +135,9 @@ pub struct Pipeline {
     /// Per node, its chunk.
     pub chunks: SecondaryMap<NodeId, Option<u32>>,
     /// Of how many chunks a stage holds what forward passes leave when it begins another microbatch, at the most: for
-    /// zero-bubble V alone. The fewer, the less memory, and the longer stages wait (Qi et al., "Pipeline parallelism with
-    /// controllable memory", 2024).
+    /// schedules that leave that open. The fewer, the less memory, and the longer stages wait: for each other in
+    /// zero-bubble V (Qi et al., "Pipeline parallelism with controllable memory", 2024), for messages where chunks are
+    /// interleaved ([`Self::rounds`]).
     pub in_flight: Option<u64>,
     /// How long each chunk takes, from which the order follows in which stages meet; none where the plan does not say.
     pub lengths: Vec<Length>,
@@ -155,9 +156,54 @@ impl Default for Pipeline {
 }
 
 impl Pipeline {
-    /// [`Self::in_flight`], of so many stages: as much as 1F1B holds, where the plan does not say.
+    /// [`Self::in_flight`] of zero-bubble V, of so many stages: as much as 1F1B holds, where the plan does not say.
     pub fn most_in_flight(&self, stages: u64) -> u64 {
         self.in_flight.unwrap_or(2 * stages)
+    }
+
+    /// Into how many rounds, as equal as can be, the microbatches of interleaved chunks are divided: those of a round go
+    /// through a chunk of a stage one after the other, before any of them goes through the next one. A round has at least
+    /// as many as there are stages, or they would wait for it to come around; the more it has, the longer messages
+    /// may take. As many rounds as can be, or as few as [`Self::in_flight`] leaves.
+    pub fn rounds(&self, stages: u64, microbatches: u64) -> u64 {
+        let all = (microbatches / stages.max(1)).max(1);
+        let Some(most) = self.in_flight else { return all };
+        // What is held is the less, the more rounds there are.
+        let (mut least, mut enough) = (1, all);
+        while least < enough {
+            let middle = least.midpoint(enough);
+            match self.held_in_rounds(stages, microbatches, middle) <= most {
+                true => enough = middle,
+                false => least = middle + 1,
+            }
+        }
+        enough
+    }
+
+    /// Of how many chunks the first stage, which holds the most, holds what forward passes leave in so many rounds.
+    pub fn held_in_rounds(&self, stages: u64, microbatches: u64, rounds: u64) -> u64 {
+        let turns = self.per_stage.saturating_sub(1).saturating_mul(microbatches.div_ceil(rounds.max(1)));
+        let all = microbatches.saturating_mul(self.per_stage);
+        (2 * stages.saturating_sub(1) + 1).saturating_add(turns).min(all)
+    }
+
+    /// That so many stages can keep to [`Self::in_flight`] over so many microbatches.
+    ///
+    /// # Errors
+    /// How many chunks they hold at the least.
+    pub fn check_in_flight(&self, stages: u64, microbatches: u64) -> Result<(), String> {
+        let Some(chunks) = self.in_flight else { return Ok(()) };
+        self.schedule.check_in_flight(chunks)?;
+        let rounds = self.rounds(stages, microbatches);
+        let least = self.held_in_rounds(stages, microbatches, rounds);
+        match self.schedule {
+            Schedule::Interleaved if chunks < least => Err(format!(
+                "{stages} stages of {} chunks in schedule interleaved have at least {least} chunks in flight, not \
+                 {chunks}",
+                self.per_stage
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// The stage that runs a chunk, of so many stages.
@@ -196,5 +242,20 @@ mod tests {
         assert_eq!(pipeline(Schedule::ZeroBubbleV, 2).chunks_of(3, 4), [3, 4]);
         assert_eq!(Schedule::from_name("1f1b"), Some(Schedule::OneForwardOneBackward));
         assert!(Schedule::GPipe.check_chunks(2).is_err());
+    }
+
+    #[test]
+    fn rounds_are_as_many_as_what_is_in_flight_leaves() {
+        let rounds = |in_flight, microbatches| {
+            let schedule = Schedule::Interleaved;
+            let pipeline = Pipeline { schedule, per_stage: 2, in_flight, ..Pipeline::default() };
+            let rounds = pipeline.rounds(4, microbatches);
+            (rounds, pipeline.held_in_rounds(4, microbatches, rounds))
+        };
+        assert_eq!([2, 4, 8, 9, 15].map(|microbatches| rounds(None, microbatches).0), [1, 1, 2, 2, 3]);
+        assert_eq!([2, 4, 8, 9, 15].map(|microbatches| rounds(None, microbatches).1), [4, 8, 11, 12, 12]);
+        // Of sixteen, four rounds of four, three of which the largest has six, or two of eight.
+        let held = [1, 11, 12, 13, 14, 15, 1 << 40].map(|chunks| rounds(Some(chunks), 16));
+        assert_eq!(held, [(4, 11), (4, 11), (4, 11), (3, 13), (3, 13), (2, 15), (1, 23)]);
     }
 }

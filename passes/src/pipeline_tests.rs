@@ -354,7 +354,7 @@ fn pins_of_pipelines_that_cannot_be_kept() {
     check("pp=4,schedule=interleaved,virtual=100", "400 chunks are more than the");
     check("pp=4,schedule=zbv,microbatch=12", "a pipeline takes at least 2 microbatches");
     check("pp=4,microbatch=12", "a pipeline takes at least 2 microbatches");
-    check("pp=4,schedule=interleaved,microbatch=2", "that is a multiple of 4");
+    check("pp=4,schedule=interleaved,virtual=2,microbatch=1,in_flight=3", "have at least 11 chunks in flight, not 3");
     check("dp=2,tp=1", "they make 2 ranks and the cluster has 4");
     check("pp=2,stage_recompute=block/none/none", "it names 3 of the 2 stages");
     check("pp=2,stage_recompute=block/none,recompute=selective", "it is block at most; leave recompute out");

@@ -20,7 +20,7 @@ use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::{Node, OutputKind, Role};
 use crate::mesh::AxisKind;
 use crate::ops::{Op, OpDef};
-use crate::pipeline::{Schedule, last_forward};
+use crate::pipeline::last_forward;
 use crate::plan::Plan;
 
 /// More chunks than any pipeline has.
@@ -67,18 +67,13 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     if let Err(message) = pipeline.schedule.check_chunks(pipeline.per_stage) {
         found.push("pipeline", message);
     }
-    if let Err(message) = pipeline.in_flight.map_or(Ok(()), |chunks| pipeline.schedule.check_in_flight(chunks)) {
+    let microbatches = plan.mesh.microbatches();
+    if let Err(message) = pipeline.check_in_flight(stages, microbatches) {
         found.push("pipeline", message);
     }
-    let microbatches = plan.mesh.microbatches();
     if microbatches < 2 {
         found
             .push("pipeline", format!("{stages} stages take at least 2 microbatches, and the step has {microbatches}"));
-    }
-    if pipeline.schedule == Schedule::Interleaved && !microbatches.is_multiple_of(stages) {
-        let message =
-            format!("schedule interleaved takes a multiple of the {stages} stages as microbatches, not {microbatches}");
-        found.push("pipeline", message);
     }
     let Some(chunks) = stages.checked_mul(pipeline.per_stage).filter(|chunks| *chunks <= MOST_CHUNKS) else {
         let message =

@@ -6,6 +6,7 @@
 
 use super::agenda::Agenda;
 use shardc_ir::pipeline::{Pipeline, Schedule};
+use std::ops::Range;
 
 /// Which part of a chunk's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -74,10 +75,10 @@ impl Lengths {
     }
 }
 
-/// The steps of every stage, or why the schedule has none for so many microbatches.
+/// The steps of every stage.
 ///
 /// # Errors
-/// An interleaved schedule takes a multiple of the stages; and a bug, if steps of zero-bubble V are left over.
+/// A bug, if steps of zero-bubble V are left over.
 pub fn orders(
     pipeline: &Pipeline,
     stages: u64,
@@ -90,10 +91,7 @@ pub fn orders(
         Schedule::OneForwardOneBackward => {
             Ok((0..p).map(|stage| one_chunk(stage, (p - stage - 1).min(m), m)).collect())
         }
-        Schedule::Interleaved if !m.is_multiple_of(p) => Err(format!(
-            "schedule interleaved takes a number of microbatches that is a multiple of the {p} stages, not {m}"
-        )),
-        Schedule::Interleaved => Ok((0..p).map(|stage| interleaved(stage, p, pipeline.per_stage, m)).collect()),
+        Schedule::Interleaved => Ok(interleaved(pipeline, p, m)),
         Schedule::ZeroBubbleV => zero_bubble_v(pipeline, p, m, lengths),
     }
 }
@@ -110,23 +108,30 @@ fn one_chunk(stage: u64, ahead: u64, microbatches: u64) -> Vec<Step> {
     steps
 }
 
-/// Narayanan et al., 2021, section 2.2: microbatches in groups of `p`, each group through every chunk of
-/// the stage before the next one begins.
-fn interleaved(stage: u64, stages: u64, per_stage: u64, microbatches: u64) -> Vec<Step> {
-    let (p, v, all) = (stages, per_stage, microbatches * per_stage);
-    let step = |k: u64, pass: Pass| {
-        let (group, inside) = (k / (p * v), k % (p * v));
-        let turn = if pass == Pass::Forward { inside / p } else { v - 1 - inside / p };
-        Step { chunk: (turn * p + stage) as u32, pass, microbatch: group * p + inside % p }
+/// Narayanan et al., 2021, section 2.2: microbatches in [rounds](Pipeline::rounds), each through every chunk of the stage
+/// before the next one begins.
+fn interleaved(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Vec<Vec<Step>> {
+    let (turns, rounds) = (pipeline.per_stage, pipeline.rounds(stages, microbatches));
+    let begin = |round: u64| (u128::from(round) * u128::from(microbatches) / u128::from(rounds)) as u64;
+    // Chunk and microbatch of one pass after the other, of the first stage.
+    let passes = |pass: Pass| {
+        let of_round = move |round: u64| (0..turns).map(move |turn| (turn, begin(round)..begin(round + 1)));
+        let of_turn = move |(turn, round): (u64, Range<u64>)| {
+            let turn = if pass == Pass::Forward { turn } else { turns - 1 - turn };
+            round.map(move |microbatch| Step { chunk: (turn * stages) as u32, pass, microbatch })
+        };
+        (0..rounds).flat_map(of_round).flat_map(of_turn).collect::<Vec<_>>()
     };
-    let ahead = if microbatches == p { all } else { ((p - stage - 1) * 2 + (v - 1) * p).min(all) };
-    let mut steps: Vec<Step> = (0..ahead).map(|k| step(k, Pass::Forward)).collect();
-    for k in ahead..all {
-        steps.push(step(k, Pass::Forward));
-        steps.push(step(k - ahead, Pass::Backward));
-    }
-    steps.extend((all - ahead..all).map(|k| step(k, Pass::Backward)));
-    steps
+    let (forward, backward) = (passes(Pass::Forward), passes(Pass::Backward));
+    let of_stage = |stage: u64| {
+        let here = |step: &Step| Step { chunk: step.chunk + stage as u32, ..*step };
+        let ahead = (stages - stage - 1) * 2 + (turns - 1) * microbatches.div_ceil(rounds);
+        let (first, rest) = forward.split_at(forward.len().min(ahead as usize));
+        let (beside, last) = backward.split_at(rest.len());
+        let in_turns = rest.iter().zip(beside).flat_map(|(forward, backward)| [forward, backward]);
+        first.iter().chain(in_turns).chain(last).map(here).collect()
+    };
+    (0..stages).map(of_stage).collect()
 }
 
 /// Stages that each begin, when they are free, the first of: a backward pass, a forward pass up the pipeline, a
@@ -239,7 +244,12 @@ mod tests {
             order(Interleaved, 2, 1, 2, 4),
             "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3"
         );
-        assert!(orders(&pipeline(Interleaved, 2), 2, 3, &|_| Lengths::EQUAL).is_err());
+        // Three make one round; five one of two and one of three, for the larger of which passes run ahead.
+        assert_eq!(order(Interleaved, 2, 1, 2, 3), "F1.0 F1.1 F1.2 F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 B1.0 B1.1 B1.2");
+        assert_eq!(
+            order(Interleaved, 2, 1, 2, 5),
+            "F1.0 F1.1 F3.0 F3.1 B3.0 F1.2 B3.1 F1.3 B1.0 F1.4 B1.1 F3.2 B3.2 F3.3 B3.3 F3.4 B3.4 B1.2 B1.3 B1.4"
+        );
     }
 
     /// Every step once, each after what it waits for: a stage that waits for ever has a step that never runs.
@@ -248,9 +258,13 @@ mod tests {
         let all =
             Schedule::ALL.into_iter().flat_map(|schedule| schedule.usual_chunks().iter().map(move |n| (schedule, *n)));
         for (schedule, per_stage) in all.chain([(Schedule::Interleaved, 3)]) {
-            let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10)];
+            let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10), (2, 3), (4, 2), (4, 9), (5, 14), (3, 16)];
             let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
-            let in_flight = if schedule == Schedule::ZeroBubbleV { &[None, Some(1), Some(3)][..] } else { &[None] };
+            let in_flight = match schedule {
+                Schedule::ZeroBubbleV => &[None, Some(1), Some(3)][..],
+                Schedule::Interleaved => &[None, Some(1), Some(20), Some(1000)],
+                _ => &[None],
+            };
             let all = sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)]);
             for (((stages, microbatches), lengths), in_flight) in
                 all.flat_map(|case| in_flight.iter().map(move |chunks| (case, *chunks)))

@@ -346,12 +346,41 @@ mod tests {
         assert_eq!(finish(Schedule::OneForwardOneBackward, 1, 8, &Units), 33.0);
         // Twice as many chunks, each half as long: half the bubble.
         assert_eq!(finish(Schedule::Interleaved, 2, 8, &Units), 2.0 * 24.0 + 9.0);
+        // So it is of any number of microbatches that fills the pipeline; with fewer, one waits for itself to come around.
+        for microbatches in [4, 5, 7, 9, 18] {
+            assert_eq!(finish(Schedule::Interleaved, 2, microbatches, &Units), 6.0 * microbatches as f64 + 9.0);
+        }
+        assert_eq!(finish(Schedule::Interleaved, 2, 2, &Units), 6.0 * 4.0 + 3.0);
         // 6 units for a microbatch, no bubble but where the pipeline fills.
         let steps = finish(Schedule::ZeroBubbleV, 2, 16, &Ones);
         assert!((96.0..=105.0).contains(&steps), "{steps}");
         // Little where backward passes are longer: 8 units for a microbatch, of which 1F1B would wait for three.
         let steps = finish(Schedule::ZeroBubbleV, 2, 16, &Units);
         assert!((128.0..=146.0).contains(&steps), "{steps}");
+    }
+
+    /// The more microbatches a round has beyond those that fill the pipeline, the longer messages take without a stage
+    /// waiting for them.
+    #[test]
+    fn larger_rounds_hide_messages() {
+        struct Slow;
+        impl Durations for Slow {
+            fn step(&self, step: Step) -> f64 {
+                Units.step(step)
+            }
+            fn message(&self, _: usize) -> f64 {
+                0.2
+            }
+        }
+        let finish = |in_flight: Option<u64>| {
+            let schedule = Schedule::Interleaved;
+            let pipeline = Pipeline { schedule, per_stage: 2, in_flight, ..Pipeline::default() };
+            let orders = orders(&pipeline, 4, 16, &|_| Lengths::EQUAL).unwrap();
+            let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), &Slow).expect("all steps run");
+            run.finish.into_iter().fold(0.0, f64::max) - (16.0 * 6.0 + 9.0)
+        };
+        let lost = [None, Some(13), Some(15), Some(23)].map(finish);
+        assert!(lost[0] > 6.0 && lost[1] < 0.5 * lost[0] && lost[2] <= lost[1] && lost[3] <= lost[2], "{lost:?}");
     }
 
     /// Where one chunk is longer than the others, an order that knows it waits less than one by their average.

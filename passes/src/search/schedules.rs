@@ -6,7 +6,8 @@ use super::line::Line;
 use super::pins::Pins;
 use crate::divisors::divisors;
 use shardc_ir::pipeline::Schedule;
-use shardc_ir::{Graph, NodeId};
+use shardc_ir::{Graph, NodeId, Pipeline};
+use std::collections::BTreeSet;
 
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
 /// so it is taken where it is pinned.
@@ -22,7 +23,6 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
         })
         .collect();
     if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
-        && pins.in_flight.is_none()
         && !open.contains(&(Schedule::Interleaved, per_stage))
     {
         open.push((Schedule::Interleaved, per_stage));
@@ -45,15 +45,31 @@ pub(super) fn orders(pins: &Pins) -> Vec<Order> {
     [false, true].into_iter().filter_map(of).collect()
 }
 
-/// Of how many chunks a stage of a schedule may hold what forward passes leave, from the most to the least; where that
-/// follows from the schedule, nothing is said of it.
-pub(super) fn in_flight(schedule: Schedule, stages: u64, pins: &Pins) -> Vec<Option<u64>> {
-    if schedule.check_in_flight(1).is_err() {
-        return vec![None];
+/// Of how many chunks a stage of a schedule may hold what forward passes leave, in the order in which they are tried; where
+/// that follows from the schedule, nothing is said of it.
+pub(super) fn in_flight(
+    (schedule, per_stage): (Schedule, u64),
+    (stages, microbatches): (u64, u64),
+    pins: &Pins,
+) -> Vec<Option<u64>> {
+    let pipeline = Pipeline { schedule, per_stage, in_flight: pins.in_flight, ..Pipeline::default() };
+    if pins.in_flight.is_some() {
+        let may_hold = pipeline.check_in_flight(stages, microbatches).is_ok();
+        return may_hold.then_some(pins.in_flight).into_iter().collect();
     }
-    // As much as 1F1B holds, down to half of it.
-    let open = [2 * stages, (3 * stages).div_ceil(2), stages];
-    pins.in_flight.map_or(open.map(Some).to_vec(), |pin| vec![Some(pin)])
+    match schedule {
+        Schedule::GPipe | Schedule::OneForwardOneBackward => vec![None],
+        // As much as 1F1B holds, down to half of it.
+        Schedule::ZeroBubbleV => [2 * stages, (3 * stages).div_ceil(2), stages].map(Some).to_vec(),
+        // The least, then what larger rounds hold, in which messages may take longer.
+        Schedule::Interleaved => {
+            let all = pipeline.rounds(stages, microbatches);
+            let fewer: BTreeSet<u64> = [(2 * all).div_ceil(3), all.div_ceil(2)].into();
+            let fewer = fewer.into_iter().rev().filter(|rounds| *rounds < all);
+            let larger = fewer.map(|rounds| Some(pipeline.held_in_rounds(stages, microbatches, rounds)));
+            std::iter::once(None).chain(larger).collect()
+        }
+    }
 }
 
 /// That what a rank has of the batch is one microbatch, since this node's result is needed as it is for all samples.
@@ -94,25 +110,26 @@ pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64),
         (None, None) => pins.fsdp.unwrap_or(1) * pins.ep.unwrap_or(1),
     };
     let per_rank = batch / data.max(1);
-    let is_interleaved = pins.schedule == Some(Schedule::Interleaved) || (pins.schedule.is_none() && per_stage > 1);
-    let is_round = |count: u64| count >= 2 && (!is_interleaved || count.is_multiple_of(stages));
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
-    if divisors(per_rank).into_iter().filter(is_pinned).any(|size| is_round(per_rank / size)) {
+    let counts = divisors(per_rank).into_iter().filter(is_pinned).map(|size| per_rank / size);
+    let counts: Vec<u64> = counts.filter(|count| *count >= 2).collect();
+    if let Some(microbatches) = counts.first() {
+        let (schedule, in_flight) = (pins.schedule.unwrap_or(Schedule::Interleaved), pins.in_flight);
+        let pipeline = Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() };
+        if let Err(message) = pipeline.check_in_flight(stages, *microbatches) {
+            return fail(format!("in_flight={}", in_flight.unwrap_or_default()), message);
+        }
         let message =
             format!("the step cannot be cut into {chunks} chunks where little passes between them; pin fewer");
         return fail(named, message);
     }
-    let (takes, needs) = match is_interleaved {
-        true => ("schedule interleaved", format!("a number of microbatches that is a multiple of {stages}")),
-        false => ("a pipeline", "at least 2 microbatches".to_string()),
-    };
     let has = match pins.microbatch {
         Some(size) => format!("are {} of {size}", per_rank / size),
         None => format!("are {per_rank} sequences at the most"),
     };
     let message = format!(
-        "{takes} takes {needs} on each data rank, and of a batch of {batch} over {data} data ranks there {has}; use a \
-         larger batch, smaller microbatches or fewer data ranks"
+        "a pipeline takes at least 2 microbatches on each data rank, and of a batch of {batch} over {data} data ranks \
+         there {has}; use a larger batch, smaller microbatches or fewer data ranks"
     );
     fail(pins.microbatch.map_or(named, |size| format!("microbatch={size}")), message)
 }

@@ -117,10 +117,10 @@ struct Mesh<'a> {
 }
 
 impl Mesh<'_> {
-    /// So many microbatches, or all where there are fewer, in rounds of the stages.
-    fn followed(&self, most: u64) -> u64 {
+    /// So many microbatches, or all where there are fewer, in whole rounds.
+    fn followed(&self, most: u64, round: u64) -> u64 {
         let all = self.placed.microbatches;
-        all.min(most).next_multiple_of(self.placed.mesh.degree("pp")).min(all)
+        all.min(most).next_multiple_of(round).min(all)
     }
 
     /// Seconds in which so many bytes get from one stage to another that chunks next to each other are on.
@@ -339,8 +339,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     may_leave: shape.leaves_gradients(storage, zero),
                     fastest,
                 };
-                // Less is held where that saves more than it lets stages wait: from the most down, as long as it does.
-                for in_flight in in_flight(schedule, stages, pins) {
+                // More or less is held where that lets stages wait for less, or saves more: as long as it does.
+                for in_flight in in_flight((schedule, per_stage), (stages, microbatches), pins) {
                     let before = fastest.get();
                     tries(in_flight).all(candidates);
                     if before.is_finite() && fastest.get() >= before {

@@ -57,9 +57,10 @@ impl Mesh<'_> {
         let key: Copies = (order(pipeline), bits.collect(), bytes);
         let bytes = key.2.clone();
         // Of an order of its own as many as are followed tell what all do; others hold as many as there are.
-        let microbatches = if goes_by_lengths { self.followed(most) } else { self.placed.microbatches };
+        let stages = self.placed.mesh.degree("pp");
+        let microbatches = if goes_by_lengths { self.followed(most, stages) } else { self.placed.microbatches };
         known(&self.runs.held, key, &|| {
-            let orders = orders(pipeline, self.placed.mesh.degree("pp"), microbatches, lengths).ok()?;
+            let orders = orders(pipeline, stages, microbatches, lengths).ok()?;
             Some(Held::of_chunks(pipeline, &orders, &bytes).into())
         })
     }

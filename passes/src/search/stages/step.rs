@@ -126,17 +126,18 @@ impl Problem<'_> {
             chunks.iter().map(of).sum::<f64>()
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
+        let (followed, round) = in_rounds(pipeline, count, microbatches);
         let run = |microbatches: u64| {
-            let orders = orders(pipeline, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
-            finish(pipeline, &orders, &links, &durations)
+            let orders = orders(&followed, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
+            finish(&followed, &orders, &links, &durations)
         };
         self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &durations.messages), &|| {
-            let some = self.tries.mesh.followed(STEADY * count * pipeline.per_stage);
+            let some = self.tries.mesh.followed((STEADY * count * pipeline.per_stage).max(2 * round), round);
             let few = run(some)?;
             if some == microbatches {
                 return Some(few);
             }
-            let further = (few - run(some - count)?) / count as f64;
+            let further = (few - run(some - round)?) / round as f64;
             // Where stages wait for messages they do so the more, the more microbatches there are.
             let waits = further > slowest * STEADY_WITHIN;
             let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
@@ -173,6 +174,16 @@ impl Problem<'_> {
         let transfers = ((beside - alone).max(0.0) + gradients) * spread;
         Some((transfers, update.fold(0.0, f64::max) - on_device.optimizer.0))
     }
+}
+
+/// A pipeline of which fewer microbatches are run in rounds as large as those of all, and how large they are.
+fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, u64) {
+    if pipeline.schedule != Schedule::Interleaved {
+        return (pipeline.clone(), stages);
+    }
+    let rounds = pipeline.rounds(stages, microbatches);
+    let in_flight = Some(pipeline.held_in_rounds(stages, microbatches, rounds));
+    (Pipeline { in_flight, ..pipeline.clone() }, microbatches.div_ceil(rounds))
 }
 
 /// The links of chunks that follow each other, between stages.
