@@ -83,8 +83,8 @@ impl Schedule {
     /// Why not.
     pub fn check_in_flight(self, chunks: u64) -> Result<(), String> {
         match self {
-            Self::GPipe | Self::OneForwardOneBackward => Err(format!(
-                "what is in flight follows from schedule {}; {chunks} chunks take schedule interleaved or zbv",
+            Self::GPipe => Err(format!(
+                "all microbatches are in flight in schedule {}; {chunks} chunks take another schedule",
                 self.name()
             )),
             _ if (1..=MOST_IN_FLIGHT).contains(&chunks) => Ok(()),
@@ -134,10 +134,9 @@ pub struct Pipeline {
     pub per_stage: u64,
     /// Per node, its chunk.
     pub chunks: SecondaryMap<NodeId, Option<u32>>,
-    /// Of how many chunks a stage holds what forward passes leave when it begins another microbatch, at the most: for
-    /// schedules that leave that open. The fewer, the less memory, and the longer stages wait: for each other in
-    /// zero-bubble V (Qi et al., "Pipeline parallelism with controllable memory", 2024), for messages where chunks are
-    /// interleaved ([`Self::rounds`]).
+    /// Of how many chunks a stage holds what forward passes leave when it begins another microbatch, at the most. The
+    /// fewer, the less memory, and the longer stages wait: for each other in zero-bubble V (Qi et al., "Pipeline
+    /// parallelism with controllable memory", 2024), else for messages ([`Self::ahead`], [`Self::rounds`]).
     pub in_flight: Option<u64>,
     /// How long each chunk takes, from which the order follows in which stages meet; none where the plan does not say.
     pub lengths: Vec<Length>,
@@ -159,6 +158,16 @@ impl Pipeline {
     /// [`Self::in_flight`] of zero-bubble V, of so many stages: as much as 1F1B holds, where the plan does not say.
     pub fn most_in_flight(&self, stages: u64) -> u64 {
         self.in_flight.unwrap_or(2 * stages)
+    }
+
+    /// How many forward passes a stage of 1F1B runs before its first backward pass: one for each stage behind it, or up to
+    /// [`Self::in_flight`] of the first stage, and of the others in the same ratio. With two for each stage behind it no
+    /// message lets it wait that takes no longer than a step (Zhuang et al., "On optimizing the communication of model
+    /// parallelism", 2023, section 4).
+    pub fn ahead(&self, stage: u64, stages: u64) -> u64 {
+        let behind = stages.saturating_sub(stage + 1);
+        let most = self.in_flight.unwrap_or(stages).saturating_sub(1);
+        (u128::from(behind) * u128::from(most) / u128::from(stages.saturating_sub(1).max(1))) as u64
     }
 
     /// Into how many rounds, as equal as can be, the microbatches of interleaved chunks are divided: those of a round go
@@ -194,15 +203,17 @@ impl Pipeline {
     pub fn check_in_flight(&self, stages: u64, microbatches: u64) -> Result<(), String> {
         let Some(chunks) = self.in_flight else { return Ok(()) };
         self.schedule.check_in_flight(chunks)?;
-        let rounds = self.rounds(stages, microbatches);
-        let least = self.held_in_rounds(stages, microbatches, rounds);
-        match self.schedule {
-            Schedule::Interleaved if chunks < least => Err(format!(
-                "{stages} stages of {} chunks in schedule interleaved have at least {least} chunks in flight, not \
-                 {chunks}",
-                self.per_stage
+        let least = match self.schedule {
+            Schedule::GPipe | Schedule::ZeroBubbleV => 1,
+            Schedule::OneForwardOneBackward => stages,
+            Schedule::Interleaved => self.held_in_rounds(stages, microbatches, self.rounds(stages, microbatches)),
+        };
+        match chunks < least {
+            true => Err(format!(
+                "{stages} stages of schedule {} have at least {least} chunks in flight, not {chunks}",
+                self.schedule.name()
             )),
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 

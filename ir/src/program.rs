@@ -32,8 +32,10 @@ use serde::{Deserialize, Serialize};
 pub enum Stream {
     /// Kernels of the device.
     Compute,
-    /// Collectives and point-to-point messages.
+    /// Collectives.
     Communication,
+    /// Point-to-point messages between the stages of a pipeline.
+    Messages,
     /// Copies from host to device.
     HostToDevice,
     /// Copies from device to host.
@@ -46,14 +48,22 @@ pub enum Stream {
 
 impl Stream {
     /// Every stream.
-    pub const ALL: [Stream; 6] =
-        [Self::Compute, Self::Communication, Self::HostToDevice, Self::DeviceToHost, Self::HostCompute, Self::Disk];
+    pub const ALL: [Stream; 7] = [
+        Self::Compute,
+        Self::Communication,
+        Self::Messages,
+        Self::HostToDevice,
+        Self::DeviceToHost,
+        Self::HostCompute,
+        Self::Disk,
+    ];
 
     /// The name in the text form.
     pub fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",
             Self::Communication => "communication",
+            Self::Messages => "messages",
             Self::HostToDevice => "host_to_device",
             Self::DeviceToHost => "device_to_host",
             Self::HostCompute => "host_compute",
@@ -64,6 +74,11 @@ impl Stream {
     /// The stream of a name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|stream| stream.name() == name)
+    }
+
+    /// Whether ranks talk to each other on it.
+    pub fn is_wire(self) -> bool {
+        matches!(self, Self::Communication | Self::Messages)
     }
 }
 

@@ -123,7 +123,7 @@ fn what_is_moved_is_cut_into_stages() {
     assert!(moved.iter().any(|choice| choice.contains("pp=")), "{moved:?}");
 }
 
-const STAGES: &str = "pp=2,dp=2,tp=1,schedule=1f1b,zero=1,microbatch=1,recompute=none";
+const STAGES: &str = "pp=2,dp=2,tp=1,schedule=1f1b,in_flight=2,zero=1,microbatch=1,recompute=none";
 
 /// A plan of the small model in two stages on one host of four devices.
 fn staged(mib: u64, host_gib: u64, scope: Scope, pins: &str) -> Result<Plan, String> {

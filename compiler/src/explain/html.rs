@@ -107,7 +107,7 @@ fn times(inspection: &Inspection<'_>, folded: &Folded) -> BTreeMap<usize, [f64; 
         for (instruction, span) in collectives::spans(program, rank) {
             let Some(source) = instruction.source else { continue };
             let seconds = span.finish - span.start;
-            if instruction.stream != Stream::Communication {
+            if !instruction.stream.is_wire() {
                 times.entry(folded.class[source]).or_default()[0] += seconds;
                 continue;
             }

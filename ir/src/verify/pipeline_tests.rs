@@ -47,7 +47,9 @@ fn legal_pipelines_and_others() {
     check(&[("pp=2,", "")], "is in a chunk, and the mesh time mb=2 has no stages");
     check(&[("1f1b 1", "1f1b 1 lengths 1/2/3/0 1/2/3/4")], "legal");
     check(&[("1f1b 1", "1f1b 1 lengths 1/2/3/0")], "it says how long 1 chunks take, and there are 2");
-    check(&[("1f1b 1", "1f1b 1 in_flight 2")], "what is in flight follows from schedule 1f1b");
+    check(&[("1f1b 1", "1f1b 1 in_flight 3")], "legal");
+    check(&[("1f1b 1", "1f1b 1 in_flight 1")], "2 stages of schedule 1f1b have at least 2 chunks in flight, not 1");
+    check(&[("1f1b 1", "gpipe 1 in_flight 2")], "all microbatches are in flight in schedule gpipe");
     check(&[("1f1b 1", "zbv 2 in_flight 0")], "at least one chunk in flight and at most 4294967296, not 0");
     check(&[("1f1b 1", "interleaved 2 in_flight 3")], "at least 4 chunks in flight, not 3");
     check(&[("1f1b 1", "1f1b 2")], "a stage of schedule 1f1b runs one chunk, not 2");

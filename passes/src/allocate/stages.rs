@@ -291,7 +291,7 @@ impl Assembly<'_> {
     fn message(&mut self, message: &Handover, microbatch: u64) -> Instruction {
         let copy = self.copy(message.buffer, None, microbatch);
         let buffer = self.buffer(message.buffer, copy);
-        let (peer, stream) = (message.peer, Stream::Communication);
+        let (peer, stream) = (message.peer, Stream::Messages);
         match message.is_send {
             true => Instruction::new(Action::Send { peer }, vec![buffer], vec![], stream),
             false => Instruction::new(Action::Receive { peer }, vec![], vec![buffer], stream),

@@ -10,6 +10,7 @@ use super::draft::Handover;
 use super::stages::Edge;
 use super::{LowerError, Lowering, Place};
 use crate::lower::Hint;
+use crate::pipeline::order::Pass;
 use shardc_ir::ops::Constant;
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
@@ -53,13 +54,25 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// Receives a value that another stage makes in every microbatch, when it is first read here.
+    /// Receives a value that another stage makes in every microbatch, when it is first read here. It comes while the step
+    /// before runs, so what is held beyond the step that first reads it is copied there from where it came: or all that
+    /// is held would have room for one microbatch more.
     pub(super) fn receive(&mut self, value: ValueId) {
-        let Some(edge) = self.stage.as_ref().and_then(|stage| stage.incoming(value)).cloned() else { return };
-        if let Some(link) = edge.link.filter(|_| !self.is_known(value)) {
-            let (buffer, peer) = (self.received(value, &edge), self.peer(edge.from));
-            self.hand_over(Handover { value, link, peer, is_send: false, buffer });
+        let Some(stage) = &self.stage else { return };
+        let Some(edge) = stage.incoming(value).cloned() else { return };
+        let Some(link) = edge.link.filter(|_| !self.is_known(value)) else { return };
+        let Place::Microbatch(part) = edge.place else { return };
+        let is_forward = stage.parts.get(part as usize).is_some_and(|(_, pass)| *pass == Pass::Forward);
+        let is_held = is_forward || self.plan.pipeline.schedule.splits_backward();
+        let (own, peer) = (self.received(value, &edge), self.peer(edge.from));
+        let mut buffer = own;
+        if is_held {
+            buffer = self.draft.buffer(self.draft.buffers[own].ty.clone(), Category::Buffer);
+            self.draft.buffers[buffer].value = Some(value);
+            let (action, source) = (Action::Copy, Some(self.plan.graph.value(value).def));
+            self.draft.push(edge.place, action, vec![buffer], vec![own], Stream::Compute, source, Hint::None);
         }
+        self.hand_over(Handover { value, link, peer, is_send: false, buffer });
     }
 
     /// Receives what another stage makes once of a node, when it is its turn: all stages meet in the order of the
@@ -90,7 +103,7 @@ impl Lowering<'_> {
             Action::Send { .. } => (vec![buffer], vec![]),
             _ => (vec![], vec![buffer]),
         };
-        self.draft.push(place, action, operands, results, Stream::Communication, source, Hint::None);
+        self.draft.push(place, action, operands, results, Stream::Messages, source, Hint::None);
     }
 
     fn hand_over(&mut self, message: Handover) {

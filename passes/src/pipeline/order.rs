@@ -89,7 +89,7 @@ pub fn orders(
     match pipeline.schedule {
         Schedule::GPipe => Ok((0..p).map(|stage| one_chunk(stage, m, m)).collect()),
         Schedule::OneForwardOneBackward => {
-            Ok((0..p).map(|stage| one_chunk(stage, (p - stage - 1).min(m), m)).collect())
+            Ok((0..p).map(|stage| one_chunk(stage, pipeline.ahead(stage, p).min(m), m)).collect())
         }
         Schedule::Interleaved => Ok(interleaved(pipeline, p, m)),
         Schedule::ZeroBubbleV => zero_bubble_v(pipeline, p, m, lengths),
@@ -263,7 +263,8 @@ mod tests {
             let in_flight = match schedule {
                 Schedule::ZeroBubbleV => &[None, Some(1), Some(3)][..],
                 Schedule::Interleaved => &[None, Some(1), Some(20), Some(1000)],
-                _ => &[None],
+                Schedule::OneForwardOneBackward => &[None, Some(7), Some(9), Some(1000)],
+                Schedule::GPipe => &[None],
             };
             let all = sizes.into_iter().flat_map(|size| [(size, Lengths::EQUAL), (size, longer)]);
             for (((stages, microbatches), lengths), in_flight) in

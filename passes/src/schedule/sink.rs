@@ -8,7 +8,7 @@
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
 use crate::lower::{Draft, Item, StorageId};
-use shardc_ir::program::{Action, Stream};
+use shardc_ir::program::Action;
 use shardc_ir::{BufferId, Op};
 use std::collections::{HashMap, HashSet};
 
@@ -54,7 +54,7 @@ pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
         }
         let results = instruction.results.iter().map(|id| draft.storage[*id]);
         match instruction.stream {
-            Stream::Communication => by_wire.extend(results),
+            stream if stream.is_wire() => by_wire.extend(results),
             _ if draft.is_view(instruction) => {}
             _ => results.for_each(|storage| {
                 by_wire.remove(&storage);
@@ -74,6 +74,7 @@ mod tests {
     use crate::lower::{Hint, Place};
     use shardc_ir::ops::{Affine, Binary, BinaryKind, Transpose};
     use shardc_ir::plan::Category;
+    use shardc_ir::program::Stream;
     use shardc_ir::{BufferId, DType, Mesh, ReduceKind, TensorType};
 
     #[test]

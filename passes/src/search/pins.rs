@@ -452,7 +452,7 @@ mod tests {
         check("pp=1,schedule=1f1b", "a schedule is that of pipeline stages");
         check("pp=2,schedule=1f1b,virtual=2", "several take schedule interleaved");
         check("pp=2,schedule=interleaved,virtual=1", "at least two chunks");
-        check("pp=2,schedule=1f1b,in_flight=4", "4 chunks take schedule zbv");
+        check("pp=2,schedule=gpipe,in_flight=4", "4 chunks take another schedule");
         check("pp=1,in_flight=4", "pin pp above 1");
         check("in_flight=4294967297", "at most 4294967296");
         check("pp=2,in_flight=0", "it must be at least 1");

@@ -58,7 +58,9 @@ pub(super) fn in_flight(
         return may_hold.then_some(pins.in_flight).into_iter().collect();
     }
     match schedule {
-        Schedule::GPipe | Schedule::OneForwardOneBackward => vec![None],
+        Schedule::GPipe => vec![None],
+        // The least, then what two forward passes hold for each stage behind the first.
+        Schedule::OneForwardOneBackward => vec![None, Some(2 * stages - 1)],
         // As much as 1F1B holds, down to half of it.
         Schedule::ZeroBubbleV => [2 * stages, (3 * stages).div_ceil(2), stages].map(Some).to_vec(),
         // The least, then what larger rounds hold, in which messages may take longer.

@@ -34,7 +34,7 @@ use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::{distance, send_over};
 use crate::cost::step::spread;
-use crate::shard::family::{copy_axes, talks_in_passes};
+use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use moved::{InBlocks, Model, hosts};
@@ -63,7 +63,7 @@ pub struct Stages {
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
-    /// How long each chunk takes, where stages have several or devices are unequal ([`Pipeline::lengths`]).
+    /// How long each chunk takes ([`Pipeline::lengths`]).
     pub lengths: Vec<Length>,
 }
 
@@ -95,8 +95,6 @@ struct Mesh<'a> {
     rooms: &'a [Bytes],
     /// Per stage, how far it is to the next, and from the last to the first ([`distance`]).
     distances: Vec<usize>,
-    /// Whether ranks of a stage talk to each other in its steps.
-    talks: bool,
     /// How many ranks of each stage its hosts have.
     hosts: Vec<Vec<u64>>,
     away: Away,
@@ -217,7 +215,6 @@ fn of_solved(
         set,
         rooms,
         distances,
-        talks: talks_in_passes(placed.mesh),
         hosts,
         away,
         in_blocks,

@@ -536,7 +536,7 @@ fn item_missing(programs: &mut [Program]) {
 
 fn swapped_peer(programs: &mut [Program]) {
     let slot = programs[0].slots[0].buffer;
-    let message = |action, operands, results| Instruction::new(action, operands, results, Stream::Communication);
+    let message = |action, operands, results| Instruction::new(action, operands, results, Stream::Messages);
     for (rank, program) in programs.iter_mut().enumerate() {
         let section = program.order[0].section;
         let end = |program: &Program| program.sections[section].instructions.len();

@@ -9,8 +9,8 @@ use crate::search_tests::llama_with;
 use shardc_ir::ops::{Binary, BinaryKind, Constant, Op};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Request;
-use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, Bytes, DType, NoScratch, OutputKind, Plan, Program, Role, verify};
+use shardc_ir::program::{Action, Instruction, Run, Section};
+use shardc_ir::{BufferId, Bytes, DType, NoScratch, OutputKind, Plan, Program, Role, SectionId, verify};
 
 /// The stages of the plans, which lie along the innermost axis.
 const STAGES: u64 = 3;
@@ -210,31 +210,45 @@ fn wrong_rank(programs: &mut [Program]) {
 
 /// The run in which a stage makes the gradients of weights of one of its chunks, for a microbatch.
 fn weights(program: &Program, microbatch: u64) -> usize {
-    let is_it = |run: &shardc_ir::program::Run| {
-        program.sections[run.section].name.starts_with("weight.") && run.microbatch == microbatch
-    };
+    let is_it = |run: &Run| program.sections[run.section].name.starts_with("weight.") && run.microbatch == microbatch;
     program.order.iter().position(is_it).expect("a run")
+}
+
+fn is_message(instruction: &Instruction) -> bool {
+    matches!(instruction.action, Action::Send { .. } | Action::Receive { .. })
+}
+
+/// A section with the messages of another, which others would wait for, or with all the rest of it.
+fn part(program: &mut Program, of: SectionId, of_messages: bool) -> SectionId {
+    let Section { name, instructions } = program.sections[of].clone();
+    let is_kept = |instruction: &&Instruction| is_message(instruction) == of_messages;
+    let kept = instructions.iter().filter(is_kept);
+    let at = |index: usize| instructions[..index].iter().filter(is_kept).count();
+    let waits =
+        |after: &[usize]| after.iter().filter(|at| is_kept(&&instructions[**at])).map(|index| at(*index)).collect();
+    let kept = kept.map(|own| Instruction { after: waits(&own.after), ..own.clone() }).collect();
+    program.sections.push(Section { name, instructions: kept })
 }
 
 fn missing_microbatch(programs: &mut [Program]) {
     each(programs, 1, |program| {
         let at = weights(program, 2);
-        program.order.remove(at);
+        program.order[at].section = part(program, program.order[at].section, true);
     });
 }
 
 fn doubled_microbatch(programs: &mut [Program]) {
     each(programs, 1, |program| {
         let at = weights(program, 2);
-        program.order.insert(at, program.order[at]);
+        let again = Run { section: part(program, program.order[at].section, false), ..program.order[at] };
+        program.order.insert(at + 1, again);
     });
 }
 
 fn exchanged_microbatches(programs: &mut [Program]) {
     // Of one chunk, those that are next to each other of the ones that carry no messages, which others would wait for.
     each(programs, 1, |program| {
-        let is_message = |own: &Instruction| matches!(own.action, Action::Send { .. } | Action::Receive { .. });
-        let chunk = |run: &shardc_ir::program::Run| {
+        let chunk = |run: &Run| {
             let section = &program.sections[run.section];
             let chunk = section.name.strip_prefix("weight.")?.split('.').next()?;
             (!section.instructions.iter().any(is_message)).then(|| chunk.to_string())

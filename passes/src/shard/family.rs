@@ -34,11 +34,6 @@ pub fn searched_axes(mesh: &Mesh) -> Vec<AxisId> {
     of(mesh, &SEARCHED)
 }
 
-/// Whether ranks talk to each other in the middle of a pass: an axis that elimination places has several.
-pub fn talks_in_passes(mesh: &Mesh) -> bool {
-    mesh.extent(searched_axes(mesh)) > 1
-}
-
 /// The axes that divide the batch wherever it is: over ranks, and over time.
 pub fn batch_axes(mesh: &Mesh) -> Vec<AxisId> {
     mesh.ids().filter(|axis| ["dp", "fsdp", "mb"].contains(&mesh.axis(*axis).family())).collect()

@@ -262,7 +262,7 @@ impl Engine<'_> {
         let mut crossing = vec![false; state.lanes.len()];
         for task in &state.tasks {
             for (lane, stream, ..) in &task.parts {
-                communicates[*lane] |= *stream == Stream::Communication as usize;
+                communicates[*lane] |= Stream::ALL[*stream].is_wire();
                 crossing[*lane] |= task.crosses;
             }
         }

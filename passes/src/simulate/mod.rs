@@ -262,7 +262,7 @@ fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -
         for span in run.spans.iter() {
             let stream = instructions[span.index as usize].stream;
             busy[stream as usize] += span.finish - span.start;
-            if stream == Stream::Communication {
+            if stream.is_wire() {
                 communication += span.finish - span.start;
                 hidden += span.hidden;
             }

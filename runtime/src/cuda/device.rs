@@ -211,7 +211,7 @@ impl Device {
         let (least, greatest) = result::stream::get_priority_range().map_err(says("stream priorities"))?;
         let kind = || result::stream::StreamKind::NonBlocking;
         let make = |stream: &Stream| {
-            let priority = if *stream == Stream::Communication { greatest } else { least };
+            let priority = if stream.is_wire() { greatest } else { least };
             result::stream::create_with_priority(kind(), priority).map_err(says("cannot make a stream"))
         };
         let streams = STREAMS.iter().map(make).collect::<Result<Vec<_>, _>>()?;

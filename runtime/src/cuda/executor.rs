@@ -27,7 +27,7 @@ use super::tune::{self, Tuning};
 use crate::Span;
 use crate::launch::World;
 use commands::{Command, Layout, Libraries, commands};
-pub use commands::{WORLD, part};
+pub use commands::{MESSAGES, part};
 use cudarc::driver::sys::CUevent;
 pub use initial::Making;
 use shardc_ir::plan::Space;

@@ -189,7 +189,7 @@ impl CudaRuntime {
         let started = Barrier::new(programs.len());
         let tuning = Tuning::new(world.clone(), programs.first().map_or(0, |program| program.rank));
         let (own, all) = (watched.clone(), world.clone());
-        let shared = Arc::new(Shared { binaries, meetings, has_messages, watched: own, tuning, world: all, started });
+        let shared = Arc::new(Shared { binaries, meetings, watched: own, tuning, world: all, started });
         let _watch = Watch::new(watched.clone(), world.clone());
         watched.set_task(Some(Task::Start));
         let mut workers = Vec::new();

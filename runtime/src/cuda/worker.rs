@@ -1,7 +1,7 @@
 //! A rank's thread: how it starts and meets the others, and what it is asked.
 
 use super::device::{self, Device, Failure};
-use super::executor::{Chosen, Making, Rank, WORLD};
+use super::executor::{Chosen, MESSAGES, Making, Rank};
 use super::nccl::{Communicator, Meeting};
 use super::tune::Tuning;
 use super::watch::{self, Watched};
@@ -9,7 +9,7 @@ use crate::Span;
 use crate::launch::{LaunchError, World};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use shardc_ir::program::Action;
+use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, HostTensor, Program};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
@@ -70,8 +70,7 @@ impl Drop for Worker {
 /// What every rank's thread needs to start.
 pub struct Shared {
     pub binaries: HashMap<String, device::Binary>,
-    pub meetings: BTreeMap<Vec<u64>, Vec<u8>>,
-    pub has_messages: bool,
+    pub meetings: BTreeMap<Circle, Vec<u8>>,
     pub watched: Arc<watch::Shared>,
     pub tuning: Tuning,
     pub world: Arc<World>,
@@ -159,13 +158,13 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
         return Err("another rank could not start".to_string());
     }
     let mut communicators = HashMap::new();
-    for (group, meeting) in &shared.meetings {
+    for ((stream, group), meeting) in &shared.meetings {
         let Some(index) = group.iter().position(|rank| *rank == program.rank) else { continue };
-        let used = program.groups.iter().enumerate().filter(|(_, known)| *known == group).map(|(index, _)| index);
-        let is_world = shared.has_messages && group.len() as u64 == program.ranks;
+        let is_used = |(_, known): &(usize, &Vec<u64>)| *stream == Stream::Communication && *known == group;
+        let used = program.groups.iter().enumerate().filter(is_used).map(|(index, _)| index);
         let meeting = Meeting::from_bytes(meeting)?;
         let communicator = Arc::new(Communicator::new(meeting, index, group.len())?);
-        for slot in used.chain(is_world.then_some(WORLD)) {
+        for slot in used.chain((*stream == Stream::Messages).then_some(MESSAGES)) {
             communicators.insert(slot, communicator.clone());
         }
     }
@@ -190,34 +189,39 @@ pub enum MeetingError {
     World(LaunchError),
 }
 
-/// What every group of several ranks meets by, and the group of all ranks if there are messages
-/// between two: made where the group's first rank is, shared where the group has ranks elsewhere.
+/// Ranks that meet on a stream: they have a communicator for it, since those of several streams may be under way at a time.
+pub type Circle = (Stream, Vec<u64>);
+
+/// What every group of several ranks meets by, and all ranks if there are messages between two: made where the group's
+/// first rank is, shared where the group has ranks elsewhere.
 pub fn meetings(
     programs: &[Arc<Program>],
     has_messages: bool,
     world: &World,
-) -> Result<BTreeMap<Vec<u64>, Vec<u8>>, MeetingError> {
+) -> Result<BTreeMap<Circle, Vec<u8>>, MeetingError> {
     let groups = programs.iter().flat_map(|program| program.groups.iter().cloned());
-    let mut groups: Vec<Vec<u64>> = groups.filter(|group| group.len() > 1).collect();
+    let groups = groups.filter(|group| group.len() > 1).map(|group| (Stream::Communication, group));
+    let mut circles: Vec<Circle> = groups.collect();
     if let Some(program) = programs.first().filter(|_| has_messages) {
-        groups.push((0..program.ranks).collect());
+        circles.push((Stream::Messages, (0..program.ranks).collect()));
     }
-    groups.sort_unstable();
-    groups.dedup();
+    circles.sort_unstable();
+    circles.dedup();
+    let name = |(stream, group): &Circle| format!("{}/{group:?}", stream.name());
     let round = world.round("nccl");
     let is_here = |rank: &u64| programs.iter().any(|program| program.rank == *rank);
     let mut meetings = BTreeMap::new();
     // All are given before any is waited for.
-    for group in groups.iter().filter(|group| is_here(&group[0])) {
+    for circle in circles.iter().filter(|(_, group)| is_here(&group[0])) {
         let meeting = Meeting::new().map_err(MeetingError::Nccl)?.bytes();
-        if !group.iter().all(is_here) {
-            world.set(&format!("{round}/{group:?}"), &meeting).map_err(MeetingError::World)?;
+        if !circle.1.iter().all(is_here) {
+            world.set(&format!("{round}/{}", name(circle)), &meeting).map_err(MeetingError::World)?;
         }
-        meetings.insert(group.clone(), meeting);
+        meetings.insert(circle.clone(), meeting);
     }
-    for group in groups.iter().filter(|group| !is_here(&group[0])) {
-        let meeting = world.get(&format!("{round}/{group:?}"), false).map_err(MeetingError::World)?;
-        meetings.insert(group.clone(), meeting);
+    for circle in circles.iter().filter(|(_, group)| !is_here(&group[0])) {
+        let meeting = world.get(&format!("{round}/{}", name(circle)), false).map_err(MeetingError::World)?;
+        meetings.insert(circle.clone(), meeting);
     }
     Ok(meetings)
 }

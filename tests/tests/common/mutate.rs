@@ -268,7 +268,7 @@ pub const KINDS: &[(&str, Change)] = &[
     }),
     ("another stream", |program, random| {
         let at = place(program, random)?;
-        let near = [Stream::Compute, Stream::Communication];
+        let near = [Stream::Compute, Stream::Communication, Stream::Messages];
         let all = if random.below(4) == 0 { &Stream::ALL[..] } else { &near[..] };
         instruction(program, at).stream = *random.choose(all)?;
         Some(())

@@ -4,8 +4,9 @@
 //! up to where it meets another: a message, which takes what its sender has shown of a value, with its
 //! microbatch, to the receiver; or a sum over the stages, of a number that one has and of zeros. Both ends wait for each
 //! other, as ranks do, and messages go from each rank to the one that stands in the other stage where it stands
-//! in its own. All that is passed on is on one stream, so the order in which two stages meet is the order in
-//! which they issue; and this run is itself an order of all meetings in which no stage waits forever.
+//! in its own. All messages are on one stream and all sums on one, so the order in which two stages meet is the order in
+//! which they issue; and this run is itself an order of all meetings in which no stage waits forever, with streams that
+//! run beside each other as well, which wait for less.
 
 use super::interpret::Interpreter;
 use super::segment::Segment;
@@ -82,8 +83,10 @@ impl<'a> Walk<'a> {
     /// Which other stages take part in the instruction at which it waits.
     fn meeting(&self, axes: &[AxisId]) -> Result<Option<Meeting>, String> {
         let Some(instruction) = self.current() else { return Ok(None) };
-        if instruction.stream != Stream::Communication {
-            return Err("meets other stages on another stream than `communication`".to_string());
+        let is_message = matches!(instruction.action, Action::Send { .. } | Action::Receive { .. });
+        let stream = if is_message { Stream::Messages } else { Stream::Communication };
+        if instruction.stream != stream {
+            return Err(format!("meets other stages on another stream than `{}`", stream.name()));
         }
         match instruction.action {
             Action::Send { .. } => self.peer(axes, true).map(|stage| Some(Meeting::Send(stage))),

@@ -48,9 +48,9 @@ impl Shares for Problem<'_> {
             Some(level) => (level, 1.0),
             None => (self.levels.last(), UNFIT),
         };
-        let messages = |part: &Part| self.messages(*part);
+        let lost = |part: &Part| self.lost(*part);
         let exchanged = self.exchanged(chunks) / self.tries.mesh.placed.microbatches as f64;
-        by * (self.taken(level, stage, chunks) + chunks.iter().map(messages).sum::<f64>() + exchanged)
+        by * (self.taken(level, stage, chunks) + chunks.iter().map(lost).sum::<f64>() + exchanged)
     }
 }
 
@@ -138,9 +138,8 @@ impl Problem<'_> {
         let has_one = self.tries.pipeline.per_stage == 1;
         let level = has_one.then(|| self.level(stage, &parts)).flatten();
         let taken = level.unwrap_or(if has_one { self.levels.last() } else { self.levels.last_on_device() });
-        let messages = self.messages(part);
         let [each, once] = self.moving(taken, stage, &parts);
-        let seconds = self.passes(taken, stage, part).all() + messages + each;
+        let seconds = self.passes(taken, stage, part).all() + self.lost(part) + each;
         let alone = Alone { level, seconds, once };
         self.known.borrow_mut().insert(part, alone);
         alone

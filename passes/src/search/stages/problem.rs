@@ -101,9 +101,18 @@ impl Problem<'_> {
         self.tries.mesh.message([chunk.saturating_sub(1), chunk].map(stage), self.line().passing(place))
     }
 
-    /// Seconds of the messages of a chunk in a microbatch, both ways.
-    pub fn messages(&self, (chunk, from, to): Part) -> f64 {
-        2.0 * (self.message(chunk, from) + self.message(chunk + 1, to))
+    /// Seconds that kernels of a chunk lose to its messages in a microbatch, both ways.
+    pub fn lost(&self, (chunk, from, to): Part) -> f64 {
+        self.loss() * 2.0 * (self.message(chunk, from) + self.message(chunk + 1, to))
+    }
+
+    /// By how much of its own time a message makes a step longer beside which it passes: kernels lose to it, collectives
+    /// do not.
+    pub fn loss(&self) -> f64 {
+        let whole = &self.agains[0].paces[0].whole;
+        let kernels = (whole.matmul + whole.memory_bound).0;
+        let share = kernels / (kernels + whole.exposed_communication.0).max(f64::MIN_POSITIVE);
+        self.tries.mesh.placed.cluster.device.overlap_loss.value * share
     }
 
     /// Seconds in which the last stage would get what it hands to itself at a place.
@@ -223,10 +232,7 @@ impl Problem<'_> {
         let prediction = relief.apply(&prediction, &memory, mesh.rooms);
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
-        // With one chunk a stage on equal devices the order of passes is the schedule's own, and what chunks compute and
-        // move tells as much of when they meet.
-        let is_said = mesh.seen.len() > 1 || self.tries.pipeline.per_stage > 1;
-        let lengths = if is_said { self.lengths(ends, &levels) } else { Vec::new() };
+        let lengths = self.lengths(ends, &levels);
         let recompute = levels.iter().map(|level| self.levels.all[*level].recompute).collect();
         Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
     }

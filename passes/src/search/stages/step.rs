@@ -203,8 +203,8 @@ struct Costs {
     chunks: Vec<Lengths>,
     /// Of each link.
     messages: Vec<f64>,
-    /// Whether ranks of a stage talk to each other in its steps.
-    talks: bool,
+    /// By how much of its own time a message makes a step longer.
+    loss: f64,
 }
 
 impl Costs {
@@ -228,7 +228,7 @@ impl Costs {
             schedule: pipeline.schedule,
             chunks: (0..ends.len() as u32 - 1).map(chunk).collect(),
             messages: links.iter().map(message).collect(),
-            talks: problem.tries.mesh.talks,
+            loss: problem.loss(),
         }
     }
 }
@@ -242,7 +242,7 @@ impl Durations for Costs {
         self.messages[link]
     }
 
-    fn talks(&self) -> bool {
-        self.talks
+    fn loss(&self) -> f64 {
+        self.loss
     }
 }

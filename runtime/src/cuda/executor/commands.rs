@@ -144,8 +144,8 @@ pub fn commands(
         Action::AllGather { group } => collective(*group, Collective::AllGather),
         Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
         Action::AllToAll { group } => collective(*group, Collective::AllToAll),
-        Action::Send { peer } => collective(WORLD, Collective::Send(*peer)),
-        Action::Receive { peer } => collective(WORLD, Collective::Receive(*peer)),
+        Action::Send { peer } => collective(MESSAGES, Collective::Send(*peer)),
+        Action::Receive { peer } => collective(MESSAGES, Collective::Receive(*peer)),
         Action::Copy => {
             let pairs = instruction.operands.iter().zip(&instruction.results);
             Ok(pairs.map(|(from, to)| Command::Copy { to: at(to), from: at(from), bytes: bytes(to) }).collect())
@@ -170,8 +170,8 @@ pub fn commands(
     }
 }
 
-/// The communicator of all ranks, for messages between two.
-pub const WORLD: usize = usize::MAX;
+/// The communicator of all ranks for messages between two.
+pub const MESSAGES: usize = usize::MAX;
 
 /// What a collective sends and receives of its `index`th tensor, with buffers where `place` says.
 pub fn part(program: &Program, instruction: &Instruction, index: usize, place: impl Fn(&BufferId) -> u64) -> Part {
