@@ -184,9 +184,6 @@ pub struct ReadyLaunch {
     shared_bytes: u32,
 }
 
-/// The kinds of streams that a device has; what another kind would do, its first one does.
-const STREAMS: [Stream; 3] = [Stream::Compute, Stream::Communication, Stream::HostToDevice];
-
 /// One GPU.
 pub struct Device {
     ordinal: usize,
@@ -214,15 +211,14 @@ impl Device {
             let priority = if stream.is_wire() { greatest } else { least };
             result::stream::create_with_priority(kind(), priority).map_err(says("cannot make a stream"))
         };
-        let streams = STREAMS.iter().map(make).collect::<Result<Vec<_>, _>>()?;
+        let streams = Stream::ALL.iter().map(make).collect::<Result<Vec<_>, _>>()?;
         let (memory, pinned, functions) = (Vec::new(), Vec::new(), HashMap::new());
         Ok(Self { ordinal, device, streams, memory, taken: 0, pinned, functions })
     }
 
     /// A stream's handle.
     pub fn stream(&self, stream: Stream) -> sys::CUstream {
-        let index = STREAMS.iter().position(|known| *known == stream).unwrap_or(0);
-        self.streams[index]
+        self.streams[stream as usize]
     }
 
     /// Takes device memory until the device is dropped; its address. Its contents are zero.

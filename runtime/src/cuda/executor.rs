@@ -14,24 +14,24 @@ mod commands;
 mod initial;
 mod inspect;
 
-use super::copies::{self, Peers, Release};
+use super::copies::{self, Mail, Peers, Release};
 use super::cudnn::Cudnn;
 use super::device::{Device, Failure};
 use super::gemm::{Blas, Problem};
 use super::graph::{self, Graph};
 use super::kernel::Kernel;
-use super::nccl::Communicator;
+use super::nccl::{Collective, Communicator};
 use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::{self, Tuning};
 use crate::Span;
 use crate::launch::World;
-use commands::{Command, Layout, Libraries, commands};
+use commands::{Command, Layout, Libraries, action_name, commands, describe};
 pub use commands::{MESSAGES, part};
 use cudarc::driver::sys::CUevent;
 pub use initial::Making;
 use shardc_ir::plan::Space;
-use shardc_ir::program::{Action, Instruction, Run, Stream};
+use shardc_ir::program::{Instruction, Run, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -103,6 +103,7 @@ pub struct Rank {
     // The graph, other ranks' memory and the libraries' objects are dropped before the device.
     recording: Recording,
     peers: Option<Peers>,
+    mail: Mail,
     sections: Vec<Vec<Ready>>,
     libraries: Libraries,
     device: Device,
@@ -185,9 +186,12 @@ impl Rank {
             sections.push(ready);
         }
         let met = copies::meet(&mut device, world, &program, arenas.get(&Space::Device).copied())?;
-        let (peers, exchanges) = met.map_or_else(Default::default, |(peers, exchanges)| (Some(peers), exchanges));
-        for ((section, index), exchange) in exchanges {
-            sections[section][index].commands = vec![Command::Exchange(exchange)];
+        let (mut peers, mut mail) = (None, Mail::default());
+        if let Some(met) = met {
+            (peers, mail) = (Some(met.peers), met.mail);
+            for ((section, index), exchange) in met.exchanges {
+                sections[section][index].commands = vec![Command::Exchange(exchange)];
+            }
         }
         let mut staging = Vec::new();
         for feed in &program.inputs {
@@ -214,6 +218,7 @@ impl Rank {
             program,
             recording,
             peers,
+            mail,
             sections,
             libraries,
             device,
@@ -381,6 +386,7 @@ impl Rank {
             self.device.record(event, stream)?;
             others.iter().try_for_each(|(other, _)| self.device.wait(event, *other))?;
         }
+        self.mail.begin();
         let program = self.program.clone();
         for (index, run) in program.order.iter().enumerate() {
             if index > 0 {
@@ -450,6 +456,7 @@ impl Rank {
                 #[expect(unsafe_code, reason = "calls the library")]
                 Command::Fused(bound) => unsafe { self.libraries.cudnn.launch(bound, self.device.stream(stream)) }?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
+                    _ if self.sent_by_copies(*collective, stream)? => self.trail.mark(&self.device, stream)?,
                     Some(group) => {
                         group.run(*collective, parts, self.device.stream(stream))?;
                         self.trail.mark(&self.device, stream)?;
@@ -478,6 +485,13 @@ impl Rank {
             }
         }
         Ok(())
+    }
+
+    /// Enqueues the next message to a rank whose memory is reached; whether it is one.
+    fn sent_by_copies(&self, collective: Collective, stream: Stream) -> Result<bool, Failure> {
+        let (Collective::Send(peer), Some(peers)) = (collective, &self.peers) else { return Ok(false) };
+        let Some(message) = self.mail.next(peer) else { return Ok(false) };
+        peers.run(message, &self.device, stream).map(|()| true)
     }
 
     /// Waits for a stream, watching for faults of collectives and for other ranks' ends.
@@ -566,27 +580,6 @@ fn collectives<'a>(
 pub fn section_index(id: SectionId) -> usize {
     id.index()
 }
-
-fn action_name(action: &Action) -> String {
-    match action {
-        Action::Compute(op) => op.name().to_string(),
-        other => format!("{other:?}"),
-    }
-}
-
-/// What an instruction is called in an error; of many operands, the first few.
-fn describe(program: &Program, section: &str, index: usize, instruction: &Instruction) -> String {
-    let list = |ids: &[BufferId]| {
-        let each = ids.iter().take(LISTED).map(|id| format!("{id}: {}", program.buffers[*id].ty));
-        let more = if ids.len() > LISTED { format!(", {} more", ids.len() - LISTED) } else { String::new() };
-        each.collect::<Vec<_>>().join(", ") + &more
-    };
-    let name = action_name(&instruction.action);
-    format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
-}
-
-/// The operands that a message lists.
-const LISTED: usize = 4;
 
 /// What a rank says that ended only because another had.
 pub const OTHER_FAILED: &str = "another rank failed";

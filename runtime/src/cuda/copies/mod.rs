@@ -1,10 +1,12 @@
-//! Collectives by copies: what the copy engines do beside the multiprocessors.
+//! Collectives and messages by copies: what the copy engines do beside the multiprocessors.
 //!
 //! NCCL moves bytes by kernels, which hold multiprocessors that matrix products want: both become slower while they
 //! run beside each other. Ranks whose GPUs are linked by NVLink reach each other's memory, so that a GPU's copy
 //! engines can write parts straight to where they belong ([`peers`]); only the additions of a reduction are kernels.
-//! What is done in which order is a [`script`]. Small collectives, and those between hosts, stay with NCCL.
+//! What is done in which order is a [`script`]. Small collectives, and those between hosts, stay with NCCL; so do messages
+//! between hosts ([`messages`]).
 
+mod messages;
 mod peers;
 mod script;
 
@@ -13,6 +15,8 @@ use super::executor::{part, section_index};
 use super::nccl::Part;
 use super::worker::gather;
 use crate::launch::World;
+pub use messages::Mail;
+use messages::Places;
 pub use peers::{Exchange, Peers, Release};
 use script::{Spot, View};
 use shardc_ir::plan::Space;
@@ -21,7 +25,7 @@ use shardc_ir::sharding::ReduceKind;
 use shardc_ir::{BufferId, DType, Program, TensorType};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The variable that, set to `0`, leaves all collectives to NCCL.
+/// The variable that, set to `0`, leaves all collectives and messages to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
 
 /// Bytes below which a collective is NCCL's: what it takes then is waiting.
@@ -63,10 +67,22 @@ struct Told {
     card: Option<peers::Card>,
     /// Of each group, its collectives in order.
     spots: Vec<(Vec<u64>, Vec<Spot>)>,
+    /// Where what other ranks send it comes to.
+    received: Places,
 }
 
-/// The collectives that go by copies, by section and instruction.
+/// The collectives that go by copies, and the receiving ends of messages, by section and instruction.
 pub type Exchanges = BTreeMap<(usize, usize), Exchange>;
+
+/// What goes by copies between ranks that reach each other.
+pub struct Met {
+    /// The memory of the others.
+    pub peers: Peers,
+    /// What is the same each time that it runs.
+    pub exchanges: Exchanges,
+    /// What is sent.
+    pub mail: Mail,
+}
 
 /// Where parts of an instruction lie in the arena, if they do.
 ///
@@ -126,21 +142,22 @@ fn is_of_one_host(group: &[u64], hosts: &[String]) -> bool {
 ///
 /// # Errors
 /// Ranks that do not come or whose programs do not fit together; a driver that refuses what it promised.
-pub fn meet(
-    device: &mut Device,
-    world: &World,
-    program: &Program,
-    arena: Option<u64>,
-) -> Result<Option<(Peers, Exchanges)>, Failure> {
+pub fn meet(device: &mut Device, world: &World, program: &Program, arena: Option<u64>) -> Result<Option<Met>, Failure> {
     if program.ranks < 2 || world.ranks() != program.ranks {
         return Ok(None);
     }
     let mut sites = sites(program)?;
+    let [mut sent, mut received] = [true, false].map(|is_send| messages::places(program, is_send));
     let (count, key) = (sites.len(), world.round("memory"));
-    let is_wanted = std::env::var(SWITCH).as_deref() != Ok("0") && count > 0 && arena.is_some();
+    let has_any = count > 0 || !sent.is_empty() || !received.is_empty();
+    let is_wanted = std::env::var(SWITCH).as_deref() != Ok("0") && has_any && arena.is_some();
     let hosts: Vec<String> = gather(world, "hosts", &if is_wanted { host() } else { String::new() })?;
     sites.retain(|site| is_of_one_host(site.group, &hosts));
-    let mut own = match arena.filter(|_| !sites.is_empty()) {
+    for places in [&mut sent, &mut received] {
+        places.retain(|peer, _| is_of_one_host(&[program.rank, *peer], &hosts));
+    }
+    let has_any = !sites.is_empty() || !sent.is_empty() || !received.is_empty();
+    let mut own = match arena.filter(|_| has_any) {
         Some(arena) => Some(Peers::new(device, arena, program.rank, program.ranks)?),
         None => None,
     };
@@ -150,11 +167,12 @@ pub fn meet(
         let mut spots: BTreeMap<Vec<u64>, Vec<Spot>> = BTreeMap::new();
         sites.iter().for_each(|site| spots.entry(site.group.to_vec()).or_default().push(site.spot.clone()));
         let card = own.card().inspect_err(|why| tracing::info!("no copies: {why}")).ok();
-        let of_own = Told { card, spots: spots.into_iter().collect() };
+        let of_own = Told { card, spots: spots.into_iter().collect(), received: received.clone() };
         let bytes = serde_json::to_vec(&of_own).map_err(|error| error.to_string())?;
         world.set(&key(program.rank), &bytes).map_err(|error| error.to_string())?;
         told.insert(program.rank, of_own);
-        let met: BTreeSet<u64> = sites.iter().flat_map(|site| site.group).copied().collect();
+        let met: BTreeSet<u64> =
+            sites.iter().flat_map(|site| site.group).chain(sent.keys()).chain(received.keys()).copied().collect();
         for rank in met.into_iter().filter(|rank| *rank != program.rank) {
             let bytes = world.get(&key(rank), false).map_err(|error| error.to_string())?;
             let other: Told = serde_json::from_slice(&bytes).map_err(|error| format!("memory: {error}"))?;
@@ -182,7 +200,13 @@ pub fn meet(
         }
     }
     tracing::info!("rank {}: {} of {} large collectives go by copies", program.rank, exchanges.len(), count);
-    Ok(Some((own, exchanges)))
+    for places in [&mut sent, &mut received] {
+        places.retain(|peer, _| is_whole(&[program.rank, *peer]));
+    }
+    exchanges.extend(messages::receiving(device, &own, program, &received)?);
+    let there = |peer: u64| told.get(&peer).and_then(|told| told.received.get(&program.rank)).cloned();
+    let mail = Mail::new(device, &own, program.rank, sent, &there)?;
+    Ok(Some(Met { peers: own, exchanges, mail }))
 }
 
 /// The `number`th collective of its group.

@@ -61,7 +61,7 @@ struct Waiting {
     words: usize,
     helping: sys::CUstream,
     /// A recorded step runs on the compute stream.
-    streams: [sys::CUstream; 3],
+    streams: [sys::CUstream; 4],
 }
 
 // SAFETY: the driver's handles may be used by any thread.
@@ -109,7 +109,7 @@ enum Step {
     Sum(ReadyLaunch),
 }
 
-/// A collective by copies, ready.
+/// A collective or an end of a message by copies, ready.
 pub struct Exchange(Vec<Step>);
 
 /// A value that a flag is set to, or waited for.
@@ -161,7 +161,8 @@ impl Peers {
         let (sending, helping) = (stream()?, stream()?);
         let context = result::ctx::get_current().map_err(says("the context"))?.ok_or("no context")?;
         let words = (ranks as usize * Flag::COUNT).min(FLAG_BYTES as usize / 4);
-        let streams = [device.stream(Stream::Communication), device.stream(Stream::Compute), sending];
+        let on_wire = [Stream::Communication, Stream::Messages].map(|stream| device.stream(stream));
+        let streams = [on_wire[0], on_wire[1], device.stream(Stream::Compute), sending];
         let waiting = Waiting { context, flags, words, helping, streams };
         let release = Arc::new(Release(Mutex::new(Some(waiting))));
         let events = [device.event()?, device.event()?];
@@ -241,9 +242,9 @@ impl Peers {
                     let waits = from.iter().map(|peer| operation(wait, of(peer), 1));
                     Step::Flags(*side, waits.chain(from.iter().map(|peer| operation(write, of(peer), 0))).collect())
                 }
-                Act::Copy { peer, to, from, bytes } => {
+                Act::Copy { side, peer, to, from, bytes } => {
                     let (to, from) = (remote(*peer)?.arena + to, self.arena + from);
-                    Step::Copy { side: Side::Send, to, from, bytes: *bytes }
+                    Step::Copy { side: *side, to, from, bytes: *bytes }
                 }
                 Act::Keep { to, from, bytes } => {
                     let (to, from) = (self.arena + to, self.arena + from);
@@ -319,7 +320,7 @@ mod tests {
     fn what_ended_releases_nothing() {
         let stream = std::ptr::null_mut();
         let waiting =
-            Waiting { context: std::ptr::null_mut(), flags: 0, words: 0, helping: stream, streams: [stream; 3] };
+            Waiting { context: std::ptr::null_mut(), flags: 0, words: 0, helping: stream, streams: [stream; 4] };
         let release = Arc::new(Release(Mutex::new(Some(waiting))));
         let kept = release.clone();
         release.end();

@@ -12,6 +12,8 @@
 //!   and its own part in the order of the group, so that the sum does not depend on which rank adds. What the scratch
 //!   memory does not hold at once is sent in rounds, in turns into one half of it and the other.
 //! * **All-reduce.** A reduce-scatter of equal parts into the result, then its all-gather.
+//! * **A message.** The receiver says that its buffer is [`Flag::Free`], the sender copies into it and says
+//!   [`Flag::Sent`], both on the stream of the instruction: one passes from one rank to another at a time.
 
 use crate::cuda::nccl::Part;
 use shardc_ir::DType;
@@ -28,11 +30,15 @@ pub enum Flag {
     Done(usize),
     /// I have written my part of your result.
     Gathered,
+    /// My buffer for your next message is free.
+    Free,
+    /// I have written it.
+    Sent,
 }
 
 impl Flag {
     /// The number of flags between two ranks.
-    pub const COUNT: usize = 5;
+    pub const COUNT: usize = 7;
 
     /// Its place among them.
     pub fn index(self) -> usize {
@@ -40,6 +46,8 @@ impl Flag {
             Self::Ready(half) => half,
             Self::Done(half) => 2 + half,
             Self::Gathered => 4,
+            Self::Free => 5,
+            Self::Sent => 6,
         }
     }
 }
@@ -66,6 +74,8 @@ pub enum Act {
     Await(Side, Flag, Vec<usize>),
     /// Sends bytes of this rank to another.
     Copy {
+        /// On which side.
+        side: Side,
         /// The receiving rank.
         peer: usize,
         /// Its place.
@@ -140,6 +150,22 @@ struct Piece {
     at: u64,
 }
 
+/// Of a message of so many bytes, from one place to another rank's: what its sender does. Of the two ranks the sender is the
+/// first.
+pub fn send(from: u64, to: u64, bytes: u64) -> Vec<Act> {
+    let side = Side::Receive;
+    vec![
+        Act::Await(side, Flag::Free, vec![1]),
+        Act::Copy { side, peer: 1, to, from, bytes },
+        Act::Signal(side, Flag::Sent, vec![1]),
+    ]
+}
+
+/// What its receiver does.
+pub fn receive() -> Vec<Act> {
+    vec![Act::Signal(Side::Receive, Flag::Free, vec![0]), Act::Await(Side::Receive, Flag::Sent, vec![0])]
+}
+
 impl View<'_> {
     fn ranks(&self) -> usize {
         self.spots.len()
@@ -184,7 +210,7 @@ impl View<'_> {
             acts.push(Act::Await(Side::Send, Flag::Ready(0), vec![peer]));
             for (part, result) in self.parts.iter().zip(&self.spots[peer].results) {
                 let to = result + self.index as u64 * bytes(part);
-                acts.push(Act::Copy { peer, to, from: part.from, bytes: bytes(part) });
+                acts.push(Act::Copy { side: Side::Send, peer, to, from: part.from, bytes: bytes(part) });
             }
             acts.push(Act::Signal(Side::Send, Flag::Gathered, vec![peer]));
         }
@@ -203,7 +229,7 @@ impl View<'_> {
             for (part, result) in self.parts.iter().zip(&self.spots[peer].results) {
                 let [begin, end] = self.range(part, self.index);
                 let (to, from, bytes) = (result + begin, part.to + begin, end - begin);
-                acts.extend((bytes > 0).then_some(Act::Copy { peer, to, from, bytes }));
+                acts.extend((bytes > 0).then_some(Act::Copy { side: Side::Send, peer, to, from, bytes }));
             }
             acts.push(Act::Signal(Side::Send, Flag::Gathered, vec![peer]));
         }
@@ -258,7 +284,7 @@ impl View<'_> {
                 for piece in pieces {
                     let (from, bytes) = self.of_piece(piece, peer);
                     let (to, from) = (there + piece.at, self.parts[piece.part].from + from);
-                    acts.extend((bytes > 0).then_some(Act::Copy { peer, to, from, bytes }));
+                    acts.extend((bytes > 0).then_some(Act::Copy { side: Side::Send, peer, to, from, bytes }));
                 }
                 acts.push(Act::Signal(Side::Send, Flag::Done(round % 2), vec![peer]));
             }
@@ -330,7 +356,7 @@ mod tests {
                     }
                     from.iter().for_each(|peer| self.flags[rank][*peer][flag.index()] = false);
                 }
-                Act::Copy { peer, to, from, bytes } => self.copy(rank, *peer, *from, *to, *bytes),
+                Act::Copy { peer, to, from, bytes, .. } => self.copy(rank, *peer, *from, *to, *bytes),
                 Act::Keep { to, from, bytes } => self.copy(rank, rank, *from, *to, *bytes),
                 Act::Sum { own, slots, stride, to, elements, .. } => {
                     for element in 0..*elements {
@@ -376,8 +402,10 @@ mod tests {
     /// The acts of each side.
     fn sides(acts: &[Act]) -> [VecDeque<Act>; 2] {
         let is_both = |act: &Act| matches!(act, Act::Fork | Act::Join);
-        let is_sent =
-            |act: &Act| matches!(act, Act::Copy { .. } | Act::Signal(Side::Send, ..) | Act::Await(Side::Send, ..));
+        let is_sent = |act: &Act| {
+            let (Act::Copy { side, .. } | Act::Signal(side, ..) | Act::Await(side, ..)) = act else { return false };
+            *side == Side::Send
+        };
         let of = |side: bool| acts.iter().filter(|act| is_both(act) || is_sent(act) == side).cloned().collect();
         [of(false), of(true)]
     }
@@ -491,6 +519,46 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// Messages there and back, each into one buffer after the other of its receiver.
+    #[test]
+    fn messages_follow_one_another_without_losing_a_flag() {
+        let (ranks, bytes, messages) = (2, 64u64, 12u64);
+        for seed in 0..50 {
+            let mut ring = Ring::new(&case(ranks, &[(4, 4)], 0, false), |_| Vec::new());
+            for (rank, memory) in ring.memories.iter_mut().enumerate() {
+                *memory = (0..2 * messages * bytes).map(|at| (at / bytes) as u8 + 100 * rank as u8).collect();
+            }
+            let place = |message: u64| (messages + message) * bytes;
+            for message in 0..messages {
+                let there = send(message * bytes, place(message), bytes);
+                let back: Vec<Act> = send(message * bytes, place(message), bytes).iter().map(turned).collect();
+                let (got, returned) = (receive(), receive().iter().map(turned).collect::<Vec<_>>());
+                ring.scripts[0][0].extend(there.into_iter().chain(returned));
+                ring.scripts[1][0].extend(got.into_iter().chain(back));
+            }
+            ring.run(seed);
+            for (rank, memory) in ring.memories.iter().enumerate() {
+                for message in 0..messages {
+                    let expect = message as u8 + 100 * (1 - rank) as u8;
+                    assert_eq!(memory[place(message) as usize], expect, "message {message} to rank {rank}");
+                }
+            }
+        }
+    }
+
+    /// The act of two ranks that change places.
+    fn turned(act: &Act) -> Act {
+        let other = |ranks: &[usize]| ranks.iter().map(|rank| 1 - rank).collect();
+        match act {
+            Act::Signal(side, flag, to) => Act::Signal(*side, *flag, other(to)),
+            Act::Await(side, flag, from) => Act::Await(*side, *flag, other(from)),
+            Act::Copy { side, peer, to, from, bytes } => {
+                Act::Copy { side: *side, peer: 1 - peer, to: *to, from: *from, bytes: *bytes }
+            }
+            other => other.clone(),
         }
     }
 

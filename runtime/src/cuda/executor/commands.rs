@@ -242,3 +242,24 @@ fn selected(
     }
     Ok(commands)
 }
+
+pub fn action_name(action: &Action) -> String {
+    match action {
+        Action::Compute(op) => op.name().to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// What an instruction is called in an error; of many operands, the first few.
+pub fn describe(program: &Program, section: &str, index: usize, instruction: &Instruction) -> String {
+    let list = |ids: &[BufferId]| {
+        let each = ids.iter().take(LISTED).map(|id| format!("{id}: {}", program.buffers[*id].ty));
+        let more = if ids.len() > LISTED { format!(", {} more", ids.len() - LISTED) } else { String::new() };
+        each.collect::<Vec<_>>().join(", ") + &more
+    };
+    let name = action_name(&instruction.action);
+    format!("{section}.{index} {name}({}) -> {}", list(&instruction.operands), list(&instruction.results))
+}
+
+/// The operands that a message lists.
+const LISTED: usize = 4;
