@@ -14,14 +14,13 @@ use shardc_passes::align::align_head;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
-use shardc_passes::lower::{lower_all, lower_rank};
+use shardc_passes::lower::{lower_all, lower_ranks};
 use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::{Precision, lower_precision};
 use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Exact, Pins, search_confirmed};
 use shardc_passes::simulate::{Conditions, exact, simulate};
-use shardc_passes::threads;
 use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -170,9 +169,7 @@ pub fn target(cluster: &str) -> &'static dyn Target {
 /// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is
 /// shown of them holds for every rank whose program differs from theirs by its coordinates alone.
 pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
-    let target = target(&plan.request.cluster);
-    let ranks = verify::cover(&plan.mesh).into_iter();
-    let programs: Vec<Program> = ranks.map(|rank| lower_rank(plan, rank, target)).collect::<Result<_, _>>()?;
+    let programs = lower_ranks(plan, &verify::cover(&plan.mesh), target(&plan.request.cluster))?;
     let translation = verify::translation(plan, &programs).map_err(|found| bug(Pass::Lower, &found))?;
     let mut facts = ProgramFacts { translation, ..ProgramFacts::default() };
     for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
@@ -186,10 +183,7 @@ pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
 /// do: pipeline stages. The first rank of each coordinate stands for its stage.
 pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<AxisId>), Error> {
     let (apart, ranks) = distinct_ranks(plan);
-    let target = target(&plan.request.cluster);
-    let programs =
-        threads::map(&ranks, |rank| lower_rank(plan, *rank, target)).into_iter().collect::<Result<_, _>>()?;
-    Ok((programs, apart))
+    Ok((lower_ranks(plan, &ranks, target(&plan.request.cluster))?, apart))
 }
 
 /// The axes along which programs differ in more than groups and slices.

@@ -92,7 +92,8 @@ fn passes_are_called_in_one_place() {
     // `Self::Raise => "raise",` of `Pass::name`. Models are traced, and sensitivities searched, elsewhere too.
     let named = pipeline.lines().filter_map(|line| line.trim().strip_prefix("Self::")?.split_once(" => \""));
     let named = named.map(|(_, name)| name.trim_end_matches("\",")).filter(|name| !["trace", "search"].contains(name));
-    let names: Vec<String> = named.map(|name| format!("{name}(")).chain(["lower_rank(".to_string()]).collect();
+    let names: Vec<String> =
+        named.map(|name| format!("{name}(")).chain(["lower_rank(", "lower_ranks("].map(String::from)).collect();
     assert!(names.len() > 8 && names.contains(&"align_head(".to_string()), "{names:?}");
     for file in sources("compiler/src").into_iter().filter(|file| !file.ends_with("pipeline.rs")) {
         let text = fs::read_to_string(&file).unwrap();

@@ -132,7 +132,7 @@ impl Lowering<'_> {
         }
         if !self.accumulate_for(value, to, reader, &copies)? {
             let reason = self.why_not(value, to);
-            return Err(self.no_conversion(value, &self.made_as(value), to, reader, reason));
+            return Err(self.no_conversion(value, self.common.made_as(value), to, reader, reason));
         }
         // The accumulator is a copy now, of the layout itself or of one that has a path to it.
         self.own_operand(value, to, reader)
@@ -157,18 +157,18 @@ impl Lowering<'_> {
         }
         let def = Some(self.plan.graph.value(value).def);
         let ty = self.plan.graph.ty(value).clone();
-        let made = self.made_as(value);
-        let copy = copies.into_iter().find(|copy| own(&copy) && copy.sharding == made);
-        let found = copy.and_then(|copy| Some((self.copies.path(&ty, &made, to, self.mesh)?.1, copy)));
+        let made = self.common.made_as(value);
+        let copy = copies.into_iter().find(|copy| own(&copy) && copy.sharding == *made);
+        let found = copy.and_then(|copy| Some((self.copies.path(&ty, made, to, self.mesh)?.1, copy)));
         let Some((steps, copy)) = found else {
-            return Err(self.no_conversion(value, &made, to, def, self.why_not(value, to)));
+            return Err(self.no_conversion(value, made, to, def, self.why_not(value, to)));
         };
         Ok(self.run_steps(value, copy, &steps, None, at, def))
     }
 
     /// A copy made in the loop can be read behind it only if it does not depend on the microbatch.
     fn is_readable(&self, copy: &Copy, at: Place) -> bool {
-        let over_time = |axis| self.time.contains(axis);
+        let over_time = |axis| self.common.time.contains(axis);
         let varies = copy.sharding.dims.iter().flatten().copied().any(over_time)
             || copy.sharding.partial.iter().any(|(axis, _)| over_time(*axis));
         !(varies && at == Place::Epilogue)
@@ -179,7 +179,7 @@ impl Lowering<'_> {
     fn phase(&self, node: NodeId) -> Phase {
         match self.plan.graph.node(node).role {
             Role::Forward => Phase::Forward,
-            Role::Backward(_) | Role::Recompute(_) if node < self.last_forward => Phase::Forward,
+            Role::Backward(_) | Role::Recompute(_) if node < self.common.last_forward => Phase::Forward,
             Role::Backward(_) | Role::Recompute(_) => Phase::Backward,
             Role::Optimizer => Phase::Optimizer,
         }
@@ -187,7 +187,7 @@ impl Lowering<'_> {
 
     /// Whether recomputation starts from this value of the forward pass.
     fn is_kept_for_recompute(&self, value: ValueId) -> bool {
-        !self.weights[self.plan.graph.value(value).def] && self.read_again[value]
+        !self.common.weights[self.plan.graph.value(value).def] && self.common.read_again[value]
     }
 
     fn block(&mut self, reader: Option<NodeId>) -> u32 {
@@ -210,13 +210,13 @@ impl Lowering<'_> {
         if !to.is_even(&self.plan.graph.ty(value).shape, self.mesh) {
             return Ok(None);
         }
-        let ty = self.local_type(self.plan.graph.ty(value), to);
+        let ty = self.common.local_type(self.plan.graph.ty(value), to);
         let Ok(op) = self.local_op(def, node, &[], std::slice::from_ref(to)) else { return Ok(None) };
         // Numbers that are given are given whole: their parts are cut out.
         if op.infer(&[], std::slice::from_ref(&ty)).is_err() {
             return Ok(None);
         }
-        let buffer = self.draft.buffer(ty, self.category(value));
+        let buffer = self.draft.buffer(ty, self.common.category(value));
         self.draft.buffers[buffer].value = Some(value);
         self.check_types(def, &op, &[], &[buffer])?;
         self.draft.push(at, Action::Compute(op), vec![], vec![buffer], Stream::Compute, Some(def), Hint::None);
@@ -240,18 +240,18 @@ impl Lowering<'_> {
         let place = if hoist { Place::Prologue } else { at };
         let for_optimizer = reader.is_none_or(|node| self.plan.graph.node(node).role == Role::Optimizer);
         let is_forward = reader.is_some_and(|node| self.phase(node) == Phase::Forward);
-        let made_bytes = self.local_type(self.plan.graph.ty(value), &self.made_as(value)).bytes();
+        let made_bytes = self.common.local_type(self.plan.graph.ty(value), self.common.made_as(value)).bytes();
         let block = self.block(reader);
         let hint = |step: &Step| match step {
-            Step::AllGather { .. } if self.weights[def] && !for_optimizer => {
+            Step::AllGather { .. } if self.common.weights[def] && !for_optimizer => {
                 Hint::Prefetch { block, is_kept: own.is_none() }
             }
             // Scales of weights are found together, before their readers.
-            _ if step.is_reduction() && (for_optimizer || self.weights[def]) => Hint::Bucket,
+            _ if step.is_reduction() && (for_optimizer || self.common.weights[def]) => Hint::Bucket,
             _ => Hint::None,
         };
         let hints: Vec<Hint> = steps.iter().map(hint).collect();
-        let category = match self.category(value) {
+        let category = match self.common.category(value) {
             Category::Parameter if own.is_some() => Category::Buffer,
             category => category,
         };
@@ -284,7 +284,7 @@ impl Lowering<'_> {
 
     /// The element type in which a value is summed over ranks, if it is not its own.
     fn sums_in(&self, value: ValueId) -> Option<DType> {
-        self.plan.sums_in(value, self.users.get(&value).map_or(&[], Vec::as_slice))
+        self.plan.sums_in(value, self.common.users(value))
     }
 
     /// Accumulates a value that is partial over time: whole over the ranks first if the plan says so or
@@ -296,11 +296,11 @@ impl Lowering<'_> {
         reader: Option<NodeId>,
         copies: &[Copy],
     ) -> Result<bool, LowerError> {
-        let over_time = |axes: &[shardc_ir::AxisId]| axes.iter().any(|axis| self.time.contains(*axis));
+        let over_time = |axes: &[shardc_ir::AxisId]| axes.iter().any(|axis| self.common.time.contains(*axis));
         let fail = |this: &Self, from: &Sharding, reason| this.no_conversion(value, from, to, reader, reason);
         let Some(copy) = copies.iter().find(|copy| copy.sharding.partial_axes().iter().any(|axis| over_time(&[axis])))
         else {
-            return Err(fail(self, &self.made_as(value), self.why_not(value, to)));
+            return Err(fail(self, self.common.made_as(value), self.why_not(value, to)));
         };
         if to.dims.iter().any(|axes| over_time(axes)) || to.partial.iter().any(|(axis, _)| over_time(&[*axis])) {
             return Err(fail(self, &copy.sharding, "a sum over microbatches cannot be divided over them"));
@@ -328,7 +328,7 @@ impl Lowering<'_> {
         } else {
             (copy.buffer, copy.sharding.clone())
         };
-        Ok(self.accumulate(value, source, copy.place, &without_time(&sharding, self.time)))
+        Ok(self.accumulate(value, source, copy.place, &without_time(&sharding, self.common.time)))
     }
 
     /// Whether a node runs behind the microbatches, or behind the backward pass of the only one.
@@ -340,23 +340,23 @@ impl Lowering<'_> {
     /// that of which the others take parts, if there is one. Summed up in parts, it would be gathered for those that
     /// read more.
     fn kept_as(&mut self, value: ValueId, to: &Sharding) -> Sharding {
-        let users = self.users.get(&value).map_or(&[][..], Vec::as_slice).iter();
+        let users = self.common.users(value).iter();
         let here = users.filter(|(user, _)| self.is_here(*user) && self.is_late(*user));
-        let read: Vec<Sharding> = here.map(|(user, index)| self.layouts[*user].operands[*index].clone()).collect();
+        let read: Vec<&Sharding> = here.map(|(user, index)| &self.common.layouts[*user].operands[*index]).collect();
         let ty = self.plan.graph.ty(value);
         let mut gives = |from: &Sharding, to: &Sharding| {
             let way = self.copies.path(ty, from, to, self.mesh);
             way.is_some_and(|(_, steps)| steps.iter().all(|step| matches!(step, Step::Slice { .. })))
         };
         let serves = |from: &&Sharding| gives(from, to) && read.iter().all(|other| gives(from, other));
-        read.iter().find(serves).unwrap_or(to).clone()
+        read.iter().copied().find(serves).unwrap_or(to).clone()
     }
 
     fn accumulate(&mut self, value: ValueId, source: BufferId, place: Place, sharding: &Sharding) -> bool {
         if self.copies.accumulators.contains_key(&source) {
             return false;
         }
-        let category = match self.category(value) {
+        let category = match self.common.category(value) {
             Category::Activation | Category::Gradient => Category::Gradient,
             other => other,
         };
@@ -371,9 +371,9 @@ impl Lowering<'_> {
     }
 
     fn why_not(&self, value: ValueId, to: &Sharding) -> &'static str {
-        let made = self.made_as(value);
-        let divided = |sharding: &Sharding| sharding.dims.iter().flatten().any(|axis| self.time.contains(*axis));
-        match (divided(&made), divided(to)) {
+        let made = self.common.made_as(value);
+        let divided = |sharding: &Sharding| sharding.dims.iter().flatten().any(|axis| self.common.time.contains(*axis));
+        match (divided(made), divided(to)) {
             (true, _) => "its division over microbatches cannot change",
             (false, true) => "a value that is the same in all microbatches cannot be divided over them",
             _ => "there is no way between these layouts",

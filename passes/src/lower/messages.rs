@@ -16,17 +16,14 @@ use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, NodeId, ReduceKind, Sharding, ValueId};
 
-impl Lowering<'_> {
+impl<'a> Lowering<'a> {
     /// The layout in which a value is sent to its first reader in another stage.
-    fn sent_as(&self, value: ValueId, reader: NodeId) -> Sharding {
-        let made = self.made_as(value);
+    fn sent_as(&self, value: ValueId, reader: NodeId) -> &'a Sharding {
+        let made = self.common.made_as(value);
         let node = self.plan.graph.node(reader);
         let wanted = node.operands.iter().position(|operand| *operand == value);
-        let wanted = wanted.map(|index| &self.layouts[reader].operands[index]);
-        match wanted.filter(|wanted| wanted.partial.len() < made.partial.len()) {
-            Some(wanted) => wanted.clone(),
-            None => made,
-        }
+        let wanted = wanted.map(|index| &self.common.layouts[reader].operands[index]);
+        wanted.filter(|wanted| wanted.partial.len() < made.partial.len()).unwrap_or(made)
     }
 
     /// The rank that stands in another stage where this one stands in its own.
@@ -38,13 +35,11 @@ impl Lowering<'_> {
     /// Sends a value to every stage that reads it.
     pub(super) fn send(&mut self, value: ValueId) -> Result<(), LowerError> {
         let Some(stage) = &self.stage else { return Ok(()) };
-        let edges: Vec<_> =
-            stage.edges.iter().filter(|edge| edge.value == value && edge.from == stage.stage).cloned().collect();
-        for edge in edges {
+        for edge in stage.outgoing(value) {
             let (layout, peer) = (self.sent_as(value, edge.reader), self.peer(edge.to));
             let buffer = match edge.place {
-                Place::Epilogue => self.own_operand(value, &layout, Some(edge.reader))?,
-                _ => self.copy_at(value, &layout, self.places[self.plan.graph.value(value).def])?,
+                Place::Epilogue => self.own_operand(value, layout, Some(edge.reader))?,
+                _ => self.copy_at(value, layout, self.places[self.plan.graph.value(value).def])?,
             };
             match edge.link {
                 Some(link) => self.hand_over(Handover { value, link, peer, is_send: true, buffer }),
@@ -59,12 +54,12 @@ impl Lowering<'_> {
     /// is held would have room for one microbatch more.
     pub(super) fn receive(&mut self, value: ValueId) {
         let Some(stage) = &self.stage else { return };
-        let Some(edge) = stage.incoming(value).cloned() else { return };
+        let Some(edge) = stage.incoming(value) else { return };
         let Some(link) = edge.link.filter(|_| !self.is_known(value)) else { return };
         let Place::Microbatch(part) = edge.place else { return };
         let is_forward = stage.parts.get(part as usize).is_some_and(|(_, pass)| *pass == Pass::Forward);
         let is_held = is_forward || self.plan.pipeline.schedule.splits_backward();
-        let (own, peer) = (self.received(value, &edge), self.peer(edge.from));
+        let (own, peer) = (self.received(value, edge), self.peer(edge.from));
         let mut buffer = own;
         if is_held {
             buffer = self.draft.buffer(self.draft.buffers[own].ty.clone(), Category::Buffer);
@@ -79,9 +74,9 @@ impl Lowering<'_> {
     /// nodes.
     pub(super) fn receive_once(&mut self, node: NodeId) {
         for value in &self.plan.graph.node(node).results {
-            let edge = self.stage.as_ref().and_then(|stage| stage.incoming_once(*value)).cloned();
+            let edge = self.stage.as_ref().and_then(|stage| stage.incoming_once(*value));
             let Some(edge) = edge else { continue };
-            let (buffer, peer) = (self.received(*value, &edge), self.peer(edge.from));
+            let (buffer, peer) = (self.received(*value, edge), self.peer(edge.from));
             self.meet(edge.place, Action::Receive { peer }, *value, buffer);
         }
     }
@@ -89,10 +84,10 @@ impl Lowering<'_> {
     /// Where a value is when it has come.
     fn received(&mut self, value: ValueId, edge: &Edge) -> BufferId {
         let layout = self.sent_as(value, edge.reader);
-        let ty = self.local_type(self.plan.graph.ty(value), &layout);
-        let buffer = self.draft.buffer(ty, self.category(value));
+        let ty = self.common.local_type(self.plan.graph.ty(value), layout);
+        let buffer = self.draft.buffer(ty, self.common.category(value));
         self.draft.buffers[buffer].value = Some(value);
-        self.made_copy(value, layout, buffer, edge.place);
+        self.made_copy(value, layout.clone(), buffer, edge.place);
         buffer
     }
 
@@ -136,7 +131,7 @@ impl Lowering<'_> {
             return Ok(*buffer);
         }
         let (def, place) = (Some(self.plan.graph.value(value).def), self.last_place());
-        let ty = self.local_type(self.plan.graph.ty(value), to);
+        let ty = self.common.local_type(self.plan.graph.ty(value), to);
         let own = match self.is_here(self.plan.graph.value(value).def) {
             true => self.own_operand(value, to, None)?,
             false => {

@@ -10,6 +10,8 @@
 //! ([`mod@fuse`]). Then [`crate::schedule`] moves and merges collectives,
 //! and [`crate::allocate`] gives every buffer its offset.
 //!
+//! What the plan alone says is worked out once for all ranks ([`mod@common`]).
+//!
 //! Invariants: the instructions of all ranks have the same order, actions and types; only the numbers
 //! in attributes, groups and slices differ. A value that is partial over time is read by later nodes
 //! only through its accumulator.
@@ -17,6 +19,7 @@
 mod accumulate;
 mod casts;
 mod collective;
+mod common;
 mod convert;
 mod draft;
 mod emitted;
@@ -36,11 +39,12 @@ pub use draft::{Draft, Handover, Hint, Item, Place, StageDraft, StorageId};
 pub use emitted::{Emitted, emitted};
 
 use crate::allocate::allocate;
-use crate::reshard::normalize;
 use crate::schedule::schedule;
+use crate::threads;
 pub(crate) use accumulate::adds_itself;
 use accumulate::merge_sums;
 pub(crate) use casts::merge_casts;
+use common::{Common, Layouts};
 use convert::Copies;
 pub use convert::block_of;
 use epilogue::merge_epilogues;
@@ -48,15 +52,13 @@ use fuse::fuse;
 pub(crate) use in_place::share_storages;
 pub(crate) use peel::peel;
 pub(crate) use repeat::merge_repeated;
-use section::place_nodes;
-use shardc_ir::ops::{Op, OpError, Part, State};
-use shardc_ir::pipeline::last_forward;
-use shardc_ir::plan::{Category, Space};
+use shardc_ir::ops::{Op, OpError, Part};
+use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
-    AxisSet, BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, PrimaryMap, Program, Role, SecondaryMap,
-    Sharding, Target, TensorType, ValueId,
+    BufferId, Mesh, Node, NodeId, OpDef, Output, OutputKind, Plan, Program, Role, SecondaryMap, Sharding, Target,
+    TensorType, ValueId,
 };
 use siblings::join_siblings;
 use stages::Stage;
@@ -110,36 +112,50 @@ pub enum LowerError {
 
 /// The program of one rank, for a target.
 pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
-    let mut draft = draft_rank(plan, rank)?;
-    fuse(&mut draft, &plan.graph, target);
+    program(&Common::of(plan)?, rank, target)
+}
+
+/// The programs of some ranks, in their order.
+pub fn lower_ranks(plan: &VerifiedPlan<'_>, ranks: &[u64], target: &dyn Target) -> Result<Vec<Program>, LowerError> {
+    let common = Common::of(plan)?;
+    threads::map(ranks, |rank| program(&common, *rank, target)).into_iter().collect()
+}
+
+/// The programs of all ranks, in their order.
+pub fn lower_all(plan: &VerifiedPlan<'_>, target: &dyn Target) -> Result<Vec<Program>, LowerError> {
+    let ranks: Vec<u64> = (0..plan.mesh.ranks()).collect();
+    lower_ranks(plan, &ranks, target)
+}
+
+/// A plan on its way to the program of one rank, before scheduling and allocation.
+pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
+    draft(&Common::of(plan)?, rank)
+}
+
+/// The program of one rank of a plan.
+fn program(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
+    let mut draft = draft(common, rank)?;
+    fuse(&mut draft, &common.plan.graph, target);
     join_siblings(&mut draft, &|region, operands| target.fuses(region, operands));
     peel(&mut draft);
     schedule(&mut draft);
     Ok(allocate(draft, target))
 }
 
-/// The programs of all ranks, in their order.
-pub fn lower_all(plan: &VerifiedPlan<'_>, target: &dyn Target) -> Result<Vec<Program>, LowerError> {
-    (0..plan.mesh.ranks()).map(|rank| lower_rank(plan, rank, target)).collect()
-}
-
-/// The layouts of one node's operands and results, without axes of size 1.
-struct Layouts {
-    operands: Vec<Sharding>,
-    results: Vec<Sharding>,
-}
-
-/// A plan on its way to the program of one rank, before scheduling and allocation.
-pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerError> {
-    let mut lowering = Lowering::new(plan, rank)?;
+/// The draft of one rank of a plan.
+fn draft(common: &Common<'_>, rank: u64) -> Result<Draft, LowerError> {
+    let (mut lowering, graph) = (Lowering::new(common, rank), &common.plan.graph);
     let mut deferred: Vec<NodeId> = Vec::new();
-    for id in lowering.order() {
-        let node = plan.graph.node(id);
+    for id in common.order.iter().copied() {
+        if !lowering.is_here(id) && !lowering.is_received(id) {
+            continue;
+        }
+        let node = graph.node(id);
         // Sums of the gradient norm wait until something large needs them, so that the scalars
         // they read are reduced in one collective.
-        let reads_deferred = node.operands.iter().any(|value| deferred.contains(&plan.graph.value(*value).def));
-        let reads_norm = node.operands.iter().any(|v| matches!(plan.graph.def(*v).op, Op::SumSquares(_)));
-        let scalar = node.results.iter().all(|value| plan.graph.ty(*value).rank() == 0);
+        let reads_deferred = node.operands.iter().any(|value| deferred.contains(&graph.value(*value).def));
+        let reads_norm = node.operands.iter().any(|v| matches!(graph.def(*v).op, Op::SumSquares(_)));
+        let scalar = node.results.iter().all(|value| graph.ty(*value).rank() == 0);
         if node.role == Role::Optimizer && scalar && (reads_norm || reads_deferred) {
             deferred.push(id);
             continue;
@@ -173,109 +189,51 @@ pub(crate) fn local_op(plan: &Plan, node: &Node, layouts: [&[Sharding]; 2], coor
     node.op.localize(&operands, &results).unwrap_or_else(|| node.op.clone())
 }
 
+/// A plan on its way to the draft of one rank.
 struct Lowering<'a> {
+    /// What is the same on every rank.
+    common: &'a Common<'a>,
     plan: &'a Plan,
     mesh: &'a Mesh,
     rank: u64,
     coordinates: Vec<u64>,
-    /// The time axes of more than one microbatch.
-    time: AxisSet,
+    /// The section of each node, in a pipeline with the part that a node of this stage is in.
     places: SecondaryMap<NodeId, Place>,
-    /// Nodes that depend on parameters and constants alone.
-    weights: SecondaryMap<NodeId, bool>,
-    layouts: PrimaryMap<NodeId, Layouts>,
-    users: std::collections::HashMap<ValueId, Vec<(NodeId, usize)>>,
-    /// Values that something reads which is computed again.
-    read_again: SecondaryMap<ValueId, bool>,
-    /// The last node of the forward pass.
-    last_forward: NodeId,
     copies: Copies,
     /// The stage of a pipeline that this rank is in.
-    stage: Option<Stage>,
+    stage: Option<Stage<'a>>,
     /// Numbers that were summed over the stages.
     summed: Vec<((ValueId, Sharding), BufferId)>,
     draft: Draft,
 }
 
 impl<'a> Lowering<'a> {
-    fn new(plan: &'a Plan, rank: u64) -> Result<Self, LowerError> {
-        let mesh = &plan.mesh;
-        let time: AxisSet = mesh.ids().filter(|axis| mesh.is_time(*axis) && mesh.size(*axis) > 1).collect();
-        let mut layouts: PrimaryMap<NodeId, Layouts> = PrimaryMap::new();
-        let mut weights: SecondaryMap<NodeId, bool> = SecondaryMap::new();
-        for (id, node) in plan.graph.nodes() {
-            let (rule, strategy) = (plan.rule(id), &plan.strategies[id]);
-            let strategy = rule.unrolled(strategy);
-            let operand = |index| normalize(&rule.operand_sharding(index, &strategy), mesh);
-            let result = |index| normalize(&rule.result_sharding(index, &strategy), mesh);
-            layouts.push(Layouts {
-                operands: (0..node.operands.len()).map(operand).collect(),
-                results: (0..node.results.len()).map(result).collect(),
-            });
-            let of_weights = node.operands.iter().all(|value| weights[plan.graph.value(*value).def]);
-            weights[id] = !matches!(node.op, Op::Input(_)) && of_weights;
-        }
-        let mut read_again: SecondaryMap<ValueId, bool> = SecondaryMap::new();
-        let recomputed = plan.graph.nodes().filter(|(_, node)| matches!(node.role, Role::Recompute(_)));
-        recomputed.flat_map(|(_, node)| &node.operands).for_each(|value| read_again[*value] = true);
+    fn new(common: &'a Common<'a>, rank: u64) -> Self {
+        let (plan, mesh) = (common.plan, &common.plan.mesh);
         let coordinates = mesh.coordinates(rank, 0);
-        let mut places = place_nodes(plan, time);
-        let stage = Stage::of(plan, &coordinates, &mut places)?;
+        let mut places = common.places.clone();
+        let stage = common.stages.as_ref().map(|stages| stages.stage(plan, &coordinates, &mut places));
         let mut draft = Draft::new(rank, mesh);
         if let Some(Stage { parts, events, .. }) = &stage {
             draft.sections = vec![Vec::new(); parts.len() + 2];
-            draft.stage = Some(StageDraft { parts: parts.clone(), events: events.clone(), messages: Vec::new() });
+            draft.stage = Some(StageDraft { parts: parts.clone(), events: events.to_vec(), messages: Vec::new() });
         }
-        Ok(Self {
+        Self {
+            common,
             plan,
             mesh,
             rank,
             coordinates,
-            time,
             places,
-            weights,
-            layouts,
-            users: plan.graph.users(),
-            read_again,
-            last_forward: last_forward(&plan.graph),
             copies: Copies::default(),
             stage,
             summed: Vec::new(),
             draft,
-        })
-    }
-
-    /// The layout in which a value is made.
-    fn made_as(&self, value: ValueId) -> Sharding {
-        let value = self.plan.graph.value(value);
-        self.layouts[value.def].results[value.index].clone()
-    }
-
-    fn local_type(&self, ty: &TensorType, sharding: &Sharding) -> TensorType {
-        ty.with_shape(sharding.local_shape(&ty.shape, self.mesh))
+        }
     }
 
     fn part(&self, ty: &TensorType, sharding: &Sharding, coordinates: &[u64]) -> Part {
         part(self.mesh, ty, sharding, coordinates)
-    }
-
-    fn category(&self, value: ValueId) -> Category {
-        let def = self.plan.graph.value(value).def;
-        let node = self.plan.graph.node(def);
-        let read_by_optimizer = || {
-            let users = self.users.get(&value);
-            users.is_some_and(|users| users.iter().any(|(user, _)| self.plan.graph.node(*user).role == Role::Optimizer))
-        };
-        match node.op {
-            Op::State(State { cast_of: None, .. }) => Category::Optimizer,
-            _ if self.weights[def] && !node.operands.is_empty()
-                || matches!(node.op, Op::Parameter(_) | Op::State(_)) =>
-            {
-                Category::Parameter
-            }
-            _ if matches!(node.role, Role::Backward(_)) && read_by_optimizer() => Category::Gradient,
-            _ => Category::Activation,
-        }
     }
 
     /// Lowers one node.
@@ -289,17 +247,17 @@ impl<'a> Lowering<'a> {
             self.leaf(id, node)?;
             return self.send(node.results[0]);
         }
-        let (operand_layouts, result_layouts) = (self.layouts[id].operands.clone(), self.layouts[id].results.clone());
+        let Layouts { operands: operand_layouts, results: result_layouts } = &self.common.layouts[id];
         let mut operands = Vec::with_capacity(node.operands.len());
-        for (value, layout) in node.operands.iter().zip(&operand_layouts) {
+        for (value, layout) in node.operands.iter().zip(operand_layouts) {
             operands.push(self.operand(*value, layout, Some(id))?);
         }
         let place = self.places[id];
-        let op = self.local_op(id, node, &operand_layouts, &result_layouts)?;
+        let op = self.local_op(id, node, operand_layouts, result_layouts)?;
         let mut results = Vec::with_capacity(node.results.len());
-        for (value, layout) in node.results.iter().zip(&result_layouts) {
-            let ty = self.local_type(self.plan.graph.ty(*value), layout);
-            let category = self.category(*value);
+        for (value, layout) in node.results.iter().zip(result_layouts) {
+            let ty = self.common.local_type(self.plan.graph.ty(*value), layout);
+            let category = self.common.category(*value);
             let buffer = if matches!(op, Op::Reshape(_)) {
                 self.draft.name(operands[0], ty, place, Some(id))
             } else {
@@ -321,17 +279,17 @@ impl<'a> Lowering<'a> {
     /// Converts a partial value behind its maker, where a reader needs it whole: the terms die early
     /// and the reduction may run beside what follows.
     fn resolve_early(&mut self, value: ValueId) -> Result<(), LowerError> {
-        let made = self.made_as(value);
+        let made = self.common.made_as(value);
         if made.partial.is_empty() || self.plan.transient[value] {
             return Ok(());
         }
-        for (user, index) in self.users.get(&value).cloned().unwrap_or_default() {
+        for (user, index) in self.common.users(value).iter().copied() {
             if !self.is_here(user) || self.is_combined_for(value, Some(user)) {
                 continue;
             }
-            let wanted = self.layouts[user].operands[index].clone();
+            let wanted = &self.common.layouts[user].operands[index];
             if wanted != made && wanted.partial.len() < made.partial.len() {
-                self.operand(value, &wanted, Some(user))?;
+                self.operand(value, wanted, Some(user))?;
             }
         }
         Ok(())
@@ -340,7 +298,7 @@ impl<'a> Lowering<'a> {
     fn local_op(&self, id: NodeId, node: &Node, operands: &[Sharding], results: &[Sharding]) -> Result<Op, LowerError> {
         let at = |coordinates: &[u64]| local_op(self.plan, node, [operands, results], coordinates);
         let op = at(&self.coordinates);
-        if !self.time.is_empty() && op != node.op {
+        if !self.common.time.is_empty() && op != node.op {
             let others = 1..self.mesh.microbatches();
             if others.into_iter().any(|microbatch| at(&self.mesh.coordinates(self.rank, microbatch)) != op) {
                 let (op, path) = (node.op.name().to_string(), node.path.clone());
@@ -371,12 +329,12 @@ impl<'a> Lowering<'a> {
 
     fn leaf(&mut self, id: NodeId, node: &Node) -> Result<(), LowerError> {
         let value = node.results[0];
-        let (ty, layout) = (self.plan.graph.ty(value).clone(), self.made_as(value));
-        let category = self.category(value);
-        let buffer = self.draft.buffer(self.local_type(&ty, &layout), category);
+        let (ty, layout) = (self.plan.graph.ty(value).clone(), self.common.made_as(value));
+        let category = self.common.category(value);
+        let buffer = self.draft.buffer(self.common.local_type(&ty, layout), category);
         self.draft.buffers[buffer].value = Some(value);
         let place = self.places[id];
-        let slice = self.part(&ty, &layout, &self.coordinates).slice;
+        let slice = self.part(&ty, layout, &self.coordinates).slice;
         let slot = |name: &str, init: f64, cast_of: Option<String>| Slot {
             name: name.to_string(),
             buffer,
@@ -391,7 +349,7 @@ impl<'a> Lowering<'a> {
             Op::State(state) => self.draft.slots.push(slot(&state.name, state.init, state.cast_of.clone())),
             Op::Input(input) => {
                 let coordinates = |microbatch| self.mesh.coordinates(self.rank, microbatch);
-                let part = |microbatch| self.part(&ty, &layout, &coordinates(microbatch)).slice;
+                let part = |microbatch| self.part(&ty, layout, &coordinates(microbatch)).slice;
                 let slices = (0..self.mesh.microbatches()).map(part).collect();
                 self.draft.inputs.push(Feed { name: input.name.clone(), ty: ty.clone(), slices });
                 let action = Action::Feed { input: self.draft.inputs.len() - 1 };
@@ -399,7 +357,7 @@ impl<'a> Lowering<'a> {
             }
             _ => {}
         }
-        self.copies.made(value, layout, buffer, place);
+        self.copies.made(value, layout.clone(), buffer, place);
         Ok(())
     }
 
@@ -416,7 +374,7 @@ impl<'a> Lowering<'a> {
                     continue;
                 }
                 OutputKind::Update(leaf) if !self.is_here(self.plan.graph.value(leaf).def) => continue,
-                OutputKind::Update(leaf) => self.own_operand(output.value, &self.made_as(leaf), None)?,
+                OutputKind::Update(leaf) => self.own_operand(output.value, self.common.made_as(leaf), None)?,
             };
             let Some(slot) = slots.get(&output.name).copied() else { continue };
             if self.draft.storage[slot] != self.draft.storage[buffer] {
@@ -439,7 +397,7 @@ impl<'a> Lowering<'a> {
 
     /// Where outputs are read.
     fn last_place(&self) -> Place {
-        if self.time.is_empty() { Place::LOOP } else { Place::Epilogue }
+        if self.common.time.is_empty() { Place::LOOP } else { Place::Epilogue }
     }
 }
 

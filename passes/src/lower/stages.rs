@@ -1,13 +1,14 @@
-//! The pipeline stage of a rank: what it lowers, in which part, and what passes between stages.
+//! The stages of a pipeline: what passes between them in which order ([`Stages`]), and what one of them lowers in which
+//! part ([`Stage`]).
 //!
-//! All ranks derive the same edges from the plan, so what one sends another receives, in one order.
+//! All ranks go by the same edges and events, so what one sends another receives, in one order.
 
 use super::{LowerError, Place};
 use crate::pipeline::effort::Efforts;
 use crate::pipeline::order::{Pass, orders};
 use crate::pipeline::timeline::{Event, Link, timeline};
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::{NodeId, OutputKind, Plan, Role, SecondaryMap, ValueId};
+use shardc_ir::{AxisId, NodeId, OutputKind, Plan, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A value that is made in one stage and read in another.
@@ -25,30 +26,23 @@ pub(super) struct Edge {
     pub place: Place,
 }
 
-/// The stage of one rank.
-#[derive(Debug)]
-pub(super) struct Stage {
-    /// Its coordinate on the axis of the stages.
-    pub stage: u64,
-    /// The parts of a microbatch, in their order.
-    pub parts: Vec<(u32, Pass)>,
-    /// Whether this stage lowers a node.
-    pub here: SecondaryMap<NodeId, bool>,
-    /// What passes between stages, in the order of the values.
-    pub edges: Vec<Edge>,
-    /// What this stage does in the loop.
-    pub events: Vec<Event>,
+/// How the stages of a pipeline meet, which all of them know.
+pub(super) struct Stages {
+    /// The axis of the stages.
+    axis: AxisId,
+    /// The pass of every node of a chunk that is in the loop.
+    passes: SecondaryMap<NodeId, Option<(u32, Pass)>>,
+    /// What passes between stages, in the order of the values and of the stages that receive them.
+    edges: Vec<Edge>,
+    /// What each stage does in the loop.
+    events: Vec<Vec<Event>>,
 }
 
-impl Stage {
-    /// The stage of a rank, if the plan has any; the places of its nodes become those of its parts.
-    pub fn of(
-        plan: &Plan,
-        coordinates: &[u64],
-        places: &mut SecondaryMap<NodeId, Place>,
-    ) -> Result<Option<Self>, LowerError> {
+impl Stages {
+    /// The stages of a plan, if it has any; `places` are the sections of its nodes.
+    pub fn of(plan: &Plan, places: &SecondaryMap<NodeId, Place>) -> Result<Option<Self>, LowerError> {
         let [axis] = plan.mesh.family("pp")[..] else { return Ok(None) };
-        let (stages, stage) = (plan.stages(), coordinates[axis.0 as usize]);
+        let stages = plan.stages();
         if stages <= 1 {
             return Ok(None);
         }
@@ -60,20 +54,49 @@ impl Stage {
             orders(&plan.pipeline, stages, plan.mesh.microbatches(), &|chunk| efforts.chunk(chunk)).map_err(fail)?;
         let run = timeline(&plan.pipeline, &orders, &links, &efforts);
         let run = run.ok_or_else(|| fail("its steps wait for each other in a circle".to_string()))?;
-        let parts = parts(plan, stage);
-        let here = here(plan, stage);
-        place_nodes(plan, &here, &passes, &parts, places);
-        let events = run.events.into_iter().nth(stage as usize).unwrap_or_default();
-        Ok(Some(Self { stage, parts, here, edges, events }))
+        Ok(Some(Self { axis, passes, edges, events: run.events }))
+    }
+
+    /// The stage of a rank; the places of its nodes become those of its parts.
+    pub fn stage(&self, plan: &Plan, coordinates: &[u64], places: &mut SecondaryMap<NodeId, Place>) -> Stage<'_> {
+        let stage = coordinates[self.axis.0 as usize];
+        let (parts, here) = (parts(plan, stage), here(plan, stage));
+        place_nodes(plan, &here, &self.passes, &parts, places);
+        let events = self.events.get(stage as usize).map_or(&[][..], Vec::as_slice);
+        Stage { stage, parts, here, edges: &self.edges, events }
+    }
+}
+
+/// The stage of one rank.
+pub(super) struct Stage<'a> {
+    /// Its coordinate on the axis of the stages.
+    pub stage: u64,
+    /// The parts of a microbatch, in their order.
+    pub parts: Vec<(u32, Pass)>,
+    /// Whether this stage lowers a node.
+    pub here: SecondaryMap<NodeId, bool>,
+    /// What this stage does in the loop.
+    pub events: &'a [Event],
+    /// Those of all stages.
+    edges: &'a [Edge],
+}
+
+impl<'a> Stage<'a> {
+    /// The edges by which a value goes from this stage to others.
+    pub fn outgoing(&self, value: ValueId) -> impl Iterator<Item = &'a Edge> + use<'a> {
+        let first = self.edges.partition_point(|edge| edge.value < value);
+        let (edges, stage) = (&self.edges[first..], self.stage);
+        edges.iter().take_while(move |edge| edge.value == value).filter(move |edge| edge.from == stage)
     }
 
     /// The edge by which a value comes to this stage.
-    pub fn incoming(&self, value: ValueId) -> Option<&Edge> {
-        self.edges.iter().find(|edge| edge.value == value && edge.to == self.stage)
+    pub fn incoming(&self, value: ValueId) -> Option<&'a Edge> {
+        let found = self.edges.binary_search_by_key(&(value, self.stage), |edge| (edge.value, edge.to));
+        found.ok().map(|at| &self.edges[at])
     }
 
     /// The same, of a value that comes once in a step.
-    pub fn incoming_once(&self, value: ValueId) -> Option<&Edge> {
+    pub fn incoming_once(&self, value: ValueId) -> Option<&'a Edge> {
         self.incoming(value).filter(|edge| edge.link.is_none())
     }
 }
