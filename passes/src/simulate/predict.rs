@@ -7,6 +7,7 @@ use crate::allocate::memory;
 use crate::cluster::Cluster;
 use crate::cost::is_product;
 use crate::search::{Exact, model_work};
+use crate::threads;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::program::{Action, Stream};
@@ -14,26 +15,39 @@ use shardc_ir::{Plan, Program, Seconds};
 
 /// What a plan takes by its programs and their simulation: [`predict`], and the memory of each stage.
 pub fn exact(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Exact {
+    let memories = threads::map(programs, memory);
     let mut stages = vec![Memory::default(); plan.stages() as usize];
-    for program in programs {
-        let (own, known) = (memory(program), &mut stages[plan.mesh.stage_of(program.rank) as usize]);
+    for (program, own) in programs.iter().zip(&memories) {
+        let known = &mut stages[plan.mesh.stage_of(program.rank) as usize];
         if own.total() >= known.total() {
-            *known = own;
+            *known = *own;
         }
     }
-    Exact { prediction: predict(programs, simulated, plan, cluster), stages }
+    Exact { prediction: prediction(programs, &memories, simulated, plan, cluster), stages }
 }
 
 /// The prediction of a plan from its programs and their simulation (see [`simulate`](super::simulate)): the seconds of
 /// the rank for which the others wait, the memory of the rank that has the least room left.
 pub fn predict(programs: &[Program], simulated: &Simulated, plan: &Plan, cluster: &Cluster) -> Prediction {
+    prediction(programs, &threads::map(programs, memory), simulated, plan, cluster)
+}
+
+/// The same, where the memory of each program is known.
+fn prediction(
+    programs: &[Program],
+    memories: &[Memory],
+    simulated: &Simulated,
+    plan: &Plan,
+    cluster: &Cluster,
+) -> Prediction {
     let work = model_work(&plan.graph, cluster);
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
-    let taken = |program: &Program| {
+    let taken = |(program, memory): (&Program, &Memory)| {
         let room = rooms[plan.mesh.stage_of(program.rank) as usize];
-        Prediction { memory: memory(program), room, ..Prediction::default() }
+        Prediction { memory: *memory, room, ..Prediction::default() }
     };
-    let fullest = programs.iter().map(taken).max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
+    let all = programs.iter().zip(memories).map(taken);
+    let fullest = all.max_by(|a, b| a.filled().total_cmp(&b.filled())).unwrap_or_default();
     let host = cluster.on_host(fullest.memory.total());
     let mut prediction = Prediction { step: simulated.step, flops: work.flops, host, ..fullest };
     prediction.mfu = work.at_peak.0 / (simulated.step.0 * cluster.ranks() as f64);
