@@ -209,6 +209,8 @@ struct Assembly<'a> {
     made: HashMap<(BufferId, u64), BufferId>,
     /// Bytes of one copy of each storage.
     sizes: Vec<u64>,
+    /// What a message of each link hands over, by whether it is sent, in the order of the values.
+    handovers: BTreeMap<(usize, bool), Vec<&'a Handover>>,
 }
 
 /// What tells the sections of one part from each other: the copy, and the messages beside: where, which and of
@@ -220,7 +222,11 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     let Some(stage) = &draft.stage else { return Program::default() };
     let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
     let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(super::ALIGNMENT)).collect();
-    let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes };
+    let mut handovers: BTreeMap<(usize, bool), Vec<&Handover>> = BTreeMap::new();
+    for handover in &stage.messages {
+        handovers.entry((handover.link, handover.is_send)).or_default().push(handover);
+    }
+    let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes, handovers };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);
     let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();
@@ -251,7 +257,7 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     program
 }
 
-impl Assembly<'_> {
+impl<'a> Assembly<'a> {
     /// The buffer of a copy.
     fn buffer(&mut self, id: BufferId, copy: u64) -> BufferId {
         if let Some(known) = self.made.get(&(id, copy)) {
@@ -298,16 +304,15 @@ impl Assembly<'_> {
         }
     }
 
-    fn handovers(&self, message: &Message) -> Vec<Handover> {
-        let all = self.draft.stage.iter().flat_map(|stage| &stage.messages);
-        all.filter(|other| other.link == message.link && other.is_send == message.is_send).cloned().collect()
+    fn handovers(&self, message: &Message) -> &[&'a Handover] {
+        self.handovers.get(&(message.link, message.is_send)).map_or(&[], Vec::as_slice)
     }
 
     fn variant(&self, event: &Event) -> Variant {
         let parts = self.draft.stage.as_ref().map_or(&[][..], |stage| &stage.parts);
         let of = |at: u32, message: &Message| {
-            let handovers = self.handovers(message);
-            let copies = handovers.iter().map(|other| self.copy(other.buffer, None, message.microbatch)).collect();
+            let handovers = self.handovers(message).iter();
+            let copies = handovers.map(|other| self.copy(other.buffer, None, message.microbatch)).collect();
             (at, message.link, message.is_send, copies)
         };
         match event {
@@ -326,8 +331,9 @@ impl Assembly<'_> {
         let parts = draft.stage.as_ref().map_or(&[][..], |stage| &stage.parts);
         let mut all = Vec::new();
         let pass_on = |own: &mut Self, all: &mut Vec<Instruction>, message: &Message| {
-            for handover in own.handovers(message) {
-                all.push(own.message(&handover, message.microbatch));
+            for index in 0..own.handovers(message).len() {
+                let handover = own.handovers(message)[index];
+                all.push(own.message(handover, message.microbatch));
             }
         };
         match event {
