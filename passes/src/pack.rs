@@ -100,13 +100,20 @@ fn best_of_orders(lives: &[Life]) -> (Vec<u64>, u64) {
     best.unwrap_or_default()
 }
 
-/// A storage that has its place.
+/// A storage that has its place, or several that live at one time and lie one behind the other: no gap is between them.
 #[derive(Clone, Copy)]
 struct Placed {
     offset: u64,
     end: u64,
     start: usize,
     last: usize,
+}
+
+impl Placed {
+    /// Whether the other begins where this one ends, and lives as long.
+    fn is_before(&self, other: &Self) -> bool {
+        self.end == other.offset && (self.start, self.last) == (other.start, other.last)
+    }
 }
 
 /// What is placed, by offset. Most storages live in one of [`SPANS`] spans of instructions, and meet few of the others:
@@ -169,7 +176,10 @@ impl Shelf {
         };
         for shelf in [own, &mut self.all] {
             let position = shelf.partition_point(|other| other.offset <= offset);
-            shelf.insert(position, placed);
+            match shelf[..position].last_mut().filter(|before| before.is_before(&placed)) {
+                Some(before) => before.end = placed.end,
+                None => shelf.insert(position, placed),
+            }
         }
     }
 }
