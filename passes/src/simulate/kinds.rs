@@ -7,6 +7,7 @@
 use super::price::{Work, kernel, source, work};
 use crate::cluster::{Cluster, Profile};
 use crate::lower::local_op;
+use crate::threads;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{AxisId, NodeId, Plan, Program, SectionId, Sharding};
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,15 +48,20 @@ impl Kinds {
         let pair = |rank: u64| (program_of(rank), devices[rank as usize]);
         // What runs where, with the axes on which its seconds depend.
         let mut of_place: BTreeMap<(usize, usize), (Vec<AxisId>, Places)> = BTreeMap::new();
-        for (index, device) in (0..mesh.ranks()).map(pair).collect::<BTreeSet<_>>() {
-            let priced = Priced::new(&programs[index], plan, (cluster.devices()[device], cluster));
-            let first = kinds.works.len();
+        let pairs: Vec<(usize, usize)> = (0..mesh.ranks()).map(pair).collect::<BTreeSet<_>>().into_iter().collect();
+        let priced = |(index, device): &(usize, usize)| {
+            let priced = Priced::new(&programs[*index], plan, (cluster.devices()[*device], cluster));
             let (seconds, places) = merged(priced.at_places(), most);
-            kinds.program.extend(seconds.iter().map(|_| index));
-            kinds.device.extend(seconds.iter().map(|_| device));
-            kinds.works.extend(seconds.iter().map(|seconds| priced.works_with(seconds)));
+            let works: Vec<Works> = seconds.iter().map(|seconds| priced.works_with(seconds)).collect();
+            (works, priced.axes, places)
+        };
+        for ((index, device), (works, axes, places)) in pairs.iter().zip(threads::map(&pairs, priced)) {
+            let first = kinds.works.len();
+            kinds.program.extend(works.iter().map(|_| *index));
+            kinds.device.extend(works.iter().map(|_| *device));
+            kinds.works.extend(works);
             let places = places.into_iter().map(|(place, kind)| (place, first + kind)).collect();
-            of_place.insert((index, device), (priced.axes, places));
+            of_place.insert((*index, *device), (axes, places));
         }
         let kind = |rank: u64| {
             let (axes, places) = &of_place[&pair(rank)];
