@@ -190,6 +190,11 @@ impl Candidate {
         is_more && self.degrees == other.degrees && self.stages == other.stages && is_alike
     }
 
+    /// The seconds that its step takes at the least by its estimate, in however many chunks.
+    fn least(&self) -> f64 {
+        self.prediction.step.0 - self.within
+    }
+
     /// The choices, as pins would say them.
     pub fn choice(&self) -> String {
         let Self { degrees, zero, recompute, .. } = self;

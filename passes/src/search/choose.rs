@@ -74,18 +74,24 @@ pub(super) enum Chosen {
     },
 }
 
-/// The best plan of the meshes that are visited.
+/// The candidates of the meshes that are visited, in the order of their estimates.
+pub(super) fn seen(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
+    let mut candidates = enumerate(space, visited)?;
+    sort(&mut candidates);
+    Ok(candidates)
+}
+
+/// The best plan of candidates in that order, of those that may take no more than so many seconds.
 pub(super) fn choose(
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
-    visited: &mut Visited,
+    mut candidates: Vec<Candidate>,
+    against: f64,
 ) -> Result<Chosen, PlanError> {
-    let mut candidates = enumerate(space, visited)?;
-    sort(&mut candidates);
-    if visited.against < f64::INFINITY {
+    if against < f64::INFINITY {
         let fastest = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned().map(Box::new);
         let all = candidates.len() as u64;
-        candidates.retain(|candidate| candidate.prediction.step.0 <= visited.against);
+        candidates.retain(|candidate| candidate.least() <= against);
         if !candidates.iter().any(|candidate| candidate.prediction.fits()) {
             return Ok(Chosen::Slower { fastest, candidates: all });
         }

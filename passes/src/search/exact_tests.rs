@@ -2,7 +2,7 @@
 
 use super::away::Away;
 use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
-use super::choose::{Chosen, choose};
+use super::choose::{Chosen, choose, seen};
 use super::estimate::Shape;
 use super::line::Line;
 use super::rounds::Pipelines;
@@ -217,7 +217,8 @@ fn the_same_request_gives_the_same_plan() {
     }
     let space = Space { request: &request(64, low * 2), ..space };
     let mut visited = Visited::within(Bytes(low * 2), f64::INFINITY);
-    let Chosen::Best { plan: all, .. } = choose(&space, None, &mut visited).unwrap() else {
+    let candidates = seen(&space, &mut visited).unwrap();
+    let Chosen::Best { plan: all, .. } = choose(&space, None, candidates, visited.against).unwrap() else {
         panic!("nothing is known")
     };
     let pruned = search(&graph, &cluster, space.request, &pins, &NoScratch).unwrap();

@@ -1,14 +1,15 @@
-//! The rounds of a search: plans of one stage first, then pipelines, of which only those are lowered that promise to be
-//! faster than the best of one stage. So that more that is searched never gives a slower plan, the two are compared by
-//! what their programs take.
+//! The rounds of a search: plans of one stage and pipelines. The kind that promises more is lowered first; of the other only
+//! those are that promise to be faster than what came of it. So that more that is searched never gives a slower plan, the
+//! two are compared by what their programs take.
 
-use super::choose::{Chosen, choose};
+use super::choose::{Chosen, choose, seen};
 use super::line::Line;
 use super::outcome::{TOLD, slower, stopped};
 use super::visit::Visited;
-use super::{Confirm, PlanError, Space};
+use super::{Candidate, Confirm, PlanError, Space};
 use shardc_ir::plan::{Alternative, Prediction};
 use shardc_ir::{Plan, Seconds};
+use std::cell::LazyCell;
 
 /// Whether pipelines are searched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,44 @@ pub(super) enum Pipelines {
     Alone,
 }
 
+/// What is estimated in a round.
+struct Seen {
+    candidates: Vec<Candidate>,
+    visited: Visited,
+}
+
+impl Seen {
+    /// Of a space, beside a plan that is known to take so many seconds.
+    fn new(space: &Space<'_, '_>, known: f64) -> Result<Self, PlanError> {
+        let mut visited = Visited::new(space.away.room.device).against(known);
+        Ok(Self { candidates: seen(space, &mut visited)?, visited })
+    }
+
+    /// The least of the seconds that are said of a candidate, of those that fit.
+    fn least(&self, of: &dyn Fn(&Candidate) -> f64) -> f64 {
+        self.candidates.iter().filter(|of| of.prediction.fits()).map(of).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The best plan, beside one that is known to take so many seconds.
+    fn chosen(self, space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Round, PlanError> {
+        let Self { candidates, visited } = self;
+        let visited = visited.against(known);
+        let chosen = choose(space, confirm, candidates, visited.against);
+        let step = match &chosen {
+            Ok(Chosen::Best { step, .. }) => *step,
+            _ => f64::INFINITY,
+        };
+        if step <= visited.cut {
+            return chosen.map(|chosen| Round { chosen, visited });
+        }
+        // Plans that were thought to fit did not: what was left out because of them may be the best after all.
+        let mut visited = Visited::within(space.away.room.device, step).against(known);
+        let candidates = seen(space, &mut visited)?;
+        let chosen = choose(space, confirm, candidates, visited.against)?;
+        Ok(Round { chosen, visited })
+    }
+}
+
 /// What came of a round.
 struct Round {
     chosen: Chosen,
@@ -30,24 +69,6 @@ struct Round {
 }
 
 impl Round {
-    /// Of a space, beside a plan that is known to take so many seconds.
-    fn new(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Self, PlanError> {
-        let memory = space.away.room.device;
-        let mut visited = Visited::new(memory).against(known);
-        let chosen = choose(space, confirm, &mut visited);
-        let step = match &chosen {
-            Ok(Chosen::Best { step, .. }) => *step,
-            _ => f64::INFINITY,
-        };
-        if step <= visited.cut {
-            return chosen.map(|chosen| Self { chosen, visited });
-        }
-        // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-        let mut visited = Visited::within(memory, step).against(known);
-        let chosen = choose(space, confirm, &mut visited)?;
-        Ok(Self { chosen, visited })
-    }
-
     /// No plan of its meshes that fits is estimated to take less; the best may be one whose estimate does not fit.
     fn bound(&self, space: &Space<'_, '_>) -> Result<Option<f64>, PlanError> {
         let estimate = match &self.chosen {
@@ -74,26 +95,62 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
     let whole = Space { line: None, ..*space };
     let of_whole = match space.pipelines {
         Pipelines::Alone => None,
-        _ => Some(Round::new(&whole, confirm, f64::INFINITY)),
+        _ => Some(Seen::new(&whole, f64::INFINITY)),
     };
-    let is_open = match (space.pipelines, &of_whole) {
-        (Pipelines::Never, _) | (_, Some(Err(PlanError::Bug(_)))) => false,
-        (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short),
-        (Pipelines::Too | Pipelines::Alone, _) => true,
+    let line = LazyCell::new(|| Line::new(space.prepared));
+    let staged = || Space { line: Some(&line), ..*space };
+    let (of_whole, of_staged) = match (space.pipelines, of_whole) {
+        (Pipelines::Too, Some(Ok(seen))) => both((&whole, seen), &staged(), confirm),
+        (pipelines, of_whole) => {
+            let of_whole = of_whole.map(|seen| seen?.chosen(&whole, confirm, f64::INFINITY));
+            let is_open = match (pipelines, &of_whole) {
+                (Pipelines::Never, _) | (_, Some(Err(PlanError::Bug(_)))) => false,
+                (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short),
+                (Pipelines::Too | Pipelines::Alone, _) => true,
+            };
+            let of_staged = || Seen::new(&staged(), f64::INFINITY)?.chosen(&staged(), confirm, f64::INFINITY);
+            (of_whole, is_open.then(of_staged))
+        }
     };
-    let line = is_open.then(|| Line::new(space.prepared));
-    let staged = Space { line: line.as_ref(), ..*space };
-    let known = of_whole.iter().flatten().map(Round::step).fold(f64::INFINITY, f64::min);
-    let of_staged = is_open.then(|| Round::new(&staged, confirm, known));
     match (of_whole, of_staged) {
         (_, Some(Err(error @ PlanError::Bug(_)))) => Err(error),
         (Some(Ok(found)), None | Some(Err(_))) => told(found, &whole, None),
-        (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged, None),
-        (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged))),
-        (Some(Ok(one)), Some(Ok(other))) => told(other, &staged, Some((one, &whole))),
+        (None | Some(Err(_)), Some(Ok(found))) => told(found, &staged(), None),
+        (Some(Ok(one)), Some(Ok(other))) if one.step() <= other.step() => told(one, &whole, Some((other, &staged()))),
+        (Some(Ok(one)), Some(Ok(other))) => told(other, &staged(), Some((one, &whole))),
         (Some(Err(one)), Some(Err(other))) => Err(nearer(one, other)),
         (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
         (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
+    }
+}
+
+/// What comes of the rounds of plans of one stage and of pipelines: of the kind first that promises more, by whose programs
+/// the other is measured then. What chunks hide of plans of one stage is not estimated, so these promise all that they may.
+fn both(
+    (whole, seen): (&Space<'_, '_>, Seen),
+    staged: &Space<'_, '_>,
+    confirm: Option<Confirm<'_>>,
+) -> (Option<Result<Round, PlanError>>, Option<Result<Round, PlanError>>) {
+    let [promised, estimated] = [Candidate::least, |of: &Candidate| of.prediction.step.0].map(|of| seen.least(&of));
+    let of_staged = Seen::new(staged, estimated);
+    let is_more = |of_staged: &Seen| of_staged.least(&Candidate::least) < promised;
+    let known = |round: &Result<Round, PlanError>| round.as_ref().map_or(f64::INFINITY, Round::step);
+    match of_staged {
+        Ok(of_staged) if confirm.is_some() && is_more(&of_staged) => {
+            let of_staged = of_staged.chosen(staged, confirm, f64::INFINITY);
+            let of_whole = seen.chosen(whole, confirm, known(&of_staged));
+            (Some(of_whole), Some(of_staged))
+        }
+        of_staged => {
+            let of_whole = seen.chosen(whole, confirm, f64::INFINITY);
+            if let Err(PlanError::Bug(_)) = &of_whole {
+                return (Some(of_whole), None);
+            }
+            let step = known(&of_whole);
+            // What was left out beside an estimate may be worth something beside programs that take longer.
+            let of_staged = if step <= estimated { of_staged } else { Seen::new(staged, step) };
+            (Some(of_whole), Some(of_staged.and_then(|of_staged| of_staged.chosen(staged, confirm, step))))
+        }
     }
 }
 
