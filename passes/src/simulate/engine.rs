@@ -3,7 +3,8 @@
 //!
 //! Between two events every rate is constant, so time jumps from the end of one instruction to the
 //! end of the next. Kernels run slower while their rank communicates, by the share of the device that
-//! collectives take; collectives that leave their nodes share the nodes' links.
+//! collectives take; collectives that leave their nodes share the nodes' links. When an instruction ends is found again
+//! only where its rate changes.
 
 use super::kinds::Works;
 use super::price::{Work, meeting_seconds, message_seconds};
@@ -12,7 +13,8 @@ use super::{RunSpan, SimulateError, Span};
 use crate::cluster::Cluster;
 use shardc_ir::program::Stream;
 use shardc_ir::{Program, SectionId};
-use std::collections::BTreeMap;
+use std::cmp::{Ordering, Reverse};
+use std::collections::{BTreeMap, BinaryHeap};
 use std::rc::Rc;
 
 const STREAMS: usize = Stream::ALL.len();
@@ -43,17 +45,49 @@ struct Lane {
     open: usize,
     spans: Vec<Span>,
     runs: Vec<RunSpan>,
+    /// What it does on wires at the moment, and of that between nodes.
+    on_wires: u32,
+    crossing: u32,
+    /// The kernel that it runs.
+    kernel: Option<usize>,
+    /// How long it computed until it last began or ended a kernel, and when that was.
+    computed: (f64, f64),
 }
 
 /// An instruction under way, on all lanes that take part in it.
 struct Task {
-    /// The lane, the stream, the instruction, when the lane was ready, and how long it also computed.
+    /// The lane, the stream, the instruction, when the lane was ready, and how long it had computed by the start.
     parts: Vec<(usize, usize, u32, f64, f64)>,
     start: f64,
-    left: f64,
+    /// What was left of it, at what time.
+    left: (f64, f64),
     rate: f64,
     /// Whether it needs the links between nodes.
     crosses: bool,
+    /// The number of its end, of all that were found; what was found before counts no more.
+    version: u64,
+}
+
+/// When a task ends, if nothing changes.
+#[derive(Clone, Copy, PartialEq)]
+struct End {
+    time: f64,
+    task: usize,
+    version: u64,
+}
+
+impl Eq for End {}
+
+impl PartialOrd for End {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for End {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.time.total_cmp(&other.time).then_with(|| (self.task, self.version).cmp(&(other.task, other.version)))
+    }
 }
 
 /// Who waits at a meeting: the lane, the stream, the instruction, since when, and the seconds it takes.
@@ -69,7 +103,17 @@ enum Place {
 
 struct State {
     lanes: Vec<Lane>,
-    tasks: Vec<Task>,
+    /// By number, of which those that are free are used again.
+    tasks: Vec<Option<Task>>,
+    free: Vec<usize>,
+    ends: BinaryHeap<Reverse<End>>,
+    /// How many ends were found.
+    found: u64,
+    /// Per kind of node, how many of its devices ask for links to others, and the share of it that these carry.
+    asking: Vec<u64>,
+    shares: Vec<f64>,
+    /// The tasks that need links between nodes.
+    crossing: Vec<usize>,
     waiting: BTreeMap<Place, Waiting>,
     now: f64,
     /// Runs of a section that all lanes have made alike.
@@ -97,9 +141,17 @@ fn is_same(a: &[Span], b: &[Span]) -> bool {
 impl Engine<'_> {
     /// Runs the step; gives the runs of each class.
     pub fn run(&self) -> Result<Vec<Vec<RunSpan>>, SimulateError> {
+        // Per kind of node, how much of what its crossing ranks ask for its links carry.
+        let kinds = self.folded.classes.first().map_or(0, |class| class.per_node.len());
         let mut state = State {
             lanes: self.folded.classes.iter().map(|_| Lane::new()).collect(),
             tasks: Vec::new(),
+            free: Vec::new(),
+            ends: BinaryHeap::new(),
+            found: 0,
+            asking: vec![0; kinds],
+            shares: vec![1.0; kinds],
+            crossing: Vec::new(),
             waiting: BTreeMap::new(),
             now: 0.0,
             known: BTreeMap::new(),
@@ -109,24 +161,26 @@ impl Engine<'_> {
             self.enter(&mut state, lane);
             self.advance(&mut state, lane);
         }
-        while !state.tasks.is_empty() {
-            self.set_rates(&mut state);
-            let ended = state.pass_time();
-            let mut moved: Vec<usize> = Vec::new();
-            for task in ended {
-                for (lane, stream, index, ready, hidden) in task.parts {
-                    let entered = state.lanes[lane].entered;
-                    let (start, finish) = (task.start - entered, state.now - entered);
-                    state.lanes[lane].spans.push(Span { index, ready: ready - entered, start, finish, hidden });
-                    state.lanes[lane].complete(index, stream);
+        self.share_links(&mut state);
+        let (mut ended, mut moved) = (Vec::new(), Vec::new());
+        while state.pass_time(&mut ended) {
+            for task in ended.drain(..) {
+                self.end(&mut state, &task);
+                for (lane, stream, index, ready, before) in task.parts {
+                    let (now, own) = (state.now, &mut state.lanes[lane]);
+                    let hidden = if stream == Stream::Compute as usize { 0.0 } else { own.computed_by(now) - before };
+                    let (start, finish) = (task.start - own.entered, now - own.entered);
+                    own.spans.push(Span { index, ready: ready - own.entered, start, finish, hidden });
+                    own.complete(index, stream);
                     moved.push(lane);
                 }
             }
             moved.sort_unstable();
             moved.dedup();
-            for lane in moved {
+            for lane in moved.drain(..) {
                 self.advance(&mut state, lane);
             }
+            self.share_links(&mut state);
         }
         self.check_done(&state)?;
         Ok(state.lanes.into_iter().map(|lane| lane.runs).collect())
@@ -219,9 +273,7 @@ impl Engine<'_> {
             }
             Work::Local(seconds) => {
                 own.is_busy[stream] = true;
-                let parts = vec![(lane, stream, index, state.now, 0.0)];
-                let left = seconds * class.slowdown;
-                state.tasks.push(Task { parts, start: state.now, left, rate: 1.0, crosses: false });
+                self.begin(state, vec![(lane, stream, index, state.now, 0.0)], seconds * class.slowdown, false);
                 return true;
             }
             Work::Meet { group, collective, bytes } => {
@@ -251,44 +303,106 @@ impl Engine<'_> {
             let waiting = state.waiting.remove(&place).unwrap_or_default();
             let left = waiting.iter().map(|(.., seconds)| *seconds).fold(NOTHING, f64::max);
             let parts = waiting.into_iter().map(|(lane, stream, index, ready, _)| (lane, stream, index, ready, 0.0));
-            let parts: Vec<_> = parts.collect();
-            state.tasks.push(Task { parts, start: state.now, left, rate: 1.0, crosses });
+            self.begin(state, parts.collect(), left, crosses);
         }
         true
     }
 
-    fn set_rates(&self, state: &mut State) {
-        let mut communicates = vec![false; state.lanes.len()];
-        let mut crossing = vec![false; state.lanes.len()];
-        for task in &state.tasks {
-            for (lane, stream, ..) in &task.parts {
-                communicates[*lane] |= Stream::ALL[*stream].is_wire();
-                crossing[*lane] |= task.crosses;
+    /// A task begins on its lanes.
+    fn begin(&self, state: &mut State, mut parts: Vec<(usize, usize, u32, f64, f64)>, seconds: f64, crosses: bool) {
+        let (now, task) = (state.now, state.free.pop().unwrap_or(state.tasks.len()));
+        for (lane, stream, .., before) in &mut parts {
+            *before = state.lanes[*lane].computed_by(now);
+            if *stream == Stream::Compute as usize {
+                let own = &mut state.lanes[*lane];
+                own.computed = (*before, now);
+                own.kernel = Some(task);
+            }
+            self.talk(state, *lane, *stream, crosses, true);
+        }
+        let new = Task { parts, start: now, left: (seconds, now), rate: 1.0, crosses, version: 0 };
+        match state.tasks.get_mut(task) {
+            Some(place) => *place = Some(new),
+            None => state.tasks.push(Some(new)),
+        }
+        if crosses {
+            state.crossing.push(task);
+        }
+        self.set_rate(state, task);
+    }
+
+    /// A task is done.
+    fn end(&self, state: &mut State, task: &Task) {
+        let now = state.now;
+        for (lane, stream, ..) in &task.parts {
+            if *stream == Stream::Compute as usize {
+                let own = &mut state.lanes[*lane];
+                (own.computed, own.kernel) = ((own.computed_by(now), now), None);
+            }
+            self.talk(state, *lane, *stream, task.crosses, false);
+        }
+    }
+
+    /// A lane begins or ends something; on a wire, which its kernel loses to.
+    fn talk(&self, state: &mut State, lane: usize, stream: usize, crosses: bool, begins: bool) {
+        let own = &mut state.lanes[lane];
+        let step = |count: &mut u32| {
+            let before = *count;
+            *count = if begins { before + 1 } else { before.saturating_sub(1) };
+            (before == 0) != (*count == 0)
+        };
+        if crosses && step(&mut own.crossing) {
+            for (asking, each) in state.asking.iter_mut().zip(&self.folded.classes[lane].per_node) {
+                *asking = if begins { *asking + each } else { asking.saturating_sub(*each) };
             }
         }
-        let per_node = self.clusters[0].per_node;
-        let loss = |lane: usize| self.clusters[self.folded.classes[lane].device].device.overlap_loss.value;
-        // Per kind of node, how much of what its crossing ranks ask for its links carry.
-        let kinds = self.folded.classes.first().map_or(0, |class| class.per_node.len());
-        let share = |kind: usize| {
-            let lanes = self.folded.classes.iter().zip(&crossing).filter(|(_, crosses)| **crosses);
-            let asking: u64 = lanes.map(|(class, _)| class.per_node[kind]).sum();
-            let carried = per_node as f64 / self.contention;
-            (carried / asking.max(1) as f64).min(1.0)
-        };
-        let shares: Vec<f64> = (0..kinds).map(share).collect();
-        for task in &mut state.tasks {
-            let (lane, stream, ..) = task.parts[0];
-            task.rate = if task.crosses {
-                let touched =
-                    |kind: &usize| task.parts.iter().any(|(lane, ..)| self.folded.classes[*lane].per_node[*kind] > 0);
-                (0..kinds).filter(touched).map(|kind| shares[kind]).fold(1.0, f64::min)
-            } else if stream == Stream::Compute as usize && communicates[lane] {
-                1.0 - loss(lane).clamp(0.0, 0.99)
-            } else {
-                1.0
-            };
+        if Stream::ALL[stream].is_wire()
+            && step(&mut own.on_wires)
+            && let Some(kernel) = own.kernel
+        {
+            self.set_rate(state, kernel);
         }
+    }
+
+    /// Shares the links between nodes anew, where more or fewer ask for them.
+    fn share_links(&self, state: &mut State) {
+        let carried = self.clusters[0].per_node as f64 / self.contention;
+        let mut is_other = false;
+        for (share, asking) in state.shares.iter_mut().zip(&state.asking) {
+            let now = (carried / (*asking).max(1) as f64).min(1.0);
+            is_other |= now != std::mem::replace(share, now);
+        }
+        if is_other {
+            for index in 0..state.crossing.len() {
+                self.set_rate(state, state.crossing[index]);
+            }
+        }
+    }
+
+    /// Finds how fast a task goes on, and when it ends.
+    fn set_rate(&self, state: &mut State, number: usize) {
+        let now = state.now;
+        let Some(Some(task)) = state.tasks.get_mut(number) else { return };
+        let (lane, stream, ..) = task.parts[0];
+        let rate = if task.crosses {
+            let touched =
+                |kind: &usize| task.parts.iter().any(|(lane, ..)| self.folded.classes[*lane].per_node[*kind] > 0);
+            (0..state.shares.len()).filter(touched).map(|kind| state.shares[kind]).fold(1.0, f64::min)
+        } else if stream == Stream::Compute as usize && state.lanes[lane].on_wires > 0 {
+            let loss = self.clusters[self.folded.classes[lane].device].device.overlap_loss.value;
+            1.0 - loss.clamp(0.0, 0.99)
+        } else {
+            1.0
+        };
+        if task.version > 0 && rate == task.rate {
+            return;
+        }
+        let (left, at) = task.left;
+        task.left = ((left - (now - at) * task.rate).max(0.0), now);
+        state.found += 1;
+        (task.rate, task.version) = (rate, state.found);
+        let end = End { time: now + task.left.0 / rate, task: number, version: task.version };
+        state.ends.push(Reverse(end));
     }
 
     fn check_done(&self, state: &State) -> Result<(), SimulateError> {
@@ -315,7 +429,17 @@ impl Lane {
             open: 0,
             spans: Vec::new(),
             runs: Vec::new(),
+            on_wires: 0,
+            crossing: 0,
+            kernel: None,
+            computed: (0.0, 0.0),
         }
+    }
+
+    /// How long it has computed.
+    fn computed_by(&self, now: f64) -> f64 {
+        let (before, at) = self.computed;
+        if self.kernel.is_some() { before + (now - at) } else { before }
     }
 
     fn complete(&mut self, index: u32, stream: usize) {
@@ -327,24 +451,24 @@ impl Lane {
 }
 
 impl State {
-    /// Goes to the next end of an instruction; gives what ends there.
-    fn pass_time(&mut self) -> Vec<Task> {
-        let step = self.tasks.iter().map(|task| task.left / task.rate).fold(f64::INFINITY, f64::min);
-        self.now += step;
-        let mut computes = vec![false; self.lanes.len()];
-        for (lane, stream, ..) in self.tasks.iter().flat_map(|task| &task.parts) {
-            computes[*lane] |= *stream == Stream::Compute as usize;
-        }
-        for task in &mut self.tasks {
-            task.left -= step * task.rate;
-            for (lane, stream, .., hidden) in &mut task.parts {
-                if *stream != Stream::Compute as usize && computes[*lane] {
-                    *hidden += step;
-                }
+    /// Goes to the next end of an instruction, and takes what ends there; whether there was one.
+    fn pass_time(&mut self, ended: &mut Vec<Task>) -> bool {
+        while let Some(Reverse(end)) = self.ends.peek().copied() {
+            if !ended.is_empty() && end.time - self.now > NOTHING {
+                break;
             }
+            self.ends.pop();
+            let is_it = |task: &mut Task| task.version == end.version;
+            let Some(task) = self.tasks[end.task].take_if(is_it) else { continue };
+            if ended.is_empty() {
+                self.now = self.now.max(end.time);
+            }
+            if task.crosses {
+                self.crossing.retain(|other| *other != end.task);
+            }
+            self.free.push(end.task);
+            ended.push(task);
         }
-        let (ended, rest) = std::mem::take(&mut self.tasks).into_iter().partition(|task| task.left <= NOTHING);
-        self.tasks = rest;
-        ended
+        !ended.is_empty()
     }
 }
