@@ -35,6 +35,16 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }
 
+/// Runs of a step's passes, over all stages, above which programs are [`long`].
+const LONG: u64 = 4096;
+
+/// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those the estimate tells
+/// which is the fastest, and that one alone is lowered.
+pub(super) fn is_long(candidate: &Candidate, batch: u64) -> bool {
+    let mesh = candidate.mesh(batch);
+    mesh.degree("pp") * mesh.microbatches() > LONG && candidate.stages.is_some()
+}
+
 /// Whether a candidate's estimate is near that of the first that is lowered.
 fn is_close(candidate: &Candidate, first: &Candidate) -> bool {
     candidate.prediction.step.0 <= CLOSE * first.prediction.step.0
@@ -48,6 +58,9 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     };
     let mut known: Vec<usize> = (0..candidates.len()).find(is_open).into_iter().collect();
     let Some(first) = known.first().copied() else { return Vec::new() };
+    if is_long(&candidates[first], space.request.batch) {
+        return Vec::new();
+    }
     let others = (first + 1..candidates.len()).take_while(|index| is_close(&candidates[*index], &candidates[first]));
     known.extend(others.filter(is_open).find(|index| !is_told_apart(&candidates[first], &candidates[*index])));
     let in_chunks = overlap::likely(candidates, &known, space);
@@ -139,7 +152,9 @@ fn chosen(
             let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
             others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
         };
-        let is_known = || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
+        let is_long = |index: usize| is_long(&candidates[index], space.request.batch);
+        let is_enough = || !close.is_empty() && (is_long(index) || close.iter().any(|(known, _)| is_long(*known)));
+        let is_known = || is_enough() || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
         let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
         if !candidate.prediction.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
             continue;

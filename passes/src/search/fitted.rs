@@ -5,7 +5,7 @@
 //! that is as much larger or smaller as its estimate was wrong. So a plan that was too large has a leaner one beside
 //! it, and one with room to spare another that computes less again.
 
-use super::choose::kin;
+use super::choose::{is_long, kin};
 use super::overstated::{NODES, Refused, tried};
 use super::pins::{Pins, Recompute};
 use super::visit::Visited;
@@ -71,6 +71,10 @@ pub(super) fn again(
     }
     let mut solved = Vec::new();
     let mut open: Vec<(f64, Candidate)> = Vec::new();
+    // A plan that fits is good enough where others take long to lower.
+    if lowered.iter().any(|(index, _)| is_long(&candidates[*index], space.request.batch)) {
+        return Ok(());
+    }
     for _ in 0..TRIES {
         let best = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
         let exact = lowered.iter().map(|(index, plan)| (*index, plan.prediction));

@@ -70,12 +70,13 @@ struct Round {
 
 impl Round {
     /// No plan of its meshes that fits is estimated to take less; the best may be one whose estimate does not fit.
-    fn bound(&self, space: &Space<'_, '_>) -> Result<Option<f64>, PlanError> {
+    /// A bound of `enough` seconds need not be any tighter.
+    fn bound(&self, space: &Space<'_, '_>, enough: f64) -> Result<Option<f64>, PlanError> {
         let estimate = match &self.chosen {
             Chosen::Best { plan, .. } => plan.search.estimate.0,
             Chosen::Slower { .. } => f64::INFINITY,
         };
-        Ok(self.visited.bound(space)?.map(|bound| bound.min(estimate)))
+        Ok(self.visited.bound(space, enough)?.map(|bound| bound.min(estimate)))
     }
 
     /// The seconds of its best plan.
@@ -173,7 +174,11 @@ fn is_short(round: &Result<Round, PlanError>) -> bool {
 fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_>)>) -> Result<Plan, PlanError> {
     let [own, others] = match space.meshes {
         Some(_) => [None; 2],
-        None => [found.bound(space)?, other.as_ref().map(|(round, space)| round.bound(space)).transpose()?.flatten()],
+        None => {
+            // Of the others it matters whether they may be faster.
+            let of_others = |(round, space): &(Round, &Space<'_, '_>)| round.bound(space, found.step());
+            [found.bound(space, f64::INFINITY)?, other.as_ref().map(of_others).transpose()?.flatten()]
+        }
     };
     let Chosen::Best { plan, left_out, .. } = found.chosen else {
         return Err(PlanError::Bug("a round without a plan".to_string()));

@@ -7,7 +7,6 @@ use super::pins::Pins;
 use crate::divisors::divisors;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Graph, NodeId, Pipeline};
-use std::collections::BTreeSet;
 
 /// The schedules that pins leave open, with the chunks of a stage. GPipe has the bubble of 1F1B and more memory,
 /// so it is taken where it is pinned.
@@ -63,13 +62,11 @@ pub(super) fn in_flight(
         Schedule::OneForwardOneBackward => vec![None, Some(2 * stages - 1)],
         // As much as 1F1B holds, down to half of it.
         Schedule::ZeroBubbleV => [2 * stages, (3 * stages).div_ceil(2), stages].map(Some).to_vec(),
-        // The least, then what larger rounds hold, in which messages may take longer.
+        // The least, then what half as many rounds hold, in which messages may take longer.
         Schedule::Interleaved => {
             let all = pipeline.rounds(stages, microbatches);
-            let fewer: BTreeSet<u64> = [(2 * all).div_ceil(3), all.div_ceil(2)].into();
-            let fewer = fewer.into_iter().rev().filter(|rounds| *rounds < all);
-            let larger = fewer.map(|rounds| Some(pipeline.held_in_rounds(stages, microbatches, rounds)));
-            std::iter::once(None).chain(larger).collect()
+            let half = Some(pipeline.held_in_rounds(stages, microbatches, all.div_ceil(2)));
+            if all > 1 { vec![None, half] } else { vec![None] }
         }
     }
 }

@@ -50,6 +50,11 @@ use step::MOST_FOLLOWED;
 /// here, unless they are asked for.
 pub(super) const MOST_ZERO: u64 = 1;
 
+/// More chunks a stage than these are tried where a step has fewer than so many microbatches for each stage: with more,
+/// what they save of filling and draining is little beside what their messages cost.
+const FEW_CHUNKS: u64 = 4;
+const MANY: u64 = 4;
+
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stages {
@@ -312,7 +317,11 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
     // As many stages, there are no more chunks than are worth a try, unless they are asked for.
     let is_asked = pins.schedule.is_some() || pins.virtual_stages.is_some();
     let most = if is_asked { u64::MAX } else { mesh.line.most() };
-    for (schedule, per_stage) in schedules(pins).into_iter().filter(|of| of.1 == 1 || stages * of.1 <= most) {
+    let is_worth = |(_, per_stage): &(Schedule, u64)| {
+        let is_few = is_asked || *per_stage <= FEW_CHUNKS || microbatches < MANY * stages;
+        *per_stage == 1 || (stages * per_stage <= most && is_few)
+    };
+    for (schedule, per_stage) in schedules(pins).into_iter().filter(is_worth) {
         let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
             true => zero == MOST_ZERO,
             false => zero == 0 || (zero == MOST_ZERO && has_copies),

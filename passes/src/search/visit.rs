@@ -171,11 +171,11 @@ impl Visited {
     }
 
     /// No plan of any mesh that fits is predicted to take less: the least of their bounds, where the lowest is made as
-    /// tight as can be before it counts. None where there is no mesh.
+    /// tight as can be before it counts, unless it is so many seconds. None where there is no mesh.
     ///
     /// # Errors
     /// Only a bug.
-    pub fn bound(&self, space: &Space<'_, '_>) -> Result<Option<f64>, PlanError> {
+    pub fn bound(&self, space: &Space<'_, '_>, enough: f64) -> Result<Option<f64>, PlanError> {
         let Space { prepared, cluster, request, pins, away, .. } = *space;
         let memory = Some(self.memory).filter(|_| !away.moves());
         if self.known.is_empty() {
@@ -184,13 +184,13 @@ impl Visited {
         let bound = |known: &Known| (if known.is_whole { known.best } else { known.least }, known.is_tight);
         let mut bounds: Vec<(f64, bool)> = self.known.iter().map(bound).collect();
         // The bound that counts in the end is the least: none need be tighter than one that is as tight as can be.
-        let mut enough = self.best;
+        let mut enough = self.best.min(enough);
         loop {
             let lowest = bounds.iter_mut().zip(&self.known).min_by(|a, b| a.0.0.total_cmp(&b.0.0));
             let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
                 return Ok(Some(self.best));
             };
-            if *is_tight || *bound * (1.0 + NEAR) >= self.best {
+            if *is_tight || *bound * (1.0 + NEAR) >= self.best || *bound >= enough {
                 return Ok(Some(*bound));
             }
             let mesh = known.degrees.mesh(request.batch);

@@ -17,8 +17,8 @@ use std::rc::Rc;
 /// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
 const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
-pub(super) const MOST_FOLLOWED: u64 = 256;
-/// Microbatches, in stages, after which every further one takes as long as the one before.
+pub(super) const MOST_FOLLOWED: u64 = 128;
+/// Rounds after which every further one takes as long as the one before.
 const STEADY: u64 = 3;
 
 /// The chunks of each stage with where they begin and end, and its level.
@@ -122,7 +122,7 @@ impl Problem<'_> {
         let links = chain(pipeline, count);
         let durations = Costs::new(self, (ends, levels), &links, longer);
         let seconds = |chunks: &Vec<Part>| {
-            let of = |(chunk, _, _): &Part| durations.chunks[*chunk].all();
+            let of = |part: &Part| durations.chunks[part.0].all() + self.lost(*part);
             chunks.iter().map(of).sum::<f64>()
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
@@ -132,7 +132,7 @@ impl Problem<'_> {
             finish(&followed, &orders, &links, &durations)
         };
         self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &durations.messages), &|| {
-            let some = self.tries.mesh.followed((STEADY * count * pipeline.per_stage).max(2 * round), round);
+            let some = self.tries.mesh.followed(STEADY * round, round);
             let few = run(some)?;
             if some == microbatches {
                 return Some(few);
@@ -179,7 +179,7 @@ impl Problem<'_> {
 /// A pipeline of which fewer microbatches are run in rounds as large as those of all, and how large they are.
 fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, u64) {
     if pipeline.schedule != Schedule::Interleaved {
-        return (pipeline.clone(), stages);
+        return (pipeline.clone(), stages * pipeline.per_stage);
     }
     let rounds = pipeline.rounds(stages, microbatches);
     let in_flight = Some(pipeline.held_in_rounds(stages, microbatches, rounds));
