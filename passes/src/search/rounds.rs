@@ -125,13 +125,12 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
     }
 }
 
+/// What came of a round, if there was one.
+type Came = Option<Result<Round, PlanError>>;
+
 /// What comes of the rounds of plans of one stage and of pipelines: of the kind first that promises more, by whose programs
 /// the other is measured then. What chunks hide of plans of one stage is not estimated, so these promise all that they may.
-fn both(
-    (whole, seen): (&Space<'_, '_>, Seen),
-    staged: &Space<'_, '_>,
-    confirm: Option<Confirm<'_>>,
-) -> (Option<Result<Round, PlanError>>, Option<Result<Round, PlanError>>) {
+fn both((whole, seen): (&Space<'_, '_>, Seen), staged: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> (Came, Came) {
     let [promised, estimated] = [Candidate::least, |of: &Candidate| of.prediction.step.0].map(|of| seen.least(&of));
     let of_staged = Seen::new(staged, estimated);
     let is_more = |of_staged: &Seen| of_staged.least(&Candidate::least) < promised;
