@@ -35,7 +35,7 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
 }
 
-/// Runs of a step's passes, over all stages, above which programs are [`long`].
+/// Microbatches of all stages together above which [programs are long](is_long).
 const LONG: u64 = 4096;
 
 /// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those the estimate tells

@@ -14,7 +14,7 @@ use std::rc::Rc;
 /// The schedule, with the chunks of a stage and those in flight.
 type Order = (Schedule, u64, Option<u64>);
 
-/// The order, and the bits of what passes and messages take.
+/// The order, and the bits of what passes and messages take, and of what steps lose to those.
 type Passes = (Order, Vec<u64>);
 
 /// What is known of the schedules on one mesh.
@@ -34,10 +34,10 @@ impl Runs {
     pub fn seconds(
         &self,
         pipeline: &Pipeline,
-        (chunks, messages): (&[Lengths], &[f64]),
+        (chunks, on_wire): (&[Lengths], &[f64]),
         run: &dyn Fn() -> Option<f64>,
     ) -> Option<f64> {
-        let bits = chunks.iter().flat_map(|own| bits(*own)).chain(messages.iter().map(|seconds| seconds.to_bits()));
+        let bits = chunks.iter().flat_map(|own| bits(*own)).chain(on_wire.iter().map(|seconds| seconds.to_bits()));
         known(&self.seconds, (order(pipeline), bits.collect()), run)
     }
 }

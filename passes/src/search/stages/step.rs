@@ -131,7 +131,8 @@ impl Problem<'_> {
             let orders = orders(&followed, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
             finish(&followed, &orders, &links, &durations)
         };
-        self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &durations.messages), &|| {
+        let on_wire = [&durations.messages[..], &[durations.loss]].concat();
+        self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &on_wire), &|| {
             let some = self.tries.mesh.followed(STEADY * round, round);
             let few = run(some)?;
             if some == microbatches {
