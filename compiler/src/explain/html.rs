@@ -202,8 +202,8 @@ fn folded_module(plan: &Plan, alike: usize, node: NodeId) -> String {
 /// for which microbatch, and of which section.
 fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Value>) {
     let mut sections: Vec<Value> = Vec::new();
-    // Equal sections are one, whatever they are called: those of the microbatches in flight are.
-    let mut numbers: HashMap<String, usize> = HashMap::new();
+    // Sections that are nearly equal are one, whatever they are called: those of the microbatches in flight are.
+    let mut alike: HashMap<(Vec<u64>, Vec<u64>), Vec<(Vec<u64>, usize)>> = HashMap::new();
     let mut ranks = Vec::new();
     for rank in &inspection.simulated.ranks {
         let program = &inspection.programs[rank.program];
@@ -213,8 +213,14 @@ fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Val
         for run in &rank.runs {
             let number = *known.entry((Rc::as_ptr(&run.spans), run.run.section)).or_insert_with(|| {
                 let section = section(inspection, program, &curve, run, names);
-                *numbers.entry(section.to_string()).or_insert_with(|| {
-                    sections.push(section);
+                let alike = alike.entry((section.what, section.held)).or_default();
+                let near = NEAR * (run.finish - run.start) * 1e9;
+                let is_near =
+                    |times: &[u64]| times.iter().zip(&section.times).all(|(a, b)| a.abs_diff(*b) as f64 <= near);
+                let found = alike.iter().find(|(times, _)| is_near(times)).map(|(_, number)| *number);
+                found.unwrap_or_else(|| {
+                    sections.push(section.text);
+                    alike.push((section.times, sections.len() - 1));
                     sections.len() - 1
                 })
             });
@@ -254,14 +260,27 @@ fn nanos(seconds: f64) -> u64 {
     (seconds.max(0.0) * 1e9).round() as u64
 }
 
+/// Runs of the same instructions are shown as one where no time of kernels and collectives in them differs by more than this
+/// share of the run: messages beside them come earlier or later in each.
+const NEAR: f64 = 0.04;
+
 /// One run of a section: its spans, flat, and its memory, thinned.
+struct SectionOfPage {
+    text: Value,
+    /// What its spans show, in their order of instructions, and the least and the most of memory.
+    what: Vec<u64>,
+    held: Vec<u64>,
+    /// How long it takes, and per instruction but messages, when it begins and how long it takes.
+    times: Vec<u64>,
+}
+
 fn section(
     inspection: &Inspection<'_>,
     program: &Program,
     curve: &[(usize, shardc_ir::plan::Memory)],
     run: &RunSpan,
     names: &mut Names,
-) -> Value {
+) -> SectionOfPage {
     let graph = &inspection.plan.graph;
     let section = &program.sections[run.run.section];
     let mut flat: Vec<u64> = Vec::with_capacity(run.spans.len() * 6);
@@ -289,7 +308,14 @@ fn section(
             [nanos(moment.at)].into_iter().chain(parts.map(|bytes| bytes.0))
         })
         .collect();
-    json!({"length": length, "spans": flat, "memory": memory})
+    let totals = || moments.iter().map(|moment| moment.memory.total().0);
+    let held = vec![totals().min().unwrap_or(0), totals().max().unwrap_or(0)];
+    let mut in_order: Vec<(u32, &[u64])> = run.spans.iter().map(|span| span.index).zip(flat.chunks(6)).collect();
+    in_order.sort_unstable_by_key(|(index, _)| *index);
+    let what = in_order.iter().flat_map(|(_, span)| span[..3].iter().copied()).collect();
+    let of_rank = in_order.iter().filter(|(_, span)| span[0] != Stream::Messages as u64);
+    let times = std::iter::once(length).chain(of_rank.flat_map(|(_, span)| [span[3], span[4]])).collect();
+    SectionOfPage { what, held, times, text: json!({"length": length, "spans": flat, "memory": memory}) }
 }
 
 /// Of the moments that fall together the fullest and the last, at most [`POINTS`] times.
