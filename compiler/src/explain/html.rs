@@ -203,7 +203,7 @@ fn folded_module(plan: &Plan, alike: usize, node: NodeId) -> String {
 fn ranks(inspection: &Inspection<'_>, names: &mut Names) -> (Vec<Value>, Vec<Value>) {
     let mut sections: Vec<Value> = Vec::new();
     // Sections that are nearly equal are one, whatever they are called: those of the microbatches in flight are.
-    let mut alike: HashMap<(Vec<u64>, Vec<u64>), Vec<(Vec<u64>, usize)>> = HashMap::new();
+    let mut alike: HashMap<(Vec<u64>, Vec<u64>), Vec<Known>> = HashMap::new();
     let mut ranks = Vec::new();
     for rank in &inspection.simulated.ranks {
         let program = &inspection.programs[rank.program];
@@ -263,6 +263,9 @@ fn nanos(seconds: f64) -> u64 {
 /// Runs of the same instructions are shown as one where no time of kernels and collectives in them differs by more than this
 /// share of the run: messages beside them come earlier or later in each.
 const NEAR: f64 = 0.04;
+
+/// The times of a section that is on the page, and its number.
+type Known = (Vec<u64>, usize);
 
 /// One run of a section: its spans, flat, and its memory, thinned.
 struct SectionOfPage {
