@@ -110,12 +110,11 @@ pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64),
     };
     let per_rank = batch / data.max(1);
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
-    let counts = divisors(per_rank).into_iter().filter(is_pinned).map(|size| per_rank / size);
-    let counts: Vec<u64> = counts.filter(|count| *count >= 2).collect();
-    if let Some(microbatches) = counts.first() {
+    let mut counts = divisors(per_rank).into_iter().filter(is_pinned).map(|size| per_rank / size);
+    if let Some(microbatches) = counts.find(|count| *count >= 2) {
         let (schedule, in_flight) = (pins.schedule.unwrap_or(Schedule::Interleaved), pins.in_flight);
         let pipeline = Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() };
-        if let Err(message) = pipeline.check_in_flight(stages, *microbatches) {
+        if let Err(message) = pipeline.check_in_flight(stages, microbatches) {
             return fail(format!("in_flight={}", in_flight.unwrap_or_default()), message);
         }
         let message =
