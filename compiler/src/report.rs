@@ -74,12 +74,24 @@ pub fn plan_text(plan: &Plan) -> String {
     if !plan.alternatives.is_empty() {
         let _ = writeln!(text, "\nrunners-up");
     }
-    let width = plan.alternatives.iter().map(|other| other.choice.len()).max().unwrap_or(0);
-    for other in &plan.alternatives {
+    let choices: Vec<String> = plan.alternatives.iter().map(|other| brief(&other.choice)).collect();
+    let width = choices.iter().map(String::len).max().unwrap_or(0);
+    for (choice, other) in choices.iter().zip(&plan.alternatives) {
         let (step, memory) = (other.step.to_string(), other.memory.to_string());
-        let _ = writeln!(text, "  {:width$}  {step:>10}  {memory:>10}  {}", other.choice, other.reason);
+        let _ = writeln!(text, "  {choice:width$}  {step:>10}  {memory:>10}  {}", other.reason);
     }
     text
+}
+
+/// A choice as a table shows it: of what differs from stage to stage only that it does (`--json` has it all).
+fn brief(choice: &str) -> String {
+    let part = |part: &str| match part.split_once('=') {
+        Some((name, each)) if each.contains('/') && each.len() > 24 => {
+            format!("{name}=({} differ)", each.split('/').count())
+        }
+        _ => part.to_string(),
+    };
+    choice.split(',').map(part).collect::<Vec<_>>().join(",")
 }
 
 /// The axes along which the ranks of a stage lie.

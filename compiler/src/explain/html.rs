@@ -1,8 +1,9 @@
 //! The report: one self-contained page, with the data of an [`Inspection`] as compact JSON.
 //!
 //! `report.html` is the page; it reads the JSON and draws. Whatever repeats is written once: equal
-//! blocks are one value with a count, equal microbatches one list of spans, names one table. So the page
-//! of a model with hundreds of layers on thousands of ranks stays small.
+//! blocks are one value with a count, equal microbatches one list of spans, names one table, what values have in common
+//! one entry of a column, memory its changes. So the page of a model with hundreds of layers on thousands of ranks stays
+//! small.
 
 use super::names::{folded_nodes, folded_path, layout, local, name_of, role, stage_of};
 use super::{Inspection, collectives, memory, sensitivity, text, value};
@@ -77,13 +78,32 @@ fn data(inspection: &Inspection<'_>) -> Result<Value, Error> {
         "search": plan.search,
         "collectives": collectives::rows(inspection),
         "sensitivity": sensitivity::sensitivity(inspection)?,
-        "values": values,
+        "values": columns(&values),
         "sections": sections,
         "ranks": ranks,
         "class_of": run_lengths(&inspection.simulated.class_of),
         "streams": Stream::ALL.map(Stream::name),
         "names": names.list,
     }))
+}
+
+/// Rows with the same fields by field: each different entry once, and of each row the number of its own. Rows that have no
+/// entry in common are the entries in their order.
+fn columns(rows: &[Value]) -> Value {
+    let fields = rows.first().and_then(Value::as_object).into_iter().flat_map(|row| row.keys());
+    let column = |field: &String| {
+        let (mut numbers, mut entries) = (HashMap::new(), Vec::new());
+        let number = |row: &Value| {
+            *numbers.entry(row[field].to_string()).or_insert_with(|| {
+                entries.push(row[field].clone());
+                entries.len() - 1
+            })
+        };
+        let of: Vec<usize> = rows.iter().map(number).collect();
+        let all_differ = entries.len() == rows.len();
+        (field.clone(), if all_differ { json!([entries]) } else { json!([entries, of]) })
+    };
+    Value::Object(fields.map(column).collect())
 }
 
 /// `[value, how often]`, for lists that repeat themselves.
@@ -303,14 +323,7 @@ fn section(
     }
     let length = nanos(run.finish - run.start);
     let moments = thin(memory::of_run(program, curve, run), length as f64 / 1e9);
-    let memory: Vec<u64> = moments
-        .iter()
-        .flat_map(|moment| {
-            let held = moment.memory;
-            let parts = [held.parameters, held.optimizer, held.gradients, held.activations, held.buffers];
-            [nanos(moment.at)].into_iter().chain(parts.map(|bytes| bytes.0))
-        })
-        .collect();
+    let memory = changes(&moments);
     let totals = || moments.iter().map(|moment| moment.memory.total().0);
     let held = vec![totals().min().unwrap_or(0), totals().max().unwrap_or(0)];
     let mut in_order: Vec<(u32, &[u64])> = run.spans.iter().map(|span| span.index).zip(flat.chunks(6)).collect();
@@ -319,6 +332,23 @@ fn section(
     let of_rank = in_order.iter().filter(|(_, span)| span[0] != Stream::Messages as u64);
     let times = std::iter::once(length).chain(of_rank.flat_map(|(_, span)| [span[3], span[4]])).collect();
     SectionOfPage { what, held, times, text: json!({"length": length, "spans": flat, "memory": memory}) }
+}
+
+/// What changes, flat: nanoseconds since the change before, the part of memory, and by how many bytes it grows. The parts
+/// that there are at first grow from nothing.
+fn changes(moments: &[memory::Moment]) -> Vec<i64> {
+    let (mut changes, mut before, mut held) = (Vec::new(), 0, [0; 5]);
+    for moment in moments {
+        let (at, memory) = (nanos(moment.at) as i64, moment.memory);
+        let parts = [memory.parameters, memory.optimizer, memory.gradients, memory.activations, memory.buffers];
+        for (part, bytes) in parts.map(|bytes| bytes.0 as i64).into_iter().enumerate() {
+            if bytes != held[part] {
+                changes.extend([at - before, part as i64, bytes - held[part]]);
+                (before, held[part]) = (at, bytes);
+            }
+        }
+    }
+    changes
 }
 
 /// Of the moments that fall together the fullest and the last, at most [`POINTS`] times.
