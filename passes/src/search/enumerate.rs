@@ -13,6 +13,7 @@ use crate::divisors::divisors;
 use crate::threads;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, NodeId};
+use std::time::Instant;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
 const MOST_MICROBATCHES: u64 = 1 << 16;
@@ -93,6 +94,7 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 found.coupled = found.coupled.or_else(|| placed::coupled(prepared, &mesh));
                 continue;
             };
+            let began = Instant::now();
             if visited.opens(space, &placed, &degrees, &point) {
                 let mut of_mesh = match line {
                     Some(line) => stages::solve(space, line, placed, &point, visited),
@@ -100,6 +102,19 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 };
                 found.drops_chunks |= placed::drop_unpinned_chunks(&mut of_mesh, pins);
                 visited.add(&of_mesh);
+                let least = |of: &dyn Fn(&Prediction) -> bool| {
+                    let of = of_mesh.iter().map(|candidate| candidate.prediction).filter(of);
+                    of.map(|of| of.step.0).fold(f64::INFINITY, f64::min)
+                };
+                tracing::debug!(
+                    degrees = degrees.text(),
+                    microbatch,
+                    plans = of_mesh.len(),
+                    fastest = least(&|_| true),
+                    fits = least(&Prediction::fits),
+                    took = began.elapsed().as_secs_f64(),
+                    "solved"
+                );
                 solved.extend(of_mesh);
             } else {
                 visited.may_fit = true;

@@ -117,10 +117,13 @@ fn ways_of_stage(prepared: &Prepared<'_>, pp: u64, cluster: &Cluster, request: &
             continue;
         }
         let splits = splits(prepared, tp, pins);
+        // Tensor ranks of several nodes exchange far more than context ranks that are as many.
+        let is_near = all || is_few || tp <= cluster.per_node;
         for cp in divisors(ranks / tp) {
             let context = cp * ring * ulysses;
             let is_kept = (ranks / tp).is_multiple_of(context) && seq.is_multiple_of(if seq > 1 { context } else { 1 });
-            if !pins.cp.map_or(opens_context(cp), |pin| pin == cp) || !is_kept {
+            let opens = cp == 1 || (is_near && opens_context(cp));
+            if !pins.cp.map_or(opens, |pin| pin == cp) || !is_kept {
                 continue;
             }
             let data = ranks / (tp * context);
