@@ -75,9 +75,9 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
     let mut found = Found::default();
     let is_cut = |size: &u64| overlap::divides(*size, pins.overlap_chunks.unwrap_or(1));
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
-    let is_few = |size: &u64| per_rank / size <= MOST_MICROBATCHES;
+    let is_kept = |size: &u64| per_rank / size <= MOST_MICROBATCHES && !way.is_better_as_data(*size, pins);
     let mut is_whole_open: Option<bool> = None;
-    for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_few) {
+    for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_kept) {
         if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
             continue;
         }

@@ -414,7 +414,11 @@ impl Tries<'_> {
         // pass has come.
         let waits = if schedule.splits_backward() { self.again.sums(index).lengths().share_of_forward() } else { 1.0 };
         let filling = (stages - 1.0) / per_stage as f64 * waits;
-        let least = (microbatches + filling) * all / stages;
+        self.leaves_out((microbatches + filling) * all / stages)
+    }
+
+    /// Whether pipelines that take at least so many seconds are not worth a try.
+    fn leaves_out(&self, least: f64) -> bool {
         if least > self.mesh.far {
             self.mesh.cut.set(self.mesh.cut.get().min(least));
         }
@@ -481,6 +485,12 @@ impl Tries<'_> {
             let most = again.iter().copied().max().unwrap_or(0);
             let levels = Levels::whole(again.into_iter().map(|index| (index, ways[index])));
             self.try_out(candidates, &self.mixed(most), levels, Choice::Named((0..named.len()).collect()));
+            return;
+        }
+        // The slowest stage does at the least its part of what the whole model takes.
+        let Again { paces, .. } = self.again(0, self.again.sums(0));
+        let whole = paces.iter().map(|pace| pace.whole.step.0).fold(f64::INFINITY, f64::min);
+        if self.leaves_out(whole / self.stages as f64) {
             return;
         }
         // More recomputation takes longer: the first that fits is the best that all stages can do.

@@ -37,6 +37,15 @@ impl Way {
         self.context.iter().fold(degrees, |degrees, (family, sizes)| degrees.with(family, sizes)).with("tp", tp)
     }
 
+    /// Whether context ranks would rather be data ranks: those that have several sequences at a time. With some of them
+    /// each has as many tokens at a time, of fewer sequences, and exchanges less in attention.
+    pub fn is_better_as_data(&self, microbatch: u64, pins: &Pins) -> bool {
+        let context: u64 = self.context.iter().flat_map(|(_, sizes)| sizes).product();
+        let is_pinned =
+            [pins.microbatch, pins.dp, pins.fsdp, pins.cp, pins.ring, pins.ulysses].iter().any(Option::is_some);
+        !is_pinned && gcd(microbatch, context) > 1
+    }
+
     /// The same for each way to store parameters.
     pub fn degrees(&self, microbatch: u64, tp: &[u64]) -> Vec<Degrees> {
         let copies = self.data / self.ep;
@@ -308,6 +317,28 @@ mod tests {
         assert_eq!(over("h100:4x3", 3, 4), [3]);
         let cluster = Cluster::parse("h100:8x16", "h200").unwrap();
         assert_eq!(stored(&cluster, 64, 2, (true, &Pins::default())), [64, 16, 4]);
+    }
+
+    #[test]
+    fn context_ranks_have_a_sequence_at_a_time() {
+        let way = |context: &[u64]| Way {
+            pp: 1,
+            data: 4,
+            ep: 1,
+            stored: vec![4],
+            is_pinned: false,
+            context: vec![("cp", context.to_vec())],
+            tp: vec![vec![1]],
+        };
+        let of = |context: &[u64], pins: &str| {
+            [1, 2, 3, 6].map(|size| way(context).is_better_as_data(size, &Pins::parse(pins).unwrap()))
+        };
+        assert_eq!(of(&[4, 2], ""), [false, true, false, true]);
+        assert_eq!(of(&[3], "tp=1"), [false, false, true, true]);
+        assert_eq!(of(&[1], ""), [false; 4]);
+        // What takes its place is not what is asked for.
+        assert_eq!(of(&[4, 2], "cp=8"), [false; 4]);
+        assert_eq!(of(&[4, 2], "microbatch=2"), [false; 4]);
     }
 
     #[test]
