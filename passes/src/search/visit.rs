@@ -9,10 +9,14 @@ use super::whole::zero_stages;
 use super::{Candidate, Degrees, PlanError, Point, Space, place_batch};
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::tensor::Placed;
+use crate::threads;
 use shardc_ir::{Bytes, Seconds};
 
 /// A bound within this share of the best plan is not made any tighter.
 const NEAR: f64 = 0.005;
+
+/// How many bounds are made tighter beside each other.
+const LOT: usize = 4;
 
 /// By how much slower than the fastest known step a pipeline may be at the most.
 const FAR: f64 = 1.1;
@@ -176,8 +180,6 @@ impl Visited {
     /// # Errors
     /// Only a bug.
     pub fn bound(&self, space: &Space<'_, '_>, enough: f64) -> Result<Option<f64>, PlanError> {
-        let Space { prepared, cluster, request, pins, away, .. } = *space;
-        let memory = Some(self.memory).filter(|_| !away.moves());
         if self.known.is_empty() {
             return Ok(None);
         }
@@ -186,27 +188,44 @@ impl Visited {
         // The bound that counts in the end is the least: none need be tighter than one that is as tight as can be.
         let mut enough = self.best.min(enough);
         loop {
-            let lowest = bounds.iter_mut().zip(&self.known).min_by(|a, b| a.0.0.total_cmp(&b.0.0));
-            let Some(((bound, is_tight), known)) = lowest.filter(|((bound, _), _)| *bound < self.best) else {
+            let mut lowest: Vec<usize> = (0..bounds.len()).filter(|index| bounds[*index].0 < self.best).collect();
+            lowest.sort_by(|a, b| bounds[*a].0.total_cmp(&bounds[*b].0));
+            let Some((least, is_tight)) = lowest.first().map(|index| bounds[*index]) else {
                 return Ok(Some(self.best));
             };
-            if *is_tight || *bound * (1.0 + NEAR) >= self.best || *bound >= enough {
-                return Ok(Some(*bound));
+            let is_enough = |bound: f64| bound * (1.0 + NEAR) >= self.best || bound >= enough;
+            if is_tight || is_enough(least) {
+                return Ok(Some(least));
             }
-            let mesh = known.degrees.mesh(request.batch);
-            if let Some(placed) = place_batch(prepared, &mesh, cluster)? {
-                let stored = known.stored.iter().map(|degrees| {
-                    let stages = zero_stages(!copy_axes(&mesh).is_empty(), placed.microbatches, degrees, pins);
-                    (degrees.mesh(request.batch), stages)
-                });
-                let stored: Vec<_> = stored.collect();
-                let before = Seconds(*bound);
-                *bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough }, *bound);
-                let (degrees, microbatch) = (known.degrees.text(), known.degrees.microbatch);
-                let [before, bound, best] = [before, Seconds(*bound), Seconds(known.best)].map(|of| of.to_string());
-                tracing::debug!(degrees, microbatch, before, bound, best, "bounded");
+            lowest.retain(|index| !bounds[*index].1 && !is_enough(bounds[*index].0));
+            lowest.truncate(LOT);
+            let tightened = threads::map(&lowest, |index| {
+                self.known[*index].tightened(space, self.memory, (bounds[*index].0, enough))
+            });
+            for (index, bound) in lowest.into_iter().zip(tightened) {
+                let bound = bound?;
+                (bounds[index], enough) = ((bound, true), enough.min(bound));
             }
-            (*is_tight, enough) = (true, enough.min(*bound));
         }
+    }
+}
+
+impl Known {
+    /// Its bound as tight as can be, between so many seconds and, nearly, those that are enough.
+    fn tightened(&self, space: &Space<'_, '_>, memory: Bytes, (least, enough): (f64, f64)) -> Result<f64, PlanError> {
+        let Space { prepared, cluster, request, pins, away, .. } = *space;
+        let mesh = self.degrees.mesh(request.batch);
+        let Some(placed) = place_batch(prepared, &mesh, cluster)? else { return Ok(least) };
+        let stored = self.stored.iter().map(|degrees| {
+            let stages = zero_stages(!copy_axes(&mesh).is_empty(), placed.microbatches, degrees, pins);
+            (degrees.mesh(request.batch), stages)
+        });
+        let stored: Vec<_> = stored.collect();
+        let memory = Some(memory).filter(|_| !away.moves());
+        let bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough }, least);
+        let (degrees, microbatch) = (self.degrees.text(), self.degrees.microbatch);
+        let [before, after, best] = [least, bound, self.best].map(|of| Seconds(of).to_string());
+        tracing::debug!(degrees, microbatch, before, bound = after, best, "bounded");
+        Ok(bound)
     }
 }

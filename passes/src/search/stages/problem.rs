@@ -196,7 +196,7 @@ impl Problem<'_> {
         }
         // The order of passes goes by how long they are: what is held is known once they are.
         let (stages, levels) = self.stages(ends);
-        if self.without_waits((&stages, &levels))? >= enough {
+        if self.at_least((&stages, &levels)) >= enough {
             return None;
         }
         let held = &self.held_at(ends, &levels)?;

@@ -47,7 +47,7 @@ impl Problem<'_> {
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
-        let least = self.without_waits((stages, levels))? + once * spread;
+        let least = self.at_least((stages, levels)) + once * spread;
         if least >= enough {
             return None;
         }
@@ -108,11 +108,20 @@ impl Problem<'_> {
         self.tries.mesh.held(pipeline, MOST_FOLLOWED, &lengths, (0..ends.len() - 1).map(bytes).collect())
     }
 
-    /// Seconds of the microbatches where no stage waits: the slowest does all of them, one after the other.
-    pub fn without_waits(&self, of: Stages<'_>) -> Option<f64> {
-        let placed = &self.tries.mesh.placed;
-        let (_, slowest) = self.slowest(of)?;
-        Some(placed.microbatches as f64 * slowest * step::spread(placed.cluster.ranks()))
+    /// Seconds of the microbatches at the least: a stage does all of them, one after the other, once the first has come
+    /// through the chunks before its own, which the last goes back through.
+    pub fn at_least(&self, (stages, levels): Stages<'_>) -> f64 {
+        let (placed, schedule) = (&self.tries.mesh.placed, self.tries.pipeline.schedule);
+        let passes = |stage: usize| stages[stage].iter().map(move |part| self.passes(levels[stage], stage, *part));
+        let mut before = 0.0;
+        let of = |stage: usize| {
+            let seconds = before + placed.microbatches as f64 * passes(stage).map(|own| own.all()).sum::<f64>();
+            // Gradients of weights that are a pass of their own may be made while the others drain.
+            let through = |own: Lengths| if schedule.splits_backward() { own.forward } else { own.all() };
+            before += passes(stage).next().map_or(0.0, through);
+            seconds
+        };
+        (0..stages.len()).map(of).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
     }
 
     /// Seconds of all microbatches, where passes take so much longer than their kernels.
