@@ -56,6 +56,7 @@ impl Problem<'_> {
             true => (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread,
             false => least,
         };
+        debug_assert!(total >= least * (1.0 - 1e-9), "stages take {total} s, and at the least {least}");
         let Pace { sums, whole } = self.pace(most, longest);
         let part = slowest / sums.whole().max(f64::MIN_POSITIVE);
         let scaled = |seconds: Seconds| Seconds(seconds.0 * part);
