@@ -13,6 +13,9 @@ use std::fmt::Write;
 /// The share of a rank's work from which it is said that others do the same.
 const REPEATED: f64 = 0.1;
 
+/// The widest column of choices.
+const WIDEST: usize = 72;
+
 /// A plan in a page: the choice, the prediction, memory per rank, the runners-up.
 pub fn plan_text(plan: &Plan) -> String {
     let (request, prediction) = (&plan.request, &plan.prediction);
@@ -75,7 +78,8 @@ pub fn plan_text(plan: &Plan) -> String {
         let _ = writeln!(text, "\nrunners-up");
     }
     let choices: Vec<String> = plan.alternatives.iter().map(|other| brief(&other.choice)).collect();
-    let width = choices.iter().map(String::len).max().unwrap_or(0);
+    // A choice of many words does not move the figures of all others away.
+    let width = choices.iter().map(String::len).filter(|width| *width <= WIDEST).max().unwrap_or(0);
     for (choice, other) in choices.iter().zip(&plan.alternatives) {
         let (step, memory) = (other.step.to_string(), other.memory.to_string());
         let _ = writeln!(text, "  {choice:width$}  {step:>10}  {memory:>10}  {}", other.reason);

@@ -373,3 +373,28 @@ fn thin(moments: Vec<memory::Moment>, seconds: f64) -> Vec<memory::Moment> {
     };
     kept.into_iter().flat_map(both).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardc_ir::Bytes;
+    use shardc_ir::plan::Memory;
+
+    #[test]
+    fn rows_are_written_by_field() {
+        let row = |id: &str, stage: u64| json!({"id": id, "stage": stage});
+        let rows = [row("%1", 0), row("%2", 3), row("%3", 0)];
+        assert_eq!(columns(&rows), json!({"id": [["%1", "%2", "%3"]], "stage": [[0, 3], [0, 1, 0]]}));
+        assert_eq!(columns(&[]), json!({}));
+    }
+
+    #[test]
+    fn memory_is_the_sum_of_its_changes() {
+        let moment = |at: f64, parameters: u64, buffers: u64| memory::Moment {
+            at: at * 1e-9,
+            memory: Memory { parameters: Bytes(parameters), buffers: Bytes(buffers), ..Memory::default() },
+        };
+        let moments = [moment(0.0, 8, 2), moment(5.0, 8, 7), moment(6.0, 8, 7), moment(9.0, 3, 0)];
+        assert_eq!(changes(&moments), [0, 0, 8, 0, 4, 2, 5, 4, 5, 4, 0, -5, 0, 4, -7]);
+    }
+}
