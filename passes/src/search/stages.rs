@@ -487,12 +487,6 @@ impl Tries<'_> {
             self.try_out(candidates, &self.mixed(most), levels, Choice::Named((0..named.len()).collect()));
             return;
         }
-        // The slowest stage does at the least its part of what the whole model takes.
-        let Again { paces, .. } = self.again(0, self.again.sums(0));
-        let whole = paces.iter().map(|pace| pace.whole.step.0).fold(f64::INFINITY, f64::min);
-        if self.leaves_out(whole / self.stages as f64) {
-            return;
-        }
         // More recomputation takes longer: the first that fits is the best that all stages can do.
         let (mut first, mut last) = (None, None);
         for (index, way) in ways.iter().copied().enumerate() {
@@ -504,6 +498,11 @@ impl Tries<'_> {
                 continue;
             }
             let again = [self.again(index, self.again.sums(index))];
+            // The slowest stage does at the least its part of what the whole model takes.
+            let whole = again[0].paces.iter().map(|pace| pace.whole.step.0).fold(f64::INFINITY, f64::min);
+            if index == 0 && self.leaves_out(whole / self.stages as f64) {
+                return;
+            }
             let fits = self.try_out(candidates, &again, Levels::whole([(0, way)]), Choice::All(0));
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);

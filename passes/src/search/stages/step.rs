@@ -91,11 +91,14 @@ impl Problem<'_> {
     }
 
     /// The stage whose kernels take the longest for a microbatch, and their seconds.
-    fn slowest(&self, (stages, levels): Stages<'_>) -> Option<(usize, f64)> {
-        let seconds = |(stage, chunks): (usize, &Vec<Part>)| {
-            (stage, chunks.iter().map(|part| self.passes(levels[stage], stage, *part).all()).sum::<f64>())
-        };
-        stages.iter().enumerate().map(seconds).max_by(|a, b| a.1.total_cmp(&b.1))
+    fn slowest(&self, of: Stages<'_>) -> Option<(usize, f64)> {
+        let seconds = |stage: usize| (stage, self.chunks(of, stage).map(Lengths::all).sum::<f64>());
+        (0..of.0.len()).map(seconds).max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// What each chunk of a stage takes of a microbatch.
+    fn chunks<'s>(&'s self, (stages, levels): Stages<'s>, stage: usize) -> impl Iterator<Item = Lengths> + 's {
+        stages[stage].iter().map(move |part| self.passes(levels[stage], stage, *part))
     }
 
     /// The copies of what each chunk holds, where passes run in the order that their lengths make.
@@ -111,18 +114,18 @@ impl Problem<'_> {
 
     /// Seconds of the microbatches at the least: a stage does all of them, one after the other, once the first has come
     /// through the chunks before its own, which the last goes back through.
-    pub fn at_least(&self, (stages, levels): Stages<'_>) -> f64 {
+    pub fn at_least(&self, of: Stages<'_>) -> f64 {
         let (placed, schedule) = (&self.tries.mesh.placed, self.tries.pipeline.schedule);
-        let passes = |stage: usize| stages[stage].iter().map(move |part| self.passes(levels[stage], stage, *part));
         let mut before = 0.0;
-        let of = |stage: usize| {
-            let seconds = before + placed.microbatches as f64 * passes(stage).map(|own| own.all()).sum::<f64>();
+        let seconds = |stage: usize| {
+            let chunks = || self.chunks(of, stage);
+            let seconds = before + placed.microbatches as f64 * chunks().map(Lengths::all).sum::<f64>();
             // Gradients of weights that are a pass of their own may be made while the others drain.
             let through = |own: Lengths| if schedule.splits_backward() { own.forward } else { own.all() };
-            before += passes(stage).next().map_or(0.0, through);
+            before += chunks().next().map_or(0.0, through);
             seconds
         };
-        (0..stages.len()).map(of).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
+        (0..of.0.len()).map(seconds).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
     }
 
     /// Seconds of all microbatches, where passes take so much longer than their kernels.
