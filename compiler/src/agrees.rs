@@ -93,7 +93,8 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         }
     }
     let named = |of: &Pins| {
-        let others = [("microbatch", of.microbatch), ("zero", of.zero), ("in_flight", of.in_flight)];
+        let others =
+            [("microbatch", of.microbatch), ("zero", of.zero), ("in_flight", of.in_flight), ("delayed", of.delayed)];
         of.degrees().into_iter().chain(others)
     };
     for ((name, pin), (_, is)) in named(&pinned).zip(named(&chosen)) {
@@ -111,18 +112,21 @@ fn wrong_schedule(plan: &Plan, chosen: &Pins) -> Option<String> {
     let is = &plan.pipeline;
     let said = chosen.schedule.filter(|said| plan.stages() == 1 || *said != is.schedule);
     let is_other = |said: &u64| if plan.stages() == 1 { *said > 1 } else { *said != is.per_stage };
-    let held = chosen.in_flight.filter(|said| Some(*said) != is.in_flight);
-    let text = match (said, chosen.virtual_stages.filter(is_other), held) {
+    let limits = [("in_flight", chosen.in_flight, is.in_flight), ("delayed", chosen.delayed, is.delayed)];
+    let limit = limits.into_iter().find_map(|(name, said, is)| Some((name, said.filter(|_| said != is)?)));
+    let text = match (said, chosen.virtual_stages.filter(is_other), limit) {
         (None, None, None) => return None,
         (Some(said), ..) => format!("schedule={}", said.name()),
         (None, Some(said), _) => format!("virtual={said}"),
-        (None, None, Some(said)) => format!("in_flight={said}"),
+        (None, None, Some((name, said))) => format!("{name}={said}"),
     };
     let is = match plan.stages() {
         1 => "the plan has one stage".to_string(),
         _ => {
-            let held = is.in_flight.map_or(String::new(), |chunks| format!(" and {chunks} in flight"));
-            format!("the pipeline is {} with {} of a stage{held}", is.schedule.name(), counted(is.per_stage, "chunk"))
+            let limit = |(chunks, what): (Option<u64>, &str)| chunks.map(|chunks| format!(" and {chunks} {what}"));
+            let limits: String =
+                [(is.in_flight, "in flight"), (is.delayed, "delayed")].into_iter().filter_map(limit).collect();
+            format!("the pipeline is {} with {} of a stage{limits}", is.schedule.name(), counted(is.per_stage, "chunk"))
         }
     };
     Some(format!("the choice says {text}, and {is}"))

@@ -195,12 +195,15 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(&chosen));
     let stages = plan.stages().min(2);
     if stages > 1 {
-        let Pipeline { schedule, per_stage, in_flight, .. } = &plan.pipeline;
+        let Pipeline { schedule, per_stage, in_flight, delayed, .. } = &plan.pipeline;
         // As many for each stage; chunks are interleaved in one way of so few microbatches.
         let in_flight = in_flight.filter(|_| *schedule != Schedule::Interleaved);
-        let in_flight = in_flight.map(|chunks| chunks.saturating_mul(stages).div_ceil(plan.stages()));
-        let in_flight = in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
-        pins = format!("pp={stages},schedule={},virtual={per_stage}{in_flight},{pins}", schedule.name());
+        let limit = |(name, chunks): (&str, Option<u64>)| {
+            let chunks = chunks.map(|chunks| chunks.saturating_mul(stages).div_ceil(plan.stages()));
+            chunks.map_or(String::new(), |chunks| format!(",{name}={chunks}"))
+        };
+        let limits: String = [("in_flight", in_flight), ("delayed", *delayed)].into_iter().map(limit).collect();
+        pins = format!("pp={stages},schedule={},virtual={per_stage}{limits},{pins}", schedule.name());
     }
     Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }
 }

@@ -92,6 +92,23 @@ impl Schedule {
         }
     }
 
+    /// That a plan may say of how many chunks a stage delays the gradients of weights ([`Pipeline::delayed`]).
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn check_delayed(self, chunks: u64) -> Result<(), String> {
+        match self.splits_backward() {
+            false => Err(format!(
+                "gradients of weights are no pass of their own in schedule {}; to delay those of {chunks} chunks takes \
+                 schedule {}",
+                self.name(),
+                Self::ZeroBubbleV.name()
+            )),
+            true if (1..=MOST_IN_FLIGHT).contains(&chunks) => Ok(()),
+            true => Err(format!("at least one chunk is delayed and at most {MOST_IN_FLIGHT}, not {chunks}")),
+        }
+    }
+
     /// How many chunks of a stage a search tries.
     pub fn usual_chunks(self) -> &'static [u64] {
         match self {
@@ -138,6 +155,9 @@ pub struct Pipeline {
     /// fewer, the less memory, and the longer stages wait: for each other in zero-bubble V (Qi et al., "Pipeline
     /// parallelism with controllable memory", 2024), else for messages ([`Self::ahead`], [`Self::rounds`]).
     pub in_flight: Option<u64>,
+    /// Of how many chunks a stage of zero-bubble V delays the gradients of weights, at the most: when its forward passes are
+    /// through, they fill the gaps in which it would wait. The fewer, the less memory for what they read.
+    pub delayed: Option<u64>,
     /// How long each chunk takes, from which the order follows in which stages meet; none where the plan does not say.
     pub lengths: Vec<Length>,
 }
@@ -149,6 +169,7 @@ impl Default for Pipeline {
             per_stage: 1,
             chunks: SecondaryMap::new(),
             in_flight: None,
+            delayed: None,
             lengths: Vec::new(),
         }
     }
@@ -158,6 +179,11 @@ impl Pipeline {
     /// [`Self::in_flight`] of zero-bubble V, of so many stages: as much as 1F1B holds, where the plan does not say.
     pub fn most_in_flight(&self, stages: u64) -> u64 {
         self.in_flight.unwrap_or(2 * stages)
+    }
+
+    /// [`Self::delayed`] of so many stages: those of all that is in flight, where the plan does not say.
+    pub fn most_delayed(&self, stages: u64) -> u64 {
+        self.delayed.unwrap_or(self.most_in_flight(stages))
     }
 
     /// How many forward passes a stage of 1F1B runs before its first backward pass: one for each stage behind it, or up to
@@ -196,11 +222,12 @@ impl Pipeline {
         (2 * stages.saturating_sub(1) + 1).saturating_add(turns).min(all)
     }
 
-    /// That so many stages can keep to [`Self::in_flight`] over so many microbatches.
+    /// That so many stages can keep to [`Self::in_flight`] and [`Self::delayed`] over so many microbatches.
     ///
     /// # Errors
     /// How many chunks they hold at the least.
-    pub fn check_in_flight(&self, stages: u64, microbatches: u64) -> Result<(), String> {
+    pub fn check_held(&self, stages: u64, microbatches: u64) -> Result<(), String> {
+        self.delayed.map_or(Ok(()), |chunks| self.schedule.check_delayed(chunks))?;
         let Some(chunks) = self.in_flight else { return Ok(()) };
         self.schedule.check_in_flight(chunks)?;
         let least = match self.schedule {

@@ -198,6 +198,9 @@ impl<'a> Parser<'a> {
         if cursor.eat_word("in_flight") {
             self.plan.pipeline.in_flight = Some(cursor.size("the chunks in flight")?);
         }
+        if cursor.eat_word("delayed") {
+            self.plan.pipeline.delayed = Some(cursor.size("the chunks whose gradients of weights are delayed")?);
+        }
         if cursor.eat_word("lengths") {
             while !cursor.is_end() {
                 let mut parts = [0; 4];

@@ -107,10 +107,12 @@ impl Plan {
         });
         let Value::Object(mut content) = content else { return Map::new() };
         if self.stages() > 1 {
-            let Pipeline { schedule, per_stage, in_flight, lengths, .. } = &self.pipeline;
+            let Pipeline { schedule, per_stage, in_flight, delayed, lengths, .. } = &self.pipeline;
             let mut pipeline = json!({"schedule": schedule, "per_stage": per_stage});
-            if let Some(chunks) = in_flight {
-                pipeline["in_flight"] = json!(chunks);
+            for (name, chunks) in [("in_flight", in_flight), ("delayed", delayed)] {
+                if let Some(chunks) = chunks {
+                    pipeline[name] = json!(chunks);
+                }
             }
             if !lengths.is_empty() {
                 pipeline["lengths"] = json!(lengths);
@@ -259,11 +261,13 @@ mod tests {
         // A file that says nothing of the room of its memory has that of the request.
         assert_eq!(Plan::from_json(&plan.to_json()).unwrap().prediction.room, Bytes(7));
         assert!(plan.to_json().contains("\"lengths\""));
-        let bounded = staged.replace("1f1b 1", "zbv 2 in_flight 3");
+        let bounded = staged.replace("1f1b 1", "zbv 2 in_flight 3 delayed 2");
         let plan: Plan = bounded.parse().unwrap();
-        assert_eq!((plan.pipeline.in_flight, plan.pipeline.lengths.len()), (Some(3), 2));
+        let Pipeline { in_flight, delayed, lengths, .. } = &plan.pipeline;
+        assert_eq!((*in_flight, *delayed, lengths.len()), (Some(3), Some(2), 2));
         assert_eq!(plan.to_string(), bounded);
-        assert!(plan.to_json().contains("\"in_flight\": 3"), "{}", plan.to_json());
+        let json = plan.to_json();
+        assert!(["\"in_flight\": 3", "\"delayed\": 2"].iter().all(|part| json.contains(part)), "{json}");
         for (bad, expect) in [("fast/", "the length of a chunk's part"), ("372/300 ", "`/`")] {
             let error = staged.replace("372/300/", bad).parse::<Plan>().unwrap_err().to_string();
             assert!(error.contains(expect), "{error}");

@@ -68,7 +68,7 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
         found.push("pipeline", message);
     }
     let microbatches = plan.mesh.microbatches();
-    if let Err(message) = pipeline.check_in_flight(stages, microbatches) {
+    if let Err(message) = pipeline.check_held(stages, microbatches) {
         found.push("pipeline", message);
     }
     if microbatches < 2 {

@@ -51,6 +51,8 @@ fn legal_pipelines_and_others() {
     check(&[("1f1b 1", "1f1b 1 in_flight 1")], "2 stages of schedule 1f1b have at least 2 chunks in flight, not 1");
     check(&[("1f1b 1", "gpipe 1 in_flight 2")], "all microbatches are in flight in schedule gpipe");
     check(&[("1f1b 1", "zbv 2 in_flight 0")], "at least one chunk in flight and at most 4294967296, not 0");
+    check(&[("1f1b 1", "zbv 2 delayed 0")], "at least one chunk is delayed and at most 4294967296, not 0");
+    check(&[("1f1b 1", "1f1b 1 delayed 2")], "gradients of weights are no pass of their own in schedule 1f1b");
     check(&[("1f1b 1", "interleaved 2 in_flight 3")], "at least 4 chunks in flight, not 3");
     check(&[("1f1b 1", "1f1b 2")], "a stage of schedule 1f1b runs one chunk, not 2");
     check(&[("1f1b 1", "interleaved 1")], "at least two chunks");

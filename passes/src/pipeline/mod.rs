@@ -1,5 +1,5 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`]), when messages pass between them ([`timeline`]; both go from one moment to the next by an
+//! ([`order`], of zero-bubble V in a file of its own), when messages pass between them ([`timeline`]; both go from one moment to the next by an
 //! agenda), which cuts are best ([`cut`], and [`balance`] where a stage has several chunks), and which gradients
 //! several stages share ([`shared`]).
 //!
@@ -13,3 +13,4 @@ pub mod effort;
 pub mod order;
 pub mod shared;
 pub mod timeline;
+pub mod zero_bubble;

@@ -4,7 +4,7 @@
 //! pass of its chunks once per microbatch, microbatches in their order; and if every stage runs its steps
 //! as soon as it can, all of them are run: no step waits for one that comes later.
 
-use super::agenda::Agenda;
+use super::zero_bubble;
 use shardc_ir::pipeline::{Pipeline, Schedule};
 use std::ops::Range;
 
@@ -92,7 +92,7 @@ pub fn orders(
             Ok((0..p).map(|stage| one_chunk(stage, pipeline.ahead(stage, p).min(m), m)).collect())
         }
         Schedule::Interleaved => Ok(interleaved(pipeline, p, m)),
-        Schedule::ZeroBubbleV => zero_bubble_v(pipeline, p, m, lengths),
+        Schedule::ZeroBubbleV => zero_bubble::orders(pipeline, p, m, lengths),
     }
 }
 
@@ -132,85 +132,6 @@ fn interleaved(pipeline: &Pipeline, stages: u64, microbatches: u64) -> Vec<Vec<S
         first.iter().chain(in_turns).chain(last).map(here).collect()
     };
     (0..stages).map(of_stage).collect()
-}
-
-/// Stages that each begin, when they are free, the first of: a backward pass, a forward pass up the pipeline, a
-/// forward pass down while the activations of fewer than [`Pipeline::in_flight`] chunks are held, a weight gradient
-/// (after Qi et al., "Zero bubble pipeline parallelism", 2024, section 6, where all three parts are equally long: an
-/// order made for those lets stages wait for each other in every microbatch where a backward pass is longer than a
-/// forward pass).
-fn zero_bubble_v(
-    pipeline: &Pipeline,
-    stages: u64,
-    microbatches: u64,
-    lengths: &dyn Fn(u32) -> Lengths,
-) -> Result<Vec<Vec<Step>>, String> {
-    let (last, most) = ((2 * stages - 1) as u32, pipeline.most_in_flight(stages));
-    let passes = [Pass::Forward, Pass::Backward, Pass::Weight];
-    let of_chunk = |chunk: u32| passes.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
-    let lengths: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
-    // Per chunk and pass, how many microbatches were begun, and how many are done.
-    let mut begun = vec![[0u64; 3]; 2 * stages as usize];
-    let mut done = begun.clone();
-    let mut is_running = vec![false; stages as usize];
-    let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
-    let mut agenda = Agenda::default();
-    // The stages that may begin something: those that are free, and those that wait for what is done.
-    let (mut now, mut ends, mut touched) = (0.0, Vec::new(), (0..stages as u32).collect::<Vec<_>>());
-    loop {
-        for stage in touched.drain(..) {
-            if is_running[stage as usize] {
-                continue;
-            }
-            let (down, up) = (stage, last - stage);
-            let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
-            let held = |chunk: u32| count(&begun, chunk, Pass::Forward) - count(&done, chunk, Pass::Weight);
-            let is_ready = |chunk: u32, pass: Pass| {
-                let waits = match pass {
-                    Pass::Forward if chunk == 0 => microbatches,
-                    Pass::Forward => count(&done, chunk - 1, Pass::Forward),
-                    Pass::Backward if chunk == last => count(&done, chunk, Pass::Forward),
-                    Pass::Backward => count(&done, chunk + 1, Pass::Backward),
-                    Pass::Weight => count(&done, chunk, Pass::Backward),
-                };
-                count(&begun, chunk, pass) < waits
-            };
-            let wishes = [
-                (up, Pass::Backward),
-                (down, Pass::Backward),
-                (up, Pass::Forward),
-                (down, Pass::Forward),
-                (up, Pass::Weight),
-                (down, Pass::Weight),
-            ];
-            let may = |wish: &&(u32, Pass)| {
-                is_ready(wish.0, wish.1) && (**wish != (down, Pass::Forward) || held(down) + held(up) < most)
-            };
-            if let Some((chunk, pass)) = wishes.iter().find(may).copied() {
-                orders[stage as usize].push(Step { chunk, pass, microbatch: count(&begun, chunk, pass) });
-                begun[chunk as usize][pass as usize] += 1;
-                agenda.add(now + lengths[chunk as usize][pass as usize], (stage, chunk, pass));
-                is_running[stage as usize] = true;
-            }
-        }
-        let Some(next) = agenda.next(&mut ends) else { break };
-        now = next;
-        for (stage, chunk, pass) in ends.drain(..) {
-            is_running[stage as usize] = false;
-            done[chunk as usize][pass as usize] += 1;
-            let waits = match pass {
-                Pass::Forward => (chunk < last).then(|| chunk + 1),
-                Pass::Backward => chunk.checked_sub(1),
-                Pass::Weight => None,
-            };
-            touched.push(stage);
-            touched.extend(waits.map(|chunk| chunk.min(last - chunk)));
-        }
-    }
-    match done.iter().flatten().all(|done| *done == microbatches) {
-        true => Ok(orders),
-        false => Err(format!("schedule zbv leaves {stages} stages waiting for each other")),
-    }
 }
 
 #[cfg(test)]
@@ -270,7 +191,8 @@ mod tests {
             for (((stages, microbatches), lengths), in_flight) in
                 all.flat_map(|case| in_flight.iter().map(move |chunks| (case, *chunks)))
             {
-                let pipeline = Pipeline { in_flight, ..pipeline(schedule, per_stage) };
+                let delayed = in_flight.filter(|_| schedule.splits_backward());
+                let pipeline = Pipeline { in_flight, delayed, ..pipeline(schedule, per_stage) };
                 let orders = orders(&pipeline, stages, microbatches, &|_| lengths).unwrap();
                 let chunks = (stages * per_stage) as u32;
                 let mut done: BTreeSet<Step> = BTreeSet::new();

@@ -401,6 +401,51 @@ mod tests {
         assert!(ahead[0] > 5.0 && ahead[1] == ahead[0] && ahead[2] < 0.3 * ahead[0], "{ahead:?}");
     }
 
+    /// Of zero-bubble V, however long its parts are: stages wait for each other hardly longer than the pipeline takes to
+    /// fill, less than half as long as of 1F1B; the more gradients of weights are delayed, the less, and never more than may
+    /// be.
+    #[test]
+    fn gradients_of_weights_fill_gaps() {
+        struct Parts(Lengths);
+        impl Durations for Parts {
+            fn step(&self, step: Step) -> f64 {
+                self.0.of(Schedule::ZeroBubbleV, step.chunk, step.pass)
+            }
+            fn message(&self, _: usize) -> f64 {
+                0.0
+            }
+        }
+        let (stages, microbatches) = (8, 64);
+        for (backward, weight) in [(1.0, 1.0), (1.3, 0.9), (2.0, 0.9), (1.25, 0.75)] {
+            let lengths = Lengths { forward: 1.0, backward, weight };
+            let waits = |in_flight: u64, delayed: u64| {
+                let (in_flight, delayed) = (Some(in_flight), Some(delayed));
+                let schedule = Schedule::ZeroBubbleV;
+                let pipeline = Pipeline { schedule, per_stage: 2, in_flight, delayed, ..Pipeline::default() };
+                let orders = orders(&pipeline, stages, microbatches, &|_| lengths).unwrap();
+                for steps in &orders {
+                    let mut waiting = 0;
+                    for step in steps {
+                        waiting += i64::from(step.pass == Pass::Backward) - i64::from(step.pass == Pass::Weight);
+                        assert!(waiting <= delayed.unwrap() as i64, "{lengths:?}");
+                    }
+                }
+                let run = timeline(&pipeline, &orders, &chain(&pipeline, stages), &Parts(lengths)).expect("all run");
+                run.finish.into_iter().fold(0.0, f64::max) - 2.0 * microbatches as f64 * lengths.all()
+            };
+            // Of 1F1B, stages of two chunks wait twice as long as one takes, for each of the others.
+            let plain = 2.0 * (stages - 1) as f64 * lengths.all();
+            let [all, some, few] = [16, 8, 2].map(|delayed| waits(16, delayed));
+            assert!(
+                all <= some && some < few && few < 0.5 * plain && all < 0.3 * plain,
+                "{lengths:?}: {all}, {some}, {few}"
+            );
+            // With less in flight they wait longer.
+            let [less, half] = [12, 8].map(|in_flight| waits(in_flight, 2));
+            assert!(few < less && less < half && less < plain, "{lengths:?}: {few}, {less}, {half} of {plain}");
+        }
+    }
+
     /// Where one chunk is longer than the others, an order that knows it waits less than one by their average.
     #[test]
     fn orders_go_by_the_lengths_of_each_chunk() {

@@ -98,7 +98,7 @@ pub fn build(
             pipeline.chunks[id] = chunks[from[of]];
         }
         (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
-        pipeline.in_flight = stages.in_flight;
+        (pipeline.in_flight, pipeline.delayed) = (stages.limits.in_flight, stages.limits.delayed);
         pipeline.lengths.clone_from(&stages.lengths);
     }
     if candidate.zero >= 1 {

@@ -38,11 +38,25 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
 /// Microbatches of all stages together above which [programs are long](is_long).
 const LONG: u64 = 4096;
 
-/// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those the estimate tells
-/// which is the fastest, and that one alone is lowered.
+/// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those of one schedule the
+/// estimate tells which is the fastest, and that one alone is lowered, of two schedules at the most.
 pub(super) fn is_long(candidate: &Candidate, batch: u64) -> bool {
     let mesh = candidate.mesh(batch);
     mesh.degree("pp") * mesh.microbatches() > LONG && candidate.stages.is_some()
+}
+
+/// How many plans are lowered of which one is long.
+const MOST_LONG: usize = 2;
+
+/// Whether a candidate is left out beside those that are known, because of how long programs are.
+fn takes_too_long<'a>(candidate: &Candidate, known: impl Iterator<Item = &'a Candidate>, batch: u64) -> bool {
+    let schedule = |of: &Candidate| of.stages.as_ref().map(|stages| (stages.schedule, stages.per_stage));
+    let own = is_long(candidate, batch);
+    let (mut count, mut is_alike) = (0, false);
+    for other in known.filter(|other| own || is_long(other, batch)) {
+        (count, is_alike) = (count + 1, is_alike || schedule(other) == schedule(candidate));
+    }
+    is_alike || count >= MOST_LONG
 }
 
 /// Whether a candidate's estimate is near that of the first that is lowered.
@@ -58,11 +72,12 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     };
     let mut known: Vec<usize> = (0..candidates.len()).find(is_open).into_iter().collect();
     let Some(first) = known.first().copied() else { return Vec::new() };
-    if is_long(&candidates[first], space.request.batch) {
-        return Vec::new();
-    }
     let others = (first + 1..candidates.len()).take_while(|index| is_close(&candidates[*index], &candidates[first]));
-    known.extend(others.filter(is_open).find(|index| !is_told_apart(&candidates[first], &candidates[*index])));
+    let is_known = |index: &usize| {
+        let (own, first) = (&candidates[*index], &candidates[first]);
+        is_told_apart(first, own) || takes_too_long(own, std::iter::once(first), space.request.batch)
+    };
+    known.extend(others.filter(is_open).find(|index| !is_known(index)));
     let in_chunks = overlap::likely(candidates, &known, space);
     known[1..].iter().map(|index| candidates[*index].clone()).chain(in_chunks).collect()
 }
@@ -152,8 +167,10 @@ fn chosen(
             let mut others = candidates.iter().enumerate().filter(|(_, other)| candidate.is_spare_of(other));
             others.any(|(index, other)| !was_refused(index) && !is_too_large(other))
         };
-        let is_long = |index: usize| is_long(&candidates[index], space.request.batch);
-        let is_enough = || !close.is_empty() && (is_long(index) || close.iter().any(|(known, _)| is_long(*known)));
+        let is_enough = || {
+            let known = close.iter().map(|(known, _)| &candidates[*known]);
+            takes_too_long(candidate, known, space.request.batch)
+        };
         let is_known = || is_enough() || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
         let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
         if !candidate.prediction.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {

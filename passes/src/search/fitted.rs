@@ -115,7 +115,8 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
         microbatch: Some(of.degrees.microbatch),
         schedule: stages.map(|stages| stages.schedule),
         virtual_stages: stages.map(|stages| stages.per_stage),
-        in_flight: stages.and_then(|stages| stages.in_flight),
+        in_flight: stages.and_then(|stages| stages.limits.in_flight),
+        delayed: stages.and_then(|stages| stages.limits.delayed),
         ..space.pins.clone()
     };
     let meshes = Some(std::slice::from_ref(&of.degrees));

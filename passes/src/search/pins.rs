@@ -113,8 +113,10 @@ pub struct Pins {
     pub schedule: Option<Schedule>,
     /// Chunks of each stage.
     pub virtual_stages: Option<u64>,
-    /// Of how many chunks a stage holds what forward passes leave, of zero-bubble V.
+    /// Of how many chunks a stage holds what forward passes leave.
     pub in_flight: Option<u64>,
+    /// Of how many chunks a stage of zero-bubble V delays the gradients of weights.
+    pub delayed: Option<u64>,
     /// ZeRO stage, 0 to 3.
     pub zero: Option<u64>,
     /// Sequences per data rank per microbatch, as in Megatron.
@@ -177,6 +179,7 @@ impl Pins {
                 "pp" => &mut pins.pp,
                 "virtual" => &mut pins.virtual_stages,
                 "in_flight" => &mut pins.in_flight,
+                "delayed" => &mut pins.delayed,
                 "zero" => &mut pins.zero,
                 "microbatch" => &mut pins.microbatch,
                 "loss_chunks" => &mut pins.loss_chunks,
@@ -232,8 +235,8 @@ impl Pins {
                     continue;
                 }
                 _ => {
-                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, in_flight, zero, microbatch, \
-                                 recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, in_flight, delayed, zero, \
+                                 microbatch, recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
                     return Err(pin(format!("unknown pin `{name}`; known are {known}")));
                 }
             };
@@ -280,7 +283,8 @@ impl Pins {
 
     /// Whether a pin asks for pipeline stages.
     pub fn opens_stages(&self) -> bool {
-        let has_chunks = self.virtual_stages.is_some_and(|pin| pin > 1) || self.in_flight.is_some();
+        let has_chunks =
+            self.virtual_stages.is_some_and(|pin| pin > 1) || self.in_flight.is_some() || self.delayed.is_some();
         self.pp.map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
     }
 
@@ -328,13 +332,19 @@ impl Pins {
             let message = format!("by stage_recompute it is {most} at most; leave recompute out, or pin {most}");
             return fail(format!("recompute={pin}"), message);
         }
-        if let Some(chunks) = self.in_flight {
+        let schedule = self.schedule.unwrap_or(Schedule::ZeroBubbleV);
+        let limits = [
+            ("in_flight", self.in_flight, Schedule::check_in_flight as fn(Schedule, u64) -> Result<(), String>),
+            ("delayed", self.delayed, Schedule::check_delayed),
+        ];
+        for (name, chunks, check) in limits {
+            let Some(chunks) = chunks else { continue };
             if self.pp == Some(1) {
-                let message = "what is in flight is of a pipeline; pin pp above 1, or leave it out".to_string();
-                return fail(format!("pp=1,in_flight={chunks}"), message);
+                let message = "it is of a pipeline; pin pp above 1, or leave it out".to_string();
+                return fail(format!("pp=1,{name}={chunks}"), message);
             }
-            if let Err(message) = self.schedule.unwrap_or(Schedule::ZeroBubbleV).check_in_flight(chunks) {
-                return fail(format!("in_flight={chunks}"), message);
+            if let Err(message) = check(schedule, chunks) {
+                return fail(format!("{name}={chunks}"), message);
             }
         }
         let Some(chunks) = self.virtual_stages else { return Ok(()) };
@@ -456,6 +466,8 @@ mod tests {
         check("pp=1,in_flight=4", "pin pp above 1");
         check("in_flight=4294967297", "at most 4294967296");
         check("pp=2,in_flight=0", "it must be at least 1");
+        check("pp=2,schedule=1f1b,delayed=4", "to delay those of 4 chunks takes schedule zbv");
+        check("pp=1,delayed=4", "pin pp above 1");
         check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
         check("pp=1,tp=0", "at least 1");
         check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");

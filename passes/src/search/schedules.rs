@@ -4,7 +4,9 @@ use super::PlanError;
 use super::bound::Order;
 use super::line::Line;
 use super::pins::Pins;
+use super::stages::MANY;
 use crate::divisors::divisors;
+use crate::pipeline::zero_bubble::CLOSE;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Graph, NodeId, Pipeline};
 
@@ -18,7 +20,8 @@ pub(super) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
         .filter(|(schedule, per_stage)| {
             let is_named = pins.schedule.map_or(*schedule != Schedule::GPipe, |pin| pin == *schedule);
             let may_hold = pins.in_flight.is_none_or(|chunks| schedule.check_in_flight(chunks).is_ok());
-            is_named && may_hold && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
+            let may_delay = pins.delayed.is_none_or(|chunks| schedule.check_delayed(chunks).is_ok());
+            is_named && may_hold && may_delay && pins.virtual_stages.is_none_or(|pin| pin == *per_stage)
         })
         .collect();
     if let Some(per_stage) = pins.virtual_stages.filter(|pin| *pin > 1 && pins.schedule != Some(Schedule::ZeroBubbleV))
@@ -44,16 +47,45 @@ pub(super) fn orders(pins: &Pins) -> Vec<Order> {
     [false, true].into_iter().filter_map(of).collect()
 }
 
-/// Of how many chunks a stage of a schedule may hold what forward passes leave, in the order in which they are tried; where
-/// that follows from the schedule, nothing is said of it.
-pub(super) fn in_flight(
+/// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Of how many chunks, what forward passes leave ([`Pipeline::in_flight`]).
+    pub in_flight: Option<u64>,
+    /// Of how many chunks, what gradients of weights wait for ([`Pipeline::delayed`]).
+    pub delayed: Option<u64>,
+}
+
+/// The limits of a schedule, in the order in which they are tried: for each number of chunks in flight, those that are
+/// delayed, from the most to the least.
+pub(super) fn limits(
+    (schedule, per_stage): (Schedule, u64),
+    (stages, microbatches): (u64, u64),
+    pins: &Pins,
+) -> Vec<Vec<Limits>> {
+    let delayed = |in_flight: Option<u64>| {
+        let most = in_flight.unwrap_or(2 * stages);
+        let delayed = match pins.delayed {
+            Some(_) => vec![pins.delayed],
+            None if !schedule.splits_backward() => vec![None],
+            // Of many microbatches the last ones are a small part.
+            None if microbatches >= MANY * stages => vec![None, Some(CLOSE)],
+            None => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
+        };
+        delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()
+    };
+    in_flight((schedule, per_stage), (stages, microbatches), pins).into_iter().map(delayed).collect()
+}
+
+/// Of how many chunks a stage of a schedule may hold what forward passes leave.
+fn in_flight(
     (schedule, per_stage): (Schedule, u64),
     (stages, microbatches): (u64, u64),
     pins: &Pins,
 ) -> Vec<Option<u64>> {
     let pipeline = Pipeline { schedule, per_stage, in_flight: pins.in_flight, ..Pipeline::default() };
     if pins.in_flight.is_some() {
-        let may_hold = pipeline.check_in_flight(stages, microbatches).is_ok();
+        let may_hold = pipeline.check_held(stages, microbatches).is_ok();
         return may_hold.then_some(pins.in_flight).into_iter().collect();
     }
     match schedule {
@@ -114,7 +146,7 @@ pub(super) fn none(pins: &Pins, line: Option<&Line>, (ranks, batch): (u64, u64),
     if let Some(microbatches) = counts.find(|count| *count >= 2) {
         let (schedule, in_flight) = (pins.schedule.unwrap_or(Schedule::Interleaved), pins.in_flight);
         let pipeline = Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() };
-        if let Err(message) = pipeline.check_in_flight(stages, microbatches) {
+        if let Err(message) = pipeline.check_held(stages, microbatches) {
             return fail(format!("in_flight={}", in_flight.unwrap_or_default()), message);
         }
         let message =

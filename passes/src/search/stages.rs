@@ -24,11 +24,12 @@ mod step;
 
 use super::away::{Away, suits};
 use super::estimate::Work;
+use super::held::Held;
 use super::line::{Line, Sums};
 use super::offload::Offload;
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
-use super::schedules::{in_flight, schedules};
+use super::schedules::{Limits, limits, schedules};
 use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
@@ -44,6 +45,7 @@ use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::rc::Rc;
 use step::MOST_FOLLOWED;
 
 /// The ZeRO stage up to which pipelines are tried: gradients that are reduced in every microbatch cost more than they save
@@ -53,7 +55,7 @@ pub(super) const MOST_ZERO: u64 = 1;
 /// More chunks a stage than these are tried where a step has fewer than so many microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
-const MANY: u64 = 4;
+pub(super) const MANY: u64 = 4;
 
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,8 +64,8 @@ pub struct Stages {
     pub schedule: Schedule,
     /// Chunks of each stage.
     pub per_stage: u64,
-    /// Of how many chunks a stage holds what forward passes leave ([`Pipeline::in_flight`]).
-    pub in_flight: Option<u64>,
+    /// What a stage holds at the most.
+    pub limits: Limits,
     /// The nodes, of the graph that was searched, that begin the chunks but the first.
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
@@ -76,13 +78,15 @@ impl Stages {
     /// The choices, as pins would say them.
     pub fn text(&self) -> String {
         let chunks = if self.per_stage > 1 { format!(",virtual={}", self.per_stage) } else { String::new() };
-        let in_flight = self.in_flight.map_or(String::new(), |chunks| format!(",in_flight={chunks}"));
+        let limit =
+            |name: &str, chunks: Option<u64>| chunks.map_or(String::new(), |chunks| format!(",{name}={chunks}"));
+        let limits = [limit("in_flight", self.limits.in_flight), limit("delayed", self.limits.delayed)].concat();
         let recompute: Vec<String> = self.recompute.iter().map(Recompute::to_string).collect();
         let recompute = match recompute.is_empty() {
             true => String::new(),
             false => format!(",stage_recompute={}", recompute.join("/")),
         };
-        format!("schedule={}{chunks}{in_flight}{recompute}", self.schedule.name())
+        format!("schedule={}{chunks}{limits}{recompute}", self.schedule.name())
     }
 }
 
@@ -303,6 +307,8 @@ struct Tries<'a> {
     may_leave: bool,
     /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
     fastest: &'a Cell<f64>,
+    /// Of ways to compute again, the first that is known to take too long where no less is held.
+    slow: &'a Cell<usize>,
 }
 
 /// Adds the pipelines of a placed mesh with stages.
@@ -330,12 +336,12 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
             for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
                 let stored = shape.share(storage, zero);
                 let part = |least: u64| if zero >= least { stored } else { 1.0 };
-                let fastest = &Cell::new(f64::INFINITY);
-                let tries = |in_flight: Option<u64>| Tries {
+                let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
+                let tries = |Limits { in_flight, delayed }: Limits| Tries {
                     mesh,
                     pins,
                     again,
-                    pipeline: Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() },
+                    pipeline: Pipeline { schedule, per_stage, in_flight, delayed, ..Pipeline::default() },
                     stages,
                     storage,
                     zero,
@@ -344,11 +350,26 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     pinned: pinned(pins, stages),
                     may_leave: shape.leaves_gradients(storage, zero),
                     fastest,
+                    slow,
                 };
-                // More or less is held where that lets stages wait for less, or saves more: as long as it does.
-                for in_flight in in_flight((schedule, per_stage), (stages, microbatches), pins) {
+                let all = limits((schedule, per_stage), (stages, microbatches), pins);
+                // Where all is too much if as little is held as may be, so it is with more.
+                if all.len() > 1 && all.last().and_then(|all| all.last()).is_some_and(|least| tries(*least).lacks()) {
+                    continue;
+                }
+                // More is held where that lets stages wait for less, and less where memory lacks: as long as that gains.
+                'all: for all in all {
                     let before = fastest.get();
-                    tries(in_flight).all(candidates);
+                    for limits in all {
+                        let before = fastest.get();
+                        let lacks = tries(limits).all(candidates);
+                        if schedule.splits_backward() && !lacks {
+                            break 'all;
+                        }
+                        if before.is_finite() && fastest.get() >= before {
+                            break;
+                        }
+                    }
                     if before.is_finite() && fastest.get() >= before {
                         break;
                     }
@@ -404,6 +425,24 @@ impl Tries<'_> {
         Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
     }
 
+    /// Whether all cuts are far from fitting, with as much computed again as may be, and everything on the devices.
+    fn lacks(&self) -> bool {
+        let (mesh, Some((last, way))) = (self.mesh, self.again.ways.iter().enumerate().last()) else { return false };
+        if mesh.with_unfit || mesh.away.is_open || !self.pinned.is_empty() {
+            return false;
+        }
+        let agains = [self.again(last, self.again.sums(last))];
+        let (levels, choice) = (&Levels::whole([(0, *way)]), &Choice::All(0));
+        let Some(held) = &self.held(&agains[0].paces[0].sums) else { return false };
+        Problem { tries: self, agains: &agains, levels, choice, held, known: Default::default() }.lacks()
+    }
+
+    /// The copies of what each chunk holds, if all are as long as each other.
+    fn held(&self, sums: &Sums) -> Option<Rc<[Held]>> {
+        let bytes = vec![sums.held(); (self.stages * self.pipeline.per_stage) as usize];
+        self.mesh.held(&self.pipeline, MOST_FOLLOWED, &|_| sums.lengths(), bytes)
+    }
+
     /// Whether a way to compute again takes too long for it to be worth a try.
     fn is_far(&self, index: usize) -> bool {
         let Pipeline { schedule, per_stage, .. } = self.pipeline;
@@ -438,12 +477,10 @@ impl Tries<'_> {
         levels: Levels,
         choice: Choice,
     ) -> Option<bool> {
-        let Pipeline { schedule, per_stage, in_flight, .. } = self.pipeline;
-        let (mesh, stages, sums) = (self.mesh, self.stages, &agains.last()?.paces[0].sums);
-        let bytes = vec![sums.held(); (stages * per_stage) as usize];
-        let held = &mesh.held(&self.pipeline, MOST_FOLLOWED, &|_| sums.lengths(), bytes)?;
-        let problem =
-            Problem { tries: self, agains, levels: &levels, choice: &choice, held, known: Default::default() };
+        let Pipeline { schedule, per_stage, in_flight, delayed, .. } = self.pipeline;
+        let (mesh, levels, choice) = (self.mesh, &levels, &choice);
+        let held = &self.held(&agains.last()?.paces[0].sums)?;
+        let problem = Problem { tries: self, agains, levels, choice, held, known: Default::default() };
         if problem.lacks() && !mesh.with_unfit {
             return Some(false);
         }
@@ -458,7 +495,14 @@ impl Tries<'_> {
         }
         candidates.push(Candidate {
             degrees: mesh.degrees[self.storage].clone(),
-            stages: Some(Stages { schedule, per_stage, in_flight, cuts, recompute, lengths }),
+            stages: Some(Stages {
+                schedule,
+                per_stage,
+                limits: Limits { in_flight, delayed },
+                cuts,
+                recompute,
+                lengths,
+            }),
             zero: self.zero,
             recompute: most,
             loss_chunks: mesh.seen[0][0].shape.loss_chunks,
@@ -472,11 +516,11 @@ impl Tries<'_> {
         Some(fits)
     }
 
-    /// Adds all that are worth a try.
-    fn all(&self, candidates: &mut Vec<Candidate>) {
+    /// Adds all that are worth a try; whether memory lacks for one of them.
+    fn all(&self, candidates: &mut Vec<Candidate>) -> bool {
         let (ways, named) = (&self.again.ways, &self.pins.stage_recompute);
         if self.pinned.iter().any(|pin| !suits(pin, false, self.may_leave)) {
-            return;
+            return false;
         }
         if !named.is_empty() {
             let menu = self.mesh.seen[0][0].shape.menu();
@@ -484,12 +528,12 @@ impl Tries<'_> {
             let again: Vec<usize> = named.iter().map(of).collect();
             let most = again.iter().copied().max().unwrap_or(0);
             let levels = Levels::whole(again.into_iter().map(|index| (index, ways[index])));
-            self.try_out(candidates, &self.mixed(most), levels, Choice::Named((0..named.len()).collect()));
-            return;
+            let choice = Choice::Named((0..named.len()).collect());
+            return self.try_out(candidates, &self.mixed(most), levels, choice) == Some(false);
         }
         // More recomputation takes longer: the first that fits is the best that all stages can do.
-        let (mut first, mut last) = (None, None);
-        for (index, way) in ways.iter().copied().enumerate() {
+        let (mut first, mut last, mut lacks) = (None, None, false);
+        for (index, way) in ways.iter().copied().enumerate().take(self.slow.get()) {
             if self.is_far(index) {
                 // Some blocks of a stage may do so all the same.
                 if index > 0 && !self.is_far(index - 1) {
@@ -501,9 +545,13 @@ impl Tries<'_> {
             // The slowest stage does at the least its part of what the whole model takes.
             let whole = again[0].paces.iter().map(|pace| pace.whole.step.0).fold(f64::INFINITY, f64::min);
             if index == 0 && self.leaves_out(whole / self.stages as f64) {
-                return;
+                return false;
             }
             let fits = self.try_out(candidates, &again, Levels::whole([(0, way)]), Choice::All(0));
+            lacks |= fits == Some(false);
+            if fits.is_none() && self.pipeline.schedule.splits_backward() {
+                self.slow.set(index);
+            }
             if index > 0 && fits != Some(false) {
                 self.mix(candidates, index);
             }
@@ -520,13 +568,14 @@ impl Tries<'_> {
             self.mix(candidates, ways.len() - 1);
         }
         if !self.mesh.away.is_open {
-            return;
+            return lacks;
         }
         // Where something would have to be computed again values may leave instead; where that does not do, as well.
         let unfit = [first, last.filter(|last| Some(*last) != first)].into_iter().flatten();
         for (index, _) in unfit.filter(|(_, fits)| *fits != Some(true)) {
             self.leave(candidates, index);
         }
+        lacks
     }
 
     /// Adds the pipeline in which each stage computes again the least that it must, up to one of the ways.

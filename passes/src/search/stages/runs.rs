@@ -2,6 +2,7 @@
 //! is known of one of them is known of others.
 
 use super::Mesh;
+use super::step::STEADY_IF_SPLIT;
 use crate::pipeline::order::{Lengths, orders};
 use crate::search::held::Held;
 use rustc_hash::FxHashMap;
@@ -11,11 +12,11 @@ use std::cell::RefCell;
 use std::hash::Hash;
 use std::rc::Rc;
 
-/// The schedule, with the chunks of a stage and those in flight.
-type Order = (Schedule, u64, Option<u64>);
+/// The schedule, with the chunks of a stage, those in flight and those delayed.
+type Order = (Schedule, u64, [Option<u64>; 2]);
 
-/// The order, and the bits of what passes and messages take, and of what steps lose to those.
-type Passes = (Order, Vec<u64>);
+/// The order, the bits of what passes and messages take, and of what steps lose to those, and the microbatches.
+type Passes = (Order, Vec<u64>, u64);
 
 /// What is known of the schedules on one mesh.
 #[derive(Default)]
@@ -30,15 +31,16 @@ pub(super) struct Runs {
 type Copies = (Order, Vec<u64>, Vec<[u64; 3]>);
 
 impl Runs {
-    /// Seconds of all microbatches, whose passes and messages take so many: those that are known, or that a run finds.
+    /// Seconds of so many microbatches, whose passes and messages take so many: those that are known, or that a run finds.
     pub fn seconds(
         &self,
         pipeline: &Pipeline,
         (chunks, on_wire): (&[Lengths], &[f64]),
+        microbatches: u64,
         run: &dyn Fn() -> Option<f64>,
     ) -> Option<f64> {
         let bits = chunks.iter().flat_map(|own| bits(*own)).chain(on_wire.iter().map(|seconds| seconds.to_bits()));
-        known(&self.seconds, (order(pipeline), bits.collect()), run)
+        known(&self.seconds, (order(pipeline), bits.collect(), microbatches), run)
     }
 }
 
@@ -56,8 +58,9 @@ impl Mesh<'_> {
         let bits = (0..bytes.len() as u32).filter(|_| goes_by_lengths).flat_map(|chunk| bits(lengths(chunk)));
         let key: Copies = (order(pipeline), bits.collect(), bytes);
         let bytes = key.2.clone();
-        // Of an order of its own as many as are followed tell what all do; others hold as many as there are.
+        // Of an order of its own as many as fill the pipeline some times tell what all do; others hold as many as there are.
         let stages = self.placed.mesh.degree("pp");
+        let most = most.min(STEADY_IF_SPLIT * stages);
         let microbatches = if goes_by_lengths { self.followed(most, stages) } else { self.placed.microbatches };
         known(&self.runs.held, key, &|| {
             let orders = orders(pipeline, stages, microbatches, lengths).ok()?;
@@ -67,7 +70,7 @@ impl Mesh<'_> {
 }
 
 fn order(pipeline: &Pipeline) -> Order {
-    (pipeline.schedule, pipeline.per_stage, pipeline.in_flight)
+    (pipeline.schedule, pipeline.per_stage, [pipeline.in_flight, pipeline.delayed])
 }
 
 fn bits(Lengths { forward, backward, weight }: Lengths) -> [u64; 3] {

@@ -18,8 +18,12 @@ use std::rc::Rc;
 const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
 pub(super) const MOST_FOLLOWED: u64 = 128;
+/// Rounds after which a pipeline has filled.
+const FEW: u64 = 2;
 /// Rounds after which every further one takes as long as the one before.
 const STEADY: u64 = 3;
+/// The same where the gradients of weights come later: it takes longer until all of a microbatch is done.
+pub(super) const STEADY_IF_SPLIT: u64 = 4;
 
 /// The chunks of each stage with where they begin and end, and its level.
 type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
@@ -53,7 +57,10 @@ impl Problem<'_> {
         }
         // Of what is far from fitting nobody asks how long its stages wait.
         let total = match is_near(&fullest) || self.tries.mesh.with_unfit {
-            true => (self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])? + once) * spread,
+            true => {
+                let longer = vec![[1.0; 2]; stages.len()];
+                (self.run(ends, (stages, levels), &longer, enough / spread - once)? + once) * spread
+            }
             false => least,
         };
         debug_assert!(total >= least * (1.0 - 1e-9), "stages take {total} s, and at the least {least}");
@@ -128,8 +135,9 @@ impl Problem<'_> {
         (0..of.0.len()).map(seconds).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
     }
 
-    /// Seconds of all microbatches, where passes take so much longer than their kernels.
-    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer]) -> Option<f64> {
+    /// Seconds of all microbatches, where passes take so much longer than their kernels; nothing, if a few of them tell that
+    /// these are more than `enough`.
+    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer], enough: f64) -> Option<f64> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
         let links = chain(pipeline, count);
@@ -140,24 +148,30 @@ impl Problem<'_> {
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
         let (followed, round) = in_rounds(pipeline, count, microbatches);
-        let run = |microbatches: u64| {
-            let orders = orders(&followed, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
-            finish(&followed, &orders, &links, &durations)
-        };
+        let steady = if pipeline.schedule.splits_backward() { STEADY_IF_SPLIT } else { STEADY };
         let on_wire = [&durations.messages[..], &[durations.loss]].concat();
-        self.tries.mesh.runs.seconds(pipeline, (&durations.chunks, &on_wire), &|| {
-            let some = self.tries.mesh.followed(STEADY * round, round);
-            let few = run(some)?;
-            if some == microbatches {
-                return Some(few);
-            }
-            let further = (few - run(some - round)?) / round as f64;
-            // Where stages wait for messages they do so the more, the more microbatches there are.
-            let waits = further > slowest * STEADY_WITHIN;
-            let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
-            let run = if most > some { run(most)? } else { few };
-            Some(run + (microbatches - most) as f64 * if waits { further } else { slowest })
-        })
+        let run = |microbatches: u64| {
+            let passes = (&durations.chunks[..], &on_wire[..]);
+            self.tries.mesh.runs.seconds(pipeline, passes, microbatches, &|| {
+                let orders = orders(&followed, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
+                finish(&followed, &orders, &links, &durations)
+            })
+        };
+        let all = |microbatches: u64| self.tries.mesh.followed(microbatches, round);
+        let (first, some) = (all(FEW * round), all(steady * round));
+        if enough < f64::INFINITY && first < some && run(first)? + (microbatches - first) as f64 * slowest > enough {
+            return None;
+        }
+        let few = run(some)?;
+        if some == microbatches {
+            return Some(few);
+        }
+        let further = (few - run(some - round)?) / round as f64;
+        // Where stages wait for messages they do so the more, the more microbatches there are.
+        let waits = further > slowest * STEADY_WITHIN;
+        let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
+        let run = if most > some { run(most)? } else { few };
+        Some(run + (microbatches - most) as f64 * if waits { further } else { slowest })
     }
 
     /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and
@@ -176,8 +190,8 @@ impl Problem<'_> {
             [times(*forward, beside.forward), times(*backward, beside.backward)]
         };
         let longer: Vec<Longer> = stages.iter().enumerate().zip(&shown).map(longer).collect();
-        let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()])?;
-        let beside = self.run(ends, (stages, levels), &longer)?;
+        let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()], f64::INFINITY)?;
+        let beside = self.run(ends, (stages, levels), &longer, f64::INFINITY)?;
         let gradients = shown.iter().map(|own| own.gradients).fold(0.0, f64::max);
         let spread = step::spread(self.tries.mesh.placed.cluster.ranks());
         let updates = self.updates((stages, levels)).zip(leaving).zip(&shown);
@@ -193,7 +207,7 @@ impl Problem<'_> {
 /// A pipeline of which fewer microbatches are run in rounds as large as those of all, and how large they are.
 fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, u64) {
     if pipeline.schedule != Schedule::Interleaved {
-        return (pipeline.clone(), stages * pipeline.per_stage);
+        return (pipeline.clone(), stages);
     }
     let rounds = pipeline.rounds(stages, microbatches);
     let in_flight = Some(pipeline.held_in_rounds(stages, microbatches, rounds));
