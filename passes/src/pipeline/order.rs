@@ -57,9 +57,9 @@ impl Lengths {
         self.forward + self.backward + self.weight
     }
 
-    /// What part of a microbatch is its forward pass.
-    pub fn share_of_forward(self) -> f64 {
-        self.forward / self.all().max(f64::MIN_POSITIVE)
+    /// What parts of a microbatch the three are.
+    pub fn shares(self) -> [f64; 3] {
+        [self.forward, self.backward, self.weight].map(|part| part / self.all().max(f64::MIN_POSITIVE))
     }
 
     /// Of a pass of a chunk. No chunk waits for what the first one does in its backward pass: where a schedule splits

@@ -171,9 +171,10 @@ fn chosen(
             let known = close.iter().map(|(known, _)| &candidates[*known]);
             takes_too_long(candidate, known, space.request.batch)
         };
-        let is_known = || is_enough() || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
+        let is_known = || close.iter().any(|(known, _)| is_told_apart(&candidates[*known], candidate));
         let is_left_out = || is_too_large(candidate) || refused.len() >= MOST_REFUSED || is_spare() || is_known();
-        if !candidate.prediction.fits() || was_refused(index) || (!is_last_resort && is_left_out()) {
+        let is_open = candidate.prediction.fits() && !was_refused(index) && !is_enough();
+        if !is_open || (!is_last_resort && is_left_out()) {
             continue;
         }
         let plan = match exact(candidate) {

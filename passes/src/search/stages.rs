@@ -46,7 +46,6 @@ use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
-use step::MOST_FOLLOWED;
 
 /// The ZeRO stage up to which pipelines are tried: gradients that are reduced in every microbatch cost more than they save
 /// here, unless they are asked for.
@@ -440,7 +439,7 @@ impl Tries<'_> {
     /// The copies of what each chunk holds, if all are as long as each other.
     fn held(&self, sums: &Sums) -> Option<Rc<[Held]>> {
         let bytes = vec![sums.held(); (self.stages * self.pipeline.per_stage) as usize];
-        self.mesh.held(&self.pipeline, MOST_FOLLOWED, &|_| sums.lengths(), bytes)
+        self.mesh.held(&self.pipeline, &|_| sums.lengths(), bytes)
     }
 
     /// Whether a way to compute again takes too long for it to be worth a try.
@@ -449,10 +448,15 @@ impl Tries<'_> {
         let (microbatches, stages) = (self.mesh.placed.microbatches as f64, self.stages as f64);
         let all = self.again.of_sets.iter().map(|all| all[index].1.whole()).fold(f64::INFINITY, f64::min);
         // Stages wait for each other while the pipeline fills and drains, for what others compute of a
-        // microbatch; where backward passes are split there may be something else to do, but before the first forward
-        // pass has come.
-        let waits = if schedule.splits_backward() { self.again.sums(index).lengths().share_of_forward() } else { 1.0 };
-        let filling = (stages - 1.0) / per_stage as f64 * waits;
+        // microbatch; where backward passes are split they may make gradients of weights that were delayed while it drains.
+        let others = (stages - 1.0) / per_stage as f64;
+        let filling = if schedule.splits_backward() {
+            let [forward, backward, weight] = self.again.sums(index).lengths().shares();
+            let delayed = self.pipeline.most_delayed(self.stages) as f64 / per_stage as f64;
+            others * forward + (others * backward - delayed * weight).max(0.0)
+        } else {
+            others
+        };
         self.leaves_out((microbatches + filling) * all / stages)
     }
 

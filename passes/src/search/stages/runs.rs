@@ -3,7 +3,7 @@
 
 use super::Mesh;
 use super::step::STEADY_IF_SPLIT;
-use crate::pipeline::order::{Lengths, orders};
+use crate::pipeline::order::{Lengths, Step, orders};
 use crate::search::held::Held;
 use rustc_hash::FxHashMap;
 use shardc_ir::Pipeline;
@@ -25,7 +25,12 @@ pub(super) struct Runs {
     seconds: RefCell<FxHashMap<Passes, Option<f64>>>,
     /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
     held: RefCell<FxHashMap<Copies, Option<Rc<[Held]>>>>,
+    /// The latest steps.
+    steps: RefCell<Option<(Passes, Steps)>>,
 }
+
+/// The steps of every stage.
+type Steps = Rc<Vec<Vec<Step>>>;
 
 /// The order, the bits of what passes take, and the bytes of a copy.
 type Copies = (Order, Vec<u64>, Vec<[u64; 3]>);
@@ -45,12 +50,26 @@ impl Runs {
 }
 
 impl Mesh<'_> {
+    /// The steps of so many microbatches in the order that the lengths of passes make.
+    pub fn steps(&self, pipeline: &Pipeline, microbatches: u64, lengths: &dyn Fn(u32) -> Lengths) -> Option<Steps> {
+        let stages = self.placed.mesh.degree("pp");
+        let chunks = (0..(stages * pipeline.per_stage) as u32).filter(|_| pipeline.schedule.splits_backward());
+        let key = (order(pipeline), chunks.flat_map(|chunk| bits(lengths(chunk))).collect(), microbatches);
+        if let Some((known, steps)) = &*self.runs.steps.borrow()
+            && *known == key
+        {
+            return Some(steps.clone());
+        }
+        let steps = Rc::new(orders(pipeline, stages, microbatches, lengths).ok()?);
+        *self.runs.steps.borrow_mut() = Some((key, steps.clone()));
+        Some(steps)
+    }
+
     /// The copies of what each chunk holds, of which one of each kind has so many `bytes`, where passes run in the order
-    /// that their lengths make; of so many microbatches at the most.
+    /// that their lengths make.
     pub fn held(
         &self,
         pipeline: &Pipeline,
-        most: u64,
         lengths: &dyn Fn(u32) -> Lengths,
         bytes: Vec<[u64; 3]>,
     ) -> Option<Rc<[Held]>> {
@@ -60,11 +79,13 @@ impl Mesh<'_> {
         let bytes = key.2.clone();
         // Of an order of its own as many as fill the pipeline some times tell what all do; others hold as many as there are.
         let stages = self.placed.mesh.degree("pp");
-        let most = most.min(STEADY_IF_SPLIT * stages);
-        let microbatches = if goes_by_lengths { self.followed(most, stages) } else { self.placed.microbatches };
+        let microbatches = match goes_by_lengths {
+            true => self.followed((STEADY_IF_SPLIT - 1) * stages, stages),
+            false => self.placed.microbatches,
+        };
         known(&self.runs.held, key, &|| {
-            let orders = orders(pipeline, stages, microbatches, lengths).ok()?;
-            Some(Held::of_chunks(pipeline, &orders, &bytes).into())
+            let steps = self.steps(pipeline, microbatches, lengths)?;
+            Some(Held::of_chunks(pipeline, &steps, &bytes).into())
         })
     }
 }

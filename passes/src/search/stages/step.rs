@@ -4,7 +4,7 @@ use super::levels::Pace;
 use super::problem::{Part, Problem};
 use crate::cost::host::Shown;
 use crate::cost::step;
-use crate::pipeline::order::{Lengths, Pass, Step, orders};
+use crate::pipeline::order::{Lengths, Pass, Step};
 use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
 use crate::search::overstated::is_near;
@@ -17,9 +17,7 @@ use std::rc::Rc;
 /// By how much more than its slowest stage a microbatch takes at the most where no stage waits for messages.
 const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
-pub(super) const MOST_FOLLOWED: u64 = 128;
-/// Rounds after which a pipeline has filled.
-const FEW: u64 = 2;
+const MOST_FOLLOWED: u64 = 128;
 /// Rounds after which every further one takes as long as the one before.
 const STEADY: u64 = 3;
 /// The same where the gradients of weights come later: it takes longer until all of a microbatch is done.
@@ -116,20 +114,27 @@ impl Problem<'_> {
             self.left(level, (chunk, ends[chunk], ends[chunk + 1])).map(|bytes| bytes as u64)
         };
         let lengths = |chunk: u32| self.chunk(chunk, ends, levels);
-        self.tries.mesh.held(pipeline, MOST_FOLLOWED, &lengths, (0..ends.len() - 1).map(bytes).collect())
+        self.tries.mesh.held(pipeline, &lengths, (0..ends.len() - 1).map(bytes).collect())
     }
 
     /// Seconds of the microbatches at the least: a stage does all of them, one after the other, once the first has come
-    /// through the chunks before its own, which the last goes back through.
+    /// through the chunks before its own, which the last goes back through. While it does, the stage may make the gradients
+    /// of weights that were delayed.
     pub fn at_least(&self, of: Stages<'_>) -> f64 {
-        let (placed, schedule) = (&self.tries.mesh.placed, self.tries.pipeline.schedule);
-        let mut before = 0.0;
+        let (placed, pipeline) = (&self.tries.mesh.placed, &self.tries.pipeline);
+        let splits = pipeline.schedule.splits_backward();
+        let delayed = if splits { pipeline.most_delayed(self.tries.stages) } else { 0 };
+        let (mut comes, mut returns) = (0.0, 0.0);
         let seconds = |stage: usize| {
             let chunks = || self.chunks(of, stage);
-            let seconds = before + placed.microbatches as f64 * chunks().map(Lengths::all).sum::<f64>();
-            // Gradients of weights that are a pass of their own may be made while the others drain.
-            let through = |own: Lengths| if schedule.splits_backward() { own.forward } else { own.all() };
-            before += chunks().next().map_or(0.0, through);
+            let own = placed.microbatches as f64 * chunks().map(Lengths::all).sum::<f64>();
+            let waiting = delayed as f64 * chunks().map(|own| own.weight).fold(0.0, f64::max);
+            let seconds = comes + own + (returns - waiting).max(0.0);
+            // No chunk waits for what the first makes of its gradients.
+            let through =
+                |own: Lengths| [own.forward, own.backward + if splits && stage > 0 { 0.0 } else { own.weight }];
+            let [forward, backward] = chunks().next().map_or([0.0; 2], through);
+            (comes, returns) = (comes + forward, returns + backward);
             seconds
         };
         (0..of.0.len()).map(seconds).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
@@ -153,12 +158,13 @@ impl Problem<'_> {
         let run = |microbatches: u64| {
             let passes = (&durations.chunks[..], &on_wire[..]);
             self.tries.mesh.runs.seconds(pipeline, passes, microbatches, &|| {
-                let orders = orders(&followed, count, microbatches, &|chunk| durations.chunks[chunk as usize]).ok()?;
-                finish(&followed, &orders, &links, &durations)
+                let lengths = |chunk: u32| durations.chunks[chunk as usize];
+                let steps = self.tries.mesh.steps(&followed, microbatches, &lengths)?;
+                finish(&followed, &steps, &links, &durations)
             })
         };
         let all = |microbatches: u64| self.tries.mesh.followed(microbatches, round);
-        let (first, some) = (all(FEW * round), all(steady * round));
+        let (first, some) = (all((steady - 1) * round), all(steady * round));
         if enough < f64::INFINITY && first < some && run(first)? + (microbatches - first) as f64 * slowest > enough {
             return None;
         }
