@@ -4,7 +4,6 @@ use super::PlanError;
 use super::bound::Order;
 use super::line::Line;
 use super::pins::Pins;
-use super::stages::MANY;
 use crate::divisors::divisors;
 use crate::pipeline::zero_bubble::CLOSE;
 use shardc_ir::pipeline::Schedule;
@@ -47,6 +46,12 @@ pub(super) fn orders(pins: &Pins) -> Vec<Order> {
     [false, true].into_iter().filter_map(of).collect()
 }
 
+/// Few gradients of weights are delayed where a step has fewer than so many microbatches for each stage: with more,
+/// little time goes to filling and draining, and little of that is saved when they follow their backward passes closely.
+/// Some are, where it has fewer than the other number.
+const MANY: u64 = 8;
+const FEW: u64 = 4;
+
 /// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
@@ -67,9 +72,8 @@ pub(super) fn limits(
         let most = in_flight.unwrap_or(2 * stages);
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
-            None if !schedule.splits_backward() => vec![None],
-            // Of many microbatches the last ones are a small part.
-            None if microbatches >= MANY * stages => vec![None, Some(CLOSE)],
+            None if !schedule.splits_backward() || microbatches >= MANY * stages => vec![None],
+            None if microbatches >= FEW * stages => vec![None, Some(CLOSE)],
             None => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
         };
         delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()

@@ -54,7 +54,7 @@ pub(super) const MOST_ZERO: u64 = 1;
 /// More chunks a stage than these are tried where a step has fewer than so many microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
-pub(super) const MANY: u64 = 4;
+const MANY: u64 = 4;
 
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]

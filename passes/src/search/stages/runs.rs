@@ -2,7 +2,7 @@
 //! is known of one of them is known of others.
 
 use super::Mesh;
-use super::step::STEADY_IF_SPLIT;
+use super::step::STEADY;
 use crate::pipeline::order::{Lengths, Step, orders};
 use crate::search::held::Held;
 use rustc_hash::FxHashMap;
@@ -80,7 +80,7 @@ impl Mesh<'_> {
         // Of an order of its own as many as fill the pipeline some times tell what all do; others hold as many as there are.
         let stages = self.placed.mesh.degree("pp");
         let microbatches = match goes_by_lengths {
-            true => self.followed((STEADY_IF_SPLIT - 1) * stages, stages),
+            true => self.followed((STEADY - 1) * stages, stages),
             false => self.placed.microbatches,
         };
         known(&self.runs.held, key, &|| {

@@ -19,9 +19,7 @@ const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
 const MOST_FOLLOWED: u64 = 128;
 /// Rounds after which every further one takes as long as the one before.
-const STEADY: u64 = 3;
-/// The same where the gradients of weights come later: it takes longer until all of a microbatch is done.
-pub(super) const STEADY_IF_SPLIT: u64 = 4;
+pub(super) const STEADY: u64 = 3;
 
 /// The chunks of each stage with where they begin and end, and its level.
 type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
@@ -153,7 +151,6 @@ impl Problem<'_> {
         };
         let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
         let (followed, round) = in_rounds(pipeline, count, microbatches);
-        let steady = if pipeline.schedule.splits_backward() { STEADY_IF_SPLIT } else { STEADY };
         let on_wire = [&durations.messages[..], &[durations.loss]].concat();
         let run = |microbatches: u64| {
             let passes = (&durations.chunks[..], &on_wire[..]);
@@ -164,7 +161,7 @@ impl Problem<'_> {
             })
         };
         let all = |microbatches: u64| self.tries.mesh.followed(microbatches, round);
-        let (first, some) = (all((steady - 1) * round), all(steady * round));
+        let (first, some) = (all((STEADY - 1) * round), all(STEADY * round));
         if enough < f64::INFINITY && first < some && run(first)? + (microbatches - first) as f64 * slowest > enough {
             return None;
         }
