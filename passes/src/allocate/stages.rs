@@ -341,6 +341,7 @@ impl<'a> Assembly<'a> {
             Event::Step(step, beside) => {
                 let Some(part) = part_of(parts, *step) else { return all };
                 let items: &[Item] = &draft.sections[1 + part];
+                all.reserve_exact(items.len() + beside.len());
                 let mut beside = beside.iter().peekable();
                 for (index, item) in items.iter().enumerate() {
                     let is_here = |at: u32| items.len() * at as usize <= index * PARTS as usize;

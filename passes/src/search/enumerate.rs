@@ -63,7 +63,11 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
         let mut own = visited.fork();
         (of_way(space, way, &mut own), own)
     };
-    threads::map(lot, of)
+    // Those of many stages, which take the longest, come last: the threads end together where these begin first.
+    let lot: Vec<&Way> = lot.iter().rev().collect();
+    let mut found = threads::map(&lot, |way| of(way));
+    found.reverse();
+    found
 }
 
 /// The candidates of one way to divide the ranks.

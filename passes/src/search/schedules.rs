@@ -46,11 +46,9 @@ pub(super) fn orders(pins: &Pins) -> Vec<Order> {
     [false, true].into_iter().filter_map(of).collect()
 }
 
-/// Few gradients of weights are delayed where a step has fewer than so many microbatches for each stage: with more,
+/// Fewer gradients of weights are delayed where a step has fewer than so many microbatches for each stage: with more,
 /// little time goes to filling and draining, and little of that is saved when they follow their backward passes closely.
-/// Some are, where it has fewer than the other number.
-const MANY: u64 = 8;
-const FEW: u64 = 4;
+const MANY: u64 = 4;
 
 /// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -73,7 +71,6 @@ pub(super) fn limits(
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
             None if !schedule.splits_backward() || microbatches >= MANY * stages => vec![None],
-            None if microbatches >= FEW * stages => vec![None, Some(CLOSE)],
             None => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
         };
         delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()

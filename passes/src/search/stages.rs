@@ -35,6 +35,7 @@ use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
 use crate::cost::collective::{distance, send_over};
 use crate::cost::step::spread;
+use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
@@ -436,10 +437,10 @@ impl Tries<'_> {
         Problem { tries: self, agains: &agains, levels, choice, held, known: Default::default() }.lacks()
     }
 
-    /// The copies of what each chunk holds, if all are as long as each other.
+    /// The copies of what each chunk holds, if all chunks are as long as each other, and their parts.
     fn held(&self, sums: &Sums) -> Option<Rc<[Held]>> {
         let bytes = vec![sums.held(); (self.stages * self.pipeline.per_stage) as usize];
-        self.mesh.held(&self.pipeline, &|_| sums.lengths(), bytes)
+        self.mesh.held(&self.pipeline, &|_| Lengths::EQUAL, bytes)
     }
 
     /// Whether a way to compute again takes too long for it to be worth a try.

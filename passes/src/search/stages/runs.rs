@@ -9,6 +9,7 @@ use rustc_hash::FxHashMap;
 use shardc_ir::Pipeline;
 use shardc_ir::pipeline::Schedule;
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::hash::Hash;
 use std::rc::Rc;
 
@@ -25,9 +26,12 @@ pub(super) struct Runs {
     seconds: RefCell<FxHashMap<Passes, Option<f64>>>,
     /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
     held: RefCell<FxHashMap<Copies, Option<Rc<[Held]>>>>,
-    /// The latest steps.
-    steps: RefCell<Option<(Passes, Steps)>>,
+    /// The latest steps, the last first.
+    steps: RefCell<VecDeque<(Passes, Steps)>>,
 }
+
+/// Of how many orders the steps are kept.
+const KEPT: usize = 4;
 
 /// The steps of every stage.
 type Steps = Rc<Vec<Vec<Step>>>;
@@ -55,13 +59,13 @@ impl Mesh<'_> {
         let stages = self.placed.mesh.degree("pp");
         let chunks = (0..(stages * pipeline.per_stage) as u32).filter(|_| pipeline.schedule.splits_backward());
         let key = (order(pipeline), chunks.flat_map(|chunk| bits(lengths(chunk))).collect(), microbatches);
-        if let Some((known, steps)) = &*self.runs.steps.borrow()
-            && *known == key
-        {
+        if let Some((_, steps)) = self.runs.steps.borrow().iter().find(|(known, _)| *known == key) {
             return Some(steps.clone());
         }
         let steps = Rc::new(orders(pipeline, stages, microbatches, lengths).ok()?);
-        *self.runs.steps.borrow_mut() = Some((key, steps.clone()));
+        let mut known = self.runs.steps.borrow_mut();
+        known.push_front((key, steps.clone()));
+        known.truncate(KEPT);
         Some(steps)
     }
 
