@@ -97,8 +97,8 @@ mod tests {
 
     #[test]
     fn split_backward_passes_hold_what_weights_wait_for() {
-        // The two in the middle follow each other on one stage: the numbers of both are divisors of eight.
-        let held = [[8, 8, 0], [8, 8, 4], [5, 10, 5], [4, 8, 8], [4, 4, 4], [4, 4, 4], [2, 4, 4], [1, 4, 4]];
+        // The two in the middle follow each other on one stage: the numbers of both are divisors of one.
+        let held = [[8, 8, 0], [6, 12, 3], [6, 6, 4], [4, 8, 4], [4, 4, 4], [3, 6, 3], [2, 3, 2], [1, 2, 2]];
         check(Schedule::ZeroBubbleV, 2, &held);
     }
 
@@ -106,7 +106,7 @@ mod tests {
     fn what_is_in_flight_is_what_a_stage_holds() {
         let pipeline =
             Pipeline { schedule: Schedule::ZeroBubbleV, per_stage: 2, in_flight: Some(4), ..Pipeline::default() };
-        let held = [[4, 4, 0], [4, 4, 1], [4, 4, 2], [2, 3, 2], [2, 2, 2], [2, 2, 1], [2, 2, 1], [1, 2, 2]];
+        let held = [[4, 4, 0], [4, 4, 1], [3, 3, 1], [2, 3, 2], [2, 2, 1], [2, 2, 1], [2, 2, 1], [1, 2, 2]];
         check_with(pipeline, &held);
     }
 }

@@ -66,16 +66,21 @@ pub(super) fn limits(
     (stages, microbatches): (u64, u64),
     pins: &Pins,
 ) -> Vec<Vec<Limits>> {
-    let delayed = |in_flight: Option<u64>| {
+    let all = in_flight((schedule, per_stage), (stages, microbatches), pins);
+    let last = all.len().saturating_sub(1);
+    let delayed = |(index, in_flight): (usize, Option<u64>)| {
         let most = in_flight.unwrap_or(2 * stages);
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
-            None if !schedule.splits_backward() || microbatches >= MANY * stages => vec![None],
-            None => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
+            None if !schedule.splits_backward() => vec![None],
+            None if microbatches < MANY * stages => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
+            // What holds the least is tried all the same, where nothing else fits.
+            None if index == last => vec![None, Some(CLOSE)],
+            None => vec![None],
         };
         delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()
     };
-    in_flight((schedule, per_stage), (stages, microbatches), pins).into_iter().map(delayed).collect()
+    all.into_iter().enumerate().map(delayed).collect()
 }
 
 /// Of how many chunks a stage of a schedule may hold what forward passes leave.

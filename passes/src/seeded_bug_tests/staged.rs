@@ -247,7 +247,7 @@ fn doubled_microbatch(programs: &mut [Program]) {
 
 fn exchanged_microbatches(programs: &mut [Program]) {
     // Of one chunk, those that are next to each other of the ones that carry no messages, which others would wait for.
-    each(programs, 1, |program| {
+    each(programs, 0, |program| {
         let chunk = |run: &Run| {
             let section = &program.sections[run.section];
             let chunk = section.name.strip_prefix("weight.")?.split('.').next()?;
