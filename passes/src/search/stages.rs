@@ -427,7 +427,8 @@ impl Tries<'_> {
 
     /// Whether all cuts are far from fitting, with as much computed again as may be, and everything on the devices.
     fn lacks(&self) -> bool {
-        let (mesh, Some((last, way))) = (self.mesh, self.again.ways.iter().enumerate().last()) else { return false };
+        let mesh = self.mesh;
+        let Some((last, way)) = self.again.ways.iter().enumerate().next_back() else { return false };
         if mesh.with_unfit || mesh.away.is_open || !self.pinned.is_empty() {
             return false;
         }
