@@ -353,8 +353,9 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     slow,
                 };
                 let all = limits((schedule, per_stage), (stages, microbatches), pins);
-                // Where all is too much if as little is held as may be, so it is with more.
-                if all.len() > 1 && all.last().and_then(|all| all.last()).is_some_and(|least| tries(*least).lacks()) {
+                // Of zero-bubble V the last hold the least: where that is too much, so it is with more.
+                let is_less = schedule.splits_backward() && all.len() > 1;
+                if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
                     continue;
                 }
                 // More is held where that lets stages wait for less, and less where memory lacks: as long as that gains.
