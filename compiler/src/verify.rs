@@ -195,14 +195,13 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     let mut pins = format!("{},zero={zero},microbatch={samples},{}{chunks}", degrees.join(","), recompute(&chosen));
     let stages = plan.stages().min(2);
     if stages > 1 {
-        let Pipeline { schedule, per_stage, in_flight, delayed, .. } = &plan.pipeline;
+        let Pipeline { schedule, per_stage, .. } = &plan.pipeline;
         // As many for each stage; chunks are interleaved in one way of so few microbatches.
-        let in_flight = in_flight.filter(|_| *schedule != Schedule::Interleaved);
+        let limits = plan.pipeline.limits().into_iter().filter(|_| *schedule != Schedule::Interleaved);
         let limit = |(name, chunks): (&str, Option<u64>)| {
-            let chunks = chunks.map(|chunks| chunks.saturating_mul(stages).div_ceil(plan.stages()));
-            chunks.map_or(String::new(), |chunks| format!(",{name}={chunks}"))
+            Some(format!(",{name}={}", chunks?.saturating_mul(stages).div_ceil(plan.stages())))
         };
-        let limits: String = [("in_flight", in_flight), ("delayed", *delayed)].into_iter().map(limit).collect();
+        let limits: String = limits.filter_map(limit).collect();
         pins = format!("pp={stages},schedule={},virtual={per_stage}{limits},{pins}", schedule.name());
     }
     Degrees { data, inner, stages, microbatches: plan.mesh.microbatches().min(2), samples, pins }

@@ -176,6 +176,11 @@ impl Default for Pipeline {
 }
 
 impl Pipeline {
+    /// What a stage holds at the most, by the names that plans and pins have for it.
+    pub fn limits(&self) -> [(&'static str, Option<u64>); 2] {
+        [("in_flight", self.in_flight), ("delayed", self.delayed)]
+    }
+
     /// [`Self::in_flight`] of zero-bubble V, of so many stages: as much as 1F1B holds, where the plan does not say.
     pub fn most_in_flight(&self, stages: u64) -> u64 {
         self.in_flight.unwrap_or(2 * stages)

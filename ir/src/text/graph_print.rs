@@ -29,14 +29,13 @@ impl fmt::Display for Plan {
         if self.reduce_in_loop {
             writeln!(f, "  reduce_in_loop")?;
         }
-        let Pipeline { schedule, per_stage, chunks, in_flight, delayed, lengths } = &self.pipeline;
+        let Pipeline { schedule, per_stage, chunks, lengths, .. } = &self.pipeline;
         if self.pipeline != Pipeline::default() || chunks.values().any(Option::is_some) {
             let parts = |of: &Length| format!(" {}/{}/{}/{}", of.forward, of.backward, of.weight, of.message);
             let lengths: String = lengths.iter().map(parts).collect();
             let lengths = if lengths.is_empty() { lengths } else { format!(" lengths{lengths}") };
-            let limit =
-                |name: &str, chunks: Option<u64>| chunks.map_or(String::new(), |chunks| format!(" {name} {chunks}"));
-            let limits = [limit("in_flight", *in_flight), limit("delayed", *delayed)].concat();
+            let limits = self.pipeline.limits().into_iter();
+            let limits: String = limits.filter_map(|(name, chunks)| Some(format!(" {name} {}", chunks?))).collect();
             writeln!(f, "  pipeline {} {per_stage}{limits}{lengths}", schedule.name())?;
         }
         for (id, _) in self.graph.nodes() {

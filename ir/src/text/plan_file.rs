@@ -107,9 +107,9 @@ impl Plan {
         });
         let Value::Object(mut content) = content else { return Map::new() };
         if self.stages() > 1 {
-            let Pipeline { schedule, per_stage, in_flight, delayed, lengths, .. } = &self.pipeline;
+            let Pipeline { schedule, per_stage, lengths, .. } = &self.pipeline;
             let mut pipeline = json!({"schedule": schedule, "per_stage": per_stage});
-            for (name, chunks) in [("in_flight", in_flight), ("delayed", delayed)] {
+            for (name, chunks) in self.pipeline.limits() {
                 if let Some(chunks) = chunks {
                     pipeline[name] = json!(chunks);
                 }

@@ -73,6 +73,7 @@ pub(super) fn orders(
     lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
     let (last, most) = ((2 * stages - 1) as u32, pipeline.most_in_flight(stages));
+    let most_delayed = pipeline.most_delayed(stages);
     let passes = [Pass::Forward, Pass::Backward, Pass::Weight];
     let of_chunk = |chunk: u32| passes.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
     let lengths: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
@@ -92,7 +93,6 @@ pub(super) fn orders(
             }
             let (down, up) = (stage, last - stage);
             let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
-            let between = |chunk: u32, from: Pass, to: Pass| count(&begun, chunk, from) - count(&begun, chunk, to);
             let held = |chunk: u32| count(&begun, chunk, Pass::Forward) - count(&done, chunk, Pass::Weight);
             let is_ready = |chunk: u32, pass: Pass| {
                 let waits = match pass {
@@ -106,10 +106,9 @@ pub(super) fn orders(
                 may_begin && count(&begun, chunk, pass) < waits
             };
             let is_through = count(&begun, down, Pass::Forward) == microbatches;
-            let delayed =
-                if is_through { pipeline.most_delayed(stages) } else { CLOSE.min(pipeline.most_delayed(stages)) };
-            let waiting = [down, up].map(|chunk| between(chunk, Pass::Backward, Pass::Weight));
-            let is_late = waiting.iter().sum::<u64>() >= delayed;
+            let delayed = if is_through { most_delayed } else { most_delayed.min(CLOSE) };
+            let waiting = |chunk: u32| count(&begun, chunk, Pass::Backward) - count(&begun, chunk, Pass::Weight);
+            let is_late = waiting(down) + waiting(up) >= delayed;
             let steps = [up, down]
                 .into_iter()
                 .flat_map(|chunk| passes.map(|pass| Step { chunk, pass, microbatch: count(&begun, chunk, pass) }));

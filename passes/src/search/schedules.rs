@@ -46,9 +46,9 @@ pub(super) fn orders(pins: &Pins) -> Vec<Order> {
     [false, true].into_iter().filter_map(of).collect()
 }
 
-/// Fewer gradients of weights are delayed where a step has fewer than so many microbatches for each stage: with more,
-/// little time goes to filling and draining, and little of that is saved when they follow their backward passes closely.
-const MANY: u64 = 4;
+/// With so many microbatches for each stage little time of a step goes to filling and draining. With fewer, different
+/// numbers of gradients of weights are delayed, which decides how much of that is saved.
+pub(super) const MANY: u64 = 4;
 
 /// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -19,6 +19,7 @@ mod cuts;
 mod levels;
 mod moved;
 mod problem;
+mod recomputed;
 mod runs;
 mod step;
 
@@ -29,7 +30,7 @@ use super::line::{Line, Sums};
 use super::offload::Offload;
 use super::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
-use super::schedules::{Limits, limits, schedules};
+use super::schedules::{Limits, MANY, limits, schedules};
 use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
@@ -41,6 +42,7 @@ use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
+use recomputed::Recomputed;
 use runs::Runs;
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
@@ -52,10 +54,9 @@ use std::rc::Rc;
 /// here, unless they are asked for.
 pub(super) const MOST_ZERO: u64 = 1;
 
-/// More chunks a stage than these are tried where a step has fewer than so many microbatches for each stage: with more,
+/// More chunks a stage than these are tried where a step has fewer than [`MANY`] microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
-const MANY: u64 = 4;
 
 /// The pipeline of a candidate.
 #[derive(Clone, Debug, PartialEq)]
@@ -254,41 +255,6 @@ fn clusters_by_stage(space: &Space<'_, '_>, mesh: &shardc_ir::Mesh) -> (Vec<Vec<
     (sets.iter().map(|set| space.cluster.among(set)).collect(), set)
 }
 
-/// What is computed again in one way or other, and on each set of kinds, by its slowest, what that takes.
-struct Recomputed<'a> {
-    ways: Vec<Recompute>,
-    of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
-}
-
-impl<'a> Recomputed<'a> {
-    fn new(mesh: &Mesh<'a>, pins: &Pins) -> Self {
-        let menu = mesh.seen[0][0].shape.menu();
-        let named = pins.stage_recompute.iter().map(|own| own.within(menu.steps()));
-        let keeps = pins.offloads().is_some_and(|pinned| pinned.each().iter().any(|own| own.activations > 0));
-        let ways: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
-            _ if !pins.stage_recompute.is_empty() => named.collect(),
-            Some(pin) => [pin.within(menu.steps())].into(),
-            // What is moved is not computed again.
-            None if keeps => [Recompute::None].into(),
-            None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
-        };
-        let ways = Vec::from_iter(ways);
-        let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
-            let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
-            let longer = |a: &(&Seen<'_>, Sums), b: &(&Seen<'_>, Sums)| a.1.whole().total_cmp(&b.1.whole());
-            seen.iter().map(sums).max_by(longer)
-        };
-        let of_set = |seen: &&'a [Seen<'a>]| ways.iter().filter_map(|again| slowest(seen, again)).collect();
-        let of_sets = mesh.seen.iter().map(of_set).collect();
-        Self { ways, of_sets }
-    }
-
-    /// The sums on the slowest kind, of each way.
-    fn sums(&self, index: usize) -> &Sums {
-        &self.of_sets[0][index].1
-    }
-}
-
 /// One schedule on one mesh, with one choice of ZeRO.
 struct Tries<'a> {
     mesh: &'a Mesh<'a>,
@@ -359,6 +325,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                     continue;
                 }
                 // More is held where that lets stages wait for less, and less where memory lacks: as long as that gains.
+                let gains = |before: f64| before.is_infinite() || fastest.get() < before;
                 'all: for all in all {
                     let before = fastest.get();
                     for limits in all {
@@ -367,11 +334,11 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                         if schedule.splits_backward() && !lacks {
                             break 'all;
                         }
-                        if before.is_finite() && fastest.get() >= before {
+                        if !gains(before) {
                             break;
                         }
                     }
-                    if before.is_finite() && fastest.get() >= before {
+                    if !gains(before) {
                         break;
                     }
                 }

@@ -14,7 +14,7 @@ use std::hash::Hash;
 use std::rc::Rc;
 
 /// The schedule, with the chunks of a stage, those in flight and those delayed.
-type Order = (Schedule, u64, [Option<u64>; 2]);
+type Order = (Schedule, u64, [(&'static str, Option<u64>); 2]);
 
 /// The order, the bits of what passes and messages take, and of what steps lose to those, and the microbatches.
 type Passes = (Order, Vec<u64>, u64);
@@ -95,7 +95,7 @@ impl Mesh<'_> {
 }
 
 fn order(pipeline: &Pipeline) -> Order {
-    (pipeline.schedule, pipeline.per_stage, [pipeline.in_flight, pipeline.delayed])
+    (pipeline.schedule, pipeline.per_stage, pipeline.limits())
 }
 
 fn bits(Lengths { forward, backward, weight }: Lengths) -> [u64; 3] {

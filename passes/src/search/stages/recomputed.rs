@@ -1,0 +1,39 @@
+//! The ways to compute again that the stages of a mesh may take, and what the model takes by each.
+
+use super::{Mesh, Pins, Recompute, Seen, Sums};
+use std::collections::BTreeSet;
+
+/// What is computed again in one way or other, and on each set of kinds, by its slowest, what that takes.
+pub(super) struct Recomputed<'a> {
+    pub ways: Vec<Recompute>,
+    pub of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
+}
+
+impl<'a> Recomputed<'a> {
+    pub fn new(mesh: &Mesh<'a>, pins: &Pins) -> Self {
+        let menu = mesh.seen[0][0].shape.menu();
+        let named = pins.stage_recompute.iter().map(|own| own.within(menu.steps()));
+        let keeps = pins.offloads().is_some_and(|pinned| pinned.each().iter().any(|own| own.activations > 0));
+        let ways: BTreeSet<Recompute> = match pins.recompute.filter(|pin| *pin != Recompute::BY_NEED) {
+            _ if !pins.stage_recompute.is_empty() => named.collect(),
+            Some(pin) => [pin.within(menu.steps())].into(),
+            // What is moved is not computed again.
+            None if keeps => [Recompute::None].into(),
+            None => [Recompute::None].into_iter().chain(menu.rungs().map(Recompute::Values)).collect(),
+        };
+        let ways = Vec::from_iter(ways);
+        let slowest = |seen: &'a [Seen<'a>], recompute: &Recompute| {
+            let sums = |own: &'a Seen<'a>| (own, Sums::new(mesh.prepared, &own.shape, *recompute, mesh.line));
+            let longer = |a: &(&Seen<'_>, Sums), b: &(&Seen<'_>, Sums)| a.1.whole().total_cmp(&b.1.whole());
+            seen.iter().map(sums).max_by(longer)
+        };
+        let of_set = |seen: &&'a [Seen<'a>]| ways.iter().filter_map(|again| slowest(seen, again)).collect();
+        let of_sets = mesh.seen.iter().map(of_set).collect();
+        Self { ways, of_sets }
+    }
+
+    /// The sums on the slowest kind, of each way.
+    pub fn sums(&self, index: usize) -> &Sums {
+        &self.of_sets[0][index].1
+    }
+}
