@@ -151,9 +151,9 @@ pub struct Pipeline {
     pub per_stage: u64,
     /// Per node, its chunk.
     pub chunks: SecondaryMap<NodeId, Option<u32>>,
-    /// Of how many chunks a stage holds what forward passes leave when it begins another microbatch, at the most. The
-    /// fewer, the less memory, and the longer stages wait: for each other in zero-bubble V (Qi et al., "Pipeline
-    /// parallelism with controllable memory", 2024), else for messages ([`Self::ahead`], [`Self::rounds`]).
+    /// Of how many chunks a stage holds what forward passes leave, at the most. The fewer, the less memory, and the longer
+    /// stages wait: for each other in zero-bubble V (Qi et al., "Pipeline parallelism with controllable memory", 2024),
+    /// else for messages ([`Self::ahead`], [`Self::rounds`]).
     pub in_flight: Option<u64>,
     /// Of how many chunks a stage of zero-bubble V delays the gradients of weights, at the most: when its forward passes are
     /// through, they fill the gaps in which it would wait. The fewer, the less memory for what they read.
@@ -181,9 +181,22 @@ impl Pipeline {
         [("in_flight", self.in_flight), ("delayed", self.delayed)]
     }
 
-    /// [`Self::in_flight`] of zero-bubble V, of so many stages: as much as 1F1B holds, where the plan does not say.
+    /// [`Self::in_flight`] of zero-bubble V, of so many stages; where the plan does not say, no less than is held if
+    /// microbatches come in as fast as the first stage takes them.
     pub fn most_in_flight(&self, stages: u64) -> u64 {
-        self.in_flight.unwrap_or(2 * stages)
+        self.in_flight.unwrap_or(3 * stages)
+    }
+
+    /// Of how many chunks a stage of zero-bubble V holds what forward passes leave at the most, when it has begun one on the way
+    /// down. The rest of [`Self::in_flight`] is for those on the way up, of which no microbatch waits for a later one.
+    pub fn on_the_way_down(&self, stages: u64) -> u64 {
+        self.most_in_flight(stages).saturating_sub(Self::kept_for_the_way_up(stages)).max(1)
+    }
+
+    /// Of how many chunks a stage of zero-bubble V keeps room for what forward passes on the way up leave: one for every
+    /// eight stages. With less some would wait.
+    pub fn kept_for_the_way_up(stages: u64) -> u64 {
+        stages.div_ceil(8)
     }
 
     /// [`Self::delayed`] of so many stages: those of all that is in flight, where the plan does not say.
@@ -236,7 +249,9 @@ impl Pipeline {
         let Some(chunks) = self.in_flight else { return Ok(()) };
         self.schedule.check_in_flight(chunks)?;
         let least = match self.schedule {
-            Schedule::GPipe | Schedule::ZeroBubbleV => 1,
+            Schedule::GPipe => 1,
+            // The last stage holds both chunks of a microbatch.
+            Schedule::ZeroBubbleV => 2,
             Schedule::OneForwardOneBackward => stages,
             Schedule::Interleaved => self.held_in_rounds(stages, microbatches, self.rounds(stages, microbatches)),
         };

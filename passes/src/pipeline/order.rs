@@ -182,7 +182,7 @@ mod tests {
             let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10), (2, 3), (4, 2), (4, 9), (5, 14), (3, 16)];
             let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
             let in_flight = match schedule {
-                Schedule::ZeroBubbleV => &[None, Some(1), Some(3)][..],
+                Schedule::ZeroBubbleV => &[None, Some(2), Some(3)][..],
                 Schedule::Interleaved => &[None, Some(1), Some(20), Some(1000)],
                 Schedule::OneForwardOneBackward => &[None, Some(7), Some(9), Some(1000)],
                 Schedule::GPipe => &[None],

@@ -105,8 +105,8 @@ mod tests {
     #[test]
     fn what_is_in_flight_is_what_a_stage_holds() {
         let pipeline =
-            Pipeline { schedule: Schedule::ZeroBubbleV, per_stage: 2, in_flight: Some(4), ..Pipeline::default() };
-        let held = [[4, 4, 0], [4, 4, 1], [3, 3, 1], [2, 3, 2], [2, 2, 1], [2, 2, 1], [2, 2, 1], [1, 2, 2]];
+            Pipeline { schedule: Schedule::ZeroBubbleV, per_stage: 2, in_flight: Some(5), ..Pipeline::default() };
+        let held = [[4, 4, 0], [4, 4, 1], [3, 3, 1], [2, 3, 2], [2, 2, 1], [2, 2, 1], [2, 2, 1], [1, 1, 1]];
         check_with(pipeline, &held);
     }
 }

@@ -67,16 +67,15 @@ pub(super) fn limits(
     pins: &Pins,
 ) -> Vec<Vec<Limits>> {
     let all = in_flight((schedule, per_stage), (stages, microbatches), pins);
-    let last = all.len().saturating_sub(1);
     let delayed = |(index, in_flight): (usize, Option<u64>)| {
         let most = in_flight.unwrap_or(2 * stages);
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
             None if !schedule.splits_backward() => vec![None],
             None if microbatches < MANY * stages => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
-            // What holds the least is tried all the same, where nothing else fits.
-            None if index == last => vec![None, Some(CLOSE)],
-            None => vec![None],
+            None if index == 0 => vec![None],
+            // Where memory lacks, what they wait for may be worth more than what they fill.
+            None => vec![None, Some(CLOSE)],
         };
         delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()
     };
@@ -98,8 +97,12 @@ fn in_flight(
         Schedule::GPipe => vec![None],
         // The least, then what two forward passes hold for each stage behind the first.
         Schedule::OneForwardOneBackward => vec![None, Some(2 * stages - 1)],
-        // As much as 1F1B holds, down to half of it.
-        Schedule::ZeroBubbleV => [2 * stages, (3 * stages).div_ceil(2), stages].map(Some).to_vec(),
+        // As microbatches come; as much as 1F1B holds, down to about half of it, besides what is kept for the way up.
+        Schedule::ZeroBubbleV => {
+            let down = [2 * stages, (3 * stages).div_ceil(2), stages + (stages / 4).min(2)];
+            let kept = Pipeline::kept_for_the_way_up(stages);
+            std::iter::once(None).chain(down.map(|down| Some(down + kept))).collect()
+        }
         // The least, then what half as many rounds hold, in which messages may take longer.
         Schedule::Interleaved => {
             let all = pipeline.rounds(stages, microbatches);

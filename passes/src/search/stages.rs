@@ -324,21 +324,20 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                 if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
                     continue;
                 }
-                // More is held where that lets stages wait for less, and less where memory lacks: as long as that gains.
+                // More is held where that lets stages wait for less, and less where memory lacks; what waits for gradients of
+                // weights is less as long as that gains.
                 let gains = |before: f64| before.is_infinite() || fastest.get() < before;
-                'all: for all in all {
-                    let before = fastest.get();
-                    for limits in all {
+                for all in all {
+                    let mut is_enough = false;
+                    for (index, limits) in all.into_iter().enumerate() {
                         let before = fastest.get();
                         let lacks = tries(limits).all(candidates);
-                        if schedule.splits_backward() && !lacks {
-                            break 'all;
-                        }
-                        if !gains(before) {
+                        is_enough = schedule.splits_backward() && !lacks && index == 0;
+                        if !lacks || !gains(before) {
                             break;
                         }
                     }
-                    if !gains(before) {
+                    if is_enough {
                         break;
                     }
                 }
