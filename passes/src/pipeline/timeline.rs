@@ -202,9 +202,11 @@ impl<'a> Run<'a> {
         // What begins now does so before messages pass, which are beside it then; who waits for one comes first.
         loop {
             touched.iter().for_each(|stage| self.start(*stage, durations));
-            let waits = |stage: &&usize| self.stages[**stage].running.is_none();
-            let (waiting, others): (Vec<usize>, Vec<usize>) = touched.iter().partition(waits);
-            if !waiting.into_iter().chain(others).any(|stage| self.receive(stage, durations)) {
+            let mut receives = |waits: bool| {
+                let is_next = |of: &Stage| of.running.is_none() == waits;
+                touched.iter().any(|stage| is_next(&self.stages[*stage]) && self.receive(*stage, durations))
+            };
+            if !receives(true) && !receives(false) {
                 break;
             }
         }

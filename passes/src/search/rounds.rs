@@ -49,7 +49,9 @@ impl Seen {
         let chosen = choose(space, confirm, candidates, visited.against);
         let step = match &chosen {
             Ok(Chosen::Best { step, .. }) => *step,
-            _ => f64::INFINITY,
+            // What is known is faster than all that were found.
+            Ok(Chosen::Slower { .. }) => visited.against,
+            Err(_) => f64::INFINITY,
         };
         if step <= visited.cut {
             return chosen.map(|chosen| Round { chosen, visited });

@@ -11,6 +11,7 @@ use super::price::{Work, meeting_seconds, message_seconds};
 use super::ranks::Folded;
 use super::{RunSpan, SimulateError, Span};
 use crate::cluster::Cluster;
+use rustc_hash::FxHashMap;
 use shardc_ir::program::Stream;
 use shardc_ir::{Program, SectionId};
 use std::cmp::{Ordering, Reverse};
@@ -118,8 +119,8 @@ struct State {
     now: f64,
     /// Runs of a section that all lanes have made alike.
     known: BTreeMap<SectionId, (f64, Rc<Vec<Span>>)>,
-    /// Per program, the spans of runs that differ.
-    different: Vec<Vec<Rc<Vec<Span>>>>,
+    /// By program and section, the spans of runs that differ.
+    different: FxHashMap<(usize, SectionId), Vec<Rc<Vec<Span>>>>,
 }
 
 /// Seconds below which two times are the same: sums of the same numbers in another order.
@@ -155,7 +156,7 @@ impl Engine<'_> {
             waiting: BTreeMap::new(),
             now: 0.0,
             known: BTreeMap::new(),
-            different: vec![Vec::new(); self.programs.len()],
+            different: FxHashMap::default(),
         };
         for lane in 0..state.lanes.len() {
             self.enter(&mut state, lane);
@@ -236,9 +237,10 @@ impl Engine<'_> {
                 let class = self.folded.classes[lane].program;
                 let run = self.program(lane).order[state.lanes[lane].run];
                 let own = &mut state.lanes[lane];
-                let (spans, known) = (std::mem::take(&mut own.spans), &mut state.different[class]);
-                // The runs of a pipeline repeat themselves: what is the same is kept once.
-                let same = known.iter().find(|other| is_same(other, &spans)).cloned();
+                let spans = std::mem::take(&mut own.spans);
+                let known = state.different.entry((class, run.section)).or_default();
+                // The runs of a pipeline repeat themselves, mostly the latest: what is the same is kept once.
+                let same = known.iter().rev().find(|other| is_same(other, &spans)).cloned();
                 let spans = same.unwrap_or_else(|| {
                     known.push(Rc::new(spans));
                     known[known.len() - 1].clone()
