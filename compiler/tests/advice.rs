@@ -204,8 +204,8 @@ fn the_head_of_a_pipeline_is_cut_smaller_where_memory_is_short() {
         let cluster = ["plan", "llama-8b", "--cluster", "h100:8x4", "--batch", "32", "--seq", "8192"];
         check(&[&cluster[..], &["--pin", pins]].concat(), code, words)
     };
-    plan("pp=32,schedule=zbv,delayed=64,loss_chunks=1", 3, &["no plan fits in"]);
-    plan("pp=32,schedule=zbv,delayed=64", 0, &["loss_chunks=2"]);
+    plan("pp=32,schedule=zbv,in_flight=64,delayed=64,loss_chunks=1", 3, &["no plan fits in"]);
+    plan("pp=32,schedule=zbv,in_flight=64,delayed=64", 0, &["loss_chunks=2"]);
 }
 
 /// A host that has no room for what is pinned to lie there is short of memory, as devices are: it is said by how much,
