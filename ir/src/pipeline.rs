@@ -187,8 +187,9 @@ impl Pipeline {
         self.in_flight.unwrap_or(3 * stages)
     }
 
-    /// Of how many chunks a stage of zero-bubble V holds what forward passes leave at the most, when it has begun one on the way
-    /// down. The rest of [`Self::in_flight`] is for those on the way up, of which no microbatch waits for a later one.
+    /// Of how many chunks a stage of zero-bubble V holds what forward passes leave at the most, when it has begun one on
+    /// the way down. The rest of [`Self::in_flight`] is for those on the way up, of which no microbatch waits for a later
+    /// one.
     pub fn on_the_way_down(&self, stages: u64) -> u64 {
         self.most_in_flight(stages).saturating_sub(Self::kept_for_the_way_up(stages)).max(1)
     }

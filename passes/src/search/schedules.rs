@@ -67,19 +67,18 @@ pub(super) fn limits(
     pins: &Pins,
 ) -> Vec<Vec<Limits>> {
     let all = in_flight((schedule, per_stage), (stages, microbatches), pins);
-    let delayed = |(index, in_flight): (usize, Option<u64>)| {
+    let delayed = |in_flight: Option<u64>| {
         let most = in_flight.unwrap_or(2 * stages);
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
             None if !schedule.splits_backward() => vec![None],
             None if microbatches < MANY * stages => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
-            None if index == 0 => vec![None],
             // Where memory lacks, what they wait for may be worth more than what they fill.
             None => vec![None, Some(CLOSE)],
         };
         delayed.into_iter().map(|delayed| Limits { in_flight, delayed }).collect()
     };
-    all.into_iter().enumerate().map(delayed).collect()
+    all.into_iter().map(delayed).collect()
 }
 
 /// Of how many chunks a stage of a schedule may hold what forward passes leave.

@@ -324,8 +324,8 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                 if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
                     continue;
                 }
-                // More is held where that lets stages wait for less, and less where memory lacks; what waits for gradients of
-                // weights is less as long as that gains.
+                // More is held where that lets stages wait for less, and less where memory lacks; fewer gradients of weights are
+                // delayed as long as that gains.
                 let gains = |before: f64| before.is_infinite() || fastest.get() < before;
                 for all in all {
                     let mut is_enough = false;
@@ -333,7 +333,7 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
                         let before = fastest.get();
                         let lacks = tries(limits).all(candidates);
                         is_enough = schedule.splits_backward() && !lacks && index == 0;
-                        if !lacks || !gains(before) {
+                        if !lacks || (index > 0 && !gains(before)) {
                             break;
                         }
                     }
