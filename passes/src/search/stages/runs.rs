@@ -84,7 +84,7 @@ impl Mesh<'_> {
         // Of an order of its own as many as fill the pipeline some times tell what all do; others hold as many as there are.
         let stages = self.placed.mesh.degree("pp");
         let microbatches = match goes_by_lengths {
-            true => self.followed((STEADY - 1) * stages, stages),
+            true => self.followed(STEADY * stages, stages),
             false => self.placed.microbatches,
         };
         known(&self.runs.held, key, &|| {
