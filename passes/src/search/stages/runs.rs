@@ -2,7 +2,6 @@
 //! is known of one of them is known of others.
 
 use super::Mesh;
-use super::step::STEADY;
 use crate::pipeline::order::{Lengths, Step, orders};
 use crate::search::held::Held;
 use rustc_hash::FxHashMap;
@@ -81,10 +80,11 @@ impl Mesh<'_> {
         let bits = (0..bytes.len() as u32).filter(|_| goes_by_lengths).flat_map(|chunk| bits(lengths(chunk)));
         let key: Copies = (order(pipeline), bits.collect(), bytes);
         let bytes = key.2.clone();
-        // Of an order of its own as many as fill the pipeline some times tell what all do; others hold as many as there are.
+        // Of an order of its own twice as many as may be in flight tell what all do: where one chunk is longer than the others,
+        // so many come in before what is held does not grow any more. Others hold as many as there are.
         let stages = self.placed.mesh.degree("pp");
         let microbatches = match goes_by_lengths {
-            true => self.followed(STEADY * stages, stages),
+            true => self.followed(2 * pipeline.most_in_flight(stages), stages),
             false => self.placed.microbatches,
         };
         known(&self.runs.held, key, &|| {

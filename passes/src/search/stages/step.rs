@@ -19,7 +19,7 @@ const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
 const MOST_FOLLOWED: u64 = 128;
 /// Rounds after which every further one takes as long as the one before.
-pub(super) const STEADY: u64 = 3;
+const STEADY: u64 = 3;
 
 /// The chunks of each stage with where they begin and end, and its level.
 type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
