@@ -22,6 +22,7 @@ impl Rank {
         let words = self.device.allocate_pinned(WORDS)?;
         self.load_scans()?;
         self.trail.begin();
+        self.mail.begin();
         self.first_finding(words, stop)
     }
 
