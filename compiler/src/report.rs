@@ -82,12 +82,13 @@ pub fn plan_text(plan: &Plan) -> String {
     let width = choices.iter().map(String::len).filter(|width| *width <= WIDEST).max().unwrap_or(0);
     for (choice, other) in choices.iter().zip(&plan.alternatives) {
         let (step, memory) = (other.step.to_string(), other.memory.to_string());
-        let _ = writeln!(text, "  {choice:width$}  {step:>10}  {memory:>10}  {}", other.reason);
+        let _ = writeln!(text, "  {choice:width$}  {step:>10}  {memory:>10}  {}", brief(&other.reason));
     }
     text
 }
 
-/// A choice as a table shows it: of what differs from stage to stage only that it does (`--json` has it all).
+/// A choice, or a sentence that names one, as a table shows it: of what differs from stage to stage only that it does
+/// (`--json` has it all).
 fn brief(choice: &str) -> String {
     let part = |part: &str| match part.split_once('=') {
         Some((name, each)) if each.contains('/') && each.len() > 24 => {

@@ -211,7 +211,7 @@ fn what_a_target_fuses_is_one_instruction_and_is_proven_step_by_step() {
 /// the same sum.
 #[test]
 fn what_is_computed_again_joins_no_region_of_the_forward_pass() {
-    let plan = plan(TINY, DType::F32, "cpu:2", "dp=1,tp=2,microbatch=12", true);
+    let plan = plan(SMALL, DType::Bf16, "h100:2", "dp=1,tp=2,microbatch=1", true);
     let behind = last_forward(&plan.graph);
     let mut program = lower_rank(&verify::plan(&plan).unwrap(), 0, &Wants).unwrap();
     let is_again = |source: NodeId| matches!(plan.graph.node(source).role, Role::Recompute(_));

@@ -13,10 +13,11 @@ use std::collections::HashMap;
 pub struct Emitted {
     /// How many there are; of one that repeats an operation, a part for each node.
     pub launches: f64,
-    /// The bytes they move, over those that the node says it moves; more where they move them slower than it would.
+    /// The bytes they move, over those that the node says it moves; more where they move them slower than it would. Of a
+    /// sum that a product makes, what that reads for it.
     pub traffic: f64,
-    /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result: what it adds to
-    /// each element grows with that, whatever share of the traffic its factors are.
+    /// Of a product, the bytes that it moves when its arithmetic is over, but for what it sums, over those of its result:
+    /// what it adds to each element grows with that, whatever share of the traffic its factors are.
     pub after: f64,
     /// Of a product, how many may be one instruction with it where parts of them are small enough, itself included.
     pub beside: usize,
@@ -61,8 +62,12 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     }
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let reach = Library::SHARDC.reach;
+    let summed = |op: &Op, made: Option<NodeId>| {
+        made.filter(|node| is_product(op) && matches!(graph.node(*node).op, Op::Binary(_)))
+    };
     let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
+        let result_node = draft.buffers[results[0]].value.map(|value| graph.value(value).def);
         let (operands, results) = (types(operands), types(results));
         let (mut reads, made) = (graph.operand_types(node), graph.result_types(node));
         let adds = op.name() == graph.node(node).op.name() && adds_rows(op, operands.len());
@@ -75,7 +80,15 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         let pace = reach.of(op) / reach.of(&graph.node(node).op);
         emitted[node].traffic += bytes(op, &operands, &results) / own.max(1.0) / pace;
         let result = made.first().map_or(1.0, |ty| ty.bytes().0 as f64);
-        emitted[node].after += epilogue_bytes(op, &operands, &results) / result.max(1.0);
+        let mut after = epilogue_bytes(op, &operands, &results);
+        // What a product adds to belongs to the sum: it is none of the product where a conversion lies between the two.
+        if let Some((sum, addend)) = summed(op, result_node).zip(op.addend(operands.len())) {
+            let moved = operands[addend].bytes().0 as f64;
+            let all = bytes(&graph.node(sum).op, &graph.operand_types(sum), &graph.result_types(sum));
+            emitted[sum].traffic += moved / all.max(1.0) * reach.of(&graph.node(sum).op) / reach.of(op);
+            after -= moved;
+        }
+        emitted[node].after += after / result.max(1.0);
     };
     let mut joined: Vec<(NodeId, usize)> = Vec::new();
     for item in draft.sections.iter().flatten().filter(|item| !draft.is_view(&item.instruction)) {

@@ -13,7 +13,8 @@ use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
-use crate::shard::tensor::{Placed, Prepared, Problem};
+use crate::shard::problem::Problem;
+use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::{AxisId, Bytes, Mesh};
 use std::collections::BTreeMap;
 

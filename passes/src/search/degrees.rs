@@ -70,6 +70,11 @@ impl Degrees {
         list
     }
 
+    /// Whether others divide the step alike, whatever their microbatches.
+    pub fn divide_like(&self, other: &Self) -> bool {
+        self.sizes == other.sizes
+    }
+
     /// The sizes of a family's axes.
     pub fn sizes(&self, family: &str) -> &[u64] {
         FAMILIES.iter().position(|known| *known == family).map_or(&[], |index| &self.sizes[index])

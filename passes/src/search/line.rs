@@ -280,6 +280,8 @@ pub(super) struct Sums {
     pub weight: Vec<f64>,
     /// Seconds by which the backward pass takes longer where the gradients of weights are a pass by themselves.
     apart: Vec<f64>,
+    /// Seconds of collectives of what is computed again, which are part of the backward pass.
+    again: Vec<f64>,
     /// Seconds in which whole gradients are added up over microbatches.
     adding: Vec<f64>,
     /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights.
@@ -315,7 +317,8 @@ impl Sums {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
         let behind = last_forward(graph);
-        let [mut forward, mut backward, mut weight, mut apart, mut adding] = [(); 5].map(|()| vec![0.0; count]);
+        let [mut forward, mut backward, mut weight, mut apart, mut again, mut adding] =
+            [(); 6].map(|()| vec![0.0; count]);
         let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
         let mut change = vec![0.0; count + 1];
         let mut recomputed: BTreeSet<u64> = BTreeSet::new();
@@ -342,16 +345,18 @@ impl Sums {
             if let Some(way) = block(id).filter(|block| recomputed.insert(*block)).and_then(|block| selected.way(block))
             {
                 backward[at] += way.cost.seconds();
+                again[at] += way.cost.communication;
             }
         }
         for value in &line.values {
-            let sizes = &shape.sizes()[prepared.folded.class[value.maker]];
-            let bytes = sizes.get(value.result).copied().unwrap_or(0) as f64;
+            let class = prepared.folded.class[value.maker];
+            let bytes = shape.sizes()[class].get(value.result).copied().unwrap_or(0) as f64;
+            let behind = shape.kept(class, value.result) as f64;
             let is_kept = value.is_read_behind || value.readers.iter().any(|reader| is_again(*reader));
             match (is_again(value.maker), value.is_awaited) {
-                (false, false) if is_kept => kept[value.made] += bytes,
-                (false, true) => lasting[value.made] += bytes,
-                (true, true) => awaited[value.made] += bytes,
+                (false, false) if is_kept => kept[value.made] += behind,
+                (false, true) => lasting[value.made] += behind,
+                (true, true) => awaited[value.made] += behind,
                 _ => {}
             }
             change[value.made + 1] += bytes;
@@ -366,15 +371,29 @@ impl Sums {
         let all: f64 = stored.iter().sum();
         stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
         let places = places(line, &passing, selected.is_empty());
-        let [forward, backward, weight, apart, adding] =
-            [forward, backward, weight, apart, adding].map(|each| prefix(&each));
+        let [forward, backward, weight, apart, again, adding] =
+            [forward, backward, weight, apart, again, adding].map(|each| prefix(&each));
         let [kept, lasting, awaited, stored] = [kept, lasting, awaited, stored].map(|each| prefix(&each));
         let bytes = |Shared { maker, result, places, is_gradient }: &Shared| {
             let bytes = shape.sizes()[prepared.folded.class[*maker]].get(*result);
             (*places, bytes.map_or(0.0, |bytes| *bytes as f64), *is_gradient)
         };
         let shared = line.shared.iter().map(bytes).collect();
-        Self { places, forward, backward, weight, apart, adding, kept, lasting, awaited, stored, passing, shared }
+        Self {
+            places,
+            forward,
+            backward,
+            weight,
+            apart,
+            again,
+            adding,
+            kept,
+            lasting,
+            awaited,
+            stored,
+            passing,
+            shared,
+        }
     }
 
     /// The same, cut at the places of another.
@@ -391,6 +410,15 @@ impl Sums {
     /// With parts of gradients that are added up in so many seconds, by the share of the parameters.
     pub fn with_parts_of_gradients(mut self, seconds: f64) -> Self {
         self.weight.iter_mut().zip(&self.stored).for_each(|(sum, share)| *sum += seconds * share);
+        self
+    }
+
+    /// Where collectives of what is computed again take so many seconds less, beside other kernels of the backward pass.
+    pub fn hiding(mut self, seconds: f64) -> Self {
+        let all = self.again.last().copied().unwrap_or(0.0);
+        if all > 0.0 {
+            self.backward.iter_mut().zip(&self.again).for_each(|(sum, again)| *sum -= seconds * again / all);
+        }
         self
     }
 

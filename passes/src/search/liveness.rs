@@ -203,6 +203,8 @@ pub struct Liveness<'a> {
     pub(super) sizes: Vec<Vec<u64>>,
     /// How much larger that copy is than the result.
     pub(super) grown: Vec<Vec<u64>>,
+    /// The classes of whose copies the backward pass reads none as it is: they end with the forward pass.
+    pub(super) is_brief: Vec<bool>,
     /// Bytes of scratch memory of each class.
     pub(super) scratch: Vec<u64>,
     /// The classes of gradients that are made in several terms.
@@ -407,7 +409,7 @@ impl Lives {
 impl<'a> Liveness<'a> {
     /// What lives under a placed mesh, with the head cut into so many chunks.
     pub fn new(prepared: &'a Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], loss_chunks: u64) -> Self {
-        let (mut sizes, mut grown) = local_sizes(prepared, placed, conversions);
+        let (mut sizes, mut grown, is_brief) = local_sizes(prepared, placed, conversions);
         for (id, result) in prepared.head.iter().flat_map(|head| head.passing(prepared.graph)) {
             let class = prepared.folded.class[id];
             [&mut sizes, &mut grown].into_iter().for_each(|bytes| bytes[class][result] /= loss_chunks);
@@ -419,6 +421,7 @@ impl<'a> Liveness<'a> {
             of: &prepared.lives,
             sizes,
             grown,
+            is_brief,
             scratch,
             in_terms,
             in_parts: Vec::new(),
@@ -436,22 +439,27 @@ impl<'a> Liveness<'a> {
     pub(super) fn held(&self, life: &Life, selected: &Selected<'_>) -> [(u64, Option<(usize, usize)>); 4] {
         let (size, more) = (self.sizes[life.class][life.result], self.grown[life.class][life.result]);
         let [first, second] = life.spans(self.of, selected);
-        let [copied, again] = if more > 0 { life.copy_spans(self.of, selected) } else { [None; 2] };
+        let [copied, again] = match more > 0 {
+            true if self.is_brief[life.class] => [Some((life.made, life.last_forward.max(life.made))), None],
+            true => life.copy_spans(self.of, selected),
+            false => [None; 2],
+        };
         [(size - more, first), (size - more, second), (more, copied), (more, again)]
     }
 }
 
 /// Bytes of each result of each class on one rank, with those of the copy in another layout that lives as long as it is
-/// read, and how many these add. A copy that all readers share stands for the result where it is larger; so does one that
-/// is read through a view, but beside the result where others read that.
+/// read, how many these add, and which classes' end with the forward pass. A copy that all readers share stands for the
+/// result where it is larger; so does one that is read through a view, but beside the result where others read that.
 fn local_sizes(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
     conversions: &[Conversion],
-) -> (Vec<Vec<u64>>, Vec<Vec<u64>>) {
+) -> (Vec<Vec<u64>>, Vec<Vec<u64>>, Vec<bool>) {
     let of = |class: usize| placed.local(prepared, class, &placed.strategies[class]).results.clone();
     let mut sizes: Vec<Vec<u64>> = (0..prepared.rules.len()).map(of).collect();
     let mut grown: Vec<Vec<u64>> = sizes.iter().map(|results| vec![0; results.len()]).collect();
+    let mut is_brief = vec![false; prepared.rules.len()];
     let is_viewed = |of: &Conversion| is_view(prepared.op(of.reader)) && !prepared.is_parameter[of.maker];
     for conversion in conversions.iter().filter(|of| of.is_shared || is_viewed(of)) {
         let (class, result, view) = viewed(prepared, conversion);
@@ -468,8 +476,35 @@ fn local_sizes(
         let more = (conversion.bytes as u64).saturating_sub(there);
         *size += more;
         *known += more;
+        is_brief[class] |= more > 0 && conversion.is_shared && ends_early(prepared, placed, conversion);
     }
-    (sizes, grown)
+    (sizes, grown, is_brief)
+}
+
+/// Whether the backward pass reads what the forward pass makes, but in other layouts than that of its shared copy: what it
+/// reads is converted anew then.
+fn ends_early(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> bool {
+    if prepared.role(of.maker) != Role::Forward {
+        return false;
+    }
+    let mut is_read = false;
+    let mut open = vec![(of.maker, of.result)];
+    while let Some(value) = open.pop() {
+        let flows = prepared.flows.iter().filter(|flow| (flow.maker, flow.result) == value);
+        for (reader, operand, _) in flows.flat_map(|flow| flow.readers.iter().copied()) {
+            let (operands, _) = prepared.local_types(reader, &placed.strategies[reader], placed.mesh);
+            let is_copy = operands[operand].bytes().0 as f64 >= of.bytes;
+            let is_behind = matches!(prepared.role(reader), Role::Backward(_));
+            if is_behind && is_copy {
+                return false;
+            }
+            is_read |= is_behind;
+            // A view of the copy is the copy.
+            let is_shown = is_copy && is_view(prepared.op(reader));
+            open.extend(Some((reader, 0)).filter(|_| is_shown));
+        }
+    }
+    is_read
 }
 
 /// The class and result of which a conversion copies what views show, and the first of these views; of a parameter, whose

@@ -19,6 +19,10 @@ const GAIN: f64 = 0.005;
 /// The share of the communication within blocks that chunks are thought to hide at the most, before they are tried.
 const HIDDEN: f64 = 0.8;
 
+/// By how many times the share that chunks were found to hide under the same degrees they may hide more in microbatches of
+/// another size.
+const MORE: f64 = 1.5;
+
 /// How many plans are tried in chunks that without them are not among the fastest.
 const CONTENDERS: usize = 2;
 
@@ -26,12 +30,25 @@ const CONTENDERS: usize = 2;
 /// time.
 const NODES: [u64; 2] = [32_000, 16_000];
 
-/// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
-/// seconds. Ranks that are threads of one process run nothing beside anything.
-fn may_gain(candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
+/// The shares of the communication within blocks that chunks were found to hide, by degrees.
+#[derive(Default)]
+struct Hidden<'a>(Vec<(&'a Degrees, f64)>);
+
+impl Hidden<'_> {
+    /// What a candidate takes at the least in chunks, of `alone` seconds without.
+    fn least(&self, candidate: &Candidate, alone: f64) -> f64 {
+        let alike = self.0.iter().filter(|(degrees, _)| degrees.divide_like(&candidate.degrees));
+        let share = alike.map(|(_, share)| MORE * share).fold(HIDDEN, f64::min);
+        alone - share * candidate.within
+    }
+}
+
+/// Whether a plan of a candidate, which takes `alone` seconds without chunks and at the `least` so many with them, may be
+/// faster in chunks than `step` seconds. Ranks that are threads of one process run nothing beside anything.
+fn may_gain(candidate: &Candidate, [alone, least]: [f64; 2], space: &Space<'_, '_>, step: f64) -> bool {
     let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
     let is_whole = candidate.stages.is_none() && candidate.offload.is_none();
-    is_open && is_whole && candidate.within > GAIN * alone && alone - HIDDEN * candidate.within < step
+    is_open && is_whole && candidate.within > GAIN * alone && least < step
 }
 
 /// Whether a microbatch of so many samples can be cut into chunks: of a single one the tokens are.
@@ -52,8 +69,8 @@ pub(super) fn in_chunks(
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(u64, Plan), PlanError> {
     let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
-    let cut = match may_gain(candidate, own, space, best) {
-        true => tried(candidate, own, most, make)?,
+    let cut = match may_gain(candidate, [own, Hidden::default().least(candidate, own)], space, best) {
+        true => tried(candidate, own, most, make)?.best,
         false => None,
     };
     Ok(cut.unwrap_or((candidate.overlap_chunks, plan)))
@@ -63,14 +80,22 @@ fn nodes(space: &Space<'_, '_>) -> u64 {
     (space.prepared.graph.node_count() as u64).max(1)
 }
 
+/// A candidate in chunks.
+struct Tried {
+    /// The fastest plan, and of how many.
+    best: Option<(u64, Plan)>,
+    /// Seconds of the fastest one that was lowered, if any was.
+    least: f64,
+}
+
 /// The fastest plan of a candidate in chunks, of so many at the most, that takes less than `step` seconds and fits.
 fn tried(
     candidate: &Candidate,
     mut step: f64,
     most: u64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
-) -> Result<Option<(u64, Plan)>, PlanError> {
-    let mut best = None;
+) -> Result<Tried, PlanError> {
+    let mut all = Tried { best: None, least: f64::INFINITY };
     let microbatch = candidate.degrees.microbatch;
     for overlap_chunks in CHUNKS.into_iter().filter(|chunks| *chunks <= most && divides(microbatch, *chunks)) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
@@ -82,13 +107,14 @@ fn tried(
         if !unlowered(&plan).is_empty() {
             break;
         }
+        all.least = all.least.min(plan.prediction.step.0);
         if plan.prediction.step.0 > (1.0 - GAIN) * step || !plan.prediction.fits() {
             break;
         }
         step = plan.prediction.step.0;
-        best = Some((overlap_chunks, plan));
+        all.best = Some((overlap_chunks, plan));
     }
-    Ok(best)
+    Ok(all)
 }
 
 /// What of the others becomes faster in chunks than the best plan that is lowered, of `step` seconds: those that may
@@ -105,12 +131,17 @@ pub(super) fn contenders(
 ) -> Result<Vec<(usize, u64, Plan)>, PlanError> {
     let most = NODES[1] / nodes(space);
     let mut found: Vec<(usize, u64, Plan)> = Vec::new();
-    let mut meshes: Vec<&Degrees> = Vec::new();
+    let (mut meshes, mut hidden): (Vec<&Degrees>, _) = (Vec::new(), Hidden::default());
     while meshes.len() < CONTENDERS {
-        let Some(index) = contender(candidates, known, &meshes, space, step) else { break };
+        let Some(index) = contender(candidates, known, (&meshes, &hidden), space, step) else { break };
         let candidate = &candidates[index];
         meshes.push(&candidate.degrees);
-        if let Some((chunks, plan)) = tried(candidate, step, most, make)? {
+        let Tried { best, least } = tried(candidate, step, most, make)?;
+        if least.is_finite() {
+            let share = (candidate.prediction.step.0 - least).max(0.0) / candidate.within;
+            hidden.0.push((&candidate.degrees, share));
+        }
+        if let Some((chunks, plan)) = best {
             step = plan.prediction.step.0;
             found.push((index, chunks, plan));
         }
@@ -118,18 +149,18 @@ pub(super) fn contenders(
     Ok(found)
 }
 
-/// The candidate that may gain most in chunks of those that are neither known nor of these meshes.
+/// The candidate that may gain most in chunks of those that are neither known nor of these meshes, by what is hidden.
 fn contender(
     candidates: &[Candidate],
     known: &[usize],
-    meshes: &[&Degrees],
+    (meshes, hidden): (&[&Degrees], &Hidden<'_>),
     space: &Space<'_, '_>,
     step: f64,
 ) -> Option<usize> {
-    let least = |of: &Candidate| of.prediction.step.0 - HIDDEN * of.within;
+    let least = |of: &Candidate| hidden.least(of, of.prediction.step.0);
     let is_open = |(index, of): &(usize, &Candidate)| {
         let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
-        is_new && of.prediction.fits() && may_gain(of, of.prediction.step.0, space, step)
+        is_new && of.prediction.fits() && may_gain(of, [of.prediction.step.0, least(of)], space, step)
     };
     let open = candidates.iter().enumerate().filter(is_open).filter(|_| NODES[1] / nodes(space) >= CHUNKS[0]);
     open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))).map(|(index, _)| index)
@@ -140,8 +171,13 @@ fn contender(
 pub(super) fn likely(candidates: &[Candidate], known: &[usize], space: &Space<'_, '_>) -> Option<Candidate> {
     let step = |index: &usize| candidates[*index].prediction.step.0;
     let fastest = step(known.first()?);
-    let own = known.iter().copied().find(|index| may_gain(&candidates[*index], step(index), space, fastest));
-    let index = own.or_else(|| contender(candidates, known, &[], space, fastest))?;
+    let hidden = &Hidden::default();
+    let may_gain = |index: &usize| {
+        let least = hidden.least(&candidates[*index], step(index));
+        may_gain(&candidates[*index], [step(index), least], space, fastest)
+    };
+    let own = known.iter().copied().find(may_gain);
+    let index = own.or_else(|| contender(candidates, known, (&[], hidden), space, fastest))?;
     let overlap_chunks = CHUNKS[0];
     let in_chunks = Candidate { overlap_chunks, ..candidates[index].clone() };
     divides(in_chunks.degrees.microbatch, overlap_chunks).then_some(in_chunks)

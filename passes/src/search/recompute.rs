@@ -137,6 +137,8 @@ pub struct Prices<'a> {
     pub sizes: &'a [Vec<u64>],
     /// How much larger these copies are than the results.
     pub grown: &'a [Vec<u64>],
+    /// The classes of whose copies the backward pass reads none.
+    pub is_brief: &'a [bool],
 }
 
 impl Prices<'_> {
@@ -145,7 +147,8 @@ impl Prices<'_> {
     fn kept(&self, place: &Place) -> [f64; 2] {
         let sum = |bytes: &[Vec<u64>]| bytes[place.class].iter().sum::<u64>() as f64;
         let grown = sum(self.grown);
-        [if place.stays { 0.0 } else { sum(self.sizes) - grown }, if place.is_read { grown } else { 0.0 }]
+        let is_copy_read = place.is_read && !self.is_brief[place.class];
+        [if place.stays { 0.0 } else { sum(self.sizes) - grown }, if is_copy_read { grown } else { 0.0 }]
     }
 
     /// Whether readers share a copy of what a place makes, which may be made again for them.
@@ -495,7 +498,8 @@ mod tests {
         #[test]
         fn no_way_lies_below_the_hull((kind, classes) in blocks()) {
             let Classes { seconds, copies, sizes, grown } = &classes;
-            let prices = Prices { seconds, copies, sizes, grown };
+            let is_brief = &vec![false; sizes.len()];
+            let prices = Prices { seconds, copies, sizes, grown, is_brief };
             let hull = hull(&|price| kind.cheapest(price, prices));
             // Every choice of what is computed again, where what views are read is made again.
             let ways: Vec<Way> = (0..1u32 << kind.places.len())

@@ -367,6 +367,8 @@ impl Tries<'_> {
                 let shown = Seconds(longer * microbatches);
                 whole.exposed_communication += shown;
                 whole.step += shown * spread(placed.cluster.ranks());
+            } else {
+                sums = sums.hiding(shape.hidden_again(placed, self.storage, self.zero, recompute));
             }
             Pace { sums, whole }
         };

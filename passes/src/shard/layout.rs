@@ -27,6 +27,11 @@ impl Along {
         }
     }
 
+    /// Whether parts become the whole in another layout.
+    pub fn is_gathered_in(self, other: Self) -> bool {
+        matches!((self, other), (Self::Dim(_), Self::Whole))
+    }
+
     /// How operands and results of a rule lie along an axis with which the node does this.
     pub fn of_rule(rule: &FactorRule, choice: Choice) -> (Vec<Self>, Vec<Self>) {
         let is_divided = |of: &usize| match choice {

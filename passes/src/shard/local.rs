@@ -6,7 +6,7 @@
 use super::price::Ground;
 use super::tensor::{Placed, Prepared};
 use crate::cluster::Cluster;
-use crate::cost::{Bound, is_view};
+use crate::cost::{Bound, Machine, is_view};
 use rustc_hash::FxHashMap;
 use shardc_ir::program::Action;
 use shardc_ir::{FactorKind, OpDef, Seconds, Strategy, TensorType};
@@ -81,6 +81,16 @@ impl Placed<'_> {
         let found = find();
         all.write().unwrap_or_else(PoisonError::into_inner).insert(parts, Arc::clone(&found));
         found
+    }
+
+    /// By how many seconds of a step all nodes of a class take longer under a strategy where nothing of them is merged
+    /// into other instructions.
+    pub fn apart(&self, prepared: &Prepared<'_>, class: usize, strategy: &Strategy) -> f64 {
+        let local = self.local(prepared, class, strategy);
+        let launch = Machine::own(&self.cluster.device).launch();
+        let of = |apart: bool| prepared.emitted[class].seconds(local.seconds, local.bound, launch, apart);
+        let runs = if prepared.in_loop(class) { self.microbatches as f64 } else { 1.0 };
+        (of(true) - of(false)) * runs * prepared.folded.classes[class].members.len() as f64
     }
 }
 

@@ -258,11 +258,11 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let local = self.placed.local(prepared, class, strategy);
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as f64;
-        // What is merged into a product is merged only where nothing is converted between the two, which
-        // one node does not know.
+        // Sums that products make: where something is converted between the two, [`Placed::apart`] is added. What else is
+        // merged into other instructions, where nothing is converted, one node does not know.
         let seconds = match self.objective {
-            Objective::Step { .. } => local.seconds.0,
-            Objective::Bound { .. } => {
+            Objective::Step { .. } if !prepared.emitted[class].is_summed => local.seconds.0,
+            _ => {
                 let launch = Machine::own(&cluster.device).launch();
                 prepared.emitted[class].seconds(local.seconds, local.bound, launch, false)
             }

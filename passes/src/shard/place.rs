@@ -9,8 +9,9 @@ use super::eliminate::Solution;
 use super::family::searched_axes;
 use super::layout::Along;
 use super::objective::Objective;
+use super::problem::Problem;
 use super::route::conversions;
-use super::tensor::{Conversion, Placed, Prepared, Problem};
+use super::tensor::{Conversion, Placed, Prepared};
 use crate::cluster::Cluster;
 use shardc_ir::{AxisId, Choice};
 use std::collections::{BTreeMap, BTreeSet};
@@ -101,9 +102,10 @@ pub(crate) fn current(problem: &Problem<'_, '_>, placed: &Placed<'_>) -> Option<
         let own = placed.strategies[class].choice(problem.axis);
         choices[*variable] = problem.domains[*variable].iter().position(|choice| *choice == own)?;
     }
-    for (flow, (variable, layouts)) in &problem.handed {
+    for (flow, (variable, ways)) in &problem.handed {
         let own = placed.handed.get(&(problem.axis, *flow))?;
-        choices[*variable] = layouts.iter().position(|layout| layout == own)?;
+        let made = problem.made(*flow, &choices);
+        choices[*variable] = ways.iter().position(|way| way.is(made, *own))?;
     }
     Some(choices)
 }

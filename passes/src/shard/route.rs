@@ -194,6 +194,11 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
         let whole = prepared.rules[flow.maker].result_sharding(flow.result, &placed.strategies[flow.maker]);
         let ty = undivided(prepared, flow, whole.clone(), (&axes, placed.mesh));
         let made = of_axes(whole);
+        let seconds = |from: &Sharding, to: &Sharding| {
+            let steps = placed.routes.find(&ty, from.clone(), to.clone(), (placed.mesh, placed.cluster));
+            let seconds = |step: &Taken| step.seconds(ty.dtype.size() as f64, cluster);
+            steps.map_or(f64::INFINITY, |steps| steps.iter().map(seconds).sum::<f64>())
+        };
         let mut add = |from: &Sharding, to: &Sharding, (reader, count): (usize, usize), is_shared: bool| {
             if from == to {
                 return;
@@ -237,9 +242,15 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
             let members = prepared.folded.classes[flow.maker].members.len();
             add(&made, handed, (flow.readers[0].0, members), true);
         }
-        let from = handed.as_ref().unwrap_or(&made);
+        let handed = handed.unwrap_or_else(|| made.clone());
+        let mut along = axes.iter().map(|axis| [&made, &handed].map(|of| Along::of(of, *axis)));
+        let is_gather = along.all(|[made, handed]| made == handed || made.is_gathered_in(handed));
         for (reader, operand, count) in &flow.readers {
-            add(from, &read(*reader, *operand), (*reader, *count), false);
+            let to = read(*reader, *operand);
+            // What is nearer to how it is made is made of that, however it is gathered for others.
+            let is_nearer = is_gather && handed != made && seconds(&made, &to) < seconds(&handed, &to);
+            let from = if is_nearer { &made } else { &handed };
+            add(from, &to, (*reader, *count), false);
         }
     }
     conversions

@@ -11,9 +11,9 @@ use shardc_ir::{Graph, NodeId, Seconds, Target};
 pub struct Share {
     /// How many there are.
     pub launches: f64,
-    /// The bytes they move, over those that the node says it moves.
+    /// The bytes they move, over those that the node says it moves; of a sum that a product makes, what that reads for it.
     pub traffic: f64,
-    /// Of a product, the bytes that it moves when its arithmetic is over, over those of its result.
+    /// Of a product, the bytes that it moves when its arithmetic is over, but for what it sums, over those of its result.
     pub after: f64,
     /// Of products, how many may be one instruction, if the target has one for what a rank sees of them.
     pub beside: usize,
