@@ -69,6 +69,9 @@ const CASES: &[Case] = &[
     ("llama-1b", 16, 4096, "h200:4", "tp=2,dp=2,zero=0"),
     ("llama-8b", 8, 8192, "h100:8", "tp=8,microbatch=1"),
     ("llama-8b", 8, 8192, "h100:8", "tp=2x2x2,microbatch=1"),
+    // Gradients of weights wait for what can run beside them.
+    ("llama-1b", 16, 4096, "h200:4", "tp=2x2,microbatch=16"),
+    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8"),
     ("llama-8b", 8, 8192, "h100:8", "tp=4,dp=2,zero=0,microbatch=1"),
     ("llama-8b", 8, 8192, "h100:8", "tp=2x2,dp=2,zero=1,microbatch=1"),
     ("llama-8b", 64, 8192, "h100:8", "tp=2,dp=4,zero=3,microbatch=1"),
@@ -172,30 +175,30 @@ const FARTHEST: &[Case] = &[
     ("llama-1b", 32, 512, "rtx4090:4", "dp=2,tp=2,zero=1,microbatch=16"),
 ];
 
+/// These are within 5.5% of the seconds, and within 10% of the bytes.
+const OVER_NODES: &[Case] = &[
+    // What the backward pass reads of a value that was gathered over nodes is taken for a slice of that, and is converted anew.
+    ("llama-8b", 16, 4096, "h100:8x2", "tp=2x8,microbatch=16"),
+];
+
 /// These are within 4% of the seconds, and within 10% of the bytes.
 const FARTHER: &[Case] = &[
     // What is made once is laid to stages by their share of the parameters, which biases gathered over slow links are not.
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
     // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
     ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
-    // What is divided along two axes of one tensor dimension leaves less alive at the turn to the backward pass.
-    ("llama-1b", 16, 4096, "h200:4", "tp=2x2,microbatch=16"),
-    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8"),
     ("two-tower", 4096, 1, "h100:8", "dp=8"),
 ];
 
 /// These are within 3% of the seconds; their bytes are known less well. Where several axes divide one tensor dimension,
 /// lowering does not keep every layout that the search takes for shared.
-const OTHER_BYTES: &[Case] = &[
-    ("llama-8b", 16, 4096, "h100:8x2", "tp=2x8,microbatch=16"),
-    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8,recompute=block"),
-];
+const OTHER_BYTES: &[Case] = &[("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8,recompute=block")];
 
 /// Plans that the search cuts into chunks that overlap, of samples and, last, of tokens.
 const IN_CHUNKS: &[Case] = &[
     ("llama-1b", 8, 4096, "h200:2", "tp=2,microbatch=8"),
     ("llama-1b", 16, 4096, "h200:4", "tp=4,microbatch=16"),
-    ("gpt2-1.5b", 32, 1024, "h100:8", "tp=8,microbatch=8"),
+    ("llama-8b", 8, 4096, "h100:8", "tp=2x2x2,microbatch=8"),
     ("llama-8b", 8, 8192, "h100:8", "tp=8,microbatch=1"),
 ];
 
@@ -242,6 +245,7 @@ fn the_closed_form_is_near_the_programs() {
         (IN_8_BITS, Precision::Fp8, (0.03, 0.05)),
         (FARTHER, Precision::Bf16, (0.04, 0.1)),
         (FARTHEST, Precision::Bf16, (0.045, 0.1)),
+        (OVER_NODES, Precision::Bf16, (0.055, 0.1)),
         (OTHER_BYTES, Precision::Bf16, (0.03, 0.16)),
     ];
     let all =

@@ -8,7 +8,8 @@
 //!
 //! The later one moves up to the earlier one with the views that it reads, if those are of what is there;
 //! else, of products, the earlier moves down to it, together with the views and the waiting reductions of what it
-//! makes. A sum does not wait: what it reads is large, and would be kept.
+//! makes. Where a collective is next, that comes first: it runs beside what has moved down. A sum does not wait: what it
+//! reads is large, and would be kept.
 //!
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
@@ -20,6 +21,9 @@ use std::collections::{BTreeSet, VecDeque};
 
 /// How many instructions behind a product its siblings are looked for.
 const REACH: usize = 48;
+
+/// How many instructions behind a sibling a collective is next.
+const NEXT: usize = 4;
 
 /// Whether there is one launch for a region on operands of these types.
 type Joins<'a> = &'a dyn Fn(&Fused, &[TensorType]) -> bool;
@@ -49,14 +53,16 @@ fn join_first(draft: &Draft, joins: Joins<'_>, items: &mut VecDeque<Item>) -> bo
     let may_wait = members.iter().all(is_product);
     for next in 1..items.len().min(1 + REACH) {
         let Some(joined) = joined(draft, joins, &members, &items[next]) else { continue };
-        if let Some(leaders) = leaders(draft, items, next) {
+        let down = || followers(draft, items, next).filter(|_| may_wait);
+        let first = if is_collective_next(items, next) { down() } else { None };
+        if let Some(leaders) = leaders(draft, items, next).filter(|_| first.is_none()) {
             items[0].instruction = joined;
             items.remove(next);
             let moved: Vec<Item> = leaders.iter().filter_map(|index| items.remove(*index)).collect();
             moved.into_iter().for_each(|item| items.push_front(item));
             return true;
         }
-        if let Some(followers) = followers(draft, items, next).filter(|_| may_wait) {
+        if let Some(followers) = first.or_else(down) {
             items[next].instruction = joined;
             let moved: Vec<Item> = followers.iter().rev().filter_map(|index| items.remove(*index)).collect();
             items.pop_front();
@@ -144,6 +150,13 @@ fn touched(draft: &Draft, instruction: &Instruction) -> [BTreeSet<StorageId>; 2]
     let storages = |ids: &[BufferId]| ids.iter().map(|id| draft.storage[*id]).collect();
     let writes = if draft.is_view(instruction) { BTreeSet::new() } else { storages(&instruction.results) };
     [storages(&instruction.operands), writes]
+}
+
+/// Whether a collective follows between the first instruction and `next`, or soon behind it, that does not wait to be
+/// merged with others.
+fn is_collective_next(items: &VecDeque<Item>, next: usize) -> bool {
+    let near = items.range(1..items.len().min(next + 1 + NEXT));
+    near.into_iter().any(|item| item.instruction.stream == Stream::Communication && item.hint != Hint::Bucket)
 }
 
 /// The views that must move with the instruction `next` where that moves up to the first, the last of them first, if that

@@ -166,7 +166,7 @@ impl Loop {
         let graph = prepared.graph;
         let weights = Weights { prepared, placed, of: OfWeights::new(prepared, conversions), divides };
         let order = block_order(graph);
-        let meetings = Meetings::new(prepared, placed.microbatches, conversions, seconds);
+        let meetings = Meetings::new(prepared, placed, conversions, seconds);
         let bytes = |class: usize| {
             let local = placed.local(prepared, class, &placed.strategies[class]);
             local.results.first().map_or(0.0, |bytes| *bytes as f64)

@@ -34,14 +34,35 @@ pub(super) fn beside_kernels(
     let shown = |conversion: &Conversion| {
         let hidden = |beside: f64| conversion.turn.wire.min(beside / (1.0 - loss)) * (1.0 - loss);
         let (mut all, mut apart) = (0.0, 0.0);
-        for class in prepared.between(conversion, placed.microbatches) {
-            all += seconds[class];
+        for (class, times) in between(prepared, placed, conversion) {
+            all += seconds[class] * times;
             apart += if prepared.is_late(class) { 0.0 } else { seconds[class] };
         }
         let turn = Turn { wire: conversion.turn.wire - hidden(all), ..conversion.turn };
         (Conversion { turn, ..*conversion }, hidden(all) - hidden(apart))
     };
     conversions.iter().map(shown).collect()
+}
+
+/// What [runs between](Prepared::between) the maker and the first reader of a conversion, and how many times as much of
+/// each: gradients of weights that lowering joins with others move down to the last of them, where a collective is next.
+fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> impl Iterator<Item = (usize, f64)> {
+    let all: Vec<usize> = prepared.between(of, placed.microbatches).collect();
+    let times = |class: usize| {
+        if placed.microbatches > 1 || !prepared.is_late(class) || prepared.emitted[class].beside < 2 {
+            return 1.0;
+        }
+        let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
+        let (operands, results) = types(class);
+        let Some((region, _)) = prepared.beside(class, &operands, &results) else { return 1.0 };
+        let is_sibling = |other: &&usize| {
+            prepared.op(**other) == prepared.op(class) && types(**other) == (operands.clone(), results.clone())
+        };
+        let there = all.iter().filter(is_sibling).count().max(1);
+        (region.steps.len() as f64 / there as f64).max(1.0)
+    };
+    let each: Vec<(usize, f64)> = all.iter().map(|class| (*class, times(*class))).collect();
+    each.into_iter()
 }
 
 /// The meetings that begin at a node of each class.
@@ -53,12 +74,12 @@ pub(super) struct Meetings {
 }
 
 impl Meetings {
-    pub fn new(prepared: &Prepared<'_>, microbatches: u64, conversions: &[Conversion], seconds: &[f64]) -> Self {
+    pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], seconds: &[f64]) -> Self {
         let mut own = Self { before: vec![Vec::new(); seconds.len()], behind: vec![Vec::new(); seconds.len()] };
         let meets =
             |of: &&Conversion| of.turn.seconds() > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
         for conversion in conversions.iter().filter(meets) {
-            let slack: f64 = prepared.between(conversion, microbatches).map(|class| seconds[class]).sum();
+            let slack: f64 = between(prepared, placed, conversion).map(|(class, times)| seconds[class] * times).sum();
             let Conversion { maker, reader, turn, is_local, .. } = *conversion;
             let Turn { before, wire, after } = turn;
             let meeting = Meeting { before, seconds: wire, after, is_local, ..Meeting::default() };
