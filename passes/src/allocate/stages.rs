@@ -11,9 +11,10 @@ use crate::divisors::{at_least, divisors};
 use crate::lower::{Draft, Handover, Item, SPACE};
 use crate::pipeline::order::{Pass, Step};
 use crate::pipeline::timeline::{Event, Message, PARTS};
+use rustc_hash::FxHashMap;
 use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Stream};
 use shardc_ir::{BufferId, Program, SectionId};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// How many copies a storage has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -157,13 +158,13 @@ pub(crate) fn common(held: &[(u64, u64)]) -> u64 {
 
 /// When the stage touches what, as indices of its events.
 struct Times {
-    steps: HashMap<(usize, u64), usize>,
-    messages: HashMap<(usize, bool, u64), usize>,
+    steps: FxHashMap<(usize, u64), usize>,
+    messages: FxHashMap<(usize, bool, u64), usize>,
 }
 
 impl Times {
     fn of(events: &[Event], parts: &[(u32, Pass)]) -> Self {
-        let mut times = Self { steps: HashMap::new(), messages: HashMap::new() };
+        let mut times = Self { steps: FxHashMap::default(), messages: FxHashMap::default() };
         for (at, event) in events.iter().enumerate() {
             let mut note = |message: &Message| {
                 times.messages.insert((message.link, message.is_send, message.microbatch), at);
@@ -206,7 +207,7 @@ struct Assembly<'a> {
     copies: &'a Copies,
     program: Program,
     /// Buffers of the program, by those of the draft and the copy.
-    made: HashMap<(BufferId, u64), BufferId>,
+    made: FxHashMap<(BufferId, u64), BufferId>,
     /// Bytes of one copy of each storage.
     sizes: Vec<u64>,
     /// What a message of each link hands over, by whether it is sent, in the order of the values.
@@ -226,7 +227,7 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     for handover in &stage.messages {
         handovers.entry((handover.link, handover.is_send)).or_default().push(handover);
     }
-    let mut assembly = Assembly { draft: &draft, copies, program, made: HashMap::new(), sizes, handovers };
+    let mut assembly = Assembly { draft: &draft, copies, program, made: FxHashMap::default(), sizes, handovers };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);
     let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();

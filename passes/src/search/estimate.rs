@@ -114,6 +114,8 @@ pub struct Shape<'a> {
     /// What communication runs beside, and for each way to store what that over the data axes takes.
     around: Loop,
     times: Vec<OnceCell<Times>>,
+    /// Per way to store parameters, the seconds of communication that show where nothing is computed again.
+    bare: RefCell<BTreeMap<(usize, u64), f64>>,
 }
 
 impl<'a> Shape<'a> {
@@ -149,6 +151,7 @@ impl<'a> Shape<'a> {
             microbatches: placed.microbatches,
             around: Loop::default(),
             times: vec![OnceCell::new(); meshes.len()],
+            bare: RefCell::default(),
         };
         // What is converted in between is made and read by instructions of their own.
         let mut is_apart = vec![false; prepared.rules.len()];

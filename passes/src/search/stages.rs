@@ -368,7 +368,8 @@ impl Tries<'_> {
                 whole.exposed_communication += shown;
                 whole.step += shown * spread(placed.cluster.ranks());
             } else {
-                sums = sums.hiding(shape.hidden_again(placed, self.storage, self.zero, recompute));
+                let exposed = whole.exposed_communication;
+                sums = sums.hiding(shape.hidden_again(placed, (self.storage, self.zero), recompute, exposed));
             }
             Pace { sums, whole }
         };

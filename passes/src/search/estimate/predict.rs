@@ -82,15 +82,26 @@ impl Shape<'_> {
     }
 
     /// Seconds of a microbatch by which collectives of what is computed again show less than they take, beside the kernels
-    /// of the backward pass.
-    pub fn hidden_again(&self, placed: &Placed<'_>, storage: usize, zero: u64, recompute: Recompute) -> f64 {
-        let selected = self.select(recompute);
-        let again = selected.cost().communication;
+    /// of the backward pass, of a step of which so many seconds of communication show.
+    pub fn hidden_again(
+        &self,
+        placed: &Placed<'_>,
+        (storage, zero): (usize, u64),
+        recompute: Recompute,
+        Seconds(exposed): Seconds,
+    ) -> f64 {
+        let again = self.select(recompute).cost().communication;
         if again <= 0.0 {
             return 0.0;
         }
-        let [with, without] = [&selected, &Selected::default()].map(|of| self.shown(placed, storage, zero, of).shown);
-        (again - (with - without) / self.microbatches as f64).clamp(0.0, again)
+        let find = || self.shown(placed, storage, zero, &Selected::default()).shown + self.once_shown();
+        let without = *self.bare.borrow_mut().entry((storage, zero)).or_insert_with(find);
+        (again - (exposed - without) / self.microbatches as f64).clamp(0.0, again)
+    }
+
+    /// Of what is done once, the communication that shows beside no weights' own.
+    fn once_shown(&self) -> f64 {
+        self.once.communication - self.turned
     }
 
     /// Time and memory of a step, with parameters stored in one of the ways; what room there is for it, who asks knows.
@@ -139,7 +150,7 @@ impl Shape<'_> {
         let memory = (self.forward.memory + self.backward.memory + again.memory) * microbatches - saved;
         let memory_bound = memory + self.once.memory + stored_once + adding + ordered;
         // The loop sees weights that change their layout.
-        let once = self.once.communication - self.turned;
+        let once = self.once_shown();
         let (communication, shown) = (communication + once, shown + once);
         let feed = self.around.feed() * microbatches;
         let step = (matmul + memory_bound + shown + update + feed) * step::spread(cluster.ranks());
