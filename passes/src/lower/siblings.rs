@@ -54,7 +54,8 @@ fn join_first(draft: &Draft, joins: Joins<'_>, items: &mut VecDeque<Item>) -> bo
     for next in 1..items.len().min(1 + REACH) {
         let Some(joined) = joined(draft, joins, &members, &items[next]) else { continue };
         let down = || followers(draft, items, next).filter(|_| may_wait);
-        let first = if is_collective_next(items, next) { down() } else { None };
+        let waits = is_collective_next(items, next) && !is_read_soon(items);
+        let first = if waits { down() } else { None };
         if let Some(leaders) = leaders(draft, items, next).filter(|_| first.is_none()) {
             items[0].instruction = joined;
             items.remove(next);
@@ -157,6 +158,13 @@ fn touched(draft: &Draft, instruction: &Instruction) -> [BTreeSet<StorageId>; 2]
 fn is_collective_next(items: &VecDeque<Item>, next: usize) -> bool {
     let near = items.range(1..items.len().min(next + 1 + NEXT));
     near.into_iter().any(|item| item.instruction.stream == Stream::Communication && item.hint != Hint::Bucket)
+}
+
+/// Whether something reads what the first instruction makes, but for what waits to be merged with others.
+fn is_read_soon(items: &VecDeque<Item>) -> bool {
+    let made = &items[0].instruction.results;
+    let reads = |item: &Item| item.instruction.operands.iter().any(|operand| made.contains(operand));
+    items.range(1..items.len().min(1 + REACH)).any(|item| item.hint != Hint::Bucket && reads(item))
 }
 
 /// The views that must move with the instruction `next` where that moves up to the first, the last of them first, if that
