@@ -2,7 +2,8 @@
 //!
 //! Cutting into chunks that are all as long as each other ([`cut`](super::cut)) leaves the stages unequal where a
 //! chunk is made of a few blocks, or ends in a head. From there cuts are moved, one at a time, as long as the stages
-//! get more equal, or the chunks where stages do not get less so.
+//! get more equal, or the chunks where stages do not get less so. Where no single one helps, the longest stage hands a
+//! place on to one that is farther away: each chunk between takes one at one end and gives one at the other.
 
 use super::cut::Segments;
 
@@ -17,6 +18,9 @@ pub trait Shares: Segments {
 
 /// The power in which stages are added up: so high that the longest counts most, so low that the others count.
 const POWER: i32 = 8;
+
+/// What counts as less: not what rounding makes of the same.
+const LESS: f64 = 1.0 - 1e-9;
 
 /// How far a cut is moved in one go.
 const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
@@ -43,7 +47,7 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
         for cut in 1..chunks {
             let touched = [shares.stage_of(cut - 1), shares.stage_of(cut)];
             let stages = touched.iter().map(|stage| weight(known[*stage])).sum::<f64>();
-            let mut least = (stages + uneven(&ends, cut)) * (1.0 - 1e-9);
+            let mut least = (stages + uneven(&ends, cut)) * LESS;
             let before = ends[cut];
             let mut best = None;
             for by in MOVES {
@@ -65,8 +69,38 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
                 is_settled = false;
             }
         }
-        if is_settled {
-            return ends;
+        if !is_settled {
+            continue;
+        }
+        let longest = known.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(stage, _)| stage);
+        let all = |ends: &[usize], known: &[f64]| {
+            let stages: f64 = known.iter().map(|seconds| weight(*seconds)).sum();
+            stages + (0..chunks).map(|chunk| of_chunk(ends, chunk)).sum::<f64>()
+        };
+        let mut least = all(&ends, &known) * LESS;
+        let mut best = None;
+        for chunk in (0..chunks).filter(|chunk| shares.stage_of(*chunk) == longest) {
+            if ends[chunk + 1] - ends[chunk] < 2 {
+                continue;
+            }
+            // The cuts from that behind it on, then those from that before it on.
+            for (cuts, by) in [((chunk + 1..chunks).collect::<Vec<_>>(), -1), ((1..=chunk).rev().collect(), 1)] {
+                let (mut ends, mut known) = (ends.clone(), known.clone());
+                for cut in cuts {
+                    ends[cut] = ends[cut].saturating_add_signed(by);
+                    for stage in [shares.stage_of(cut - 1), shares.stage_of(cut)] {
+                        known[stage] = seconds(&ends, stage);
+                    }
+                    let sum = all(&ends, &known);
+                    if sum < least {
+                        (least, best) = (sum, Some((ends.clone(), known.clone())));
+                    }
+                }
+            }
+        }
+        match best {
+            Some(found) => (ends, known) = found,
+            None => return ends,
         }
     }
 }
@@ -152,6 +186,16 @@ mod tests {
             let (before, after) = (line.largest(&line.cut()), line.largest(&balanced(line.cut(), &line)));
             // Blocks are whole.
             assert!(after <= before && after < (32.1 + head) / 4.0 + 1.0, "{before} and {after} with a head of {head}");
+        }
+    }
+
+    /// What no stage beside the longest can take without being as long is handed on to one that can.
+    #[test]
+    fn places_are_handed_on_to_stages_farther_away() {
+        let line = Line { seconds: vec![1.0; 17], stages: vec![0, 1, 2, 3, 4, 5] };
+        for ends in [[0, 2, 5, 8, 11, 13, 17], [0, 4, 7, 10, 13, 15, 17], [0, 1, 4, 7, 11, 14, 17]] {
+            assert_eq!(line.largest(&ends), 4.0);
+            assert_eq!(line.largest(&balanced(ends.to_vec(), &line)), 3.0, "{ends:?}");
         }
     }
 
