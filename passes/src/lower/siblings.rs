@@ -214,7 +214,34 @@ mod tests {
     use super::*;
     use shardc_ir::ops::{Affine, Reduce, ReduceOp};
     use shardc_ir::plan::Category;
-    use shardc_ir::{DType, Mesh};
+    use shardc_ir::{DType, Mesh, ReduceKind};
+
+    /// Two gradients of weights of one activation, and between them the gradient of that, which ranks add or do not.
+    #[test]
+    fn gradients_of_weights_wait_for_the_collective_that_runs_beside_them() {
+        let order = |adds: bool| {
+            let mut draft = Draft::new(0, &Mesh::default());
+            let tensor = |draft: &mut Draft| draft.buffer(TensorType::new(DType::F32, &[8, 8]), Category::Activation);
+            let [x, a, b, gate, up, inner, sum] = std::array::from_fn(|_| tensor(&mut draft));
+            let product = |draft: &mut Draft, operands: [BufferId; 2], result: BufferId| {
+                let action = Action::Compute(Matmul::new("mk,kn->mn").into());
+                draft.push(Place::LOOP, action, operands.to_vec(), vec![result], Stream::Compute, None, Hint::None);
+            };
+            product(&mut draft, [x, a], gate);
+            product(&mut draft, [b, a], inner);
+            product(&mut draft, [x, b], up);
+            if adds {
+                let action = Action::AllReduce { reduce: ReduceKind::Sum, group: 0 };
+                draft.push(Place::LOOP, action, vec![inner], vec![sum], Stream::Communication, None, Hint::None);
+            }
+            join_siblings(&mut draft, &|region, _| region.is_products());
+            let items = &draft.sections[Place::LOOP.index(3)];
+            let name = |item: &Item| if item.instruction.results == [gate, up] { "weights" } else { "others" };
+            items.iter().map(name).collect::<Vec<_>>()
+        };
+        assert_eq!(order(false), ["weights", "others"]);
+        assert_eq!(order(true), ["others", "weights", "others"]);
+    }
 
     #[test]
     fn sums_of_equal_tensors_move_up_and_never_down() {
