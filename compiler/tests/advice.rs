@@ -64,7 +64,7 @@ fn pipelines_over_nodes() {
 /// An axis that is pinned, and by which next to nothing is divided, is named.
 #[test]
 fn axes_that_divide_little() {
-    let args = ["plan", "llama-160m", "--cluster", "h100:8", "--batch", "8", "--seq", "256", "--pin", "ring=4"];
+    let args = ["plan", "llama-160m", "--cluster", "h100:8", "--batch", "8", "--seq", "128", "--pin", "ring=4"];
     check(&args, 0, &["6 of 8 ranks repeat the work of others", "of the work is divided by ring; 2 ranks would be"]);
 }
 
