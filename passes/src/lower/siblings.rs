@@ -221,7 +221,7 @@ mod tests {
     fn gradients_of_weights_wait_for_the_collective_that_runs_beside_them() {
         let order = |adds: bool| {
             let mut draft = Draft::new(0, &Mesh::default());
-            let tensor = |draft: &mut Draft| draft.buffer(TensorType::new(DType::F32, &[8, 8]), Category::Activation);
+            let tensor = |draft: &mut Draft| draft.buffer(TensorType::new(DType::F32, [8, 8]), Category::Activation);
             let [x, a, b, gate, up, inner, sum] = std::array::from_fn(|_| tensor(&mut draft));
             let product = |draft: &mut Draft, operands: [BufferId; 2], result: BufferId| {
                 let action = Action::Compute(Matmul::new("mk,kn->mn").into());
