@@ -185,10 +185,12 @@ fn less_is_in_flight_where_memory_is_short() {
     };
     let all = plan(",in_flight=12,recompute=none", 140 << 30).expect("a plan").prediction.memory.total().0;
     let memory = all * 74 / 100;
-    let (full, found) = (plan(",in_flight=12", memory).expect("a plan"), plan("", memory).expect("a plan"));
+    // As many gradients of weights wait as may, too.
+    let full = plan(",in_flight=12,delayed=12", memory).expect("a plan");
+    let found = plan("", memory).expect("a plan");
     assert_eq!(found.pipeline.most_in_flight(4), 7, "{}", found.choice);
     let steps = [&full, &found].map(|plan| by_programs(plan, "h200:8").step.0);
-    assert!(steps[1] < 0.99 * steps[0], "{steps:?}: {} and {}", full.choice, found.choice);
+    assert!(steps[1] < 0.95 * steps[0], "{steps:?}: {} and {}", full.choice, found.choice);
     assert!(by_programs(&found, "h200:8").memory.total().0 <= memory, "{}", found.choice);
     // What was chosen can be asked for.
     let named = plan(",in_flight=7", memory).expect("a plan");

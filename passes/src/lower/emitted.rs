@@ -62,12 +62,9 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     }
     let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let reach = Library::SHARDC.reach;
-    let summed = |op: &Op, made: Option<NodeId>| {
-        made.filter(|node| is_product(op) && matches!(graph.node(*node).op, Op::Binary(_)))
-    };
     let mut add = |op: &Op, operands: &[BufferId], results: &[BufferId], part: f64| {
         let Some(node) = results.first().and_then(|first| sources.get(first)).copied() else { return };
-        let result_node = draft.buffers[results[0]].value.map(|value| graph.value(value).def);
+        let sum = draft.buffers[results[0]].value.map(|value| graph.value(value).def);
         let (operands, results) = (types(operands), types(results));
         let (mut reads, made) = (graph.operand_types(node), graph.result_types(node));
         let adds = op.name() == graph.node(node).op.name() && adds_rows(op, operands.len());
@@ -82,7 +79,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
         let result = made.first().map_or(1.0, |ty| ty.bytes().0 as f64);
         let mut after = epilogue_bytes(op, &operands, &results);
         // What a product adds to belongs to the sum: it is none of the product where a conversion lies between the two.
-        if let Some((sum, addend)) = summed(op, result_node).zip(op.addend(operands.len())) {
+        if let Some((sum, addend)) = sum.filter(|node| emitted[*node].is_summed).zip(op.addend(operands.len())) {
             let moved = operands[addend].bytes().0 as f64;
             let all = bytes(&graph.node(sum).op, &graph.operand_types(sum), &graph.result_types(sum));
             emitted[sum].traffic += moved / all.max(1.0) * reach.of(&graph.node(sum).op) / reach.of(op);

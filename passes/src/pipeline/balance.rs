@@ -28,80 +28,103 @@ const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
 /// Moves the cuts between `ends`, where the first chunk begins and each ends.
 pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
     let chunks = ends.len() - 1;
-    let seconds = |ends: &[usize], stage: usize| {
-        let own = (0..chunks).filter(|chunk| shares.stage_of(*chunk) == stage);
-        Shares::seconds(shares, stage, &own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect::<Vec<_>>())
-    };
     let stages = (0..chunks).map(|chunk| shares.stage_of(chunk) + 1).max().unwrap_or(0);
-    let mut known: Vec<f64> = (0..stages).map(|stage| seconds(&ends, stage)).collect();
-    let mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
-    let weight = |seconds: f64| (seconds / mean).powi(POWER);
-    // Among cuts into stages that are as long as each other, those of chunks of one length wait the least while the
-    // pipeline fills and drains.
-    let of_chunk =
-        |ends: &[usize], chunk: usize| (Segments::seconds(shares, chunk, ends[chunk], ends[chunk + 1]) / mean).powi(2);
-    let uneven = |ends: &[usize], cut: usize| of_chunk(ends, cut - 1) + of_chunk(ends, cut);
+    let mut own = Balance { shares, mean: 1.0 };
+    let mut known: Vec<f64> = (0..stages).map(|stage| own.seconds(&ends, stage)).collect();
+    own.mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
     // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
     loop {
         let mut is_settled = true;
         for cut in 1..chunks {
-            let touched = [shares.stage_of(cut - 1), shares.stage_of(cut)];
-            let stages = touched.iter().map(|stage| weight(known[*stage])).sum::<f64>();
-            let mut least = (stages + uneven(&ends, cut)) * LESS;
-            let before = ends[cut];
-            let mut best = None;
-            for by in MOVES {
-                let Some(to) = before.checked_add_signed(by).filter(|to| ends[cut - 1] < *to && *to < ends[cut + 1])
-                else {
-                    continue;
-                };
-                ends[cut] = to;
-                let moved = touched.map(|stage| seconds(&ends, stage));
-                let sum = moved.into_iter().map(weight).sum::<f64>() + uneven(&ends, cut);
-                if sum < least {
-                    (least, best) = (sum, Some((to, moved)));
-                }
-            }
-            ends[cut] = before;
-            if let Some((to, moved)) = best {
-                ends[cut] = to;
-                touched.into_iter().zip(moved).for_each(|(stage, seconds)| known[stage] = seconds);
-                is_settled = false;
-            }
+            is_settled &= !own.moves(cut, &mut ends, &mut known);
         }
         if !is_settled {
             continue;
         }
-        let longest = known.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(stage, _)| stage);
-        let all = |ends: &[usize], known: &[f64]| {
-            let stages: f64 = known.iter().map(|seconds| weight(*seconds)).sum();
-            stages + (0..chunks).map(|chunk| of_chunk(ends, chunk)).sum::<f64>()
-        };
-        let mut least = all(&ends, &known) * LESS;
+        match own.handed_on(&ends, &known) {
+            Some(found) => (ends, known) = found,
+            None => return ends,
+        }
+    }
+}
+
+/// What cuts are weighed by.
+struct Balance<'a> {
+    shares: &'a dyn Shares,
+    /// What stages take on average.
+    mean: f64,
+}
+
+impl Balance<'_> {
+    fn seconds(&self, ends: &[usize], stage: usize) -> f64 {
+        let own = (0..ends.len() - 1).filter(|chunk| self.shares.stage_of(*chunk) == stage);
+        let own: Vec<_> = own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect();
+        Shares::seconds(self.shares, stage, &own)
+    }
+
+    fn weight(&self, seconds: f64) -> f64 {
+        (seconds / self.mean).powi(POWER)
+    }
+
+    /// Among cuts into stages that are as long as each other, those of chunks of one length wait the least while the
+    /// pipeline fills and drains.
+    fn of_chunk(&self, ends: &[usize], chunk: usize) -> f64 {
+        (Segments::seconds(self.shares, chunk, ends[chunk], ends[chunk + 1]) / self.mean).powi(2)
+    }
+
+    fn all(&self, ends: &[usize], known: &[f64]) -> f64 {
+        let stages: f64 = known.iter().map(|seconds| self.weight(*seconds)).sum();
+        stages + (0..ends.len() - 1).map(|chunk| self.of_chunk(ends, chunk)).sum::<f64>()
+    }
+
+    /// Moves a cut to where that is best; whether it does. `known` is what the stages take.
+    fn moves(&self, cut: usize, ends: &mut [usize], known: &mut [f64]) -> bool {
+        let uneven = |ends: &[usize]| self.of_chunk(ends, cut - 1) + self.of_chunk(ends, cut);
+        let touched = [self.shares.stage_of(cut - 1), self.shares.stage_of(cut)];
+        let stages = touched.iter().map(|stage| self.weight(known[*stage])).sum::<f64>();
+        let mut least = (stages + uneven(ends)) * LESS;
+        let before = ends[cut];
         let mut best = None;
-        for chunk in (0..chunks).filter(|chunk| shares.stage_of(*chunk) == longest) {
-            if ends[chunk + 1] - ends[chunk] < 2 {
+        for by in MOVES {
+            let Some(to) = before.checked_add_signed(by).filter(|to| ends[cut - 1] < *to && *to < ends[cut + 1]) else {
                 continue;
+            };
+            ends[cut] = to;
+            let moved = touched.map(|stage| self.seconds(ends, stage));
+            let sum = moved.into_iter().map(|seconds| self.weight(seconds)).sum::<f64>() + uneven(ends);
+            if sum < least {
+                (least, best) = (sum, Some((to, moved)));
             }
+        }
+        ends[cut] = best.map_or(before, |(to, _)| to);
+        let moved = best.iter().flat_map(|(_, moved)| touched.into_iter().zip(*moved));
+        moved.for_each(|(stage, seconds)| known[stage] = seconds);
+        best.is_some()
+    }
+
+    /// The cuts, and what the stages take, if the longest stage hands a place on to the stage for which that is best.
+    fn handed_on(&self, ends: &[usize], known: &[f64]) -> Option<(Vec<usize>, Vec<f64>)> {
+        let chunks = ends.len() - 1;
+        let longest = known.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(stage, _)| stage)?;
+        let may_give = |chunk: &usize| self.shares.stage_of(*chunk) == longest && ends[chunk + 1] - ends[*chunk] > 1;
+        let (mut least, mut best) = (self.all(ends, known) * LESS, None);
+        for chunk in (0..chunks).filter(may_give) {
             // The cuts from that behind it on, then those from that before it on.
             for (cuts, by) in [((chunk + 1..chunks).collect::<Vec<_>>(), -1), ((1..=chunk).rev().collect(), 1)] {
-                let (mut ends, mut known) = (ends.clone(), known.clone());
+                let (mut ends, mut known) = (ends.to_vec(), known.to_vec());
                 for cut in cuts {
                     ends[cut] = ends[cut].saturating_add_signed(by);
-                    for stage in [shares.stage_of(cut - 1), shares.stage_of(cut)] {
-                        known[stage] = seconds(&ends, stage);
+                    for stage in [self.shares.stage_of(cut - 1), self.shares.stage_of(cut)] {
+                        known[stage] = self.seconds(&ends, stage);
                     }
-                    let sum = all(&ends, &known);
+                    let sum = self.all(&ends, &known);
                     if sum < least {
                         (least, best) = (sum, Some((ends.clone(), known.clone())));
                     }
                 }
             }
         }
-        match best {
-            Some(found) => (ends, known) = found,
-            None => return ends,
-        }
+        best
     }
 }
 

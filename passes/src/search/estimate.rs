@@ -341,12 +341,12 @@ impl<'a> Shape<'a> {
     /// seconds of one of them, and what bounds it.
     fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
-        let Local { seconds, bound, operands, .. } = &*placed.local(prepared, class, strategy);
-        let (seconds, bound) = (*seconds, *bound);
+        let local = placed.local(prepared, class, strategy);
+        let Local { bound, operands, .. } = &*local;
+        let bound = *bound;
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
-        let launch = Machine::own(&placed.cluster.device).launch();
-        let each = prepared.emitted[class].seconds(seconds, bound, launch, apart);
+        let each = local.emitted(prepared, (class, placed.cluster), apart);
         let seconds = each * count as f64;
         match op {
             Op::Adamw(_) => {

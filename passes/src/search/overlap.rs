@@ -41,14 +41,14 @@ impl Hidden<'_> {
         let share = alike.map(|(_, share)| MORE * share).fold(HIDDEN, f64::min);
         alone - share * candidate.within
     }
-}
 
-/// Whether a plan of a candidate, which takes `alone` seconds without chunks and at the `least` so many with them, may be
-/// faster in chunks than `step` seconds. Ranks that are threads of one process run nothing beside anything.
-fn may_gain(candidate: &Candidate, [alone, least]: [f64; 2], space: &Space<'_, '_>, step: f64) -> bool {
-    let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-    let is_whole = candidate.stages.is_none() && candidate.offload.is_none();
-    is_open && is_whole && candidate.within > GAIN * alone && least < step
+    /// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
+    /// seconds. Ranks that are threads of one process run nothing beside anything.
+    fn may_gain(&self, candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
+        let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
+        let is_whole = candidate.stages.is_none() && candidate.offload.is_none();
+        is_open && is_whole && candidate.within > GAIN * alone && self.least(candidate, alone) < step
+    }
 }
 
 /// Whether a microbatch of so many samples can be cut into chunks: of a single one the tokens are.
@@ -69,7 +69,7 @@ pub(super) fn in_chunks(
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(u64, Plan), PlanError> {
     let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
-    let cut = match may_gain(candidate, [own, Hidden::default().least(candidate, own)], space, best) {
+    let cut = match Hidden::default().may_gain(candidate, own, space, best) {
         true => tried(candidate, own, most, make)?.best,
         false => None,
     };
@@ -160,7 +160,7 @@ fn contender(
     let least = |of: &Candidate| hidden.least(of, of.prediction.step.0);
     let is_open = |(index, of): &(usize, &Candidate)| {
         let is_new = !known.contains(index) && !meshes.contains(&&of.degrees);
-        is_new && of.prediction.fits() && may_gain(of, [of.prediction.step.0, least(of)], space, step)
+        is_new && of.prediction.fits() && hidden.may_gain(of, of.prediction.step.0, space, step)
     };
     let open = candidates.iter().enumerate().filter(is_open).filter(|_| NODES[1] / nodes(space) >= CHUNKS[0]);
     open.min_by(|a, b| least(a.1).total_cmp(&least(b.1))).map(|(index, _)| index)
@@ -172,10 +172,7 @@ pub(super) fn likely(candidates: &[Candidate], known: &[usize], space: &Space<'_
     let step = |index: &usize| candidates[*index].prediction.step.0;
     let fastest = step(known.first()?);
     let hidden = &Hidden::default();
-    let may_gain = |index: &usize| {
-        let least = hidden.least(&candidates[*index], step(index));
-        may_gain(&candidates[*index], [step(index), least], space, fastest)
-    };
+    let may_gain = |index: &usize| hidden.may_gain(&candidates[*index], step(index), space, fastest);
     let own = known.iter().copied().find(may_gain);
     let index = own.or_else(|| contender(candidates, known, (&[], hidden), space, fastest))?;
     let overlap_chunks = CHUNKS[0];

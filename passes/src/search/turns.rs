@@ -46,23 +46,20 @@ pub(super) fn beside_kernels(
 
 /// What [runs between](Prepared::between) the maker and the first reader of a conversion, and how many times as much of
 /// each: gradients of weights that lowering joins with others move down to the last of them, where a collective is next.
-fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> impl Iterator<Item = (usize, f64)> {
+fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> Vec<(usize, f64)> {
     let all: Vec<usize> = prepared.between(of, placed.microbatches).collect();
+    let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
     let times = |class: usize| {
         if placed.microbatches > 1 || !prepared.is_late(class) || prepared.emitted[class].beside < 2 {
             return 1.0;
         }
-        let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
-        let (operands, results) = types(class);
-        let Some((region, _)) = prepared.beside(class, &operands, &results) else { return 1.0 };
-        let is_sibling = |other: &&usize| {
-            prepared.op(**other) == prepared.op(class) && types(**other) == (operands.clone(), results.clone())
-        };
+        let own = types(class);
+        let Some((region, _)) = prepared.beside(class, &own.0, &own.1) else { return 1.0 };
+        let is_sibling = |other: &&usize| prepared.op(**other) == prepared.op(class) && types(**other) == own;
         let there = all.iter().filter(is_sibling).count().max(1);
         (region.steps.len() as f64 / there as f64).max(1.0)
     };
-    let each: Vec<(usize, f64)> = all.iter().map(|class| (*class, times(*class))).collect();
-    each.into_iter()
+    all.iter().map(|class| (*class, times(*class))).collect()
 }
 
 /// The meetings that begin at a node of each class.
@@ -79,7 +76,8 @@ impl Meetings {
         let meets =
             |of: &&Conversion| of.turn.seconds() > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
         for conversion in conversions.iter().filter(meets) {
-            let slack: f64 = between(prepared, placed, conversion).map(|(class, times)| seconds[class] * times).sum();
+            let between = between(prepared, placed, conversion).into_iter();
+            let slack: f64 = between.map(|(class, times)| seconds[class] * times).sum();
             let Conversion { maker, reader, turn, is_local, .. } = *conversion;
             let Turn { before, wire, after } = turn;
             let meeting = Meeting { before, seconds: wire, after, is_local, ..Meeting::default() };

@@ -87,14 +87,20 @@ impl Placed<'_> {
     /// into other instructions.
     pub fn apart(&self, prepared: &Prepared<'_>, class: usize, strategy: &Strategy) -> f64 {
         let local = self.local(prepared, class, strategy);
-        let launch = Machine::own(&self.cluster.device).launch();
-        let of = |apart: bool| prepared.emitted[class].seconds(local.seconds, local.bound, launch, apart);
+        let of = |apart: bool| local.emitted(prepared, (class, self.cluster), apart);
         let runs = if prepared.in_loop(class) { self.microbatches as f64 } else { 1.0 };
         (of(true) - of(false)) * runs * prepared.folded.classes[class].members.len() as f64
     }
 }
 
 impl Local {
+    /// Its seconds as lowering emits it, or by itself where nothing of it is merged into other instructions (`apart`), of a
+    /// class on a cluster.
+    pub fn emitted(&self, prepared: &Prepared<'_>, (class, cluster): (usize, &Cluster), apart: bool) -> f64 {
+        let launch = Machine::own(&cluster.device).launch();
+        prepared.emitted[class].seconds(self.seconds, self.bound, launch, apart)
+    }
+
     /// Bytes of scratch memory that a placed class needs, of which this is one node.
     pub fn scratch(&self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize) -> u64 {
         let op = prepared.op(class);

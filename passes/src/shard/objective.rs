@@ -11,7 +11,7 @@ use super::family::{copy_axes, searched_axes};
 use super::local::Local;
 use super::tensor::{Placed, Prepared};
 use crate::cost::collective::{self, Collective, Group};
-use crate::cost::{Machine, is_view};
+use crate::cost::is_view;
 use crate::search::sharing::{Filling, Sharing};
 use crate::search::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
@@ -190,7 +190,6 @@ impl<'a, 'b> Pricer<'a, 'b> {
     /// nothing else in the forward pass reads: its bytes and its seconds, if all axes divide it.
     fn operands(&self, sharing: Sharing, beside: Beside) -> Vec<[f64; 2]> {
         let (prepared, placed) = (self.prepared, self.placed);
-        let launch = Machine::own(&placed.cluster.device).launch();
         // Along the axes of the problem; the rest is counted with the quote.
         let parts = placed.mesh.extent(searched_axes(placed.mesh)) as f64 / beside.parts;
         let is_forward = |class: usize| prepared.in_loop(class) && prepared.role(class) == Role::Forward;
@@ -218,7 +217,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
                 continue;
             }
             let local = placed.local(prepared, class, &placed.strategies[class]);
-            let seconds = prepared.emitted[class].seconds(local.seconds, local.bound, launch, false) / parts;
+            let seconds = local.emitted(prepared, (class, placed.cluster), false) / parts;
             let seconds = seconds * placed.microbatches as f64 * sharing.kernels;
             let bytes = local.results.iter().sum::<u64>() as f64 / parts;
             if seconds > found[reader][1] {
@@ -231,10 +230,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
     /// Seconds of a node of a class at the least, if all axes that are searched divide it.
     fn divided(&self, class: usize) -> f64 {
         let (prepared, placed) = (self.prepared, self.placed);
-        let launch = Machine::own(&placed.cluster.device).launch();
         let local = placed.local(prepared, class, &placed.strategies[class]);
-        prepared.emitted[class].seconds(local.seconds, local.bound, launch, false)
-            / placed.mesh.extent(searched_axes(placed.mesh)) as f64
+        local.emitted(prepared, (class, placed.cluster), false) / placed.mesh.extent(searched_axes(placed.mesh)) as f64
     }
 
     /// What lives at the turn from forward to backward, with as many copies as microbatches must be under way.
@@ -262,10 +259,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         // merged into other instructions, where nothing is converted, one node does not know.
         let seconds = match self.objective {
             Objective::Step { .. } if !prepared.emitted[class].is_summed => local.seconds.0,
-            _ => {
-                let launch = Machine::own(&cluster.device).launch();
-                prepared.emitted[class].seconds(local.seconds, local.bound, launch, false)
-            }
+            _ => local.emitted(prepared, (class, cluster), false),
         };
         let runs = if prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 };
         let seconds = seconds * runs;

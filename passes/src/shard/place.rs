@@ -105,7 +105,7 @@ pub(crate) fn current(problem: &Problem<'_, '_>, placed: &Placed<'_>) -> Option<
     for (flow, (variable, ways)) in &problem.handed {
         let own = placed.handed.get(&(problem.axis, *flow))?;
         let made = problem.made(*flow, &choices);
-        choices[*variable] = ways.iter().position(|way| way.is(made, *own))?;
+        choices[*variable] = ways.iter().position(|way| way.in_layout == *own && way.may_be(made))?;
     }
     Some(choices)
 }

@@ -19,10 +19,10 @@ use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, narrow, searched_axes};
 use super::layout::{Along, Extent, convert_seconds};
 use super::objective::{Objective, Pricer, Quote};
-use super::route::{self, Taken, Turning};
+use super::route::{self, Turning};
 use super::tensor::{Flow, Placed, Prepared};
 use crate::cost::collective::Group;
-use crate::cost::{Machine, is_view};
+use crate::cost::is_view;
 use crate::search::sharing::Sharing;
 use shardc_ir::{AxisId, Choice, Strategy, TensorType};
 use std::cell::OnceCell;
@@ -87,9 +87,9 @@ pub(crate) struct HandedOn {
 }
 
 impl HandedOn {
-    /// Whether this is how a value is handed on in a layout that is made in another.
-    pub fn is(self, made: Along, in_layout: Along) -> bool {
-        self.in_layout == in_layout && self.made.is_none_or(|own| own == made)
+    /// Whether a value that is handed on like this may be made in a layout.
+    pub fn may_be(self, made: Along) -> bool {
+        self.made.is_none_or(|own| own == made)
     }
 }
 
@@ -248,7 +248,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             let members = self.prepared.folded.classes[flow.maker].members.len();
             let shared = {
                 let convert = self.converter(&value, Way::Handed, members);
-                table(&made, &ways, |made, way: HandedOn| match way.is(made, way.in_layout) {
+                table(&made, &ways, |made, way: HandedOn| match way.may_be(made) {
                     true => convert(made, way.in_layout),
                     false => f64::INFINITY,
                 })
@@ -385,9 +385,7 @@ impl<'a, 'b> Problem<'a, 'b> {
             let find = || {
                 let [from, to] = [layout(others, from, &|(_, from, _)| *from), layout(others, to, &|(_, _, to)| *to)];
                 let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
-                let steps = self.placed.routes.find(&value.ty, from, to, (mesh, cluster));
-                let seconds = |step: &Taken| step.seconds(value.ty.dtype.size() as f64, cluster);
-                steps.map_or(f64::INFINITY, |steps| steps.iter().map(seconds).sum::<f64>())
+                self.placed.routes.seconds(&value.ty, [from, to], (mesh, cluster), cluster)
             };
             times * *known.borrow_mut().entry((from, to)).or_insert_with(find)
         }
@@ -396,10 +394,9 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// For a bound, the seconds of kernels that a conversion of a flow may run beside at the most: those of
     /// nodes that nothing but the batch divides.
     fn beside(&self, flow: &Flow) -> f64 {
-        let launch = Machine::own(&self.placed.cluster.device).launch();
         let seconds = |class: &usize| {
             let local = self.placed.local(self.prepared, *class, &self.strategies[*class]);
-            self.prepared.emitted[*class].seconds(local.seconds, local.bound, launch, true)
+            local.emitted(self.prepared, (*class, self.placed.cluster), true)
         };
         let runs = |class: &&usize| self.prepared.runs_between(**class, self.placed.microbatches);
         match self.objective {

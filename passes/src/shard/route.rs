@@ -85,6 +85,13 @@ impl Routes {
         route
     }
 
+    /// The seconds of that way on the ranks of a cluster; infinite where there is none.
+    pub fn seconds(&self, ty: &TensorType, ends: [Sharding; 2], on: (&Mesh, &Cluster), cluster: &Cluster) -> f64 {
+        let [from, to] = ends;
+        let seconds = |step: &Taken| step.seconds(ty.dtype.size() as f64, cluster);
+        self.find(ty, from, to, on).map_or(f64::INFINITY, |steps| steps.iter().map(seconds).sum())
+    }
+
     fn taken(&self, step: &Step, mut shape: Vec<u64>, (mesh, cluster): (&Mesh, &Cluster)) -> Taken {
         let axes: &[AxisId] = match step {
             Step::Slice { axes, .. } => axes,
@@ -194,18 +201,15 @@ pub fn conversions(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Clust
         let whole = prepared.rules[flow.maker].result_sharding(flow.result, &placed.strategies[flow.maker]);
         let ty = undivided(prepared, flow, whole.clone(), (&axes, placed.mesh));
         let made = of_axes(whole);
-        let seconds = |from: &Sharding, to: &Sharding| {
-            let steps = placed.routes.find(&ty, from.clone(), to.clone(), (placed.mesh, placed.cluster));
-            let seconds = |step: &Taken| step.seconds(ty.dtype.size() as f64, cluster);
-            steps.map_or(f64::INFINITY, |steps| steps.iter().map(seconds).sum::<f64>())
-        };
+        let on = (placed.mesh, placed.cluster);
+        let seconds =
+            |from: &Sharding, to: &Sharding| placed.routes.seconds(&ty, [from.clone(), to.clone()], on, cluster);
         let mut add = |from: &Sharding, to: &Sharding, (reader, count): (usize, usize), is_shared: bool| {
             if from == to {
                 return;
             }
             let is_update = is_gradient(prepared, flow, (!is_shared).then_some(reader));
             let from = if is_update { unpriced(from.clone(), to, placed.mesh) } else { from.clone() };
-            let on = (placed.mesh, placed.cluster);
             let Some(steps) = placed.routes.find(&ty, from, to.clone(), on) else { return };
             // Terms are added behind the maker, the rest is done before the reader.
             let early = steps.iter().rposition(Taken::is_reduction).map_or(0, |last| last + 1);
