@@ -13,7 +13,7 @@ use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use super::summed::Adding;
-use super::turns::{beside_kernels, converted_once, is_of_weight};
+use super::turns::{beside_kernels, converted_once};
 use crate::cost::{Bound, Machine, Pass};
 use crate::fold::block_of;
 use crate::shard::local::Local;
@@ -169,24 +169,20 @@ impl<'a> Shape<'a> {
         let divides = |class: usize| Some(first.among(prepared, placed, class)?.1.dim);
         shape.around = Loop::new(prepared, placed, conversions, &seconds, &divides);
         // Scales of parameters are reduced together.
-        let is_scale = |(of, _): &(Conversion, f64)| {
-            matches!(prepared.op(of.maker), Op::QuantizationScale(_)) && prepared.is_copy(of.maker)
-        };
+        let is_scale = |(of, _): &(Conversion, f64)| prepared.is_scale(of.maker);
         let (scales, others): (Vec<_>, Vec<_>) =
             beside_kernels(prepared, placed, conversions, &seconds).into_iter().partition(is_scale);
         shape.once.communication += scales.iter().map(|(scale, _)| scale.turn.seconds()).fold(0.0, f64::max);
         let mut copies = vec![Split::default(); each.len()];
         // What is gathered of parameters in front of the loop starts once for each block.
-        let is_merged = |of: &Conversion| {
-            prepared.is_copy(of.maker) && !prepared.in_loop(of.reader) && prepared.role(of.reader) == Role::Forward
-        };
+        let is_merged = |of: &Conversion| prepared.is_merged(of.maker, of.reader);
         let starts = others.iter().map(|(of, _)| of).filter(|of| is_merged(of)).map(|of| of.start * of.count as f64);
         shape.once.communication += starts.fold(0.0, f64::max);
         for (conversion, apart) in &others {
             let start = if is_merged(conversion) { conversion.start } else { 0.0 };
             let seconds = (conversion.turn.seconds() - start) * conversion.count as f64;
             shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
-            shape.turned += if is_of_weight(prepared, conversion) { seconds } else { 0.0 };
+            shape.turned += if prepared.is_of_weight(conversion.maker, conversion.reader) { seconds } else { 0.0 };
             // What is converted once is no node's of a microbatch.
             if !prepared.in_loop(conversion.maker) || !prepared.in_loop(conversion.reader) {
                 continue;

@@ -44,7 +44,7 @@ fn range(space: &Space<'_, '_>) -> (u64, u64) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(5))]
+    #![proptest_config(ProptestConfig::with_cases(20))]
 
     /// No mesh that was left out, no stage and no number of steps of recomputation does better.
     #[test]

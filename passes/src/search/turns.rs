@@ -133,7 +133,7 @@ impl OfWeights {
     /// Those of a placed mesh.
     pub fn new(prepared: &Prepared<'_>, conversions: &[Conversion]) -> Self {
         let mut own = Self::default();
-        for of in conversions.iter().filter(|of| is_of_weight(prepared, of)) {
+        for of in conversions.iter().filter(|of| prepared.is_of_weight(of.maker, of.reader)) {
             let reader = (!of.is_shared).then_some(of.reader);
             let turned = Turned { turn: of.turn, start: of.start };
             own.turns.entry((of.maker, of.result)).or_default().push((reader, turned));
@@ -148,12 +148,6 @@ impl OfWeights {
         let of = |only| all().filter(move |(of, _)| *of == only).map(|(_, turned)| *turned);
         [None, Some(reader)].map(|only| of(only).fold(Turned::default(), Turned::then))
     }
-}
-
-/// Whether a conversion is of what the loop reads of a parameter. Scales are found together.
-pub(super) fn is_of_weight(prepared: &Prepared<'_>, of: &Conversion) -> bool {
-    let is_scale = matches!(prepared.op(of.maker), Op::QuantizationScale(_));
-    prepared.is_parameter[of.maker] && !is_scale && !prepared.in_loop(of.maker) && prepared.in_loop(of.reader)
 }
 
 /// Weights that a stretch reads.

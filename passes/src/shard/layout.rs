@@ -98,11 +98,6 @@ impl Turn {
     }
 }
 
-/// Seconds to bring a value from one layout along an axis to another; infinite where there is no way.
-pub fn convert_seconds(from: Along, to: Along, value: Extent<'_>, group: Group, cluster: &Cluster) -> f64 {
-    convert(from, to, value, group, cluster).seconds()
-}
-
 /// What it takes to bring a value from one layout along an axis to another; infinite where there is no way.
 pub fn convert(from: Along, to: Along, value: Extent<'_>, group: Group, cluster: &Cluster) -> Turn {
     use Along::{Dim, Partial, Whole};

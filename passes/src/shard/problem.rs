@@ -17,7 +17,7 @@
 
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, narrow, searched_axes};
-use super::layout::{Along, Extent, convert_seconds};
+use super::layout::{Along, Extent, convert};
 use super::objective::{Objective, Pricer, Quote};
 use super::route::{self, Turning};
 use super::tensor::{Flow, Placed, Prepared};
@@ -355,6 +355,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         let is_kept = others.iter().all(|(_, from, to)| from == to);
         let whole = value.ty.bytes().0 as f64 / self.objective.beside().parts;
         let loss = cluster.device.overlap_loss.value;
+        let ahead = self.ahead(flow.maker, reader);
         let layout = move |others: &[(AxisId, Along, Along)], own, of: &dyn Fn(&(AxisId, Along, Along)) -> Along| {
             let along = |of_axis: &AxisId| match others.iter().find(|(other, ..)| other == of_axis) {
                 Some(other) => of(other),
@@ -374,7 +375,12 @@ impl<'a, 'b> Problem<'a, 'b> {
                 if is_gradient && is_sum && is_copy_axis(mesh, axis) {
                     return 0.0;
                 }
-                let all = convert_seconds(from, to, Extent { bytes: whole, shape: &value.ty.shape }, group, cluster);
+                let turn = |bytes| convert(from, to, Extent { bytes, shape: &value.ty.shape }, group, cluster);
+                let own = turn(whole);
+                let all = own.seconds();
+                if let Some(share) = ahead.filter(|_| all.is_finite()) {
+                    return times * (own.before + share * (own.wire - turn(0.0).wire) + own.after);
+                }
                 let is_beside = matches!(from, Along::Partial(_)) || only.is_none_or(|reader| reader == flow.first);
                 if !is_beside || !all.is_finite() {
                     return times * all;
@@ -391,12 +397,29 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
     }
 
+    /// For a bound, the share of the wire, but for its start, that shows at the least of what is made in front of the loop:
+    /// collectives of weights are merged, and run beside the first microbatch.
+    fn ahead(&self, maker: usize, reader: usize) -> Option<f64> {
+        let (prepared, loss) = (self.prepared, self.placed.cluster.device.overlap_loss.value);
+        match self.objective {
+            Objective::Step { .. } => None,
+            Objective::Bound { .. } if prepared.is_scale(maker) => Some(0.0),
+            Objective::Bound { .. } if prepared.is_of_weight(maker, reader) => Some(loss),
+            Objective::Bound { .. } => prepared.is_merged(maker, reader).then_some(1.0),
+        }
+    }
+
     /// For a bound, the seconds of kernels that a conversion of a flow may run beside at the most: those of
-    /// nodes that nothing but the batch divides.
+    /// nodes that nothing but the batch divides, gradients of weights with all that may be joined with them.
     fn beside(&self, flow: &Flow) -> f64 {
+        let (prepared, placed) = (self.prepared, self.placed);
         let seconds = |class: &usize| {
-            let local = self.placed.local(self.prepared, *class, &self.strategies[*class]);
-            local.emitted(self.prepared, (*class, self.placed.cluster), true)
+            let joined = match placed.microbatches == 1 && prepared.is_late(*class) {
+                true => prepared.emitted[*class].beside.max(1),
+                false => 1,
+            };
+            let local = placed.local(prepared, *class, &self.strategies[*class]);
+            local.emitted(prepared, (*class, placed.cluster), true) * joined as f64
         };
         let runs = |class: &&usize| self.prepared.runs_between(**class, self.placed.microbatches);
         match self.objective {

@@ -155,6 +155,22 @@ impl Prepared<'_> {
         self.is_parameter[class] && matches!(op, Op::Cast(_) | Op::QuantizationScale(_) | Op::Quantize(_))
     }
 
+    /// Whether a class makes the scale of a parameter: those of all parameters are found together.
+    pub fn is_scale(&self, class: usize) -> bool {
+        matches!(self.op(class), Op::QuantizationScale(_)) && self.is_copy(class)
+    }
+
+    /// Whether what one class makes and another reads is a weight that the loop reads.
+    pub fn is_of_weight(&self, maker: usize, reader: usize) -> bool {
+        let is_ahead = self.is_parameter[maker] && !self.in_loop(maker);
+        is_ahead && !self.is_scale(maker) && self.in_loop(reader)
+    }
+
+    /// Whether it is a copy of a parameter that is read in front of the loop: collectives of those of a block are one.
+    pub fn is_merged(&self, maker: usize, reader: usize) -> bool {
+        self.is_copy(maker) && !self.in_loop(reader) && self.role(reader) == Role::Forward
+    }
+
     /// Whether a class is about what the data ranks store in parts: parameters, their copies, states and updates, and
     /// squares of gradients behind the loop.
     pub fn is_stored(&self, class: usize) -> bool {
