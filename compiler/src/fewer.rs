@@ -2,14 +2,18 @@
 //!
 //! A plan uses every device. Where their number divides neither the batch nor what the model is made of, most of them
 //! repeat the work of others or wait, and a number that divides the batch may do the step in less time. That is planned
-//! only where it may be so: one more plan, of as many whole nodes as divide the batch, or as many devices of each.
+//! only where it may be so by the rate that it takes and by an estimate: one more plan, of as many whole nodes as divide the
+//! batch, or as many devices of each.
 
 use crate::compile::{Trace, compile};
 use crate::error::Error;
 use crate::options::{Batch, Options, leaves_open, with_pins};
+use crate::pipeline::{self, target};
 use serde::Serialize;
-use shardc_ir::{Plan, Seconds};
+use shardc_ir::plan::Request;
+use shardc_ir::{Graph, Plan, Seconds};
 use shardc_passes::cluster::Cluster;
+use shardc_passes::search::{Pins, may_take_less, prepared};
 
 /// The share of the devices' peak that no step exceeds.
 const MOST: f64 = 0.75;
@@ -51,12 +55,28 @@ pub fn fewer(
     if leaves_open(&options.pins, "pp") && (per_node * nodes).is_multiple_of(stages) {
         options.pins = with_pins(&options.pins, [format!("pp={stages}")]);
     }
-    let step = match compile(model, batch, &part(cluster, per_node, nodes), &options) {
+    let part = part(cluster, per_node, nodes);
+    if !may_be_faster(&pipeline::step(&model.trace(batch)?, &options)?, &part, &options, plan)? {
+        return Ok(None);
+    }
+    let step = match compile(model, batch, &part, &options) {
         Ok(compiled) => compiled.plan().prediction.step,
         Err(Error::Plan(_)) => return Ok(None),
         Err(error) => return Err(error),
     };
     Ok((step.0 < (1.0 - GAIN) * plan.prediction.step.0).then_some(Fewer { per_node, nodes, step }))
+}
+
+/// Whether a plan of a training step on a part of the devices is estimated to be as fast as that of all.
+fn may_be_faster(graph: &Graph, part: &Cluster, options: &Options, plan: &Plan) -> Result<bool, Error> {
+    let request = Request { cluster: part.name.clone(), pins: options.pins.clone(), ..plan.request.clone() };
+    let part = match options.host_memory {
+        Some(bytes) => &part.clone().with_host_memory(bytes),
+        None => part,
+    };
+    let (prepared, pins) = (prepared(graph, &request, target(&request.cluster)), Pins::parse(&options.pins)?);
+    // What is refused there is no faster.
+    Ok(may_take_less(&prepared, part, &request, &pins, plan.prediction.step).unwrap_or(false))
 }
 
 /// The most devices that divide a batch which all of them do not: of fewer nodes, or fewer of each node.

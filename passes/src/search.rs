@@ -300,6 +300,31 @@ pub fn search_among(
     confirm: Option<Confirm<'_>>,
     meshes: Option<&[Degrees]>,
 ) -> Result<Plan, PlanError> {
+    within(prepared, (cluster, request, pins), meshes, |space| rounds::best(space, confirm))
+}
+
+/// Whether a plan for a training step is estimated to take less than so many seconds and to fit: bounds tell that before
+/// most are solved.
+///
+/// # Errors
+/// As [`search_confirmed`], but for what does not fit.
+pub fn may_take_less(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    Seconds(step): Seconds,
+) -> Result<bool, PlanError> {
+    within(prepared, (cluster, request, pins), None, |space| rounds::any_below(space, step))
+}
+
+/// What comes of the space of a request, of some meshes if they are given.
+fn within<T>(
+    prepared: &Prepared<'_>,
+    (cluster, request, pins): (&Cluster, &Request, &Pins),
+    meshes: Option<&[Degrees]>,
+    of: impl FnOnce(&Space<'_, '_>) -> Result<T, PlanError>,
+) -> Result<T, PlanError> {
     pins.check(cluster.ranks(), request.batch)?;
     let (cluster, others) = &paced(prepared.graph, cluster);
     let mut request = request.clone();
@@ -329,7 +354,7 @@ pub fn search_among(
         with_unfit: false,
         measure: Measure::default(),
     };
-    rounds::best(&space, confirm)
+    of(&space)
 }
 
 /// Whether pipelines are searched.

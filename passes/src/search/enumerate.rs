@@ -13,13 +13,14 @@ use crate::divisors::divisors;
 use crate::threads;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, NodeId};
+use std::cmp::Reverse;
 use std::time::Instant;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
 const MOST_MICROBATCHES: u64 = 1 << 16;
 
 /// The most ways of a lot.
-const LOT: usize = 8;
+const LOT: usize = 32;
 
 /// What came of some ways.
 #[derive(Debug, Default)]
@@ -36,6 +37,24 @@ struct Found {
 /// # Errors
 /// Why there is none.
 pub(super) fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Vec<Candidate>, PlanError> {
+    let found = found(space, visited)?;
+    match found.candidates.is_empty() {
+        true => none(space, &found),
+        false => Ok(found.candidates),
+    }
+}
+
+/// Whether a candidate is estimated to take less than so many seconds and to fit.
+///
+/// # Errors
+/// A request that no mesh divides.
+pub(super) fn any_below(space: &Space<'_, '_>, memory: Bytes, seconds: f64) -> Result<bool, PlanError> {
+    let found = found(space, &mut Visited::within(memory, seconds))?;
+    Ok(found.candidates.iter().any(|of| of.prediction.fits() && of.least() < seconds))
+}
+
+/// What comes of all ways to divide the ranks.
+fn found(space: &Space<'_, '_>, visited: &mut Visited) -> Result<Found, PlanError> {
     let Space { prepared, line, cluster, request, pins, .. } = *space;
     let ways = ways(prepared, line.map_or(1..=1, |line| 2..=line.most()), cluster, request, pins)?;
     let (mut found, mut rest) = (Found::default(), &ways[..]);
@@ -51,10 +70,7 @@ pub(super) fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<
         }
         (rest, size) = (others, LOT.min(2 * size));
     }
-    match found.candidates.is_empty() {
-        true => none(space, &found),
-        false => Ok(found.candidates),
-    }
+    Ok(found)
 }
 
 /// What comes of each way of a lot, and what is then known of its meshes.
@@ -63,11 +79,13 @@ fn of_lot(space: &Space<'_, '_>, lot: &[Way], visited: &Visited) -> Vec<(Result<
         let mut own = visited.fork();
         (of_way(space, way, &mut own), own)
     };
-    // Those of many stages, which take the longest, come last: the threads end together where these begin first.
-    let lot: Vec<&Way> = lot.iter().rev().collect();
-    let mut found = threads::map(&lot, |way| of(way));
-    found.reverse();
-    found
+    // Orders of passes take the longest of many stages and microbatches: where these begin first, the threads end together.
+    let mut first: Vec<(usize, &Way)> = lot.iter().enumerate().collect();
+    first.sort_by_key(|(index, way)| Reverse((way.pp * (space.request.batch / way.data), *index)));
+    let mut found: Vec<_> =
+        first.iter().map(|(index, _)| *index).zip(threads::map(&first, |(_, way)| of(way))).collect();
+    found.sort_by_key(|(index, _)| *index);
+    found.into_iter().map(|(_, found)| found).collect()
 }
 
 /// The candidates of one way to divide the ranks.

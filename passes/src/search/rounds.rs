@@ -6,7 +6,7 @@ use super::choose::{Chosen, choose, seen};
 use super::line::Line;
 use super::outcome::{TOLD, slower, stopped};
 use super::visit::Visited;
-use super::{Candidate, Confirm, PlanError, Space};
+use super::{Candidate, Confirm, PlanError, Space, enumerate};
 use shardc_ir::plan::{Alternative, Prediction};
 use shardc_ir::{Plan, Seconds};
 use std::cell::LazyCell;
@@ -125,6 +125,21 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
         (Some(Err(error)), _) | (None, Some(Err(error))) => Err(error),
         (None, None) => Err(PlanError::Bug("a space without plans of one stage and without pipelines".to_string())),
     }
+}
+
+/// Whether a plan of a space is estimated to take less than so many seconds and to fit.
+///
+/// # Errors
+/// A bug.
+pub(super) fn any_below(space: &Space<'_, '_>, seconds: f64) -> Result<bool, PlanError> {
+    let is_below = |space: &Space<'_, '_>| match enumerate::any_below(space, space.away.room.device, seconds) {
+        Err(error) if error.is_refusal() => Ok(false),
+        of_space => of_space,
+    };
+    if space.pipelines != Pipelines::Alone && is_below(&Space { line: None, ..*space })? {
+        return Ok(true);
+    }
+    Ok(space.pipelines != Pipelines::Never && is_below(&Space { line: Some(&Line::new(space.prepared)), ..*space })?)
 }
 
 /// What came of a round, if there was one.
