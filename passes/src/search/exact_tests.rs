@@ -8,7 +8,7 @@ use super::line::Line;
 use super::rounds::Pipelines;
 use super::schedules::orders;
 use super::visit::Visited;
-use super::{Candidate, Degrees, Pins, Recompute, Space, enumerate, model_work, place_batch, search};
+use super::{Candidate, Degrees, Pins, Recompute, Space, enumerate, may_take_less, model_work, place_batch, search};
 use crate::cluster::Cluster;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;
@@ -78,6 +78,8 @@ proptest! {
         }
         match search(&graph, &cluster, &request, &pins, &NoScratch) {
             Ok(plan) => {
+                let may = |step: f64| may_take_less(&prepared, &cluster, &request, &pins, Seconds(step)).unwrap();
+                prop_assert!(may(1.001 * plan.prediction.step.0) && !may(0.999 * plan.search.bound.0));
                 // Near-ties go to the simplest.
                 prop_assert!(plan.prediction.step.0 <= best * 1.0011, "{} for {best}", plan.prediction.step.0);
                 prop_assert!(plan.search.bound.0 <= best * (1.0 + 1e-9));
