@@ -21,6 +21,9 @@ const MOST: f64 = 0.75;
 /// The share of the step that is worth saying it.
 const GAIN: f64 = 0.01;
 
+/// How many times as long as what is planned an estimate may take: chunks are not estimated.
+const LOOSE: f64 = 1.05;
+
 /// Fewer devices that are faster.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Fewer {
@@ -74,9 +77,10 @@ fn may_be_faster(graph: &Graph, part: &Cluster, options: &Options, plan: &Plan) 
         Some(bytes) => &part.clone().with_host_memory(bytes),
         None => part,
     };
+    let loose = Seconds(LOOSE * plan.prediction.step.0);
     let (prepared, pins) = (prepared(graph, &request, target(&request.cluster)), Pins::parse(&options.pins)?);
     // What is refused there is no faster.
-    Ok(may_take_less(&prepared, part, &request, &pins, plan.prediction.step).unwrap_or(false))
+    Ok(may_take_less(&prepared, part, &request, &pins, loose).unwrap_or(false))
 }
 
 /// The most devices that divide a batch which all of them do not: of fewer nodes, or fewer of each node.

@@ -50,7 +50,7 @@ pub(super) fn enumerate(space: &Space<'_, '_>, visited: &mut Visited) -> Result<
 /// A request that no mesh divides.
 pub(super) fn any_below(space: &Space<'_, '_>, memory: Bytes, seconds: f64) -> Result<bool, PlanError> {
     let found = found(space, &mut Visited::within(memory, seconds))?;
-    Ok(found.candidates.iter().any(|of| of.prediction.fits() && of.least() < seconds))
+    Ok(found.candidates.iter().any(|of| of.prediction.fits() && of.prediction.step.0 < seconds))
 }
 
 /// What comes of all ways to divide the ranks.
