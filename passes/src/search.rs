@@ -303,8 +303,8 @@ pub fn search_among(
     within(prepared, (cluster, request, pins), meshes, |space| rounds::best(space, confirm))
 }
 
-/// Whether a plan for a training step is estimated to take less than so many seconds and to fit: bounds tell that before
-/// most are solved.
+/// Whether a plan for a training step is estimated to take less than so many seconds and to fit, of those that a search for
+/// no others comes by: bounds leave most meshes out before they are solved. Never where the bound of a search says no.
 ///
 /// # Errors
 /// As [`search_confirmed`], but for what does not fit.
