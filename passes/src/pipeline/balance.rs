@@ -6,6 +6,8 @@
 //! place on to one that is farther away: each chunk between takes one at one end and gives one at the other.
 
 use super::cut::Segments;
+use rustc_hash::FxHashMap;
+use std::cell::RefCell;
 
 /// What the stages of a cut line cost, beside its chunks.
 pub trait Shares: Segments {
@@ -29,7 +31,9 @@ const MOVES: [isize; 10] = [-16, -8, -4, -2, -1, 1, 2, 4, 8, 16];
 pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
     let chunks = ends.len() - 1;
     let stages = (0..chunks).map(|chunk| shares.stage_of(chunk) + 1).max().unwrap_or(0);
-    let mut own = Balance { shares, mean: 1.0 };
+    let mut of_stage = vec![Vec::new(); stages];
+    (0..chunks).for_each(|chunk| of_stage[shares.stage_of(chunk)].push(chunk));
+    let mut own = Balance { shares, of_stage, mean: 1.0, known: RefCell::default() };
     let mut known: Vec<f64> = (0..stages).map(|stage| own.seconds(&ends, stage)).collect();
     own.mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
     // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
@@ -51,15 +55,26 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
 /// What cuts are weighed by.
 struct Balance<'a> {
     shares: &'a dyn Shares,
+    /// The chunks of each stage.
+    of_stage: Vec<Vec<usize>>,
     /// What stages take on average.
     mean: f64,
+    /// What stages with some chunks take, of those that were asked about: most moves are tried again after each that helps.
+    known: RefCell<FxHashMap<Chunks, f64>>,
 }
+
+/// Chunks, each with where it begins and ends.
+type Chunks = Vec<(usize, usize, usize)>;
 
 impl Balance<'_> {
     fn seconds(&self, ends: &[usize], stage: usize) -> f64 {
-        let own = (0..ends.len() - 1).filter(|chunk| self.shares.stage_of(*chunk) == stage);
-        let own: Vec<_> = own.map(|chunk| (chunk, ends[chunk], ends[chunk + 1])).collect();
-        Shares::seconds(self.shares, stage, &own)
+        let own: Chunks = self.of_stage[stage].iter().map(|chunk| (*chunk, ends[*chunk], ends[chunk + 1])).collect();
+        if let Some(known) = self.known.borrow().get(&own) {
+            return *known;
+        }
+        let seconds = Shares::seconds(self.shares, stage, &own);
+        self.known.borrow_mut().insert(own, seconds);
+        seconds
     }
 
     fn weight(&self, seconds: f64) -> f64 {
@@ -72,9 +87,9 @@ impl Balance<'_> {
         (Segments::seconds(self.shares, chunk, ends[chunk], ends[chunk + 1]) / self.mean).powi(2)
     }
 
-    fn all(&self, ends: &[usize], known: &[f64]) -> f64 {
-        let stages: f64 = known.iter().map(|seconds| self.weight(*seconds)).sum();
-        stages + (0..ends.len() - 1).map(|chunk| self.of_chunk(ends, chunk)).sum::<f64>()
+    /// What counts, of what stages take and what is [`of_chunk`](Self::of_chunk).
+    fn all(&self, known: &[f64], of_chunks: &[f64]) -> f64 {
+        known.iter().map(|seconds| self.weight(*seconds)).sum::<f64>() + of_chunks.iter().sum::<f64>()
     }
 
     /// Moves a cut to where that is best; whether it does. `known` is what the stages take.
@@ -107,17 +122,19 @@ impl Balance<'_> {
         let chunks = ends.len() - 1;
         let longest = known.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(stage, _)| stage)?;
         let may_give = |chunk: &usize| self.shares.stage_of(*chunk) == longest && ends[chunk + 1] - ends[*chunk] > 1;
-        let (mut least, mut best) = (self.all(ends, known) * LESS, None);
+        let of_chunks: Vec<f64> = (0..chunks).map(|chunk| self.of_chunk(ends, chunk)).collect();
+        let (mut least, mut best) = (self.all(known, &of_chunks) * LESS, None);
         for chunk in (0..chunks).filter(may_give) {
             // The cuts from that behind it on, then those from that before it on.
             for (cuts, by) in [((chunk + 1..chunks).collect::<Vec<_>>(), -1), ((1..=chunk).rev().collect(), 1)] {
-                let (mut ends, mut known) = (ends.to_vec(), known.to_vec());
+                let (mut ends, mut known, mut of_chunks) = (ends.to_vec(), known.to_vec(), of_chunks.clone());
                 for cut in cuts {
                     ends[cut] = ends[cut].saturating_add_signed(by);
-                    for stage in [self.shares.stage_of(cut - 1), self.shares.stage_of(cut)] {
-                        known[stage] = self.seconds(&ends, stage);
+                    for chunk in [cut - 1, cut] {
+                        let stage = self.shares.stage_of(chunk);
+                        (known[stage], of_chunks[chunk]) = (self.seconds(&ends, stage), self.of_chunk(&ends, chunk));
                     }
-                    let sum = self.all(&ends, &known);
+                    let sum = self.all(&known, &of_chunks);
                     if sum < least {
                         (least, best) = (sum, Some((ends.clone(), known.clone())));
                     }
