@@ -64,10 +64,7 @@ pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Opt
     let name = model.name();
     let model = model.trace(batch)?;
     let name = name.unwrap_or_else(|| model.name.clone());
-    let cluster = &match options.host_memory {
-        Some(bytes) => cluster.clone().with_host_memory(bytes),
-        None => cluster.clone(),
-    };
+    let cluster = &options.on_hosts(cluster);
     // What the user gives to a host binds, whatever each rank may have.
     let most = cluster.share_of_host().filter(|_| options.host_memory.is_some());
     let device_memory = options.device_memory.unwrap_or(cluster.usable_memory());

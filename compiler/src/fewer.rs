@@ -73,14 +73,10 @@ pub fn fewer(
 /// Whether a plan of a training step on a part of the devices is estimated to be as fast as that of all.
 fn may_be_faster(graph: &Graph, part: &Cluster, options: &Options, plan: &Plan) -> Result<bool, Error> {
     let request = Request { cluster: part.name.clone(), pins: options.pins.clone(), ..plan.request.clone() };
-    let part = match options.host_memory {
-        Some(bytes) => &part.clone().with_host_memory(bytes),
-        None => part,
-    };
     let loose = Seconds(LOOSE * plan.prediction.step.0);
     let (prepared, pins) = (prepared(graph, &request, target(&request.cluster)), Pins::parse(&options.pins)?);
     // What is refused there is no faster.
-    Ok(may_take_less(&prepared, part, &request, &pins, loose).unwrap_or(false))
+    Ok(may_take_less(&prepared, &options.on_hosts(part), &request, &pins, loose).unwrap_or(false))
 }
 
 /// The most devices that divide a batch which all of them do not: of fewer nodes, or fewer of each node.

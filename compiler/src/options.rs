@@ -2,6 +2,7 @@
 
 use shardc_ir::plan::Scope;
 use shardc_ir::{Bytes, DType};
+use shardc_passes::cluster::Cluster;
 use shardc_passes::optimizer::OptimizerConfig;
 use shardc_passes::precision::Precision;
 use std::path::PathBuf;
@@ -52,4 +53,15 @@ pub struct Options {
     pub host_memory: Option<Bytes>,
     /// A directory for the graph after every pass.
     pub dump_to: Option<PathBuf>,
+}
+
+impl Options {
+    /// A cluster whose hosts have the memory that is asked for.
+    pub(crate) fn on_hosts(&self, cluster: &Cluster) -> Cluster {
+        let cluster = cluster.clone();
+        match self.host_memory {
+            Some(bytes) => cluster.with_host_memory(bytes),
+            None => cluster,
+        }
+    }
 }

@@ -50,7 +50,7 @@ fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> Vec
     let all: Vec<usize> = prepared.between(of, placed.microbatches).collect();
     let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
     let times = |class: usize| {
-        if placed.microbatches > 1 || !prepared.is_late(class) || prepared.emitted[class].beside < 2 {
+        if prepared.most_joined(class, placed.microbatches) < 2 {
             return 1.0;
         }
         let own = types(class);

@@ -414,10 +414,7 @@ impl<'a, 'b> Problem<'a, 'b> {
     fn beside(&self, flow: &Flow) -> f64 {
         let (prepared, placed) = (self.prepared, self.placed);
         let seconds = |class: &usize| {
-            let joined = match placed.microbatches == 1 && prepared.is_late(*class) {
-                true => prepared.emitted[*class].beside.max(1),
-                false => 1,
-            };
+            let joined = prepared.most_joined(*class, placed.microbatches);
             let local = placed.local(prepared, *class, &self.strategies[*class]);
             local.emitted(prepared, (*class, placed.cluster), true) * joined as f64
         };

@@ -139,6 +139,12 @@ impl Prepared<'_> {
         self.is_late[self.folded.classes[class].node]
     }
 
+    /// How many nodes like one of a class, itself included, may be one instruction that stands where the last of them does,
+    /// with so many microbatches: gradients of weights, where one microbatch's are all that there are.
+    pub fn most_joined(&self, class: usize, microbatches: u64) -> usize {
+        if microbatches == 1 && self.is_late(class) { self.emitted[class].beside.max(1) } else { 1 }
+    }
+
     /// Whether a class runs where its node stands, with so many microbatches: else it may run in front of the loop.
     pub fn runs_between(&self, class: usize, microbatches: u64) -> bool {
         microbatches == 1 || self.in_loop(class)
