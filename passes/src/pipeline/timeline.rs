@@ -82,9 +82,15 @@ struct Stage {
     silent: f64,
     /// The step that it runs, and since when.
     running: Option<(Step, f64)>,
-    /// What was made and not sent yet.
-    held: Vec<(usize, u64)>,
-    received: Vec<(usize, u64)>,
+}
+
+/// The messages of a link, which come one microbatch after the other: passes run in that order.
+#[derive(Clone, Copy, Default)]
+struct Passed {
+    /// How many were made.
+    made: u64,
+    /// How many of them were handed over.
+    received: u64,
 }
 
 /// Links by the pass of a chunk that has them.
@@ -111,6 +117,7 @@ struct Run<'a> {
     reads: ByPass,
     makes: ByPass,
     ends: Vec<(usize, usize)>,
+    passed: Vec<Passed>,
     /// Per stage, those to which it sends.
     receivers: Vec<Vec<usize>>,
     stages: Vec<Stage>,
@@ -153,12 +160,13 @@ impl<'a> Run<'a> {
     ) -> Option<Self> {
         let stages = orders.len() as u64;
         let stage = |chunk: u32| pipeline.stage_of(chunk, stages) as usize;
-        let new = |_| Stage { next: 0, free: 0.0, silent: 0.0, running: None, held: Vec::new(), received: Vec::new() };
+        let new = |_| Stage { next: 0, free: 0.0, silent: 0.0, running: None };
         let mut run = Run {
             orders,
             reads: ByPass::default(),
             makes: ByPass::default(),
             ends: links.iter().map(|link| (stage(link.from.0), stage(link.to.0))).collect(),
+            passed: vec![Passed::default(); links.len()],
             receivers: vec![Vec::new(); orders.len()],
             stages: (0..stages).map(new).collect(),
             awake: Agenda::default(),
@@ -176,8 +184,9 @@ impl<'a> Run<'a> {
             }
         }
         while run.advance(durations) {}
-        let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len() && stage.held.is_empty();
-        run.stages.iter().zip(orders).all(is_done).then_some(run)
+        let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len();
+        let has_passed = |of: &Passed| of.received == of.made;
+        (run.stages.iter().zip(orders).all(is_done) && run.passed.iter().all(has_passed)).then_some(run)
     }
 
     /// Goes on to the next moment at which a stage is between two steps, and does what can be done then; whether there was
@@ -192,8 +201,7 @@ impl<'a> Run<'a> {
             let stage = &mut self.stages[from];
             if let Some((step, _)) = stage.running.filter(|_| stage.free <= now) {
                 stage.running = None;
-                let made = self.makes.of(step);
-                stage.held.extend(made.iter().map(|link| (*link, step.microbatch)));
+                self.makes.of(step).iter().for_each(|link| self.passed[*link].made += 1);
             }
             touched.extend(&self.receivers[from]);
         }
@@ -224,12 +232,10 @@ impl<'a> Run<'a> {
         self.stages[stage].running.is_none() && self.stages[stage].free <= self.now
     }
 
-    /// What a stage's next step reads and has not received.
-    fn wanted(&self, stage: usize) -> impl Iterator<Item = (usize, u64)> + '_ {
-        let step = self.orders[stage].get(self.stages[stage].next);
-        let links = step.map_or(&[][..], |step| self.reads.of(*step));
-        let wanted = move |link: &usize| step.map(|step| (*link, step.microbatch));
-        links.iter().filter_map(wanted).filter(move |message| !self.stages[stage].received.contains(message))
+    /// What a step reads and its stage has not received.
+    fn wanted(&self, step: Step) -> impl Iterator<Item = usize> + '_ {
+        let links = self.reads.of(step).iter().copied();
+        links.filter(move |link| self.passed[*link].received <= step.microbatch)
     }
 
     /// Hands over one message that a stage's next step needs, if it was made and none passes at either end.
@@ -238,17 +244,15 @@ impl<'a> Run<'a> {
         if !is_silent(&self.stages[to]) {
             return false;
         }
-        let is_there = |message: &(usize, u64)| {
-            let from = &self.stages[self.ends[message.0].0];
-            is_silent(from) && from.held.contains(message)
-        };
-        let Some(message) = self.wanted(to).find(is_there) else { return false };
-        let from = self.ends[message.0].0;
-        self.stages[from].held.retain(|held| *held != message);
-        self.stages[to].received.push(message);
-        let (link, microbatch) = message;
+        let Some(step) = self.orders[to].get(self.stages[to].next).copied() else { return false };
+        let is_made = |link: &usize| self.passed[*link].made > step.microbatch;
+        let is_there = |link: &usize| is_made(link) && is_silent(&self.stages[self.ends[*link].0]);
+        let Some(link) = self.wanted(step).find(is_there) else { return false };
+        self.passed[link].received += 1;
+        let from = self.ends[link].0;
         for (stage, peer, is_send) in [(from, to, true), (to, from, false)] {
-            self.pass(stage, Message { link, microbatch, peer: peer as u64, is_send }, durations);
+            let message = Message { link, microbatch: step.microbatch, peer: peer as u64, is_send };
+            self.pass(stage, message, durations);
         }
         true
     }
@@ -289,17 +293,13 @@ impl<'a> Run<'a> {
     /// Starts the next step of a stage, if it has all that the step reads.
     fn start(&mut self, index: usize, durations: &dyn Durations) {
         let Some(step) = self.orders[index].get(self.stages[index].next).copied() else { return };
-        if !self.is_free(index) || self.wanted(index).next().is_some() {
+        if !self.is_free(index) || self.wanted(step).next().is_some() {
             return;
         }
         self.hold(index, self.now + durations.step(step));
         let stage = &mut self.stages[index];
         stage.next += 1;
         stage.running = Some((step, self.now));
-        // What was received is used up.
-        let is_read =
-            |(link, microbatch): &(usize, u64)| *microbatch == step.microbatch && self.reads.of(step).contains(link);
-        stage.received.retain(|message| !is_read(message));
         if let Some(events) = &mut self.events {
             events[index].push(Event::Step(step, Vec::new()));
         }
