@@ -6,15 +6,13 @@
 //! place on to one that is farther away: each chunk between takes one at one end and gives one at the other.
 
 use super::cut::Segments;
-use rustc_hash::FxHashMap;
-use std::cell::RefCell;
 
 /// What the stages of a cut line cost, beside its chunks.
 pub trait Shares: Segments {
     /// The stage of a chunk.
     fn stage_of(&self, chunk: usize) -> usize;
     /// Seconds of one microbatch in a stage with these chunks, each with where it begins and ends; more than any stage
-    /// takes if its memory does not suffice.
+    /// takes if its memory does not suffice. Most are asked about again and again, after each move that helps.
     fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64;
 }
 
@@ -33,7 +31,7 @@ pub fn balanced(mut ends: Vec<usize>, shares: &dyn Shares) -> Vec<usize> {
     let stages = (0..chunks).map(|chunk| shares.stage_of(chunk) + 1).max().unwrap_or(0);
     let mut of_stage = vec![Vec::new(); stages];
     (0..chunks).for_each(|chunk| of_stage[shares.stage_of(chunk)].push(chunk));
-    let mut own = Balance { shares, of_stage, mean: 1.0, known: RefCell::default() };
+    let mut own = Balance { shares, of_stage, mean: 1.0 };
     let mut known: Vec<f64> = (0..stages).map(|stage| own.seconds(&ends, stage)).collect();
     own.mean = known.iter().sum::<f64>().max(f64::MIN_POSITIVE) / stages.max(1) as f64;
     // Every move makes the sum of the weights smaller, so it ends; a line has so few places that it ends soon.
@@ -59,22 +57,12 @@ struct Balance<'a> {
     of_stage: Vec<Vec<usize>>,
     /// What stages take on average.
     mean: f64,
-    /// What stages with some chunks take, of those that were asked about: most moves are tried again after each that helps.
-    known: RefCell<FxHashMap<Chunks, f64>>,
 }
-
-/// Chunks, each with where it begins and ends.
-type Chunks = Vec<(usize, usize, usize)>;
 
 impl Balance<'_> {
     fn seconds(&self, ends: &[usize], stage: usize) -> f64 {
-        let own: Chunks = self.of_stage[stage].iter().map(|chunk| (*chunk, ends[*chunk], ends[chunk + 1])).collect();
-        if let Some(known) = self.known.borrow().get(&own) {
-            return *known;
-        }
-        let seconds = Shares::seconds(self.shares, stage, &own);
-        self.known.borrow_mut().insert(own, seconds);
-        seconds
+        let chunks = self.of_stage[stage].iter().map(|chunk| (*chunk, ends[*chunk], ends[chunk + 1]));
+        Shares::seconds(self.shares, stage, &chunks.collect::<Vec<_>>())
     }
 
     fn weight(&self, seconds: f64) -> f64 {

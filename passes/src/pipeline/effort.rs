@@ -34,10 +34,7 @@ impl<'a> Efforts<'a> {
     /// Of a plan's chunks, with what passes between them.
     pub fn new(plan: &Plan, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>, links: &'a [Link]) -> Self {
         let (schedule, said) = (plan.pipeline.schedule, &plan.pipeline.lengths);
-        let of = |Length { forward, backward, weight, message }: &Length| {
-            let [forward, backward, weight, message] = [forward, backward, weight, message].map(|part| *part as f64);
-            (Lengths { forward, backward, weight }, message)
-        };
+        let of = |own: &Length| (Lengths::from(own), own.message as f64);
         let chunks = if said.is_empty() { counted(plan, passes) } else { said.iter().map(of).collect() };
         Self { schedule, chunks, links }
     }

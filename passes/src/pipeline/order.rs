@@ -5,7 +5,7 @@
 //! as soon as it can, all of them are run: no step waits for one that comes later.
 
 use super::zero_bubble;
-use shardc_ir::pipeline::{Pipeline, Schedule};
+use shardc_ir::pipeline::{Length, Pipeline, Schedule};
 use std::ops::Range;
 
 /// Which part of a chunk's work.
@@ -46,6 +46,13 @@ pub struct Lengths {
     pub backward: f64,
     /// The gradients of weights.
     pub weight: f64,
+}
+
+impl From<&Length> for Lengths {
+    fn from(Length { forward, backward, weight, .. }: &Length) -> Self {
+        let [forward, backward, weight] = [forward, backward, weight].map(|part| *part as f64);
+        Self { forward, backward, weight }
+    }
 }
 
 impl Lengths {

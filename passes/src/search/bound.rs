@@ -23,6 +23,9 @@ use std::collections::BTreeMap;
 const PRICES: [f64; 5] = [0.01, 0.05, 0.25, 1.2, 6.0];
 const FINER: [f64; 2] = [0.45, 2.2];
 
+/// The price that tells of most pipelines which are not worth a solution that they are not.
+const TELLING: f64 = 0.25;
+
 /// Shares of the bound by a busy wire that are tried.
 const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
 
@@ -61,13 +64,22 @@ pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InS
     let of = |Order { waits, splits_backward }: Order| {
         let share = waits * (stages - 1.0) / placed.microbatches as f64;
         relaxed.share(sharing.in_stages(Filling { share, rate, splits_backward }, zero));
-        let mut at = |price: f64, free: f64| scaled(placed, relaxed.cost(price) - price * free);
-        let mut found = at(0.0, 0.0);
-        let Some(free) = free else { return found };
-        let unit = found / free / scaled(placed, 1.0);
+        let unit = free.map_or(0.0, |free| whole / free / scaled(placed, 1.0));
+        let mut at = |price: f64| {
+            let price = price * unit;
+            scaled(placed, relaxed.cost(price) - price * free.unwrap_or(0.0))
+        };
+        if free.is_none() {
+            return at(0.0);
+        }
+        let telling = at(TELLING);
+        if telling > limit {
+            return telling;
+        }
+        let mut found = at(0.0);
         // What a price gives is concave in it.
-        for price in PRICES.map(|price| price * unit) {
-            let seconds = at(price, free);
+        for price in PRICES {
+            let seconds = if price == TELLING { telling } else { at(price) };
             if seconds <= found {
                 break;
             }
@@ -78,7 +90,8 @@ pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InS
         }
         found
     };
-    orders.iter().copied().map(of).fold(f64::INFINITY, f64::min).max(whole)
+    let is_above = |own: &Order| orders.iter().any(|other| other.is_below(own));
+    orders.iter().filter(|own| !is_above(own)).copied().map(of).fold(f64::INFINITY, f64::min).max(whole)
 }
 
 /// What is asked of a bound of pipelines.
@@ -102,6 +115,14 @@ pub struct Order {
     pub waits: f64,
     /// Whether the gradients of weights may come later.
     pub splits_backward: bool,
+}
+
+impl Order {
+    /// Whether what is less than all plans of this order take is less than those of another, which takes more of
+    /// everything, take as well.
+    fn is_below(&self, other: &Self) -> bool {
+        self != other && self.waits <= other.waits && (self.splits_backward || !other.splits_backward)
+    }
 }
 
 /// As [`least`], of the plans that fit in memory, with what the data ranks say to each other; `least` is what

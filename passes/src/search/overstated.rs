@@ -39,6 +39,12 @@ pub(super) fn is_near(estimate: &Prediction) -> bool {
     estimate.fits() || estimate.filled() <= NEAR
 }
 
+/// Whether it matters by how much faster than others a plan is: it fits, or nearly does. Of others it matters whether
+/// they may be much faster.
+pub(super) fn is_compared(estimate: &Prediction) -> bool {
+    estimate.fits() || estimate.filled() <= FAR[1].1
+}
+
 /// What of the candidates fits though its estimate does not: the first found, the leanest of each kin first. What does
 /// not fit is added to `refused`. `make` builds a candidate and predicts it by its programs.
 ///

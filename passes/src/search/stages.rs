@@ -17,6 +17,7 @@
 
 mod cuts;
 mod levels;
+mod messages;
 mod moved;
 mod problem;
 mod recomputed;
@@ -34,12 +35,12 @@ use super::schedules::{Limits, MANY, limits, schedules};
 use super::visit::Visited;
 use super::{Candidate, Degrees, Point, Space};
 use crate::cluster::Cluster;
-use crate::cost::collective::{distance, send_over};
 use crate::cost::step::spread;
 use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
+use messages::distances;
 use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
@@ -117,6 +118,8 @@ struct Mesh<'a> {
     spare: f64,
     /// Whether stages that do not fit are as good as any.
     with_unfit: bool,
+    /// Seconds of the fastest step that fits, of other meshes.
+    best: f64,
     /// Seconds of a step from which on a pipeline is not worth a try, by what is known of other meshes.
     far: f64,
     /// The least bound of what was left out for it.
@@ -130,31 +133,6 @@ impl Mesh<'_> {
         let all = self.placed.microbatches;
         all.min(most).next_multiple_of(round).min(all)
     }
-
-    /// Seconds in which so many bytes get from one stage to another that chunks next to each other are on.
-    fn message(&self, [from, to]: [u64; 2], bytes: f64) -> f64 {
-        let (low, high) = (from.min(to), from.max(to));
-        let distance = self.distances[if low + 1 == high { low } else { high } as usize];
-        if low == high { 0.0 } else { self.send(bytes, distance) }
-    }
-
-    /// Seconds in which so many bytes get to another stage that is so far away.
-    fn send(&self, bytes: f64, distance: usize) -> f64 {
-        if bytes > 0.0 { send_over(bytes, distance, self.placed.cluster).0 } else { 0.0 }
-    }
-}
-
-/// Per stage, how far it is to the next, and from the last to the first: for those of their ranks that are the farthest
-/// apart.
-fn distances(mesh: &shardc_ir::Mesh, cluster: &Cluster) -> Vec<usize> {
-    let mut ranks = vec![Vec::new(); mesh.degree("pp") as usize];
-    (0..mesh.ranks()).for_each(|rank| ranks[mesh.stage_of(rank) as usize].push(rank));
-    let next = ranks.iter().cycle().skip(1);
-    let far = |(own, next): (&Vec<u64>, &Vec<u64>)| {
-        let all = own.iter().zip(next).map(|(from, to)| distance(*from, *to, cluster));
-        all.max().unwrap_or(0)
-    };
-    ranks.iter().zip(next).map(far).collect()
 }
 
 /// The pipelines of a mesh with stages, of which the batch is placed. Where none fits, the head is cut into smaller chunks.
@@ -232,6 +210,7 @@ fn of_solved(
         work,
         spare,
         with_unfit,
+        best: visited.best,
         far: visited.limit_in_stages(),
         cut: f64::INFINITY.into(),
         runs: Runs::default(),
@@ -440,6 +419,11 @@ impl Tries<'_> {
         least > self.far()
     }
 
+    /// Seconds of the fastest step that fits, of those that are known.
+    fn best(&self) -> f64 {
+        self.fastest.get().min(self.mesh.best)
+    }
+
     /// Seconds of a step from which on a pipeline is not worth a try.
     fn far(&self) -> f64 {
         self.fastest.get().min(self.mesh.far)
@@ -572,28 +556,5 @@ impl Tries<'_> {
         } else {
             self.try_out(candidates, &agains, levels, Choice::Least);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use shardc_ir::AxisKind;
-
-    #[test]
-    fn stages_are_as_far_apart_as_their_ranks() {
-        let check = |cluster: &str, sizes: [u64; 2], expect: &[usize]| {
-            let mut mesh = shardc_ir::Mesh::default();
-            ["pp", "dp"].into_iter().zip(sizes).for_each(|(name, size)| {
-                mesh.push(name, size, AxisKind::Space);
-            });
-            assert_eq!(distances(&mesh, &Cluster::parse(cluster, "h200").unwrap()), expect, "{sizes:?} on {cluster}");
-        };
-        check("h100:8", [4, 2], &[0, 0, 0, 0]);
-        check("h100:8x2", [4, 4], &[0, 1, 0, 1]);
-        check("h100:8x2", [2, 8], &[1, 1]);
-        // Where stages divide a node unevenly some of their ranks are farther apart than others.
-        check("h100:4x3", [4, 3], &[1, 1, 1, 1]);
-        check("h100:6x2", [4, 3], &[0, 1, 0, 1]);
     }
 }

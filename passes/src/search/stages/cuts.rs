@@ -44,13 +44,18 @@ impl Shares for Problem<'_> {
     }
 
     fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
+        if let Some(known) = self.known.stages.borrow().get(chunks) {
+            return *known;
+        }
         let (level, by) = match self.level(stage, chunks) {
             Some(level) => (level, 1.0),
             None => (self.levels.last(), UNFIT),
         };
         let lost = |part: &Part| self.lost(*part);
         let exchanged = self.exchanged(chunks) / self.tries.mesh.placed.microbatches as f64;
-        by * (self.taken(level, stage, chunks) + chunks.iter().map(lost).sum::<f64>() + exchanged)
+        let seconds = by * (self.taken(level, stage, chunks) + chunks.iter().map(lost).sum::<f64>() + exchanged);
+        self.known.stages.borrow_mut().insert(chunks.to_vec(), seconds);
+        seconds
     }
 }
 
@@ -130,7 +135,7 @@ impl Problem<'_> {
     /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
     /// known only when all are cut: until then as much is computed again as may be, with nothing moved for it.
     fn alone(&self, part: Part) -> Alone {
-        if let Some(known) = self.known.borrow().get(&part) {
+        if let Some(known) = self.known.alone.borrow().get(&part) {
             return *known;
         }
         let ((chunk, ..), parts) = (part, [part]);
@@ -141,7 +146,7 @@ impl Problem<'_> {
         let [each, once] = self.moving(taken, stage, &parts);
         let seconds = self.passes(taken, stage, part).all() + self.lost(part) + each;
         let alone = Alone { level, seconds, once };
-        self.known.borrow_mut().insert(part, alone);
+        self.known.alone.borrow_mut().insert(part, alone);
         alone
     }
 

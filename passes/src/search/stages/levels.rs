@@ -144,17 +144,22 @@ impl Problem<'_> {
             Choice::Least => {
                 let Levels { whole, ladders, .. } = self.levels;
                 let fits = |level: usize| fits(level, mesh.spare);
-                let first = |ladder: &Range<usize>| first_of(ladder, &fits);
+                let near = self.known.level.get();
                 let stay = || {
-                    let index = whole.iter().position(|level| fits(*level))?;
+                    let near_whole = whole.partition_point(|level| *level < near);
+                    let index = first_of(0..whole.len(), near_whole, &|index| fits(whole[index]))?;
                     let from = index.checked_sub(1).map_or(0, |before| whole[before] + 1);
-                    first(&(from..whole[index] + 1))
+                    // The last is known to fit.
+                    first_of(from..whole[index] + 1, near, &|level| level == whole[index] || fits(level))
                 };
+                let first = |ladder: &Range<usize>| first_of(ladder.clone(), near, &fits);
                 let leave = || {
                     let found = ladders.iter().filter_map(first).map(|level| (level, self.taken(level, stage, chunks)));
                     found.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(level, _)| level)
                 };
-                stay().or_else(leave)
+                let found = stay().or_else(leave);
+                self.known.level.set(found.unwrap_or(near));
+                found
             }
         }
     }
@@ -167,15 +172,28 @@ impl Problem<'_> {
     }
 }
 
-/// The first of a ladder's steps, or of the levels before a whole one, that fits: the more leaves, or is computed again,
-/// the less is held.
-fn first_of(ladder: &Range<usize>, fits: &dyn Fn(usize) -> bool) -> Option<usize> {
-    let (mut low, mut high) = (ladder.start, ladder.end.checked_sub(1).filter(|last| fits(*last))?);
-    while low < high {
-        let middle = low.midpoint(high);
-        if fits(middle) { high = middle } else { low = middle + 1 }
+/// The first of some levels that fits, which is likely near one: the more leaves, or is computed again, the less is held.
+fn first_of(levels: Range<usize>, near: usize, fits: &dyn Fn(usize) -> bool) -> Option<usize> {
+    if levels.is_empty() {
+        return None;
     }
-    Some(high)
+    let (mut low, mut high) = (levels.start, levels.end);
+    // The one that is near, then the one beside it on the side that is left, then in the middle of the rest.
+    let (mut next, mut tries) = (near.clamp(low, high - 1), 0);
+    while low < high {
+        if fits(next) {
+            high = next
+        } else {
+            low = next + 1
+        }
+        tries += 1;
+        next = match tries {
+            1 if high == next => high.saturating_sub(1).max(low),
+            1 => low,
+            _ => low.midpoint(high),
+        };
+    }
+    Some(high).filter(|first| *first < levels.end)
 }
 
 /// The ladders that are no part of another.
@@ -212,7 +230,10 @@ mod tests {
 
     #[test]
     fn the_first_that_fits_is_found() {
-        let find = |least: usize| first_of(&(2..9), &|level| level >= least);
-        assert_eq!([0, 2, 5, 8, 9].map(find), [Some(2), Some(2), Some(5), Some(8), None]);
+        for near in 0..12 {
+            let find = |least: usize| first_of(2..9, near, &|level| level >= least);
+            assert_eq!([0, 2, 5, 8, 9].map(find), [Some(2), Some(2), Some(5), Some(8), None]);
+        }
+        assert_eq!(first_of(3..3, 3, &|_| true), None);
     }
 }

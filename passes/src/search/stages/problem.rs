@@ -13,10 +13,10 @@ use rustc_hash::FxHashMap;
 use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 /// In how many units a plan says how long its longest part of a chunk takes.
-const LONGEST: f64 = 10_000.0;
+pub(super) const LONGEST: f64 = 10_000.0;
 
 /// Cuts are to be found, where stages have a choice of levels.
 pub(super) struct Problem<'a> {
@@ -27,8 +27,19 @@ pub(super) struct Problem<'a> {
     pub choice: &'a Choice,
     /// Per chunk.
     pub held: &'a [Held],
-    /// What is known of chunks by themselves.
-    pub known: RefCell<FxHashMap<Part, Alone>>,
+    /// What was asked about cuts.
+    pub known: Known,
+}
+
+/// What is known of cuts, which are weighed against each other many times.
+#[derive(Default)]
+pub(super) struct Known {
+    /// Of chunks by themselves.
+    pub alone: RefCell<FxHashMap<Part, Alone>>,
+    /// Seconds of stages with some chunks.
+    pub stages: RefCell<FxHashMap<Vec<Part>, f64>>,
+    /// The level that the stage took which was asked about last: the others are much alike.
+    pub level: Cell<usize>,
 }
 
 /// What a rank has of what its stage shares with others.
@@ -232,7 +243,7 @@ impl Problem<'_> {
         let prediction = relief.apply(&prediction, &memory, mesh.rooms);
         let inner = &ends[1..ends.len() - 1];
         let cuts = inner.iter().map(|cut| mesh.line.main[self.line().places[*cut]]).collect();
-        let lengths = self.lengths(ends, &levels);
+        let (lengths, _) = self.lengths(ends, &levels);
         let recompute = levels.iter().map(|level| self.levels.all[*level].recompute).collect();
         Some(Solution { cuts, recompute, lengths, offload, relief, prediction })
     }
@@ -276,19 +287,21 @@ impl Problem<'_> {
         self.passes(levels[stage], stage, (index, ends[index], ends[index + 1]))
     }
 
-    /// What all chunks take, the longest part in [`LONGEST`].
-    fn lengths(&self, ends: &[usize], levels: &[usize]) -> Vec<Length> {
+    /// What all chunks take, as a plan says it: in units, of which the longest part has [`LONGEST`] and a part of one is
+    /// whole; and the seconds of a unit.
+    pub fn lengths(&self, ends: &[usize], levels: &[usize]) -> (Vec<Length>, f64) {
         let chunks = 0..ends.len() as u32 - 1;
         let parts = chunks.map(|chunk| {
             let Lengths { forward, backward, weight } = self.chunk(chunk, ends, levels);
             [forward, backward, weight, self.message(chunk as usize, ends[chunk as usize])]
         });
         let parts: Vec<[f64; 4]> = parts.collect();
-        let longest = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max);
+        let unit = parts.iter().flatten().copied().fold(f64::MIN_POSITIVE, f64::max) / LONGEST;
         let scaled = |parts: [f64; 4]| {
-            let [forward, backward, weight, message] = parts.map(|part| (part / longest * LONGEST).round() as u64);
+            // Of the longest itself no more units are left by rounding.
+            let [forward, backward, weight, message] = parts.map(|part| (part / unit - 1e-6).ceil() as u64);
             Length { forward, backward, weight, message }
         };
-        parts.into_iter().map(scaled).collect()
+        (parts.into_iter().map(scaled).collect(), unit)
     }
 }

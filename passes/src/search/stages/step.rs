@@ -1,15 +1,15 @@
 //! What a step takes in stages, by running the schedule with what the passes of each chunk take.
 
 use super::levels::Pace;
-use super::problem::{Part, Problem};
+use super::problem::{LONGEST, Part, Problem};
 use crate::cost::host::Shown;
 use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass, Step};
 use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
-use crate::search::overstated::is_near;
+use crate::search::overstated::is_compared;
 use crate::search::relief::Leaving;
-use shardc_ir::pipeline::Schedule;
+use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};
 use std::rc::Rc;
@@ -51,8 +51,10 @@ impl Problem<'_> {
         if least >= enough {
             return None;
         }
-        // Of what is far from fitting nobody asks how long its stages wait.
-        let total = match is_near(&fullest) || self.tries.mesh.with_unfit {
+        // Of what is far from fitting, or not faster than what fits, nobody asks how long its stages wait.
+        let leaves = levels.iter().enumerate().any(|(stage, level)| !self.offload(*level, stage).is_none());
+        let is_asked = leaves || fullest.fits() || (is_compared(&fullest) && least < self.tries.best());
+        let total = match is_asked || self.tries.mesh.with_unfit {
             true => {
                 let longer = vec![[1.0; 2]; stages.len()];
                 (self.run(ends, (stages, levels), &longer, enough / spread - once)? + once) * spread
@@ -111,7 +113,8 @@ impl Problem<'_> {
             let level = levels[pipeline.stage_of(chunk as u32, count) as usize];
             self.left(level, (chunk, ends[chunk], ends[chunk + 1])).map(|bytes| bytes as u64)
         };
-        let lengths = |chunk: u32| self.chunk(chunk, ends, levels);
+        let (lengths, _) = self.lengths(ends, levels);
+        let lengths = |chunk: u32| Lengths::from(&lengths[chunk as usize]);
         self.tries.mesh.held(pipeline, &lengths, (0..ends.len() - 1).map(bytes).collect())
     }
 
@@ -139,17 +142,18 @@ impl Problem<'_> {
     }
 
     /// Seconds of all microbatches, where passes take so much longer than their kernels; nothing, if a few of them tell that
-    /// these are more than `enough`.
+    /// these are more than `enough`. Passes are as long as the plan says: what differs by less has one order, and one run.
     fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer], enough: f64) -> Option<f64> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
         let links = chain(pipeline, count);
         let durations = Costs::new(self, (ends, levels), &links, longer);
-        let seconds = |chunks: &Vec<Part>| {
-            let of = |part: &Part| durations.chunks[part.0].all() + self.lost(*part);
+        let (unit, enough) = (durations.unit, enough / durations.unit);
+        let taken = |chunks: &Vec<Part>| {
+            let of = |part: &Part| durations.chunks[part.0].all() + self.lost(*part) / unit;
             chunks.iter().map(of).sum::<f64>()
         };
-        let slowest = stages.iter().map(seconds).fold(0.0, f64::max);
+        let slowest = stages.iter().map(taken).fold(0.0, f64::max);
         let (followed, round) = in_rounds(pipeline, count, microbatches);
         let on_wire = [&durations.messages[..], &[durations.loss]].concat();
         let run = |microbatches: u64| {
@@ -167,14 +171,14 @@ impl Problem<'_> {
         }
         let few = run(some)?;
         if some == microbatches {
-            return Some(few);
+            return Some(few * unit);
         }
         let further = (few - run(some - round)?) / round as f64;
         // Where stages wait for messages they do so the more, the more microbatches there are.
         let waits = further > slowest * STEADY_WITHIN;
         let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
         let run = if most > some { run(most)? } else { few };
-        Some(run + (microbatches - most) as f64 * if waits { further } else { slowest })
+        Some((run + (microbatches - most) as f64 * if waits { further } else { slowest }) * unit)
     }
 
     /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and
@@ -227,9 +231,11 @@ fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
     both.filter(|link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages)).collect()
 }
 
-/// The seconds of a schedule's steps.
+/// How long a schedule's steps take, in the units of a plan's lengths.
 struct Costs {
     schedule: Schedule,
+    /// Seconds of a unit.
+    unit: f64,
     /// Of each chunk.
     chunks: Vec<Lengths>,
     /// Of each link.
@@ -242,24 +248,22 @@ impl Costs {
     /// Those of cuts, where the stages have levels, and passes take so much longer than their kernels.
     fn new(problem: &Problem<'_>, (ends, levels): (&[usize], &[usize]), links: &[Link], longer: &[Longer]) -> Self {
         let pipeline = &problem.tries.pipeline;
-        let chunk = |chunk: u32| {
-            let [in_forward, in_backward] = longer[pipeline.stage_of(chunk, problem.tries.stages) as usize];
-            let own = problem.chunk(chunk, ends, levels);
+        let (lengths, unit) = problem.lengths(ends, levels);
+        let chunk = |(chunk, own): (usize, &Length)| {
+            let [in_forward, in_backward] = longer[pipeline.stage_of(chunk as u32, problem.tries.stages) as usize];
+            let own = Lengths::from(own);
             Lengths {
                 forward: in_forward * own.forward,
                 backward: in_backward * own.backward,
                 weight: in_backward * own.weight,
             }
         };
-        let message = |Link { from, to }: &Link| {
-            let later = from.0.max(to.0) as usize;
-            problem.message(later, ends[later])
-        };
         Self {
             schedule: pipeline.schedule,
-            chunks: (0..ends.len() as u32 - 1).map(chunk).collect(),
-            messages: links.iter().map(message).collect(),
-            loss: problem.loss(),
+            unit,
+            chunks: lengths.iter().enumerate().map(chunk).collect(),
+            messages: links.iter().map(|Link { from, to }| lengths[from.0.max(to.0) as usize].message as f64).collect(),
+            loss: (problem.loss() * LONGEST).ceil() / LONGEST,
         }
     }
 }
