@@ -84,8 +84,10 @@ impl Balance<'_> {
     fn moves(&self, cut: usize, ends: &mut [usize], known: &mut [f64]) -> bool {
         let uneven = |ends: &[usize]| self.of_chunk(ends, cut - 1) + self.of_chunk(ends, cut);
         let touched = [self.shares.stage_of(cut - 1), self.shares.stage_of(cut)];
-        let stages = touched.iter().map(|stage| self.weight(known[*stage])).sum::<f64>();
-        let mut least = (stages + uneven(ends)) * LESS;
+        // A stage on both sides counts once, as in [`Self::all`]: what moves make less, handing on must not make more again.
+        let alike = usize::from(touched[0] == touched[1]);
+        let weight = |of: [f64; 2]| of[alike..].iter().map(|seconds| self.weight(*seconds)).sum::<f64>();
+        let mut least = (weight(touched.map(|stage| known[stage])) + uneven(ends)) * LESS;
         let before = ends[cut];
         let mut best = None;
         for by in MOVES {
@@ -94,7 +96,7 @@ impl Balance<'_> {
             };
             ends[cut] = to;
             let moved = touched.map(|stage| self.seconds(ends, stage));
-            let sum = moved.into_iter().map(|seconds| self.weight(seconds)).sum::<f64>() + uneven(ends);
+            let sum = weight(moved) + uneven(ends);
             if sum < least {
                 (least, best) = (sum, Some((to, moved)));
             }
@@ -143,6 +145,34 @@ mod tests {
     struct Line {
         seconds: Vec<f64>,
         stages: Vec<usize>,
+    }
+
+    /// The same, where chunks that follow each other on a stage take longer by where the cut between them is.
+    struct Turning(Line, Vec<f64>);
+
+    impl Shares for Turning {
+        fn stage_of(&self, chunk: usize) -> usize {
+            self.0.stage_of(chunk)
+        }
+
+        fn seconds(&self, stage: usize, chunks: &[(usize, usize, usize)]) -> f64 {
+            let follow = chunks.windows(2).filter(|pair| pair[0].2 == pair[1].1);
+            Shares::seconds(&self.0, stage, chunks) + follow.map(|pair| self.1[pair[1].1]).sum::<f64>()
+        }
+    }
+
+    impl Segments for Turning {
+        fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
+            Segments::seconds(&self.0, chunk, from, to)
+        }
+
+        fn fits(&self, _: usize, _: usize, _: usize) -> bool {
+            true
+        }
+
+        fn least(&self, place: usize) -> f64 {
+            Segments::least(&self.0, place)
+        }
     }
 
     impl Shares for Line {
@@ -242,6 +272,15 @@ mod tests {
             prop_assert!(found.windows(2).all(|pair| pair[0] < pair[1]));
             let longest = places.iter().copied().max().map_or(0.0, f64::from);
             prop_assert!(line.largest(&found) <= line.least(&mut vec![0]) + longest);
+        }
+
+        /// What one way to move makes less the other does not make more again, wherever a stage turns.
+        #[test]
+        fn moves_end(places in prop::collection::vec((1u32..10, 0u32..10), 7..24)) {
+            let (seconds, turns) = places.iter().map(|(own, turn)| (f64::from(*own), f64::from(*turn))).unzip();
+            let line = Turning(Line { seconds, stages: vec![0, 1, 2, 2, 1, 0] }, turns);
+            let found = balanced(line.0.cut(), &line);
+            prop_assert!(found.windows(2).all(|pair| pair[0] < pair[1]));
         }
     }
 }
