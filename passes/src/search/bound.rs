@@ -23,8 +23,10 @@ use std::collections::BTreeMap;
 const PRICES: [f64; 5] = [0.01, 0.05, 0.25, 1.2, 6.0];
 const FINER: [f64; 2] = [0.45, 2.2];
 
-/// The price that tells of most pipelines which are not worth a solution that they are not.
+/// The price that tells of most meshes which are not worth a solution that they are not; those that tell it of most
+/// others, on which little or nothing fits, are higher.
 const TELLING: f64 = 0.25;
+const HIGHER: [f64; 2] = [1.2, 6.0];
 
 /// Shares of the bound by a busy wire that are tried.
 const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
@@ -45,9 +47,21 @@ pub struct Asked<'a> {
     pub enough: f64,
 }
 
-/// No plan of a mesh, of which only the batch is placed, is predicted to take fewer seconds.
-pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
-    scaled(placed, Relaxed::new(prepared, placed, Sharing::least(placed.mesh)).cost(0.0))
+/// No plan of a mesh, of which only the batch is placed, is predicted to take fewer seconds. Of the plans that fit in
+/// `memory`, if that is all there is, as far as it takes to see whether they take more than `limit` seconds.
+pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Option<Bytes>, limit: f64) -> f64 {
+    let mut relaxed = Relaxed::new(prepared, placed, Sharing::least(placed.mesh));
+    let whole = scaled(placed, relaxed.cost(0.0));
+    let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
+    let unit = whole / free / scaled(placed, 1.0);
+    let mut found = whole;
+    for price in [TELLING].into_iter().chain(HIGHER).filter(|_| memory.is_some()) {
+        if found > limit {
+            break;
+        }
+        found = found.max(scaled(placed, relaxed.cost(price * unit) - price * unit * free));
+    }
+    found
 }
 
 /// As [`least`], of pipelines, if they take no more seconds than are asked about.
@@ -163,12 +177,16 @@ fn of_way(
     // The least of functions that are linear in the price and the share is concave in both: where a higher price does
     // worse, so do all that are higher.
     let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
+    let telling = memory.map(|_| at(TELLING, 0.0));
+    if telling.is_some_and(|telling| telling >= enough) {
+        return enough;
+    }
     let mut before = at(0.0, 0.0);
     if found.take(before, 0.0, 0.0) >= enough {
         return enough;
     }
     for price in PRICES.into_iter().filter(|_| memory.is_some()) {
-        let seconds = at(price, 0.0);
+        let seconds = telling.filter(|_| price == TELLING).unwrap_or_else(|| at(price, 0.0));
         if found.take(seconds, price, 0.0) >= enough {
             return enough;
         }

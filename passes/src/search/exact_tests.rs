@@ -104,7 +104,7 @@ proptest! {
         let mesh = degrees.mesh(batch);
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
         let axes = searched_axes(&mesh);
-        let lowest = least(&prepared, &placed);
+        let lowest = least(&prepared, &placed, None, f64::INFINITY);
         let work = model_work(&graph, &cluster);
         'layouts: for change in changes {
             let mut own = placed.clone();
@@ -133,6 +133,8 @@ proptest! {
                 let Seconds(step) = shape.predict(&own, 0, zero, recompute, work).step;
                 let memory = shape.memory(0, zero, recompute).total();
                 prop_assert!(lowest <= step * (1.0 + 1e-9), "{lowest} for {step}, zero {zero}, {recompute}");
+                let within = least(&prepared, &placed, Some(memory), f64::INFINITY);
+                prop_assert!(lowest <= within && within <= step * (1.0 + 1e-9), "{within} for {step} in {memory}, zero {zero}");
                 let stored = [(mesh.clone(), vec![zero])];
                 let asked = Asked { stored: &stored, memory: Some(memory), enough: f64::INFINITY };
                 let fitting = least_fitting(&prepared, &placed, asked, lowest);

@@ -112,7 +112,7 @@ impl Visited {
         let is_whole = !is_staged && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
         let least = match (is_whole, is_staged) {
             (true, _) => 0.0,
-            (false, false) => least(prepared, placed),
+            (false, false) => least(prepared, placed, Some(self.memory).filter(|_| !space.away.moves()), self.limit()),
             // Stages on several kinds of nodes may be faster than the slowest kind.
             (false, true) if placed.cluster.parts.len() > 1 => {
                 let cluster = &placed.cluster.fastest();
