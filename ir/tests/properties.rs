@@ -320,6 +320,19 @@ fn sizes_that_cannot_be_counted_are_refused() {
 }
 
 #[test]
+fn operations_are_joined_in_programs_alone() {
+    for op in [
+        r#"each %0, %0 {count=2, op={"sum_squares":{}}}"#,
+        r#"fused %0 {steps=[{"op":{"sum_squares":{}},"operands":[0],"results":[{"dtype":"f32","shape":[]}],"source":4294967294}], results=[1]}"#,
+    ] {
+        let results = if op.starts_with("each") { "%1: f32[], %2: f32[]" } else { "%1: f32[]" };
+        let text = format!("graph @a {{\n%0: f32[4] = input \"x\"\n{results} = {op}\nreturn loss %1\n}}");
+        let error = verify::graph(&text.parse::<Graph>().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("joins instructions of a program"), "{error}");
+    }
+}
+
+#[test]
 fn microbatches_that_no_step_has_are_refused() {
     let text = "graph @a {\n  mesh time mb=4294967295\n  %0: f32[] = input \"x\"\n  return loss %0\n}\n";
     let error = verify::plan(text.parse::<Plan>().unwrap()).unwrap_err().to_string();
