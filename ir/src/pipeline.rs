@@ -38,6 +38,9 @@ pub enum Schedule {
 /// More chunks in flight than any step has.
 const MOST_IN_FLIGHT: u64 = 1 << 32;
 
+/// The most chunks of all stages, more than any pipeline has.
+pub const MOST_CHUNKS: u64 = 1 << 16;
+
 impl Schedule {
     /// Every schedule, the simplest first.
     pub const ALL: [Schedule; 4] = [Self::GPipe, Self::OneForwardOneBackward, Self::Interleaved, Self::ZeroBubbleV];

@@ -86,6 +86,10 @@ impl FromStr for DType {
     }
 }
 
+/// The largest size of a dimension, of a whole tensor in bytes, or of an index: sums and products of a few of them do
+/// not overflow.
+pub(crate) const LARGEST: u64 = 1 << 56;
+
 /// The type of a value: an element type and a shape. A scalar has rank 0.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TensorType {
@@ -120,6 +124,15 @@ impl TensorType {
     /// The size of the whole value.
     pub fn bytes(&self) -> Bytes {
         Bytes(self.elements().saturating_mul(self.dtype.size()))
+    }
+
+    /// Checks that its dimensions, multiplied in any order, can be counted; where one is 0, so can the others.
+    pub(crate) fn expect_countable(&self) -> Result<(), String> {
+        let sizes = self.shape.iter().filter(|size| **size > 0);
+        match sizes.fold(self.dtype.size(), |bytes, size| bytes.saturating_mul(*size)) {
+            bytes if bytes <= LARGEST => Ok(()),
+            _ => Err(format!("{self} is larger than {LARGEST} bytes")),
+        }
     }
 
     /// The same shape with another element type.

@@ -6,7 +6,7 @@ use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Sub};
 
 macro_rules! quantity {
-    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+    ($(#[$doc:meta])* $name:ident($inner:ty), $add:path, $times:path) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd, Serialize, Deserialize)]
         #[serde(transparent)]
@@ -15,7 +15,7 @@ macro_rules! quantity {
         impl Add for $name {
             type Output = Self;
             fn add(self, other: Self) -> Self {
-                Self(self.0 + other.0)
+                Self($add(self.0, other.0))
             }
         }
         impl Sub for $name {
@@ -26,13 +26,13 @@ macro_rules! quantity {
         }
         impl AddAssign for $name {
             fn add_assign(&mut self, other: Self) {
-                self.0 += other.0;
+                *self = *self + other;
             }
         }
         impl Mul<$inner> for $name {
             type Output = Self;
             fn mul(self, factor: $inner) -> Self {
-                Self(self.0 * factor)
+                Self($times(self.0, factor))
             }
         }
         impl Div<$inner> for $name {
@@ -51,15 +51,15 @@ macro_rules! quantity {
 
 quantity! {
     /// A time in seconds.
-    Seconds(f64)
+    Seconds(f64), Add::add, Mul::mul
 }
 quantity! {
     /// Floating-point operations (a multiply-add counts as two).
-    Flops(f64)
+    Flops(f64), Add::add, Mul::mul
 }
 quantity! {
-    /// A size in bytes.
-    Bytes(u64)
+    /// A size in bytes. More than can be counted are the most that there are: what compares sizes with memory refuses them.
+    Bytes(u64), u64::saturating_add, u64::saturating_mul
 }
 
 impl Eq for Bytes {}

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use shardc_ir::mesh::AxisKind;
 use shardc_ir::ops::{
-    Affine, Binary, BinaryKind, Broadcast, Cast, Concat, Input, Matmul, Pad, Parameter, Reduce, ReduceOp, Reshape,
-    Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
+    Affine, Binary, BinaryKind, Broadcast, Cast, Concat, Input, Matmul, OpDef, Pad, Parameter, Reduce, ReduceOp,
+    Reshape, Slice, Softmax, SumSquares, Transpose, Unary, UnaryKind,
 };
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Space;
@@ -193,6 +193,152 @@ const PROGRAM: &str = r#"program rank 0 of 1 {
 }
 "#;
 
+/// Texts of every operation, of a plan and of programs.
+const TEXTS: [&str; 3] = [
+    include_str!("../../tests/golden/graph/ops.ir"),
+    include_str!("../../tests/golden/plan/print.ir"),
+    include_str!("../../tests/golden/program/print.ir"),
+];
+
+/// The graphs, plans and programs of a golden file, without its comments.
+fn texts(golden: &str) -> Vec<String> {
+    let mut texts = Vec::new();
+    for line in golden.lines().filter(|line| !line.starts_with(';')) {
+        if line.starts_with("graph ") || line.starts_with("program ") {
+            texts.push(String::new());
+        }
+        if let Some(text) = texts.last_mut() {
+            text.push_str(&format!("{line}\n"));
+        }
+    }
+    texts
+}
+
+/// The words of a line, and the characters between them.
+fn words(line: &str) -> Vec<String> {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let mut words: Vec<String> = Vec::new();
+    for c in line.chars() {
+        match words.last_mut() {
+            Some(last) if is_word(c) && last.chars().all(is_word) => last.push(c),
+            _ => words.push(c.to_string()),
+        }
+    }
+    words
+}
+
+/// A text of which some lines and words are left out, doubled or exchanged, and some numbers are others: one alone, or
+/// all that are equal.
+fn rewritten(text: &str, changes: &[(u32, u32, u32)]) -> String {
+    const NUMBERS: [&str; 14] = [
+        "0",
+        "1",
+        "2",
+        "3",
+        "31",
+        "33",
+        "256",
+        "4294967295",
+        "4294967296",
+        "72057594037927936",
+        "9223372036854775807",
+        "18446744073709551615",
+        "-1",
+        "1e400",
+    ];
+    let is_number = |word: &String| word.chars().all(|c| c.is_ascii_digit());
+    let mut lines: Vec<Vec<String>> = text.lines().map(words).collect();
+    for (at, what, other) in changes {
+        let (at, other) = (*at as usize % lines.len(), *other as usize);
+        let (number, second) = (NUMBERS[other % NUMBERS.len()], other % lines.len());
+        let numbers: Vec<usize> = (0..lines[at].len()).filter(|word| is_number(&lines[at][*word])).collect();
+        let (word, count) = ((*what / 8) as usize, lines[at].len());
+        match what % 8 {
+            0 if lines.len() > 1 => drop(lines.remove(at)),
+            1 => lines.insert(at, lines[second].clone()),
+            2 => lines.swap(at, second),
+            3 if count > 0 => drop(lines[at].remove(word % count)),
+            4 if count > 0 => lines[at].swap(word % count, other % count),
+            5 if !numbers.is_empty() => {
+                let old = lines[at][numbers[word % numbers.len()]].clone();
+                lines.iter_mut().flatten().filter(|word| **word == old).for_each(|word| *word = number.to_string());
+            }
+            _ if !numbers.is_empty() => lines[at][numbers[word % numbers.len()]] = number.to_string(),
+            _ => {}
+        }
+    }
+    lines.iter().map(|line| line.concat() + "\n").collect()
+}
+
+/// Reads a text as all that it may be; what can be read is verified, counted and written.
+fn read(text: &str) {
+    if let Ok(graph) = text.parse::<Graph>() {
+        for (id, node) in graph.nodes() {
+            let (operands, results) = (graph.operand_types(id), graph.result_types(id));
+            drop(graph.rule(id).to_string());
+            let _ = (node.op.flops(&operands, &results), node.op.bytes(&operands, &results));
+        }
+        drop((verify::graph(&graph), graph.to_string()));
+    }
+    if let Ok(plan) = text.parse::<Plan>() {
+        drop((verify::plan(&plan), Plan::from_json(&plan.to_json())));
+    }
+    if let Ok(programs) = Program::parse_all(text) {
+        drop(verify::program(&programs));
+    }
+}
+
+#[test]
+fn sizes_that_cannot_be_counted_are_refused() {
+    let check = |lines: &str, expect: &str| {
+        let error = format!("graph @a {{\n{lines}\n}}").parse::<Graph>().unwrap_err().to_string();
+        assert!(error.contains(expect), "{error}");
+    };
+    let most = u64::MAX;
+    let x = "%0: f32[2,4] = input \"x\"\n";
+    check(&format!("{x}%1: f32[1,4] = pad %0 {{low=[{most},0], high=[0,0], value=0.0}}"), "line 3: pad: f32[18446");
+    let wide = format!("%0: f32[{0}] = input \"x\"\n%1: f32[4] = concat %0, %0 {{dim=0}}", 1u64 << 54);
+    check(&wide, "line 3: concat: f32[36028797018963968] is larger than 72057594037927936 bytes");
+    check(
+        &format!("%0: i64[4] = iota {{dim=0, start={most}}}"),
+        "iota: `start` is 18446744073709551615; it must be at",
+    );
+    let table = format!("{x}%1: i64[3] = input \"ids\"\n%2: f32[3,4] = embedding %0, %1 {{start={most}}}");
+    check(&table, "line 4: embedding: `start` is 18446744073709551615");
+    let labels = format!("{x}%1: i64[2] = input \"y\"\n%2: f32[2], %3: f32[2] = cross_entropy %0, %1 {{start={most}}}");
+    check(&labels, "line 4: cross_entropy: `start` is 18446744073709551615");
+    let q = "%0: f32[1,2,2,4] = input \"q\"\n%1: f32[1,2,2,4], %2: f32[1,2,2] = attention %0, %0, %0";
+    check(
+        &format!("{q} {{causal=true, scale=1.0, lead={}}}", i64::MIN),
+        "attention: the size of `lead` is 9223372036854775808",
+    );
+    // A region's steps have types of their own.
+    let step =
+        r#"{"op":{"constant":{"value":1.0}},"operands":[],"results":[{"dtype":"f32","shape":[4611686018427387904]}]}"#;
+    let region = format!("%0: f32[] = fused {{steps=[{step}], results=[0]}}");
+    check(&region, "constant: f32[4611686018427387904] is larger than");
+}
+
+#[test]
+fn operations_are_joined_in_programs_alone() {
+    for op in [
+        r#"each %0, %0 {count=2, op={"sum_squares":{}}}"#,
+        r#"fused %0 {steps=[{"op":{"sum_squares":{}},"operands":[0],"results":[{"dtype":"f32","shape":[]}],"source":4294967294}], results=[1]}"#,
+    ] {
+        let results = if op.starts_with("each") { "%1: f32[], %2: f32[]" } else { "%1: f32[]" };
+        let text = format!("graph @a {{\n%0: f32[4] = input \"x\"\n{results} = {op}\nreturn loss %1\n}}");
+        let error = verify::graph(&text.parse::<Graph>().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("joins instructions of a program"), "{error}");
+    }
+}
+
+#[test]
+fn microbatches_that_no_step_has_are_refused() {
+    let text = "graph @a {\n  mesh time mb=4294967295\n  %0: f32[] = input \"x\"\n  return loss %0\n}\n";
+    let error = verify::plan(text.parse::<Plan>().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("mesh: 4294967295 microbatches; a step has at most 1048576"), "{error}");
+}
+
 /// A text with some characters replaced, removed or doubled.
 fn mutated(text: &str, mutations: &[(u32, u32)]) -> String {
     const ALPHABET: &[char] =
@@ -256,6 +402,15 @@ proptest! {
                 prop_assert_eq!(sharding.check(&plan.graph.ty(*value).shape, &plan.mesh), Ok(()));
             }
         }
+    }
+
+    #[test]
+    fn whatever_is_read_is_counted(
+        which in any::<(u32, u32)>(),
+        changes in prop::collection::vec(any::<(u32, u32, u32)>(), 1..4),
+    ) {
+        let texts = texts(TEXTS[which.0 as usize % TEXTS.len()]);
+        read(&rewritten(&texts[which.1 as usize % texts.len()], &changes));
     }
 
     #[test]

@@ -2,8 +2,9 @@
 
 /// All divisors, in order.
 pub(crate) fn divisors(number: u64) -> Vec<u64> {
-    let low: Vec<u64> = (1..).take_while(|low| low * low <= number).filter(|low| number.is_multiple_of(*low)).collect();
-    let high = low.iter().rev().map(|low| number / low).filter(|high| high * high > number);
+    let root = number.isqrt();
+    let low: Vec<u64> = (1..=root).filter(|low| number.is_multiple_of(*low)).collect();
+    let high = low.iter().rev().map(|low| number / low).filter(|high| *high > root);
     low.iter().copied().chain(high).collect()
 }
 
@@ -23,6 +24,8 @@ mod tests {
         assert_eq!(divisors(1), [1]);
         assert_eq!(divisors(12), [1, 2, 3, 4, 6, 12]);
         assert_eq!(divisors(16), [1, 2, 4, 8, 16]);
+        let of_many = divisors(1 << 32);
+        assert_eq!((of_many.len(), of_many.last()), (33, Some(&(1 << 32))));
     }
 
     #[test]

@@ -69,7 +69,7 @@ fn open_bin(path: &Path) -> Result<Tokens, DataError> {
 fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
     let (index, file) = (map(idx)?, map(bin)?);
     let cut = || malformed(idx, "the index is cut short");
-    let field = |at: usize, len: usize| index.get(at..at + len).ok_or_else(cut);
+    let field = |at: usize, len: usize| at.checked_add(len).and_then(|end| index.get(at..end)).ok_or_else(cut);
     if !index.starts_with(MEGATRON_MAGIC) {
         return Err(malformed(idx, "it does not start with MMIDIDX, as a Megatron-LM index does"));
     }
@@ -199,5 +199,11 @@ mod tests {
         check("a.bin", &bytes, Some(&megatron(6, &[(2, 4)])), Err("dtype code 6"));
         check("a.bin", &bytes, Some(&megatron(8, &[(2, 4)])[..40]), Err("cut short"));
         check("a.bin", &bytes, Some(b"something else"), Err("MMIDIDX"));
+        // As many sequences as bytes can just be counted for.
+        let mut many = megatron(8, &[(2, 4)]);
+        for sequences in [u64::MAX, u64::MAX / 4, u64::MAX / 12] {
+            many[18..26].copy_from_slice(&sequences.to_le_bytes());
+            check("a.bin", &bytes, Some(&many), Err("cut short"));
+        }
     }
 }

@@ -14,7 +14,8 @@
 //! result is not defined.
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, expect_float, expect_shape, expect_type, is_false, number, single,
+    Gradient, GradientError, Op, OpDef, Part, expect_float, expect_shape, expect_start, expect_type, is_false, number,
+    single,
 };
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
@@ -79,6 +80,11 @@ fn arity(operands: &[TensorType], count: usize) -> Result<(), String> {
         given if given == count || given == count + 1 => Ok(()),
         given => Err(format!("takes {count} operands, or {} with a bias, not {given}", count + 1)),
     }
+}
+
+/// Checks how many keys more than its own index the first query sees.
+fn expect_lead(lead: Option<i64>) -> Result<(), String> {
+    lead.map_or(Ok(()), |lead| expect_start("the size of `lead`", lead.unsigned_abs()))
 }
 
 /// Checks the bias of scores between these queries, keys and values.
@@ -163,6 +169,7 @@ impl OpDef for Attention {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 3)?;
         let [b, s, h, _, _, _, e] = sizes(&operands[0], &operands[1], &operands[2])?;
+        expect_lead(self.lead)?;
         expect_bias(operands.get(3), [&operands[0], &operands[1], &operands[2]])?;
         Ok(vec![operands[0].with_shape([b, s, h, e]), TensorType::new(DType::F32, [b, h, s])])
     }
@@ -203,6 +210,7 @@ impl OpDef for AttentionGrad {
         expect_shape("the cotangent", &operands[0], &[b, s, h, e])?;
         expect_shape("the result", &operands[4], &[b, s, h, e])?;
         expect_type("the row statistic", &operands[5], &TensorType::new(DType::F32, [b, h, s]))?;
+        expect_lead(self.lead)?;
         expect_bias(operands.get(6), [&operands[1], &operands[2], &operands[3]])?;
         Ok(operands[1..4].to_vec())
     }

@@ -24,7 +24,8 @@ impl OpDef for Concat {
             if ty.dtype != first.dtype || ty.rank() != first.rank() {
                 return Err(format!("operands {first} and {ty} differ"));
             }
-            shape[self.dim] += std::mem::replace(&mut other[self.dim], first.shape[self.dim]);
+            let size = std::mem::replace(&mut other[self.dim], first.shape[self.dim]);
+            shape[self.dim] = shape[self.dim].saturating_add(size);
             if other != first.shape {
                 return Err(format!("operands {first} and {ty} differ outside dimension {}", self.dim));
             }

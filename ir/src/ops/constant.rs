@@ -1,6 +1,6 @@
 //! Values that the program makes from nothing.
 
-use super::{Op, OpDef, Part, arity, declared_one, dim_factors, is_zero, number, single};
+use super::{Op, OpDef, Part, arity, declared_one, dim_factors, expect_start, is_zero, number, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -77,6 +77,7 @@ impl OpDef for Iota {
         if self.dim >= ty.rank() {
             return Err(format!("dimension {} of {ty}", self.dim));
         }
+        expect_start("`start`", self.start)?;
         Ok(vec![ty])
     }
     fn rule(&self, _operands: &[TensorType], results: &[TensorType]) -> FactorRule {

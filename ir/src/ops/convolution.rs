@@ -115,7 +115,8 @@ fn factors(window: &Window, groups: u64, [x, filters, y]: [&TensorType; 3], resu
 
 /// The groups of a part: channels are divided between groups before they are inside one.
 fn local_groups(groups: u64, channels: &Part) -> u64 {
-    (channels.slice[1].1 * groups / channels.shape[1].max(1)).max(1)
+    let held = u128::from(channels.slice[1].1) * u128::from(groups) / u128::from(channels.shape[1].max(1));
+    (held as u64).max(1)
 }
 
 /// A product and a sum for every element of `y` and of its filter.

@@ -6,7 +6,8 @@
 //! "Megatron-LM", 2019, section 3).
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_type, is_zero, single,
+    Gradient, GradientError, Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_start, expect_type,
+    is_zero, single,
 };
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
@@ -45,8 +46,9 @@ pub fn live_columns(columns: u64, start: u64, classes: Option<u64>) -> u64 {
     classes.map_or(columns, |classes| classes.saturating_sub(start).min(columns))
 }
 
-fn check(logits: &TensorType, labels: &TensorType) -> Result<TensorType, String> {
+fn check(start: u64, logits: &TensorType, labels: &TensorType) -> Result<TensorType, String> {
     expect_float(logits)?;
+    expect_start("`start`", start)?;
     let Some((_, leading)) = logits.shape.split_last() else {
         return Err(format!("takes logits […, v], not {logits}"));
     };
@@ -60,7 +62,7 @@ fn check(logits: &TensorType, labels: &TensorType) -> Result<TensorType, String>
 impl OpDef for CrossEntropy {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 2)?;
-        let row = check(&operands[0], &operands[1])?;
+        let row = check(self.start, &operands[0], &operands[1])?;
         Ok(vec![row.clone(), row])
     }
     fn rule(&self, operands: &[TensorType], _results: &[TensorType]) -> FactorRule {
@@ -99,7 +101,7 @@ fn leading_and_vocabulary(rule: &mut FactorRule, logits: &TensorType) -> (Vec<us
 impl OpDef for CrossEntropyGrad {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 5)?;
-        let row = check(&operands[0], &operands[1])?;
+        let row = check(self.start, &operands[0], &operands[1])?;
         for (what, ty) in ["lse", "the cotangent of lse", "the cotangent of picked"].iter().zip(&operands[2..]) {
             expect_type(what, ty, &row)?;
         }

@@ -1,6 +1,8 @@
 //! Rows of a table, and the gradient of the table.
 
-use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, expect_type, is_zero};
+use super::{
+    Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, expect_start, expect_type, is_zero,
+};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -59,6 +61,7 @@ impl OpDef for Embedding {
         if table.rank() != 2 || !ids.dtype.is_int() {
             return Err(format!("takes a table [v, d] and integer ids, not {table} and {ids}"));
         }
+        expect_start("`start`", self.start)?;
         let mut shape = ids.shape.clone();
         shape.push(table.shape[1]);
         Ok(vec![table.with_shape(shape)])
@@ -101,6 +104,7 @@ impl OpDef for EmbeddingGrad {
         if table.rank() != 2 || !ids.dtype.is_int() {
             return Err(format!("makes a table [v, d] from integer ids, not {table} from {ids}"));
         }
+        expect_start("`start`", self.start)?;
         let mut shape = ids.shape.clone();
         shape.push(table.shape[1]);
         expect_shape("the cotangent", dy, &shape)?;

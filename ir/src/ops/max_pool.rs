@@ -34,9 +34,8 @@ fn pooled(kernel: [u64; 2], window: &Window, x: &TensorType) -> Result<Vec<u64>,
     let [b, c, h, w] = x.shape[..] else { return Err(format!("takes pictures [b, c, h, w], not {x}")) };
     let [rows, columns] = window.count([h, w], kernel)?;
     for axis in [0, 1] {
-        let size = [h, w][axis];
-        let count = [rows, columns][axis];
-        if (0..count).any(|at| window.overlap(axis, size, kernel[axis], at).1 == 0) {
+        let (size, count) = ([h, w][axis], [rows, columns][axis]);
+        if window.misses(axis, size, kernel[axis], count) {
             return Err(format!("a window of {kernel:?} lies in the padding of {x} only"));
         }
     }
@@ -51,6 +50,11 @@ fn factors(kernel: [u64; 2], window: &Window, x: &TensorType) -> (FactorRule, Di
     (rule, vec![vec![b], vec![c], h.picture, w.picture], vec![vec![b], vec![c], h.windows, w.windows])
 }
 
+/// One comparison for every element of the maxima and of its window.
+fn compared(maxima: &TensorType, kernel: [u64; 2]) -> Flops {
+    Flops(maxima.elements() as f64 * kernel[0] as f64 * kernel[1] as f64)
+}
+
 impl OpDef for MaxPool {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 1)?;
@@ -62,7 +66,7 @@ impl OpDef for MaxPool {
         rule
     }
     fn flops(&self, _operands: &[TensorType], results: &[TensorType]) -> Flops {
-        Flops((results[0].elements() * self.kernel[0] * self.kernel[1]) as f64)
+        compared(&results[0], self.kernel)
     }
     fn gradient(&self, gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
         let (dy, x) = (gradient.cotangent(0)?, gradient.operands[0]);
@@ -85,6 +89,6 @@ impl OpDef for MaxPoolGrad {
         rule
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
-        Flops((operands[0].elements() * self.kernel[0] * self.kernel[1]) as f64)
+        compared(&operands[0], self.kernel)
     }
 }

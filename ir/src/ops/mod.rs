@@ -89,7 +89,7 @@ pub use unary::{Affine, Unary, UnaryGrad, UnaryKind};
 pub use window::Window;
 
 use crate::factor::{Dims, FactorRule};
-use crate::types::{DType, TensorType};
+use crate::types::{DType, LARGEST, TensorType};
 use crate::units::{Bytes, Flops};
 use serde::{Deserialize, Serialize};
 
@@ -411,7 +411,9 @@ impl Op {
 
 impl OpDef for Op {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
-        self.def().infer(operands, declared)
+        let inferred = self.def().infer(operands, declared)?;
+        inferred.iter().try_for_each(TensorType::expect_countable)?;
+        Ok(inferred)
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         self.def().rule(operands, results)
@@ -445,7 +447,7 @@ impl OpDef for Op {
 impl Op {
     /// [`OpDef::infer`] with the operation named in the error.
     pub fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, OpError> {
-        self.def().infer(operands, declared).map_err(|message| OpError::new(self, message))
+        OpDef::infer(self, operands, declared).map_err(|message| OpError::new(self, message))
     }
 }
 
@@ -467,6 +469,11 @@ fn same_type(operands: &[TensorType]) -> Result<(), String> {
 
 fn expect_float(ty: &TensorType) -> Result<(), String> {
     if ty.dtype.is_float() { Ok(()) } else { Err(format!("takes floating-point operands, not {ty}")) }
+}
+
+/// Checks an index that a part of a tensor begins at: sums with sizes do not overflow.
+fn expect_start(what: &str, index: u64) -> Result<(), String> {
+    if index <= LARGEST { Ok(()) } else { Err(format!("{what} is {index}; it must be at most {LARGEST}")) }
 }
 
 fn expect_type(what: &str, actual: &TensorType, expected: &TensorType) -> Result<(), String> {

@@ -24,9 +24,9 @@ impl OpDef for Pad {
         if self.low.len() != ty.rank() || self.high.len() != ty.rank() {
             return Err(format!("pads {} dimensions of {ty}", self.low.len()));
         }
-        let shape: Vec<u64> =
-            ty.shape.iter().zip(&self.low).zip(&self.high).map(|((size, low), high)| size + low + high).collect();
-        Ok(vec![ty.with_shape(shape)])
+        let borders = self.low.iter().zip(&self.high);
+        let padded = |(size, (low, high)): (&u64, (&u64, &u64))| size.saturating_add(*low).saturating_add(*high);
+        Ok(vec![ty.with_shape(ty.shape.iter().zip(borders).map(padded).collect::<Vec<u64>>())])
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         let linear = if self.value == 0.0 { vec![vec![0]] } else { Vec::new() };

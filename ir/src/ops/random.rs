@@ -6,7 +6,7 @@
 //! generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 //! SC11): key `seed`, counter `(i / 4, s)`, lane `i % 4`.
 
-use super::{Op, OpDef, Part, declared_one, dim_factors, single};
+use super::{Op, OpDef, Part, declared_one, dim_factors, expect_start, single};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -64,6 +64,7 @@ impl OpDef for Random {
             _ => return Err("takes nothing, or an integer scalar, or that and the place of each row".to_string()),
         }
         let made = declared_one(declared)?;
+        self.start.iter().try_for_each(|start| expect_start("`start`", *start))?;
         match operands.get(1) {
             Some(rows) if !rows.dtype.is_int() || made.rank() == 0 || rows.shape != made.shape[..1] => {
                 Err(format!("takes an integer for each row of {made}, not {rows}"))

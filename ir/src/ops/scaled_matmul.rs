@@ -20,6 +20,11 @@ pub struct ScaledMatmul {
     pub spec: String,
 }
 
+/// How many there are of indices of these sizes.
+fn count<'a>(sizes: impl Iterator<Item = &'a (char, u64)>) -> u64 {
+    sizes.fold(1, |count, (_, size)| count.saturating_mul(*size))
+}
+
 impl ScaledMatmul {
     /// The same contraction without scales.
     pub fn product(&self) -> Matmul {
@@ -39,7 +44,7 @@ impl ScaledMatmul {
             of_a.split_last().is_some_and(|(_, outer)| outer.contains(letter))
                 || of_b.split_last().is_some_and(|(_, outer)| outer.contains(letter))
         };
-        Ok((inner, sizes.iter().filter(is_outer).map(|(_, size)| size).product()))
+        Ok((inner, count(sizes.iter().filter(is_outer))))
     }
 
     /// How many of these products are added up in each element of the result.
@@ -47,7 +52,7 @@ impl ScaledMatmul {
         let (sizes, [a, b, result]) = (self.product().sizes(operands)?, self.product().letters()?);
         let is_outer = |letter: &char| [&a, &b].iter().any(|of| of.iter().rev().skip(2).any(|own| own == letter));
         let is_summed = |(letter, _): &&(char, u64)| is_outer(letter) && !result.contains(letter);
-        Ok(sizes.iter().filter(is_summed).map(|(_, size)| size).product())
+        Ok(count(sizes.iter().filter(is_summed)))
     }
 
     /// The letters of the operands, the scales and the result.
@@ -116,10 +121,10 @@ impl OpDef for ScaledMatmul {
 
     /// A result that is the sum of several products is written by each, and read by all but the first.
     fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
-        let moves = 2 * self.terms(operands).unwrap_or(1).max(1) - 1;
+        let moves = self.terms(operands).unwrap_or(1).max(1).saturating_mul(2) - 1;
         let read: Bytes = operands.iter().map(TensorType::bytes).sum();
         let written: Bytes = results.iter().map(TensorType::bytes).sum();
-        Bytes(read.0 + moves * written.0)
+        read + written * moves
     }
 }
 

@@ -118,7 +118,18 @@ impl Window {
         let (start, dilation) = (window * self.stride[axis], self.dilation[axis]);
         let first = self.low[axis].saturating_sub(start).div_ceil(dilation).min(kernel);
         let limit = (size + self.low[axis]).saturating_sub(start).div_ceil(dilation).min(kernel);
-        (first, limit.saturating_sub(first), (start + first * dilation).saturating_sub(self.low[axis]))
+        let from = start.saturating_add(first.saturating_mul(dilation)).saturating_sub(self.low[axis]);
+        (first, limit.saturating_sub(first), from)
+    }
+
+    /// Whether one of `count` windows has no element of the picture.
+    pub fn misses(&self, axis: usize, size: u64, kernel: u64, count: u64) -> bool {
+        let is_missed = |at: u64| self.overlap(axis, size, kernel, at).1 == 0;
+        let before = self.low[axis].div_ceil(self.stride[axis]).min(count);
+        // A window that begins in the picture has an element of it. One that begins before it cannot step over it where
+        // its elements are no farther apart than the picture is long; then the first reaches the least far.
+        let looked_at = if self.dilation[axis] <= size { before.min(1) } else { before };
+        (0..looked_at).any(is_missed) || count > 0 && is_missed(count - 1)
     }
 }
 
@@ -144,5 +155,30 @@ mod tests {
         assert_eq!(window.overlap(1, 5, 3, 0), (0, 3, 0));
         let wide = Window { low: [3, 0], dilation: [2, 1], ..Window::default() };
         assert_eq!(wide.overlap(0, 4, 3, 0), (2, 1, 1));
+    }
+
+    #[test]
+    fn windows_that_miss_the_picture_are_seen_from_the_first_and_the_last() {
+        let sizes = [0, 1, 2, 3, 5];
+        for low in sizes {
+            for (high, stride) in sizes.into_iter().flat_map(|high| [1, 2, 3].map(|stride| (high, stride))) {
+                for (dilation, size) in
+                    [1, 2, 3, 4].into_iter().flat_map(|dilation| [1, 2, 5].map(|size| (dilation, size)))
+                {
+                    let window =
+                        Window { stride: [stride; 2], low: [low; 2], high: [high; 2], dilation: [dilation; 2] };
+                    for kernel in [1, 2, 3] {
+                        let Ok([count, _]) = window.count([size; 2], [kernel; 2]) else { continue };
+                        let missed = (0..count).any(|at| window.overlap(0, size, kernel, at).1 == 0);
+                        assert_eq!(window.misses(0, size, kernel, count), missed, "{window:?}, {kernel} in {size}");
+                    }
+                }
+            }
+        }
+        // None is looked at more than it takes, and none is too far out to be counted.
+        let long = Window::default();
+        assert!(!long.misses(0, 1 << 56, 2, (1 << 56) - 1));
+        let far = Window { low: [2, 0], dilation: [u64::MAX, 1], ..Window::default() };
+        assert!(far.misses(0, 1, 1, 3));
     }
 }

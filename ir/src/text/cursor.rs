@@ -6,12 +6,8 @@ use crate::mesh::{AxisId, Mesh};
 use crate::ops::Op;
 use crate::plan::Space;
 use crate::sharding::{ReduceKind, Sharding};
-use crate::types::TensorType;
+use crate::types::{LARGEST, TensorType};
 use serde_json::{Map, Number, Value};
-
-/// The largest size that a text may hold, of a dimension or of a whole tensor in bytes: sums and
-/// products of a few of them do not overflow.
-pub(super) const LARGEST: u64 = 1 << 56;
 
 const DEPTH: usize = 64;
 
@@ -264,12 +260,8 @@ impl<'a> Cursor<'a> {
             self.expect(")")?;
         }
         let ty = TensorType::new(dtype, shape);
-        let bytes =
-            ty.shape.iter().filter(|size| **size > 0).try_fold(dtype.size(), |bytes, size| bytes.checked_mul(*size));
-        match bytes {
-            Some(bytes) if bytes <= LARGEST => Ok((ty, sharding)),
-            _ => Err(format!("{ty} is larger than {LARGEST} bytes")),
-        }
+        ty.expect_countable()?;
+        Ok((ty, sharding))
     }
 
     fn axis(&mut self, mesh: &Mesh) -> Result<AxisId, String> {

@@ -3,6 +3,7 @@
 //! Invariants:
 //! * a node reads only values of nodes before it, and each value names the node that makes it;
 //! * the types of a node's results are those its operation infers from its operands;
+//! * no node joins operations, as an instruction may;
 //! * leaves have unique names that are not empty;
 //! * outputs have unique names and are values of the graph; an update is of a parameter or a state,
 //!   carries the leaf's name and has its type; no leaf is updated twice;
@@ -73,6 +74,12 @@ fn check_node(graph: &Graph, id: NodeId, node: &Node, found: &mut Diagnostics) {
         && of >= id
     {
         found.push(&place, format!("its role refers to {of}, which is not before it"));
+        is_sound = false;
+    }
+    if matches!(node.op, Op::Each(_) | Op::Fused(_)) {
+        let message =
+            format!("{} joins instructions of a program; a graph has each operation as a node", node.op.name());
+        found.push(&place, message);
         is_sound = false;
     }
     if !is_sound {

@@ -20,11 +20,8 @@ use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::{Node, OutputKind, Role};
 use crate::mesh::AxisKind;
 use crate::ops::{Op, OpDef};
-use crate::pipeline::last_forward;
+use crate::pipeline::{MOST_CHUNKS, last_forward};
 use crate::plan::Plan;
-
-/// More chunks than any pipeline has.
-const MOST_CHUNKS: u64 = 1 << 16;
 
 /// Checks the pipeline of a plan whose strategies are legal.
 pub(super) fn check(plan: &Plan, phases: &SecondaryMap<NodeId, Phase>, found: &mut Diagnostics) {

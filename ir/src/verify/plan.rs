@@ -138,6 +138,9 @@ fn check(plan: &Plan) -> Result<PlanFacts, Diagnostics> {
     Ok(facts)
 }
 
+/// The most microbatches of a step: more are no plan that anybody runs, and each has coordinates of its own.
+const MOST_MICROBATCHES: u64 = 1 << 20;
+
 fn check_mesh(plan: &Plan, found: &mut Diagnostics) {
     let mut names = BTreeSet::new();
     for axis in &plan.mesh.axes {
@@ -150,6 +153,10 @@ fn check_mesh(plan: &Plan, found: &mut Diagnostics) {
     }
     if plan.mesh.axes.len() > 32 {
         found.push("mesh", format!("{} axes; a mesh has at most 32", plan.mesh.axes.len()));
+    }
+    if plan.mesh.microbatches() > MOST_MICROBATCHES {
+        let microbatches = plan.mesh.microbatches();
+        found.push("mesh", format!("{microbatches} microbatches; a step has at most {MOST_MICROBATCHES}"));
     }
 }
 

@@ -4,7 +4,7 @@ use super::PlanError;
 use super::offload::{Offload, Offloads};
 use super::overlap::MOST_CHUNKS;
 use shardc_ir::Plan;
-use shardc_ir::pipeline::Schedule;
+use shardc_ir::pipeline::{self, Schedule};
 use shardc_ir::units::counted;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -352,6 +352,10 @@ impl Pins {
             let message = "several chunks are those of a pipeline stage; pin pp above 1, or leave it out".to_string();
             return fail(format!("pp=1,virtual={chunks}"), message);
         }
+        if chunks > pipeline::MOST_CHUNKS {
+            let most = pipeline::MOST_CHUNKS;
+            return fail(format!("virtual={chunks}"), format!("all stages have at most {most} chunks; write fewer"));
+        }
         match self.schedule.map_or(Ok(()), |schedule| schedule.check_chunks(chunks)) {
             Ok(()) => Ok(()),
             Err(message) => fail(format!("virtual={chunks}"), message),
@@ -469,6 +473,10 @@ mod tests {
         check("pp=2,schedule=1f1b,delayed=4", "to delay those of 4 chunks takes schedule zbv");
         check("pp=1,delayed=4", "pin pp above 1");
         check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
+        check(
+            "pp=2,schedule=interleaved,virtual=9223372036854775808",
+            "all stages have at most 65536 chunks; write fewer",
+        );
         check("pp=1,tp=0", "at least 1");
         check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");
         check("fsdp=2,zero=0", "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3");

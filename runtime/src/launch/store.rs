@@ -134,7 +134,7 @@ fn serve(mut stream: TcpStream, serving: &Serving) -> Result<()> {
     let joined = match (magic == MAGIC, purpose) {
         (false, _) => Err(format!("it speaks `{magic}`, and this run `{MAGIC}`: all ranks need the same shardc")),
         (true, Purpose::Life) => table.join(rank, ranks, &who),
-        (true, Purpose::Values) => Ok(()),
+        (true, Purpose::Values) => table.expect(rank, ranks),
     };
     if let Err(why) = joined {
         return send(&mut stream, &Reply::Refused(why), &[]);
@@ -385,6 +385,10 @@ mod tests {
         let _first = connect(&server, 0, Purpose::Life).unwrap();
         let error = connect(&server, 0, Purpose::Life).map(|_| ()).unwrap_err().to_string();
         assert_eq!(error, "rank 0 is refused: GPU 0 is rank 0 already");
+        for purpose in [Purpose::Life, Purpose::Values] {
+            let error = connect(&server, 2, purpose).map(|_| ()).unwrap_err().to_string();
+            assert_eq!(error, "rank 2 is refused: it was started as rank 2, but the ranks of this run are below 2");
+        }
         let mut second = connect(&server, 1, Purpose::Life).unwrap();
         drop(server);
         let error = second.ask(&Request::Bye, &[], Duration::ZERO).unwrap_err().to_string();

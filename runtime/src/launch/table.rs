@@ -62,14 +62,26 @@ impl Table {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Checks that this is a rank of the run.
+    ///
+    /// # Errors
+    /// Why it is none.
+    pub fn expect(&self, rank: u64, ranks: u64) -> Result<(), String> {
+        if ranks != self.ranks {
+            return Err(format!("it was started as one of {ranks} ranks, but this run has {}", self.ranks));
+        }
+        match rank < ranks {
+            true => Ok(()),
+            false => Err(format!("it was started as rank {rank}, but the ranks of this run are below {ranks}")),
+        }
+    }
+
     /// A rank comes. One that has left may come again.
     ///
     /// # Errors
     /// A rank that is not of this run, or is there already: the reason.
     pub fn join(&self, rank: u64, ranks: u64, who: &str) -> Result<(), String> {
-        if ranks != self.ranks {
-            return Err(format!("it was started as one of {ranks} ranks, but this run has {}", self.ranks));
-        }
+        self.expect(rank, ranks)?;
         let mut state = self.lock();
         if let Some(other) = state.members.get(&rank).filter(|member| !member.left) {
             return Err(format!("{} is rank {rank} already", other.who));
@@ -360,5 +372,8 @@ mod tests {
         assert_eq!(table.join(1, 2, "GPU 0").unwrap_err(), "GPU 1 is rank 1 already");
         let text = "it was started as one of 4 ranks, but this run has 2";
         assert_eq!(table.join(0, 4, "GPU 0").unwrap_err(), text);
+        let text = "it was started as rank 2, but the ranks of this run are below 2";
+        assert_eq!(table.join(2, 2, "GPU 2").unwrap_err(), text);
+        assert_eq!(table.missing(), [0]);
     }
 }

@@ -325,14 +325,10 @@ impl World {
             Values::There(client) => {
                 let request = Request::Gather { name, wait_ms: wait.as_millis() as u64 };
                 let (reply, body) = self.ask(client, request, value)?;
-                let Reply::Values { lengths } = reply else { return Ok(Vec::new()) };
-                let mut rest = body.as_slice();
-                let cut = |length: &u64| {
-                    let (value, after) = rest.split_at_checked(*length as usize).unwrap_or((rest, &[]));
-                    rest = after;
-                    value.to_vec()
-                };
-                Ok(lengths.iter().map(cut).collect())
+                values_of(&reply, &body, self.place.ranks).ok_or_else(|| {
+                    let why = format!("its reply is not one value of each of {} ranks", self.place.ranks);
+                    LaunchError::Unreachable { address: self.place.address.clone(), why }
+                })
             }
         }
     }
@@ -409,6 +405,18 @@ impl Drop for World {
 }
 
 /// Serves the store at the port that all ranks know, on all interfaces: ranks may be on other hosts.
+/// The values of all ranks, which went as one body; nothing where the reply has no value of each, or not all of it.
+fn values_of(reply: &Reply, body: &[u8], ranks: u64) -> Option<Vec<Vec<u8>>> {
+    let Reply::Values { lengths } = reply else { return None };
+    let (mut values, mut rest) = (Vec::with_capacity(lengths.len()), body);
+    for length in lengths {
+        let (value, after) = rest.split_at_checked(usize::try_from(*length).ok()?)?;
+        values.push(value.to_vec());
+        rest = after;
+    }
+    (values.len() as u64 == ranks && rest.is_empty()).then_some(values)
+}
+
 fn serve(place: &Place, limits: Limits) -> Result<Server, LaunchError> {
     let port = place.address.rsplit(':').next().and_then(|port| port.parse().ok()).unwrap_or(0u16);
     let both = Server::bind(("::", port), place.ranks, limits);
@@ -485,6 +493,20 @@ fn live(mut heart: Heart, shared: &Shared, place: &Place, limits: Limits) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_rank_has_its_value() {
+        let check = |lengths: &[u64], body: &[u8], expect: Option<&[&[u8]]>| {
+            let values = values_of(&Reply::Values { lengths: lengths.to_vec() }, body, 2);
+            assert_eq!(values, expect.map(|values| values.iter().map(|value| value.to_vec()).collect()));
+        };
+        check(&[1, 2], b"abc", Some(&[b"a", b"bc"]));
+        check(&[0, 0], b"", Some(&[b"", b""]));
+        for lengths in [&[][..], &[3], &[1, 1], &[1, 3], &[u64::MAX, 3], &[1, 1, 1]] {
+            check(lengths, b"abc", None);
+        }
+        assert_eq!(values_of(&Reply::Done, b"", 2), None);
+    }
 
     #[test]
     fn who_has_not_come_is_named() {
