@@ -404,7 +404,6 @@ impl Drop for World {
     }
 }
 
-/// Serves the store at the port that all ranks know, on all interfaces: ranks may be on other hosts.
 /// The values of all ranks, which went as one body; nothing where the reply has no value of each, or not all of it.
 fn values_of(reply: &Reply, body: &[u8], ranks: u64) -> Option<Vec<Vec<u8>>> {
     let Reply::Values { lengths } = reply else { return None };
@@ -417,6 +416,7 @@ fn values_of(reply: &Reply, body: &[u8], ranks: u64) -> Option<Vec<Vec<u8>>> {
     (values.len() as u64 == ranks && rest.is_empty()).then_some(values)
 }
 
+/// Serves the store at the port that all ranks know, on all interfaces: ranks may be on other hosts.
 fn serve(place: &Place, limits: Limits) -> Result<Server, LaunchError> {
     let port = place.address.rsplit(':').next().and_then(|port| port.parse().ok()).unwrap_or(0u16);
     let both = Server::bind(("::", port), place.ranks, limits);
