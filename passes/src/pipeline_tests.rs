@@ -402,3 +402,20 @@ fn a_wider_space_gives_no_slower_plan_by_programs() {
         assert!((search.estimate.0 / search.bound.0 - 1.0 - search.gap).abs() < 1e-9);
     }
 }
+
+/// Where every pipeline is left out beside a plan of one stage, the least that they take is told all the same.
+#[test]
+fn pipelines_that_are_left_out_are_told_by_their_bound() {
+    let sizes = Sizes { layers: 8, batch: 256, seq: 2048, hidden: 2048, heads: 16, kv: 16, ffn: 8192, vocab: 8192 };
+    let cluster = Cluster::parse("h200:8", "h200").expect("a cluster");
+    let request = |scope: Scope| Request { batch: sizes.batch, seq: sizes.seq, scope, ..Request::default() };
+    let graph = llama(sizes, DType::Bf16);
+    let found = |scope: Scope| search(&graph, &cluster, &request(scope), &Pins::default(), &NoScratch).expect("a plan");
+    let [whole, chosen] = [Scope::Runnable, Scope::All].map(found);
+    assert!(whole.stages() == 1 && whole.search.bound_of_others.is_none());
+    assert_eq!(chosen.choice, whole.choice);
+    assert!(chosen.alternatives.iter().all(|other| !other.choice.contains("pp=")), "{:?}", chosen.alternatives);
+    assert!(chosen.search.meshes > whole.search.meshes);
+    let others = chosen.search.bound_of_others.expect("both kinds were searched");
+    assert!(others.0 > 0.98 * chosen.search.estimate.0, "{others} beside {}", chosen.search.estimate);
+}

@@ -34,7 +34,12 @@ impl Seen {
     /// Of a space, beside a plan that is known to take so many seconds.
     fn new(space: &Space<'_, '_>, known: f64) -> Result<Self, PlanError> {
         let mut visited = Visited::new(space.away.room.device).against(known);
-        Ok(Self { candidates: seen(space, &mut visited)?, visited })
+        let candidates = match seen(space, &mut visited) {
+            // What is left out beside a plan that is known is told by its bounds.
+            Err(error) if error.is_refusal() && known.is_finite() && visited.meshes() > 0 => Vec::new(),
+            candidates => candidates?,
+        };
+        Ok(Self { candidates, visited })
     }
 
     /// The least of the seconds that are said of a candidate, of those that fit.
