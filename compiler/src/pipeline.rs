@@ -14,13 +14,14 @@ use shardc_passes::align::align_head;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
-use shardc_passes::lower::{lower_all, lower_ranks};
+use shardc_passes::lower::{lower_all, lower_each, lower_ranks};
 use shardc_passes::optimizer::add_optimizer;
 use shardc_passes::precision::{Precision, lower_precision};
 use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Exact, Pins, search_confirmed};
-use shardc_passes::simulate::{Conditions, exact, simulate};
+use shardc_passes::simulate::{Outline, exact};
+use shardc_passes::threads;
 use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -136,14 +137,16 @@ pub fn plan_step(
 /// What a plan takes by its programs: the memory that is allocated, the time of their simulation.
 pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Exact, String> {
     let plan = verify::plan(plan).map_err(|found| found.to_string())?;
-    let (programs, _) = distinct_programs(&plan).map_err(|error| error.to_string())?;
-    predicted_by(&programs, &plan, cluster)
+    let (apart, ranks) = distinct_ranks(&plan);
+    let outline = |program: Program| Outline::of(&program, &plan, cluster);
+    let outlines = lower_each(&plan, &ranks, target(&plan.request.cluster), outline);
+    exact(&outlines.map_err(|error| error.to_string())?, &apart, &plan, cluster).map_err(|error| error.to_string())
 }
 
 /// The same, of its programs.
 pub(crate) fn predicted_by(programs: &[Program], plan: &Plan, cluster: &Cluster) -> Result<Exact, String> {
-    let simulated = simulate(programs, &apart(plan), plan, cluster, &Conditions::default());
-    Ok(exact(programs, &simulated.map_err(|error| error.to_string())?, plan, cluster))
+    let outlines = threads::map(programs, |program| Outline::of(program, plan, cluster));
+    exact(&outlines, &apart(plan), plan, cluster).map_err(|error| error.to_string())
 }
 
 /// From a plan, perhaps read from a file, to the programs of all ranks, which are shown to compute the

@@ -117,8 +117,18 @@ pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Re
 
 /// The programs of some ranks, in their order.
 pub fn lower_ranks(plan: &VerifiedPlan<'_>, ranks: &[u64], target: &dyn Target) -> Result<Vec<Program>, LowerError> {
+    lower_each(plan, ranks, target, |program| program)
+}
+
+/// What comes of the program of each of some ranks, in their order; programs go as soon as it is known.
+pub fn lower_each<R: Send>(
+    plan: &VerifiedPlan<'_>,
+    ranks: &[u64],
+    target: &dyn Target,
+    of: impl Fn(Program) -> R + Sync,
+) -> Result<Vec<R>, LowerError> {
     let common = Common::of(plan)?;
-    threads::map(ranks, |rank| program(&common, *rank, target)).into_iter().collect()
+    threads::map(ranks, |rank| program(&common, *rank, target).map(&of)).into_iter().collect()
 }
 
 /// The programs of all ranks, in their order.

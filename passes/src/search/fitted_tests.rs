@@ -4,7 +4,7 @@ use super::{Pins, Recompute, search_confirmed};
 use crate::cluster::Cluster;
 use crate::lower::lower_all;
 use crate::search_tests::{Sizes, llama};
-use crate::simulate::{Conditions, exact, simulate};
+use crate::simulate::{Outline, exact};
 use shardc_ir::plan::{Category, Request, Scope};
 use shardc_ir::{Bytes, DType, NoScratch, Plan, verify};
 
@@ -21,8 +21,8 @@ fn found(cluster: &str, pins: &str, scope: Scope, memory: u64, excess: f64) -> R
         let apart = plan.mesh.family("pp");
         let first = plan.mesh.group(0, &apart).into_iter().map(|rank| programs[rank as usize].clone());
         let programs: Vec<_> = first.collect();
-        let simulated = simulate(&programs, &apart, plan, &cluster, &Conditions::default());
-        let mut taken = exact(&programs, &simulated.map_err(|error| error.to_string())?, plan, &cluster);
+        let outlines: Vec<_> = programs.iter().map(|program| Outline::of(program, plan, &cluster)).collect();
+        let mut taken = exact(&outlines, &apart, plan, &cluster).map_err(|error| error.to_string())?;
         for memory in taken.stages.iter_mut().chain([&mut taken.prediction.memory]) {
             for category in Category::ALL {
                 let held = memory.category(category);

@@ -6,14 +6,14 @@
 //! collectives take; collectives that leave their nodes share the nodes' links. When an instruction ends is found again
 //! only where its rate changes.
 
-use super::kinds::Works;
+use super::outline::{Outline, Works};
 use super::price::{Work, meeting_seconds, message_seconds};
 use super::ranks::Folded;
 use super::{RunSpan, SimulateError, Span};
 use crate::cluster::Cluster;
 use rustc_hash::FxHashMap;
 use shardc_ir::program::Stream;
-use shardc_ir::{Program, SectionId};
+use shardc_ir::SectionId;
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BinaryHeap};
 use std::rc::Rc;
@@ -24,7 +24,7 @@ const NOTHING: f64 = 1e-13;
 
 /// What the loop runs on.
 pub(super) struct Engine<'a> {
-    pub programs: &'a [Program],
+    pub outlines: &'a [Outline],
     /// Per kind of ranks.
     pub works: &'a [Works],
     pub folded: &'a Folded,
@@ -187,18 +187,18 @@ impl Engine<'_> {
         Ok(state.lanes.into_iter().map(|lane| lane.runs).collect())
     }
 
-    fn program(&self, lane: usize) -> &Program {
-        &self.programs[self.folded.classes[lane].program]
+    fn outline(&self, lane: usize) -> &Outline {
+        &self.outlines[self.folded.classes[lane].program]
     }
 
     /// Begins a lane's next run, or ends its step. Alone, a lane begins every run with nothing under
     /// way, so equal runs take equal time and are simulated once.
     fn enter(&self, state: &mut State, lane: usize) {
-        let program = self.program(lane);
+        let outline = self.outline(lane);
         let is_alone = self.folded.classes.len() == 1;
         loop {
             let now = state.now;
-            let Some(run) = program.order.get(state.lanes[lane].run) else { return };
+            let Some(run) = outline.order.get(state.lanes[lane].run) else { return };
             if let Some((seconds, spans)) = state.known.get(&run.section).filter(|_| is_alone) {
                 let span = RunSpan { run: *run, start: now, finish: now + seconds, spans: spans.clone() };
                 state.now += seconds;
@@ -206,14 +206,14 @@ impl Engine<'_> {
                 state.lanes[lane].run += 1;
                 continue;
             }
-            let instructions = &program.sections[run.section].instructions;
+            let lines = outline.lines(run);
             let lane = &mut state.lanes[lane];
             lane.entered = now;
-            lane.done = vec![false; instructions.len()];
-            lane.open = instructions.len();
+            lane.done = vec![false; lines.len()];
+            lane.open = lines.len();
             lane.queues = Default::default();
-            for (index, instruction) in instructions.iter().enumerate() {
-                lane.queues[instruction.stream as usize].0.push(index as u32);
+            for (index, line) in lines.iter().enumerate() {
+                lane.queues[line.stream as usize].0.push(index as u32);
             }
             if lane.open > 0 {
                 return;
@@ -233,9 +233,9 @@ impl Engine<'_> {
                     moved = true;
                 }
             }
-            if state.lanes[lane].open == 0 && state.lanes[lane].run < self.program(lane).order.len() {
+            if state.lanes[lane].open == 0 && state.lanes[lane].run < self.outline(lane).order.len() {
                 let class = self.folded.classes[lane].program;
-                let run = self.program(lane).order[state.lanes[lane].run];
+                let run = self.outline(lane).order[state.lanes[lane].run];
                 let own = &mut state.lanes[lane];
                 let spans = std::mem::take(&mut own.spans);
                 let known = state.different.entry((class, run.section)).or_default();
@@ -262,13 +262,14 @@ impl Engine<'_> {
         let own = &mut state.lanes[lane];
         let Some(index) = own.queues[stream].0.get(own.queues[stream].1).copied() else { return false };
         let class = &self.folded.classes[lane];
-        let section = self.programs[class.program].order[own.run].section;
-        let instruction = &self.programs[class.program].sections[section].instructions[index as usize];
-        if own.is_busy[stream] || !instruction.after.iter().all(|after| own.done[*after]) {
+        let outline = &self.outlines[class.program];
+        let run = &outline.order[own.run];
+        let line = &outline.lines(run)[index as usize];
+        if own.is_busy[stream] || !line.after.iter().all(|after| own.done[*after as usize]) {
             return false;
         }
         let cluster = &self.clusters[class.device];
-        let (place, seconds, crosses) = match self.works[class.kind][section.as_u32() as usize][index as usize] {
+        let (place, seconds, crosses) = match self.works[class.kind][run.section.as_u32() as usize][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;
@@ -409,11 +410,11 @@ impl Engine<'_> {
 
     fn check_done(&self, state: &State) -> Result<(), SimulateError> {
         for (index, lane) in state.lanes.iter().enumerate() {
-            let program = self.program(index);
-            let Some(run) = program.order.get(lane.run) else { continue };
+            let outline = self.outline(index);
+            let Some(run) = outline.order.get(lane.run) else { continue };
             let heads = lane.queues.iter().filter_map(|(queue, done)| queue.get(*done));
             let stuck = heads.min().copied().unwrap_or(0);
-            let (section, rank) = (program.sections[run.section].name.clone(), self.folded.classes[index].rank);
+            let (section, rank) = (outline.sections[run.section.as_u32() as usize].name.clone(), self.folded.classes[index].rank);
             return Err(SimulateError::Stuck { rank, section, instruction: stuck as usize });
         }
         Ok(())

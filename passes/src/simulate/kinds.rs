@@ -4,16 +4,10 @@
 //! causal attention whose queries are divided, the rank that has the last part sees the most keys. So a rank's kind is
 //! its program, its device and what the instructions take whose seconds depend on its place.
 
-use super::price::{Work, kernel, source, work};
-use crate::cluster::{Cluster, Profile};
-use crate::lower::local_op;
-use crate::threads;
-use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{AxisId, NodeId, Plan, Program, SectionId, Sharding};
+use super::outline::{Outline, Works, place};
+use crate::cluster::Cluster;
+use shardc_ir::{AxisId, Mesh};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// What the instructions of a program need, per section and instruction.
-pub(super) type Works = Vec<Vec<Work>>;
 
 /// Of each place along some axes, the kind of the ranks there.
 type Places = BTreeMap<Vec<u64>, usize>;
@@ -40,28 +34,21 @@ impl Kinds {
     /// Where there are too many to simulate, kinds that take nearly as long become one, each instruction of which takes
     /// what it takes the slowest of them. A rank that is the slowest in all that it does, as the last along the axes
     /// of a causal mask is, stays what it is, and with it the step, in which all wait for it.
-    pub fn new(programs: &[Program], plan: &Plan, cluster: &Cluster, program_of: &dyn Fn(u64) -> usize) -> Self {
-        let mesh = &plan.mesh;
-        let most = (MOST_INSTRUCTIONS / programs.iter().map(instructions).sum::<usize>().max(1)).max(1);
+    pub fn new(outlines: &[Outline], mesh: &Mesh, cluster: &Cluster, program_of: &dyn Fn(u64) -> usize) -> Self {
+        let most = (MOST_INSTRUCTIONS / outlines.iter().map(Outline::instructions).sum::<usize>().max(1)).max(1);
         let mut kinds = Self { works: Vec::new(), program: Vec::new(), device: Vec::new(), of_rank: Vec::new() };
         let devices = cluster.kinds_of_ranks();
         let pair = |rank: u64| (program_of(rank), devices[rank as usize]);
         // What runs where, with the axes on which its seconds depend.
-        let mut of_place: BTreeMap<(usize, usize), (Vec<AxisId>, Places)> = BTreeMap::new();
-        let pairs: Vec<(usize, usize)> = (0..mesh.ranks()).map(pair).collect::<BTreeSet<_>>().into_iter().collect();
-        let priced = |(index, device): &(usize, usize)| {
-            let priced = Priced::new(&programs[*index], plan, (cluster.devices()[*device], cluster));
-            let (seconds, places) = merged(priced.at_places(), most);
-            let works: Vec<Works> = seconds.iter().map(|seconds| priced.works_with(seconds)).collect();
-            (works, priced.axes, places)
-        };
-        for ((index, device), (works, axes, places)) in pairs.iter().zip(threads::map(&pairs, priced)) {
-            let first = kinds.works.len();
-            kinds.program.extend(works.iter().map(|_| *index));
-            kinds.device.extend(works.iter().map(|_| *device));
-            kinds.works.extend(works);
+        let mut of_place: BTreeMap<(usize, usize), (&[AxisId], Places)> = BTreeMap::new();
+        for (index, device) in (0..mesh.ranks()).map(pair).collect::<BTreeSet<_>>() {
+            let priced = &outlines[index].priced[&device];
+            let (first, (seconds, places)) = (kinds.works.len(), merged(priced.places.clone(), most));
+            kinds.works.extend(seconds.iter().map(|seconds| priced.works_with(seconds)));
+            kinds.program.extend(seconds.iter().map(|_| index));
+            kinds.device.extend(seconds.iter().map(|_| device));
             let places = places.into_iter().map(|(place, kind)| (place, first + kind)).collect();
-            of_place.insert((*index, *device), (axes, places));
+            of_place.insert((index, device), (&priced.axes, places));
         }
         let kind = |rank: u64| {
             let (axes, places) = &of_place[&pair(rank)];
@@ -69,127 +56,6 @@ impl Kinds {
         };
         kinds.of_rank = (0..mesh.ranks()).map(kind).collect();
         kinds
-    }
-}
-
-/// How many instructions one rank runs in a step.
-fn instructions(program: &Program) -> usize {
-    program.order.iter().map(|run| program.sections[run.section].instructions.len()).sum()
-}
-
-/// The coordinates along some axes.
-fn place(coordinates: &[u64], axes: &[AxisId]) -> Vec<u64> {
-    axes.iter().map(|axis| coordinates[axis.0 as usize]).collect()
-}
-
-/// An instruction whose operation depends on the rank.
-struct Part<'a> {
-    section: SectionId,
-    index: usize,
-    instruction: &'a Instruction,
-    node: NodeId,
-    /// The layouts of the node's operands and results.
-    layouts: [Vec<Sharding>; 2],
-}
-
-/// A program with what its instructions need, and where that depends on the rank.
-struct Priced<'a> {
-    program: &'a Program,
-    plan: &'a Plan,
-    device: &'a Profile,
-    /// On the rank whose program it is.
-    works: Works,
-    /// The instructions whose seconds depend on the rank.
-    uneven: Vec<Part<'a>>,
-    /// The axes on which they do, in the order of the mesh.
-    axes: Vec<AxisId>,
-}
-
-impl<'a> Priced<'a> {
-    fn new(program: &'a Program, plan: &'a Plan, (device, cluster): (&'a Profile, &Cluster)) -> Self {
-        let of = |instruction| work(program, instruction, &plan.graph, (device, cluster));
-        let works = program.sections.values().map(|section| section.instructions.iter().map(of).collect()).collect();
-        let mut own = Self { program, plan, device, works, uneven: Vec::new(), axes: Vec::new() };
-        let (mesh, here) = (&plan.mesh, plan.mesh.coordinates(program.rank, 0));
-        // What depends on a place along an axis differs between its ends.
-        let other_end = |axis: AxisId| {
-            let (mut end, at) = (here.clone(), axis.0 as usize);
-            end[at] = if end[at] == 0 { mesh.size(axis) - 1 } else { 0 };
-            (axis, end)
-        };
-        let wide = mesh.ids().filter(|axis| !mesh.is_time(*axis) && mesh.size(*axis) > 1);
-        let ends: Vec<(AxisId, Vec<u64>)> = wide.map(other_end).collect();
-        for (section, of) in &program.sections {
-            for (index, instruction) in of.instructions.iter().enumerate() {
-                let Some(part) = own.part((section, index), instruction, &here) else { continue };
-                let alone = own.seconds(&part, &here);
-                let differs = |(_, end): &&(AxisId, Vec<u64>)| own.seconds(&part, end) != alone;
-                let axes: Vec<AxisId> = ends.iter().filter(differs).map(|(axis, _)| *axis).collect();
-                if !axes.is_empty() {
-                    own.uneven.push(part);
-                    own.axes.extend(axes);
-                }
-            }
-        }
-        own.axes.sort_unstable();
-        own.axes.dedup();
-        own
-    }
-
-    /// An instruction that does its node, if that is another operation on every rank.
-    fn part(
-        &self,
-        (section, index): (SectionId, usize),
-        instruction: &'a Instruction,
-        here: &[u64],
-    ) -> Option<Part<'a>> {
-        let Action::Compute(op) = &instruction.action else { return None };
-        let node = source(instruction, &self.plan.graph)?;
-        let of = self.plan.graph.node(node);
-        if *op == of.op {
-            return None;
-        }
-        let rule = self.plan.rule(node);
-        let strategy = rule.unrolled(&self.plan.strategies[node]);
-        let operands = (0..of.operands.len()).map(|index| rule.operand_sharding(index, &strategy)).collect();
-        let results = (0..of.results.len()).map(|index| rule.result_sharding(index, &strategy)).collect();
-        let part = Part { section, index, instruction, node, layouts: [operands, results] };
-        // Regions and what is repeated are another operation everywhere.
-        (local_op(self.plan, of, part.layouts(), here) == *op).then_some(part)
-    }
-
-    /// The seconds of an instruction at some coordinates.
-    fn seconds(&self, part: &Part<'_>, at: &[u64]) -> f64 {
-        let graph = &self.plan.graph;
-        let op = local_op(self.plan, graph.node(part.node), part.layouts(), at);
-        kernel(&op, self.program, part.instruction, graph, self.device)
-    }
-
-    /// At each place along the axes on which they depend, the seconds of the uneven instructions.
-    fn at_places(&self) -> Vec<(Vec<u64>, Vec<f64>)> {
-        let mesh = &self.plan.mesh;
-        let ranks = mesh.group(self.program.rank, &self.axes).into_iter();
-        let at = |rank: u64| {
-            let at = mesh.coordinates(rank, 0);
-            (place(&at, &self.axes), self.uneven.iter().map(|part| self.seconds(part, &at)).collect())
-        };
-        ranks.map(at).collect()
-    }
-
-    /// What the instructions need where the uneven ones take so long.
-    fn works_with(&self, seconds: &[f64]) -> Works {
-        let mut works = self.works.clone();
-        for (part, seconds) in self.uneven.iter().zip(seconds) {
-            works[part.section.as_u32() as usize][part.index] = Work::Local(*seconds);
-        }
-        works
-    }
-}
-
-impl Part<'_> {
-    fn layouts(&self) -> [&[Sharding]; 2] {
-        let [operands, results] = &self.layouts;
-        [operands, results]
     }
 }
 

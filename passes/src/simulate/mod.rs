@@ -14,6 +14,7 @@
 
 mod engine;
 mod kinds;
+mod outline;
 mod predict;
 mod price;
 mod ranks;
@@ -22,13 +23,16 @@ mod tests;
 
 use crate::cluster::Cluster;
 use crate::cost::step;
+use crate::threads;
 use engine::Engine;
-use kinds::{Kinds, Works};
+use kinds::Kinds;
+pub use outline::Outline;
+use outline::Works;
 pub use predict::{Kernels, exact, predict};
-use ranks::{Class, Pattern, Ranks};
+use ranks::{Class, Ranks};
 use shardc_ir::program::{Run, Stream};
 use shardc_ir::units::{counted, number_text};
-use shardc_ir::{AxisId, Plan, Program, Seconds};
+use shardc_ir::{AxisId, Mesh, Plan, Program, Seconds};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
@@ -173,7 +177,18 @@ pub fn simulate(
     cluster: &Cluster,
     conditions: &Conditions,
 ) -> Result<Simulated, SimulateError> {
-    let mesh = &plan.mesh;
+    let outlines = threads::map(programs, |program| Outline::of(program, plan, cluster));
+    simulate_outlines(&outlines, apart, &plan.mesh, cluster, conditions)
+}
+
+/// The same, of what is known of the programs.
+fn simulate_outlines(
+    outlines: &[Outline],
+    apart: &[AxisId],
+    mesh: &Mesh,
+    cluster: &Cluster,
+    conditions: &Conditions,
+) -> Result<Simulated, SimulateError> {
     let (count, devices) = (mesh.ranks(), cluster.ranks());
     if count != devices {
         return Err(SimulateError::Ranks { ranks: count, devices });
@@ -196,18 +211,14 @@ pub fn simulate(
         let at = mesh.coordinates(rank, 0);
         apart.iter().fold(0, |index, axis| index * mesh.size(*axis) as usize + at[axis.0 as usize] as usize)
     };
-    let kinds = Kinds::new(programs, plan, cluster, &program);
-    let patterns: Vec<Pattern> = programs
-        .iter()
-        .map(|program| Pattern::new(program.rank, &program.groups, program.instructions(), mesh))
-        .collect();
-    let folded = Ranks { mesh, cluster, patterns: &patterns, kinds: &kinds, slowdown }.fold();
+    let kinds = Kinds::new(outlines, mesh, cluster, &program);
+    let folded = Ranks { mesh, cluster, outlines, kinds: &kinds, slowdown }.fold();
     let clusters: Vec<Cluster> =
         (0..cluster.devices().len()).flat_map(|device| cluster.among(&BTreeSet::from([device]))).collect();
-    let runs = Engine { programs, works: &kinds.works, folded: &folded, clusters: &clusters, contention }.run()?;
+    let runs = Engine { outlines, works: &kinds.works, folded: &folded, clusters: &clusters, contention }.run()?;
     let classes = folded.classes.iter().zip(runs);
     let ranks: Vec<Rank> =
-        classes.map(|(class, runs)| sum_up(class, runs, &programs[class.program], &kinds.works[class.kind])).collect();
+        classes.map(|(class, runs)| sum_up(class, runs, &outlines[class.program], &kinds.works[class.kind])).collect();
     // All wait for the slowest of many ranks, even where none is known to be slow.
     let step = Seconds(ranks.iter().map(Rank::finish).fold(0.0, f64::max) * step::spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
@@ -254,20 +265,20 @@ fn waited(spans: &[Span], is_kernel: &dyn Fn(&Span) -> bool) -> f64 {
     waited
 }
 
-fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -> Rank {
+fn sum_up(class: &Class, runs: Vec<RunSpan>, outline: &Outline, works: &Works) -> Rank {
     let mut busy = [0.0; Stream::ALL.len()];
     let (mut communication, mut hidden, mut waiting) = (0.0, 0.0, 0.0);
     for run in &runs {
-        let instructions = &program.sections[run.run.section].instructions;
+        let lines = outline.lines(&run.run);
         for span in run.spans.iter() {
-            let stream = instructions[span.index as usize].stream;
+            let stream = lines[span.index as usize].stream;
             busy[stream as usize] += span.finish - span.start;
             if stream.is_wire() {
                 communication += span.finish - span.start;
                 hidden += span.hidden;
             }
         }
-        waiting += waited(&run.spans, &|span| instructions[span.index as usize].stream == Stream::Compute);
+        waiting += waited(&run.spans, &|span| lines[span.index as usize].stream == Stream::Compute);
     }
     Rank {
         rank: class.rank,
@@ -275,7 +286,7 @@ fn sum_up(class: &Class, runs: Vec<RunSpan>, program: &Program, works: &Works) -
         program: class.program,
         kind: class.device,
         runs,
-        kernels: Kernels::of(program, works),
+        kernels: Kernels::of(outline, works),
         busy: busy.map(Seconds),
         communication: Seconds(communication),
         exposed_communication: Seconds((communication - hidden).max(0.0)),

@@ -8,6 +8,7 @@
 //! class stands for all.
 
 use super::kinds::Kinds;
+use super::outline::Outline;
 use crate::cluster::Cluster;
 use crate::cost::collective::{Group, distance};
 use shardc_ir::program::{Action, Instruction};
@@ -60,6 +61,7 @@ pub(super) struct Folded {
 }
 
 /// What a program says of one of its ranks' neighbours, so that it can be said of any rank that runs it.
+#[derive(Debug)]
 pub(super) struct Pattern {
     /// Per group, the axes over which it extends.
     pub groups: Vec<Vec<AxisId>>,
@@ -109,7 +111,7 @@ impl<K: Ord> Numbers<K> {
 pub(super) struct Ranks<'a> {
     pub mesh: &'a Mesh,
     pub cluster: &'a Cluster,
-    pub patterns: &'a [Pattern],
+    pub outlines: &'a [Outline],
     /// Which program each rank runs, and how long it takes it.
     pub kinds: &'a Kinds,
     /// How many times as long as planned each rank's kernels take.
@@ -132,7 +134,7 @@ impl Ranks<'_> {
     /// For each set of axes that some program communicates over, the group of each rank.
     fn groups(&self) -> BTreeMap<Vec<AxisId>, Vec<Vec<u64>>> {
         let mut groups: BTreeMap<Vec<AxisId>, Vec<Vec<u64>>> = BTreeMap::new();
-        for axes in self.patterns.iter().flat_map(|pattern| &pattern.groups) {
+        for axes in self.outlines.iter().flat_map(|outline| &outline.pattern.groups) {
             groups.entry(axes.clone()).or_insert_with(|| {
                 let mut seen = vec![false; self.slowdown.len()];
                 let mut all = Vec::new();
@@ -176,7 +178,7 @@ impl Ranks<'_> {
             let refined: Vec<usize> = (0..self.count())
                 .map(|rank| {
                     let at = rank as usize;
-                    let pattern = &self.patterns[self.program(at)];
+                    let pattern = &self.outlines[self.program(at)].pattern;
                     let met: Vec<usize> = pattern.groups.iter().map(|axes| kinds[axes][at]).collect();
                     let peer = |peer: &u64| pattern.peer_of(*peer, rank, self.mesh);
                     let peers = pattern.peers.keys().map(peer);
@@ -210,7 +212,7 @@ impl Ranks<'_> {
                 folded.classes[*colour].count += 1;
                 continue;
             }
-            let pattern = &self.patterns[self.program(rank)];
+            let pattern = &self.outlines[self.program(rank)].pattern;
             let rank = rank as u64;
             let peer = |peer: &u64| {
                 let other = pattern.peer_of(*peer, rank, self.mesh);

@@ -1,0 +1,254 @@
+//! What the prediction of a plan needs of a program: of each instruction its stream, what it waits for and what it takes.
+//!
+//! Programs of many stages and copies are large; once their outlines are known they may go.
+
+use super::price::{Work, kernel, source, work};
+use super::ranks::Pattern;
+use crate::allocate::memory;
+use crate::cluster::{Cluster, Profile};
+use crate::cost::is_product;
+use crate::lower::local_op;
+use rustc_hash::FxHashMap;
+use shardc_ir::ops::Op;
+use shardc_ir::plan::Memory;
+use shardc_ir::program::{Action, Instruction, Run, Stream};
+use shardc_ir::{AxisId, BufferId, NodeId, Plan, Program, Sharding};
+use std::collections::BTreeMap;
+
+/// What the instructions of a program need, per section and instruction.
+pub(super) type Works = Vec<Vec<Work>>;
+
+/// The outline of a program.
+#[derive(Debug)]
+pub struct Outline {
+    /// The rank whose program it is.
+    pub rank: u64,
+    /// What its device memory is for at its peak.
+    pub memory: Memory,
+    /// The step: which section runs when.
+    pub(super) order: Vec<Run>,
+    /// The sections.
+    pub(super) sections: Vec<Lines>,
+    /// Whom it meets.
+    pub(super) pattern: Pattern,
+    /// What the instructions need, by the index of the device among those of the cluster, for all on which
+    /// ranks run the program.
+    pub(super) priced: BTreeMap<usize, Priced>,
+}
+
+/// A section.
+#[derive(Debug)]
+pub(super) struct Lines {
+    pub name: String,
+    pub lines: Vec<Line>,
+}
+
+/// An instruction.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub stream: Stream,
+    pub sort: Sort,
+    /// The instructions that must have finished before it starts.
+    pub after: Box<[u32]>,
+}
+
+/// What the seconds of an instruction count as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sort {
+    /// Matrix products and attention.
+    Product,
+    /// The optimizer's update.
+    Optimizer,
+    /// Any other.
+    Rest,
+}
+
+impl Outline {
+    /// Of a program of a plan.
+    pub fn of(program: &Program, plan: &Plan, cluster: &Cluster) -> Self {
+        let line = |instruction: &Instruction| Line {
+            stream: instruction.stream,
+            sort: Sort::of(&instruction.action),
+            after: instruction.after.iter().map(|after| *after as u32).collect(),
+        };
+        let devices = &cluster.kinds_of_stages(&plan.mesh)[plan.mesh.stage_of(program.rank) as usize];
+        let priced = |device: &usize| (*device, Priced::new(program, plan, (cluster.devices()[*device], cluster)));
+        let sections = program.sections.values().map(|section| Lines {
+            name: section.name.clone(),
+            lines: section.instructions.iter().map(line).collect(),
+        });
+        Self {
+            rank: program.rank,
+            memory: memory(program),
+            order: program.order.clone(),
+            sections: sections.collect(),
+            pattern: Pattern::new(program.rank, &program.groups, program.instructions(), &plan.mesh),
+            priced: devices.iter().map(priced).collect(),
+        }
+    }
+
+    /// The instructions of a section.
+    pub(super) fn lines(&self, run: &Run) -> &[Line] {
+        &self.sections[run.section.as_u32() as usize].lines
+    }
+
+    /// How many instructions one rank runs in a step.
+    pub(super) fn instructions(&self) -> usize {
+        self.order.iter().map(|run| self.lines(run).len()).sum()
+    }
+}
+
+impl Sort {
+    fn of(action: &Action) -> Self {
+        match action {
+            Action::Compute(op) if is_product(op) => Self::Product,
+            Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => Self::Optimizer,
+            _ => Self::Rest,
+        }
+    }
+}
+
+/// What the instructions of a program need on a device, and where that depends on the rank.
+#[derive(Debug)]
+pub(super) struct Priced {
+    /// On the rank whose program it is.
+    works: Works,
+    /// The instructions whose seconds depend on the rank, by their section and index.
+    uneven: Vec<(usize, usize)>,
+    /// The axes on which they do, in the order of the mesh.
+    pub axes: Vec<AxisId>,
+    /// At each place along these axes, the seconds of the uneven instructions.
+    pub places: Vec<(Vec<u64>, Vec<f64>)>,
+}
+
+impl Priced {
+    fn new(program: &Program, plan: &Plan, (device, cluster): (&Profile, &Cluster)) -> Self {
+        let (mesh, here) = (&plan.mesh, plan.mesh.coordinates(program.rank, 0));
+        // What depends on a place along an axis differs between its ends.
+        let other_end = |axis: AxisId| {
+            let (mut end, at) = (here.clone(), axis.0 as usize);
+            end[at] = if end[at] == 0 { mesh.size(axis) - 1 } else { 0 };
+            (axis, end)
+        };
+        let wide = mesh.ids().filter(|axis| !mesh.is_time(*axis) && mesh.size(*axis) > 1);
+        let ends: Vec<(AxisId, Vec<u64>)> = wide.map(other_end).collect();
+        let mut known = Known::default();
+        let (mut works, mut uneven, mut axes) = (Works::new(), Vec::new(), Vec::new());
+        for (section, of) in program.sections.values().enumerate() {
+            let mut own = Vec::with_capacity(of.instructions.len());
+            for (index, instruction) in of.instructions.iter().enumerate() {
+                let priced = known.of(program, instruction, || {
+                    let part = Part::of(plan, instruction, &here).map(|part| {
+                        let seconds = |at: &[u64]| part.seconds(plan, program, device, at);
+                        let alone = seconds(&here);
+                        let differs = |(_, end): &&(AxisId, Vec<u64>)| seconds(end) != alone;
+                        let axes: Vec<AxisId> = ends.iter().filter(differs).map(|(axis, _)| *axis).collect();
+                        (part, axes)
+                    });
+                    (work(program, instruction, &plan.graph, (device, cluster)), part.filter(|of| !of.1.is_empty()))
+                });
+                own.push(priced.0);
+                if let Some((part, own)) = &priced.1 {
+                    uneven.push(((section, index), part.clone()));
+                    axes.extend(own.iter().copied());
+                }
+            }
+            works.push(own);
+        }
+        axes.sort_unstable();
+        axes.dedup();
+        let at = |rank: u64| {
+            let at = mesh.coordinates(rank, 0);
+            (place(&at, &axes), uneven.iter().map(|(_, part)| part.seconds(plan, program, device, &at)).collect())
+        };
+        let places = mesh.group(program.rank, &axes).into_iter().map(at).collect();
+        Self { works, uneven: uneven.into_iter().map(|(at, _)| at).collect(), axes, places }
+    }
+
+    /// What the instructions need where the uneven ones take so long.
+    pub fn works_with(&self, seconds: &[f64]) -> Works {
+        let mut works = self.works.clone();
+        for ((section, index), seconds) in self.uneven.iter().zip(seconds) {
+            works[*section][*index] = Work::Local(*seconds);
+        }
+        works
+    }
+}
+
+/// The coordinates along some axes.
+pub(super) fn place(coordinates: &[u64], axes: &[AxisId]) -> Vec<u64> {
+    axes.iter().map(|axis| coordinates[axis.0 as usize]).collect()
+}
+
+/// What an instruction needs, and the axes on which its seconds depend.
+type Needed<'a> = (Work, Option<(Part<'a>, Vec<AxisId>)>);
+
+/// What is known of instructions, by the node that they came from: sections of a pipeline's stage have the same
+/// in each of their copies.
+#[derive(Default)]
+struct Known<'a>(FxHashMap<Option<NodeId>, Vec<(&'a Instruction, Needed<'a>)>>);
+
+impl<'a> Known<'a> {
+    fn of(
+        &mut self,
+        program: &Program,
+        instruction: &'a Instruction,
+        new: impl FnOnce() -> Needed<'a>,
+    ) -> &Needed<'a> {
+        let known = self.0.entry(instruction.source).or_default();
+        let of = known.iter().position(|(other, _)| is_alike(program, instruction, other));
+        let at = of.unwrap_or_else(|| {
+            known.push((instruction, new()));
+            known.len() - 1
+        });
+        &known[at].1
+    }
+}
+
+/// Whether instructions do the same with other buffers of the same types.
+fn is_alike(program: &Program, a: &Instruction, b: &Instruction) -> bool {
+    let equal = |(a, b): (&BufferId, &BufferId)| program.buffers[*a].ty == program.buffers[*b].ty;
+    let all = |a: &[BufferId], b: &[BufferId]| a.len() == b.len() && a.iter().zip(b).all(equal);
+    // What moves nothing depends on where the bytes lie.
+    let moves = !matches!(a.action, Action::Compute(Op::Slice(_) | Op::Concat(_)));
+    moves && a.action == b.action && all(&a.operands, &b.operands) && all(&a.results, &b.results)
+}
+
+/// An instruction whose operation depends on the rank.
+#[derive(Clone)]
+struct Part<'a> {
+    instruction: &'a Instruction,
+    node: NodeId,
+    /// The layouts of the node's operands and results.
+    layouts: [Vec<Sharding>; 2],
+}
+
+impl<'a> Part<'a> {
+    /// An instruction that does its node, if that is another operation on every rank.
+    fn of(plan: &Plan, instruction: &'a Instruction, here: &[u64]) -> Option<Self> {
+        let Action::Compute(op) = &instruction.action else { return None };
+        let node = source(instruction, &plan.graph)?;
+        let of = plan.graph.node(node);
+        if *op == of.op {
+            return None;
+        }
+        let rule = plan.rule(node);
+        let strategy = rule.unrolled(&plan.strategies[node]);
+        let operands = (0..of.operands.len()).map(|index| rule.operand_sharding(index, &strategy)).collect();
+        let results = (0..of.results.len()).map(|index| rule.result_sharding(index, &strategy)).collect();
+        let part = Self { instruction, node, layouts: [operands, results] };
+        // Regions and what is repeated are another operation everywhere.
+        (part.op(plan, here) == *op).then_some(part)
+    }
+
+    /// The operation at some coordinates.
+    fn op(&self, plan: &Plan, at: &[u64]) -> Op {
+        let [operands, results] = &self.layouts;
+        local_op(plan, plan.graph.node(self.node), [operands, results], at)
+    }
+
+    /// The seconds of the instruction at some coordinates.
+    fn seconds(&self, plan: &Plan, program: &Program, device: &Profile, at: &[u64]) -> f64 {
+        kernel(&self.op(plan, at), program, self.instruction, &plan.graph, device)
+    }
+}
