@@ -265,7 +265,7 @@ struct Touched {
 }
 
 /// Fills in `after`.
-fn find_waits(buffers: &Buffers, instructions: &mut [Instruction]) {
+pub(crate) fn find_waits(buffers: &Buffers, instructions: &mut [Instruction]) {
     let mut ranges: BTreeMap<u64, Touched> = BTreeMap::new();
     let mut of_stream: [Clock; STREAMS] = [[0; STREAMS]; STREAMS];
     let mut finished: Vec<Clock> = Vec::with_capacity(instructions.len());
@@ -437,25 +437,17 @@ fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usiz
         }
     }
     events.sort_unstable();
-    let mut views = Views { program, live: BTreeMap::new() };
-    let (mut now, mut curve) = (Memory::default(), Vec::new());
+    let mut views = Views { program, live: BTreeMap::new(), now: Memory::default() };
+    let mut curve = Vec::new();
     for (at, (time, starts, id)) in events.iter().enumerate() {
-        let (mut ids, before) = views.take(*id);
-        for (category, bytes) in before {
-            let held = now.category(category);
-            *held = Bytes(held.0 - bytes);
-        }
         if *starts {
-            ids.push(*id)
+            views.begin(*id);
         } else {
-            ids.retain(|known| known != id)
-        }
-        for (category, bytes) in views.put(ids) {
-            *now.category(category) += Bytes(bytes);
+            views.end(*id);
         }
         let settled = events.get(at + 1).is_none_or(|(next, ..)| next != time);
         if settled {
-            curve.push((*time, now));
+            curve.push((*time, views.now));
         }
     }
     curve
@@ -465,6 +457,8 @@ fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usiz
 struct Views<'a> {
     program: &'a Program,
     live: BTreeMap<u64, (u64, Vec<BufferId>)>,
+    /// What they are for.
+    now: Memory,
 }
 
 impl Views<'_> {
@@ -473,25 +467,47 @@ impl Views<'_> {
         (buffer.offset, buffer.offset + buffer.ty.bytes().0.max(1))
     }
 
-    /// Takes out all that overlap with a buffer, and what they counted for.
-    fn take(&mut self, id: BufferId) -> (Vec<BufferId>, Vec<(Category, u64)>) {
+    fn begin(&mut self, id: BufferId) {
         let (start, end) = self.range(id);
-        let overlapping = self.live.range(..end).rev().take_while(|(_, (last, _))| *last > start);
-        let starts: Vec<u64> = overlapping.map(|(start, _)| *start).collect();
-        let (mut ids, mut counted) = (Vec::new(), Vec::new());
-        for start in starts {
-            if let Some((end, together)) = self.live.remove(&start) {
-                counted.extend(self.counts(start, end, &together));
-                ids.extend(together);
-            }
+        let below = self.live.range(..end).next_back();
+        if below.is_none_or(|(_, (last, _))| *last <= start) {
+            return self.add(start, end, vec![id]);
         }
-        (ids, counted)
+        let mut ids = self.take(start, end);
+        ids.push(id);
+        self.put(ids);
     }
 
-    /// Puts buffers back, those that overlap together, and what they count for.
-    fn put(&mut self, mut ids: Vec<BufferId>) -> Vec<(Category, u64)> {
+    fn end(&mut self, id: BufferId) {
+        let (start, end) = self.range(id);
+        let mut ids = self.take(start, end);
+        ids.retain(|known| *known != id);
+        self.put(ids);
+    }
+
+    /// Takes out all that overlap with a range.
+    fn take(&mut self, start: u64, end: u64) -> Vec<BufferId> {
+        let mut ids = Vec::new();
+        while let Some((first, (last, _))) = self.live.range(..end).next_back()
+            && *last > start
+        {
+            let first = *first;
+            let Some((last, together)) = self.live.remove(&first) else { break };
+            if let Some((category, bytes)) = self.counts(first, last, &together) {
+                let held = self.now.category(category);
+                *held = Bytes(held.0 - bytes);
+            }
+            match ids.is_empty() {
+                true => ids = together,
+                false => ids.extend(together),
+            }
+        }
+        ids
+    }
+
+    /// Puts buffers back, those that overlap together.
+    fn put(&mut self, mut ids: Vec<BufferId>) {
         ids.sort_unstable_by_key(|id| self.range(*id));
-        let mut counted = Vec::new();
         let mut ids = ids.into_iter().peekable();
         while let Some(id) = ids.next() {
             let ((start, mut end), mut together) = (self.range(id), vec![id]);
@@ -499,10 +515,16 @@ impl Views<'_> {
                 end = end.max(self.range(next).1);
                 together.push(next);
             }
-            counted.extend(self.counts(start, end, &together));
-            self.live.insert(start, (end, together));
+            self.add(start, end, together);
         }
-        counted
+    }
+
+    /// Adds some that overlap.
+    fn add(&mut self, start: u64, end: u64, together: Vec<BufferId>) {
+        if let Some((category, bytes)) = self.counts(start, end, &together) {
+            *self.now.category(category) += Bytes(bytes);
+        }
+        self.live.insert(start, (end, together));
     }
 
     /// The bytes of some that overlap: for what the largest of them is.

@@ -1,5 +1,6 @@
 //! Plans in stages, lowered for every rank, verified as programs and simulated.
 
+use crate::allocate::find_waits;
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::fold::block_of;
@@ -14,7 +15,7 @@ use crate::simulate::{Conditions, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Action;
-use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Role, Seconds, verify};
+use shardc_ir::{AxisKind, Bytes, DType, Graph, NoScratch, NodeId, Plan, Program, Role, Seconds, verify};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) const LAYERS: Sizes = Sizes { layers: 4, ..TINY };
@@ -56,6 +57,9 @@ fn programs_of_stages_are_sound() {
                 let plan = verify::plan(plan).unwrap_or_else(|found| panic!("{name}: {found}"));
                 let programs = lower_all(&plan, &NoScratch).unwrap_or_else(|error| panic!("{name}: {error}"));
                 verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{name}: {found}"));
+                for program in &programs {
+                    check_waits(program, &name);
+                }
                 let apart = plan.mesh.family("pp");
                 let first: Vec<_> =
                     plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
@@ -65,6 +69,15 @@ fn programs_of_stages_are_sound() {
                 assert!(step.0 > 0.0, "{name}");
             }
         }
+    }
+}
+
+/// Sections that are alike have the waits of the first of them, which are those that each would have been given.
+fn check_waits(program: &Program, name: &str) {
+    for section in program.sections.values() {
+        let mut anew = section.instructions.clone();
+        find_waits(&program.buffers, &mut anew);
+        assert_eq!(anew, section.instructions, "{name}: rank {} {}", program.rank, section.name);
     }
 }
 

@@ -212,6 +212,8 @@ struct Assembly<'a> {
     sizes: Vec<u64>,
     /// What a message of each link hands over, by whether it is sent, in the order of the values.
     handovers: BTreeMap<(usize, bool), Vec<&'a Handover>>,
+    /// A section of each [likeness](Assembly::likeness): what waits for what is the same in all.
+    alike: BTreeMap<Variant, SectionId>,
 }
 
 /// What tells the sections of one part from each other: the copy, and the messages beside: where, which and of
@@ -227,7 +229,8 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     for handover in &stage.messages {
         handovers.entry((handover.link, handover.is_send)).or_default().push(handover);
     }
-    let mut assembly = Assembly { draft: &draft, copies, program, made: FxHashMap::default(), sizes, handovers };
+    let (made, alike) = (FxHashMap::default(), BTreeMap::new());
+    let mut assembly = Assembly { draft: &draft, copies, program, made, sizes, handovers, alike };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);
     let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();
@@ -326,6 +329,32 @@ impl<'a> Assembly<'a> {
         }
     }
 
+    /// What tells sections from each other in which other instructions wait for each other: as [`Assembly::variant`], but of
+    /// the copies only which are the same. For copies lie apart from each other and from all else of the loop.
+    fn likeness(&self, event: &Event, (part, messages): &Variant) -> Variant {
+        let mut seen: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
+        let (part, own) = match (part, event) {
+            (Some((part, _)), Event::Step(step, _)) => (Some((*part, 0)), Some(step.microbatch)),
+            _ => (None, None),
+        };
+        let mut renamed = |handover: &Handover, copy: u64| {
+            let storage = self.draft.storage[handover.buffer];
+            let own = || own.map(|microbatch| self.copy(handover.buffer, None, microbatch));
+            let seen = seen.entry(storage.0).or_insert_with(|| own().into_iter().collect());
+            let at = seen.iter().position(|known| *known == copy).unwrap_or_else(|| {
+                seen.push(copy);
+                seen.len() - 1
+            });
+            at as u64
+        };
+        let messages = messages.iter().map(|(at, link, is_send, copies)| {
+            let handovers = self.handovers.get(&(*link, *is_send)).into_iter().flatten();
+            let copies = handovers.zip(copies).map(|(handover, copy)| renamed(handover, *copy)).collect();
+            (*at, *link, *is_send, copies)
+        });
+        (part, messages.collect())
+    }
+
     /// The instructions of an event: those of the part, with the messages among them.
     fn instructions(&mut self, event: &Event) -> Vec<Instruction> {
         let draft = self.draft;
@@ -358,7 +387,13 @@ impl<'a> Assembly<'a> {
     }
 
     /// Adds a section; `number` tells sections of one pass and copy apart.
-    fn named(&mut self, event: &Event, variant: &Variant, instructions: Vec<Instruction>, number: usize) -> SectionId {
+    fn named(
+        &mut self,
+        event: &Event,
+        variant: &Variant,
+        mut instructions: Vec<Instruction>,
+        number: usize,
+    ) -> SectionId {
         let name = match event {
             Event::Exchange(_) => format!("exchange.{number}"),
             Event::Step(step, beside) => {
@@ -372,19 +407,25 @@ impl<'a> Assembly<'a> {
                 format!("{pass}.{}.{copy}{sends}", step.chunk)
             }
         };
-        self.push(&name, instructions)
-    }
-
-    fn push(&mut self, name: &str, mut instructions: Vec<Instruction>) -> SectionId {
-        find_waits(&self.program.buffers, &mut instructions);
-        self.program.sections.push(Section { name: name.to_string(), instructions })
+        let likeness = self.likeness(event, variant);
+        match self.alike.get(&likeness) {
+            Some(other) => {
+                let waits = self.program.sections[*other].instructions.iter().map(|other| &other.after);
+                instructions.iter_mut().zip(waits).for_each(|(own, after)| own.after.clone_from(after));
+            }
+            None => find_waits(&self.program.buffers, &mut instructions),
+        }
+        let section = self.program.sections.push(Section { name, instructions });
+        self.alike.entry(likeness).or_insert(section);
+        section
     }
 
     /// Adds a section that runs once, unless it is empty.
     fn whole(&mut self, name: &str, items: &[Item]) {
-        let instructions: Vec<_> = items.iter().map(|item| self.instruction(&item.instruction, None, 0)).collect();
+        let mut instructions: Vec<_> = items.iter().map(|item| self.instruction(&item.instruction, None, 0)).collect();
         if !instructions.is_empty() {
-            let section = self.push(name, instructions);
+            find_waits(&self.program.buffers, &mut instructions);
+            let section = self.program.sections.push(Section { name: name.to_string(), instructions });
             self.program.order.push(Run { section, microbatch: 0 });
         }
     }

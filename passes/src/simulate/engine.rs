@@ -13,7 +13,6 @@ use super::{RunSpan, SimulateError, Span};
 use crate::cluster::Cluster;
 use rustc_hash::FxHashMap;
 use shardc_ir::program::Stream;
-use shardc_ir::SectionId;
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BinaryHeap};
 use std::rc::Rc;
@@ -117,10 +116,10 @@ struct State {
     crossing: Vec<usize>,
     waiting: BTreeMap<Place, Waiting>,
     now: f64,
-    /// Runs of a section that all lanes have made alike.
-    known: BTreeMap<SectionId, (f64, Rc<Vec<Span>>)>,
-    /// By program and section, the spans of runs that differ.
-    different: FxHashMap<(usize, SectionId), Vec<Rc<Vec<Span>>>>,
+    /// By its body, what a run takes of a lane that is alone.
+    known: BTreeMap<usize, (f64, Rc<Vec<Span>>)>,
+    /// By program and body, the spans of runs that differ.
+    different: FxHashMap<(usize, usize), Vec<Rc<Vec<Span>>>>,
 }
 
 /// Seconds below which two times are the same: sums of the same numbers in another order.
@@ -199,7 +198,7 @@ impl Engine<'_> {
         loop {
             let now = state.now;
             let Some(run) = outline.order.get(state.lanes[lane].run) else { return };
-            if let Some((seconds, spans)) = state.known.get(&run.section).filter(|_| is_alone) {
+            if let Some((seconds, spans)) = state.known.get(&outline.body(run)).filter(|_| is_alone) {
                 let span = RunSpan { run: *run, start: now, finish: now + seconds, spans: spans.clone() };
                 state.now += seconds;
                 state.lanes[lane].runs.push(span);
@@ -236,9 +235,10 @@ impl Engine<'_> {
             if state.lanes[lane].open == 0 && state.lanes[lane].run < self.outline(lane).order.len() {
                 let class = self.folded.classes[lane].program;
                 let run = self.outline(lane).order[state.lanes[lane].run];
+                let body = self.outline(lane).body(&run);
                 let own = &mut state.lanes[lane];
                 let spans = std::mem::take(&mut own.spans);
-                let known = state.different.entry((class, run.section)).or_default();
+                let known = state.different.entry((class, body)).or_default();
                 // The runs of a pipeline repeat themselves, mostly the latest: what is the same is kept once.
                 let same = known.iter().rev().find(|other| is_same(other, &spans)).cloned();
                 let spans = same.unwrap_or_else(|| {
@@ -247,7 +247,7 @@ impl Engine<'_> {
                 });
                 own.runs.push(RunSpan { run, start: own.entered, finish: state.now, spans: spans.clone() });
                 own.run += 1;
-                state.known.insert(run.section, (state.now - own.entered, spans));
+                state.known.insert(body, (state.now - own.entered, spans));
                 self.enter(state, lane);
                 moved = true;
             }
@@ -269,7 +269,7 @@ impl Engine<'_> {
             return false;
         }
         let cluster = &self.clusters[class.device];
-        let (place, seconds, crosses) = match self.works[class.kind][run.section.as_u32() as usize][index as usize] {
+        let (place, seconds, crosses) = match self.works[class.kind][outline.body(run)][index as usize] {
             Work::Local(seconds) if seconds <= 0.0 => {
                 own.complete(index, stream);
                 return true;
@@ -414,7 +414,8 @@ impl Engine<'_> {
             let Some(run) = outline.order.get(lane.run) else { continue };
             let heads = lane.queues.iter().filter_map(|(queue, done)| queue.get(*done));
             let stuck = heads.min().copied().unwrap_or(0);
-            let (section, rank) = (outline.sections[run.section.as_u32() as usize].name.clone(), self.folded.classes[index].rank);
+            let (section, rank) =
+                (outline.sections[run.section.as_u32() as usize].0.clone(), self.folded.classes[index].rank);
             return Err(SimulateError::Stuck { rank, section, instruction: stuck as usize });
         }
         Ok(())

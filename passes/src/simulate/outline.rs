@@ -8,14 +8,16 @@ use crate::allocate::memory;
 use crate::cluster::{Cluster, Profile};
 use crate::cost::is_product;
 use crate::lower::local_op;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHasher};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Memory;
-use shardc_ir::program::{Action, Instruction, Run, Stream};
+use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
+use shardc_ir::view::is_view;
 use shardc_ir::{AxisId, BufferId, NodeId, Plan, Program, Sharding};
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 
-/// What the instructions of a program need, per section and instruction.
+/// What the instructions of a program need, per body and instruction.
 pub(super) type Works = Vec<Vec<Work>>;
 
 /// The outline of a program.
@@ -27,8 +29,10 @@ pub struct Outline {
     pub memory: Memory,
     /// The step: which section runs when.
     pub(super) order: Vec<Run>,
-    /// The sections.
-    pub(super) sections: Vec<Lines>,
+    /// The name of each section, and its body.
+    pub(super) sections: Vec<(String, usize)>,
+    /// The instructions of sections: those of a stage's copies are alike.
+    pub(super) bodies: Vec<Vec<Line>>,
     /// Whom it meets.
     pub(super) pattern: Pattern,
     /// What the instructions need, by the index of the device among those of the cluster, for all on which
@@ -36,15 +40,8 @@ pub struct Outline {
     pub(super) priced: BTreeMap<usize, Priced>,
 }
 
-/// A section.
-#[derive(Debug)]
-pub(super) struct Lines {
-    pub name: String,
-    pub lines: Vec<Line>,
-}
-
 /// An instruction.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub(super) struct Line {
     pub stream: Stream,
     pub sort: Sort,
@@ -66,35 +63,77 @@ pub(super) enum Sort {
 impl Outline {
     /// Of a program of a plan.
     pub fn of(program: &Program, plan: &Plan, cluster: &Cluster) -> Self {
-        let line = |instruction: &Instruction| Line {
-            stream: instruction.stream,
-            sort: Sort::of(&instruction.action),
-            after: instruction.after.iter().map(|after| *after as u32).collect(),
-        };
+        let (sections, first) = bodies(program);
         let devices = &cluster.kinds_of_stages(&plan.mesh)[plan.mesh.stage_of(program.rank) as usize];
-        let priced = |device: &usize| (*device, Priced::new(program, plan, (cluster.devices()[*device], cluster)));
-        let sections = program.sections.values().map(|section| Lines {
-            name: section.name.clone(),
-            lines: section.instructions.iter().map(line).collect(),
-        });
+        let price =
+            |device: &usize| (*device, Priced::new((program, &first), plan, (cluster.devices()[*device], cluster)));
         Self {
             rank: program.rank,
             memory: memory(program),
             order: program.order.clone(),
-            sections: sections.collect(),
+            sections,
+            bodies: first.iter().map(|section| section.instructions.iter().map(Line::of).collect()).collect(),
             pattern: Pattern::new(program.rank, &program.groups, program.instructions(), &plan.mesh),
-            priced: devices.iter().map(priced).collect(),
+            priced: devices.iter().map(price).collect(),
         }
     }
 
-    /// The instructions of a section.
+    /// The body of a run's section.
+    pub(super) fn body(&self, run: &Run) -> usize {
+        self.sections[run.section.as_u32() as usize].1
+    }
+
+    /// The instructions of a run.
     pub(super) fn lines(&self, run: &Run) -> &[Line] {
-        &self.sections[run.section.as_u32() as usize].lines
+        &self.bodies[self.body(run)]
     }
 
     /// How many instructions one rank runs in a step.
     pub(super) fn instructions(&self) -> usize {
         self.order.iter().map(|run| self.lines(run).len()).sum()
+    }
+}
+
+/// The name and the body of each section, and the first section of each body.
+fn bodies(program: &Program) -> (Vec<(String, usize)>, Vec<&Section>) {
+    let mut first: Vec<&Section> = Vec::new();
+    let mut of_hash: FxHashMap<u64, Vec<usize>> = FxHashMap::default();
+    let mut sections = Vec::with_capacity(program.sections.len());
+    for section in program.sections.values() {
+        let mut hasher = FxHasher::default();
+        section.instructions.iter().for_each(|of| (of.stream, &of.after, of.source).hash(&mut hasher));
+        let known = of_hash.entry(hasher.finish()).or_default();
+        let body = known.iter().copied().find(|body| is_alike(program, first[*body], section)).unwrap_or_else(|| {
+            known.push(first.len());
+            first.push(section);
+            first.len() - 1
+        });
+        sections.push((section.name.clone(), body));
+    }
+    (sections, first)
+}
+
+/// Whether sections do the same with other buffers of the same types.
+fn is_alike(program: &Program, a: &Section, b: &Section) -> bool {
+    let equal = |(a, b): (&BufferId, &BufferId)| program.buffers[*a].ty == program.buffers[*b].ty;
+    let all = |a: &[BufferId], b: &[BufferId]| a.len() == b.len() && a.iter().zip(b).all(equal);
+    let is_alike = |(a, b): (&Instruction, &Instruction)| {
+        let is_equal = a.stream == b.stream && a.after == b.after && a.source == b.source && a.action == b.action;
+        // What moves nothing depends on where the bytes lie.
+        let may_view = matches!(a.action, Action::Compute(Op::Slice(_) | Op::Concat(_)));
+        let is_view = |of| is_view(&program.buffers, of);
+        is_equal
+            && all(&a.operands, &b.operands)
+            && all(&a.results, &b.results)
+            && (!may_view || is_view(a) == is_view(b))
+    };
+    a.instructions.len() == b.instructions.len() && a.instructions.iter().zip(&b.instructions).all(is_alike)
+}
+
+impl Line {
+    fn of(instruction: &Instruction) -> Self {
+        let after = instruction.after.iter().map(|after| *after as u32).collect();
+        Self { stream: instruction.stream, sort: Sort::of(&instruction.action), after }
     }
 }
 
@@ -113,7 +152,7 @@ impl Sort {
 pub(super) struct Priced {
     /// On the rank whose program it is.
     works: Works,
-    /// The instructions whose seconds depend on the rank, by their section and index.
+    /// The instructions whose seconds depend on the rank, by their body and index.
     uneven: Vec<(usize, usize)>,
     /// The axes on which they do, in the order of the mesh.
     pub axes: Vec<AxisId>,
@@ -122,7 +161,7 @@ pub(super) struct Priced {
 }
 
 impl Priced {
-    fn new(program: &Program, plan: &Plan, (device, cluster): (&Profile, &Cluster)) -> Self {
+    fn new((program, bodies): (&Program, &[&Section]), plan: &Plan, (device, cluster): (&Profile, &Cluster)) -> Self {
         let (mesh, here) = (&plan.mesh, plan.mesh.coordinates(program.rank, 0));
         // What depends on a place along an axis differs between its ends.
         let other_end = |axis: AxisId| {
@@ -132,28 +171,21 @@ impl Priced {
         };
         let wide = mesh.ids().filter(|axis| !mesh.is_time(*axis) && mesh.size(*axis) > 1);
         let ends: Vec<(AxisId, Vec<u64>)> = wide.map(other_end).collect();
-        let mut known = Known::default();
-        let (mut works, mut uneven, mut axes) = (Works::new(), Vec::new(), Vec::new());
-        for (section, of) in program.sections.values().enumerate() {
-            let mut own = Vec::with_capacity(of.instructions.len());
+        let price = |instruction| work(program, instruction, &plan.graph, (device, cluster));
+        let works = bodies.iter().map(|of| of.instructions.iter().map(price).collect()).collect();
+        let (mut uneven, mut axes) = (Vec::new(), Vec::new());
+        for (body, of) in bodies.iter().enumerate() {
             for (index, instruction) in of.instructions.iter().enumerate() {
-                let priced = known.of(program, instruction, || {
-                    let part = Part::of(plan, instruction, &here).map(|part| {
-                        let seconds = |at: &[u64]| part.seconds(plan, program, device, at);
-                        let alone = seconds(&here);
-                        let differs = |(_, end): &&(AxisId, Vec<u64>)| seconds(end) != alone;
-                        let axes: Vec<AxisId> = ends.iter().filter(differs).map(|(axis, _)| *axis).collect();
-                        (part, axes)
-                    });
-                    (work(program, instruction, &plan.graph, (device, cluster)), part.filter(|of| !of.1.is_empty()))
-                });
-                own.push(priced.0);
-                if let Some((part, own)) = &priced.1 {
-                    uneven.push(((section, index), part.clone()));
-                    axes.extend(own.iter().copied());
+                let Some(part) = Part::of(plan, instruction, &here) else { continue };
+                let seconds = |at: &[u64]| part.seconds(plan, program, device, at);
+                let alone = seconds(&here);
+                let differs = |(_, end): &&(AxisId, Vec<u64>)| seconds(end) != alone;
+                let known = axes.len();
+                axes.extend(ends.iter().filter(differs).map(|(axis, _)| *axis));
+                if axes.len() > known {
+                    uneven.push(((body, index), part));
                 }
             }
-            works.push(own);
         }
         axes.sort_unstable();
         axes.dedup();
@@ -168,8 +200,8 @@ impl Priced {
     /// What the instructions need where the uneven ones take so long.
     pub fn works_with(&self, seconds: &[f64]) -> Works {
         let mut works = self.works.clone();
-        for ((section, index), seconds) in self.uneven.iter().zip(seconds) {
-            works[*section][*index] = Work::Local(*seconds);
+        for ((body, index), seconds) in self.uneven.iter().zip(seconds) {
+            works[*body][*index] = Work::Local(*seconds);
         }
         works
     }
@@ -180,42 +212,7 @@ pub(super) fn place(coordinates: &[u64], axes: &[AxisId]) -> Vec<u64> {
     axes.iter().map(|axis| coordinates[axis.0 as usize]).collect()
 }
 
-/// What an instruction needs, and the axes on which its seconds depend.
-type Needed<'a> = (Work, Option<(Part<'a>, Vec<AxisId>)>);
-
-/// What is known of instructions, by the node that they came from: sections of a pipeline's stage have the same
-/// in each of their copies.
-#[derive(Default)]
-struct Known<'a>(FxHashMap<Option<NodeId>, Vec<(&'a Instruction, Needed<'a>)>>);
-
-impl<'a> Known<'a> {
-    fn of(
-        &mut self,
-        program: &Program,
-        instruction: &'a Instruction,
-        new: impl FnOnce() -> Needed<'a>,
-    ) -> &Needed<'a> {
-        let known = self.0.entry(instruction.source).or_default();
-        let of = known.iter().position(|(other, _)| is_alike(program, instruction, other));
-        let at = of.unwrap_or_else(|| {
-            known.push((instruction, new()));
-            known.len() - 1
-        });
-        &known[at].1
-    }
-}
-
-/// Whether instructions do the same with other buffers of the same types.
-fn is_alike(program: &Program, a: &Instruction, b: &Instruction) -> bool {
-    let equal = |(a, b): (&BufferId, &BufferId)| program.buffers[*a].ty == program.buffers[*b].ty;
-    let all = |a: &[BufferId], b: &[BufferId]| a.len() == b.len() && a.iter().zip(b).all(equal);
-    // What moves nothing depends on where the bytes lie.
-    let moves = !matches!(a.action, Action::Compute(Op::Slice(_) | Op::Concat(_)));
-    moves && a.action == b.action && all(&a.operands, &b.operands) && all(&a.results, &b.results)
-}
-
 /// An instruction whose operation depends on the rank.
-#[derive(Clone)]
 struct Part<'a> {
     instruction: &'a Instruction,
     node: NodeId,

@@ -16,12 +16,7 @@ use shardc_ir::{AxisId, Plan, Program, Seconds};
 ///
 /// # Errors
 /// As those of simulating them.
-pub fn exact(
-    outlines: &[Outline],
-    apart: &[AxisId],
-    plan: &Plan,
-    cluster: &Cluster,
-) -> Result<Exact, SimulateError> {
+pub fn exact(outlines: &[Outline], apart: &[AxisId], plan: &Plan, cluster: &Cluster) -> Result<Exact, SimulateError> {
     let simulated = simulate_outlines(outlines, apart, &plan.mesh, cluster, &Conditions::default())?;
     let mut stages = vec![Memory::default(); plan.stages() as usize];
     for outline in outlines {
@@ -87,11 +82,11 @@ pub struct Kernels {
 impl Kernels {
     /// Those of a program whose instructions need `works`.
     pub(super) fn of(outline: &Outline, works: &Works) -> Self {
-        let mut runs = vec![0u64; outline.sections.len()];
-        outline.order.iter().for_each(|run| runs[run.section.as_u32() as usize] += 1);
+        let mut runs = vec![0u64; outline.bodies.len()];
+        outline.order.iter().for_each(|run| runs[outline.body(run)] += 1);
         let mut kernels = Self::default();
-        for ((section, works), runs) in outline.sections.iter().zip(works).zip(runs) {
-            for (line, work) in section.lines.iter().zip(works) {
+        for ((lines, works), runs) in outline.bodies.iter().zip(works).zip(runs) {
+            for (line, work) in lines.iter().zip(works) {
                 let Work::Local(alone) = work else { continue };
                 let sum = match line.sort {
                     _ if line.stream != Stream::Compute => continue,
