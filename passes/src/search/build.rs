@@ -6,7 +6,7 @@ use super::liveness::block_order;
 use super::outcome::breakdown;
 use super::pins::Recompute;
 use super::stages::Stages;
-use super::{Candidate, Confirm, PlanError, place_batch};
+use super::{Candidate, PlanError, place_batch};
 use crate::chunk::{Origin, chunk, strategy_for};
 use crate::cluster::Cluster;
 use crate::error::PassError;
@@ -18,7 +18,6 @@ use crate::shard::prepare::parameter_values;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
-use shardc_ir::feature::unlowered;
 use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
@@ -144,27 +143,16 @@ impl From<Prediction> for Exact {
 /// A plan of a candidate with what its programs take; with its estimate where there are none, or where they do
 /// something else.
 pub(super) fn predicted(
-    confirm: Option<Confirm<'_>>,
     candidate: &Candidate,
     mut plan: Plan,
+    exact: Option<Result<Exact, String>>,
     cluster: &Cluster,
 ) -> Result<Plan, PlanError> {
-    let Some(confirm) = confirm.filter(|_| unlowered(&plan).is_empty()) else {
+    let Some(exact) = exact else {
         plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
         candidate.offload.mark(&mut plan);
         return Ok(plan);
     };
-    let exact = confirm(&plan);
-    confirmed(candidate, plan, exact, cluster)
-}
-
-/// A plan of a candidate of which it is known what its programs take.
-pub(super) fn confirmed(
-    candidate: &Candidate,
-    mut plan: Plan,
-    exact: Result<Exact, String>,
-    cluster: &Cluster,
-) -> Result<Plan, PlanError> {
     // Programs have everything on the device; what does not lie there is taken off.
     let Exact { prediction, stages } = exact.map_err(PlanError::Bug)?;
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);

@@ -64,7 +64,8 @@ fn is_close(candidate: &Candidate, first: &Candidate) -> bool {
     candidate.prediction.step.0 <= CLOSE * first.prediction.step.0
 }
 
-/// The candidates that will likely be lowered behind the first, if all take what is estimated.
+/// The candidates that will likely be lowered behind the first, if all take what is estimated; first that in chunks, which
+/// takes longest to lower.
 fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     let is_open = |index: &usize| {
         let of = &candidates[*index];
@@ -79,7 +80,7 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     };
     known.extend(others.filter(is_open).find(|index| !is_known(index)));
     let in_chunks = overlap::likely(candidates, &known, space);
-    known[1..].iter().map(|index| candidates[*index].clone()).chain(in_chunks).collect()
+    in_chunks.into_iter().chain(known[1..].iter().map(|index| candidates[*index].clone())).collect()
 }
 
 /// What comes of the meshes that are visited.
@@ -126,16 +127,14 @@ pub(super) fn choose(
     }
     let make =
         |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
-    std::thread::scope(|scope| {
-        let lowering = Lowering::new(scope, confirm, &make, space.cluster);
-        chosen(space, (confirm, &lowering), candidates)
-    })
+    let lowering = Lowering::new(confirm, &make, space.cluster);
+    lowering.beside(likely(&candidates, space), || chosen(space, (confirm, &lowering), candidates))
 }
 
 /// Of candidates in the order of their estimates.
 fn chosen(
     space: &Space<'_, '_>,
-    (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_, '_, '_>),
+    (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_>),
     mut candidates: Vec<Candidate>,
 ) -> Result<Chosen, PlanError> {
     let mut refused: Refused = Vec::new();
@@ -150,7 +149,6 @@ fn chosen(
     lean.sort_by(|a, b| candidates[*a].prediction.filled().total_cmp(&candidates[*b].prediction.filled()));
     let rounds =
         (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
-    likely(&candidates, space).iter().for_each(|candidate| lowering.begin(candidate));
     let mut close: Vec<(usize, Plan)> = Vec::new();
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
@@ -241,7 +239,7 @@ fn chosen(
     plan.alternatives = alternatives(&told);
     let left_out = told.left_out();
     let (estimate, all) = (candidates[index].prediction.step, candidates.len() as u64);
-    plan.search = Search { estimate, candidates: all, lowered: lowering.count.get(), ..Search::default() };
+    plan.search = Search { estimate, candidates: all, lowered: lowering.count(), ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {

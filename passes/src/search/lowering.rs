@@ -9,46 +9,61 @@ use super::{Candidate, Confirm, PlanError, build};
 use crate::cluster::Cluster;
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
-use std::cell::{Cell, RefCell};
-use std::thread::{Scope, ScopedJoinHandle, available_parallelism};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::available_parallelism;
 
-/// A plan that is being predicted.
-type Begun<'scope> = ScopedJoinHandle<'scope, (Plan, Result<Exact, String>)>;
+/// A plan, and what its programs take if it has any.
+type Made = Result<(Plan, Option<Result<Exact, String>>), PlanError>;
 
 /// Lowers candidates.
-pub(super) struct Lowering<'scope, 'env, 'a> {
-    scope: &'scope Scope<'scope, 'env>,
-    confirm: Option<Confirm<'env>>,
-    make: &'a dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+pub(super) struct Lowering<'a> {
+    confirm: Option<Confirm<'a>>,
+    make: &'a (dyn Fn(&Candidate) -> Result<Plan, PlanError> + Sync),
     cluster: &'a Cluster,
-    begun: RefCell<Vec<(Candidate, Begun<'scope>)>>,
-    /// How many plans were predicted by their programs.
-    pub count: Cell<u64>,
+    guesses: Mutex<Vec<(Candidate, Guess)>>,
+    /// Told when a guess is made.
+    is_made: Condvar,
+    count: AtomicU64,
 }
 
-impl<'scope, 'env, 'a> Lowering<'scope, 'env, 'a> {
+/// How far a candidate is that will likely be asked for.
+enum Guess {
+    Open,
+    Begun,
+    Made(Box<Made>),
+}
+
+impl<'a> Lowering<'a> {
     /// Of candidates of which `make` makes plans.
     pub fn new(
-        scope: &'scope Scope<'scope, 'env>,
-        confirm: Option<Confirm<'env>>,
-        make: &'a dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+        confirm: Option<Confirm<'a>>,
+        make: &'a (dyn Fn(&Candidate) -> Result<Plan, PlanError> + Sync),
         cluster: &'a Cluster,
     ) -> Self {
-        Self { scope, confirm, make, cluster, begun: RefCell::default(), count: Cell::default() }
+        let (guesses, is_made, count) = (Mutex::default(), Condvar::new(), AtomicU64::new(0));
+        Self { confirm, make, cluster, guesses, is_made, count }
     }
 
-    /// Begins with a candidate that will likely be asked for, where the machine has a core for it.
-    pub fn begin(&self, candidate: &Candidate) {
-        let has_cores = available_parallelism().is_ok_and(|cores| cores.get() > 1);
-        let Some(confirm) = self.confirm.filter(|_| has_cores) else { return };
-        // What cannot be made is said when it is asked for.
-        let made = (self.make)(candidate).ok().filter(|plan| unlowered(plan).is_empty());
-        let Some(plan) = made else { return };
-        let begun = self.scope.spawn(move || {
-            let exact = confirm(&plan);
-            (plan, exact)
-        });
-        self.begun.borrow_mut().push((candidate.clone(), begun));
+    /// Lets candidates be asked for, while the machine's other cores lower those that will likely be, in their order.
+    pub fn beside<T>(&self, likely: Vec<Candidate>, asked: impl FnOnce() -> T) -> T {
+        let spare = available_parallelism().map_or(1, usize::from) - 1;
+        let threads = if self.confirm.is_some() { spare.min(likely.len()) } else { 0 };
+        *self.guesses() = likely.into_iter().map(|candidate| (candidate, Guess::Open)).collect();
+        std::thread::scope(|scope| {
+            (0..threads).for_each(|_| {
+                scope.spawn(|| while self.guess() {});
+            });
+            let asked = asked();
+            self.guesses().clear();
+            asked
+        })
+    }
+
+    /// How many plans were predicted by their programs.
+    pub fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
     }
 
     /// The plan of a candidate with what its programs take, or its estimate where nothing tells that.
@@ -56,17 +71,51 @@ impl<'scope, 'env, 'a> Lowering<'scope, 'env, 'a> {
     /// # Errors
     /// Those of making it.
     pub fn plan(&self, candidate: &Candidate) -> Result<Plan, PlanError> {
-        let known = self.begun.borrow().iter().position(|(other, _)| other == candidate);
-        let Some(known) = known else {
-            let plan = (self.make)(candidate)?;
-            let is_lowered = self.confirm.is_some() && unlowered(&plan).is_empty();
-            self.count.set(self.count.get() + u64::from(is_lowered));
-            return build::predicted(self.confirm, candidate, plan, self.cluster);
-        };
-        self.count.set(self.count.get() + 1);
-        let (_, begun) = self.begun.borrow_mut().swap_remove(known);
-        let (plan, exact) =
-            begun.join().map_err(|_| PlanError::Bug("a thread that lowers a plan ended".to_string()))?;
-        build::confirmed(candidate, plan, exact, self.cluster)
+        let (plan, exact) = self.guessed(candidate).unwrap_or_else(|| self.made(candidate))?;
+        self.count.fetch_add(u64::from(exact.is_some()), Ordering::Relaxed);
+        build::predicted(candidate, plan, exact, self.cluster)
+    }
+
+    fn made(&self, candidate: &Candidate) -> Made {
+        let plan = (self.make)(candidate)?;
+        let exact = self.confirm.filter(|_| unlowered(&plan).is_empty()).map(|confirm| confirm(&plan));
+        Ok((plan, exact))
+    }
+
+    fn guesses(&self) -> MutexGuard<'_, Vec<(Candidate, Guess)>> {
+        self.guesses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the next guess; whether there was one.
+    fn guess(&self) -> bool {
+        let mut guesses = self.guesses();
+        let next = guesses.iter_mut().find(|(_, guess)| matches!(guess, Guess::Open));
+        let Some((candidate, guess)) = next else { return false };
+        *guess = Guess::Begun;
+        let candidate = candidate.clone();
+        drop(guesses);
+        // Whoever waits for it must not wait for ever.
+        let made = catch_unwind(AssertUnwindSafe(|| self.made(&candidate)));
+        let bug = |_| Err(PlanError::Bug(format!("lowering {} panicked", candidate.choice())));
+        if let Some((_, guess)) = self.guesses().iter_mut().find(|(other, _)| *other == candidate) {
+            *guess = Guess::Made(Box::new(made.unwrap_or_else(bug)));
+        }
+        self.is_made.notify_all();
+        true
+    }
+
+    /// What came of a candidate that was guessed; waited for if it is under way.
+    fn guessed(&self, candidate: &Candidate) -> Option<Made> {
+        let mut guesses = self.guesses();
+        loop {
+            let known = guesses.iter().position(|(other, _)| other == candidate)?;
+            match &guesses[known].1 {
+                Guess::Begun => guesses = self.is_made.wait(guesses).unwrap_or_else(PoisonError::into_inner),
+                _ => match guesses.swap_remove(known).1 {
+                    Guess::Made(made) => return Some(*made),
+                    Guess::Open | Guess::Begun => return None,
+                },
+            }
+        }
     }
 }
