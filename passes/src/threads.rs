@@ -1,34 +1,20 @@
 //! Work on several threads, of which nothing tells by what comes of it.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::available_parallelism;
+use rayon::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What comes of each item, in their order, on as many threads as there are cores.
+/// What comes of each item, in their order, on as many threads as there are cores. Items may ask for more of it:
+/// who waits for theirs goes on with others.
 ///
 /// # Panics
 /// If one of them does.
 pub fn map<T: Sync, R: Send>(items: &[T], of: impl Fn(&T) -> R + Sync) -> Vec<R> {
-    let threads = available_parallelism().map_or(1, usize::from).min(items.len());
-    if threads <= 1 {
-        return items.iter().map(of).collect();
-    }
-    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(items.len())));
-    let work = || {
-        while let Some((index, item)) = items.iter().enumerate().nth(next.fetch_add(1, Ordering::Relaxed)) {
-            let of = of(item);
-            done.lock().unwrap_or_else(PoisonError::into_inner).push((index, of));
-        }
-    };
-    std::thread::scope(|scope| {
-        (1..threads).for_each(|_| {
-            scope.spawn(work);
-        });
-        work();
-    });
-    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    done.sort_by_key(|(index, _)| *index);
-    done.into_iter().map(|(_, of)| of).collect()
+    items.par_iter().with_max_len(1).map(&of).collect()
+}
+
+/// What a mutex guards, whatever became of who had it last.
+pub fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

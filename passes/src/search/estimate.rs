@@ -18,11 +18,12 @@ use crate::cost::{Bound, Machine, Pass};
 use crate::fold::block_of;
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
+use crate::threads::lock;
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
 use shardc_ir::{DType, Flops, Mesh, ReduceKind, Role, Seconds, TensorType};
-use std::cell::{OnceCell, RefCell};
 use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock};
 
 /// Seconds, split by what bounds them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -79,7 +80,7 @@ pub struct Shape<'a> {
     forward: Split,
     backward: Split,
     /// What can be computed again.
-    menu: OnceCell<Menu>,
+    menu: OnceLock<Menu>,
     prepared: &'a Prepared<'a>,
     /// Per class, what one of its nodes takes, with its conversions.
     prices: Vec<Split>,
@@ -105,17 +106,17 @@ pub struct Shape<'a> {
     pub loss_chunks: u64,
     liveness: Liveness<'a>,
     /// The peaks that were asked for.
-    peaks: RefCell<BTreeMap<(Recompute, u64, usize), Peak>>,
+    peaks: Mutex<BTreeMap<(Recompute, u64, usize), Peak>>,
     /// What they are found from.
-    profiles: RefCell<BTreeMap<(u64, usize), Profile>>,
+    profiles: Mutex<BTreeMap<(u64, usize), Profile>>,
     /// The largest copy made for one conversion.
     largest_copy: u64,
     microbatches: u64,
     /// What communication runs beside, and for each way to store what that over the data axes takes.
     around: Loop,
-    times: Vec<OnceCell<Times>>,
+    times: Vec<OnceLock<Times>>,
     /// Per way to store parameters, the seconds of communication that show where nothing is computed again.
-    bare: RefCell<BTreeMap<(usize, u64), f64>>,
+    bare: Mutex<BTreeMap<(usize, u64), f64>>,
 }
 
 impl<'a> Shape<'a> {
@@ -131,7 +132,7 @@ impl<'a> Shape<'a> {
         let mut shape = Self {
             forward: Split::default(),
             backward: Split::default(),
-            menu: OnceCell::new(),
+            menu: OnceLock::new(),
             prepared,
             prices: Vec::new(),
             apart: vec![0.0; prepared.rules.len()],
@@ -145,13 +146,13 @@ impl<'a> Shape<'a> {
             blocks: prepared.block_count(),
             loss_chunks,
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
-            peaks: RefCell::default(),
-            profiles: RefCell::default(),
+            peaks: Mutex::default(),
+            profiles: Mutex::default(),
             largest_copy: conversions.iter().map(|conversion| conversion.bytes as u64).max().unwrap_or(0),
             microbatches: placed.microbatches,
             around: Loop::default(),
-            times: vec![OnceCell::new(); meshes.len()],
-            bare: RefCell::default(),
+            times: vec![OnceLock::new(); meshes.len()],
+            bare: Mutex::default(),
         };
         // What is converted in between is made and read by instructions of their own.
         let mut is_apart = vec![false; prepared.rules.len()];
@@ -419,12 +420,12 @@ impl<'a> Shape<'a> {
             Gradients::Added { is_reduced } => u64::MAX - u64::from(is_reduced),
         };
         let find = || {
-            let mut profiles = self.profiles.borrow_mut();
+            let mut profiles = lock(&self.profiles);
             let profile = || self.liveness.profile(gradients, keeping);
             let profile = profiles.entry((of_gradients, of_copies)).or_insert_with(profile);
             profile.peak(&self.liveness, &self.select(recompute), keeping)
         };
-        *self.peaks.borrow_mut().entry((recompute, of_gradients, of_copies)).or_insert_with(find)
+        *lock(&self.peaks).entry((recompute, of_gradients, of_copies)).or_insert_with(find)
     }
 
     /// The share of a parameter that nothing divides which a rank stores.

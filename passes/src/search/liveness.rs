@@ -14,8 +14,8 @@ use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::{EntityRef, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
 
 /// When a value lives. Positions are node indices.
 #[derive(Clone, Debug)]
@@ -215,7 +215,7 @@ pub struct Liveness<'a> {
     /// those that are not made in parts.
     pub(super) staging: [u64; 3],
     /// What changes where blocks are computed again.
-    pub(super) known: RefCell<Known>,
+    pub(super) known: Mutex<Known>,
 }
 
 impl Prepared<'_> {
@@ -426,7 +426,7 @@ impl<'a> Liveness<'a> {
             in_terms,
             in_parts: Vec::new(),
             staging: [0; 3],
-            known: RefCell::default(),
+            known: Mutex::default(),
         }
     }
 

@@ -10,6 +10,7 @@
 use super::copies::{Keeping, Lived};
 use super::liveness::{Gradient, Gradients, Liveness, Lives, Peak, Run};
 use super::recompute::Selected;
+use crate::threads::lock;
 use std::collections::BTreeSet;
 
 /// What depends on a block's being computed again, by its places in the lists.
@@ -280,7 +281,7 @@ impl Profile {
             moves.held.iter().for_each(|(piece, bytes)| change[*piece] += bytes);
             moves.scratch.iter().for_each(|(piece, bytes)| scratch[*piece] = scratch[*piece].max(*bytes));
         };
-        let mut values = liveness.known.borrow_mut();
+        let mut values = lock(&liveness.known);
         for of in selected.chosen() {
             let Some(dependents) = pieces.by_block.get(of.0) else { continue };
             apply(values.get(of, || Moves::of_values(liveness, dependents, selected)));

@@ -12,7 +12,6 @@ use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Bytes, Graph, Mesh, Node, NodeId, Strategy};
 use std::collections::BTreeMap;
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// The share of the memory from which the logits and their derivative are worth to be cut further.
@@ -186,7 +185,15 @@ pub(super) fn place_batch<'a>(
         return Ok(None);
     }
     let (microbatches, locals) = (mesh.microbatches(), prepared.locals(cluster));
-    Ok(Some(Placed { mesh, cluster, strategies, microbatches, handed: BTreeMap::new(), locals, routes: Rc::default() }))
+    Ok(Some(Placed {
+        mesh,
+        cluster,
+        strategies,
+        microbatches,
+        handed: BTreeMap::new(),
+        locals,
+        routes: Arc::default(),
+    }))
 }
 
 /// What stands against dividing the batch over microbatches as these strategies do.

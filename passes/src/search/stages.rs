@@ -39,6 +39,7 @@ use crate::cost::step::spread;
 use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
+use crate::threads;
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
 use messages::distances;
 use moved::{InBlocks, Model, hosts};
@@ -122,9 +123,6 @@ struct Mesh<'a> {
     best: f64,
     /// Seconds of a step from which on a pipeline is not worth a try, by what is known of other meshes.
     far: f64,
-    /// The least bound of what was left out for it.
-    cut: Cell<f64>,
-    runs: Runs,
 }
 
 impl Mesh<'_> {
@@ -212,13 +210,10 @@ fn of_solved(
         with_unfit,
         best: visited.best,
         far: visited.limit_in_stages(),
-        cut: f64::INFINITY.into(),
-        runs: Runs::default(),
     };
-    let mut found = Vec::new();
-    extend(&mut found, &mesh, space.pins);
-    visited.leave_out(mesh.cut.get());
-    found
+    let of_schedules = pipelines(&mesh, space.pins);
+    visited.leave_out(of_schedules.iter().map(|of| of.1).fold(f64::INFINITY, f64::min));
+    of_schedules.into_iter().flat_map(|of| of.0).collect()
 }
 
 /// The cluster as each kind of devices sees it, for each set of kinds that has a stage, and for each stage the place of
@@ -250,21 +245,23 @@ struct Tries<'a> {
     pinned: Vec<Offload>,
     /// Whether gradients may leave as they are made.
     may_leave: bool,
+    runs: &'a Runs<'a>,
+    /// The least bound of what was left out beside other meshes.
+    cut: &'a Cell<f64>,
     /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
     fastest: &'a Cell<f64>,
     /// Of ways to compute again, the first that is known to take too long where no less is held.
     slow: &'a Cell<usize>,
 }
 
-/// Adds the pipelines of a placed mesh with stages.
-fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
+/// The pipelines of a placed mesh with stages, and the least bound of what was left out: of each schedule, which knows
+/// nothing of the others.
+fn pipelines(mesh: &Mesh<'_>, pins: &Pins) -> Vec<(Vec<Candidate>, f64)> {
     let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
-    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     if microbatches < 2 {
-        return;
+        return Vec::new();
     }
     let again = &Recomputed::new(mesh, pins);
-    let shape = &mesh.seen[0][0].shape;
     // As many stages, there are no more chunks than are worth a try, unless they are asked for.
     let is_asked = pins.schedule.is_some() || pins.virtual_stages.is_some();
     let most = if is_asked { u64::MAX } else { mesh.line.most() };
@@ -272,57 +269,73 @@ fn extend(candidates: &mut Vec<Candidate>, mesh: &Mesh<'_>, pins: &Pins) {
         let is_few = is_asked || *per_stage <= FEW_CHUNKS || microbatches < MANY * stages;
         *per_stage == 1 || (stages * per_stage <= most && is_few)
     };
-    for (schedule, per_stage) in schedules(pins).into_iter().filter(is_worth) {
-        let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
-            true => zero == MOST_ZERO,
-            false => zero == 0 || (zero == MOST_ZERO && has_copies),
-        };
-        for (storage, degrees) in mesh.degrees.iter().enumerate() {
-            for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
-                let stored = shape.share(storage, zero);
-                let part = |least: u64| if zero >= least { stored } else { 1.0 };
-                let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
-                let tries = |Limits { in_flight, delayed }: Limits| Tries {
-                    mesh,
-                    pins,
-                    again,
-                    pipeline: Pipeline { schedule, per_stage, in_flight, delayed, ..Pipeline::default() },
-                    stages,
-                    storage,
-                    zero,
-                    portions: Portions { summed: part(2), stored, gathered: part(3) },
-                    model: Model::new(shape, storage, zero, mesh.in_blocks),
-                    pinned: pinned(pins, stages),
-                    may_leave: shape.leaves_gradients(storage, zero),
-                    fastest,
-                    slow,
-                };
-                let all = limits((schedule, per_stage), (stages, microbatches), pins);
-                // Of zero-bubble V the last hold the least: where that is too much, so it is with more.
-                let is_less = schedule.splits_backward() && all.len() > 1;
-                if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
-                    continue;
-                }
-                // More is held where that lets stages wait for less, and less where memory lacks; fewer gradients of weights are
-                // delayed as long as that gains.
-                let gains = |before: f64| before.is_infinite() || fastest.get() < before;
-                for all in all {
-                    let mut is_enough = false;
-                    for (index, limits) in all.into_iter().enumerate() {
-                        let before = fastest.get();
-                        let lacks = tries(limits).all(candidates);
-                        is_enough = schedule.splits_backward() && !lacks && index == 0;
-                        if !lacks || (index > 0 && !gains(before)) {
-                            break;
-                        }
-                    }
-                    if is_enough {
+    let worth: Vec<(Schedule, u64)> = schedules(pins).into_iter().filter(is_worth).collect();
+    threads::map(&worth, |schedule| of_schedule(mesh, pins, again, *schedule))
+}
+
+/// The pipelines of one schedule.
+fn of_schedule(
+    mesh: &Mesh<'_>,
+    pins: &Pins,
+    again: &Recomputed<'_>,
+    (schedule, per_stage): (Schedule, u64),
+) -> (Vec<Candidate>, f64) {
+    let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
+    let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
+    let shape = &mesh.seen[0][0].shape;
+    let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));
+    let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
+        true => zero == MOST_ZERO,
+        false => zero == 0 || (zero == MOST_ZERO && has_copies),
+    };
+    for (storage, degrees) in mesh.degrees.iter().enumerate() {
+        for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
+            let stored = shape.share(storage, zero);
+            let part = |least: u64| if zero >= least { stored } else { 1.0 };
+            let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
+            let tries = |Limits { in_flight, delayed }: Limits| Tries {
+                mesh,
+                pins,
+                again,
+                pipeline: Pipeline { schedule, per_stage, in_flight, delayed, ..Pipeline::default() },
+                stages,
+                storage,
+                zero,
+                portions: Portions { summed: part(2), stored, gathered: part(3) },
+                model: Model::new(shape, storage, zero, mesh.in_blocks),
+                pinned: pinned(pins, stages),
+                may_leave: shape.leaves_gradients(storage, zero),
+                runs: &runs,
+                cut: &cut,
+                fastest,
+                slow,
+            };
+            let all = limits((schedule, per_stage), (stages, microbatches), pins);
+            // Of zero-bubble V the last hold the least: where that is too much, so it is with more.
+            let is_less = schedule.splits_backward() && all.len() > 1;
+            if is_less && all.iter().flatten().next_back().is_some_and(|least| tries(*least).lacks()) {
+                continue;
+            }
+            // More is held where that lets stages wait for less, and less where memory lacks; fewer gradients of weights are
+            // delayed as long as that gains.
+            let gains = |before: f64| before.is_infinite() || fastest.get() < before;
+            for all in all {
+                let mut is_enough = false;
+                for (index, limits) in all.into_iter().enumerate() {
+                    let before = fastest.get();
+                    let lacks = tries(limits).all(&mut candidates);
+                    is_enough = schedule.splits_backward() && !lacks && index == 0;
+                    if !lacks || (index > 0 && !gains(before)) {
                         break;
                     }
+                }
+                if is_enough {
+                    break;
                 }
             }
         }
     }
+    (candidates, cut.get())
 }
 
 impl Tries<'_> {
@@ -390,7 +403,7 @@ impl Tries<'_> {
     /// The copies of what each chunk holds, if all chunks are as long as each other, and their parts.
     fn held(&self, sums: &Sums) -> Option<Rc<[Held]>> {
         let bytes = vec![sums.held(); (self.stages * self.pipeline.per_stage) as usize];
-        self.mesh.held(&self.pipeline, &|_| Lengths::EQUAL, bytes)
+        self.runs.held(&self.pipeline, &|_| Lengths::EQUAL, bytes)
     }
 
     /// Whether a way to compute again takes too long for it to be worth a try.
@@ -414,7 +427,7 @@ impl Tries<'_> {
     /// Whether pipelines that take at least so many seconds are not worth a try.
     fn leaves_out(&self, least: f64) -> bool {
         if least > self.mesh.far {
-            self.mesh.cut.set(self.mesh.cut.get().min(least));
+            self.cut.set(self.cut.get().min(least));
         }
         least > self.far()
     }

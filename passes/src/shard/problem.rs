@@ -24,6 +24,7 @@ use super::tensor::{Flow, Placed, Prepared};
 use crate::cost::collective::Group;
 use crate::cost::is_view;
 use crate::search::sharing::Sharing;
+use crate::threads::lock;
 use shardc_ir::{AxisId, Choice, Strategy, TensorType};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -393,7 +394,7 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
                 self.placed.routes.seconds(&value.ty, [from, to], (mesh, cluster), cluster)
             };
-            times * *known.borrow_mut().entry((from, to)).or_insert_with(find)
+            times * *lock(&known).entry((from, to)).or_insert_with(find)
         }
     }
 

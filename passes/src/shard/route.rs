@@ -10,12 +10,12 @@ use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
 use crate::reshard::{Step, path, rough_cost};
+use crate::threads::lock;
 use Along::{Dim, Partial, Whole};
 use rustc_hash::FxHashMap;
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Mesh, ReduceKind, Sharding, TensorType};
-use std::cell::RefCell;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
 /// A step of a way.
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ pub struct Taken {
 }
 
 /// The steps from one layout to another; none if there is no way.
-pub type Route = Option<Rc<[Taken]>>;
+pub type Route = Option<Arc<[Taken]>>;
 
 /// A value that changes its layout along one axis while it lies like this along the others, before and after.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -44,29 +44,30 @@ pub struct Turning {
 }
 
 /// Seconds from one layout along the axis to another.
-pub type Turned = Rc<RefCell<FxHashMap<(Along, Along), f64>>>;
+pub type Turned = Arc<Mutex<FxHashMap<(Along, Along), f64>>>;
 
 /// The ways on one mesh of a cluster, each looked for once.
 #[derive(Debug, Default)]
 pub struct Routes {
-    known: RefCell<FxHashMap<(TensorType, Sharding, Sharding), Route>>,
-    groups: RefCell<FxHashMap<Vec<AxisId>, Group>>,
-    turned: RefCell<FxHashMap<Turning, Turned>>,
+    known: Mutex<FxHashMap<(TensorType, Sharding, Sharding), Route>>,
+    groups: Mutex<FxHashMap<Vec<AxisId>, Group>>,
+    turned: Mutex<FxHashMap<Turning, Turned>>,
 }
 
 impl Routes {
     /// The seconds that are known of a value that turns along an axis.
     pub fn turned(&self, turning: &Turning) -> Turned {
-        if let Some(known) = self.turned.borrow().get(turning) {
-            return Rc::clone(known);
+        let mut turned = lock(&self.turned);
+        match turned.get(turning) {
+            Some(known) => Arc::clone(known),
+            None => Arc::clone(turned.entry(turning.clone()).or_default()),
         }
-        Rc::clone(self.turned.borrow_mut().entry(turning.clone()).or_default())
     }
 
     /// The way of a value of type `ty` (undivided along the axes of the layouts) on a mesh of a cluster.
     pub fn find(&self, ty: &TensorType, from: Sharding, to: Sharding, on: (&Mesh, &Cluster)) -> Route {
         let key = (ty.clone(), from, to);
-        if let Some(known) = self.known.borrow().get(&key) {
+        if let Some(known) = lock(&self.known).get(&key) {
             return known.clone();
         }
         let ((_, from, to), (mesh, _)) = (&key, on);
@@ -81,7 +82,7 @@ impl Routes {
             };
             steps.into_iter().map(take).collect()
         });
-        self.known.borrow_mut().insert(key, route.clone());
+        lock(&self.known).insert(key, route.clone());
         route
     }
 
@@ -99,7 +100,7 @@ impl Routes {
             _ => step.group_axes(),
         };
         let new = || Group::new(mesh, axes, cluster);
-        let group = *self.groups.borrow_mut().entry(axes.to_vec()).or_insert_with(new);
+        let group = *lock(&self.groups).entry(axes.to_vec()).or_insert_with(new);
         let (from, to) = match step {
             Step::AllGather { dim, .. } => (Dim(*dim), Whole),
             Step::Slice { dim, .. } => (Whole, Dim(*dim)),

@@ -15,7 +15,6 @@ use shardc_ir::{
     AxisId, Choice, DType, FactorRule, Graph, Mesh, NodeId, Role, SecondaryMap, Sharding, Strategy, Target, TensorType,
 };
 use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
 use std::sync::Arc;
 
 /// What does not depend on the mesh: computed once per graph.
@@ -227,5 +226,5 @@ pub struct Placed<'a> {
     /// What is known of nodes on one rank.
     pub locals: Arc<Locals>,
     /// The ways of values between layouts.
-    pub routes: Rc<Routes>,
+    pub routes: Arc<Routes>,
 }

@@ -7,6 +7,7 @@ use crate::search::liveness::Gradients;
 use crate::search::pins::Recompute;
 use crate::search::recompute::Selected;
 use crate::shard::tensor::Placed;
+use crate::threads::lock;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, Seconds};
 
@@ -95,7 +96,7 @@ impl Shape<'_> {
             return 0.0;
         }
         let find = || self.shown(placed, storage, zero, &Selected::default()).shown + self.once_shown();
-        let without = *self.bare.borrow_mut().entry((storage, zero)).or_insert_with(find);
+        let without = *lock(&self.bare).entry((storage, zero)).or_insert_with(find);
         (again - (exposed - without) / self.microbatches as f64).clamp(0.0, again)
     }
 

@@ -18,9 +18,9 @@ type Order = (Schedule, u64, [(&'static str, Option<u64>); 2]);
 /// The order, the bits of what passes and messages take, and of what steps lose to those, and the microbatches.
 type Passes = (Order, Vec<u64>, u64);
 
-/// What is known of the schedules on one mesh.
-#[derive(Default)]
-pub(super) struct Runs {
+/// What is known of one schedule on one mesh.
+pub(super) struct Runs<'a> {
+    mesh: &'a Mesh<'a>,
     /// Seconds.
     seconds: RefCell<FxHashMap<Passes, Option<f64>>>,
     /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
@@ -38,7 +38,12 @@ type Steps = Rc<Vec<Vec<Step>>>;
 /// The order, the bits of what passes take, and the bytes of a copy.
 type Copies = (Order, Vec<u64>, Vec<[u64; 3]>);
 
-impl Runs {
+impl<'a> Runs<'a> {
+    /// Of a mesh, of which nothing is known.
+    pub fn new(mesh: &'a Mesh<'a>) -> Self {
+        Self { mesh, seconds: RefCell::default(), held: RefCell::default(), steps: RefCell::default() }
+    }
+
     /// Seconds of so many microbatches, whose passes and messages take so many: those that are known, or that a run finds.
     pub fn seconds(
         &self,
@@ -50,19 +55,17 @@ impl Runs {
         let bits = chunks.iter().flat_map(|own| bits(*own)).chain(on_wire.iter().map(|seconds| seconds.to_bits()));
         known(&self.seconds, (order(pipeline), bits.collect(), microbatches), run)
     }
-}
 
-impl Mesh<'_> {
     /// The steps of so many microbatches in the order that the lengths of passes make.
     pub fn steps(&self, pipeline: &Pipeline, microbatches: u64, lengths: &dyn Fn(u32) -> Lengths) -> Option<Steps> {
-        let stages = self.placed.mesh.degree("pp");
+        let stages = self.mesh.placed.mesh.degree("pp");
         let chunks = (0..(stages * pipeline.per_stage) as u32).filter(|_| pipeline.schedule.splits_backward());
         let key = (order(pipeline), chunks.flat_map(|chunk| bits(lengths(chunk))).collect(), microbatches);
-        if let Some((_, steps)) = self.runs.steps.borrow().iter().find(|(known, _)| *known == key) {
+        if let Some((_, steps)) = self.steps.borrow().iter().find(|(known, _)| *known == key) {
             return Some(steps.clone());
         }
         let steps = Rc::new(orders(pipeline, stages, microbatches, lengths).ok()?);
-        let mut known = self.runs.steps.borrow_mut();
+        let mut known = self.steps.borrow_mut();
         known.push_front((key, steps.clone()));
         known.truncate(KEPT);
         Some(steps)
@@ -82,12 +85,12 @@ impl Mesh<'_> {
         let bytes = key.2.clone();
         // Of an order of its own twice as many as may be in flight tell what all do: where one chunk is longer than the others,
         // so many come in before what is held does not grow any more. Others hold as many as there are.
-        let stages = self.placed.mesh.degree("pp");
+        let stages = self.mesh.placed.mesh.degree("pp");
         let microbatches = match goes_by_lengths {
-            true => self.followed(2 * pipeline.most_in_flight(stages), stages),
-            false => self.placed.microbatches,
+            true => self.mesh.followed(2 * pipeline.most_in_flight(stages), stages),
+            false => self.mesh.placed.microbatches,
         };
-        known(&self.runs.held, key, &|| {
+        known(&self.held, key, &|| {
             let steps = self.steps(pipeline, microbatches, lengths)?;
             Some(Held::of_chunks(pipeline, &steps, &bytes).into())
         })

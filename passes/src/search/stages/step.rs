@@ -115,7 +115,7 @@ impl Problem<'_> {
         };
         let (lengths, _) = self.lengths(ends, levels);
         let lengths = |chunk: u32| Lengths::from(&lengths[chunk as usize]);
-        self.tries.mesh.held(pipeline, &lengths, (0..ends.len() - 1).map(bytes).collect())
+        self.tries.runs.held(pipeline, &lengths, (0..ends.len() - 1).map(bytes).collect())
     }
 
     /// Seconds of the microbatches at the least: a stage does all of them, one after the other, once the first has come
@@ -158,9 +158,9 @@ impl Problem<'_> {
         let on_wire = [&durations.messages[..], &[durations.loss]].concat();
         let run = |microbatches: u64| {
             let passes = (&durations.chunks[..], &on_wire[..]);
-            self.tries.mesh.runs.seconds(pipeline, passes, microbatches, &|| {
+            self.tries.runs.seconds(pipeline, passes, microbatches, &|| {
                 let lengths = |chunk: u32| durations.chunks[chunk as usize];
-                let steps = self.tries.mesh.steps(&followed, microbatches, &lengths)?;
+                let steps = self.tries.runs.steps(&followed, microbatches, &lengths)?;
                 finish(&followed, &steps, &links, &durations)
             })
         };
