@@ -136,6 +136,8 @@ struct Passing {
     /// Reduced costs: per variable and choice, by how much an assignment with it costs more at least than the bound of
     /// the latest pass.
     reduced: Vec<Vec<f64>>,
+    /// What an end hands over, while it does.
+    given: Vec<f64>,
 }
 
 impl Passing {
@@ -164,17 +166,7 @@ impl Passing {
             }
         }
         let unary: Vec<Vec<f64>> = graph.unary.iter().map(capped).collect();
-        Self { reduced: unary.clone(), unary, edges, around, order }
-    }
-
-    /// What a variable's choices cost with the messages to it.
-    fn belief(&self, variable: usize) -> Vec<f64> {
-        let mut belief = self.unary[variable].clone();
-        let Around { earlier, later } = &self.around[variable];
-        for (edge, end) in earlier.iter().chain(later) {
-            belief.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
-        }
-        belief
+        Self { reduced: unary.clone(), unary, edges, around, order, given: Vec::new() }
     }
 
     /// Sends a message over every pair, along the order or back; gives a bound. Each variable hands what its choices
@@ -183,19 +175,24 @@ impl Passing {
         let mut bound = 0.0;
         for place in 0..self.order.len() {
             let variable = self.order[if is_back { self.order.len() - 1 - place } else { place }];
-            let mut belief = self.belief(variable);
+            let Around { earlier, later } = &self.around[variable];
+            // What its choices cost with the messages to it.
+            let belief = &mut self.reduced[variable];
+            belief.copy_from_slice(&self.unary[variable]);
+            for (edge, end) in earlier.iter().chain(later) {
+                belief.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
+            }
             let least = belief.iter().copied().fold(f64::INFINITY, f64::min);
             bound += least;
             belief.iter_mut().for_each(|cost| *cost -= least);
-            let Around { earlier, later } = &self.around[variable];
             let to = if is_back { earlier } else { later };
             let parts =
                 if keeps > 0.0 { to.len() as f64 + keeps } else { earlier.len().max(later.len()).max(1) as f64 };
             for (edge, end) in to {
-                bound += self.edges[*edge].send(*end, &belief, 1.0 / parts);
+                bound += self.edges[*edge].send(*end, belief, 1.0 / parts, &mut self.given);
             }
             let kept = 1.0 - to.len() as f64 / parts;
-            self.reduced[variable] = belief.into_iter().map(|cost| cost * kept).collect();
+            belief.iter_mut().for_each(|cost| *cost *= kept);
         }
         bound
     }
@@ -229,16 +226,23 @@ impl Edge {
     }
 
     /// Sends a message from an end that hands over a part of its belief; gives what is taken off it.
-    fn send(&mut self, end: usize, belief: &[f64], part: f64) -> f64 {
-        let given: Vec<f64> = belief.iter().zip(&self.messages[end]).map(|(cost, back)| part * cost - back).collect();
-        let message = |other: usize| {
-            let costs = given.iter().enumerate().map(|(own, given)| given + self.cost(end, own, other));
-            costs.fold(f64::INFINITY, f64::min)
-        };
-        let mut sent: Vec<f64> = (0..self.messages[1 - end].len()).map(message).collect();
+    fn send(&mut self, end: usize, belief: &[f64], part: f64, given: &mut Vec<f64>) -> f64 {
+        given.clear();
+        given.extend(belief.iter().zip(&self.messages[end]).map(|(cost, back)| part * cost - back));
+        let columns = self.messages[1].len();
+        let (rows, sent) = (self.costs.chunks_exact(columns), &mut self.messages[1 - end]);
+        if end == 0 {
+            sent.fill(f64::INFINITY);
+            for (row, given) in rows.zip(given.iter()) {
+                sent.iter_mut().zip(row).for_each(|(least, cost)| *least = least.min(given + cost));
+            }
+        } else {
+            for (sent, row) in sent.iter_mut().zip(rows) {
+                *sent = given.iter().zip(row).fold(f64::INFINITY, |least, (given, cost)| least.min(given + cost));
+            }
+        }
         let least = sent.iter().copied().fold(f64::INFINITY, f64::min);
         sent.iter_mut().for_each(|cost| *cost -= least);
-        self.messages[1 - end] = sent;
         least
     }
 }
