@@ -50,8 +50,9 @@ pub(super) struct Clocks {
     pub now: f64,
     /// When the wire is free.
     free: f64,
-    /// What kernels lose while the wire is busy.
+    /// What kernels lose while the wire is busy, and how many times as long they take then.
     loss: f64,
+    slowed: f64,
     /// Seconds of the kernels so far.
     pub done: f64,
     /// Beside them, of those that brought into order what changes its layout.
@@ -67,14 +68,19 @@ pub(super) struct Clocks {
 impl Clocks {
     /// At the beginning of a microbatch.
     pub fn new(loss: f64) -> Self {
-        Self { loss: loss.clamp(0.0, 0.99), ..Self::default() }
+        let loss = loss.clamp(0.0, 0.99);
+        Self { loss, slowed: 1.0 / (1.0 - loss), ..Self::default() }
     }
 
     /// Runs kernels of so many seconds, which wait for nothing.
     fn go(&mut self, seconds: f64) {
-        let rate = 1.0 - self.loss;
-        let beside = (self.free - self.now).clamp(0.0, seconds / rate);
-        self.now += beside + (seconds - beside * rate);
+        if self.free <= self.now {
+            self.now += seconds;
+            return;
+        }
+        let beside = self.free - self.now;
+        let [alone, slowed] = [seconds - beside * (1.0 - self.loss), seconds * self.slowed];
+        self.now += if beside < slowed { beside + alone } else { slowed };
     }
 
     /// Runs kernels up to so many seconds of them.
@@ -91,7 +97,7 @@ impl Clocks {
 
     /// Runs kernels until so many seconds of them are done; on their way they wait for what they read.
     pub fn run(&mut self, until: f64) {
-        loop {
+        while !self.awaited.is_empty() {
             let due = self.awaited.iter().enumerate().filter(|(_, of)| of.at <= until);
             let Some((index, _)) = due.min_by(|a, b| a.1.at.total_cmp(&b.1.at)) else { break };
             let Awaited { at, arrival, after } = self.awaited.remove(index);
