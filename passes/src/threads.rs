@@ -1,4 +1,7 @@
 //! Work on several threads, of which nothing tells by what comes of it.
+//!
+//! All share one pool. A thread that waits for others goes on with their work, or with any other: so nothing that runs here
+//! may wait for what another thread does in any other way than by [`map`], and no lock is held where that is called.
 
 use rayon::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,6 +13,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// If one of them does.
 pub fn map<T: Sync, R: Send>(items: &[T], of: impl Fn(&T) -> R + Sync) -> Vec<R> {
     items.par_iter().with_max_len(1).map(&of).collect()
+}
+
+/// How many threads there are.
+pub fn count() -> usize {
+    rayon::current_num_threads()
 }
 
 /// What a mutex guards, whatever became of who had it last.

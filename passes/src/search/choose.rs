@@ -64,8 +64,8 @@ fn is_close(candidate: &Candidate, first: &Candidate) -> bool {
     candidate.prediction.step.0 <= CLOSE * first.prediction.step.0
 }
 
-/// The candidates that will likely be lowered behind the first, if all take what is estimated; first that in chunks, which
-/// takes longest to lower.
+/// The candidates that will likely be lowered, if all take what is estimated; first that in chunks, which takes the longest
+/// to lower.
 fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     let is_open = |index: &usize| {
         let of = &candidates[*index];
@@ -80,7 +80,7 @@ fn likely(candidates: &[Candidate], space: &Space<'_, '_>) -> Vec<Candidate> {
     };
     known.extend(others.filter(is_open).find(|index| !is_known(index)));
     let in_chunks = overlap::likely(candidates, &known, space);
-    in_chunks.into_iter().chain(known[1..].iter().map(|index| candidates[*index].clone())).collect()
+    in_chunks.into_iter().chain(known.iter().map(|index| candidates[*index].clone())).collect()
 }
 
 /// What comes of the meshes that are visited.
@@ -128,7 +128,8 @@ pub(super) fn choose(
     let make =
         |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
     let lowering = Lowering::new(confirm, &make, space.cluster);
-    lowering.beside(likely(&candidates, space), || chosen(space, (confirm, &lowering), candidates))
+    lowering.guess(likely(&candidates, space));
+    chosen(space, (confirm, &lowering), candidates)
 }
 
 /// Of candidates in the order of their estimates.
@@ -239,7 +240,7 @@ fn chosen(
     plan.alternatives = alternatives(&told);
     let left_out = told.left_out();
     let (estimate, all) = (candidates[index].prediction.step, candidates.len() as u64);
-    plan.search = Search { estimate, candidates: all, lowered: lowering.count(), ..Search::default() };
+    plan.search = Search { estimate, candidates: all, lowered: lowering.count.get(), ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {
