@@ -17,7 +17,7 @@ use std::cmp::Reverse;
 use std::time::Instant;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
-const MOST_MICROBATCHES: u64 = 1 << 16;
+const MOST_SEARCHED: u64 = 1 << 16;
 
 /// The most ways of a lot.
 const LOT: usize = 32;
@@ -97,7 +97,7 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
     let mut found = Found::default();
     let is_cut = |size: &u64| overlap::divides(*size, pins.overlap_chunks.unwrap_or(1));
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
-    let is_kept = |size: &u64| per_rank / size <= MOST_MICROBATCHES && !way.is_better_as_data(*size, pins);
+    let is_kept = |size: &u64| per_rank / size <= MOST_SEARCHED && !way.is_better_as_data(*size, pins);
     let mut is_whole_open: Option<bool> = None;
     for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_kept) {
         if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
@@ -194,8 +194,8 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
     }
     let least = batch / ranks.saturating_mul(pins.microbatch.unwrap_or(1)).max(1);
     let message = match pins.microbatch {
-        _ if least > MOST_MICROBATCHES => format!(
-            "a step has at most {MOST_MICROBATCHES} microbatches, and this would be {least} or more on each rank; use a \
+        _ if least > MOST_SEARCHED => format!(
+            "a step has at most {MOST_SEARCHED} microbatches, and this would be {least} or more on each rank; use a \
              smaller batch, or one of more divisors"
         ),
         Some(microbatch) => format!("no data degree takes microbatches of {microbatch}; pin another microbatch"),

@@ -281,7 +281,7 @@ impl Problem<'_> {
     }
 
     /// What a chunk takes of a microbatch, at these levels of the stages.
-    pub fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
+    fn chunk(&self, chunk: u32, ends: &[usize], levels: &[usize]) -> Lengths {
         let stage = self.tries.pipeline.stage_of(chunk, self.tries.stages) as usize;
         let index = chunk as usize;
         self.passes(levels[stage], stage, (index, ends[index], ends[index + 1]))
