@@ -394,7 +394,7 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let from = if is_gradient { route::unpriced(from, &to, mesh) } else { from };
                 self.placed.routes.seconds(&value.ty, [from, to], (mesh, cluster), cluster)
             };
-            times * *lock(&known).entry((from, to)).or_insert_with(find)
+            times * *lock(known).entry((from, to)).or_insert_with(find)
         }
     }
 
