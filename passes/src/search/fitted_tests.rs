@@ -67,6 +67,19 @@ fn as_much_is_computed_again_as_programs_ask_for() {
     check("h200:4", "dp=2,pp=2,schedule=1f1b,zero=1,microbatch=1");
 }
 
+/// However many threads search, ways and schedules are told of what lots before theirs found, and of nothing else.
+#[test]
+fn threads_change_no_plan() {
+    let on = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| found("h100:2x4", "pp=2", Scope::Runnable, 4 << 30, 1.0)).unwrap()
+    };
+    let alone = on(1);
+    let of = |plan: &Plan| (plan.choice.clone(), plan.search.clone(), plan.alternatives.clone(), plan.to_string());
+    assert!(alone.search.meshes > 8, "{}", alone.choice);
+    [2, 5].into_iter().for_each(|threads| assert_eq!(of(&on(threads)), of(&alone)));
+}
+
 /// As many blocks leave as programs ask for; and what cannot leave is what a refusal says.
 #[test]
 fn as_much_leaves_as_programs_ask_for() {
