@@ -195,7 +195,8 @@ fn chosen(
             continue;
         }
         let step = fastest(&close).min(plan.prediction.step.0);
-        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, step, &exact)?;
+        let known = close.iter().map(|(known, _)| &candidates[*known]);
+        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, (step, known), &exact)?;
         candidates[index].overlap_chunks = chunks;
         close.push((index, plan));
     }
@@ -212,7 +213,8 @@ fn chosen(
         if !close.is_empty() {
             let (known_now, best) = (known(&close, &refused), fastest(&close));
             for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &exact)? {
-                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, best, &exact)?;
+                let known = close.iter().map(|(known, _)| &candidates[*known]);
+                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, (best, known), &exact)?;
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }

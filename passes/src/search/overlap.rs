@@ -57,20 +57,23 @@ pub(super) fn divides(microbatch: u64, chunks: u64) -> bool {
 }
 
 /// A lowered plan of a candidate or, where that is faster and fits, one of it in chunks, and in how many. `best` is what
-/// the fastest plan takes, in seconds; `make` builds a candidate and predicts it by its programs.
+/// the fastest plan takes, in seconds, and `known` are others that were tried, and in how many chunks they are: those of
+/// the same degrees, which differ in what is computed again, tell of how many. `make` builds a candidate and predicts it
+/// by its programs.
 ///
 /// # Errors
 /// Those of `make`; that a plan cannot be cut is none.
-pub(super) fn in_chunks(
+pub(super) fn in_chunks<'a>(
     candidate: &Candidate,
     plan: Plan,
     space: &Space<'_, '_>,
-    best: f64,
+    (best, known): (f64, impl IntoIterator<Item = &'a Candidate>),
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(u64, Plan), PlanError> {
     let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
+    let mut alike = known.into_iter().filter(|other| other.degrees == candidate.degrees && other.overlap_chunks > 1);
     let cut = match Hidden::default().may_gain(candidate, own, space, best) {
-        true => tried(candidate, own, most, make)?.best,
+        true => tried(candidate, own, (alike.next().map(|other| other.overlap_chunks), most), make)?.best,
         false => None,
     };
     Ok(cut.unwrap_or((candidate.overlap_chunks, plan)))
@@ -88,16 +91,19 @@ struct Tried {
     least: f64,
 }
 
-/// The fastest plan of a candidate in chunks, of so many at the most, that takes less than `step` seconds and fits.
+/// The fastest plan of a candidate in chunks, of just so many or of any number up to another, that takes less than `step`
+/// seconds and fits.
 fn tried(
     candidate: &Candidate,
     mut step: f64,
-    most: u64,
+    (just, most): (Option<u64>, u64),
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Tried, PlanError> {
     let mut all = Tried { best: None, least: f64::INFINITY };
     let microbatch = candidate.degrees.microbatch;
-    for overlap_chunks in CHUNKS.into_iter().filter(|chunks| *chunks <= most && divides(microbatch, *chunks)) {
+    let is_open =
+        |chunks: &u64| *chunks <= most && divides(microbatch, *chunks) && just.is_none_or(|just| just == *chunks);
+    for overlap_chunks in CHUNKS.into_iter().filter(is_open) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
             Ok(plan) => plan,
             Err(PlanError::Pin { .. }) => break,
@@ -136,7 +142,7 @@ pub(super) fn contenders(
         let Some(index) = contender(candidates, known, (&meshes, &hidden), space, step) else { break };
         let candidate = &candidates[index];
         meshes.push(&candidate.degrees);
-        let Tried { best, least } = tried(candidate, step, most, make)?;
+        let Tried { best, least } = tried(candidate, step, (None, most), make)?;
         if least.is_finite() {
             let share = (candidate.prediction.step.0 - least).max(0.0) / candidate.within;
             hidden.0.push((&candidate.degrees, share));
