@@ -1,4 +1,5 @@
 //! Speed, memory and prediction error, measured.
 
+pub mod agreement;
 pub mod planning;
 pub mod published;
