@@ -187,7 +187,7 @@ fn degrees(plan: &Plan, samples: u64) -> Degrees {
     };
     let degrees: Vec<String> = axes.iter().filter_map(text).collect();
     // Chunks that overlap are as good in any number; of a single sample the tokens are cut.
-    let (samples, chunks) = match chosen.overlap_chunks {
+    let (samples, chunks) = match chosen.overlap_chunks.filter(|chunks| *chunks > 1) {
         Some(_) if chosen.microbatch == Some(1) => (1, ",overlap_chunks=2"),
         Some(_) => (2 * samples, ",overlap_chunks=2"),
         None => (samples, ""),
@@ -426,6 +426,20 @@ mod tests {
         assert_eq!(of("pp=4,stage_recompute=block/selective/none/none,recompute=block"), "stage_recompute=block/none");
         assert_eq!(of("dp=2,recompute=selective"), "recompute=selective");
         assert_eq!(of("dp=2"), "recompute=none");
+    }
+
+    /// Only a plan that has chunks gives a small model some.
+    #[test]
+    fn small_models_are_cut_into_chunks_as_the_plan_is() {
+        let (model, cluster) = (NamedModel::find("llama-tiny").unwrap(), Cluster::parse("cpu:2", "h200").unwrap());
+        let check = |pins: &str, is_cut: bool| {
+            let options = Options { precision: Precision::Fp32, pins: pins.to_string(), ..Options::default() };
+            let compiled = compile(&model, Batch { batch: 4, seq: 16 }, &cluster, &options).unwrap();
+            let small = degrees(compiled.plan(), 1).pins;
+            assert_eq!(small.contains("overlap_chunks"), is_cut, "{pins}: {small}");
+        };
+        check("pp=2,schedule=zbv,microbatch=1,overlap_chunks=1", false);
+        check("tp=2,microbatch=2,overlap_chunks=2", true);
     }
 
     /// A plan that is not what it says, whatever its file's hash.

@@ -99,6 +99,17 @@ impl Step {
         }
     }
 
+    /// Whether kernels bring into order what goes over the wire, and what it brings: parts of an inner dimension are not
+    /// one behind the other.
+    fn rearranges(&self) -> [bool; 2] {
+        match self {
+            Self::AllGather { dim, .. } => [false, *dim > 0],
+            Self::ReduceScatter { dim, .. } => [*dim > 0, false],
+            Self::AllToAll { from, to, .. } => [*to > 0, *from > 0],
+            Self::Slice { .. } | Self::AllReduce { .. } | Self::Isolate { .. } => [false; 2],
+        }
+    }
+
     /// Whether the step combines the terms of a partial value.
     pub fn is_reduction(&self) -> bool {
         matches!(self, Self::AllReduce { .. } | Self::ReduceScatter { .. })
@@ -135,6 +146,10 @@ pub fn rough_cost(step: &Step, local: Bytes, mesh: &Mesh) -> f64 {
         Step::Isolate { .. } => memory(2.0 * bytes),
     }
 }
+
+/// What a kernel between two collectives costs beyond its own time: it waits for the one in front of other kernels, and
+/// the other waits for it. About what the wire takes for a block's weights.
+const HANDED: f64 = 50e-6;
 
 /// The cheapest steps from one layout of a value of global type `ty` to another, of those in which an
 /// axis comes only where the target has it; `None` if there is no way, which is so only where time axes
@@ -182,7 +197,10 @@ pub fn priced_path(
         let local = Bytes(elements * ty.dtype.size());
         for step in steps_towards(&layout, &to, uneven, mesh) {
             let next = step.apply(&layout);
-            let total = so_far + cost(&step, local).max(0.0);
+            let [before, after] = step.rearranges();
+            let is_between = (before && layout != from) || (after && next != to);
+            let handed = if is_between { HANDED } else { 0.0 };
+            let total = so_far + cost(&step, local).max(0.0) + handed;
             if best.get(&next).is_none_or(|known| total < *known) {
                 best.insert(next.clone(), total);
                 came.insert(next.clone(), (layout.clone(), step));

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Of the farthest, so many are told one by one.
-const TOLD: usize = 10;
+const TOLD: usize = 25;
 
 /// What a plan is made of, where it is told with others.
 fn kind(of: &Compared) -> &'static str {

@@ -7,6 +7,7 @@
 
 use crate::chunk::strategy_for;
 use shardc_ir::{Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};
+use std::collections::BTreeSet;
 
 /// The nodes of the loop over the microbatches that add gradients up (they pass sums over time on), and that nothing in
 /// the loop reads but such.
@@ -22,31 +23,42 @@ pub fn last_sums(graph: &Graph, passes_on: impl Fn(NodeId) -> bool) -> Secondary
 }
 
 /// Puts sums of gradients of several chunks behind the loop over the microbatches, in the chunk of the update: what is
-/// made there does not leave its chunk, and of three chunks' gradients the first sum is an operand of the second.
+/// made there does not leave its chunk, and of three chunks' gradients the first sum is an operand of the second. Where
+/// all of them are made on one stage, they are added before ranks add theirs; what comes from another is added by ranks
+/// first, which may then send parts.
 pub fn sum_behind_loop(
     graph: &Graph,
     mesh: &Mesh,
     pipeline: &mut Pipeline,
     strategies: &mut SecondaryMap<NodeId, Strategy>,
 ) {
-    let (users, chunks) = (graph.users(), &mut pipeline.chunks);
+    let (users, stages) = (graph.users(), mesh.degree("pp"));
     let is_last = last_sums(graph, |id| strategies[id].pass.keys().any(|axis| mesh.is_time(*axis)));
     let mut is_shared: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+    // The stages whose chunks make what is summed.
+    let mut makers: SecondaryMap<NodeId, BTreeSet<u64>> = SecondaryMap::new();
     for (id, node) in graph.nodes().filter(|(id, _)| is_last[*id]) {
-        let mut makers = node.operands.iter().map(|value| graph.value(*value).def);
-        is_shared[id] = makers.any(|def| is_shared[def] || (chunks[def].is_some() && chunks[def] != chunks[id]));
+        for def in node.operands.iter().map(|value| graph.value(*value).def) {
+            let chunk = pipeline.chunks[def];
+            is_shared[id] |= is_shared[def] || (chunk.is_some() && chunk != pipeline.chunks[id]);
+            let own = chunk.filter(|_| !is_shared[def]).map(|chunk| pipeline.stage_of(chunk, stages));
+            let of: Vec<u64> = makers[def].iter().copied().chain(own).collect();
+            makers[id].extend(of);
+        }
     }
     // Who reads them is at its place already.
     for (id, node) in graph.nodes().rev().filter(|(id, _)| is_shared[*id]) {
         let reader = node.results.first().and_then(|value| users.get(value)?.first());
-        if let Some(chunk) = reader.and_then(|(reader, _)| chunks[*reader]) {
-            chunks[id] = Some(chunk);
+        if let Some(chunk) = reader.and_then(|(reader, _)| pipeline.chunks[*reader]) {
+            pipeline.chunks[id] = Some(chunk);
         }
         let layout = reader.map(|(reader, index)| graph.rule(*reader).operand_sharding(*index, &strategies[*reader]));
         let strategy = layout.map(|layout| strategy_for(graph.rule(id), &layout));
         let is_legal = |strategy: &Strategy| graph.rule(id).check(strategy, mesh).is_ok();
         let time = mesh.ids().filter(|axis| mesh.is_time(*axis));
         let as_before = || time.fold(strategies[id].clone(), |strategy, axis| strategy.without(axis));
-        strategies[id] = strategy.filter(is_legal).unwrap_or_else(as_before);
+        let stage = pipeline.chunks[id].map(|chunk| pipeline.stage_of(chunk, stages));
+        let is_of_one = makers[id].iter().all(|maker| Some(*maker) == stage);
+        strategies[id] = strategy.filter(|strategy| !is_of_one && is_legal(strategy)).unwrap_or_else(as_before);
     }
 }
