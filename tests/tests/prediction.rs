@@ -123,6 +123,13 @@ const CASES: &[Case] = &[
     ("gpt3-6.7b", 32, 1024, "b200:8x2", "pp=4,tp=4,schedule=interleaved,virtual=4,microbatch=1,zero=1"),
     // Stages gather weights before all microbatches and reduce gradients behind them, beside nothing.
     ("gpt3-1.3b", 128, 2048, "rtx4090:4", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=4"),
+    // Each part of a head goes back at once, in the forward pass of the last chunk.
+    ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=interleaved,virtual=2,zero=0,microbatch=8"),
+    ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=zbv,zero=0,microbatch=8"),
+    // Both gradients of an embedding that is the head are one stage's.
+    ("gpt2-124m", 64, 1024, "l40s:8", "pp=2,dp=4,schedule=zbv,zero=0,microbatch=2"),
+    // What is gathered along an inner dimension is brought into order behind the last gather.
+    ("llama-3b", 16, 1024, "h100:1x4", "dp=2,tp=2,zero=3,microbatch=4"),
     // A head that is the embedding, on another stage.
     ("llama-3.2-1b", 64, 4096, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=0"),
     ("llama-3.2-1b", 64, 4096, "h100:4x2", "pp=2,dp=4,schedule=1f1b,microbatch=1,zero=1,recompute=none"),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Of the farthest, so many are told one by one.
-const TOLD: usize = 25;
+const TOLD: usize = 10;
 
 /// What a plan is made of, where it is told with others.
 fn kind(of: &Compared) -> &'static str {
@@ -50,6 +50,18 @@ pub fn text(all: &[Compared], refused: usize) -> String {
         for own in farthest.into_iter().take(TOLD) {
             let _ = writeln!(text, "{:+.1}%  {}", 100.0 * error(own), own.case);
         }
+    }
+    text
+}
+
+/// A line per request: seconds and bytes by the closed form and by the programs, and the request.
+pub fn rows(all: &[Compared]) -> String {
+    let mut text = String::new();
+    for own in all {
+        let [estimate, exact] = [&own.estimate, &own.exact];
+        let seconds = [estimate.step.0, exact.step.0].map(|seconds| format!("{seconds:.6}")).join(" ");
+        let bytes = [estimate, exact].map(|of| of.memory.total().0.to_string()).join(" ");
+        let _ = writeln!(text, "{seconds} {bytes} {}", own.case);
     }
     text
 }

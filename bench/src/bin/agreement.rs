@@ -1,4 +1,4 @@
-//! `agreement [--count N] [--seed N]`: how near the search's closed form is to the programs of its plans.
+//! `agreement [--count N] [--seed N] [--rows]`: how near the search's closed form is to the programs of its plans.
 
 use mimalloc::MiMalloc;
 use shardc_bench::agreement::draw::Draw;
@@ -10,21 +10,26 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: MiMalloc = MiMalloc;
 
-const USAGE: &str = "usage: agreement [--count N] [--seed N]
+const USAGE: &str = "usage: agreement [--count N] [--seed N] [--rows]
 
 Draws N (200) requests, each a model, devices and a plan's choices, from a seed (1). Compares what the search's
 closed form predicts of each plan with what simulating its programs does, and prints by kind of plan how far they
-are from each other in seconds and bytes, with the requests of which they are the farthest.
+are from each other in seconds and bytes, with the requests of which they are the farthest. With --rows one line per
+request instead: seconds and bytes of both, and the request.
 ";
 
 fn main() -> ExitCode {
-    let (mut count, mut seed) = (200, 1);
+    let (mut count, mut seed, mut is_rows) = (200, 1, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut number = || arguments.next().and_then(|text| text.parse::<u64>().ok());
         let known = match argument.as_str() {
             "--count" => number().map(|number| count = number),
             "--seed" => number().map(|number| seed = number),
+            "--rows" => {
+                is_rows = true;
+                Some(())
+            }
             _ => None,
         };
         if known.is_none() {
@@ -40,6 +45,7 @@ fn main() -> ExitCode {
         }
     }
     // Whoever reads it may stop reading.
-    let _ = std::io::stdout().write_all(report::text(&compared, refused).as_bytes());
+    let text = if is_rows { report::rows(&compared) } else { report::text(&compared, refused) };
+    let _ = std::io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS
 }

@@ -21,7 +21,7 @@ use crate::shard::tensor::{Conversion, Placed, Prepared};
 use crate::threads::lock;
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
-use shardc_ir::{DType, Flops, Mesh, ReduceKind, Role, Seconds, TensorType};
+use shardc_ir::{DType, Flops, Mesh, NodeId, ReduceKind, Role, Seconds, TensorType};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
 
@@ -104,6 +104,8 @@ pub struct Shape<'a> {
     pub blocks: u64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
+    /// By how many seconds nodes of the head take longer for it.
+    longer: BTreeMap<NodeId, f64>,
     liveness: Liveness<'a>,
     /// The peaks that were asked for.
     peaks: Mutex<BTreeMap<(Recompute, u64, usize), Peak>>,
@@ -145,6 +147,7 @@ impl<'a> Shape<'a> {
             turned: 0.0,
             blocks: prepared.block_count(),
             loss_chunks,
+            longer: BTreeMap::new(),
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
             peaks: Mutex::default(),
             profiles: Mutex::default(),
@@ -233,6 +236,7 @@ impl<'a> Shape<'a> {
             let (whole, bound) = seconds(&operands, &results);
             let longer = seconds(&reads, &makes).0 + (chunks - 1) as f64 * seconds(&adds, &makes).0 - whole;
             self.backward.add(longer, bound);
+            self.longer.insert(id, longer);
         }
     }
 
@@ -363,6 +367,11 @@ impl<'a> Shape<'a> {
     /// What one node of a class takes, with its conversions.
     pub fn each(&self, class: usize) -> Split {
         self.prices[class]
+    }
+
+    /// Seconds by which a node takes longer since the head is cut into chunks.
+    pub fn longer(&self, id: NodeId) -> f64 {
+        self.longer.get(&id).copied().unwrap_or(0.0)
     }
 
     /// Seconds by which one node of a class takes longer where the gradients of weights are a pass by themselves.

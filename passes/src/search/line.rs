@@ -317,6 +317,9 @@ impl Sums {
         let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
         let behind = last_forward(graph);
+        // Each part of a head goes back before the next comes, and their losses are joined behind the last.
+        let head = prepared.head.as_ref().filter(|_| shape.loss_chunks > 1);
+        let is_cut = |id: NodeId| head.is_some_and(|head| head.has(id));
         let [mut forward, mut backward, mut weight, mut apart, mut again, mut adding] =
             [(); 6].map(|()| vec![0.0; count]);
         let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
@@ -330,12 +333,12 @@ impl Sums {
             if !prepared.in_loop(class) {
                 continue;
             }
-            let seconds = shape.each(class).seconds();
+            let seconds = shape.each(class).seconds() + shape.longer(id);
             apart[at] += shape.apart(class);
             adding[at] += shape.adds(class);
             match node.role {
                 Role::Forward => forward[at] += seconds,
-                _ if id < behind => forward[at] += seconds,
+                _ if id < behind || is_cut(id) => forward[at] += seconds,
                 _ if prepared.is_late[id] => weight[at] += seconds,
                 _ => backward[at] += seconds,
             }
