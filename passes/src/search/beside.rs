@@ -13,22 +13,16 @@
 //! by their programs alone
 //! ([`overlap`](super::overlap)).
 
+mod cut;
+
 use super::clocks::{Clocks, Meeting};
-use super::copies::root;
-use super::liveness::block_order;
 use super::recompute::Selected;
-use super::storage::{Storage, kind};
-use super::turns::{Meetings, OfWeights, Reads, Turned, Weights};
+use super::storage::Storage;
+use super::turns::{Reads, Turned};
 use crate::cluster::Cluster;
-use crate::cost::host::Host;
-use crate::cost::is_product;
-use crate::lower::block_of;
 use crate::schedule::{BUCKET_BYTES, SMALL, YIELDS};
 use crate::shard::layout::Turn;
-use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::VecDeque;
 
 /// Bytes of one bucket of gradients.
 pub(super) const BUCKET: f64 = BUCKET_BYTES as f64;
@@ -58,6 +52,13 @@ struct Stretch {
 }
 
 impl Stretch {
+    /// The meetings with which it begins, before any product, if somebody is met.
+    fn leading(&self) -> usize {
+        let first = self.products.first().copied().unwrap_or(f64::INFINITY);
+        let leading = self.meetings.iter().take_while(|meeting| meeting.at < first);
+        if leading.clone().all(|meeting| meeting.is_local) { 0 } else { leading.count() }
+    }
+
     /// When a bucket goes that closes at a moment, if the schedule lets it wait for a collective
     /// ([`YIELDS`](crate::schedule)), and whether it would wait for one of the next stretch.
     fn yielded(&self, at: f64) -> (f64, bool) {
@@ -154,174 +155,6 @@ impl Shown {
 }
 
 impl Loop {
-    /// Cuts the loop of a placed mesh. `seconds` is what one node of each class takes, `divides` which dimension of what
-    /// it stores the data axes divide.
-    pub(super) fn new(
-        prepared: &Prepared<'_>,
-        placed: &Placed<'_>,
-        conversions: &[Conversion],
-        seconds: &[f64],
-        divides: &dyn Fn(usize) -> Option<usize>,
-    ) -> Self {
-        let graph = prepared.graph;
-        let weights = Weights { prepared, placed, of: OfWeights::new(prepared, conversions), divides };
-        let order = block_order(graph);
-        let meetings = Meetings::new(prepared, placed, conversions, seconds);
-        let bytes = |class: usize| {
-            let local = placed.local(prepared, class, &placed.strategies[class]);
-            local.results.first().map_or(0.0, |bytes| *bytes as f64)
-        };
-        let mut own = Self::default();
-        // Per node, its stretch and the seconds of the stretch up to it; per value, which directions have read it.
-        let mut place: Vec<(usize, f64)> = Vec::with_capacity(graph.node_count());
-        let mut seen = vec![[false; 2]; graph.value_count()];
-        // Per block, what its forward pass gathers, and which classes read that.
-        let mut forward: BTreeMap<u64, Vec<(ValueId, Reads, usize)>> = BTreeMap::new();
-        let (mut current, mut is_settled) = (None, false);
-        // Per node of the forward pass, its stretch and its place in it.
-        let mut nodes: HashMap<NodeId, (usize, usize)> = HashMap::new();
-        for (id, node) in graph.nodes() {
-            let class = prepared.folded.class[id];
-            if matches!(node.op, Op::Input(_)) {
-                own.feed += Host::of(placed.cluster).feed(bytes(class));
-            }
-            if prepared.in_loop(class) && !node.op.is_leaf() {
-                let key = (block_of(&node.path), node.role != Role::Forward);
-                if current != Some(key) {
-                    (current, is_settled) = (Some(key), false);
-                    let block = order.get(key.0).copied();
-                    own.stretches.push(Stretch { is_backward: key.1, block, ..Stretch::default() });
-                }
-                let index = own.stretches.len() - 1;
-                let stretch = &mut own.stretches[index];
-                let begins = |at: f64, node: usize, own: usize| move |of: &Meeting| Meeting { at, node, own, ..*of };
-                let nth = stretch.nodes.len();
-                let before = stretch.seconds;
-                // Lowering converts operands in their order.
-                let operand = |maker: usize| {
-                    let mut makers = node.operands.iter().map(|value| prepared.folded.class[graph.value(*value).def]);
-                    makers.position(|of| of == maker)
-                };
-                let late = meetings.before[class].iter().filter_map(|(maker, of)| Some((operand(*maker)?, of)));
-                let mut late: Vec<(usize, &Meeting)> = late.collect();
-                late.sort_by_key(|(operand, _)| *operand);
-                let maker = |operand: usize| {
-                    let shared = nodes.get(&graph.value(node.operands[operand]).def);
-                    shared.filter(|(of, _)| *of == index).map_or(nth, |(_, maker)| *maker)
-                };
-                stretch.meetings.extend(late.into_iter().map(|(operand, of)| {
-                    let own = if of.is_shared { maker(operand) } else { nth };
-                    begins(before, nth, own)(of)
-                }));
-                stretch.seconds += seconds[class];
-                if !key.1 {
-                    nodes.insert(id, (index, nth));
-                    stretch.nodes.push((class, seconds[class], is_product(&node.op)));
-                }
-                // What is merged into an earlier instruction is made there.
-                let made = match prepared.emitted[class].ahead {
-                    0 => stretch.seconds,
-                    ahead => place[id.index() - ahead].1.min(stretch.seconds),
-                };
-                let is_met = stretch.meetings.iter().any(|meeting| !meeting.is_local);
-                let is_first = stretch.reads[..2] == [Reads::default(); 2];
-                let next = stretch.nodes.len();
-                stretch.meetings.extend(meetings.behind[class].iter().map(begins(made, next, nth)));
-                for operand in &node.operands {
-                    let Some(value) = &root(graph, *operand) else { continue };
-                    let [other, own] = [!key.1, key.1].map(|is_backward| seen[value.index()][usize::from(is_backward)]);
-                    let Some([kept, dropped]) = weights.read((*operand, *value), class, [own, other]) else { continue };
-                    seen[value.index()][usize::from(key.1)] = true;
-                    stretch.reads[0].add(kept);
-                    stretch.reads[1].add(dropped);
-                    if [kept, dropped] == [Reads::default(); 2] {
-                        continue;
-                    }
-                    if let Some(block) = stretch.block.filter(|_| !key.1) {
-                        forward.entry(block).or_default().push((*value, dropped, class));
-                    }
-                    if is_first || (is_met && !is_settled) {
-                        stretch.fetch = before;
-                        is_settled |= is_met;
-                    }
-                }
-                is_settled |= is_product(&node.op);
-                if is_product(&node.op) {
-                    stretch.products.push(made);
-                }
-            }
-            place.push((own.stretches.len().saturating_sub(1), own.stretches.last().map_or(0.0, |s| s.seconds)));
-        }
-        for stretch in own.stretches.iter_mut().filter(|stretch| stretch.is_backward) {
-            let of_block = stretch.block.and_then(|block| forward.remove(&block)).unwrap_or_default();
-            stretch.reads[2] = stretch.reads[1];
-            for (_, read, class) in of_block.into_iter().filter(|(value, ..)| !seen[value.index()][1]) {
-                stretch.reads[2].add(read);
-                stretch.again.push(class);
-            }
-        }
-        let turns = |of: &Stretch| of.reads.iter().any(|reads| reads.turned.turn.seconds() > 0.0);
-        own.turns = own.stretches.iter().any(turns);
-        own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
-        own.fill_buckets(prepared, placed, &place);
-        own
-    }
-
-    /// How many stretches gather something at least, of the forward pass and of the other, if the data ranks store
-    /// parts of what the classes make that `divides` names.
-    pub fn gathers(prepared: &Prepared<'_>, divides: &dyn Fn(usize) -> bool) -> [u64; 2] {
-        let graph = prepared.graph;
-        let is_divided: Vec<bool> =
-            (0..prepared.rules.len()).map(|class| prepared.is_parameter[class] && divides(class)).collect();
-        let mut seen = vec![[false; 2]; graph.value_count()];
-        let (mut current, mut counted, mut counts) = (None, false, [0; 2]);
-        for (id, node) in graph.nodes() {
-            if !prepared.in_loop(prepared.folded.class[id]) || node.op.is_leaf() {
-                continue;
-            }
-            let key = (block_of(&node.path), node.role != Role::Forward);
-            if current != Some(key) {
-                (current, counted) = (Some(key), false);
-            }
-            for value in &node.operands {
-                let maker = prepared.folded.class[graph.value(*value).def];
-                let is_known = std::mem::replace(&mut seen[value.index()][usize::from(key.1)], true);
-                if is_divided[maker] && !is_known && !counted {
-                    counted = true;
-                    counts[usize::from(key.1)] += 1;
-                }
-            }
-        }
-        counts
-    }
-
-    /// Gradients in the order in which they are made, merged as the schedule merges them.
-    fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
-        let graph = prepared.graph;
-        let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
-        for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
-            let class = prepared.folded.class[id];
-            let local = placed.local(prepared, class, &placed.strategies[class]);
-            let kind = kind(placed, class);
-            let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
-        }
-        made.sort_by_key(|(def, ..)| *def);
-        let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
-        let mut open = [const { (0.0, Vec::new()) }; 2];
-        for (index, (def, gradient, kind)) in made.iter().enumerate() {
-            let (bytes, gradients) = &mut open[*kind];
-            *bytes += gradient.1;
-            gradients.push(*gradient);
-            if *bytes >= BUCKET || last[*kind] == Some(index) {
-                let ((stretch, at), (_, gradients)) = (place[*def], std::mem::take(&mut open[*kind]));
-                let yielded = self.stretches.get(stretch).map(|stretch| stretch.yielded(at));
-                let (at, is_open) = yielded.unwrap_or((at, false));
-                self.buckets.push(Bucket { stretch, at, is_open, gradients, kind: *kind });
-            }
-        }
-    }
-
     /// The seconds of each collective, for one way to store parameters. Of what is not stored in parts under ZeRO, every
     /// rank needs the whole gradients of the others.
     pub fn times(&self, storage: &Storage, cluster: &Cluster) -> Times {
@@ -469,9 +302,13 @@ impl Loop {
                     fetch_next(clocks, &mut arrivals);
                 }
             };
+            let is_again = stretch.is_backward && stretch.block.is_some_and(|block| traffic.again.way(block).is_some());
+            let mut leading = if is_again { 0 } else { stretch.leading() };
             let release = &mut |clocks: &mut Clocks| waiting.drain(..).for_each(|seconds| reduce(clocks, seconds));
             let mut later = self.recompute(&mut clocks, stretch, traffic.again, (fetch, release));
-            release(&mut clocks);
+            if leading == 0 {
+                release(&mut clocks);
+            }
             // The next weights are on their way while kernels bring these into order, if no collective comes before them.
             if stretch.fetch <= 0.0 && stretch.meetings.first().is_none_or(|meeting| meeting.at > 0.0) {
                 fetch(&mut clocks);
@@ -495,6 +332,10 @@ impl Loop {
                             clocks.meet(&Meeting { since: since(of), ..*of });
                             // What is read here at once comes before what is read later.
                             clocks.carry(if of.is_local { 0.0 } else { std::mem::take(&mut later) });
+                            leading = leading.saturating_sub(1);
+                            if leading == 0 {
+                                waiting.drain(..).for_each(|seconds| reduce(&mut clocks, seconds));
+                            }
                         }
                     }
                     _ if fetches && fetch <= filled.unwrap_or(fetch) => {
@@ -505,7 +346,7 @@ impl Loop {
                     Some(filled) => {
                         clocks.run(start + filled);
                         let Some((bucket, seconds)) = buckets.next() else { break };
-                        match bucket.is_open && self.meets_again(index + 1, traffic.again) {
+                        match bucket.is_open && self.begins_with_others(index + 1, traffic.again) {
                             true => waiting.push(seconds),
                             false => reduce(&mut clocks, seconds),
                         }
@@ -521,11 +362,13 @@ impl Loop {
         Shown { all: clocks.carried, shown, ordered: ordered.iter().sum::<f64>() + clocks.ordered }
     }
 
-    /// Whether the block of a stretch is computed again with collectives.
-    fn meets_again(&self, stretch: usize, again: &Selected<'_>) -> bool {
-        let stretch = self.stretches.get(stretch).filter(|stretch| stretch.is_backward);
-        let way = stretch.and_then(|stretch| again.way(stretch.block?));
-        way.is_some_and(|way| way.cost.communication > 0.0)
+    /// Whether a stretch begins with collectives: its own, or those with which its block is computed again.
+    fn begins_with_others(&self, stretch: usize, again: &Selected<'_>) -> bool {
+        let Some(stretch) = self.stretches.get(stretch).filter(|stretch| stretch.is_backward) else { return false };
+        match stretch.block.and_then(|block| again.way(block)) {
+            Some(way) => way.cost.communication > 0.0,
+            None => stretch.leading() > 0,
+        }
     }
 
     /// Computes again what the backward pass of a block reads, with the collectives of its forward pass, behind the

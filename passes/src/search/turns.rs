@@ -48,18 +48,22 @@ pub(super) fn beside_kernels(
 /// each: gradients of weights that lowering joins with others move down to the last of them, where a collective is next.
 fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> Vec<(usize, f64)> {
     let all: Vec<usize> = prepared.between(of, placed.microbatches).collect();
-    let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
     let times = |class: usize| {
         if prepared.most_joined(class, placed.microbatches) < 2 {
             return 1.0;
         }
-        let own = types(class);
+        let own = prepared.local_types(class, &placed.strategies[class], placed.mesh);
         let Some((region, _)) = prepared.beside(class, &own.0, &own.1) else { return 1.0 };
-        let is_sibling = |other: &&usize| prepared.op(**other) == prepared.op(class) && types(**other) == own;
-        let there = all.iter().filter(is_sibling).count().max(1);
+        let there = all.iter().filter(|other| are_siblings(prepared, placed, [**other, class])).count().max(1);
         (region.steps.len() as f64 / there as f64).max(1.0)
     };
     all.iter().map(|class| (*class, times(*class))).collect()
+}
+
+/// Whether nodes of two classes do the same with as much, and so may be one instruction.
+pub(super) fn are_siblings(prepared: &Prepared<'_>, placed: &Placed<'_>, [one, other]: [usize; 2]) -> bool {
+    let types = |class: usize| prepared.local_types(class, &placed.strategies[class], placed.mesh);
+    one == other || (prepared.op(one) == prepared.op(other) && types(one) == types(other))
 }
 
 /// The meetings that begin at a node of each class.
