@@ -125,6 +125,11 @@ pub fn normalize(sharding: &Sharding, mesh: &Mesh) -> Sharding {
     }
 }
 
+/// Seconds in which a kernel moves so many bytes, roughly.
+fn turned(bytes: f64) -> f64 {
+    bytes / 1e12
+}
+
 /// A rough price of a step in seconds, for callers without a device profile: 10 µs a collective and
 /// 100 GB/s a rank on the wire, 2 µs a kernel and 1 TB/s in memory. `local` is what one coordinate
 /// holds before the step.
@@ -132,7 +137,7 @@ pub fn rough_cost(step: &Step, local: Bytes, mesh: &Mesh) -> f64 {
     let bytes = local.0 as f64;
     let n = mesh.extent(step.group_axes().iter().copied()) as f64;
     let wire = |moved: f64| 10e-6 + moved / 100e9;
-    let memory = |moved: f64| 2e-6 + moved / 1e12;
+    let memory = |moved: f64| 2e-6 + turned(moved);
     let inner = |dim: usize, moved: f64| if dim > 0 { memory(2.0 * moved) } else { 0.0 };
     match step {
         Step::AllGather { dim, .. } => wire(bytes * (n - 1.0)) + inner(*dim, bytes * n),
@@ -147,8 +152,8 @@ pub fn rough_cost(step: &Step, local: Bytes, mesh: &Mesh) -> f64 {
     }
 }
 
-/// What a kernel between two collectives costs beyond its own time: it waits for the one in front of other kernels, and
-/// the other waits for it. About what the wire takes for a block's weights.
+/// What a kernel between two collectives costs at the least beyond its own time: it waits for the one in front of other
+/// kernels, and the other waits for it. About what the wire takes for a block's weights.
 const HANDED: f64 = 50e-6;
 
 /// The cheapest steps from one layout of a value of global type `ty` to another, of those in which an
@@ -176,6 +181,10 @@ pub fn priced_path(
     let (from, to) = (normalize(from, mesh), normalize(to, mesh));
     let is_even = [&from, &to].iter().all(|end| end.is_even(&ty.shape, mesh));
     let uneven = (!is_even).then_some(&ty.shape[..]);
+    let bytes = |layout: &Sharding| {
+        let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
+        Bytes(elements * ty.dtype.size())
+    };
     let mut best: BTreeMap<Sharding, f64> = BTreeMap::from([(from.clone(), 0.0)]);
     let mut came: BTreeMap<Sharding, (Sharding, Step)> = BTreeMap::new();
     let mut queue = BinaryHeap::from([Reached { cost: 0.0, layout: from.clone() }]);
@@ -193,14 +202,18 @@ pub fn priced_path(
         if best.get(&layout).is_some_and(|known| *known < so_far) {
             continue;
         }
-        let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
-        let local = Bytes(elements * ty.dtype.size());
+        let local = bytes(&layout);
         for step in steps_towards(&layout, &to, uneven, mesh) {
             let next = step.apply(&layout);
             let [before, after] = step.rearranges();
-            let is_between = (before && layout != from) || (after && next != to);
-            let handed = if is_between { HANDED } else { 0.0 };
-            let total = so_far + cost(&step, local).max(0.0) + handed;
+            let between =
+                [(before && layout != from).then_some((&from, &layout)), (after && next != to).then_some((&to, &next))];
+            // Where there is less of it than at that end, that is no reason for it.
+            let handed = between.into_iter().flatten().map(|(end, there)| {
+                let less = bytes(end).0.saturating_sub(bytes(there).0);
+                HANDED + turned(2.0 * less as f64)
+            });
+            let total = so_far + cost(&step, local).max(0.0) + handed.sum::<f64>();
             if best.get(&next).is_none_or(|known| total < *known) {
                 best.insert(next.clone(), total);
                 came.insert(next.clone(), (layout.clone(), step));
@@ -395,6 +408,9 @@ mod tests {
         check(",/dp.tp", "dp.tp,", "reduce-scatter(0,dp.tp)");
         check("dp,/tp", "dp,tp", "reduce-scatter(1,tp)");
         check("tp,dp", ",tp", "gather(1,dp) all-to-all(0,1,tp)");
+        // Kernels bring into order what is gathered along an inner dimension, at last.
+        check("dp,tp", ",", "gather(0,dp) gather(1,tp)");
+        check("tp,dp", ",", "gather(0,tp) gather(1,dp)");
         check(",", ",/tp", "isolate(tp)");
         check("mb.dp,tp", "mb,tp", "gather(0,dp)");
         check("dp.mb,", "mb,", "none");
