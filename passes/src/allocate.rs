@@ -36,7 +36,7 @@ use std::collections::{BTreeMap, HashMap};
 /// What offsets are multiples of.
 pub const ALIGNMENT: u64 = 256;
 /// How many later instructions of its stream an access keeps its bytes for.
-pub(crate) const WINDOW: usize = 2;
+pub(crate) const WINDOW: usize = 4;
 
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {

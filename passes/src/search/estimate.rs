@@ -13,7 +13,7 @@ use super::pins::Recompute;
 use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use super::summed::Adding;
-use super::turns::{beside_kernels, converted_once};
+use super::turns::{beside_kernels, converted_once, is_in_pass};
 use crate::cost::{Bound, Machine, Pass};
 use crate::fold::block_of;
 use crate::shard::local::Local;
@@ -185,10 +185,11 @@ impl<'a> Shape<'a> {
         for (conversion, apart) in &others {
             let start = if is_merged(conversion) { conversion.start } else { 0.0 };
             let seconds = (conversion.turn.seconds() - start) * conversion.count as f64;
-            shape.part(prepared, conversion.maker, conversion.reader).communication += seconds;
+            let is_in_pass = is_in_pass(prepared, placed, conversion);
+            shape.part(prepared.role(conversion.reader), is_in_pass).communication += seconds;
             shape.turned += if prepared.is_of_weight(conversion.maker, conversion.reader) { seconds } else { 0.0 };
             // What is converted once is no node's of a microbatch.
-            if !prepared.in_loop(conversion.maker) || !prepared.in_loop(conversion.reader) {
+            if !is_in_pass {
                 continue;
             }
             // Terms are added where they are made, and again where they are made again; so is a copy that several read.
@@ -269,10 +270,10 @@ impl<'a> Shape<'a> {
         block_of(prepared.graph, node).is_some()
     }
 
-    /// The part of the step that a value made by one class for another belongs to.
-    fn part(&mut self, prepared: &Prepared<'_>, maker: usize, reader: usize) -> &mut Split {
-        match prepared.role(reader) {
-            _ if !prepared.in_loop(maker) || !prepared.in_loop(reader) => &mut self.once,
+    /// The part of the step that something of a role belongs to, in the passes of a microbatch or not.
+    fn part(&mut self, role: Role, is_in_pass: bool) -> &mut Split {
+        match role {
+            _ if !is_in_pass => &mut self.once,
             Role::Forward => &mut self.forward,
             _ => &mut self.backward,
         }
@@ -359,7 +360,7 @@ impl<'a> Shape<'a> {
             Op::Parameter(_) | Op::State(_) => {}
             _ if prepared.is_copy(class) => {}
             Op::SumSquares(_) if !prepared.in_loop(class) => {}
-            _ => self.part(prepared, class, class).add(seconds, bound),
+            _ => self.part(prepared.role(class), prepared.in_loop(class)).add(seconds, bound),
         }
         (each, bound)
     }

@@ -6,7 +6,7 @@ use super::storage::kind;
 use crate::cost::Machine;
 use crate::shard::layout::Turn;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::{Op, ValueId};
+use shardc_ir::{Op, Role, ValueId};
 use std::collections::BTreeMap;
 
 /// Bytes of what is made of results of classes in front of the loop for readers in it, and kept through all of it.
@@ -44,6 +44,18 @@ pub(super) fn beside_kernels(
     conversions.iter().map(shown).collect()
 }
 
+/// Whether a conversion is one of a microbatch's passes: between what is in the loop, or of a statistic of the whole batch,
+/// of which all is one microbatch then. Single numbers wait for their readers.
+pub(super) fn is_in_pass(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> bool {
+    let value = prepared.graph.node(prepared.folded.classes[of.maker].node).results[of.result];
+    let is_statistic = placed.microbatches == 1
+        && of.is_early
+        && prepared.role(of.reader) != Role::Optimizer
+        && !prepared.is_gradient[of.maker]
+        && prepared.graph.ty(value).elements() > 1;
+    prepared.in_loop(of.maker) && (prepared.in_loop(of.reader) || is_statistic)
+}
+
 /// What [runs between](Prepared::between) the maker and the first reader of a conversion, and how many times as much of
 /// each: gradients of weights that lowering joins with others move down to the last of them, where a collective is next.
 fn between(prepared: &Prepared<'_>, placed: &Placed<'_>, of: &Conversion) -> Vec<(usize, f64)> {
@@ -77,8 +89,7 @@ pub(super) struct Meetings {
 impl Meetings {
     pub fn new(prepared: &Prepared<'_>, placed: &Placed<'_>, conversions: &[Conversion], seconds: &[f64]) -> Self {
         let mut own = Self { before: vec![Vec::new(); seconds.len()], behind: vec![Vec::new(); seconds.len()] };
-        let meets =
-            |of: &&Conversion| of.turn.seconds() > 0.0 && prepared.in_loop(of.maker) && prepared.in_loop(of.reader);
+        let meets = |of: &&Conversion| of.turn.seconds() > 0.0 && is_in_pass(prepared, placed, of);
         for conversion in conversions.iter().filter(meets) {
             let between = between(prepared, placed, conversion).into_iter();
             let slack: f64 = between.map(|(class, times)| seconds[class] * times).sum();
