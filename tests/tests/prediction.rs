@@ -124,7 +124,6 @@ const CASES: &[Case] = &[
     // Stages gather weights before all microbatches and reduce gradients behind them, beside nothing.
     ("gpt3-1.3b", 128, 2048, "rtx4090:4", "pp=2,dp=2,schedule=interleaved,virtual=2,zero=1,microbatch=4"),
     // Each part of a head goes back at once, in the forward pass of the last chunk.
-    ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=interleaved,virtual=2,zero=0,microbatch=8"),
     ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=zbv,zero=0,microbatch=8"),
     // Both gradients of an embedding that is the head are one stage's.
     ("gpt2-124m", 64, 1024, "l40s:8", "pp=2,dp=4,schedule=zbv,zero=0,microbatch=2"),
@@ -143,7 +142,18 @@ const CASES: &[Case] = &[
     ("gpt2-355m", 32, 1024, "h200:1", "microbatch=32,recompute=block"),
     ("gpt2-355m", 32, 1024, "h200:1", "microbatch=32,recompute=selective"),
     ("gpt2-1.5b", 64, 1024, "h200:4", "dp=4,zero=1,microbatch=8,recompute=selective"),
-    // Pictures: inputs that take time to arrive, statistics of the batch.
+    ("two-tower", 4096, 1, "h100:8", "dp=8"),
+    // Exchanges between experts, and reductions of the experts' gradients.
+    ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
+    // Weights that are gathered over data ranks, then over tensor ranks, are both ahead of their readers; the wire is the
+    // slower of the two clocks.
+    ("llama-1b", 32, 512, "rtx4090:4", "dp=2,tp=2,zero=1,microbatch=16"),
+    // Buckets let the collectives pass with which the next block begins, and joined gradients close them late.
+    ("gpt3-6.7b", 16, 2048, "rtx3090:4x4", "tp=4,dp=4,zero=1,microbatch=4"),
+    ("gpt3-13b", 256, 1024, "b200:8x2", "tp=4,dp=4,zero=2,microbatch=8"),
+    // Pictures: inputs that take time to arrive, statistics of the batch, which queue with gradients.
+    ("resnet-50", 64, 224, "rtx3090:8", "dp=8,zero=0,microbatch=8"),
+    ("resnet-50", 128, 224, "v100:2x8", "dp=16,zero=3,microbatch=8"),
     ("resnet-50", 256, 224, "h100:1", "microbatch=256"),
     ("resnet-50", 512, 224, "h100:8", "dp=8,zero=3"),
     ("unet", 64, 256, "h100:8", "dp=8,zero=1"),
@@ -175,13 +185,6 @@ const IN_8_BITS: &[Case] = &[
     ("llama-8b", 64, 8192, "h100:8", "pp=4,dp=2,schedule=1f1b,microbatch=1,zero=1"),
 ];
 
-/// These are within 4.5% of the seconds, and within 10% of the bytes.
-const FARTHEST: &[Case] = &[
-    // Weights that are gathered over data ranks, then over tensor ranks, are both ahead of their readers; the wire is the
-    // slower of the two clocks.
-    ("llama-1b", 32, 512, "rtx4090:4", "dp=2,tp=2,zero=1,microbatch=16"),
-];
-
 /// These are within 5.5% of the seconds, and within 10% of the bytes.
 const OVER_NODES: &[Case] = &[
     // What the backward pass reads of a value that was gathered over nodes is taken for a slice of that, and is converted anew.
@@ -192,9 +195,8 @@ const OVER_NODES: &[Case] = &[
 const FARTHER: &[Case] = &[
     // What is made once is laid to stages by their share of the parameters, which biases gathered over slow links are not.
     ("gpt2-355m", 128, 1024, SLOW, "pp=2,tp=8,schedule=1f1b,microbatch=64"),
-    // Exchanges between experts wait for reductions of the experts' gradients that the closed form has elsewhere.
-    ("mixtral-8x7b", 128, 4096, "h100:8x4", "ep=8,dp=4,zero=3"),
-    ("two-tower", 4096, 1, "h100:8", "dp=8"),
+    // Messages of a long pass wait for those of the short one behind it.
+    ("llama-3.2-1b", 4096, 8192, "b200:8x4", "pp=4,dp=8,schedule=interleaved,virtual=2,zero=0,microbatch=8"),
 ];
 
 /// These are within 3% of the seconds; their bytes are known less well. Where several axes divide one tensor dimension,
@@ -251,7 +253,6 @@ fn the_closed_form_is_near_the_programs() {
         (CASES, Precision::Bf16, (0.03, 0.05)),
         (IN_8_BITS, Precision::Fp8, (0.03, 0.05)),
         (FARTHER, Precision::Bf16, (0.04, 0.1)),
-        (FARTHEST, Precision::Bf16, (0.045, 0.1)),
         (OVER_NODES, Precision::Bf16, (0.055, 0.1)),
         (OTHER_BYTES, Precision::Bf16, (0.03, 0.16)),
     ];
