@@ -36,9 +36,7 @@ fn row(name: &str, mut errors: Vec<f64>) -> String {
 /// The tables, in Markdown; of what was drawn, `refused` cannot be planned.
 pub fn text(all: &[Compared], refused: usize) -> String {
     let mut text = format!("{} requests compared; {refused} more that cannot be planned as drawn\n", all.len());
-    let measures: [(&str, &dyn Fn(&Compared) -> f64); 2] =
-        [("seconds", &Compared::seconds), ("bytes", &Compared::bytes)];
-    for (name, error) in measures {
+    for (name, error) in [("seconds", Compared::seconds as fn(&Compared) -> f64), ("bytes", Compared::bytes)] {
         let _ = write!(text, "\n| {name} | n | mean | p90 | worst | within 3% |\n|---|---|---|---|---|---|\n");
         let mut kinds: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         all.iter().for_each(|own| kinds.entry(kind(own)).or_default().push(error(own)));
