@@ -156,6 +156,27 @@ pub fn rough_cost(step: &Step, local: Bytes, mesh: &Mesh) -> f64 {
 /// kernels, and the other waits for it. About what the wire takes for a block's weights.
 const HANDED: f64 = 50e-6;
 
+/// What one coordinate holds of a value.
+fn local(ty: &TensorType, layout: &Sharding, mesh: &Mesh) -> Bytes {
+    let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
+    Bytes(elements * ty.dtype.size())
+}
+
+/// What a step from a layout costs on the way between two ends, neither of which has axes of size 1, beyond what it costs by
+/// itself, in seconds: that kernels rearrange the value between two collectives. That there is less of it than at the end
+/// is no reason to do so there.
+pub fn handed(ty: &TensorType, (step, layout): (&Step, &Sharding), [from, to]: [&Sharding; 2], mesh: &Mesh) -> f64 {
+    let ([before, after], next) = (step.rearranges(), step.apply(layout));
+    let between = |is_between: bool, end: &Sharding, there: &Sharding| match is_between {
+        true => {
+            let less = local(ty, end, mesh).0.saturating_sub(local(ty, there, mesh).0);
+            HANDED + turned(2.0 * less as f64)
+        }
+        false => 0.0,
+    };
+    between(before && layout != from, from, layout) + between(after && next != *to, to, &next)
+}
+
 /// The cheapest steps from one layout of a value of global type `ty` to another, of those in which an
 /// axis comes only where the target has it; `None` if there is no way, which is so only where time axes
 /// differ. `cost` prices a step in seconds, given the
@@ -181,10 +202,6 @@ pub fn priced_path(
     let (from, to) = (normalize(from, mesh), normalize(to, mesh));
     let is_even = [&from, &to].iter().all(|end| end.is_even(&ty.shape, mesh));
     let uneven = (!is_even).then_some(&ty.shape[..]);
-    let bytes = |layout: &Sharding| {
-        let elements: u64 = layout.local_shape(&ty.shape, mesh).iter().product();
-        Bytes(elements * ty.dtype.size())
-    };
     let mut best: BTreeMap<Sharding, f64> = BTreeMap::from([(from.clone(), 0.0)]);
     let mut came: BTreeMap<Sharding, (Sharding, Step)> = BTreeMap::new();
     let mut queue = BinaryHeap::from([Reached { cost: 0.0, layout: from.clone() }]);
@@ -202,18 +219,11 @@ pub fn priced_path(
         if best.get(&layout).is_some_and(|known| *known < so_far) {
             continue;
         }
-        let local = bytes(&layout);
+        let local = local(ty, &layout, mesh);
         for step in steps_towards(&layout, &to, uneven, mesh) {
             let next = step.apply(&layout);
-            let [before, after] = step.rearranges();
-            let between =
-                [(before && layout != from).then_some((&from, &layout)), (after && next != to).then_some((&to, &next))];
-            // Where there is less of it than at that end, that is no reason for it.
-            let handed = between.into_iter().flatten().map(|(end, there)| {
-                let less = bytes(end).0.saturating_sub(bytes(there).0);
-                HANDED + turned(2.0 * less as f64)
-            });
-            let total = so_far + cost(&step, local).max(0.0) + handed.sum::<f64>();
+            let handed = handed(ty, (&step, &layout), [&from, &to], mesh);
+            let total = so_far + cost(&step, local).max(0.0) + handed;
             if best.get(&next).is_none_or(|known| total < *known) {
                 best.insert(next.clone(), total);
                 came.insert(next.clone(), (layout.clone(), step));

@@ -7,7 +7,7 @@
 use proptest::prelude::*;
 use shardc_ir::sharding::may_cut;
 use shardc_ir::{AxisId, AxisKind, Bytes, DType, Mesh, ReduceKind, Sharding, TensorType};
-use shardc_passes::reshard::{Step, normalize, path, priced_path, rough_cost};
+use shardc_passes::reshard::{Step, handed, normalize, path, priced_path, rough_cost};
 
 /// A dense tensor of one rank.
 #[derive(Clone, Debug, PartialEq)]
@@ -319,8 +319,15 @@ fn all_steps(at: &Sharding, to: &Sharding, shape: &[u64], mesh: &Mesh) -> Vec<St
     steps
 }
 
-/// The cost of the cheapest path of at most `length` steps that stays below `bound`.
-fn brute_force(ty: &TensorType, at: &Sharding, to: &Sharding, mesh: &Mesh, length: usize, bound: f64) -> Option<f64> {
+/// The cost of the cheapest path of at most `length` steps, from a layout on the way between two, that stays below `bound`.
+fn brute_force(
+    ty: &TensorType,
+    at: &Sharding,
+    [from, to]: [&Sharding; 2],
+    mesh: &Mesh,
+    length: usize,
+    bound: f64,
+) -> Option<f64> {
     if at == to {
         return (bound > 0.0).then_some(0.0);
     }
@@ -329,12 +336,12 @@ fn brute_force(ty: &TensorType, at: &Sharding, to: &Sharding, mesh: &Mesh, lengt
     }
     let mut best: Option<f64> = None;
     for step in all_steps(at, to, &ty.shape, mesh) {
-        let cost = rough_cost(&step, local(ty, at, mesh), mesh);
+        let cost = rough_cost(&step, local(ty, at, mesh), mesh) + handed(ty, (&step, at), [from, to], mesh);
         let bound = best.unwrap_or(bound);
         if cost >= bound {
             continue;
         }
-        let rest = brute_force(ty, &step.apply(at), to, mesh, length - 1, bound - cost);
+        let rest = brute_force(ty, &step.apply(at), [from, to], mesh, length - 1, bound - cost);
         if let Some(total) = rest.map(|rest| rest + cost).filter(|total| *total < bound) {
             best = Some(total);
         }
@@ -397,6 +404,7 @@ proptest! {
     fn no_short_path_is_cheaper(case in cases(), size in 0..3u32) {
         let mesh = case.mesh();
         let (from, to) = case.ends();
+        let (from, to) = (normalize(&from, &mesh), normalize(&to, &mesh));
         let mut shape = case.shape(&mesh, [&from, &to]);
         // Small ones cost launches, large ones bytes.
         shape[0] *= 1 << (10 * size);
@@ -406,12 +414,12 @@ proptest! {
         let mut layout = from.clone();
         let mut total = 0.0;
         for step in &steps {
-            total += cost(step, local(&ty, &layout, &mesh));
+            total += cost(step, local(&ty, &layout, &mesh)) + handed(&ty, (step, &layout), [&from, &to], &mesh);
             layout = step.apply(&layout);
         }
         prop_assert!((total - found).abs() <= 1e-9 * found, "costs {total}, said {found}");
         let bound = found * (1.0 - 1e-9);
-        if let Some(cheaper) = brute_force(&ty, &from, &to, &mesh, 3, bound) {
+        if let Some(cheaper) = brute_force(&ty, &from, [&from, &to], &mesh, 3, bound) {
             prop_assert!(false, "{steps:?} cost {found}, but there is a path of {cheaper}");
         }
     }
