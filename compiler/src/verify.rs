@@ -27,6 +27,7 @@ use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, Graph, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
+use shardc_passes::random::mix;
 use shardc_passes::search::{Pins, Recompute};
 
 /// The largest number of ranks that are run, or whose programs are all lowered and compared.
@@ -362,14 +363,8 @@ fn trained(op: &Op) -> Option<String> {
 
 /// Numbers for an input: integers below what the model allows, or floats between -1 and 1.
 fn feed(model: &NamedModel, name: &str, ty: &TensorType, step: u64) -> HostTensor {
-    // Random numbers, for what repeats itself makes many that should differ equal: splitmix64 (Steele et al., "Fast
-    // splittable pseudorandom number generators", 2014), by place and step.
-    let number = |at: u64| {
-        let mut number = (at + (step << 40) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        number = (number ^ (number >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        number = (number ^ (number >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        number ^ (number >> 31)
-    };
+    // Random numbers, by place and step: what repeats itself makes many that should differ equal.
+    let number = |at: u64| mix(at + (step << 40));
     if ty.dtype == DType::I64 {
         let below = model.config.range(name).map(|range| range.below).or(model.vocabulary()).unwrap_or(2);
         return HostTensor::from_i64(

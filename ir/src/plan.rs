@@ -217,6 +217,9 @@ pub enum Scope {
 pub struct Search {
     /// The plan's step as the search estimates it, before it is lowered and simulated.
     pub estimate: Seconds,
+    /// The plan's memory per rank as the search estimates it.
+    #[serde(default)]
+    pub memory: Bytes,
     /// No plan of the searched space that fits is estimated to take less; where plans of one stage and pipelines were
     /// searched, no plan of the plan's own kind.
     pub bound: Seconds,

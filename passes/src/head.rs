@@ -93,6 +93,18 @@ impl Head {
         self.made.get(&value).copied()
     }
 
+    /// Its nodes and all that they wait for, which comes in the forward pass where the head is cut.
+    pub fn awaited(&self, graph: &Graph) -> SecondaryMap<NodeId, bool> {
+        let mut is_awaited: SecondaryMap<NodeId, bool> = SecondaryMap::new();
+        for (id, node) in graph.nodes().rev() {
+            is_awaited[id] |= self.has(id);
+            if is_awaited[id] {
+                node.operands.iter().for_each(|value| is_awaited[graph.value(*value).def] = true);
+            }
+        }
+        is_awaited
+    }
+
     /// What its own nodes make and others read.
     pub fn read(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.read.iter().copied()

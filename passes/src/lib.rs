@@ -38,6 +38,7 @@ mod pipeline_tests;
 pub mod precision;
 pub mod quantize;
 pub mod raise;
+pub mod random;
 pub mod rematerialize;
 pub mod reshard;
 pub mod schedule;

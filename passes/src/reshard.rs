@@ -162,11 +162,16 @@ fn local(ty: &TensorType, layout: &Sharding, mesh: &Mesh) -> Bytes {
     Bytes(elements * ty.dtype.size())
 }
 
-/// What a step from a layout costs on the way between two ends, neither of which has axes of size 1, beyond what it costs by
+/// What a step from a layout to the next costs on the way between two ends, neither of which has axes of size 1, beyond what it costs by
 /// itself, in seconds: that kernels rearrange the value between two collectives. That there is less of it than at the end
 /// is no reason to do so there.
-pub fn handed(ty: &TensorType, (step, layout): (&Step, &Sharding), [from, to]: [&Sharding; 2], mesh: &Mesh) -> f64 {
-    let ([before, after], next) = (step.rearranges(), step.apply(layout));
+pub fn handed(
+    ty: &TensorType,
+    (step, [layout, next]): (&Step, [&Sharding; 2]),
+    [from, to]: [&Sharding; 2],
+    mesh: &Mesh,
+) -> f64 {
+    let [before, after] = step.rearranges();
     let between = |is_between: bool, end: &Sharding, there: &Sharding| match is_between {
         true => {
             let less = local(ty, end, mesh).0.saturating_sub(local(ty, there, mesh).0);
@@ -174,7 +179,7 @@ pub fn handed(ty: &TensorType, (step, layout): (&Step, &Sharding), [from, to]: [
         }
         false => 0.0,
     };
-    between(before && layout != from, from, layout) + between(after && next != *to, to, &next)
+    between(before && layout != from, from, layout) + between(after && next != to, to, next)
 }
 
 /// The cheapest steps from one layout of a value of global type `ty` to another, of those in which an
@@ -222,7 +227,7 @@ pub fn priced_path(
         let local = local(ty, &layout, mesh);
         for step in steps_towards(&layout, &to, uneven, mesh) {
             let next = step.apply(&layout);
-            let handed = handed(ty, (&step, &layout), [&from, &to], mesh);
+            let handed = handed(ty, (&step, [&layout, &next]), [&from, &to], mesh);
             let total = so_far + cost(&step, local).max(0.0) + handed;
             if best.get(&next).is_none_or(|known| total < *known) {
                 best.insert(next.clone(), total);

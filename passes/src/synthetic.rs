@@ -3,6 +3,7 @@
 use crate::differentiate::differentiate;
 use crate::error::PassError;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
+use crate::random::Random;
 use shardc_ir::ops::*;
 use shardc_ir::{DType, Graph, NodeId, Op, OutputKind, Role, TensorType, ValueId};
 
@@ -27,26 +28,18 @@ pub struct Sizes {
 /// # Errors
 /// None but a bug.
 pub fn residual(sizes: Sizes) -> Result<Graph, PassError> {
-    let mut maker = Maker { graph: Graph::new("residual"), state: sizes.seed, dtype: sizes.dtype };
+    let mut maker = Maker { graph: Graph::new("residual"), random: Random(sizes.seed), dtype: sizes.dtype };
     let made = maker.model(sizes).map_err(PassError::ill_formed("synthetic"));
     made.and_then(|()| add_optimizer(differentiate(&maker.graph, "loss")?, &OptimizerConfig::default()))
 }
 
 struct Maker {
     graph: Graph,
-    state: u64,
+    random: Random,
     dtype: DType,
 }
 
 impl Maker {
-    /// A number below `bound` (Steele et al., "Fast splittable pseudorandom number generators", 2014).
-    fn below(&mut self, bound: u64) -> u64 {
-        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (mixed ^ (mixed >> 31)) % bound.max(1)
-    }
-
     fn model(&mut self, sizes: Sizes) -> Result<(), OpError> {
         let rows = TensorType::new(self.dtype, [sizes.batch, sizes.width]);
         let mut x = self.add(Input { name: "x".into() }, &[], std::slice::from_ref(&rows), "")?;
@@ -66,11 +59,11 @@ impl Maker {
     }
 
     fn layer(&mut self, x: ValueId, known: &[ValueId], path: &str, width: u64) -> Result<ValueId, OpError> {
-        let hidden = (1 + self.below(8)) * (width / 2);
+        let hidden = (1 + self.random.below(8) as u64) * (width / 2);
         let gamma = self.parameter(&format!("{path}.norm.gamma"), &[width])?;
         let y = self.add(RmsNorm { eps: 1e-5 }, &[x, gamma], &[], &format!("{path}.norm"))?;
         let up = self.linear(y, &format!("{path}.up"), hidden)?;
-        let inner = match self.below(3) {
+        let inner = match self.random.below(3) {
             0 => self.add(Unary { kind: UnaryKind::Gelu }, &[up], &[], path)?,
             1 => self.add(Unary { kind: UnaryKind::Tanh }, &[up], &[], path)?,
             _ => {
@@ -80,10 +73,10 @@ impl Maker {
         };
         let down = self.linear(inner, &format!("{path}.down"), width)?;
         let sum = self.add(Binary { kind: BinaryKind::Add }, &[x, down], &[], path)?;
-        if self.below(3) > 0 {
+        if self.random.below(3) > 0 {
             return Ok(sum);
         }
-        let far = known[self.below(known.len() as u64) as usize];
+        let far = known[self.random.below(known.len())];
         self.add(Binary { kind: BinaryKind::Add }, &[sum, far], &[], path)
     }
 

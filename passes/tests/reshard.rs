@@ -336,12 +336,13 @@ fn brute_force(
     }
     let mut best: Option<f64> = None;
     for step in all_steps(at, to, &ty.shape, mesh) {
-        let cost = rough_cost(&step, local(ty, at, mesh), mesh) + handed(ty, (&step, at), [from, to], mesh);
+        let next = step.apply(at);
+        let cost = rough_cost(&step, local(ty, at, mesh), mesh) + handed(ty, (&step, [at, &next]), [from, to], mesh);
         let bound = best.unwrap_or(bound);
         if cost >= bound {
             continue;
         }
-        let rest = brute_force(ty, &step.apply(at), [from, to], mesh, length - 1, bound - cost);
+        let rest = brute_force(ty, &next, [from, to], mesh, length - 1, bound - cost);
         if let Some(total) = rest.map(|rest| rest + cost).filter(|total| *total < bound) {
             best = Some(total);
         }
@@ -414,8 +415,10 @@ proptest! {
         let mut layout = from.clone();
         let mut total = 0.0;
         for step in &steps {
-            total += cost(step, local(&ty, &layout, &mesh)) + handed(&ty, (step, &layout), [&from, &to], &mesh);
-            layout = step.apply(&layout);
+            let next = step.apply(&layout);
+            let handed = handed(&ty, (step, [&layout, &next]), [&from, &to], &mesh);
+            total += cost(step, local(&ty, &layout, &mesh)) + handed;
+            layout = next;
         }
         prop_assert!((total - found).abs() <= 1e-9 * found, "costs {total}, said {found}");
         let bound = found * (1.0 - 1e-9);

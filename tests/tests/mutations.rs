@@ -12,7 +12,7 @@ mod mutate;
 
 use apart::lay_apart;
 use machine::{Ahead, Machine, Tensors};
-use mutate::{KINDS, Random};
+use mutate::KINDS;
 use shardc::{Batch, Cluster, NamedModel, Options, Precision};
 use shardc_ir::ops::{Cast, Fused};
 use shardc_ir::program::Action;
@@ -20,6 +20,7 @@ use shardc_ir::verify::{self, VerifiedPlan};
 use shardc_ir::{Bytes, Choice, DType, HostTensor, NoScratch, Op, Plan, Program, Target, TensorType};
 use shardc_models::zoo::{Config, Gpt2Config, LlamaConfig, MoeConfig};
 use shardc_passes::lower::lower_all;
+use shardc_passes::random::Random;
 use shardc_runtime::CudaTarget;
 use shardc_runtime::cpu::interpret::compute_op;
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 //! Requests drawn at random: a model, devices, and a plan's choices, of sizes that people train.
 
 use shardc::NamedModel;
+use shardc_passes::random::Random;
 use std::fmt;
 
 /// What is planned, and by which choices.
@@ -12,7 +13,7 @@ pub struct Case {
     pub cluster: String,
     /// Sequences, or other samples, of a step.
     pub batch: u64,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence; of a sample that has none, 0.
     pub seq: u64,
     /// The choices.
     pub pins: String,
@@ -25,7 +26,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// Models with the most tokens of a sequence; those without tokens have one.
+/// Models with the most tokens of a sequence; those without tokens have none.
 const MODELS: [(&str, u64); 16] = [
     ("gpt2-124m", 1024),
     ("gpt2-355m", 1024),
@@ -40,27 +41,24 @@ const MODELS: [(&str, u64); 16] = [
     ("llama-8b", 8192),
     ("llama-70b", 8192),
     ("mixtral-8x7b", 4096),
-    ("resnet-50", 1),
-    ("unet", 1),
-    ("mixer-b-16", 1),
+    ("resnet-50", 0),
+    ("unet", 0),
+    ("mixer-b-16", 0),
 ];
 const DEVICES: [&str; 9] = ["h100", "h200", "b200", "a100-40", "a100-80", "v100", "l40s", "rtx3090", "rtx4090"];
 
-/// Numbers from a seed (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+/// Requests that follow from a seed.
 #[derive(Clone, Debug)]
-pub struct Draw(u64);
+pub struct Draw(Random);
 
 impl Draw {
     /// From a seed.
     pub fn new(seed: u64) -> Self {
-        Self(seed)
+        Self(Random(seed))
     }
 
     fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound.max(1) as u64) as usize
+        self.0.below(bound)
     }
 
     fn of<T: Copy>(&mut self, all: &[T]) -> T {
@@ -91,7 +89,7 @@ impl Draw {
             }
             size
         };
-        let is_text = most > 1;
+        let is_text = most > 0;
         let stages = match layers.filter(|_| is_text && self.below(2) == 0) {
             Some(_) => take(self, "pp", &[1, 2, 4, 8]),
             None => 1,
@@ -120,7 +118,7 @@ impl Draw {
         if is_text && self.below(3) == 0 {
             pins.push(format!("recompute={}", self.of(&["block", "selective"])));
         }
-        let seq = if is_text { self.of(&[512, 1024, 2048, 4096, 8192]).min(most) } else { 224 };
+        let seq = if is_text { self.of(&[512, 1024, 2048, 4096, 8192]).min(most) } else { 0 };
         Case { model, cluster, batch: data * microbatch * count, seq, pins: pins.join(",") }
     }
 }

@@ -3,9 +3,6 @@
 use super::draw::Case;
 use shardc::{Batch, Cluster, Error, NamedModel, Options, Precision};
 use shardc_ir::Bytes;
-use shardc_ir::plan::Prediction;
-use shardc_passes::search::why::searched_graph;
-use shardc_passes::search::{Pins, search};
 
 /// Memory that no plan lacks: what does not fit is not compared.
 const ROOM: Bytes = Bytes(64 << 40);
@@ -17,22 +14,23 @@ pub struct Compared {
     pub case: Case,
     /// Its choices.
     pub choice: String,
-    /// By the closed form.
-    pub estimate: Prediction,
-    /// By its programs.
-    pub exact: Prediction,
+    /// Seconds of a step by the closed form, and by its programs.
+    pub seconds: [f64; 2],
+    /// Memory per rank by the closed form, and by its programs.
+    pub bytes: [Bytes; 2],
 }
 
 impl Compared {
     /// By how much the closed form is off, as a share of the programs' seconds.
-    pub fn seconds(&self) -> f64 {
-        self.estimate.step.0 / self.exact.step.0 - 1.0
+    pub fn of_seconds(&self) -> f64 {
+        let [estimate, exact] = self.seconds;
+        estimate / exact - 1.0
     }
 
-    /// As [`seconds`](Self::seconds), of bytes.
-    pub fn bytes(&self) -> f64 {
-        let bytes = |of: &Prediction| of.memory.total().0 as f64;
-        bytes(&self.estimate) / bytes(&self.exact) - 1.0
+    /// As [`of_seconds`](Self::of_seconds), of bytes.
+    pub fn of_bytes(&self) -> f64 {
+        let [estimate, exact] = self.bytes.map(|bytes| bytes.0 as f64);
+        estimate / exact - 1.0
     }
 }
 
@@ -47,12 +45,7 @@ pub fn compare(case: &Case) -> Result<Compared, Error> {
     let options = Options { precision, pins, device_memory: Some(ROOM), ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch: case.batch, seq: case.seq }, &cluster, &options)?;
     let plan = compiled.plan();
-    let target = shardc::pipeline::target(&plan.request.cluster);
-    // The head of the plan's graph is in chunks already.
-    let mut pins = Pins { loss_chunks: None, ..Pins::parse(&plan.choice)? };
-    // What is pinned without a product may become several axes.
-    pins.axes.extend(pins.tp.filter(|_| !pins.axes.contains_key("tp")).map(|tp| ("tp", vec![tp])));
-    let estimated = search(&searched_graph(plan)?, &cluster, &plan.request, &pins, target)?;
-    let (choice, exact) = (plan.choice.clone(), plan.prediction);
-    Ok(Compared { case: case.clone(), choice, estimate: estimated.prediction, exact })
+    let seconds = [plan.search.estimate, plan.prediction.step].map(|seconds| seconds.0);
+    let bytes = [plan.search.memory, plan.prediction.memory.total()];
+    Ok(Compared { case: case.clone(), choice: plan.choice.clone(), seconds, bytes })
 }

@@ -12,7 +12,7 @@ fn kind(of: &Compared) -> &'static str {
     let has = |part: &str| of.choice.split(',').any(|own| own.starts_with(part) && !own.ends_with("=1"));
     match of.case.pins.as_str() {
         _ if has("schedule=") => "pipelines",
-        _ if of.case.seq == 224 => "pictures",
+        _ if of.case.seq == 0 => "pictures",
         _ if has("ep=") => "experts",
         _ if has("cp=") || has("ulysses=") => "sequence",
         _ if has("tp=") => "tensor",
@@ -36,7 +36,7 @@ fn row(name: &str, mut errors: Vec<f64>) -> String {
 /// The tables, in Markdown; of what was drawn, `refused` cannot be planned.
 pub fn text(all: &[Compared], refused: usize) -> String {
     let mut text = format!("{} requests compared; {refused} more that cannot be planned as drawn\n", all.len());
-    for (name, error) in [("seconds", Compared::seconds as fn(&Compared) -> f64), ("bytes", Compared::bytes)] {
+    for (name, error) in [("seconds", Compared::of_seconds as fn(&Compared) -> f64), ("bytes", Compared::of_bytes)] {
         let _ = write!(text, "\n| {name} | n | mean | p90 | worst | within 3% |\n|---|---|---|---|---|---|\n");
         let mut kinds: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         all.iter().for_each(|own| kinds.entry(kind(own)).or_default().push(error(own)));
@@ -56,9 +56,8 @@ pub fn text(all: &[Compared], refused: usize) -> String {
 pub fn rows(all: &[Compared]) -> String {
     let mut text = String::new();
     for own in all {
-        let [estimate, exact] = [&own.estimate, &own.exact];
-        let seconds = [estimate.step.0, exact.step.0].map(|seconds| format!("{seconds:.6}")).join(" ");
-        let bytes = [estimate, exact].map(|of| of.memory.total().0.to_string()).join(" ");
+        let seconds = own.seconds.map(|seconds| format!("{seconds:.6}")).join(" ");
+        let bytes = own.bytes.map(|bytes| bytes.0.to_string()).join(" ");
         let _ = writeln!(text, "{seconds} {bytes} {}", own.case);
     }
     text

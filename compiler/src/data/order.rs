@@ -9,6 +9,8 @@
 //!
 //! Positions are *global*: row `r` of step `s` is position `s * batch + r`, whatever rank holds it.
 
+use shardc_passes::random::mix;
+
 /// Enough for the order to look random; four is the proven minimum (Luby and Rackoff, 1988).
 const ROUNDS: u64 = 6;
 
@@ -49,14 +51,6 @@ fn feistel(index: u64, half: u32, key: u64) -> u64 {
         (left, right) = (right, left ^ scrambled);
     }
     left << half | right
-}
-
-/// The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
-fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ value >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ value >> 31
 }
 
 #[cfg(test)]

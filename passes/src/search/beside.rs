@@ -16,7 +16,7 @@
 mod cut;
 
 use super::clocks::{Clocks, Meeting};
-use super::recompute::Selected;
+use super::recompute::{Selected, Way};
 use super::storage::Storage;
 use super::turns::{Reads, Turned};
 use crate::cluster::Cluster;
@@ -57,6 +57,11 @@ impl Stretch {
         let first = self.products.first().copied().unwrap_or(f64::INFINITY);
         let leading = self.meetings.iter().take_while(|meeting| meeting.at < first);
         if leading.clone().all(|meeting| meeting.is_local) { 0 } else { leading.count() }
+    }
+
+    /// How what it reads is computed again, if it is.
+    fn way<'a>(&self, again: &'a Selected<'_>) -> Option<&'a Way> {
+        self.block.filter(|_| self.is_backward).and_then(|block| again.way(block))
     }
 
     /// When a bucket goes that closes at a moment, if the schedule lets it wait for a collective
@@ -280,6 +285,9 @@ impl Loop {
             0 => _ = clocks.carry(seconds),
             _ => clocks.reduce(seconds),
         };
+        let release = |clocks: &mut Clocks, waiting: &mut Vec<f64>| {
+            waiting.drain(..).for_each(|seconds| reduce(clocks, seconds));
+        };
         let mut fetch_next = |clocks: &mut Clocks, arrivals: &mut VecDeque<f64>| {
             while let Some(seconds) = next.next() {
                 arrivals.push_back(clocks.carry(seconds));
@@ -302,12 +310,11 @@ impl Loop {
                     fetch_next(clocks, &mut arrivals);
                 }
             };
-            let is_again = stretch.is_backward && stretch.block.is_some_and(|block| traffic.again.way(block).is_some());
-            let mut leading = if is_again { 0 } else { stretch.leading() };
-            let release = &mut |clocks: &mut Clocks| waiting.drain(..).for_each(|seconds| reduce(clocks, seconds));
-            let mut later = self.recompute(&mut clocks, stretch, traffic.again, (fetch, release));
+            let mut leading = if stretch.way(traffic.again).is_some() { 0 } else { stretch.leading() };
+            let passed = &mut |clocks: &mut Clocks| release(clocks, &mut waiting);
+            let mut later = self.recompute(&mut clocks, stretch, traffic.again, (fetch, passed));
             if leading == 0 {
-                release(&mut clocks);
+                release(&mut clocks, &mut waiting);
             }
             // The next weights are on their way while kernels bring these into order, if no collective comes before them.
             if stretch.fetch <= 0.0 && stretch.meetings.first().is_none_or(|meeting| meeting.at > 0.0) {
@@ -334,7 +341,7 @@ impl Loop {
                             clocks.carry(if of.is_local { 0.0 } else { std::mem::take(&mut later) });
                             leading = leading.saturating_sub(1);
                             if leading == 0 {
-                                waiting.drain(..).for_each(|seconds| reduce(&mut clocks, seconds));
+                                release(&mut clocks, &mut waiting);
                             }
                         }
                     }
@@ -365,7 +372,7 @@ impl Loop {
     /// Whether a stretch begins with collectives: its own, or those with which its block is computed again.
     fn begins_with_others(&self, stretch: usize, again: &Selected<'_>) -> bool {
         let Some(stretch) = self.stretches.get(stretch).filter(|stretch| stretch.is_backward) else { return false };
-        match stretch.block.and_then(|block| again.way(block)) {
+        match stretch.way(again) {
             Some(way) => way.cost.communication > 0.0,
             None => stretch.leading() > 0,
         }
@@ -382,8 +389,7 @@ impl Loop {
         (fetch, release): (Act<'_>, Act<'_>),
     ) -> f64 {
         let mut later = 0.0;
-        let Some(block) = stretch.block.filter(|_| stretch.is_backward) else { return later };
-        let Some(way) = again.way(block) else { return later };
+        let Some((block, way)) = stretch.block.zip(stretch.way(again)) else { return later };
         if way.cost.communication <= 0.0 {
             fetch(clocks);
             clocks.run(clocks.done + way.cost.seconds());

@@ -241,8 +241,9 @@ fn chosen(
     let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
     let left_out = told.left_out();
-    let (estimate, all) = (candidates[index].prediction.step, candidates.len() as u64);
-    plan.search = Search { estimate, candidates: all, lowered: lowering.count.get(), ..Search::default() };
+    let Prediction { step: estimate, memory, .. } = candidates[index].prediction;
+    let (memory, all) = (memory.total(), candidates.len() as u64);
+    plan.search = Search { estimate, memory, candidates: all, lowered: lowering.count.get(), ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {

@@ -14,6 +14,7 @@ use super::recompute::{Menu, Prices, Selected};
 use super::storage::{Held, Storage};
 use super::summed::Adding;
 use super::turns::{beside_kernels, converted_once, is_in_pass};
+use crate::cluster::Cluster;
 use crate::cost::{Bound, Machine, Pass};
 use crate::fold::block_of;
 use crate::shard::local::Local;
@@ -441,6 +442,11 @@ impl<'a> Shape<'a> {
     /// The share of a parameter that nothing divides which a rank stores.
     pub fn share(&self, storage: usize, zero: u64) -> f64 {
         self.storages[storage].share(zero)
+    }
+
+    /// Seconds in which data ranks add up gradients of so many bytes.
+    pub fn reduced(&self, storage: usize, zero: u64, bytes: f64, cluster: &Cluster) -> f64 {
+        self.storages[storage].copies[0].reduce(zero, bytes, cluster)
     }
 
     /// What a rank holds through the step.

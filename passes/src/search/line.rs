@@ -319,7 +319,7 @@ impl Sums {
         let behind = last_forward(graph);
         // Each part of a head goes back before the next comes, and their losses are joined behind the last.
         let head = prepared.head.as_ref().filter(|_| shape.loss_chunks > 1);
-        let is_cut = |id: NodeId| head.is_some_and(|head| head.has(id));
+        let is_early = head.map(|head| head.awaited(graph)).unwrap_or_default();
         let [mut forward, mut backward, mut weight, mut apart, mut again, mut adding] =
             [(); 6].map(|()| vec![0.0; count]);
         let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
@@ -338,7 +338,7 @@ impl Sums {
             adding[at] += shape.adds(class);
             match node.role {
                 Role::Forward => forward[at] += seconds,
-                _ if id < behind || is_cut(id) => forward[at] += seconds,
+                _ if id < behind || is_early[id] => forward[at] += seconds,
                 _ if prepared.is_late[id] => weight[at] += seconds,
                 _ => backward[at] += seconds,
             }

@@ -7,6 +7,7 @@ use super::price::Ground;
 use super::tensor::{Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::{Bound, Machine, is_view};
+use crate::threads;
 use rustc_hash::FxHashMap;
 use shardc_ir::program::Action;
 use shardc_ir::{FactorKind, OpDef, Seconds, Strategy, TensorType};
@@ -43,7 +44,7 @@ pub type AllLocals = Mutex<Vec<Arc<Locals>>>;
 impl Prepared<'_> {
     /// What is known of nodes on a cluster.
     pub fn locals(&self, cluster: &Cluster) -> Arc<Locals> {
-        let mut all = self.locals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = threads::lock(&self.locals);
         if let Some(known) = all.iter().find(|known| known.cluster == *cluster) {
             return Arc::clone(known);
         }

@@ -1,7 +1,8 @@
 //! Operations with another attribute, whichever they have.
 
-use super::{Random, change_list};
+use super::change_list;
 use serde_json::Value;
+use shardc_passes::random::Random;
 
 /// Attributes that stand in the text only where they are not the usual ones.
 fn unusual() -> [(&'static str, Value); 11] {

@@ -9,31 +9,8 @@ use shardc_ir::ops::Constant;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Program, Reading, Slot, Stream};
 use shardc_ir::{BufferId, DType, EntityRef, NodeId, Op, ReduceKind, SectionId, TensorType};
+use shardc_passes::random::Random;
 use std::collections::BTreeSet;
-
-/// Numbers that follow from a seed.
-#[derive(Clone, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below a bound that is not zero.
-    pub fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound as u64) as usize
-    }
-
-    /// An index of a list that is not empty.
-    pub fn index(&mut self, length: usize) -> Option<usize> {
-        (length > 0).then(|| self.below(length))
-    }
-
-    /// One of a list that is not empty.
-    pub fn choose<'a, T>(&mut self, all: &'a [T]) -> Option<&'a T> {
-        self.index(all.len()).map(|index| &all[index])
-    }
-}
 
 /// Changes a program; `None` where it has nothing of the kind.
 pub type Change = fn(&mut Program, &mut Random) -> Option<()>;

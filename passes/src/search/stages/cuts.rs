@@ -52,7 +52,7 @@ impl Shares for Problem<'_> {
             None => (self.levels.last(), UNFIT),
         };
         let lost = |part: &Part| self.lost(*part);
-        let exchanged = self.exchanged(chunks) / self.tries.mesh.placed.microbatches as f64;
+        let exchanged = self.exchanged(chunks, 0.0) / self.tries.mesh.placed.microbatches as f64;
         let seconds = by * (self.taken(level, stage, chunks) + chunks.iter().map(lost).sum::<f64>() + exchanged);
         self.known.stages.borrow_mut().insert(chunks.to_vec(), seconds);
         seconds

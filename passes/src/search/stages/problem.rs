@@ -138,11 +138,17 @@ impl Problem<'_> {
         self.tries.mesh.send(bytes, distance(0, cluster.ranks() - 1, cluster))
     }
 
-    /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step.
-    pub fn exchanged(&self, chunks: &[Part]) -> f64 {
-        let Once { gradients, parameters, .. } = self.line().once(chunks);
-        let seconds = |each: [f64; 2]| self.send(self.tries.portions.stored * each.iter().sum::<f64>());
-        seconds(gradients) + seconds(parameters)
+    /// Seconds in which a stage exchanges gradients, and parameters, with others, once in a step, beside `others` in
+    /// which it does what else is done behind the microbatches before it updates. Parameters come before the first of them.
+    /// Gradients are added up by the ranks of the stage that made them, which sends them while it goes on with others.
+    pub fn exchanged(&self, chunks: &[Part], others: f64) -> f64 {
+        let Once { gradients: [received, sent], parameters, made } = self.line().once(chunks);
+        let Tries { mesh, portions, storage, zero, .. } = self.tries;
+        let send = |bytes: f64| self.send(portions.stored * bytes);
+        let reduce = |bytes: f64| mesh.seen[0][0].shape.reduced(*storage, *zero, bytes, mesh.placed.cluster);
+        let late = |seconds: f64| (seconds - others).max(0.0);
+        let received = late(reduce(received) + send(received));
+        send(parameters.iter().sum()) + received.max(reduce(made) + late(send(sent)))
     }
 
     /// The memory of a stage with these chunks.

@@ -42,8 +42,9 @@ impl Problem<'_> {
         let (most, spread) = (self.most(levels)?, step::spread(placed.cluster.ranks()));
         let once = |(stage, chunks): (usize, &Vec<Part>)| {
             let Pace { sums, whole } = self.pace(most, stage);
-            let once = (whole.step.0 / spread - microbatches as f64 * sums.whole()).max(0.0);
-            once * self.share(chunks) + self.exchanged(chunks)
+            let share = self.share(chunks);
+            let once = (whole.step.0 / spread - microbatches as f64 * sums.whole()).max(0.0) * share;
+            once + self.exchanged(chunks, (once - whole.optimizer.0 * share).max(0.0))
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
@@ -131,9 +132,13 @@ impl Problem<'_> {
             let own = placed.microbatches as f64 * chunks().map(Lengths::all).sum::<f64>();
             let waiting = delayed as f64 * chunks().map(|own| own.weight).fold(0.0, f64::max);
             let seconds = comes + own + (returns - waiting).max(0.0);
-            // No chunk waits for what the first makes of its gradients.
-            let through =
-                |own: Lengths| [own.forward, own.backward + if splits && stage > 0 { 0.0 } else { own.weight }];
+            // No chunk waits for what the first makes of its gradients, nor for what comes behind a forward pass that goes
+            // back itself.
+            let back = |own: &Lengths| match splits && stage > 0 || own.backward <= 0.0 {
+                true => own.backward,
+                false => own.backward + own.weight,
+            };
+            let through = |own: Lengths| [own.forward, back(&own)];
             let [forward, backward] = chunks().next().map_or([0.0; 2], through);
             (comes, returns) = (comes + forward, returns + backward);
             seconds
@@ -146,8 +151,9 @@ impl Problem<'_> {
     fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer], enough: f64) -> Option<f64> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
-        let links = chain(pipeline, count);
-        let durations = Costs::new(self, (ends, levels), &links, longer);
+        let (lengths, unit) = self.lengths(ends, levels);
+        let links = chain(pipeline, count, &lengths);
+        let durations = Costs::new(self, (&lengths, unit), &links, longer);
         let (unit, enough) = (durations.unit, enough / durations.unit);
         let taken = |chunks: &Vec<Part>| {
             let of = |part: &Part| durations.chunks[part.0].all() + self.lost(*part) / unit;
@@ -221,12 +227,13 @@ fn in_rounds(pipeline: &Pipeline, stages: u64, microbatches: u64) -> (Pipeline, 
     (Pipeline { in_flight, ..pipeline.clone() }, microbatches.div_ceil(rounds))
 }
 
-/// The links of chunks that follow each other, between stages.
-fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
-    let chunks = (stages * pipeline.per_stage) as u32;
-    let both = (1..chunks).flat_map(|chunk| {
+/// The links of chunks that follow each other, between stages. What has nothing to do in a backward pass, as a head in
+/// chunks, goes back in the forward pass.
+fn chain(pipeline: &Pipeline, stages: u64, lengths: &[Length]) -> Vec<Link> {
+    let back = |own: &Length| if own.backward == 0 { Pass::Forward } else { Pass::Backward };
+    let both = (1..).zip(lengths.iter().skip(1)).flat_map(|(chunk, own)| {
         let forward = Link { from: (chunk - 1, Pass::Forward), to: (chunk, Pass::Forward) };
-        [forward, Link { from: (chunk, Pass::Backward), to: (chunk - 1, Pass::Backward) }]
+        [forward, Link { from: (chunk, back(own)), to: (chunk - 1, Pass::Backward) }]
     });
     both.filter(|link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages)).collect()
 }
@@ -245,10 +252,9 @@ struct Costs {
 }
 
 impl Costs {
-    /// Those of cuts, where the stages have levels, and passes take so much longer than their kernels.
-    fn new(problem: &Problem<'_>, (ends, levels): (&[usize], &[usize]), links: &[Link], longer: &[Longer]) -> Self {
+    /// Those of chunks with lengths in such units, whose passes take so much longer than their kernels.
+    fn new(problem: &Problem<'_>, (lengths, unit): (&[Length], f64), links: &[Link], longer: &[Longer]) -> Self {
         let pipeline = &problem.tries.pipeline;
-        let (lengths, unit) = problem.lengths(ends, levels);
         let chunk = |(chunk, own): (usize, &Length)| {
             let [in_forward, in_backward] = longer[pipeline.stage_of(chunk as u32, problem.tries.stages) as usize];
             let own = Lengths::from(own);
