@@ -142,13 +142,13 @@ impl Problem<'_> {
     /// which it does what else is done behind the microbatches before it updates. Parameters come before the first of them.
     /// Gradients are added up by the ranks of the stage that made them, which sends them while it goes on with others.
     pub fn exchanged(&self, chunks: &[Part], others: f64) -> f64 {
-        let Once { gradients: [received, sent], parameters, made } = self.line().once(chunks);
+        let Once { gradients: [received, sent], parameters, .. } = self.line().once(chunks);
         let Tries { mesh, portions, storage, zero, .. } = self.tries;
         let send = |bytes: f64| self.send(portions.stored * bytes);
         let reduce = |bytes: f64| mesh.seen[0][0].shape.reduced(*storage, *zero, bytes, mesh.placed.cluster);
         let late = |seconds: f64| (seconds - others).max(0.0);
         let received = late(reduce(received) + send(received));
-        send(parameters.iter().sum()) + received.max(reduce(made) + late(send(sent)))
+        send(parameters.iter().sum()) + received.max(reduce(sent) + late(send(sent)))
     }
 
     /// The memory of a stage with these chunks.
