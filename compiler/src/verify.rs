@@ -435,6 +435,7 @@ mod tests {
         };
         check("pp=2,schedule=zbv,microbatch=1,overlap_chunks=1", false);
         check("tp=2,microbatch=2,overlap_chunks=2", true);
+        check("pp=2,schedule=1f1b,microbatch=2,overlap_chunks=2", true);
     }
 
     /// A plan that is not what it says, whatever its file's hash.

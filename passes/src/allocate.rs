@@ -373,8 +373,12 @@ fn split(ranges: &mut BTreeMap<u64, Touched>, at: u64) {
 /// What the device memory of a rank is for at its peak. The total is the arena: what it has beyond the
 /// bytes that live at the peak is reserved.
 pub fn memory(program: &Program) -> Memory {
-    let first = |peak: Memory, (_, now): (usize, Memory)| if now.total() > peak.total() { now } else { peak };
-    let mut peak = memory_over_time(program).into_iter().fold(Memory::default(), first);
+    let mut peak = Memory::default();
+    follow(program, &mut |_, now| {
+        if now.total() > peak.total() {
+            peak = *now;
+        }
+    });
     peak.reserved = Bytes(program.arena(SPACE).0.saturating_sub(peak.total().0));
     peak
 }
@@ -382,6 +386,13 @@ pub fn memory(program: &Program) -> Memory {
 /// What the device memory of a rank holds: where it changes, the instruction (counted through all
 /// sections) from which on it is so. Gaps between buffers do not count.
 pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
+    let mut curve = Vec::new();
+    follow(program, &mut |at, now| curve.push((at, *now)));
+    curve
+}
+
+/// Follows what the device memory of a rank holds from change to change.
+fn follow(program: &Program, each: &mut dyn FnMut(usize, &Memory)) {
     let mut lives: Vec<Option<(usize, usize)>> = vec![None; program.buffers.len()];
     let mut touch = |id: BufferId, at: usize| {
         let life = &mut lives[id.as_u32() as usize];
@@ -424,33 +435,55 @@ pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
             }
         }
     }
-    by_category(program, &lives)
+    by_category(program, &lives, first + 2, each);
 }
 
-/// Follows the live buffers through the program; those that overlap are views of each other.
-fn by_category(program: &Program, lives: &[Option<(usize, usize)>]) -> Vec<(usize, Memory)> {
-    let mut events: Vec<(usize, bool, BufferId)> = Vec::new();
-    for (id, life) in program.buffers.keys().zip(lives) {
-        if let Some((start, end)) = life {
-            events.push((*start, true, id));
-            events.push((*end + 1, false, id));
-        }
-    }
-    events.sort_unstable();
+/// Follows the live buffers through the program, of which no time is later than the last; those that overlap are views of
+/// each other.
+fn by_category(
+    program: &Program,
+    lives: &[Option<(usize, usize)>],
+    times: usize,
+    each: &mut dyn FnMut(usize, &Memory),
+) {
+    let begin = ByTime::new(times, lives, |(start, _)| start);
+    let end = ByTime::new(times, lives, |(_, end)| end + 1);
     let mut views = Views { program, live: BTreeMap::new(), now: Memory::default() };
-    let mut curve = Vec::new();
-    for (at, (time, starts, id)) in events.iter().enumerate() {
-        if *starts {
-            views.begin(*id);
-        } else {
-            views.end(*id);
-        }
-        let settled = events.get(at + 1).is_none_or(|(next, ..)| next != time);
-        if settled {
-            curve.push((*time, views.now));
+    for time in 0..times {
+        let (ends, begins) = (end.at(time), begin.at(time));
+        ends.iter().for_each(|id| views.end(*id));
+        begins.iter().for_each(|id| views.begin(*id));
+        if !ends.is_empty() || !begins.is_empty() {
+            each(time, &views.now);
         }
     }
-    curve
+}
+
+/// Buffers by a time, those of one time in their order.
+struct ByTime {
+    /// Where those of each time begin.
+    first: Vec<u32>,
+    ids: Vec<BufferId>,
+}
+
+impl ByTime {
+    fn new(times: usize, lives: &[Option<(usize, usize)>], time: impl Fn((usize, usize)) -> usize) -> Self {
+        let all = || (0..).zip(lives).filter_map(|(id, life)| Some((BufferId::from_u32(id), time((*life)?))));
+        let mut first = vec![0u32; times + 1];
+        all().for_each(|(_, time)| first[time + 1] += 1);
+        (0..times).for_each(|time| first[time + 1] += first[time]);
+        let mut ids = vec![BufferId::from_u32(0); first[times] as usize];
+        let mut next = first.clone();
+        for (id, time) in all() {
+            ids[next[time] as usize] = id;
+            next[time] += 1;
+        }
+        Self { first, ids }
+    }
+
+    fn at(&self, time: usize) -> &[BufferId] {
+        &self.ids[self.first[time] as usize..self.first[time + 1] as usize]
+    }
 }
 
 /// The live buffers of a program, those that overlap together, by where they begin: each with where they end.
@@ -470,8 +503,12 @@ impl Views<'_> {
     fn begin(&mut self, id: BufferId) {
         let (start, end) = self.range(id);
         let below = self.live.range(..end).next_back();
-        if below.is_none_or(|(_, (last, _))| *last <= start) {
+        let (first, last) = below.map_or((0, 0), |(first, (last, _))| (*first, *last));
+        if last <= start {
             return self.add(start, end, vec![id]);
+        }
+        if (first, last) == (start, end) {
+            return self.change(start, end, |together| together.push(id));
         }
         let mut ids = self.take(start, end);
         ids.push(id);
@@ -480,9 +517,29 @@ impl Views<'_> {
 
     fn end(&mut self, id: BufferId) {
         let (start, end) = self.range(id);
+        let is_other = |known: &BufferId| *known != id && self.range(*known) == (start, end);
+        if self.live.get(&start).is_some_and(|(last, together)| *last == end && together.iter().any(is_other)) {
+            return self.change(start, end, |together| together.retain(|known| *known != id));
+        }
         let mut ids = self.take(start, end);
         ids.retain(|known| *known != id);
         self.put(ids);
+    }
+
+    /// Changes who overlaps in a range, of which one has all.
+    fn change(&mut self, start: u64, end: u64, with: impl FnOnce(&mut Vec<BufferId>)) {
+        let Some((_, together)) = self.live.get_mut(&start) else { return };
+        let mut changed = std::mem::take(together);
+        let before = self.counts(start, end, &changed);
+        with(&mut changed);
+        let after = self.counts(start, end, &changed);
+        if before != after {
+            before.iter().for_each(|(category, bytes)| self.now.category(*category).0 -= bytes);
+            after.iter().for_each(|(category, bytes)| self.now.category(*category).0 += bytes);
+        }
+        if let Some((_, together)) = self.live.get_mut(&start) {
+            *together = changed;
+        }
     }
 
     /// Takes out all that overlap with a range.

@@ -359,8 +359,7 @@ fn within<T>(
 
 /// Whether pipelines are searched.
 fn pipelines(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins: &Pins) -> Pipelines {
-    // Stages take whole microbatches.
-    let is_kept = pins.pp != Some(1) && pins.overlap_chunks.is_none_or(|chunks| chunks == 1);
+    let is_kept = pins.pp != Some(1);
     // Within a node, whose links are fast, stages gain little for the time that solving them takes.
     let is_worth = cluster.nodes > 1 || request.scope == Scope::All;
     let is_open = Feature::Pipeline.is_open(false, request.scope, prepared.target);

@@ -10,8 +10,11 @@
 //! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
 //! is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
 //! ([`sequence`]): ranks that divide them divide those of each chunk, and attention joins them. Where a chunk is to
-//! be in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
+//! in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
 //! value in that layout, and stands where the collective shall begin ([`order`]).
+//!
+//! In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where a stage reads
+//! what another made in another layout, or whole, it makes that itself.
 //!
 //! Invariants: the graph computes the same, up to the order of sums over the batch; every node does with the axes what
 //! the node it was made of does.
@@ -45,6 +48,8 @@ pub struct Step<'a> {
     pub factor: &'a dyn Fn(NodeId) -> Option<usize>,
     /// Into how many parts ranks and microbatches divide it; 1 if each chunk is divided by itself.
     pub parts: u64,
+    /// The pipeline's chunk of each node, if the plan has stages ([`Pipeline::chunks`](shardc_ir::Pipeline::chunks)).
+    pub staged: &'a SecondaryMap<NodeId, Option<u32>>,
 }
 
 /// What a node of the cut graph is of.
@@ -54,6 +59,15 @@ pub struct Place {
     pub chunk: Option<u64>,
     /// Whether it hands a value on in another layout.
     pub hands_on: bool,
+    /// The pipeline's chunk, if the plan has stages.
+    pub staged: Option<u32>,
+}
+
+impl Place {
+    /// Of a chunk of what is cut, or of all; whoever reads it says in which chunk of a pipeline.
+    fn of(chunk: Option<u64>) -> Self {
+        Self { chunk, ..Self::default() }
+    }
 }
 
 /// A graph in chunks.
@@ -144,19 +158,28 @@ struct Cut {
     strategy: Strategy,
 }
 
-/// Who reads a value: its path, its role in the new graph, and how the value lies for it.
+/// Who reads a value: its path, its role in the new graph, its chunk of a pipeline, and how the value lies for it.
 struct Reader {
     path: String,
     role: Role,
+    staged: Option<u32>,
     layout: Sharding,
 }
 
 impl Reader {
+    /// A value as it lies for it.
+    fn laid(&self, value: ValueId) -> Laid {
+        (value, self.layout.clone(), self.staged)
+    }
+
     /// The same reader of another layout.
     fn of(&self, layout: Sharding) -> Self {
-        Self { path: self.path.clone(), role: self.role, layout }
+        Self { path: self.path.clone(), layout, ..*self }
     }
 }
+
+/// A value as it lies for the readers of a chunk of a pipeline.
+type Laid = (ValueId, Sharding, Option<u32>);
 
 struct Cutting<'a> {
     step: Step<'a>,
@@ -167,15 +190,15 @@ struct Cutting<'a> {
     kept: SecondaryMap<ValueId, bool>,
     /// Per old node, its new ones: one, or one for each chunk.
     moved: SecondaryMap<NodeId, Vec<NodeId>>,
-    slices: HashMap<(ValueId, usize, Sharding), Vec<ValueId>>,
-    joined: HashMap<(ValueId, Sharding, Phase), ValueId>,
+    slices: HashMap<(Laid, usize), Vec<ValueId>>,
+    joined: HashMap<(Laid, Phase), ValueId>,
     /// By the last of them, the nodes of a join or of slices.
     made_by: HashMap<ValueId, Vec<NodeId>>,
     /// The nodes that are added now, and those that they are computed again of.
     added: Vec<NodeId>,
     twins: VecDeque<NodeId>,
     /// Values of the new graph that are handed on.
-    handed: HashMap<(ValueId, Sharding, Phase), ValueId>,
+    handed: HashMap<(Laid, Phase), ValueId>,
 }
 
 impl Cutting<'_> {
@@ -207,7 +230,7 @@ impl Cutting<'_> {
 
     /// How a node is cut, if it is.
     fn cut_of(&self, id: NodeId) -> Option<Cut> {
-        let Step { graph, strategies, mesh, factor, parts } = self.step;
+        let Step { graph, strategies, mesh, factor, parts, .. } = self.step;
         let node = graph.node(id);
         if node.op.is_leaf() || node.operands.is_empty() || node.role == Role::Optimizer {
             return None;
@@ -290,7 +313,7 @@ impl Cutting<'_> {
         let Step { graph, strategies, mesh, .. } = self.step;
         let (rule, node) = (graph.rule(id), graph.node(id));
         let layout = normalize(&rule.operand_sharding(operand, &rule.unrolled(&strategies[id])), mesh);
-        Reader { path: node.path.clone(), role: self.role(id, chunk), layout }
+        Reader { path: node.path.clone(), role: self.role(id, chunk), staged: self.step.staged[id], layout }
     }
 
     /// Adds a node for each chunk.
@@ -310,7 +333,7 @@ impl Cutting<'_> {
             let role = self.role(id, chunk as usize);
             let new = self.to.graph.add_as(op, &operands, &cut.types, node.path.clone(), role)?;
             self.to.strategies[new] = cut.strategy.clone();
-            self.to.places.push(Place { chunk: Some(chunk), hands_on: false });
+            self.to.places.push(Place { staged: self.step.staged[id], ..Place::of(Some(chunk)) });
             self.moved[id].push(new);
             let results = self.to.graph.node(new).results.clone();
             made.iter_mut().zip(results).for_each(|(parts, part)| parts.push(part));
@@ -330,8 +353,8 @@ impl Cutting<'_> {
         let mut parts = parts.iter().copied();
         let mut sum = parts.next().ok_or(Stop::Uncut)?;
         for part in parts {
-            let layout = self.made_as(part);
-            let reader = Reader { path: self.step.graph.node(id).path.clone(), role: self.role(id, 0), layout };
+            let (layout, staged) = (self.made_as(part), self.step.staged[id]);
+            let reader = Reader { path: self.step.graph.node(id).path.clone(), role: self.role(id, 0), staged, layout };
             let add = Binary { kind: BinaryKind::Add };
             sum = self.add(add, &[sum, part], &[], &reader, (Place::default(), false))?;
         }
@@ -355,7 +378,7 @@ impl Cutting<'_> {
         let (declared, role) = (graph.result_types(id), self.role(id, 0));
         let new = self.to.graph.add_as(node.op.clone(), &operands, &declared, node.path.clone(), role)?;
         self.to.strategies[new] = strategies[id].clone();
-        self.to.places.push(Place::default());
+        self.to.places.push(Place { staged: self.step.staged[id], ..Place::default() });
         self.moved[id].push(new);
         for (old, new) in node.results.iter().zip(&self.to.graph.node(new).results) {
             self.known.insert(*old, Known::Whole(*new));
@@ -380,7 +403,7 @@ impl Cutting<'_> {
         let dims = if by_operand { &rule.operands[0] } else { &rule.results[0] };
         let strategy = lying(rule, dims, &reader.layout).filter(|it| rule.check(it, self.step.mesh).is_ok());
         self.to.strategies[id] = strategy.ok_or(Stop::Uncut)?;
-        self.to.places.push(place);
+        self.to.places.push(Place { staged: reader.staged, ..place });
         Ok(self.to.graph.node(id).results[0])
     }
 }

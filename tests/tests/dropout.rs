@@ -96,6 +96,7 @@ fn every_plan_drops_the_same_elements() {
         ("cpu:2", "tp=2,microbatch=2"),
         ("cpu:2", "tp=2,overlap_chunks=2"),
         ("cpu:4", "dp=2,tp=2,overlap_chunks=2"),
+        ("cpu:4", "pp=2,tp=2,overlap_chunks=2"),
         ("cpu:2", "pp=2,schedule=1f1b,microbatch=1"),
         ("cpu:2", "cp=2"),
     ] {

@@ -320,10 +320,10 @@ fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str)
             (_, Choice::Factor(factor)) => Some(factor),
             _ => None,
         };
-        let (strategies, mesh) = (SecondaryMap::new(), Mesh::default());
-        let step = Step { graph, strategies: &strategies, mesh: &mesh, factor: &factor, parts: 1 };
+        let (strategies, mesh, staged) = (SecondaryMap::new(), Mesh::default(), &SecondaryMap::new());
+        let step = Step { graph, strategies: &strategies, mesh: &mesh, factor: &factor, parts: 1, staged };
         let cut = split_batch(step, chunks).expect("a graph").expect("chunks");
-        order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").0
+        order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").graph
     };
     let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
     check_planned(&graph, [&cut(&graph), &cut(&recomputed)], mesh, seeds);

@@ -5,10 +5,11 @@
 //! * the operands of a join along the outermost dimension are made where they lie in its result.
 //!
 //! So a value can be worked on chunk by chunk, and read as a whole, for nothing. Both hold only where what is
-//! shared is not written again: the operand of a slice from there on, a part and the whole behind a join.
+//! shared is not written again: the operand of a slice from there on, a part and the whole behind a join. The passes of a
+//! stage are in the order of one microbatch; what one of them leaves for another has a copy for each that is under way.
 
 use super::in_place::{Accesses, Position};
-use super::{Draft, StorageId};
+use super::{Draft, Place, StorageId};
 use crate::allocate::ALIGNMENT;
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
@@ -64,16 +65,22 @@ impl Sharing<'_> {
         self.draft.storage[id]
     }
 
-    /// Whether a buffer is all of its storage, and nothing outside of the section of `at` touches it.
+    /// Whether a buffer is all of its storage, and nothing but the passes of a microbatch touches it.
     fn is_free(&self, id: BufferId, at: Position) -> bool {
         let storage = self.storage(id);
         let whole = self.bytes[storage.0 as usize] == self.draft.buffers[id].ty.bytes().0;
         whole && self.is_local(storage, at)
     }
 
-    /// Whether a storage holds nothing for others, and nothing outside of the section of `at` touches it.
+    /// Whether a storage holds nothing for others, and nothing outside of the section of `at` touches it, or, in a stage,
+    /// of the passes of a microbatch.
     fn is_local(&self, storage: StorageId, at: Position) -> bool {
-        !self.kept.contains(&storage) && self.accesses.get(storage).iter().all(|(section, _)| *section == at.0)
+        let sections = self.draft.sections.len();
+        let is_pass = |section: usize| matches!(Place::of(section, sections), Place::Microbatch(_));
+        let is_near = |section: usize| {
+            section == at.0 || (self.draft.stage.is_some() && [section, at.0].into_iter().all(is_pass))
+        };
+        !self.kept.contains(&storage) && self.accesses.get(storage).iter().all(|(section, _)| is_near(*section))
     }
 
     /// Whether something behind `at` writes a storage.

@@ -17,9 +17,10 @@ use crate::shard::place::place_axes;
 use crate::shard::prepare::parameter_values;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
-use crate::split_batch::{Step, order::order, sequence::sequence_factors, split_batch};
+use crate::split_batch::order::{Ordered, order};
+use crate::split_batch::{Step, sequence::sequence_factors, split_batch};
 use shardc_ir::plan::{Memory, Prediction, Request};
-use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, PrimaryMap, Role, SecondaryMap, Strategy};
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
 /// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
@@ -68,8 +69,19 @@ pub fn build(
             }
         };
     }
-    let (graph, mut strategies, origins) = match candidate.overlap_chunks {
-        0 | 1 => (graph, strategies, origins),
+    let mut pipeline = Pipeline::default();
+    if let (Some(stages), Some(line)) = (&candidate.stages, line) {
+        let chunks = line.chunks(prepared, &stages.cuts);
+        for (id, origin) in &origins {
+            let (Origin::Node(of) | Origin::Operand(of, _) | Origin::Result(of, _)) = *origin;
+            pipeline.chunks[id] = chunks[from[of]];
+        }
+        (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
+        (pipeline.in_flight, pipeline.delayed) = (stages.limits.in_flight, stages.limits.delayed);
+        pipeline.lengths.clone_from(&stages.lengths);
+    }
+    let (graph, mut strategies) = match candidate.overlap_chunks {
+        0 | 1 => (graph, strategies),
         chunks => {
             let batch = |id: NodeId| {
                 let Origin::Node(of) = origins[id] else { return None };
@@ -84,22 +96,13 @@ pub fn build(
                 1 => (&sequence, 1),
                 _ => (&batch, mesh.extent(batch_axes(&mesh))),
             };
-            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts };
-            let (graph, strategies) = overlapped(step, chunks, cluster)?;
-            (graph, strategies, PrimaryMap::new())
+            let staged = &pipeline.chunks;
+            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts, staged };
+            let Ordered { graph, strategies, staged } = overlapped(step, chunks, cluster)?;
+            pipeline.chunks = staged;
+            (graph, strategies)
         }
     };
-    let mut pipeline = Pipeline::default();
-    if let (Some(stages), Some(line)) = (&candidate.stages, line) {
-        let chunks = line.chunks(prepared, &stages.cuts);
-        for (id, origin) in &origins {
-            let (Origin::Node(of) | Origin::Operand(of, _) | Origin::Result(of, _)) = *origin;
-            pipeline.chunks[id] = chunks[from[of]];
-        }
-        (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
-        (pipeline.in_flight, pipeline.delayed) = (stages.limits.in_flight, stages.limits.delayed);
-        pipeline.lengths.clone_from(&stages.lengths);
-    }
     if candidate.zero >= 1 {
         shard_storage(&graph, &mesh, &mut strategies);
     }
@@ -169,11 +172,7 @@ pub(super) fn predicted(
 }
 
 /// The step in chunks that overlap.
-fn overlapped(
-    step: Step<'_>,
-    chunks: u64,
-    cluster: &Cluster,
-) -> Result<(Graph, SecondaryMap<NodeId, Strategy>), PlanError> {
+fn overlapped(step: Step<'_>, chunks: u64, cluster: &Cluster) -> Result<Ordered, PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
     match split_batch(step, chunks).map_err(bug)? {
         Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),

@@ -3,6 +3,7 @@
 use super::fitted;
 use super::lowering::Lowering;
 use super::outcome::{Told, alternatives, infeasible};
+use super::overlap::Hidden;
 use super::overstated::{Refused, faster, nearest};
 use super::visit::Visited;
 use super::{Candidate, Confirm, PlanError, Space, astray, build, casts, enumerate, overlap, sort};
@@ -150,7 +151,7 @@ fn chosen(
     lean.sort_by(|a, b| candidates[*a].prediction.filled().total_cmp(&candidates[*b].prediction.filled()));
     let rounds =
         (0..candidates.len()).map(|index| (index, false)).chain(lean.into_iter().take(2).map(|index| (index, true)));
-    let mut close: Vec<(usize, Plan)> = Vec::new();
+    let (mut close, mut hidden): (Vec<(usize, Plan)>, _) = (Vec::new(), Hidden::default());
     for (index, is_last_resort) in rounds {
         let candidate = &candidates[index];
         if let Some((first, _)) = close.first()
@@ -194,13 +195,19 @@ fn chosen(
             excess.insert(kin(candidate), factor.max(more));
             continue;
         }
+        // What chunks hide hardly tells one pipeline from another: the fastest alone is tried in them.
+        if candidate.stages.is_some() {
+            close.push((index, plan));
+            continue;
+        }
         let step = fastest(&close).min(plan.prediction.step.0);
         let known = close.iter().map(|(known, _)| &candidates[*known]);
-        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, (step, known), &exact)?;
+        let (chunks, plan) = overlap::in_chunks(candidate, plan, space, (step, known, &mut hidden), &exact)?;
         candidates[index].overlap_chunks = chunks;
         close.push((index, plan));
     }
     if confirm.is_some() {
+        overlap::of_pipelines(&mut candidates, &mut close, space, &mut hidden, &exact)?;
         if close.is_empty() {
             close = nearest(&candidates, &mut refused, &exact)?;
         }
@@ -214,12 +221,15 @@ fn chosen(
             let (known_now, best) = (known(&close, &refused), fastest(&close));
             for (index, plan) in astray::other_meshes(&candidates, &known_now, best, &exact)? {
                 let known = close.iter().map(|(known, _)| &candidates[*known]);
-                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, (best, known), &exact)?;
+                let of = (best, known, &mut hidden);
+                let (chunks, plan) = overlap::in_chunks(&candidates[index], plan, space, of, &exact)?;
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }
             let (known_now, best) = (known(&close, &refused), fastest(&close));
-            for (index, chunks, plan) in overlap::contenders(&candidates, &known_now, space, best, &exact)? {
+            for (index, chunks, plan) in
+                overlap::contenders(&candidates, &known_now, space, (best, &mut hidden), &exact)?
+            {
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }
@@ -249,6 +259,7 @@ fn chosen(
     if in_chunks {
         plan.search.stopped += "; estimate and bound are those of plans without chunks";
     }
+    plan.search.stopped += overlap::untried(&candidates[index], space);
     casts::told(&plan.choice, &mut plan.search, confirm.is_some());
     plan.choice += &space.pins.unnamed();
     let step = if in_chunks { estimate.0.min(plan.prediction.step.0) } else { estimate.0 };

@@ -2,10 +2,12 @@
 //! ([`split_batch`](crate::split_batch)).
 //!
 //! What chunks hide depends on the order of kernels and collectives, and what they lose on kernels of small products
-//! and on more launches. So plans in chunks are not estimated: for plans that are lowered anyway, and for the
-//! fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as well. The
-//! estimate and the bound that a search reports are those of whole plans.
+//! and on more launches. So plans in chunks are not estimated: for plans that are lowered anyway, of pipelines the
+//! fastest, and for the fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as
+//! well; of pipelines whose programs are [long](is_long) only if they are pinned. The estimate and the bound that a search
+//! reports are those of whole plans.
 
+use super::choose::is_long;
 use super::{Candidate, Degrees, Pins, PlanError, Space};
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
@@ -30,24 +32,56 @@ const CONTENDERS: usize = 2;
 /// time.
 const NODES: [u64; 2] = [32_000, 16_000];
 
-/// The shares of the communication within blocks that chunks were found to hide, by degrees.
+/// The shares of the communication within blocks that chunks were found to hide, by what divides the step.
 #[derive(Default)]
-struct Hidden<'a>(Vec<(&'a Degrees, f64)>);
+pub(super) struct Hidden(Vec<(Kind, f64)>);
 
-impl Hidden<'_> {
+/// What divides a step, and whether in stages: beside these, whose weights are gathered once in a step, it does not matter
+/// over how many ranks they are stored.
+type Kind = (Degrees, bool);
+
+fn kind(candidate: &Candidate) -> Kind {
+    let degrees = candidate.degrees.clone();
+    match candidate.stages {
+        Some(_) => (degrees.with("dp", &[]).with("fsdp", &[]), true),
+        None => (degrees, false),
+    }
+}
+
+impl Hidden {
     /// What a candidate takes at the least in chunks, of `alone` seconds without.
     fn least(&self, candidate: &Candidate, alone: f64) -> f64 {
-        let alike = self.0.iter().filter(|(degrees, _)| degrees.divide_like(&candidate.degrees));
+        let own = kind(candidate);
+        let alike = self.0.iter().filter(|((degrees, staged), _)| degrees.divide_like(&own.0) && *staged == own.1);
         let share = alike.map(|(_, share)| MORE * share).fold(HIDDEN, f64::min);
         alone - share * candidate.within
     }
 
+    /// Learns from a candidate that takes `least` seconds in chunks, of `alone` without.
+    fn learn(&mut self, candidate: &Candidate, [least, alone]: [f64; 2]) {
+        if least.is_finite() {
+            self.0.push((kind(candidate), (alone - least).max(0.0) / candidate.within));
+        }
+    }
+
     /// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
-    /// seconds. Ranks that are threads of one process run nothing beside anything.
+    /// seconds, and that can be found out in time. Ranks that are threads of one process run nothing beside anything.
     fn may_gain(&self, candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
         let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-        let is_whole = candidate.stages.is_none() && candidate.offload.is_none();
-        is_open && is_whole && candidate.within > GAIN * alone && self.least(candidate, alone) < step
+        let is_open = is_open && !is_long(candidate, space.request.batch);
+        is_open && candidate.offload.is_none() && candidate.within > GAIN * alone && self.least(candidate, alone) < step
+    }
+}
+
+/// What there is to say of a plan that was not tried in chunks though they may hide something.
+pub(super) fn untried(candidate: &Candidate, space: &Space<'_, '_>) -> &'static str {
+    let may_gain = candidate.within > GAIN * candidate.prediction.step.0 && candidate.overlap_chunks == 1;
+    let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
+    match is_open && may_gain && candidate.offload.is_none() && is_long(candidate, space.request.batch) {
+        true => {
+            "; steps of so many microbatches in chunks that overlap take seconds to predict: pin overlap_chunks=2 to try"
+        }
+        false => "",
     }
 }
 
@@ -59,7 +93,7 @@ pub(super) fn divides(microbatch: u64, chunks: u64) -> bool {
 /// A lowered plan of a candidate or, where that is faster and fits, one of it in chunks, and in how many. `best` is what
 /// the fastest plan takes, in seconds, and `known` are others that were tried, and in how many chunks they are: those of
 /// the same degrees, which differ in what is computed again, tell of how many. `make` builds a candidate and predicts it
-/// by its programs.
+/// by its programs; `hidden` is what was learnt.
 ///
 /// # Errors
 /// Those of `make`; that a plan cannot be cut is none.
@@ -67,16 +101,40 @@ pub(super) fn in_chunks<'a>(
     candidate: &Candidate,
     plan: Plan,
     space: &Space<'_, '_>,
-    (best, known): (f64, impl IntoIterator<Item = &'a Candidate>),
+    (best, known, hidden): (f64, impl IntoIterator<Item = &'a Candidate>, &mut Hidden),
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(u64, Plan), PlanError> {
     let (own, most) = (plan.prediction.step.0, NODES[0] / nodes(space));
     let mut alike = known.into_iter().filter(|other| other.degrees == candidate.degrees && other.overlap_chunks > 1);
-    let cut = match Hidden::default().may_gain(candidate, own, space, best) {
-        true => tried(candidate, own, (alike.next().map(|other| other.overlap_chunks), most), make)?.best,
-        false => None,
-    };
-    Ok(cut.unwrap_or((candidate.overlap_chunks, plan)))
+    if !hidden.may_gain(candidate, own, space, best) {
+        return Ok((candidate.overlap_chunks, plan));
+    }
+    let Tried { best, least } = tried(candidate, own, (alike.next().map(|other| other.overlap_chunks), most), make)?;
+    hidden.learn(candidate, [least, own]);
+    Ok(best.unwrap_or((candidate.overlap_chunks, plan)))
+}
+
+/// Tries the fastest plan in chunks, if it is a pipeline.
+///
+/// # Errors
+/// Those of `make`.
+pub(super) fn of_pipelines(
+    candidates: &mut [Candidate],
+    lowered: &mut Vec<(usize, Plan)>,
+    space: &Space<'_, '_>,
+    hidden: &mut Hidden,
+    make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
+) -> Result<(), PlanError> {
+    let step = |at: &usize| lowered[*at].1.prediction.step.0;
+    let fastest = (0..lowered.len()).min_by(|a, b| step(a).total_cmp(&step(b)));
+    if let Some(at) = fastest.filter(|at| candidates[lowered[*at].0].stages.is_some()) {
+        let (index, plan) = lowered.remove(at);
+        let own = (plan.prediction.step.0, std::iter::empty(), hidden);
+        let (chunks, plan) = in_chunks(&candidates[index], plan, space, own, make)?;
+        candidates[index].overlap_chunks = chunks;
+        lowered.insert(at, (index, plan));
+    }
+    Ok(())
 }
 
 fn nodes(space: &Space<'_, '_>) -> u64 {
@@ -132,21 +190,18 @@ pub(super) fn contenders(
     candidates: &[Candidate],
     known: &[usize],
     space: &Space<'_, '_>,
-    mut step: f64,
+    (mut step, hidden): (f64, &mut Hidden),
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, u64, Plan)>, PlanError> {
     let most = NODES[1] / nodes(space);
     let mut found: Vec<(usize, u64, Plan)> = Vec::new();
-    let (mut meshes, mut hidden): (Vec<&Degrees>, _) = (Vec::new(), Hidden::default());
+    let mut meshes: Vec<&Degrees> = Vec::new();
     while meshes.len() < CONTENDERS {
-        let Some(index) = contender(candidates, known, (&meshes, &hidden), space, step) else { break };
+        let Some(index) = contender(candidates, known, (&meshes, hidden), space, step) else { break };
         let candidate = &candidates[index];
         meshes.push(&candidate.degrees);
         let Tried { best, least } = tried(candidate, step, (None, most), make)?;
-        if least.is_finite() {
-            let share = (candidate.prediction.step.0 - least).max(0.0) / candidate.within;
-            hidden.0.push((&candidate.degrees, share));
-        }
+        hidden.learn(candidate, [least, candidate.prediction.step.0]);
         if let Some((chunks, plan)) = best {
             step = plan.prediction.step.0;
             found.push((index, chunks, plan));
@@ -159,7 +214,7 @@ pub(super) fn contenders(
 fn contender(
     candidates: &[Candidate],
     known: &[usize],
-    (meshes, hidden): (&[&Degrees], &Hidden<'_>),
+    (meshes, hidden): (&[&Degrees], &Hidden),
     space: &Space<'_, '_>,
     step: f64,
 ) -> Option<usize> {

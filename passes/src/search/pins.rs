@@ -299,11 +299,6 @@ impl Pins {
             let message = format!("every block is computed once per chunk; use at most {MOST_CHUNKS}, such as 2 or 4");
             return fail(format!("overlap_chunks={chunks}"), message);
         }
-        if let Some(chunks) = self.overlap_chunks.filter(|chunks| *chunks > 1 && self.opens_stages()) {
-            let message =
-                "the stages of a pipeline take whole microbatches; leave it out, or the pins of stages".to_string();
-            return fail(format!("overlap_chunks={chunks}"), message);
-        }
         let named = [
             ("stage_recompute", "recompute", self.stage_recompute.len() as u64),
             ("stage_offload", "offload", self.stage_offload.len() as u64),

@@ -462,7 +462,7 @@ impl Tries<'_> {
         if recompute.iter().all(|own| *own == most) {
             recompute.clear();
         }
-        let fits = prediction.fits();
+        let (fits, shape) = (prediction.fits(), &mesh.seen[0][0].shape);
         if fits {
             self.fastest.set(self.fastest.get().min(prediction.step.0));
         }
@@ -478,9 +478,9 @@ impl Tries<'_> {
             }),
             zero: self.zero,
             recompute: most,
-            loss_chunks: mesh.seen[0][0].shape.loss_chunks,
-            overlap_chunks: 1,
-            within: 0.0,
+            loss_chunks: shape.loss_chunks,
+            overlap_chunks: self.pins.overlap_chunks.unwrap_or(1),
+            within: shape.within(most) / self.stages as f64,
             byte: 0.0,
             offload,
             relief,

@@ -36,7 +36,7 @@ impl Cutting<'_> {
             return Ok(value);
         }
         let own = Phase::of(reader.role);
-        let key = |phase: Phase| (value, reader.layout.clone(), phase);
+        let key = |phase: Phase| (reader.laid(value), phase);
         let shared: &[Phase] = match (own, kept) {
             (Phase::Forward, _) | (_, false) => &[Phase::Forward, Phase::Recompute, Phase::Backward],
             (Phase::Recompute, true) => &[Phase::Recompute],
@@ -49,22 +49,22 @@ impl Cutting<'_> {
         let first = self.handed.get(&key(Phase::Forward)).map(|first| self.to.graph.value(*first).def);
         let role = match (own, first) {
             (Phase::Recompute, Some(first)) => Role::Recompute(first),
-            (Phase::Recompute, None) => self.recomputed(value, &reader.layout).ok_or(Stop::Uncut)?,
+            (Phase::Recompute, None) => self.recomputed(value, reader).ok_or(Stop::Uncut)?,
             _ => reader.role,
         };
         let reader = Reader { role, ..reader.of(reader.layout.clone()) };
-        let place = Place { chunk: Some(chunk), hands_on: true };
+        let place = Place { hands_on: true, ..Place::of(Some(chunk)) };
         let handed = self.add(Reshape {}, &[value], std::slice::from_ref(&ty), &reader, (place, false))?;
         self.handed.insert(key(own), handed);
         Ok(handed)
     }
 
     /// The role of handing on a value that is computed again: that of its first.
-    fn recomputed(&self, value: ValueId, layout: &Sharding) -> Option<Role> {
+    fn recomputed(&self, value: ValueId, reader: &Reader) -> Option<Role> {
         let (graph, made) = (&self.to.graph, self.to.graph.value(value));
         let Role::Recompute(of) = graph.node(made.def).role else { return None };
         let first = *graph.node(of).results.get(made.index)?;
-        let handed = self.handed.get(&(first, layout.clone(), Phase::Forward))?;
+        let handed = self.handed.get(&(reader.laid(first), Phase::Forward))?;
         Some(Role::Recompute(graph.value(*handed).def))
     }
 
@@ -76,7 +76,7 @@ impl Cutting<'_> {
         };
         let (kept, own) = (self.kept[value], Phase::of(reader.role));
         let reader = &self.uncut(reader, dim);
-        let key = |phase: Phase| (value, reader.layout.clone(), phase);
+        let key = |phase: Phase| (reader.laid(value), phase);
         let shared = [own, Phase::Recompute, Phase::Forward].map(&key);
         let is_shared = |at: &usize| *at < 2 || !kept || !self.is_again(value);
         if let Some(known) = (0..shared.len()).filter(is_shared).find_map(|at| self.joined.get(&shared[at])) {
@@ -85,7 +85,7 @@ impl Cutting<'_> {
         let twins = match (own, self.step.graph.def(value).role) {
             (Phase::Recompute, Role::Recompute(of)) => {
                 let first = self.step.graph.node(of).results[self.step.graph.value(value).index];
-                let first = self.joined.get(&(first, reader.layout.clone(), Phase::Forward)).ok_or(Stop::Uncut)?;
+                let first = self.joined.get(&(reader.laid(first), Phase::Forward)).ok_or(Stop::Uncut)?;
                 self.made_by[first].clone()
             }
             (Phase::Recompute, _) => return Err(Stop::Uncut),
@@ -142,14 +142,14 @@ impl Cutting<'_> {
     /// One chunk of a value of the new graph.
     fn part(&mut self, whole: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
         let reader = &self.uncut(reader, dim);
-        let key = (whole, dim, reader.layout.clone());
+        let key = (reader.laid(whole), dim);
         if let Some(parts) = self.slices.get(&key) {
             return Ok(parts[chunk]);
         }
         let twins = match (Phase::of(reader.role), self.to.graph.def(whole).role) {
             (Phase::Recompute, Role::Recompute(of)) => {
                 let first = self.to.graph.node(of).results[self.to.graph.value(whole).index];
-                let first = self.slices.get(&(first, dim, reader.layout.clone())).and_then(|parts| parts.last());
+                let first = self.slices.get(&(reader.laid(first), dim)).and_then(|parts| parts.last());
                 self.made_by[first.ok_or(Stop::Uncut)?].clone()
             }
             (Phase::Recompute, _) => return Err(Stop::Uncut),
@@ -167,7 +167,7 @@ impl Cutting<'_> {
         for index in 0..self.chunks {
             let (mut start, mut limit) = (vec![0; shape.len()], shape.clone());
             (start[dim + 1], limit[dim + 1]) = (index * length, (index + 1) * length);
-            let place = Place { chunk: Some(index), hands_on: false };
+            let place = Place::of(Some(index));
             let part = self.add(Slice { start, limit }, &[seen], &[], &split, (place, false))?;
             parts.push(self.add(Reshape {}, &[part], &[ty.with_shape(own.clone())], &split, (place, true))?);
         }

@@ -4,11 +4,13 @@
 //! their order, each chunk by chunk, then what reads all chunks of it; and a short one (a residual's sum and the norm
 //! behind it) as soon as it can, since a collective waits for it. The order is made by running the step on two
 //! clocks, that of kernels and that of the wire, with the seconds of the cost model: of the nodes that are
-//! ready the first in this order runs, and where none is, the one that will be ready first. A value is handed on as
-//! soon as it is made.
+//! ready the first in this order runs, and where none is, the one that will be ready first. Values are handed on as
+//! soon as nothing else is on the wire, that first which is read first. In a pipeline each pass of a chunk is in an order
+//! of its own: when it begins, all is there that it reads of others.
 //!
-//! Invariants: a node stands behind what it reads; the order is a function of the graph and of what its nodes take, and
-//! no chunk is more than [`REACH`] stretches ahead of another, so that memory stays bounded.
+//! Invariants: a node stands behind what it reads; the order is a function of the graph and of what its nodes take;
+//! no chunk is more than [`REACH`] stretches ahead of another, so that memory stays bounded; and what stands before the
+//! last node of the forward pass, as the backward pass of a head in chunks does, stays before it.
 
 use super::SplitBatch;
 use crate::cluster::Cluster;
@@ -18,6 +20,7 @@ use crate::error::PassError;
 use crate::fold::block;
 use crate::reshard::{Step, path, rough_cost};
 use shardc_ir::ops::OpError;
+use shardc_ir::pipeline::last_forward;
 use shardc_ir::{EntityRef, Graph, Mesh, NodeId, PrimaryMap, Role, SecondaryMap, Sharding, Strategy, TensorType};
 use std::collections::{BTreeSet, HashMap};
 
@@ -28,13 +31,23 @@ const REACH: u32 = 2;
 ///
 /// # Errors
 /// None but a bug: a node that cannot be added.
-pub fn order(cut: &SplitBatch, mesh: &Mesh, cluster: &Cluster) -> Result<(Graph, Strategies), PassError> {
-    let nodes = Ordering::new(cut, mesh, cluster).run();
+pub fn order(cut: &SplitBatch, mesh: &Mesh, cluster: &Cluster) -> Result<Ordered, PassError> {
+    let mut nodes = Ordering::new(cut, mesh, cluster).run();
+    let behind = last_forward(&cut.graph);
+    nodes.sort_by_key(|id| *id > behind);
     rebuild(cut, &nodes).map_err(PassError::ill_formed("order"))
 }
 
-/// What each node does with the axes.
-type Strategies = SecondaryMap<NodeId, Strategy>;
+/// A graph in chunks and in order.
+#[derive(Clone, Debug, Default)]
+pub struct Ordered {
+    /// The graph.
+    pub graph: Graph,
+    /// What each node does with the axes.
+    pub strategies: SecondaryMap<NodeId, Strategy>,
+    /// The pipeline's chunk of each node, if the plan has stages.
+    pub staged: SecondaryMap<NodeId, Option<u32>>,
+}
 
 /// The place of a node in the order of the stretches: the stretch, the chunk (those of all chunks last), the node.
 type Key = (u32, u64, NodeId);
@@ -44,8 +57,12 @@ struct Ordering<'a> {
     /// Per node, its seconds: of kernels, or on the wire if it hands a value on.
     seconds: PrimaryMap<NodeId, f64>,
     keys: PrimaryMap<NodeId, Key>,
-    /// Whether a chunk is made before it, so that its place is to be found.
+    /// Whether no chunk is made before it, so that it stands where it is read.
     is_free: PrimaryMap<NodeId, bool>,
+    /// Of a node that hands a value on, the first stretch in which a kernel reads that.
+    awaited: PrimaryMap<NodeId, u32>,
+    /// Which pass of a pipeline's chunk each node is of, in their order.
+    passes: PrimaryMap<NodeId, u32>,
     /// Per stretch, whether it takes less than the collectives behind it.
     is_short: Vec<bool>,
     /// Per node, who reads it, and how many that it reads have no place yet.
@@ -57,6 +74,7 @@ struct Ordering<'a> {
     /// Those that have no place yet.
     open: BTreeSet<Key>,
     nodes: Vec<NodeId>,
+    pass: u32,
     kernels: f64,
     wire: f64,
 }
@@ -72,6 +90,9 @@ impl<'a> Ordering<'a> {
         let mut readers: PrimaryMap<NodeId, Vec<NodeId>> = ids().map(|_| Vec::new()).collect();
         let mut missing: PrimaryMap<NodeId, usize> = PrimaryMap::new();
         let mut last = 0;
+        // Per pass of a pipeline's chunk, its place and its first stretch: no other runs beside it.
+        let mut begun: HashMap<Option<(u32, bool)>, (u32, u32)> = HashMap::new();
+        let (mut passes, mut most) = (PrimaryMap::new(), 0);
         // The block that is computed again, and the stretch from which on it is.
         let mut again: (Option<&str>, u32) = (None, 0);
         for (id, node) in graph.nodes() {
@@ -85,10 +106,19 @@ impl<'a> Ordering<'a> {
             let sources = sources(graph, id);
             let behind = sources.iter().map(|of| keys[*of].0).max().unwrap_or(0);
             let is_bound = place.chunk.is_some() || sources.iter().any(|of| !is_free[*of]);
-            is_free.push(!is_bound || node.role == Role::Optimizer);
+            let is_bound = is_bound && node.role != Role::Optimizer;
+            is_free.push(!is_bound);
+            let (mut pass, mut first) = (0, 0);
+            if is_bound {
+                let own = place.staged.map(|staged| (staged, node.role == Role::Forward));
+                let next = begun.len() as u32;
+                (pass, first) = *begun.entry(own).or_insert((next, if next > 0 { most + REACH + 1 } else { 0 }));
+            }
+            passes.push(pass);
             // What is computed again waits for the gradients that ask for it.
             let stretch = if matches!(node.role, Role::Recompute(_)) { behind.max(last) } else { behind };
-            let stretch = stretch + u32::from(place.hands_on);
+            let stretch = stretch.max(first) + u32::from(place.hands_on);
+            most = most.max(stretch);
             keys.push((stretch, place.chunk.unwrap_or(u64::MAX), id));
             last = if place.chunk.is_some() { last.max(stretch) } else { last };
             let bound: Vec<NodeId> = sources.into_iter().filter(|of| !is_free[*of]).collect();
@@ -98,13 +128,16 @@ impl<'a> Ordering<'a> {
         let mut own = Self {
             cut,
             is_short: short_stretches(cut, &keys, &seconds),
+            awaited: awaited(cut, &keys, &readers, &seconds),
             is_placed: ids().map(|_| false).collect(),
             ends: ids().map(|_| 0.0).collect(),
             ready: BTreeSet::new(),
             open: BTreeSet::new(),
             nodes: Vec::with_capacity(graph.node_count()),
+            pass: 0,
             kernels: 0.0,
             wire: 0.0,
+            passes,
             seconds,
             keys,
             is_free,
@@ -132,12 +165,19 @@ impl<'a> Ordering<'a> {
 
     /// The node that is next.
     fn next(&self) -> Option<NodeId> {
-        let within = || self.ready.iter().take_while(|key| self.is_due(key.2));
+        let all = || self.ready.iter().take_while(|key| self.is_due(key.2));
+        let hands_on = |key: &&Key| self.cut.places[key.2].hands_on;
+        // Of what may be handed on, that goes first which is read first, as soon as nothing else is on the wire.
+        let handed = all().filter(hands_on).min_by_key(|key| (self.awaited[key.2], **key));
+        if let Some(key) = handed.filter(|key| self.wire.max(self.start(key.2)) <= self.kernels) {
+            return Some(key.2);
+        }
+        let within = || all().filter(|key| !hands_on(key));
         let is_ready = |key: &&Key| self.start(key.2) <= self.kernels;
         let short = within().filter(|key| self.is_short[key.0 as usize]).find(is_ready);
         let first = short.or_else(|| within().find(is_ready));
         let soonest = || within().min_by(|a, b| self.start(a.2).total_cmp(&self.start(b.2)));
-        first.or_else(soonest).map(|key| key.2)
+        first.or(handed).or_else(soonest).map(|key| key.2)
     }
 
     /// When all that a node reads is there.
@@ -149,6 +189,11 @@ impl<'a> Ordering<'a> {
         for of in sources(&self.cut.graph, id) {
             self.place_free(of);
         }
+        if self.passes[id] > self.pass {
+            // What one pass leaves is there when the next begins.
+            self.pass = self.passes[id];
+            self.kernels = self.kernels.max(self.wire);
+        }
         let (start, seconds) = (self.start(id), self.seconds[id]);
         let clock = if self.cut.places[id].hands_on { &mut self.wire } else { &mut self.kernels };
         *clock = clock.max(start) + seconds;
@@ -157,15 +202,12 @@ impl<'a> Ordering<'a> {
         self.nodes.push(id);
         self.ready.remove(&self.keys[id]);
         self.open.remove(&self.keys[id]);
-        let mut handed = Vec::new();
         for reader in self.readers[id].clone() {
             self.missing[reader] -= 1;
             if self.missing[reader] == 0 && !self.is_free[reader] {
                 self.ready.insert(self.keys[reader]);
-                handed.extend(Some(reader).filter(|reader| self.cut.places[*reader].hands_on && self.is_due(*reader)));
             }
         }
-        handed.into_iter().for_each(|reader| self.place(reader));
     }
 
     /// Whether a node is not too far ahead of those that are due.
@@ -217,6 +259,25 @@ fn short_stretches(cut: &SplitBatch, keys: &PrimaryMap<NodeId, Key>, seconds: &P
         }
     }
     kernels.iter().zip(&wire[1..]).map(|(kernels, wire)| kernels < wire).collect()
+}
+
+/// Per node, the first stretch in which a kernel reads what it makes, or is handed it on.
+fn awaited(
+    cut: &SplitBatch,
+    keys: &PrimaryMap<NodeId, Key>,
+    readers: &PrimaryMap<NodeId, Vec<NodeId>>,
+    seconds: &PrimaryMap<NodeId, f64>,
+) -> PrimaryMap<NodeId, u32> {
+    let mut awaited: PrimaryMap<NodeId, u32> = keys.keys().map(|_| u32::MAX).collect();
+    let all: Vec<NodeId> = keys.keys().collect();
+    for id in all.into_iter().rev() {
+        let read = |reader: &NodeId| match seconds[*reader] > 0.0 || cut.places[*reader].hands_on {
+            true => keys[*reader].0,
+            false => awaited[*reader],
+        };
+        awaited[id] = readers[id].iter().map(read).min().unwrap_or(u32::MAX);
+    }
+    awaited
 }
 
 /// What nodes take.
@@ -275,19 +336,20 @@ impl Costs<'_> {
 }
 
 /// The graph with its nodes in another order.
-fn rebuild(cut: &SplitBatch, nodes: &[NodeId]) -> Result<(Graph, Strategies), OpError> {
-    let (from, mut to) = (&cut.graph, Graph::new(cut.graph.name.clone()));
-    let mut strategies: Strategies = SecondaryMap::new();
+fn rebuild(cut: &SplitBatch, nodes: &[NodeId]) -> Result<Ordered, OpError> {
+    let from = &cut.graph;
+    let mut own = Ordered { graph: Graph::new(from.name.clone()), ..Ordered::default() };
     let mut map = HashMap::new();
     let mut moved: SecondaryMap<NodeId, Option<NodeId>> = SecondaryMap::new();
     for id in nodes {
-        let new = to.copy_node(from, *id, &mut map)?;
+        let new = own.graph.copy_node(from, *id, &mut map)?;
         let role = from.node(*id).role.moved(|of| moved[of]);
         let path = from.node(*id).path.clone();
-        to.annotate(new, path, role);
-        strategies[new] = cut.strategies[*id].clone();
+        own.graph.annotate(new, path, role);
+        own.strategies[new] = cut.strategies[*id].clone();
+        own.staged[new] = cut.places[*id].staged;
         moved[*id] = Some(new);
     }
-    to.copy_outputs(from, &map);
-    Ok((to, strategies))
+    own.graph.copy_outputs(from, &map);
+    Ok(own)
 }

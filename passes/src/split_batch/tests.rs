@@ -41,11 +41,23 @@ fn plans_in_chunks_are_shown_to_compute_their_graph() {
     check("cpu:4", "dp=2,tp=2,microbatch=1,overlap_chunks=4,zero=3");
 }
 
+#[test]
+fn stages_in_chunks_are_shown_to_compute_their_graph() {
+    check("cpu:2", "pp=2,schedule=zbv,microbatch=2,overlap_chunks=2");
+    check("cpu:4", "pp=2,tp=2,schedule=1f1b,microbatch=1,overlap_chunks=2,recompute=block");
+    check("cpu:4", "pp=2,tp=2,schedule=gpipe,microbatch=4,overlap_chunks=4,loss_chunks=2");
+    check("cpu:4", "pp=2,tp=2,schedule=interleaved,virtual=2,microbatch=1,overlap_chunks=4,loss_chunks=4");
+    check("cpu:8", "pp=2,dp=2,tp=2,schedule=zbv,microbatch=2,zero=1,overlap_chunks=2,recompute=selective");
+}
+
 fn simulated(plan: &Plan, cluster: &str) -> (Simulated, Program) {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
     let verified = verify::plan(plan).unwrap();
-    let program = lower_rank(&verified, 0, &NoScratch).unwrap();
-    (simulate(std::slice::from_ref(&program), &[], plan, &cluster, &Conditions::default()).unwrap(), program)
+    let apart = plan.mesh.family("pp");
+    let firsts = (0..plan.mesh.ranks()).filter(|rank| rank % (plan.mesh.ranks() / plan.stages()) == 0);
+    let mut programs: Vec<Program> = firsts.map(|rank| lower_rank(&verified, rank, &NoScratch).unwrap()).collect();
+    let simulated = simulate(&programs, &apart, plan, &cluster, &Conditions::default()).unwrap();
+    (simulated, programs.swap_remove(0))
 }
 
 /// A plan of some layers of an 8B model in so many chunks: seconds of the step, exposed communication, copies that slices and joins are.
@@ -75,12 +87,16 @@ fn chunks_hide_communication() {
         ("h100:4", "tp=4,microbatch=4"),
         ("h200:4", "tp=4,microbatch=4"),
         ("h200:2", "tp=2,microbatch=2"),
+        ("h200:8", "pp=2,tp=4,schedule=1f1b,microbatch=2"),
+        ("h200:8", "pp=2,tp=4,schedule=zbv,microbatch=1"),
         (file.to_str().unwrap(), "tp=8,microbatch=1"),
     ] {
         let (step, exposed, before) = measured(cluster, pins, 1);
         let (in_two, less, copies) = measured(cluster, pins, 2);
         assert!(less < 0.7 * exposed && in_two < step, "{cluster} {pins}: {step} {exposed} and {in_two} {less}");
-        assert_eq!(copies, before, "{cluster} {pins}");
+        // But what another stage sends in chunks, for gradients of weights.
+        let joined = if pins.contains("pp=") { 8 } else { 0 };
+        assert!(copies <= before + joined, "{cluster} {pins}: {copies} copies, {before} before");
     }
     std::fs::remove_file(&file).unwrap();
 }
@@ -127,6 +143,6 @@ fn pins_that_cannot_be_kept_say_why() {
         "tp=2,microbatch=1,overlap_chunks=3",
         "no block of the model can be cut along its samples or tokens",
     );
-    check("cpu:2", "pp=2,overlap_chunks=2", "the stages of a pipeline take whole microbatches");
+    check("cpu:2", "pp=2,microbatch=4,overlap_chunks=8", "a microbatch of 4 samples does not divide into 8 chunks");
     check("cpu:2", "tp=2,overlap_chunks=0", "at least 1");
 }
