@@ -10,7 +10,7 @@
 //! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
 //! is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
 //! ([`sequence`]): ranks that divide them divide those of each chunk, and attention joins them. Where a chunk is to
-//! in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
+//! be in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
 //! value in that layout, and stands where the collective shall begin ([`order`]).
 //!
 //! In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where a stage reads
