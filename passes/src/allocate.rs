@@ -503,12 +503,8 @@ impl Views<'_> {
     fn begin(&mut self, id: BufferId) {
         let (start, end) = self.range(id);
         let below = self.live.range(..end).next_back();
-        let (first, last) = below.map_or((0, 0), |(first, (last, _))| (*first, *last));
-        if last <= start {
+        if below.is_none_or(|(_, (last, _))| *last <= start) {
             return self.add(start, end, vec![id]);
-        }
-        if (first, last) == (start, end) {
-            return self.change(start, end, |together| together.push(id));
         }
         let mut ids = self.take(start, end);
         ids.push(id);
@@ -517,29 +513,9 @@ impl Views<'_> {
 
     fn end(&mut self, id: BufferId) {
         let (start, end) = self.range(id);
-        let is_other = |known: &BufferId| *known != id && self.range(*known) == (start, end);
-        if self.live.get(&start).is_some_and(|(last, together)| *last == end && together.iter().any(is_other)) {
-            return self.change(start, end, |together| together.retain(|known| *known != id));
-        }
         let mut ids = self.take(start, end);
         ids.retain(|known| *known != id);
         self.put(ids);
-    }
-
-    /// Changes who overlaps in a range, of which one has all.
-    fn change(&mut self, start: u64, end: u64, with: impl FnOnce(&mut Vec<BufferId>)) {
-        let Some((_, together)) = self.live.get_mut(&start) else { return };
-        let mut changed = std::mem::take(together);
-        let before = self.counts(start, end, &changed);
-        with(&mut changed);
-        let after = self.counts(start, end, &changed);
-        if before != after {
-            before.iter().for_each(|(category, bytes)| self.now.category(*category).0 -= bytes);
-            after.iter().for_each(|(category, bytes)| self.now.category(*category).0 += bytes);
-        }
-        if let Some((_, together)) = self.live.get_mut(&start) {
-            *together = changed;
-        }
     }
 
     /// Takes out all that overlap with a range.

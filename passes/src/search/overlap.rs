@@ -65,19 +65,24 @@ impl Hidden {
     }
 
     /// Whether a plan of a candidate, which takes `alone` seconds without chunks, may be faster in chunks than `step`
-    /// seconds, and that can be found out in time. Ranks that are threads of one process run nothing beside anything.
+    /// seconds, and that can be found out in time.
     fn may_gain(&self, candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
-        let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-        let is_open = is_open && !is_long(candidate, space.request.batch);
-        is_open && candidate.offload.is_none() && candidate.within > GAIN * alone && self.least(candidate, alone) < step
+        may_hide(candidate, alone, space)
+            && !is_long(candidate, space.request.batch)
+            && self.least(candidate, alone) < step
     }
+}
+
+/// Whether chunks are left to the search and have something to hide of a candidate that takes `alone` seconds. Ranks that
+/// are threads of one process run nothing beside anything.
+fn may_hide(candidate: &Candidate, alone: f64, space: &Space<'_, '_>) -> bool {
+    let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
+    is_open && candidate.offload.is_none() && candidate.within > GAIN * alone
 }
 
 /// What there is to say of a plan that was not tried in chunks though they may hide something.
 pub(super) fn untried(candidate: &Candidate, space: &Space<'_, '_>) -> &'static str {
-    let may_gain = candidate.within > GAIN * candidate.prediction.step.0 && candidate.overlap_chunks == 1;
-    let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-    match is_open && may_gain && candidate.offload.is_none() && is_long(candidate, space.request.batch) {
+    match may_hide(candidate, candidate.prediction.step.0, space) && is_long(candidate, space.request.batch) {
         true => {
             "; steps of so many microbatches in chunks that overlap take seconds to predict: pin overlap_chunks=2 to try"
         }
