@@ -8,10 +8,10 @@ pub(crate) fn divisors(number: u64) -> Vec<u64> {
     low.iter().copied().chain(high).collect()
 }
 
-/// The least of the divisors of a number that is at least so much; none stays none.
-pub(crate) fn at_least(least: u64, divisors: &[u64]) -> u64 {
-    let above = divisors.partition_point(|divisor| *divisor < least);
-    divisors.get(above).copied().filter(|_| least > 0).unwrap_or(least)
+/// The least divisor of a number that is at least so much; none, or more than the number, stays what it is.
+pub(crate) fn at_least(least: u64, number: u64) -> u64 {
+    let most = number.checked_div(least).unwrap_or(0);
+    (1..=most).rev().find(|part| number.is_multiple_of(*part)).map_or(least, |part| number / part)
 }
 
 #[cfg(test)]
@@ -30,7 +30,7 @@ mod tests {
 
     #[test]
     fn the_least_is_no_less_than_asked() {
-        let of_12 = [0, 1, 5, 6, 7, 12].map(|least| at_least(least, &divisors(12)));
-        assert_eq!(of_12, [0, 1, 6, 6, 12, 12]);
+        let of_12 = [0, 1, 5, 6, 7, 12, 13].map(|least| at_least(least, 12));
+        assert_eq!(of_12, [0, 1, 6, 6, 12, 12, 13]);
     }
 }

@@ -51,6 +51,55 @@ pub fn block_of<'a>(graph: &'a Graph, node: &'a Node) -> Option<&'a str> {
     })
 }
 
+/// The blocks of the paths of nodes, numbered as the forward pass comes to them.
+#[derive(Clone, Debug, Default)]
+pub struct Blocks<'a> {
+    numbers: BTreeMap<&'a str, u64>,
+    of: SecondaryMap<NodeId, Option<u64>>,
+    modules: SecondaryMap<NodeId, u32>,
+}
+
+impl<'a> Blocks<'a> {
+    /// Those of a graph.
+    pub fn new(graph: &'a Graph) -> Self {
+        let mut own = Self::default();
+        for (_, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.operands.is_empty()) {
+            if let Some(block) = block(&node.path) {
+                let next = own.numbers.len() as u64;
+                own.numbers.entry(block).or_insert(next);
+            }
+        }
+        let mut modules: HashMap<&str, u32> = HashMap::new();
+        for (id, node) in graph.nodes() {
+            let block = block(&node.path);
+            own.of[id] = block.and_then(|block| own.named(block));
+            let next = modules.len() as u32;
+            own.modules[id] = *modules.entry(block.unwrap_or(&node.path)).or_insert(next);
+        }
+        own
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.numbers.len()
+    }
+
+    /// The number of a block.
+    pub fn named(&self, block: &str) -> Option<u64> {
+        self.numbers.get(block).copied()
+    }
+
+    /// The number of the block that a node is in, by its path.
+    pub fn of(&self, id: NodeId) -> Option<u64> {
+        self.of[id]
+    }
+
+    /// What tells its block from others; outside of blocks, its path from others.
+    pub fn module(&self, id: NodeId) -> u32 {
+        self.modules[id]
+    }
+}
+
 /// The name of a leaf, else nothing.
 pub fn leaf_name(op: &Op) -> &str {
     match op {

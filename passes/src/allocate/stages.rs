@@ -7,7 +7,7 @@
 //! the one before it is done.
 
 use super::{Bytes, Life, find_waits};
-use crate::divisors::{at_least, divisors};
+use crate::divisors::at_least;
 use crate::lower::{Draft, Handover, Item, SPACE};
 use crate::pipeline::order::{Pass, Step};
 use crate::pipeline::timeline::{Event, Message, PARTS};
@@ -132,8 +132,7 @@ fn round(known: &mut BTreeMap<Touches, Kind>, bytes: &BTreeMap<&Touches, u64>, p
     for (part, held) in &mut held {
         let taken: Vec<(u64, u64)> = held.iter().map(|(copies, each)| (**copies, *each)).collect();
         let number = common(&taken);
-        let divisors = divisors(number);
-        held.iter_mut().for_each(|(copies, _)| **copies = at_least(**copies, &divisors));
+        held.iter_mut().for_each(|(copies, _)| **copies = at_least(**copies, number));
         all.insert(*part, number);
     }
     of.iter().map(|first| all.get(first).copied().unwrap_or(1)).collect()
@@ -147,10 +146,7 @@ pub(crate) fn common(held: &[(u64, u64)]) -> u64 {
         *bytes.entry(*copies).or_default() += each;
     }
     let most = bytes.last_key_value().map_or(1, |(copies, _)| *copies);
-    let taken = |all: u64| {
-        let divisors = divisors(all);
-        bytes.iter().map(|(least, each)| at_least(*least, &divisors) * each).sum::<u64>()
-    };
+    let taken = |all: u64| bytes.iter().map(|(least, each)| at_least(*least, all) * each).sum::<u64>();
     let all: Vec<(u64, u64)> = (most..=2 * most).map(|all| (all, taken(all))).collect();
     let fewest = all.iter().map(|(_, bytes)| *bytes).min().unwrap_or(0) as f64;
     all.into_iter().find(|(_, bytes)| *bytes as f64 <= SPARE * fewest).map_or(most, |(all, _)| all)
@@ -438,8 +434,8 @@ mod tests {
     #[test]
     fn what_is_small_is_copied_once_more_rather_than_what_is_large() {
         let copies = |held: &[(u64, u64)]| {
-            let divisors = divisors(common(held));
-            held.iter().map(|of| at_least(of.0, &divisors)).collect::<Vec<_>>()
+            let number = common(held);
+            held.iter().map(|of| at_least(of.0, number)).collect::<Vec<_>>()
         };
         assert_eq!(copies(&[(3, 1000), (4, 1)]), [3, 6]);
         assert_eq!(copies(&[(3, 1000), (4, 1000)]), [4, 4]);

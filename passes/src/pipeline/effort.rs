@@ -5,7 +5,7 @@
 //! too early or too late. A plan that was searched says what its chunks take; programs know no cost model, so of a plan
 //! that does not the nodes are counted.
 
-use super::order::{Lengths, Pass, Step};
+use super::order::{Lengths, Pass};
 use super::timeline::{Durations, Link};
 use crate::cost::is_view;
 use shardc_ir::pipeline::{Length, Schedule};
@@ -66,8 +66,8 @@ fn counted(plan: &Plan, passes: &SecondaryMap<NodeId, Option<(u32, Pass)>>) -> V
 }
 
 impl Durations for Efforts<'_> {
-    fn step(&self, step: Step) -> f64 {
-        self.chunk(step.chunk).of(self.schedule, step.chunk, step.pass)
+    fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+        self.chunk(chunk).of(self.schedule, chunk, pass)
     }
 
     fn message(&self, link: usize) -> f64 {

@@ -55,8 +55,8 @@ pub enum Event {
 
 /// How long things take, all in one unit: seconds, or what stands for them.
 pub trait Durations {
-    /// How long a step takes.
-    fn step(&self, step: Step) -> f64;
+    /// How long a pass of a chunk takes.
+    fn pass(&self, chunk: u32, pass: Pass) -> f64;
     /// How long a message of a link takes, by its index.
     fn message(&self, link: usize) -> f64;
     /// By how much of its own time a message makes a step longer beside which it passes.
@@ -74,19 +74,25 @@ pub struct Timeline {
     pub finish: Vec<f64>,
 }
 
+#[derive(Clone, Copy, Default)]
 struct Stage {
     next: usize,
     /// When it is between two steps again.
     free: f64,
     /// When no message passes from it or to it any more.
     silent: f64,
-    /// The step that it runs, and since when.
-    running: Option<(Step, f64)>,
+    /// Whether a message that was made waits for that.
+    is_awaited: bool,
+    /// Since when it runs the step before the next, if it does.
+    running: Option<f64>,
 }
 
 /// The messages of a link, which come one microbatch after the other: passes run in that order.
-#[derive(Clone, Copy, Default)]
-struct Passed {
+struct Wire {
+    from: usize,
+    to: usize,
+    /// How long one takes.
+    takes: f64,
     /// How many were made.
     made: u64,
     /// How many of them were handed over.
@@ -94,36 +100,52 @@ struct Passed {
 }
 
 /// Links by the pass of a chunk that has them.
-#[derive(Default)]
-struct ByPass(Vec<[Vec<usize>; 3]>);
+struct ByPass {
+    /// Per pass, where its links begin.
+    begins: Vec<usize>,
+    links: Vec<usize>,
+}
 
 impl ByPass {
-    fn add(&mut self, (chunk, pass): (u32, Pass), link: usize) {
-        let chunk = chunk as usize;
-        if self.0.len() <= chunk {
-            self.0.resize_with(chunk + 1, Default::default);
-        }
-        self.0[chunk][pass as usize].push(link);
+    /// The passes of all links.
+    fn new(all: impl Iterator<Item = (u32, Pass)>) -> Self {
+        let mut sorted: Vec<(usize, usize)> = all.map(Self::index).zip(0..).collect();
+        sorted.sort_unstable();
+        let passes = sorted.last().map_or(0, |(last, _)| last + 1);
+        let begins = (0..=passes).map(|pass| sorted.partition_point(|(of, _)| *of < pass)).collect();
+        Self { begins, links: sorted.into_iter().map(|(_, link)| link).collect() }
+    }
+
+    fn index((chunk, pass): (u32, Pass)) -> usize {
+        3 * chunk as usize + pass as usize
     }
 
     fn of(&self, step: Step) -> &[usize] {
-        self.0.get(step.chunk as usize).map_or(&[], |passes| &passes[step.pass as usize])
+        let index = Self::index((step.chunk, step.pass));
+        match self.begins.get(index..index + 2) {
+            Some([begin, end]) => &self.links[*begin..*end],
+            _ => &[],
+        }
     }
 }
 
 struct Run<'a> {
     orders: &'a [Vec<Step>],
+    /// Per chunk, how long its passes take.
+    passes: Vec<[f64; 3]>,
+    /// By how much of its own time a message makes a step longer.
+    loss: f64,
     /// Per pass of a chunk, the links that it reads, and those that it makes.
     reads: ByPass,
     makes: ByPass,
-    ends: Vec<(usize, usize)>,
-    passed: Vec<Passed>,
+    wires: Vec<Wire>,
     /// Per stage, those to which it sends.
     receivers: Vec<Vec<usize>>,
     stages: Vec<Stage>,
-    /// When stages are between two steps again.
-    awake: Agenda<usize>,
-    /// The stages for which something is new at this moment.
+    /// When stages are between two steps again, then when they are silent where that is awaited.
+    awake: Agenda,
+    /// What of this is so at this moment, and the stages for which something is new then.
+    woken: Vec<usize>,
     touched: Vec<usize>,
     /// Per stage, if they are wanted.
     events: Option<Vec<Vec<Event>>>,
@@ -160,126 +182,129 @@ impl<'a> Run<'a> {
     ) -> Option<Self> {
         let stages = orders.len() as u64;
         let stage = |chunk: u32| pipeline.stage_of(chunk, stages) as usize;
-        let new = |_| Stage { next: 0, free: 0.0, silent: 0.0, running: None };
+        let wire = |(index, link): (usize, &Link)| {
+            let (from, to) = (stage(link.from.0), stage(link.to.0));
+            Wire { from, to, takes: durations.message(index), made: 0, received: 0 }
+        };
+        let wires: Vec<Wire> = links.iter().enumerate().map(wire).collect();
+        let mut receivers = vec![Vec::new(); orders.len()];
+        for Wire { from, to, .. } in &wires {
+            if !receivers[*from].contains(to) {
+                receivers[*from].push(*to);
+            }
+        }
+        let chunks = 0..(stages * pipeline.per_stage) as u32;
+        let of_chunk = |chunk| [Pass::Forward, Pass::Backward, Pass::Weight].map(|pass| durations.pass(chunk, pass));
         let mut run = Run {
             orders,
-            reads: ByPass::default(),
-            makes: ByPass::default(),
-            ends: links.iter().map(|link| (stage(link.from.0), stage(link.to.0))).collect(),
-            passed: vec![Passed::default(); links.len()],
-            receivers: vec![Vec::new(); orders.len()],
-            stages: (0..stages).map(new).collect(),
-            awake: Agenda::default(),
+            passes: chunks.map(of_chunk).collect(),
+            loss: durations.loss(),
+            reads: ByPass::new(links.iter().map(|link| link.to)),
+            makes: ByPass::new(links.iter().map(|link| link.from)),
+            wires,
+            receivers,
+            stages: (0..stages).map(|_| Stage::default()).collect(),
+            awake: Agenda::new(2 * orders.len()),
+            woken: Vec::new(),
             touched: Vec::new(),
             events: is_recorded.then(|| vec![Vec::new(); orders.len()]),
             now: 0.0,
         };
-        (0..orders.len()).for_each(|stage| run.awake.add(0.0, stage));
-        for (index, link) in links.iter().enumerate() {
-            run.reads.add(link.to, index);
-            run.makes.add(link.from, index);
-            let (from, to) = run.ends[index];
-            if !run.receivers[from].contains(&to) {
-                run.receivers[from].push(to);
-            }
-        }
-        while run.advance(durations) {}
+        (0..orders.len()).for_each(|stage| run.awake.set(stage, 0.0));
+        while run.advance() {}
         let is_done = |(stage, steps): (&Stage, &Vec<Step>)| stage.next == steps.len();
-        let has_passed = |of: &Passed| of.received == of.made;
-        (run.stages.iter().zip(orders).all(is_done) && run.passed.iter().all(has_passed)).then_some(run)
+        let has_passed = |of: &Wire| of.received == of.made;
+        (run.stages.iter().zip(orders).all(is_done) && run.wires.iter().all(has_passed)).then_some(run)
     }
 
-    /// Goes on to the next moment at which a stage is between two steps, and does what can be done then; whether there was
-    /// one. Only for these stages, and for those that wait for what they made, something is other than before.
-    fn advance(&mut self, durations: &dyn Durations) -> bool {
-        let mut touched = std::mem::take(&mut self.touched);
+    /// Goes on to the next moment at which a stage is between two steps, or silent where that is awaited, and does what can be
+    /// done then; whether there was one. Only for these stages, and for those that wait for what they made, something is
+    /// other than before.
+    fn advance(&mut self) -> bool {
+        let (mut woken, mut touched) = (std::mem::take(&mut self.woken), std::mem::take(&mut self.touched));
+        woken.clear();
         touched.clear();
-        let Some(now) = self.awake.next(&mut touched) else { return false };
+        let Some(now) = self.awake.next(&mut woken) else { return false };
         self.now = now;
-        for index in 0..touched.len() {
-            let from = touched[index];
-            let stage = &mut self.stages[from];
-            if let Some((step, _)) = stage.running.filter(|_| stage.free <= now) {
-                stage.running = None;
-                self.makes.of(step).iter().for_each(|link| self.passed[*link].made += 1);
-            }
+        for what in woken.iter().copied() {
+            let Some(from) = what.checked_sub(self.stages.len()) else {
+                touched.push(what);
+                if self.stages[what].running.take().is_some() {
+                    for link in self.makes.of(self.orders[what][self.stages[what].next - 1]) {
+                        self.wires[*link].made += 1;
+                        touched.push(self.wires[*link].to);
+                    }
+                }
+                continue;
+            };
+            self.stages[from].is_awaited = false;
+            touched.push(from);
             touched.extend(&self.receivers[from]);
         }
         touched.sort_unstable();
         touched.dedup();
         // What begins now does so before messages pass, which are beside it then; who waits for one comes first.
         loop {
-            touched.iter().for_each(|stage| self.start(*stage, durations));
+            touched.iter().for_each(|stage| self.start(*stage));
             let mut receives = |waits: bool| {
                 let is_next = |of: &Stage| of.running.is_none() == waits;
-                touched.iter().any(|stage| is_next(&self.stages[*stage]) && self.receive(*stage, durations))
+                touched.iter().any(|stage| is_next(&self.stages[*stage]) && self.receive(*stage))
             };
             if !receives(true) && !receives(false) {
                 break;
             }
         }
-        self.touched = touched;
+        (self.woken, self.touched) = (woken, touched);
         true
     }
 
-    /// Keeps a stage from doing anything else until then.
-    fn hold(&mut self, stage: usize, free: f64) {
-        self.stages[stage].free = free;
-        self.awake.add(free, stage);
-    }
-
-    fn is_free(&self, stage: usize) -> bool {
-        self.stages[stage].running.is_none() && self.stages[stage].free <= self.now
-    }
-
-    /// What a step reads and its stage has not received.
-    fn wanted(&self, step: Step) -> impl Iterator<Item = usize> + '_ {
-        let links = self.reads.of(step).iter().copied();
-        links.filter(move |link| self.passed[*link].received <= step.microbatch)
-    }
-
-    /// Hands over one message that a stage's next step needs, if it was made and none passes at either end.
-    fn receive(&mut self, to: usize, durations: &dyn Durations) -> bool {
-        let is_silent = |stage: &Stage| stage.silent <= self.now;
-        if !is_silent(&self.stages[to]) {
-            return false;
-        }
+    /// Hands over one message that a stage's next step needs, if it was made and none passes at either end; else one end
+    /// is awaited.
+    fn receive(&mut self, to: usize) -> bool {
         let Some(step) = self.orders[to].get(self.stages[to].next).copied() else { return false };
-        let is_made = |link: &usize| self.passed[*link].made > step.microbatch;
-        let is_there = |link: &usize| is_made(link) && is_silent(&self.stages[self.ends[*link].0]);
-        let Some(link) = self.wanted(step).find(is_there) else { return false };
-        self.passed[link].received += 1;
-        let from = self.ends[link].0;
+        let Self { reads, wires, stages, awake, now, .. } = self;
+        let count = stages.len();
+        let is_made = |of: &Wire| of.received <= step.microbatch && of.made > step.microbatch;
+        let mut may_pass = |stage: usize| {
+            let Stage { silent, is_awaited, .. } = &mut stages[stage];
+            let is_silent = *silent <= *now;
+            if !is_silent && !*is_awaited {
+                *is_awaited = true;
+                awake.set(count + stage, *silent);
+            }
+            is_silent
+        };
+        let mut made = reads.of(step).iter().copied().filter(|link| is_made(&wires[*link]));
+        let Some(link) = made.find(|link| may_pass(to) && may_pass(wires[*link].from)) else { return false };
+        let from = wires[link].from;
+        wires[link].received += 1;
         for (stage, peer, is_send) in [(from, to, true), (to, from, false)] {
-            let message = Message { link, microbatch: step.microbatch, peer: peer as u64, is_send };
-            self.pass(stage, message, durations);
+            self.pass(stage, Message { link, microbatch: step.microbatch, peer: peer as u64, is_send });
         }
         true
     }
 
     /// One end of a message that passes from now on: beside the step that the stage runs, or it waits for it.
-    fn pass(&mut self, stage: usize, message: Message, durations: &dyn Durations) {
-        let seconds = durations.message(message.link);
-        let (own, end) = (&mut self.stages[stage], self.now + seconds);
-        own.silent = end;
+    fn pass(&mut self, stage: usize, message: Message) {
+        let takes = self.wires[message.link].takes;
+        let (own, end) = (&mut self.stages[stage], self.now + takes);
         let free = match own.running {
-            Some((_, since)) => {
+            Some(since) => {
                 let share = (self.now - since) / (own.free - since).max(f64::MIN_POSITIVE);
                 let beside = Beside { message, at: (share * f64::from(PARTS)) as u32 };
                 if let Some(Event::Step(_, all)) = self.events.as_mut().and_then(|events| events[stage].last_mut()) {
                     all.push(beside);
                 }
-                end.max(own.free + durations.loss() * seconds)
+                end.max(own.free + self.loss * takes)
             }
             None => {
                 self.exchange(stage, message);
                 end
             }
         };
-        if end < free {
-            self.awake.add(end, stage);
-        }
-        self.hold(stage, free);
+        let own = &mut self.stages[stage];
+        (own.free, own.silent) = (free, end);
+        self.awake.set(stage, free);
     }
 
     fn exchange(&mut self, stage: usize, message: Message) {
@@ -291,15 +316,19 @@ impl<'a> Run<'a> {
     }
 
     /// Starts the next step of a stage, if it has all that the step reads.
-    fn start(&mut self, index: usize, durations: &dyn Durations) {
-        let Some(step) = self.orders[index].get(self.stages[index].next).copied() else { return };
-        if !self.is_free(index) || self.wanted(step).next().is_some() {
+    fn start(&mut self, index: usize) {
+        let stage = &mut self.stages[index];
+        if stage.running.is_some() || stage.free > self.now {
             return;
         }
-        self.hold(index, self.now + durations.step(step));
-        let stage = &mut self.stages[index];
+        let Some(step) = self.orders[index].get(stage.next).copied() else { return };
+        if self.reads.of(step).iter().any(|link| self.wires[*link].received <= step.microbatch) {
+            return;
+        }
+        stage.free = self.now + self.passes[step.chunk as usize][step.pass as usize];
         stage.next += 1;
-        stage.running = Some((step, self.now));
+        stage.running = Some(self.now);
+        self.awake.set(index, stage.free);
         if let Some(events) = &mut self.events {
             events[index].push(Event::Step(step, Vec::new()));
         }
@@ -327,8 +356,8 @@ mod tests {
     struct Units;
 
     impl Durations for Units {
-        fn step(&self, step: Step) -> f64 {
-            if step.pass == Pass::Backward { 2.0 } else { 1.0 }
+        fn pass(&self, _: u32, pass: Pass) -> f64 {
+            if pass == Pass::Backward { 2.0 } else { 1.0 }
         }
 
         fn message(&self, _: usize) -> f64 {
@@ -340,7 +369,7 @@ mod tests {
     struct Ones;
 
     impl Durations for Ones {
-        fn step(&self, _: Step) -> f64 {
+        fn pass(&self, _: u32, _: Pass) -> f64 {
             1.0
         }
         fn message(&self, _: usize) -> f64 {
@@ -350,7 +379,7 @@ mod tests {
 
     fn finish(schedule: Schedule, per_stage: u64, microbatches: u64, durations: &dyn Durations) -> f64 {
         let pipeline = Pipeline { schedule, per_stage, ..Pipeline::default() };
-        let of = |pass: Pass| durations.step(Step { chunk: 1, pass, microbatch: 0 });
+        let of = |pass: Pass| durations.pass(1, pass);
         let lengths = Lengths { forward: of(Pass::Forward), backward: of(Pass::Backward), weight: of(Pass::Weight) };
         let orders = orders(&pipeline, 4, microbatches, &|_| lengths).unwrap();
         let run = timeline(&pipeline, &orders, &chain(&pipeline, 4), durations).expect("all steps run");
@@ -383,8 +412,8 @@ mod tests {
     fn more_in_flight_hides_messages() {
         struct Slow;
         impl Durations for Slow {
-            fn step(&self, step: Step) -> f64 {
-                Units.step(step)
+            fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+                Units.pass(chunk, pass)
             }
             fn message(&self, _: usize) -> f64 {
                 0.2
@@ -410,8 +439,8 @@ mod tests {
     fn gradients_of_weights_fill_gaps() {
         struct Parts(Lengths);
         impl Durations for Parts {
-            fn step(&self, step: Step) -> f64 {
-                self.0.of(Schedule::ZeroBubbleV, step.chunk, step.pass)
+            fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+                self.0.of(Schedule::ZeroBubbleV, chunk, pass)
             }
             fn message(&self, _: usize) -> f64 {
                 0.0
@@ -466,8 +495,8 @@ mod tests {
             }
         }
         impl Durations for Head {
-            fn step(&self, step: Step) -> f64 {
-                Self::chunk(step.chunk).of(Schedule::ZeroBubbleV, step.chunk, step.pass)
+            fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+                Self::chunk(chunk).of(Schedule::ZeroBubbleV, chunk, pass)
             }
             fn message(&self, _: usize) -> f64 {
                 0.0
@@ -489,8 +518,8 @@ mod tests {
     fn messages_pass_beside_steps() {
         struct Slow(f64, f64);
         impl Durations for Slow {
-            fn step(&self, step: Step) -> f64 {
-                Units.step(step)
+            fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+                Units.pass(chunk, pass)
             }
             fn message(&self, _: usize) -> f64 {
                 self.0

@@ -22,6 +22,8 @@ use shardc_ir::Pipeline;
 /// Of how many chunks the gradients of weights are delayed before forward passes are through.
 pub const CLOSE: u64 = 2;
 
+const PASSES: [Pass; 3] = [Pass::Forward, Pass::Backward, Pass::Weight];
+
 /// When passes are due.
 struct Due {
     period: f64,
@@ -38,7 +40,7 @@ impl Due {
             let all = lengths.iter().map(|of| of[pass as usize]);
             all.sum::<f64>() / lengths.len().max(1) as f64
         };
-        let [forward, backward, weight] = [Pass::Forward, Pass::Backward, Pass::Weight].map(mean);
+        let [forward, backward, weight] = PASSES.map(mean);
         let period = 2.0 * (forward + backward + weight);
         let share = in_flight as f64 / (2 * stages) as f64;
         // While the pipeline fills, three chunks for each stage are held at the most, however fast it does.
@@ -64,14 +66,101 @@ impl Due {
         Self { period: 0.0, pace: 0.0, first: (0..2 * stages).map(of_chunk).collect() }
     }
 
-    /// When a step is due.
-    fn of(&self, Step { chunk, pass, microbatch }: Step) -> f64 {
-        microbatch as f64 * self.period + self.first[chunk as usize][pass as usize]
-    }
-
     /// When a microbatch may come in.
     fn comes_in(&self, microbatch: u64) -> f64 {
         microbatch as f64 * self.pace
+    }
+}
+
+/// A chunk, by its passes.
+#[derive(Clone, Copy)]
+struct Chunk {
+    takes: [f64; 3],
+    /// When that of the first microbatch is due.
+    due: [f64; 3],
+    /// Of how many microbatches all is there that it waits for.
+    ready: [u64; 3],
+    begun: [u64; 3],
+    /// Of how many the gradients of weights are made.
+    done: u64,
+}
+
+impl Chunk {
+    /// Of how many microbatches it holds what its forward passes left.
+    fn held(&self) -> u64 {
+        self.begun[Pass::Forward as usize] - self.done
+    }
+
+    /// Of how many the gradients of weights are delayed.
+    fn waiting(&self) -> u64 {
+        self.begun[Pass::Backward as usize] - self.begun[Pass::Weight as usize]
+    }
+}
+
+/// What a stage may hold at the most.
+struct Most {
+    /// Of both chunks, whatever a forward pass on the way up leaves, and on the way down.
+    up: u64,
+    down: u64,
+    delayed: u64,
+}
+
+/// All stages at some time.
+struct Stages {
+    due: Due,
+    most: Most,
+    microbatches: u64,
+    chunks: Vec<Chunk>,
+}
+
+impl Stages {
+    /// What a stage begins, that is free at this time.
+    fn next(&self, (down, up): (u32, u32), now: f64) -> Option<Step> {
+        let own = [up, down].map(|chunk| (chunk, &self.chunks[chunk as usize]));
+        let held: u64 = own.iter().map(|(_, of)| of.held()).sum();
+        let waiting: u64 = own.iter().map(|(_, of)| of.waiting()).sum();
+        let [_, (_, on_way_down)] = own;
+        let comes_next = on_way_down.begun[Pass::Forward as usize];
+        let is_through = comes_next == self.microbatches;
+        let is_late = waiting >= if is_through { self.most.delayed } else { self.most.delayed.min(CLOSE) };
+        let may_go_up = held < self.most.up;
+        let may_go_down = held < self.most.down && (down > 0 || self.due.comes_in(comes_next) <= now);
+        let mut first: Option<((bool, f64), Step)> = None;
+        for (chunk, of) in own {
+            let may_go = if chunk == up { may_go_up } else { may_go_down };
+            for pass in PASSES {
+                let (index, microbatch) = (pass as usize, of.begun[pass as usize]);
+                if microbatch >= of.ready[index] || (pass == Pass::Forward && !may_go) {
+                    continue;
+                }
+                let due = microbatch as f64 * self.due.period + of.due[index];
+                let rank = ((pass == Pass::Weight) != is_late, due);
+                if first.is_none_or(|(before, _)| rank < before) {
+                    first = Some((rank, Step { chunk, pass, microbatch }));
+                }
+            }
+        }
+        first.map(|(_, step)| step)
+    }
+
+    /// A pass of a chunk is done for another microbatch; gives the chunk that waited for it, if one did.
+    fn end(&mut self, chunk: u32, pass: Pass) -> Option<u32> {
+        let last = (self.chunks.len() - 1) as u32;
+        let (next, reader) = match pass {
+            Pass::Forward if chunk == last => (Some(chunk), Pass::Backward),
+            Pass::Forward => (Some(chunk + 1), Pass::Forward),
+            Pass::Backward => (chunk.checked_sub(1), Pass::Backward),
+            Pass::Weight => (None, Pass::Weight),
+        };
+        let own = &mut self.chunks[chunk as usize];
+        match pass {
+            Pass::Backward => own.ready[Pass::Weight as usize] += 1,
+            Pass::Weight => own.done += 1,
+            Pass::Forward => {}
+        }
+        let next = next?;
+        self.chunks[next as usize].ready[reader as usize] += 1;
+        Some(next)
     }
 }
 
@@ -85,86 +174,63 @@ pub(super) fn orders(
     microbatches: u64,
     lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
-    let (last, most) = ((2 * stages - 1) as u32, pipeline.most_in_flight(stages));
-    let (most_down, most_delayed) = (pipeline.on_the_way_down(stages), pipeline.most_delayed(stages));
-    let passes = [Pass::Forward, Pass::Backward, Pass::Weight];
-    let of_chunk = |chunk: u32| passes.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
-    let lengths: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
-    let due = if microbatches < stages { Due::of_few(stages) } else { Due::steady(stages, &lengths, most_down) };
-    // Per chunk and pass, how many microbatches were begun, and how many are done.
-    let mut begun = vec![[0u64; 3]; 2 * stages as usize];
-    let mut done = begun.clone();
-    let mut is_running = vec![false; stages as usize];
-    let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
-    let mut agenda = Agenda::default();
+    let last = (2 * stages - 1) as u32;
+    let most = Most {
+        up: pipeline.most_in_flight(stages),
+        down: pipeline.on_the_way_down(stages),
+        delayed: pipeline.most_delayed(stages),
+    };
+    let of_chunk = |chunk: u32| PASSES.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
+    let takes: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
+    let due = if microbatches < stages { Due::of_few(stages) } else { Due::steady(stages, &takes, most.down) };
+    let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
+        takes: *takes,
+        due: *due,
+        ready: [0; 3],
+        begun: [0; 3],
+        done: 0,
+    };
+    let chunks = takes.iter().zip(&due.first).map(new).collect();
+    let mut all = Stages { due, most, microbatches, chunks };
+    all.chunks[0].ready[Pass::Forward as usize] = microbatches;
+    let mut running = vec![None; stages as usize];
+    let mut orders: Vec<Vec<Step>> = vec![Vec::with_capacity(6 * microbatches as usize); stages as usize];
+    // When stages are done with what they run, and behind them when another microbatch may come in.
+    let mut agenda = Agenda::new(stages as usize + 1);
     // The stages that may begin something: those that are free, those that wait for what is done, and the first when
     // another microbatch may come in.
     let (mut now, mut ends, mut touched) = (0.0, Vec::new(), (0..stages as u32).collect::<Vec<_>>());
     loop {
         for stage in touched.drain(..) {
-            if is_running[stage as usize] {
+            if running[stage as usize].is_some() {
                 continue;
             }
-            let (down, up) = (stage, last - stage);
-            let count = |of: &[[u64; 3]], chunk: u32, pass: Pass| of[chunk as usize][pass as usize];
-            let held = |chunk: u32| count(&begun, chunk, Pass::Forward) - count(&done, chunk, Pass::Weight);
-            let is_ready = |chunk: u32, pass: Pass| {
-                let waits = match pass {
-                    Pass::Forward if chunk == 0 => microbatches,
-                    Pass::Forward => count(&done, chunk - 1, Pass::Forward),
-                    Pass::Backward if chunk == last => count(&done, chunk, Pass::Forward),
-                    Pass::Backward => count(&done, chunk + 1, Pass::Backward),
-                    Pass::Weight => count(&done, chunk, Pass::Backward),
-                };
-                let next = count(&begun, chunk, pass);
-                let may_begin = match pass {
-                    Pass::Forward if chunk == up => held(down) + held(up) < most,
-                    Pass::Forward => held(down) + held(up) < most_down && (chunk > 0 || due.comes_in(next) <= now),
-                    Pass::Backward | Pass::Weight => true,
-                };
-                may_begin && next < waits
-            };
-            let is_through = count(&begun, down, Pass::Forward) == microbatches;
-            let delayed = if is_through { most_delayed } else { most_delayed.min(CLOSE) };
-            let waiting = |chunk: u32| count(&begun, chunk, Pass::Backward) - count(&begun, chunk, Pass::Weight);
-            let is_late = waiting(down) + waiting(up) >= delayed;
-            let steps = [up, down]
-                .into_iter()
-                .flat_map(|chunk| passes.map(|pass| Step { chunk, pass, microbatch: count(&begun, chunk, pass) }));
-            let ready = steps.filter(|step| is_ready(step.chunk, step.pass));
-            let rank = |step: &Step| ((step.pass == Pass::Weight) != is_late, due.of(*step));
-            let first = ready.min_by(|a, b| {
-                let (a, b) = (rank(a), rank(b));
-                a.0.cmp(&b.0).then(a.1.total_cmp(&b.1))
-            });
-            if let Some(step) = first {
-                let Step { chunk, pass, .. } = step;
-                orders[stage as usize].push(step);
-                begun[chunk as usize][pass as usize] += 1;
-                agenda.add(now + lengths[chunk as usize][pass as usize], (stage, chunk, Some(pass)));
-                is_running[stage as usize] = true;
-                let next = due.comes_in(begun[0][Pass::Forward as usize]);
-                if (chunk, pass) == (0, Pass::Forward) && next > now {
-                    agenda.add(next, (stage, chunk, None));
-                }
+            let Some(step) = all.next((stage, last - stage), now) else { continue };
+            let Step { chunk, pass, .. } = step;
+            let own = &mut all.chunks[chunk as usize];
+            orders[stage as usize].push(step);
+            own.begun[pass as usize] += 1;
+            agenda.set(stage as usize, now + own.takes[pass as usize]);
+            running[stage as usize] = Some((chunk, pass));
+            let next = all.due.comes_in(all.chunks[0].begun[Pass::Forward as usize]);
+            if (chunk, pass) == (0, Pass::Forward) && next > now {
+                agenda.set(stages as usize, next);
             }
         }
         let Some(next) = agenda.next(&mut ends) else { break };
         now = next;
-        for (stage, chunk, pass) in ends.drain(..) {
-            touched.push(stage);
-            let Some(pass) = pass else { continue };
-            is_running[stage as usize] = false;
-            done[chunk as usize][pass as usize] += 1;
-            let waits = match pass {
-                Pass::Forward => (chunk < last).then(|| chunk + 1),
-                Pass::Backward => chunk.checked_sub(1),
-                Pass::Weight => None,
+        for end in ends.drain(..) {
+            let Some(done) = running.get_mut(end) else {
+                touched.push(0);
+                continue;
             };
+            touched.push(end as u32);
+            let waits = done.take().and_then(|(chunk, pass)| all.end(chunk, pass));
             touched.extend(waits.map(|chunk| chunk.min(last - chunk)));
         }
     }
-    match done.iter().flatten().all(|done| *done == microbatches) {
+    let is_done = |of: &Chunk| of.done == microbatches;
+    match all.chunks.iter().all(is_done) {
         true => Ok(orders),
         false => Err(format!("schedule zbv leaves {stages} stages waiting for each other")),
     }

@@ -2,7 +2,6 @@
 
 use super::estimate::Shape;
 use super::line::Line;
-use super::liveness::block_order;
 use super::outcome::breakdown;
 use super::pins::Recompute;
 use super::stages::Stages;
@@ -39,7 +38,6 @@ pub fn build(
     let conversions = place_axes(prepared, &mut placed, candidate.byte);
     let meshes = std::slice::from_ref(&mesh);
     let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
-    let order = block_order(prepared.graph);
     let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty()).zip(line);
     let selected = match by_stage {
         None => shape.menu().select(candidate.recompute),
@@ -48,11 +46,9 @@ pub fn build(
             shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
         }
     };
-    let chosen = |block: &str| order.get(block).is_some_and(|index| selected.way(*index).is_some());
-    let keep = |id: NodeId| {
-        let block = crate::fold::block(&prepared.graph.node(id).path).and_then(|block| order.get(block));
-        block.is_none_or(|block| !selected.is_again(*block, prepared.folded.class[id]))
-    };
+    let chosen = |block: &str| prepared.blocks.named(block).is_some_and(|block| selected.way(block).is_some());
+    let keep =
+        |id: NodeId| prepared.blocks.of(id).is_none_or(|block| !selected.is_again(block, prepared.folded.class[id]));
     let (graph, from) =
         rematerialize_from(prepared.graph, &chosen, &keep).map_err(|error| PlanError::Bug(error.to_string()))?;
     let (whole, of_whole) = (graph, |id: NodeId| &placed.strategies[prepared.folded.class[from[id]]]);
@@ -188,15 +184,14 @@ fn overlapped(step: Step<'_>, chunks: u64, cluster: &Cluster) -> Result<Ordered,
 
 /// What each block computes again, by the stage that it is in.
 fn recompute_of_blocks(prepared: &Prepared<'_>, line: &Line, stages: &Stages, count: u64) -> BTreeMap<u64, Recompute> {
-    let (graph, order) = (prepared.graph, block_order(prepared.graph));
+    let graph = prepared.graph;
     let pipeline = Pipeline { schedule: stages.schedule, per_stage: stages.per_stage, ..Pipeline::default() };
     let chunks = line.chunks(prepared, &stages.cuts);
     let mut of_block = BTreeMap::new();
-    for (id, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf()) {
-        let block = crate::fold::block(&node.path).and_then(|block| order.get(block));
-        if let (Some(block), Some(chunk)) = (block, chunks[id]) {
+    for (id, _) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf()) {
+        if let (Some(block), Some(chunk)) = (prepared.blocks.of(id), chunks[id]) {
             let stage = pipeline.stage_of(chunk, count) as usize;
-            of_block.entry(*block).or_insert(stages.recompute.get(stage).copied().unwrap_or(Recompute::None));
+            of_block.entry(block).or_insert(stages.recompute.get(stage).copied().unwrap_or(Recompute::None));
         }
     }
     of_block

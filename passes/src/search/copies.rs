@@ -6,12 +6,10 @@
 //! gathered for the last time. Parts of codes are made before anything else. With several microbatches all that is not
 //! dropped lives through all of them.
 
-use super::liveness::block_order;
 use super::recompute::Selected;
-use crate::lower::block_of;
 use crate::shard::tensor::Prepared;
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, Graph, NodeId, OpDef, Role, SecondaryMap, ValueId};
+use shardc_ir::{EntityRef, Graph, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 
 /// How copies are held.
@@ -104,9 +102,9 @@ pub(super) fn root(graph: &Graph, mut value: ValueId) -> Option<ValueId> {
 impl Copies {
     /// Finds who reads the parameters of a graph, and when.
     pub fn new(prepared: &Prepared<'_>) -> Self {
-        let (graph, order) = (prepared.graph, block_order(prepared.graph));
-        let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-        let mut own = Self { copies: Vec::new(), read: BTreeSet::new(), backward: vec![[usize::MAX; 2]; order.len()] };
+        let (graph, blocks) = (prepared.graph, &prepared.blocks);
+        let backward = vec![[usize::MAX; 2]; blocks.count()];
+        let mut own = Self { copies: Vec::new(), read: BTreeSet::new(), backward };
         let mut place: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         // The stretch, its first node that reads a copy, and that of the last stretch that had one.
         let (mut current, mut first, mut before) = (None, None, None);
@@ -115,9 +113,10 @@ impl Copies {
             if !prepared.in_loop(class) || node.op.is_leaf() {
                 continue;
             }
-            let (is_backward, home) = (node.role != Role::Forward, block(id));
-            if current != Some((block_of(&node.path), is_backward)) {
-                current = Some((block_of(&node.path), is_backward));
+            let (is_backward, home) = (node.role != Role::Forward, blocks.of(id));
+            let stretch = Some((blocks.module(id), is_backward));
+            if current != stretch {
+                current = stretch;
                 before = first.take().or(before);
             }
             if let (Role::Backward(_), Some(block)) = (node.role, home) {

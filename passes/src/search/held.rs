@@ -5,7 +5,7 @@
 //! they read: activations, from where they are made or computed again, and the gradients of what the weights made.
 
 use crate::allocate::common;
-use crate::divisors::{at_least, divisors};
+use crate::divisors::at_least;
 use crate::pipeline::order::{Pass, Step};
 use shardc_ir::Pipeline;
 
@@ -60,9 +60,9 @@ fn round(held: &mut [Held], bytes: &[[u64; 3]]) {
     let taken = |(Held { kept, lasting, awaited }, bytes): (&Held, &[u64; 3])| {
         [(*kept, bytes[0]), (*lasting, bytes[1]), (*awaited, bytes[2])]
     };
-    let all = divisors(common(&held.iter().zip(bytes).flat_map(taken).collect::<Vec<_>>()));
+    let all = common(&held.iter().zip(bytes).flat_map(taken).collect::<Vec<_>>());
     for Held { kept, lasting, awaited } in held {
-        [kept, lasting, awaited].into_iter().for_each(|copies| *copies = at_least(*copies, &all));
+        [kept, lasting, awaited].into_iter().for_each(|copies| *copies = at_least(*copies, all));
     }
 }
 

@@ -8,7 +8,6 @@
 //! are computed again, since a block is computed again in one go.
 
 use super::estimate::Shape;
-use super::liveness::block_order;
 use super::pins::Recompute;
 use crate::cost::{is_view, through_views};
 use crate::pipeline::anchor::{Anchors, anchors};
@@ -109,8 +108,8 @@ impl Line {
         let is_between = |index: usize| index > 0 && block(main[index - 1]) != block(main[index]);
         let is_between = (0..main.len()).map(is_between).collect();
         let blocks = blocks(&main, &block);
-        let (order, mut first_of) = (block_order(graph), vec![None; main.len()]);
-        let number = |range: &Range<usize>| block(main[range.start]).and_then(|block| order.get(block).copied());
+        let mut first_of = vec![None; main.len()];
+        let number = |range: &Range<usize>| prepared.blocks.of(main[range.start]);
         if blocks.is_sorted_by_key(number) {
             blocks.iter().for_each(|range| first_of[range.start] = number(range));
         }
@@ -313,9 +312,9 @@ impl Sums {
     pub fn new(prepared: &Prepared<'_>, shape: &Shape<'_>, recompute: Recompute, line: &Line) -> Self {
         let (graph, count) = (prepared.graph, line.main.len());
         let selected = shape.menu().select(recompute);
-        let order = block_order(graph);
-        let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
-        let is_again = |id: NodeId| block(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]));
+        let is_again = |id: NodeId| {
+            prepared.blocks.of(id).is_some_and(|block| selected.is_again(block, prepared.folded.class[id]))
+        };
         let behind = last_forward(graph);
         // Each part of a head goes back before the next comes, and their losses are joined behind the last.
         let head = prepared.head.as_ref().filter(|_| shape.loss_chunks > 1);
@@ -345,7 +344,8 @@ impl Sums {
             if node.role != Role::Forward || line.place[id].is_none() {
                 continue;
             }
-            if let Some(way) = block(id).filter(|block| recomputed.insert(*block)).and_then(|block| selected.way(block))
+            if let Some(way) =
+                prepared.blocks.of(id).filter(|block| recomputed.insert(*block)).and_then(|block| selected.way(block))
             {
                 backward[at] += way.cost.seconds();
                 again[at] += way.cost.communication;

@@ -13,8 +13,8 @@ use crate::cost::{is_view, through_views};
 use crate::fold::block_of;
 use crate::lower::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::{EntityRef, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
-use std::collections::{BTreeMap, BTreeSet};
+use shardc_ir::{EntityRef, Op, OpDef, Role, SecondaryMap, ValueId};
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 /// When a value lives. Positions are node indices.
@@ -225,18 +225,6 @@ impl Prepared<'_> {
     }
 }
 
-/// The blocks in the order in which the forward pass meets them.
-pub fn block_order<'a>(graph: &'a shardc_ir::Graph) -> BTreeMap<&'a str, u64> {
-    let mut order: BTreeMap<&'a str, u64> = BTreeMap::new();
-    for (_, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.operands.is_empty()) {
-        if let Some(block) = crate::fold::block(&node.path) {
-            let next = order.len() as u64;
-            order.entry(block).or_insert(next);
-        }
-    }
-    order
-}
-
 /// Whether a value, or a view of it, is read behind the loop.
 fn lasting(prepared: &Prepared<'_>) -> SecondaryMap<ValueId, bool> {
     let mut is_lasting: SecondaryMap<ValueId, bool> = SecondaryMap::new();
@@ -253,12 +241,10 @@ impl Lives {
     /// Follows every value through the graph.
     pub fn new(prepared: &Prepared<'_>) -> Self {
         let graph = prepared.graph;
-        let order = block_order(graph);
-        let block = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
         let blocks: BTreeSet<&str> = graph.nodes().filter_map(|(_, node)| block_of(graph, node)).collect();
         let mut all = Self {
             copies: Copies::new(prepared),
-            backward: vec![usize::MAX; order.len()],
+            backward: vec![usize::MAX; prepared.blocks.count()],
             positions: graph.node_count(),
             blocks: blocks.len() as u64,
             ..Self::default()
@@ -267,7 +253,7 @@ impl Lives {
         // Per value, its place in the list.
         let mut life: SecondaryMap<ValueId, Option<usize>> = SecondaryMap::new();
         for (id, node) in graph.nodes() {
-            let (class, position, own) = (prepared.folded.class[id], id.index(), block(id));
+            let (class, position, own) = (prepared.folded.class[id], id.index(), prepared.blocks.of(id));
             if let (Role::Backward(_), Some(block)) = (node.role, own) {
                 let start = &mut all.backward[block as usize];
                 *start = (*start).min(position);

@@ -9,12 +9,11 @@
 //! are what the backward pass reads of a block: on the device they live as long as those of a block that
 //! is computed again, which tells what that frees; they cost transfers instead of computation.
 
-use super::liveness::block_order;
-use crate::fold;
+use crate::fold::{self, Blocks};
 use shardc_ir::ops::Op;
 use shardc_ir::plan::Space;
 use shardc_ir::{Node, NodeId, OpDef, Plan, Role, ValueId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Of each kind, the blocks that lie away from the device; [`ALL`] for everything, what is in no block included.
@@ -201,15 +200,14 @@ impl Offloads {
 /// In which stage each node is, and in which of the stage's blocks.
 struct Places<'a> {
     plan: &'a Plan,
-    order: BTreeMap<&'a str, u64>,
+    numbers: Blocks<'a>,
     /// Per stage, the blocks that it has a part of.
     blocks: Vec<Vec<u64>>,
 }
 
 impl<'a> Places<'a> {
     fn of(plan: &'a Plan) -> Self {
-        let order = block_order(&plan.graph);
-        let mut own = Self { plan, order, blocks: Vec::new() };
+        let mut own = Self { plan, numbers: Blocks::new(&plan.graph), blocks: Vec::new() };
         let mut blocks = vec![BTreeSet::new(); plan.stages() as usize];
         let forward = |node: &Node| node.role == Role::Forward && !node.op.is_leaf();
         for (id, _) in plan.graph.nodes().filter(|(_, node)| forward(node)) {
@@ -227,7 +225,7 @@ impl<'a> Places<'a> {
     /// The place of a node's block in the whole model.
     fn of_model(&self, id: NodeId) -> Option<u64> {
         let block = fold::block_of(&self.plan.graph, self.plan.graph.node(id))?;
-        self.order.get(block).copied()
+        self.numbers.named(block)
     }
 
     /// The place of a node's block among those of its stage.

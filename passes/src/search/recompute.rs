@@ -12,7 +12,6 @@
 //! activation recomputation", 2022) are two more ways that can be pinned.
 
 use super::estimate::Split;
-use super::liveness::block_order;
 use super::pins::Recompute;
 use crate::cost::is_view;
 use crate::rematerialize::fixed;
@@ -53,8 +52,6 @@ struct Place {
 /// The kinds of blocks of a graph.
 pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
     let graph = prepared.graph;
-    let order = block_order(graph);
-    let home = |id: NodeId| crate::fold::block(&graph.node(id).path).and_then(|block| order.get(block).copied());
     let fixed = fixed(graph);
     let mut blocks: BTreeMap<u64, Vec<Place>> = BTreeMap::new();
     let mut place: SecondaryMap<NodeId, Option<(u64, usize)>> = SecondaryMap::new();
@@ -62,7 +59,7 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
     let mut foreign: BTreeMap<(u64, NodeId), usize> = BTreeMap::new();
     for (id, node) in graph.nodes() {
         let makers = || node.operands.iter().map(|value| graph.value(*value).def);
-        let own = home(id);
+        let own = prepared.blocks.of(id);
         let inside = |maker: NodeId| place[maker].filter(|(block, _)| own == Some(*block)).map(|(_, index)| index);
         if node.role == Role::Forward
             && !node.op.is_leaf()
@@ -75,7 +72,10 @@ pub fn kinds(prepared: &Prepared<'_>) -> Vec<Kind> {
             let mut reads: Vec<usize> = makers().filter_map(inside).collect();
             let is_foreign = |maker: &NodeId| {
                 let is_leaf = graph.node(*maker).op.is_leaf();
-                !is_leaf && !fixed[*maker] && home(*maker) != own && graph.node(*maker).role == Role::Forward
+                !is_leaf
+                    && !fixed[*maker]
+                    && prepared.blocks.of(*maker) != own
+                    && graph.node(*maker).role == Role::Forward
             };
             for maker in makers().filter(is_foreign) {
                 reads.push(*foreign.entry((block, maker)).or_insert_with(|| {

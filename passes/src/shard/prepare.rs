@@ -4,7 +4,7 @@ use super::batch::{batch_choices, in_loop};
 use super::local::AllLocals;
 use super::share::{Share, emitted};
 use super::tensor::{Flow, Prepared};
-use crate::fold::{Folded, fold};
+use crate::fold::{Blocks, Folded, fold};
 use crate::head::Head;
 use crate::search::liveness::Lives;
 use crate::search::recompute::kinds as kinds_of;
@@ -69,6 +69,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         target,
         scope: Scope::Runnable,
         reduce_dtype: None,
+        blocks: Blocks::new(graph),
         rules,
         batch,
         in_loop,

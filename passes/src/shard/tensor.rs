@@ -5,7 +5,7 @@ use super::local::{AllLocals, Locals};
 use super::route::Routes;
 use super::share::Share;
 use crate::cluster::Cluster;
-use crate::fold::Folded;
+use crate::fold::{Blocks, Folded};
 use crate::head::Head;
 use crate::search::liveness::Lives;
 use crate::search::recompute::Kind;
@@ -27,6 +27,8 @@ pub struct Prepared<'a> {
     pub scope: Scope,
     /// The element type in which gradients of matrices are summed over ranks, if it is not their own.
     pub reduce_dtype: Option<DType>,
+    /// Its blocks.
+    pub blocks: Blocks<'a>,
     /// Its classes.
     pub folded: Folded,
     /// The rule of each class.

@@ -3,10 +3,8 @@
 use super::{BUCKET, Bucket, Loop, Stretch};
 use crate::cost::host::Host;
 use crate::cost::is_product;
-use crate::lower::block_of;
 use crate::search::clocks::Meeting;
 use crate::search::copies::root;
-use crate::search::liveness::block_order;
 use crate::search::storage::kind;
 use crate::search::turns::{Meetings, OfWeights, Reads, Weights, are_siblings};
 use crate::shard::tensor::{Conversion, Placed, Prepared};
@@ -34,7 +32,6 @@ impl Loop {
     ) -> Self {
         let graph = prepared.graph;
         let weights = Weights { prepared, placed, of: OfWeights::new(prepared, conversions), divides };
-        let order = block_order(graph);
         let meetings = Meetings::new(prepared, placed, conversions, seconds);
         let bytes = |class: usize| {
             let local = placed.local(prepared, class, &placed.strategies[class]);
@@ -57,11 +54,14 @@ impl Loop {
                 own.feed += Host::of(placed.cluster).feed(bytes(class));
             }
             if prepared.in_loop(class) && !node.op.is_leaf() {
-                let key = (block_of(&node.path), node.role != Role::Forward);
+                let key = (prepared.blocks.module(id), node.role != Role::Forward);
                 if current != Some(key) {
                     (current, is_settled) = (Some(key), false);
-                    let block = order.get(key.0).copied();
-                    own.stretches.push(Stretch { is_backward: key.1, block, ..Stretch::default() });
+                    own.stretches.push(Stretch {
+                        is_backward: key.1,
+                        block: prepared.blocks.of(id),
+                        ..Stretch::default()
+                    });
                     stand_together(&mut place, joined.drain(..));
                 }
                 if prepared.most_joined(class, placed.microbatches) > 1 {
@@ -158,7 +158,7 @@ impl Loop {
             if !prepared.in_loop(prepared.folded.class[id]) || node.op.is_leaf() {
                 continue;
             }
-            let key = (block_of(&node.path), node.role != Role::Forward);
+            let key = (prepared.blocks.module(id), node.role != Role::Forward);
             if current != Some(key) {
                 (current, counted) = (Some(key), false);
             }

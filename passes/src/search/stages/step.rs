@@ -4,7 +4,7 @@ use super::levels::Pace;
 use super::problem::{LONGEST, Part, Problem};
 use crate::cost::host::Shown;
 use crate::cost::step;
-use crate::pipeline::order::{Lengths, Pass, Step};
+use crate::pipeline::order::{Lengths, Pass};
 use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::held::Held;
 use crate::search::overstated::is_compared;
@@ -275,8 +275,8 @@ impl Costs {
 }
 
 impl Durations for Costs {
-    fn step(&self, step: Step) -> f64 {
-        self.chunks[step.chunk as usize].of(self.schedule, step.chunk, step.pass)
+    fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+        self.chunks[chunk as usize].of(self.schedule, chunk, pass)
     }
 
     fn message(&self, link: usize) -> f64 {
