@@ -50,7 +50,12 @@ pub struct Lengths {
 
 impl From<&Length> for Lengths {
     fn from(Length { forward, backward, weight, .. }: &Length) -> Self {
-        let [forward, backward, weight] = [forward, backward, weight].map(|part| *part as f64);
+        [forward, backward, weight].map(|part| *part as f64).into()
+    }
+}
+
+impl From<[f64; 3]> for Lengths {
+    fn from([forward, backward, weight]: [f64; 3]) -> Self {
         Self { forward, backward, weight }
     }
 }

@@ -274,21 +274,17 @@ fn shared(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>) -> V
 pub(super) struct Sums {
     /// The places at which it may be cut, with both ends.
     pub places: Vec<usize>,
-    pub forward: Vec<f64>,
-    pub backward: Vec<f64>,
-    pub weight: Vec<f64>,
+    /// Seconds of the forward pass, of the backward pass, and of gradients of weights.
+    pub passes: Vec<[f64; 3]>,
     /// Seconds by which the backward pass takes longer where the gradients of weights are a pass by themselves.
     apart: Vec<f64>,
     /// Seconds of collectives of what is computed again, which are part of the backward pass.
     again: Vec<f64>,
     /// Seconds in which whole gradients are added up over microbatches.
     adding: Vec<f64>,
-    /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights.
-    pub kept: Vec<f64>,
-    /// Bytes that it leaves for those.
-    pub lasting: Vec<f64>,
-    /// Bytes that the backward pass leaves for those: what is computed again, and gradients of activations.
-    pub awaited: Vec<f64>,
+    /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights; that it leaves for those; and
+    /// that the backward pass leaves for those: what is computed again, and gradients of activations.
+    pub held: Vec<[f64; 3]>,
     /// The share of the parameters.
     pub stored: Vec<f64>,
     /// Bytes that pass over a cut before each node.
@@ -306,6 +302,12 @@ pub(super) fn prefix(each: &[f64]) -> Vec<f64> {
         sum
     });
     [0.0].into_iter().chain(rest.collect::<Vec<_>>()).collect()
+}
+
+/// The same of three sums, which are read together.
+fn prefixes(each: [Vec<f64>; 3]) -> Vec<[f64; 3]> {
+    let [a, b, c] = each.map(|each| prefix(&each));
+    a.into_iter().zip(b).zip(c).map(|((a, b), c)| [a, b, c]).collect()
 }
 
 impl Sums {
@@ -374,9 +376,7 @@ impl Sums {
         let all: f64 = stored.iter().sum();
         stored.iter_mut().for_each(|bytes| *bytes /= all.max(1.0));
         let places = places(line, &passing, selected.is_empty());
-        let [forward, backward, weight, apart, again, adding] =
-            [forward, backward, weight, apart, again, adding].map(|each| prefix(&each));
-        let [kept, lasting, awaited, stored] = [kept, lasting, awaited, stored].map(|each| prefix(&each));
+        let [apart, again, adding, stored] = [apart, again, adding, stored].map(|each| prefix(&each));
         let bytes = |Shared { maker, result, places, is_gradient }: &Shared| {
             let bytes = shape.sizes()[prepared.folded.class[*maker]].get(*result);
             (*places, bytes.map_or(0.0, |bytes| *bytes as f64), *is_gradient)
@@ -384,15 +384,11 @@ impl Sums {
         let shared = line.shared.iter().map(bytes).collect();
         Self {
             places,
-            forward,
-            backward,
-            weight,
+            passes: prefixes([forward, backward, weight]),
             apart,
             again,
             adding,
-            kept,
-            lasting,
-            awaited,
+            held: prefixes([kept, lasting, awaited]),
             stored,
             passing,
             shared,
@@ -406,13 +402,13 @@ impl Sums {
 
     /// With whole gradients that are added up over microbatches.
     pub fn with_whole_gradients(mut self) -> Self {
-        self.weight.iter_mut().zip(&self.adding).for_each(|(sum, adding)| *sum += adding);
+        self.passes.iter_mut().zip(&self.adding).for_each(|([.., sum], adding)| *sum += adding);
         self
     }
 
     /// With parts of gradients that are added up in so many seconds, by the share of the parameters.
     pub fn with_parts_of_gradients(mut self, seconds: f64) -> Self {
-        self.weight.iter_mut().zip(&self.stored).for_each(|(sum, share)| *sum += seconds * share);
+        self.passes.iter_mut().zip(&self.stored).for_each(|([.., sum], share)| *sum += seconds * share);
         self
     }
 
@@ -420,25 +416,31 @@ impl Sums {
     pub fn hiding(mut self, seconds: f64) -> Self {
         let all = self.again.last().copied().unwrap_or(0.0);
         if all > 0.0 {
-            self.backward.iter_mut().zip(&self.again).for_each(|(sum, again)| *sum -= seconds * again / all);
+            self.passes.iter_mut().zip(&self.again).for_each(|([_, sum, _], again)| *sum -= seconds * again / all);
         }
         self
     }
 
     /// With the gradients of weights in a pass by themselves, and by how many seconds that is longer.
     pub fn split(mut self) -> (Self, f64) {
-        self.backward.iter_mut().zip(&self.apart).for_each(|(sum, longer)| *sum += longer);
+        self.passes.iter_mut().zip(&self.apart).for_each(|([_, sum, _], longer)| *sum += longer);
         let longer = self.apart.last().copied().unwrap_or(0.0);
         (self, longer)
     }
 
-    /// Of a sum, what lies between two of the places.
-    pub fn between(&self, sums: &[f64], from: usize, to: usize) -> f64 {
-        sums[self.places[to]] - sums[self.places[from]]
+    /// Of three sums, what lies between two of the places.
+    pub fn between(&self, sums: &[[f64; 3]], from: usize, to: usize) -> [f64; 3] {
+        let (from, to) = (&sums[self.places[from]], &sums[self.places[to]]);
+        std::array::from_fn(|sum| to[sum] - from[sum])
+    }
+
+    /// The share of the parameters that is stored between two of the places.
+    pub fn stored(&self, from: usize, to: usize) -> f64 {
+        self.stored[self.places[to]] - self.stored[self.places[from]]
     }
 
     pub fn seconds(&self, from: usize, to: usize) -> f64 {
-        [&self.forward, &self.backward, &self.weight].into_iter().map(|sums| self.between(sums, from, to)).sum()
+        self.between(&self.passes, from, to).into_iter().sum()
     }
 
     /// The seconds of a microbatch, all along the line.
@@ -448,25 +450,23 @@ impl Sums {
 
     /// How long the parts of a microbatch are.
     pub fn lengths(&self) -> Lengths {
-        let all = |sums: &[f64]| sums.last().copied().unwrap_or(0.0);
-        let [forward, backward, weight] = [&self.forward, &self.backward, &self.weight].map(|sums| all(sums));
-        Lengths { forward, backward, weight }
+        Lengths::from(self.passes.last().copied().unwrap_or_default())
     }
 
     /// Bytes that a microbatch leaves, all along the line: for the backward pass, for the gradients of weights, and of the
     /// backward pass for those.
     pub fn held(&self) -> [u64; 3] {
-        [&self.kept, &self.lasting, &self.awaited].map(|sums| sums.last().map_or(0, |bytes| *bytes as u64))
+        self.held.last().copied().unwrap_or_default().map(|bytes| bytes as u64)
     }
 
     /// Bytes that a microbatch leaves behind its forward pass, all along the line.
     pub fn between_passes(&self) -> f64 {
-        [&self.kept, &self.lasting].into_iter().flat_map(|all| all.last()).sum()
+        self.held.last().map_or(0.0, |[kept, lasting, _]| kept + lasting)
     }
 
     /// The most bytes that the backward pass of one node leaves for the gradients of weights.
     pub fn largest_awaited(&self) -> f64 {
-        self.awaited.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
+        self.held.windows(2).map(|pair| pair[1][2] - pair[0][2]).fold(0.0, f64::max)
     }
 
     /// Whether anything of parameters passes once in a step.

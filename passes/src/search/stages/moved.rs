@@ -46,12 +46,13 @@ impl InBlocks {
             prefix(&each.collect::<Vec<f64>>())
         };
         let at = |sums: &[f64], at: usize| sums[at + 1] - sums[at];
-        let fewer = |part: fn(&Sums) -> &[f64]| of(&|place| at(part(nothing), place) - at(part(everything), place));
+        let left = |sums: &Sums, of: usize, at: usize| sums.held[at + 1][of] - sums.held[at][of];
+        let fewer = |part: usize| of(&|place| left(nothing, part, place) - left(everything, part, place));
         Self {
             stored: of(&|place| at(&nothing.stored, place)),
-            kept: fewer(|sums| &sums.kept),
-            lasting: fewer(|sums| &sums.lasting),
-            awaited: fewer(|sums| &sums.awaited),
+            kept: fewer(0),
+            lasting: fewer(1),
+            awaited: fewer(2),
             between_passes: [nothing, everything].map(Sums::between_passes),
         }
     }

@@ -77,33 +77,30 @@ impl Problem<'_> {
         &self.agains[self.levels.all[level].again].paces[self.tries.mesh.set[stage]]
     }
 
-    /// Of a sum along the line, what lies between two places at a level, on one set of devices.
-    fn between(&self, level: usize, set: usize, of: fn(&Sums) -> &[f64], [from, to]: [usize; 2]) -> f64 {
+    /// Of three sums along the line, what lies between two places at a level, on one set of devices.
+    fn between(&self, level: usize, set: usize, of: fn(&Sums) -> &[[f64; 3]], [from, to]: [usize; 2]) -> [f64; 3] {
         let Level { again, until, .. } = self.levels.all[level];
         let between = |again: usize, from: usize, to: usize| {
             let sums = &self.agains[again].paces[set].sums;
             sums.between(of(sums), from, to)
         };
         match until.map(|until| until.clamp(from, to)) {
-            Some(until) if until < to => between(again, from, until) + between(again - 1, until, to),
+            Some(until) if until < to => {
+                let (first, rest) = (between(again, from, until), between(again - 1, until, to));
+                std::array::from_fn(|sum| first[sum] + rest[sum])
+            }
             _ => between(again, from, to),
         }
     }
 
     /// What a part of a stage takes of a microbatch.
     pub fn passes(&self, level: usize, stage: usize, (_, from, to): Part) -> Lengths {
-        let of = |part: fn(&Sums) -> &[f64]| self.between(level, self.tries.mesh.set[stage], part, [from, to]);
-        Lengths {
-            forward: of(|sums| &sums.forward),
-            backward: of(|sums| &sums.backward),
-            weight: of(|sums| &sums.weight),
-        }
+        self.between(level, self.tries.mesh.set[stage], |sums| &sums.passes, [from, to]).into()
     }
 
     /// Bytes that a microbatch leaves in a part, as [`Sums::held`] has them.
     pub fn left(&self, level: usize, (_, from, to): Part) -> [f64; 3] {
-        let of = |part: fn(&Sums) -> &[f64]| self.between(level, 0, part, [from, to]);
-        [of(|sums| &sums.kept), of(|sums| &sums.lasting), of(|sums| &sums.awaited)]
+        self.between(level, 0, |sums| &sums.held, [from, to])
     }
 
     /// Seconds of a message between a chunk, which begins at a place, and the chunk before it.
@@ -160,7 +157,7 @@ impl Problem<'_> {
     /// The share of the parameters that a stage with these chunks has.
     pub fn share(&self, chunks: &[Part]) -> f64 {
         let sums = self.line();
-        chunks.iter().map(|(_, from, to)| sums.between(&sums.stored, *from, *to)).sum()
+        chunks.iter().map(|(_, from, to)| sums.stored(*from, *to)).sum()
     }
 
     /// The same with everything on the devices.
