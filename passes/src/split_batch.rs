@@ -9,9 +9,14 @@
 //!
 //! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
 //! is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
-//! ([`sequence`]): ranks that divide them divide those of each chunk, and attention joins them. Where a chunk is to
-//! be in another layout, and ranks must communicate for it, a reshape to the same shape says so: it *hands on* the
-//! value in that layout, and stands where the collective shall begin ([`order`]).
+//! ([`sequence`]), and attention joins them. Where a chunk is to be in another layout, and ranks must communicate for
+//! it, a reshape to the same shape says so: it *hands on* the value in that layout, and stands where the collective
+//! shall begin ([`order`]).
+//!
+//! Ranks that divide the tokens divide those of each chunk. What they have of all chunks is not their part of the whole, so
+//! little is joined then: the step is cut outside of its blocks too, what tokens are summed over is made chunk by chunk and
+//! added up, and a chunk of what lies divided along something else, as results of attention by their heads, is cut from
+//! that before it is handed on.
 //!
 //! In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where a stage reads
 //! what another made in another layout, or whole, it makes that itself.
@@ -235,7 +240,6 @@ impl Cutting<'_> {
         if node.op.is_leaf() || node.operands.is_empty() || node.role == Role::Optimizer {
             return None;
         }
-        block(&node.path)?;
         // Chunks of the same bytes would be joined again for nothing.
         let is_cut = |value: &ValueId| matches!(self.known[value], Known::Cut(..));
         if matches!(node.op, Op::Reshape(_)) && !node.operands.iter().any(is_cut) {
@@ -247,6 +251,11 @@ impl Cutting<'_> {
         if (extent != parts && parts > 1) || !declared.size.is_multiple_of(extent * self.chunks) {
             return None;
         }
+        // Whether ranks divide each chunk by itself.
+        let is_apart = parts == 1 && extent > 1;
+        if !is_apart && block(&node.path).is_none() {
+            return None;
+        }
         let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
         let results: Vec<Option<usize>> = rule.results.iter().map(|dims| outermost(dims, factor)).collect();
         // The parts of a rank's chunk are not side by side in the whole, so what counts along it would count wrongly.
@@ -256,7 +265,8 @@ impl Cutting<'_> {
         }
         let is_summed = |result: usize| declared.reduce.contains(&(result, ReduceKind::Sum));
         let is_complete = |result: usize| results[result].is_some() || is_summed(result);
-        if results.first().is_none_or(Option::is_none) || !(0..results.len()).all(is_complete) {
+        let is_cut = results.first().is_some_and(Option::is_some);
+        if !(is_cut || is_apart) || !(0..results.len()).all(is_complete) {
             return None;
         }
         let takes: Vec<TensorType> = self.types(&graph.operand_types(id), &operands);

@@ -170,6 +170,10 @@ fn chunks_that_overlap() {
     // Of one sample the tokens are cut.
     check_both("cpu:2", "tp=2,microbatch=1,overlap_chunks=2");
     check_both("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
+    // Ranks that divide them divide those of each chunk.
+    check_both("cpu:2", "cp=2,microbatch=1,overlap_chunks=2");
+    check_both("cpu:4", "cp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
+    check_both("cpu:4", "pp=2,cp=2,schedule=1f1b,microbatch=1,overlap_chunks=2");
     // In the stages of a pipeline they go from stage to stage by themselves.
     check_both("cpu:4", "pp=2,tp=2,schedule=1f1b,microbatch=2,overlap_chunks=2,recompute=selective");
     check_both("cpu:4", "pp=2,tp=2,schedule=zbv,microbatch=1,overlap_chunks=2");

@@ -312,9 +312,9 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: Range<u64>) {
 fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str), seeds: Range<u64>) {
     let graph = training_step(&sized(text, sizes));
     let size = sizes.iter().find(|(letter, _)| *letter == of).expect("a size").1;
-    let cut = |graph: &Graph| {
+    let cut = |graph: &Graph, with_attention: bool| {
         let prepared = prepare(graph, size, &NoScratch);
-        let tokens = sequence_factors(graph, size);
+        let tokens = sequence_factors(graph, size, &|_, _| with_attention);
         let factor = |id: NodeId| match (of, prepared.batch[prepared.folded.class[id]]) {
             ("S", _) => tokens[id],
             (_, Choice::Factor(factor)) => Some(factor),
@@ -326,7 +326,7 @@ fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str)
         order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").graph
     };
     let recomputed = rematerialize(&graph, &|_| true).expect("a graph");
-    check_planned(&graph, [&cut(&graph), &cut(&recomputed)], mesh, seeds);
+    check_planned(&graph, [&cut(&graph, false), &cut(&recomputed, true)], mesh, seeds);
 }
 
 /// Plans of a graph, and of one that is computed again, under random strategies.

@@ -86,7 +86,8 @@ pub fn build(
                     _ => None,
                 }
             };
-            let tokens = sequence_factors(&graph, request.seq);
+            let extent = |id: NodeId, factor: usize| mesh.extent(graph.rule(id).axes(factor, &strategies[id]));
+            let tokens = sequence_factors(&graph, request.seq, &|id, factor| extent(id, factor) > 1);
             let sequence = |id: NodeId| tokens[id];
             let (factor, parts): (&dyn Fn(NodeId) -> Option<usize>, u64) = match candidate.degrees.microbatch {
                 1 => (&sequence, 1),

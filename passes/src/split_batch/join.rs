@@ -21,9 +21,9 @@ impl Cutting<'_> {
             }
             Known::Cut(..) => {
                 let whole = self.whole(value, reader)?;
-                self.part(whole, dim, chunk, reader)
+                self.part(whole, dim, (chunk, self.kept[value]), reader)
             }
-            Known::Whole(whole) => self.part(whole, dim, chunk, reader),
+            Known::Whole(whole) => self.part(whole, dim, (chunk, self.kept[value]), reader),
         }
     }
 
@@ -139,12 +139,27 @@ impl Cutting<'_> {
         self.add(Reshape {}, &[value], &[ty], &split, (Place::default(), false))
     }
 
-    /// One chunk of a value of the new graph.
-    fn part(&mut self, whole: ValueId, dim: usize, chunk: usize, reader: &Reader) -> Result<ValueId, Stop> {
-        let reader = &self.uncut(reader, dim);
+    /// One chunk of a value of the new graph. Where ranks divide the chunk, it is cut as the value lies, and handed on.
+    fn part(
+        &mut self,
+        whole: ValueId,
+        dim: usize,
+        (chunk, kept): (usize, bool),
+        reader: &Reader,
+    ) -> Result<ValueId, Stop> {
+        if self.step.parts > 1 || reader.layout.dims[dim].is_empty() {
+            return Ok(self.slices(whole, dim, reader)?[chunk]);
+        }
+        let lying = self.uncut(&reader.of(self.made_as(whole)), dim);
+        let part = self.slices(whole, dim, &lying)?[chunk];
+        self.hand_on(part, (chunk as u64, kept), reader)
+    }
+
+    /// The chunks of a value of the new graph in the layout in which it is read, which ranks divide as they do the whole.
+    fn slices(&mut self, whole: ValueId, dim: usize, reader: &Reader) -> Result<Vec<ValueId>, Stop> {
         let key = (reader.laid(whole), dim);
         if let Some(parts) = self.slices.get(&key) {
-            return Ok(parts[chunk]);
+            return Ok(parts.clone());
         }
         let twins = match (Phase::of(reader.role), self.to.graph.def(whole).role) {
             (Phase::Recompute, Role::Recompute(of)) => {
@@ -173,7 +188,7 @@ impl Cutting<'_> {
         }
         self.made_by.extend(parts.last().map(|last| (*last, std::mem::take(&mut self.added))));
         self.slices.insert(key, parts.clone());
-        Ok(parts[chunk])
+        Ok(parts)
     }
 }
 

@@ -1,8 +1,10 @@
 //! Which factor of each node is the sequence.
 //!
 //! Where a rank has one sample in a microbatch there is nothing to cut but its tokens. The second dimension of the
-//! inputs is followed through the factor rules. Attention alone sees all tokens at once, so it is not cut;
-//! neither is what has no such factor.
+//! inputs is followed through the factor rules. Attention sees all keys at once, so it is not cut, unless ranks divide its
+//! queries, as they do those of each chunk: then nothing is joined that would lie in other parts on the ranks, and under a
+//! causal mask, where the last of a sequence see the most keys, ranks are the more equal, the more chunks they have queries
+//! of (Brandon et al., "Striped attention", 2023). What has no such factor is not cut either.
 
 use shardc_ir::ops::Op;
 use shardc_ir::{FactorKind, Graph, NodeId, SecondaryMap, ValueId};
@@ -11,8 +13,13 @@ use std::collections::HashMap;
 /// The dimension of an input along which its tokens lie.
 const TOKENS: usize = 1;
 
-/// Per node, the factor that is the sequence of `length` tokens, if it can be cut along it.
-pub fn sequence_factors(graph: &Graph, length: u64) -> SecondaryMap<NodeId, Option<usize>> {
+/// Per node, the factor that is the sequence of `length` tokens, if it can be cut along it; `is_divided` says whether ranks
+/// divide a factor of a node.
+pub fn sequence_factors(
+    graph: &Graph,
+    length: u64,
+    is_divided: &dyn Fn(NodeId, usize) -> bool,
+) -> SecondaryMap<NodeId, Option<usize>> {
     let mut factors: SecondaryMap<NodeId, Option<usize>> = SecondaryMap::new();
     let mut dims: HashMap<ValueId, usize> = HashMap::new();
     for (id, node) in graph.nodes() {
@@ -28,8 +35,9 @@ pub fn sequence_factors(graph: &Graph, length: u64) -> SecondaryMap<NodeId, Opti
         };
         let rule = graph.rule(id);
         let factor = rule.operands[index].get(dim).and_then(|factors| factors.first()).copied();
-        let is_apart = matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_));
-        let factor = factor.filter(|factor| rule.factors[*factor].kind == FactorKind::Parallel && !is_apart);
+        let is_attention = matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_));
+        let is_cut = |factor: &usize| !is_attention || is_divided(id, *factor);
+        let factor = factor.filter(|factor| rule.factors[*factor].kind == FactorKind::Parallel && is_cut(factor));
         factors[id] = factor;
         for (result, held) in node.results.iter().zip(&rule.results) {
             let of_factor = held.iter().position(|held| factor.is_some() && held.first() == factor.as_ref());

@@ -39,6 +39,12 @@ fn plans_in_chunks_are_shown_to_compute_their_graph() {
     check("cpu:2", "tp=2,microbatch=1,overlap_chunks=2");
     check("cpu:4", "tp=4,microbatch=1,overlap_chunks=2,recompute=block");
     check("cpu:4", "dp=2,tp=2,microbatch=1,overlap_chunks=4,zero=3");
+    // Ranks that divide them divide those of each chunk.
+    check("cpu:2", "cp=2,microbatch=1,overlap_chunks=2");
+    check("cpu:4", "cp=2,tp=2,microbatch=1,overlap_chunks=2,recompute=block");
+    check("cpu:4", "cp=2x2,microbatch=1,overlap_chunks=2,zero=1");
+    check("cpu:8", "dp=2,cp=2,tp=2,microbatch=1,overlap_chunks=4,zero=3,recompute=selective");
+    check("cpu:8", "pp=2,cp=2,tp=2,schedule=zbv,microbatch=1,overlap_chunks=2");
 }
 
 #[test]
