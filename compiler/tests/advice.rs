@@ -68,7 +68,7 @@ fn axes_that_divide_little() {
     check(&args, 0, &["6 of 8 ranks repeat the work of others", "of the work is divided by ring; 2 ranks would be"]);
 }
 
-/// Twelve heads divide over four of eight ranks, and no runtime takes a part of the queries under a causal mask.
+/// Twelve heads divide over four of eight ranks, and dividing so few queries as well takes longer than it saves.
 #[test]
 fn attention_that_several_ranks_repeat() {
     let plan = |cp: &str| {

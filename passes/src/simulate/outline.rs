@@ -226,7 +226,13 @@ impl<'a> Part<'a> {
         let Action::Compute(op) = &instruction.action else { return None };
         let node = source(instruction, &plan.graph)?;
         let of = plan.graph.node(node);
-        if *op == of.op {
+        // Of queries that are a part already, as those of a chunk are, the first rank's part is the same operation.
+        let is_led = match op {
+            Op::Attention(op) => op.lead.is_some(),
+            Op::AttentionGrad(op) => op.lead.is_some(),
+            _ => false,
+        };
+        if *op == of.op && !is_led {
             return None;
         }
         let rule = plan.rule(node);

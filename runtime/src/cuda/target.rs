@@ -24,7 +24,7 @@ impl Target for CudaTarget {
     }
 
     fn runs(&self, feature: Feature) -> bool {
-        feature == Feature::Pipeline
+        matches!(feature, Feature::Pipeline | Feature::QueryParts)
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {

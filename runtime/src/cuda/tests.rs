@@ -196,6 +196,31 @@ fn half_precision_attention_is_fused_or_tiled() {
     assert_eq!((fixed.dq, fixed.workspace - scratch.workspace), (0, 4 * 64 * 128 * 2));
 }
 
+/// Of a part of the queries the keys behind the last of them are not read, and have no gradients.
+#[test]
+fn attention_of_a_part_of_the_queries_reads_the_keys_before_its_end() {
+    use super::kernel::Arg;
+    let (q, k, lse) = (t(Bf16, &[2, 64, 4, 64]), t(Bf16, &[2, 256, 2, 64]), t(F32, &[2, 4, 64]));
+    let grad = |lead| Op::from(AttentionGrad { causal: true, scale: 0.125, lead, deterministic: false });
+    let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
+    let results = [q, k.clone(), k.clone()];
+    let selection = |lead| select(&grad(lead), &operands, &results);
+    let [part, whole] = [Some(32), None].map(|lead| selection(lead).unwrap_or_else(|error| panic!("{error}")));
+    let [Step::Zero { to, bytes }, Step::Zero { .. }, Step::Fused(fused)] = &part.steps[..] else {
+        panic!("{:?}", part.steps)
+    };
+    assert!(matches!(to, Arg::Result(1, 0)) && *bytes == k.bytes().0);
+    assert_eq!((fused.attention.t, fused.attention.stored), (96, 256));
+    // As much for every part: so ranks have their values at the same places.
+    assert_eq!(part.scratch, whole.scratch);
+    let [Step::Fused(fused)] = &whole.steps[..] else { panic!("{:?}", whole.steps) };
+    assert_eq!((fused.attention.t, fused.attention.stored), (256, 256));
+    for lead in [-1, 193] {
+        let error = selection(Some(lead)).expect_err("no kernel").to_string();
+        assert!(error.contains(&format!("64 queries behind {lead} of 256 keys")), "{error}");
+    }
+}
+
 #[test]
 fn fused_attention_states_what_it_takes() {
     use super::cudnn::attention::Attention;

@@ -31,8 +31,10 @@ pub struct Attention {
     pub h: u64,
     /// The size of a query and a key.
     pub d: u64,
-    /// Keys.
+    /// Keys that any query sees.
     pub t: u64,
+    /// Keys of a batch element, of which the first are seen.
+    pub stored: u64,
     /// Key/value heads.
     pub kv: u64,
     /// The size of a value.
@@ -65,7 +67,20 @@ impl Attention {
     pub fn new(backward: bool, [q, k, v]: [&TensorType; 3], causal: bool, scale: f64) -> Self {
         let [b, s, h, d] = [0, 1, 2, 3].map(|dim: usize| q.shape[dim]);
         let (t, kv, e, dtype, scale) = (k.shape[1], k.shape[2], v.shape[3], q.dtype, scale as f32);
-        Self { backward, b, s, h, d, t, kv, e, dtype, causal, scale, bias: None, deterministic: false }
+        Self { backward, b, s, h, d, t, stored: t, kv, e, dtype, causal, scale, bias: None, deterministic: false }
+    }
+
+    /// The same of a part of the queries, the first of which comes behind so many keys: the last sees as many more as there
+    /// are queries, and no others are read.
+    ///
+    /// # Errors
+    /// Why there is no kernel for it: a query would come before the first key, or behind the last.
+    pub fn led(self, lead: Option<i64>) -> Result<Self, String> {
+        let Some(lead) = lead.filter(|_| self.causal) else { return Ok(self) };
+        let seen = u64::try_from(lead).ok().map(|lead| lead + self.s).filter(|seen| *seen <= self.stored);
+        let Self { s, stored, .. } = self;
+        let t = seen.ok_or_else(|| format!("causal attention of {s} queries behind {lead} of {stored} keys"))?;
+        Ok(Self { t, ..self })
     }
 
     /// With what is added to the scaled scores, if anything is.
@@ -106,9 +121,9 @@ impl Attention {
         }
     }
 
-    /// The scratch memory of a launch.
+    /// The scratch memory of a launch: as much for every part of the queries.
     pub fn scratch(&self) -> Scratch {
-        let Self { b, s, h, d, t, kv, e, dtype, deterministic, .. } = *self;
+        let Self { b, s, h, d, stored: t, kv, e, dtype, deterministic, .. } = *self;
         if !self.backward {
             return Scratch { dq: 0, delta: 0, workspace: ENGINE };
         }
@@ -125,7 +140,9 @@ impl Attention {
     }
 
     fn keys(&self, width: u64) -> Layout {
-        Layout::heads([self.b, self.t, self.kv, width])
+        let mut keys = Layout::heads([self.b, self.stored, self.kv, width]);
+        keys.sizes[2] = self.t;
+        keys
     }
 
     /// One number per query and head.
@@ -236,10 +253,11 @@ impl Attention {
         // The derivative errs, without a word, where the bias has one row for all queries (cuDNN 9.19): it is told of as many
         // rows, which lie on each other.
         let [b, h, s, t] = sizes;
-        let layout = match (self.backward, s) {
+        let mut layout = match (self.backward, s) {
             (true, 1) => Layout { sizes: [b, h, self.s, t], strides: [h * t, t, 0, 1] },
             _ => Layout::dense(sizes),
         };
+        layout.sizes[3] = self.t;
         let bias = g.buffer(position, self.dtype, layout)?;
         g.map(Map::Add, &[scores, bias])
     }

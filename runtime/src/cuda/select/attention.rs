@@ -8,7 +8,7 @@ use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Elem, Kernel, Pack};
 use crate::cuda::kernels::attention::{self as kernels, Tiling, attention_keys_grad, attention_queries_grad};
 use shardc_ir::DType;
-use shardc_ir::ops::AttentionGrad;
+use shardc_ir::ops::{Attention as Forward, AttentionGrad};
 
 /// Bytes of shared memory that a block may have on every GPU since 2020.
 const SHARED: usize = 96 << 10;
@@ -28,9 +28,10 @@ fn bias(attention: &Attention, index: usize) -> Arg {
 }
 
 impl Select<'_> {
-    pub(super) fn attention(&mut self, causal: bool, scale: f64) -> Result<(), String> {
+    pub(super) fn attention(&mut self, op: &Forward) -> Result<(), String> {
         let [q, k, v] = [0, 1, 2].map(|index: usize| &self.operands[index]);
-        let attention = Attention::new(false, [q, k, v], causal, scale).biased(self.operands.get(3));
+        let attention = Attention::new(false, [q, k, v], op.causal, op.scale).biased(self.operands.get(3));
+        let attention = attention.led(op.lead)?;
         self.attention_by_tiles(&attention)?;
         self.fuse(attention, vec![OP(0), OP(1), OP(2), RES(0), RES(1)], OP(3));
         Ok(())
@@ -39,10 +40,15 @@ impl Select<'_> {
     pub(super) fn attention_grad(&mut self, op: &AttentionGrad) -> Result<(), String> {
         let [q, k, v] = [1, 2, 3].map(|index: usize| &self.operands[index]);
         let attention = Attention::new(true, [q, k, v], op.causal, op.scale);
-        let attention = attention.biased(self.operands.get(6)).deterministic(op.deterministic);
+        let attention = attention.biased(self.operands.get(6)).deterministic(op.deterministic).led(op.lead)?;
         self.attention_grad_by_tiles(&attention)?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)];
         self.fuse(attention, buffers, OP(6));
+        if attention.t < attention.stored {
+            // What no query sees has no gradient.
+            let zero = |index: usize| Step::Zero { to: RES(index), bytes: self.results[index].bytes().0 };
+            self.out.steps.splice(0..0, [zero(1), zero(2)]);
+        }
         Ok(())
     }
 
@@ -71,7 +77,7 @@ impl Select<'_> {
             let (o, lse) = (d.output::<Pack<0>>(), d.output::<f32>());
             let bias = d.input::<Elem<0>>();
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let (strides, scale) = (d.numbers(3), d.real());
+            let (strides, scale) = (d.numbers(4), d.real());
             kernels::attention::expand(d.scope(), q, k, v, o, lse, bias, s, t, h, kv, strides, scale, tiling);
         })?;
         let buffers = vec![OP(0), OP(1), OP(2), RES(0), RES(1), bias(attention, 3)];
@@ -89,7 +95,7 @@ impl Select<'_> {
             let (lse, delta, dq) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
             let (c, bias) = (cotangent, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let (n, scale, of) = (d.numbers(3), d.real(), tiling);
+            let (n, scale, of) = (d.numbers(4), d.real(), tiling);
             attention_queries_grad::expand(d.scope(), c, q, k, v, lse, delta, dq, bias, s, t, h, kv, n, scale, of);
         })?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(0), bias(attention, 6)];
@@ -101,7 +107,7 @@ impl Select<'_> {
             let (dk, dv) = (d.output::<Pack<0>>(), d.output::<Pack<0>>());
             let (c, x, bias) = (cotangent, delta, d.input::<Elem<0>>());
             let (s, t, h, kv) = (d.number(), d.number(), d.number(), d.number());
-            let (n, scale, of) = (d.numbers(3), d.real(), tiling);
+            let (n, scale, of) = (d.numbers(4), d.real(), tiling);
             attention_keys_grad::expand(d.scope(), c, q, k, v, lse, x, dk, dv, bias, s, t, h, kv, n, scale, of);
         })?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(5), delta, RES(1), RES(2), bias(attention, 6)];
@@ -125,7 +131,7 @@ impl Select<'_> {
             return Err(format!("a grid takes at most {MOST_BLOCKS} heads, and these are {h} over {kv}"));
         }
         let bias: u64 = attention.bias.map_or(0, |sizes| sizes[1..].iter().product());
-        if bias.max((s * h).max(t * kv) * d.max(e)) >= 1 << 32 {
+        if bias.max((s * h).max(attention.stored * kv) * d.max(e)) >= 1 << 32 {
             return Err(format!("a kernel cannot see {s} queries and {t} keys of {h} heads of {d} and {e} elements"));
         }
         let threads = (tiling.side * tiling.side) as u32;
@@ -152,11 +158,11 @@ impl Select<'_> {
         [rows, heads]: [u64; 2],
         tiling: Tiling,
     ) {
-        let Attention { b, s, h, t, kv, scale, .. } = *attention;
+        let Attention { b, s, h, t, stored, kv, scale, .. } = *attention;
         let bias = attention.bias.unwrap_or([1; 4]);
         let steps = dense(&bias);
         let strides = [0, 1, 2].map(|dim| if bias[dim] == 1 { 0 } else { steps[dim] });
-        let numbers = [s, t, h, kv].into_iter().chain(strides).map(|number| number as u32).collect();
+        let numbers = [s, t, h, kv].into_iter().chain(strides).chain([stored]).map(|number| number as u32).collect();
         let grid = [rows.div_ceil(tiling.rows() as u64), heads, 1].map(|blocks| blocks as u32);
         let buffers: Vec<_> = buffers.into_iter().map(|arg| (arg, self.bytes_of_element(attention, arg))).collect();
         let cut = Cut { grid, axis: 2, ..Cut::rows(b) };
@@ -186,7 +192,6 @@ impl Select<'_> {
 mod tests {
     use super::super::{Selection, select, select_within};
     use super::*;
-    use shardc_ir::ops::Attention as Forward;
     use shardc_ir::{Op, TensorType};
 
     /// `do`, `q`, `k`, `v`, `o`, `lse` and a bias that the batch shares.

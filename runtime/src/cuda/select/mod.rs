@@ -77,9 +77,6 @@ pub enum Step {
     Fused(Box<Fused>),
 }
 
-/// Why attention with a lead has no kernel.
-const PART_OF_QUERIES: &str = "causal attention of a part of the queries";
-
 /// A fused attention, and what is done where the library is missing or refuses.
 #[derive(Debug)]
 pub struct Fused {
@@ -242,9 +239,7 @@ impl<'a> Select<'a> {
             Op::Rotary(op) => self.rotary(op.inverse),
             Op::Swiglu(_) => self.swiglu(),
             Op::SwigluGrad(_) => self.swiglu_grad(),
-            Op::Attention(op) if op.lead.is_some() => Err(PART_OF_QUERIES.to_string()),
-            Op::AttentionGrad(op) if op.lead.is_some() => Err(PART_OF_QUERIES.to_string()),
-            Op::Attention(op) => self.attention(op.causal, op.scale),
+            Op::Attention(op) => self.attention(op),
             Op::AttentionGrad(op) => self.attention_grad(op),
             Op::CrossEntropy(op) => self.cross_entropy(op),
             Op::CrossEntropyGrad(op) => self.cross_entropy_grad(op),

@@ -94,6 +94,7 @@ pub fn attention_queries_grad(
     let batch = CUBE_POS_Z as usize;
     let first = CUBE_POS_X as usize * rows;
     let group = head / (h / kv);
+    let keys_at = batch * strides[3] as usize * kv + group;
     let bias_at = batch * strides[0] as usize + head * strides[1] as usize;
     let bias_stride = strides[2] as usize;
     let d_packs = comptime!(d / tiling.lanes);
@@ -115,8 +116,8 @@ pub fn attention_queries_grad(
     }
     let at = RuntimeCell::<usize>::new(0usize);
     while at.read() < end.read() {
-        load(k, &mut keys, (batch * t * kv + group) * d_packs, kv * d_packs, at.read(), t, d, tiling, true);
-        load(v, &mut values, (batch * t * kv + group) * e_packs, kv * e_packs, at.read(), t, e, tiling, true);
+        load(k, &mut keys, keys_at * d_packs, kv * d_packs, at.read(), t, d, tiling, true);
+        load(v, &mut values, keys_at * e_packs, kv * e_packs, at.read(), t, e, tiling, true);
         sync_cube();
         products(&queries, &keys, &mut scores, y, x, d, tiling);
         products(&cotangents, &values, &mut gradients, y, x, e, tiling);
@@ -200,8 +201,9 @@ pub fn attention_keys_grad(
     let mut dv_sums = Array::<Four>::new(v_count);
     clear(&mut dk_sums, k_count);
     clear(&mut dv_sums, v_count);
-    let k_base = (batch * t * kv + group) * d_packs;
-    let v_base = (batch * t * kv + group) * e_packs;
+    let keys_at = batch * strides[3] as usize * kv + group;
+    let k_base = keys_at * d_packs;
+    let v_base = keys_at * e_packs;
     load(k, &mut keys, k_base, kv * d_packs, first, t, d, tiling, false);
     load(v, &mut values, v_base, kv * e_packs, first, t, e, tiling, false);
     let head = RuntimeCell::<usize>::new(group * (h / kv));

@@ -38,6 +38,7 @@ pub fn attention(
     let batch = CUBE_POS_Z as usize;
     let first = CUBE_POS_X as usize * rows;
     let group = head / (h / kv);
+    let keys_at = batch * strides[3] as usize * kv + group;
     let bias_at = batch * strides[0] as usize + head * strides[1] as usize;
     let bias_stride = strides[2] as usize;
     let d_packs = comptime!(d / tiling.lanes);
@@ -59,7 +60,7 @@ pub fn attention(
     }
     let at = RuntimeCell::<usize>::new(0usize);
     while at.read() < end.read() {
-        load(k, &mut others, (batch * t * kv + group) * d_packs, kv * d_packs, at.read(), t, d, tiling, true);
+        load(k, &mut others, keys_at * d_packs, kv * d_packs, at.read(), t, d, tiling, true);
         sync_cube();
         products(&queries, &others, &mut scores, y, x, d, tiling);
         let mut largest = Four::new(f32::new(LOWEST));
@@ -107,7 +108,7 @@ pub fn attention(
         }
         total.store(total.read() * shrink + added);
         most.store(next.read());
-        load(v, &mut others, (batch * t * kv + group) * e_packs, kv * e_packs, at.read(), t, e, tiling, false);
+        load(v, &mut others, keys_at * e_packs, kv * e_packs, at.read(), t, e, tiling, false);
         sync_cube();
         accumulate(&weights, &others, &mut sums, y, x, e, tiling, false);
         sync_cube();

@@ -8,8 +8,9 @@
 //! and those that serve as columns lie permuted (`place`), so that a warp reads different banks.
 //!
 //! The derivative is two kernels, one per side that owns: nothing is added across blocks, so the
-//! result is the same in every run. `q` is `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]`; a block
-//! is one tile, head and batch element.
+//! result is the same in every run. `q` is `[b, s, h, d]`, `k` `[b, t, kv, d]`, `v` `[b, t, kv, e]`, of more keys in memory
+//! where only the first `t` are seen; a block is one tile, head and batch element. `strides` are three of the bias, and the
+//! keys of a batch element in memory.
 
 mod backward;
 mod forward;
