@@ -110,6 +110,26 @@ fn parts_of_a_causal_mask_are_not_equal() {
     assert_eq!(even.ranks.len(), 1);
 }
 
+/// Where the tokens are in chunks, every rank has queries of each: ranks are the more equal, the more there are, and none is
+/// taken for another.
+#[test]
+fn parts_of_chunks_under_a_causal_mask_are_more_equal() {
+    let sizes = Sizes { layers: 2, heads: 1, kv: 1, ..LONG };
+    let least_and_most = |chunks: u64| {
+        let pins = format!("dp=4,cp=2,zero=1,microbatch=1,overlap_chunks={chunks}");
+        let plan = plan(sizes, DType::Bf16, "h100:8", 1000, &pins).unwrap();
+        assert!(Feature::QueryParts.is_in(&plan), "{plan}");
+        let all = simulated(&plan, "h100:8", &Conditions::default());
+        assert_eq!(all.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [4; 2]);
+        [0, 1].map(|rank: usize| all.ranks[rank].kernels.matmul.0)
+    };
+    let shares = [1, 2, 4].map(|chunks| {
+        let [least, most] = least_and_most(chunks);
+        most / least
+    });
+    assert!(shares[0] > shares[1] && shares[1] > shares[2] && shares[2] > 1.0, "{shares:?}");
+}
+
 /// A graph whose attention has no mask.
 fn uncausal(graph: &Graph) -> Graph {
     let text = graph.to_string().replace("causal=true, ", "").replace("causal=true", "");
