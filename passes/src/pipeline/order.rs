@@ -20,6 +20,9 @@ pub enum Pass {
 }
 
 impl Pass {
+    /// Every pass, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Weight];
+
     /// The backward pass for the gradients of weights, which come after it; else itself.
     pub fn before_weights(self) -> Self {
         if self == Self::Weight { Self::Backward } else { self }

@@ -194,7 +194,7 @@ impl<'a> Run<'a> {
             }
         }
         let chunks = 0..(stages * pipeline.per_stage) as u32;
-        let of_chunk = |chunk| [Pass::Forward, Pass::Backward, Pass::Weight].map(|pass| durations.pass(chunk, pass));
+        let of_chunk = |chunk| Pass::ALL.map(|pass| durations.pass(chunk, pass));
         let mut run = Run {
             orders,
             passes: chunks.map(of_chunk).collect(),

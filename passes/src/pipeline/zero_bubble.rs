@@ -22,8 +22,6 @@ use shardc_ir::Pipeline;
 /// Of how many chunks the gradients of weights are delayed before forward passes are through.
 pub const CLOSE: u64 = 2;
 
-const PASSES: [Pass; 3] = [Pass::Forward, Pass::Backward, Pass::Weight];
-
 /// When passes are due.
 struct Due {
     period: f64,
@@ -40,7 +38,7 @@ impl Due {
             let all = lengths.iter().map(|of| of[pass as usize]);
             all.sum::<f64>() / lengths.len().max(1) as f64
         };
-        let [forward, backward, weight] = PASSES.map(mean);
+        let [forward, backward, weight] = Pass::ALL.map(mean);
         let period = 2.0 * (forward + backward + weight);
         let share = in_flight as f64 / (2 * stages) as f64;
         // While the pipeline fills, three chunks for each stage are held at the most, however fast it does.
@@ -128,7 +126,7 @@ impl Stages {
         let mut first: Option<((bool, f64), Step)> = None;
         for (chunk, of) in own {
             let may_go = if chunk == up { may_go_up } else { may_go_down };
-            for pass in PASSES {
+            for pass in Pass::ALL {
                 let (index, microbatch) = (pass as usize, of.begun[pass as usize]);
                 if microbatch >= of.ready[index] || (pass == Pass::Forward && !may_go) {
                     continue;
@@ -180,7 +178,7 @@ pub(super) fn orders(
         down: pipeline.on_the_way_down(stages),
         delayed: pipeline.most_delayed(stages),
     };
-    let of_chunk = |chunk: u32| PASSES.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
+    let of_chunk = |chunk: u32| Pass::ALL.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
     let takes: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
     let due = if microbatches < stages { Due::of_few(stages) } else { Due::steady(stages, &takes, most.down) };
     let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
@@ -194,7 +192,7 @@ pub(super) fn orders(
     let mut all = Stages { due, most, microbatches, chunks };
     all.chunks[0].ready[Pass::Forward as usize] = microbatches;
     let mut running = vec![None; stages as usize];
-    let mut orders: Vec<Vec<Step>> = vec![Vec::with_capacity(6 * microbatches as usize); stages as usize];
+    let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
     // When stages are done with what they run, and behind them when another microbatch may come in.
     let mut agenda = Agenda::new(stages as usize + 1);
     // The stages that may begin something: those that are free, those that wait for what is done, and the first when
