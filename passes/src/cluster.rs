@@ -156,7 +156,8 @@ profile! {
     sustained_efficiency,
     /// The share of their own peak rate that a large matmul in 8-bit formats reaches.
     f8_efficiency,
-    /// A matmul of depth `k` runs at `k / (k + ramp)` of that.
+    /// A matmul of depth `k` runs at `k / (k + ramp)` of that, in the fastest format of 16 bits; at a lower rate the ramp is as
+    /// much shorter.
     matmul_ramp,
     /// Elements of the result that one multiprocessor makes at a time, in the largest tile.
     matmul_tile,
@@ -176,6 +177,8 @@ profile! {
     attention_backward_sustained,
     /// The factor for heads narrower than 128.
     attention_narrow,
+    /// The factor for attention in f32, which no library fuses, whatever the width.
+    attention_f32,
     /// The share of the peak rate that FlashAttention 2 reaches, forward.
     flash_forward,
     /// The same, backward.

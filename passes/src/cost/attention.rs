@@ -3,8 +3,8 @@
 use super::library::{Attention, Library};
 use super::{Machine, Pass, matmul};
 use crate::cluster::Profile;
-use shardc_ir::TensorType;
 use shardc_ir::ops::{Op, OpDef};
+use shardc_ir::{DType, TensorType};
 
 /// Seconds of attention on these operands, on a device with this peak rate (FLOP/s) and memory
 /// bandwidth (bytes/s); `None` if `op` is not attention.
@@ -41,7 +41,11 @@ pub fn seconds(
             (forward * device.flash_forward.value, backward * device.flash_backward.value, 1.0, 1.0)
         }
         Attention::Cudnn { forward, backward, ramp } => {
-            let narrow = if width < 128.0 { device.attention_narrow.value } else { 1.0 };
+            let narrow = match query.dtype {
+                DType::F32 => device.attention_f32.value,
+                _ if width < 128.0 => device.attention_narrow.value,
+                _ => 1.0,
+            };
             (forward * device.attention_forward.value, backward * device.attention_backward.value, narrow, ramp)
         }
     };
@@ -51,9 +55,14 @@ pub fn seconds(
         (backward_kernel, device.attention_backward_ramp.value * longer)
     };
     // Only cuDNN's kernels come near what the power allows through a step.
-    let sustained = match (library.attention, forward) {
-        (Attention::Cudnn { .. }, true) => device.attention_forward_sustained.value,
-        (Attention::Cudnn { .. }, false) => device.attention_backward_sustained.value,
+    let sustained = match (library.attention, query.dtype) {
+        (Attention::Cudnn { .. }, dtype) if dtype != DType::F32 => {
+            if forward {
+                device.attention_forward_sustained.value
+            } else {
+                device.attention_backward_sustained.value
+            }
+        }
         _ => 1.0,
     };
     // A kernel's rows of queries are what amortises its prologue, at any clock.

@@ -85,7 +85,10 @@ pub fn seconds(sizes: Sizes, rate: f64, machine: Machine<'_>) -> f64 {
     let Machine { device, library } = machine;
     let largest = device.matmul_tile.value.max(1.0).log2().round();
     let at_once = device.multiprocessors.value;
-    let ramp = |depth: f64| (depth + device.matmul_ramp.value) / depth;
+    // What a tile waits for before its first products is as long at any rate, and so of less depth at a lower one.
+    let fastest = device.peak_bf16.value.max(device.peak_f16.value) * device.matmul_efficiency.value;
+    let before = device.matmul_ramp.value * (rate / fastest).min(1.0);
+    let ramp = |depth: f64| (depth + before) / depth;
     let mut best = f64::INFINITY;
     for (step, share) in [1.0, SMALLER[0], SMALLER[1]].into_iter().enumerate() {
         let log = (largest - step as f64).max(0.0);

@@ -374,6 +374,18 @@ fn biased(cases: [Case; 3], [b, h, s]: [u64; 3]) -> [Case; 3] {
     })
 }
 
+/// The same under a causal mask, where the queries are the part of more that begins this many queries further on.
+fn led(cases: [Case; 3], lead: i64) -> [Case; 3] {
+    cases.map(|mut case| {
+        match &mut case.op {
+            Op::Attention(op) => op.lead = Some(lead),
+            Op::AttentionGrad(op) => op.lead = Some(lead),
+            _ => {}
+        }
+        case
+    })
+}
+
 fn attention_cases(f: DType, all: &mut Vec<Case>) {
     for (shape, causal) in [
         ([2, 32, 32, 4, 4, 32], true),
@@ -399,6 +411,14 @@ fn attention_cases(f: DType, all: &mut Vec<Case>) {
         ([2, 16, 48, 4, 2, 64], false, [2, 4, 16]),
     ] {
         all.extend(biased(attention(f, shape, causal), bias));
+    }
+    for (shape, lead) in [
+        ([2, 64, 256, 4, 2, 64], 0),
+        ([2, 64, 256, 4, 2, 64], 96),
+        ([2, 100, 300, 4, 4, 32], 200),
+        ([1, 512, 1024, 4, 1, 128], 512),
+    ] {
+        all.extend(led(attention(f, shape, true), lead));
     }
     // More batch elements than a grid has blocks along an axis.
     if f == F32 {
@@ -470,6 +490,35 @@ pub fn heavy_cases() -> Vec<Case> {
     }
     all.extend(attention(f, [32, 512, 512, 12, 12, 64], false));
     all.extend(biased(attention(f, [32, 512, 512, 12, 12, 64], false), [32, 1, 1]));
+    // Queries that ranks or chunks divide.
+    for (f, [b, s, keys, h, kv, d], lead) in [
+        (f, [1, 32768, 65536, 3, 3, 128], 0),
+        (f, [1, 32768, 65536, 3, 3, 128], 32768),
+        (f, [1, 16384, 65536, 3, 3, 128], 16384),
+        (f, [1, 16384, 65536, 3, 3, 128], 49152),
+        (f, [1, 4096, 16384, 32, 8, 128], 0),
+        (f, [1, 4096, 16384, 32, 8, 128], 4096),
+        (f, [1, 4096, 16384, 32, 8, 128], 12288),
+        (f, [4, 2048, 4096, 32, 8, 64], 2048),
+        (F32, [2, 2048, 4096, 32, 8, 64], 0),
+        (F32, [2, 2048, 4096, 32, 8, 64], 2048),
+        (F32, [1, 4096, 8192, 6, 6, 128], 0),
+        (F32, [1, 4096, 8192, 6, 6, 128], 4096),
+        (F32, [1, 8192, 8192, 3, 3, 128], 0),
+    ] {
+        all.extend(led(attention(f, [b, s, keys, h, kv, d], true), lead));
+    }
+    all.extend(attention(f, [1, 32768, 32768, 3, 3, 128], true));
+    all.extend(attention(f, [1, 65536, 65536, 3, 3, 128], true));
+    all.extend(attention(f, [1, 4096, 16384, 32, 8, 128], false));
+    // Products of few rows in f32.
+    for rows in [128, 256, 512, 1024, 4096] {
+        for (k, n) in [(768, 768), (768, 3072), (3072, 768), (768, 50304)] {
+            let (x, y) = (t(F32, &[rows, k]), t(F32, &[rows, n]));
+            all.push(case(Matmul::new("sk,kn->sn"), &[x.clone(), t(F32, &[k, n])], &[y.clone()]));
+            all.push(case(Matmul::new("sk,sn->kn"), &[x, y], &[t(F32, &[k, n])]));
+        }
+    }
     all.extend(attention(F32, [4, 4096, 4096, 32, 8, 64], true));
     all.extend(attention(F32, [2, 4096, 4096, 32, 8, 128], true));
     all

@@ -44,8 +44,9 @@ impl Case {
             Op::Matmul(op) => op.spec.clone(),
             Op::ScaledMatmul(op) => op.spec.clone(),
             Op::Fused(op) => op.steps_text(),
-            Op::Attention(Attention { causal: true, .. }) | Op::AttentionGrad(AttentionGrad { causal: true, .. }) => {
-                "causal".to_string()
+            Op::Attention(Attention { causal: true, lead, .. })
+            | Op::AttentionGrad(AttentionGrad { causal: true, lead, .. }) => {
+                lead.map_or("causal".to_string(), |lead| format!("causal+{lead}"))
             }
             _ => String::new(),
         };
@@ -113,7 +114,8 @@ fn sources(case: &Case) {
             Step::Launch(launch) => text(&launch.kernel),
             Step::Table(table) => text(&table.kernel),
             Step::Fused(fused) => {
-                println!("// {:?}, or", fused.attention);
+                fused.steps.iter().for_each(print);
+                println!("// or");
                 fused.otherwise.iter().for_each(print);
             }
             other => println!("// {other:?}"),

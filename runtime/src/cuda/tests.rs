@@ -5,7 +5,7 @@
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
 use super::kernel::Kernel;
-use super::select::{Step, select};
+use super::select::{Engine, Step, select};
 use shardc_ir::ops::*;
 use shardc_ir::{DType, Op, TensorType};
 use std::collections::BTreeMap;
@@ -36,6 +36,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
         Step::Upload { .. } => "upload".to_string(),
         Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
         Step::Products(gemms) => format!("{} products {}x{}x{}", gemms.len(), gemms[0].m, gemms[0].n, gemms[0].k),
+        Step::Engine(engine) => format!("attention of {} keys", engine.attention.t),
         Step::Fused(fused) => format!("fused, else {} steps", fused.otherwise.len()),
     };
     selection.steps.iter().map(&mut word).collect()
@@ -186,13 +187,14 @@ fn half_precision_attention_is_fused_or_tiled() {
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
     // The sums of dq, delta and the workspace lie behind each other.
-    let scratch = fused.attention.scratch();
-    let places = [fused.buffers[9], fused.buffers[10], fused.workspace];
+    let [Step::Engine(engine)] = &fused.steps[..] else { panic!("{:?}", fused.steps) };
+    let scratch = engine.attention.scratch();
+    let places = [engine.buffers[9], engine.buffers[10], engine.workspace];
     let expect = [0, scratch.dq, scratch.dq + scratch.delta].map(super::kernel::Arg::Scratch);
     assert_eq!((scratch.dq, scratch.delta, places), (4 * 64 * 4 * 64, 4 * 64 * 4, expect));
     assert!(selection.scratch >= scratch.dq + scratch.delta + scratch.workspace);
     // In a fixed order: no sums of dq, but the derivative of all scores, in whole tiles.
-    let fixed = fused.attention.deterministic(true).scratch();
+    let fixed = engine.attention.deterministic(true).scratch();
     assert_eq!((fixed.dq, fixed.workspace - scratch.workspace), (0, 4 * 64 * 128 * 2));
 }
 
@@ -210,11 +212,23 @@ fn attention_of_a_part_of_the_queries_reads_the_keys_before_its_end() {
         panic!("{:?}", part.steps)
     };
     assert!(matches!(to, Arg::Result(1, 0)) && *bytes == k.bytes().0);
-    assert_eq!((fused.attention.t, fused.attention.stored), (96, 256));
+    // The keys before the part, those of the part, and the sum of what both say of the queries.
+    let [Step::Engine(before), Step::Engine(own), Step::Launch(sum)] = &fused.steps[..] else { panic!("{fused:?}") };
+    let of = |engine: &Engine| (engine.attention.t, engine.attention.stored, engine.attention.causal);
+    assert_eq!((of(before), of(own)), ((32, 256, false), (64, 256, true)));
+    let (to, beside, key) = (before.buffers[6], own.buffers[6], 32 * 2 * 64 * 2);
+    assert_eq!((to, &sum.buffers), (Arg::Result(0, 0), &vec![to, beside, to]));
+    assert_eq!((before.buffers[2], before.buffers[7]), (Arg::Operand(2, 0), Arg::Result(1, 0)));
+    assert_eq!((own.buffers[2], own.buffers[8]), (Arg::Operand(2, key), Arg::Result(2, key)));
     // As much for every part: so ranks have their values at the same places.
     assert_eq!(part.scratch, whole.scratch);
+    // The last queries, without more being said.
     let [Step::Fused(fused)] = &whole.steps[..] else { panic!("{:?}", whole.steps) };
-    assert_eq!((fused.attention.t, fused.attention.stored), (256, 256));
+    assert_eq!(fused.engines().map(of).collect::<Vec<_>>(), [(192, 256, false), (64, 256, true)]);
+    // A part at the beginning sees no keys before it.
+    let first = selection(Some(0)).unwrap_or_else(|error| panic!("{error}"));
+    let Some(Step::Fused(fused)) = first.steps.last() else { panic!("{:?}", first.steps) };
+    assert_eq!((fused.engines().map(of).collect::<Vec<_>>(), first.scratch), (vec![(64, 256, true)], whole.scratch));
     for lead in [-1, 193] {
         let error = selection(Some(lead)).expect_err("no kernel").to_string();
         assert!(error.contains(&format!("64 queries behind {lead} of 256 keys")), "{error}");

@@ -109,25 +109,32 @@ impl Arena {
     }
 }
 
-/// [`execute`], with everything in one arena, as the tables of kernels need it.
-fn execute_in_arena(
-    client: &Client,
-    selection: Selection,
-    operands: &[HostTensor],
-    types: &[TensorType],
-) -> Vec<HostTensor> {
+/// Runs steps in one arena, as the tables of kernels need it, which is zero beside the operands.
+fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
     let arena = Arena::new(operands, types, selection.scratch);
     let mut bytes = vec![0; arena.bytes as usize];
     for (index, operand) in operands.iter().enumerate() {
         let at = arena.at(Arg::Operand(index, 0)) as usize;
         bytes[at..at + operand.bytes.len()].copy_from_slice(&operand.bytes);
     }
-    let memory = client.create_from_slice(&bytes);
+    let mut memory = client.create_from_slice(&bytes);
     for step in selection.steps {
-        let Step::Table(table) = step else { panic!("{step:?} is no table") };
-        for one in table.launches(|arg| arena.at(arg)) {
-            let buffers = one.buffers.iter().map(|at| memory.clone().offset_start(*at)).collect();
-            start(client, table.kernel.clone(), buffers, (&one.numbers, &table.reals), [one.blocks, 1, 1]);
+        match step {
+            Step::Launch(step) => launch(client, *step, |arg| memory.clone().offset_start(arena.at(arg))),
+            Step::Table(table) => {
+                for one in table.launches(|arg| arena.at(arg)) {
+                    let buffers = one.buffers.iter().map(|at| memory.clone().offset_start(*at)).collect();
+                    start(client, table.kernel.clone(), buffers, (&one.numbers, &table.reals), [one.blocks, 1, 1]);
+                }
+            }
+            Step::Zero { .. } => {}
+            Step::Copy { from, to, bytes } => {
+                let mut all = client.read_one_unchecked(memory).to_vec();
+                let from = arena.at(from) as usize;
+                all.copy_within(from..from + bytes as usize, arena.at(to) as usize);
+                memory = client.create_from_slice(&all);
+            }
+            other => panic!("{other:?} is no kernel"),
         }
     }
     let bytes = client.read_one_unchecked(memory).to_vec();
@@ -136,33 +143,6 @@ fn execute_in_arena(
         HostTensor { ty: ty.clone(), bytes: bytes[at..at + ty.bytes().0 as usize].to_vec() }
     };
     types.iter().enumerate().map(result).collect()
-}
-
-fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types: &[TensorType]) -> Vec<HostTensor> {
-    if selection.steps.iter().any(|step| matches!(step, Step::Table(_))) {
-        return execute_in_arena(client, selection, operands, types);
-    }
-    let inputs: Vec<Handle> = operands.iter().map(|operand| client.create_from_slice(&operand.bytes)).collect();
-    let zeros = |bytes: u64| client.create_from_slice(&vec![0; bytes as usize]);
-    let outputs: Vec<Handle> = types.iter().map(|ty| zeros(ty.bytes().0)).collect();
-    let scratch = zeros(selection.scratch.max(256));
-    for step in selection.steps {
-        match step {
-            Step::Launch(step) => launch(client, *step, |arg| match arg {
-                Arg::Operand(index, at) => inputs[index].clone().offset_start(at),
-                Arg::Result(index, at) => outputs[index].clone().offset_start(at),
-                Arg::Scratch(at) => scratch.clone().offset_start(at),
-            }),
-            // Every buffer starts at zero.
-            Step::Zero { .. } => {}
-            other => panic!("{other:?} is no kernel"),
-        }
-    }
-    let read = |(handle, ty): (Handle, &TensorType)| {
-        let bytes = client.read_one_unchecked(handle).to_vec();
-        HostTensor { ty: ty.clone(), bytes }
-    };
-    outputs.into_iter().zip(types).map(read).collect()
 }
 
 fn floats(tensor: &HostTensor) -> Vec<f32> {

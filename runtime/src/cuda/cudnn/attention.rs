@@ -93,6 +93,18 @@ impl Attention {
         Self { deterministic, ..self }
     }
 
+    /// The parts of the keys that kernels take one by one, each with its first key. The derivative's engine works on every
+    /// tile of a mask that begins behind the first key, as if nothing were masked (cuDNN 9.19, measured): the keys that all
+    /// of the queries see are a part without a mask, and the rest is one whose mask begins at its first key. The gradients of the
+    /// queries are the sum over the parts.
+    pub fn parts(&self) -> Vec<(u64, Self)> {
+        let Self { s, t, .. } = *self;
+        if !(self.backward && self.causal && 1 < s && s < t && self.bias.is_none()) {
+            return vec![(0, *self)];
+        }
+        vec![(0, Self { t: t - s, causal: false, ..*self }), (t - s, Self { t: s, ..*self })]
+    }
+
     /// Why no version of cuDNN takes it, if none does.
     pub fn unfit(&self) -> Option<&'static str> {
         let wide = |size: u64| size > 256 || !size.is_multiple_of(8);

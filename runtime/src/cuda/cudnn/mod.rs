@@ -98,6 +98,11 @@ impl Cudnn {
         plan
     }
 
+    /// Whether the library takes an attention; why not is logged.
+    pub fn takes(&mut self, attention: &Attention) -> bool {
+        self.plan(attention).is_ok()
+    }
+
     /// A launch, with the buffers' addresses in the order that [`Attention::graph`] states.
     pub fn bind(&mut self, attention: &Attention, buffers: &[u64], workspace: u64) -> Result<Bound, Failure> {
         let plan = self.plan(attention)?;

@@ -225,18 +225,19 @@ fn selected(
                 let choice = libraries.choices.get(&problem.key);
                 Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?))
             }
+            Step::Engine(engine) => {
+                let addresses: Vec<u64> = engine.buffers.iter().map(|arg| resolve(*arg)).collect();
+                Command::Fused(libraries.cudnn.bind(&engine.attention, &addresses, resolve(engine.workspace))?)
+            }
             Step::Fused(fused) => {
-                let addresses: Vec<u64> = fused.buffers.iter().map(|arg| resolve(*arg)).collect();
-                match libraries.cudnn.bind(&fused.attention, &addresses, resolve(fused.workspace)) {
-                    Ok(bound) => Command::Fused(bound),
-                    // The library has logged why.
-                    Err(_) => {
-                        let steps = &fused.otherwise;
-                        device.load_missing(kernels(steps))?;
-                        commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
-                        continue;
-                    }
-                }
+                let steps = if fused.engines().all(|engine| libraries.cudnn.takes(&engine.attention)) {
+                    &fused.steps
+                } else {
+                    device.load_missing(kernels(&fused.otherwise))?;
+                    &fused.otherwise
+                };
+                commands.extend(selected(device, libraries, layout, instruction, (steps, workspace))?);
+                continue;
             }
         });
     }

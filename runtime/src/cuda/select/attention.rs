@@ -3,7 +3,7 @@
 //! The fused kernel is cuDNN's. The others serve f32, and where the library is missing.
 
 use super::cut::{Cut, MOST_BLOCKS};
-use super::{Arg, Fused, OP, RES, Select, Step, dense, lanes, row_threads};
+use super::{Arg, Engine, Fused, OP, RES, Select, Step, dense, lanes, row_threads};
 use crate::cuda::cudnn::attention::Attention;
 use crate::cuda::kernel::{Elem, Kernel, Pack};
 use crate::cuda::kernels::attention::{self as kernels, Tiling, attention_keys_grad, attention_queries_grad};
@@ -12,6 +12,10 @@ use shardc_ir::ops::{Attention as Forward, AttentionGrad};
 
 /// Bytes of shared memory that a block may have on every GPU since 2020.
 const SHARED: usize = 96 << 10;
+
+/// Where the derivative's buffers hold the gradient of the queries, and keys, values and their gradients.
+const GRAD_QUERIES: usize = 6;
+const GRAD_KEYS: [usize; 4] = [2, 3, 7, 8];
 
 /// The largest tiles that fit.
 fn tiling(attention: &Attention, bytes: impl Fn(&Tiling) -> usize) -> Tiling {
@@ -52,20 +56,40 @@ impl Select<'_> {
         Ok(())
     }
 
-    /// Prefers a fused kernel to the steps chosen so far, if it takes the types.
+    /// Prefers fused kernels to the steps chosen so far, if they take the types.
     fn fuse(&mut self, attention: Attention, mut buffers: Vec<Arg>, bias: Arg) {
         if attention.unfit().is_some() {
             return;
         }
+        let Attention { b, s, h, d, stored, kv, e, dtype, .. } = attention;
         let otherwise = std::mem::take(&mut self.out);
         let scratch = attention.scratch();
         if attention.backward {
             buffers.extend([scratch.dq, scratch.delta].map(|bytes| self.scratch(bytes)));
         }
         buffers.extend(attention.bias.map(|_| bias));
+        // As much for every part of the queries, though the first has all of its keys in one part.
+        let is_part = attention.backward && attention.causal && s < stored;
+        let beside = is_part.then(|| self.scratch(b * s * h * d * dtype.size()));
         let workspace = self.scratch(scratch.workspace);
-        let fused = Fused { attention, buffers, workspace, otherwise: otherwise.steps };
-        self.out.steps.push(Step::Fused(Box::new(fused)));
+        for (first, part) in attention.parts() {
+            let mut buffers = buffers.clone();
+            if first > 0 {
+                for (place, width) in GRAD_KEYS.into_iter().zip([d, e, d, e]) {
+                    buffers[place] = buffers[place].offset(first * kv * width * dtype.size());
+                }
+            }
+            // The gradients of the queries of all but the first part are added to that.
+            let sum = beside
+                .filter(|_| first > 0)
+                .map(|beside| (std::mem::replace(&mut buffers[GRAD_QUERIES], beside), beside));
+            self.out.steps.push(Step::Engine(Box::new(Engine { attention: part, buffers, workspace })));
+            if let Some((to, beside)) = sum {
+                self.add_elements([to, beside, to], dtype);
+            }
+        }
+        let steps = std::mem::take(&mut self.out.steps);
+        self.out.steps.push(Step::Fused(Box::new(Fused { steps, otherwise: otherwise.steps })));
         // One or the other uses it.
         self.out.scratch = self.out.scratch.max(otherwise.scratch);
     }

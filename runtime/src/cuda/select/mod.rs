@@ -74,20 +74,39 @@ pub enum Step {
     /// Matrix products of equal sizes beside each other: one launch where they lie at even distances.
     Products(Vec<Gemm>),
     /// A fused kernel of cuDNN.
+    Engine(Box<Engine>),
+    /// Steps with fused kernels, if the library takes all of them.
     Fused(Box<Fused>),
 }
 
-/// A fused attention, and what is done where the library is missing or refuses.
+/// A fused attention.
 #[derive(Debug)]
-pub struct Fused {
+pub struct Engine {
     /// Which.
     pub attention: Attention,
     /// The buffers, in the order that its graph states.
     pub buffers: Vec<Arg>,
     /// The engine's own scratch memory.
     pub workspace: Arg,
-    /// The same by other steps.
+}
+
+/// Steps with fused kernels, and what is done where the library is missing or refuses one.
+#[derive(Debug)]
+pub struct Fused {
+    /// The steps.
+    pub steps: Vec<Step>,
+    /// The same without the library.
     pub otherwise: Vec<Step>,
+}
+
+impl Fused {
+    /// The fused kernels.
+    pub fn engines(&self) -> impl Iterator<Item = &Engine> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Engine(engine) => Some(engine.as_ref()),
+            _ => None,
+        })
+    }
 }
 
 /// An operation for which there is no kernel on these types.
@@ -126,9 +145,15 @@ pub fn select_action(
     }
 }
 
-/// The kernels of steps, but for what stands in place of a fused one.
+/// The kernels of steps, but for what stands in place of fused ones.
 pub fn kernels(steps: &[Step]) -> impl Iterator<Item = &Arc<Kernel>> {
-    steps.iter().filter_map(|step| match step {
+    fn each(step: &Step) -> &[Step] {
+        match step {
+            Step::Fused(fused) => &fused.steps,
+            other => std::slice::from_ref(other),
+        }
+    }
+    steps.iter().flat_map(each).filter_map(|step| match step {
         Step::Launch(launch) => Some(&launch.kernel),
         Step::Table(table) => Some(&table.kernel),
         _ => None,
