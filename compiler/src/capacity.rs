@@ -16,8 +16,7 @@ use crate::options::{Batch, Options, each_pin, leaves_open, with_pins};
 use serde::Serialize;
 use shardc_ir::units::counted;
 use shardc_passes::cluster::Cluster;
-use shardc_passes::search::degrees::FAMILIES;
-use shardc_passes::search::{Degrees, Pins, PlanError};
+use shardc_passes::search::{Degrees, FAMILIES, Pins, PlanError};
 use std::cell::RefCell;
 
 /// What is made as large as fits.

@@ -5,7 +5,7 @@
 //! runtime and a golden test. What others ask of some operations by name has an answer for all others, which may be the
 //! wrong one for it: in which element type it computes (`passes/src/precision.rs`), whether it is a product
 //! (`passes/src/cost/node.rs`), whether it only rearranges a parameter (`is_weight` in [`gradient`], and
-//! `passes/src/shard/prepare.rs`, `search/copies.rs`, `quantize.rs`), whether it is a step of a region on GPUs
+//! `passes/src/shard/prepare.rs`, `search/estimate/copies.rs`, `quantize.rs`), whether it is a step of a region on GPUs
 //! (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`), whether its gradient jumps (`compiler/src/verify.rs`).
 //!
 //! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local

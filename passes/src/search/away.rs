@@ -1,18 +1,15 @@
 //! Which offloads the search considers, and what bounds them.
 
+use super::choice::offload::{ALL, Kind, Offload, Offloads};
+use super::choice::pins::{Pins, Recompute};
+use super::error::PlanError;
 use super::estimate::Shape;
-use super::fitted::Measure;
-use super::offload::{ALL, Kind, Offload, Offloads};
-use super::relief::{Activations, Leaving, Relief, Stock, less};
-use super::visit::Visited;
-use super::{Pins, PlanError, Recompute, Space, enumerate};
+use super::estimate::relief::{Activations, Leaving, Relief, Stock, less};
+use super::measure::Measure;
 use crate::cluster::Cluster;
 use crate::cost::host::{Beside, Host};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Target};
-
-/// More memory than any host has.
-const ROOMY: Bytes = Bytes(u64::MAX);
 
 /// What bounds an offload.
 #[derive(Clone, Copy, Debug, Default)]
@@ -246,33 +243,6 @@ impl Room {
         }
         found
     }
-}
-
-/// Why no candidate keeps what is pinned to lie away: no host has room for it, or it cannot leave.
-pub(super) fn too_large(space: &Space<'_, '_>) -> PlanError {
-    let (pinned, bound) = (space.pins.offloads().unwrap_or_default(), space.away.room.host);
-    let roomy = Space { away: Away { room: Room { host: ROOMY, ..space.away.room }, ..space.away }, ..*space };
-    let visited = &mut Visited::within(space.away.room.device, f64::INFINITY);
-    let all = if bound < ROOMY { enumerate(&roomy, visited).unwrap_or_default() } else { Vec::new() };
-    if let Some(needed) = all.iter().map(|candidate| candidate.prediction.host).min() {
-        return PlanError::Host { pin: pinned.text(), bound, needed };
-    }
-    let message = match pinned.leaves_gradients() {
-        false => "no plan can move that; move something else",
-        true => {
-            "gradients leave as they are made only where that is a rank's part of their sum: with zero=2 or 3, with \
-             zero=1 in one microbatch, or on one rank"
-        }
-    };
-    PlanError::Pin { pin: pinned.text(), message: message.to_string() }
-}
-
-/// Whether there are candidates where nothing is pinned to lie away from the devices.
-pub(super) fn opens_without(space: &Space<'_, '_>) -> bool {
-    let pins = Pins { offload: None, stage_offload: Vec::new(), ..space.pins.clone() };
-    let away = Away { pin: None, is_pinned: false, ..space.away };
-    let visited = &mut Visited::within(away.room.device, f64::INFINITY);
-    enumerate(&Space { pins: &pins, away, ..*space }, visited).is_ok()
 }
 
 /// Whether a pinned offload can be: blocks that exist, and no activations both kept and computed again.

@@ -8,7 +8,8 @@
 //! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
-use super::sharing::{Collectives, Filling, Sharing};
+pub(crate) mod sharing;
+
 use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::shard::family::searched_axes;
@@ -16,6 +17,7 @@ use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::problem::Problem;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::{AxisId, Bytes, Mesh};
+use sharing::{Collectives, Filling, Sharing};
 use std::collections::BTreeMap;
 
 /// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside

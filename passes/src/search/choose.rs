@@ -1,29 +1,34 @@
 //! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
 
-use super::fitted;
-use super::lowering::Lowering;
-use super::outcome::{Told, alternatives, infeasible};
-use super::overlap::Hidden;
-use super::overstated::{Refused, faster, nearest};
+mod astray;
+pub mod build;
+mod casts;
+pub(in crate::search) mod fitted;
+pub(in crate::search) mod lowering;
+pub(in crate::search) mod outcome;
+pub mod overlap;
+mod overstated;
+pub mod undivided;
+
+use super::candidate::{Candidate, Kin, is_long, kin, sort};
+use super::enumerate::enumerate;
+use super::error::PlanError;
+use super::measure::CLOSE;
+use super::space::Space;
 use super::visit::Visited;
-use super::{Candidate, Confirm, PlanError, Space, astray, build, casts, enumerate, overlap, sort};
+use build::Confirm;
+use lowering::Lowering;
+use outcome::{Told, alternatives, infeasible};
+use overlap::Hidden;
+use overstated::{Refused, faster, nearest};
 use shardc_ir::Plan;
 use shardc_ir::plan::{Prediction, Search};
 use std::collections::BTreeMap;
 
-/// Plans whose estimates differ by less than this factor from the fastest are predicted by their programs,
-pub(super) const CLOSE: f64 = 1.02;
-/// up to so many.
+/// How many plans whose estimates are [`CLOSE`] are predicted by their programs.
 const MOST_CLOSE: usize = 3;
 /// How many plans may turn out not to fit before the search gives up.
 const MOST_REFUSED: usize = 8;
-
-/// Candidates that err alike in their memory: those of equal data ranks and ZeRO stage.
-type Kin = (u64, u64);
-
-pub(super) fn kin(candidate: &Candidate) -> Kin {
-    (candidate.degrees.degree("dp") * candidate.degrees.degree("fsdp"), candidate.zero)
-}
 
 /// Whether plans differ at the most in over how many ranks parameters are stored and what is computed again: then
 /// estimates tell which is faster.
@@ -34,16 +39,6 @@ fn is_told_apart(a: &Candidate, b: &Candidate) -> bool {
         (degrees, of.zero, of.loss_chunks, schedule, of.offload.clone())
     };
     a.degrees != b.degrees && kin(a) == kin(b) && same(a) == same(b)
-}
-
-/// Microbatches of all stages together above which [programs are long](is_long).
-const LONG: u64 = 4096;
-
-/// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those of one schedule the
-/// estimate tells which is the fastest, and that one alone is lowered, of two schedules at the most.
-pub(super) fn is_long(candidate: &Candidate, batch: u64) -> bool {
-    let mesh = candidate.mesh(batch);
-    mesh.degree("pp") * mesh.microbatches() > LONG && candidate.stages.is_some()
 }
 
 /// How many plans are lowered of which one is long.

@@ -4,11 +4,18 @@
 //! then some more at a time, each beside the others of its lot on a thread of its own. Lots are alike on every machine, and
 //! a way learns only from those before its lot, so the candidates are as well.
 
-use super::overlap;
+use super::away::{Away, Room};
+use super::candidate::Candidate;
+use super::choice::pins::{Pins, divides};
+use super::error::PlanError;
+use super::measure::is_near;
 use super::placed::{self, place_batch};
+use super::space::{Point, Space};
+use super::stages::schedules;
 use super::visit::Visited;
 use super::ways::{Way, ways};
-use super::{Candidate, PlanError, Point, Space, away, model_work, overstated, schedules, stages, whole};
+use super::work::model_work;
+use super::{stages, whole};
 use crate::divisors::divisors;
 use crate::threads;
 use shardc_ir::plan::Prediction;
@@ -18,6 +25,9 @@ use std::time::Instant;
 
 /// The most microbatches of a step: programs list each of them, and nobody sums up more.
 const MOST_SEARCHED: u64 = 1 << 16;
+
+/// More memory than any host has.
+const ROOMY: Bytes = Bytes(u64::MAX);
 
 /// The most ways of a lot.
 const LOT: usize = 32;
@@ -95,7 +105,7 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
     let (batch, per_rank) = (request.batch, request.batch / way.data);
     let work = model_work(prepared.graph, cluster);
     let mut found = Found::default();
-    let is_cut = |size: &u64| overlap::divides(*size, pins.overlap_chunks.unwrap_or(1));
+    let is_cut = |size: &u64| divides(*size, pins.overlap_chunks.unwrap_or(1));
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
     let is_kept = |size: &u64| per_rank / size <= MOST_SEARCHED && !way.is_better_as_data(*size, pins);
     let mut is_whole_open: Option<bool> = None;
@@ -154,7 +164,7 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 Bytes(rest.0 + (growth * memory.activations.0 as f64) as u64) <= *room
             };
             let may_fit_whole = predictions().any(fits_whole);
-            is_whole_open = (!predictions().any(overstated::is_near)).then_some(may_fit_whole);
+            is_whole_open = (!predictions().any(is_near)).then_some(may_fit_whole);
         }
         found.candidates.extend(solved);
     }
@@ -169,21 +179,21 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
         return Err(placed::uncut_head(pins));
     }
     if let Some(chunks) = pins.overlap_chunks.filter(|chunks| *chunks > 1) {
-        return Err(overlap::undivided(chunks, pins.microbatch, batch));
+        return Err(undivided(chunks, pins.microbatch, batch));
     }
     if pins.opens_stages() {
         if !with_unfit {
             let mut visited = Visited::within(measure.room(room), f64::INFINITY);
             return enumerate(&Space { with_unfit: true, ..*space }, &mut visited);
         }
-        if away.is_pinned && away::opens_without(space) {
-            return Err(away::too_large(space));
+        if away.is_pinned && opens_without(space) {
+            return Err(too_large(space));
         }
         let coupled = found.coupled.map(|node| schedules::coupled(prepared.graph, node));
         return Err(schedules::none(pins, line, (ranks, batch), coupled));
     }
     if away.is_pinned {
-        return Err(away::too_large(space));
+        return Err(too_large(space));
     }
     if let (Some(microbatch), Some(node)) = (pins.microbatch, found.coupled) {
         let message = format!(
@@ -202,4 +212,42 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
         None => format!("use a multiple of {ranks}, or more tensor ranks"),
     };
     Err(PlanError::Batch { batch, ranks, message })
+}
+
+/// Why no microbatch is cut into so many chunks.
+fn undivided(chunks: u64, microbatch: Option<u64>, batch: u64) -> PlanError {
+    let message = match microbatch {
+        Some(size) => {
+            format!("a microbatch of {size} samples does not divide into {chunks} chunks; use a divisor of it")
+        }
+        None => format!("no microbatch of a batch of {batch} divides into {chunks} chunks; use a divisor of one"),
+    };
+    PlanError::Pin { pin: format!("overlap_chunks={chunks}"), message }
+}
+
+/// Why no candidate keeps what is pinned to lie away: no host has room for it, or it cannot leave.
+fn too_large(space: &Space<'_, '_>) -> PlanError {
+    let (pinned, bound) = (space.pins.offloads().unwrap_or_default(), space.away.room.host);
+    let roomy = Space { away: Away { room: Room { host: ROOMY, ..space.away.room }, ..space.away }, ..*space };
+    let visited = &mut Visited::within(space.away.room.device, f64::INFINITY);
+    let all = if bound < ROOMY { enumerate(&roomy, visited).unwrap_or_default() } else { Vec::new() };
+    if let Some(needed) = all.iter().map(|candidate| candidate.prediction.host).min() {
+        return PlanError::Host { pin: pinned.text(), bound, needed };
+    }
+    let message = match pinned.leaves_gradients() {
+        false => "no plan can move that; move something else",
+        true => {
+            "gradients leave as they are made only where that is a rank's part of their sum: with zero=2 or 3, with \
+             zero=1 in one microbatch, or on one rank"
+        }
+    };
+    PlanError::Pin { pin: pinned.text(), message: message.to_string() }
+}
+
+/// Whether there are candidates where nothing is pinned to lie away from the devices.
+fn opens_without(space: &Space<'_, '_>) -> bool {
+    let pins = Pins { offload: None, stage_offload: Vec::new(), ..space.pins.clone() };
+    let away = Away { pin: None, is_pinned: false, ..space.away };
+    let visited = &mut Visited::within(away.room.device, f64::INFINITY);
+    enumerate(&Space { pins: &pins, away, ..*space }, visited).is_ok()
 }

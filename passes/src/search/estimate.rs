@@ -3,78 +3,40 @@
 //! A [`Shape`] holds what the tensor-parallel solution of one mesh needs: seconds per microbatch and
 //! bytes per rank. ZeRO stages and recomputation are then arithmetic on it, so trying them is free.
 
+pub mod beside;
+pub(in crate::search) mod clocks;
+pub(in crate::search) mod copies;
+pub mod liveness;
 mod predict;
+pub mod recompute;
+pub mod relief;
+pub(in crate::search) mod split;
+pub mod storage;
+pub(in crate::search) mod summed;
+pub(in crate::search) mod turns;
 
-use super::beside::{BUCKET, Loop, Times};
-use super::copies::Keeping;
-use super::liveness::{Gradients, Liveness, Peak};
-use super::pieces::Profile;
-use super::pins::Recompute;
-use super::recompute::{Menu, Prices, Selected};
-use super::storage::{Held, Storage};
-use super::summed::Adding;
-use super::turns::{beside_kernels, converted_once, is_in_pass};
+use super::choice::pins::Recompute;
+use super::work::Work;
 use crate::cluster::Cluster;
 use crate::cost::{Bound, Machine, Pass};
 use crate::fold::block_of;
 use crate::shard::local::Local;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use crate::threads::lock;
+use beside::{BUCKET, Loop, Times};
+use copies::Keeping;
+use liveness::pieces::Profile;
+use liveness::{Gradients, Liveness, Peak};
+use recompute::{Menu, Prices, Selected};
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
-use shardc_ir::{DType, Flops, Mesh, NodeId, ReduceKind, Role, Seconds, TensorType};
+use shardc_ir::{DType, Mesh, NodeId, ReduceKind, Role, TensorType};
+use split::Split;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, OnceLock};
-
-/// Seconds, split by what bounds them.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Split {
-    matmul: f64,
-    memory: f64,
-    /// Collectives of the tensor axes, as far as they show.
-    pub communication: f64,
-}
-
-impl Split {
-    /// All of them.
-    pub fn seconds(self) -> f64 {
-        self.matmul + self.memory + self.communication
-    }
-
-    /// So many seconds, bound by one thing.
-    pub fn of(seconds: f64, bound: Bound) -> Self {
-        let mut split = Self::default();
-        split.add(seconds, bound);
-        split
-    }
-
-    fn add(&mut self, seconds: f64, bound: Bound) {
-        match bound {
-            Bound::Matmul => self.matmul += seconds,
-            Bound::Memory => self.memory += seconds,
-        }
-    }
-}
-
-impl std::ops::Add for Split {
-    type Output = Self;
-    fn add(self, other: Self) -> Self {
-        Self {
-            matmul: self.matmul + other.matmul,
-            memory: self.memory + other.memory,
-            communication: self.communication + other.communication,
-        }
-    }
-}
-
-/// What the model asks of the devices in one step, over all ranks.
-#[derive(Clone, Copy, Debug)]
-pub struct Work {
-    /// Matrix products and attention.
-    pub flops: Flops,
-    /// The time in which one device would do them, each at the peak rate of its precision.
-    pub at_peak: Seconds,
-}
+use storage::{Held, Storage};
+use summed::Adding;
+use turns::{beside_kernels, converted_once, is_in_pass};
 
 /// The sums of one placed mesh.
 pub struct Shape<'a> {

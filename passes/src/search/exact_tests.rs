@@ -2,13 +2,19 @@
 
 use super::away::Away;
 use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
+use super::candidate::Candidate;
+use super::choice::degrees::Degrees;
+use super::choice::pins::{Pins, Recompute};
 use super::choose::{Chosen, choose, seen};
+use super::enumerate::enumerate;
 use super::estimate::Shape;
-use super::line::Line;
-use super::rounds::Pipelines;
-use super::schedules::orders;
+use super::placed::place_batch;
+use super::space::{Pipelines, Space};
+use super::stages::line::Line;
+use super::stages::schedules::orders;
 use super::visit::Visited;
-use super::{Candidate, Degrees, Pins, Recompute, Space, enumerate, may_take_less, model_work, place_batch, search};
+use super::work::model_work;
+use super::{may_take_less, search};
 use crate::cluster::Cluster;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;

@@ -1,6 +1,7 @@
 //! Meshes are solved again for the memory that programs take.
 
-use super::{Pins, Recompute, search_confirmed};
+use super::choice::pins::{Pins, Recompute};
+use super::search_confirmed;
 use crate::cluster::Cluster;
 use crate::lower::lower_all;
 use crate::search_tests::{Sizes, llama};

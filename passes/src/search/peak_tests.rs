@@ -1,11 +1,12 @@
 //! Peaks found from pieces against what lives at each node.
 
-use super::copies::Keeping;
+use super::choice::degrees::Degrees;
+use super::choice::pins::Recompute;
 use super::estimate::Shape;
-use super::liveness::{Gradients, Liveness, Peak};
-use super::place_batch;
-use super::recompute::Selected;
-use super::{Degrees, Recompute};
+use super::estimate::copies::Keeping;
+use super::estimate::liveness::{Gradients, Liveness, Peak};
+use super::estimate::recompute::Selected;
+use super::placed::place_batch;
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};

@@ -1,7 +1,10 @@
 //! Meshes with the batch placed, and with the fastest layouts of all else.
 
-use super::estimate::{Shape, Work};
-use super::{Candidate, Pins, PlanError, Recompute};
+use super::candidate::Candidate;
+use super::choice::pins::{Pins, Recompute};
+use super::error::PlanError;
+use super::estimate::Shape;
+use super::work::Work;
 use crate::cluster::Cluster;
 use crate::cost::{Machine, Pass};
 use crate::head::Head;

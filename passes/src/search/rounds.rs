@@ -2,27 +2,18 @@
 //! those are that promise to be faster than what came of it. So that more that is searched never gives a slower plan, the
 //! two are compared by what their programs take.
 
+use super::candidate::Candidate;
+use super::choose::build::Confirm;
+use super::choose::outcome::{TOLD, slower, stopped};
 use super::choose::{Chosen, choose, seen};
-use super::line::Line;
-use super::outcome::{TOLD, slower, stopped};
+use super::enumerate;
+use super::error::PlanError;
+use super::space::{Pipelines, Space};
+use super::stages::line::Line;
 use super::visit::Visited;
-use super::{Candidate, Confirm, PlanError, Space, enumerate};
 use shardc_ir::plan::{Alternative, Prediction};
 use shardc_ir::{Plan, Seconds};
 use std::cell::LazyCell;
-
-/// Whether pipelines are searched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pipelines {
-    /// Not at all.
-    Never,
-    /// Where no plan of one stage fits.
-    Fallback,
-    /// As well.
-    Too,
-    /// Nothing else is.
-    Alone,
-}
 
 /// What is estimated in a round.
 struct Seen {

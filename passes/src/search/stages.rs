@@ -16,82 +16,51 @@
 //! the chunks take and from how many a stage holds, so for each number that is tried all of this is found again.
 
 mod cuts;
+pub(in crate::search) mod held;
 mod levels;
+pub mod line;
 mod messages;
 mod moved;
 mod problem;
 mod recomputed;
 mod runs;
+pub(in crate::search) mod schedules;
 mod step;
 
 use super::away::{Away, suits};
-use super::estimate::Work;
-use super::held::Held;
-use super::line::{Line, Sums};
-use super::offload::Offload;
-use super::pins::{Pins, Recompute};
+use super::candidate::Candidate;
+use super::choice::degrees::Degrees;
+use super::choice::offload::Offload;
+use super::choice::pins::{Pins, Recompute};
+use super::choice::stages::{Limits, MOST_ZERO, Stages};
 use super::placed::{Seen, Solved, solved};
-use super::schedules::{Limits, MANY, limits, schedules};
+use super::space::{Point, Space};
 use super::visit::Visited;
-use super::{Candidate, Degrees, Point, Space};
+use super::work::Work;
 use crate::cluster::Cluster;
 use crate::cost::step::spread;
 use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::{Placed, Prepared};
 use crate::threads;
+use held::Held;
 use levels::{Again, Choice, Levels, Pace, longest, pinned};
+use line::{Line, Sums};
 use messages::distances;
 use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
 use runs::Runs;
-use shardc_ir::pipeline::{Length, Schedule};
-use shardc_ir::{Bytes, NodeId, Pipeline, Seconds};
+use schedules::{MANY, limits, schedules};
+use shardc_ir::pipeline::Schedule;
+use shardc_ir::{Bytes, Pipeline, Seconds};
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
-/// The ZeRO stage up to which pipelines are tried: gradients that are reduced in every microbatch cost more than they save
-/// here, unless they are asked for.
-pub(super) const MOST_ZERO: u64 = 1;
-
 /// More chunks a stage than these are tried where a step has fewer than [`MANY`] microbatches for each stage: with more,
 /// what they save of filling and draining is little beside what their messages cost.
 const FEW_CHUNKS: u64 = 4;
-
-/// The pipeline of a candidate.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Stages {
-    /// The order of the microbatches.
-    pub schedule: Schedule,
-    /// Chunks of each stage.
-    pub per_stage: u64,
-    /// What a stage holds at the most.
-    pub limits: Limits,
-    /// The nodes, of the graph that was searched, that begin the chunks but the first.
-    pub cuts: Vec<NodeId>,
-    /// What each stage computes again, if not all the same.
-    pub recompute: Vec<Recompute>,
-    /// How long each chunk takes ([`Pipeline::lengths`]).
-    pub lengths: Vec<Length>,
-}
-
-impl Stages {
-    /// The choices, as pins would say them.
-    pub fn text(&self) -> String {
-        let chunks = if self.per_stage > 1 { format!(",virtual={}", self.per_stage) } else { String::new() };
-        let limit =
-            |name: &str, chunks: Option<u64>| chunks.map_or(String::new(), |chunks| format!(",{name}={chunks}"));
-        let limits = [limit("in_flight", self.limits.in_flight), limit("delayed", self.limits.delayed)].concat();
-        let recompute: Vec<String> = self.recompute.iter().map(Recompute::to_string).collect();
-        let recompute = match recompute.is_empty() {
-            true => String::new(),
-            false => format!(",stage_recompute={}", recompute.join("/")),
-        };
-        format!("schedule={}{chunks}{limits}{recompute}", self.schedule.name())
-    }
-}
 
 /// What all candidates of one placed mesh share.
 struct Mesh<'a> {

@@ -2,11 +2,14 @@
 //! no solution (branch and bound).
 
 use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
-use super::choose::CLOSE;
-use super::schedules::orders;
-use super::stages::MOST_ZERO;
-use super::whole::zero_stages;
-use super::{Candidate, Degrees, PlanError, Point, Space, place_batch};
+use super::candidate::Candidate;
+use super::choice::degrees::{Degrees, zero_stages};
+use super::choice::stages::MOST_ZERO;
+use super::error::PlanError;
+use super::measure::CLOSE;
+use super::placed::place_batch;
+use super::space::{Point, Space};
+use super::stages::schedules::orders;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::tensor::Placed;
 use crate::threads;

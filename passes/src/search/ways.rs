@@ -1,6 +1,8 @@
 //! The ways to divide the ranks of a cluster that the pins allow, before the batch is cut into microbatches.
 
-use super::{Degrees, Pins, PlanError};
+use super::choice::degrees::Degrees;
+use super::choice::pins::Pins;
+use super::error::PlanError;
 use crate::cluster::Cluster;
 use crate::divisors::divisors;
 use crate::shard::tensor::Prepared;

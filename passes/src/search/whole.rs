@@ -2,11 +2,14 @@
 //! recomputation and what leaves the device.
 
 use super::away::At;
-use super::fitted::{recomputations, unforced};
-use super::pins::Recompute;
+use super::choice::degrees::zero_stages;
+use super::measure::Measure;
+
+use super::candidate::Candidate;
+use super::choice::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
+use super::space::{Point, Space};
 use super::visit::Visited;
-use super::{Candidate, Degrees, Pins, Point, Space};
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::Placed;
 use shardc_ir::plan::Prediction;
@@ -125,12 +128,41 @@ fn extend(
     }
 }
 
-/// The stages of ZeRO that are tried where parameters are stored in one way.
-pub(super) fn zero_stages(has_copies: bool, microbatches: u64, degrees: &Degrees, pins: &Pins) -> Vec<u64> {
-    // Where every rank stores all there are no parts to have replicas of; with one microbatch stage 2 is stage 1.
-    let is_kept = |zero: u64| match (has_copies, degrees.degree("fsdp") > 1) {
-        (false, _) => zero == 0,
-        (true, has_parts) => (zero > 0 || !has_parts) && (zero != 2 || microbatches > 1),
-    };
-    (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero), |pin| pin == *zero)).collect()
+/// How much may be computed again, of a menu of so many steps, which leaves a `total` on the device: as pinned; else
+/// nothing, and where that does not fit what does.
+pub(in crate::search) fn recomputations(
+    all: u64,
+    total: &dyn Fn(Recompute) -> Bytes,
+    pins: &Pins,
+    (bound, measure): (Bytes, Measure),
+) -> Vec<Recompute> {
+    let mut choices = vec![unforced(all, pins)];
+    let is_free = pins.recompute.is_none_or(|pin| pin == Recompute::BY_NEED);
+    if is_free && total(Recompute::None) > bound {
+        for share in measure.shares {
+            let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
+            choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
+        }
+        choices.dedup();
+    }
+    choices
+}
+
+/// How much is computed again, of a menu of so many steps, where memory asks for nothing: as pinned, or nothing.
+pub(in crate::search) fn unforced(all: u64, pins: &Pins) -> Recompute {
+    let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
+    pinned.map_or(Recompute::None, |pin| pin.within(all))
+}
+
+/// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.
+fn least_steps(steps: u64, fits: impl Fn(u64) -> bool) -> Option<u64> {
+    if !fits(steps) {
+        return None;
+    }
+    let (mut low, mut high) = (0, steps);
+    while low + 1 < high {
+        let middle = low.midpoint(high);
+        if fits(middle) { high = middle } else { low = middle }
+    }
+    Some(high)
 }

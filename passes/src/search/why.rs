@@ -5,11 +5,15 @@
 //! takes longer is what the choice costs. What divides the batch was never a choice of one node, and
 //! where parameters are stored is one of the ZeRO stages, which are priced as whole plans.
 
-use super::elsewhere::elsewhere;
+mod elsewhere;
+
+use super::choice::pins::{Pins, Recompute};
+use super::choose::overlap::is_in_chunks;
+use super::error::PlanError;
 use super::estimate::Shape;
-use super::overlap::is_in_chunks;
-use super::placed::paced;
-use super::{Pins, PlanError, Recompute, model_work, place_batch, prepared};
+use super::placed::{paced, place_batch};
+use super::prepared;
+use super::work::model_work;
 use crate::cluster::Cluster;
 use crate::error::PassError;
 use crate::keep_casts::cast_again;
@@ -17,11 +21,12 @@ use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::place::{choices_of, place_axes};
 use crate::shard::tensor::Prepared;
+use elsewhere::elsewhere;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Bytes, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
-pub use super::elsewhere::Elsewhere;
+pub use elsewhere::Elsewhere;
 
 /// What a node might do with one axis.
 #[derive(Clone, Debug, PartialEq)]

@@ -12,8 +12,8 @@ use super::local::Local;
 use super::tensor::{Placed, Prepared};
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::is_view;
-use crate::search::sharing::{Filling, Sharing};
-use crate::search::storage::{kind_under, stored_type};
+use crate::search::bound::sharing::{Filling, Sharing};
+use crate::search::estimate::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
 

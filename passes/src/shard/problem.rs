@@ -23,7 +23,7 @@ use super::route::{self, Turning};
 use super::tensor::{Flow, Placed, Prepared};
 use crate::cost::collective::Group;
 use crate::cost::is_view;
-use crate::search::sharing::Sharing;
+use crate::search::bound::sharing::Sharing;
 use crate::threads::lock;
 use shardc_ir::{AxisId, Choice, Strategy, TensorType};
 use std::cell::OnceCell;

@@ -7,8 +7,8 @@ use super::share::Share;
 use crate::cluster::Cluster;
 use crate::fold::{Blocks, Folded};
 use crate::head::Head;
-use crate::search::liveness::Lives;
-use crate::search::recompute::Kind;
+use crate::search::estimate::liveness::Lives;
+use crate::search::estimate::recompute::Kind;
 use shardc_ir::ops::Op;
 use shardc_ir::plan::{Scope, sums_in};
 use shardc_ir::{

@@ -10,7 +10,7 @@
 //! The search compares plans by step times in closed form ([`crate::search::estimate`]); the plan that it
 //! chooses is predicted by the simulation of its programs ([`predict`]). Without contention and stragglers
 //! the two agree within 3% over the plans that a test compares; where they do not is said in
-//! [`crate::search::beside`].
+//! [`crate::search::estimate::beside`].
 
 mod engine;
 mod kinds;

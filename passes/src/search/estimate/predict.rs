@@ -1,11 +1,11 @@
 //! What a candidate takes, by the sums of its [`Shape`]: memory and time.
 
+use super::beside::{BUCKET, Shown, Traffic};
+use super::liveness::Gradients;
+use super::recompute::Selected;
 use super::{Shape, Work};
 use crate::cost::{Machine, step};
-use crate::search::beside::{BUCKET, Shown, Traffic};
-use crate::search::liveness::Gradients;
-use crate::search::pins::Recompute;
-use crate::search::recompute::Selected;
+use crate::search::choice::pins::Recompute;
 use crate::shard::tensor::Placed;
 use crate::threads::lock;
 use shardc_ir::plan::{Memory, Prediction};

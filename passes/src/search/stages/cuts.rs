@@ -4,7 +4,7 @@ use super::levels::Choice;
 use super::problem::{Part, Problem};
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
-use crate::search::overstated::NEAR;
+use crate::search::measure::NEAR;
 
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;

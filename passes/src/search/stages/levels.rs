@@ -8,8 +8,8 @@
 use super::problem::{Part, Problem};
 use super::{Pins, Recompute, Sums};
 use crate::search::away::{ladders, steps};
-use crate::search::offload::{Kind, Offload};
-use crate::search::recompute::Menu;
+use crate::search::choice::offload::{Kind, Offload};
+use crate::search::estimate::recompute::Menu;
 use shardc_ir::plan::Prediction;
 use std::ops::Range;
 

@@ -7,17 +7,17 @@
 //! Transfers run beside the passes of the stage's own chunks, and make them longer where they do not hide: what that
 //! does to the step, the schedule says. The update waits for the last gradient, and a host does that of all its ranks.
 
+use super::held::Held as Copies;
 use super::levels::Pace;
+use super::line::prefix;
 use super::problem::{Part, Problem};
 use super::{Line, Recompute, Sums};
 use crate::cost::host::{Beside, Host, Load, Shown};
 use crate::pipeline::order::Lengths;
+use crate::search::choice::offload::{ALL, Offload};
 use crate::search::estimate::Shape;
-use crate::search::held::Held as Copies;
-use crate::search::line::prefix;
-use crate::search::offload::{ALL, Offload};
-use crate::search::relief::{Activations, Leaving, Stock};
-use crate::search::storage::Held;
+use crate::search::estimate::relief::{Activations, Leaving, Stock};
+use crate::search::estimate::storage::Held;
 use shardc_ir::Mesh;
 use std::collections::BTreeSet;
 

@@ -1,14 +1,14 @@
 //! One schedule on one mesh, with one choice of ZeRO: cuts, and what they take.
 
 use super::cuts::Alone;
+use super::held::Held;
 use super::levels::{Again, Choice, Level, Levels, Pace};
+use super::line::Once;
 use super::{Recompute, Sums, Tries};
 use crate::cost::collective::distance;
 use crate::pipeline::order::Lengths;
-use crate::search::held::Held;
-use crate::search::line::Once;
-use crate::search::offload::{Offload, Offloads};
-use crate::search::relief::{Leaving, Relief, less};
+use crate::search::choice::offload::{Offload, Offloads};
+use crate::search::estimate::relief::{Leaving, Relief, less};
 use rustc_hash::FxHashMap;
 use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};

@@ -2,8 +2,8 @@
 //! is known of one of them is known of others.
 
 use super::Mesh;
+use super::held::Held;
 use crate::pipeline::order::{Lengths, Step, orders};
-use crate::search::held::Held;
 use rustc_hash::FxHashMap;
 use shardc_ir::Pipeline;
 use shardc_ir::pipeline::Schedule;

@@ -1,14 +1,14 @@
 //! What a step takes in stages, by running the schedule with what the passes of each chunk take.
 
+use super::held::Held;
 use super::levels::Pace;
 use super::problem::{LONGEST, Part, Problem};
 use crate::cost::host::Shown;
 use crate::cost::step;
 use crate::pipeline::order::{Lengths, Pass};
 use crate::pipeline::timeline::{Durations, Link, finish};
-use crate::search::held::Held;
-use crate::search::overstated::is_compared;
-use crate::search::relief::Leaving;
+use crate::search::estimate::relief::Leaving;
+use crate::search::measure::is_compared;
 use shardc_ir::pipeline::{Length, Schedule};
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Pipeline, Seconds};

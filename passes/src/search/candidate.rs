@@ -1,0 +1,118 @@
+//! One point of the search space, with what it is estimated to take.
+
+use super::choice::degrees::Degrees;
+use super::choice::offload::Offloads;
+use super::choice::pins::Recompute;
+use super::choice::stages::Stages;
+use super::estimate::relief::Relief;
+use shardc_ir::Mesh;
+use shardc_ir::plan::Prediction;
+
+/// One point of the search space.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// How many ways the step is divided.
+    pub degrees: Degrees,
+    /// The pipeline, if it has stages.
+    pub stages: Option<Stages>,
+    /// ZeRO stage.
+    pub zero: u64,
+    /// Recomputation.
+    pub recompute: Recompute,
+    /// Into how many chunks the head and its loss are cut.
+    pub loss_chunks: u64,
+    /// Into how many chunks the blocks' part of the batch is cut, which overlap.
+    pub overlap_chunks: u64,
+    /// The seconds that collectives within the blocks show without chunks.
+    pub within: f64,
+    /// The seconds that a byte of memory cost where its layouts were chosen.
+    pub byte: f64,
+    /// What lies away from the device.
+    pub offload: Offloads,
+    /// What that takes from the device and adds to the step; the prediction has both.
+    pub relief: Relief,
+    /// What it is predicted to need.
+    pub prediction: Prediction,
+}
+
+impl Candidate {
+    /// Whether it differs from another in computing more values again, and in nothing else.
+    pub(in crate::search) fn is_spare_of(&self, other: &Self) -> bool {
+        let is_more = match (self.recompute, other.recompute) {
+            (Recompute::Values(own), Recompute::Values(least)) => own > least,
+            _ => false,
+        };
+        let same = |of: &Self| (of.zero, of.loss_chunks, of.overlap_chunks, of.byte.to_bits());
+        let is_alike = same(self) == same(other) && self.offload == other.offload;
+        is_more && self.degrees == other.degrees && self.stages == other.stages && is_alike
+    }
+
+    /// The seconds that its step takes at the least by its estimate, in however many chunks.
+    pub(in crate::search) fn least(&self) -> f64 {
+        self.prediction.step.0 - self.within
+    }
+
+    /// The choices, as pins would say them.
+    pub fn choice(&self) -> String {
+        let Self { degrees, zero, recompute, .. } = self;
+        let many = |name: &str, count: u64| if count > 1 { format!(",{name}={count}") } else { String::new() };
+        let chunks = [many("loss_chunks", self.loss_chunks), many("overlap_chunks", self.overlap_chunks)].concat();
+        let stages = self.stages.as_ref().map_or(String::new(), |stages| format!(",{}", stages.text()));
+        let degrees = format!("{}{stages}", degrees.text());
+        let away = if self.offload.is_none() { String::new() } else { format!(",{}", self.offload.text()) };
+        format!("{degrees},zero={zero},microbatch={},recompute={recompute}{chunks}{away}", self.degrees.microbatch)
+    }
+
+    /// The mesh, without axes of one coordinate.
+    pub fn mesh(&self, batch: u64) -> Mesh {
+        self.degrees.mesh(batch)
+    }
+}
+
+#[cfg(test)]
+impl Candidate {
+    /// So many data ranks, with nothing else chosen but what is computed again.
+    pub(in crate::search) fn bare(dp: u64, recompute: Recompute, prediction: Prediction) -> Self {
+        Self {
+            degrees: Degrees::new(1).with("dp", &[dp]),
+            stages: None,
+            zero: 0,
+            recompute,
+            loss_chunks: 1,
+            overlap_chunks: 1,
+            within: 0.0,
+            byte: 0.0,
+            offload: Offloads::default(),
+            relief: Relief::default(),
+            prediction,
+        }
+    }
+}
+
+/// Candidates that err alike in their memory: those of equal data ranks and ZeRO stage.
+pub(in crate::search) type Kin = (u64, u64);
+
+pub(in crate::search) fn kin(candidate: &Candidate) -> Kin {
+    (candidate.degrees.degree("dp") * candidate.degrees.degree("fsdp"), candidate.zero)
+}
+
+/// Microbatches of all stages together above which [programs are long](is_long).
+const LONG: u64 = 4096;
+
+/// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those of one schedule the
+/// estimate tells which is the fastest, and that one alone is lowered, of two schedules at the most.
+pub(in crate::search) fn is_long(candidate: &Candidate, batch: u64) -> bool {
+    let mesh = candidate.mesh(batch);
+    mesh.degree("pp") * mesh.microbatches() > LONG && candidate.stages.is_some()
+}
+
+/// By step time; what is equal within a thousandth by the simpler choice.
+pub(in crate::search) fn sort(candidates: &mut [Candidate]) {
+    candidates.sort_by(|a, b| a.prediction.step.0.total_cmp(&b.prediction.step.0));
+    let simplicity =
+        |c: &Candidate| (c.degrees.degree("pp"), c.recompute, c.zero, c.degrees.axes(), c.degrees.degree("tp"));
+    // The best and its near-ties, simplest first.
+    let Some(best) = candidates.first().map(|best| best.prediction.step.0) else { return };
+    let ties = candidates.partition_point(|candidate| candidate.prediction.step.0 <= best * 1.001);
+    candidates[..ties].sort_by_key(simplicity);
+}

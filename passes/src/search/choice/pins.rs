@@ -1,0 +1,515 @@
+//! Pins: choices that the user fixes.
+
+use super::offload::{Offload, Offloads};
+use crate::search::error::PlanError;
+
+use shardc_ir::Plan;
+use shardc_ir::pipeline::{self, Schedule};
+use shardc_ir::units::counted;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// How much of the forward pass is computed again in the backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Recompute {
+    /// Nothing: every value that the backward pass reads is kept.
+    None,
+    /// All of every block but products and attention.
+    Selective,
+    /// The values that free the most memory per second, by so many steps (see
+    /// [`recompute`](crate::search::estimate::recompute)).
+    Values(u64),
+    /// The first so many blocks.
+    Blocks(u64),
+    /// Every block.
+    All,
+}
+
+impl Recompute {
+    /// As many steps of [`Values`](Self::Values) as memory needs.
+    pub const BY_NEED: Self = Self::Values(u64::MAX);
+
+    /// With no more steps than there are.
+    pub(in crate::search) fn within(self, steps: u64) -> Self {
+        match self {
+            Self::BY_NEED => self,
+            Self::Values(_) if steps == 0 => Self::None,
+            Self::Values(count) => Self::Values(count.min(steps)),
+            _ => self,
+        }
+    }
+
+    /// Reads the value of a pin.
+    fn parse(text: &str) -> Result<Self, String> {
+        Ok(match text {
+            "none" | "0" => Self::None,
+            "selective" => Self::Selective,
+            "value" => Self::BY_NEED,
+            "block" | "full" => Self::All,
+            _ => {
+                let (kind, count) = text.split_once(':').unwrap_or(("", text));
+                let count = count.parse().ok().filter(|_| matches!(kind, "" | "value"));
+                let known = "none, selective, value, value:STEPS, block or a number of blocks";
+                let count = count.ok_or_else(|| format!("`{text}` is not {known}"))?;
+                match (kind, count) {
+                    ("", _) => Self::Blocks(count),
+                    (_, 0) => Self::None,
+                    _ => Self::Values(count),
+                }
+            }
+        })
+    }
+
+    /// Reads what one stage of a pipeline does.
+    fn parse_of_stage(text: &str) -> Result<Self, String> {
+        // How much memory needs is found for all stages alike, and a number of blocks counts those of the model.
+        let is_of_stage = |own: &Self| !matches!(*own, Self::BY_NEED | Self::Blocks(_));
+        Self::parse(text).ok().filter(is_of_stage).ok_or_else(|| {
+            format!(
+                "`{text}` is not none, selective, value:STEPS or block; write one for each stage: block/selective/none"
+            )
+        })
+    }
+}
+
+impl fmt::Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::None => f.write_str("none"),
+            Self::Selective => f.write_str("selective"),
+            Self::BY_NEED => f.write_str("value"),
+            Self::Values(steps) => write!(f, "value:{steps}"),
+            Self::Blocks(count) => write!(f, "{count}"),
+            Self::All => f.write_str("block"),
+        }
+    }
+}
+
+/// The most axes of one family.
+const MOST_AXES: usize = 4;
+
+/// What is fixed; all else is searched.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pins {
+    /// Data ranks.
+    pub dp: Option<u64>,
+    /// Ranks of a replica among which parameters are stored; 1 for no replicas of parts.
+    pub fsdp: Option<u64>,
+    /// Ranks among which experts are divided.
+    pub ep: Option<u64>,
+    /// Ranks among which the sequence is divided: in attention in any way, by a ring, or as heads.
+    pub cp: Option<u64>,
+    /// See `cp`.
+    pub ring: Option<u64>,
+    /// See `cp`.
+    pub ulysses: Option<u64>,
+    /// Tensor ranks.
+    pub tp: Option<u64>,
+    /// The sizes of the axes of families that are to have several: `tp=2x4`.
+    pub axes: BTreeMap<&'static str, Vec<u64>>,
+    /// Pipeline stages.
+    pub pp: Option<u64>,
+    /// The order of their microbatches.
+    pub schedule: Option<Schedule>,
+    /// Chunks of each stage.
+    pub virtual_stages: Option<u64>,
+    /// Of how many chunks a stage holds what forward passes leave.
+    pub in_flight: Option<u64>,
+    /// Of how many chunks a stage of zero-bubble V delays the gradients of weights.
+    pub delayed: Option<u64>,
+    /// ZeRO stage, 0 to 3.
+    pub zero: Option<u64>,
+    /// Sequences per data rank per microbatch, as in Megatron.
+    pub microbatch: Option<u64>,
+    /// Recomputation.
+    pub recompute: Option<Recompute>,
+    /// Recomputation of each stage of a pipeline; empty if it is open.
+    pub stage_recompute: Vec<Recompute>,
+    /// Chunks of the head and its loss; 1 for none.
+    pub loss_chunks: Option<u64>,
+    /// Chunks of a rank's microbatch that go through the blocks beside each other; 1 for none.
+    pub overlap_chunks: Option<u64>,
+    /// Whether casts of parameters are kept from step to step.
+    pub keep_casts: Option<bool>,
+    /// What lies away from the device, of every stage.
+    pub offload: Option<Offload>,
+    /// The same of each stage of a pipeline; empty if it is open.
+    pub stage_offload: Vec<Offload>,
+}
+
+impl Pins {
+    /// What a plan chose, as pins would say it; of a choice that cannot be read, nothing.
+    pub fn chosen(plan: &Plan) -> Self {
+        Self::parse(&plan.choice).unwrap_or_default()
+    }
+
+    /// Reads `dp=2,tp=2,zero=1,microbatch=1,recompute=none|selective|value|block|N,loss_chunks=4,overlap_chunks=2`; an
+    /// empty text fixes nothing. The other families of [`FAMILIES`](crate::search::choice::degrees::FAMILIES) are pinned like `dp`; a
+    /// product such as `tp=2x4` makes several axes. `offload` is read by [`Offload::parse`].
+    pub fn parse(text: &str) -> Result<Self, PlanError> {
+        let mut pins = Self::default();
+        if text.trim().is_empty() {
+            return Ok(pins);
+        }
+        for part in text.split(',').map(str::trim) {
+            let pin = |message: String| PlanError::Pin { pin: part.to_string(), message };
+            if part.is_empty() {
+                let message = "there is nothing before or after one of its commas; take the comma out".to_string();
+                return Err(PlanError::Pin { pin: text.to_string(), message });
+            }
+            let (name, value) =
+                part.split_once('=').ok_or_else(|| pin("write NAME=VALUE, for instance dp=2".to_string()))?;
+            let (name, value) = (name.trim_end(), value.trim_start());
+            let number = || {
+                let parsed = value.parse::<u64>().ok();
+                parsed.ok_or_else(|| pin(format!("`{value}` is not a whole number")))
+            };
+            let positive = || match number()? {
+                0 => Err(pin("it must be at least 1".to_string())),
+                value => Ok(value),
+            };
+            let slot = match name {
+                "dp" => &mut pins.dp,
+                "fsdp" => &mut pins.fsdp,
+                "ep" => &mut pins.ep,
+                "cp" => &mut pins.cp,
+                "ring" => &mut pins.ring,
+                "ulysses" => &mut pins.ulysses,
+                "tp" => &mut pins.tp,
+                "pp" => &mut pins.pp,
+                "virtual" => &mut pins.virtual_stages,
+                "in_flight" => &mut pins.in_flight,
+                "delayed" => &mut pins.delayed,
+                "zero" => &mut pins.zero,
+                "microbatch" => &mut pins.microbatch,
+                "loss_chunks" => &mut pins.loss_chunks,
+                "overlap_chunks" => &mut pins.overlap_chunks,
+                "recompute" => {
+                    if pins.recompute.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    pins.recompute = Some(Recompute::parse(value).map_err(pin)?);
+                    continue;
+                }
+                "keep_casts" => {
+                    if pins.keep_casts.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    pins.keep_casts = Some(match value {
+                        "0" => false,
+                        "1" => true,
+                        _ => return Err(pin(format!("`{value}` is not 0 or 1"))),
+                    });
+                    continue;
+                }
+                "stage_recompute" => {
+                    if !pins.stage_recompute.is_empty() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    let all: Result<Vec<Recompute>, String> = value.split('/').map(Recompute::parse_of_stage).collect();
+                    pins.stage_recompute = all.map_err(pin)?;
+                    continue;
+                }
+                "offload" => {
+                    if pins.offload.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    pins.offload = Some(Offload::parse(value).map_err(pin)?);
+                    continue;
+                }
+                "stage_offload" => {
+                    if !pins.stage_offload.is_empty() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    let all: Result<Vec<Offload>, String> = value.split('/').map(Offload::parse).collect();
+                    pins.stage_offload = all.map_err(pin)?;
+                    continue;
+                }
+                "schedule" => {
+                    if pins.schedule.is_some() {
+                        return Err(pin(format!("`{name}` is pinned twice")));
+                    }
+                    let known = Schedule::ALL.map(Schedule::name).join(", ");
+                    let unknown = || pin(format!("`{value}` is no schedule; known are {known}"));
+                    pins.schedule = Some(Schedule::from_name(value).ok_or_else(unknown)?);
+                    continue;
+                }
+                _ => {
+                    let known = "dp, fsdp, ep, ring, ulysses, cp, tp, pp, schedule, virtual, in_flight, delayed, zero, \
+                                 microbatch, recompute, stage_recompute, loss_chunks, overlap_chunks, keep_casts, offload, stage_offload";
+                    return Err(pin(format!("unknown pin `{name}`; known are {known}")));
+                }
+            };
+            if slot.is_some() {
+                return Err(pin(format!("`{name}` is pinned twice")));
+            }
+            let family = ["ring", "ulysses", "cp", "tp"].into_iter().find(|family| *family == name);
+            *slot = Some(match family.filter(|_| value.contains('x')) {
+                Some(family) => {
+                    let sizes = value.split('x').map(|size| size.parse::<u64>().ok().filter(|size| *size > 1));
+                    let sizes: Option<Vec<u64>> = sizes.collect();
+                    let wrong = || pin(format!("`{value}` is not a product of sizes above 1, as 2x4 is"));
+                    let sizes = sizes.filter(|sizes| sizes.len() <= MOST_AXES).ok_or_else(wrong)?;
+                    let product = sizes.iter().try_fold(1u64, |all, size| all.checked_mul(*size)).ok_or_else(wrong)?;
+                    pins.axes.insert(family, sizes);
+                    product
+                }
+                None if name == "zero" => number()?,
+                None => positive()?,
+            });
+        }
+        if pins.zero.is_some_and(|zero| zero > 3) {
+            return Err(PlanError::Pin { pin: text.to_string(), message: "ZeRO has stages 0 to 3".to_string() });
+        }
+        Ok(pins)
+    }
+
+    /// What is pinned to lie away from the devices.
+    pub fn offloads(&self) -> Option<Offloads> {
+        let of_all = || self.offload.map(|pin| Offloads::new(vec![pin]));
+        if self.stage_offload.is_empty() { of_all() } else { Some(Offloads::new(self.stage_offload.clone())) }
+    }
+
+    /// What is pinned to be as it would be without, which no choice names, as further parts of one.
+    pub(in crate::search) fn unnamed(&self) -> String {
+        let pinned = [
+            (self.loss_chunks == Some(1), "loss_chunks=1"),
+            (self.overlap_chunks == Some(1), "overlap_chunks=1"),
+            (self.keep_casts == Some(false), "keep_casts=0"),
+            (self.offloads().is_some_and(|pinned| pinned.is_none()), "offload=none"),
+        ];
+        pinned.into_iter().filter(|(is_pinned, _)| *is_pinned).map(|(_, part)| format!(",{part}")).collect()
+    }
+
+    /// Whether a pin asks for pipeline stages.
+    pub fn opens_stages(&self) -> bool {
+        let has_chunks =
+            self.virtual_stages.is_some_and(|pin| pin > 1) || self.in_flight.is_some() || self.delayed.is_some();
+        self.pp.map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
+    }
+
+    /// Whether what is pinned of a pipeline fits together.
+    fn check_stages(&self) -> Result<(), PlanError> {
+        let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
+        if let (Some(1), Some(schedule)) = (self.pp, self.schedule) {
+            let message = "a schedule is that of pipeline stages; pin pp above 1, or leave it out".to_string();
+            return fail(format!("pp=1,schedule={}", schedule.name()), message);
+        }
+        if let Some(chunks) = self.overlap_chunks.filter(|chunks| *chunks > MOST_CHUNKS) {
+            let message = format!("every block is computed once per chunk; use at most {MOST_CHUNKS}, such as 2 or 4");
+            return fail(format!("overlap_chunks={chunks}"), message);
+        }
+        let named = [
+            ("stage_recompute", "recompute", self.stage_recompute.len() as u64),
+            ("stage_offload", "offload", self.stage_offload.len() as u64),
+        ];
+        for (name, of_all, named) in named.into_iter().filter(|(_, _, named)| *named > 0) {
+            if self.pp == Some(named) && named > 1 {
+                continue;
+            }
+            let message = match self.pp {
+                Some(1) => format!("it is of pipeline stages, and pp=1 has none; pin {of_all} instead"),
+                Some(stages) => format!("it names {named} of the {stages} stages of pp={stages}; name one for each"),
+                None if named == 1 => "it names one stage; name one for each stage, and pin pp with it".to_string(),
+                None => format!("it names {named} stages; pin pp={named} with it"),
+            };
+            return fail(name.to_string(), message);
+        }
+        if let Some(pin) = self.offload.filter(|_| !self.stage_offload.is_empty()) {
+            return fail(
+                format!("offload={pin}"),
+                "stage_offload says it of each stage; leave one of them out".to_string(),
+            );
+        }
+        if let (Some(pin), Some(most)) = (self.recompute, self.stage_recompute.iter().max())
+            && pin != *most
+        {
+            let message = format!("by stage_recompute it is {most} at most; leave recompute out, or pin {most}");
+            return fail(format!("recompute={pin}"), message);
+        }
+        let schedule = self.schedule.unwrap_or(Schedule::ZeroBubbleV);
+        let limits = [
+            ("in_flight", self.in_flight, Schedule::check_in_flight as fn(Schedule, u64) -> Result<(), String>),
+            ("delayed", self.delayed, Schedule::check_delayed),
+        ];
+        for (name, chunks, check) in limits {
+            let Some(chunks) = chunks else { continue };
+            if self.pp == Some(1) {
+                let message = "it is of a pipeline; pin pp above 1, or leave it out".to_string();
+                return fail(format!("pp=1,{name}={chunks}"), message);
+            }
+            if let Err(message) = check(schedule, chunks) {
+                return fail(format!("{name}={chunks}"), message);
+            }
+        }
+        let Some(chunks) = self.virtual_stages else { return Ok(()) };
+        if self.pp == Some(1) && chunks > 1 {
+            let message = "several chunks are those of a pipeline stage; pin pp above 1, or leave it out".to_string();
+            return fail(format!("pp=1,virtual={chunks}"), message);
+        }
+        if chunks > pipeline::MOST_CHUNKS {
+            let most = pipeline::MOST_CHUNKS;
+            return fail(format!("virtual={chunks}"), format!("all stages have at most {most} chunks; write fewer"));
+        }
+        match self.schedule.map_or(Ok(()), |schedule| schedule.check_chunks(chunks)) {
+            Ok(()) => Ok(()),
+            Err(message) => fail(format!("virtual={chunks}"), message),
+        }
+    }
+
+    /// The degrees, by family.
+    pub fn degrees(&self) -> [(&'static str, Option<u64>); 8] {
+        let Self { pp, dp, fsdp, ep, ring, ulysses, cp, tp, .. } = *self;
+        [
+            ("pp", pp),
+            ("dp", dp),
+            ("fsdp", fsdp),
+            ("ep", ep),
+            ("ring", ring),
+            ("ulysses", ulysses),
+            ("cp", cp),
+            ("tp", tp),
+        ]
+    }
+
+    /// Whether the pins agree with each other, the cluster and the batch.
+    pub fn check(&self, ranks: u64, batch: u64) -> Result<(), PlanError> {
+        let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
+        self.check_stages()?;
+        let degrees: Vec<(&str, u64)> =
+            self.degrees().into_iter().filter_map(|(name, pin)| pin.map(|pin| (name, pin))).collect();
+        for (name, degree) in &degrees {
+            if !ranks.is_multiple_of(*degree) {
+                let message = format!(
+                    "{degree} does not divide the cluster's {}; use a divisor of {ranks}",
+                    counted(ranks, "rank")
+                );
+                return fail(format!("{name}={degree}"), message);
+            }
+        }
+        // How many stages there are is open, unless it is pinned.
+        let is_open = self.pp.is_none() && self.opens_stages();
+        let all = degrees.iter().fold(1u64, |all, (_, degree)| all.saturating_mul(*degree));
+        if !ranks.is_multiple_of(all) || (self.dp.is_some() && self.tp.is_some() && !is_open && all != ranks) {
+            let mut fix = if degrees.len() == 2 { "pin only one of them" } else { "pin fewer of them" }.to_string();
+            if ranks.is_multiple_of(all) && [self.cp, self.ring, self.ulysses].iter().all(Option::is_none) {
+                fix += &format!(", or cp={} as well", ranks / all);
+            }
+            let message = format!("they make {} and the cluster has {ranks}; {fix}", counted(all, "rank"));
+            let pins = degrees.iter().map(|(name, degree)| format!("{name}={degree}")).collect::<Vec<_>>();
+            return fail(pins.join(","), message);
+        }
+        if let (Some(fsdp), Some(0)) = (self.fsdp.filter(|fsdp| *fsdp > 1), self.zero) {
+            let message = "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3".to_string();
+            return fail(format!("fsdp={fsdp},zero=0"), message);
+        }
+        let divides = |pin: Option<u64>| pin.unwrap_or(1);
+        let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
+        let dp = match (self.dp, self.tp) {
+            (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
+            (None, tp) => tp.filter(|_| !is_open).map(|tp| ranks / (tp * context * divides(self.pp))),
+        };
+        // Ranks that samples do not fill may divide the sequence instead.
+        let is_whole = [self.dp, self.cp, self.ring, self.ulysses].iter().all(Option::is_none);
+        let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
+        if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
+            let message =
+                format!("a batch of {batch} does not divide over {}; use a multiple of {dp}", counted(dp, "data rank"));
+            return fail(format!("dp={dp}"), message);
+        }
+        if let Some(microbatch) = self.microbatch {
+            let parts = dp.unwrap_or(1).saturating_mul(microbatch);
+            if !batch.is_multiple_of(parts) {
+                let message = format!(
+                    "a batch of {batch} does not divide into {} times microbatches of {microbatch}; use a multiple of \
+                     {parts}",
+                    counted(dp.unwrap_or(1), "data rank")
+                );
+                return fail(format!("microbatch={microbatch}"), message);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The most chunks that may be pinned: every node of a block is one in each.
+pub(in crate::search) const MOST_CHUNKS: u64 = 32;
+
+/// Whether a microbatch of so many samples can be cut into chunks: of a single one the tokens are.
+pub(in crate::search) fn divides(microbatch: u64, chunks: u64) -> bool {
+    microbatch == 1 || microbatch.is_multiple_of(chunks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, expect: &str) {
+        let result = Pins::parse(text).and_then(|pins| pins.check(4, 8).map(|()| pins));
+        let text = result.map_or_else(|error| error.to_string(), |pins| format!("{pins:?}"));
+        assert!(text.contains(expect), "{text}");
+    }
+
+    #[test]
+    fn pins() {
+        check("dp=2,tp=2,zero=1", "tp: Some(2), axes: {}, pp: None");
+        check("tp=2x2,zero=1", "axes: {\"tp\": [2, 2]}");
+        check("dp=2,tp=4", "they make 8 ranks and the cluster has 4");
+        check("dp=1,tp=2", "they make 2 ranks and the cluster has 4; pin only one of them, or cp=2 as well");
+        check("dp=3", "3 does not divide the cluster's 4 ranks");
+        check("dp=4,microbatch=3", "a batch of 8 does not divide into 4 data ranks times microbatches of 3");
+        check("dp=4,microbatch=18446744073709551615", "a batch of 8 does not divide into 4 data ranks");
+        check("recompute=1,recompute=none", "`recompute` is pinned twice");
+        check("zero=4", "stages 0 to 3");
+        check("pp=2,schedule=1f1b", "pp: Some(2), schedule: Some(OneForwardOneBackward)");
+        check("pp=3", "3 does not divide the cluster's 4 ranks");
+        check("pp=2,dp=2,tp=2", "pin `pp=2,dp=2,tp=2`: they make 8 ranks and the cluster has 4");
+        check("pp=2,schedule=2f2b", "`2f2b` is no schedule; known are gpipe, 1f1b, interleaved, zbv");
+        check("pp=1,schedule=1f1b", "a schedule is that of pipeline stages");
+        check("pp=2,schedule=1f1b,virtual=2", "several take schedule interleaved");
+        check("pp=2,schedule=interleaved,virtual=1", "at least two chunks");
+        check("pp=2,schedule=gpipe,in_flight=4", "4 chunks take another schedule");
+        check("pp=1,in_flight=4", "pin pp above 1");
+        check("in_flight=4294967297", "at most 4294967296");
+        check("pp=2,in_flight=0", "it must be at least 1");
+        check("pp=2,schedule=1f1b,delayed=4", "to delay those of 4 chunks takes schedule zbv");
+        check("pp=1,delayed=4", "pin pp above 1");
+        check("pp=2,schedule=zbv,virtual=3", "a stage of schedule zbv runs two chunks, not 3");
+        check(
+            "pp=2,schedule=interleaved,virtual=9223372036854775808",
+            "all stages have at most 65536 chunks; write fewer",
+        );
+        check("pp=1,tp=0", "at least 1");
+        check("fsdq=2", "unknown pin `fsdq`; known are dp, fsdp, ep, ring, ulysses, cp, tp");
+        check("fsdp=2,zero=0", "with ZeRO stage 0 every data rank stores all; pin zero=1, 2 or 3");
+        check("cp=2,tp=2x2", "pin `cp=2,tp=4`: they make 8 ranks and the cluster has 4; pin only one of them");
+        check("tp=2x0", "`2x0` is not a product of sizes above 1, as 2x4 is");
+        check("dp=2x2", "`2x2` is not a whole number");
+        check("ep=3", "3 does not divide the cluster's 4 ranks");
+        check("dp=1,fsdp=4,microbatch=4", "a batch of 8 does not divide into 4 data ranks times microbatches of 4");
+        check("recompute=value:3,tp=2", "recompute: Some(Values(3))");
+        check("recompute=value:0", "recompute: Some(None)");
+        check("pp=2,stage_recompute=block", "it names 1 of the 2 stages of pp=2");
+        check("pp=1,stage_recompute=block", "pp=1 has none; pin recompute instead");
+        check("stage_recompute=block/none", "it names 2 stages; pin pp=2 with it");
+        check("recompute=block:3", "`block:3` is not none, selective, value");
+        check("recompute=half", "`half` is not none, selective, value");
+        check("offload=optimizer:2,tp=2", "optimizer: 2, gradients: 0, parameters: 0");
+        check("offload=optimizer,offload=none", "`offload` is pinned twice");
+        check("offload=weights", "`weights` is none of none, optimizer");
+        check("pp=2,stage_offload=optimizer:2/none", "stage_offload: [Offload { optimizer: 2");
+        check("pp=4,stage_offload=optimizer:2/none", "it names 2 of the 4 stages of pp=4");
+        check("pp=1,stage_offload=optimizer", "pp=1 has none; pin offload instead");
+        check("pp=2,stage_offload=none/weights", "`weights` is none of none, optimizer");
+        check("pp=2,offload=none,stage_offload=none/none", "`offload=none`: stage_offload says it of each stage");
+        check("dp", "write NAME=VALUE");
+        let unnamed = |text: &str| Pins::parse(text).map(|pins| pins.unnamed()).unwrap_or_default();
+        assert_eq!(unnamed("loss_chunks=2,overlap_chunks=1,keep_casts=0"), ",overlap_chunks=1,keep_casts=0");
+        assert_eq!(unnamed("loss_chunks=1,offload=none,keep_casts=1"), ",loss_chunks=1,offload=none");
+        for text in [",", "dp=2,", ",dp=2", "dp=2, ,tp=2"] {
+            check(text, "nothing before or after one of its commas");
+        }
+        check("", "dp: None");
+    }
+}

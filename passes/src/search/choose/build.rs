@@ -1,0 +1,238 @@
+//! Makes the annotated plan of one candidate.
+
+use super::outcome::breakdown;
+use crate::chunk::{Origin, chunk, strategy_for};
+use crate::cluster::Cluster;
+use crate::error::PassError;
+use crate::pipeline::shared::sum_behind_loop;
+use crate::rematerialize::rematerialize_from;
+use crate::search::candidate::Candidate;
+use crate::search::choice::pins::Recompute;
+use crate::search::choice::stages::Stages;
+use crate::search::error::PlanError;
+use crate::search::estimate::Shape;
+use crate::search::placed::place_batch;
+use crate::search::stages::line::Line;
+use crate::shard::family::{batch_axes, copy_axes};
+use crate::shard::place::place_axes;
+use crate::shard::prepare::parameter_values;
+use crate::shard::tensor::Prepared;
+use crate::shard::zero::shard_storage;
+use crate::split_batch::order::{Ordered, order};
+use crate::split_batch::sequence::sequence_factors;
+use crate::split_batch::{Step, split_batch};
+use shardc_ir::plan::{Memory, Prediction, Request};
+use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
+use std::collections::BTreeMap;
+
+/// What a finished plan needs by its programs: the memory that lowering allocates, the step that they take.
+pub type Confirm<'a> = &'a (dyn Fn(&Plan) -> Result<Exact, String> + Sync);
+
+/// Solves the candidate's mesh again and writes every node's strategy down. A node that is computed
+/// again, or in chunks, does as its original: solved anew, the rewritten graph might be spread in
+/// another way than the one that was chosen for its memory.
+pub fn build(
+    prepared: &Prepared<'_>,
+    line: Option<&Line>,
+    cluster: &Cluster,
+    request: &Request,
+    candidate: &Candidate,
+) -> Result<Plan, PlanError> {
+    let mesh = candidate.mesh(request.batch);
+    let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
+    let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
+    let conversions = place_axes(prepared, &mut placed, candidate.byte);
+    let meshes = std::slice::from_ref(&mesh);
+    let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
+    let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty()).zip(line);
+    let selected = match by_stage {
+        None => shape.menu().select(candidate.recompute),
+        Some((stages, line)) => {
+            let of_block = recompute_of_blocks(prepared, line, stages, mesh.degree("pp"));
+            shape.menu().select_by(&|block| of_block.get(&block).copied().unwrap_or(Recompute::None))
+        }
+    };
+    let chosen = |block: &str| prepared.blocks.named(block).is_some_and(|block| selected.way(block).is_some());
+    let keep =
+        |id: NodeId| prepared.blocks.of(id).is_none_or(|block| !selected.is_again(block, prepared.folded.class[id]));
+    let (graph, from) =
+        rematerialize_from(prepared.graph, &chosen, &keep).map_err(|error| PlanError::Bug(error.to_string()))?;
+    let (whole, of_whole) = (graph, |id: NodeId| &placed.strategies[prepared.folded.class[from[id]]]);
+    let (graph, origins) = chunk(&whole, candidate.loss_chunks).map_err(|error| PlanError::Bug(error.to_string()))?;
+    let mut strategies: SecondaryMap<NodeId, Strategy> = SecondaryMap::new();
+    for (id, origin) in &origins {
+        strategies[id] = match *origin {
+            Origin::Node(of) => of_whole(of).clone(),
+            Origin::Operand(of, index) => {
+                strategy_for(graph.rule(id), &whole.rule(of).operand_sharding(index, of_whole(of)))
+            }
+            Origin::Result(of, index) => {
+                strategy_for(graph.rule(id), &whole.rule(of).result_sharding(index, of_whole(of)))
+            }
+        };
+    }
+    let mut pipeline = Pipeline::default();
+    if let (Some(stages), Some(line)) = (&candidate.stages, line) {
+        let chunks = line.chunks(prepared, &stages.cuts);
+        for (id, origin) in &origins {
+            let (Origin::Node(of) | Origin::Operand(of, _) | Origin::Result(of, _)) = *origin;
+            pipeline.chunks[id] = chunks[from[of]];
+        }
+        (pipeline.schedule, pipeline.per_stage) = (stages.schedule, stages.per_stage);
+        (pipeline.in_flight, pipeline.delayed) = (stages.limits.in_flight, stages.limits.delayed);
+        pipeline.lengths.clone_from(&stages.lengths);
+    }
+    let (graph, mut strategies) = match candidate.overlap_chunks {
+        0 | 1 => (graph, strategies),
+        chunks => {
+            let batch = |id: NodeId| {
+                let Origin::Node(of) = origins[id] else { return None };
+                match prepared.batch[prepared.folded.class[from[of]]] {
+                    Choice::Factor(factor) => Some(factor),
+                    _ => None,
+                }
+            };
+            let extent = |id: NodeId, factor: usize| mesh.extent(graph.rule(id).axes(factor, &strategies[id]));
+            let tokens = sequence_factors(&graph, request.seq, &|id, factor| extent(id, factor) > 1);
+            let sequence = |id: NodeId| tokens[id];
+            let (factor, parts): (&dyn Fn(NodeId) -> Option<usize>, u64) = match candidate.degrees.microbatch {
+                1 => (&sequence, 1),
+                _ => (&batch, mesh.extent(batch_axes(&mesh))),
+            };
+            let staged = &pipeline.chunks;
+            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts, staged };
+            let Ordered { graph, strategies, staged } = overlapped(step, chunks, cluster)?;
+            pipeline.chunks = staged;
+            (graph, strategies)
+        }
+    };
+    if candidate.zero >= 1 {
+        shard_storage(&graph, &mesh, &mut strategies);
+    }
+    if candidate.stages.is_some() {
+        sum_behind_loop(&graph, &mesh, &mut pipeline, &mut strategies);
+    }
+    check(&graph, &mesh, &strategies)?;
+    let mut plan = Plan {
+        graph,
+        strategies,
+        reduce_in_loop: candidate.zero >= 2,
+        request: request.clone(),
+        pipeline,
+        choice: candidate.choice(),
+        prediction: candidate.prediction,
+        mesh,
+        ..Plan::default()
+    };
+    if candidate.zero == 3 {
+        mark_transient(&mut plan);
+    }
+    Ok(plan)
+}
+
+/// What a plan takes by its programs, which have everything on their devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exact {
+    /// Of the step; of the memory, what the rank takes which has the least left.
+    pub prediction: Prediction,
+    /// What a rank of each stage takes.
+    pub stages: Vec<Memory>,
+}
+
+/// Of a plan whose ranks all take the same.
+impl From<Prediction> for Exact {
+    fn from(prediction: Prediction) -> Self {
+        Self { stages: vec![prediction.memory], prediction }
+    }
+}
+
+/// A plan of a candidate with what its programs take; with its estimate where there are none, or where they do
+/// something else.
+pub(in crate::search) fn predicted(
+    candidate: &Candidate,
+    mut plan: Plan,
+    exact: Option<Result<Exact, String>>,
+    cluster: &Cluster,
+) -> Result<Plan, PlanError> {
+    let Some(exact) = exact else {
+        plan.prediction.host += cluster.on_host(plan.prediction.memory.total());
+        candidate.offload.mark(&mut plan);
+        return Ok(plan);
+    };
+    // Programs have everything on the device; what does not lie there is taken off.
+    let Exact { prediction, stages } = exact.map_err(PlanError::Bug)?;
+    let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
+    plan.prediction = candidate.relief.apply(&prediction, &stages, &rooms);
+    let text = |of: &Prediction| {
+        let Prediction { step, matmul, memory_bound, optimizer, exposed_communication, communication, .. } = of;
+        let kernels = format!("{matmul} products, {memory_bound} bound by memory, {optimizer} optimizer");
+        format!("{step} ({kernels}, {exposed_communication} of {communication} exposed), {}", breakdown(&of.memory))
+    };
+    let (estimate, exact) = (text(&candidate.prediction), text(&plan.prediction));
+    tracing::info!(choice = plan.choice, estimate, exact, "lowered");
+    candidate.offload.mark(&mut plan);
+    Ok(plan)
+}
+
+/// The step in chunks that overlap.
+fn overlapped(step: Step<'_>, chunks: u64, cluster: &Cluster) -> Result<Ordered, PlanError> {
+    let bug = |error: PassError| PlanError::Bug(error.to_string());
+    match split_batch(step, chunks).map_err(bug)? {
+        Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),
+        None => Err(PlanError::Pin {
+            pin: format!("overlap_chunks={chunks}"),
+            message: format!(
+                "no block of the model can be cut along its samples or tokens into {chunks} chunks here; pin a divisor of \
+                 either, or leave it out"
+            ),
+        }),
+    }
+}
+
+/// What each block computes again, by the stage that it is in.
+fn recompute_of_blocks(prepared: &Prepared<'_>, line: &Line, stages: &Stages, count: u64) -> BTreeMap<u64, Recompute> {
+    let graph = prepared.graph;
+    let pipeline = Pipeline { schedule: stages.schedule, per_stage: stages.per_stage, ..Pipeline::default() };
+    let chunks = line.chunks(prepared, &stages.cuts);
+    let mut of_block = BTreeMap::new();
+    for (id, _) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf()) {
+        if let (Some(block), Some(chunk)) = (prepared.blocks.of(id), chunks[id]) {
+            let stage = pipeline.stage_of(chunk, count) as usize;
+            of_block.entry(block).or_insert(stages.recompute.get(stage).copied().unwrap_or(Recompute::None));
+        }
+    }
+    of_block
+}
+
+/// Every strategy must be legal; anything else is our own mistake.
+fn check(graph: &Graph, mesh: &shardc_ir::Mesh, strategies: &SecondaryMap<NodeId, Strategy>) -> Result<(), PlanError> {
+    for (id, node) in graph.nodes() {
+        let rule = graph.rule(id);
+        rule.check(&strategies[id], mesh).map_err(|message| {
+            let strategy = rule.strategy_text(&strategies[id], mesh);
+            PlanError::Bug(format!("{id} ({} of `{}`) with {strategy}: {message}", node.op.name(), node.path))
+        })?;
+    }
+    Ok(())
+}
+
+/// ZeRO-3: what is stored in parts (a parameter, its cast, its codes in 8 bits) is gathered at each use that does not
+/// read it as it lies.
+fn mark_transient(plan: &mut Plan) {
+    let (axes, stored) = (copy_axes(&plan.mesh), parameter_values(&plan.graph));
+    let mut transient = Vec::new();
+    for (id, node) in plan.graph.nodes() {
+        for (index, value) in node.operands.iter().enumerate().filter(|(_, value)| stored.contains(value)) {
+            let of = plan.graph.value(*value);
+            let (rule, strategy) = (plan.rule(of.def), &plan.strategies[of.def]);
+            let made = rule.result_sharding(of.index, strategy);
+            let is_divided = made.dims.iter().flatten().any(|axis| axes.contains(axis));
+            if is_divided && plan.rule(id).operand_sharding(index, &plan.strategies[id]) != made {
+                transient.push(*value);
+            }
+        }
+    }
+    for value in transient {
+        plan.transient[value] = true;
+    }
+}
