@@ -320,7 +320,7 @@ impl Error {
             Self::Io { source: error, .. } | Self::Hf(HfError::Io { error, .. }) if is_full(error) => 1,
             Self::Request { .. } | Self::Data(_) | Self::PlanFile { .. } | Self::Io { .. } | Self::Cluster(_) => 2,
             Self::Zoo(_) | Self::Hf(_) | Self::Trace(_) | Self::Pass(_) => 2,
-            Self::Launch(error) => crate::launch::exit_code(error),
+            Self::Launch(error) => error.exit_code(),
             Self::Lower(_)
             | Self::Runtime(_)
             | Self::Cuda(_)
@@ -360,8 +360,8 @@ impl Error {
             Self::Zoo(ZooError::Unknown { .. }) => Some(
                 "`shardc models` lists the names; a directory with config.json and safetensors is a model too".into(),
             ),
-            Self::Launch(error) => crate::launch::fix(error),
-            Self::Cuda(CudaError::Launch(error)) => crate::launch::fix(error),
+            Self::Launch(error) => error.fix(),
+            Self::Cuda(CudaError::Launch(error)) => error.fix(),
             Self::Cuda(_) => Some("`shardc check --cluster cuda:N` shows what there is; cpu:N needs no GPU".into()),
             Self::NotFinite { step: 0, .. } => Some(
                 "no update has been made yet: look at the weights that it starts from, and at the data of the first step".into(),

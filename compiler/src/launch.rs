@@ -1,7 +1,7 @@
 //! One process per GPU, from the library's side.
 //!
 //! `cuda:N` with more than one rank runs as one process per GPU. A process that no launcher started
-//! becomes the launcher of this host: where the ranks are to start ([`Compiled::start`]) it starts its
+//! becomes the launcher of this host: where the ranks are to start ([`Compiled::start`](crate::Compiled::start)) it starts its
 //! own program again, once per GPU and with the same arguments, waits for all, and ends. Each of these
 //! comes the same way to the same place and goes on as its rank; [`crate::compile()`] there takes the
 //! plan that the launcher made. A process that torchrun, srun or mpirun started is a rank from the
@@ -13,15 +13,13 @@
 //! Before a rank takes its first step all compare what they were given: plan, programs, options and
 //! the first batch.
 
-use crate::compile::Compiled;
 use crate::error::Error;
-use crate::train::TrainOptions;
 use sha2::{Digest, Sha256};
 use shardc_ir::verify::{self, VerifiedPlan};
 use shardc_ir::{HostTensor, Plan};
 use shardc_passes::cluster::Cluster;
 use shardc_runtime::cuda;
-use shardc_runtime::launch::{LaunchError, Launcher, Limits, Place, World};
+use shardc_runtime::launch::{Limits, Place, World};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,7 +32,7 @@ static WORLD: Mutex<Weak<World>> = Mutex::new(Weak::new());
 static STARTED: AtomicBool = AtomicBool::new(false);
 
 /// Whether this process speaks for the run: the only one, the launcher, or rank 0. Of ranks that
-/// shardc's launcher started, rank 0 does so from [`Compiled::start`] on: before, the launcher does.
+/// shardc's launcher started, rank 0 does so from [`Compiled::start`](crate::Compiled::start) on: before, the launcher does.
 pub fn is_lead() -> bool {
     match Place::from_env() {
         Ok(Some(place)) => place.rank == 0 && (!place.is_ours || STARTED.load(Ordering::Relaxed)),
@@ -89,60 +87,31 @@ pub(crate) fn digest(text: &str) -> String {
     })
 }
 
-impl Compiled {
-    /// Whether this process is to start the ranks, instead of being one.
-    ///
-    /// # Errors
-    /// Variables of a launcher that make no sense.
-    pub fn needs_launch(&self) -> Result<bool, Error> {
-        let is_spread = self.plan().mesh.ranks() > 1 && is_cuda(&self.plan().request.cluster);
-        Ok(is_spread && Place::from_env()?.is_none())
-    }
+/// Whether processes are to be started for these ranks: each has a GPU of its own, and none has begun.
+///
+/// # Errors
+/// Variables of a launcher that make no sense.
+pub(crate) fn is_missing(ranks: u64, cluster: &str) -> Result<bool, Error> {
+    Ok(ranks > 1 && is_cuda(cluster) && Place::from_env()?.is_none())
+}
 
-    /// Starts this program again with the same arguments, once per GPU of this host, and waits until
-    /// all have ended. Once `stop` is set they stop after their step.
-    ///
-    /// # Errors
-    /// No CUDA, or too few GPUs; a cluster of several hosts; the first cause for which a rank failed.
-    pub fn launch(&self, stop: &AtomicBool) -> Result<(), Error> {
-        let (ranks, name) = (self.plan().mesh.ranks(), &self.plan().request.cluster);
-        let per_host = Cluster::parse(name, "h200")?.per_node;
-        if per_host != ranks {
-            let message = format!("cluster `{name}` spans several hosts, and this process is on one of them");
-            let fix = format!(
-                "start one process per GPU on every host: torchrun --no-python --nproc-per-node {per_host} ..., or srun"
-            );
-            return Err(Error::request(message, fix));
-        }
-        let devices: Vec<usize> = (0..ranks as usize).collect();
-        cuda::require(&devices, ranks)?;
-        let launcher = Launcher::new(ranks, "GPU", Limits::from_env()?)?;
-        if let Some(key) = &self.key {
-            launcher.set(&format!("plan/{key}"), self.plan().to_json().as_bytes());
-        }
-        let program = std::env::current_exe()
-            .map_err(|error| Error::Check(format!("cannot find this program's own file: {error}")))?;
-        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-        Ok(launcher.run(&program, &arguments, stop)?)
+/// The run of a cluster's ranks that this process is part of, from its start on; `known` if it has joined one.
+///
+/// # Errors
+/// Processes that a launcher started for one rank; a run that cannot be joined.
+pub(crate) fn world(known: Option<&Arc<World>>, ranks: u64, cluster: &str) -> Result<Arc<World>, Error> {
+    STARTED.store(true, Ordering::Relaxed);
+    if let Some(world) = known {
+        return Ok(world.clone());
     }
-
-    /// The run that this process is part of, from its start on.
-    pub(crate) fn world(&self) -> Result<Arc<World>, Error> {
-        STARTED.store(true, Ordering::Relaxed);
-        if let Some(world) = &self.world {
-            return Ok(world.clone());
-        }
-        let ranks = self.plan().mesh.ranks();
-        let cluster = &self.plan().request.cluster;
-        let is_joined = ranks > 1 && is_cuda(cluster);
-        if let Some(place) = Place::from_env()?.filter(|_| !is_joined) {
-            // Each of them would do all of it, and write the same files.
-            let message = format!("{} started {} processes, and cluster {cluster} is one", place.launcher, place.ranks);
-            return Err(Error::request(message, format!("start one, or ask for cuda:{}", place.ranks)));
-        }
-        let world = if is_joined { joined(ranks)? } else { None };
-        world.map_or_else(|| Ok(Arc::new(World::alone_within(Limits::from_env()?))), Ok)
+    let is_joined = ranks > 1 && is_cuda(cluster);
+    if let Some(place) = Place::from_env()?.filter(|_| !is_joined) {
+        // Each of them would do all of it, and write the same files.
+        let message = format!("{} started {} processes, and cluster {cluster} is one", place.launcher, place.ranks);
+        return Err(Error::request(message, format!("start one, or ask for cuda:{}", place.ranks)));
     }
+    let world = if is_joined { joined(ranks)? } else { None };
+    world.map_or_else(|| Ok(Arc::new(World::alone_within(Limits::from_env()?))), Ok)
 }
 
 /// Which GPU of this host a rank takes: that of its local rank, or the only one it is allowed to see.
@@ -153,23 +122,6 @@ pub(crate) fn device(world: &World) -> Result<usize, Error> {
         Err(cuda::CudaError::TooFewDevices { present: 1, .. }) => Ok(0),
         Err(error) => Err(error.into()),
     }
-}
-
-/// Checks that all ranks were given the same, and each a GPU of its own.
-///
-/// # Errors
-/// What two ranks differ in, with both values.
-pub(crate) fn agree(world: &World, compiled: &Compiled, options: &TrainOptions) -> Result<(), Error> {
-    if world.is_alone() {
-        return Ok(());
-    }
-    let programs: String = compiled.programs()?.iter().map(ToString::to_string).collect();
-    Ok(world.agree(&[
-        ("version of shardc", env!("CARGO_PKG_VERSION").to_string()),
-        ("plan's hash", compiled.plan().hash()),
-        ("programs' hash", digest(&programs)),
-        ("training options", format!("{options:?}")),
-    ])?)
 }
 
 /// Checks that no two ranks drive the same device.
@@ -212,29 +164,4 @@ pub fn reporting<T>(world: &World, work: impl FnOnce() -> Result<T, Error>) -> R
         world.fail(&error.to_string(), error.fix(), error.exit_code());
     }
     outcome
-}
-
-/// The exit code that a failure between processes asks for.
-pub(crate) fn exit_code(error: &LaunchError) -> u8 {
-    match error {
-        LaunchError::Variable { .. } | LaunchError::Disagree { .. } | LaunchError::Refused { .. } => 2,
-        LaunchError::Ended { failure, .. } | LaunchError::Failed(failure) => failure.code,
-        _ => 1,
-    }
-}
-
-/// What to do about a failure between processes.
-pub(crate) fn fix(error: &LaunchError) -> Option<String> {
-    match error {
-        LaunchError::Variable { .. } => {
-            Some("set it as torchrun does, or unset it to let shardc start the ranks".into())
-        }
-        LaunchError::Disagree { .. } => Some("start all ranks with the same shardc, files and flags".into()),
-        LaunchError::Serve { .. } => Some("give a free port as MASTER_PORT".into()),
-        LaunchError::Unreachable { .. } => {
-            Some("check MASTER_ADDR and MASTER_PORT, and that rank 0 was started and can be reached there".into())
-        }
-        LaunchError::Ended { failure, .. } | LaunchError::Failed(failure) => failure.fix.clone(),
-        LaunchError::Refused { .. } | LaunchError::TimedOut { .. } | LaunchError::Spawn { .. } => None,
-    }
 }

@@ -33,6 +33,7 @@ pub mod pipeline;
 pub mod profile;
 pub mod report;
 pub mod saved;
+mod start;
 pub mod train;
 pub mod verify;
 

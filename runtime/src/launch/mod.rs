@@ -199,6 +199,31 @@ pub enum LaunchError {
     },
 }
 
+impl LaunchError {
+    /// The exit code that it asks for.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Variable { .. } | Self::Disagree { .. } | Self::Refused { .. } => 2,
+            Self::Ended { failure, .. } | Self::Failed(failure) => failure.code,
+            _ => 1,
+        }
+    }
+
+    /// What to do about it, if there is more to say than the error does.
+    pub fn fix(&self) -> Option<String> {
+        match self {
+            Self::Variable { .. } => Some("set it as torchrun does, or unset it to let shardc start the ranks".into()),
+            Self::Disagree { .. } => Some("start all ranks with the same shardc, files and flags".into()),
+            Self::Serve { .. } => Some("give a free port as MASTER_PORT".into()),
+            Self::Unreachable { .. } => {
+                Some("check MASTER_ADDR and MASTER_PORT, and that rank 0 was started and can be reached there".into())
+            }
+            Self::Ended { failure, .. } | Self::Failed(failure) => failure.fix.clone(),
+            Self::Refused { .. } | Self::TimedOut { .. } | Self::Spawn { .. } => None,
+        }
+    }
+}
+
 /// When a wait is told of: first after [`Limits::notice`], then each time it has become twice as long.
 struct Notice {
     began: Instant,
