@@ -26,6 +26,9 @@ use crate::types::TensorType;
 use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
 
+/// The multiple at which buffers begin.
+pub const ALIGNMENT: u64 = 256;
+
 /// A queue of instructions that run one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -332,5 +335,23 @@ impl Program {
     /// Every instruction, in the order of the text.
     pub fn instructions(&self) -> impl Iterator<Item = &Instruction> {
         self.sections.values().flat_map(|section| &section.instructions)
+    }
+
+    /// The place of an instruction, as findings show it.
+    pub fn place(&self, section: SectionId, index: usize) -> String {
+        format!("rank {}, section {}, instruction {index}", self.rank, self.sections[section].name)
+    }
+
+    /// The order without the third and later of equal runs that follow each other: microbatches after
+    /// the second leave everything as the second does.
+    pub fn short_order(&self) -> Vec<Run> {
+        let mut order: Vec<Run> = Vec::new();
+        for run in &self.order {
+            let repeats = order.iter().rev().take_while(|other| other.section == run.section).count();
+            if repeats < 2 {
+                order.push(*run);
+            }
+        }
+        order
     }
 }

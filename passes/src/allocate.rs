@@ -24,7 +24,11 @@
 mod adjacent;
 mod stages;
 
-use crate::lower::{Draft, Item, Place, SPACE, merge_casts, merge_repeated, share_parts, share_storages};
+use crate::lower::casts::merge_casts;
+use crate::lower::draft::{Draft, Item, Place, SPACE};
+use crate::lower::in_place::share_storages;
+use crate::lower::repeat::merge_repeated;
+use crate::lower::views::share_parts;
 use crate::pack::Life;
 use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
@@ -33,8 +37,6 @@ use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Targ
 pub(crate) use stages::{Copies, common};
 use std::collections::{BTreeMap, HashMap};
 
-/// What offsets are multiples of.
-pub const ALIGNMENT: u64 = 256;
 /// How many later instructions of its stream an access keeps its bytes for.
 pub(crate) const WINDOW: usize = 4;
 

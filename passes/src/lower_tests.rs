@@ -3,7 +3,11 @@
 use crate::allocate::{Copies, lifetimes, memory};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
-use crate::lower::{draft_rank, lower_all, lower_rank, merge_casts, merge_repeated, peel, share_storages};
+use crate::lower::casts::merge_casts;
+use crate::lower::in_place::share_storages;
+use crate::lower::peel::peel;
+use crate::lower::repeat::merge_repeated;
+use crate::lower::{draft_rank, lower_all, lower_rank};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pack::{Life, live_peak, pack};
 use crate::rematerialize::rematerialize;

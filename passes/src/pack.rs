@@ -8,7 +8,7 @@
 //! high. The best attempt is kept. The bytes that live at the busiest instruction are a lower bound; an attempt close
 //! to it ends the search.
 
-use crate::allocate::ALIGNMENT;
+use shardc_ir::program::ALIGNMENT;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 

@@ -21,7 +21,7 @@ mod ready;
 mod sink;
 
 use crate::cost::is_product;
-use crate::lower::{Draft, Hint, Item, Place, StorageId};
+use crate::lower::draft::{Draft, Hint, Item, Place, StorageId};
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, DType, Op, ReduceKind};
 use sink::sink;

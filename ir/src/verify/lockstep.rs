@@ -4,7 +4,6 @@
 //! waiting for `after`. A collective goes on when every rank of its group has reached it, a message
 //! when sender and receiver have. If nothing can go on before all is done, the ranks are deadlocked.
 
-use super::program::{instruction_place, short_order};
 use crate::diagnostic::Diagnostics;
 use crate::entity::SectionId;
 use crate::program::{Action, Instruction, Program, Run, Stream};
@@ -51,7 +50,7 @@ pub(super) fn check(programs: &[Program], found: &mut Diagnostics) -> u64 {
     };
     // Runs may be left out only where all ranks leave out the same.
     let alike = programs.windows(2).all(|pair| names(&pair[0]) == names(&pair[1]));
-    let order = |program: &Program| if alike { short_order(program) } else { program.order.clone() };
+    let order = |program: &Program| if alike { program.short_order() } else { program.order.clone() };
     let mut ranks: Vec<Rank<'_>> = programs.iter().map(|program| Rank::new(program, order(program))).collect();
     let mut arrived: BTreeMap<Meeting, BTreeMap<u64, (SectionId, usize, usize)>> = BTreeMap::new();
     let mut awake: Vec<usize> = (0..ranks.len()).collect();
@@ -185,7 +184,7 @@ fn check_equal(
     for (rank, entry) in entries {
         let actual = shape(rank, entry);
         if actual != expected {
-            let place = instruction_place(&programs[rank as usize], entry.0, entry.1);
+            let place = programs[rank as usize].place(entry.0, entry.1);
             let message =
                 format!("meets ranks {:?} with {actual}, but rank {first} comes with {expected}", meeting.ranks());
             if !found.0.iter().any(|known| known.place == place && known.message == message) {
@@ -206,7 +205,7 @@ fn report_stuck(ranks: &[Rank<'_>], found: &mut Diagnostics) {
                 *other != rank.program.rank && !waits.iter().flatten().any(|other| other == wait)
             };
             let absent: Vec<u64> = wait.ranks().into_iter().filter(absent).collect();
-            let place = instruction_place(rank.program, section, index);
+            let place = rank.program.place(section, index);
             found.push(place, format!("waits forever: of ranks {:?}, {absent:?} never come", wait.ranks()));
         }
     }

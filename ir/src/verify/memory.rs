@@ -1,6 +1,5 @@
 //! One rank's step, run abstractly over its arenas: what each byte holds, who wrote it, who read it.
 
-use super::program::{instruction_place, short_order};
 use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, SectionId};
 use crate::ops::Op;
@@ -40,7 +39,7 @@ pub(super) fn check(program: &Program, found: &mut Diagnostics) {
     let mut memory = Memory { program, arenas, known: BTreeSet::new(), found };
     memory.seed();
     let clocks: Vec<Vec<Clock>> = program.sections.values().map(|section| clocks(&section.instructions)).collect();
-    for run in short_order(program) {
+    for run in program.short_order() {
         memory.forget_accesses();
         let instructions = &program.sections[run.section].instructions;
         for (index, instruction) in instructions.iter().enumerate() {
@@ -123,7 +122,7 @@ impl Memory<'_> {
         let adds = instruction.action == Action::Accumulate;
         let view = is_view(&self.program.buffers, instruction);
         messages.extend(illegal_overlap(self.program, instruction));
-        let place = instruction_place(self.program, section, index);
+        let place = self.program.place(section, index);
         let of = &self.program.sections[section].instructions;
         let stream = instruction.stream as usize;
         let is_before = |earlier: usize| clock[of[earlier].stream as usize] >= Some(earlier);

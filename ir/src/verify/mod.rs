@@ -8,6 +8,7 @@ mod agreement;
 mod graph;
 mod lockstep;
 mod memory;
+mod phase;
 mod pipeline;
 #[cfg(test)]
 mod pipeline_tests;
@@ -16,6 +17,7 @@ mod program;
 mod translation;
 
 pub use graph::{GraphFacts, graph};
-pub use plan::{Conversion, Phase, PlanFacts, VerifiedPlan, plan};
+pub use phase::Phase;
+pub use plan::{Conversion, PlanFacts, VerifiedPlan, plan};
 pub use program::{ProgramFacts, VerifiedPrograms, program, step};
 pub use translation::{TranslationFacts, cover, translation};

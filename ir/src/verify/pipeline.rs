@@ -14,7 +14,7 @@
 //! * a parameter and its state lie in a chunk that reads them, and are updated there; an output is a single
 //!   number, or an update.
 
-use super::plan::Phase;
+use super::phase::Phase;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::{Node, OutputKind, Role};

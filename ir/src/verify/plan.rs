@@ -20,6 +20,7 @@
 //! [`FactorRule::check`]: crate::FactorRule::check
 
 use super::graph::GraphFacts;
+use super::phase::Phase;
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, SecondaryMap, ValueId};
 use crate::graph::OutputKind;
@@ -30,18 +31,6 @@ use crate::sharding::{ReduceKind, Sharding};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Deref;
-
-/// When a node runs, relative to the loop over the microbatches.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Phase {
-    /// It is the same for every microbatch: it runs before the loop, or in it.
-    #[default]
-    Invariant,
-    /// Once per microbatch: its strategy names a time axis.
-    Loop,
-    /// After all microbatches: it depends on a value resolved over a time axis.
-    After,
-}
 
 /// A place where a value is read in another layout than it is made in.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -30,15 +30,12 @@ use crate::diagnostic::Diagnostics;
 use crate::entity::BufferId;
 use crate::ops::OpDef;
 use crate::plan::Space;
-use crate::program::{Action, Instruction, Program};
+use crate::program::{ALIGNMENT, Action, Instruction, Program};
 use crate::types::{DType, TensorType};
 use crate::units::Bytes;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
-
-/// The multiple at which buffers begin.
-pub const ALIGNMENT: u64 = 256;
 
 /// What is known of programs that were verified.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -126,24 +123,6 @@ fn check(programs: &[Program]) -> Result<ProgramFacts, Diagnostics> {
     found.finish(facts)
 }
 
-/// The place of an instruction, as findings show it.
-pub(super) fn instruction_place(program: &Program, section: crate::SectionId, index: usize) -> String {
-    format!("rank {}, section {}, instruction {index}", program.rank, program.sections[section].name)
-}
-
-/// The order without the third and later of equal runs that follow each other: microbatches after
-/// the second leave everything as the second does.
-pub(super) fn short_order(program: &Program) -> Vec<crate::program::Run> {
-    let mut order: Vec<crate::program::Run> = Vec::new();
-    for run in &program.order {
-        let repeats = order.iter().rev().take_while(|other| other.section == run.section).count();
-        if repeats < 2 {
-            order.push(*run);
-        }
-    }
-    order
-}
-
 fn check_structure(program: &Program, found: &mut Diagnostics) {
     let rank = program.rank;
     let mut spaces = BTreeSet::new();
@@ -177,7 +156,7 @@ fn check_structure(program: &Program, found: &mut Diagnostics) {
                 .and_then(|()| check_scratch(program, instruction, &scratch))
                 .and_then(|()| check_types(program, instruction));
             if let Err(message) = checked {
-                found.push(instruction_place(program, section, index), message);
+                found.push(program.place(section, index), message);
             }
         }
     }

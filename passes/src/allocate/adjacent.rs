@@ -5,7 +5,7 @@
 //! long as any of them. A storage is in one block at most, that of the first instruction that asks; and those
 //! of which one would live much longer than it needs to are in none: their products are launched one by one.
 
-use crate::lower::Draft;
+use crate::lower::draft::Draft;
 use crate::pack::{Life, pack};
 use shardc_ir::BufferId;
 use shardc_ir::ops::Op;

@@ -8,10 +8,11 @@
 
 use super::{Bytes, Life, find_waits};
 use crate::divisors::at_least;
-use crate::lower::{Draft, Handover, Item, SPACE};
+use crate::lower::draft::{Draft, Handover, Item, SPACE};
 use crate::pipeline::order::{Pass, Step};
 use crate::pipeline::timeline::{Event, Message, PARTS};
 use rustc_hash::FxHashMap;
+use shardc_ir::program::ALIGNMENT;
 use shardc_ir::program::{Action, Buffer, Instruction, Run, Section, Stream};
 use shardc_ir::{BufferId, Program, SectionId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -101,7 +102,7 @@ impl Copies {
                 Kind::Whole => 1,
                 Kind::Slots(copies) => *copies,
             };
-            let each = life.bytes.next_multiple_of(super::ALIGNMENT);
+            let each = life.bytes.next_multiple_of(ALIGNMENT);
             let bytes = if copies > 1 { copies * each } else { life.bytes };
             *life = Life { start: life.start.min(first), end: life.end.max(last), bytes };
         }
@@ -220,7 +221,7 @@ type Variant = (Option<(usize, u64)>, Vec<(u32, usize, bool, Vec<u64>)>);
 pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     let Some(stage) = &draft.stage else { return Program::default() };
     let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
-    let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(super::ALIGNMENT)).collect();
+    let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(ALIGNMENT)).collect();
     let mut handovers: BTreeMap<(usize, bool), Vec<&Handover>> = BTreeMap::new();
     for handover in &stage.messages {
         handovers.entry((handover.link, handover.is_send)).or_default().push(handover);

@@ -14,8 +14,8 @@
 //! lies where its summand lay is decided when everything is
 //! in order ([`in_place`](super::in_place)).
 
+use super::draft::{Draft, Hint, Place, StorageId};
 use super::draft::{Position, Touched, contraction};
-use super::{Draft, Hint, Place, StorageId};
 use shardc_ir::ops::{BinaryKind, Constant, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Graph, OpDef, ValueId};

@@ -6,8 +6,8 @@
 //!
 //! Invariant: nothing writes a parameter, or touches what its cast makes, before a cast that moved.
 
+use super::draft::{Draft, Hint, Item, StorageId};
 use super::repeat::together;
-use super::{Draft, Hint, Item, StorageId};
 use shardc_ir::BufferId;
 use shardc_ir::ops::Op;
 use shardc_ir::program::{Action, Stream};
@@ -61,7 +61,7 @@ fn merge(draft: &Draft, slots: &BTreeSet<StorageId>, items: Vec<Item>) -> Vec<It
 
 #[cfg(test)]
 mod tests {
-    use super::super::Place;
+    use super::super::draft::Place;
     use super::*;
     use shardc_ir::ops::{Affine, Cast};
     use shardc_ir::plan::Category;

@@ -8,7 +8,8 @@
 //! Where the parts of an axis are uneven, the zeros behind the last one are cut off once it is gathered, which is a view
 //! of an outermost dimension, and put there before a value is cut into parts.
 
-use super::{Draft, Hint, Lowering, Place};
+use super::Lowering;
+use super::draft::{Draft, Hint, Place};
 use crate::reshard::Step;
 use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Concat, Constant, Op, Pad, Slice, Transpose, Unary, UnaryKind};
 use shardc_ir::plan::Category;

@@ -4,9 +4,10 @@
 //! alone. So it is worked out once, and every rank's [`Lowering`](super::Lowering) borrows it; what depends on the rank
 //! is there.
 
+use super::draft::Place;
 use super::section::place_nodes;
 use super::stages::Stages;
-use super::{LowerError, Place, order};
+use super::{LowerError, order};
 use crate::reshard::normalize;
 use shardc_ir::ops::{Op, State};
 use shardc_ir::pipeline::last_forward;

@@ -1,7 +1,8 @@
 //! Conversions: which copy of a value a reader gets, and what makes it.
 
 use super::collective::Site;
-use super::{Hint, LowerError, Lowering, Place};
+use super::draft::{Hint, Place};
+use super::{LowerError, Lowering};
 use crate::reshard::{Step, priced_path, rough_cost};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};

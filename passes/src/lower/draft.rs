@@ -3,15 +3,17 @@
 //! Buffers that share bytes (a reshape and its operand, a whole and its parts) have one *storage*, each at
 //! its own first byte of it. A storage is what gets a place in an arena.
 
-use super::SPACE;
 use crate::pipeline::order::Pass;
 use crate::pipeline::timeline::Event;
 use shardc_ir::ops::{Matmul, Op, Reshape};
-use shardc_ir::plan::Category;
+use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Reading, Slot, Stream};
 use shardc_ir::{AxisId, BufferId, Mesh, NodeId, PrimaryMap, SecondaryMap, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+
+/// The buffers of device memory; other spaces come with offloading.
+pub(crate) const SPACE: Space = Space::Device;
 
 /// A place of an instruction: its section and its index.
 pub type Position = (usize, usize);

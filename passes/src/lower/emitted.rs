@@ -1,6 +1,7 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
-use super::{Draft, draft_rank, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings};
+use super::draft::Draft;
+use super::{draft_rank, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings};
 use crate::cost::Library;
 use crate::cost::is_product;
 use crate::cost::node::epilogue_bytes;

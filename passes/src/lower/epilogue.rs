@@ -9,8 +9,8 @@
 //! own, or to that which makes what it sums: beside the product it takes longer than alone (on an H200 by a
 //! tenth to a fifth of the product).
 
+use super::draft::{Draft, StorageId};
 use super::draft::{Position, Touched, contraction};
-use super::{Draft, StorageId};
 use shardc_ir::ops::{Epilogue, Op};
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, OpDef};

@@ -11,7 +11,7 @@
 //! computed again would be computed twice at once.
 
 use super::draft::Touched;
-use super::{Draft, Hint, Item, StorageId};
+use super::draft::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction};

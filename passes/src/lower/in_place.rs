@@ -7,7 +7,7 @@
 //! * so do operations that read each element before they write it: elementwise ones, and products that
 //!   add to a summand.
 
-use super::{Draft, StorageId};
+use super::draft::{Draft, StorageId};
 use shardc_ir::ops::Op;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, SecondaryMap};

@@ -7,9 +7,10 @@
 //! loop; who has none adds zero.
 
 use super::draft::Handover;
+use super::draft::Place;
 use super::stages::Edge;
-use super::{LowerError, Lowering, Place};
-use crate::lower::Hint;
+use super::{LowerError, Lowering};
+use crate::lower::draft::Hint;
 use crate::pipeline::order::Pass;
 use shardc_ir::ops::Constant;
 use shardc_ir::plan::Category;

@@ -16,44 +16,41 @@
 //! in attributes, groups and slices differ. A value that is partial over time is read by later nodes
 //! only through its accumulator.
 
-mod accumulate;
-mod casts;
+pub(crate) mod accumulate;
+pub(crate) mod casts;
 mod collective;
 mod common;
 mod convert;
-mod draft;
+pub mod draft;
 mod emitted;
 mod epilogue;
 mod fuse;
-mod in_place;
+pub(crate) mod in_place;
 mod messages;
 mod order;
-mod peel;
-mod repeat;
+pub(crate) mod peel;
+pub(crate) mod repeat;
 mod section;
 mod siblings;
 mod stages;
-mod views;
+pub(crate) mod views;
 
-pub use draft::{Draft, Handover, Hint, Item, Place, StageDraft, StorageId};
 pub use emitted::{Emitted, emitted};
 
 use crate::allocate::allocate;
 use crate::schedule::schedule;
 use crate::threads;
-pub(crate) use accumulate::adds_itself;
 use accumulate::merge_sums;
-pub(crate) use casts::merge_casts;
+use casts::merge_casts;
 use common::{Common, Layouts};
 use convert::Copies;
 pub use convert::block_of;
+use draft::{Draft, Hint, Place, StageDraft};
 use epilogue::merge_epilogues;
 use fuse::fuse;
-pub(crate) use in_place::share_storages;
-pub(crate) use peel::peel;
-pub(crate) use repeat::merge_repeated;
+use peel::peel;
+use repeat::merge_repeated;
 use shardc_ir::ops::{Op, OpError, Part};
-use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Feed, Reading, Slot, Stream};
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{
@@ -63,7 +60,7 @@ use shardc_ir::{
 use siblings::join_siblings;
 use stages::Stage;
 use std::collections::BTreeMap;
-pub(crate) use views::share_parts;
+use views::share_parts;
 
 /// Why a verified plan cannot be lowered.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -410,6 +407,3 @@ impl<'a> Lowering<'a> {
         if self.common.time.is_empty() { Place::LOOP } else { Place::Epilogue }
     }
 }
-
-/// The buffers of device memory; other spaces come with offloading.
-pub(crate) const SPACE: Space = Space::Device;

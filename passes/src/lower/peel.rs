@@ -12,7 +12,7 @@
 //! What a microbatch makes and uses up is its own in each of them. A pipeline's order of passes is its own business
 //! ([`stages`](super::stages)), and stays as it is.
 
-use super::{Draft, Hint, Item, Place, StorageId};
+use super::draft::{Draft, Hint, Item, Place, StorageId};
 use shardc_ir::ops::Op;
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, OpDef, SecondaryMap};

@@ -8,7 +8,7 @@
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read; the
 //! result depends on nothing that differs between ranks.
 
-use super::{Draft, Hint, Item, StorageId};
+use super::draft::{Draft, Hint, Item, StorageId};
 use shardc_ir::BufferId;
 use shardc_ir::ops::{Each, Op};
 use shardc_ir::program::{Action, Stream};
@@ -117,7 +117,7 @@ fn repeatable(draft: &Draft, item: &Item) -> Option<Op> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Place;
+    use super::super::draft::Place;
     use super::*;
     use shardc_ir::ops::{Affine, SumSquares, Total};
     use shardc_ir::plan::Category;

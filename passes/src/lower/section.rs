@@ -1,6 +1,6 @@
 //! Which section each node belongs to.
 
-use super::Place;
+use super::draft::Place;
 use shardc_ir::{AxisSet, NodeId, OpDef, Plan, SecondaryMap, Strategy};
 
 /// Whether a strategy divides anything over time, or passes partial sums over time.

@@ -13,7 +13,7 @@
 //!
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
-use super::{Draft, Hint, Item, StorageId};
+use super::draft::{Draft, Hint, Item, StorageId};
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, OpDef, TensorType};
@@ -210,7 +210,7 @@ fn followers(draft: &Draft, items: &VecDeque<Item>, next: usize) -> Option<Vec<u
 
 #[cfg(test)]
 mod tests {
-    use super::super::Place;
+    use super::super::draft::Place;
     use super::*;
     use shardc_ir::ops::{Affine, Reduce, ReduceOp};
     use shardc_ir::plan::Category;

@@ -3,7 +3,8 @@
 //!
 //! All ranks go by the same edges and events, so what one sends another receives, in one order.
 
-use super::{LowerError, Place};
+use super::LowerError;
+use super::draft::Place;
 use crate::pipeline::effort::Efforts;
 use crate::pipeline::order::{Pass, orders};
 use crate::pipeline::timeline::{Event, Link, timeline};

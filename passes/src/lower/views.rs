@@ -8,10 +8,10 @@
 //! shared is not written again: the operand of a slice from there on, a part and the whole behind a join. The passes of a
 //! stage are in the order of one microbatch; what one of them leaves for another has a copy for each that is under way.
 
+use super::draft::{Draft, Place, StorageId};
 use super::in_place::{Accesses, Position};
-use super::{Draft, Place, StorageId};
-use crate::allocate::ALIGNMENT;
 use shardc_ir::ops::Op;
+use shardc_ir::program::ALIGNMENT;
 use shardc_ir::program::Action;
 use shardc_ir::view::{contiguous_part, is_outermost};
 use shardc_ir::{BufferId, SecondaryMap};
@@ -148,7 +148,7 @@ impl Sharing<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Hint, Place};
+    use super::super::draft::{Hint, Place};
     use super::*;
     use shardc_ir::ops::{Affine, Concat, Slice};
     use shardc_ir::plan::Category;

@@ -8,7 +8,7 @@
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
 use super::Touched;
-use crate::lower::{Draft, Hint, Item, StorageId};
+use crate::lower::draft::{Draft, Hint, Item, StorageId};
 use shardc_ir::Op;
 use shardc_ir::program::Action;
 use std::collections::HashMap;

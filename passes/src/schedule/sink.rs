@@ -7,7 +7,7 @@
 //!
 //! Invariant: an instruction never passes one that touches the same bytes, unless both only read.
 
-use crate::lower::{Draft, Item, StorageId};
+use crate::lower::draft::{Draft, Item, StorageId};
 use shardc_ir::program::Action;
 use shardc_ir::{BufferId, Op};
 use std::collections::{HashMap, HashSet};
@@ -71,7 +71,7 @@ pub(super) fn sink(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lower::{Hint, Place};
+    use crate::lower::draft::{Hint, Place};
     use shardc_ir::ops::{Affine, Binary, BinaryKind, Transpose};
     use shardc_ir::plan::Category;
     use shardc_ir::program::Stream;

@@ -5,7 +5,6 @@
 use crate::diagnostic::Diagnostics;
 use crate::ops::Op;
 use crate::program::{Action, Instruction, Program};
-use crate::verify::program::instruction_place;
 
 /// Compares every program with the first one.
 pub(super) fn check(programs: &[Program], found: &mut Diagnostics) {
@@ -49,7 +48,7 @@ fn compare(first: &Program, other: &Program, found: &mut Diagnostics) {
         for (index, (ours, theirs)) in pairs.enumerate() {
             if let Some(what) = difference(ours, theirs) {
                 let message = format!("{what} than on rank {}", first.rank);
-                found.push(instruction_place(other, section, index), message);
+                found.push(other.place(section, index), message);
             }
         }
     }

@@ -7,8 +7,8 @@
 use crate::entity::BufferId;
 use crate::ops::{Fused, Op};
 use crate::plan::{Category, Space};
+use crate::program::ALIGNMENT;
 use crate::program::{Action, Buffer, Instruction, Program};
-use crate::verify::program::ALIGNMENT;
 use std::borrow::Cow;
 
 /// The programs with every region opened up, and nothing else changed.

@@ -16,7 +16,6 @@ use crate::ops::{Each, Epilogue, Op, OpDef};
 use crate::plan::{Plan, Space};
 use crate::program::{Action, Instruction, Program, Run};
 use crate::sharding::{ReduceKind, Sharding};
-use crate::verify::program::instruction_place;
 use crate::view::is_view;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -116,7 +115,7 @@ impl Interpreter<'_> {
             false => match self.transfer(run, at, instruction, is_seen) {
                 Ok(facts) => Some(facts),
                 Err(message) => {
-                    self.found.push(instruction_place(&programs[0], at.0, at.1), message);
+                    self.found.push(programs[0].place(at.0, at.1), message);
                     None
                 }
             },

@@ -17,7 +17,6 @@ use crate::mesh::AxisId;
 use crate::plan::Plan;
 use crate::program::{Action, Instruction, Program, Run, Stream};
 use crate::sharding::ReduceKind;
-use crate::verify::program::instruction_place;
 use std::rc::Rc;
 
 /// A stage on its way through the step.
@@ -73,7 +72,7 @@ impl<'a> Walk<'a> {
 
     fn place(&self) -> String {
         let section = self.order.get(self.run).map_or(SectionId::new(0), |run| run.section);
-        instruction_place(&self.interpreter.programs[0], section, self.at)
+        self.interpreter.programs[0].place(section, self.at)
     }
 
     fn is_done(&self) -> bool {

@@ -12,7 +12,7 @@ use super::copies::Copies;
 use super::recompute::Selected;
 use crate::cost::{is_view, through_views};
 use crate::fold::block_of;
-use crate::lower::adds_itself;
+use crate::lower::accumulate::adds_itself;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use pieces::{Known, Pieces};
 use shardc_ir::{EntityRef, Op, OpDef, Role, SecondaryMap, ValueId};

@@ -1,7 +1,7 @@
 //! Gradients that are added up over microbatches by the instructions that make them, which take other times then.
 
 use crate::cost::{Machine, Pass, is_product};
-use crate::lower::adds_itself;
+use crate::lower::accumulate::adds_itself;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::ops::{BinaryKind, Op};
 use shardc_ir::{Graph, NodeId, OpDef, TensorType, ValueId};
