@@ -6,7 +6,7 @@
 //! and cancels; numbers become part of `affine`; what is left without a reader is dropped at the
 //! end of the trace.
 
-use super::model::TraceError;
+use super::error::TraceError;
 use shardc_ir::ops::{
     Affine, Binary, BinaryKind, Broadcast, Cast, Compare, CompareKind, Constant, Reduce, ReduceOp, Reshape, Select,
     Transpose, Unary, UnaryKind,

@@ -1,6 +1,6 @@
 //! Runs a module on Burn's capture device and collects what it did.
 
-use super::model::TraceError;
+use super::error::TraceError;
 use super::quiet;
 use burn::backend::Capture;
 use burn::backend::ir::OperationIr;

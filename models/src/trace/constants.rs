@@ -1,7 +1,7 @@
 //! Tensors that the module was given as data: as few numbers as possible reach the graph.
 
 use super::build::{Builder, Built};
-use super::model::TraceError;
+use super::error::TraceError;
 use burn::tensor::TensorData;
 use shardc_ir::ops::{Iota, Literal, Parameter};
 use shardc_ir::{DType, HostTensor, TensorType};

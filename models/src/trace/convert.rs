@@ -2,7 +2,7 @@
 
 use super::build::{Builder, Built};
 use super::constants;
-use super::model::{TraceError, Unsupported};
+use super::error::{TraceError, Unsupported};
 use burn::backend::ir::{
     EmbeddingOpIr, LayerNormOpIr, LinearOpIr, MatmulOpIr, ModuleOperationIr, OperationIr, RandomOpIr, TensorIr,
 };

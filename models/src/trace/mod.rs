@@ -15,6 +15,7 @@ mod build;
 mod capture;
 mod constants;
 mod convert;
+mod error;
 mod indices;
 mod model;
 mod numeric;
@@ -26,4 +27,5 @@ mod resize;
 mod shapes;
 
 pub use capture::Batch;
-pub use model::{Model, TraceError, Unsupported, trace};
+pub use error::{TraceError, Unsupported};
+pub use model::{Model, trace};

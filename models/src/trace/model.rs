@@ -4,11 +4,12 @@ use super::build::Builder;
 use super::capture::{Batch, Captured, Slot, capture};
 use super::constants::host_tensor;
 use super::convert::Converter;
+use super::error::TraceError;
 use super::paths::{attribute, module_of};
 use burn::backend::ir::OperationIr;
 use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor, TensorId};
-use shardc_ir::ops::{Input, OpError, Parameter};
+use shardc_ir::ops::{Input, Parameter};
 use shardc_ir::{Graph, HostTensor, Op, OutputKind, TensorType};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -32,54 +33,6 @@ pub struct Model {
     pub unused: Vec<String>,
     /// Further names of shared parameters, each with the name under which it is in the graph.
     pub tied: Vec<(String, String)>,
-}
-
-/// An operation for which there is none of ours.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unsupported {
-    /// Burn's name for it.
-    pub operation: String,
-    /// The module in which it is used; empty at the top.
-    pub path: String,
-}
-
-/// Why a module cannot be traced.
-#[derive(Debug, thiserror::Error)]
-pub enum TraceError {
-    /// Operations that are not supported, all of them.
-    #[error("operations that are not supported: {}", list(.0))]
-    Unsupported(Vec<Unsupported>),
-    /// Burn refused what the module does.
-    #[error("the module cannot be recorded: {0}")]
-    Module(String),
-    /// Burn's dropout acts only under Burn's autodiff and would be lost.
-    #[error(
-        "Burn's dropout is not recorded: use `shardc_models::Dropout` in its place, or a probability of 0 where a \
-         layer of Burn's holds it, in {}", .0.join(", ")
-    )]
-    SilentDropout(Vec<String>),
-    /// Other layers of Burn's that draw at random only under Burn's autodiff.
-    #[error(
-        "what Burn's `GaussianNoise` and `RRelu` draw is not recorded: draw it in the module itself (`x.random_like`) \
-         in place of {}", .0.join(", ")
-    )]
-    SilentNoise(Vec<String>),
-    /// A bug of this crate: it built an operation that does not fit its operands.
-    #[error("internal error in `{path}`: {error}")]
-    Bug {
-        /// The module.
-        path: String,
-        /// What the operation says.
-        error: OpError,
-    },
-}
-
-fn list(unsupported: &[Unsupported]) -> String {
-    let place = |op: &Unsupported| match op.path.as_str() {
-        "" => format!("`{}` in the loss or the top module", op.operation),
-        path => format!("`{}` in {path}", op.operation),
-    };
-    unsupported.iter().map(place).collect::<Vec<_>>().join("; ")
 }
 
 /// Traces a module. `init` makes it on a device, `loss` computes a scalar from the inputs that it

@@ -2,7 +2,7 @@
 
 use super::build::Built;
 use super::convert::Converter;
-use super::model::TraceError;
+use super::error::TraceError;
 use burn::backend::ir::{NumericOperationIr, TensorIr};
 use shardc_ir::ValueId;
 use shardc_ir::ops::{BinaryKind, Cumsum, TopK, UnaryKind};

@@ -1,7 +1,8 @@
 //! How long attention takes, by the generation of its kernel.
 
 use super::library::{Attention, Library};
-use super::{Machine, Pass, matmul};
+use super::machine::Machine;
+use super::matmul;
 use crate::cluster::Profile;
 use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::{DType, TensorType};
@@ -16,15 +17,14 @@ pub fn seconds(
     device: &Profile,
     library: &Library,
 ) -> Option<f64> {
-    let (pass, first) = match op {
-        Op::Attention(_) => (Pass::Forward, 0),
-        Op::AttentionGrad(_) => (Pass::Backward, 1),
+    let (forward, first) = match op {
+        Op::Attention(_) => (true, 0),
+        Op::AttentionGrad(_) => (false, 1),
         _ => return None,
     };
     let (query, key) = (&operands[first], &operands[first + 1]);
     let [batch, queries, heads, width] = [0, 1, 2, 3].map(|dim| query.shape.get(dim).copied().unwrap_or(1) as f64);
     let keys = key.shape.get(1).copied().unwrap_or(1) as f64;
-    let forward = pass == Pass::Forward;
     let (kernel, backward_kernel, narrow, longer) = match library.attention {
         Attention::Unfused { forward: written, backward } => {
             let bandwidth = device.memory_bandwidth.value * device.memory_efficiency.value;

@@ -6,7 +6,7 @@
 //! with few tiles (a weight's gradient) may be cut along its depth as well, into partial products that
 //! are then added.
 
-use super::node::Machine;
+use super::machine::Machine;
 use shardc_ir::TensorType;
 use shardc_ir::ops::{Fused, Matmul, Op, ScaledMatmul};
 

@@ -18,6 +18,7 @@ pub mod attention;
 pub mod collective;
 pub mod host;
 pub mod library;
+pub mod machine;
 pub mod matmul;
 pub mod node;
 pub mod overlap;
@@ -26,4 +27,5 @@ pub mod ring;
 pub mod step;
 
 pub use library::Library;
-pub use node::{Bound, Machine, Pass, is_product, is_view, model_flops, peak, through_views};
+pub use machine::Machine;
+pub use node::{Bound, Pass, is_product, is_view, model_flops, peak, through_views};

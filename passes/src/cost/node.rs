@@ -1,6 +1,6 @@
 //! How long one operation takes on one device.
 
-use super::library::Library;
+use super::machine::Machine;
 use super::{attention, matmul};
 use crate::cluster::Profile;
 use shardc_ir::ops::{Fused, FusedStep, Matmul, Op, OpDef};
@@ -31,31 +31,7 @@ impl Pass {
     }
 }
 
-/// A device under one generation of software.
-#[derive(Clone, Copy, Debug)]
-pub struct Machine<'a> {
-    /// The device.
-    pub device: &'a Profile,
-    /// The software.
-    pub library: &'a Library,
-}
-
-impl<'a> Machine<'a> {
-    /// A device under this project's own runtime.
-    pub fn own(device: &'a Profile) -> Self {
-        Self { device, library: &Library::SHARDC }
-    }
-
-    /// Bytes/s that a kernel reaches in device memory.
-    pub fn bandwidth(self) -> f64 {
-        self.device.memory_bandwidth.value * self.device.memory_efficiency.value
-    }
-
-    /// What starting one kernel takes, in seconds.
-    pub fn launch(self) -> f64 {
-        self.device.launch_seconds.value * self.library.launch
-    }
-
+impl Machine<'_> {
     /// How long a node takes, from the types one rank sees.
     pub fn seconds(self, op: &Op, operands: &[TensorType], results: &[TensorType], pass: Pass) -> (Seconds, Bound) {
         if is_view(op) {

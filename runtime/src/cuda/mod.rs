@@ -23,6 +23,7 @@ mod copies;
 pub mod cudnn;
 mod device;
 mod executor;
+mod gather;
 mod gemm;
 mod graph;
 pub mod kernel;

@@ -21,8 +21,8 @@ pub use bench::{measure, products};
 
 use super::cache::Cache;
 use super::device::{Device, Failure};
+use super::gather::gather;
 use super::gemm::{self, Algorithm};
-use super::worker::gather;
 use crate::launch::World;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};

@@ -7,8 +7,6 @@ use super::tune::Tuning;
 use super::watch::{self, Watched};
 use crate::Span;
 use crate::launch::{LaunchError, World};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, HostTensor, Program};
 use std::collections::{BTreeMap, HashMap};
@@ -174,13 +172,6 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     let release = rank.release();
     shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups, release });
     Ok(rank)
-}
-
-/// What every rank gives, in their order; all ranks call this in the same order.
-pub fn gather<T: Serialize + DeserializeOwned>(world: &World, name: &str, value: &T) -> Result<Vec<T>, Failure> {
-    let bytes = serde_json::to_vec(value).map_err(|error| error.to_string())?;
-    let all = world.gather(name, &bytes).map_err(|error| error.to_string())?;
-    all.iter().map(|bytes| serde_json::from_slice(bytes).map_err(|error| format!("{name}: {error}"))).collect()
 }
 
 /// Why ranks do not meet.

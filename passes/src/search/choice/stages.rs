@@ -11,9 +11,9 @@ pub(in crate::search) const MOST_ZERO: u64 = 1;
 /// What a stage of a schedule holds at the most; where that follows from the schedule, nothing is said of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Of how many chunks, what forward passes leave ([`Pipeline::in_flight`]).
+    /// Of how many chunks, what forward passes leave ([`Pipeline::in_flight`](shardc_ir::Pipeline::in_flight)).
     pub in_flight: Option<u64>,
-    /// Of how many chunks, what gradients of weights wait for ([`Pipeline::delayed`]).
+    /// Of how many chunks, what gradients of weights wait for ([`Pipeline::delayed`](shardc_ir::Pipeline::delayed)).
     pub delayed: Option<u64>,
 }
 
@@ -30,7 +30,7 @@ pub struct Stages {
     pub cuts: Vec<NodeId>,
     /// What each stage computes again, if not all the same.
     pub recompute: Vec<Recompute>,
-    /// How long each chunk takes ([`Pipeline::lengths`]).
+    /// How long each chunk takes ([`Pipeline::lengths`](shardc_ir::Pipeline::lengths)).
     pub lengths: Vec<Length>,
 }
 

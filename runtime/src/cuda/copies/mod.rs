@@ -12,8 +12,8 @@ mod script;
 
 use super::device::{Device, Failure, host};
 use super::executor::{part, section_index};
+use super::gather::gather;
 use super::nccl::Part;
-use super::worker::gather;
 use crate::launch::World;
 pub use messages::Mail;
 use messages::Places;
