@@ -1,7 +1,7 @@
 //! Pipelines in the search: schedules, cuts, and what a step in stages takes.
 //!
 //! For a placed mesh with stages, the sums over classes are laid out along the forward pass
-//! ([`line`]). The best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under
+//! ([`line`](mod@line)). The best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under
 //! the memory of the schedule's own microbatches in flight; what they take by running the schedule's steps
 //! with these seconds ([`timeline`](crate::pipeline::timeline)). With several chunks a stage, the program
 //! cuts into chunks that are equal, from where cuts are moved until the stages are equal and fit
