@@ -171,7 +171,7 @@ profile! {
     attention_backward,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
     attention_backward_ramp,
-    /// The share of the peak rate that it keeps up through a step, where the power limit binds, forward.
+    /// The share of the peak rate that it keeps up through a step of short sequences, where the power limit binds, forward.
     attention_forward_sustained,
     /// The same, backward.
     attention_backward_sustained,
