@@ -16,8 +16,6 @@ use std::fmt;
 pub enum Feature {
     /// Ranks that run different parts of the graph: a mesh with an axis `pp`.
     Pipeline,
-    /// Causal attention of which each rank has a part of the queries and all keys.
-    QueryParts,
     /// Nodes that pass parts of their operands round a ring ([`FactorKind::Ring`]).
     Ring,
     /// Values that lie in the host's memory or on its disk.
@@ -26,20 +24,12 @@ pub enum Feature {
 
 impl Feature {
     /// Every feature.
-    pub const ALL: [Feature; 4] = [Self::Pipeline, Self::QueryParts, Self::Ring, Self::Offload];
+    pub const ALL: [Feature; 3] = [Self::Pipeline, Self::Ring, Self::Offload];
 
     /// Whether a plan needs it.
     pub fn is_in(self, plan: &Plan) -> bool {
         match self {
             Self::Pipeline => plan.stages() > 1,
-            Self::QueryParts => plan.graph.nodes().any(|(id, node)| {
-                let is_causal = match &node.op {
-                    Op::Attention(op) => op.causal,
-                    Op::AttentionGrad(op) => op.causal,
-                    _ => false,
-                };
-                is_causal && divides(plan, id, |factor| factor.name == "s" && factor.kind == FactorKind::Parallel)
-            }),
             Self::Ring => plan.graph.nodes().any(|(id, node)| {
                 matches!(node.op, Op::Attention(_) | Op::AttentionGrad(_))
                     && divides(plan, id, |factor| matches!(factor.kind, FactorKind::Ring { .. }))
@@ -52,7 +42,6 @@ impl Feature {
     pub fn avoided_by(self) -> &'static str {
         match self {
             Self::Pipeline => "pp=1",
-            Self::QueryParts => "cp=1",
             Self::Ring => "ring=1",
             Self::Offload => "offload=none",
         }
@@ -62,7 +51,7 @@ impl Feature {
     /// memory and time are not those of the plan.
     pub fn instead(self) -> Option<&'static str> {
         match self {
-            Self::Pipeline | Self::QueryParts => None,
+            Self::Pipeline => None,
             Self::Ring => Some("gather what goes round the ring"),
             Self::Offload => Some("have everything on the device"),
         }
@@ -78,7 +67,6 @@ impl fmt::Display for Feature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Pipeline => "pipeline stages (pp)",
-            Self::QueryParts => "causal attention of a part of the queries (cp)",
             Self::Ring => "attention round a ring of ranks (ring)",
             Self::Offload => "offloading to the host or its disk (offload)",
         })

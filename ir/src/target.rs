@@ -39,16 +39,12 @@ pub trait Target: Debug + Sync {
     }
 }
 
-/// A target whose kernels need no scratch memory of the arena, and take any part of the queries: CPU ranks.
+/// A target whose kernels need no scratch memory of the arena, and that runs nothing that not every target does.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoScratch;
 
 impl Target for NoScratch {
     fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
         Bytes(0)
-    }
-
-    fn runs(&self, feature: Feature) -> bool {
-        feature == Feature::QueryParts
     }
 }

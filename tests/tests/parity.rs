@@ -109,6 +109,9 @@ fn replicas_of_parts() {
 fn context_parallel() {
     check_both("cpu:2", "cp=2,zero=0");
     check_both("cpu:4", "cp=4,zero=3");
+    // More ranks than heads: they divide the queries as well.
+    check_both("cpu:8", "cp=4x2,zero=1");
+    check_both("cpu:8", "cp=4x2,zero=3,recompute=full");
     check_both("cpu:4", "ulysses=2,dp=2,zero=1,microbatch=1");
     check_both("cpu:8", "cp=2,dp=2,tp=2,zero=2,recompute=full");
 }
@@ -172,6 +175,7 @@ fn chunks_that_overlap() {
     check_both("cpu:4", "dp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
     // Ranks that divide them divide those of each chunk.
     check_both("cpu:2", "cp=2,microbatch=1,overlap_chunks=2");
+    check_both("cpu:8", "cp=4x2,microbatch=1,overlap_chunks=2");
     check_both("cpu:4", "cp=2,tp=2,zero=1,microbatch=1,overlap_chunks=4,recompute=full");
     check_both("cpu:4", "pp=2,cp=2,schedule=1f1b,microbatch=1,overlap_chunks=2");
     // In the stages of a pipeline they go from stage to stage by themselves.

@@ -77,23 +77,19 @@ pub fn allows(prepared: &Prepared<'_>, class: usize, family: &str, choice: Choic
     is_allowed && allows_in_attention(prepared, class, family, factor)
 }
 
-/// The same for attention: the batch and heads are as good as any factor; the queries alone may be divided,
-/// and queries and keys round a ring, where that can be run or is asked for.
+/// The same for attention: the batch, heads and queries are as good as any factor; queries and keys may go round a ring
+/// where that can be run or is asked for.
 fn allows_in_attention(prepared: &Prepared<'_>, class: usize, family: &str, factor: usize) -> bool {
-    let is_causal = match prepared.op(class) {
-        Op::Attention(op) => op.causal,
-        Op::AttentionGrad(op) => op.causal,
-        _ => return true,
-    };
-    let is_open = |feature: Feature| feature.is_open(false, prepared.scope, prepared.target);
+    if !matches!(prepared.op(class), Op::Attention(_) | Op::AttentionGrad(_)) {
+        return true;
+    }
     let factor = &prepared.rules[class].factors[factor];
     match (factor.kind, family) {
         (FactorKind::Ring { .. }, "ring") => true,
-        (FactorKind::Ring { .. }, "cp") => is_open(Feature::Ring),
-        (FactorKind::Ring { .. }, _) => false,
-        (_, "ring") => false,
+        (FactorKind::Ring { .. }, "cp") => Feature::Ring.is_open(false, prepared.scope, prepared.target),
+        (FactorKind::Ring { .. }, _) | (_, "ring") => false,
         (_, "ulysses") => factor.name != "s",
-        _ => factor.name != "s" || !is_causal || is_open(Feature::QueryParts),
+        _ => true,
     }
 }
 

@@ -4,8 +4,8 @@ use super::{Conditions, Simulated, predict, simulate};
 use crate::cluster::Cluster;
 use crate::lower::lower_rank;
 use crate::search_tests::{SMALL, Sizes, plan};
-use shardc_ir::program::Stream;
-use shardc_ir::{AxisKind, DType, Diagnostics, Feature, Graph, NoScratch, Plan, Program, verify};
+use shardc_ir::program::{Action, Stream};
+use shardc_ir::{AxisKind, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, verify};
 
 fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
@@ -87,7 +87,7 @@ fn parts_of_a_causal_mask_are_not_equal() {
     let sizes = Sizes { layers: 2, heads: 1, kv: 1, ..LONG };
     let cluster = Cluster::parse("h100:8", "h200").unwrap();
     let plan = plan(sizes, DType::Bf16, "h100:8", 1000, "dp=2,cp=4,zero=1,microbatch=1").unwrap();
-    assert!(Feature::QueryParts.is_in(&plan), "{plan}");
+    assert!(divides_queries(&plan), "{plan}");
     let all = simulated(&plan, "h100:8", &Conditions::default());
     assert_eq!(all.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [2; 4]);
     let pairs = || all.ranks.iter().zip(&all.ranks[1..]);
@@ -118,7 +118,7 @@ fn parts_of_chunks_under_a_causal_mask_are_more_equal() {
     let least_and_most = |chunks: u64| {
         let pins = format!("dp=4,cp=2,zero=1,microbatch=1,overlap_chunks={chunks}");
         let plan = plan(sizes, DType::Bf16, "h100:8", 1000, &pins).unwrap();
-        assert!(Feature::QueryParts.is_in(&plan), "{plan}");
+        assert!(divides_queries(&plan), "{plan}");
         let all = simulated(&plan, "h100:8", &Conditions::default());
         assert_eq!(all.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [4; 2]);
         [0, 1].map(|rank: usize| all.ranks[rank].kernels.matmul.0)
@@ -128,6 +128,12 @@ fn parts_of_chunks_under_a_causal_mask_are_more_equal() {
         most / least
     });
     assert!(shares[0] > shares[1] && shares[1] > shares[2] && shares[2] > 1.0, "{shares:?}");
+}
+
+/// Whether attention of some rank is of a part of the queries.
+fn divides_queries(plan: &Plan) -> bool {
+    let program = lower_rank(&verify::plan(plan).unwrap(), 0, &NoScratch).unwrap();
+    program.instructions().any(|of| matches!(&of.action, Action::Compute(Op::Attention(op)) if op.lead.is_some()))
 }
 
 /// A graph whose attention has no mask.

@@ -24,7 +24,7 @@ impl Target for CudaTarget {
     }
 
     fn runs(&self, feature: Feature) -> bool {
-        matches!(feature, Feature::Pipeline | Feature::QueryParts)
+        feature == Feature::Pipeline
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {
