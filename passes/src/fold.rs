@@ -42,6 +42,12 @@ pub fn block(path: &str) -> Option<&str> {
     None
 }
 
+/// What tells the block of a path from others: the path up to and including its first numeric component; all of it if there
+/// is none.
+pub fn module(path: &str) -> &str {
+    block(path).unwrap_or(path)
+}
+
 /// The block a node belongs to: by its path, or by its name if it is a leaf.
 pub fn block_of<'a>(graph: &'a Graph, node: &'a Node) -> Option<&'a str> {
     let name = leaf_name(&node.op);
@@ -71,10 +77,9 @@ impl<'a> Blocks<'a> {
         }
         let mut modules: HashMap<&str, u32> = HashMap::new();
         for (id, node) in graph.nodes() {
-            let block = block(&node.path);
-            own.of[id] = block.and_then(|block| own.named(block));
+            own.of[id] = block(&node.path).and_then(|block| own.named(block));
             let next = modules.len() as u32;
-            own.modules[id] = *modules.entry(block.unwrap_or(&node.path)).or_insert(next);
+            own.modules[id] = *modules.entry(module(&node.path)).or_insert(next);
         }
         own
     }

@@ -10,7 +10,7 @@
 //! is left.
 
 use crate::error::PassError;
-use crate::lower::block_of;
+use crate::fold::module;
 use shardc_ir::ops::OpError;
 use shardc_ir::{Graph, Node, NodeId, Op, OpDef, PrimaryMap, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -99,7 +99,7 @@ pub fn without_recomputation(graph: &Graph) -> Result<(Graph, PrimaryMap<NodeId,
 
 /// The block of a node, if it lies in one.
 fn block(node: &Node) -> Option<&str> {
-    let block = block_of(&node.path);
+    let block = module(&node.path);
     let last = block.rsplit('.').next()?;
     (!last.is_empty() && last.bytes().all(|byte| byte.is_ascii_digit())).then_some(block)
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 use shardc_ir::program::Stream;
 use shardc_ir::{Bytes, Op, Plan, Role, Seconds};
 use shardc_passes::allocate::memory;
-use shardc_passes::lower::block_of;
+use shardc_passes::fold::module;
 use shardc_passes::simulate::Rank;
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -37,7 +37,7 @@ pub fn rows(plan: &Plan) -> Vec<Row> {
         let nodes = || plan.graph.nodes().filter(move |(id, _)| plan.pipeline.chunks[*id] == Some(chunk));
         let forward: Vec<&str> = nodes()
             .filter(|(_, node)| node.role == Role::Forward && !matches!(node.op, Op::Parameter(_) | Op::State(_)))
-            .map(|(_, node)| block_of(name_of(node)))
+            .map(|(_, node)| module(name_of(node)))
             .filter(|name| !name.is_empty())
             .collect();
         let parameters = nodes().filter(|(_, node)| matches!(node.op, Op::Parameter(_)));

@@ -3,6 +3,7 @@
 use super::collective::Site;
 use super::draft::{Hint, Place};
 use super::{LowerError, Lowering};
+use crate::fold::module;
 use crate::reshard::{Step, priced_path, rough_cost};
 use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Stream};
@@ -55,11 +56,6 @@ impl Copies {
         };
         self.paths.entry(key).or_insert_with(search).clone()
     }
-}
-
-/// The module path up to and including its first numeric component; all of it if there is none.
-pub fn block_of(path: &str) -> &str {
-    crate::fold::block(path).unwrap_or(path)
 }
 
 /// The layout over space alone, or over time alone.
@@ -194,7 +190,7 @@ impl Lowering<'_> {
     fn block(&mut self, reader: Option<NodeId>) -> u32 {
         let (path, phase) = match reader {
             None => ("", Phase::Optimizer),
-            Some(node) => (block_of(&self.plan.graph.node(node).path), self.phase(node)),
+            Some(node) => (module(&self.plan.graph.node(node).path), self.phase(node)),
         };
         let next = self.copies.blocks.len() as u32;
         *self.copies.blocks.entry((path.to_string(), phase)).or_insert(next)

@@ -44,7 +44,6 @@ use accumulate::merge_sums;
 use casts::merge_casts;
 use common::{Common, Layouts};
 use convert::Copies;
-pub use convert::block_of;
 use draft::{Draft, Hint, Place, StageDraft};
 use epilogue::merge_epilogues;
 use fuse::fuse;
