@@ -69,7 +69,7 @@ impl Select<'_> {
         }
         buffers.extend(attention.bias.map(|_| bias));
         // As much for every part of the queries, though the first has all of its keys in one part.
-        let is_part = attention.backward && attention.causal && s < stored;
+        let is_part = attention.backward && attention.causal && attention.bias.is_none() && s < stored;
         let beside = is_part.then(|| self.scratch(b * s * h * d * dtype.size()));
         let workspace = self.scratch(scratch.workspace);
         for (first, part) in attention.parts() {
