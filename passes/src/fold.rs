@@ -77,9 +77,10 @@ impl<'a> Blocks<'a> {
         }
         let mut modules: HashMap<&str, u32> = HashMap::new();
         for (id, node) in graph.nodes() {
-            own.of[id] = block(&node.path).and_then(|block| own.named(block));
+            let module = module(&node.path);
+            own.of[id] = own.named(module);
             let next = modules.len() as u32;
-            own.modules[id] = *modules.entry(module(&node.path)).or_insert(next);
+            own.modules[id] = *modules.entry(module).or_insert(next);
         }
         own
     }

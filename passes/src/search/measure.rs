@@ -39,7 +39,7 @@ pub(in crate::search) const CLOSE: f64 = 1.02;
 pub(in crate::search) const NEAR: f64 = 1.5;
 
 /// Those up to so many times may be as well, so it matters how fast they are.
-const COMPARED: f64 = 1.2;
+pub(in crate::search) const COMPARED: f64 = 1.2;
 
 /// Whether what is estimated fits, or may fit by its programs.
 pub(in crate::search) fn is_near(estimate: &Prediction) -> bool {

@@ -5,7 +5,7 @@
 
 use crate::search::candidate::{Candidate, kin};
 use crate::search::error::PlanError;
-use crate::search::measure::{NEAR, is_near};
+use crate::search::measure::{COMPARED, NEAR, is_near};
 use crate::search::space::Space;
 use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
@@ -25,7 +25,7 @@ const FASTER: usize = 3;
 
 /// A plan of a mesh of which none was lowered is tried as well if it takes less than the first share of the fastest; and
 /// of its room, by its estimate, less than the second.
-const FAR: [(f64, f64); 2] = [(0.8, NEAR), (0.95, 1.2)];
+const FAR: [(f64, f64); 2] = [(0.8, NEAR), (0.95, COMPARED)];
 
 /// A plan is tried whose estimate does not fit if it takes this share of the fastest that does.
 const GAIN: f64 = 0.98;

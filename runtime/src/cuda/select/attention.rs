@@ -74,18 +74,17 @@ impl Select<'_> {
         let workspace = self.scratch(scratch.workspace);
         for (first, part) in attention.parts() {
             let mut buffers = buffers.clone();
-            if first > 0 {
+            // The gradients of the queries of all but the first part are added to that.
+            let sum = beside.filter(|_| first > 0);
+            if let Some(beside) = sum {
+                buffers[GRAD_QUERIES] = beside;
                 for (place, width) in GRAD_KEYS.into_iter().zip([d, e, d, e]) {
                     buffers[place] = buffers[place].offset(first * kv * width * dtype.size());
                 }
             }
-            // The gradients of the queries of all but the first part are added to that.
-            let sum = beside
-                .filter(|_| first > 0)
-                .map(|beside| (std::mem::replace(&mut buffers[GRAD_QUERIES], beside), beside));
             self.out.steps.push(Step::Engine(Box::new(Engine { attention: part, buffers, workspace })));
-            if let Some((to, beside)) = sum {
-                self.add_elements([to, beside, to], dtype);
+            if let Some(beside) = sum {
+                self.add_elements([RES(0), beside, RES(0)], dtype);
             }
         }
         let steps = std::mem::take(&mut self.out.steps);
