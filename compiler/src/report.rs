@@ -6,6 +6,7 @@ use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
 use shardc_ir::{AxisId, Choice, Graph, Mesh, Node, NodeId, Op, OpDef, Plan};
 use shardc_passes::cost;
+use shardc_passes::lower::on_first_rank;
 use shardc_passes::search::{Pins, Undivided};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -230,8 +231,8 @@ fn without_kernels(plan: &Plan) -> Option<String> {
     let graph = &plan.graph;
     let mut first: BTreeMap<&str, String> = BTreeMap::new();
     for (id, node) in graph.nodes().filter(|(_, node)| !node.op.is_leaf()) {
-        let operands = graph.operand_types(id);
-        if target.has_kernel(&node.op, &operands, &graph.result_types(id)) {
+        let (op, operands, results) = on_first_rank(plan, id);
+        if target.has_kernel(&op, &operands, &results) {
             continue;
         }
         let value = node.results.first().map(ToString::to_string).unwrap_or_default();

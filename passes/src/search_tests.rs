@@ -69,8 +69,12 @@ impl Builder {
         let q = self.split(q, sizes.heads, Some(tables), &attention);
         let k = self.split(k, sizes.kv, Some(tables), &attention);
         let v = self.split(v, sizes.kv, None, &attention);
-        let o =
-            self.add(Attention { causal: true, scale: (d as f64).powf(-0.5), lead: None }, &[q, k, v], &[], &attention);
+        let o = self.add(
+            Attention { causal: true, scale: (d as f64).powf(-0.5), lead: None, reversed: None },
+            &[q, k, v],
+            &[],
+            &attention,
+        );
         let merged = self.graph.ty(x).clone();
         let o = self.add(Reshape {}, &[o], &[merged], &attention);
         let o = self.linear(o, &format!("{attention}.output"), sizes.hidden);

@@ -16,7 +16,9 @@
 //! Ranks that divide the tokens divide those of each chunk. What they have of all chunks is not their part of the whole, so
 //! little is joined then: the step is cut outside of its blocks too, what tokens are summed over is made chunk by chunk and
 //! added up, and a chunk of what lies divided along something else, as results of attention by their heads, is cut from
-//! that before it is handed on.
+//! that before it is handed on. Where they divide the queries of a causal attention, every second chunk has its tokens in
+//! as many parts as queries are divided into, the last part first: so the rank of the first queries of one chunk, which see
+//! the fewest keys, has the last ones of the next.
 //!
 //! In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where a stage reads
 //! what another made in another layout, or whole, it makes that itself.
@@ -33,7 +35,7 @@ mod tests;
 use crate::error::PassError;
 use crate::fold::block;
 use crate::reshard::normalize;
-use shardc_ir::ops::{Binary, BinaryKind, OpError, Part};
+use shardc_ir::ops::{Attention, AttentionGrad, Binary, BinaryKind, OpError, Part};
 use shardc_ir::{
     FactorKind, FactorRule, Graph, Mesh, NodeId, Op, OpDef, OutputKind, PrimaryMap, ReduceKind, Role, SecondaryMap,
     Sharding, Strategy, TensorType, ValueId,
@@ -53,6 +55,9 @@ pub struct Step<'a> {
     pub factor: &'a dyn Fn(NodeId) -> Option<usize>,
     /// Into how many parts ranks and microbatches divide it; 1 if each chunk is divided by itself.
     pub parts: u64,
+    /// In how many parts every second chunk lies, the last part first; 1 if all chunks are in order, as they are where
+    /// there are `parts`.
+    pub reversed: u64,
     /// The pipeline's chunk of each node, if the plan has stages ([`Pipeline::chunks`](shardc_ir::Pipeline::chunks)).
     pub staged: &'a SecondaryMap<NodeId, Option<u32>>,
 }
@@ -160,7 +165,8 @@ struct Cut {
     results: Vec<Option<usize>>,
     /// The types of a chunk's results.
     types: Vec<TensorType>,
-    strategy: Strategy,
+    /// What chunks in order do with the axes, and what those in reverse order do.
+    strategies: [Strategy; 2],
 }
 
 /// Who reads a value: its path, its role in the new graph, its chunk of a pipeline, and how the value lies for it.
@@ -235,7 +241,7 @@ impl Cutting<'_> {
 
     /// How a node is cut, if it is.
     fn cut_of(&self, id: NodeId) -> Option<Cut> {
-        let Step { graph, strategies, mesh, factor, parts, .. } = self.step;
+        let Step { graph, strategies, mesh, factor, parts, reversed, .. } = self.step;
         let node = graph.node(id);
         if node.op.is_leaf() || node.operands.is_empty() || node.role == Role::Optimizer {
             return None;
@@ -245,7 +251,8 @@ impl Cutting<'_> {
         if matches!(node.op, Op::Reshape(_)) && !node.operands.iter().any(is_cut) {
             return None;
         }
-        let (rule, factor, strategy) = (graph.rule(id), factor(id)?, &strategies[id]);
+        let (rule, factor) = (graph.rule(id), factor(id)?);
+        let strategy = &rule.unrolled(&strategies[id]);
         let declared = rule.factors.get(factor).filter(|factor| factor.kind == FactorKind::Parallel)?;
         let extent = mesh.extent(rule.axes(factor, strategy));
         if (extent != parts && parts > 1) || !declared.size.is_multiple_of(extent * self.chunks) {
@@ -258,9 +265,10 @@ impl Cutting<'_> {
         }
         let operands: Vec<Option<usize>> = rule.operands.iter().map(|dims| outermost(dims, factor)).collect();
         let results: Vec<Option<usize>> = rule.results.iter().map(|dims| outermost(dims, factor)).collect();
-        // The parts of a rank's chunk are not side by side in the whole, so what counts along it would count wrongly.
+        // The parts of a rank's chunk are not side by side in the whole, nor are those in reverse order, so what counts along
+        // it would count wrongly.
         let counts = |dim: usize| node.op.counts(dim, node.operands.len());
-        if extent > 1 && results.first().copied().flatten().is_some_and(counts) {
+        if (extent > 1 || reversed > 1) && results.first().copied().flatten().is_some_and(counts) {
             return None;
         }
         let is_summed = |result: usize| declared.reduce.contains(&(result, ReduceKind::Sum));
@@ -271,14 +279,20 @@ impl Cutting<'_> {
         }
         let takes: Vec<TensorType> = self.types(&graph.operand_types(id), &operands);
         let types = self.types(&graph.result_types(id), &results);
-        let op = self.local_op(id, [&operands, &results], 0);
-        if op.infer(&takes, &types).ok().as_ref() != Some(&types) {
-            return None;
-        }
-        let own = op.rule(&takes, &types);
-        let strategy = strategy_like(rule, strategy, &own, factor)?;
-        own.check(&strategy, mesh).ok()?;
-        Some(Cut { operands, results, types, strategy })
+        let strategy = |chunk: u64| {
+            let op = self.local_op(id, [&operands, &results], chunk);
+            op.infer(&takes, &types).ok().filter(|made| *made == types)?;
+            let own = op.rule(&takes, &types);
+            let strategy = strategy_like(rule, strategy, &own, factor)?;
+            own.check(&strategy, mesh).ok().map(|()| strategy)
+        };
+        let strategies = [strategy(0)?, strategy(1)?];
+        Some(Cut { operands, results, types, strategies })
+    }
+
+    /// Whether a chunk has its parts in reverse order.
+    fn is_reversed(&self, chunk: u64) -> bool {
+        self.step.reversed > 1 && chunk % 2 == 1
     }
 
     /// The types of chunks.
@@ -307,7 +321,13 @@ impl Cutting<'_> {
         };
         let (takes, makes) = (parts(graph.operand_types(id), operands), parts(graph.result_types(id), results));
         let op = &graph.node(id).op;
-        op.localize(&takes, &makes).unwrap_or_else(|| op.clone())
+        let op = op.localize(&takes, &makes).unwrap_or_else(|| op.clone());
+        let reversed = Some(self.step.reversed).filter(|_| self.is_reversed(chunk));
+        match op {
+            Op::Attention(op) if op.causal => Attention { reversed, ..op }.into(),
+            Op::AttentionGrad(op) if op.causal => AttentionGrad { reversed, ..op }.into(),
+            op => op,
+        }
     }
 
     /// The role of a chunk of a node, or of the node itself.
@@ -342,7 +362,7 @@ impl Cutting<'_> {
             let op = self.local_op(id, [&cut.operands, &cut.results], chunk);
             let role = self.role(id, chunk as usize);
             let new = self.to.graph.add_as(op, &operands, &cut.types, node.path.clone(), role)?;
-            self.to.strategies[new] = cut.strategy.clone();
+            self.to.strategies[new] = cut.strategies[usize::from(self.is_reversed(chunk))].clone();
             self.to.places.push(Place { staged: self.step.staged[id], ..Place::of(Some(chunk)) });
             self.moved[id].push(new);
             let results = self.to.graph.node(new).results.clone();
@@ -448,10 +468,12 @@ fn strategy_like(rule: &FactorRule, strategy: &Strategy, own: &FactorRule, batch
             Some((first, rest)) if *first == batch && rest.len() == new.len() => rest,
             _ => old,
         };
-        if old.len() != new.len() {
-            return None;
+        match (old, &new[..]) {
+            // What it takes part by part.
+            ([old], [parts, _]) => of.extend([(*old, *parts)]),
+            _ if old.len() != new.len() => return None,
+            _ => of.extend(old.iter().copied().zip(new.iter().copied())),
         }
-        of.extend(old.iter().copied().zip(new.iter().copied()));
     }
     let mut like = Strategy { pass: strategy.pass.clone(), ..Strategy::default() };
     for (factor, axes) in strategy.factors.iter().filter(|(_, axes)| !axes.is_empty()) {

@@ -45,6 +45,7 @@ type Sizes = &'static [(&'static str, u64)];
 const EVEN: Sizes = &[("B", 8), ("I", 4), ("H", 8)];
 const MIXED: Sizes = &[("B", 12), ("I", 6), ("H", 12)];
 const EVEN_LM: Sizes = &[("B", 4), ("S", 4), ("D", 8), ("K", 4), ("H", 4), ("G", 2), ("V", 8)];
+const LONG_LM: Sizes = &[("B", 4), ("S", 16), ("D", 8), ("K", 4), ("H", 4), ("G", 2), ("V", 8)];
 const MIXED_LM: Sizes = &[("B", 6), ("S", 6), ("D", 12), ("K", 6), ("H", 6), ("G", 3), ("V", 12)];
 
 /// A text with its sizes filled in: letters stand in shapes only.
@@ -100,7 +101,7 @@ const LM: &str = r#"graph @lm {
   %qh: f32[B,S,H,2] = reshape %q at "blocks.0"
   %kh: f32[B,S,G,2] = reshape %k at "blocks.0"
   %vh: f32[B,S,G,2] = reshape %v at "blocks.0"
-  %o: f32[B,S,H,2], %lse: f32[B,S,H] = attention %qh, %kh, %vh {causal=true, scale=0.7} at "blocks.0"
+  %o: f32[B,S,H,2], %lse: f32[B,H,S] = attention %qh, %kh, %vh {causal=true, scale=0.7} at "blocks.0"
   %of: f32[B,S,D] = reshape %o at "blocks.0"
   %p: f32[B,S,D] = matmul %of, %wo {spec="bsk,kn->bsn"} at "blocks.0.o"
   %bb: f32[B,S,D] = broadcast %bias {dims=[2]} at "blocks.0.o"
@@ -308,8 +309,9 @@ fn check(text: &str, sizes: Sizes, mesh: &Mesh, seeds: Range<u64>) {
     check_planned(&graph, [&graph, &recomputed], mesh, seeds);
 }
 
-/// The same with the blocks in chunks of the batch, or of the sequence.
-fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str), seeds: Range<u64>) {
+/// The same with the blocks in chunks of the batch, or of the sequence; where attention is cut, every second in so many
+/// parts, the last first.
+fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of, reversed): (u64, &str, u64), seeds: Range<u64>) {
     let graph = training_step(&sized(text, sizes));
     let size = sizes.iter().find(|(letter, _)| *letter == of).expect("a size").1;
     let cut = |graph: &Graph, with_attention: bool| {
@@ -321,7 +323,8 @@ fn check_chunks(text: &str, sizes: Sizes, mesh: &Mesh, (chunks, of): (u64, &str)
             _ => None,
         };
         let (strategies, mesh, staged) = (SecondaryMap::new(), Mesh::default(), &SecondaryMap::new());
-        let step = Step { graph, strategies: &strategies, mesh: &mesh, factor: &factor, parts: 1, staged };
+        let reversed = if with_attention { reversed } else { 1 };
+        let step = Step { graph, strategies: &strategies, mesh: &mesh, factor: &factor, parts: 1, reversed, staged };
         let cut = split_batch(step, chunks).expect("a graph").expect("chunks");
         order(&cut, &mesh, &Cluster::parse("h100:1", "h100").expect("a cluster")).expect("an order").graph
     };
@@ -487,12 +490,15 @@ fn random_strategies_of_experts() {
 
 #[test]
 fn random_strategies_of_chunks() {
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B"), 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), (2, "B"), 0..12);
-    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), (4, "B"), 0..6);
-    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B"), 0..6);
-    check_chunks(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), (2, "S"), 0..12);
-    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "S"), 0..6);
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B", 1), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("dp", 2), ("tp", 2)]), (2, "B", 1), 0..12);
+    check_chunks(LM, EVEN_LM, &mesh(&[("tp", 4)]), (4, "B", 1), 0..6);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "B", 1), 0..6);
+    check_chunks(LM, MIXED_LM, &mesh(&[("dp", 3), ("tp", 2)]), (2, "S", 1), 0..12);
+    check_chunks(EXPERTS, EVEN_LM, &mesh(&[("tp", 2)]), (2, "S", 1), 0..6);
+    check_chunks(LM, LONG_LM, &mesh(&[("cp", 2)]), (2, "S", 2), 0..12);
+    check_chunks(LM, LONG_LM, &mesh(&[("cp", 2), ("tp", 2)]), (2, "S", 4), 0..12);
+    check_chunks(EXPERTS, LONG_LM, &mesh(&[("cp", 2)]), (4, "S", 2), 0..6);
 }
 
 #[test]

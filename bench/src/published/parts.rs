@@ -234,7 +234,7 @@ impl Bench<'_> {
         let (causal, scale) = (true, 1.0);
         let operands = [query.clone(), key.clone(), key.clone()];
         let forward = self.seconds(
-            Attention { causal, scale, lead: None },
+            Attention { causal, scale, lead: None, reversed: None },
             &operands,
             &[query.clone(), row.clone()],
             Pass::Forward,
@@ -244,7 +244,7 @@ impl Bench<'_> {
         [
             forward,
             self.seconds(
-                AttentionGrad { causal, scale, lead: None, deterministic: false },
+                AttentionGrad { causal, scale, lead: None, reversed: None, deterministic: false },
                 &operands,
                 &results,
                 Pass::Backward,

@@ -51,7 +51,7 @@ mod unary;
 mod window;
 
 pub use adamw::Adamw;
-pub use attention::{Attention, AttentionGrad};
+pub use attention::{Attention, AttentionGrad, Mask};
 pub use binary::{Binary, BinaryKind, Compare, CompareKind};
 pub use broadcast::Broadcast;
 pub use cast::Cast;

@@ -19,7 +19,11 @@ impl Converter<'_> {
         let swap = [0, 2, 1, 3];
         let q = self.b.transpose(q, &swap)?;
         let (k, v) = (self.key_heads(k)?, self.key_heads(v)?);
-        let o = self.b.emit(Attention { causal: op.options.is_causal, scale, lead: None }, &[q, k, v], &[])?;
+        let o = self.b.emit(
+            Attention { causal: op.options.is_causal, scale, lead: None, reversed: None },
+            &[q, k, v],
+            &[],
+        )?;
         self.b.transpose(o, &swap)
     }
 

@@ -231,7 +231,7 @@ mod tests {
         let (query, key, row) = (ty(32), ty(8), TensorType::new(DType::F32, [4, 32, 4096]));
         let operands = [query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row];
         let seconds = |deterministic: bool, causal: bool| {
-            let op = Op::from(AttentionGrad { causal, scale: 1.0, lead: None, deterministic });
+            let op = Op::from(AttentionGrad { causal, scale: 1.0, lead: None, reversed: None, deterministic });
             let results = [query.clone(), key.clone(), key.clone()];
             Machine::own(&device).seconds(&op, &operands, &results, Pass::Backward).0.0
         };
@@ -254,13 +254,13 @@ mod tests {
             let (query, key) = (ty(32), ty(8));
             let kinds: [(Op, _, _, f64); 2] = [
                 (
-                    Attention { causal: true, scale: 1.0, lead: None }.into(),
+                    Attention { causal: true, scale: 1.0, lead: None, reversed: None }.into(),
                     vec![query.clone(), key.clone(), key.clone()],
                     vec![query.clone(), row.clone()],
                     forward,
                 ),
                 (
-                    AttentionGrad { causal: true, scale: 1.0, lead: None, deterministic: false }.into(),
+                    AttentionGrad { causal: true, scale: 1.0, lead: None, reversed: None, deterministic: false }.into(),
                     vec![query.clone(), query.clone(), key.clone(), key.clone(), query.clone(), row.clone()],
                     vec![query.clone(), key.clone(), key.clone()],
                     backward,

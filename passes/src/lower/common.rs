@@ -108,7 +108,7 @@ impl<'a> Common<'a> {
     }
 }
 
-fn layouts_of(plan: &Plan, id: NodeId, node: &Node) -> Layouts {
+pub(super) fn layouts_of(plan: &Plan, id: NodeId, node: &Node) -> Layouts {
     let rule = plan.rule(id);
     let strategy = rule.unrolled(&plan.strategies[id]);
     let operand = |index| normalize(&rule.operand_sharding(index, &strategy), &plan.mesh);

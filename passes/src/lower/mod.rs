@@ -42,7 +42,7 @@ use crate::schedule::schedule;
 use crate::threads;
 use accumulate::merge_sums;
 use casts::merge_casts;
-use common::{Common, Layouts};
+use common::{Common, Layouts, layouts_of};
 use convert::Copies;
 use draft::{Draft, Hint, Place, StageDraft};
 use epilogue::merge_epilogues;
@@ -193,6 +193,16 @@ pub(crate) fn local_op(plan: &Plan, node: &Node, layouts: [&[Sharding]; 2], coor
     let operands: Vec<Part> = node.operands.iter().zip(operands).map(part).collect();
     let results: Vec<Part> = node.results.iter().zip(results).map(part).collect();
     node.op.localize(&operands, &results).unwrap_or_else(|| node.op.clone())
+}
+
+/// What a node is on the first of the ranks that do it: its operation, the types of its operands, those of its results.
+pub fn on_first_rank(plan: &Plan, id: NodeId) -> (Op, Vec<TensorType>, Vec<TensorType>) {
+    let (graph, node) = (&plan.graph, plan.graph.node(id));
+    let Layouts { operands, results } = layouts_of(plan, id, node);
+    let op = local_op(plan, node, [&operands, &results], &plan.mesh.coordinates(0, 0));
+    let local = |(ty, layout): (&TensorType, &Sharding)| ty.with_shape(layout.local_shape(&ty.shape, &plan.mesh));
+    let types = |types: Vec<TensorType>, layouts: &[Sharding]| types.iter().zip(layouts).map(local).collect();
+    (op, types(graph.operand_types(id), &operands), types(graph.result_types(id), &results))
 }
 
 /// A plan on its way to the draft of one rank.

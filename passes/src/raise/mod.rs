@@ -324,7 +324,11 @@ impl Site<'_> {
                     operands.push(self.transpose(shaped, &heads.permutation)?);
                 }
                 operands.extend(self.bias(bias)?);
-                let o = self.add(Attention { causal: *causal, scale: *scale, lead: None }, &operands, None)?;
+                let o = self.add(
+                    Attention { causal: *causal, scale: *scale, lead: None, reversed: None },
+                    &operands,
+                    None,
+                )?;
                 self.transpose(o, made)
             }
         }

@@ -110,12 +110,12 @@ fn parts_of_a_causal_mask_are_not_equal() {
     assert_eq!(even.ranks.len(), 1);
 }
 
-/// Where the tokens are in chunks, every rank has queries of each: ranks are the more equal, the more there are, and none is
-/// taken for another.
+/// Where the tokens are in chunks, every rank has queries of each, and in every second one those of the other end: ranks
+/// of an even number have as much to do, and none is taken for another.
 #[test]
-fn parts_of_chunks_under_a_causal_mask_are_more_equal() {
+fn parts_of_chunks_under_a_causal_mask_are_equal() {
     let sizes = Sizes { layers: 2, heads: 1, kv: 1, ..LONG };
-    let least_and_most = |chunks: u64| {
+    let first_and_last = |chunks: u64| {
         let pins = format!("dp=4,cp=2,zero=1,microbatch=1,overlap_chunks={chunks}");
         let plan = plan(sizes, DType::Bf16, "h100:8", 1000, &pins).unwrap();
         assert!(divides_queries(&plan), "{plan}");
@@ -124,10 +124,10 @@ fn parts_of_chunks_under_a_causal_mask_are_more_equal() {
         [0, 1].map(|rank: usize| all.ranks[rank].kernels.matmul.0)
     };
     let shares = [1, 2, 4].map(|chunks| {
-        let [least, most] = least_and_most(chunks);
-        most / least
+        let [first, last] = first_and_last(chunks);
+        last / first
     });
-    assert!(shares[0] > shares[1] && shares[1] > shares[2] && shares[2] > 1.0, "{shares:?}");
+    assert!(shares[0] > 1.2 && shares[1..].iter().all(|share| (share - 1.0).abs() < 1e-3), "{shares:?}");
 }
 
 /// Whether attention of some rank is of a part of the queries.

@@ -97,11 +97,14 @@ impl Cutting<'_> {
             all.push(self.hand_on(*part, (chunk as u64, kept), reader)?);
         }
         self.begin(twins);
-        for part in &mut all {
-            *part = self.see_parts(*part, dim, reader)?;
+        let mut ordered = Vec::with_capacity(all.len());
+        for (chunk, part) in all.into_iter().enumerate() {
+            for part in self.exchanged(part, dim, (chunk as u64, Place::default()), reader)? {
+                ordered.push(self.see_parts(part, dim, reader)?);
+            }
         }
         let split = reader.of(split_layout(&reader.layout, dim));
-        let joined = self.add(Concat { dim: dim + 1 }, &all, &[], &split, (Place::default(), false))?;
+        let joined = self.add(Concat { dim: dim + 1 }, &ordered, &[], &split, (Place::default(), false))?;
         let joined = self.add(Reshape {}, &[joined], &[whole], &split, (Place::default(), true))?;
         self.made_by.insert(joined, std::mem::take(&mut self.added));
         self.joined.insert(key(own), joined);
@@ -137,6 +140,31 @@ impl Cutting<'_> {
         let ty = ty.with_shape(shape);
         let split = reader.of(split_layout(&reader.layout, dim));
         self.add(Reshape {}, &[value], &[ty], &split, (Place::default(), false))
+    }
+
+    /// The parts of a chunk of a value in the other order, if it is one of those whose parts are reversed; the chunk itself
+    /// otherwise. Whoever reads it reads all of it.
+    fn exchanged(
+        &mut self,
+        value: ValueId,
+        dim: usize,
+        (chunk, place): (u64, Place),
+        reader: &Reader,
+    ) -> Result<Vec<ValueId>, Stop> {
+        if !self.is_reversed(chunk) {
+            return Ok(vec![value]);
+        }
+        let (shape, parts) = (self.to.graph.ty(value).shape.clone(), self.step.reversed);
+        if !shape[dim].is_multiple_of(parts) || !reader.layout.dims[dim].is_empty() {
+            return Err(Stop::Uncut);
+        }
+        let length = shape[dim] / parts;
+        let part = |index: u64| {
+            let (mut start, mut limit) = (vec![0; shape.len()], shape.clone());
+            (start[dim], limit[dim]) = (index * length, (index + 1) * length);
+            self.add(Slice { start, limit }, &[value], &[], reader, (place, false))
+        };
+        (0..parts).rev().map(part).collect()
     }
 
     /// One chunk of a value of the new graph. Where ranks divide the chunk, it is cut as the value lies, and handed on.
@@ -184,7 +212,11 @@ impl Cutting<'_> {
             (start[dim + 1], limit[dim + 1]) = (index * length, (index + 1) * length);
             let place = Place::of(Some(index));
             let part = self.add(Slice { start, limit }, &[seen], &[], &split, (place, false))?;
-            parts.push(self.add(Reshape {}, &[part], &[ty.with_shape(own.clone())], &split, (place, true))?);
+            let part = self.add(Reshape {}, &[part], &[ty.with_shape(own.clone())], &split, (place, true))?;
+            parts.push(match &self.exchanged(part, dim, (index, place), reader)?[..] {
+                [part] => *part,
+                parts => self.add(Concat { dim }, parts, &[], reader, (place, false))?,
+            });
         }
         self.made_by.extend(parts.last().map(|last| (*last, std::mem::take(&mut self.added))));
         self.slices.insert(key, parts.clone());

@@ -3,10 +3,10 @@
 //! Where a rank has one sample in a microbatch there is nothing to cut but its tokens. The second dimension of the
 //! inputs is followed through the factor rules. Attention sees all keys at once, so it is not cut, unless ranks divide its
 //! queries, as they do those of each chunk: then nothing is joined that would lie in other parts on the ranks, and under a
-//! causal mask, where the last of a sequence see the most keys, ranks are the more equal, the more chunks they have queries
-//! of (Brandon et al., "Striped attention", 2023). What has no such factor is not cut either.
+//! causal mask, where the last of a sequence see the most keys, each rank has queries of every chunk, and in every second one
+//! those of the other end ([`query_parts`]). What has no such factor is not cut either.
 
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Attention, Op};
 use shardc_ir::{FactorKind, Graph, NodeId, SecondaryMap, ValueId};
 use std::collections::HashMap;
 
@@ -46,4 +46,18 @@ pub fn sequence_factors(
         }
     }
     factors
+}
+
+/// Into how many parts ranks divide the queries of each causal attention along these factors; 1 if they do not, or not
+/// alike. `extent` is into how many they divide a factor of a node.
+pub fn query_parts(
+    graph: &Graph,
+    factors: &SecondaryMap<NodeId, Option<usize>>,
+    extent: &dyn Fn(NodeId, usize) -> u64,
+) -> u64 {
+    let is_causal = |op: &Op| matches!(op, Op::Attention(Attention { causal: true, .. }));
+    let attention = graph.nodes().filter(|(_, node)| is_causal(&node.op));
+    let mut parts = attention.map(|(id, _)| factors[id].map_or(1, |factor| extent(id, factor)));
+    let first = parts.next().unwrap_or(1);
+    if parts.all(|other| other == first) { first } else { 1 }
 }

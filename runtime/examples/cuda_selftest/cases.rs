@@ -354,12 +354,16 @@ fn matmul_cases(f: DType, all: &mut Vec<Case>) {
 fn attention(f: DType, [b, s, keys, h, kv, d]: [u64; 6], causal: bool) -> [Case; 3] {
     let (q, k, lse) = (t(f, &[b, s, h, d]), t(f, &[b, keys, kv, d]), t(F32, &[b, h, s]));
     let scale = 1.0 / (d as f64).sqrt();
-    let forward =
-        case(Attention { causal, scale, lead: None }, &[q.clone(), k.clone(), k.clone()], &[q.clone(), lse.clone()]);
+    let forward = case(
+        Attention { causal, scale, lead: None, reversed: None },
+        &[q.clone(), k.clone(), k.clone()],
+        &[q.clone(), lse.clone()],
+    );
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let results = [q, k.clone(), k];
-    let backward =
-        |deterministic| case(AttentionGrad { causal, scale, lead: None, deterministic }, &operands, &results);
+    let backward = |deterministic| {
+        case(AttentionGrad { causal, scale, lead: None, reversed: None, deterministic }, &operands, &results)
+    };
     [forward, backward(false), backward(true)]
 }
 

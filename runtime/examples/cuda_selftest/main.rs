@@ -398,7 +398,8 @@ fn inputs(case: &Case) -> Vec<HostTensor> {
         }
         Op::AttentionGrad(op) => {
             let read = [&all[1..4], all.get(6..).unwrap_or_default()].concat();
-            let made = from(Attention { causal: op.causal, scale: op.scale, lead: None }.into(), &read, &[]);
+            let made =
+                from(Attention { causal: op.causal, scale: op.scale, lead: None, reversed: None }.into(), &read, &[]);
             (all[4], all[5]) = (made[0].clone(), made[1].clone());
         }
         Op::Adamw(_) => prepare_update(&mut all),

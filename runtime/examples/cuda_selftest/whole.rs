@@ -127,7 +127,7 @@ pub fn repeated() -> Result<(), String> {
     equal_bits(EmbeddingGrad { start: 0 }, &[(dy, 1), (ids, 512)], &[table])?;
     let (q, k, lse) = (t(Bf16, &[2, 1024, 8, 64]), t(Bf16, &[2, 1024, 2, 64]), t(F32, &[2, 8, 1024]));
     let operands = [&q, &q, &k, &k, &q, &lse].map(|ty| (ty.clone(), 1));
-    let op = AttentionGrad { causal: true, scale: 0.125, lead: None, deterministic: true };
+    let op = AttentionGrad { causal: true, scale: 0.125, lead: None, reversed: None, deterministic: true };
     equal_bits(op, &operands, &[q, k.clone(), k])
 }
 

@@ -160,12 +160,12 @@ fn moves_are_as_few_as_they_can_be() {
 fn attention_keeps_its_scores_on_the_chip() {
     for d in [16, 80, 256, 6] {
         let (q, k, lse) = (t(F32, &[1, 2048, 2, d]), t(F32, &[1, 2048, 1, d]), t(F32, &[1, 2, 2048]));
-        let op = Op::from(Attention { causal: true, scale: 0.25, lead: None });
+        let op = Op::from(Attention { causal: true, scale: 0.25, lead: None, reversed: None });
         let operands = [q.clone(), k.clone(), k.clone()];
         check(op.clone(), &operands, &[q.clone(), lse.clone()], &["attention"]);
         let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(selection.scratch, 0);
-        let grad = AttentionGrad { causal: true, scale: 0.25, lead: None, deterministic: false };
+        let grad = AttentionGrad { causal: true, scale: 0.25, lead: None, reversed: None, deterministic: false };
         let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
         let expect = ["attention_delta", "attention_queries_grad", "attention_keys_grad"];
         check(grad, &operands, &[q, k.clone(), k], &expect);
@@ -176,13 +176,13 @@ fn attention_keeps_its_scores_on_the_chip() {
 fn half_precision_attention_is_fused_or_tiled() {
     let (q, k, lse) = (t(Bf16, &[1, 64, 4, 64]), t(Bf16, &[1, 64, 2, 64]), t(F32, &[1, 4, 64]));
     let operands = [q.clone(), k.clone(), k.clone()];
-    let op = Op::from(Attention { causal: true, scale: 0.125, lead: None });
+    let op = Op::from(Attention { causal: true, scale: 0.125, lead: None, reversed: None });
     check(op.clone(), &operands, &[q.clone(), lse.clone()], &["fused, else 1 steps"]);
     let selection = select(&op, &operands, &[q.clone(), lse.clone()]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
     assert_eq!(super::select::kernels(&selection.steps).count(), 0);
     assert_eq!(super::select::kernels(&fused.otherwise).count(), 1);
-    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None, deterministic: false });
+    let grad = Op::from(AttentionGrad { causal: true, scale: 0.125, lead: None, reversed: None, deterministic: false });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let selection = select(&grad, &operands, &[q, k.clone(), k]).unwrap_or_else(|error| panic!("{error}"));
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
@@ -203,7 +203,8 @@ fn half_precision_attention_is_fused_or_tiled() {
 fn attention_of_a_part_of_the_queries_reads_the_keys_before_its_end() {
     use super::kernel::Arg;
     let (q, k, lse) = (t(Bf16, &[2, 64, 4, 64]), t(Bf16, &[2, 256, 2, 64]), t(F32, &[2, 4, 64]));
-    let grad = |lead| Op::from(AttentionGrad { causal: true, scale: 0.125, lead, deterministic: false });
+    let grad =
+        |lead| Op::from(AttentionGrad { causal: true, scale: 0.125, lead, reversed: None, deterministic: false });
     let operands = [q.clone(), q.clone(), k.clone(), k.clone(), q.clone(), lse];
     let results = [q, k.clone(), k.clone()];
     let selection = |lead| select(&grad(lead), &operands, &results);

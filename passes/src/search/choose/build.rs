@@ -19,7 +19,7 @@ use crate::shard::prepare::parameter_values;
 use crate::shard::tensor::Prepared;
 use crate::shard::zero::shard_storage;
 use crate::split_batch::order::{Ordered, order};
-use crate::split_batch::sequence::sequence_factors;
+use crate::split_batch::sequence::{query_parts, sequence_factors};
 use crate::split_batch::{Step, split_batch};
 use shardc_ir::plan::{Memory, Prediction, Request};
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
@@ -95,12 +95,13 @@ pub fn build(
             let extent = |id: NodeId, factor: usize| mesh.extent(graph.rule(id).axes(factor, &strategies[id]));
             let tokens = sequence_factors(&graph, request.seq, &|id, factor| extent(id, factor) > 1);
             let sequence = |id: NodeId| tokens[id];
-            let (factor, parts): (&dyn Fn(NodeId) -> Option<usize>, u64) = match candidate.degrees.microbatch {
-                1 => (&sequence, 1),
-                _ => (&batch, mesh.extent(batch_axes(&mesh))),
-            };
+            let (factor, parts, reversed): (&dyn Fn(NodeId) -> Option<usize>, u64, u64) =
+                match candidate.degrees.microbatch {
+                    1 => (&sequence, 1, query_parts(&graph, &tokens, &extent)),
+                    _ => (&batch, mesh.extent(batch_axes(&mesh)), 1),
+                };
             let staged = &pipeline.chunks;
-            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts, staged };
+            let step = Step { graph: &graph, strategies: &strategies, mesh: &mesh, factor, parts, reversed, staged };
             let Ordered { graph, strategies, staged } = overlapped(step, chunks, cluster)?;
             pipeline.chunks = staged;
             (graph, strategies)
@@ -177,7 +178,11 @@ pub(in crate::search) fn predicted(
 /// The step in chunks that overlap.
 fn overlapped(step: Step<'_>, chunks: u64, cluster: &Cluster) -> Result<Ordered, PlanError> {
     let bug = |error: PassError| PlanError::Bug(error.to_string());
-    match split_batch(step, chunks).map_err(bug)? {
+    let mut cut = split_batch(step, chunks).map_err(bug)?;
+    if cut.is_none() && step.reversed > 1 {
+        cut = split_batch(Step { reversed: 1, ..step }, chunks).map_err(bug)?;
+    }
+    match cut {
         Some(cut) => order(&cut, step.mesh, cluster).map_err(bug),
         None => Err(PlanError::Pin {
             pin: format!("overlap_chunks={chunks}"),

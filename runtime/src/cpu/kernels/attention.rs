@@ -4,6 +4,7 @@
 use super::matmul::{elements, matrix};
 use super::{Context, View, ViewMut, by_units};
 use burn::tensor::Tensor;
+use shardc_ir::ops::Mask;
 use std::borrow::Cow;
 
 /// How many queries' scores are kept at once.
@@ -19,24 +20,20 @@ struct Sizes {
     t: usize,
     kv: usize,
     e: usize,
-    /// How many keys come before that of the first query, if causal.
-    lead: Option<i64>,
+    mask: Mask,
 }
 
 /// What an operation says of the scores.
 #[derive(Clone, Copy)]
 pub(super) struct Scores {
-    pub causal: bool,
+    pub mask: Mask,
     pub scale: f64,
-    pub lead: Option<i64>,
 }
 
 impl Sizes {
     fn new(q: View<'_>, k: View<'_>, v: View<'_>, of: Scores) -> Self {
         let [b, s, h, d] = [0, 1, 2, 3].map(|dim| q.dim(dim));
-        let t = k.dim(1);
-        let lead = of.causal.then(|| of.lead.unwrap_or(t as i64 - s as i64));
-        Self { b, s, h, d, t, kv: k.dim(2), e: v.dim(3), lead }
+        Self { b, s, h, d, t: k.dim(1), kv: k.dim(2), e: v.dim(3), mask: of.mask }
     }
 
     /// Query heads per key/value head.
@@ -46,7 +43,7 @@ impl Sizes {
 
     /// How many keys query `i` sees.
     fn seen(&self, i: usize) -> usize {
-        self.lead.map_or(self.t, |lead| (i as i64 + 1 + lead).clamp(0, self.t as i64) as usize)
+        self.mask.seen(i as u64, [self.s as u64, self.t as u64]) as usize
     }
 
     /// The operations of one key/value head.
@@ -120,12 +117,12 @@ fn scores(q: &Tensor<2>, k: &Tensor<2>, first: usize, rows: usize, keys: usize) 
     elements(q.matmul(k.transpose()))
 }
 
-/// The blocks of queries that see some key: the first query, how many, how many keys the last sees.
+/// The blocks of queries that see some key: the first query, how many, how many keys that sees which sees the most.
 fn blocks(sizes: Sizes) -> impl Iterator<Item = (usize, usize, usize)> {
     let starts = (0..sizes.s).step_by(BLOCK);
     let block = move |first: usize| {
         let rows = BLOCK.min(sizes.s - first);
-        (first, rows, sizes.seen(first + rows - 1))
+        (first, rows, (first..first + rows).map(|query| sizes.seen(query)).max().unwrap_or(0))
     };
     starts.map(block).filter(|(_, _, keys)| *keys > 0)
 }

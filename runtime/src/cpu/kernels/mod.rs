@@ -209,14 +209,11 @@ pub fn run(context: Context, op: &Op, operands: &[View<'_>], results: &mut [View
         Op::RmsNormGrad(_) => normalize::rms_norm_grad(operands, results),
         Op::Rotary(op) => rotary::rotary(op.inverse, operands, &mut results[0]),
         Op::Attention(op) => {
-            attention::forward(Scores { causal: op.causal, scale: op.scale, lead: op.lead }, context, operands, results)
+            attention::forward(Scores { mask: op.mask(), scale: op.scale }, context, operands, results)
         }
-        Op::AttentionGrad(op) => attention::backward(
-            Scores { causal: op.causal, scale: op.scale, lead: op.lead },
-            context,
-            operands,
-            results,
-        ),
+        Op::AttentionGrad(op) => {
+            attention::backward(Scores { mask: op.mask(), scale: op.scale }, context, operands, results)
+        }
         Op::CrossEntropy(op) => cross_entropy::forward(op, context, operands, results),
         Op::CrossEntropyGrad(op) => cross_entropy::backward(op, context, operands, &mut results[0]),
         Op::Total(_) => elementwise::total(operands, &mut results[0]),

@@ -136,13 +136,17 @@ fn attention_and_its_derivative() {
         let scale = 0.6;
         let bias = bias.map(|[b, h, s]| random(5, &[b, h, s, t]));
         let with = |operands: &[HostTensor], bias: &Option<HostTensor>| [operands, bias.as_slice()].concat();
-        let made = run(Attention { causal, scale, lead: None }, &with(&[q.clone(), k.clone(), v.clone()], &bias), &[]);
+        let made = run(
+            Attention { causal, scale, lead: None, reversed: None },
+            &with(&[q.clone(), k.clone(), v.clone()], &bias),
+            &[],
+        );
         let (o, lse) = naive_attention(causal, scale, bias.as_ref(), [&q, &k, &v]);
         close(&floats(&made[0]), &o, 1e-5);
         close(&floats(&made[1]), &lse, 1e-5);
         let narrowed = [narrow(&q), narrow(&k), narrow(&v)];
         let narrowed = with(&narrowed, &bias.as_ref().map(narrow));
-        close(&floats(&run(Attention { causal, scale, lead: None }, &narrowed, &[])[0]), &o, 3e-2);
+        close(&floats(&run(Attention { causal, scale, lead: None, reversed: None }, &narrowed, &[])[0]), &o, 3e-2);
         if s > 8 {
             return;
         }
@@ -150,7 +154,8 @@ fn attention_and_its_derivative() {
         let weights = random(4, &[b, s, h, e]);
         let operands = [weights.clone(), q.clone(), k.clone(), v.clone(), made[0].clone(), made[1].clone()];
         let operands = with(&operands, &bias);
-        let grads = run(AttentionGrad { causal, scale, lead: None, deterministic: false }, &operands, &[]);
+        let grads =
+            run(AttentionGrad { causal, scale, lead: None, reversed: None, deterministic: false }, &operands, &[]);
         let dot = |x: [&HostTensor; 3]| -> f64 {
             let (o, _) = naive_attention(causal, scale, bias.as_ref(), x);
             o.iter().zip(floats(&weights)).map(|(o, w)| o * f64::from(w)).sum()

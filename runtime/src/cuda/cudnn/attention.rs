@@ -13,6 +13,7 @@
 
 use super::graph::{Graph, Layout, Map, Reduction, Tensor};
 use crate::cuda::device::Failure;
+use shardc_ir::ops::Mask;
 use shardc_ir::{DType, TensorType};
 
 /// Bytes of workspace that engines take beside what [`Attention::scratch`] counts.
@@ -74,9 +75,13 @@ impl Attention {
     /// are queries, and no others are read.
     ///
     /// # Errors
-    /// Why there is no kernel for it: a query would come before the first key, or behind the last.
-    pub fn led(self, lead: Option<i64>) -> Result<Self, String> {
-        let Some(lead) = lead.filter(|_| self.causal) else { return Ok(self) };
+    /// Why there is no kernel for it: a query would come before the first key, or behind the last, or queries lie in parts
+    /// whose order is reversed.
+    pub fn led(self, mask: Mask) -> Result<Self, String> {
+        if let Some(parts) = mask.reversed.filter(|_| self.causal) {
+            return Err(format!("causal attention of queries in {parts} parts, the last first"));
+        }
+        let Some(lead) = mask.lead.filter(|_| self.causal) else { return Ok(self) };
         let seen = u64::try_from(lead).ok().map(|lead| lead + self.s).filter(|seen| *seen <= self.stored);
         let Self { s, stored, .. } = self;
         let t = seen.ok_or_else(|| format!("causal attention of {s} queries behind {lead} of {stored} keys"))?;

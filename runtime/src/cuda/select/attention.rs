@@ -35,7 +35,7 @@ impl Select<'_> {
     pub(super) fn attention(&mut self, op: &Forward) -> Result<(), String> {
         let [q, k, v] = [0, 1, 2].map(|index: usize| &self.operands[index]);
         let attention = Attention::new(false, [q, k, v], op.causal, op.scale).biased(self.operands.get(3));
-        let attention = attention.led(op.lead)?;
+        let attention = attention.led(op.mask())?;
         self.attention_by_tiles(&attention)?;
         self.fuse(attention, vec![OP(0), OP(1), OP(2), RES(0), RES(1)], OP(3));
         Ok(())
@@ -44,7 +44,7 @@ impl Select<'_> {
     pub(super) fn attention_grad(&mut self, op: &AttentionGrad) -> Result<(), String> {
         let [q, k, v] = [1, 2, 3].map(|index: usize| &self.operands[index]);
         let attention = Attention::new(true, [q, k, v], op.causal, op.scale);
-        let attention = attention.biased(self.operands.get(6)).deterministic(op.deterministic).led(op.lead)?;
+        let attention = attention.biased(self.operands.get(6)).deterministic(op.deterministic).led(op.mask())?;
         self.attention_grad_by_tiles(&attention)?;
         let buffers = vec![OP(0), OP(1), OP(2), OP(3), OP(4), OP(5), RES(0), RES(1), RES(2)];
         self.fuse(attention, buffers, OP(6));
@@ -225,7 +225,7 @@ mod tests {
     }
 
     fn forward(sizes: [u64; 4]) -> Result<Selection, String> {
-        let op = Op::from(Forward { causal: false, scale: 1.0, lead: None });
+        let op = Op::from(Forward { causal: false, scale: 1.0, lead: None, reversed: None });
         let [_, q, k, v, o, lse, bias]: [TensorType; 7] = operands(sizes).try_into().unwrap();
         select(&op, &[q, k, v, bias], &[o, lse]).map_err(|error| error.to_string())
     }
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(launches(&found), expect);
         // Two elements are as much as a launch may work on.
         let all = operands([3, 4, 2, 8]);
-        let grad = AttentionGrad { causal: false, scale: 1.0, lead: None, deterministic: false };
+        let grad = AttentionGrad { causal: false, scale: 1.0, lead: None, reversed: None, deterministic: false };
         let results = [all[1].clone(), all[2].clone(), all[3].clone()];
         let found = select_within(&grad.into(), &all, &results, 2 * 256).unwrap();
         let blocks: Vec<_> = launches(&found).into_iter().map(|(name, blocks, at)| (name, blocks, at[0])).collect();
