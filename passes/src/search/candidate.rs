@@ -2,7 +2,7 @@
 
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offloads;
-use super::choice::pins::Recompute;
+use super::choice::pins::{Pins, Recompute};
 use super::choice::stages::Stages;
 use super::estimate::relief::Relief;
 use shardc_ir::Mesh;
@@ -86,6 +86,20 @@ impl Candidate {
             relief: Relief::default(),
             prediction,
         }
+    }
+}
+
+/// The chunks in which ranks that divide the queries of causal attention have as much to do
+/// ([`split_batch`](crate::split_batch)).
+const EVEN_CHUNKS: u64 = 2;
+
+/// Into how many chunks the blocks' part of the batch is cut before more are tried, with what a step takes longer where the
+/// last rank takes `uneven` seconds longer than others if it is not cut.
+pub(in crate::search) fn overlap_chunks(uneven: f64, pins: &Pins) -> Vec<(u64, f64)> {
+    match pins.overlap_chunks {
+        None if uneven > 0.0 => vec![(EVEN_CHUNKS, 0.0), (1, uneven)],
+        None | Some(1) => vec![(1, uneven)],
+        Some(chunks) => vec![(chunks, 0.0)],
     }
 }
 

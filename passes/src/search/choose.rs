@@ -252,7 +252,7 @@ fn chosen(
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {
-        plan.search.stopped += "; estimate and bound are those of plans without chunks";
+        plan.search.stopped += "; what chunks hide is neither in the estimate nor in the bound";
     }
     plan.search.stopped += overlap::untried(&candidates[index], space);
     casts::told(&plan.choice, &mut plan.search, confirm.is_some());

@@ -65,6 +65,8 @@ pub struct Shape<'a> {
     turned: f64,
     /// Blocks of the model.
     pub blocks: u64,
+    /// By how many seconds of a step the last rank takes longer than others where tokens are not in chunks.
+    pub uneven: f64,
     /// Into how many chunks the head and its loss are cut.
     pub loss_chunks: u64,
     /// By how many seconds nodes of the head take longer for it.
@@ -109,6 +111,7 @@ impl<'a> Shape<'a> {
             saved: 0.0,
             turned: 0.0,
             blocks: prepared.block_count(),
+            uneven: 0.0,
             loss_chunks,
             longer: BTreeMap::new(),
             liveness: Liveness::new(prepared, placed, conversions, loss_chunks),
@@ -307,12 +310,13 @@ impl<'a> Shape<'a> {
     fn add_class(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, class: usize, apart: bool) -> (f64, Bound) {
         let strategy = &placed.strategies[class];
         let local = placed.local(prepared, class, strategy);
-        let Local { bound, operands, .. } = &*local;
-        let bound = *bound;
+        let Local { price, operands, .. } = &*local;
+        let bound = price.bound;
         let op = prepared.op(class);
         let count = prepared.folded.classes[class].members.len() as u64;
         let each = local.emitted(prepared, (class, placed.cluster), apart);
         let seconds = each * count as f64;
+        self.uneven += price.uneven * count as f64 * self.microbatches as f64;
         match op {
             Op::Adamw(_) => {
                 self.adding.add(prepared, placed, (class, operands[1]));

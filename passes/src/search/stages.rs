@@ -28,7 +28,7 @@ pub(in crate::search) mod schedules;
 mod step;
 
 use super::away::{Away, suits};
-use super::candidate::Candidate;
+use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
@@ -448,7 +448,7 @@ impl Tries<'_> {
             zero: self.zero,
             recompute: most,
             loss_chunks: shape.loss_chunks,
-            overlap_chunks: self.pins.overlap_chunks.unwrap_or(1),
+            overlap_chunks: overlap_chunks(shape.uneven, self.pins)[0].0,
             within: shape.within(most) / self.stages as f64,
             byte: 0.0,
             offload,

@@ -5,7 +5,7 @@ use super::away::At;
 use super::choice::degrees::zero_stages;
 use super::measure::Measure;
 
-use super::candidate::Candidate;
+use super::candidate::{Candidate, overlap_chunks};
 use super::choice::pins::{Pins, Recompute};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
@@ -13,7 +13,7 @@ use super::visit::Visited;
 use crate::shard::family::copy_axes;
 use crate::shard::tensor::Placed;
 use shardc_ir::plan::Prediction;
-use shardc_ir::{Bytes, Mesh};
+use shardc_ir::{Bytes, Mesh, Seconds};
 use std::cell::OnceCell;
 
 /// Prices of a byte at which leaner layouts are looked for where the fastest do not fit, as shares of the whole step for the whole memory; the highest first.
@@ -79,19 +79,20 @@ fn extend(
                     let on_device = Prediction { room: bound, ..on_device };
                     let at = at(recompute);
                     for (offload, relief, prediction) in point.away.choices(&at, &on_device, placed.cluster) {
-                        found.push(Candidate {
+                        let of = |(overlap_chunks, uneven): (u64, f64)| Candidate {
                             degrees: degrees.clone(),
                             stages: None,
                             zero,
                             recompute,
                             loss_chunks: shape.loss_chunks,
-                            overlap_chunks: pins.overlap_chunks.unwrap_or(1),
+                            overlap_chunks,
                             within: shape.within(recompute),
                             byte,
-                            offload,
-                            relief,
-                            prediction,
-                        });
+                            offload: offload.clone(),
+                            relief: relief.clone(),
+                            prediction: longer(prediction, uneven),
+                        };
+                        found.extend(overlap_chunks(shape.uneven, pins).into_iter().map(of));
                     }
                 }
                 found
@@ -126,6 +127,12 @@ fn extend(
             candidates.extend(found);
         }
     }
+}
+
+/// What a plan takes whose products take so many seconds longer.
+fn longer(of: Prediction, seconds: f64) -> Prediction {
+    let step = Seconds(of.step.0 + seconds);
+    Prediction { step, matmul: Seconds(of.matmul.0 + seconds), mfu: of.mfu * of.step.0 / step.0, ..of }
 }
 
 /// How much may be computed again, of a menu of so many steps, which leaves a `total` on the device: as pinned; else

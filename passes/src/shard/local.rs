@@ -3,23 +3,21 @@
 //! Both follow from by how much each factor is divided, whichever axes do it. So meshes share them, as do
 //! choices of an axis that come to the same.
 
-use super::price::Ground;
+use super::price::{Ground, Price};
 use super::tensor::{Placed, Prepared};
 use crate::cluster::Cluster;
-use crate::cost::{Bound, Machine, is_view};
+use crate::cost::{Machine, is_view};
 use crate::threads;
 use rustc_hash::FxHashMap;
 use shardc_ir::program::Action;
-use shardc_ir::{FactorKind, OpDef, Seconds, Strategy, TensorType};
+use shardc_ir::{FactorKind, OpDef, Strategy, TensorType};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 /// One node of a class, as the rank that has the most to do sees it.
 #[derive(Clone, Debug)]
 pub struct Local {
-    /// Its seconds, alone.
-    pub seconds: Seconds,
-    /// What bounds them.
-    pub bound: Bound,
+    /// What it takes.
+    pub price: Price,
     /// Bytes of each operand.
     pub operands: Vec<u64>,
     /// Bytes of each result.
@@ -62,10 +60,10 @@ impl Placed<'_> {
         let find = || {
             let on = Ground { mesh: self.mesh, cluster: self.cluster };
             let (operands, results) = prepared.local_types(class, strategy, self.mesh);
-            let (seconds, bound) = prepared.seconds(class, strategy, on);
+            let price = prepared.price(class, strategy, on);
             let bytes = |types: Vec<TensorType>| types.iter().map(|ty| ty.bytes().0).collect();
             let scratch = OnceLock::new();
-            Arc::new(Local { seconds, bound, operands: bytes(operands), results: bytes(results), scratch })
+            Arc::new(Local { price, operands: bytes(operands), results: bytes(results), scratch })
         };
         let mut parts = vec![1; rule.factors.len()];
         for (factor, axes) in strategy.factors.iter().filter(|(_, axes)| !axes.is_empty()) {
@@ -99,7 +97,7 @@ impl Local {
     /// class on a cluster.
     pub fn emitted(&self, prepared: &Prepared<'_>, (class, cluster): (usize, &Cluster), apart: bool) -> f64 {
         let launch = Machine::own(&cluster.device).launch();
-        prepared.emitted[class].seconds(self.seconds, self.bound, launch, apart)
+        prepared.emitted[class].seconds(self.price.seconds, self.price.bound, launch, apart)
     }
 
     /// Bytes of scratch memory that a placed class needs, of which this is one node.

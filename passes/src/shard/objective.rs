@@ -258,7 +258,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         // Sums that products make: where something is converted between the two, [`Placed::apart`] is added. What else is
         // merged into other instructions, where nothing is converted, one node does not know.
         let seconds = match self.objective {
-            Objective::Step { .. } if !prepared.emitted[class].is_summed => local.seconds.0,
+            Objective::Step { .. } if !prepared.emitted[class].is_summed => local.price.seconds.0,
             _ => local.emitted(prepared, (class, cluster), false),
         };
         let runs = if prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 };

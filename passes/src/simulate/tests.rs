@@ -30,8 +30,8 @@ fn the_estimate_and_the_simulation_agree() {
         (many, "h100:8x4", "dp=32,zero=2,microbatch=1"),
         (many, "h100:8x4", "dp=16,tp=2,zero=1,microbatch=2"),
         (sizes, "h200:4", "dp=4,zero=3,microbatch=1,recompute=8"),
-        (LONG, "h100:8", "dp=2,cp=4,zero=1,microbatch=1"),
-        (LONG, "h100:8", "dp=2,cp=4,zero=3,microbatch=1"),
+        (LONG, "h100:8", "dp=2,cp=4,zero=1,microbatch=1,overlap_chunks=1"),
+        (LONG, "h100:8", "dp=2,cp=4,zero=3,microbatch=1,overlap_chunks=1"),
     ];
     let mut wrong = Vec::new();
     for (sizes, cluster, pins) in cases {
@@ -86,7 +86,7 @@ const LONG: Sizes = Sizes { layers: 8, batch: 4, seq: 16384, hidden: 2048, heads
 fn parts_of_a_causal_mask_are_not_equal() {
     let sizes = Sizes { layers: 2, heads: 1, kv: 1, ..LONG };
     let cluster = Cluster::parse("h100:8", "h200").unwrap();
-    let plan = plan(sizes, DType::Bf16, "h100:8", 1000, "dp=2,cp=4,zero=1,microbatch=1").unwrap();
+    let plan = plan(sizes, DType::Bf16, "h100:8", 1000, "dp=2,cp=4,zero=1,microbatch=1,overlap_chunks=1").unwrap();
     assert!(divides_queries(&plan), "{plan}");
     let all = simulated(&plan, "h100:8", &Conditions::default());
     assert_eq!(all.ranks.iter().map(|rank| rank.count).collect::<Vec<_>>(), [2; 4]);

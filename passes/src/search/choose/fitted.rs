@@ -87,6 +87,7 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     let pins = Pins {
         zero: Some(of.zero),
         microbatch: Some(of.degrees.microbatch),
+        overlap_chunks: Some(of.overlap_chunks),
         schedule: stages.map(|stages| stages.schedule),
         virtual_stages: stages.map(|stages| stages.per_stage),
         in_flight: stages.and_then(|stages| stages.limits.in_flight),
@@ -103,7 +104,6 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     let moves = |own: &Candidate| !own.offload.is_none();
     found.retain(|own| own.degrees == of.degrees && moves(own) == moves(of) && own.prediction.fits());
     for own in &mut found {
-        own.overlap_chunks = of.overlap_chunks;
         own.prediction.room = of.prediction.room;
     }
     debug_assert!(found.iter().all(|own| kin(own) == kin(of)));

@@ -164,7 +164,8 @@ fn tried(
     let microbatch = candidate.degrees.microbatch;
     let is_open =
         |chunks: &u64| *chunks <= most && divides(microbatch, *chunks) && just.is_none_or(|just| just == *chunks);
-    for overlap_chunks in CHUNKS.into_iter().filter(is_open) {
+    let is_more = |chunks: &u64| *chunks > candidate.overlap_chunks;
+    for overlap_chunks in CHUNKS.into_iter().filter(is_more).filter(is_open) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
             Ok(plan) => plan,
             Err(PlanError::Pin { .. }) => break,
@@ -239,7 +240,7 @@ pub(in crate::search) fn likely(candidates: &[Candidate], known: &[usize], space
     let may_gain = |index: &usize| hidden.may_gain(&candidates[*index], step(index), space, fastest);
     let own = known.iter().copied().find(may_gain);
     let index = own.or_else(|| contender(candidates, known, (&[], hidden), space, fastest))?;
-    let overlap_chunks = CHUNKS[0];
+    let overlap_chunks = CHUNKS.into_iter().find(|chunks| *chunks > candidates[index].overlap_chunks)?;
     let in_chunks = Candidate { overlap_chunks, ..candidates[index].clone() };
     divides(in_chunks.degrees.microbatch, overlap_chunks).then_some(in_chunks)
 }

@@ -111,5 +111,5 @@ fn alone(prepared: &Prepared<'_>, placed: &Placed<'_>, gradient: ValueId) -> f64
         return 0.0;
     }
     let alone = Machine::own(&placed.cluster.device).seconds(op, &operands, &results, Pass::Backward).0;
-    alone.0 - placed.local(prepared, class, strategy).seconds.0
+    alone.0 - placed.local(prepared, class, strategy).price.seconds.0
 }
