@@ -519,23 +519,15 @@ fn attention() -> Vec<Case> {
     for [b, s, h, d, t, kv, e] in
         [[2, 4, 4, 2, 4, 4, 2], [2, 3, 4, 2, 3, 2, 3], [4, 2, 6, 2, 5, 3, 2], [2, 2, 4, 2, 2, 1, 2]]
     {
-        // In order, behind another number of keys, and in parts, the last first.
-        let masks = [
-            (false, None, None),
-            (true, None, None),
-            (true, Some(1), None),
-            (true, None, Some(2)),
-            (true, Some(1), Some(4)),
-        ];
-        for (causal, lead, reversed) in masks.into_iter().filter(|(.., parts)| parts.is_none_or(|parts| s % parts == 0))
-        {
+        let leads = [(false, None), (true, None), (true, Some(1))].map(|(causal, lead)| (causal, lead, None));
+        let parts = [2, 4].into_iter().filter(|parts| s % parts == 0).map(|parts| (true, Some(1), Some(parts)));
+        for (causal, lead, reversed) in leads.into_iter().chain(parts) {
             let (q, k, v) =
                 ((f32s(&[b, s, h, d]), Signed), (f32s(&[b, t, kv, d]), Signed), (f32s(&[b, t, kv, e]), Signed));
             let (o, lse) = ((f32s(&[b, s, h, e]), Signed), (f32s(&[b, h, s]), Positive));
-            let forward = Attention { causal, scale: 0.7, lead, reversed };
-            cases.push(case(forward, &[q.clone(), k.clone(), v.clone()], &[]));
-            let backward = AttentionGrad { causal, scale: 0.7, lead, reversed, deterministic: false };
-            cases.push(case(backward, &[o.clone(), q, k, v, o, lse], &[]));
+            cases.push(case(Attention { causal, scale: 0.7, lead, reversed }, &[q.clone(), k.clone(), v.clone()], &[]));
+            let grad = AttentionGrad { causal, scale: 0.7, lead, reversed, deterministic: false };
+            cases.push(case(grad, &[o.clone(), q, k, v, o, lse], &[]));
         }
     }
     for inverse in [false, true] {

@@ -236,14 +236,14 @@ fn attention_sizes(prepared: &Prepared<'_>) -> Vec<u64> {
 }
 
 /// The ways to make a context degree of axes: as pinned; else one axis, and two where attention can divide its heads by
-/// the first alone: as many as heads take, or near-equal ones where the degree is large.
+/// the second alone: as many as heads take, or near-equal ones where the degree is large.
 fn contexts(sizes: &[u64], cp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     if let Some(axes) = pins.axes.get("cp") {
         return vec![axes.clone()];
     }
     let mut all = vec![vec![cp]];
     let common = sizes.iter().map(|size| gcd(*size, cp)).filter(|common| *common > 1 && *common < cp);
-    for axes in common.map(|common| vec![common, cp / common]).chain(square(cp)) {
+    for axes in common.map(|common| vec![cp / common, common]).chain(square(cp)) {
         if !all.contains(&axes) {
             all.push(axes);
         }

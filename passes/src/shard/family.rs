@@ -34,6 +34,12 @@ pub fn searched_axes(mesh: &Mesh) -> Vec<AxisId> {
     of(mesh, &SEARCHED)
 }
 
+/// The same in the order in which they are placed: of a family the innermost first, since of axes that divide a dimension
+/// the innermost alone can go to another in one exchange, as from the tokens to the heads.
+pub fn placed_axes(mesh: &Mesh) -> Vec<AxisId> {
+    SEARCHED.iter().flat_map(|family| mesh.family(family).into_iter().rev()).collect()
+}
+
 /// The axes that divide the batch wherever it is: over ranks, and over time.
 pub fn batch_axes(mesh: &Mesh) -> Vec<AxisId> {
     mesh.ids().filter(|axis| ["dp", "fsdp", "mb"].contains(&mesh.axis(*axis).family())).collect()

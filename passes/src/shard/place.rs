@@ -6,7 +6,7 @@
 
 use super::coupled::coupled;
 use super::eliminate::Solution;
-use super::family::searched_axes;
+use super::family::{placed_axes, searched_axes};
 use super::layout::Along;
 use super::objective::Objective;
 use super::problem::Problem;
@@ -32,7 +32,7 @@ pub fn place_axes_seen(
     byte: f64,
     seen: &[Cluster],
 ) -> (Vec<Conversion>, Vec<Vec<Conversion>>) {
-    let axes = searched_axes(placed.mesh);
+    let axes = placed_axes(placed.mesh);
     // How often what an axis does has changed, up to when each was placed last: beside the same others it would do the
     // same again.
     let (mut changes, mut last, mut costs) = (0, vec![None; axes.len()], vec![f64::INFINITY; axes.len()]);
