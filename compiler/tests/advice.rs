@@ -68,17 +68,17 @@ fn axes_that_divide_little() {
     check(&args, 0, &["6 of 8 ranks repeat the work of others", "of the work is divided by ring; 2 ranks would be"]);
 }
 
-/// Twelve heads divide over four of eight ranks, and dividing so few queries as well takes longer than it saves.
+/// Twelve heads divide over four ranks and not over eight, of which all do the same where they may divide nothing else.
 #[test]
 fn attention_that_several_ranks_repeat() {
-    let plan = |cp: &str| {
-        let pins = format!("tp=1,{cp}");
+    let plan = |ulysses: &str| {
+        let pins = format!("tp=1,{ulysses}");
         let args = ["plan", "llama-160m", "--cluster", "h100:8", "--batch", "2", "--seq", "8192", "--pin", &pins];
         check(&args, 0, &[])
     };
-    let said = plan("cp=8");
-    assert!(said.contains("is the same on 2 ranks") && said.contains("--search all"), "{said}");
-    assert!(!plan("cp=4").contains("repeats  "));
+    let said = plan("ulysses=8");
+    assert!(said.contains("is the same on 8 ranks") && said.contains("--search all"), "{said}");
+    assert!(!plan("ulysses=4").contains("repeats  "));
 }
 
 /// Devices whose number divides neither the batch nor the model are slower than fewer of them, and that is said.

@@ -34,10 +34,18 @@ pub fn searched_axes(mesh: &Mesh) -> Vec<AxisId> {
     of(mesh, &SEARCHED)
 }
 
-/// The same in the order in which they are placed: of a family the innermost first, since of axes that divide a dimension
-/// the innermost alone can go to another in one exchange, as from the tokens to the heads.
+/// The same in the order in which they are placed: what is placed first has the most to choose from, so the outermost of a
+/// family, whose links are the slowest. But of context axes the innermost: of axes that divide the tokens it alone can go to
+/// the heads in one exchange.
 pub fn placed_axes(mesh: &Mesh) -> Vec<AxisId> {
-    SEARCHED.iter().flat_map(|family| mesh.family(family).into_iter().rev()).collect()
+    let of = |family: &&str| {
+        let mut axes = mesh.family(family);
+        if *family == "cp" {
+            axes.reverse();
+        }
+        axes
+    };
+    SEARCHED.iter().flat_map(of).collect()
 }
 
 /// The axes that divide the batch wherever it is: over ranks, and over time.
