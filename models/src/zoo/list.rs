@@ -27,6 +27,7 @@ const LLAMA1: &str = "Touvron et al., \"LLaMA\", 2023, table 2";
 const LLAMA3: &str = "Grattafiori et al., \"The Llama 3 herd of models\", 2024, table 3";
 const LLAMA32: &str = "Meta, Llama 3.2 1B, config.json";
 const SMALL: &str = "the Llama 3 block in a small shape";
+const EXPERTS: &str = "the Mixtral block in a small shape";
 const MIXTRAL: &str = "Jiang et al., \"Mixtral of experts\", 2024, table 1";
 const RESNET: &str = "He et al., \"Deep residual learning for image recognition\", 2015, table 1";
 const UNET: &str = "Ronneberger et al., \"U-Net\", 2015, padded, with group norms and two classes";
@@ -83,6 +84,7 @@ pub fn list() -> Vec<Entry> {
         llama("llama-70b", new([80, 8192, 64, 8, 28672, 128_256]), LLAMA3),
         llama("llama-405b", long([126, 16384, 128, 8, 53248, 128_256], 8.0), LLAMA3),
         other("moe-tiny", Config::Moe(MoeConfig::new(new([2, 64, 4, 4, 96, 256]), 4, 2)), TINY),
+        other("moe-1b", Config::Moe(MoeConfig::new(new([12, 1024, 16, 4, 3584, 32_000]), 8, 2)), EXPERTS),
         other("mixtral-8x7b", Config::Moe(MoeConfig::new(mixtral, 8, 2)), MIXTRAL),
         other("resnet-tiny", Config::ResNet(resnet), TINY),
         other("resnet-50", Config::ResNet(ResNetConfig::resnet50()), RESNET),

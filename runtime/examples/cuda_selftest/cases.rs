@@ -322,6 +322,12 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
             let [dy, ids] = operands;
             all.push(case(EmbeddingGrad { start }, &[dy, ids, t(F32, &[96, 64])], &[t(F32, &[96, 64])]));
         }
+        for (row, k) in [(8, 2), (200, 4)] {
+            all.push(case(TopK { k }, &[t(f, &[512, row])], &[t(f, &[512, k]), t(I64, &[512, k])]));
+        }
+        for (dim, reverse) in [(1, false), (1, true), (0, false)] {
+            all.push(case(Cumsum { dim, reverse }, &[t(f, &[13, 96, 8])], &[t(f, &[13, 96, 8])]));
+        }
         all.push(case(Gather { dim: 1 }, &[t(f, &[8, 64]), t(i, &[8, 3])], &[t(f, &[8, 3])]));
         all.push(case(ScatterAdd { dim: 1 }, &[t(f, &[8, 3]), t(i, &[8, 3])], &[t(f, &[8, 64])]));
     }

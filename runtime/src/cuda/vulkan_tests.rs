@@ -220,6 +220,25 @@ fn elementwise() {
     check(&client, Rotary { inverse: true }, &[x.clone(), table.clone(), table], &[x], 1);
 }
 
+#[test]
+fn largest_elements_and_running_sums() {
+    let Some(client) = client() else { return };
+    // Of equal numbers, of which there are many where they are few, the first.
+    for (row, k, numbers) in [(8, 2, 4), (5, 5, 4), (200, 3, 1 << 20), (1500, 4, 9)] {
+        let steps = tensor(&ids(&[7 * row]), 3, numbers).bytes;
+        let values = steps.chunks_exact(4).map(|at| i32::from_le_bytes(at.try_into().unwrap()) as f32 - 2.0);
+        let x = HostTensor { ty: t(&[7, row]), bytes: values.flat_map(f32::to_le_bytes).collect() };
+        let op = Op::from(TopK { k });
+        let expected = compute_op(&op, &[x.clone()], &[t(&[7, k]), ids(&[7, k]).with_dtype(DType::I64)]).unwrap();
+        let actual = run(&client, &op, &[x], &[t(&[7, k]), ids(&[7, k])], u64::MAX);
+        let narrow: Vec<u8> = expected[1].bytes.chunks_exact(8).flat_map(|index| index[..4].to_vec()).collect();
+        assert_eq!([&actual[0].bytes, &actual[1].bytes], [&expected[0].bytes, &narrow]);
+    }
+    for (shape, dim) in [([3, 96, 5], 1), ([3, 13, 5], 1), ([2, 4, 1024], 2), ([64, 6, 2], 0)] {
+        [false, true].map(|reverse| check(&client, Cumsum { dim, reverse }, &[t(&shape)], &[t(&shape)], 1));
+    }
+}
+
 /// Of all queries, and of a part of them, which sees the first keys alone.
 #[test]
 fn attention_of_parts_of_the_queries() {
@@ -232,10 +251,10 @@ fn attention_of_parts_of_the_queries() {
     let made_types = [t(&[2, 10, 4, 4]), t(&[2, 4, 10])];
     let read: Vec<HostTensor> = (1..).zip([&q, &k, &v]).map(|(seed, ty)| tensor(ty, seed, 3)).collect();
     for (causal, lead) in [(false, None), (true, None), (true, Some(30)), (true, Some(7)), (true, Some(0))] {
-        let op = Op::from(Attention { causal, scale: 0.3, lead });
+        let op = Op::from(Attention { causal, scale: 0.3, lead, reversed: None });
         let made = compute_op(&op, &read, &made_types).expect("results");
         close(&format!("{op:?}"), &run(&client, &op, &read, &made_types, u64::MAX), &made);
-        let op = Op::from(AttentionGrad { causal, scale: 0.3, lead, deterministic: false });
+        let op = Op::from(AttentionGrad { causal, scale: 0.3, lead, reversed: None, deterministic: false });
         let all = [&[tensor(&made_types[0], 4, 3)], &read[..], &made[..]].concat();
         let types = [q.clone(), k.clone(), v.clone()];
         let expected = compute_op(&op, &all, &types).expect("results");

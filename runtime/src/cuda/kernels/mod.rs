@@ -19,5 +19,6 @@ pub mod pack;
 pub mod parts;
 pub mod quantize;
 pub mod random;
+pub mod ranked;
 pub mod region;
 pub mod rows;

@@ -14,6 +14,7 @@ mod parts;
 mod products;
 mod quantize;
 mod random;
+mod ranked;
 mod region;
 mod rows;
 
@@ -259,6 +260,8 @@ impl<'a> Select<'a> {
             Op::EmbeddingGrad(op) => self.embedding_grad(op.start),
             Op::Gather(op) => self.gather(op.dim),
             Op::ScatterAdd(op) => self.scatter_add(op.dim),
+            Op::TopK(op) => self.top_k(op),
+            Op::Cumsum(op) => self.cumsum(op),
             Op::Softmax(_) => self.softmax(),
             Op::LayerNorm(_) | Op::LayerNormGrad(_) | Op::RmsNorm(_) | Op::RmsNormGrad(_) => self.single(op.clone()),
             Op::Rotary(op) => self.rotary(op.inverse),
@@ -277,9 +280,7 @@ impl<'a> Select<'a> {
             | Op::ConvolutionTranspose(_)
             | Op::ConvolutionFilterGrad(_)
             | Op::MaxPool(_)
-            | Op::MaxPoolGrad(_)
-            | Op::TopK(_)
-            | Op::Cumsum(_) => Err("there is none yet".to_string()),
+            | Op::MaxPoolGrad(_) => Err("there is none yet".to_string()),
         }
     }
 

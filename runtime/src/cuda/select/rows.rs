@@ -94,7 +94,7 @@ impl Select<'_> {
     }
 
     /// Folds the middle of `[outer, length, inner]`.
-    fn fold(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), [outer, length, inner]: [u64; 3]) {
+    pub(super) fn fold(&mut self, fold: Fold, from: (Arg, DType), to: (Arg, DType), [outer, length, inner]: [u64; 3]) {
         if inner == 1 {
             return self.fold_segments(fold, from, to, outer, length);
         }
