@@ -111,9 +111,9 @@ struct Experts {
 }
 
 impl Experts {
-    /// Each expert on its slots `[g, e, c, d]`.
+    /// Each expert on its slots `[e, g, c, d]`: those of all groups lie one behind the other, so an expert is one product.
     fn forward(&self, slots: Tensor<4>) -> Tensor<4> {
-        let weight = |weight: &Param<Tensor<3>>| weight.val().unsqueeze::<4>();
+        let weight = |weight: &Param<Tensor<3>>| weight.val().unsqueeze_dim::<4>(1);
         let hidden = silu(slots.clone().matmul(weight(&self.gate))) * slots.matmul(weight(&self.up));
         hidden.matmul(weight(&self.down))
     }
@@ -187,7 +187,8 @@ impl Moe {
         let combine = combine.reshape([groups, group, experts * slots]);
         let dispatch = combine.clone().greater_elem(0.0).float();
         let taken = dispatch.swap_dims(1, 2).matmul(x).reshape([groups, experts, slots, width]);
-        let made = block.experts.forward(taken).reshape([groups, experts * slots, width]);
+        let made =
+            block.experts.forward(taken.swap_dims(0, 1)).swap_dims(0, 1).reshape([groups, experts * slots, width]);
         (combine.matmul(made).reshape([batch, seq, width]), uneven)
     }
 

@@ -353,6 +353,11 @@ fn matmul_cases(f: DType, all: &mut Vec<Case>) {
         add("akb,kn->abn", &[8, 16, 24], &[16, 32], &[8, 24, 32], out);
         add("kab,kan->bn", &[8, 16, 24], &[8, 16, 32], &[24, 32], out);
         add("k,kn->n", &[64], &[64, 32], &[32], out);
+        // Experts, of which each has rows of several groups of tokens.
+        add("bhsk,hkn->hbsn", &[4, 2, 160, 256], &[2, 256, 512], &[2, 4, 160, 512], out);
+        add("hbsn,hnk->bhsk", &[2, 4, 160, 512], &[2, 512, 256], &[4, 2, 160, 256], out);
+        add("bhsk,hbsn->hkn", &[4, 2, 160, 256], &[2, 4, 160, 512], &[2, 256, 512], out);
+        add("bhsk,hkn->bhsn", &[4, 2, 160, 256], &[2, 256, 512], &[4, 2, 160, 512], out);
     }
 }
 
