@@ -69,6 +69,18 @@ fn contractions_that_are_no_products_are_copied_first() {
     check_matmul("kba,kan->bn", &[8, 24, 16], &[8, 16, 32], &[24, 32], &expect);
 }
 
+/// Of an expert's tokens, of which each group has some, one product is made if they are many enough to be worth a copy.
+#[test]
+fn rows_that_lie_apart_are_copied_where_that_costs_less() {
+    let [slots, hidden] = [[16, 8, 160, 1024], [8, 16, 160, 3584]];
+    let expect = ["strided", "gemm 8x2560x3584x1024"];
+    check_matmul("bhsk,hkn->hbsn", &slots, &[8, 1024, 3584], &hidden, &expect);
+    check_matmul("bhsk,hbsn->hkn", &slots, &hidden, &[8, 1024, 3584], &["strided", "gemm 8x1024x3584x2560"]);
+    check_matmul("hbsn,hnk->bhsk", &hidden, &[8, 3584, 1024], &slots, &["gemm 8x2560x1024x3584", "strided"]);
+    // Few operations for each byte.
+    check_matmul("bhsk,hkn->hbsn", &[2, 8, 160, 64], &[8, 64, 96], &[8, 2, 160, 96], &["gemm 8x160x96x64"; 2]);
+}
+
 #[test]
 fn products_of_one_operand_are_a_batch_where_they_lie_evenly() {
     use super::kernel::Arg;
@@ -136,6 +148,12 @@ fn kernels_become_cuda() {
         let casts = Each { count: 2, op: Box::new(Cast {}.into()) };
         check(casts, &[w.clone(), w.clone()], &[t(Bf16, &[96]), t(Bf16, &[96])], &["cast_many"]);
         check(SumSquares {}, &[t(f, &[1000, 640])], &[t(F32, &[])], &["reduce_segments"; 2]);
+        check(TopK { k: 2 }, &[x.clone()], &[t(f, &[80, 2]), t(I64, &[80, 2])], &["top_k"]);
+        let sums = |shape: &[u64], expect: &[&str]| {
+            check(Cumsum { dim: 1, reverse: true }, &[t(f, shape)], &[t(f, shape)], expect);
+        };
+        sums(&[4, 7, 8], &["cumsum"]);
+        sums(&[4, 1024, 8], &["reduce_columns", "cumsum", "cumsum_chunks"]);
     }
 }
 

@@ -59,6 +59,8 @@ pub struct Scratch {
     pub dq: u64,
     /// The rows' sums of `do * o`.
     pub delta: u64,
+    /// The gradients of the queries of another part of the keys, where they are taken in [`Attention::parts`].
+    pub beside: u64,
     /// What the engine may use as it likes.
     pub workspace: u64,
 }
@@ -104,10 +106,15 @@ impl Attention {
     /// queries are the sum over the parts.
     pub fn parts(&self) -> Vec<(u64, Self)> {
         let Self { s, t, .. } = *self;
-        if !(self.backward && self.causal && 1 < s && s < t && self.bias.is_none()) {
+        if !(self.sees_parts() && 1 < s && s < t) {
             return vec![(0, *self)];
         }
         vec![(0, Self { t: t - s, causal: false, ..*self }), (t - s, Self { t: s, ..*self })]
+    }
+
+    /// Whether the keys are taken in parts where some of them come before the queries held here.
+    fn sees_parts(&self) -> bool {
+        self.backward && self.causal && self.bias.is_none() && self.s < self.stored
     }
 
     /// Why no version of cuDNN takes it, if none does.
@@ -142,14 +149,16 @@ impl Attention {
     pub fn scratch(&self) -> Scratch {
         let Self { b, s, h, d, stored: t, kv, e, dtype, deterministic, .. } = *self;
         if !self.backward {
-            return Scratch { dq: 0, delta: 0, workspace: ENGINE };
+            return Scratch { dq: 0, delta: 0, beside: 0, workspace: ENGINE };
         }
         // The gradients of a group's keys and values before they are added.
         let groups = if h > kv { b * h * t * (d + e) * dtype.size() } else { 0 };
         // Whole tiles of 64 queries and 128 keys.
         let scores = b * h * s.next_multiple_of(64) * t.next_multiple_of(128) * dtype.size();
         let (dq, scores) = if deterministic { (0, scores) } else { (b * h * s * d * 4, 0) };
-        Scratch { dq, delta: b * h * s * 4, workspace: ENGINE + groups + scores }
+        // The first part of the queries needs none.
+        let beside = if self.sees_parts() { b * h * s * d * dtype.size() } else { 0 };
+        Scratch { dq, delta: b * h * s * 4, beside, workspace: ENGINE + groups + scores }
     }
 
     fn queries(&self, width: u64) -> Layout {

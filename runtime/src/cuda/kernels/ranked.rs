@@ -100,7 +100,7 @@ pub fn cumsum(x: &Array<Elem<0>>, y: &mut Array<Elem<1>>, n: u32, length: u32, i
     }
 }
 
-/// [`cumsum`] where each `chunks` blocks are one: `sums` are the running sums `[blocks, inner]` of their totals.
+/// [`cumsum()`] where each `chunks` blocks are one: `sums` are the running sums `[blocks, inner]` of their totals.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn cumsum_chunks(

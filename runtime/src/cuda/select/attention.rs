@@ -61,16 +61,14 @@ impl Select<'_> {
         if attention.unfit().is_some() {
             return;
         }
-        let Attention { b, s, h, d, stored, kv, e, dtype, .. } = attention;
+        let Attention { d, kv, e, dtype, .. } = attention;
         let otherwise = std::mem::take(&mut self.out);
         let scratch = attention.scratch();
         if attention.backward {
             buffers.extend([scratch.dq, scratch.delta].map(|bytes| self.scratch(bytes)));
         }
         buffers.extend(attention.bias.map(|_| bias));
-        // As much for every part of the queries, though the first has all of its keys in one part.
-        let is_part = attention.backward && attention.causal && attention.bias.is_none() && s < stored;
-        let beside = is_part.then(|| self.scratch(b * s * h * d * dtype.size()));
+        let beside = (scratch.beside > 0).then(|| self.scratch(scratch.beside));
         let workspace = self.scratch(scratch.workspace);
         for (first, part) in attention.parts() {
             let mut buffers = buffers.clone();
