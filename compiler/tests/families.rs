@@ -156,8 +156,12 @@ fn rings_are_not_confirmed_by_programs() {
 fn what_does_not_fit_is_refused() {
     check(&["plan", "resnet-tiny", "--seq", "16"], 2, &["takes no sequences", "--seq out"]);
     check(&["plan", "unet-tiny", "--maximize", "layers"], 2, &["no layers that are alike"]);
-    check(&["plan", "resnet-tiny", "--cluster", "h100:2", "--batch", "8"], 0, &["has no kernel yet for `convolution`"]);
-    assert!(!check(&["plan", "moe-1b", "--cluster", "h100:2", "--batch", "8"], 0, &["ep=2"]).contains("refused"));
+    for (model, words) in
+        [("moe-1b", "ep=2"), ("resnet-50", "dp=2"), ("unet", "dp=2"), ("mixer-b-16", ""), ("two-tower", "")]
+    {
+        let said = check(&["plan", model, "--cluster", "h100:2", "--batch", "8"], 0, &[words]);
+        assert!(!said.contains("refused"), "{said}");
+    }
     // Statistics of the batch are those of the whole batch.
     check(&["plan", "resnet-tiny", "--batch", "8", "--pin", "microbatch=2"], 2, &["microbatch"]);
     let dir = tempfile::tempdir().unwrap();

@@ -6,6 +6,9 @@
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
+mod pictures;
+mod ranked;
+
 use super::kernel::{Arg, Kernel, Launch};
 use super::select::{Selection, Step, select_scan, select_within};
 use crate::compute_op;
@@ -128,6 +131,11 @@ fn execute(client: &Client, selection: Selection, operands: &[HostTensor], types
                 }
             }
             Step::Zero { .. } => {}
+            Step::Gemm(gemm) => {
+                let mut all = client.read_one_unchecked(memory).to_vec();
+                pictures::multiply(&mut all, &gemm, |arg| arena.at(arg));
+                memory = client.create_from_slice(&all);
+            }
             Step::Copy { from, to, bytes } => {
                 let mut all = client.read_one_unchecked(memory).to_vec();
                 let from = arena.at(from) as usize;
@@ -218,25 +226,6 @@ fn elementwise() {
     check(&client, SwigluGrad {}, &[x.clone(), x.clone(), x.clone()], &[x.clone(), x], 1);
     let (x, table) = (t(&[2, 4, 2, 16]), t(&[4, 8]));
     check(&client, Rotary { inverse: true }, &[x.clone(), table.clone(), table], &[x], 1);
-}
-
-#[test]
-fn largest_elements_and_running_sums() {
-    let Some(client) = client() else { return };
-    // Of equal numbers, of which there are many where they are few, the first.
-    for (row, k, numbers) in [(8, 2, 4), (5, 5, 4), (200, 3, 1 << 20), (1500, 4, 9)] {
-        let steps = tensor(&ids(&[7 * row]), 3, numbers).bytes;
-        let values = steps.chunks_exact(4).map(|at| i32::from_le_bytes(at.try_into().unwrap()) as f32 - 2.0);
-        let x = HostTensor { ty: t(&[7, row]), bytes: values.flat_map(f32::to_le_bytes).collect() };
-        let op = Op::from(TopK { k });
-        let expected = compute_op(&op, &[x.clone()], &[t(&[7, k]), ids(&[7, k]).with_dtype(DType::I64)]).unwrap();
-        let actual = run(&client, &op, &[x], &[t(&[7, k]), ids(&[7, k])], u64::MAX);
-        let narrow: Vec<u8> = expected[1].bytes.chunks_exact(8).flat_map(|index| index[..4].to_vec()).collect();
-        assert_eq!([&actual[0].bytes, &actual[1].bytes], [&expected[0].bytes, &narrow]);
-    }
-    for (shape, dim) in [([3, 96, 5], 1), ([3, 13, 5], 1), ([2, 4, 1024], 2), ([64, 6, 2], 0)] {
-        [false, true].map(|reverse| check(&client, Cumsum { dim, reverse }, &[t(&shape)], &[t(&shape)], 1));
-    }
 }
 
 /// Of all queries, and of a part of them, which sees the first keys alone.

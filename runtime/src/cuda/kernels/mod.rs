@@ -17,6 +17,7 @@ pub mod many;
 mod norm;
 pub mod pack;
 pub mod parts;
+pub mod pictures;
 pub mod quantize;
 pub mod random;
 pub mod ranked;

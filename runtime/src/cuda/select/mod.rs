@@ -11,6 +11,7 @@ mod many;
 mod matmul;
 mod movement;
 mod parts;
+mod pictures;
 mod products;
 mod quantize;
 mod random;
@@ -276,11 +277,11 @@ impl<'a> Select<'a> {
             Op::Each(each) => self.each(each),
             Op::Fused(op) if op.is_products() => self.products(op),
             Op::Fused(op) => self.region(op),
-            Op::Convolution(_)
-            | Op::ConvolutionTranspose(_)
-            | Op::ConvolutionFilterGrad(_)
-            | Op::MaxPool(_)
-            | Op::MaxPoolGrad(_) => Err("there is none yet".to_string()),
+            Op::Convolution(op) => self.convolution(op),
+            Op::ConvolutionTranspose(op) => self.convolution_transpose(op),
+            Op::ConvolutionFilterGrad(op) => self.convolution_filter_grad(op),
+            Op::MaxPool(op) => self.max_pool(op),
+            Op::MaxPoolGrad(op) => self.max_pool_grad(op),
         }
     }
 

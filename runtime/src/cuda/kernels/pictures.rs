@@ -1,0 +1,188 @@
+//! Windows that slide over pictures `[b, c, h, w]`: their elements as columns of a matrix, the sums of such columns, and the
+//! largest element of each. Padding reads as zero, and never is the largest.
+
+use super::fold::LOWEST;
+use crate::cuda::kernel::Elem;
+use cubecl::prelude::*;
+
+/// How a window slides, over height and over width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Slide {
+    /// Its elements.
+    pub kernel: [u32; 2],
+    /// From one window to the next.
+    pub stride: [u32; 2],
+    /// From one of its elements to the next.
+    pub dilation: [u32; 2],
+    /// Padding before the picture.
+    pub low: [u32; 2],
+}
+
+/// The row (or column) of the picture under an element of a window; a large number if that is padding before it.
+#[cube]
+fn under(window: u32, element: u32, #[comptime] slide: Slide, #[comptime] axis: usize) -> u32 {
+    window * comptime!(slide.stride[axis]) + element * comptime!(slide.dilation[axis]) - comptime!(slide.low[axis])
+}
+
+/// The window of which an element lies over a row (or column) of the picture; a large number if there is none.
+#[cube]
+fn above(place: u32, element: u32, #[comptime] slide: Slide, #[comptime] axis: usize) -> u32 {
+    let from = place + comptime!(slide.low[axis]);
+    let before = element * comptime!(slide.dilation[axis]);
+    let is_one = from >= before && (from - before) % comptime!(slide.stride[axis]) == 0u32;
+    select(is_one, (from - before) / comptime!(slide.stride[axis]), 0xFFFF_FFFFu32)
+}
+
+/// The columns `[c kh kw, images, oh ow]` of the elements under each window of some pictures, `n` in all.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn columns(
+    x: &Array<Elem<0>>,
+    y: &mut Array<Elem<0>>,
+    n: u32,
+    images: u32,
+    channels: u32,
+    height: u32,
+    width: u32,
+    rows: u32,
+    across: u32,
+    #[comptime] slide: Slide,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (position, rest) = (at % (rows * across), at / (rows * across));
+        let (image, depth) = (rest % images, rest / images);
+        let (kw, kh) = (depth % comptime!(slide.kernel[1]), depth / comptime!(slide.kernel[1]));
+        let (channel, kh) = (kh / comptime!(slide.kernel[0]), kh % comptime!(slide.kernel[0]));
+        let row = under(position / across, kh, slide, 0usize);
+        let column = under(position % across, kw, slide, 1usize);
+        if row < height && column < width {
+            y[at as usize] = x[(((image * channels + channel) * height + row) * width + column) as usize];
+        } else {
+            y[at as usize] = Elem::<0>::cast_from(0u32);
+        }
+    }
+}
+
+/// The transpose of `columns`: each element of some pictures is the sum of those of the columns that were read there.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn pictures(
+    x: &Array<f32>,
+    y: &mut Array<Elem<0>>,
+    n: u32,
+    images: u32,
+    channels: u32,
+    height: u32,
+    width: u32,
+    rows: u32,
+    across: u32,
+    #[comptime] slide: Slide,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (column, rest) = (at % width, at / width);
+        let (row, rest) = (rest % height, rest / height);
+        let (channel, image) = (rest % channels, rest / channels);
+        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        for kh in 0..comptime!(slide.kernel[0]) {
+            let window = above(row, kh, slide, 0usize);
+            for kw in 0..comptime!(slide.kernel[1]) {
+                let beside = above(column, kw, slide, 1usize);
+                if window < rows && beside < across {
+                    let depth = (channel * comptime!(slide.kernel[0]) + kh) * comptime!(slide.kernel[1]) + kw;
+                    let from = ((depth * images + image) * rows + window) * across + beside;
+                    sum.store(sum.read() + x[from as usize]);
+                }
+            }
+        }
+        y[at as usize] = Elem::<0>::cast_from(sum.read());
+    }
+}
+
+/// The largest element of a window of the picture that begins at `start`, and which of the window's it is, the first of
+/// equal ones.
+#[cube]
+fn largest(
+    x: &Array<Elem<0>>,
+    start: u32,
+    height: u32,
+    width: u32,
+    window: u32,
+    beside: u32,
+    #[comptime] slide: Slide,
+) -> (f32, u32) {
+    let best = RuntimeCell::<f32>::new(f32::new(LOWEST));
+    let element = RuntimeCell::<u32>::new(u32::new(-1));
+    for kh in 0..comptime!(slide.kernel[0]) {
+        let row = under(window, kh, slide, 0usize);
+        for kw in 0..comptime!(slide.kernel[1]) {
+            let column = under(beside, kw, slide, 1usize);
+            if row < height && column < width {
+                let value = f32::cast_from(x[(start + row * width + column) as usize]);
+                if element.read() == 0xFFFF_FFFFu32 || value > best.read() {
+                    best.store(value);
+                    element.store(kh * comptime!(slide.kernel[1]) + kw);
+                }
+            }
+        }
+    }
+    (best.read(), element.read())
+}
+
+/// The largest element of each window, `n` in all.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn max_pool(
+    x: &Array<Elem<0>>,
+    y: &mut Array<Elem<0>>,
+    n: u32,
+    height: u32,
+    width: u32,
+    rows: u32,
+    across: u32,
+    #[comptime] slide: Slide,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (position, plane) = (at % (rows * across), at / (rows * across));
+        let start = plane * height * width;
+        let (value, _) = largest(x, start, height, width, position / across, position % across, slide);
+        y[at as usize] = Elem::<0>::cast_from(value);
+    }
+}
+
+/// Its derivative: each of the `n` elements of the picture gets the cotangents of the windows of which it is the largest.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn max_pool_grad(
+    x: &Array<Elem<0>>,
+    dy: &Array<Elem<1>>,
+    dx: &mut Array<Elem<0>>,
+    n: u32,
+    height: u32,
+    width: u32,
+    rows: u32,
+    across: u32,
+    #[comptime] slide: Slide,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (place, plane) = (at % (height * width), at / (height * width));
+        let (start, first) = (plane * height * width, plane * rows * across);
+        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        for kh in 0..comptime!(slide.kernel[0]) {
+            let window = above(place / width, kh, slide, 0usize);
+            for kw in 0..comptime!(slide.kernel[1]) {
+                let beside = above(place % width, kw, slide, 1usize);
+                if window < rows && beside < across {
+                    let (_, element) = largest(x, start, height, width, window, beside, slide);
+                    if element == kh * comptime!(slide.kernel[1]) + kw {
+                        sum.store(sum.read() + f32::cast_from(dy[(first + window * across + beside) as usize]));
+                    }
+                }
+            }
+        }
+        dx[at as usize] = Elem::<0>::cast_from(sum.read());
+    }
+}

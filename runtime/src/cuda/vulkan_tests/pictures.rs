@@ -1,0 +1,55 @@
+//! Convolutions and pooling: kernels on the device, the products between them here.
+
+use super::*;
+use crate::cuda::select::{Gemm, Matrix};
+
+/// A product of f32 matrices in a copy of the memory.
+pub(super) fn multiply(memory: &mut [u8], gemm: &Gemm, at: impl Fn(Arg) -> u64) {
+    let place = |of: &Matrix, batch: u64, row: u64, column: u64| {
+        (at(of.at) + 4 * (batch * of.batch + row * of.row + column * of.column)) as usize
+    };
+    let read = |memory: &[u8], from: usize| f32::from_le_bytes(memory[from..from + 4].try_into().unwrap());
+    for (batch, row, column) in (0..gemm.batch)
+        .flat_map(|batch| (0..gemm.m).flat_map(move |row| (0..gemm.n).map(move |column| (batch, row, column))))
+    {
+        let to = place(&gemm.c, batch, row, column);
+        let mut sum = if gemm.addend.is_some() { read(memory, to) } else { 0.0 };
+        for k in 0..gemm.k {
+            sum += read(memory, place(&gemm.a, batch, row, k)) * read(memory, place(&gemm.b, batch, k, column));
+        }
+        memory[to..to + 4].copy_from_slice(&sum.to_le_bytes());
+    }
+}
+
+/// Strides, padding, dilation, groups; windows of a picture that are a multiple of eight, and others.
+#[test]
+fn convolutions_and_pooling() {
+    let Some(client) = client() else { return };
+    let window = |stride, low, high, dilation| Window { stride, low, high, dilation };
+    for (x, filters, groups, window) in [
+        ([3, 4, 8, 8], [6, 4, 3, 3], 1, window([1, 1], [1, 1], [1, 1], [1, 1])),
+        ([2, 6, 9, 7], [4, 3, 3, 2], 2, window([2, 1], [1, 0], [0, 1], [1, 2])),
+        ([2, 4, 4, 4], [6, 4, 1, 1], 1, Window::default()),
+        ([2, 4, 3, 3], [6, 2, 1, 1], 2, Window::default()),
+        ([2, 3, 8, 8], [5, 3, 4, 4], 1, window([4, 4], [0, 0], [0, 0], [1, 1])),
+    ] {
+        let [rows, columns] = window.count([x[2], x[3]], [filters[2], filters[3]]).unwrap();
+        let y = t(&[x[0], filters[0], rows, columns]);
+        let (x, filters) = (t(&x), t(&filters));
+        let convolution = Convolution { window: window.clone(), groups };
+        check(&client, convolution, &[x.clone(), filters.clone()], &[y.clone()], 1);
+        let transpose = ConvolutionTranspose { window: window.clone(), groups };
+        check(&client, transpose, &[y.clone(), filters.clone()], &[x.clone()], 1);
+        check(&client, ConvolutionFilterGrad { window, groups }, &[y, x], &[filters], 1);
+    }
+    for (kernel, window) in [
+        ([3, 3], window([2, 2], [1, 1], [1, 1], [1, 1])),
+        ([2, 2], window([2, 2], [0, 0], [0, 0], [1, 1])),
+        ([2, 3], window([1, 2], [0, 1], [1, 1], [2, 1])),
+    ] {
+        let [rows, columns] = window.count([8, 9], kernel).unwrap();
+        let (x, y) = (t(&[2, 3, 8, 9]), t(&[2, 3, rows, columns]));
+        check(&client, MaxPool { kernel, window: window.clone() }, &[x.clone()], &[y.clone()], 1);
+        check(&client, MaxPoolGrad { kernel, window }, &[y, x.clone()], &[x], 1);
+    }
+}
