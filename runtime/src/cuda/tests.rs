@@ -274,6 +274,37 @@ fn fused_attention_states_what_it_takes() {
 }
 
 #[test]
+fn convolutions_are_products_of_columns() {
+    let same = Window { low: [1, 1], high: [1, 1], ..Window::default() };
+    let [x, filters, y] = [[64, 64, 56, 56], [64, 64, 3, 3], [64, 64, 56, 56]].map(|shape| t(Bf16, &shape));
+    let op = Convolution { window: same.clone(), groups: 1 };
+    check(op.clone(), &[x.clone(), filters.clone()], &[y.clone()], &["columns", "gemm 64x64x3136x576"]);
+    // So many pictures at a time that their columns are 256 MiB at the most, one after the other in the same memory.
+    let many = |ty: &TensorType| t(Bf16, &[&[128], &ty.shape[1..]].concat());
+    let expect = ["columns", "gemm 74x64x3136x576", "columns", "gemm 54x64x3136x576"];
+    check(op.clone(), &[many(&x), filters.clone()], &[many(&y)], &expect);
+    let scratch = select(&op.clone().into(), &[many(&x), filters.clone()], &[many(&y)]).unwrap().scratch;
+    assert!(scratch <= (256 << 20) + (32 << 20), "{scratch}");
+    let transpose = ConvolutionTranspose { window: same.clone(), groups: 1 };
+    let expect = ["gemm 37x576x3136x64", "pictures", "gemm 27x576x3136x64", "pictures"];
+    check(transpose, &[y.clone(), filters.clone()], &[x.clone()], &expect);
+    let grad = ConvolutionFilterGrad { window: same, groups: 1 };
+    let expect = ["strided", "columns", "gemm 1x64x576x200704"];
+    check(grad, &[y, x], &[filters.with_dtype(F32)], &expect);
+    // Filters of one element read the picture itself, if its lines begin where matrix units want them.
+    let plain = |side: u64, expect: &[&str]| {
+        let of = |channels: u64| t(Bf16, &[8, channels, side, side]);
+        let op = Convolution { window: Window::default(), groups: 1 };
+        check(op, &[of(32), t(Bf16, &[16, 32, 1, 1])], &[of(16)], expect);
+    };
+    plain(8, &["gemm 8x16x64x32"]);
+    plain(7, &["columns", "gemm 1x16x392x32", "strided"]);
+    let whole = [t(Bf16, &[1, 64, 9000, 9000]), filters];
+    let error = select(&op.into(), &whole, &[whole[0].clone()]).expect_err("too large").to_string();
+    assert!(error.contains("under all windows of one picture"), "{error}");
+}
+
+#[test]
 fn what_has_no_kernel_says_so() {
     let x = t(Bool, &[8]);
     let op = Op::from(Unary { kind: UnaryKind::Abs });

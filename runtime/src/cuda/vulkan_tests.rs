@@ -393,6 +393,9 @@ fn reductions_and_moves() {
     check(&client, SumSquares {}, &[t(&[300, 100])], &[t(&[])], 1);
     check(&client, Transpose { permutation: vec![2, 0, 1] }, &[x.clone()], &[t(&[8, 20, 30])], 1);
     check(&client, Broadcast { dims: vec![0, 2] }, &[t(&[20, 8])], &[x.clone()], 1);
+    check(&client, Broadcast { dims: vec![1] }, &[t(&[x.shape[1]])], &[x.clone()], 1);
+    check(&client, Broadcast { dims: vec![0] }, &[t(&[x.shape[0]])], &[x.clone()], 1);
+    check(&client, Broadcast { dims: vec![0] }, &[t(&[7])], &[t(&[7, 3])], 1);
     let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 4], value: 2.0 };
     check(&client, pad, &[x.clone()], &[t(&[20, 32, 12])], 1);
     let (table, indices) = (t(&[50, 16]), ids(&[12]));

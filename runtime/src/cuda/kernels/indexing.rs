@@ -19,26 +19,49 @@ pub struct Walk {
     pub write_start: u32,
 }
 
+/// Where vector `at` of the box is read, and where it is written.
+#[cube]
+fn places(at: u32, #[comptime] walk: Walk) -> (usize, usize) {
+    let rest = RuntimeCell::<u32>::new(at);
+    let from = RuntimeCell::<u32>::new(u32::cast_from(comptime!(walk.read_start)));
+    let to = RuntimeCell::<u32>::new(u32::cast_from(comptime!(walk.write_start)));
+    #[unroll]
+    for back in 0..comptime!(walk.shape.len()) {
+        let dim = comptime!(walk.shape.len() - 1 - back);
+        let size = comptime!(walk.shape[dim]);
+        let read = comptime!(walk.read[dim]);
+        let write = comptime!(walk.write[dim]);
+        let index = rest.read() % size;
+        rest.store(rest.read() / size);
+        from.store(from.read() + index * read);
+        to.store(to.read() + index * write);
+    }
+    (from.read() as usize, to.read() as usize)
+}
+
 /// Copies along a [`Walk`]; `n` is the number of vectors of its box.
 #[cube]
 pub fn strided(x: &Array<Pack<0>>, y: &mut Array<Pack<0>>, n: u32, #[comptime] walk: Walk) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let rest = RuntimeCell::<u32>::new(at);
-        let from = RuntimeCell::<u32>::new(u32::cast_from(comptime!(walk.read_start)));
-        let to = RuntimeCell::<u32>::new(u32::cast_from(comptime!(walk.write_start)));
+        let (from, to) = places(at, walk);
+        y[to] = x[from];
+    }
+}
+
+/// The same where a vector is one element that is read, as often as it has places.
+#[cube]
+pub fn spread(x: &Array<Elem<0>>, y: &mut Array<Pack<0>>, n: u32, #[comptime] walk: Walk) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (from, to) = places(at, walk);
+        let value = x[from];
+        let mut vector = Pack::<0>::empty();
         #[unroll]
-        for back in 0..comptime!(walk.shape.len()) {
-            let dim = comptime!(walk.shape.len() - 1 - back);
-            let size = comptime!(walk.shape[dim]);
-            let read = comptime!(walk.read[dim]);
-            let write = comptime!(walk.write[dim]);
-            let index = rest.read() % size;
-            rest.store(rest.read() / size);
-            from.store(from.read() + index * read);
-            to.store(to.read() + index * write);
+        for lane in 0..Lanes::value() {
+            vector[lane] = value;
         }
-        y[to.read() as usize] = x[from.read() as usize];
+        y[to] = vector;
     }
 }
 

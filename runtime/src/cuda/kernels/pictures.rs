@@ -33,13 +33,14 @@ fn above(place: u32, element: u32, #[comptime] slide: Slide, #[comptime] axis: u
     select(is_one, (from - before) / comptime!(slide.stride[axis]), 0xFFFF_FFFFu32)
 }
 
-/// The columns `[c kh kw, images, oh ow]` of the elements under each window of some pictures, `n` in all.
+/// The columns `[c kh kw, images, oh ow]` of the elements under each window of some pictures. `blocks` side by side are of
+/// one element of the windows, those below each other of one picture.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn columns(
     x: &Array<Elem<0>>,
     y: &mut Array<Elem<0>>,
-    n: u32,
+    blocks: u32,
     images: u32,
     channels: u32,
     height: u32,
@@ -47,19 +48,20 @@ pub fn columns(
     rows: u32,
     across: u32,
     #[comptime] slide: Slide,
+    #[comptime] threads: u32,
 ) {
-    let at = ABSOLUTE_POS as u32;
-    if at < n {
-        let (position, rest) = (at % (rows * across), at / (rows * across));
-        let (image, depth) = (rest % images, rest / images);
+    let (image, depth) = (CUBE_POS_Y, CUBE_POS_X / blocks);
+    let position = CUBE_POS_X % blocks * comptime!(threads) + UNIT_POS;
+    if position < rows * across {
         let (kw, kh) = (depth % comptime!(slide.kernel[1]), depth / comptime!(slide.kernel[1]));
         let (channel, kh) = (kh / comptime!(slide.kernel[0]), kh % comptime!(slide.kernel[0]));
         let row = under(position / across, kh, slide, 0usize);
         let column = under(position % across, kw, slide, 1usize);
+        let to = (depth * images + image) * (rows * across) + position;
         if row < height && column < width {
-            y[at as usize] = x[(((image * channels + channel) * height + row) * width + column) as usize];
+            y[to as usize] = x[(((image * channels + channel) * height + row) * width + column) as usize];
         } else {
-            y[at as usize] = Elem::<0>::cast_from(0u32);
+            y[to as usize] = Elem::<0>::cast_from(0u32);
         }
     }
 }

@@ -52,16 +52,34 @@ impl Move {
 
     /// The same in elements that are so many times as wide, if rows of them lie together on both sides.
     fn widened(&self, by: u64) -> Option<Self> {
-        let last = self.shape.len().checked_sub(1).filter(|last| [self.read[*last], self.write[*last]] == [1, 1])?;
-        let mut wide = self.clone();
-        let counts = [&mut wide.shape[last], &mut wide.read_start, &mut wide.write_start].into_iter();
-        for count in counts.chain(&mut wide.read[..last]).chain(&mut wide.write[..last]) {
+        let last = self.shape.len().checked_sub(1).filter(|last| self.read[*last] == 1)?;
+        let mut wide = self.filled(by)?;
+        for count in [&mut wide.read_start].into_iter().chain(&mut wide.read[..last]) {
             if !count.is_multiple_of(by) {
                 return None;
             }
             *count /= by;
         }
         Some(wide)
+    }
+
+    /// The same where so many elements are written at a time, if rows of them lie together there.
+    fn filled(&self, by: u64) -> Option<Self> {
+        let last = self.shape.len().checked_sub(1).filter(|last| self.write[*last] == 1)?;
+        let mut wide = self.clone();
+        let counts = [&mut wide.shape[last], &mut wide.write_start].into_iter();
+        for count in counts.chain(&mut wide.write[..last]) {
+            if !count.is_multiple_of(by) {
+                return None;
+            }
+            *count /= by;
+        }
+        Some(wide)
+    }
+
+    /// Whether all of a row are one element that is read.
+    fn is_spread(&self) -> bool {
+        self.read.last() == Some(&0)
     }
 }
 
@@ -87,8 +105,10 @@ impl Select<'_> {
             return self.out.steps.push(Step::Copy { from, to, bytes: elements * dtype.size() });
         }
         let mut width = lanes(&[dtype], &[]);
+        let is_spread = walk.is_spread() && dtype.size() > 1;
         while width > 1 {
-            if let Some(wide) = walk.widened(width as u64) {
+            let by = width as u64;
+            if let Some(wide) = if is_spread { walk.filled(by) } else { walk.widened(by) } {
                 walk = wide;
                 break;
             }
@@ -110,14 +130,21 @@ impl Select<'_> {
             }
         }
         // A unit is one index of the outermost dimension.
-        let (outer, steps) =
-            (u64::from(walk.shape[0]), [walk.read[0], walk.write[0]].map(|step| u64::from(step) * vector));
+        let (outer, read) = (u64::from(walk.shape[0]), if is_spread { dtype.size() } else { vector });
+        let steps = [u64::from(walk.read[0]) * read, u64::from(walk.write[0]) * vector];
         let cut = Cut { per_unit: vectors / outer, ..Cut::vectors(vectors, THREADS) };
         let parameters = walk.clone();
-        let kernel = Kernel::new("strided", &[dtype], width, THREADS, &parameters, move |d| {
-            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
-            kernels::strided::expand(d.scope(), x, y, n, walk.clone());
-        });
+        let kernel = if is_spread {
+            Kernel::new("spread", &[dtype], width, THREADS, &parameters, move |d| {
+                let (x, y, n) = (d.input::<Elem<0>>(), d.output::<Pack<0>>(), d.number());
+                kernels::spread::expand(d.scope(), x, y, n, walk.clone());
+            })
+        } else {
+            Kernel::new("strided", &[dtype], width, THREADS, &parameters, move |d| {
+                let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
+                kernels::strided::expand(d.scope(), x, y, n, walk.clone());
+            })
+        };
         self.launch_cut(kernel, &[(from, steps[0]), (to, steps[1])], vec![0], Vec::new(), cut);
     }
 

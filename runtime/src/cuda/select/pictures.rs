@@ -5,7 +5,7 @@
 //! matrix products. A filter of one element that moves by one reads the picture itself.
 
 use super::movement::Move;
-use super::{Arg, Gemm, Matrix, OP, RES, Select, THREADS, dense};
+use super::{Arg, Gemm, Matrix, OP, RES, Select, THREADS, dense, row_threads};
 use crate::cuda::kernel::{Elem, Kernel};
 use crate::cuda::kernels::pictures::{self as kernels, Slide};
 use shardc_ir::ops::{Convolution, ConvolutionFilterGrad, ConvolutionTranspose, MaxPool, MaxPoolGrad, Window};
@@ -13,6 +13,9 @@ use shardc_ir::{DType, TensorType};
 
 /// Bytes of columns that are there at a time, if those of one picture are not more.
 const COLUMNS: u64 = 256 << 20;
+
+/// The most pictures of a launch: its blocks below each other.
+const MOST: u64 = 65_535;
 
 /// Of how many windows, or a multiple, a picture has lines that begin where matrix units want them.
 const ALIGNED: u64 = 8;
@@ -47,7 +50,9 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(window: &Window, groups: u64, [x, filters, y]: [&TensorType; 3]) -> Self {
+    /// # Errors
+    /// Why there is no kernel for it: a picture with more columns than a kernel can see.
+    fn new(window: &Window, groups: u64, [x, filters, y]: [&TensorType; 3]) -> Result<Self, String> {
         let kernel = plane(filters);
         let (ci, co) = (filters.shape[1], filters.shape[0] / groups.max(1));
         let plain = Window::default();
@@ -55,8 +60,13 @@ impl Sizes {
         let is_plain =
             kernel == [1, 1] && window.stride == plain.stride && window.low == plain.low && picture == windows;
         let is_plain = is_plain && (picture[0] * picture[1]).is_multiple_of(ALIGNED);
-        let slide = slide(window, kernel);
-        Self { slide, images: x.shape[0], groups, ci, co, picture, windows, depth, is_plain }
+        let (slide, images) = (slide(window, kernel), x.shape[0]);
+        let sizes = Self { slide, images, groups, ci, co, picture, windows, depth, is_plain };
+        let columns = [depth, windows[0], windows[1]].into_iter().try_fold(groups, u64::checked_mul);
+        match columns.is_some_and(|columns| columns < 1 << 32) {
+            true => Ok(sizes),
+            false => Err("what lies under all windows of one picture is 2^32 elements or more".to_string()),
+        }
     }
 
     /// Windows of a picture.
@@ -87,7 +97,7 @@ impl Sizes {
     /// The pictures whose columns, of elements of so many bytes, are there at a time: the first, and how many.
     fn chunks(&self, bytes: u64) -> impl Iterator<Item = (u64, u64)> + use<> {
         let each = self.groups * self.depth * self.positions() * bytes;
-        let (count, images) = ((COLUMNS / each.max(1)).clamp(1, self.images.max(1)), self.images);
+        let (count, images) = ((COLUMNS / each.max(1)).clamp(1, self.images.clamp(1, MOST)), self.images);
         (0..images).step_by(count as usize).map(move |first| (first, count.min(images - first)))
     }
 
@@ -116,7 +126,7 @@ fn product([a, b, c]: [Matrix; 3], [m, n, k, batch]: [u64; 4]) -> Gemm {
 impl Select<'_> {
     pub(super) fn convolution(&mut self, op: &Convolution) -> Result<(), String> {
         let [x, filters, y] = [&self.operands[0], &self.operands[1], &self.results[0]];
-        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y]), x.dtype);
+        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y])?, x.dtype);
         if y.dtype != dtype {
             return Err("a result of another element type".to_string());
         }
@@ -149,7 +159,7 @@ impl Select<'_> {
 
     pub(super) fn convolution_transpose(&mut self, op: &ConvolutionTranspose) -> Result<(), String> {
         let [y, filters, x] = [&self.operands[0], &self.operands[1], &self.results[0]];
-        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y]), y.dtype);
+        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y])?, y.dtype);
         if filters.dtype != dtype {
             return Err("operands of two element types".to_string());
         }
@@ -190,7 +200,7 @@ impl Select<'_> {
 
     pub(super) fn convolution_filter_grad(&mut self, op: &ConvolutionFilterGrad) -> Result<(), String> {
         let [y, x, filters] = [&self.operands[0], &self.operands[1], &self.results[0]];
-        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y]), x.dtype);
+        let (sizes, dtype) = (Sizes::new(&op.window, op.groups, [x, filters, y])?, x.dtype);
         if y.dtype != dtype {
             return Err("operands of two element types".to_string());
         }
@@ -231,13 +241,20 @@ impl Select<'_> {
     fn columns(&mut self, sizes: &Sizes, (from, dtype): (Arg, DType), images: u64) -> (Arg, DType) {
         let elements = sizes.groups * sizes.depth * images * sizes.positions();
         let (slide, columns) = (sizes.slide, self.scratch(elements * dtype.size()));
-        let kernel = Kernel::new("columns", &[dtype], 1, THREADS, &slide, move |d| {
-            let (x, y, n) = (d.input::<Elem<0>>(), d.output::<Elem<0>>(), d.number());
+        let threads = row_threads(sizes.positions()).min(THREADS);
+        let kernel = Kernel::new("columns", &[dtype], 1, threads, &slide, move |d| {
+            let (x, y, blocks) = (d.input::<Elem<0>>(), d.output::<Elem<0>>(), d.number());
             let (images, channels) = (d.number(), d.number());
             let (height, width, rows, across) = (d.number(), d.number(), d.number(), d.number());
-            kernels::columns::expand(d.scope(), x, y, n, images, channels, height, width, rows, across, slide);
+            let scope = d.scope();
+            kernels::columns::expand(
+                scope, x, y, blocks, images, channels, height, width, rows, across, slide, threads,
+            );
         });
-        self.each_element(kernel, vec![from, columns], sizes.numbers(images), elements);
+        let blocks = sizes.positions().div_ceil(u64::from(threads));
+        let numbers = [vec![blocks as u32], sizes.numbers(images)].concat();
+        let grid = [(blocks * sizes.groups * sizes.depth) as u32, images as u32, 1];
+        self.launch(kernel, vec![from, columns], numbers, Vec::new(), grid);
         (columns, dtype)
     }
 
