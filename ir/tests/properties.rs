@@ -312,6 +312,11 @@ fn sizes_that_cannot_be_counted_are_refused() {
         &format!("{q} {{causal=true, scale=1.0, lead={}}}", i64::MIN),
         "attention: the size of `lead` is 9223372036854775808",
     );
+    for parts in [0, 1, 3] {
+        let expect =
+            format!("attention: `reversed` is {parts}; it must be a number of parts, two or more, that divides");
+        check(&format!("{q} {{causal=true, scale=1.0, reversed={parts}}}"), &expect);
+    }
     // A region's steps have types of their own.
     let step =
         r#"{"op":{"constant":{"value":1.0}},"operands":[],"results":[{"dtype":"f32","shape":[4611686018427387904]}]}"#;
