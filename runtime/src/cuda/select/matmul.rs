@@ -55,17 +55,19 @@ pub struct Gemm {
     /// From one bias of the batch to the next, and from what one epilogue writes or reads to what the next does, in
     /// elements.
     pub beside: [u64; 2],
+    /// The most bytes of workspace.
+    pub limit: u64,
 }
 
 /// Bytes of workspace with which cuBLASLt's algorithms for Hopper are all available (NVIDIA, "cuBLAS",
 /// recommended sizes of the workspace).
-const WORKSPACE: u64 = 32 << 20;
+pub(super) const WORKSPACE: u64 = 32 << 20;
 
 impl Gemm {
     /// Bytes of scratch memory that the library may use: where it divides `k`, sixteen partial results
     /// in f32 fit.
     pub fn workspace(&self) -> u64 {
-        (16 * 4 * self.batch * self.m * self.n).next_multiple_of(256).min(WORKSPACE)
+        (16 * 4 * self.batch * self.m * self.n).next_multiple_of(256).min(self.limit)
     }
 
     /// The same at other places.
@@ -331,7 +333,21 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
     };
     let (a, b, c) = (matrix(0, m, k)?, matrix(1, k, n)?, matrix(2, m, n)?);
     let (m, n, k, batch) = (m.size, n.size, k.size, batch.size);
-    let whole = Gemm { a, b, c, m, n, k, batch, addend, bias: None, epilogue: None, scales: None, beside: [0; 2] };
+    let whole = Gemm {
+        a,
+        b,
+        c,
+        m,
+        n,
+        k,
+        batch,
+        addend,
+        bias: None,
+        epilogue: None,
+        scales: None,
+        beside: [0; 2],
+        limit: WORKSPACE,
+    };
     let mut all = vec![whole];
     for letter in loops {
         let step = |matrix: Matrix, index: usize, at: u64| {

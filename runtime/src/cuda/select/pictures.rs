@@ -11,8 +11,12 @@ use crate::cuda::kernels::pictures::{self as kernels, Slide};
 use shardc_ir::ops::{Convolution, ConvolutionFilterGrad, ConvolutionTranspose, MaxPool, MaxPoolGrad, Window};
 use shardc_ir::{DType, TensorType};
 
-/// Bytes of columns that are there at a time, if those of one picture are not more.
-const COLUMNS: u64 = 256 << 20;
+/// Bytes of columns that are there at a time, if those of one picture are not more: so many that the cache of a large device
+/// holds them (50 MB on an H100) beside what else a product reads and writes.
+const COLUMNS: u64 = 16 << 20;
+
+/// Bytes of workspace of a product: partial results that are more have tiles for all multiprocessors without being divided.
+const PARTIAL: u64 = 8 << 20;
 
 /// The most pictures of a launch: its blocks below each other.
 const MOST: u64 = 65_535;
@@ -120,7 +124,21 @@ fn matrix((at, dtype): (Arg, DType), first: u64, [row, column, batch]: [u64; 3])
 
 /// A product of a batch of matrices.
 fn product([a, b, c]: [Matrix; 3], [m, n, k, batch]: [u64; 4]) -> Gemm {
-    Gemm { a, b, c, m, n, k, batch, addend: None, bias: None, epilogue: None, scales: None, beside: [0; 2] }
+    Gemm {
+        a,
+        b,
+        c,
+        m,
+        n,
+        k,
+        batch,
+        addend: None,
+        bias: None,
+        epilogue: None,
+        scales: None,
+        beside: [0; 2],
+        limit: PARTIAL,
+    }
 }
 
 impl Select<'_> {

@@ -1,7 +1,7 @@
 //! Tensors in 8-bit floats, and their products.
 
 use super::cut::{Cut, MOST_BLOCKS};
-use super::matmul::{Gemm, Matrix};
+use super::matmul::{Gemm, Matrix, WORKSPACE};
 use super::movement::Move;
 use super::{Arg, OP, RES, Select, dense, lanes, row_threads};
 use crate::cuda::kernel::{Kernel, Pack};
@@ -147,6 +147,7 @@ impl Select<'_> {
                 epilogue: None,
                 scales: Some([0, 1].map(|tensor: usize| places[tensor].offset(SCALE_ALIGNED * scale[tensor]))),
                 beside: [0; 2],
+                limit: WORKSPACE,
             });
         }
         Ok(())
