@@ -286,7 +286,9 @@ impl Cutting<'_> {
             let strategy = strategy_like(rule, strategy, &own, factor)?;
             own.check(&strategy, mesh).ok().map(|()| strategy)
         };
-        let strategies = [strategy(0)?, strategy(1)?];
+        let first = strategy(0)?;
+        let second = if self.is_reversed(1) { strategy(1)? } else { first.clone() };
+        let strategies = [first, second];
         Some(Cut { operands, results, types, strategies })
     }
 

@@ -178,13 +178,12 @@ impl Select<'_> {
         }
         let (addend, bias) = (op.addend(count).map(OP), op.bias(count).map(OP));
         let mut tensors = [tensor(0, OP(0), lhs), tensor(1, OP(1), rhs), tensor(2, RES(0), self.results[0].dtype)];
-        let copies = copies(&tensors, &size);
-        if let Some(products) = products(&tensors, addend, &size).filter(|of| !pays(of, &tensors, &copies, &size)) {
+        if let Some(products) = products(&tensors, addend, &size).filter(|of| !pays(of, &tensors, &size)) {
             self.finish(products, bias);
             return Ok(());
         }
         let mut result = None;
-        for (index, copy) in copies.into_iter().enumerate() {
+        for (index, copy) in copies(&tensors, &size).into_iter().enumerate() {
             let Some(order) = copy else { continue };
             let shape: Vec<u64> = order.iter().map(|letter| size(*letter)).collect();
             let strides = dense(&shape);
@@ -289,17 +288,15 @@ const BUSY: u64 = 512;
 const WORTH: u64 = 500;
 
 /// Whether copying tensors leaves fewer and larger products, which gain more than the copies cost.
-fn pays(
-    products: &[Gemm],
-    tensors: &[Operand; 3],
-    copies: &[Option<Vec<char>>; 3],
-    size: &dyn Fn(char) -> u64,
-) -> bool {
+fn pays(products: &[Gemm], tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> bool {
+    if products.len() == 1 {
+        return false;
+    }
     let [_, m, n, _] = groups(tensors);
     let all = |letters: &[char]| letters.iter().map(|letter| size(*letter)).product::<u64>();
     let is_cut = |gemm: &Gemm| (gemm.m < all(&m).min(BUSY)) || (gemm.n < all(&n).min(BUSY));
-    let moved =
-        tensors.iter().zip(copies).filter_map(|(tensor, order)| Some(all(order.as_ref()?) * tensor.dtype.size()));
+    let copies = copies(tensors, size);
+    let moved = tensors.iter().zip(copies).filter_map(|(tensor, order)| Some(all(&order?) * tensor.dtype.size()));
     let flops: f64 = products.iter().map(Gemm::flops).sum();
     products.first().is_some_and(is_cut) && flops > (WORTH * moved.sum::<u64>()) as f64
 }
