@@ -9,9 +9,8 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor};
-use shardc::{Batch, Cluster, Decay, FromInitialisers, LearningRate, Options, Precision, TrainOptions};
+use shardc::{Batch, Cluster, Decay, Feeds, FromInitialisers, LearningRate, Options, Precision, TrainOptions};
 use shardc_ir::HostTensor;
-use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 const PATCHES: u64 = 16;
@@ -91,7 +90,7 @@ impl Mixer {
 }
 
 /// Pictures of noise on which each class leaves a mark of its own: something to be learned.
-fn pictures(batch: u64, step: u64) -> BTreeMap<String, HostTensor> {
+fn pictures(batch: u64, step: u64) -> Feeds {
     let (mut pixels, mut labels) = (Vec::new(), Vec::new());
     for row in 0..batch {
         let label = (row * 31 + step * 17) % CLASSES;
@@ -103,7 +102,10 @@ fn pictures(batch: u64, step: u64) -> BTreeMap<String, HostTensor> {
         labels.push(label as i64);
     }
     let pictures = HostTensor::from_f32([batch, PATCHES, PATCH_WIDTH], &pixels);
-    BTreeMap::from([("pictures".into(), pictures), ("labels".into(), HostTensor::from_i64([batch], &labels))])
+    Feeds::from([
+        ("pictures".into(), pictures.into()),
+        ("labels".into(), HostTensor::from_i64([batch], &labels).into()),
+    ])
 }
 
 fn main() -> Result<(), shardc::Error> {

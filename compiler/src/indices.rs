@@ -5,7 +5,8 @@
 
 use crate::error::Error;
 use shardc_ir::{DType, Graph, HostTensor, Op, ValueId};
-use std::collections::BTreeMap;
+use shardc_runtime::Feeds;
+use std::sync::Arc;
 
 /// A part of an input, the first index and the size of each dimension; all of it if there is none.
 type Part = Option<Vec<(u64, u64)>>;
@@ -69,10 +70,10 @@ fn sources(graph: &Graph, value: ValueId) -> Vec<(String, Part)> {
 ///
 /// # Errors
 /// The first number that is not.
-pub fn check(lookups: &[Lookup], batch: &BTreeMap<String, HostTensor>) -> Result<(), Error> {
+pub fn check(lookups: &[Lookup], batch: &Feeds) -> Result<(), Error> {
     for Lookup { input, part, below, path } in lookups {
         // An input that is missing, or of another type, the runtime names.
-        let fits = |given: &&HostTensor| {
+        let fits = |given: &&Arc<HostTensor>| {
             let sizes = || part.iter().flatten().zip(&given.ty.shape);
             given.ty.dtype == DType::I64
                 && part.as_ref().is_none_or(|part| part.len() == given.ty.rank())

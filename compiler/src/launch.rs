@@ -15,12 +15,11 @@
 
 use crate::error::Error;
 use sha2::{Digest, Sha256};
+use shardc_ir::Plan;
 use shardc_ir::verify::{self, VerifiedPlan};
-use shardc_ir::{HostTensor, Plan};
 use shardc_passes::cluster::Cluster;
-use shardc_runtime::cuda;
 use shardc_runtime::launch::{Limits, Place, World};
-use std::collections::BTreeMap;
+use shardc_runtime::{Feeds, cuda};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -144,7 +143,7 @@ pub(crate) fn check_distinct(world: &World, identity: &str) -> Result<(), Error>
 ///
 /// # Errors
 /// Two ranks and the hashes of their batches.
-pub(crate) fn agree_on_batch(world: &World, batch: &BTreeMap<String, HostTensor>) -> Result<(), Error> {
+pub(crate) fn agree_on_batch(world: &World, batch: &Feeds) -> Result<(), Error> {
     if world.is_alone() {
         return Ok(());
     }

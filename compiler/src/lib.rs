@@ -47,4 +47,5 @@ pub use saved::saved_weights;
 pub use shardc_passes::cluster::Cluster;
 pub use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
 pub use shardc_passes::precision::Precision;
+pub use shardc_runtime::Feeds;
 pub use train::{FromInitialisers, TrainOptions, Trainer, Weights};

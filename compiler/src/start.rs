@@ -5,11 +5,9 @@ use crate::error::Error;
 use crate::launch;
 use crate::report;
 use crate::train::{TrainOptions, Trainer, Weights};
-use shardc_ir::HostTensor;
 use shardc_passes::cluster::Cluster;
 use shardc_runtime::launch::{Launcher, Limits, World};
-use shardc_runtime::{CpuRuntime, CudaRuntime, Runtime, RuntimeError, cuda};
-use std::collections::BTreeMap;
+use shardc_runtime::{CpuRuntime, CudaRuntime, Feeds, Runtime, RuntimeError, cuda};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -79,7 +77,7 @@ impl Compiled {
         &self,
         weights: &dyn Weights,
         options: TrainOptions,
-        mut batch: impl FnMut(u64) -> Result<BTreeMap<String, HostTensor>, Error>,
+        mut batch: impl FnMut(u64) -> Result<Feeds, Error>,
         mut observe: impl FnMut(&crate::metrics::StepMetrics) -> std::ops::ControlFlow<()>,
     ) -> Result<Trainer<'_>, Error> {
         let mut trainer = self.start(weights, options)?;

@@ -20,7 +20,7 @@ use shardc_models::Model;
 use shardc_passes::differentiate::LOSS_SCALE;
 use shardc_passes::optimizer::{GRAD_NORM, LEARNING_RATE, STEP};
 use shardc_runtime::launch::World;
-use shardc_runtime::{Runtime, RuntimeError, Span, TimedStep, evaluate_part};
+use shardc_runtime::{Feeds, Runtime, RuntimeError, Span, TimedStep, evaluate_part};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -61,8 +61,7 @@ pub struct TrainOptions {
 }
 
 /// How a runtime runs one step: measured or not.
-type RunStep<'a> =
-    &'a mut dyn FnMut(&mut dyn Runtime, &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>;
+type RunStep<'a> = &'a mut dyn FnMut(&mut dyn Runtime, &Feeds) -> Result<TimedStep, RuntimeError>;
 
 /// One run of training.
 pub struct Trainer<'a> {
@@ -126,13 +125,18 @@ impl<'a> Trainer<'a> {
         Ok(!if self.world.is_alone() { stop } else { self.world.any("stop", stop)? })
     }
 
+    /// The batch of the step after the next one: what can be done with it while that one runs, is done.
+    pub fn ahead(&mut self, batch: &Feeds) {
+        self.runtime.ahead(batch);
+    }
+
     /// Runs the next step on a global batch: one tensor per input of the model.
     ///
     /// # Errors
     /// An index that is given and beyond what it is looked up in.
     /// [`Error::NotFinite`] if the loss or the norm is not a finite number, with the step and the first tensor
     /// that is not. Where the loss is scaled, a norm that is not finite skips the step and lowers the scale.
-    pub fn step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<StepMetrics, Error> {
+    pub fn step(&mut self, batch: Feeds) -> Result<StepMetrics, Error> {
         let mut run =
             |runtime: &mut dyn Runtime, batch: &_| Ok(TimedStep { readings: runtime.step(batch)?, spans: Vec::new() });
         Ok(self.report(batch, &mut run)?.0)
@@ -143,7 +147,7 @@ impl<'a> Trainer<'a> {
     ///
     /// # Errors
     /// As [`Trainer::step`].
-    pub fn timed_step(&mut self, batch: BTreeMap<String, HostTensor>) -> Result<(StepMetrics, Vec<Span>), Error> {
+    pub fn timed_step(&mut self, batch: Feeds) -> Result<(StepMetrics, Vec<Span>), Error> {
         let (metrics, spans) = self.report(batch, &mut |runtime, batch| runtime.timed_step(batch))?;
         let own = serde_json::to_vec(&spans).map_err(|error| Error::Bug(error.to_string()))?;
         let mut all = Vec::new();
@@ -155,11 +159,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Runs the next step; should it fail, all ranks are told, but of numbers that they all read alike.
-    fn report(
-        &mut self,
-        batch: BTreeMap<String, HostTensor>,
-        run: RunStep<'_>,
-    ) -> Result<(StepMetrics, Vec<Span>), Error> {
+    fn report(&mut self, batch: Feeds, run: RunStep<'_>) -> Result<(StepMetrics, Vec<Span>), Error> {
         let world = self.world.clone();
         world.at(format!("step {}", self.step));
         launch::reporting(&world, || {
@@ -173,24 +173,20 @@ impl<'a> Trainer<'a> {
         })?
     }
 
-    fn run(
-        &mut self,
-        mut batch: BTreeMap<String, HostTensor>,
-        run: RunStep<'_>,
-    ) -> Result<(StepMetrics, Vec<Span>), Error> {
+    fn run(&mut self, mut batch: Feeds, run: RunStep<'_>) -> Result<(StepMetrics, Vec<Span>), Error> {
         indices::check(&self.lookups, &batch)?;
         let rate = self.options.learning_rate.at(self.step);
-        batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]));
+        batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]).into());
         // The optimizer's moments know nothing of steps that were skipped.
         let skipped = self.loss_scale.as_ref().map_or(0, LossScale::skipped);
-        batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1 - skipped) as f32]));
+        batch.insert(STEP.into(), HostTensor::from_f32([], &[(self.step + 1 - skipped) as f32]).into());
         if let Some(ty) = &self.samples {
             let numbers: Vec<i64> = (0..ty.elements() as i64).collect();
-            batch.insert(SAMPLE.into(), HostTensor::from_i64(ty.shape.clone(), &numbers));
+            batch.insert(SAMPLE.into(), HostTensor::from_i64(ty.shape.clone(), &numbers).into());
         }
         let loss_scale = self.loss_scale.as_ref().map(LossScale::factor);
         if let Some(factor) = loss_scale {
-            batch.insert(LOSS_SCALE.into(), HostTensor::from_f32([], &[factor as f32]));
+            batch.insert(LOSS_SCALE.into(), HostTensor::from_f32([], &[factor as f32]).into());
         }
         let start = Instant::now();
         let TimedStep { readings, spans } = run(self.runtime.as_mut(), &batch)?;

@@ -345,7 +345,8 @@ fn train(model: &NamedModel, compiled: &Compiled, draw: u64) -> Result<Outcome, 
     let mut metrics = Vec::new();
     for step in draw * STEPS..(draw + 1) * STEPS {
         let inputs = compiled.model.inputs.iter();
-        let step = trainer.step(inputs.map(|(name, ty)| (name.clone(), feed(model, name, ty, step))).collect())?;
+        let step =
+            trainer.step(inputs.map(|(name, ty)| (name.clone(), feed(model, name, ty, step).into())).collect())?;
         metrics.push((step.loss, step.grad_norm));
     }
     let names: Vec<String> = compiled.model.graph.leaves().filter_map(|(_, node)| trained(&node.op)).collect();

@@ -5,11 +5,11 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use shardc::{
-    Batch, Cluster, Compiled, Decay, FromInitialisers, LearningRate, Options, TrainOptions, Weights, saved_weights,
+    Batch, Cluster, Compiled, Decay, Feeds, FromInitialisers, LearningRate, Options, TrainOptions, Weights,
+    saved_weights,
 };
 use shardc_ir::HostTensor;
 use shardc_models::{Model, TraceError};
-use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
 
@@ -48,12 +48,12 @@ fn compiled(cluster: &str, pins: &str, width: usize) -> Compiled {
     shardc::compile(&trace, Batch { batch: 8, seq: 0 }, &cluster, &options).unwrap()
 }
 
-fn batch(step: u64) -> BTreeMap<String, HostTensor> {
+fn batch(step: u64) -> Feeds {
     let x: Vec<f32> = (0..48).map(|at| ((at * 7 + step * 5) % 11) as f32 / 11.0 - 0.5).collect();
     let labels: Vec<i64> = (0..8).map(|row| ((row + step) % 4) as i64).collect();
-    BTreeMap::from([
-        ("x".to_string(), HostTensor::from_f32([8, 6], &x)),
-        ("labels".to_string(), HostTensor::from_i64([8], &labels)),
+    Feeds::from([
+        ("x".to_string(), HostTensor::from_f32([8, 6], &x).into()),
+        ("labels".to_string(), HostTensor::from_i64([8], &labels).into()),
     ])
 }
 

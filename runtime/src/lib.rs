@@ -29,6 +29,11 @@ use shardc_ir::ops::OpError;
 use shardc_ir::program::Slot;
 use shardc_ir::{Bytes, Graph, HostTensor, Program, TensorType};
 use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The inputs of a step, whole, by name. They are shared, so that the inputs of the step to come can be held while
+/// another one runs.
+pub type Feeds = BTreeMap<String, Arc<HostTensor>>;
 
 /// Readings of a step, by name.
 pub type Readings = BTreeMap<String, f64>;
@@ -59,13 +64,16 @@ pub trait Runtime {
     /// Reads a rank's part of a slot.
     fn read_slot(&mut self, rank: u64, name: &str) -> Result<HostTensor, RuntimeError>;
 
-    /// Runs one step on the ranks of this process, together with all others. `feeds` holds every input whole, by
-    /// name; the readings (`loss`, `grad_norm`) come back as they are, finite or not.
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError>;
+    /// What is known of the inputs of the step after the one that runs next: a backend may bring them to where they are
+    /// read while that one runs.
+    fn ahead(&mut self, _next: &Feeds) {}
+
+    /// Runs one step on the ranks of this process, together with all others. `feeds` holds every input; the readings (`loss`, `grad_norm`) come back as they are, finite or not.
+    fn step(&mut self, feeds: &Feeds) -> Result<Readings, RuntimeError>;
 
     /// Runs one step as [`Runtime::step`] does and measures every instruction of this process's ranks. The
     /// measuring takes time of its own: a step that is timed whole is not run this way.
-    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError>;
+    fn timed_step(&mut self, feeds: &Feeds) -> Result<TimedStep, RuntimeError>;
 
     /// The bytes of the arenas actually taken: the largest rank's.
     fn peak_bytes(&self) -> Bytes;
@@ -78,10 +86,7 @@ pub trait Runtime {
 }
 
 /// Every input of the programs must be given, whole and of its type.
-fn check_feeds<'a>(
-    mut programs: impl Iterator<Item = &'a Program>,
-    feeds: &BTreeMap<String, HostTensor>,
-) -> Result<(), RuntimeError> {
+fn check_feeds<'a>(mut programs: impl Iterator<Item = &'a Program>, feeds: &Feeds) -> Result<(), RuntimeError> {
     programs.try_for_each(|program| {
         program.inputs.iter().try_for_each(|feed| {
             let missing = || RuntimeError::Missing { name: feed.name.clone() };

@@ -4,12 +4,11 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Tensor};
-use shardc::{Batch, Cluster, Decay, FromInitialisers, LearningRate, Options, Precision, TrainOptions};
+use shardc::{Batch, Cluster, Decay, Feeds, FromInitialisers, LearningRate, Options, Precision, TrainOptions};
 use shardc_ir::HostTensor;
 use shardc_ir::ops::Op;
 use shardc_models::dropout::{Dropout, DropoutConfig};
 use shardc_models::{Model, TraceError, trace};
-use std::collections::BTreeMap;
 
 const WIDTH: usize = 16;
 const BATCH: Batch = Batch { batch: 4, seq: 8 };
@@ -58,13 +57,13 @@ fn perceptron(batch: Batch) -> Result<Model, TraceError> {
     })
 }
 
-fn inputs() -> BTreeMap<String, HostTensor> {
+fn inputs() -> Feeds {
     let shape = [BATCH.batch, BATCH.seq, WIDTH as u64];
     let numbers = |scale: f32| -> Vec<f32> {
         (0..shape.iter().product::<u64>()).map(|index| (index as f32 * scale).sin()).collect()
     };
     [("x", 0.7), ("target", 0.3)]
-        .map(|(name, scale)| (name.to_string(), HostTensor::from_f32(shape, &numbers(scale))))
+        .map(|(name, scale)| (name.to_string(), HostTensor::from_f32(shape, &numbers(scale)).into()))
         .into()
 }
 

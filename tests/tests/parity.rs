@@ -12,6 +12,7 @@ use shardc_models::zoo::{Config, LlamaConfig};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 fn fixture(model: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures/hf").join(model)
@@ -319,7 +320,7 @@ fn odd_sizes_equal_one_device() {
         let tokens = |step: u64| (0..72u64).map(|at| ((at * 7919 + step * 104_729) % 320) as i64).collect::<Vec<_>>();
         let weights = model.weights().unwrap();
         let mut trainer = compiled.start(weights.as_ref(), training(10)).unwrap();
-        let feed = |step| HostTensor::from_i64([3, 24], &tokens(step));
+        let feed = |step| Arc::new(HostTensor::from_i64([3, 24], &tokens(step)));
         let batch = |step| compiled.model.inputs.iter().map(|(name, _)| (name.clone(), feed(step))).collect();
         (0..10).map(|step| trainer.step(batch(step)).unwrap()).collect::<Vec<_>>()
     };

@@ -1,21 +1,22 @@
 //! Training in 16 bits follows training in f32: the same model, weights and batches.
 
 use shardc::{
-    Batch, Cluster, Compiled, Decay, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
+    Batch, Cluster, Compiled, Decay, Feeds, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, HostTensor, Op, ReduceKind, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 const BATCH: Batch = Batch { batch: 4, seq: 32 };
 const STEPS: u64 = 10;
 
 /// Sequences that count upwards in strides, which differ by row and step.
-fn tokens(step: u64) -> BTreeMap<String, HostTensor> {
+fn tokens(step: u64) -> Feeds {
     let token = |row: u64, at: u64| ((7 * row + 3 * step + at * (1 + row)) % 256) as i64;
     let ids: Vec<i64> = (0..BATCH.batch).flat_map(|row| (0..BATCH.seq).map(move |at| token(row, at))).collect();
-    let ids = HostTensor::from_i64([BATCH.batch, BATCH.seq], &ids);
-    BTreeMap::from([("input_ids".into(), ids.clone()), ("labels".into(), ids)])
+    let ids = Arc::new(HostTensor::from_i64([BATCH.batch, BATCH.seq], &ids));
+    Feeds::from([("input_ids".into(), ids.clone()), ("labels".into(), ids)])
 }
 
 fn compiled(precision: Precision, cluster: &str, pins: &str) -> (NamedModel, Compiled) {

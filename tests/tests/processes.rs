@@ -6,7 +6,7 @@
 
 use shardc::data::open_batches;
 use shardc::train::parameter_part;
-use shardc::{Batch, Cluster, Compiled, Decay, Error, LearningRate, NamedModel, Options, Precision};
+use shardc::{Batch, Cluster, Compiled, Decay, Error, Feeds, LearningRate, NamedModel, Options, Precision};
 use shardc::{TrainOptions, Trainer, Weights};
 use shardc_ir::{Bytes, HostTensor};
 use shardc_runtime::launch::{LaunchError, Launcher, Limits, Place, World};
@@ -64,11 +64,11 @@ impl Runtime for OneOf {
         self.all.read_slot(rank, name)
     }
 
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<BTreeMap<String, f64>, RuntimeError> {
+    fn step(&mut self, feeds: &Feeds) -> Result<BTreeMap<String, f64>, RuntimeError> {
         self.all.step(feeds)
     }
 
-    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError> {
+    fn timed_step(&mut self, feeds: &Feeds) -> Result<TimedStep, RuntimeError> {
         let mut step = self.all.timed_step(feeds)?;
         step.spans.retain(|span| span.rank == self.rank);
         Ok(step)

@@ -417,7 +417,9 @@ fn on_threads(programs: &[Program], given: &Tensors) -> Tensors {
     for (rank, slot) in slots() {
         runtime.write_slot(rank, &slot.name, &given[&slot.name].part(&slot.slice)).expect("a slot");
     }
-    let read = runtime.step(given).expect("a step");
+    let read = runtime
+        .step(&given.iter().map(|(name, tensor)| (name.clone(), tensor.clone().into())).collect())
+        .expect("a step");
     let reading = |(name, value)| (name, HostTensor::from_f32([], &[value as f32]));
     let mut outputs: Tensors = read.into_iter().map(reading).collect();
     for (rank, slot) in slots() {

@@ -10,12 +10,10 @@ use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
-use shardc_ir::HostTensor;
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
-use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
-use std::collections::BTreeMap;
+use shardc_runtime::{Feeds, Span};
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
@@ -163,17 +161,23 @@ impl Run {
     fn steps_on(
         &mut self,
         trainer: &mut Trainer<'_>,
-        batches: &Receiver<Result<BTreeMap<String, HostTensor>, DataError>>,
+        batches: &Receiver<Result<Feeds, DataError>>,
         stop: &AtomicBool,
     ) -> Result<(), Error> {
+        let mut next = None;
         while (self.steps.len() as u64) < self.asked {
             if !trainer.goes_on(stop.load(Ordering::Relaxed) || self.unwritten.is_some())? {
                 self.is_stopped = true;
                 break;
             }
-            let ended = |_| Error::Bug("the thread that reads batches has ended".to_string());
-            let batch = batches.recv().map_err(ended)??;
             let is_last = self.steps.len() as u64 + 1 == self.asked;
+            let read = || batches.recv().map_err(|_| Error::Bug("the thread that reads batches has ended".to_string()));
+            let batch = next.take().map_or_else(read, Ok)??;
+            next = if is_last { None } else { Some(read()?) };
+            // What is wrong with it is told in its turn.
+            if let Some(Ok(next)) = &next {
+                trainer.ahead(next);
+            }
             let (step, spans) = match is_last && self.is_timed {
                 true => trainer.timed_step(batch)?,
                 false => (trainer.step(batch)?, Vec::new()),

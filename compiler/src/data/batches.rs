@@ -4,13 +4,14 @@ use crate::error::DataError;
 use safetensors::{Dtype, SafeTensors};
 use shardc_ir::{DType, HostTensor, TensorType};
 use shardc_models::zoo::Range;
+use shardc_runtime::Feeds;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The batches of every step, in memory.
 pub struct ExactBatches {
     path: PathBuf,
-    steps: Vec<BTreeMap<String, HostTensor>>,
+    steps: Vec<Feeds>,
 }
 
 impl ExactBatches {
@@ -23,7 +24,7 @@ impl ExactBatches {
         }
         let file =
             SafeTensors::deserialize(&bytes).map_err(|error| wrong(format!("not a safetensors file: {error}")))?;
-        let mut steps: BTreeMap<u64, BTreeMap<String, HostTensor>> = BTreeMap::new();
+        let mut steps: BTreeMap<u64, Feeds> = BTreeMap::new();
         for (full, view) in file.iter() {
             let (name, step) = full
                 .rsplit_once('.')
@@ -33,7 +34,7 @@ impl ExactBatches {
                 .ok_or_else(|| wrong(format!("tensor `{full}` has type {:?}, which no input has", view.dtype())))?;
             let shape: Vec<u64> = view.shape().iter().map(|size| *size as u64).collect();
             let tensor = HostTensor { ty: TensorType::new(dtype, shape), bytes: view.data().to_vec() };
-            steps.entry(step).or_default().insert(name.to_string(), tensor);
+            steps.entry(step).or_default().insert(name.to_string(), tensor.into());
         }
         for (expected, step) in steps.keys().enumerate() {
             if expected as u64 != *step {
@@ -88,7 +89,7 @@ impl ExactBatches {
     }
 
     /// The tensors of a step.
-    pub fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<BTreeMap<String, HostTensor>, DataError> {
+    pub fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<Feeds, DataError> {
         match self.steps.get(step as usize) {
             Some(tensors) => select(&self.path, tensors, step, inputs),
             None => Err(DataError::TooFewSteps { path: self.path.clone(), steps: self.steps(), step }),
@@ -96,12 +97,7 @@ impl ExactBatches {
     }
 }
 
-fn select(
-    path: &Path,
-    tensors: &BTreeMap<String, HostTensor>,
-    step: u64,
-    inputs: &[(String, TensorType)],
-) -> Result<BTreeMap<String, HostTensor>, DataError> {
+fn select(path: &Path, tensors: &Feeds, step: u64, inputs: &[(String, TensorType)]) -> Result<Feeds, DataError> {
     let mut batch = BTreeMap::new();
     for (name, expected) in inputs {
         let path = path.to_path_buf();

@@ -22,8 +22,9 @@ use batches::ExactBatches;
 use order::SampleOrder;
 use shardc_ir::{DType, HostTensor, TensorType};
 use shardc_models::zoo::Range;
-use std::collections::BTreeMap;
+use shardc_runtime::Feeds;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use tokens::Tokens;
 
 /// How many tokens are checked against the vocabulary before the first step; the rest are checked
@@ -66,7 +67,7 @@ impl Data {
     }
 
     /// The batch of a step (from 0): one tensor per declared input, with global shapes.
-    pub fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<BTreeMap<String, HostTensor>, DataError> {
+    pub fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<Feeds, DataError> {
         match self {
             Self::Stream(stream) => stream.batch(step, inputs),
             Self::Exact(batches) => batches.batch(step, inputs),
@@ -129,7 +130,7 @@ pub fn open_stream(path: &Path, tokenizer: Option<&Path>, config: StreamConfig) 
 }
 
 impl TokenStream {
-    fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<BTreeMap<String, HostTensor>, DataError> {
+    fn batch(&self, step: u64, inputs: &[(String, TensorType)]) -> Result<Feeds, DataError> {
         let mut ids = Vec::with_capacity((self.batch * self.seq) as usize);
         for row in 0..self.batch {
             let start = self.order.sample(step * self.batch + row) * self.seq;
@@ -137,7 +138,7 @@ impl TokenStream {
             self.tokens.read(start, self.seq, &mut ids);
         }
         let ids: Vec<i64> = ids.into_iter().map(i64::from).collect();
-        let feed = HostTensor::from_i64([self.batch, self.seq], &ids);
+        let feed = Arc::new(HostTensor::from_i64([self.batch, self.seq], &ids));
         Ok(self.names(inputs)?.into_iter().map(|name| (name, feed.clone())).collect())
     }
 

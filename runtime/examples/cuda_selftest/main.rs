@@ -296,7 +296,7 @@ fn accumulation(ranks: u64) -> Result<(), String> {
     // As it is, recorded, and launched again.
     for step in 1..=4 {
         let values: Vec<f32> = (0..rows * columns).map(|at| (at * step) as f32).collect();
-        let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([rows, columns], &values))]);
+        let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([rows, columns], &values).into())]);
         let (actual, expected) =
             (runtime.step(&feeds).map_err(message)?["loss"], f64::from(values.iter().sum::<f32>()));
         if actual != expected {

@@ -7,7 +7,7 @@ use shardc_ir::ops::*;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Feed, Instruction, Reading, Run, Section, Stream};
 use shardc_ir::{BufferId, DType, Graph, HostTensor, Op, OutputKind, Program, TensorType, ValueId};
-use shardc_runtime::{CudaRuntime, Runtime, compute_op, evaluate_part};
+use shardc_runtime::{CudaRuntime, Feeds, Runtime, compute_op, evaluate_part};
 use std::collections::BTreeMap;
 
 /// A program of one rank and one section.
@@ -55,18 +55,29 @@ fn logarithms(size: u64) -> Result<CudaRuntime, String> {
     builder.load()
 }
 
-fn step(runtime: &mut CudaRuntime, values: &[f32]) -> Result<f64, String> {
-    let feeds = BTreeMap::from([("x".to_string(), HostTensor::from_f32([values.len() as u64], values))]);
-    runtime.step(&feeds).map(|readings| readings["loss"]).map_err(message)
+fn feeds(values: &[f32]) -> Feeds {
+    Feeds::from([("x".to_string(), HostTensor::from_f32([values.len() as u64], values).into())])
 }
 
-/// Steps as they are, recorded and launched again read each step's inputs.
+fn step(runtime: &mut CudaRuntime, feeds: &Feeds) -> Result<f64, String> {
+    runtime.step(feeds).map(|readings| readings["loss"]).map_err(message)
+}
+
+/// Steps as they are, recorded and launched again read each step's inputs, whether those were told a step ahead, or
+/// others were, or none.
 pub fn recorded() -> Result<(), String> {
     let mut runtime = logarithms(1000)?;
-    for number in 1..=5u32 {
-        let values: Vec<f32> = (0..1000).map(|at| (at % 7 + number) as f32).collect();
-        let expected: f64 = values.iter().map(|value| f64::from(*value).ln()).sum();
-        let actual = step(&mut runtime, &values)?;
+    let values = |number: u32| -> Vec<f32> { (0..1000).map(|at| (at % 7 + number) as f32).collect() };
+    let mut next = feeds(&values(1));
+    for number in 1..=12u32 {
+        let expected: f64 = values(number).iter().map(|value| f64::from(*value).ln()).sum();
+        let given = std::mem::replace(&mut next, feeds(&values(number + 1)));
+        match number % 4 {
+            0 => {}
+            1 => runtime.ahead(&feeds(&values(99))),
+            _ => runtime.ahead(&next),
+        }
+        let actual = step(&mut runtime, &given)?;
         if (actual - expected).abs() > 1e-4 * expected {
             return Err(format!("step {number}: {actual}, not {expected}"));
         }
@@ -80,7 +91,8 @@ pub fn inspected() -> Result<(), String> {
     for number in 0..4 {
         let mut values = vec![1.0; 1000];
         values[700] = -1.0;
-        if !step(&mut runtime, &values)?.is_nan() {
+        runtime.ahead(&feeds(&[1.0; 1000]));
+        if !step(&mut runtime, &feeds(&values))?.is_nan() {
             return Err(format!("step {number}: the logarithm of -1 is a number"));
         }
         let found = runtime.first_non_finite().map_err(message)?.unwrap_or_default();

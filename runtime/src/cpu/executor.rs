@@ -9,14 +9,14 @@
 use super::collectives::{Interrupt, Kind, Member};
 use super::kernels::{self, Context, View, ViewMut};
 use super::memory::{ALIGNMENT, AlignedBytes};
-use crate::Span;
 use crate::watch::{Finding, Watch};
+use crate::{Feeds, Span};
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::sharding::ReduceKind;
 use shardc_ir::tensor::for_each_row;
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, DType, HostTensor, Op, Program, TensorType};
+use shardc_ir::{BufferId, DType, Op, Program, TensorType};
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ impl Rank {
         &mut self,
         context: Context,
         member: &mut Member<'_>,
-        feeds: &BTreeMap<String, HostTensor>,
+        feeds: &Feeds,
         clock: Option<Instant>,
     ) -> Result<(), Interrupt> {
         self.watch = Watch::default();
@@ -131,7 +131,7 @@ impl Rank {
         &mut self,
         context: Context,
         member: &mut Member<'_>,
-        feeds: &BTreeMap<String, HostTensor>,
+        feeds: &Feeds,
         microbatch: u64,
         instruction: &Instruction,
     ) -> Result<(), Interrupt> {
@@ -299,13 +299,7 @@ impl Rank {
         Ok(())
     }
 
-    fn feed(
-        &mut self,
-        feeds: &BTreeMap<String, HostTensor>,
-        input: usize,
-        microbatch: u64,
-        instruction: &Instruction,
-    ) -> Result<(), String> {
+    fn feed(&mut self, feeds: &Feeds, input: usize, microbatch: u64, instruction: &Instruction) -> Result<(), String> {
         let program = self.program.clone();
         let feed = &program.inputs[input];
         let tensor = feeds.get(&feed.name).ok_or_else(|| format!("`{}` is needed and was not given", feed.name))?;

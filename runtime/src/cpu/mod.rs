@@ -15,7 +15,7 @@ mod tests;
 
 pub use target::CpuTarget;
 
-use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
+use crate::{Feeds, Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
 use collectives::{Exchange, Interrupt};
 use executor::Rank;
 use interpret::compute_op;
@@ -70,7 +70,7 @@ impl CpuRuntime {
     }
 
     /// Runs a step on all ranks, measured if there is a clock.
-    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, clock: Option<Instant>) -> Result<Readings, RuntimeError> {
+    fn run(&mut self, feeds: &Feeds, clock: Option<Instant>) -> Result<Readings, RuntimeError> {
         check_feeds(self.ranks.iter().map(|rank| &*rank.program), feeds)?;
         let count = self.ranks.len();
         let context = Context { threads: (cores() / count.max(1)).max(1) };
@@ -133,11 +133,11 @@ impl Runtime for CpuRuntime {
         Ok(HostTensor { ty, bytes: rank.bytes(slot.buffer).to_vec() }.beginning(&slot.part()))
     }
 
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError> {
+    fn step(&mut self, feeds: &Feeds) -> Result<Readings, RuntimeError> {
         self.run(feeds, None)
     }
 
-    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError> {
+    fn timed_step(&mut self, feeds: &Feeds) -> Result<TimedStep, RuntimeError> {
         let readings = self.run(feeds, Some(Instant::now()))?;
         let spans = self.ranks.iter().flat_map(|rank| rank.spans.iter().copied()).collect();
         Ok(TimedStep { readings, spans })

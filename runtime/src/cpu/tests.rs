@@ -2,7 +2,7 @@
 
 use super::CpuRuntime;
 use super::interpret::chain;
-use crate::{Runtime, RuntimeError, compute_op, evaluate_part, interpret};
+use crate::{Feeds, Runtime, RuntimeError, compute_op, evaluate_part, interpret};
 use shardc_ir::ops::*;
 use shardc_ir::plan::{Category, Space};
 use shardc_ir::program::{Action, Buffer, Feed, Instruction, Program, Reading, Run, Section, Slot, Stream};
@@ -96,9 +96,9 @@ fn training(rank: u64, ranks: u64) -> Program {
     b.finish()
 }
 
-fn batch(values: impl Fn(u64) -> f32) -> BTreeMap<String, HostTensor> {
+fn batch(values: impl Fn(u64) -> f32) -> Feeds {
     let values: Vec<f32> = (0..24).map(values).collect();
-    BTreeMap::from([("x".to_string(), HostTensor::from_f32([8, 3], &values))])
+    Feeds::from([("x".to_string(), HostTensor::from_f32([8, 3], &values).into())])
 }
 
 fn start(ranks: u64) -> CpuRuntime {
@@ -149,7 +149,7 @@ fn bad_calls_are_errors() {
     assert!(matches!(runtime.read_slot(2, "w"), Err(RuntimeError::Unknown { what: "rank", .. })));
     assert!(matches!(runtime.read_slot(0, "u"), Err(RuntimeError::Unknown { what: "slot", .. })));
     assert!(matches!(runtime.step(&BTreeMap::new()), Err(RuntimeError::Missing { .. })));
-    let feeds = BTreeMap::from([("x".to_string(), wrong)]);
+    let feeds = Feeds::from([("x".to_string(), wrong.into())]);
     assert!(matches!(runtime.step(&feeds), Err(RuntimeError::WrongType { .. })));
 }
 

@@ -14,7 +14,7 @@ use cudarc::nvrtc;
 use shardc_ir::program::Stream;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, c_void};
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// What went wrong on a device, in words; the caller says which rank and instruction.
@@ -288,10 +288,10 @@ impl Device {
         Ok((&page.0, at))
     }
 
-    /// Enqueues the writing of a word of [`Device::host_word`].
+    /// Enqueues the writing of a word of [`Device::host_word`] or of page-locked memory.
     pub fn write_word(&self, to: u64, value: u32, stream: Stream) -> Result<(), Failure> {
         let stream = self.stream(stream);
-        // SAFETY: the stream is valid; the address is that of a word which lives as long as the process.
+        // SAFETY: the stream is valid; the word lives as long as the device.
         let written = unsafe {
             match result::stream::is_capturing(stream).map_err(says("progress"))? {
                 sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {
@@ -364,8 +364,8 @@ impl Device {
 
     /// Writes page-locked memory.
     pub fn write_pinned(&self, to: u64, bytes: &[u8]) {
-        // SAFETY: `to` came from `allocate_pinned` with at least this size, and no copy is under way:
-        // a step ends only when all its work has.
+        // SAFETY: `to` came from `allocate_pinned` with at least this size, and no copy of it is under way: the step has
+        // ended, or its stream said that it has read these bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }
     }
 
@@ -373,6 +373,12 @@ impl Device {
     pub fn read_pinned(&self, from: u64, bytes: usize) -> Vec<u8> {
         // SAFETY: as for `write_pinned`.
         unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec()
+    }
+
+    /// Reads a word of page-locked memory that the device may be writing.
+    pub fn pinned_word(&self, from: u64) -> u32 {
+        // SAFETY: `from` came from `allocate_pinned`; while the device writes the word, it is read as an atomic one alone.
+        unsafe { AtomicU32::from_ptr(from as *mut u32) }.load(Ordering::Acquire)
     }
 
     /// Loads kernels.

@@ -6,12 +6,13 @@
 //! of sections are separated on all streams that the program uses.
 //!
 //! The first step runs so, since libraries load what they need late; the second, if it has no collectives or is asked
-//! to, is recorded as a [`Graph`], which it and all later ones launch. Inputs, the learning rate among them, are read from
-//! page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
+//! to, is recorded as a [`Graph`], which it and all later ones launch. [`Inputs`], the learning rate among them, are read
+//! from page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
 //! are measured or inspected are not launched as a graph.
 
 mod commands;
 mod initial;
+mod inputs;
 mod inspect;
 
 use super::copies::{self, Mail, Peers, Release};
@@ -24,16 +25,17 @@ use super::nccl::{Collective, Communicator};
 use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::{self, Tuning};
-use crate::Span;
 use crate::launch::World;
+use crate::{Feeds, Span};
 use commands::{Command, Layout, Libraries, action_name, commands, describe};
 pub use commands::{MESSAGES, part};
 use cudarc::driver::sys::CUevent;
 pub use initial::Making;
+use inputs::Inputs;
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Instruction, Run, Stream};
-use shardc_ir::{BufferId, Bytes, DType, EntityRef, HostTensor, Program, SectionId};
-use std::collections::{BTreeMap, HashMap};
+use shardc_ir::{BufferId, Bytes, DType, EntityRef, Program, SectionId};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -109,8 +111,9 @@ pub struct Rank {
     device: Device,
     arenas: HashMap<Space, u64>,
     communicators: HashMap<usize, Arc<Communicator>>,
-    /// Per input and microbatch, page-locked memory.
-    staging: Vec<Vec<u64>>,
+    inputs: Inputs,
+    /// What the last step was given.
+    given: Feeds,
     readings: Vec<u64>,
     ends: Vec<(Stream, CUevent)>,
     clock: Clock,
@@ -193,14 +196,7 @@ impl Rank {
                 sections[section][index].commands = vec![Command::Exchange(exchange)];
             }
         }
-        let mut staging = Vec::new();
-        for feed in &program.inputs {
-            let bytes = |slice: &Vec<(u64, u64)>| {
-                slice.iter().map(|(_, length)| length).product::<u64>() * feed.ty.dtype.size()
-            };
-            let places = feed.slices.iter().map(|slice| device.allocate_pinned(bytes(slice)));
-            staging.push(places.collect::<Result<Vec<_>, _>>()?);
-        }
+        let inputs = Inputs::new(&program, &mut device)?;
         let readings =
             program.readings.iter().map(|reading| device.allocate_pinned(program.buffers[reading.buffer].ty.bytes().0));
         let readings = readings.collect::<Result<Vec<_>, _>>()?;
@@ -224,7 +220,8 @@ impl Rank {
             device,
             arenas,
             communicators,
-            staging,
+            inputs,
+            given: Feeds::default(),
             readings,
             ends,
             clock,
@@ -271,11 +268,7 @@ impl Rank {
     }
 
     /// Runs one step and measures every instruction.
-    pub fn timed_step(
-        &mut self,
-        feeds: &BTreeMap<String, HostTensor>,
-        stop: &AtomicBool,
-    ) -> Result<(Vec<Vec<u8>>, Vec<Span>), Failure> {
+    pub fn timed_step(&mut self, feeds: &Feeds, stop: &AtomicBool) -> Result<(Vec<Vec<u8>>, Vec<Span>), Failure> {
         let count: usize = self.program.order.iter().map(|run| self.sections[section_index(run.section)].len()).sum();
         while self.clock.pairs.len() < count {
             self.clock.pairs.push((self.device.timed_event()?, self.device.timed_event()?));
@@ -287,7 +280,7 @@ impl Rank {
         self.clock.start = Some(start);
         self.device.record(start, Stream::Compute)?;
         self.clock.spans = Vec::with_capacity(count);
-        let readings = self.enqueue_step(feeds, stop, true)?;
+        let readings = self.enqueue_step(feeds, None, stop, true)?;
         let mut spans = std::mem::take(&mut self.clock.spans);
         for (span, (before, after)) in spans.iter_mut().zip(&self.clock.pairs) {
             span.start = self.device.elapsed(start, *before)?;
@@ -296,23 +289,21 @@ impl Rank {
         Ok((readings, spans))
     }
 
-    /// Runs one step and gives the readings' bytes. Ends early if `stop` is set by another rank.
-    pub fn step(&mut self, feeds: &BTreeMap<String, HostTensor>, stop: &AtomicBool) -> Result<Vec<Vec<u8>>, Failure> {
-        self.enqueue_step(feeds, stop, false)
+    /// Runs one step and gives the readings' bytes; while it runs, what is known of the next one's inputs is brought to
+    /// where that reads it. Ends early if `stop` is set by another rank.
+    pub fn step(&mut self, feeds: &Feeds, next: Option<&Feeds>, stop: &AtomicBool) -> Result<Vec<Vec<u8>>, Failure> {
+        self.enqueue_step(feeds, next, stop, false)
     }
 
     fn enqueue_step(
         &mut self,
-        feeds: &BTreeMap<String, HostTensor>,
+        feeds: &Feeds,
+        next: Option<&Feeds>,
         stop: &AtomicBool,
         is_timed: bool,
     ) -> Result<Vec<Vec<u8>>, Failure> {
-        for (feed, places) in self.program.inputs.iter().zip(&self.staging) {
-            let Some(tensor) = feeds.get(&feed.name) else { return Err(format!("`{}` was not given", feed.name)) };
-            for (slice, place) in feed.slices.iter().zip(places) {
-                self.device.write_pinned(*place, &tensor.part(slice).bytes);
-            }
-        }
+        self.given.clone_from(feeds);
+        self.inputs.begin(feeds, &self.device)?;
         self.trail.begin();
         match self.recording {
             Recording::Done(ref graph) if !is_timed => {
@@ -326,6 +317,7 @@ impl Rank {
             }
             _ => self.enqueue_runs(is_timed)?,
         }
+        next.iter().for_each(|next| self.inputs.follow(next));
         self.finish(Stream::Compute, stop)?;
         let read = |(reading, place): (&shardc_ir::program::Reading, &u64)| {
             self.device.read_pinned(*place, self.program.buffers[reading.buffer].ty.bytes().0 as usize)
@@ -352,6 +344,7 @@ impl Rank {
                 tracing::info!("rank {}: steps are not launched as a CUDA graph: {reason}", self.program.rank);
                 self.recording = Recording::Refused;
                 self.trail.begin();
+                self.inputs.restart(&self.device);
                 self.enqueue_runs(false)
             }
         }
@@ -472,10 +465,7 @@ impl Rank {
                     self.trail.mark(&self.device, stream)?;
                 }
                 Command::Feed { input, to, bytes } => {
-                    let places = &self.staging[*input];
-                    let place = places.get(microbatch as usize).or(places.last());
-                    let place = *place.ok_or("an input without a slice")?;
-                    self.device.copy(*to, place, *bytes, stream)?;
+                    self.inputs.feed((*input, microbatch), (*to, *bytes), &self.device, stream)?;
                 }
                 Command::Accumulate { first: (to, from, bytes), rest, cast } => match (microbatch, cast) {
                     (0, Some(cast)) => self.device.launch(cast, stream)?,
@@ -494,7 +484,8 @@ impl Rank {
         peers.run(message, &self.device, stream).map(|()| true)
     }
 
-    /// Waits for a stream, watching for faults of collectives and for other ranks' ends.
+    /// Waits for a stream, watching for faults of collectives and for other ranks' ends; meanwhile inputs are written
+    /// ahead.
     fn finish(&self, stream: Stream, stop: &AtomicBool) -> Result<(), Failure> {
         let (_, end) = self.ends.iter().find(|(known, _)| *known == stream).ok_or("no stream")?;
         self.device.record(*end, stream)?;
@@ -506,6 +497,9 @@ impl Rank {
                     return Err(OTHER_FAILED.to_string());
                 }
                 self.communicators.values().try_for_each(|group| group.fault())?;
+            }
+            if self.inputs.write_ahead(&self.device) {
+                continue;
             }
             std::thread::sleep(std::time::Duration::from_micros(20));
         }

@@ -48,7 +48,7 @@ pub use target::CudaTarget;
 use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
 use crate::probe;
-use crate::{Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
+use crate::{Feeds, Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
 use device::Failure;
 use executor::{Chosen, Making};
 use shardc_ir::program::Slot;
@@ -144,6 +144,8 @@ pub struct CudaRuntime {
     world: Arc<World>,
     watched: Arc<watch::Shared>,
     bytes: Bytes,
+    /// Inputs of the step after the next one.
+    ahead: Option<Feeds>,
 }
 
 impl Drop for CudaRuntime {
@@ -215,7 +217,7 @@ impl CudaRuntime {
         let probed = watched.clone();
         world.set_probe(Some(Box::new(move || probed.text())));
         watched.set_task(None);
-        Ok(Self { workers, world, watched, bytes, _watch })
+        Ok(Self { workers, world, watched, bytes, ahead: None, _watch })
     }
 
     fn worker(&self, rank: u64) -> Result<&Worker, RuntimeError> {
@@ -301,11 +303,11 @@ impl CudaRuntime {
     }
 
     /// Runs a step on this process's ranks.
-    fn run(&mut self, feeds: &BTreeMap<String, HostTensor>, is_timed: bool) -> Result<TimedStep, RuntimeError> {
+    fn run(&mut self, feeds: &Feeds, is_timed: bool) -> Result<TimedStep, RuntimeError> {
         check_feeds(self.workers.iter().map(|worker| &*worker.program), feeds)?;
-        let feeds = Arc::new(feeds.clone());
+        let next = self.ahead.take();
         let answers = self.together(
-            || Request::Step(feeds.clone(), is_timed),
+            || Request::Step(feeds.clone(), is_timed, next.clone()),
             |answer| if let Answer::Readings(readings) = answer { Some(readings) } else { None },
         )?;
         let (values, spans): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
@@ -389,11 +391,15 @@ impl Runtime for CudaRuntime {
         }
     }
 
-    fn step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<Readings, RuntimeError> {
+    fn ahead(&mut self, next: &Feeds) {
+        self.ahead = Some(next.clone());
+    }
+
+    fn step(&mut self, feeds: &Feeds) -> Result<Readings, RuntimeError> {
         Ok(self.run(feeds, false)?.readings)
     }
 
-    fn timed_step(&mut self, feeds: &BTreeMap<String, HostTensor>) -> Result<TimedStep, RuntimeError> {
+    fn timed_step(&mut self, feeds: &Feeds) -> Result<TimedStep, RuntimeError> {
         self.run(feeds, true)
     }
 

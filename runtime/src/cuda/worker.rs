@@ -5,10 +5,10 @@ use super::executor::{Chosen, MESSAGES, Making, Rank};
 use super::nccl::{Communicator, Meeting};
 use super::tune::Tuning;
 use super::watch::{self, Watched};
-use crate::Span;
 use crate::launch::{LaunchError, World};
+use crate::{Feeds, Span};
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{BufferId, HostTensor, Program};
+use shardc_ir::{BufferId, Program};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -21,8 +21,8 @@ pub enum Request {
     Read(BufferId),
     /// Initial values, made in place.
     Make(Vec<Making>),
-    /// A step on these inputs, measured or not.
-    Step(Arc<BTreeMap<String, HostTensor>>, bool),
+    /// A step on these inputs, measured or not, before one on those that are known.
+    Step(Feeds, bool, Option<Feeds>),
     /// The last step once more, looked into.
     Inspect,
 }
@@ -114,10 +114,10 @@ pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<
                 Request::Write(buffer, bytes) => Answer::Done(rank.write(buffer, &bytes)),
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
                 Request::Make(all) => Answer::Done(rank.make(&all)),
-                Request::Step(feeds, is_timed) => {
+                Request::Step(feeds, is_timed, next) => {
                     let readings = match is_timed {
                         true => rank.timed_step(&feeds, &watched.stop),
-                        false => rank.step(&feeds, &watched.stop).map(|readings| (readings, Vec::new())),
+                        false => rank.step(&feeds, next.as_ref(), &watched.stop).map(|readings| (readings, Vec::new())),
                     };
                     has_failed = readings.is_err();
                     Answer::Readings(readings)

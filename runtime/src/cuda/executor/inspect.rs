@@ -1,6 +1,6 @@
 //! The last step once more, looked into: where does the first value that is not finite come from?
 //!
-//! The inputs are still where the step read them, and slots are as before it, since an update by gradients
+//! The inputs are brought back to where the step read them, and slots are as before it, since an update by gradients
 //! that are not finite changes nothing. Every instruction is run and waited for, and a kernel looks at its
 //! results. All ranks do this together, to the end, so that they meet in collectives.
 
@@ -21,6 +21,8 @@ impl Rank {
     pub fn inspect(&mut self, stop: &AtomicBool) -> Result<Option<String>, Failure> {
         let words = self.device.allocate_pinned(WORDS)?;
         self.load_scans()?;
+        let given = std::mem::take(&mut self.given);
+        self.inputs.begin(&given, &self.device)?;
         self.trail.begin();
         self.mail.begin();
         self.first_finding(words, stop)
