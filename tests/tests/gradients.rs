@@ -214,22 +214,25 @@ fn ranked() {
 fn pictures() {
     use burn::tensor::module::{conv_transpose2d, conv2d, max_pool2d};
     use burn::tensor::ops::{ConvOptions, ConvTransposeOptions, MaxPoolOptions};
-    let leaves = "%x: f32[2,4,6,5] = parameter \"x\"\n%w: f32[4,2,3,2] = parameter \"w\"\n";
+    let first = |x: Tensor<4>| x.permute([0, 3, 1, 2]);
+    let last = |x: Tensor<4>| x.permute([0, 2, 3, 1]);
+    let leaves = "%x: f32[2,6,5,4] = parameter \"x\"\n%w: f32[4,3,2,2] = parameter \"w\"\n";
     let attributes = "{stride=[2,1], low=[1,0], high=[1,0], dilation=[1,2], groups=2}";
-    check::<4>("convolution", &format!("{leaves}%y: f32[2,4,3,3] = convolution %x, %w {attributes}"), |l| {
+    check::<4>("convolution", &format!("{leaves}%y: f32[2,3,3,4] = convolution %x, %w {attributes}"), |l| {
         let options = ConvOptions::new([2, 1], [1, 0], [1, 2], 2);
-        conv2d(l.p::<4>("x"), l.p::<4>("w"), None, options)
+        last(conv2d(first(l.p("x")), first(l.p("w")), None, options))
     });
-    let leaves = "%x: f32[2,4,3,3] = parameter \"x\"\n%w: f32[4,2,3,2] = parameter \"w\"\n";
-    let body = format!("{leaves}%y: f32[2,4,6,5] = convolution_transpose %x, %w {attributes}");
+    let leaves = "%x: f32[2,3,3,4] = parameter \"x\"\n%w: f32[4,3,2,2] = parameter \"w\"\n";
+    let body = format!("{leaves}%y: f32[2,6,5,4] = convolution_transpose %x, %w {attributes}");
     check::<4>("convolution_transpose", &body, |l| {
         let options = ConvTransposeOptions::new([2, 1], [1, 0], [1, 0], [1, 2], 2);
-        conv_transpose2d(l.p::<4>("x"), l.p::<4>("w"), None, options)
+        last(conv_transpose2d(first(l.p("x")), first(l.p("w")), None, options))
     });
-    let body = "%x: f32[2,3,5,6] = parameter \"x\"\n\
+    let body = "%x: f32[2,5,6,3] = parameter \"x\"\n\
                 %y: f32[2,3,3,3] = max_pool %x {kernel=[3,2], stride=[2,2], low=[1,0], high=[1,0]}";
     check::<4>("max_pool", body, |l| {
-        max_pool2d(l.p::<4>("x"), MaxPoolOptions::new([3, 2]).with_stride([2, 2]).with_padding([1, 0]))
+        let options = MaxPoolOptions::new([3, 2]).with_stride([2, 2]).with_padding([1, 0]);
+        last(max_pool2d(first(l.p("x")), options))
     });
 }
 

@@ -1,10 +1,13 @@
 //! Convolution of pictures, its transpose, and the gradient of its filters.
 //!
+//! Channels come last, as matrix units take them: what lies under a window is a row of a matrix, and what is done to every
+//! channel alike is done to rows.
+//!
 //! As in every framework it is a cross-correlation: filters are not turned round. Each of the three is
 //! the derivative of another, so a transposed convolution of a model and the gradient of a
 //! convolution's pictures are one operation (Dumoulin and Visin, "A guide to convolution arithmetic
 //! for deep learning", 2016, section 4). In index notation, with `y = oh*stride + kh*dilation - low`:
-//! `(b, g ci, y, x), (g co, ci, kh, kw) -> (b, g co, oh, ow) | sum ci, kh, kw`.
+//! `(b, y, x, g ci), (g co, kh, kw, ci) -> (b, oh, ow, g co) | sum ci, kh, kw`.
 
 use super::window::Window;
 use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_float, expect_shape};
@@ -14,7 +17,7 @@ use crate::types::TensorType;
 use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
-/// From operands `x` `[b, g*ci, h, w]` and filters `[g*co, ci, kh, kw]`: `y` `[b, g*co, oh, ow]`.
+/// From operands `x` `[b, h, w, g*ci]` and filters `[g*co, kh, kw, ci]`: `y` `[b, oh, ow, g*co]`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Convolution {
     /// How filters slide.
@@ -25,8 +28,8 @@ pub struct Convolution {
     pub groups: u64,
 }
 
-/// From operands `y` `[b, g*co, oh, ow]` and filters `[g*co, ci, kh, kw]`: the declared `x`
-/// `[b, g*ci, h, w]`, to which each element of `y` adds its filter where a convolution would read.
+/// From operands `y` `[b, oh, ow, g*co]` and filters `[g*co, kh, kw, ci]`: the declared `x`
+/// `[b, h, w, g*ci]`, to which each element of `y` adds its filter where a convolution would read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConvolutionTranspose {
     /// How the convolution's filters slide over the result.
@@ -37,8 +40,8 @@ pub struct ConvolutionTranspose {
     pub groups: u64,
 }
 
-/// From operands `dy` `[b, g*co, oh, ow]` and `x` `[b, g*ci, h, w]`: the declared gradient of the
-/// filters `[g*co, ci, kh, kw]`, summed in the declared element type.
+/// From operands `dy` `[b, oh, ow, g*co]` and `x` `[b, h, w, g*ci]`: the declared gradient of the
+/// filters `[g*co, kh, kw, ci]`, summed in the declared element type.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConvolutionFilterGrad {
     /// As in the convolution.
@@ -58,14 +61,14 @@ fn is_one(groups: &u64) -> bool {
 }
 
 fn plane(ty: &TensorType) -> [u64; 2] {
-    [ty.shape[2], ty.shape[3]]
+    [ty.shape[1], ty.shape[2]]
 }
 
 /// Checks the three tensors of a convolution against each other.
 fn check(window: &Window, groups: u64, x: &TensorType, filters: &TensorType, y: &TensorType) -> Result<(), String> {
     let wrong = || {
         format!(
-            "x {x} and filters {filters} in {groups} groups do not fit (it takes [b, g*ci, h, w] and [g*co, ci, kh, kw])"
+            "x {x} and filters {filters} in {groups} groups do not fit (it takes [b, h, w, g*ci] and [g*co, kh, kw, ci])"
         )
     };
     for ty in [x, filters, y] {
@@ -76,12 +79,12 @@ fn check(window: &Window, groups: u64, x: &TensorType, filters: &TensorType, y: 
     }
     let fits = groups > 0
         && filters.shape[0].is_multiple_of(groups)
-        && filters.shape[1].checked_mul(groups) == Some(x.shape[1]);
+        && filters.shape[3].checked_mul(groups) == Some(x.shape[3]);
     if !fits {
         return Err(wrong());
     }
     let [rows, columns] = window.count(plane(x), plane(filters))?;
-    expect_shape("y", y, &[x.shape[0], filters.shape[0], rows, columns])
+    expect_shape("y", y, &[x.shape[0], rows, columns, filters.shape[0]])
 }
 
 /// Of `x`, the filters and `y`.
@@ -101,21 +104,21 @@ fn factors(window: &Window, groups: u64, [x, filters, y]: [&TensorType; 3], resu
     };
     let b = add("b", y.shape[0], [true, false, true]);
     let g = (groups > 1).then(|| add("g", groups, [true; 3]));
-    let co = add("co", y.shape[1] / groups.max(1), [false, true, true]);
-    let ci = add("ci", filters.shape[1], [true, true, false]);
+    let co = add("co", y.shape[3] / groups.max(1), [false, true, true]);
+    let ci = add("ci", filters.shape[3], [true, true, false]);
     let [h, w] = window.factors(&mut rule, plane(x), plane(filters), (result == 1).then_some(0));
     let grouped = |factor: usize| g.into_iter().chain([factor]).collect::<Vec<usize>>();
     Tensors {
-        x: vec![vec![b], grouped(ci), h.picture, w.picture],
-        filters: vec![grouped(co), vec![ci], vec![h.kernel], vec![w.kernel]],
-        y: vec![vec![b], grouped(co), h.windows, w.windows],
+        x: vec![vec![b], h.picture, w.picture, grouped(ci)],
+        filters: vec![grouped(co), vec![h.kernel], vec![w.kernel], vec![ci]],
+        y: vec![vec![b], h.windows, w.windows, grouped(co)],
         rule,
     }
 }
 
 /// The groups of a part: channels are divided between groups before they are inside one.
 fn local_groups(groups: u64, channels: &Part) -> u64 {
-    let held = u128::from(channels.slice[1].1) * u128::from(groups) / u128::from(channels.shape[1].max(1));
+    let held = u128::from(channels.slice[3].1) * u128::from(groups) / u128::from(channels.shape[3].max(1));
     (held as u64).max(1)
 }
 
@@ -133,7 +136,7 @@ impl OpDef for Convolution {
         let (size, kernel) =
             planes.ok_or_else(|| format!("takes pictures and filters of rank 4, not {x} and {filters}"))?;
         let [rows, columns] = self.window.count(size, kernel)?;
-        let y = x.with_shape([x.shape[0], filters.shape[0], rows, columns]);
+        let y = x.with_shape([x.shape[0], rows, columns, filters.shape[0]]);
         check(&self.window, self.groups, x, filters, &y)?;
         if x.dtype != filters.dtype {
             return Err(format!("x {x} and filters {filters} differ in their element types"));

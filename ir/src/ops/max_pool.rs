@@ -7,7 +7,7 @@ use crate::types::TensorType;
 use crate::units::Flops;
 use serde::{Deserialize, Serialize};
 
-/// From `x` `[b, c, h, w]`: the maxima `[b, c, oh, ow]`. Padding never is one.
+/// From `x` `[b, h, w, c]`: the maxima `[b, oh, ow, c]`. Padding never is one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MaxPool {
     /// Height and width of a window.
@@ -17,7 +17,7 @@ pub struct MaxPool {
     pub window: Window,
 }
 
-/// From operands `dy` `[b, c, oh, ow]` and `x` `[b, c, h, w]`: `dx`. The first maximum of a window, row by
+/// From operands `dy` `[b, oh, ow, c]` and `x` `[b, h, w, c]`: `dx`. The first maximum of a window, row by
 /// row, has its cotangent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MaxPoolGrad {
@@ -31,7 +31,7 @@ pub struct MaxPoolGrad {
 /// The shape of the maxima.
 fn pooled(kernel: [u64; 2], window: &Window, x: &TensorType) -> Result<Vec<u64>, String> {
     expect_float(x)?;
-    let [b, c, h, w] = x.shape[..] else { return Err(format!("takes pictures [b, c, h, w], not {x}")) };
+    let [b, h, w, c] = x.shape[..] else { return Err(format!("takes pictures [b, h, w, c], not {x}")) };
     let [rows, columns] = window.count([h, w], kernel)?;
     for axis in [0, 1] {
         let (size, count) = ([h, w][axis], [rows, columns][axis]);
@@ -39,15 +39,15 @@ fn pooled(kernel: [u64; 2], window: &Window, x: &TensorType) -> Result<Vec<u64>,
             return Err(format!("a window of {kernel:?} lies in the padding of {x} only"));
         }
     }
-    Ok(vec![b, c, rows, columns])
+    Ok(vec![b, rows, columns, c])
 }
 
 /// The rule, and the dimensions of the picture and of the maxima.
 fn factors(kernel: [u64; 2], window: &Window, x: &TensorType) -> (FactorRule, Dims, Dims) {
     let mut rule = FactorRule::default();
-    let (b, c) = (rule.parallel("b", x.shape[0]), rule.parallel("c", x.shape[1]));
-    let [h, w] = window.factors(&mut rule, [x.shape[2], x.shape[3]], kernel, None);
-    (rule, vec![vec![b], vec![c], h.picture, w.picture], vec![vec![b], vec![c], h.windows, w.windows])
+    let (b, c) = (rule.parallel("b", x.shape[0]), rule.parallel("c", x.shape[3]));
+    let [h, w] = window.factors(&mut rule, [x.shape[1], x.shape[2]], kernel, None);
+    (rule, vec![vec![b], h.picture, w.picture, vec![c]], vec![vec![b], h.windows, w.windows, vec![c]])
 }
 
 /// One comparison for every element of the maxima and of its window.

@@ -1,5 +1,5 @@
 //! Operations on pictures `[b, c, h, w]`: convolutions, pooling, batch normalization; sequences `[b, c, w]` are
-//! pictures of one row.
+//! pictures of one row. Convolutions and pooling have channels last in our IR, so pictures are transposed around them.
 //!
 //! What has no operation of ours is written out: an average is a sum over a split dimension or, where
 //! windows overlap, a convolution of each channel by itself.
@@ -147,7 +147,9 @@ impl Converter<'_> {
         groups: usize,
     ) -> Built {
         let (x, filters) = (self.picture_value(x)?, self.picture_value(filters)?);
+        let (x, filters) = (self.channels_last(x)?, self.channels_last(filters)?);
         let y = self.b.emit(Convolution { window, groups: groups as u64 }, &[x, filters], &[])?;
+        let y = self.channels_second(y)?;
         let y = self.with_bias(y, bias)?;
         self.b.reshape(y, &self.sizes(out))
     }
@@ -165,8 +167,11 @@ impl Converter<'_> {
         }
         let run = |c: &mut Self| {
             let (x, filters, ty) = (c.picture_value(x)?, c.picture_value(filters)?, c.ty(out)?);
-            let whole = ty.with_shape(picture(&ty.shape));
+            let (x, filters) = (c.channels_last(x)?, c.channels_last(filters)?);
+            let [b, channels, h, w]: [u64; 4] = picture(&ty.shape).try_into().unwrap_or([0; 4]);
+            let whole = ty.with_shape([b, h, w, channels]);
             let y = c.b.emit(ConvolutionTranspose { window, groups: groups as u64 }, &[x, filters], &[whole])?;
+            let y = c.channels_second(y)?;
             let y = c.with_bias(y, bias)?;
             c.b.reshape(y, &ty.shape)
         };
@@ -178,6 +183,16 @@ impl Converter<'_> {
         let x = self.value(tensor)?;
         let shape = picture(&self.b.shape(x));
         self.b.reshape(x, &shape)
+    }
+
+    /// `[b, h, w, c]` of a picture `[b, c, h, w]`; the same of filters.
+    fn channels_last(&mut self, x: ValueId) -> Built {
+        self.b.transpose(x, &[0, 2, 3, 1])
+    }
+
+    /// `[b, c, h, w]` of `[b, h, w, c]`.
+    fn channels_second(&mut self, x: ValueId) -> Built {
+        self.b.transpose(x, &[0, 3, 1, 2])
     }
 
     /// A picture with one number added to each channel.
@@ -197,7 +212,9 @@ impl Converter<'_> {
 
     fn max_pool(&mut self, pool: &Pool<'_>) -> Built {
         let x = self.picture_value(pool.x)?;
+        let x = self.channels_last(x)?;
         let y = self.b.emit(MaxPool { kernel: wide(pool.kernel), window: pool.window() }, &[x], &[])?;
+        let y = self.channels_second(y)?;
         self.b.reshape(y, &self.sizes(pool.out))
     }
 
@@ -210,7 +227,7 @@ impl Converter<'_> {
             return self.b.reshape(y, &self.sizes(pool.out));
         }
         let ty = self.b.ty(x);
-        let filters = ty.with_shape([ty.shape[1], 1, kernel[0], kernel[1]]);
+        let filters = ty.with_shape([ty.shape[1], kernel[0], kernel[1], 1]);
         // How many elements a window has in each direction: what lies beyond the asked padding never counts.
         let asked = if counts_padding { wide(pool.padding) } else { [0, 0] };
         let counted = [0, 1].map(|axis| -> Vec<u64> {
@@ -221,7 +238,9 @@ impl Converter<'_> {
         let is_full = (0..2).all(|axis| counted[axis].iter().all(|count| *count == kernel[axis]));
         let each = if is_full { 1.0 / (kernel[0] * kernel[1]) as f64 } else { 1.0 };
         let filters = self.b.constant(each, filters)?;
-        let mut y = self.b.emit(Convolution { window, groups: ty.shape[1] }, &[x, filters], &[])?;
+        let x = self.channels_last(x)?;
+        let y = self.b.emit(Convolution { window, groups: ty.shape[1] }, &[x, filters], &[])?;
+        let mut y = self.channels_second(y)?;
         for (axis, counted) in counted.iter().enumerate().filter(|_| !is_full) {
             let mut shape = [1, 1];
             shape[axis] = count[axis];

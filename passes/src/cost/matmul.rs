@@ -67,7 +67,7 @@ impl Sizes {
             Op::ConvolutionFilterGrad(op) => (op.groups, &operands[0], &results[0]),
             _ => return None,
         };
-        let windows = (y.shape[0] * y.shape[2] * y.shape[3]) as f64;
+        let windows = (y.shape[..3].iter().product::<u64>()) as f64;
         let channels = (filters.shape[0] / groups.max(1)) as f64;
         let under = filters.shape[1..].iter().product::<u64>() as f64;
         let batch = groups as f64;

@@ -1,6 +1,6 @@
 //! Recovers composite operations from what a trace decomposed, and simplifies.
 //!
-//! Three steps, each with few and named rules, none of which makes a graph worse: a rule either
+//! Four steps, each with few and named rules, none of which makes a graph worse: a rule either
 //! replaces several nodes by one with a kernel of its own, or removes nodes.
 //!
 //! 1. [`structure`]: rotary embedding and attention (with what is added to its scores or hides some of them), found
@@ -11,12 +11,14 @@
 //!    One small e-graph per candidate holds only the dozen nodes around it, not the whole graph:
 //!    commuting and associating thousands of nodes at once would not end, and nothing far away
 //!    matters. The report carries egg's explanation of each.
-//! 3. [`simplify`]: transposes into the contractions that read or make them, pairs of transposes
+//! 3. [`layout`]: transposes past what can be done in any order of dimensions, if fewer elements are moved then.
+//! 4. [`simplify`]: transposes into the contractions that read or make them, pairs of transposes
 //!    and of reshapes, affine functions of affine functions, products with one.
 //!
 //! Composite operations compute the same function; rounding may differ in the last digits.
 
 pub mod algebra;
+pub mod layout;
 pub mod simplify;
 pub mod structure;
 #[cfg(test)]
@@ -68,8 +70,15 @@ pub fn raise(graph: &Graph) -> Result<(Graph, Report), PassError> {
     let graph = replace(graph, &found, &mut report).map_err(&bug)?;
     let found = algebra::find(&graph);
     let graph = replace(&graph, &found, &mut report).map_err(&bug)?;
-    let graph = simplify::simplify(&graph, &mut report).map_err(&bug)?;
-    Ok((graph, report))
+    // Moving transposes pays where they meet; elsewhere they stay.
+    let settled = layout::settle(&graph).map_err(&bug)?;
+    let (mut as_it_is, mut with_moved) = (report.clone(), report);
+    let graph = simplify::simplify(&graph, &mut as_it_is).map_err(&bug)?;
+    let settled = simplify::simplify(&settled, &mut with_moved).map_err(&bug)?;
+    Ok(match layout::moved(&settled) < layout::moved(&graph) {
+        true => (settled, with_moved),
+        false => (graph, as_it_is),
+    })
 }
 
 /// A composite operation found, and the values it reads.

@@ -338,11 +338,11 @@ fn picture_cases(f: DType, all: &mut Vec<Case>) {
     let same = Window { low: [1, 1], high: [1, 1], ..Window::default() };
     let apart = Window { stride: [2, 2], low: [3, 3], high: [3, 3], ..Window::default() };
     for (x, filters, y, groups, window) in [
-        ([4, 16, 16, 16], [32, 16, 3, 3], [4, 32, 16, 16], 1, same.clone()),
-        ([8, 16, 7, 7], [32, 8, 3, 3], [8, 32, 7, 7], 2, same.clone()),
-        ([8, 32, 7, 7], [16, 32, 1, 1], [8, 16, 7, 7], 1, Window::default()),
-        ([8, 32, 8, 8], [16, 32, 1, 1], [8, 16, 8, 8], 1, Window::default()),
-        ([4, 3, 32, 32], [16, 3, 7, 7], [4, 16, 16, 16], 1, apart),
+        ([4, 16, 16, 16], [32, 3, 3, 16], [4, 16, 16, 32], 1, same.clone()),
+        ([8, 7, 7, 16], [32, 3, 3, 8], [8, 7, 7, 32], 2, same.clone()),
+        ([8, 7, 7, 32], [16, 1, 1, 32], [8, 7, 7, 16], 1, Window::default()),
+        ([8, 8, 8, 32], [16, 1, 1, 32], [8, 8, 8, 16], 1, Window::default()),
+        ([4, 32, 32, 3], [16, 7, 7, 3], [4, 16, 16, 16], 1, apart),
     ] {
         let [x, filters, y] = [x, filters, y].map(|shape| t(f, &shape));
         all.push(case(Convolution { window: window.clone(), groups }, &[x.clone(), filters.clone()], &[y.clone()]));
@@ -353,7 +353,7 @@ fn picture_cases(f: DType, all: &mut Vec<Case>) {
             all.push(case(grad, &[y.clone(), x.clone()], &[filters.with_dtype(out)]));
         }
     }
-    let (kernel, window, x) = ([3, 3], Window { stride: [2, 2], ..same }, t(f, &[4, 8, 16, 16]));
+    let (kernel, window, x) = ([3, 3], Window { stride: [2, 2], ..same }, t(f, &[4, 16, 16, 8]));
     all.push(case(MaxPool { kernel, window: window.clone() }, &[x.clone()], &[t(f, &[4, 8, 8, 8])]));
     all.push(case(MaxPoolGrad { kernel, window }, &[t(f, &[4, 8, 8, 8]), x.clone()], &[x]));
 }

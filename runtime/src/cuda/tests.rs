@@ -4,6 +4,7 @@
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
+use super::cudnn;
 use super::kernel::Kernel;
 use super::select::{Engine, Step, select};
 use shardc_ir::ops::*;
@@ -36,7 +37,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
         Step::Upload { .. } => "upload".to_string(),
         Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
         Step::Products(gemms) => format!("{} products {}x{}x{}", gemms.len(), gemms[0].m, gemms[0].n, gemms[0].k),
-        Step::Engine(engine) => format!("attention of {} keys", engine.attention.t),
+        Step::Engine(engine) => format!("{:?}", engine.kernel),
         Step::Fused(fused) => format!("fused, else {} steps", fused.otherwise.len()),
     };
     selection.steps.iter().map(&mut word).collect()
@@ -190,6 +191,13 @@ fn attention_keeps_its_scores_on_the_chip() {
     }
 }
 
+fn attention(engine: &Engine) -> cudnn::attention::Attention {
+    match &engine.kernel {
+        cudnn::Kernel::Attention(attention) => *attention,
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn half_precision_attention_is_fused_or_tiled() {
     let (q, k, lse) = (t(Bf16, &[1, 64, 4, 64]), t(Bf16, &[1, 64, 2, 64]), t(F32, &[1, 4, 64]));
@@ -206,13 +214,13 @@ fn half_precision_attention_is_fused_or_tiled() {
     let [Step::Fused(fused)] = selection.steps.as_slice() else { panic!("{:?}", selection.steps) };
     // The sums of dq, delta and the workspace lie behind each other.
     let [Step::Engine(engine)] = &fused.steps[..] else { panic!("{:?}", fused.steps) };
-    let scratch = engine.attention.scratch();
+    let scratch = attention(engine).scratch();
     let places = [engine.buffers[9], engine.buffers[10], engine.workspace];
     let expect = [0, scratch.dq, scratch.dq + scratch.delta].map(super::kernel::Arg::Scratch);
     assert_eq!((scratch.dq, scratch.delta, places), (4 * 64 * 4 * 64, 4 * 64 * 4, expect));
     assert!(selection.scratch >= scratch.dq + scratch.delta + scratch.workspace);
     // In a fixed order: no sums of dq, but the derivative of all scores, in whole tiles.
-    let fixed = engine.attention.deterministic(true).scratch();
+    let fixed = attention(engine).deterministic(true).scratch();
     assert_eq!((fixed.dq, fixed.workspace - scratch.workspace), (0, 4 * 64 * 128 * 2));
 }
 
@@ -233,7 +241,10 @@ fn attention_of_a_part_of_the_queries_reads_the_keys_before_its_end() {
     assert!(matches!(to, Arg::Result(1, 0)) && *bytes == k.bytes().0);
     // The keys before the part, those of the part, and the sum of what both say of the queries.
     let [Step::Engine(before), Step::Engine(own), Step::Launch(sum)] = &fused.steps[..] else { panic!("{fused:?}") };
-    let of = |engine: &Engine| (engine.attention.t, engine.attention.stored, engine.attention.causal);
+    let of = |engine: &Engine| {
+        let attention = attention(engine);
+        (attention.t, attention.stored, attention.causal)
+    };
     assert_eq!((of(before), of(own)), ((32, 256, false), (64, 256, true)));
     let (to, beside, key) = (before.buffers[6], own.buffers[6], 32 * 2 * 64 * 2);
     assert_eq!((to, &sum.buffers), (Arg::Result(0, 0), &vec![to, beside, to]));
@@ -274,34 +285,59 @@ fn fused_attention_states_what_it_takes() {
 }
 
 #[test]
-fn convolutions_are_products_of_columns() {
+fn convolutions_are_products_of_rows() {
     let same = Window { low: [1, 1], high: [1, 1], ..Window::default() };
-    let [x, filters, y] = [[4, 64, 56, 56], [64, 64, 3, 3], [4, 64, 56, 56]].map(|shape| t(Bf16, &shape));
+    let [x, filters, y] = [[4, 56, 56, 64], [64, 3, 3, 64], [4, 56, 56, 64]].map(|shape| t(F32, &shape));
     let op = Convolution { window: same.clone(), groups: 1 };
-    check(op.clone(), &[x.clone(), filters.clone()], &[y.clone()], &["columns", "gemm 4x64x3136x576"]);
-    // So many pictures at a time that their columns are 64 MiB at the most, one after the other in the same memory.
-    let many = |ty: &TensorType| t(Bf16, &[&[20], &ty.shape[1..]].concat());
-    let expect = ["columns", "gemm 18x64x3136x576", "columns", "gemm 2x64x3136x576"];
+    check(op.clone(), &[x.clone(), filters.clone()], &[y.clone()], &["rows", "gemm 1x12544x64x576"]);
+    // So many pictures at a time that their rows are 64 MiB at the most, one after the other in the same memory.
+    let many = |ty: &TensorType| t(F32, &[&[10], &ty.shape[1..]].concat());
+    let expect = ["rows", "gemm 1x28224x64x576", "rows", "gemm 1x3136x64x576"];
     check(op.clone(), &[many(&x), filters.clone()], &[many(&y)], &expect);
     let scratch = select(&op.clone().into(), &[many(&x), filters.clone()], &[many(&y)]).unwrap().scratch;
     assert!(scratch <= (64 << 20) + (8 << 20), "{scratch}");
     let transpose = ConvolutionTranspose { window: same.clone(), groups: 1 };
-    let expect = ["gemm 4x576x3136x64", "pictures"];
+    let expect = ["gemm 1x12544x576x64", "pictures"];
     check(transpose, &[y.clone(), filters.clone()], &[x.clone()], &expect);
     let grad = ConvolutionFilterGrad { window: same, groups: 1 };
-    let expect = ["strided", "columns", "gemm 1x64x576x12544"];
-    check(grad, &[y, x], &[filters.with_dtype(F32)], &expect);
-    // Filters of one element read the picture itself, if its lines begin where matrix units want them.
-    let plain = |side: u64, expect: &[&str]| {
-        let of = |channels: u64| t(Bf16, &[8, channels, side, side]);
-        let op = Convolution { window: Window::default(), groups: 1 };
-        check(op, &[of(32), t(Bf16, &[16, 32, 1, 1])], &[of(16)], expect);
+    check(grad, &[y, x], &[filters.clone()], &["rows", "gemm 1x64x576x12544"]);
+    // Filters of one element that move by one read the picture itself.
+    let plain = |stride: u64, expect: &[&str]| {
+        let of = |channels: u64, side: u64| t(F32, &[8, side, side, channels]);
+        let op = Convolution { window: Window { stride: [stride; 2], ..Window::default() }, groups: 1 };
+        check(op, &[of(32, 7 * stride), t(F32, &[16, 1, 1, 32])], &[of(16, 7)], expect);
     };
-    plain(8, &["gemm 8x16x64x32"]);
-    plain(7, &["columns", "gemm 1x16x392x32", "strided"]);
-    let whole = [t(Bf16, &[1, 64, 9000, 9000]), filters];
+    plain(1, &["gemm 1x392x16x32"]);
+    plain(2, &["rows", "gemm 1x392x16x32"]);
+    let whole = [t(F32, &[1, 9000, 9000, 64]), filters];
     let error = select(&op.into(), &whole, &[whole[0].clone()]).expect_err("too large").to_string();
     assert!(error.contains("under all windows of one picture"), "{error}");
+}
+
+#[test]
+fn convolutions_in_half_precision_are_the_librarys() {
+    let same = Window { low: [1, 1], high: [1, 1], ..Window::default() };
+    let [x, filters, y] = [[4, 14, 14, 32], [64, 3, 3, 32], [4, 14, 14, 64]].map(|shape| t(Bf16, &shape));
+    let op = Convolution { window: same.clone(), groups: 1 };
+    check(op, &[x.clone(), filters.clone()], &[y.clone()], &["fused, else 2 steps"]);
+    let transpose = ConvolutionTranspose { window: same.clone(), groups: 1 };
+    check(transpose, &[y.clone(), filters.clone()], &[x.clone()], &["fused, else 2 steps"]);
+    // A gradient of filters in f32 is summed there, else cast, else a product.
+    let grad = Op::from(ConvolutionFilterGrad { window: same, groups: 1 });
+    let selection = select(&grad, &[y, x], &[filters.with_dtype(F32)]).unwrap_or_else(|error| panic!("{error}"));
+    let [Step::Fused(first)] = &selection.steps[..] else { panic!("{:?}", selection.steps) };
+    let [Step::Fused(second)] = &first.otherwise[..] else { panic!("{first:?}") };
+    let made = |fused: &super::select::Fused| {
+        let kernels = fused.engines().map(|engine| match &engine.kernel {
+            cudnn::Kernel::Convolution(convolution) => convolution.tensors[1].dtype,
+            other => panic!("{other:?}"),
+        });
+        (kernels.collect::<Vec<_>>(), fused.steps.len(), fused.otherwise.len())
+    };
+    assert_eq!((made(first), made(second)), ((vec![F32], 1, 1), (vec![Bf16], 2, 2)));
+    // A filter of one element is a product there too.
+    let [x, filters, y] = [[4, 14, 14, 32], [64, 1, 1, 32], [4, 14, 14, 64]].map(|shape| t(Bf16, &shape));
+    check(Convolution { window: Window::default(), groups: 1 }, &[x, filters], &[y], &["gemm 1x784x64x32"]);
 }
 
 #[test]

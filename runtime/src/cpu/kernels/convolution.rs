@@ -1,4 +1,4 @@
-//! Convolutions as matrix products: the elements under each window of a sample become a column.
+//! Convolutions as matrix products: the elements under each window of a sample become a row.
 //!
 //! A product runs on Burn's Flex backend, one sample and one group of channels at a time. Gradients of
 //! filters are summed over samples in their order, however many threads there are.
@@ -27,25 +27,24 @@ struct Sizes<'a> {
 
 impl<'a> Sizes<'a> {
     fn new(window: &'a Window, groups: u64, x: &TensorType, filters: &TensorType, y: &TensorType) -> Self {
-        let plane = |ty: &TensorType| [ty.shape[2] as usize, ty.shape[3] as usize];
+        let plane = |ty: &TensorType| [ty.shape[1] as usize, ty.shape[2] as usize];
         let groups = groups as usize;
-        let (co, ci) = (filters.shape[0] as usize / groups.max(1), filters.shape[1] as usize);
+        let (co, ci) = (filters.shape[0] as usize / groups.max(1), filters.shape[3] as usize);
         let (picture, kernel, windows) = (plane(x), plane(filters), plane(y));
         Self { window, samples: x.shape[0] as usize, groups, co, ci, picture, kernel, windows }
     }
 
-    /// Elements of one group's channels of a sample's picture and of its results.
-    fn chunks(&self) -> [usize; 2] {
-        [self.ci * self.picture[0] * self.picture[1], self.co * self.positions()]
+    fn places(&self) -> usize {
+        self.picture[0] * self.picture[1]
     }
 
     fn positions(&self) -> usize {
         self.windows[0] * self.windows[1]
     }
 
-    /// Elements under a window.
+    /// Elements of one group's channels under a window.
     fn depth(&self) -> usize {
-        self.ci * self.kernel[0] * self.kernel[1]
+        self.kernel[0] * self.kernel[1] * self.ci
     }
 
     fn units(&self) -> usize {
@@ -56,23 +55,19 @@ impl<'a> Sizes<'a> {
         self.co * self.depth() * self.positions()
     }
 
-    /// Calls `each` with every element of the matrix of columns that is no padding, and its place in the
-    /// picture.
+    /// Calls `each` with every element of a window that is no padding: where its channels begin in the matrix of windows,
+    /// and its place in the picture.
     fn for_each(&self, mut each: impl FnMut(usize, usize)) {
-        let [height, width] = self.picture;
-        for (channel, row) in (0..self.ci).flat_map(|channel| (0..self.windows[0]).map(move |row| (channel, row))) {
-            let (first, count, from) = self.overlap(0, row);
-            for kh in 0..count {
-                let line = (channel * height + from + kh * self.window.dilation[0] as usize) * width;
-                let depth = (channel * self.kernel[0] + first + kh) * self.kernel[1];
-                for column in 0..self.windows[1] {
-                    let (first, count, from) = self.overlap(1, column);
-                    let position = row * self.windows[1] + column;
-                    for kw in 0..count {
-                        let place = (depth + first + kw) * self.positions() + position;
-                        each(place, line + from + kw * self.window.dilation[1] as usize);
-                    }
-                }
+        for (row, column) in (0..self.windows[0]).flat_map(|row| (0..self.windows[1]).map(move |column| (row, column)))
+        {
+            let (top, height, line) = self.overlap(0, row);
+            let (left, width, start) = self.overlap(1, column);
+            let window = (row * self.windows[1] + column) * self.depth();
+            for (kh, kw) in (0..height).flat_map(|kh| (0..width).map(move |kw| (kh, kw))) {
+                let element = (top + kh) * self.kernel[1] + left + kw;
+                let line = line + kh * self.window.dilation[0] as usize;
+                let place = line * self.picture[1] + start + kw * self.window.dilation[1] as usize;
+                each(window + element * self.ci, place);
             }
         }
     }
@@ -83,17 +78,42 @@ impl<'a> Sizes<'a> {
         (first as usize, count as usize, from as usize)
     }
 
-    /// The matrix `[ci*kh*kw, oh*ow]` of the elements under each window of a picture `[ci, h, w]`.
-    fn columns(&self, picture: &[f32]) -> Vec<f32> {
-        let mut columns = vec![0.0; self.depth() * self.positions()];
-        self.for_each(|place, from| columns[place] = picture[from]);
-        columns
+    /// The matrix `[oh*ow, kh*kw*ci]` of one sample's and one group's elements under each window.
+    fn rows(&self, x: &[f32], unit: usize) -> Vec<f32> {
+        let mut rows = vec![0.0; self.positions() * self.depth()];
+        let channels = Channels::of(self, unit, self.places(), self.ci);
+        self.for_each(|to, place| rows[to..to + self.ci].copy_from_slice(&x[channels.at(place)..][..self.ci]));
+        rows
     }
 
-    /// The filters of a group, `[co, ci*kh*kw]`.
+    /// The matrix `[oh*ow, co]` of one sample's and one group's results.
+    fn results(&self, y: &[f32], unit: usize) -> Vec<f32> {
+        let channels = Channels::of(self, unit, self.positions(), self.co);
+        (0..self.positions()).flat_map(|position| y[channels.at(position)..][..self.co].iter().copied()).collect()
+    }
+
+    /// The filters of a group, `[co, kh*kw*ci]`.
     fn filters<'f>(&self, filters: &'f [f32], group: usize) -> &'f [f32] {
         let each = self.co * self.depth();
         &filters[group * each..(group + 1) * each]
+    }
+}
+
+/// Where one group's channels of a sample lie.
+struct Channels {
+    first: usize,
+    step: usize,
+}
+
+impl Channels {
+    /// Of a sample of so many places, each with so many channels in a group.
+    fn of(sizes: &Sizes<'_>, unit: usize, places: usize, each: usize) -> Self {
+        let (sample, group, step) = (unit / sizes.groups, unit % sizes.groups, sizes.groups * each);
+        Self { first: sample * places * step + group * each, step }
+    }
+
+    fn at(&self, place: usize) -> usize {
+        self.first + place * self.step
     }
 }
 
@@ -105,13 +125,12 @@ pub(super) fn forward(
 ) -> Result<(), String> {
     let sizes = Sizes::new(&op.window, op.groups, operands[0].ty, operands[1].ty, result.ty);
     let (x, filters) = (operands[0].f32s()?, operands[1].f32s()?);
-    let [of_x, of_y] = sizes.chunks();
     let made = by_units(context, sizes.units(), sizes.work(), |unit| {
-        let columns = matrix(sizes.columns(&x[unit * of_x..][..of_x]), sizes.depth(), sizes.positions());
+        let rows = matrix(sizes.rows(&x, unit), sizes.positions(), sizes.depth());
         let filters = sizes.filters(&filters, unit % sizes.groups).to_vec();
-        elements(matrix(filters, sizes.co, sizes.depth()).matmul(columns))
+        elements(rows.matmul(matrix(filters, sizes.co, sizes.depth()).transpose()))
     })?;
-    write(&made, of_y, result)
+    write(&sizes, &made, (sizes.positions(), sizes.co), result)
 }
 
 pub(super) fn transpose(
@@ -122,17 +141,18 @@ pub(super) fn transpose(
 ) -> Result<(), String> {
     let sizes = Sizes::new(&op.window, op.groups, result.ty, operands[1].ty, operands[0].ty);
     let (y, filters) = (operands[0].f32s()?, operands[1].f32s()?);
-    let [of_x, of_y] = sizes.chunks();
     let made = by_units(context, sizes.units(), sizes.work(), |unit| {
         let filters = sizes.filters(&filters, unit % sizes.groups).to_vec();
-        let filters = matrix(filters, sizes.co, sizes.depth()).transpose();
-        let y = matrix(y[unit * of_y..][..of_y].to_vec(), sizes.co, sizes.positions());
-        let columns = elements(filters.matmul(y))?;
-        let mut picture = vec![0.0; of_x];
-        sizes.for_each(|place, to| picture[to] += columns[place]);
+        let y = matrix(sizes.results(&y, unit), sizes.positions(), sizes.co);
+        let rows = elements(y.matmul(matrix(filters, sizes.co, sizes.depth())))?;
+        let mut picture = vec![0.0; sizes.places() * sizes.ci];
+        sizes.for_each(|from, place| {
+            let to = &mut picture[place * sizes.ci..][..sizes.ci];
+            to.iter_mut().zip(&rows[from..]).for_each(|(to, part)| *to += part);
+        });
         Ok(picture)
     })?;
-    write(&made, of_x, result)
+    write(&sizes, &made, (sizes.places(), sizes.ci), result)
 }
 
 pub(super) fn filter_grad(
@@ -143,16 +163,15 @@ pub(super) fn filter_grad(
 ) -> Result<(), String> {
     let sizes = Sizes::new(&op.window, op.groups, operands[1].ty, result.ty, operands[0].ty);
     let (dy, x) = (operands[0].f32s()?, operands[1].f32s()?);
-    let [of_x, of_y] = sizes.chunks();
     let mut total = vec![0.0f32; result.ty.elements() as usize];
     let each = sizes.co * sizes.depth();
     for first in (0..sizes.samples).step_by(SAMPLES) {
         let samples = SAMPLES.min(sizes.samples - first);
         let made = by_units(context, samples * sizes.groups, sizes.work(), |unit| {
             let unit = first * sizes.groups + unit;
-            let columns = matrix(sizes.columns(&x[unit * of_x..][..of_x]), sizes.depth(), sizes.positions());
-            let dy = matrix(dy[unit * of_y..][..of_y].to_vec(), sizes.co, sizes.positions());
-            elements(dy.matmul(columns.transpose()))
+            let rows = matrix(sizes.rows(&x, unit), sizes.positions(), sizes.depth());
+            let dy = matrix(sizes.results(&dy, unit), sizes.positions(), sizes.co);
+            elements(dy.transpose().matmul(rows))
         })?;
         for (unit, part) in made.iter().enumerate() {
             let group = unit % sizes.groups;
@@ -163,11 +182,19 @@ pub(super) fn filter_grad(
     result.round_f32(&total)
 }
 
-/// Writes the pieces of all samples and groups, which lie one after the other.
-fn write(pieces: &[Vec<f32>], each: usize, result: &mut ViewMut<'_>) -> Result<(), String> {
+/// Writes what was made of every sample and group, each of so many places and channels.
+fn write(
+    sizes: &Sizes<'_>,
+    made: &[Vec<f32>],
+    (places, each): (usize, usize),
+    result: &mut ViewMut<'_>,
+) -> Result<(), String> {
     result.write_f32(|out| {
-        for (out, piece) in out.chunks_exact_mut(each.max(1)).zip(pieces) {
-            out.copy_from_slice(piece);
+        for (unit, made) in made.iter().enumerate() {
+            let channels = Channels::of(sizes, unit, places, each);
+            for (place, made) in made.chunks_exact(each.max(1)).enumerate() {
+                out[channels.at(place)..][..each].copy_from_slice(made);
+            }
         }
     })
 }

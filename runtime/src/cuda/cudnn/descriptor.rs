@@ -29,6 +29,12 @@ pub unsafe trait Value: Copy {
 #[repr(transparent)]
 pub struct Address(pub u64);
 
+/// What the library notes of an engine's arithmetic: a number of `cudnnBackendNumericalNote_t`, which later versions
+/// lengthen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Note(pub u32);
+
 /// Another descriptor.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -38,6 +44,18 @@ struct Raw(sys::cudnnBackendDescriptor_t);
 // machines only, so an address has eight bytes.
 unsafe impl Value for i64 {
     const TAG: Tag = Tag::CUDNN_TYPE_INT64;
+}
+// SAFETY: as above.
+unsafe impl Value for f32 {
+    const TAG: Tag = Tag::CUDNN_TYPE_FLOAT;
+}
+// SAFETY: as above.
+unsafe impl Value for sys::cudnnConvolutionMode_t {
+    const TAG: Tag = Tag::CUDNN_TYPE_CONVOLUTION_MODE;
+}
+// SAFETY: as above; any number is one.
+unsafe impl Value for Note {
+    const TAG: Tag = Tag::CUDNN_TYPE_NUMERICAL_NOTE;
 }
 // SAFETY: as above.
 unsafe impl Value for bool {
@@ -132,6 +150,13 @@ impl Descriptor {
         let mut value = [0i64];
         self.read(name, &mut value)?;
         Ok(value[0])
+    }
+
+    /// The notes on an engine's arithmetic.
+    pub fn notes(&self) -> Result<Vec<Note>, Failure> {
+        let mut notes = [Note(u32::MAX); 16];
+        let count = self.read(Name::CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, &mut notes)?;
+        Ok(notes[..count.min(notes.len())].to_vec())
     }
 
     /// An attribute that is at most `most` descriptors of one kind.

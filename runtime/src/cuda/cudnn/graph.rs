@@ -5,6 +5,7 @@
 //! only. The library recognises a graph by its shape: what an engine takes is written in the modules
 //! that build one.
 
+use super::convolution::Made;
 use super::descriptor::{Descriptor, Kind, Name};
 use crate::cuda::device::Failure;
 use cudarc::cudnn::sys;
@@ -33,6 +34,12 @@ impl Layout {
         Self { sizes, strides: [b * c * d, c * d, d, 1] }
     }
 
+    /// `[b, c, h, w]` of a dense `[b, h, w, c]`.
+    pub fn channels_last(sizes: [u64; 4]) -> Self {
+        let [_, c, h, w] = sizes;
+        Self { sizes, strides: [h * w * c, 1, w * c, c] }
+    }
+
     /// `[batch, heads, rows, columns]` of a dense `[batch, rows, heads, columns]`.
     pub fn heads([batch, rows, heads, columns]: [u64; 4]) -> Self {
         let strides = [rows * heads * columns, columns, heads * columns, 1];
@@ -45,6 +52,19 @@ impl Layout {
         self.strides.swap(2, 3);
         self
     }
+}
+
+/// How filters slide over pictures, in height and width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slide {
+    /// From one window to the next.
+    pub strides: [i64; 2],
+    /// Padding above and to the left.
+    pub low: [i64; 2],
+    /// Padding below and to the right.
+    pub high: [i64; 2],
+    /// From one element of a window to the next.
+    pub dilations: [i64; 2],
 }
 
 /// A tensor of a graph: its number.
@@ -144,6 +164,67 @@ impl Graph {
             .with_parts(Name::CUDNN_ATTR_OPERATION_MATMUL_DESC, &[&product])?
             .finalize()?;
         self.operations.push(operation);
+        Ok(())
+    }
+
+    /// A convolution of pictures `[b, g*ci, h, w]`, filters `[g*co, ci, kh, kw]` and results `[b, g*co, oh, ow]`, of which it
+    /// makes one from the others, summed in f32.
+    pub fn convolve(&mut self, made: Made, tensors: [Tensor; 3], slide: &Slide) -> Result<(), Failure> {
+        let kind = Descriptor::new(Kind::CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR)?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_COMP_TYPE, &[Data::CUDNN_DATA_FLOAT])?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_CONV_MODE, &[sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION])?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, &[2i64])?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_DILATIONS, &slide.dilations)?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, &slide.strides)?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, &slide.low)?
+            .with(Name::CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, &slide.high)?
+            .finalize()?;
+        let (operation, names, of_kind, [alpha, beta]) = match made {
+            Made::Results => (
+                Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+                ],
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA,
+                ],
+            ),
+            Made::Pictures => (
+                Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+                ],
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA,
+                ],
+            ),
+            Made::Filters => (
+                Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+                ],
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+                [
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+                    Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+                ],
+            ),
+        };
+        let mut operation = Descriptor::new(operation)?.with_parts(of_kind, &[&kind])?;
+        for (name, tensor) in names.into_iter().zip(tensors) {
+            operation = operation.with_parts(name, &[self.descriptor(tensor)])?;
+        }
+        self.operations.push(operation.with(alpha, &[1.0f32])?.with(beta, &[0.0f32])?.finalize()?);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Compiled graphs, and their launches.
 
-use super::descriptor::{Address, Descriptor, Kind, Name, check};
+use super::descriptor::{Address, Descriptor, Kind, Name, Note, check};
 use super::graph::{Graph, Source};
 use crate::cuda::device::Failure;
 use cudarc::cudnn::sys;
@@ -13,12 +13,20 @@ pub struct Plan {
     plan: Descriptor,
     _operations: Descriptor,
     graph: Graph,
-    workspace: u64,
+}
+
+/// Which engines may be taken.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Bytes of workspace at the most.
+    pub workspace: u64,
+    /// Whether every launch must give the same bits.
+    pub repeatable: bool,
 }
 
 impl Plan {
     /// Compiles a graph; takes from some milliseconds to seconds. The error is why no engine takes it.
-    pub fn new(handle: sys::cudnnHandle_t, graph: Graph) -> Result<Self, Failure> {
+    pub fn new(handle: sys::cudnnHandle_t, graph: Graph, wanted: Wanted) -> Result<Self, Failure> {
         let operations = graph.operations(handle)?;
         let heuristics = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?
             .with_parts(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[&operations])?
@@ -29,24 +37,36 @@ impl Plan {
         let configurations = heuristics.parts(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, 16)?;
         let mut reason = "cuDNN has no engine for it".to_string();
         for configuration in &configurations {
+            if wanted.repeatable && !is_repeatable(configuration)? {
+                reason = "its engines for it add in any order".to_string();
+                continue;
+            }
             let compiled = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
                 .with_parts(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[configuration])?
                 .finalize();
             match compiled {
                 Ok(plan) => {
                     let workspace = plan.number(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?.max(0) as u64;
-                    return Ok(Self { plan, _operations: operations, graph, workspace });
+                    if workspace > wanted.workspace {
+                        let granted = wanted.workspace;
+                        reason = format!("its engine takes {workspace} bytes of workspace, and {granted} were planned");
+                        continue;
+                    }
+                    return Ok(Self { plan, _operations: operations, graph });
                 }
                 Err(error) => reason = error,
             }
         }
         Err(reason)
     }
+}
 
-    /// Bytes of scratch memory that a launch needs.
-    pub fn workspace(&self) -> u64 {
-        self.workspace
-    }
+/// Whether an engine adds in a fixed order.
+fn is_repeatable(configuration: &Descriptor) -> Result<bool, Failure> {
+    let engines = configuration.parts(Name::CUDNN_ATTR_ENGINECFG_ENGINE, Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR, 1)?;
+    let any = Note(sys::cudnnBackendNumericalNote_t::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC as u32);
+    let mut notes = engines.iter().map(Descriptor::notes);
+    notes.try_fold(true, |is_repeatable, notes| Ok(is_repeatable && !notes?.contains(&any)))
 }
 
 /// A plan with the addresses of one launch.
@@ -58,7 +78,7 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// `addresses` are the buffers in order; the workspace has as many bytes as the plan needs.
+    /// `addresses` are the buffers in order; the workspace has as many bytes as engines were granted.
     pub fn new(plan: Rc<Plan>, addresses: &[u64], workspace: u64) -> Result<Self, Failure> {
         let sources = plan.graph.sources();
         let number = |source: &(i64, Source)| match source.1 {

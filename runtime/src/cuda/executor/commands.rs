@@ -227,10 +227,10 @@ fn selected(
             }
             Step::Engine(engine) => {
                 let addresses: Vec<u64> = engine.buffers.iter().map(|arg| resolve(*arg)).collect();
-                Command::Fused(libraries.cudnn.bind(&engine.attention, &addresses, resolve(engine.workspace))?)
+                Command::Fused(libraries.cudnn.bind(&engine.kernel, &addresses, resolve(engine.workspace))?)
             }
             Step::Fused(fused) => {
-                let steps = if fused.engines().all(|engine| libraries.cudnn.takes(&engine.attention)) {
+                let steps = if fused.engines().all(|engine| libraries.cudnn.takes(&engine.kernel)) {
                     &fused.steps
                 } else {
                     device.load_missing(kernels(&fused.otherwise))?;

@@ -1,8 +1,8 @@
-//! Windows that slide over pictures `[b, c, h, w]`: their elements as columns of a matrix, the sums of such columns, and the
+//! Windows that slide over pictures `[b, h, w, c]`: their elements as rows of a matrix, the sums of such rows, and the
 //! largest element of each. Padding reads as zero, and never is the largest.
 
 use super::fold::LOWEST;
-use crate::cuda::kernel::Elem;
+use crate::cuda::kernel::{Elem, Pack};
 use cubecl::prelude::*;
 
 /// How a window slides, over height and over width.
@@ -33,40 +33,43 @@ fn above(place: u32, element: u32, #[comptime] slide: Slide, #[comptime] axis: u
     select(is_one, (from - before) / comptime!(slide.stride[axis]), 0xFFFF_FFFFu32)
 }
 
-/// The columns `[c kh kw, images, oh ow]` of the elements under each window of some pictures. `blocks` side by side are of
-/// one element of the windows, those below each other of one picture.
+/// The rows `[groups, images oh ow, kh kw c]` of the elements under each window of some pictures, `c` channels of each group
+/// together.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn columns(
-    x: &Array<Elem<0>>,
-    y: &mut Array<Elem<0>>,
-    blocks: u32,
+pub fn rows(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<0>>,
+    n: u32,
     images: u32,
+    groups: u32,
     channels: u32,
     height: u32,
     width: u32,
-    rows: u32,
+    down: u32,
     across: u32,
     #[comptime] slide: Slide,
-    #[comptime] threads: u32,
 ) {
-    let (image, depth) = (CUBE_POS_Y, CUBE_POS_X / blocks);
-    let position = CUBE_POS_X % blocks * comptime!(threads) + UNIT_POS;
-    if position < rows * across {
-        let (kw, kh) = (depth % comptime!(slide.kernel[1]), depth / comptime!(slide.kernel[1]));
-        let (channel, kh) = (kh / comptime!(slide.kernel[0]), kh % comptime!(slide.kernel[0]));
-        let row = under(position / across, kh, slide, 0usize);
-        let column = under(position % across, kw, slide, 1usize);
-        let to = (depth * images + image) * (rows * across) + position;
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (channel, rest) = (at % channels, at / channels);
+        let (kw, rest) = (rest % comptime!(slide.kernel[1]), rest / comptime!(slide.kernel[1]));
+        let (kh, rest) = (rest % comptime!(slide.kernel[0]), rest / comptime!(slide.kernel[0]));
+        let (beside, rest) = (rest % across, rest / across);
+        let (window, rest) = (rest % down, rest / down);
+        let (image, group) = (rest % images, rest / images);
+        let row = under(window, kh, slide, 0usize);
+        let column = under(beside, kw, slide, 1usize);
         if row < height && column < width {
-            y[to as usize] = x[(((image * channels + channel) * height + row) * width + column) as usize];
+            let from = (((image * height + row) * width + column) * groups + group) * channels + channel;
+            y[at as usize] = x[from as usize];
         } else {
-            y[to as usize] = Elem::<0>::cast_from(0u32);
+            y[at as usize] = Pack::<0>::cast_from(0u32);
         }
     }
 }
 
-/// The transpose of `columns`: each element of some pictures is the sum of those of the columns that were read there.
+/// The transpose of `rows`: each element of some pictures is the sum of those of the rows that were read there.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn pictures(
@@ -74,26 +77,29 @@ pub fn pictures(
     y: &mut Array<Elem<0>>,
     n: u32,
     images: u32,
+    groups: u32,
     channels: u32,
     height: u32,
     width: u32,
-    rows: u32,
+    down: u32,
     across: u32,
     #[comptime] slide: Slide,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let (column, rest) = (at % width, at / width);
-        let (row, rest) = (rest % height, rest / height);
-        let (channel, image) = (rest % channels, rest / channels);
+        let (channel, rest) = (at % channels, at / channels);
+        let (group, rest) = (rest % groups, rest / groups);
+        let (column, rest) = (rest % width, rest / width);
+        let (row, image) = (rest % height, rest / height);
         let sum = RuntimeCell::<f32>::new(f32::new(0.0));
         for kh in 0..comptime!(slide.kernel[0]) {
             let window = above(row, kh, slide, 0usize);
             for kw in 0..comptime!(slide.kernel[1]) {
                 let beside = above(column, kw, slide, 1usize);
-                if window < rows && beside < across {
-                    let depth = (channel * comptime!(slide.kernel[0]) + kh) * comptime!(slide.kernel[1]) + kw;
-                    let from = ((depth * images + image) * rows + window) * across + beside;
+                if window < down && beside < across {
+                    let line = ((group * images + image) * down + window) * across + beside;
+                    let element = kh * comptime!(slide.kernel[1]) + kw;
+                    let from = (line * comptime!(slide.kernel[0] * slide.kernel[1]) + element) * channels + channel;
                     sum.store(sum.read() + x[from as usize]);
                 }
             }
@@ -108,6 +114,7 @@ pub fn pictures(
 fn largest(
     x: &Array<Elem<0>>,
     start: u32,
+    channels: u32,
     height: u32,
     width: u32,
     window: u32,
@@ -121,7 +128,7 @@ fn largest(
         for kw in 0..comptime!(slide.kernel[1]) {
             let column = under(beside, kw, slide, 1usize);
             if row < height && column < width {
-                let value = f32::cast_from(x[(start + row * width + column) as usize]);
+                let value = f32::cast_from(x[(start + (row * width + column) * channels) as usize]);
                 if element.read() == 0xFFFF_FFFFu32 || value > best.read() {
                     best.store(value);
                     element.store(kh * comptime!(slide.kernel[1]) + kw);
@@ -139,17 +146,20 @@ pub fn max_pool(
     x: &Array<Elem<0>>,
     y: &mut Array<Elem<0>>,
     n: u32,
+    channels: u32,
     height: u32,
     width: u32,
-    rows: u32,
+    down: u32,
     across: u32,
     #[comptime] slide: Slide,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let (position, plane) = (at % (rows * across), at / (rows * across));
-        let start = plane * height * width;
-        let (value, _) = largest(x, start, height, width, position / across, position % across, slide);
+        let (channel, rest) = (at % channels, at / channels);
+        let (beside, rest) = (rest % across, rest / across);
+        let (window, image) = (rest % down, rest / down);
+        let start = image * height * width * channels + channel;
+        let (value, _) = largest(x, start, channels, height, width, window, beside, slide);
         y[at as usize] = Elem::<0>::cast_from(value);
     }
 }
@@ -162,25 +172,29 @@ pub fn max_pool_grad(
     dy: &Array<Elem<1>>,
     dx: &mut Array<Elem<0>>,
     n: u32,
+    channels: u32,
     height: u32,
     width: u32,
-    rows: u32,
+    down: u32,
     across: u32,
     #[comptime] slide: Slide,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let (place, plane) = (at % (height * width), at / (height * width));
-        let (start, first) = (plane * height * width, plane * rows * across);
+        let (channel, rest) = (at % channels, at / channels);
+        let (column, rest) = (rest % width, rest / width);
+        let (row, image) = (rest % height, rest / height);
+        let start = image * height * width * channels + channel;
         let sum = RuntimeCell::<f32>::new(f32::new(0.0));
         for kh in 0..comptime!(slide.kernel[0]) {
-            let window = above(place / width, kh, slide, 0usize);
+            let window = above(row, kh, slide, 0usize);
             for kw in 0..comptime!(slide.kernel[1]) {
-                let beside = above(place % width, kw, slide, 1usize);
-                if window < rows && beside < across {
-                    let (_, element) = largest(x, start, height, width, window, beside, slide);
+                let beside = above(column, kw, slide, 1usize);
+                if window < down && beside < across {
+                    let (_, element) = largest(x, start, channels, height, width, window, beside, slide);
                     if element == kh * comptime!(slide.kernel[1]) + kw {
-                        sum.store(sum.read() + f32::cast_from(dy[(first + window * across + beside) as usize]));
+                        let from = ((image * down + window) * across + beside) * channels + channel;
+                        sum.store(sum.read() + f32::cast_from(dy[from as usize]));
                     }
                 }
             }

@@ -4,7 +4,7 @@
 
 use super::cut::{Cut, MOST_BLOCKS};
 use super::{Arg, Engine, Fused, OP, RES, Select, Step, dense, lanes, row_threads};
-use crate::cuda::cudnn::attention::Attention;
+use crate::cuda::cudnn::{self, attention::Attention};
 use crate::cuda::kernel::{Elem, Kernel, Pack};
 use crate::cuda::kernels::attention::{self as kernels, Tiling, attention_keys_grad, attention_queries_grad};
 use shardc_ir::DType;
@@ -80,7 +80,8 @@ impl Select<'_> {
                     buffers[place] = buffers[place].offset(first * kv * width * dtype.size());
                 }
             }
-            self.out.steps.push(Step::Engine(Box::new(Engine { attention: part, buffers, workspace })));
+            let kernel = cudnn::Kernel::Attention(part);
+            self.out.steps.push(Step::Engine(Box::new(Engine { kernel, buffers, workspace })));
             if let Some(beside) = sum {
                 self.add_elements([RES(0), beside, RES(0)], dtype);
             }

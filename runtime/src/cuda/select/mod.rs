@@ -23,7 +23,7 @@ pub use matmul::{Gemm, Matrix};
 pub use parts::sum_parts;
 pub use products::batch;
 
-use super::cudnn::attention::Attention;
+use super::cudnn;
 use super::kernel::{Arg, Kernel, Launch};
 use super::table::Table;
 use shardc_ir::ops::Op;
@@ -75,24 +75,24 @@ pub enum Step {
     Gemm(Box<Gemm>),
     /// Matrix products of equal sizes beside each other: one launch where they lie at even distances.
     Products(Vec<Gemm>),
-    /// A fused kernel of cuDNN.
+    /// A kernel of cuDNN.
     Engine(Box<Engine>),
-    /// Steps with fused kernels, if the library takes all of them.
+    /// Steps with kernels of cuDNN, if the library takes all of them.
     Fused(Box<Fused>),
 }
 
-/// A fused attention.
+/// A kernel of cuDNN.
 #[derive(Debug)]
 pub struct Engine {
     /// Which.
-    pub attention: Attention,
+    pub kernel: cudnn::Kernel,
     /// The buffers, in the order that its graph states.
     pub buffers: Vec<Arg>,
     /// The engine's own scratch memory.
     pub workspace: Arg,
 }
 
-/// Steps with fused kernels, and what is done where the library is missing or refuses one.
+/// Steps with kernels of cuDNN, and what is done where the library is missing or refuses one.
 #[derive(Debug)]
 pub struct Fused {
     /// The steps.
@@ -102,7 +102,7 @@ pub struct Fused {
 }
 
 impl Fused {
-    /// The fused kernels.
+    /// The kernels of cuDNN.
     pub fn engines(&self) -> impl Iterator<Item = &Engine> {
         self.steps.iter().filter_map(|step| match step {
             Step::Engine(engine) => Some(engine.as_ref()),

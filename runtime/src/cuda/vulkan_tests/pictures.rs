@@ -27,14 +27,14 @@ fn convolutions_and_pooling() {
     let Some(client) = client() else { return };
     let window = |stride, low, high, dilation| Window { stride, low, high, dilation };
     for (x, filters, groups, window) in [
-        ([3, 4, 8, 8], [6, 4, 3, 3], 1, window([1, 1], [1, 1], [1, 1], [1, 1])),
-        ([2, 6, 9, 7], [4, 3, 3, 2], 2, window([2, 1], [1, 0], [0, 1], [1, 2])),
-        ([2, 4, 4, 4], [6, 4, 1, 1], 1, Window::default()),
-        ([2, 4, 3, 3], [6, 2, 1, 1], 2, Window::default()),
-        ([2, 3, 8, 8], [5, 3, 4, 4], 1, window([4, 4], [0, 0], [0, 0], [1, 1])),
+        ([3, 8, 8, 4], [6, 3, 3, 4], 1, window([1, 1], [1, 1], [1, 1], [1, 1])),
+        ([2, 9, 7, 6], [4, 3, 2, 3], 2, window([2, 1], [1, 0], [0, 1], [1, 2])),
+        ([2, 4, 4, 4], [6, 1, 1, 4], 1, Window::default()),
+        ([2, 3, 3, 4], [6, 1, 1, 2], 2, Window::default()),
+        ([2, 8, 8, 3], [5, 4, 4, 3], 1, window([4, 4], [0, 0], [0, 0], [1, 1])),
     ] {
-        let [rows, columns] = window.count([x[2], x[3]], [filters[2], filters[3]]).unwrap();
-        let y = t(&[x[0], filters[0], rows, columns]);
+        let [rows, columns] = window.count([x[1], x[2]], [filters[1], filters[2]]).unwrap();
+        let y = t(&[x[0], rows, columns, filters[0]]);
         let (x, filters) = (t(&x), t(&filters));
         let convolution = Convolution { window: window.clone(), groups };
         check(&client, convolution, &[x.clone(), filters.clone()], &[y.clone()], 1);
@@ -48,7 +48,7 @@ fn convolutions_and_pooling() {
         ([2, 3], window([1, 2], [0, 1], [1, 1], [2, 1])),
     ] {
         let [rows, columns] = window.count([8, 9], kernel).unwrap();
-        let (x, y) = (t(&[2, 3, 8, 9]), t(&[2, 3, rows, columns]));
+        let (x, y) = (t(&[2, 8, 9, 3]), t(&[2, rows, columns, 3]));
         check(&client, MaxPool { kernel, window: window.clone() }, &[x.clone()], &[y.clone()], 1);
         check(&client, MaxPoolGrad { kernel, window }, &[y, x.clone()], &[x], 1);
     }
