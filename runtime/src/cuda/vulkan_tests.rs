@@ -343,6 +343,13 @@ fn regions() {
             step(sum(&[0, 1]), &[2], &[d.clone()]),
         ];
         check(&client, Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x.clone(), d.clone()], 1);
+        // Rows that are narrower than a block are several at a time: what is the same in all of them, and sums over them.
+        let steps = vec![
+            step(Broadcast { dims: vec![2] }, &[1], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[0, 2], &[x.clone()]),
+            step(sum(&[0, 1]), &[3], &[d.clone()]),
+        ];
+        check(&client, Fused { steps, results: vec![3, 4] }, &[x.clone(), d.clone()], &[x.clone(), d.clone()], 1);
         // Elements that know neither row nor column.
         let steps = vec![
             step(SwigluGrad {}, &[0, 1, 2], &[x.clone(), x.clone()]),

@@ -1,6 +1,7 @@
 //! What the kernels of regions are put together from: functions on vectors of f32 in registers.
 
 use super::elementwise::{Pair, apply, combine, derivative, sigmoid};
+use super::region::Joined;
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
 use shardc_ir::ops::UnaryKind;
@@ -283,6 +284,12 @@ pub fn clamp_column(column: usize, columns: usize) -> usize {
     min(column, columns - 1)
 }
 
+/// An index of what comes again after so many.
+#[cube]
+pub fn remainder(column: usize, #[comptime] period: u32) -> usize {
+    column % comptime!(period as usize)
+}
+
 #[cube]
 pub fn first_row(chunk: u32) -> usize {
     (CUBE_POS_Y * chunk) as usize
@@ -330,6 +337,32 @@ pub fn as_index(x: u32) -> usize {
 #[cube]
 pub fn zeros() -> PackF32 {
     splat(f32::new(0.0))
+}
+
+/// The sum of what the units have whose vectors are the same of joined rows, in a fixed order.
+#[cube]
+pub fn joined_sum(sum: PackF32, #[comptime] joined: Joined, #[comptime] threads: u32) -> PackF32 {
+    let side = comptime!(threads as usize);
+    let mut shared = SharedMemory::<f32>::new(comptime!(threads as usize * joined.width));
+    let unit = UNIT_POS as usize;
+    // The block may still read what an earlier sum left here.
+    sync_cube();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        shared[lane * side + unit] = sum[lane];
+    }
+    sync_cube();
+    let mut all = PackF32::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        let first = lane * side + unit % comptime!(joined.period as usize);
+        let total = RuntimeCell::<f32>::new(shared[first]);
+        for row in 1..comptime!(joined.rows as usize) {
+            total.store(total.read() + shared[first + row * comptime!(joined.period as usize)]);
+        }
+        all[lane] = total.read();
+    }
+    all
 }
 
 /// Columns that a block of [`sum_partials()`] adds up.

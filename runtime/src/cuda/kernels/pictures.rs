@@ -2,7 +2,8 @@
 //! largest element of each. Padding reads as zero, and never is the largest.
 
 use super::fold::LOWEST;
-use crate::cuda::kernel::{Elem, Pack};
+use super::pack::{narrow, splat, widen};
+use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
 
 /// How a window slides, over height and over width.
@@ -108,11 +109,12 @@ pub fn pictures(
     }
 }
 
-/// The largest element of a window of the picture that begins at `start`, and which of the window's it is, the first of
-/// equal ones.
+/// The largest elements of a window of some channels of the picture that begin at `start`, and which of the window's each is,
+/// the first of equal ones.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 fn largest(
-    x: &Array<Elem<0>>,
+    x: &Array<Pack<0>>,
     start: u32,
     channels: u32,
     height: u32,
@@ -120,31 +122,39 @@ fn largest(
     window: u32,
     beside: u32,
     #[comptime] slide: Slide,
-) -> (f32, u32) {
-    let best = RuntimeCell::<f32>::new(f32::new(LOWEST));
-    let element = RuntimeCell::<u32>::new(u32::new(-1));
+) -> (PackF32, PackF32) {
+    let best = RuntimeCell::<PackF32>::new(splat(f32::new(LOWEST)));
+    let element = RuntimeCell::<PackF32>::new(splat(f32::new(-1.0)));
     for kh in 0..comptime!(slide.kernel[0]) {
         let row = under(window, kh, slide, 0usize);
         for kw in 0..comptime!(slide.kernel[1]) {
             let column = under(beside, kw, slide, 1usize);
             if row < height && column < width {
-                let value = f32::cast_from(x[(start + (row * width + column) * channels) as usize]);
-                if element.read() == 0xFFFF_FFFFu32 || value > best.read() {
-                    best.store(value);
-                    element.store(kh * comptime!(slide.kernel[1]) + kw);
+                let values = widen(x[(start + (row * width + column) * channels) as usize]);
+                let number = f32::cast_from(kh * comptime!(slide.kernel[1]) + kw);
+                let (before, known) = (best.read(), element.read());
+                let mut most = PackF32::empty();
+                let mut which = PackF32::empty();
+                #[unroll]
+                for lane in 0..Lanes::value() {
+                    let is_larger = known[lane] < 0.0f32 || values[lane] > before[lane];
+                    most[lane] = select(is_larger, values[lane], before[lane]);
+                    which[lane] = select(is_larger, number, known[lane]);
                 }
+                best.store(most);
+                element.store(which);
             }
         }
     }
     (best.read(), element.read())
 }
 
-/// The largest element of each window, `n` in all.
+/// The largest element of each window, `n` vectors of channels in all.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn max_pool(
-    x: &Array<Elem<0>>,
-    y: &mut Array<Elem<0>>,
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<0>>,
     n: u32,
     channels: u32,
     height: u32,
@@ -159,18 +169,19 @@ pub fn max_pool(
         let (beside, rest) = (rest % across, rest / across);
         let (window, image) = (rest % down, rest / down);
         let start = image * height * width * channels + channel;
-        let (value, _) = largest(x, start, channels, height, width, window, beside, slide);
-        y[at as usize] = Elem::<0>::cast_from(value);
+        let (values, _) = largest(x, start, channels, height, width, window, beside, slide);
+        y[at as usize] = narrow(values);
     }
 }
 
-/// Its derivative: each of the `n` elements of the picture gets the cotangents of the windows of which it is the largest.
+/// Its derivative: each element of the picture, `n` vectors of channels in all, gets the cotangents of the windows of which it
+/// is the largest.
 #[cube]
 #[allow(clippy::too_many_arguments)]
 pub fn max_pool_grad(
-    x: &Array<Elem<0>>,
-    dy: &Array<Elem<1>>,
-    dx: &mut Array<Elem<0>>,
+    x: &Array<Pack<0>>,
+    dy: &Array<Pack<1>>,
+    dx: &mut Array<Pack<0>>,
     n: u32,
     channels: u32,
     height: u32,
@@ -185,20 +196,26 @@ pub fn max_pool_grad(
         let (column, rest) = (rest % width, rest / width);
         let (row, image) = (rest % height, rest / height);
         let start = image * height * width * channels + channel;
-        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        let sum = RuntimeCell::<PackF32>::new(splat(f32::new(0.0)));
         for kh in 0..comptime!(slide.kernel[0]) {
             let window = above(row, kh, slide, 0usize);
             for kw in 0..comptime!(slide.kernel[1]) {
                 let beside = above(column, kw, slide, 1usize);
                 if window < down && beside < across {
-                    let (_, element) = largest(x, start, channels, height, width, window, beside, slide);
-                    if element == kh * comptime!(slide.kernel[1]) + kw {
-                        let from = ((image * down + window) * across + beside) * channels + channel;
-                        sum.store(sum.read() + f32::cast_from(dy[from as usize]));
+                    let (_, elements) = largest(x, start, channels, height, width, window, beside, slide);
+                    let number = f32::cast_from(kh * comptime!(slide.kernel[1]) + kw);
+                    let from = ((image * down + window) * across + beside) * channels + channel;
+                    let (cotangents, before) = (dy[from as usize], sum.read());
+                    let mut after = PackF32::empty();
+                    #[unroll]
+                    for lane in 0..Lanes::value() {
+                        let part = select(elements[lane] == number, f32::cast_from(cotangents[lane]), f32::new(0.0));
+                        after[lane] = before[lane] + part;
                     }
+                    sum.store(after);
                 }
             }
         }
-        dx[at as usize] = Elem::<0>::cast_from(sum.read());
+        dx[at as usize] = narrow(sum.read());
     }
 }

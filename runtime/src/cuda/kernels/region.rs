@@ -53,6 +53,17 @@ pub struct Step {
     pub first: usize,
 }
 
+/// Rows of a tensor that are one row of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Joined {
+    /// How many.
+    pub rows: u32,
+    /// Vectors of each.
+    pub period: u32,
+    /// Elements of a vector.
+    pub width: usize,
+}
+
 /// What is known when a region's kernel is made. Values are numbered.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Region {
@@ -72,6 +83,8 @@ pub struct Region {
     pub rows: u32,
     /// Whether a block works on several groups of rows.
     pub is_tall: bool,
+    /// Where a row is several of the tensor's.
+    pub joined: Option<Joined>,
 }
 
 pub(super) type Pack32 = NativeExpand<PackF32>;
@@ -122,6 +135,8 @@ struct Columns {
     at: Vec<Index>,
     /// The same, inside the row.
     clamped: Vec<Index>,
+    /// Where what is the same in all rows has its vectors.
+    shared: Vec<Index>,
     is_inside: Vec<Flag>,
 }
 
@@ -172,9 +187,15 @@ impl Region {
         for (buffer, sums) in outputs.iter().zip(&sums) {
             if let Buffer::Wide(buffer) = buffer {
                 for (at, sum) in sums.iter().enumerate() {
-                    let total = read(scope, sum);
-                    let place = pack::partial_place::expand(scope, columns.count.clone(), columns.at[at].clone());
-                    pack::store_wide::expand(scope, buffer.clone(), place, total, columns.is_inside[at].clone());
+                    let (mut total, at) = (read(scope, sum), columns.at[at].clone());
+                    let mut count = columns.count.clone();
+                    if let Some(joined) = self.joined {
+                        total = pack::joined_sum::expand(scope, total, joined, self.threads);
+                        count = (joined.period as usize).into();
+                    }
+                    let is_inside = pack::is_below::expand(scope, at.clone(), count.clone());
+                    let place = pack::partial_place::expand(scope, count, at);
+                    pack::store_wide::expand(scope, buffer.clone(), place, total, is_inside);
                 }
             }
         }
@@ -202,9 +223,16 @@ impl Region {
         while at.len() < self.packs as usize {
             at.push(pack::next_column::expand(scope, at[at.len() - 1].clone(), self.threads));
         }
-        let clamped = at.iter().map(|at| pack::clamp_column::expand(scope, at.clone(), count.clone())).collect();
+        let clamp = |at: &Index| pack::clamp_column::expand(scope, at.clone(), count.clone());
+        let clamped: Vec<Index> = at.iter().map(clamp).collect();
+        let shared = match self.joined {
+            Some(Joined { period, .. }) => {
+                clamped.iter().map(|at| pack::remainder::expand(scope, at.clone(), period)).collect()
+            }
+            None => clamped.clone(),
+        };
         let is_inside = at.iter().map(|at| pack::is_below::expand(scope, at.clone(), count.clone())).collect();
-        Columns { count, at, clamped, is_inside }
+        Columns { count, at, clamped, shared, is_inside }
     }
 
     /// The running sums of a result that is one, per vector.
@@ -236,7 +264,7 @@ impl Region {
             Buffer::Wide(x) => Some(pack::load_wide::expand(scope, x.clone(), at.clone())),
             _ => None,
         };
-        let packs: Vec<Pack32> = columns.clamped.iter().filter_map(one).collect();
+        let packs: Vec<Pack32> = columns.shared.iter().filter_map(one).collect();
         Value::Packs(vec![packs; rows].concat())
     }
 

@@ -20,6 +20,9 @@ const ROWS: u64 = 64 << 20;
 /// Bytes of workspace of a product: partial results that are more have tiles for all multiprocessors without being divided.
 const PARTIAL: u64 = 8 << 20;
 
+/// Of how many channels, or a multiple, rows begin where matrix units want them.
+const ALIGNED: u64 = 8;
+
 fn slide(window: &Window, kernel: [u64; 2]) -> Slide {
     let sizes = |sizes: [u64; 2]| sizes.map(|size| size as u32);
     Slide {
@@ -224,40 +227,33 @@ impl Select<'_> {
     /// Prefers a kernel of cuDNN to the steps chosen so far, if there may be one.
     fn prefer_library(&mut self, sizes: &Sizes, made: Made, window: &Window) {
         let (types, result) = (self.operands, &self.results[0]);
-        let (tensors, buffers) = match made {
+        let (tensors, mut buffers) = match made {
             Made::Results => ([&types[0], &types[1], result], [OP(0), OP(1), RES(0)]),
             Made::Pictures => ([result, &types[1], &types[0]], [RES(0), OP(1), OP(0)]),
             Made::Filters => ([&types[1], result, &types[0]], [OP(1), RES(0), OP(0)]),
         };
-        if sizes.is_plain {
-            return;
-        }
         let mut convolution = fused::Convolution { made, tensors: tensors.map(Clone::clone), window: window.clone() };
-        if made == Made::Filters && result.dtype != types[1].dtype {
-            // Where no engine sums the gradient of filters in the type that is asked for, one may in that of the pictures.
+        let wanted = result.dtype;
+        if made == Made::Filters {
             convolution.tensors[1].dtype = types[1].dtype;
-            self.prefer(&convolution, buffers, Some(result.dtype));
-            convolution.tensors[1].dtype = result.dtype;
         }
-        self.prefer(&convolution, buffers, None);
-    }
-
-    /// Prefers a kernel of cuDNN that makes the filters' gradient to be cast to a type, if to any.
-    fn prefer(&mut self, convolution: &fused::Convolution, mut buffers: [Arg; 3], cast: Option<DType>) {
-        if convolution.unfit().is_some() {
+        // A product of rows that begin where matrix units want them is one as well.
+        let is_aligned = [sizes.ci, sizes.co].iter().all(|channels| channels.is_multiple_of(ALIGNED));
+        if (sizes.is_plain && is_aligned) || convolution.unfit().is_some() {
             return;
         }
         let otherwise = std::mem::take(&mut self.out);
-        let filters = &convolution.tensors[1];
-        let to = buffers[1];
-        if cast.is_some() {
+        // A sum over all pictures is rounded once, to the type of the pictures: no engine gives it in f32 (cuDNN 9.19).
+        let rounded = (made == Made::Filters && wanted != types[1].dtype).then(|| convolution.tensors[1].clone());
+        if let Some(filters) = &rounded {
             buffers[1] = self.scratch(filters.bytes().0);
         }
         let workspace = self.scratch(convolution.workspace());
-        let engine = Engine { kernel: Library::Convolution(convolution.clone()), buffers: buffers.to_vec(), workspace };
+        let kernel = Library::Convolution(convolution);
+        let engine = Engine { kernel, buffers: buffers.to_vec(), workspace };
         self.out.steps.push(Step::Engine(Box::new(engine)));
-        if let Some(wanted) = cast {
-            self.cast_elements(buffers[1], to, filters.dtype, wanted, filters.elements());
+        if let Some(filters) = rounded {
+            self.cast_elements(buffers[1], RES(0), filters.dtype, wanted, filters.elements());
         }
         let steps = std::mem::take(&mut self.out.steps);
         self.out.steps.push(Step::Fused(Box::new(Fused { steps, otherwise: otherwise.steps })));
@@ -300,28 +296,30 @@ impl Select<'_> {
     pub(super) fn max_pool(&mut self, op: &MaxPool) -> Result<(), String> {
         let (x, y) = (&self.operands[0], &self.results[0]);
         let (slide, dtype, elements) = (slide(&op.window, op.kernel), x.dtype, y.elements());
-        let numbers = pooled(x, y);
-        let kernel = Kernel::new("max_pool", &[dtype], 1, THREADS, &slide, move |d| {
-            let (x, y, n) = (d.input::<Elem<0>>(), d.output::<Elem<0>>(), d.number());
+        let together = lanes(&[dtype], &x.shape[3..]);
+        let numbers = pooled(x, y, together as u64);
+        let kernel = Kernel::new("max_pool", &[dtype], together, THREADS, &slide, move |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<0>>(), d.number());
             let (channels, height, width) = (d.number(), d.number(), d.number());
             let (down, across) = (d.number(), d.number());
             kernels::max_pool::expand(d.scope(), x, y, n, channels, height, width, down, across, slide);
         });
-        self.each_element(kernel, vec![OP(0), RES(0)], numbers, elements);
+        self.each_element(kernel, vec![OP(0), RES(0)], numbers, elements / together as u64);
         Ok(())
     }
 
     pub(super) fn max_pool_grad(&mut self, op: &MaxPoolGrad) -> Result<(), String> {
         let (dy, x) = (&self.operands[0], &self.operands[1]);
         let (slide, types, elements) = (slide(&op.window, op.kernel), [x.dtype, dy.dtype], x.elements());
-        let numbers = pooled(x, dy);
-        let kernel = Kernel::new("max_pool_grad", &types, 1, THREADS, &slide, move |d| {
-            let (x, dy, dx, n) = (d.input::<Elem<0>>(), d.input::<Elem<1>>(), d.output::<Elem<0>>(), d.number());
+        let together = lanes(&types, &x.shape[3..]);
+        let numbers = pooled(x, dy, together as u64);
+        let kernel = Kernel::new("max_pool_grad", &types, together, THREADS, &slide, move |d| {
+            let (x, dy, dx, n) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<0>>(), d.number());
             let (channels, height, width) = (d.number(), d.number(), d.number());
             let (c, down, across) = (channels, d.number(), d.number());
             kernels::max_pool_grad::expand(d.scope(), x, dy, dx, n, c, height, width, down, across, slide);
         });
-        self.each_element(kernel, vec![OP(1), OP(0), RES(0)], numbers, elements);
+        self.each_element(kernel, vec![OP(1), OP(0), RES(0)], numbers, elements / together as u64);
         Ok(())
     }
 
@@ -333,7 +331,8 @@ impl Select<'_> {
     }
 }
 
-/// What the kernels of pooling are told of a picture and of what is made of it.
-fn pooled(x: &TensorType, y: &TensorType) -> Vec<u32> {
-    x.shape[3..].iter().chain(&plane(x)).chain(&plane(y)).map(|size| *size as u32).collect()
+/// What the kernels of pooling are told of a picture and of what is made of it, some channels of which go together.
+fn pooled(x: &TensorType, y: &TensorType, together: u64) -> Vec<u32> {
+    let sizes = [vec![x.shape[3] / together], plane(x).to_vec(), plane(y).to_vec()].concat();
+    sizes.into_iter().map(|size| size as u32).collect()
 }

@@ -4,7 +4,7 @@ use super::cut::Cut;
 use super::{Arg, OP, RES, Select, THREADS, lanes};
 use crate::cuda::kernel::Kernel;
 use crate::cuda::kernels::pack::{PARTIAL_COLUMNS, PARTIAL_ROWS, sum_partials};
-use crate::cuda::kernels::region::{Class, Port, Region, Step};
+use crate::cuda::kernels::region::{Class, Joined, Port, Region, Step};
 use shardc_ir::ops::{Fused, FusedStep, Op, ReduceOp};
 use shardc_ir::{DType, TensorType};
 use std::collections::BTreeSet;
@@ -155,6 +155,8 @@ impl Sorted {
 struct Layout {
     rows: u64,
     columns: u64,
+    /// Rows of the tensor that are one here.
+    joined: u64,
     width: usize,
     threads: u32,
     packs: u32,
@@ -174,6 +176,12 @@ impl Layout {
         let columns = sorted.shape[sorted.shape.len() - 1];
         let (rows, vectors) = (elements / columns.max(1), columns / width as u64);
         let (is_norm, has_sums) = (sorted.has(Class::Row), sorted.has(Class::ColumnSum));
+        // Rows that know nothing of each other's ends are one where a row has less than a block does at a time.
+        let joined = match is_norm {
+            true => 1,
+            false => 1 << (TILE / vectors.max(1)).max(1).ilog2().min(rows.max(1).trailing_zeros()),
+        };
+        let (rows, columns, vectors) = (rows / joined, columns * joined, vectors * joined);
         // A row that fits into the registers of a warp waits for no other.
         let is_narrow = is_norm && !has_sums && vectors <= WARP * WARP_PACKS;
         let packs = match is_norm {
@@ -209,6 +217,7 @@ impl Layout {
         Self {
             rows,
             columns,
+            joined,
             width,
             threads: threads as u32,
             packs: packs as u32,
@@ -223,7 +232,7 @@ impl Layout {
     fn flat(elements: u64, width: usize) -> Self {
         let cut = Cut { number: Some(1), ..Cut::vectors(elements / width as u64, THREADS) };
         let (columns, threads) = (elements, THREADS);
-        Self { rows: 1, columns, width, threads, packs: 1, group: 1, sharing: None, chunk: 1, cut }
+        Self { rows: 1, columns, joined: 1, width, threads, packs: 1, group: 1, sharing: None, chunk: 1, cut }
     }
 }
 
@@ -260,6 +269,10 @@ impl Select<'_> {
             packs: layout.packs,
             rows: layout.group,
             is_tall: layout.chunk > u64::from(layout.group),
+            joined: (layout.joined > 1).then(|| {
+                let period = (layout.columns / layout.joined / layout.width as u64) as u32;
+                Joined { rows: layout.joined as u32, period, width: layout.width }
+            }),
             steps: sorted.steps,
         };
         self.launch_region(region, main, &sorted.types, &layout);
@@ -267,7 +280,7 @@ impl Select<'_> {
     }
 
     fn launch_region(&mut self, region: Region, main: DType, types: &[TensorType], layout: &Layout) {
-        let chunks = layout.rows.div_ceil(layout.chunk);
+        let (chunks, columns) = (layout.rows.div_ceil(layout.chunk), layout.columns / layout.joined);
         let mut sums: Vec<(Arg, Arg)> = Vec::new();
         let mut buffers = Vec::new();
         let bytes = |port: &Port| {
@@ -276,7 +289,7 @@ impl Select<'_> {
                 Class::Full if layout.cut.axis == 0 => layout.width as u64 * size,
                 Class::Full => layout.chunk * layout.columns * size,
                 Class::Row => layout.chunk * size,
-                Class::ColumnSum => layout.columns * size,
+                Class::ColumnSum => columns * size,
                 Class::Column | Class::Scalar => 0,
             }
         };
@@ -284,7 +297,7 @@ impl Select<'_> {
         for (index, port) in region.results.iter().enumerate() {
             let to = match port.class {
                 Class::ColumnSum => {
-                    let partial = self.scratch(chunks * layout.columns * 4);
+                    let partial = self.scratch(chunks * columns * 4);
                     sums.push((partial, RES(index)));
                     partial
                 }
@@ -303,7 +316,7 @@ impl Select<'_> {
             None => kernel,
         };
         self.launch_cut(kernel, &buffers, numbers, Vec::new(), layout.cut);
-        self.sum_partials(&sums, chunks, layout.columns);
+        self.sum_partials(&sums, chunks, columns);
     }
 
     /// Adds up the rows of partial sums.

@@ -32,14 +32,16 @@ fn chunks(columns: u64, length: u64, tile: Tile) -> u64 {
     length.div_ceil(length.div_ceil(wanted).max(1)).max(1)
 }
 
-/// A run of dimensions that are all reduced, or all kept.
-fn last_reduced(shape: &[u64], dims: &[usize]) -> Option<(usize, usize)> {
-    let end = *dims.last()?;
-    let mut start = end;
-    while start > 0 && (dims.contains(&(start - 1)) || shape[start - 1] == 1) {
-        start -= 1;
-    }
-    Some((start, end + 1))
+/// Of the runs of dimensions that are all reduced the one with the most elements, the last of several: what is left for the
+/// others is the least.
+fn longest_reduced(shape: &[u64], dims: &[usize]) -> Option<(usize, usize)> {
+    let run = |end: usize| {
+        let is_reduced = |dim: &usize| dims.contains(dim) || shape[*dim] == 1;
+        let start = (0..end).rev().take_while(is_reduced).last().unwrap_or(end);
+        (start, end + 1)
+    };
+    let runs = dims.iter().filter(|dim| !dims.contains(&(*dim + 1))).map(|dim| run(*dim));
+    runs.max_by_key(|(start, end)| shape[*start..*end].iter().product::<u64>())
 }
 
 /// The rows that a row kernel works on.
@@ -68,17 +70,17 @@ impl Select<'_> {
         };
         let (mut shape, mut dims) = (source.shape.clone(), op.dims.clone());
         let (mut from, mut dtype) = (OP(0), source.dtype);
-        while let Some((start, end)) = last_reduced(&shape, &dims) {
+        while let Some((start, end)) = longest_reduced(&shape, &dims) {
             let outer: u64 = shape[..start].iter().product();
             let length: u64 = shape[start..end].iter().product();
             let inner: u64 = shape[end..].iter().product();
-            dims.retain(|dim| *dim < start);
+            dims.retain(|dim| !(start..end).contains(dim));
             let (to, next) = match dims.is_empty() {
                 true => (RES(0), target.dtype),
                 false => (self.scratch(outer * inner * 4), DType::F32),
             };
             self.fold(fold, (from, dtype), (to, next), [outer, length, inner]);
-            shape.splice(start..end, [1]);
+            shape[start..end].fill(1);
             (from, dtype) = (to, next);
         }
         if op.dims.is_empty() {
