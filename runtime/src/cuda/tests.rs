@@ -60,6 +60,9 @@ fn contractions_are_products_without_copies() {
     check_matmul("bsn,bsk->nk", &[2, 16, 32], &[2, 16, 96], &[32, 96], &["gemm 1x32x96x32"]);
     check_matmul("bsk,khd->bshd", &[2, 16, 96], &[96, 4, 8], &[2, 16, 4, 8], &["gemm 1x32x32x96"]);
     check_matmul("mk,kn->nm", &[64, 96], &[96, 32], &[32, 64], &["gemm 1x64x32x96"]);
+    // Samples that do not lie as rows do are a batch of products with the same matrix.
+    check_matmul("bks,kn->bsn", &[2, 24, 96], &[24, 32], &[2, 96, 32], &["gemm 2x96x32x24"]);
+    check_matmul("bsn,kn->bks", &[2, 96, 32], &[24, 32], &[2, 24, 96], &["gemm 2x96x24x32"]);
     // Batch and head cannot be one dimension of `[b, s, h, d]`: one product per batch element.
     check_matmul("bshd,bthd->bhst", &[2, 8, 4, 16], &[2, 8, 4, 16], &[2, 4, 8, 8], &["gemm 4x8x8x16"; 2]);
 }

@@ -289,9 +289,6 @@ const WORTH: u64 = 500;
 
 /// Whether copying tensors leaves fewer and larger products, which gain more than the copies cost.
 fn pays(products: &[Gemm], tensors: &[Operand; 3], size: &dyn Fn(char) -> u64) -> bool {
-    if products.len() == 1 {
-        return false;
-    }
     let [_, m, n, _] = groups(tensors);
     let all = |letters: &[char]| letters.iter().map(|letter| size(*letter)).product::<u64>();
     let is_cut = |gemm: &Gemm| (gemm.m < all(&m).min(BUSY)) || (gemm.n < all(&n).min(BUSY));
@@ -310,6 +307,15 @@ fn products(tensors: &[Operand; 3], addend: Option<Arg>, size: &dyn Fn(char) -> 
     let (n, left) = join(&n, size, tensors);
     loops.extend(left);
     let (k, left) = join(&k, size, tensors);
+    // What is no batch may be one, of which an operand holds nothing: it is the same for all.
+    let batch = match batch.size {
+        1 => {
+            let (batch, rest) = join(&loops, size, tensors);
+            loops = rest;
+            batch
+        }
+        _ => batch,
+    };
     let count: u64 = loops.iter().map(|letter| size(*letter)).product();
     if !left.is_empty() || count > 4096 {
         return None;
