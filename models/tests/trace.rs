@@ -217,7 +217,7 @@ fn pictures() {
     let overlapping = AvgPoolOptions::new([3, 3]).with_stride([1, 1]).with_padding([1, 1]);
     check_picture(|x| adaptive_avg_pool2d(x, [1, 1]), "reshape reduce_sum affine");
     check_picture(|x| avg_pool2d(x, AvgPoolOptions::new([2, 2])), "reshape reduce_sum affine");
-    check_picture(|x| avg_pool2d(x, overlapping), "constant convolution");
+    check_picture(|x| avg_pool2d(x, overlapping), "constant transpose convolution transpose");
     let nearest =
         |size| InterpolateOptions { output_size: Some(size), ..InterpolateOptions::new(InterpolateMode::Nearest) };
     check_picture(|x| interpolate(x, nearest([12, 16])), "broadcast reshape");

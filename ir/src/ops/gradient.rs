@@ -84,10 +84,19 @@ impl Gradient<'_> {
         operands: &[ValueId],
         declared: &[TensorType],
     ) -> Result<Vec<ValueId>, GradientError> {
+        let operands = operands.iter().map(|operand| self.copied(*operand)).collect::<Result<Vec<_>, _>>()?;
         let (node, path) = (self.node, self.graph.node(self.node).path.clone());
-        let added = self.graph.add_as(op.into(), operands, declared, path, Role::Backward(node));
+        let added = self.graph.add_as(op.into(), &operands, declared, path, Role::Backward(node));
         let added = added.map_err(|source| GradientError::IllFormed { node, source })?;
         Ok(self.graph.node(added).results.clone())
+    }
+
+    /// Copies of a smaller forward value are made again beside what reads them: so that value is kept instead of them.
+    fn copied(&mut self, value: ValueId) -> Result<ValueId, GradientError> {
+        let node = self.graph.def(value);
+        let (Op::Broadcast(op), Role::Forward) = (&node.op, node.role) else { return Ok(value) };
+        let (op, source, ty) = (op.clone(), node.operands[0], self.graph.ty(value).clone());
+        self.add(op, &[source], &[ty])
     }
 
     /// `a f b`; a product with a constant 1 is the other factor.

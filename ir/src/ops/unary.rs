@@ -94,7 +94,7 @@ pub struct Unary {
     pub kind: UnaryKind,
 }
 
-/// `f'(x) * dy`, from operands `dy` and `x` (the function's operand).
+/// `f'(x) * dy`, from operands `dy` and `x` (the function's operand, or another one that has the same derivative).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UnaryGrad {
     /// The derivative of which function.
@@ -139,7 +139,8 @@ impl OpDef for Unary {
                 gradient.set(0, dx);
             }
             kind => {
-                let x = gradient.operands[0];
+                // What relu makes is above zero where its operand is, and is there for what reads it anyway.
+                let x = if kind == UnaryKind::Relu { gradient.results[0] } else { gradient.operands[0] };
                 let dx = gradient.add(UnaryGrad { kind }, &[dy, x], &[])?;
                 gradient.set(0, dx);
             }

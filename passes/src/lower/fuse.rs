@@ -78,18 +78,40 @@ impl Forming<'_> {
             if self.op(at).is_some() {
                 let made_by = instruction.operands.iter().filter_map(|buffer| makers.get(buffer));
                 let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
-                let fits = |first: &&usize| {
-                    let members = &regions[*first];
-                    let stays = self.is_behind(at) == self.is_behind(**first);
-                    stays && self.may_move(at, members) && self.fused(&[members, &[at][..]].concat()).is_some()
+                // Copies that nothing but this operation reads yet come with it.
+                let is_lone = |first: &&usize| regions[*first][..] == [**first] && self.copies(**first);
+                let (lone, others): (Vec<usize>, Vec<usize>) = joined.iter().partition(is_lone);
+                let with = |first: usize| {
+                    let brought: Vec<usize> = lone.iter().copied().filter(|copy| *copy > first).collect();
+                    [&brought[..], &[at]].concat()
                 };
-                let first = joined.iter().rev().find(fits).copied().unwrap_or(at);
-                regions.entry(first).or_default().push(at);
-                region_of.insert(at, first);
+                let candidates = others.iter().rev().map(|first| (*first, with(*first)));
+                let alone = joined.iter().rev().map(|first| (*first, vec![at]));
+                let fits = |(first, joining): &(usize, Vec<usize>)| self.fits(&regions[first], joining);
+                let (first, joining) = candidates.chain(alone).find(fits).unwrap_or((at, vec![at]));
+                for member in joining {
+                    regions.remove(&member);
+                    regions.entry(first).or_default().push(member);
+                    region_of.insert(member, first);
+                }
             }
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
         }
         regions
+    }
+
+    /// Whether operations that come behind a region may join it.
+    fn fits(&self, members: &[usize], joining: &[usize]) -> bool {
+        let all = |count: usize| [members, &joining[..count]].concat();
+        let may_join = |(index, at): (usize, &usize)| {
+            self.is_behind(*at) == self.is_behind(members[0]) && self.may_move(*at, &all(index))
+        };
+        joining.iter().enumerate().all(may_join) && self.fused(&all(joining.len())).is_some()
+    }
+
+    /// Whether an operation makes copies of a smaller value.
+    fn copies(&self, at: usize) -> bool {
+        matches!(self.op(at), Some(Op::Broadcast(_)))
     }
 
     /// Whether an operation comes behind the forward pass.
