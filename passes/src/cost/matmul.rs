@@ -79,6 +79,19 @@ impl Sizes {
     }
 }
 
+/// How many times as long products take with a matrix whose rows do not begin at multiples of 16 bytes, which cannot be
+/// copied as blocks: 1.7 to 3 times on an H200 beside products of the same sizes whose rows do (`bench/RESULTS.md`).
+const UNALIGNED: f64 = 2.0;
+
+/// The factor on the arithmetic of a product that reads or makes these matrices.
+pub fn alignment<'a>(matrices: impl IntoIterator<Item = &'a TensorType>) -> f64 {
+    let begins = |ty: &TensorType| {
+        let row = ty.shape.last().copied().unwrap_or(1);
+        row == 1 || (row * ty.dtype.size()).is_multiple_of(16)
+    };
+    if matrices.into_iter().all(begins) { 1.0 } else { UNALIGNED }
+}
+
 /// Seconds of arithmetic of a batch of products on a device whose large products run at `rate` FLOP/s.
 pub fn seconds(sizes: Sizes, rate: f64, machine: Machine<'_>) -> f64 {
     let Sizes { batch, m, n, k } = sizes;

@@ -50,7 +50,10 @@ impl Machine<'_> {
         };
         if let Some((sizes, count)) = product {
             let (peak, rate) = (peak(operands[0].dtype, device), rate(operands[0].dtype, device));
-            let (alone, launch) = (count * matmul::seconds(sizes, rate, self), count * launch);
+            let whole =
+                matches!(op, Op::Matmul(_)).then(|| matmul::alignment(operands[..2].iter().chain(&results[..1])));
+            let arithmetic = whole.unwrap_or(1.0) * matmul::seconds(sizes, rate, self);
+            let (alone, launch) = (count * arithmetic, count * launch);
             // One product runs at the clock that a short burst reaches, those of a step at what the power allows.
             let sustained = op.flops(operands, results).0 / (peak * device.sustained_efficiency.value);
             let arithmetic = alone.max(sustained);
