@@ -178,7 +178,7 @@ fn mlp_mixer() {
 
 #[test]
 fn resnet() {
-    let config = ResNetConfig { stages: vec![2, 1], width: 4, classes: 5, size: 16 };
+    let config = ResNetConfig { stages: vec![2, 1], width: 4, classes: 5, size: 24 };
     check_model!(config, ResNet, 5, |model, inputs, device| {
         cross_entropy(model.forward(floats(&inputs["images"], &device)), ints(&inputs["labels"], &device))
     });
