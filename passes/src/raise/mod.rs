@@ -70,15 +70,18 @@ pub fn raise(graph: &Graph) -> Result<(Graph, Report), PassError> {
     let graph = replace(graph, &found, &mut report).map_err(&bug)?;
     let found = algebra::find(&graph);
     let graph = replace(&graph, &found, &mut report).map_err(&bug)?;
+    let mut with_moved = report.clone();
+    let simple = simplify::simplify(&graph, &mut report).map_err(&bug)?;
     // Moving transposes pays where they meet; elsewhere they stay.
-    let settled = layout::settle(&graph).map_err(&bug)?;
-    let (mut as_it_is, mut with_moved) = (report.clone(), report);
-    let graph = simplify::simplify(&graph, &mut as_it_is).map_err(&bug)?;
-    let settled = simplify::simplify(&settled, &mut with_moved).map_err(&bug)?;
-    Ok(match layout::moved(&settled) < layout::moved(&graph) {
-        true => (settled, with_moved),
-        false => (graph, as_it_is),
-    })
+    let moved = layout::moved(&simple);
+    if moved > 0 {
+        let settled = layout::settle(&graph).map_err(&bug)?;
+        let settled = simplify::simplify(&settled, &mut with_moved).map_err(&bug)?;
+        if layout::moved(&settled) < moved {
+            return Ok((settled, with_moved));
+        }
+    }
+    Ok((simple, report))
 }
 
 /// A composite operation found, and the values it reads.
