@@ -21,6 +21,7 @@ use shardc_passes::quantize::quantize;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Exact, Pins, search_confirmed};
 use shardc_passes::simulate::{Outline, exact};
+use shardc_passes::statistics::share_statistics;
 use shardc_passes::threads;
 use shardc_runtime::{CpuTarget, CudaTarget};
 use std::fmt::Display;
@@ -45,6 +46,9 @@ enum Pass {
     Differentiate,
     /// Part of the graph, because how it is spread (ZeRO) is part of the plan.
     AddOptimizer,
+    /// On the whole step, since what the backward pass reads decides what is made again, and sums for the norm of
+    /// the gradients are sums too.
+    ShareStatistics,
     /// Only if asked for; where all operations are there.
     MakeDeterministic,
     /// After differentiation, so that the three products of a linear layer share what they read in 8 bits;
@@ -69,6 +73,7 @@ impl Pass {
             Self::AlignHead => "align_head",
             Self::Differentiate => "differentiate",
             Self::AddOptimizer => "add_optimizer",
+            Self::ShareStatistics => "share_statistics",
             Self::MakeDeterministic => "make_deterministic",
             Self::Quantize => "quantize",
             Self::Search => "search",
@@ -98,6 +103,7 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;
     let graph = stage.graph(Pass::AddOptimizer, || Ok(add_optimizer(differentiated, &options.optimizer)?))?;
+    let graph = stage.graph(Pass::ShareStatistics, || Ok(share_statistics(&graph)?))?;
     let graph = match options.deterministic {
         true => stage.graph(Pass::MakeDeterministic, || Ok(make_deterministic(&graph)?))?,
         false => stage.skip(Pass::MakeDeterministic, "nothing asks for equal bits (--deterministic)", graph)?,

@@ -52,6 +52,7 @@ pub mod shard;
 mod siblings_tests;
 pub mod simulate;
 pub mod split_batch;
+pub mod statistics;
 pub mod synthetic;
 pub mod threads;
 

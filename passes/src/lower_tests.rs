@@ -4,6 +4,7 @@ use crate::allocate::{Copies, lifetimes, memory};
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::lower::casts::merge_casts;
+use crate::lower::early::make_early;
 use crate::lower::in_place::share_storages;
 use crate::lower::peel::peel;
 use crate::lower::repeat::merge_repeated;
@@ -351,6 +352,7 @@ fn storages_of_a_large_model_are_packed_into_little_more_than_lives_at_once() {
         let plan = plan(SMALL, DType::Bf16, cluster, pins, false);
         let plan = verify::plan(&plan).expect("a plan");
         let mut draft = draft_rank(&plan, 0).expect("a draft");
+        make_early(&mut draft, &plan.graph);
         peel(&mut draft);
         schedule(&mut draft);
         share_storages(&mut draft);

@@ -16,6 +16,7 @@ use shardc_passes::precision::{Precision, lower_precision as lowered};
 use shardc_passes::quantize::quantize as quantized;
 use shardc_passes::raise::raise;
 use shardc_passes::search::{Pins, search};
+use shardc_passes::statistics::share_statistics;
 
 /// A verb: the case's text and the words after the verb give the expected text or findings.
 pub type Verb = fn(&str, &[&str]) -> Result<String, Diagnostics>;
@@ -36,6 +37,7 @@ pub const VERBS: &[(&str, Verb)] = &[
         pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
     }),
     ("align-head", |text, _| pass(text, align_head)),
+    ("share-statistics", |text, _| pass(text, |graph| share_statistics(&differentiated(graph, "loss")?.graph))),
     ("quantize", |text, _| pass(text, quantized)),
     ("chunk", chunk),
     ("lower", lower),

@@ -120,6 +120,12 @@ impl OpDef for Binary {
             return Ok(());
         }
         let dy = gradient.cotangent(0)?;
+        if self.kind == BinaryKind::Mul && gradient.operands[0] == gradient.operands[1] {
+            let product = gradient.binary(BinaryKind::Mul, dy, gradient.operands[0])?;
+            let part = gradient.scale(product, 2.0)?;
+            gradient.set(0, part);
+            return Ok(());
+        }
         for index in [0, 1] {
             if gradient.needed[index]
                 && let Some(part) = self.derivative(gradient, dy, index)?

@@ -51,7 +51,7 @@ impl OpDef for Broadcast {
             self.dims.iter().zip(&from.shape).any(|(to_dim, size)| *to_dim == dim && *size == to.shape[dim])
         };
         let dims: Vec<usize> = (0..to.rank()).filter(|dim| !kept(*dim)).collect();
-        let dtype = gradient.wanted_dtype(0);
+        let dtype = gradient.summed_dtype(0);
         let sum = gradient.sum(dy, dims, dtype)?;
         let dx = gradient.reshape(sum, &from.shape)?;
         gradient.set(0, dx);

@@ -195,6 +195,19 @@ impl Gradient<'_> {
         if dtype.is_float() && is_weight(self.graph, self.operands[index]) { DType::F32 } else { dtype }
     }
 
+    /// As [`wanted_dtype`](Self::wanted_dtype), of an operand whose cotangent is a sum: f32 as well for what was cast
+    /// from f32, whose derivative takes the cotangent back there, so that the sum is not rounded in between.
+    pub fn summed_dtype(&self, index: usize) -> DType {
+        let node = self.graph.def(self.operands[index]);
+        let is_from_f32 = |value: &ValueId| self.graph.ty(*value).dtype == DType::F32;
+        match &node.op {
+            Op::Cast(_) if self.operand_type(index).dtype.is_float() && node.operands.iter().all(is_from_f32) => {
+                DType::F32
+            }
+            _ => self.wanted_dtype(index),
+        }
+    }
+
     /// Sets the cotangent of operand `index`.
     pub fn set(&mut self, index: usize, cotangent: ValueId) {
         self.made[index] = Some(cotangent);

@@ -1,7 +1,9 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
 
 use super::draft::Draft;
-use super::{draft_rank, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings};
+use super::{
+    draft_rank, early::make_early, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings,
+};
 use crate::cost::Library;
 use crate::cost::is_product;
 use crate::cost::node::epilogue_bytes;
@@ -49,6 +51,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
             emitted[node].is_summed |= is_product && matches!(graph.node(node).op, Op::Binary(_));
         }
     }
+    make_early(&mut draft, graph);
     fuse(&mut draft, graph, target);
     let sources = sources(&draft);
     ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);

@@ -78,22 +78,24 @@ impl Forming<'_> {
             if self.op(at).is_some() {
                 let made_by = instruction.operands.iter().filter_map(|buffer| makers.get(buffer));
                 let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
-                // Copies that nothing but this operation reads yet come with it.
-                let is_lone = |first: &&usize| regions[*first][..] == [**first] && self.copies(**first);
+                // What is there for this operation alone comes with it.
+                let is_lone = |first: &&usize| self.is_for(&regions[*first], at);
                 let (lone, others): (Vec<usize>, Vec<usize>) = joined.iter().partition(is_lone);
-                let with = |first: usize| {
-                    let brought: Vec<usize> = lone.iter().copied().filter(|copy| *copy > first).collect();
-                    [&brought[..], &[at]].concat()
+                let whole = |firsts: &[usize]| {
+                    let mut members: Vec<usize> = firsts.iter().flat_map(|first| regions[first].clone()).collect();
+                    members.sort_unstable();
+                    members
                 };
-                let candidates = others.iter().rev().map(|first| (*first, with(*first)));
-                let alone = joined.iter().rev().map(|first| (*first, vec![at]));
-                let fits = |(first, joining): &(usize, Vec<usize>)| self.fits(&regions[first], joining);
-                let (first, joining) = candidates.chain(alone).find(fits).unwrap_or((at, vec![at]));
-                for member in joining {
-                    regions.remove(&member);
-                    regions.entry(first).or_default().push(member);
-                    region_of.insert(member, first);
-                }
+                let with_lone = |other: Option<usize>| whole(&lone.iter().copied().chain(other).collect::<Vec<_>>());
+                let together = others.iter().rev().map(|other| with_lone(Some(*other)));
+                let apart = joined.iter().rev().map(|first| regions[first].clone());
+                let lone_alone = (lone.len() > 1).then(|| with_lone(None));
+                let candidates = together.chain(lone_alone).chain(apart);
+                let fits = |members: &Vec<usize>| self.fits(&members[..1], &[&members[1..], &[at]].concat());
+                let members = [candidates.into_iter().find(fits).unwrap_or_default(), vec![at]].concat();
+                members.iter().for_each(|member| drop(regions.remove(member)));
+                region_of.extend(members.iter().map(|member| (*member, members[0])));
+                regions.insert(members[0], members);
             }
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
         }
@@ -109,9 +111,18 @@ impl Forming<'_> {
         joining.iter().enumerate().all(may_join) && self.fused(&all(joining.len())).is_some()
     }
 
-    /// Whether an operation makes copies of a smaller value.
-    fn copies(&self, at: usize) -> bool {
-        matches!(self.op(at), Some(Op::Broadcast(_)))
+    /// Whether a region is there for one operation behind it: nothing else reads what it makes, or it is copies of a
+    /// smaller value, which nothing that came before that operation reads.
+    fn is_for(&self, members: &[usize], at: usize) -> bool {
+        let is_read_there = |buffer: &BufferId| {
+            let storage = self.draft.storage[*buffer];
+            let is_known =
+                |place: &(usize, usize)| place.0 == self.section && (place.1 == at || members.contains(&place.1));
+            !self.kept.contains(&storage) && self.touched.of(storage).iter().all(is_known)
+        };
+        let copies = |at: usize| matches!(self.op(at), Some(Op::Broadcast(_)));
+        let mut made = members.iter().flat_map(|member| &self.item(*member).instruction.results);
+        matches!(members, [member] if copies(*member)) || made.all(is_read_there)
     }
 
     /// Whether an operation comes behind the forward pass.

@@ -6,8 +6,8 @@
 //! overlap the backward pass; of several, the first and the last are part of the prologue and the epilogue where
 //! collectives can run beside them ([`mod@peel`]). Where a value is made in one layout and read in another, a conversion
 //! ([`crate::reshard`]) is inserted before its first reader, or, if it reduces a partial value, behind
-//! its maker; readers of one layout share it. What the target has one kernel for becomes one instruction
-//! ([`mod@fuse`]). Then [`crate::schedule`] moves and merges collectives,
+//! its maker; readers of one layout share it. Small values move up to what they are made of ([`mod@early`]), and what the target has one
+//! kernel for becomes one instruction ([`mod@fuse`]). Then [`crate::schedule`] moves and merges collectives,
 //! and [`crate::allocate`] gives every buffer its offset.
 //!
 //! What the plan alone says is worked out once for all ranks ([`mod@common`]).
@@ -22,6 +22,7 @@ mod collective;
 mod common;
 mod convert;
 pub mod draft;
+pub(crate) mod early;
 mod emitted;
 mod epilogue;
 mod fuse;
@@ -45,6 +46,7 @@ use casts::merge_casts;
 use common::{Common, Layouts, layouts_of};
 use convert::Copies;
 use draft::{Draft, Hint, Place, StageDraft};
+use early::make_early;
 use epilogue::merge_epilogues;
 use fuse::fuse;
 use peel::peel;
@@ -141,6 +143,7 @@ pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerErro
 /// The program of one rank of a plan.
 fn program(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
     let mut draft = draft(common, rank)?;
+    make_early(&mut draft, &common.plan.graph);
     fuse(&mut draft, &common.plan.graph, target);
     join_siblings(&mut draft, &|region, operands| target.fuses(region, operands));
     peel(&mut draft);

@@ -1,0 +1,57 @@
+//! Small values are made as soon as what they are made of is there.
+//!
+//! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. The
+//! vectors that it copies to all rows (a bias, a statistic, a cast weight) take next to no time and memory: they are made
+//! before it, so that they keep nothing out.
+//!
+//! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
+
+use super::draft::{Draft, Hint, Item, Touched};
+use shardc_ir::program::{Action, Stream};
+use shardc_ir::{Bytes, Graph, Role};
+
+/// The bytes of a value up to which it is small.
+const SMALL: Bytes = Bytes(64 << 10);
+
+/// Moves what makes small values in the forward and backward pass up to what they are made of, in every section of the
+/// draft of a graph.
+pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
+    let (touched, written, kept) = (draft.touched(), draft.written(), draft.kept());
+    let last_before = |written: &Touched, place: (usize, usize), buffer| {
+        let all = written.of(draft.storage[buffer]);
+        let before = all[..all.partition_point(|write| *write < place)].last();
+        before.filter(|write| write.0 == place.0).map(|write| write.1)
+    };
+    let mut orders = Vec::new();
+    for (section, items) in draft.sections.iter().enumerate() {
+        // Behind which instruction that stays each one runs; those of one in their order.
+        let mut behind: Vec<Option<usize>> = Vec::with_capacity(items.len());
+        for (at, Item { instruction, hint }) in items.iter().enumerate() {
+            let is_small = |buffer: &_| draft.buffers[*buffer].ty.bytes() <= SMALL;
+            let is_fresh = |buffer: &_| {
+                let storage = draft.storage[*buffer];
+                touched.of(storage).first() == Some(&(section, at)) && !kept.contains(&storage)
+            };
+            let is_step = |role| role != Role::Optimizer;
+            let moves = matches!(instruction.action, Action::Compute(_))
+                && instruction.stream == Stream::Compute
+                && *hint == Hint::None
+                && !draft.is_view(instruction)
+                && instruction.source.is_some_and(|source| is_step(graph.node(source).role))
+                && instruction.buffers().all(|buffer| is_small(&buffer))
+                && instruction.results.iter().all(is_fresh);
+            let makers = instruction.operands.iter().map(|buffer| last_before(&written, (section, at), *buffer));
+            behind.push(match moves {
+                true => makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten(),
+                false => Some(at),
+            });
+        }
+        let mut order: Vec<usize> = (0..items.len()).collect();
+        order.sort_by_key(|at| (behind[*at], *at));
+        orders.push(order);
+    }
+    for (items, order) in draft.sections.iter_mut().zip(orders) {
+        let mut taken: Vec<Option<Item>> = std::mem::take(items).into_iter().map(Some).collect();
+        items.extend(order.into_iter().filter_map(|at| taken[at].take()));
+    }
+}
