@@ -5,7 +5,7 @@ use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::program::{Action, Instruction, Program, Stream};
 use shardc_ir::{Seconds, TensorType};
 use shardc_passes::cluster::Profile as DeviceProfile;
-use shardc_passes::cost::peak;
+use shardc_passes::cost::{is_product, peak};
 use shardc_runtime::Span;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -14,7 +14,7 @@ use std::fmt::Write;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// Matrix products: bound by the matrix units.
+    /// Matrix products and convolutions: bound by the matrix units.
     Matmul,
     /// Attention and its gradient.
     Attention,
@@ -32,9 +32,8 @@ impl Kind {
     fn of(instruction: &Instruction) -> Self {
         let is_link = matches!(instruction.stream, Stream::HostToDevice | Stream::DeviceToHost | Stream::Disk);
         match &instruction.action {
-            Action::Compute(Op::Matmul(_) | Op::ScaledMatmul(_)) => Self::Matmul,
-            Action::Compute(Op::Fused(region)) if region.is_products() => Self::Matmul,
             Action::Compute(Op::Attention(_) | Op::AttentionGrad(_)) => Self::Attention,
+            Action::Compute(op) if is_product(op) => Self::Matmul,
             Action::Feed { .. } => Self::Feed,
             Action::Copy if is_link => Self::Feed,
             Action::Compute(_) | Action::Accumulate | Action::Copy => Self::Memory,
@@ -44,7 +43,7 @@ impl Kind {
 
     fn text(self) -> &'static str {
         match self {
-            Self::Matmul => "matrix products",
+            Self::Matmul => "matrix products, convolutions",
             Self::Attention => "attention",
             Self::Memory => "bound by memory",
             Self::Communication => "exposed communication",

@@ -309,6 +309,10 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
     all.push(case(Slice { start: vec![0, 0, 3], limit: vec![8, 6, 8] }, &[x.clone()], &[t(f, &[8, 6, 5])]));
     let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 8], value: 2.0 };
     all.push(case(pad, &[x.clone()], &[t(f, &[8, 8, 24])]));
+    for (columns, high, value) in [(3, 5, 0.0), (5, 11, 2.0), (8, 8, 0.0), (3, 2, 1.0)] {
+        let pad = Pad { low: vec![0, 0], high: vec![0, high], value };
+        all.push(case(pad, &[t(f, &[700, columns])], &[t(f, &[700, columns + high])]));
+    }
     for (columns, value) in [(8, 2.0), (8, 0.0), (5, 2.0), (5, 0.0)] {
         let pad = Pad { low: vec![3, 0], high: vec![2, 0], value };
         all.push(case(pad, &[t(f, &[20, columns])], &[t(f, &[25, columns])]));

@@ -350,6 +350,19 @@ fn regions() {
             step(sum(&[0, 1]), &[3], &[d.clone()]),
         ];
         check(&client, Fused { steps, results: vec![3, 4] }, &[x.clone(), d.clone()], &[x.clone(), d.clone()], 1);
+        // What is left of a norm over samples: differences made on the way, two sums, and what is normalized.
+        let steps = vec![
+            step(UnaryGrad { kind: UnaryKind::Relu }, &[0, 1], &[x.clone()]),
+            step(sum(&[0, 1]), &[5], &[d.clone()]),
+            step(Broadcast { dims: vec![2] }, &[2], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[5, 7], &[x.clone()]),
+            step(Broadcast { dims: vec![2] }, &[3], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Sub }, &[4, 9], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[5, 10], &[x.clone()]),
+            step(sum(&[0, 1]), &[11], &[d.clone()]),
+        ];
+        let types = [x.clone(), x.clone(), d.clone(), d.clone(), x.clone()];
+        check(&client, Fused { steps, results: vec![6, 8, 12] }, &types, &[d.clone(), x.clone(), d.clone()], 1);
         // Elements that know neither row nor column.
         let steps = vec![
             step(SwigluGrad {}, &[0, 1, 2], &[x.clone(), x.clone()]),
@@ -405,6 +418,10 @@ fn reductions_and_moves() {
     check(&client, Broadcast { dims: vec![0] }, &[t(&[7])], &[t(&[7, 3])], 1);
     let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 4], value: 2.0 };
     check(&client, pad, &[x.clone()], &[t(&[20, 32, 12])], 1);
+    for (columns, high, value) in [(3, 5, 0.0), (5, 7, 2.0), (8, 4, 0.0), (3, 2, 1.0)] {
+        let pad = Pad { low: vec![0, 0], high: vec![0, high], value };
+        check(&client, pad, &[t(&[700, columns])], &[t(&[700, columns + high])], 1);
+    }
     let (table, indices) = (t(&[50, 16]), ids(&[12]));
     check(&client, Embedding { start: 10 }, &[table, indices], &[t(&[12, 16])], 60);
     check(&client, Gather { dim: 1 }, &[t(&[6, 50]), ids(&[6, 3])], &[t(&[6, 3])], 50);

@@ -10,7 +10,7 @@ use shardc_ir::{DType, TensorType};
 /// Bytes of workspace that an engine may take at the most.
 const WORKSPACE: u64 = 64 << 20;
 
-/// Which of its three tensors a convolution makes.
+/// Which of its three tensors a convolution makes, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Made {
     /// The pictures `x`, or their gradient.

@@ -65,6 +65,23 @@ pub fn spread(x: &Array<Elem<0>>, y: &mut Array<Pack<0>>, n: u32, #[comptime] wa
     }
 }
 
+/// Rows of `columns` elements as rows of so many vectors, which a number fills up.
+#[cube]
+pub fn lengthen(x: &Array<Elem<0>>, y: &mut Array<Pack<0>>, n: u32, columns: u32, vectors: u32, fill: f32) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let (row, place) = (at / vectors, at % vectors * Lanes::value() as u32);
+        let mut vector = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let column = place + lane as u32;
+            let from = row * columns + select(column < columns, column, 0u32);
+            vector[lane] = select(column < columns, x[from as usize], Elem::<0>::cast_from(fill));
+        }
+        y[at as usize] = vector;
+    }
+}
+
 /// Rows of a table: block `b` copies row `ids[b] - first`, or zeros if there is none. `columns`
 /// counts vectors.
 #[cube]

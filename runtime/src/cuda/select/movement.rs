@@ -185,6 +185,13 @@ impl Select<'_> {
 
     pub(super) fn pad(&mut self, op: &Pad) -> Result<(), String> {
         let (from, to) = (self.operands[0].clone(), self.results[0].clone());
+        let is_behind = |(dim, high): (usize, &u64)| dim + 1 == to.rank() || *high == 0;
+        if op.low.iter().all(|low| *low == 0)
+            && op.high.iter().enumerate().all(is_behind)
+            && self.lengthen((OP(0), &from), (RES(0), &to), op.value as f32)
+        {
+            return Ok(());
+        }
         let write = dense(&to.shape);
         let write_start = op.low.iter().zip(&write).map(|(low, stride)| low * stride).sum();
         let whole = Move { shape: from.shape.clone(), read: dense(&from.shape), write, write_start, ..Move::default() };
@@ -203,6 +210,26 @@ impl Select<'_> {
         }
         self.strided(to.dtype, OP(0), RES(0), &whole);
         Ok(())
+    }
+
+    /// Fills rows up with a number, if vectors of them can be written.
+    pub(super) fn lengthen(&mut self, from: (Arg, &TensorType), to: (Arg, &TensorType), fill: f32) -> bool {
+        let ((from, narrow), (to, wide)) = (from, to);
+        let (Some(columns), Some(longer)) = (narrow.shape.last(), wide.shape.last()) else { return false };
+        let (width, elements) = (lanes(&[wide.dtype], &[*longer]), wide.elements());
+        if width == 1 || !wide.dtype.is_float() || elements >= 1 << 32 || elements == 0 {
+            return false;
+        }
+        let kernel = Kernel::new("lengthen", &[wide.dtype], width, THREADS, &(), move |d| {
+            let (x, y, n) = (d.input::<Elem<0>>(), d.output::<Pack<0>>(), d.number());
+            let (columns, vectors, fill) = (d.number(), d.number(), d.real());
+            kernels::lengthen::expand(d.scope(), x, y, n, columns, vectors, fill);
+        });
+        let vectors = elements / width as u64;
+        let numbers = [vectors, *columns, longer / width as u64].map(|number| number as u32).to_vec();
+        let blocks = vectors.div_ceil(u64::from(THREADS)) as u32;
+        self.launch(kernel, vec![from, to], numbers, vec![fill], [blocks, 1, 1]);
+        true
     }
 
     pub(super) fn concat(&mut self, dim: usize) -> Result<(), String> {
