@@ -357,9 +357,23 @@ fn picture_cases(f: DType, all: &mut Vec<Case>) {
             all.push(case(grad, &[y.clone(), x.clone()], &[filters.with_dtype(out)]));
         }
     }
-    let (kernel, window, x) = ([3, 3], Window { stride: [2, 2], ..same }, t(f, &[4, 16, 16, 8]));
-    all.push(case(MaxPool { kernel, window: window.clone() }, &[x.clone()], &[t(f, &[4, 8, 8, 8])]));
-    all.push(case(MaxPoolGrad { kernel, window }, &[t(f, &[4, 8, 8, 8]), x.clone()], &[x]));
+    let by_two = Window { stride: [2, 2], ..same.clone() };
+    let spread = Window { stride: [1, 2], low: [2, 2], high: [2, 3], dilation: [2, 2] };
+    for (x, kernel, window) in [
+        ([4, 16, 16, 8], [3, 3], by_two.clone()),
+        ([3, 15, 17, 6], [3, 3], by_two.clone()),
+        ([2, 9, 9, 16], [3, 3], same),
+        ([2, 12, 13, 5], [5, 4], by_two),
+        ([2, 13, 12, 8], [3, 3], spread),
+        ([2, 8, 8, 8], [2, 2], Window { stride: [2, 2], ..Window::default() }),
+        ([2, 20, 19, 8], [18, 17], Window::default()),
+        ([1, 258, 259, 4], [257, 257], Window::default()),
+    ] {
+        let [rows, columns] = window.count([x[1], x[2]], kernel).expect("windows that fit");
+        let (x, y) = (t(f, &x), t(f, &[x[0], rows, columns, x[3]]));
+        all.push(case(MaxPool { kernel, window: window.clone() }, &[x.clone()], &[y.clone()]));
+        all.push(case(MaxPoolGrad { kernel, window }, &[y, x.clone()], &[x]));
+    }
 }
 
 fn matmul_cases(f: DType, all: &mut Vec<Case>) {

@@ -19,7 +19,7 @@ const APART: u64 = 400 << 20;
 /// Seconds of a step that is measured, at least.
 const LONG: f64 = 8e-3;
 
-/// The kernels of training steps of GPT-2 and Llama, at the shapes that these have on one GPU.
+/// The kernels of training steps of GPT-2, Llama and ResNet, at the shapes that these have on one GPU.
 pub fn memory_cases() -> Vec<Case> {
     let f = Bf16;
     // What a kernel takes that moves next to nothing.
@@ -72,6 +72,11 @@ pub fn memory_cases() -> Vec<Case> {
         let (x, table) = (t(f, &shape), t(F32, &[shape[1], shape[3] / 2]));
         all.push(case(Rotary { inverse: false }, &[x.clone(), table.clone(), table], &[x]));
     }
+    // ResNet's first pooling.
+    let window = Window { stride: [2, 2], low: [1, 1], high: [1, 1], ..Window::default() };
+    let (kernel, x, y) = ([3, 3], t(f, &[256, 112, 112, 64]), t(f, &[256, 56, 56, 64]));
+    all.push(case(MaxPool { kernel, window: window.clone() }, &[x.clone()], &[y.clone()]));
+    all.push(case(MaxPoolGrad { kernel, window }, &[y, x.clone()], &[x]));
     let pad = Pad { low: vec![0, 0], high: vec![47, 0], value: 0.0 };
     all.push(case(pad, &[t(f, &[50257, 1600])], &[t(f, &[50304, 1600])]));
     all.push(case(Swiglu {}, &[t(f, &[12, 4096, 8192]), t(f, &[12, 4096, 8192])], &[t(f, &[12, 4096, 8192])]));

@@ -30,6 +30,9 @@ pub type Pack<const I: usize> = Vector<Elem<I>, Lanes>;
 /// A vector of as many f32.
 pub type PackF32 = Vector<f32, Lanes>;
 
+/// A vector of as many u32.
+pub type PackU32 = Vector<u32, Lanes>;
+
 /// CubeCL's name of an element type. A bool is a byte in memory.
 pub fn storage(dtype: DType) -> StorageType {
     let elem = match dtype {

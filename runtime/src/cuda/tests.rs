@@ -337,6 +337,24 @@ fn convolutions_in_half_precision_are_the_librarys() {
     check(Convolution { window: Window::default(), groups: 1 }, &[x, filters], &[y], &["gemm 1x784x64x32"]);
 }
 
+/// A byte of scratch memory for each window and channel, or more where windows have more elements or vectors few channels.
+#[test]
+fn derivatives_of_pooling_note_the_largest_elements() {
+    let scratch = |dtype: DType, sides: u64, channels: u64| {
+        let (kernel, side) = ([sides; 2], sides + 10);
+        let (x, y) = (t(dtype, &[2, side, side, channels]), t(dtype, &[2, 11, 11, channels]));
+        let op = MaxPoolGrad { kernel, window: Window::default() };
+        check(op.clone(), &[y.clone(), x.clone()], &[x.clone()], &["max_pool_notes", "max_pool_grad"]);
+        let bytes = select(&op.into(), &[y.clone(), x.clone()], &[x]).unwrap().scratch;
+        bytes as f64 / y.elements() as f64
+    };
+    // Beginnings of scratch memory are multiples of 256 bytes.
+    let each = |dtype, sides, channels| scratch(dtype, sides, channels).round();
+    assert_eq!([Bf16, F32].map(|dtype| each(dtype, 3, 64)), [1.0, 1.0]);
+    assert_eq!([16, 17, 257].map(|sides| each(Bf16, sides, 64)), [1.0, 2.0, 4.0]);
+    assert_eq!([6, 5].map(|channels| each(Bf16, 3, channels)), [2.0, 4.0]);
+}
+
 #[test]
 fn what_has_no_kernel_says_so() {
     let x = t(Bool, &[8]);

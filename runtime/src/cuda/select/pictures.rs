@@ -10,7 +10,7 @@ use super::{Arg, Engine, Fused, Gemm, Matrix, OP, RES, Select, Step, THREADS, de
 use crate::cuda::cudnn::Kernel as Library;
 use crate::cuda::cudnn::convolution::{self as fused, Made};
 use crate::cuda::kernel::{Elem, Kernel, Pack};
-use crate::cuda::kernels::pictures::{self as kernels, Slide};
+use crate::cuda::kernels::pictures::{self as kernels, Notes, Slide};
 use shardc_ir::ops::{Convolution, ConvolutionFilterGrad, ConvolutionTranspose, MaxPool, MaxPoolGrad, Window};
 use shardc_ir::{DType, TensorType};
 
@@ -326,16 +326,30 @@ impl Select<'_> {
 
     pub(super) fn max_pool_grad(&mut self, op: &MaxPoolGrad) -> Result<(), String> {
         let (dy, x) = (&self.operands[0], &self.operands[1]);
-        let (slide, types, elements) = (slide(&op.window, op.kernel), [x.dtype, dy.dtype], x.elements());
+        let (slide, types) = (slide(&op.window, op.kernel), [x.dtype, dy.dtype]);
         let together = lanes(&types, &x.shape[3..]);
-        let numbers = pooled(x, dy, together as u64);
-        let kernel = Kernel::new("max_pool_grad", &types, together, THREADS, &slide, move |d| {
-            let (x, dy, dx, n) = (d.input::<Pack<0>>(), d.input::<Pack<1>>(), d.output::<Pack<0>>(), d.number());
+        let (numbers, windows) = (pooled(x, dy, together as u64), dy.elements() / together as u64);
+        let packed = Notes::new(op.kernel[0].saturating_mul(op.kernel[1]), together as u32);
+        let notes = self.scratch(windows * u64::from(packed.words) * 4);
+        let kernel = Kernel::new("max_pool_notes", &types[..1], together, THREADS, &(slide, packed), move |d| {
+            let (x, notes, n) = (d.input::<Pack<0>>(), d.output::<u32>(), d.number());
             let (channels, height, width) = (d.number(), d.number(), d.number());
             let (c, down, across) = (channels, d.number(), d.number());
-            kernels::max_pool_grad::expand(d.scope(), x, dy, dx, n, c, height, width, down, across, slide);
+            kernels::max_pool_notes::expand(d.scope(), x, notes, n, c, height, width, down, across, slide, packed);
         });
-        self.each_element(kernel, vec![OP(1), OP(0), RES(0)], numbers, elements / together as u64);
+        self.each_element(kernel, vec![OP(1), notes], numbers.clone(), windows);
+        let kernel = Kernel::new("max_pool_grad", &types, together, THREADS, &(slide, packed), move |d| {
+            let (dy, notes, dx) = (d.input::<Pack<1>>(), d.input::<u32>(), d.output::<Pack<0>>());
+            let (n, windows, c, height, width) = (d.number(), d.number(), d.number(), d.number(), d.number());
+            let (down, across, scope) = (d.number(), d.number(), d.scope());
+            kernels::max_pool_grad::expand(
+                scope, dy, notes, dx, n, windows, c, height, width, down, across, slide, packed,
+            );
+        });
+        let squares = plane(x).map(|size| size.div_ceil(u64::from(kernels::SIDE)));
+        let squares = [x.shape[0], squares[0], squares[1], x.shape[3] / together as u64];
+        let numbers = [vec![windows as u32], numbers].concat();
+        self.each_element(kernel, vec![OP(0), notes, RES(0)], numbers, squares.iter().product());
         Ok(())
     }
 

@@ -55,3 +55,35 @@ fn convolutions_and_pooling() {
         }
     }
 }
+
+/// Bit by bit the CPU's results: numbers of which many in a window are equal, windows that lie over each other or leave some of
+/// the picture out, vectors of one, two and four channels, and places in windows that take a byte, or two.
+#[test]
+fn the_first_of_equal_numbers_is_the_largest() {
+    let Some(client) = client() else { return };
+    let window = |stride, low, high, dilation| Window { stride, low, high, dilation };
+    for ([height, width], kernel, window) in [
+        ([8, 9], [3, 3], window([2, 2], [1, 1], [1, 1], [1, 1])),
+        ([9, 7], [3, 3], window([2, 2], [0, 0], [0, 0], [1, 1])),
+        ([7, 6], [3, 2], window([1, 1], [1, 1], [1, 0], [1, 1])),
+        ([11, 9], [5, 4], window([2, 3], [2, 1], [2, 2], [1, 1])),
+        ([9, 8], [2, 2], window([3, 3], [0, 1], [0, 0], [1, 1])),
+        ([10, 11], [3, 3], window([1, 2], [3, 2], [3, 4], [3, 2])),
+        ([1, 6], [1, 6], window([1, 1], [0, 0], [0, 0], [1, 1])),
+        ([17, 18], [16, 16], window([1, 2], [0, 1], [0, 1], [1, 1])),
+        ([17, 18], [16, 17], window([1, 1], [0, 1], [0, 1], [1, 1])),
+    ] {
+        let [rows, columns] = window.count([height, width], kernel).unwrap();
+        for (images, channels) in [(1, 1), (3, 2), (2, 8)] {
+            let (ty, of_y) = (t(&[images, height, width, channels]), t(&[images, rows, columns, channels]));
+            let few: Vec<f32> = floats(&tensor(&ty, 5, 1)).iter().map(|value| (2.0 * value).round()).collect();
+            let (x, dy) = (HostTensor::from_f32(ty.shape.clone(), &few), tensor(&of_y, 6, 1));
+            let same = |op: Op, operands: &[HostTensor], ty: &TensorType| {
+                let expected = compute_op(&op, operands, &[ty.clone()]).unwrap_or_else(|error| panic!("{error}"));
+                assert!(run(&client, &op, operands, &[ty.clone()], u64::MAX) == expected, "{op:?} {ty}");
+            };
+            same(MaxPool { kernel, window: window.clone() }.into(), &[x.clone()], &of_y);
+            same(MaxPoolGrad { kernel, window: window.clone() }.into(), &[dy, x], &ty);
+        }
+    }
+}
