@@ -150,9 +150,10 @@ fn largest(
             let mut which = PackU32::empty();
             #[unroll]
             for lane in 0..Lanes::value() {
-                let is_larger = values[lane] > before[lane];
-                most[lane] = select(is_larger, values[lane], before[lane]);
-                which[lane] = select(is_larger, number, known[lane]);
+                // What is not a number is a maximum, so that it is seen.
+                let is_behind = values[lane] <= before[lane] || before[lane].is_nan();
+                most[lane] = select(is_behind, before[lane], values[lane]);
+                which[lane] = select(is_behind, known[lane], number);
             }
             best.store(most);
             element.store(which);

@@ -87,3 +87,25 @@ fn the_first_of_equal_numbers_is_the_largest() {
         }
     }
 }
+
+/// The first of a window that is none is its maximum, wherever it stands, and has its cotangent.
+#[test]
+fn what_is_not_a_number_is_the_largest() {
+    let Some(client) = client() else { return };
+    let (kernel, window) = ([3, 3], Window { stride: [2, 2], low: [1, 1], high: [1, 1], ..Window::default() });
+    let (of_x, of_y) = (t(&[2, 9, 8, 4]), t(&[2, 5, 4, 4]));
+    let mut values = floats(&tensor(&of_x, 5, 1));
+    let other = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
+    values.iter_mut().step_by(7).zip(other.iter().cycle()).for_each(|(value, other)| *value = *other);
+    let (x, dy) = (HostTensor::from_f32(of_x.shape.clone(), &values), tensor(&of_y, 6, 1));
+    let both = |op: Op, operands: &[HostTensor], ty: &TensorType| {
+        let expected = compute_op(&op, operands, &[ty.clone()]).unwrap_or_else(|error| panic!("{error}"));
+        [run(&client, &op, operands, &[ty.clone()], u64::MAX), expected].map(|made| floats(&made[0]))
+    };
+    let [actual, expected] = both(MaxPool { kernel, window: window.clone() }.into(), &[x.clone()], &of_y);
+    let is_same = |(a, b): (&f32, &f32)| a == b || (a.is_nan() && b.is_nan());
+    assert!(expected.iter().any(|value| value.is_nan()) && expected.contains(&f32::INFINITY));
+    assert!(actual.iter().zip(&expected).all(is_same), "{actual:?} {expected:?}");
+    let [actual, expected] = both(MaxPoolGrad { kernel, window }.into(), &[dy, x], &of_x);
+    assert_eq!(actual, expected);
+}
