@@ -11,7 +11,7 @@ use shardc_ir::program::{Action, Stream};
 use shardc_ir::{Bytes, Graph, Role};
 
 /// The bytes of a value up to which it is small.
-const SMALL: Bytes = Bytes(64 << 10);
+pub(super) const SMALL: Bytes = Bytes(64 << 10);
 
 /// Moves what makes small values in the forward and backward pass up to what they are made of, in every section of the
 /// draft of a graph.

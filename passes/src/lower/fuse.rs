@@ -3,7 +3,8 @@
 //! Between two kernels a value is written to memory and read again. An operation therefore joins the one
 //! that makes an operand of it, if the target has a kernel for both together: a residual's sum joins the
 //! derivative of the norm before it, the gradient of a bias joins what it is the sum of. What the pair
-//! then is joins others in the same way. No pattern is listed here: the target says what it can fuse.
+//! then is joins others in the same way, and what is made for that operation alone comes with it. Operations on small
+//! values share a launch with those before them. No pattern is listed here: the target says what it can fuse.
 //!
 //! A region runs where its first operation stood, so the others move up, past everything that they do
 //! not depend on. What only the region reads is no buffer any more. An operation of the backward pass that depends on
@@ -12,6 +13,7 @@
 
 use super::draft::Touched;
 use super::draft::{Draft, Hint, Item, StorageId};
+use super::early::SMALL;
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction};
@@ -73,6 +75,8 @@ impl Forming<'_> {
         let mut regions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         let mut region_of: HashMap<usize, usize> = HashMap::new();
         let mut makers: HashMap<BufferId, usize> = HashMap::new();
+        // The last region of small values.
+        let mut small: Option<usize> = None;
         for at in 0..self.draft.sections[self.section].len() {
             let instruction = &self.item(at).instruction;
             if self.op(at).is_some() {
@@ -90,11 +94,13 @@ impl Forming<'_> {
                 let together = others.iter().rev().map(|other| with_lone(Some(*other)));
                 let apart = joined.iter().rev().map(|first| regions[first].clone());
                 let lone_alone = (lone.len() > 1).then(|| with_lone(None));
-                let candidates = together.chain(lone_alone).chain(apart);
+                let beside = small.filter(|_| self.is_small(at)).and_then(|first| regions.get(&first).cloned());
+                let candidates = together.chain(lone_alone).chain(apart).chain(beside);
                 let fits = |members: &Vec<usize>| self.fits(&members[..1], &[&members[1..], &[at]].concat());
                 let members = [candidates.into_iter().find(fits).unwrap_or_default(), vec![at]].concat();
                 members.iter().for_each(|member| drop(regions.remove(member)));
                 region_of.extend(members.iter().map(|member| (*member, members[0])));
+                small = if self.is_small(at) { Some(members[0]) } else { small };
                 regions.insert(members[0], members);
             }
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
@@ -123,6 +129,11 @@ impl Forming<'_> {
         let copies = |at: usize| matches!(self.op(at), Some(Op::Broadcast(_)));
         let mut made = members.iter().flat_map(|member| &self.item(*member).instruction.results);
         matches!(members, [member] if copies(*member)) || made.all(is_read_there)
+    }
+
+    /// Whether an operation takes less time than its launch.
+    fn is_small(&self, at: usize) -> bool {
+        self.item(at).instruction.buffers().all(|buffer| self.draft.buffers[buffer].ty.bytes() <= SMALL)
     }
 
     /// Whether an operation comes behind the forward pass.

@@ -2,7 +2,7 @@
 
 use super::{Fired, Report};
 use shardc_ir::ops::{Affine, BinaryKind, Broadcast, Constant, Matmul, OpError, Reshape, Transpose};
-use shardc_ir::{Graph, NodeId, Op, ValueId};
+use shardc_ir::{Graph, NodeId, Op, OpDef, ValueId};
 use std::collections::HashMap;
 
 /// The graph without pairs of transposes and of reshapes, affine functions of affine functions,
@@ -119,6 +119,12 @@ impl Site<'_> {
             return Ok(Some(("identity", x)));
         }
         let inner = self.to.def(x).clone();
+        let shape = &self.to.ty(x).shape;
+        let is_kept = permutation.iter().filter(|dim| shape[**dim] != 1).is_sorted();
+        // Filters of one element: what is stored lies as it is read.
+        if is_kept && inner.op.is_leaf() {
+            return Ok(Some(("transpose_of_ones", self.add(Reshape {}, &[x], true)?)));
+        }
         match &inner.op {
             Op::Transpose(first) => {
                 let both: Vec<usize> = permutation.iter().map(|dim| first.permutation[*dim]).collect();

@@ -274,9 +274,11 @@ fn row_cases(f: DType, all: &mut Vec<Case>) {
             all.push(case(CrossEntropyGrad { start, classes: None }, &operands, &[x.clone()]));
         }
     }
-    // Rows of which a unit has many vectors, and whose last elements are padding.
-    for (columns, classes) in [(16_384, None), (9_008, Some(9_001)), (50, Some(41))] {
-        let (x, labels, row) = (t(f, &[5, columns]), t(I64, &[5]), t(F32, &[5]));
+    // Rows of which a unit has many vectors, those of which it has all, and whose last elements are padding.
+    for (rows, columns, classes) in
+        [(5, 16_384, None), (5, 9_008, Some(9_001)), (5, 50, Some(41)), (3000, 2, None), (700, 24, Some(19))]
+    {
+        let (x, labels, row) = (t(f, &[rows, columns]), t(I64, &[rows]), t(F32, &[rows]));
         let both = [row.clone(), row.clone()];
         all.push(case(CrossEntropy { start: 0, classes }, &[x.clone(), labels.clone()], &both));
         let operands = [x.clone(), labels, row.clone(), row.clone(), row];

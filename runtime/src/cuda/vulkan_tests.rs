@@ -281,12 +281,15 @@ fn rows() {
     check(&client, LayerNorm { eps: 1e-5 }, &operands, &[x.clone(), row.clone(), row.clone()], 1);
     let operands = [x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
     check(&client, LayerNormGrad {}, &operands, &[x.clone(), d.clone(), d], 1);
-    let labels = ids(&[40]);
-    for classes in [None, Some(70)] {
+    for (rows, columns, classes) in
+        [(40, 96, None), (40, 96, Some(70)), (700, 2, None), (300, 6, Some(5)), (9, 1, None)]
+    {
+        let (x, row, labels) = (t(&[rows, columns]), t(&[rows]), ids(&[rows]));
+        let (start, below) = (if columns > 60 { 9 } else { 1 }, columns.min(60) + 1);
         let operands = [x.clone(), labels.clone()];
-        check(&client, CrossEntropy { start: 9, classes }, &operands, &[row.clone(), row.clone()], 60);
-        let operands = [x.clone(), labels.clone(), row.clone(), row.clone(), row.clone()];
-        check(&client, CrossEntropyGrad { start: 0, classes }, &operands, &[x.clone()], 60);
+        check(&client, CrossEntropy { start, classes }, &operands, &[row.clone(), row.clone()], below);
+        let operands = [x.clone(), labels, row.clone(), row.clone(), row];
+        check(&client, CrossEntropyGrad { start: 0, classes }, &operands, &[x], below);
     }
 }
 

@@ -1,4 +1,5 @@
-//! Kernels that work on rows: one block per row, threads striding over its vectors. All compute in f32.
+//! Kernels that work on rows: one block per row, threads striding over its vectors, or one unit per row where that is short.
+//! All compute in f32.
 
 use super::fold::{LOWEST, block_max, block_sum};
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
@@ -195,5 +196,81 @@ pub fn cross_entropy_grad(
         }
         dlogits[start + at.read()] = out;
         at.store(at.read() + comptime!(threads as usize));
+    }
+}
+
+/// [`cross_entropy()`] of `n` rows of few vectors, each of which a unit works on by itself.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn cross_entropy_short(
+    logits: &Array<Pack<0>>,
+    labels: &Array<Elem<1>>,
+    lse: &mut Array<f32>,
+    picked: &mut Array<f32>,
+    n: u32,
+    columns: u32,
+    first: u32,
+    live: u32,
+) {
+    let row = ABSOLUTE_POS as usize;
+    if row < n as usize {
+        let (start, columns) = (row * columns as usize, columns as usize);
+        let label = u32::cast_from(labels[row]) - first;
+        let largest = RuntimeCell::<f32>::new(f32::new(LOWEST));
+        let found = RuntimeCell::<f32>::new(f32::new(0.0));
+        for at in 0..columns {
+            let a = logits[start + at];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                let (column, value) = ((at * Lanes::value() + lane) as u32, f32::cast_from(a[lane]));
+                largest.store(max(largest.read(), select(column < live, value, f32::new(LOWEST))));
+                found.store(select(column < live && column == label, value, found.read()));
+            }
+        }
+        let sum = RuntimeCell::<f32>::new(f32::new(0.0));
+        for at in 0..columns {
+            let a = logits[start + at];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                let column = (at * Lanes::value() + lane) as u32;
+                let part = (f32::cast_from(a[lane]) - largest.read()).exp();
+                sum.store(sum.read() + select(column < live, part, 0.0f32));
+            }
+        }
+        lse[row] = largest.read() + sum.read().ln();
+        picked[row] = found.read();
+    }
+}
+
+/// [`cross_entropy_grad()`] with a unit for each of the `n` vectors of short rows.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+pub fn cross_entropy_grad_short(
+    logits: &Array<Pack<0>>,
+    labels: &Array<Elem<1>>,
+    lse: &Array<f32>,
+    dlse: &Array<f32>,
+    dpicked: &Array<f32>,
+    dlogits: &mut Array<Pack<0>>,
+    n: u32,
+    columns: u32,
+    first: u32,
+    live: u32,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let row = (at / columns) as usize;
+        let label = u32::cast_from(labels[row]) - first;
+        let (log_sum, slope, extra) = (lse[row], dlse[row], dpicked[row]);
+        let a = logits[at as usize];
+        let mut out = Pack::<0>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let column = at % columns * Lanes::value() as u32 + lane as u32;
+            let soft = (f32::cast_from(a[lane]) - log_sum).exp() * slope;
+            let value = soft + select(column == label, extra, 0.0f32);
+            out[lane] = Elem::<0>::cast_from(select(column < live, value, 0.0f32));
+        }
+        dlogits[at as usize] = out;
     }
 }

@@ -55,6 +55,9 @@ struct Rows {
     threads: u32,
 }
 
+/// Vectors of a row up to which one unit works on it by itself.
+const SHORT: u64 = 4;
+
 /// Bytes of a row's statistic.
 const STATISTIC: u64 = 4;
 
@@ -241,6 +244,20 @@ impl Select<'_> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
         let Rows { count, bytes, vectors, width, .. } = self.rows_of(0, &types[..1]);
         let (numbers, _) = self.classes(vectors, op.start, op.classes);
+        let statistics = [RES(0), RES(1)].map(|arg| (arg, STATISTIC));
+        let buffers = [[(OP(0), bytes), (OP(1), types[1].size())], statistics].concat();
+        if vectors <= SHORT {
+            let kernel = Kernel::new("cross_entropy_short", &types, width, THREADS, &(), move |d| {
+                let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
+                let (lse, picked, n) = (d.output::<f32>(), d.output::<f32>(), d.number());
+                let (columns, first, live) = (d.number(), d.number(), d.number());
+                let scope = d.scope();
+                kernels::cross_entropy_short::expand(scope, logits, labels, lse, picked, n, columns, first, live);
+            });
+            let numbers = [vec![0], numbers].concat();
+            self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::vectors(count, THREADS));
+            return Ok(());
+        }
         let threads = row_threads(vectors.div_ceil(kernels::AHEAD as u64)).min(THREADS);
         let kernel = Kernel::new("cross_entropy", &types, width, threads, &(), move |d| {
             let (logits, labels) = (d.input::<Pack<0>>(), d.input::<Elem<1>>());
@@ -249,8 +266,6 @@ impl Select<'_> {
             let scope = d.scope();
             kernels::cross_entropy::expand(scope, logits, labels, lse, picked, columns, first, live, threads);
         });
-        let statistics = [RES(0), RES(1)].map(|arg| (arg, STATISTIC));
-        let buffers = [[(OP(0), bytes), (OP(1), types[1].size())], statistics].concat();
         self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::rows(count));
         Ok(())
     }
@@ -259,6 +274,24 @@ impl Select<'_> {
         let types = [self.operands[0].dtype, self.operands[1].dtype];
         let Rows { count, bytes, vectors, width, threads } = self.rows_of(0, &types[..1]);
         let (numbers, padded) = self.classes(vectors, op.start, op.classes);
+        let statistics = [OP(2), OP(3), OP(4)].map(|arg| (arg, STATISTIC));
+        let buffers = [&[(OP(0), bytes), (OP(1), types[1].size())], statistics.as_slice(), &[(RES(0), bytes)]].concat();
+        if vectors <= SHORT {
+            let kernel = Kernel::new("cross_entropy_grad_short", &types, width, THREADS, &(), move |d| {
+                let (logits, labels, lse) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.input::<f32>());
+                let (dlse, dpicked, dlogits) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
+                let (n, columns, first, live) = (d.number(), d.number(), d.number(), d.number());
+                let scope = d.scope();
+                kernels::cross_entropy_grad_short::expand(
+                    scope, logits, labels, lse, dlse, dpicked, dlogits, n, columns, first, live,
+                );
+            });
+            let numbers = [vec![0], numbers].concat();
+            // A unit of a range is a row.
+            let cut = Cut { per_unit: vectors, ..Cut::vectors(count * vectors, THREADS) };
+            self.launch_cut(kernel, &buffers, numbers, Vec::new(), cut);
+            return Ok(());
+        }
         let kernel = Kernel::new("cross_entropy_grad", &types, width, threads, &padded, move |d| {
             let (logits, labels, lse) = (d.input::<Pack<0>>(), d.input::<Elem<1>>(), d.input::<f32>());
             let (dlse, dpicked, dlogits) = (d.input::<f32>(), d.input::<f32>(), d.output::<Pack<0>>());
@@ -268,8 +301,6 @@ impl Select<'_> {
                 scope, logits, labels, lse, dlse, dpicked, dlogits, columns, first, live, padded, threads,
             );
         });
-        let statistics = [OP(2), OP(3), OP(4)].map(|arg| (arg, STATISTIC));
-        let buffers = [&[(OP(0), bytes), (OP(1), types[1].size())], statistics.as_slice(), &[(RES(0), bytes)]].concat();
         self.launch_cut(kernel, &buffers, numbers, Vec::new(), Cut::rows(count));
         Ok(())
     }
