@@ -131,7 +131,7 @@ enum Recording {
     Refused,
 }
 
-/// The variable that, set to `0`, leaves steps unrecorded, and set to `1` has them recorded with their collectives too.
+/// The variable that, set to `0`, leaves steps unrecorded.
 const SWITCH: &str = "SHARDC_CUDA_GRAPH";
 
 /// Commands of a step up to which it is recorded: a graph takes memory of the device for each, which no
@@ -352,14 +352,8 @@ impl Rank {
 
     /// The error is why a step is not recorded.
     fn recordable(&self) -> Result<(), Failure> {
-        match std::env::var(SWITCH).as_deref() {
-            Ok("0") => return Err(format!("{SWITCH} is 0")),
-            Ok("1") => {}
-            // A hang while recording would be all ranks' hang.
-            _ if !self.communicators.is_empty() => {
-                return Err(format!("steps with collectives are recorded where {SWITCH} is 1"));
-            }
-            _ => {}
+        if std::env::var(SWITCH).as_deref() == Ok("0") {
+            return Err(format!("{SWITCH} is 0"));
         }
         let section = |run: &Run| &self.sections[section_index(run.section)];
         let ready = self.program.order.iter().flat_map(section);

@@ -4,7 +4,8 @@
 //! the device, and what it proposes for the program's other products ([`gemm::Configuration`]), on the
 //! program's own addresses and with noise in the operands (a product of zeros draws little power, and is
 //! faster than any other), before the program's first step. What was fast for other products of the program comes
-//! first, and trying ends where some in a row were no faster. Before an algorithm takes the place of the library's
+//! first, and trying ends where some in a row were no faster. Long sums of small results are also split into other
+//! numbers of parts than the library thinks of. Before an algorithm takes the place of the library's
 //! first choice, its result is compared with that one's, on equal memory: the library checks layouts alone.
 //!
 //! **Runs.** What is found is kept on disk per GPU, driver and version of the library, so that a later run measures
@@ -32,7 +33,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 const SWITCH: &str = "SHARDC_TUNE_MATMUL";
 
 /// The version of this way of choosing, in the name of the file: what older ones chose is not read.
-const METHOD: u32 = 4;
+const METHOD: u32 = 5;
 
 /// What was measured of one product.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

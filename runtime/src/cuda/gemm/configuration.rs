@@ -67,6 +67,11 @@ impl Configuration {
         Some(algorithm.data)
     }
 
+    /// This with its sums split into so many parts.
+    pub fn split(self, parts: impl IntoIterator<Item = u32>) -> impl Iterator<Item = Self> {
+        parts.into_iter().map(move |splits| Self { splits, reduction: REDUCTION, ..self })
+    }
+
     /// This with the order of tiles and the sharing of blocks of each of a set.
     pub fn reordered(&self, known: &BTreeSet<Self>) -> BTreeSet<Self> {
         let of_kind = || known.iter().filter(|other| other.kind == self.kind);
@@ -78,6 +83,9 @@ impl Configuration {
         orders.into_iter().flat_map(one).collect()
     }
 }
+
+/// How the partial results of a sum that is split are added: in the type of the sum, in a fixed order.
+const REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
 /// The bytes of an attribute; zeros where the library does not say.
 fn get<const BYTES: usize>(algorithm: &Algorithm, attribute: Attribute) -> [u8; BYTES] {

@@ -5,6 +5,7 @@
 //! what they need in between lies in scratch memory, whose size is known here ([`Selection`]).
 
 mod attention;
+mod channels;
 mod cut;
 mod elementwise;
 mod many;

@@ -5,8 +5,8 @@
 //! matrix products. A filter of one element that moves by one reads the picture itself. For the others there are kernels of
 //! cuDNN where types allow.
 
-use super::movement::Move;
-use super::{Arg, Engine, Fused, Gemm, Matrix, OP, RES, Select, Step, THREADS, dense, lanes};
+use super::channels::{ALIGNED, Aligned};
+use super::{Arg, Engine, Fused, Gemm, Matrix, OP, RES, Select, Step, THREADS, lanes};
 use crate::cuda::cudnn::Kernel as Library;
 use crate::cuda::cudnn::convolution::{self as fused, Made};
 use crate::cuda::kernel::{Elem, Kernel, Pack};
@@ -20,9 +20,6 @@ const ROWS: u64 = 64 << 20;
 
 /// Bytes of workspace of a product: partial results that are more have tiles for all multiprocessors without being divided.
 const PARTIAL: u64 = 8 << 20;
-
-/// Of how many channels, or a multiple, rows begin where matrix units want them.
-const ALIGNED: u64 = 8;
 
 fn slide(window: &Window, kernel: [u64; 2]) -> Slide {
     let sizes = |sizes: [u64; 2]| sizes.map(|size| size as u32);
@@ -246,26 +243,27 @@ impl Select<'_> {
         }
         let otherwise = std::mem::take(&mut self.out);
         let own = tensors[place].clone();
-        if let Some(filled) = filled(sizes, &tensors) {
-            for (at, ty) in filled.into_iter().enumerate() {
-                let to = self.scratch(ty.bytes().0);
+        let mut window = window.clone();
+        let aligned = if sizes.is_plain { None } else { Aligned::new(&window, &tensors) };
+        if let Some(aligned) = &aligned {
+            for (at, ty) in aligned.types.iter().enumerate() {
+                let (from, to) = (buffers[at], self.scratch(ty.bytes().0));
                 if at != place {
-                    self.lengthen((buffers[at], &tensors[at]), (to, &ty), 0.0);
+                    self.align(aligned, at, [from, to]);
                 }
-                (buffers[at], tensors[at]) = (to, ty);
+                (buffers[at], tensors[at]) = (to, ty.clone());
             }
+            window.clone_from(&aligned.window);
         } else if own.dtype != result.dtype {
             buffers[place] = self.scratch(own.bytes().0);
         }
-        let (library, wide) = (convolution(tensors.clone()), &tensors[place]);
+        let library = fused::Convolution { made, tensors, window };
         let workspace = self.scratch(library.workspace());
         let engine = Engine { kernel: Library::Convolution(library), buffers: buffers.to_vec(), workspace };
         self.out.steps.push(Step::Engine(Box::new(engine)));
-        if *wide != own {
+        if let Some(aligned) = aligned.filter(|aligned| place < aligned.types.len()) {
             let to = if own.dtype == result.dtype { RES(0) } else { self.scratch(own.bytes().0) };
-            let (read, write) = (dense(&wide.shape), dense(&own.shape));
-            let whole = Move { shape: own.shape.clone(), read, write, ..Move::default() };
-            self.strided(own.dtype, buffers[place], to, &whole);
+            self.align_back(&aligned, place, [buffers[place], to]);
             buffers[place] = to;
         }
         if own.dtype != result.dtype {
@@ -359,20 +357,6 @@ impl Select<'_> {
         let blocks = elements.div_ceil(u64::from(THREADS)) as u32;
         self.launch(kernel, buffers, numbers, Vec::new(), [blocks, 1, 1]);
     }
-}
-
-/// The types of pictures and filters whose channels are filled up with zeros so that rows begin where matrix units want
-/// them, if that takes fewer than 2^32 elements: what cuDNN does by itself for the 3 colours of a picture takes twice to
-/// six times as long (ResNet-50's first convolution on an H200).
-fn filled(sizes: &Sizes, [x, filters, _]: &[TensorType; 3]) -> Option<[TensorType; 2]> {
-    let channels = sizes.ci.next_multiple_of(ALIGNED);
-    let filled = |ty: &TensorType| {
-        let shape = [&ty.shape[..3], &[channels]].concat();
-        ty.with_shape(shape)
-    };
-    let types = [filled(x), filled(filters)];
-    let fits = types.iter().all(|ty| ty.elements() < 1 << 32);
-    (sizes.groups == 1 && channels > sizes.ci && !sizes.is_plain && fits).then_some(types)
 }
 
 /// What the kernels of pooling are told of a picture and of what is made of it, some channels of which go together.

@@ -23,6 +23,11 @@ const MARGIN: f64 = 0.985;
 /// Configurations whose order of tiles is varied: the fastest.
 const VARIED: usize = 3;
 
+/// Elements of a result of which tiles are too few for a large device, so that it pays to split its sums: into one of
+/// these numbers of parts.
+const FEW: u64 = 1 << 20;
+const PARTS: [u32; 9] = [2, 4, 8, 16, 24, 32, 48, 64, 128];
+
 /// Configurations in a row that are no faster than the fastest before, after which no more are tried: of those that
 /// the library proposes for other products, and of those with other orders of tiles.
 const PATIENCE: [usize; 2] = [16, 10];
@@ -200,6 +205,10 @@ impl<'a> Bench<'a> {
         let own = candidates.iter().map(|algorithm| (Configuration::of(algorithm), *algorithm));
         self.try_all(problem, own, usize::MAX, &mut tried)?;
         self.try_configured(problem, candidates, &self.known, PATIENCE[0], &mut tried)?;
+        if problem.results.iter().map(|(_, bytes)| bytes / problem.dtype.size()).sum::<u64>() < FEW {
+            let split = tried.fastest(VARIED, HOPELESS).into_iter().flat_map(|(at, _)| at.split(PARTS));
+            self.try_configured(problem, candidates, &split.collect(), usize::MAX, &mut tried)?;
+        }
         let varied = tried.fastest(VARIED, HOPELESS).into_iter().flat_map(|(at, _)| at.reordered(&self.known));
         self.try_configured(problem, candidates, &varied.collect(), PATIENCE[1], &mut tried)?;
         for (configuration, (seconds, _)) in &tried.by {
