@@ -56,27 +56,6 @@ impl Sizes {
         let ([m, n, k], count) = matmul.matrices(operands).ok()?;
         Some((Self { batch: 1.0, m: m as f64, n: n as f64, k: k as f64 }, count as f64))
     }
-
-    /// The sizes of the product that a convolution or a derivative of it is, as libraries compute it: the
-    /// elements under each window are a column, made in registers (Chetlur et al., "cuDNN", 2014).
-    /// `None` for any other operation.
-    pub fn of_convolution(op: &Op, operands: &[TensorType], results: &[TensorType]) -> Option<Self> {
-        let (groups, y, filters) = match op {
-            Op::Convolution(op) => (op.groups, &results[0], &operands[1]),
-            Op::ConvolutionTranspose(op) => (op.groups, &operands[0], &operands[1]),
-            Op::ConvolutionFilterGrad(op) => (op.groups, &operands[0], &results[0]),
-            _ => return None,
-        };
-        let windows = (y.shape[..3].iter().product::<u64>()) as f64;
-        let channels = (filters.shape[0] / groups.max(1)) as f64;
-        let under = filters.shape[1..].iter().product::<u64>() as f64;
-        let batch = groups as f64;
-        Some(match op {
-            Op::Convolution(_) => Self { batch, m: channels, n: windows, k: under },
-            Op::ConvolutionTranspose(_) => Self { batch, m: under, n: windows, k: channels },
-            _ => Self { batch, m: channels, n: under, k: windows },
-        })
-    }
 }
 
 /// How many times as long products take with a matrix whose rows do not begin at multiples of 16 bytes, which cannot be

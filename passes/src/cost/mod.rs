@@ -1,8 +1,8 @@
 //! The cost model: how long operations, collectives, pipelines and whole steps take, in seconds.
 //!
 //! * [`node`]: one operation on one device, by its *local* shapes: a product by tiles, waves and
-//!   depth ([`matmul`]), attention by the generation of its kernel ([`attention`]), the rest by the
-//!   bytes it moves;
+//!   depth ([`matmul`]), a convolution as the product that it is ([`convolution`]), attention by the generation of its
+//!   kernel ([`attention`]), the rest by the bytes it moves;
 //! * [`collective`]: a start, hops and bytes over the slowest link of a group;
 //! * [`host`]: what lies on the host or its disks, and the host's update;
 //! * [`ring`]: attention whose keys and values go round the ranks;
@@ -16,6 +16,7 @@
 
 pub mod attention;
 pub mod collective;
+pub mod convolution;
 pub mod host;
 pub mod library;
 pub mod machine;

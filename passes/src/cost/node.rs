@@ -1,5 +1,6 @@
 //! How long one operation takes on one device.
 
+use super::convolution::Convolution;
 use super::machine::Machine;
 use super::{attention, matmul};
 use crate::cluster::Profile;
@@ -40,13 +41,14 @@ impl Machine<'_> {
         let device = self.device;
         let traffic = op.bytes(operands, results).0 as f64 / self.bandwidth();
         let launch = self.launch();
+        let convolution = Convolution::of(op, operands, results);
         let product = match op {
             Op::Matmul(product) => matmul::Sizes::of(product, operands).map(|sizes| (sizes, 1.0)),
             Op::ScaledMatmul(product) => matmul::Sizes::of_scaled(product, operands),
             Op::Fused(region) if region.is_products() => {
                 matmul::Sizes::beside(region, operands).map(|sizes| (sizes, 1.0))
             }
-            _ => matmul::Sizes::of_convolution(op, operands, results).map(|sizes| (sizes, 1.0)),
+            _ => convolution.map(|convolution| (convolution.sizes, 1.0)),
         };
         if let Some((sizes, count)) = product {
             let (peak, rate) = (peak(operands[0].dtype, device), rate(operands[0].dtype, device));
@@ -58,7 +60,9 @@ impl Machine<'_> {
             let sustained = op.flops(operands, results).0 / (peak * device.sustained_efficiency.value);
             let arithmetic = alone.max(sustained);
             let after = epilogue_bytes(op, operands, results) / self.bandwidth();
-            return (Seconds(arithmetic.max(traffic - after) + after + launch), Bound::Matmul);
+            let product = arithmetic.max(traffic - after);
+            let seconds = convolution.map_or(product, |convolution| convolution.seconds(product, self));
+            return (Seconds(seconds + after + launch), Bound::Matmul);
         }
         let peak = |index: usize| peak(operands[index].dtype, device);
         let first = usize::from(matches!(op, Op::AttentionGrad(_)));

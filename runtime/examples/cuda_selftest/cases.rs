@@ -304,8 +304,19 @@ fn movement_cases(f: DType, all: &mut Vec<Case>) {
         all.push(case(Transpose { permutation }, &[x.clone()], &[t(f, &shape)]));
     }
     all.push(case(Reshape {}, &[x.clone()], &[t(f, &[48, 16])]));
+    for (shape, permutation) in [
+        (&[130, 200][..], &[1, 0][..]),
+        (&[3, 7000], &[1, 0]),
+        (&[9001, 2], &[1, 0]),
+        (&[3, 40, 5, 70], &[0, 3, 2, 1]),
+        (&[33, 3, 16, 15], &[0, 2, 3, 1]),
+    ] {
+        let to: Vec<u64> = permutation.iter().map(|dim| shape[*dim]).collect();
+        all.push(case(Transpose { permutation: permutation.to_vec() }, &[t(f, shape)], &[t(f, &to)]));
+    }
     all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[8, 16])], &[x.clone()]));
     all.push(case(Broadcast { dims: vec![] }, &[t(f, &[])], &[x.clone()]));
+    all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[5, 8])], &[t(f, &[5, 40, 8, 2])]));
     all.push(case(Broadcast { dims: vec![0, 1, 2] }, &[t(f, &[8, 6, 1])], &[x.clone()]));
     all.push(case(Slice { start: vec![1, 2, 8], limit: vec![7, 6, 16] }, &[x.clone()], &[t(f, &[6, 4, 8])]));
     all.push(case(Slice { start: vec![0, 0, 3], limit: vec![8, 6, 8] }, &[x.clone()], &[t(f, &[8, 6, 5])]));

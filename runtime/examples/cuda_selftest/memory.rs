@@ -77,6 +77,14 @@ pub fn memory_cases() -> Vec<Case> {
     let (kernel, x, y) = ([3, 3], t(f, &[256, 112, 112, 64]), t(f, &[256, 56, 56, 64]));
     all.push(case(MaxPool { kernel, window: window.clone() }, &[x.clone()], &[y.clone()]));
     all.push(case(MaxPoolGrad { kernel, window }, &[y, x.clone()], &[x]));
+    // Colours that come last; tokens that are mixed; statistics of groups of two channels.
+    all.push(case(
+        Transpose { permutation: vec![0, 2, 3, 1] },
+        &[t(F32, &[256, 3, 224, 224])],
+        &[t(F32, &[256, 224, 224, 3])],
+    ));
+    all.push(case(Transpose { permutation: vec![0, 2, 1] }, &[t(f, &[64, 768, 196])], &[t(f, &[64, 196, 768])]));
+    all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[16, 32])], &[t(f, &[16, 65_536, 32, 2])]));
     let pad = Pad { low: vec![0, 0], high: vec![47, 0], value: 0.0 };
     all.push(case(pad, &[t(f, &[50257, 1600])], &[t(f, &[50304, 1600])]));
     all.push(case(Swiglu {}, &[t(f, &[12, 4096, 8192]), t(f, &[12, 4096, 8192])], &[t(f, &[12, 4096, 8192])]));

@@ -415,10 +415,24 @@ fn reductions_and_moves() {
     }
     check(&client, SumSquares {}, &[t(&[300, 100])], &[t(&[])], 1);
     check(&client, Transpose { permutation: vec![2, 0, 1] }, &[x.clone()], &[t(&[8, 20, 30])], 1);
+    // By tiles: planes, narrow ones, those of a batch, dimensions between them.
+    for (shape, permutation) in [
+        (&[130, 200][..], &[1, 0][..]),
+        (&[3, 7000], &[1, 0]),
+        (&[9001, 2], &[1, 0]),
+        (&[3, 40, 5, 70], &[0, 3, 2, 1]),
+        (&[70, 6, 90], &[2, 1, 0]),
+        (&[33, 3, 16, 15], &[0, 2, 3, 1]),
+    ] {
+        let to: Vec<u64> = permutation.iter().map(|dim| shape[*dim]).collect();
+        check(&client, Transpose { permutation: permutation.to_vec() }, &[t(shape)], &[t(&to)], 1);
+    }
     check(&client, Broadcast { dims: vec![0, 2] }, &[t(&[20, 8])], &[x.clone()], 1);
     check(&client, Broadcast { dims: vec![1] }, &[t(&[x.shape[1]])], &[x.clone()], 1);
     check(&client, Broadcast { dims: vec![0] }, &[t(&[x.shape[0]])], &[x.clone()], 1);
     check(&client, Broadcast { dims: vec![0] }, &[t(&[7])], &[t(&[7, 3])], 1);
+    check(&client, Broadcast { dims: vec![0, 2] }, &[t(&[5, 6])], &[t(&[5, 40, 6, 2])], 1);
+    check(&client, Broadcast { dims: vec![1, 2] }, &[t(&[5, 1])], &[t(&[9, 5, 6, 3])], 1);
     let pad = Pad { low: vec![0, 1, 0], high: vec![0, 1, 4], value: 2.0 };
     check(&client, pad, &[x.clone()], &[t(&[20, 32, 12])], 1);
     for (columns, high, value) in [(3, 5, 0.0), (5, 7, 2.0), (8, 4, 0.0), (3, 2, 1.0)] {

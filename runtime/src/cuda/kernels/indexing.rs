@@ -49,6 +49,68 @@ pub fn strided(x: &Array<Pack<0>>, y: &mut Array<Pack<0>>, n: u32, #[comptime] w
     }
 }
 
+/// A plane that is transposed: elements beside each other where they are read lie in a column where they are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Plane {
+    /// The size along which elements lie together where they are read, and that along which they do where written.
+    pub sizes: [u32; 2],
+    /// The distance of elements along the second size where they are read, of those along the first where written.
+    pub distances: [u32; 2],
+    /// The sizes of the tile that a block moves.
+    pub tile: [u32; 2],
+    /// Elements by which a row of a tile is longer in shared memory, so that those of a column lie in different banks.
+    pub padding: u32,
+    /// Units of a block.
+    pub units: u32,
+}
+
+impl Plane {
+    fn pitch(&self) -> u32 {
+        self.tile[0] + self.padding
+    }
+
+    /// Tiles along one of the sizes.
+    pub fn tiles(&self, along: usize) -> u32 {
+        self.sizes[along].div_ceil(self.tile[along])
+    }
+
+    fn steps(&self) -> u32 {
+        self.tile[0] * self.tile[1] / self.units
+    }
+}
+
+/// Copies planes along a [`Walk`] over them, each transposed, by tiles in shared memory.
+#[cube]
+pub fn transposed(x: &Array<Elem<0>>, y: &mut Array<Elem<0>>, #[comptime] walk: Walk, #[comptime] plane: Plane) {
+    let mut tile = SharedMemory::<Elem<0>>::new(comptime!((plane.pitch() * plane.tile[1]) as usize));
+    let block = CUBE_POS as u32;
+    let (across, rest) = (block % comptime!(plane.tiles(0)), block / comptime!(plane.tiles(0)));
+    let (down, rest) = (rest % comptime!(plane.tiles(1)), rest / comptime!(plane.tiles(1)));
+    let (from, to) = places(rest, walk);
+    let (first, second) = (across * comptime!(plane.tile[0]), down * comptime!(plane.tile[1]));
+    #[unroll]
+    for step in 0..comptime!(plane.steps()) {
+        let at = UNIT_POS as u32 + comptime!(step * plane.units);
+        let (a, b) = (at % comptime!(plane.tile[0]), at / comptime!(plane.tile[0]));
+        let (i, j) = (first + a, second + b);
+        if i < comptime!(plane.sizes[0]) && j < comptime!(plane.sizes[1]) {
+            tile[(b * comptime!(plane.pitch()) + a) as usize] =
+                x[from + (j * comptime!(plane.distances[0]) + i) as usize];
+        }
+    }
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(plane.steps()) {
+        let at = UNIT_POS as u32 + comptime!(step * plane.units);
+        let (b, a) = (at % comptime!(plane.tile[1]), at / comptime!(plane.tile[1]));
+        let (i, j) = (first + a, second + b);
+        if i < comptime!(plane.sizes[0]) && j < comptime!(plane.sizes[1]) {
+            y[to + (i * comptime!(plane.distances[1]) + j) as usize] =
+                tile[(b * comptime!(plane.pitch()) + a) as usize];
+        }
+    }
+}
+
 /// The same where a vector is one element that is read, as often as it has places.
 #[cube]
 pub fn spread(x: &Array<Elem<0>>, y: &mut Array<Pack<0>>, n: u32, #[comptime] walk: Walk) {

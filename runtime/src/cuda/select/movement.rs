@@ -1,15 +1,22 @@
 //! Operations that move elements.
 
-use super::cut::Cut;
+use super::cut::{Cut, LIMIT};
 use super::{Arg, OP, RES, Select, Step, THREADS, dense, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::indexing as kernels;
-use crate::cuda::kernels::indexing::Walk;
+use crate::cuda::kernels::indexing::{Plane, Walk};
 use shardc_ir::ops::Pad;
 use shardc_ir::{DType, TensorType};
 
 /// Bytes of the widest vector.
 const VECTOR: u64 = 16;
+
+/// Elements of which planes are worth being transposed by tiles, and the side of a tile.
+const LEAST_TRANSPOSED: u64 = 1 << 14;
+const TILE: u64 = 64;
+
+/// Elements of a row of copies below which it is short.
+const SHORT_ROW: u64 = 64;
 
 /// A box of elements, with strides on both sides, in elements.
 #[derive(Clone, Debug, Default)]
@@ -77,6 +84,56 @@ impl Move {
         Some(wide)
     }
 
+    /// The walk of a kernel.
+    fn walk(&self) -> Walk {
+        let narrow = |values: &[u64]| values.iter().map(|value| *value as u32).collect::<Vec<_>>();
+        Walk {
+            shape: narrow(&self.shape),
+            read: narrow(&self.read),
+            read_start: self.read_start as u32,
+            write: narrow(&self.write),
+            write_start: self.write_start as u32,
+        }
+    }
+
+    /// The box of planes that are each transposed, if elements of so many bytes lie together along one dimension where
+    /// they are read, and along another where they are written; and one plane.
+    fn planes(&self, bytes: u64) -> Option<(Self, Plane)> {
+        let written = self.shape.len().checked_sub(1).filter(|last| self.write[*last] == 1 && self.read[*last] > 1)?;
+        let read = self.read.iter().position(|step| *step == 1)?;
+        let elements: u64 = self.shape.iter().product();
+        let reach = |steps: &[u64], start: u64| {
+            let last: u64 = steps.iter().zip(&self.shape).map(|(step, size)| step * (size - 1)).sum();
+            (start + last) * bytes < LIMIT
+        };
+        let is_small = reach(&self.read, self.read_start) && reach(&self.write, self.write_start);
+        if elements < LEAST_TRANSPOSED || !is_small {
+            return None;
+        }
+        let sizes = [self.shape[read], self.shape[written]];
+        // As long as the plane is narrow.
+        let wide = sizes.map(u64::next_power_of_two);
+        let first = wide[0].min(TILE * TILE / wide[1].min(TILE));
+        let tile = [first, wide[1].min(TILE * TILE / first)];
+        if tile[0] * tile[1] < u64::from(THREADS) {
+            return None;
+        }
+        let plane = Plane {
+            sizes: sizes.map(|size| size as u32),
+            distances: [self.read[written], self.write[read]].map(|step| step as u32),
+            tile: tile.map(|size| size as u32),
+            padding: 4u64.div_ceil(bytes) as u32,
+            units: THREADS,
+        };
+        let mut outer = self.clone();
+        for dim in [written, read] {
+            outer.shape.remove(dim);
+            outer.read.remove(dim);
+            outer.write.remove(dim);
+        }
+        Some((outer, plane))
+    }
+
     /// Whether all of a row are one element that is read.
     fn is_spread(&self) -> bool {
         self.read.last() == Some(&0)
@@ -104,6 +161,9 @@ impl Select<'_> {
             let (from, to) = (from.offset(walk.read_start * dtype.size()), to.offset(walk.write_start * dtype.size()));
             return self.out.steps.push(Step::Copy { from, to, bytes: elements * dtype.size() });
         }
+        if let Some((outer, plane)) = walk.planes(dtype.size()) {
+            return self.transposed(dtype, [from, to], outer, plane);
+        }
         let mut width = lanes(&[dtype], &[]);
         let is_spread = walk.is_spread() && dtype.size() > 1;
         while width > 1 {
@@ -114,14 +174,7 @@ impl Select<'_> {
             }
             width /= 2;
         }
-        let narrow = |values: &[u64]| values.iter().map(|value| *value as u32).collect::<Vec<_>>();
-        let walk = Walk {
-            shape: narrow(&walk.shape),
-            read: narrow(&walk.read),
-            read_start: walk.read_start as u32,
-            write: narrow(&walk.write),
-            write_start: walk.write_start as u32,
-        };
+        let walk = walk.walk();
         let vectors = elements / width as u64;
         let vector = width as u64 * dtype.size();
         for (arg, steps, start) in [(from, &walk.read, walk.read_start), (to, &walk.write, walk.write_start)] {
@@ -148,6 +201,18 @@ impl Select<'_> {
         self.launch_cut(kernel, &[(from, steps[0]), (to, steps[1])], vec![0], Vec::new(), cut);
     }
 
+    /// Copies planes that are each transposed.
+    fn transposed(&mut self, dtype: DType, [from, to]: [Arg; 2], outer: Move, plane: Plane) {
+        let tiles = u64::from(plane.tiles(0)) * u64::from(plane.tiles(1));
+        let blocks = outer.shape.iter().product::<u64>() * tiles;
+        let walk = outer.walk();
+        let kernel = Kernel::new("transposed", &[dtype], 1, THREADS, &(walk.clone(), plane), move |d| {
+            let (x, y) = (d.input::<Elem<0>>(), d.output::<Elem<0>>());
+            kernels::transposed::expand(d.scope(), x, y, walk.clone(), plane);
+        });
+        self.launch(kernel, vec![from, to], Vec::new(), Vec::new(), [blocks as u32, 1, 1]);
+    }
+
     pub(super) fn copy_whole(&mut self) -> Result<(), String> {
         self.out.steps.push(Step::Copy { from: OP(0), to: RES(0), bytes: self.results[0].bytes().0 });
         Ok(())
@@ -163,14 +228,31 @@ impl Select<'_> {
     }
 
     pub(super) fn broadcast(&mut self, dims: &[usize]) -> Result<(), String> {
-        let (from, to) = (&self.operands[0], &self.results[0]);
-        let strides = dense(&from.shape);
+        let (from, to) = (self.operands[0].clone(), self.results[0].clone());
+        let (mut source, mut dims, mut shape) = (OP(0), dims.to_vec(), from.shape.clone());
+        let is_copied = |dim: &usize| !dims.contains(dim);
+        // A short row of copies is made once where it is copied along other dimensions as well: those are whole vectors.
+        if let Some(last) = to.rank().checked_sub(1).filter(is_copied)
+            && to.shape[last] < SHORT_ROW
+            && (0..last).any(|dim| is_copied(&dim))
+        {
+            let (mut read, once) = (dense(&shape), self.scratch(from.bytes().0 * to.shape[last]));
+            read.push(0);
+            shape.push(to.shape[last]);
+            dims.push(last);
+            let whole = Move { shape: shape.clone(), read, write: dense(&shape), ..Move::default() };
+            self.strided(to.dtype, source, once, &whole);
+            source = once;
+        }
+        let strides = dense(&shape);
         let mut read = vec![0; to.rank()];
-        for (index, dim) in dims.iter().enumerate().filter(|(index, _)| from.shape[*index] != 1) {
-            read[*dim] = strides[index];
+        for (from_dim, dim) in dims.iter().enumerate() {
+            if shape[from_dim] == to.shape[*dim] {
+                read[*dim] = strides[from_dim];
+            }
         }
         let whole = Move { shape: to.shape.clone(), read, write: dense(&to.shape), ..Move::default() };
-        self.strided(to.dtype, OP(0), RES(0), &whole);
+        self.strided(to.dtype, source, RES(0), &whole);
         Ok(())
     }
 
