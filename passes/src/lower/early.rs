@@ -6,12 +6,33 @@
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 
-use super::draft::{Draft, Hint, Item, Touched};
-use shardc_ir::program::{Action, Stream};
-use shardc_ir::{Bytes, Graph, Role};
+use super::draft::{Draft, Hint, Item, StorageId, Touched};
+use shardc_ir::program::{Action, Instruction, Stream};
+use shardc_ir::{Bytes, Graph, Op, Role};
+use std::collections::BTreeSet;
 
 /// The bytes of a value up to which it is small.
-pub(super) const SMALL: Bytes = Bytes(64 << 10);
+const SMALL: Bytes = Bytes(64 << 10);
+
+/// Whether all that an instruction reads and makes is small.
+pub(crate) fn is_small(draft: &Draft, instruction: &Instruction) -> bool {
+    instruction.buffers().all(|buffer| draft.buffers[buffer].ty.bytes() <= SMALL)
+}
+
+/// Which instructions of a section make what is copied to all rows of a large value, or what small values are made of that
+/// are.
+fn wanted(draft: &Draft, items: &[Item]) -> Vec<bool> {
+    let mut wanted = vec![false; items.len()];
+    let mut read: BTreeSet<StorageId> = BTreeSet::new();
+    for (at, Item { instruction, .. }) in items.iter().enumerate().rev() {
+        wanted[at] = instruction.results.iter().any(|result| read.contains(&draft.storage[*result]));
+        let copies = matches!(instruction.action, Action::Compute(Op::Broadcast(_)));
+        if copies && !is_small(draft, instruction) || wanted[at] && is_small(draft, instruction) {
+            read.extend(instruction.operands.iter().map(|operand| draft.storage[*operand]));
+        }
+    }
+    wanted
+}
 
 /// Moves what makes small values in the forward and backward pass up to what they are made of, in every section of the
 /// draft of a graph.
@@ -24,21 +45,26 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
     };
     let mut orders = Vec::new();
     for (section, items) in draft.sections.iter().enumerate() {
+        let wanted = wanted(draft, items);
         // Behind which instruction that stays each one runs; those of one in their order.
         let mut behind: Vec<Option<usize>> = Vec::with_capacity(items.len());
         for (at, Item { instruction, hint }) in items.iter().enumerate() {
-            let is_small = |buffer: &_| draft.buffers[*buffer].ty.bytes() <= SMALL;
             let is_fresh = |buffer: &_| {
                 let storage = draft.storage[*buffer];
                 touched.of(storage).first() == Some(&(section, at)) && !kept.contains(&storage)
             };
             let is_step = |role| role != Role::Optimizer;
-            let moves = matches!(instruction.action, Action::Compute(_))
-                && instruction.stream == Stream::Compute
+            // Sums over ranks as well, so that what is made of them is early.
+            let stream = match instruction.action {
+                Action::Compute(_) if !draft.is_view(instruction) => Some(Stream::Compute),
+                Action::AllReduce { .. } => Some(Stream::Communication),
+                _ => None,
+            };
+            let moves = stream == Some(instruction.stream)
+                && wanted[at]
                 && *hint == Hint::None
-                && !draft.is_view(instruction)
                 && instruction.source.is_some_and(|source| is_step(graph.node(source).role))
-                && instruction.buffers().all(|buffer| is_small(&buffer))
+                && is_small(draft, instruction)
                 && instruction.results.iter().all(is_fresh);
             let makers = instruction.operands.iter().map(|buffer| last_before(&written, (section, at), *buffer));
             behind.push(match moves {

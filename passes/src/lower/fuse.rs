@@ -13,7 +13,7 @@
 
 use super::draft::Touched;
 use super::draft::{Draft, Hint, Item, StorageId};
-use super::early::SMALL;
+use super::early::is_small;
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction};
@@ -131,9 +131,9 @@ impl Forming<'_> {
         matches!(members, [member] if copies(*member)) || made.all(is_read_there)
     }
 
-    /// Whether an operation takes less time than its launch.
+    /// Whether an operation takes less time than its launch. Casts of parameters share launches by themselves.
     fn is_small(&self, at: usize) -> bool {
-        self.item(at).instruction.buffers().all(|buffer| self.draft.buffers[buffer].ty.bytes() <= SMALL)
+        is_small(self.draft, &self.item(at).instruction) && !matches!(self.op(at), Some(Op::Cast(_)))
     }
 
     /// Whether an operation comes behind the forward pass.
