@@ -131,9 +131,17 @@ impl Forming<'_> {
         matches!(members, [member] if copies(*member)) || made.all(is_read_there)
     }
 
-    /// Whether an operation takes less time than its launch. Casts of parameters share launches by themselves.
+    /// Whether an operation on elements takes less time than its launch. Casts of parameters share launches by themselves.
     fn is_small(&self, at: usize) -> bool {
-        is_small(self.draft, &self.item(at).instruction) && !matches!(self.op(at), Some(Op::Cast(_)))
+        let instruction = &self.item(at).instruction;
+        let is_elementwise = match self.op(at) {
+            Some(Op::Unary(_) | Op::UnaryGrad(_) | Op::Binary(_) | Op::Affine(_)) => true,
+            Some(Op::Cast(_)) => {
+                instruction.operands.iter().all(|buffer| !self.kept.contains(&self.draft.storage[*buffer]))
+            }
+            _ => false,
+        };
+        is_elementwise && is_small(self.draft, instruction)
     }
 
     /// Whether an operation comes behind the forward pass.
