@@ -1,8 +1,8 @@
 use super::*;
 use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
+use shardc_ir::Role;
 use shardc_ir::ops::BinaryKind;
-use shardc_ir::{OpDef, Role};
 
 /// A norm over samples as a model writes it down, and what it is the norm of.
 const NORM: &str = r#"graph @norm {
