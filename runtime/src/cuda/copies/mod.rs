@@ -28,8 +28,10 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The variable that, set to `0`, leaves all collectives and messages to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
 
-/// Bytes below which a collective is NCCL's: what it takes then is waiting.
-const LEAST: u64 = 1 << 20;
+/// Bytes below which a collective is NCCL's, in all and of each tensor on average: what it takes then is waiting. Of 6 MB by
+/// copies each rank of four H200s waits for 60 us, of 30 MB in 117 tensors for 1.9 ms (`bench/RESULTS.md`).
+const LEAST: u64 = 8 << 20;
+const LEAST_OF_EACH: u64 = 1 << 20;
 
 /// Bytes of scratch memory into which parts to be added are sent, at most. The less it is, the more sums there are to
 /// wait for: each begins when a kernel that holds the multiprocessors ends.
@@ -38,11 +40,12 @@ const STAGING: u64 = 256 << 20;
 /// Whether a collective of tensors of these types can go by copies, and the scratch memory that it takes then.
 pub fn scratch(action: &Action, operands: &[TensorType], results: &[TensorType]) -> Option<u64> {
     let bytes = |types: &[TensorType]| types.iter().map(|ty| ty.bytes().0).sum::<u64>();
+    let is_large = |types: &[TensorType]| bytes(types) >= LEAST.max(LEAST_OF_EACH * types.len() as u64);
     let adds = |ty: &TensorType| matches!(ty.dtype, DType::F32 | DType::Bf16 | DType::F16);
     match action {
-        Action::AllGather { .. } => (bytes(results) >= LEAST).then_some(0),
+        Action::AllGather { .. } => is_large(results).then_some(0),
         Action::ReduceScatter { reduce: ReduceKind::Sum, .. } | Action::AllReduce { reduce: ReduceKind::Sum, .. } => {
-            (operands.iter().all(adds) && bytes(operands) >= LEAST).then(|| bytes(operands).min(STAGING))
+            (operands.iter().all(adds) && is_large(operands)).then(|| bytes(operands).min(STAGING))
         }
         _ => None,
     }
@@ -245,12 +248,24 @@ mod tests {
     }
 
     #[test]
+    fn small_tensors_are_left_to_nccl() {
+        let action = Action::AllGather { group: 0 };
+        let by_copies = |shapes: &[u64]| {
+            let types: Vec<TensorType> = shapes.iter().map(|size| TensorType::new(DType::Bf16, [*size])).collect();
+            scratch(&action, &types, &types).is_some()
+        };
+        assert!(by_copies(&[4 << 20]) && by_copies(&[4 << 20, 16, 16]));
+        assert!(!by_copies(&[(4 << 20) - 1]));
+        assert!(!by_copies(&[&[5 << 20][..], &[16; 20]].concat()), "many small ones");
+    }
+
+    #[test]
     fn a_sum_without_scratch_memory_is_refused() {
         let text = |scratch: &str| {
             format!(
-                "program rank 0 of 2 {{\n  arena device 8388608\n  group 0 = 0, 1\n  \
-                 $0: f32[262144] device+0 buffer\n  $1: f32[262144] device+1048576 buffer\n  \
-                 $2: u8[1048576] device+2097152 buffer\n  $3: u8[1048575] device+3145728 buffer\n  section main {{\n    \
+                "program rank 0 of 2 {{\n  arena device 67108864\n  group 0 = 0, 1\n  \
+                 $0: f32[2097152] device+0 buffer\n  $1: f32[2097152] device+8388608 buffer\n  \
+                 $2: u8[8388608] device+16777216 buffer\n  $3: u8[8388607] device+25165824 buffer\n  section main {{\n    \
                  0: $1 = all_reduce $0 sum over 0{scratch} on communication\n  }}\n  order main 0\n}}"
             )
         };
@@ -258,8 +273,8 @@ mod tests {
             let program: Program = text(scratch).parse().unwrap();
             sites(&program).map(|sites| sites.iter().map(|site| site.spot.scratch).collect::<Vec<_>>())
         };
-        assert_eq!(found(" scratch $2"), Ok(vec![2_097_152]));
-        assert!(found(" scratch $3").unwrap_err().contains("needs 1048576 bytes of scratch memory and has 1048575"));
+        assert_eq!(found(" scratch $2"), Ok(vec![16_777_216]));
+        assert!(found(" scratch $3").unwrap_err().contains("needs 8388608 bytes of scratch memory and has 8388607"));
         assert!(found("").unwrap_err().contains("has 0"));
     }
 }
