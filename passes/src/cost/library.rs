@@ -243,7 +243,7 @@ impl Library {
             erf: 0.66,
             quantize: 0.61,
         },
-        launch: 0.65,
+        launch: 0.5,
         splits_products: true,
         logit_bytes: 0.0,
         f8_cast_bytes: 3.0,

@@ -82,22 +82,10 @@ impl Forming<'_> {
             if self.op(at).is_some() {
                 let made_by = instruction.operands.iter().filter_map(|buffer| makers.get(buffer));
                 let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
-                // What is there for this operation alone comes with it.
-                let is_lone = |first: &&usize| self.is_for(&regions[*first], at);
-                let (lone, others): (Vec<usize>, Vec<usize>) = joined.iter().partition(is_lone);
-                let whole = |firsts: &[usize]| {
-                    let mut members: Vec<usize> = firsts.iter().flat_map(|first| regions[first].clone()).collect();
-                    members.sort_unstable();
-                    members
-                };
-                let with_lone = |other: Option<usize>| whole(&lone.iter().copied().chain(other).collect::<Vec<_>>());
-                let together = others.iter().rev().map(|other| with_lone(Some(*other)));
-                let apart = joined.iter().rev().map(|first| regions[first].clone());
-                let lone_alone = (lone.len() > 1).then(|| with_lone(None));
-                let beside = small.filter(|_| self.is_small(at)).and_then(|first| regions.get(&first).cloned());
-                let candidates = together.chain(lone_alone).chain(apart).chain(beside);
+                let beside = small.filter(|_| self.is_small(at));
                 let fits = |members: &Vec<usize>| self.fits(&members[..1], &[&members[1..], &[at]].concat());
-                let members = [candidates.into_iter().find(fits).unwrap_or_default(), vec![at]].concat();
+                let found = self.candidates(&regions, &joined, at, beside).into_iter().find(fits);
+                let members = [found.unwrap_or_default(), vec![at]].concat();
                 members.iter().for_each(|member| drop(regions.remove(member)));
                 region_of.extend(members.iter().map(|member| (*member, members[0])));
                 small = if self.is_small(at) { Some(members[0]) } else { small };
@@ -106,6 +94,29 @@ impl Forming<'_> {
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
         }
         regions
+    }
+
+    /// What an operation may join, the best first: of the regions that make its operands the latest, with what is there for
+    /// that operation alone, or this; each by itself; the one `beside` it.
+    fn candidates(
+        &self,
+        regions: &BTreeMap<usize, Vec<usize>>,
+        joined: &BTreeSet<usize>,
+        at: usize,
+        beside: Option<usize>,
+    ) -> Vec<Vec<usize>> {
+        let is_lone = |first: &&usize| self.is_for(&regions[*first], at);
+        let (lone, others): (Vec<usize>, Vec<usize>) = joined.iter().partition(is_lone);
+        let with_lone = |other: Option<usize>| {
+            let mut members: Vec<usize> =
+                lone.iter().copied().chain(other).flat_map(|at| regions[&at].clone()).collect();
+            members.sort_unstable();
+            members
+        };
+        let together = others.iter().rev().map(|other| with_lone(Some(*other)));
+        let alone = (lone.len() > 1).then(|| with_lone(None));
+        let apart = joined.iter().rev().map(|first| regions[first].clone());
+        together.chain(alone).chain(apart).chain(beside.and_then(|first| regions.get(&first).cloned())).collect()
     }
 
     /// Whether operations that come behind a region may join it.

@@ -49,7 +49,7 @@ const BUGS: &[(&str, &str, Bug, &str)] = &[
     ("an accumulation that is done twice", DATA, doubled_accumulation, "not to the sum over the microbatches"),
     ("an accumulator that does not begin at zero", DATA, wrong_beginning, "is no embedding_grad of"),
     ("a sum that begins again in the second microbatch", DATA, late_beginning, "which is no sum of the graph"),
-    ("a sum that does not begin", DATA, no_beginning, "was written over it"),
+    ("a sum that does not begin", DATA, no_beginning, "which nothing has written"),
     ("a product added to another's accumulator", DATA, swapped_accumulators, "which is no sum of the graph"),
     ("a microbatch that is left out", DATA, dropped_microbatch, "not to the sum over the microbatches up to 1"),
     ("an input of an earlier microbatch", BOTH, stale_input, "what is in microbatch"),
