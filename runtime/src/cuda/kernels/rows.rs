@@ -156,6 +156,34 @@ pub fn cross_entropy(
     }
 }
 
+/// A vector of the gradient of logits, of which the `first` of a row is its first; 0 behind `live` where rows are `padded`.
+#[cube]
+#[allow(clippy::too_many_arguments)]
+fn slopes(
+    logits: Pack<0>,
+    first: u32,
+    label: u32,
+    live: u32,
+    log_sum: f32,
+    slope: f32,
+    extra: f32,
+    #[comptime] padded: bool,
+) -> Pack<0> {
+    let mut out = Pack::<0>::empty();
+    #[unroll]
+    for lane in 0..Lanes::value() {
+        let column = first + lane as u32;
+        let soft = (f32::cast_from(logits[lane]) - log_sum).exp() * slope;
+        let value = soft + select(column == label, extra, 0.0f32);
+        if comptime!(padded) {
+            out[lane] = Elem::<0>::cast_from(select(column < live, value, 0.0f32));
+        } else {
+            out[lane] = Elem::<0>::cast_from(value);
+        }
+    }
+    out
+}
+
 /// `dlogits = softmax * dlse + onehot(label) * dpicked`, and 0 where the logits are padding.
 #[cube]
 #[allow(clippy::too_many_arguments)]
@@ -181,20 +209,9 @@ pub fn cross_entropy_grad(
     let extra = dpicked[row];
     let at = RuntimeCell::<usize>::new(UNIT_POS as usize);
     while at.read() < columns {
-        let a = logits[start + at.read()];
-        let mut out = Pack::<0>::empty();
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            let column = (at.read() * Lanes::value() + lane) as u32;
-            let soft = (f32::cast_from(a[lane]) - log_sum).exp() * slope;
-            let value = soft + select(column == label, extra, 0.0f32);
-            if comptime!(padded) {
-                out[lane] = Elem::<0>::cast_from(select(column < live, value, 0.0f32));
-            } else {
-                out[lane] = Elem::<0>::cast_from(value);
-            }
-        }
-        dlogits[start + at.read()] = out;
+        let first = (at.read() * Lanes::value()) as u32;
+        let of = logits[start + at.read()];
+        dlogits[start + at.read()] = slopes(of, first, label, live, log_sum, slope, extra, padded);
         at.store(at.read() + comptime!(threads as usize));
     }
 }
@@ -262,15 +279,8 @@ pub fn cross_entropy_grad_short(
         let row = (at / columns) as usize;
         let label = u32::cast_from(labels[row]) - first;
         let (log_sum, slope, extra) = (lse[row], dlse[row], dpicked[row]);
-        let a = logits[at as usize];
-        let mut out = Pack::<0>::empty();
-        #[unroll]
-        for lane in 0..Lanes::value() {
-            let column = at % columns * Lanes::value() as u32 + lane as u32;
-            let soft = (f32::cast_from(a[lane]) - log_sum).exp() * slope;
-            let value = soft + select(column == label, extra, 0.0f32);
-            out[lane] = Elem::<0>::cast_from(select(column < live, value, 0.0f32));
-        }
-        dlogits[at as usize] = out;
+        let first = at % columns * Lanes::value() as u32;
+        let of = logits[at as usize];
+        dlogits[at as usize] = slopes(of, first, label, live, log_sum, slope, extra, true);
     }
 }
