@@ -1,0 +1,107 @@
+//! Regions: what several operations make in one kernel, and what is no region.
+
+use super::*;
+
+#[test]
+fn regions() {
+    let Some(client) = client() else { return };
+    let add = || Binary { kind: BinaryKind::Add };
+    let sum = |dims: &[usize]| Reduce { kind: ReduceOp::Sum, dims: dims.to_vec() };
+    for (rows, columns) in [([40, 50], 96), ([1, 7], 36), ([3, 1000], 4), ([2, 3], 2500)] {
+        let x = t(&[rows[0], rows[1], columns]);
+        let (row, d) = (t(&rows), t(&[columns]));
+        // The derivative of a norm, the residual's sum and the gradient of a bias.
+        for is_centered in [true, false] {
+            let (norm, results, count): (Op, Vec<TensorType>, usize) = match is_centered {
+                true => (LayerNormGrad {}.into(), vec![x.clone(), d.clone(), d.clone()], 5),
+                false => (RmsNormGrad {}.into(), vec![x.clone(), d.clone()], 4),
+            };
+            let operands: Vec<usize> = (0..count).collect();
+            let residual = count;
+            let dx = count + 1;
+            let total = dx + results.len();
+            let steps = vec![
+                step(norm, &operands, &results),
+                step(add(), &[residual, dx], &[x.clone()]),
+                step(sum(&[0, 1]), &[total], &[d.clone()]),
+            ];
+            let fused = Fused { steps, results: (dx + 1..total + 2).collect() };
+            let mut types = vec![x.clone(), x.clone(), d.clone(), row.clone(), row.clone()];
+            types.truncate(count);
+            types.push(x.clone());
+            let made: Vec<TensorType> = results[1..].iter().cloned().chain([x.clone(), d.clone()]).collect();
+            check(&client, fused, &types, &made, 1);
+        }
+        // A residual's sum and a norm of it, scaled by a number.
+        let steps = vec![
+            step(add(), &[0, 1], &[x.clone()]),
+            step(RmsNorm { eps: 1e-5 }, &[5, 2], &[x.clone(), row.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[6, 3], &[x.clone()]),
+            step(Broadcast { dims: vec![2] }, &[4], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Sub }, &[8, 9], &[x.clone()]),
+        ];
+        let fused = Fused { steps, results: vec![5, 7, 10] };
+        let types = [x.clone(), x.clone(), d.clone(), t(&[]), d.clone()];
+        check(&client, fused, &types, &[x.clone(), row.clone(), x.clone()], 1);
+        // An activation's derivative and the gradient of a bias.
+        let steps = vec![
+            step(UnaryGrad { kind: UnaryKind::GeluTanh }, &[0, 1], &[x.clone()]),
+            step(sum(&[0, 1]), &[2], &[d.clone()]),
+        ];
+        check(&client, Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x.clone(), d.clone()], 1);
+        // Rows that are narrower than a block are several at a time: what is the same in all of them, and sums over them.
+        let steps = vec![
+            step(Broadcast { dims: vec![2] }, &[1], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[0, 2], &[x.clone()]),
+            step(sum(&[0, 1]), &[3], &[d.clone()]),
+        ];
+        check(&client, Fused { steps, results: vec![3, 4] }, &[x.clone(), d.clone()], &[x.clone(), d.clone()], 1);
+        // What is left of a norm over samples: differences made on the way, two sums, and what is normalized.
+        let steps = vec![
+            step(UnaryGrad { kind: UnaryKind::Relu }, &[0, 1], &[x.clone()]),
+            step(sum(&[0, 1]), &[5], &[d.clone()]),
+            step(Broadcast { dims: vec![2] }, &[2], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[5, 7], &[x.clone()]),
+            step(Broadcast { dims: vec![2] }, &[3], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Sub }, &[4, 9], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[5, 10], &[x.clone()]),
+            step(sum(&[0, 1]), &[11], &[d.clone()]),
+        ];
+        let types = [x.clone(), x.clone(), d.clone(), d.clone(), x.clone()];
+        check(&client, Fused { steps, results: vec![6, 8, 12] }, &types, &[d.clone(), x.clone(), d.clone()], 1);
+        // Elements that know neither row nor column.
+        let steps = vec![
+            step(SwigluGrad {}, &[0, 1, 2], &[x.clone(), x.clone()]),
+            step(Affine { scale: 0.5, offset: 1.0 }, &[3], &[x.clone()]),
+            step(shardc_ir::ops::Cast {}, &[5], &[x.clone()]),
+            step(Unary { kind: UnaryKind::Tanh }, &[6], &[x.clone()]),
+        ];
+        let types = [x.clone(), x.clone(), x.clone()];
+        check(&client, Fused { steps, results: vec![4, 7] }, &types, &[x.clone(), x.clone()], 1);
+        let norm: [Op; 2] = [LayerNorm { eps: 1e-5 }.into(), RmsNorm { eps: 1e-5 }.into()];
+        check(&client, norm[0].clone(), &[x.clone(), d.clone(), d.clone()], &[x.clone(), row.clone(), row.clone()], 1);
+        check(&client, norm[1].clone(), &[x.clone(), d.clone()], &[x, row], 1);
+    }
+}
+
+#[test]
+fn what_is_no_region_is_refused() {
+    let (x, d) = (t(&[8, 16]), t(&[16]));
+    let refused = |steps: Vec<FusedStep>, operands: &[TensorType]| {
+        let results = vec![operands.len() + steps.iter().map(|step| step.results.len()).sum::<usize>() - 1];
+        let region = Fused { steps, results };
+        region.infer(operands, &[]).unwrap_or_else(|error| panic!("{error}"));
+        assert!(!crate::CudaTarget.fuses(&region, operands), "{}", region.steps_text());
+    };
+    let unary = |operand: usize| step(Unary { kind: UnaryKind::Exp }, &[operand], &[x.clone()]);
+    // Another operation, a sum over rows, a sum that is read again, and two shapes.
+    refused(vec![unary(0), step(Softmax {}, &[1], &[x.clone()])], &[x.clone()]);
+    let sum = |dim: usize, ty: &TensorType| {
+        step(Reduce { kind: ReduceOp::Sum, dims: vec![dim] }, &[1], std::slice::from_ref(ty))
+    };
+    refused(vec![unary(0), sum(1, &t(&[8]))], &[x.clone()]);
+    let broadcast = step(Broadcast { dims: vec![1] }, &[2], &[x.clone()]);
+    refused(vec![unary(0), sum(0, &d), broadcast], &[x.clone()]);
+    let other = step(Unary { kind: UnaryKind::Exp }, &[1], std::slice::from_ref(&d));
+    refused(vec![step(Unary { kind: UnaryKind::Exp }, &[0], &[x.clone()]), other], &[x.clone(), d]);
+}
