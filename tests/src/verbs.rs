@@ -37,7 +37,10 @@ pub const VERBS: &[(&str, Verb)] = &[
         pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
     }),
     ("align-head", |text, _| pass(text, align_head)),
-    ("share-statistics", |text, _| pass(text, |graph| share_statistics(&differentiated(graph, "loss")?.graph))),
+    ("share-statistics", |text, _| {
+        let step = |graph: &Graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default());
+        pass(text, |graph| share_statistics(&step(graph)?))
+    }),
     ("quantize", |text, _| pass(text, quantized)),
     ("chunk", chunk),
     ("lower", lower),
