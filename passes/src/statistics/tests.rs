@@ -1,3 +1,5 @@
+//! What becomes of the statistics of a norm that a model writes down itself.
+
 use super::*;
 use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
