@@ -11,14 +11,12 @@
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
 //!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
 //!   reduced;
-//! * small sums that are there at about the same time are one collective ([`mod@numbers`]);
 //! * a reduction is issued where its operand is made ([`mod@ready`]), and what rearranges the result of a collective
 //!   waits for its first reader ([`mod@sink`]).
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
 //! the result depends on nothing that differs between ranks.
 
-mod numbers;
 mod ready;
 mod sink;
 
@@ -43,7 +41,7 @@ pub fn schedule(draft: &mut Draft) {
     let sections = draft.sections.len();
     for section in 0..sections {
         let items = std::mem::take(&mut draft.sections[section]);
-        let items = ready::advance(draft, numbers::together(draft, items));
+        let items = ready::advance(draft, items);
         let items = prefetch(draft, items);
         // Stages do different things outside of the loop, and meet in the same order.
         let is_free = draft.stage.is_none() || matches!(Place::of(section, sections), Place::Microbatch(_));
