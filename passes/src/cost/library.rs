@@ -96,7 +96,7 @@ impl Reach {
             Op::Quantize(_) => self.quantize,
             Op::Unary(Unary { kind: UnaryKind::Gelu }) | Op::UnaryGrad(UnaryGrad { kind: UnaryKind::Gelu }) => self.erf,
             // The slowest of its steps sets a region's pace.
-            Op::Fused(region) if region.steps.len() > 1 => {
+            Op::Fused(region) => {
                 let of = |step: &FusedStep| match step.op {
                     Op::Reduce(_) => self.region_folds,
                     _ => self.of(&step.op),

@@ -4,7 +4,7 @@
 //! reads that value instead, and takes the statistic off on the way: the differences are never written, and what is
 //! kept for the backward pass is the value, no larger than they are.
 
-use super::copied_along;
+use super::copied;
 use shardc_ir::ops::{BinaryKind, Op, OpDef, OpError};
 use shardc_ir::{Graph, Node, NodeId, Role, ValueId};
 use std::collections::HashMap;
@@ -59,9 +59,9 @@ fn joins(node: &Node) -> bool {
 /// Whether a forward node takes copies of a vector off every row of a value, of which that vector is a statistic.
 fn is_difference(graph: &Graph, node: &Node) -> bool {
     let (Op::Binary(op), Role::Forward, [of, copies]) = (&node.op, node.role, &node.operands[..]) else { return false };
-    let rank = graph.ty(*of).rank();
-    let is_of_rows = || copied_along(graph, *copies).is_some_and(|dims| dims.into_iter().eq(0..rank.saturating_sub(1)));
-    op.kind == BinaryKind::Sub && rank > 1 && is_of_rows() && is_statistic(graph, *copies, *of, DEPTH)
+    let rows: Vec<usize> = (0..graph.ty(*of).rank().saturating_sub(1)).collect();
+    let is_of_rows = || copied(graph, *copies, &rows).is_some();
+    op.kind == BinaryKind::Sub && !rows.is_empty() && is_of_rows() && is_statistic(graph, *copies, *of, DEPTH)
 }
 
 /// Whether a value depends on a sum over another.

@@ -62,9 +62,3 @@ fn is_mean(graph: &Graph, value: ValueId, of: ValueId, dims: &[usize]) -> bool {
 fn copies(ty: &TensorType, dims: &[usize]) -> f64 {
     dims.iter().map(|dim| ty.shape[*dim] as f64).product()
 }
-
-/// The dimensions along which a value is copies of a smaller one.
-fn copied_along(graph: &Graph, value: ValueId) -> Option<Vec<usize>> {
-    let Op::Broadcast(Broadcast { dims: kept }) = &graph.def(value).op else { return None };
-    Some((0..graph.ty(value).rank()).filter(|dim| !kept.contains(dim)).collect())
-}
