@@ -11,8 +11,8 @@
 //!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
 //!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
 //!   reduced;
-//! * a reduction is issued where its operand is made ([`mod@ready`]), and what rearranges the result of a collective
-//!   waits for its first reader ([`mod@sink`]).
+//! * a reduction is issued where its operand is made ([`mod@ready`]), as one with those of small values that are made
+//!   there as well; what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
 //!
 //! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
 //! the result depends on nothing that differs between ranks.
@@ -22,6 +22,7 @@ mod sink;
 
 use crate::cost::is_product;
 use crate::lower::draft::{Draft, Hint, Item, Place, StorageId};
+use crate::lower::early::is_small;
 use shardc_ir::program::{Action, Stream};
 use shardc_ir::{BufferId, DType, Op, ReduceKind};
 use sink::sink;
@@ -41,7 +42,7 @@ pub fn schedule(draft: &mut Draft) {
     let sections = draft.sections.len();
     for section in 0..sections {
         let items = std::mem::take(&mut draft.sections[section]);
-        let items = ready::advance(draft, items);
+        let items = merge_sums(draft, ready::advance(draft, items));
         let items = prefetch(draft, items);
         // Stages do different things outside of the loop, and meet in the same order.
         let is_free = draft.stage.is_none() || matches!(Place::of(section, sections), Place::Microbatch(_));
@@ -71,6 +72,30 @@ fn kind(action: &Action) -> Option<Kind> {
 fn merge(into: &mut Item, item: Item) {
     into.instruction.operands.extend(item.instruction.operands);
     into.instruction.results.extend(item.instruction.results);
+}
+
+/// Makes one collective of the sums over ranks of small values that follow on each other: each alone takes as long.
+fn merge_sums(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
+    let of = |item: &Item| {
+        let Item { instruction, hint: Hint::None } = item else { return None };
+        let is_sum = matches!(instruction.action, Action::AllReduce { .. }) && is_small(draft, instruction);
+        let dtype = draft.buffers[*instruction.operands.first()?].ty.dtype;
+        kind(&instruction.action).filter(|_| is_sum).zip(Some(dtype))
+    };
+    let mut merged: Vec<Item> = Vec::with_capacity(items.len());
+    for item in items {
+        match merged.last_mut() {
+            Some(last)
+                if of(&item).is_some()
+                    && of(last) == of(&item)
+                    && !Touched::of(draft, last).meets(&Touched::of(draft, &item)) =>
+            {
+                merge(last, item);
+            }
+            _ => merged.push(item),
+        }
+    }
+    merged
 }
 
 /// Issues the gathers of each block's weights where the block before has issued its own.

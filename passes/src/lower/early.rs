@@ -2,11 +2,13 @@
 //!
 //! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. The
 //! vectors that it copies to all rows (a bias, a statistic, a cast weight) take next to no time and memory: they are made
-//! before it, so that they keep nothing out.
+//! before it, so that they keep nothing out. Gathers of small weights, which the schedule
+//! issues with others of their block, go up to the last product before them.
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 
 use super::draft::{Draft, Hint, Item, StorageId, Touched};
+use crate::cost::is_product;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{Bytes, Graph, Op, Role};
 use std::collections::BTreeSet;
@@ -48,6 +50,7 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
         let wanted = wanted(draft, items);
         // Behind which instruction that stays each one runs; those of one in their order.
         let mut behind: Vec<Option<usize>> = Vec::with_capacity(items.len());
+        let mut product = None;
         for (at, Item { instruction, hint }) in items.iter().enumerate() {
             let is_fresh = |buffer: &_| {
                 let storage = draft.storage[*buffer];
@@ -55,20 +58,26 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
             };
             let is_step = |role| role != Role::Optimizer;
             // Sums over ranks as well, so that what is made of them is early.
-            let stream = match instruction.action {
-                Action::Compute(_) if !draft.is_view(instruction) => Some(Stream::Compute),
-                Action::AllReduce { .. } => Some(Stream::Communication),
-                _ => None,
+            let is_free = match (&instruction.action, hint) {
+                (Action::Compute(_), Hint::None) => {
+                    !draft.is_view(instruction) && instruction.stream == Stream::Compute
+                }
+                (Action::AllReduce { .. }, Hint::None) => instruction.stream == Stream::Communication,
+                (Action::AllGather { .. }, Hint::Prefetch { .. }) => true,
+                _ => false,
             };
-            let moves = stream == Some(instruction.stream)
+            let moves = is_free
                 && wanted[at]
-                && *hint == Hint::None
                 && instruction.source.is_some_and(|source| is_step(graph.node(source).role))
                 && is_small(draft, instruction)
                 && instruction.results.iter().all(is_fresh);
+            let least = product.filter(|_| matches!(hint, Hint::Prefetch { .. }));
+            if matches!(&instruction.action, Action::Compute(op) if is_product(op)) {
+                product = Some(at);
+            }
             let makers = instruction.operands.iter().map(|buffer| last_before(&written, (section, at), *buffer));
             behind.push(match moves {
-                true => makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten(),
+                true => makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten().max(least),
                 false => Some(at),
             });
         }

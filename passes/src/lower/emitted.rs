@@ -2,7 +2,8 @@
 
 use super::draft::Draft;
 use super::{
-    draft_rank, early::make_early, fuse::fuse, merge_casts, merge_repeated, share_parts, siblings::join_siblings,
+    draft_rank, early::is_small, early::make_early, fuse::fuse, merge_casts, merge_repeated, share_parts,
+    siblings::join_siblings,
 };
 use crate::cost::Library;
 use crate::cost::is_product;
@@ -34,6 +35,9 @@ pub struct Emitted {
     pub adds: bool,
     /// Whether it only names a part of what is there.
     pub is_view: bool,
+    /// The first node of the region that makes its results, if all of that are small values: sums of them over ranks are
+    /// one collective.
+    pub together: Option<NodeId>,
 }
 
 /// What a graph on one device is lowered to for a target, node by node; nothing for a graph that is not legal. A region
@@ -55,6 +59,7 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
     fuse(&mut draft, graph, target);
     let sources = sources(&draft);
     ahead(&draft, graph).into_iter().for_each(|(node, nodes)| emitted[node].ahead = nodes);
+    together(&draft).into_iter().for_each(|(node, first)| emitted[node].together = Some(first));
     // Of products each rank computes a part, and small ones are joined.
     join_siblings(&mut draft, &|region, operands| region.is_products() || target.fuses(region, operands));
     merge_casts(&mut draft);
@@ -134,6 +139,17 @@ fn ahead(draft: &Draft, graph: &Graph) -> Vec<(NodeId, usize)> {
         Some((made, made.index().checked_sub(source).filter(|nodes| *nodes > 0)?))
     };
     instructions.filter_map(of).collect()
+}
+
+/// The nodes of each region of small values, with the first of them.
+fn together(draft: &Draft) -> Vec<(NodeId, NodeId)> {
+    let of = |instruction: &Instruction| {
+        let Action::Compute(Op::Fused(region)) = &instruction.action else { return Vec::new() };
+        let sources: Vec<NodeId> = region.steps.iter().filter_map(|step| step.source).collect();
+        let first = sources.first().copied().filter(|_| is_small(draft, instruction));
+        first.map_or(Vec::new(), |first| sources.into_iter().map(|node| (node, first)).collect())
+    };
+    draft.sections.iter().flatten().flat_map(|item| of(&item.instruction)).collect()
 }
 
 /// The node of each instruction, by its first result.

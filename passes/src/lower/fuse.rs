@@ -6,8 +6,9 @@
 //! then is joins others in the same way, and what is made for that operation alone comes with it. Operations on small
 //! values share a launch with those before them. No pattern is listed here: the target says what it can fuse.
 //!
-//! A region runs where its first operation stood, so the others move up, past everything that they do
-//! not depend on. What only the region reads is no buffer any more. An operation of the backward pass that depends on
+//! A region runs where its first operation stood, so the others move up, past everything that they do not depend on; or,
+//! if one of those waits for what comes later (a bias that is gathered), where the last one stood, and the others move
+//! down. What only the region reads is no buffer any more. An operation of the backward pass that depends on
 //! the forward pass alone joins none of that pass's regions: what it makes would be kept until it is read, and what is
 //! computed again would be computed twice at once.
 
@@ -16,7 +17,7 @@ use super::draft::{Draft, Hint, Item, StorageId};
 use super::early::is_small;
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::pipeline::last_forward;
-use shardc_ir::program::{Action, Instruction};
+use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Graph, NodeId, Target, TensorType};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -26,13 +27,12 @@ pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
     let behind = last_forward(graph);
     for section in 0..draft.sections.len() {
         let forming = Forming { draft, target, section, touched: &touched, written: &written, kept: &kept, behind };
-        let regions = forming.regions();
         let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
         let mut moved: BTreeSet<usize> = BTreeSet::new();
-        for members in regions.values().filter(|members| members.len() > 1) {
+        for (place, members) in forming.regions().all.iter().filter(|(_, members)| members.len() > 1) {
             if let Some(instruction) = forming.fused(members) {
-                fused.insert(members[0], instruction);
-                moved.extend(&members[1..]);
+                moved.extend(members.iter().filter(|member| *member != place));
+                fused.insert(*place, instruction);
             }
         }
         let items = std::mem::take(&mut draft.sections[section]).into_iter().enumerate();
@@ -44,7 +44,36 @@ pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
     }
 }
 
-/// The regions of one section.
+/// The regions of a section as far as they are formed.
+#[derive(Debug, Default)]
+struct Regions {
+    /// By where each runs, its operations in their order.
+    all: BTreeMap<usize, Vec<usize>>,
+    /// Where the operation runs that stood at each index, if not there.
+    place: HashMap<usize, usize>,
+    /// For which collective the instruction of each index waits, the last of those that it depends on.
+    waits: Vec<Option<usize>>,
+    /// By what they wait for, where the last regions of small values run.
+    small: HashMap<Option<usize>, usize>,
+}
+
+impl Regions {
+    /// Where the instruction of an index runs.
+    fn place(&self, at: usize) -> usize {
+        self.place.get(&at).copied().unwrap_or(at)
+    }
+
+    /// Makes one region of all that these operations are of.
+    fn join(&mut self, members: Vec<usize>, place: usize) {
+        let waits = members.iter().map(|member| self.waits[*member]).max().flatten();
+        members.iter().for_each(|member| self.waits[*member] = waits);
+        members.iter().for_each(|member| drop(self.all.remove(&self.place(*member))));
+        self.place.extend(members.iter().map(|member| (*member, place)));
+        self.all.insert(place, members);
+    }
+}
+
+/// Makes the regions of one section.
 struct Forming<'a> {
     draft: &'a Draft,
     target: &'a dyn Target,
@@ -70,30 +99,47 @@ impl Forming<'_> {
         }
     }
 
-    /// By their first operation, the operations of each region in their order.
-    fn regions(&self) -> BTreeMap<usize, Vec<usize>> {
-        let mut regions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        let mut region_of: HashMap<usize, usize> = HashMap::new();
+    /// The regions, of one operation or more.
+    fn regions(&self) -> Regions {
+        let mut regions = Regions::default();
         let mut makers: HashMap<BufferId, usize> = HashMap::new();
-        // The last region of small values.
-        let mut small: Option<usize> = None;
         for at in 0..self.draft.sections[self.section].len() {
             let instruction = &self.item(at).instruction;
+            regions.waits.push(self.waits(&regions, at));
             if self.op(at).is_some() {
                 let made_by = instruction.operands.iter().filter_map(|buffer| makers.get(buffer));
-                let joined: BTreeSet<usize> = made_by.filter_map(|maker| region_of.get(maker).copied()).collect();
-                let beside = small.filter(|_| self.is_small(at));
-                let fits = |members: &Vec<usize>| self.fits(&members[..1], &[&members[1..], &[at]].concat());
-                let found = self.candidates(&regions, &joined, at, beside).into_iter().find(fits);
-                let members = [found.unwrap_or_default(), vec![at]].concat();
-                members.iter().for_each(|member| drop(regions.remove(member)));
-                region_of.extend(members.iter().map(|member| (*member, members[0])));
-                small = if self.is_small(at) { Some(members[0]) } else { small };
-                regions.insert(members[0], members);
+                let places = made_by.map(|maker| regions.place(*maker));
+                let joined: BTreeSet<usize> = places.filter(|place| regions.all.contains_key(place)).collect();
+                let is_small = self.is_small(at);
+                let beside = regions.small.get(&regions.waits[at]).copied().filter(|_| is_small);
+                let candidates = self.candidates(&regions.all, &joined, at, beside).into_iter();
+                let found = candidates.map(|members| [members, vec![at]].concat());
+                let found = found.filter_map(|members| Some((self.runs_at(&regions, &members)?, members))).next();
+                let (place, members) = found.unwrap_or_else(|| (at, vec![at]));
+                regions.join(members, place);
+                if is_small {
+                    regions.small.insert(regions.waits[at], place);
+                }
             }
             makers.extend(instruction.results.iter().map(|buffer| (*buffer, at)));
         }
         regions
+    }
+
+    /// For which collective an instruction waits: one that shares a launch with others that wait for a later one would
+    /// keep the other ranks waiting.
+    fn waits(&self, regions: &Regions, at: usize) -> Option<usize> {
+        let last_write = |buffer: &BufferId| {
+            let written = self.written.of(self.draft.storage[*buffer]);
+            let last = written[..written.partition_point(|write| *write < (self.section, at))].last()?;
+            Some(last.1).filter(|_| last.0 == self.section)
+        };
+        // Gathers of weights are there before.
+        let of = |write: usize| match self.item(write) {
+            Item { instruction, hint: Hint::None } if instruction.stream != Stream::Compute => Some(write),
+            _ => regions.waits[write],
+        };
+        self.item(at).instruction.operands.iter().filter_map(last_write).map(of).max().flatten()
     }
 
     /// What an operation may join, the best first: of the regions that make its operands the latest, with what is there for
@@ -119,13 +165,15 @@ impl Forming<'_> {
         together.chain(alone).chain(apart).chain(beside.and_then(|first| regions.get(&first).cloned())).collect()
     }
 
-    /// Whether operations that come behind a region may join it.
-    fn fits(&self, members: &[usize], joining: &[usize]) -> bool {
-        let all = |count: usize| [members, &joining[..count]].concat();
-        let may_join = |(index, at): (usize, &usize)| {
-            self.is_behind(*at) == self.is_behind(members[0]) && self.may_move(*at, &all(index))
-        };
-        joining.iter().enumerate().all(may_join) && self.fused(&all(joining.len())).is_some()
+    /// Where these operations may run as one, the last of which is in no region yet, if the target has a kernel for them:
+    /// where the first one does, or where the last one is.
+    fn runs_at(&self, regions: &Regions, members: &[usize]) -> Option<usize> {
+        let (first, last) = (*members.first()?, *members.last()?);
+        let pass = self.is_behind(first);
+        let is_one_pass = members.iter().all(|member| self.is_behind(*member) == pass);
+        let may_run = |place: &usize| members.iter().all(|member| self.may_move(regions, *member, *place, members));
+        let place = [regions.place(first), last].into_iter().filter(|_| is_one_pass).find(may_run)?;
+        self.fused(members).map(|_| place)
     }
 
     /// Whether a region is there for one operation behind it: nothing else reads what it makes, or it is copies of a
@@ -160,22 +208,25 @@ impl Forming<'_> {
         self.item(at).instruction.source.is_some_and(|source| source > self.behind)
     }
 
-    /// Whether an operation may run where a region does: what it reads and no operation of the region
-    /// makes is there before it, and what it writes is nobody's business before.
-    fn may_move(&self, at: usize, members: &[usize]) -> bool {
+    /// Whether a member of a region may run at a place: behind the same instructions that write what it reads and no other
+    /// member makes, before the same others, and so for all that touch what it makes.
+    fn may_move(&self, regions: &Regions, at: usize, place: usize, members: &[usize]) -> bool {
+        let is_member = |touch: &(usize, usize)| touch.0 == self.section && members.contains(&touch.1);
+        let stays =
+            |touch: &(usize, usize)| touch.0 != self.section || (touch.1 < at) == (regions.place(touch.1) < place);
         let instruction = &self.item(at).instruction;
-        let is_made = |buffer: &BufferId| members.iter().any(|member| self.makes(*member, *buffer));
-        let is_written = |buffer: &BufferId| {
-            let all = self.written.of(self.draft.storage[*buffer]);
-            let place = |index: usize| all.partition_point(|write| *write < (self.section, index));
-            place(members[0]) < place(at)
+        let may_read = |buffer: &BufferId| {
+            let is_made = members.iter().any(|member| self.makes(*member, *buffer));
+            let written = self.written.of(self.draft.storage[*buffer]);
+            written.iter().all(|write| if is_member(write) { is_made || write.1 == at } else { stays(write) })
         };
-        let is_fresh = |buffer: &BufferId| {
+        let may_write = |buffer: &BufferId| {
             let storage = self.draft.storage[*buffer];
-            self.touched.of(storage).first() == Some(&(self.section, at)) && !self.kept.contains(&storage)
+            let touched = self.touched.of(storage);
+            let is_fresh = touched.first() == Some(&(self.section, at)) && !self.kept.contains(&storage);
+            is_fresh && touched.iter().all(|touch| is_member(touch) || stays(touch))
         };
-        instruction.operands.iter().all(|buffer| is_made(buffer) || !is_written(buffer))
-            && instruction.results.iter().all(is_fresh)
+        instruction.operands.iter().all(may_read) && (at == place || instruction.results.iter().all(may_write))
     }
 
     fn makes(&self, at: usize, buffer: BufferId) -> bool {

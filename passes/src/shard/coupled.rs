@@ -9,7 +9,8 @@ use super::layout::{Along, Extent, convert};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, FactorKind, NodeId, OpDef, Role, Strategy};
+use shardc_ir::{AxisId, Choice, DType, FactorKind, NodeId, OpDef, Role, Strategy};
+use std::collections::BTreeSet;
 
 /// What stands against dividing the batch over an axis of time: the first node whose result another would need as it is
 /// for all samples. A value that is summed over microbatches exists only after the last of them, and so does what is made
@@ -73,7 +74,9 @@ pub fn needed_whole(prepared: &Prepared<'_>, strategies: &[Strategy], axis: Axis
 /// alone is whole on every rank. Gradients that updates read are priced by how the data ranks share them.
 /// They take what they take on the ranks of a cluster.
 pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) -> Vec<Conversion> {
-    let mut conversions = Vec::new();
+    let mut conversions: Vec<Conversion> = Vec::new();
+    // Of those that add what a region of small values makes, its class, the axis and the element type.
+    let mut sums: Vec<(usize, (usize, AxisId, DType))> = Vec::new();
     let is_read = |flow: &Flow, reader: usize| {
         let is_whole = prepared.batch[reader] == Choice::Replicate;
         let is_statistic = is_whole && prepared.role(reader) != Role::Optimizer && !prepared.is_gradient[flow.maker];
@@ -101,6 +104,10 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) 
                     continue;
                 }
                 known.push(to);
+                let region = prepared.emitted[flow.maker].together;
+                if let (Some(region), Along::Partial(_), Along::Whole) = (region, from, to) {
+                    sums.push((conversions.len(), (region, axis, ty.dtype)));
+                }
                 let extent = Extent { bytes: whole, shape: &ty.shape };
                 conversions.push(Conversion {
                     maker: flow.maker,
@@ -117,5 +124,41 @@ pub fn coupled(prepared: &Prepared<'_>, placed: &Placed<'_>, cluster: &Cluster) 
             }
         }
     }
+    start_together(prepared, &mut conversions, &sums);
     conversions
+}
+
+/// Sums over the same ranks of what one region of small values makes are one collective, but for those of what is made of
+/// another one's result: they start once.
+fn start_together<K: PartialEq>(prepared: &Prepared<'_>, conversions: &mut [Conversion], sums: &[(usize, K)]) {
+    let mut leaders: Vec<(&K, usize)> = Vec::new();
+    for (at, key) in sums {
+        let own = &mut conversions[*at];
+        let is_beside = |(other, leader): &(&K, usize)| *other == key && !depends(prepared, own.maker, *leader);
+        if leaders.iter().any(is_beside) {
+            own.turn.wire -= own.start;
+            own.start = 0.0;
+        } else {
+            leaders.push((key, own.maker));
+        }
+    }
+}
+
+/// Whether what a class makes in a region depends on what another one makes there.
+fn depends(prepared: &Prepared<'_>, class: usize, on: usize) -> bool {
+    let region = prepared.emitted[class].together;
+    let mut open = vec![class];
+    let mut seen = BTreeSet::new();
+    while let Some(class) = open.pop() {
+        let operands = prepared.graph.node(prepared.folded.classes[class].node).operands.iter();
+        for maker in operands.map(|value| prepared.folded.class[prepared.graph.value(*value).def]) {
+            if maker == on {
+                return true;
+            }
+            if prepared.emitted[maker].together == region && seen.insert(maker) {
+                open.push(maker);
+            }
+        }
+    }
+    false
 }

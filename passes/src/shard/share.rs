@@ -27,6 +27,8 @@ pub struct Share {
     pub adds: bool,
     /// Whether it only names a part of what is there.
     pub is_view: bool,
+    /// The class of the first node of the region of small values that makes its results, if one does.
+    pub together: Option<usize>,
 }
 
 impl Share {
@@ -61,6 +63,7 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
         is_summed: members.iter().all(|id| emitted[*id].is_summed),
         adds: members.iter().all(|id| emitted[*id].adds),
         is_view: members.iter().all(|id| emitted[*id].is_view),
+        together: members.first().and_then(|id| emitted[*id].together).map(|first| folded.class[first]),
     };
     folded.classes.iter().map(|class| share(&class.members)).collect()
 }
