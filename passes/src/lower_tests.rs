@@ -15,6 +15,7 @@ use crate::rematerialize::rematerialize;
 use crate::schedule::schedule;
 use crate::search::{Pins, search};
 use crate::search_tests::{SMALL, Sizes, llama};
+use crate::statistics::{share_statistics, tests as statistics};
 use shardc_ir::ops::{Binary, BinaryKind, Fused};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::plan::{Request, Space};
@@ -409,5 +410,29 @@ fn a_bias_and_a_residual_that_products_add_are_sums_of_the_graph() {
         let biased = |action: &Action| matches!(action, Action::Compute(Op::Matmul(op)) if op.bias);
         assert!(pins.contains("tp") || count(&programs[0], biased) == 2, "{pins}");
         verify::step(&plan, &programs).unwrap_or_else(|found| panic!("{pins}: {found}"));
+    }
+}
+
+/// Data ranks add up both sums that the derivative of a norm over samples needs at once; and the norm is the same five
+/// kernels where its weight and its bias are gathered first.
+#[test]
+fn norms_over_samples_wait_once_for_other_ranks() {
+    let text = statistics::NORM.replace("32,", "65536,");
+    let graph = share_statistics(&statistics::step(&text)).expect("a graph");
+    let cluster = Cluster::parse("cpu:4", "h200").expect("a cluster");
+    let request = Request { batch: 65536, seq: 1, device_memory: Bytes(1 << 40), ..Request::default() };
+    for zero in 0..=3 {
+        let pins = Pins::parse(&format!("dp=4,zero={zero}")).expect("pins");
+        let plan = search(&graph, &cluster, &request, &pins, &Wants).unwrap_or_else(|error| panic!("{error}"));
+        let plan = verify::plan(plan).expect("a plan");
+        let mut programs = lower_all(&plan, &Wants).expect("programs");
+        verify::step(&plan, &programs).unwrap_or_else(|found| panic!("zero={zero}: {found}"));
+        let sums = programs[0].instructions().filter(|of| matches!(of.action, Action::AllReduce { .. }));
+        let operands: Vec<usize> = sums.map(|sum| sum.operands.len()).collect();
+        // The mean, as a sum and divided; the variance; what is told of both in the backward pass.
+        assert_eq!(operands[..3], [2, 1, 2], "zero={zero}");
+        let names: Vec<String> = regions(&mut programs[0]).iter().map(|region| region.steps_text()).collect();
+        let is_norm = |name: &&String| name.contains("reduce_sum") || name.contains("broadcast");
+        assert_eq!(names.iter().filter(is_norm).count(), 5, "zero={zero}: {names:#?}");
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. The
 //! vectors that it copies to all rows (a bias, a statistic, a cast weight) take next to no time and memory: they are made
-//! before it, so that they keep nothing out. Gathers of small weights, which the schedule
-//! issues with others of their block, go up to the last product before them.
+//! before it, so that they keep nothing out. Gathers of small weights, which the schedule issues with
+//! others of their block, go up to the last product before them, or to the beginning of their pass.
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 
 use super::draft::{Draft, Hint, Item, StorageId, Touched};
 use crate::cost::is_product;
+use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{Bytes, Graph, Op, Role};
 use std::collections::BTreeSet;
@@ -45,12 +46,16 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
         let before = all[..all.partition_point(|write| *write < place)].last();
         before.filter(|write| write.0 == place.0).map(|write| write.1)
     };
+    let forward = last_forward(graph);
     let mut orders = Vec::new();
     for (section, items) in draft.sections.iter().enumerate() {
         let wanted = wanted(draft, items);
         // Behind which instruction that stays each one runs; those of one in their order.
         let mut behind: Vec<Option<usize>> = Vec::with_capacity(items.len());
-        let mut product = None;
+        let is_behind = |item: &Item| item.instruction.source.is_some_and(|source| source > forward);
+        let backward = items.iter().position(is_behind);
+        // Up to where gathers go: the last product, or the end of the forward pass.
+        let mut least = None;
         for (at, Item { instruction, hint }) in items.iter().enumerate() {
             let is_fresh = |buffer: &_| {
                 let storage = draft.storage[*buffer];
@@ -71,15 +76,16 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
                 && instruction.source.is_some_and(|source| is_step(graph.node(source).role))
                 && is_small(draft, instruction)
                 && instruction.results.iter().all(is_fresh);
-            let least = product.filter(|_| matches!(hint, Hint::Prefetch { .. }));
-            if matches!(&instruction.action, Action::Compute(op) if is_product(op)) {
-                product = Some(at);
-            }
             let makers = instruction.operands.iter().map(|buffer| last_before(&written, (section, at), *buffer));
-            behind.push(match moves {
-                true => makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten().max(least),
-                false => Some(at),
+            let made = makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten();
+            behind.push(match (moves, hint) {
+                (true, Hint::Prefetch { .. }) => made.max(least),
+                (true, _) => made,
+                (false, _) => Some(at),
             });
+            let is_product = matches!(&instruction.action, Action::Compute(op) if is_product(op));
+            let is_last = backward == Some(at + 1);
+            least = if is_product || is_last { Some(at) } else { least };
         }
         let mut order: Vec<usize> = (0..items.len()).collect();
         order.sort_by_key(|at| (behind[*at], *at));

@@ -94,6 +94,8 @@ impl Forming<'_> {
     fn op(&self, at: usize) -> Option<&Op> {
         let Item { instruction, hint: Hint::None } = self.item(at) else { return None };
         match &instruction.action {
+            // Casts of parameters share launches by themselves.
+            Action::Compute(Op::Cast(_)) if self.is_parameter(instruction.operands[0]) => None,
             Action::Compute(op) if !self.draft.is_view(instruction) => Some(op),
             _ => None,
         }
@@ -190,17 +192,16 @@ impl Forming<'_> {
         matches!(members, [member] if copies(*member)) || made.all(is_read_there)
     }
 
-    /// Whether an operation on elements takes less time than its launch. Casts of parameters share launches by themselves.
+    /// Whether an operation on elements takes less time than its launch.
     fn is_small(&self, at: usize) -> bool {
-        let instruction = &self.item(at).instruction;
-        let is_elementwise = match self.op(at) {
-            Some(Op::Unary(_) | Op::UnaryGrad(_) | Op::Binary(_) | Op::Affine(_)) => true,
-            Some(Op::Cast(_)) => {
-                instruction.operands.iter().all(|buffer| !self.kept.contains(&self.draft.storage[*buffer]))
-            }
-            _ => false,
-        };
-        is_elementwise && is_small(self.draft, instruction)
+        let of_elements =
+            |op| matches!(op, &(Op::Unary(_) | Op::UnaryGrad(_) | Op::Binary(_) | Op::Affine(_) | Op::Cast(_)));
+        self.op(at).is_some_and(of_elements) && is_small(self.draft, &self.item(at).instruction)
+    }
+
+    /// Whether a buffer is a parameter or a state.
+    fn is_parameter(&self, buffer: BufferId) -> bool {
+        self.draft.slots.iter().any(|slot| slot.buffer == buffer)
     }
 
     /// Whether an operation comes behind the forward pass.

@@ -14,7 +14,7 @@
 mod differences;
 mod sums;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use crate::error::PassError;
 use shardc_ir::Graph;

@@ -7,7 +7,7 @@ use shardc_ir::Role;
 use shardc_ir::ops::BinaryKind;
 
 /// A norm over samples as a model writes it down, and what it is the norm of.
-const NORM: &str = r#"graph @norm {
+pub(crate) const NORM: &str = r#"graph @norm {
   %x: f32[32,8] = input "x"
   %w: f32[8,4] = parameter "w"
   %gamma: f32[4] = parameter "gamma"
@@ -31,7 +31,7 @@ const NORM: &str = r#"graph @norm {
   return loss %l
 }"#;
 
-fn step(text: &str) -> Graph {
+pub(crate) fn step(text: &str) -> Graph {
     let graph: Graph = text.parse().expect("a graph");
     add_optimizer(differentiate(&graph, "loss").expect("gradients"), &OptimizerConfig::default()).expect("a step")
 }

@@ -28,10 +28,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The variable that, set to `0`, leaves all collectives and messages to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
 
-/// Bytes below which a collective is NCCL's, in all and of each tensor on average: what it takes then is waiting. Of 6 MB by
-/// copies each rank of four H200s waits for 60 us, of 30 MB in 117 tensors for 1.9 ms (`bench/RESULTS.md`).
-const LEAST: u64 = 8 << 20;
-const LEAST_OF_EACH: u64 = 1 << 20;
+/// Bytes below which a collective is NCCL's, in all and of each tensor on average: what it takes then is waiting. Sums of 19
+/// MB over four H100s take 125 us by NCCL's kernels and 182 us by copies; of 100 MB and more, and of gradients of 32 MiB
+/// beside products, copies are faster, but for buckets of many tensors (`bench/RESULTS.md`).
+const LEAST: u64 = 32 << 20;
+const LEAST_OF_EACH: u64 = 4 << 20;
 
 /// Bytes of scratch memory into which parts to be added are sent, at most. The less it is, the more sums there are to
 /// wait for: each begins when a kernel that holds the multiprocessors ends.
@@ -254,18 +255,18 @@ mod tests {
             let types: Vec<TensorType> = shapes.iter().map(|size| TensorType::new(DType::Bf16, [*size])).collect();
             scratch(&action, &types, &types).is_some()
         };
-        assert!(by_copies(&[4 << 20]) && by_copies(&[4 << 20, 16, 16]));
-        assert!(!by_copies(&[(4 << 20) - 1]));
-        assert!(!by_copies(&[&[5 << 20][..], &[16; 20]].concat()), "many small ones");
+        assert!(by_copies(&[16 << 20]) && by_copies(&[16 << 20, 16, 16]));
+        assert!(!by_copies(&[(16 << 20) - 1]));
+        assert!(!by_copies(&[&[17 << 20][..], &[16; 20]].concat()), "many small ones");
     }
 
     #[test]
     fn a_sum_without_scratch_memory_is_refused() {
         let text = |scratch: &str| {
             format!(
-                "program rank 0 of 2 {{\n  arena device 67108864\n  group 0 = 0, 1\n  \
-                 $0: f32[2097152] device+0 buffer\n  $1: f32[2097152] device+8388608 buffer\n  \
-                 $2: u8[8388608] device+16777216 buffer\n  $3: u8[8388607] device+25165824 buffer\n  section main {{\n    \
+                "program rank 0 of 2 {{\n  arena device 268435456\n  group 0 = 0, 1\n  \
+                 $0: f32[8388608] device+0 buffer\n  $1: f32[8388608] device+33554432 buffer\n  \
+                 $2: u8[33554432] device+67108864 buffer\n  $3: u8[33554431] device+100663296 buffer\n  section main {{\n    \
                  0: $1 = all_reduce $0 sum over 0{scratch} on communication\n  }}\n  order main 0\n}}"
             )
         };
@@ -273,8 +274,8 @@ mod tests {
             let program: Program = text(scratch).parse().unwrap();
             sites(&program).map(|sites| sites.iter().map(|site| site.spot.scratch).collect::<Vec<_>>())
         };
-        assert_eq!(found(" scratch $2"), Ok(vec![16_777_216]));
-        assert!(found(" scratch $3").unwrap_err().contains("needs 8388608 bytes of scratch memory and has 8388607"));
+        assert_eq!(found(" scratch $2"), Ok(vec![67_108_864]));
+        assert!(found(" scratch $3").unwrap_err().contains("needs 33554432 bytes of scratch memory and has 33554431"));
         assert!(found("").unwrap_err().contains("has 0"));
     }
 }

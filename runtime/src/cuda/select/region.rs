@@ -71,7 +71,7 @@ impl Sorted {
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Reduce(_) => types.get(*step.operands.first()?).cloned(),
             _ => step.results.first().cloned(),
         };
-        let shape = region.steps.first().and_then(of).ok_or("no steps")?.shape;
+        let shape = region.steps.iter().filter_map(of).max_by_key(TensorType::rank).ok_or("no steps")?.shape;
         if shape.is_empty() {
             return Err("a number has no rows".to_string());
         }
@@ -88,6 +88,10 @@ impl Sorted {
         use Class::{Column, ColumnSum, Full, Row, Scalar};
         let last = self.shape.len() - 1;
         let (takes, makes): (Vec<Class>, Vec<Class>) = match &step.op {
+            // Of what all rows read.
+            Op::Cast(_) if last > 0 && step.operands.iter().all(|value| self.types[*value].rank() == 1) => {
+                (vec![Column], vec![Column])
+            }
             Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Swiglu(_) | Op::SwigluGrad(_) => {
                 (vec![Full; step.operands.len()], vec![Full; step.results.len()])
             }
@@ -138,6 +142,9 @@ impl Sorted {
     fn buffers(&self, region: &Fused, count: usize) -> Result<Buffers, String> {
         let operands = (0..count).map(|value| self.port(value)).collect::<Result<Vec<_>, _>>()?;
         let results = region.results.iter().map(|value| self.port(*value)).collect::<Result<Vec<_>, _>>()?;
+        if results.iter().any(|port| port.class == Class::Column) {
+            return Err("what is the same in all rows is no result of a region".to_string());
+        }
         let dtypes = operands.iter().chain(&results).map(|port| self.types[port.value].dtype);
         let narrow: BTreeSet<DType> = dtypes.filter(|dtype| *dtype != DType::F32).collect();
         if narrow.len() > 1 {

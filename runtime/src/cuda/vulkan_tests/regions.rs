@@ -56,6 +56,13 @@ fn regions() {
             step(sum(&[0, 1]), &[3], &[d.clone()]),
         ];
         check(&client, Fused { steps, results: vec![3, 4] }, &[x.clone(), d.clone()], &[x.clone(), d.clone()], 1);
+        // The same, as it comes from the other ranks.
+        let steps = vec![
+            step(shardc_ir::ops::Cast {}, &[1], std::slice::from_ref(&d)),
+            step(Broadcast { dims: vec![2] }, &[2], &[x.clone()]),
+            step(Binary { kind: BinaryKind::Mul }, &[0, 3], &[x.clone()]),
+        ];
+        check(&client, Fused { steps, results: vec![4] }, &[x.clone(), d.clone()], std::slice::from_ref(&x), 1);
         // What is left of a norm over samples: differences made on the way, two sums, and what is normalized.
         let steps = vec![
             step(UnaryGrad { kind: UnaryKind::Relu }, &[0, 1], &[x.clone()]),
@@ -103,5 +110,8 @@ fn what_is_no_region_is_refused() {
     let broadcast = step(Broadcast { dims: vec![1] }, &[2], &[x.clone()]);
     refused(vec![unary(0), sum(0, &d), broadcast], &[x.clone()]);
     let other = step(Unary { kind: UnaryKind::Exp }, &[1], std::slice::from_ref(&d));
-    refused(vec![step(Unary { kind: UnaryKind::Exp }, &[0], &[x.clone()]), other], &[x.clone(), d]);
+    refused(vec![step(Unary { kind: UnaryKind::Exp }, &[0], &[x.clone()]), other], &[x.clone(), d.clone()]);
+    // What is the same in all rows would be written by all of them.
+    let cast = step(shardc_ir::ops::Cast {}, &[1], std::slice::from_ref(&d));
+    refused(vec![unary(0), cast], &[x.clone(), d]);
 }
