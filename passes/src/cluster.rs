@@ -189,6 +189,8 @@ profile! {
     link_bandwidth,
     /// Time of one hop within a node.
     link_latency,
+    /// The same for few bytes, which are sent with flags.
+    small_latency,
     /// Devices of one node.
     devices_per_node,
     /// Bytes/s one device moves to other nodes, in one direction.

@@ -203,7 +203,7 @@ fn less_is_in_flight_where_memory_is_short() {
     let found = plan("", memory).expect("a plan");
     assert_eq!(found.pipeline.most_in_flight(4), 7, "{}", found.choice);
     let steps = [&full, &found].map(|plan| by_programs(plan, "h200:8").step.0);
-    assert!(steps[1] < 0.95 * steps[0], "{steps:?}: {} and {}", full.choice, found.choice);
+    assert!(steps[1] < 0.98 * steps[0], "{steps:?}: {} and {}", full.choice, found.choice);
     assert!(by_programs(&found, "h200:8").memory.total().0 <= memory, "{}", found.choice);
     // What was chosen can be asked for.
     let named = plan(",in_flight=7", memory).expect("a plan");
@@ -226,7 +226,7 @@ fn what_fits_in_unequal_stages_is_not_the_end() {
     let memory = free.prediction.memory.total().0 * 91 / 100;
     let (unequal, found) = (plan(",recompute=none", memory), plan("", memory));
     let [free, unequal, step] = [&free, &unequal, &found].map(|plan| by_programs(plan, "h200:4").step.0);
-    assert!(unequal > 1.04 * free, "{unequal} and {free}");
+    assert!(unequal > 1.03 * free, "{unequal} and {free}");
     assert!(step < 1.02 * free, "{step}, {free}, {unequal}: {}", found.choice);
     assert!(by_programs(&found, "h200:4").memory.total().0 <= memory, "{}", found.choice);
 }
@@ -257,7 +257,7 @@ fn stages_compute_again_what_they_must() {
 /// A stage computes again only as many of its blocks as it must, and that is faster than if it did so in all of them.
 #[test]
 fn stages_compute_blocks_again_one_by_one() {
-    let sizes = Sizes { layers: 16, batch: 8, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+    let sizes = Sizes { layers: 16, batch: 16, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
     let plan = |more: &str, memory: u64| {
         let pins = format!("pp=2,dp=1,schedule=1f1b,zero=0,microbatch=1{more}");
         searched(sizes, "h200:2", &pins, Scope::Runnable, memory).expect("a plan")

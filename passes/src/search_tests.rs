@@ -209,7 +209,8 @@ fn pinned_plans() {
     check("cpu:4", "fsdp=2,microbatch=1,zero=3", "dp=2,fsdp=2,time mb=3 dp=2,fsdp=2,tp=1,zero=3");
     check("cpu:4", "fsdp=4,microbatch=1", "fsdp=4,time mb=3 dp=1,fsdp=4,tp=1");
     check("cpu:4", "cp=2,tp=1,microbatch=6", "dp=2,cp=2 dp=2,cp=2,tp=1");
-    check("cpu:4", "cp=4,microbatch=12", "cp=2,cp_1=2 dp=1,cp=2x2,tp=1");
+    check("cpu:4", "cp=4,microbatch=12", "cp=4 dp=1,cp=4,tp=1");
+    check("cpu:4", "cp=2x2,microbatch=12", "cp=2,cp_1=2 dp=1,cp=2x2,tp=1");
     check("cpu:4", "ring=2,ulysses=2,microbatch=12", "ring=2,ulysses=2 dp=1,ring=2,ulysses=2,tp=1");
     check("cpu:6", "cp=3,tp=2", "pin `cp=3`: 3 does not divide the sequence of 8");
     check("cpu:4", "ep=2", "pin `ep=2`: the model has no experts; leave it out");
