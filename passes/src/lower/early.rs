@@ -2,8 +2,8 @@
 //!
 //! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. The
 //! vectors that it copies to all rows (a bias, a statistic, a cast weight) take next to no time and memory: they are made
-//! before it, so that they keep nothing out. Gathers of small weights, which the schedule issues with
-//! others of their block, go up to the last product before them, or to the beginning of their pass.
+//! before it, so that they keep nothing out. Gathers of small weights, which the schedule issues with others of their
+//! block, go up to the last product before them, or to the beginning of their pass.
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 
