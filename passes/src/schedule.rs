@@ -68,6 +68,12 @@ fn kind(action: &Action) -> Option<Kind> {
     }
 }
 
+/// The kind of a collective, and the element type: numbers of one type are reduced together.
+fn kind_of(draft: &Draft, item: &Item) -> Option<(Kind, DType)> {
+    let operand = *item.instruction.operands.first()?;
+    Some((kind(&item.instruction.action)?, draft.buffers[operand].ty.dtype))
+}
+
 /// Adds the operands and results of a collective to one of the same kind.
 fn merge(into: &mut Item, item: Item) {
     into.instruction.operands.extend(item.instruction.operands);
@@ -77,21 +83,16 @@ fn merge(into: &mut Item, item: Item) {
 /// Makes one collective of the sums over ranks of small values that follow on each other: each alone takes as long.
 fn merge_sums(draft: &Draft, items: Vec<Item>) -> Vec<Item> {
     let of = |item: &Item| {
-        let Item { instruction, hint: Hint::None } = item else { return None };
-        let is_sum = matches!(instruction.action, Action::AllReduce { .. }) && is_small(draft, instruction);
-        let dtype = draft.buffers[*instruction.operands.first()?].ty.dtype;
-        kind(&instruction.action).filter(|_| is_sum).zip(Some(dtype))
+        let is_sum = matches!(item.instruction.action, Action::AllReduce { .. }) && item.hint == Hint::None;
+        kind_of(draft, item).filter(|_| is_sum && is_small(draft, &item.instruction))
     };
     let mut merged: Vec<Item> = Vec::with_capacity(items.len());
     for item in items {
+        let own = of(&item);
+        let is_beside = |last: &Item| own.is_some() && of(last) == own;
+        let is_apart = |last: &Item| !Touched::of(draft, last).meets(&Touched::of(draft, &item));
         match merged.last_mut() {
-            Some(last)
-                if of(&item).is_some()
-                    && of(last) == of(&item)
-                    && !Touched::of(draft, last).meets(&Touched::of(draft, &item)) =>
-            {
-                merge(last, item);
-            }
+            Some(last) if is_beside(last) && is_apart(last) => merge(last, item),
             _ => merged.push(item),
         }
     }
@@ -304,9 +305,7 @@ impl Bucket {
 
 /// Merges reductions that may wait; where they are `is_free`, they let others pass, and are reduced further together.
 fn bucket(draft: &Draft, items: Vec<Item>, is_free: bool) -> Vec<Item> {
-    // Numbers of one type are reduced together.
     let mut open: BTreeMap<(Kind, DType), Bucket> = BTreeMap::new();
-    let dtype = |item: &Item| item.instruction.operands.first().map(|id| draft.buffers[*id].ty.dtype);
     let mut out: Vec<Item> = Vec::with_capacity(items.len());
     let mut placed: Vec<(usize, Item)> = Vec::new();
     let bytes = |buffers: &[BufferId]| buffers.iter().map(|id| draft.buffers[*id].ty.bytes().0).sum::<u64>();
@@ -323,7 +322,7 @@ fn bucket(draft: &Draft, items: Vec<Item>, is_free: bool) -> Vec<Item> {
     };
     for item in items {
         let touched = Touched::of(draft, &item);
-        let own = kind(&item.instruction.action).filter(|_| item.hint == Hint::Bucket).zip(dtype(&item));
+        let own = kind_of(draft, &item).filter(|_| item.hint == Hint::Bucket);
         // Parts are reduced over further ranks behind the bucket that they come from.
         let is_further = is_free && matches!(own, Some((Kind::Reduce(..), _)));
         let scattered = open.iter().find(|(_, bucket)| is_further && bucket.scatters(&touched)).map(|(kind, _)| *kind);

@@ -128,12 +128,12 @@ fn seconds_on(device: &Profile, collective: Collective, bytes: f64, (group, leve
             bytes / size * borders().map(away).fold(share / link, f64::max)
         }
     };
-    let whole = device.collective_launch.value + hops(device, collective, (group, levels)) + moved;
-    match collective {
-        Collective::AllToAll => whole,
-        _ if group.across > 1 => whole,
-        _ => whole.min(small(device, collective, (group, levels), moved)),
+    let hop = device.link_latency.value;
+    let whole = device.collective_launch.value + hops(device, hop, collective, (group, levels)) + moved;
+    if collective == Collective::AllToAll || group.across > 1 {
+        return whole;
     }
+    whole.min(small(device, collective, (group, levels), moved))
 }
 
 /// The same for few bytes within a node: of every 8 bytes 4 say that the others are there, so that nobody waits for a whole
@@ -143,8 +143,8 @@ fn seconds_on(device: &Profile, collective: Collective, bytes: f64, (group, leve
 fn small(device: &Profile, collective: Collective, on: (Group, &[Level]), moved: f64) -> f64 {
     const BANDWIDTH: f64 = 0.4;
     const WAIT: f64 = 8e-6;
-    let hop = device.small_latency.value / device.link_latency.value;
-    device.collective_launch.value + WAIT + hop * hops(device, collective, on) + moved / BANDWIDTH
+    let hops = hops(device, device.small_latency.value, collective, on);
+    device.collective_launch.value + WAIT + hops + moved / BANDWIDTH
 }
 
 /// How many borders two ranks have between them: 0 in one node, 1 between nodes, 2 between racks.
@@ -192,11 +192,11 @@ fn borders(device: &Profile, group: Group, levels: &[Level]) -> impl Iterator<It
     [Border { units: group.across, bandwidth, latency }].into_iter().chain(levels.map(level))
 }
 
-/// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and
-/// scatters round a ring of them. A hop over several borders takes the time of the outermost. Within a node, as many
+/// The latency of the hops: reductions of all to all go through a tree over the nodes, gathers and scatters round a ring of
+/// them. A `hop` is one within a node; one over several borders takes the time of the outermost. Within a node, as many
 /// devices make a chain as the nodes have that the figures are of; chains of a larger node are joined as nodes are, by its
 /// own links.
-fn hops(device: &Profile, collective: Collective, (group, levels): (Group, &[Level])) -> f64 {
+fn hops(device: &Profile, hop: f64, collective: Collective, (group, levels): (Group, &[Level])) -> f64 {
     let borders: Vec<Border> = borders(device, group, levels).collect();
     // Per border, the units it lies between, of which those outside are already joined.
     let outside = |index: usize| borders.get(index + 1).map_or(1, |border| border.units) as f64;
@@ -206,13 +206,13 @@ fn hops(device: &Profile, collective: Collective, (group, levels): (Group, &[Lev
     let depth = over(&|units, outside| (units / outside).log2().ceil());
     let chain = (group.within as f64).min(device.devices_per_node.value);
     let chains = (group.within as f64 / chain).ceil();
-    let inner = |joints: f64| (chain - 1.0 + joints) * device.link_latency.value;
+    let inner = |joints: f64| (chain - 1.0 + joints) * hop;
     match collective {
         Collective::AllReduce => 2.0 * (depth + inner(chains.log2().ceil())),
         Collective::ReduceScatter | Collective::AllGather => {
             over(&|units, outside| units - outside) + inner(chains - 1.0)
         }
-        Collective::AllToAll => inner(chains - 1.0).min(4.0 * device.link_latency.value) + depth,
+        Collective::AllToAll => inner(chains - 1.0).min(4.0 * hop) + depth,
     }
 }
 

@@ -18,7 +18,7 @@ const MOST: u64 = 256 << 20;
 
 /// Merges the casts of slots, in every section.
 pub(crate) fn merge_casts(draft: &mut Draft) {
-    let slots: BTreeSet<StorageId> = draft.slots.iter().map(|slot| draft.storage[slot.buffer]).collect();
+    let slots = draft.stored();
     for section in 0..draft.sections.len() {
         let items = std::mem::take(&mut draft.sections[section]);
         draft.sections[section] = merge(draft, &slots, items);

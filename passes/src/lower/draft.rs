@@ -28,6 +28,13 @@ impl Touched {
         &self.0[storage.0 as usize]
     }
 
+    /// Who of its section touches one last before a place.
+    pub fn last_before(&self, storage: StorageId, place: Position) -> Option<usize> {
+        let all = self.of(storage);
+        let last = all[..all.partition_point(|touch| *touch < place)].last();
+        last.filter(|touch| touch.0 == place.0).map(|touch| touch.1)
+    }
+
     /// The same, to change.
     pub fn of_mut(&mut self, storage: StorageId) -> &mut Vec<Position> {
         &mut self.0[storage.0 as usize]
@@ -207,13 +214,19 @@ impl Draft {
         places
     }
 
+    /// The storages of parameters and states.
+    pub fn stored(&self) -> BTreeSet<StorageId> {
+        self.slots.iter().map(|slot| self.storage[slot.buffer]).collect()
+    }
+
     /// The storages whose contents others than the instructions want: what outlives the step, and what is
     /// sent or received.
     pub fn kept(&self) -> BTreeSet<StorageId> {
-        let slots = self.slots.iter().map(|slot| slot.buffer);
         let readings = self.readings.iter().map(|reading| reading.buffer);
         let messages = self.stage.iter().flat_map(|stage| stage.messages.iter().map(|message| message.buffer));
-        slots.chain(readings).chain(messages).map(|buffer| self.storage[buffer]).collect()
+        let mut kept = self.stored();
+        kept.extend(readings.chain(messages).map(|buffer| self.storage[buffer]));
+        kept
     }
 
     /// A buffer with a storage of its own.

@@ -7,7 +7,7 @@
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 
-use super::draft::{Draft, Hint, Item, StorageId, Touched};
+use super::draft::{Draft, Hint, Item, StorageId};
 use crate::cost::is_product;
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction, Stream};
@@ -41,11 +41,6 @@ fn wanted(draft: &Draft, items: &[Item]) -> Vec<bool> {
 /// draft of a graph.
 pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
     let (touched, written, kept) = (draft.touched(), draft.written(), draft.kept());
-    let last_before = |written: &Touched, place: (usize, usize), buffer| {
-        let all = written.of(draft.storage[buffer]);
-        let before = all[..all.partition_point(|write| *write < place)].last();
-        before.filter(|write| write.0 == place.0).map(|write| write.1)
-    };
     let forward = last_forward(graph);
     let mut orders = Vec::new();
     for (section, items) in draft.sections.iter().enumerate() {
@@ -76,16 +71,17 @@ pub(crate) fn make_early(draft: &mut Draft, graph: &Graph) {
                 && instruction.source.is_some_and(|source| is_step(graph.node(source).role))
                 && is_small(draft, instruction)
                 && instruction.results.iter().all(is_fresh);
-            let makers = instruction.operands.iter().map(|buffer| last_before(&written, (section, at), *buffer));
-            let made = makers.map(|maker| maker.and_then(|maker| behind[maker])).max().flatten();
+            let maker = |buffer: &_| written.last_before(draft.storage[*buffer], (section, at));
+            let made = instruction.operands.iter().filter_map(maker).filter_map(|maker| behind[maker]).max();
             behind.push(match (moves, hint) {
                 (true, Hint::Prefetch { .. }) => made.max(least),
                 (true, _) => made,
                 (false, _) => Some(at),
             });
             let is_product = matches!(&instruction.action, Action::Compute(op) if is_product(op));
-            let is_last = backward == Some(at + 1);
-            least = if is_product || is_last { Some(at) } else { least };
+            if is_product || backward == Some(at + 1) {
+                least = Some(at);
+            }
         }
         let mut order: Vec<usize> = (0..items.len()).collect();
         order.sort_by_key(|at| (behind[*at], *at));

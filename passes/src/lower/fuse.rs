@@ -8,9 +8,9 @@
 //!
 //! A region runs where its first operation stood, so the others move up, past everything that they do not depend on; or,
 //! if one of those waits for what comes later (a bias that is gathered), where the last one stood, and the others move
-//! down. What only the region reads is no buffer any more. An operation of the backward pass that depends on
-//! the forward pass alone joins none of that pass's regions: what it makes would be kept until it is read, and what is
-//! computed again would be computed twice at once.
+//! down. What only the region reads is no buffer any more. An operation of the backward pass that depends on the forward
+//! pass alone joins none of that pass's regions: what it makes would be kept until it is read, and what is computed again
+//! would be computed twice at once.
 
 use super::draft::Touched;
 use super::draft::{Draft, Hint, Item, StorageId};
@@ -23,10 +23,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Fuses what the target has kernels for, in every section of the draft of a graph.
 pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
-    let (touched, written, kept) = (draft.touched(), draft.written(), draft.kept());
+    let (touched, written, kept, stored) = (draft.touched(), draft.written(), draft.kept(), draft.stored());
     let behind = last_forward(graph);
     for section in 0..draft.sections.len() {
-        let forming = Forming { draft, target, section, touched: &touched, written: &written, kept: &kept, behind };
+        let (touched, written, kept, stored) = (&touched, &written, &kept, &stored);
+        let forming = Forming { draft, target, section, touched, written, kept, stored, behind };
         let mut fused: BTreeMap<usize, Instruction> = BTreeMap::new();
         let mut moved: BTreeSet<usize> = BTreeSet::new();
         for (place, members) in forming.regions().all.iter().filter(|(_, members)| members.len() > 1) {
@@ -82,6 +83,8 @@ struct Forming<'a> {
     written: &'a Touched,
     /// What others than the instructions read.
     kept: &'a BTreeSet<StorageId>,
+    /// Parameters and states.
+    stored: &'a BTreeSet<StorageId>,
     /// The last node of the forward pass.
     behind: NodeId,
 }
@@ -95,7 +98,7 @@ impl Forming<'_> {
         let Item { instruction, hint: Hint::None } = self.item(at) else { return None };
         match &instruction.action {
             // Casts of parameters share launches by themselves.
-            Action::Compute(Op::Cast(_)) if self.is_parameter(instruction.operands[0]) => None,
+            Action::Compute(Op::Cast(_)) if self.stored.contains(&self.draft.storage[instruction.operands[0]]) => None,
             Action::Compute(op) if !self.draft.is_view(instruction) => Some(op),
             _ => None,
         }
@@ -114,9 +117,10 @@ impl Forming<'_> {
                 let joined: BTreeSet<usize> = places.filter(|place| regions.all.contains_key(place)).collect();
                 let is_small = self.is_small(at);
                 let beside = regions.small.get(&regions.waits[at]).copied().filter(|_| is_small);
-                let candidates = self.candidates(&regions.all, &joined, at, beside).into_iter();
-                let found = candidates.map(|members| [members, vec![at]].concat());
-                let found = found.filter_map(|members| Some((self.runs_at(&regions, &members)?, members))).next();
+                let found = self.candidates(&regions.all, &joined, at, beside).into_iter().find_map(|of| {
+                    let members = [of, vec![at]].concat();
+                    Some((self.runs_at(&regions, &members)?, members))
+                });
                 let (place, members) = found.unwrap_or_else(|| (at, vec![at]));
                 regions.join(members, place);
                 if is_small {
@@ -131,17 +135,13 @@ impl Forming<'_> {
     /// For which collective an instruction waits: one that shares a launch with others that wait for a later one would
     /// keep the other ranks waiting.
     fn waits(&self, regions: &Regions, at: usize) -> Option<usize> {
-        let last_write = |buffer: &BufferId| {
-            let written = self.written.of(self.draft.storage[*buffer]);
-            let last = written[..written.partition_point(|write| *write < (self.section, at))].last()?;
-            Some(last.1).filter(|_| last.0 == self.section)
-        };
+        let maker = |buffer: &BufferId| self.written.last_before(self.draft.storage[*buffer], (self.section, at));
         // Gathers of weights are there before.
         let of = |write: usize| match self.item(write) {
             Item { instruction, hint: Hint::None } if instruction.stream != Stream::Compute => Some(write),
             _ => regions.waits[write],
         };
-        self.item(at).instruction.operands.iter().filter_map(last_write).map(of).max().flatten()
+        self.item(at).instruction.operands.iter().filter_map(maker).filter_map(of).max()
     }
 
     /// What an operation may join, the best first: of the regions that make its operands the latest, with what is there for
@@ -197,11 +197,6 @@ impl Forming<'_> {
         let of_elements =
             |op| matches!(op, &(Op::Unary(_) | Op::UnaryGrad(_) | Op::Binary(_) | Op::Affine(_) | Op::Cast(_)));
         self.op(at).is_some_and(of_elements) && is_small(self.draft, &self.item(at).instruction)
-    }
-
-    /// Whether a buffer is a parameter or a state.
-    fn is_parameter(&self, buffer: BufferId) -> bool {
-        self.draft.slots.iter().any(|slot| slot.buffer == buffer)
     }
 
     /// Whether an operation comes behind the forward pass.
