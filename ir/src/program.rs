@@ -25,6 +25,7 @@ use crate::sharding::ReduceKind;
 use crate::types::TensorType;
 use crate::units::Bytes;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// The multiple at which buffers begin.
 pub const ALIGNMENT: u64 = 256;
@@ -129,7 +130,9 @@ pub enum Action {
     Accumulate,
     /// Copies the operand into the result, perhaps in another memory space.
     Copy,
-    /// Fills the result with this rank's part, for this microbatch, of an input.
+    /// Fills the result with this rank's part, for this microbatch, of an input. An operand is the input's staging
+    /// buffer, which holds that part before it is read, and is the runtime's to fill for the next read, be it of the next
+    /// step: no other instruction touches it.
     Feed {
         /// The index of the input in [`Program::inputs`].
         input: usize,
@@ -335,6 +338,15 @@ impl Program {
     /// Every instruction, in the order of the text.
     pub fn instructions(&self) -> impl Iterator<Item = &Instruction> {
         self.sections.values().flat_map(|section| &section.instructions)
+    }
+
+    /// The staging buffers of inputs, those of one input once: the input, and the buffer.
+    pub fn staging(&self) -> BTreeSet<(usize, BufferId)> {
+        let of = |instruction: &Instruction| match instruction.action {
+            Action::Feed { input } => instruction.operands.first().map(|buffer| (input, *buffer)),
+            _ => None,
+        };
+        self.instructions().filter_map(of).collect()
     }
 
     /// The place of an instruction, as findings show it.

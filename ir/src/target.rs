@@ -33,6 +33,13 @@ pub trait Target: Debug + Sync {
         self.runs(feature)
     }
 
+    /// Whether it brings so many bytes of an input to the device while what comes before their reader still runs: they
+    /// wait in a staging buffer of the program, from which [`Action::Feed`] copies them.
+    fn brings_ahead(&self, bytes: Bytes) -> bool {
+        let _ = bytes;
+        false
+    }
+
     /// Whether it has one kernel for a region on these local types. Lowering fuses nothing else.
     fn fuses(&self, _region: &Fused, _operands: &[TensorType]) -> bool {
         false

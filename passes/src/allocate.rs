@@ -4,7 +4,8 @@
 //! the target is asked for it, since nothing before needs to know.
 //!
 //! A storage lives from its first to its last access, in the order of issue; what crosses a section
-//! lives through the whole of the repeated one, and parameters, states and readings live for ever.
+//! lives through the whole of the repeated one, and parameters, states, readings and the inputs that the target
+//! brings ahead of the step that reads them live for ever.
 //! Storages that live at one time get disjoint bytes ([`crate::pack`]).
 //!
 //! Streams run concurrently. So a storage that a stream other than the compute stream touches lives
@@ -46,6 +47,7 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     share_storages(&mut draft);
     merge_casts(&mut draft);
     merge_repeated(&mut draft);
+    add_staging(&mut draft, target);
     add_scratch(&mut draft, target);
     let copies = Copies::of(&draft);
     let lives = lifetimes(&draft, &copies);
@@ -54,6 +56,23 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
         buffer.offset = of_storage[draft.storage[id].0 as usize] + draft.first[id];
     }
     assemble(draft, Bytes(arena), &copies)
+}
+
+/// Gives an input that the target brings ahead the buffer where it waits to be fed.
+fn add_staging(draft: &mut Draft, target: &dyn Target) {
+    let mut sections = std::mem::take(&mut draft.sections);
+    let mut known = BTreeMap::new();
+    for item in sections.iter_mut().flatten() {
+        let instruction = &mut item.instruction;
+        let (Action::Feed { input }, [result]) = (&instruction.action, &instruction.results[..]) else { continue };
+        let ty = &draft.buffers[*result].ty;
+        if target.brings_ahead(ty.bytes()) {
+            let ty = ty.clone();
+            let staging = *known.entry(*input).or_insert_with(|| draft.buffer(ty, Category::Buffer));
+            instruction.operands = vec![staging];
+        }
+    }
+    draft.sections = sections;
 }
 
 /// Gives every instruction the scratch memory that the target asks for. The collectives of a section, one of which runs
@@ -178,8 +197,8 @@ pub(crate) fn lifetimes(draft: &Draft, copies: &Copies) -> Vec<Option<Life>> {
         }
         first += items.len();
     }
-    for slot in &draft.slots {
-        touch(slot.buffer, 0, first);
+    for buffer in draft.slots.iter().map(|slot| slot.buffer).chain(draft.staging()) {
+        touch(buffer, 0, first);
     }
     for reading in &draft.readings {
         let storage = draft.storage[reading.buffer].0 as usize;
@@ -419,7 +438,8 @@ fn follow(program: &Program, each: &mut dyn FnMut(usize, &Memory)) {
         }
         first += section.instructions.len();
     }
-    for id in program.slots.iter().map(|slot| slot.buffer) {
+    let staging = program.staging().into_iter().map(|(_, buffer)| buffer);
+    for id in program.slots.iter().map(|slot| slot.buffer).chain(staging) {
         touch(id, 0);
         touch(id, first);
     }

@@ -59,7 +59,7 @@ use Made::{Apart, Fused as AsFused, FusedApart, Plainly};
 /// A model, its batch, ranks, pins, and how programs are made.
 type Case = (Model, u64, &'static str, &'static str, Made);
 
-/// Wants scratch memory for two instructions of three; fuses what GPUs do.
+/// Wants scratch memory for two instructions of three; fuses what GPUs do, and brings inputs ahead.
 #[derive(Debug)]
 struct Wants;
 
@@ -67,6 +67,10 @@ impl Target for Wants {
     fn scratch(&self, _: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let elements: u64 = operands.iter().chain(results).map(TensorType::elements).sum();
         Bytes(if elements.is_multiple_of(3) { 0 } else { elements })
+    }
+
+    fn brings_ahead(&self, bytes: Bytes) -> bool {
+        bytes.0 > 8
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {

@@ -24,7 +24,7 @@ use shardc_runtime::{CudaTarget, Runtime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Wants scratch memory for two instructions of three, as large as their results or so; fuses what GPUs do.
+/// Wants scratch memory for two instructions of three, as large as their results or so; fuses what GPUs do, and brings inputs ahead.
 #[derive(Debug)]
 struct Wants(u64);
 
@@ -32,6 +32,10 @@ impl Target for Wants {
     fn scratch(&self, _: &Action, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         let elements: u64 = operands.iter().chain(results).map(TensorType::elements).sum();
         Bytes(if (elements + self.0).is_multiple_of(3) { 0 } else { elements * (1 + self.0 % 5) })
+    }
+
+    fn brings_ahead(&self, bytes: Bytes) -> bool {
+        bytes.0 > 8
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {

@@ -100,14 +100,19 @@ impl Memory<'_> {
         arena.range_mut(start..end).map(|(_, segment)| segment)
     }
 
+    /// What is there before the step: slots, and inputs where they are brought ahead.
     fn seed(&mut self) {
-        for slot in &self.program.slots {
-            let other = self.segments(slot.buffer).find_map(|segment| segment.holds.first().copied());
+        let slots = self.program.slots.iter().map(|slot| (format!("slot \"{}\"", slot.name), slot.buffer));
+        for (name, buffer) in slots.chain(staging(self.program)) {
+            let other = self.segments(buffer).find_map(|segment| segment.holds.first().copied());
             if let Some(other) = other {
-                let place = format!("rank {}, slot \"{}\"", self.program.rank, slot.name);
-                self.complain(place, format!("{} shares bytes with {other}, which is also a slot's", slot.buffer));
+                let place = format!("rank {}, {name}", self.program.rank);
+                self.complain(
+                    place,
+                    format!("{buffer} shares bytes with {other}, which is also there before the step"),
+                );
             }
-            self.segments(slot.buffer).for_each(|segment| segment.holds = vec![slot.buffer]);
+            self.segments(buffer).for_each(|segment| segment.holds = vec![buffer]);
         }
     }
 
@@ -197,7 +202,8 @@ impl Memory<'_> {
         late.map(|other| format!("writes {buffer} but does not wait for instruction {other}, which uses its bytes"))
     }
 
-    /// After the step: slots hold their next values, readings their results.
+    /// After the step: slots hold their next values, readings their results, and nothing was written where inputs of the
+    /// next step come.
     fn finish(&mut self) {
         for slot in &self.program.slots {
             let home = self.program.buffers[slot.buffer].clone();
@@ -213,14 +219,21 @@ impl Memory<'_> {
                 self.complain(place, format!("after the step its bytes hold {what}, not its next value"));
             }
         }
-        for reading in &self.program.readings {
-            let whole = self.segments(reading.buffer).all(|segment| segment.holds.contains(&reading.buffer));
-            if !whole {
-                let place = format!("rank {}, reading \"{}\"", self.program.rank, reading.name);
-                self.complain(place, format!("after the step {} does not hold it", reading.buffer));
+        let readings = self.program.readings.iter();
+        let readings = readings.map(|reading| (format!("reading \"{}\"", reading.name), reading.buffer));
+        for (name, buffer) in readings.chain(staging(self.program)) {
+            if !self.segments(buffer).all(|segment| segment.holds.contains(&buffer)) {
+                let place = format!("rank {}, {name}", self.program.rank);
+                self.complain(place, format!("after the step {buffer} does not hold it"));
             }
         }
     }
+}
+
+/// The staging buffers of inputs, with what findings call them.
+fn staging(program: &Program) -> impl Iterator<Item = (String, BufferId)> {
+    let name = |input: usize| program.inputs.get(input).map_or("", |input| input.name.as_str());
+    program.staging().into_iter().map(move |(input, buffer)| (format!("staged input \"{}\"", name(input)), buffer))
 }
 
 /// Why an instruction may not write where it reads, if it does and may not.

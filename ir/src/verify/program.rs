@@ -145,6 +145,7 @@ fn check_structure(program: &Program, found: &mut Diagnostics) {
     check_groups(program, found);
     check_interface(program, found);
     let scratch: BTreeSet<BufferId> = program.instructions().filter_map(|instruction| instruction.scratch).collect();
+    let staging: BTreeSet<BufferId> = program.staging().into_iter().map(|(_, buffer)| buffer).collect();
     let kept =
         program.slots.iter().map(|slot| slot.buffer).chain(program.readings.iter().map(|reading| reading.buffer));
     for buffer in kept.filter(|buffer| scratch.contains(buffer)) {
@@ -154,6 +155,7 @@ fn check_structure(program: &Program, found: &mut Diagnostics) {
         for (index, instruction) in body.instructions.iter().enumerate() {
             let checked = check_references(program, instruction, index)
                 .and_then(|()| check_scratch(program, instruction, &scratch))
+                .and_then(|()| check_staging(instruction, &staging))
                 .and_then(|()| check_types(program, instruction));
             if let Err(message) = checked {
                 found.push(program.place(section, index), message);
@@ -215,6 +217,9 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
                 found.push(&place, message);
             }
         }
+        if program.staging().iter().filter(|(of, _)| *of == index).count() > 1 {
+            found.push(&place, "is brought to two staging buffers");
+        }
     }
     let mut names = BTreeSet::new();
     for slot in &program.slots {
@@ -275,6 +280,16 @@ fn check_scratch(program: &Program, instruction: &Instruction, all: &BTreeSet<Bu
     }
 }
 
+/// `all` is where inputs are brought ahead.
+fn check_staging(instruction: &Instruction, all: &BTreeSet<BufferId>) -> Result<(), String> {
+    let is_feed = matches!(instruction.action, Action::Feed { .. });
+    let read = instruction.operands.iter().filter(|_| !is_feed);
+    match read.chain(&instruction.results).chain(&instruction.scratch).find(|buffer| all.contains(buffer)) {
+        Some(buffer) => Err(format!("touches {buffer}, where an input is brought for a later feed")),
+        None => Ok(()),
+    }
+}
+
 fn check_types(program: &Program, instruction: &Instruction) -> Result<(), String> {
     let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
     let (operands, results) = (types(&instruction.operands), types(&instruction.results));
@@ -295,7 +310,10 @@ fn check_types(program: &Program, instruction: &Instruction) -> Result<(), Strin
         Action::Send { .. } => return count("send", &operands, 1, &results, 0),
         Action::Receive { .. } => return count("receive", &operands, 0, &results, 1),
         Action::Feed { input } => {
-            count("feed", &operands, 0, &results, 1)?;
+            count("feed", &operands, operands.len().min(1), &results, 1)?;
+            if let Some(staged) = operands.first().filter(|staged| Some(*staged) != results.first()) {
+                return Err(format!("is brought as {staged}, and fed as {}", results[0]));
+            }
             let input = &program.inputs[*input];
             return input.slices.iter().try_for_each(|slice| part_fits(&input.ty, slice, results.first()));
         }

@@ -67,7 +67,7 @@ impl Copies {
             let touches = &mut touches[draft.storage[message.buffer].0 as usize];
             touches.links.insert((message.link, message.is_send));
         }
-        let outside = draft.slots.iter().map(|slot| slot.buffer);
+        let outside = draft.slots.iter().map(|slot| slot.buffer).chain(draft.staging());
         for buffer in outside.chain(draft.readings.iter().map(|reading| reading.buffer)) {
             touches[draft.storage[buffer].0 as usize].is_outside = true;
         }

@@ -229,6 +229,13 @@ impl Draft {
         kept
     }
 
+    /// Where inputs wait to be fed.
+    pub fn staging(&self) -> impl Iterator<Item = BufferId> {
+        let feeds =
+            self.sections.iter().flatten().filter(|item| matches!(item.instruction.action, Action::Feed { .. }));
+        feeds.flat_map(|item| item.instruction.operands.iter().copied())
+    }
+
     /// A buffer with a storage of its own.
     pub fn buffer(&mut self, ty: TensorType, category: Category) -> BufferId {
         let id = self.buffers.push(Buffer { ty, space: SPACE, offset: 0, category, value: None });

@@ -220,7 +220,9 @@ fn simulate_outlines(
     let ranks: Vec<Rank> =
         classes.map(|(class, runs)| sum_up(class, runs, &outlines[class.program], &kinds.works[class.kind])).collect();
     // All wait for the slowest of many ranks, even where none is known to be slow.
-    let step = Seconds(ranks.iter().map(Rank::finish).fold(0.0, f64::max) * step::spread(count));
+    let brought = |rank: &Rank| outlines[rank.program].brought(rank.kind);
+    let end = ranks.iter().map(|rank| rank.finish().max(brought(rank))).fold(0.0, f64::max);
+    let step = Seconds(end * step::spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
 }
 

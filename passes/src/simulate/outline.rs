@@ -2,7 +2,7 @@
 //!
 //! Programs of many stages and copies are large; once their outlines are known they may go.
 
-use super::price::{Work, kernel, source, work};
+use super::price::{Work, brought, kernel, source, work};
 use super::ranks::Pattern;
 use crate::allocate::memory;
 use crate::cluster::{Cluster, Profile};
@@ -88,6 +88,13 @@ impl Outline {
         &self.bodies[self.body(run)]
     }
 
+    /// The seconds in which inputs of a step are brought ahead to a device: the host's link does nothing else, so no step
+    /// is shorter.
+    pub(super) fn brought(&self, device: usize) -> f64 {
+        let of = |priced: &Priced| self.order.iter().map(|run| priced.brought[self.body(run)]).sum();
+        self.priced.get(&device).map_or(0.0, of)
+    }
+
     /// How many instructions one rank runs in a step.
     pub(super) fn instructions(&self) -> usize {
         self.order.iter().map(|run| self.lines(run).len()).sum()
@@ -152,6 +159,8 @@ impl Sort {
 pub(super) struct Priced {
     /// On the rank whose program it is.
     works: Works,
+    /// Per body, the seconds in which the host brings inputs ahead.
+    brought: Vec<f64>,
     /// The instructions whose seconds depend on the rank, by their body and index.
     uneven: Vec<(usize, usize)>,
     /// The axes on which they do, in the order of the mesh.
@@ -173,6 +182,8 @@ impl Priced {
         let ends: Vec<(AxisId, Vec<u64>)> = wide.map(other_end).collect();
         let price = |instruction| work(program, instruction, &plan.graph, (device, cluster));
         let works = bodies.iter().map(|of| of.instructions.iter().map(price).collect()).collect();
+        let ahead = |of: &&Section| of.instructions.iter().map(|of| brought(program, of, (device, cluster))).sum();
+        let brought = bodies.iter().map(ahead).collect();
         let (mut uneven, mut axes) = (Vec::new(), Vec::new());
         for (body, of) in bodies.iter().enumerate() {
             for (index, instruction) in of.instructions.iter().enumerate() {
@@ -194,7 +205,7 @@ impl Priced {
             (place(&at, &axes), uneven.iter().map(|(_, part)| part.seconds(plan, program, device, &at)).collect())
         };
         let places = mesh.group(program.rank, &axes).into_iter().map(at).collect();
-        Self { works, uneven: uneven.into_iter().map(|(at, _)| at).collect(), axes, places }
+        Self { works, brought, uneven: uneven.into_iter().map(|(at, _)| at).collect(), axes, places }
     }
 
     /// What the instructions need where the uneven ones take so long.

@@ -36,8 +36,9 @@ pub(super) fn work(
         Action::Compute(Op::Slice(_) | Op::Concat(_)) if is_view(&program.buffers, instruction) => Work::Local(0.0),
         Action::Compute(op) => Work::Local(kernel(op, program, instruction, graph, device)),
         Action::Accumulate => Work::Local(machine.launch() + (operands + 2.0 * results) / bandwidth),
-        Action::Copy => Work::Local(machine.launch() + (operands + results) / bandwidth),
-        Action::Feed { .. } => Work::Local(Host::of_device(device, cluster).feed(results)),
+        Action::Feed { .. } if operands == 0.0 => Work::Local(Host::of_device(device, cluster).feed(results)),
+        // What is fed from a staging buffer was brought there beside other work: see `brought`.
+        Action::Copy | Action::Feed { .. } => Work::Local(machine.launch() + (operands + results) / bandwidth),
         Action::AllReduce { group, .. } => meet(*group, Collective::AllReduce, operands),
         Action::ReduceScatter { group, .. } => meet(*group, Collective::ReduceScatter, operands),
         Action::AllGather { group } => meet(*group, Collective::AllGather, results),
@@ -47,6 +48,16 @@ pub(super) fn work(
         }
         Action::Send { peer } => Work::Message { peer: *peer, is_sender: true, bytes: operands },
         Action::Receive { peer } => Work::Message { peer: *peer, is_sender: false, bytes: results },
+    }
+}
+
+/// How long the host's link takes to fill the staging buffer that an instruction feeds from, if it does.
+pub(super) fn brought(program: &Program, instruction: &Instruction, (device, cluster): (&Profile, &Cluster)) -> f64 {
+    match (&instruction.action, instruction.operands.first()) {
+        (Action::Feed { .. }, Some(staging)) => {
+            Host::of_device(device, cluster).feed(program.buffers[*staging].ty.bytes().0 as f64)
+        }
+        _ => 0.0,
     }
 }
 

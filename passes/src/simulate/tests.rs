@@ -2,10 +2,11 @@
 
 use super::{Conditions, Simulated, predict, simulate};
 use crate::cluster::Cluster;
+use crate::cost::host::Host;
 use crate::lower::lower_rank;
 use crate::search_tests::{SMALL, Sizes, plan};
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{AxisKind, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, verify};
+use shardc_ir::{AxisKind, Bytes, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, Target, TensorType, verify};
 
 fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
@@ -58,6 +59,33 @@ fn the_estimate_and_the_simulation_agree() {
         }
     }
     assert!(wrong.is_empty(), "apart by more than 3%:\n{}", wrong.join("\n"));
+}
+
+/// What the host brings ahead takes no time of kernels, but no step is shorter than the host's link takes for it.
+#[test]
+fn no_step_is_shorter_than_its_inputs_take() {
+    #[derive(Debug)]
+    struct Brings;
+    impl Target for Brings {
+        fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
+            Bytes(0)
+        }
+        fn brings_ahead(&self, bytes: Bytes) -> bool {
+            bytes.0 > 8
+        }
+    }
+    let cluster = Cluster::parse("h200:1", "h200").unwrap();
+    let plan = plan(Sizes { layers: 1, batch: 64, ..SMALL }, DType::Bf16, "h200:1", 1000, "microbatch=64").unwrap();
+    let mut ahead = lower_rank(&verify::plan(&plan).unwrap(), 0, &Brings).unwrap();
+    let step = |program: &Program| {
+        simulate(std::slice::from_ref(program), &[], &plan, &cluster, &Conditions::default()).unwrap().step.0
+    };
+    let alone = step(&ahead);
+    let (_, staging) = ahead.staging().first().copied().unwrap();
+    let bytes = 4.0 * alone / Host::of(&cluster).feed(1.0);
+    ahead.buffers[staging].ty = TensorType::new(DType::U8, [bytes as u64]);
+    let link = Host::of(&cluster).feed(bytes);
+    assert!(link > 2.0 * alone && step(&ahead) >= link && step(&ahead) < 1.01 * link, "{} {link}", step(&ahead));
 }
 
 /// However many ranks there are, those that are alike are simulated once.

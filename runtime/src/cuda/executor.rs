@@ -196,7 +196,11 @@ impl Rank {
                 sections[section][index].commands = vec![Command::Exchange(exchange)];
             }
         }
-        let inputs = Inputs::new(&program, &mut device)?;
+        let staging: HashMap<usize, u64> = {
+            let layout = Layout { program: &program, arenas: &arenas };
+            program.staging().into_iter().map(|(input, buffer)| (input, layout.buffer(buffer))).collect()
+        };
+        let inputs = Inputs::new(&program, &mut device, |input| staging.get(&input).copied())?;
         let readings =
             program.readings.iter().map(|reading| device.allocate_pinned(program.buffers[reading.buffer].ty.bytes().0));
         let readings = readings.collect::<Result<Vec<_>, _>>()?;
@@ -267,8 +271,13 @@ impl Rank {
         Ok(bytes)
     }
 
-    /// Runs one step and measures every instruction.
-    pub fn timed_step(&mut self, feeds: &Feeds, stop: &AtomicBool) -> Result<(Vec<Vec<u8>>, Vec<Span>), Failure> {
+    /// As [`Rank::step`], and measures every instruction.
+    pub fn timed_step(
+        &mut self,
+        feeds: &Feeds,
+        next: Option<&Feeds>,
+        stop: &AtomicBool,
+    ) -> Result<(Vec<Vec<u8>>, Vec<Span>), Failure> {
         let count: usize = self.program.order.iter().map(|run| self.sections[section_index(run.section)].len()).sum();
         while self.clock.pairs.len() < count {
             self.clock.pairs.push((self.device.timed_event()?, self.device.timed_event()?));
@@ -280,7 +289,7 @@ impl Rank {
         self.clock.start = Some(start);
         self.device.record(start, Stream::Compute)?;
         self.clock.spans = Vec::with_capacity(count);
-        let readings = self.enqueue_step(feeds, None, stop, true)?;
+        let readings = self.enqueue_step(feeds, next, stop, true)?;
         let mut spans = std::mem::take(&mut self.clock.spans);
         for (span, (before, after)) in spans.iter_mut().zip(&self.clock.pairs) {
             span.start = self.device.elapsed(start, *before)?;
@@ -428,7 +437,7 @@ impl Rank {
                 self.clock.spans.push(span);
             }
         }
-        Ok(())
+        self.inputs.bring_next(&self.device)
     }
 
     fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<(), Failure> {
@@ -492,7 +501,7 @@ impl Rank {
                 }
                 self.communicators.values().try_for_each(|group| group.fault())?;
             }
-            if self.inputs.write_ahead(&self.device) {
+            if self.inputs.write_ahead(&self.device)? {
                 continue;
             }
             std::thread::sleep(std::time::Duration::from_micros(20));

@@ -6,6 +6,10 @@ use shardc_ir::ops::{Fused, Op};
 use shardc_ir::program::Action;
 use shardc_ir::{Bytes, Feature, Target, TensorType};
 
+/// From how many bytes on an input is brought to the device ahead of its reader: the host's link takes some 20 us for
+/// them, and the copy out of the staging buffer some 3.
+const STAGED: Bytes = Bytes(1 << 20);
+
 /// What a program reserves for its instructions is what the kernels chosen for them use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CudaTarget;
@@ -25,6 +29,10 @@ impl Target for CudaTarget {
 
     fn runs(&self, feature: Feature) -> bool {
         feature == Feature::Pipeline
+    }
+
+    fn brings_ahead(&self, bytes: Bytes) -> bool {
+        bytes >= STAGED
     }
 
     fn fuses(&self, region: &Fused, operands: &[TensorType]) -> bool {

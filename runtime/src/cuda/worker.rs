@@ -115,9 +115,10 @@ pub fn spawn(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: Arc<
                 Request::Read(buffer) => Answer::Bytes(rank.read(buffer)),
                 Request::Make(all) => Answer::Done(rank.make(&all)),
                 Request::Step(feeds, is_timed, next) => {
+                    let next = next.as_ref();
                     let readings = match is_timed {
-                        true => rank.timed_step(&feeds, &watched.stop),
-                        false => rank.step(&feeds, next.as_ref(), &watched.stop).map(|readings| (readings, Vec::new())),
+                        true => rank.timed_step(&feeds, next, &watched.stop),
+                        false => rank.step(&feeds, next, &watched.stop).map(|readings| (readings, Vec::new())),
                     };
                     has_failed = readings.is_err();
                     Answer::Readings(readings)

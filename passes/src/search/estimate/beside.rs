@@ -103,8 +103,11 @@ pub struct Loop {
     buckets: Vec<Bucket>,
     /// Whether weights change their layout along the tensor axes.
     turns: bool,
-    /// Seconds in which a microbatch's inputs arrive from the host.
+    /// Seconds for which a microbatch waits for its inputs.
     feed: f64,
+    /// Seconds in which those arrive from the host that are brought ahead, and the bytes where they do.
+    brought: f64,
+    staged: u64,
 }
 
 /// The seconds of a loop's collectives, for one way to hold copies.
@@ -192,9 +195,19 @@ impl Loop {
         Times { reduce: [whole, parted], read: read.iter().sum(), gather: [0, 1, 2].map(gather) }
     }
 
-    /// Seconds in which the inputs of a microbatch arrive from the host.
+    /// Seconds for which a microbatch waits for its inputs.
     pub fn feed(&self) -> f64 {
         self.feed
+    }
+
+    /// Seconds in which the host brings inputs of a microbatch ahead, beside other work.
+    pub fn brought(&self) -> f64 {
+        self.brought
+    }
+
+    /// Bytes in which inputs wait that are brought ahead.
+    pub fn staged(&self) -> u64 {
+        self.staged
     }
 
     /// What the communication of a step takes and shows. What is done once runs beside one microbatch: weights are

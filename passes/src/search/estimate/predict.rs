@@ -48,7 +48,7 @@ impl Shape<'_> {
             gradients: Bytes(gradients),
             optimizer: Bytes(storage.state.under(zero) as u64),
             activations: Bytes(peak.activations),
-            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch),
+            buffers: Bytes(peak.gathered + bucket + self.largest_copy + peak.scratch + self.around.staged()),
             reserved: Bytes(0),
         }
     }
@@ -154,7 +154,8 @@ impl Shape<'_> {
         let once = self.once_shown();
         let (communication, shown) = (communication + once, shown + once);
         let feed = self.around.feed() * microbatches;
-        let step = (matmul + memory_bound + shown + update + feed) * step::spread(cluster.ranks());
+        let busy = matmul + memory_bound + shown + update + feed;
+        let step = busy.max(self.around.brought() * microbatches) * step::spread(cluster.ranks());
         Prediction {
             step: Seconds(step),
             matmul: Seconds(matmul),

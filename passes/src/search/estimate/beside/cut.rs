@@ -2,14 +2,14 @@
 
 use super::{BUCKET, Bucket, Loop, Stretch};
 use crate::cost::host::Host;
-use crate::cost::is_product;
+use crate::cost::{Machine, is_product};
 use crate::search::estimate::clocks::Meeting;
 use crate::search::estimate::copies::root;
 use crate::search::estimate::storage::kind;
 use crate::search::estimate::turns::{Meetings, OfWeights, Reads, Weights, are_siblings};
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::ops::Op;
-use shardc_ir::{EntityRef, NodeId, OpDef, Role, ValueId};
+use shardc_ir::{Bytes, EntityRef, NodeId, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, HashMap};
 
 /// Puts nodes that are joined where the last of them is.
@@ -51,7 +51,7 @@ impl Loop {
         for (id, node) in graph.nodes() {
             let class = prepared.folded.class[id];
             if matches!(node.op, Op::Input(_)) {
-                own.feed += Host::of(placed.cluster).feed(bytes(class));
+                own.reads_input(bytes(class), prepared, placed);
             }
             if prepared.in_loop(class) && !node.op.is_leaf() {
                 let key = (prepared.blocks.module(id), node.role != Role::Forward);
@@ -144,6 +144,19 @@ impl Loop {
         own.stretches.iter_mut().for_each(|stretch| stretch.meetings.sort_by(|a, b| a.at.total_cmp(&b.at)));
         own.fill_buckets(prepared, placed, &place);
         own
+    }
+
+    /// A microbatch reads so many bytes of an input.
+    fn reads_input(&mut self, bytes: f64, prepared: &Prepared<'_>, placed: &Placed<'_>) {
+        let arrives = Host::of(placed.cluster).feed(bytes);
+        if prepared.target.brings_ahead(Bytes(bytes as u64)) {
+            let machine = Machine::own(&placed.cluster.device);
+            self.feed += machine.launch() + 2.0 * bytes / machine.bandwidth();
+            self.brought += arrives;
+            self.staged += bytes as u64;
+        } else {
+            self.feed += arrives;
+        }
     }
 
     /// How many stretches gather something at least, of the forward pass and of the other, if the data ranks store
