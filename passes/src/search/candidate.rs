@@ -5,6 +5,7 @@ use super::choice::offload::Offloads;
 use super::choice::pins::{Pins, Recompute};
 use super::choice::stages::Stages;
 use super::estimate::relief::Relief;
+use crate::shard::objective::Prices;
 use shardc_ir::Mesh;
 use shardc_ir::plan::Prediction;
 
@@ -25,8 +26,8 @@ pub struct Candidate {
     pub overlap_chunks: u64,
     /// The seconds that collectives within the blocks show without chunks.
     pub within: f64,
-    /// The seconds that a byte of memory cost where its layouts were chosen.
-    pub byte: f64,
+    /// What its layouts were chosen for.
+    pub prices: Prices,
     /// What lies away from the device.
     pub offload: Offloads,
     /// What that takes from the device and adds to the step; the prediction has both.
@@ -42,9 +43,16 @@ impl Candidate {
             (Recompute::Values(own), Recompute::Values(least)) => own > least,
             _ => false,
         };
-        let same = |of: &Self| (of.zero, of.loss_chunks, of.overlap_chunks, of.byte.to_bits());
+        let same = |of: &Self| {
+            (of.zero, of.loss_chunks, of.overlap_chunks, of.prices.byte.to_bits(), of.prices.wire.to_bits())
+        };
         let is_alike = same(self) == same(other) && self.offload == other.offload;
         is_more && self.degrees == other.degrees && self.stages == other.stages && is_alike
+    }
+
+    /// Whether its layouts are for plans in chunks, which hide some of the wire.
+    pub(in crate::search) fn is_for_chunks(&self) -> bool {
+        self.prices.wire < 1.0
     }
 
     /// The seconds that its step takes at the least by its estimate, in however many chunks.
@@ -81,7 +89,7 @@ impl Candidate {
             loss_chunks: 1,
             overlap_chunks: 1,
             within: 0.0,
-            byte: 0.0,
+            prices: Prices::default(),
             offload: Offloads::default(),
             relief: Relief::default(),
             prediction,

@@ -124,15 +124,21 @@ pub(super) fn choose(
     let make =
         |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
     let lowering = Lowering::new(confirm, &make, space.cluster);
+    // What is as fast without chunks is one of the others.
+    let first = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned();
+    let is_far = |candidate: &Candidate| first.as_ref().is_none_or(|first| !is_close(candidate, first));
+    let (for_chunks, candidates): (Vec<_>, Vec<_>) =
+        candidates.into_iter().partition(|candidate| candidate.is_for_chunks() && is_far(candidate));
     lowering.guess(likely(&candidates, space));
-    chosen(space, (confirm, &lowering), candidates)
+    chosen(space, (confirm, &lowering), candidates, &for_chunks)
 }
 
-/// Of candidates in the order of their estimates.
+/// Of candidates in the order of their estimates, and of those whose layouts are for chunks.
 fn chosen(
     space: &Space<'_, '_>,
     (confirm, lowering): (Option<Confirm<'_>>, &Lowering<'_>),
     mut candidates: Vec<Candidate>,
+    for_chunks: &[Candidate],
 ) -> Result<Chosen, PlanError> {
     let mut refused: Refused = Vec::new();
     let mut unmade = None;
@@ -228,6 +234,11 @@ fn chosen(
                 candidates[index].overlap_chunks = chunks;
                 close.push((index, plan));
             }
+            let of = (fastest(&close), &mut hidden);
+            for (index, overlap_chunks, plan) in overlap::contenders(for_chunks, &[], space, of, &exact)? {
+                close.push((candidates.len(), plan));
+                candidates.push(Candidate { overlap_chunks, ..for_chunks[index].clone() });
+            }
             let found = faster(&candidates, &close, &mut refused, space, &exact)?;
             close.extend(found);
             fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
@@ -247,7 +258,7 @@ fn chosen(
     plan.alternatives = alternatives(&told);
     let left_out = told.left_out();
     let Prediction { step: estimate, memory, .. } = candidates[index].prediction;
-    let (memory, all) = (memory.total(), candidates.len() as u64);
+    let (memory, all) = (memory.total(), (candidates.len() + for_chunks.len()) as u64);
     plan.search = Search { estimate, memory, candidates: all, lowered: lowering.count.get(), ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;

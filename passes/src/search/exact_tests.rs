@@ -18,7 +18,7 @@ use super::{may_take_less, search};
 use crate::cluster::Cluster;
 use crate::shard::eliminate::tests::integer_program;
 use crate::shard::family::searched_axes;
-use crate::shard::objective::Objective;
+use crate::shard::objective::{Objective, Prices};
 use crate::shard::place::{apply, current, place_axes};
 use crate::shard::prepare::prepare;
 use crate::shard::problem::Problem;
@@ -69,7 +69,7 @@ proptest! {
         for degrees in enumerate(&space, &mut Visited::within(Bytes(memory), f64::INFINITY)).unwrap().iter().map(|c| &c.degrees) {
             let mesh = degrees.mesh(batch);
             let mut placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
-            let conversions = place_axes(&prepared, &mut placed, 0.0);
+            let conversions = place_axes(&prepared, &mut placed, Prices::default());
             let shape = Shape::new(&prepared, &placed, &conversions, 1, std::slice::from_ref(&mesh));
             let steps = shape.menu().steps();
             for (zero, step) in (0..4).flat_map(|zero| (0..=steps).map(move |step| (zero, step))) {
@@ -116,7 +116,7 @@ proptest! {
             let mut own = placed.clone();
             for axis in axes.iter().rev() {
                 let before = own.clone();
-                let problem = Problem::new(&prepared, &before, *axis, Objective::Step { byte: 0.0 });
+                let problem = Problem::new(&prepared, &before, *axis, Objective::Step(Prices::default()));
                 let mut solution = problem.graph.solve();
                 for (variable, choice) in &change {
                     let variable = variable % solution.choices.len();
@@ -128,7 +128,7 @@ proptest! {
                 apply(&problem, &mut own, &solution);
             }
             for axis in &axes {
-                let problem = Problem::new(&prepared, &own, *axis, Objective::Step { byte: 0.0 });
+                let problem = Problem::new(&prepared, &own, *axis, Objective::Step(Prices::default()));
                 if current(&problem, &own).is_none() {
                     continue 'layouts;
                 }
@@ -188,7 +188,7 @@ proptest! {
         let prepared = prepare(&graph, 16, &NoScratch);
         let mesh = Degrees::new(16 / data).with("dp", &[data]).with("tp", &[2]).mesh(16);
         let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
-        let problem = Problem::new(&prepared, &placed, searched_axes(&mesh)[0], Objective::Step { byte: 0.0 });
+        let problem = Problem::new(&prepared, &placed, searched_axes(&mesh)[0], Objective::Step(Prices::default()));
         let mut scaled = problem.graph.clone();
         // In tens of microseconds, as the program's tolerances want it.
         scaled.unary.iter_mut().flatten().chain(scaled.pairs.values_mut().flatten()).for_each(|cost| *cost *= 1e5);

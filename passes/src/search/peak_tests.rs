@@ -12,6 +12,7 @@ use crate::differentiate::differentiate;
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::quantize::quantize;
 use crate::search_tests::{Sizes, llama_with};
+use crate::shard::objective::Prices;
 use crate::shard::place::place_axes;
 use crate::shard::prepare::prepare;
 use crate::synthetic::{self, residual};
@@ -128,7 +129,7 @@ proptest! {
         let prepared = prepare(&graph, BATCH, &NoScratch);
         let mesh = Degrees::new(2).with("dp", &[4]).with("tp", &[tensor]).mesh(BATCH);
         let mut placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
-        let conversions = place_axes(&prepared, &mut placed, 0.0);
+        let conversions = place_axes(&prepared, &mut placed, Prices::default());
         let shape = Shape::new(&prepared, &placed, &conversions, 2, std::slice::from_ref(&mesh));
         let mut liveness = Liveness::new(&prepared, &placed, &conversions, 2);
         // The peak may be anywhere, where few of the values and kernels take much.

@@ -10,6 +10,7 @@ use crate::cost::{Machine, Pass};
 use crate::head::Head;
 use crate::shard::coupled::needed_whole;
 use crate::shard::family::batch_axes;
+use crate::shard::objective::Prices;
 use crate::shard::place::place_axes_seen;
 use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::plan::Prediction;
@@ -84,17 +85,17 @@ impl<'a> Solved<'a> {
     }
 }
 
-/// A mesh of which the batch is placed with the fastest layouts if a byte costs so many seconds, and the sums
+/// A mesh of which the batch is placed with the fastest layouts at these prices, and the sums
 /// from which its plans are predicted, as kinds of devices see it: its own cluster, and the `others`. `meshes` are the
 /// ways to store parameters.
 pub(super) fn solved<'a>(
     prepared: &'a Prepared<'_>,
     mut placed: Placed<'a>,
-    byte: f64,
+    prices: Prices,
     others: &'a [Cluster],
     (meshes, pins): (&[Mesh], &Pins),
 ) -> Solved<'a> {
-    let (own, of_others) = place_axes_seen(prepared, &mut placed, byte, others);
+    let (own, of_others) = place_axes_seen(prepared, &mut placed, prices, others);
     let chunks = loss_chunks(prepared, &placed, pins);
     let seen = |(cluster, conversions): (&'a Cluster, Vec<Conversion>)| {
         let locals = if cluster == placed.cluster { Arc::clone(&placed.locals) } else { prepared.locals(cluster) };
@@ -138,7 +139,8 @@ pub fn fastest<'a>(
     cluster: &'a Cluster,
 ) -> Result<Option<(Placed<'a>, Shape<'a>)>, PlanError> {
     let placed = place_batch(prepared, mesh, cluster)?;
-    let solve = |placed| solved(prepared, placed, 0.0, &[], (std::slice::from_ref(mesh), &Pins::default())).own;
+    let solve =
+        |placed| solved(prepared, placed, Prices::default(), &[], (std::slice::from_ref(mesh), &Pins::default())).own;
     Ok(placed.map(solve).map(|Seen { placed, shape, .. }| (placed, shape)))
 }
 

@@ -41,6 +41,7 @@ use crate::cluster::Cluster;
 use crate::cost::step::spread;
 use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
+use crate::shard::objective::Prices;
 use crate::shard::tensor::{Placed, Prepared};
 use crate::threads;
 use held::Held;
@@ -116,7 +117,7 @@ pub(super) fn solve(
     let all = clusters.concat();
     let room = space.cluster.least_room(space.request.device_memory);
     // Layouts are those that are fastest on the slowest kind.
-    let own = solved(prepared, placed, 0.0, &all, (&meshes, pins));
+    let own = solved(prepared, placed, Prices::default(), &all, (&meshes, pins));
     let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
     let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
     let fits = |found: &[Candidate]| found.iter().any(|candidate| candidate.prediction.fits());
@@ -450,7 +451,7 @@ impl Tries<'_> {
             loss_chunks: shape.loss_chunks,
             overlap_chunks: overlap_chunks(shape.uneven, self.pins)[0].0,
             within: shape.within(most) / self.stages as f64,
-            byte: 0.0,
+            prices: Prices::default(),
             offload,
             relief,
             prediction,

@@ -98,6 +98,11 @@ impl Visited {
         self.known.len() as u64
     }
 
+    /// The bound of the latest mesh.
+    pub fn least(&self) -> f64 {
+        self.known.last().map_or(0.0, |known| known.least)
+    }
+
     /// The seconds of a step above which no plan is looked for.
     fn limit(&self) -> f64 {
         self.limit.unwrap_or(CLOSE * self.best).min(self.against)

@@ -3,6 +3,7 @@
 
 use super::away::At;
 use super::choice::degrees::zero_stages;
+use super::choose::overlap;
 use super::measure::Measure;
 
 use super::candidate::{Candidate, overlap_chunks};
@@ -11,6 +12,7 @@ use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
 use crate::shard::family::copy_axes;
+use crate::shard::objective::Prices;
 use crate::shard::tensor::Placed;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{Bytes, Mesh, Seconds};
@@ -23,10 +25,21 @@ const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
 pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut Visited) -> Vec<Candidate> {
     let (pins, mut found) = (space.pins, Vec::new());
     let meshes: Vec<Mesh> = point.degrees.iter().map(|degrees| degrees.mesh(space.request.batch)).collect();
-    let solve = |byte: f64| solved(space.prepared, placed.clone(), byte, space.others, (&meshes, pins));
-    let fastest = solve(0.0);
-    extend(&mut found, (&fastest, 0.0), (space, point, &meshes), visited);
-    if found.iter().any(|candidate| candidate.offload.is_none() && candidate.prediction.fits()) {
+    let solve = |prices: Prices| solved(space.prepared, placed.clone(), prices, space.others, (&meshes, pins));
+    let all = Prices::default();
+    let fastest = solve(all);
+    extend(&mut found, (&fastest, all), (space, point, &meshes), visited);
+    let fit = found.iter().filter(|candidate| candidate.offload.is_none() && candidate.prediction.fits());
+    let best = fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+    if best < f64::INFINITY {
+        if overlap::may_need_layouts(&found, space, (visited.least(), best.min(visited.best))) {
+            let hidden = solve(overlap::HIDDEN_WIRE);
+            if hidden.own.placed.strategies != fastest.own.placed.strategies {
+                // They are worth what they are in chunks, which no estimate sees.
+                let unbounded = &mut Visited::within(point.away.room.device, f64::INFINITY);
+                extend(&mut found, (&hidden, overlap::HIDDEN_WIRE), (space, point, &meshes), unbounded);
+            }
+        }
         return found;
     }
     let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
@@ -36,22 +49,22 @@ pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, vi
     }
     let mut known = vec![fastest.own.placed.strategies];
     for share in LEAN {
-        let byte = share * step / (point.away.room.device.0 as f64).max(1.0);
-        let lean = solve(byte);
+        let prices = all.with_byte(share * step / (point.away.room.device.0 as f64).max(1.0));
+        let lean = solve(prices);
         if known.contains(&lean.own.placed.strategies) {
             break;
         }
-        extend(&mut found, (&lean, byte), (space, point, &meshes), visited);
+        extend(&mut found, (&lean, prices), (space, point, &meshes), visited);
         known.push(lean.own.placed.strategies);
     }
     found
 }
 
-/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for a price of a byte. Where
+/// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for some prices. Where
 /// something would have to be computed again, the head is cut into smaller chunks as well.
 fn extend(
     candidates: &mut Vec<Candidate>,
-    (solved, byte): (&Solved<'_>, f64),
+    (solved, prices): (&Solved<'_>, Prices),
     (space, point, meshes): (&Space<'_, '_>, &Point, &[Mesh]),
     visited: &mut Visited,
 ) {
@@ -87,7 +100,7 @@ fn extend(
                             loss_chunks: shape.loss_chunks,
                             overlap_chunks,
                             within: shape.within(recompute),
-                            byte,
+                            prices,
                             offload: offload.clone(),
                             relief: relief.clone(),
                             prediction: longer(prediction, uneven),

@@ -8,7 +8,7 @@
 mod elsewhere;
 
 use super::choice::pins::{Pins, Recompute};
-use super::choose::overlap::is_in_chunks;
+use super::choose::overlap::{HIDDEN_WIRE, is_in_chunks};
 use super::error::PlanError;
 use super::estimate::Shape;
 use super::placed::{paced, place_batch};
@@ -19,8 +19,9 @@ use crate::error::PassError;
 use crate::keep_casts::cast_again;
 use crate::rematerialize::without_recomputation;
 use crate::shard::family::{copy_axes, searched_axes};
+use crate::shard::objective::Prices;
 use crate::shard::place::{choices_of, place_axes};
-use crate::shard::tensor::Prepared;
+use crate::shard::tensor::{Conversion, Placed, Prepared};
 use elsewhere::elsewhere;
 use shardc_ir::plan::Prediction;
 use shardc_ir::{AxisId, Bytes, Choice, Graph, NodeId, Plan, PrimaryMap, Seconds, Target};
@@ -105,9 +106,9 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let asked: Vec<_> = nodes.iter().filter_map(|node| Some((*node, new(node)?))).collect();
     let elsewhere = elsewhere(plan, &prepared, cluster, &asked)?;
     let mut why = Why { batch, elsewhere, ..Why::default() };
-    let conversions = place_axes(&prepared, &mut placed, 0.0);
+    let (conversions, prices) = place_as(plan, (&prepared, &from), &mut placed);
     for axis in searched_axes(&plan.mesh) {
-        let costs = choices_of(&prepared, &placed, axis, &classes);
+        let costs = choices_of(&prepared, &placed, (axis, prices), &classes);
         for node in nodes {
             let Some(place) = class(node).and_then(|class| classes.binary_search(&class).ok()) else { continue };
             let mut costs: Vec<(Choice, Seconds)> =
@@ -133,6 +134,25 @@ pub fn why(plan: &Plan, cluster: &Cluster, target: &dyn Target, nodes: &BTreeSet
     let stages = if has_parts { 1..=3 } else { 0..=if is_shared { 3 } else { 0 } };
     why.stages = stages.map(|zero| (zero, shape.predict(&placed, 0, zero, recompute, work))).collect();
     Ok(why)
+}
+
+/// Places all axes for the prices for which a plan's layouts were found: of one in chunks they may be for these.
+fn place_as(
+    plan: &Plan,
+    (prepared, from): (&Prepared<'_>, &PrimaryMap<NodeId, NodeId>),
+    placed: &mut Placed<'_>,
+) -> (Vec<Conversion>, Prices) {
+    if is_in_chunks(plan) {
+        let mut own = placed.clone();
+        let conversions = place_axes(prepared, &mut own, HIDDEN_WIRE);
+        let is_as_planned =
+            |(new, old): (NodeId, &NodeId)| own.strategies[prepared.folded.class[new]] == plan.strategies[*old];
+        if from.iter().all(is_as_planned) {
+            *placed = own;
+            return (conversions, HIDDEN_WIRE);
+        }
+    }
+    (place_axes(prepared, placed, Prices::default()), Prices::default())
 }
 
 /// What the results of a class cost that live where the backward pass begins and can be computed again, if any do.

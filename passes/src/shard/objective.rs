@@ -20,11 +20,8 @@ use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
 /// What is to be the least.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Objective {
-    /// The seconds of a step, and each byte of a rank's memory at so many.
-    Step {
-        /// Seconds per byte.
-        byte: f64,
-    },
+    /// The seconds of a step, at what memory and the wire cost.
+    Step(Prices),
     /// A bound below the seconds of every step, and of the bytes that every plan keeps.
     Bound {
         /// Seconds per byte.
@@ -34,6 +31,29 @@ pub enum Objective {
         /// How the data ranks share what is stored.
         sharing: Sharing,
     },
+}
+
+/// What layouts are found for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prices {
+    /// Seconds that a byte of a rank's memory costs.
+    pub byte: f64,
+    /// Seconds that a second of changes of layout within the loop costs: less than one where some of it is hidden.
+    pub wire: f64,
+}
+
+impl Default for Prices {
+    /// Memory is free, and nothing hidden.
+    fn default() -> Self {
+        Self { byte: 0.0, wire: 1.0 }
+    }
+}
+
+impl Prices {
+    /// The same with bytes at another price.
+    pub fn with_byte(self, byte: f64) -> Self {
+        Self { byte, ..self }
+    }
 }
 
 /// Axes that are not placed, for a bound along one axis.
@@ -73,13 +93,13 @@ impl Beside {
 impl Objective {
     /// Seconds per byte.
     pub fn byte(self) -> f64 {
-        let (Self::Step { byte } | Self::Bound { byte, .. }) = self;
+        let (Self::Step(Prices { byte, .. }) | Self::Bound { byte, .. }) = self;
         byte
     }
 
     /// The same with bytes at another price.
     pub fn with_byte(mut self, price: f64) -> Self {
-        let (Self::Step { byte } | Self::Bound { byte, .. }) = &mut self;
+        let (Self::Step(Prices { byte, .. }) | Self::Bound { byte, .. }) = &mut self;
         *byte = price;
         self
     }
@@ -90,6 +110,11 @@ impl Objective {
             *sharing = other;
         }
         self
+    }
+
+    /// The share that counts of changes of layout within the loop.
+    pub fn wire(self) -> f64 {
+        if let Self::Step(Prices { wire, .. }) = self { wire } else { 1.0 }
     }
 
     /// The axes that are not placed.
@@ -258,13 +283,13 @@ impl<'a, 'b> Pricer<'a, 'b> {
         // Sums that products make: where something is converted between the two, [`Placed::apart`] is added. What else is
         // merged into other instructions, where nothing is converted, one node does not know.
         let seconds = match self.objective {
-            Objective::Step { .. } if !prepared.emitted[class].is_summed => local.price.seconds.0,
+            Objective::Step(_) if !prepared.emitted[class].is_summed => local.price.seconds.0,
             _ => local.emitted(prepared, (class, cluster), false),
         };
         let runs = if prepared.in_loop(class) { self.placed.microbatches as f64 } else { 1.0 };
         let seconds = seconds * runs;
         let mut quote = match self.objective {
-            Objective::Step { .. } => {
+            Objective::Step(_) => {
                 let parameter = local.operands.first().filter(|_| matches!(op, Op::Adamw(_)));
                 let cost = seconds + parameter.map_or(0.0, |bytes| self.reduction(*bytes, strategy));
                 Quote { seconds: cost * count, ..self.memory(class, &local, seconds) }

@@ -8,7 +8,7 @@ use super::coupled::coupled;
 use super::eliminate::Solution;
 use super::family::{placed_axes, searched_axes};
 use super::layout::Along;
-use super::objective::Objective;
+use super::objective::{Objective, Prices};
 use super::problem::Problem;
 use super::route::conversions;
 use super::tensor::{Conversion, Placed, Prepared};
@@ -20,16 +20,16 @@ use std::collections::{BTreeMap, BTreeSet};
 const MOST_ROUNDS: usize = 2;
 
 /// Chooses what every class does with the axes that are searched, and adds it to the strategies: the fastest
-/// if a byte of memory costs so many seconds. Gives the conversions that follow, and those between samples.
-pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, byte: f64) -> Vec<Conversion> {
-    place_axes_seen(prepared, placed, byte, &[]).0
+/// at these prices. Gives the conversions that follow, and those between samples.
+pub fn place_axes(prepared: &Prepared<'_>, placed: &mut Placed<'_>, prices: Prices) -> Vec<Conversion> {
+    place_axes_seen(prepared, placed, prices, &[]).0
 }
 
 /// [`place_axes`], with the conversions also as they are `seen` on other devices.
 pub fn place_axes_seen(
     prepared: &Prepared<'_>,
     placed: &mut Placed<'_>,
-    byte: f64,
+    prices: Prices,
     seen: &[Cluster],
 ) -> (Vec<Conversion>, Vec<Vec<Conversion>>) {
     let axes = placed_axes(placed.mesh);
@@ -40,7 +40,7 @@ pub fn place_axes_seen(
         let before = costs.last().copied();
         for (index, axis) in axes.iter().enumerate() {
             if last[index] != Some(changes) {
-                let is_changed = place_axis(prepared, placed, *axis, byte, &mut costs[index]);
+                let is_changed = place_axis(prepared, placed, *axis, prices, &mut costs[index]);
                 changes += usize::from(is_changed);
                 last[index] = Some(changes);
             }
@@ -58,8 +58,8 @@ pub fn place_axes_seen(
 
 /// Chooses what every class does with one axis, at a `cost` of so many seconds of a step. Gives whether that is
 /// something else than before.
-fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, byte: f64, cost: &mut f64) -> bool {
-    let problem = Problem::new(prepared, placed, axis, Objective::Step { byte });
+fn place_axis(prepared: &Prepared<'_>, placed: &mut Placed<'_>, axis: AxisId, prices: Prices, cost: &mut f64) -> bool {
+    let problem = Problem::new(prepared, placed, axis, Objective::Step(prices));
     let solution = problem.graph.solve();
     let (choices, handed) = (chosen(&problem, &solution), problem.handed_in(&solution));
     *cost = solution.cost;
@@ -110,15 +110,15 @@ pub(crate) fn current(problem: &Problem<'_, '_>, placed: &Placed<'_>) -> Option<
     Some(choices)
 }
 
-/// What each choice of some classes on `axis` costs a step, in seconds beyond the best: all other nodes
+/// What each choice of some classes on `axis` costs a step at these prices, in seconds beyond the best: all other nodes
 /// are free to suit it, the other axes stay as they are placed.
 pub fn choices_of(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
-    axis: AxisId,
+    (axis, prices): (AxisId, Prices),
     classes: &[usize],
 ) -> Vec<Vec<(Choice, f64)>> {
-    let problem = Problem::new(prepared, placed, axis, Objective::Step { byte: 0.0 });
+    let problem = Problem::new(prepared, placed, axis, Objective::Step(prices));
     let variables: BTreeSet<usize> = classes.iter().map(|class| problem.variable[*class]).collect();
     let variables: Vec<usize> = variables.into_iter().collect();
     let costs = problem.graph.costs_of(&variables);

@@ -314,10 +314,11 @@ impl<'a, 'b> Problem<'a, 'b> {
         route::undivided(self.prepared, flow, made, (&self.searched, self.placed.mesh))
     }
 
-    /// Whether a flow is converted once per microbatch when this class reads it.
+    /// How often a flow counts that is converted when this class reads it: what is converted once per microbatch, as far
+    /// as it is not hidden.
     fn flow_runs(&self, flow: &Flow, reader: usize) -> f64 {
         if self.prepared.in_loop(flow.maker) && self.prepared.in_loop(reader) {
-            self.placed.microbatches as f64
+            self.placed.microbatches as f64 * self.objective.wire()
         } else {
             1.0
         }
@@ -403,7 +404,7 @@ impl<'a, 'b> Problem<'a, 'b> {
     fn ahead(&self, maker: usize, reader: usize) -> Option<f64> {
         let (prepared, loss) = (self.prepared, self.placed.cluster.device.overlap_loss.value);
         match self.objective {
-            Objective::Step { .. } => None,
+            Objective::Step(_) => None,
             Objective::Bound { .. } if prepared.is_scale(maker) => Some(0.0),
             Objective::Bound { .. } if prepared.is_of_weight(maker, reader) => Some(loss),
             Objective::Bound { .. } => prepared.is_merged(maker, reader).then_some(1.0),
@@ -421,7 +422,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         };
         let runs = |class: &&usize| self.prepared.runs_between(**class, self.placed.microbatches);
         match self.objective {
-            Objective::Step { .. } => 0.0,
+            Objective::Step(_) => 0.0,
             Objective::Bound { .. } => flow.between.iter().filter(runs).map(seconds).sum(),
         }
     }

@@ -41,7 +41,7 @@ pub fn build(
     let mesh = candidate.mesh(request.batch);
     let unplaced = || PlanError::Bug(format!("{} cannot be placed again", candidate.choice()));
     let mut placed = place_batch(prepared, &mesh, cluster)?.ok_or_else(unplaced)?;
-    let conversions = place_axes(prepared, &mut placed, candidate.byte);
+    let conversions = place_axes(prepared, &mut placed, candidate.prices);
     let meshes = std::slice::from_ref(&mesh);
     let shape = Shape::new(prepared, &placed, &conversions, candidate.loss_chunks, meshes);
     let by_stage = candidate.stages.as_ref().filter(|stages| !stages.recompute.is_empty()).zip(line);

@@ -79,7 +79,8 @@ fn like(of: &Candidate, exact: &Prediction, space: &Space<'_, '_>) -> Result<Vec
     let estimate = &of.prediction;
     let measure = Measure { excess: exact.filled() / estimate.filled().max(f64::MIN_POSITIVE), shares: &[KNOWN] };
     // There is something to gain only from what memory is saved by.
-    let is_whole = of.recompute == Recompute::None && of.byte == 0.0 && of.loss_chunks == 1 && of.offload.is_none();
+    let is_whole =
+        of.recompute == Recompute::None && of.prices.byte == 0.0 && of.loss_chunks == 1 && of.offload.is_none();
     if is_whole && exact.fits() {
         return Ok(Vec::new());
     }

@@ -12,6 +12,7 @@ use crate::search::choice::degrees::Degrees;
 use crate::search::choice::pins::{Pins, divides};
 use crate::search::error::PlanError;
 use crate::search::space::Space;
+use crate::shard::objective::Prices;
 use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
 
@@ -23,6 +24,14 @@ const GAIN: f64 = 0.005;
 
 /// The share of the communication within blocks that chunks are thought to hide at the most, before they are tried.
 const HIDDEN: f64 = 0.8;
+
+/// What layouts are found for that are to be in chunks: those with which kernels have less to do are worth more of what
+/// chunks hide then.
+pub(in crate::search) const HIDDEN_WIRE: Prices = Prices { byte: 0.0, wire: 0.7 };
+
+/// The share of the fastest known step which the bound of a mesh has to be below, if layouts for chunks are to be found on
+/// it: half of what is between the two is more than chunks hide.
+const WORTH: f64 = 0.93;
 
 /// By how many times the share that chunks were found to hide under the same degrees they may hide more in microbatches of
 /// another size.
@@ -39,15 +48,15 @@ const NODES: [u64; 2] = [32_000, 16_000];
 #[derive(Default)]
 pub(in crate::search) struct Hidden(Vec<(Kind, f64)>);
 
-/// What divides a step, and whether in stages: beside these, whose weights are gathered once in a step, it does not matter
+/// What divides a step, whether in stages, and whether for chunks: beside these, whose weights are gathered once in a step, it does not matter
 /// over how many ranks they are stored.
-type Kind = (Degrees, bool);
+type Kind = (Degrees, [bool; 2]);
 
 fn kind(candidate: &Candidate) -> Kind {
-    let degrees = candidate.degrees.clone();
+    let (degrees, is_for_chunks) = (candidate.degrees.clone(), candidate.is_for_chunks());
     match candidate.stages {
-        Some(_) => (degrees.with("dp", &[]).with("fsdp", &[]), true),
-        None => (degrees, false),
+        Some(_) => (degrees.with("dp", &[]).with("fsdp", &[]), [true, is_for_chunks]),
+        None => (degrees, [false, is_for_chunks]),
     }
 }
 
@@ -55,7 +64,7 @@ impl Hidden {
     /// What a candidate takes at the least in chunks, of `alone` seconds without.
     fn least(&self, candidate: &Candidate, alone: f64) -> f64 {
         let own = kind(candidate);
-        let alike = self.0.iter().filter(|((degrees, staged), _)| degrees.divide_like(&own.0) && *staged == own.1);
+        let alike = self.0.iter().filter(|((degrees, of), _)| degrees.divide_like(&own.0) && *of == own.1);
         let share = alike.map(|(_, share)| MORE * share).fold(HIDDEN, f64::min);
         alone - share * candidate.within
     }
@@ -79,8 +88,22 @@ impl Hidden {
 /// Whether chunks are left to the search and have something to hide of a candidate that takes `alone` seconds. Ranks that
 /// are threads of one process run nothing beside anything.
 fn may_hide(candidate: &Candidate, alone: f64, space: &Space<'_, '_>) -> bool {
-    let is_open = space.pins.overlap_chunks.is_none() && space.cluster.device.kind != "cpu";
-    is_open && candidate.offload.is_none() && candidate.within > GAIN * alone
+    // Where chunks are pinned, layouts for them are left to the search.
+    let is_open = space.pins.overlap_chunks.is_none_or(|pin| pin > 1 && candidate.is_for_chunks());
+    is_open && space.cluster.device.kind != "cpu" && candidate.offload.is_none() && candidate.within > GAIN * alone
+}
+
+/// Whether layouts for chunks are worth to be found on a mesh with such candidates: no plan of it takes fewer than `least`
+/// seconds, whatever is hidden, and some known one takes `best`.
+pub(in crate::search) fn may_need_layouts(
+    found: &[Candidate],
+    space: &Space<'_, '_>,
+    (least, best): (f64, f64),
+) -> bool {
+    let is_cut = |of: &Candidate| divides(of.degrees.microbatch, space.pins.overlap_chunks.unwrap_or(CHUNKS[0]));
+    let is_open = space.pins.overlap_chunks != Some(1) && space.cluster.device.kind != "cpu";
+    let may_gain = least < WORTH * best && NODES[1] / nodes(space) >= CHUNKS[0];
+    is_open && may_gain && found.iter().any(is_cut)
 }
 
 /// What there is to say of a plan that was not tried in chunks though they may hide something.
@@ -162,10 +185,10 @@ fn tried(
 ) -> Result<Tried, PlanError> {
     let mut all = Tried { best: None, least: f64::INFINITY };
     let microbatch = candidate.degrees.microbatch;
-    let is_open =
-        |chunks: &u64| *chunks <= most && divides(microbatch, *chunks) && just.is_none_or(|just| just == *chunks);
-    let is_more = |chunks: &u64| *chunks > candidate.overlap_chunks;
-    for overlap_chunks in CHUNKS.into_iter().filter(is_more).filter(is_open) {
+    let is_open = |chunks: &u64| *chunks <= most && divides(microbatch, *chunks);
+    let is_new = |chunks: &u64| *chunks > candidate.overlap_chunks || candidate.is_for_chunks();
+    let numbers = just.map_or(CHUNKS.to_vec(), |just| vec![just]);
+    for overlap_chunks in numbers.into_iter().filter(is_new).filter(is_open) {
         let plan = match make(&Candidate { overlap_chunks, ..candidate.clone() }) {
             Ok(plan) => plan,
             Err(PlanError::Pin { .. }) => break,
@@ -204,7 +227,7 @@ pub(in crate::search) fn contenders(
         let Some(index) = contender(candidates, known, (&meshes, hidden), space, step) else { break };
         let candidate = &candidates[index];
         meshes.push(&candidate.degrees);
-        let Tried { best, least } = tried(candidate, step, (None, most), make)?;
+        let Tried { best, least } = tried(candidate, step, (space.pins.overlap_chunks, most), make)?;
         hidden.learn(candidate, [least, candidate.prediction.step.0]);
         if let Some((chunks, plan)) = best {
             step = plan.prediction.step.0;
