@@ -28,6 +28,9 @@ pub trait Trial {
     /// One of them.
     type Algorithm: Clone;
 
+    /// Runs it once, which loads its kernel; whether the library takes it. The errors are the device's.
+    fn load(&self, algorithm: &Self::Algorithm) -> Result<bool, Failure>;
+
     /// Seconds of one of so many runs; infinite for what the library refuses. The errors are the device's.
     fn seconds(&self, algorithm: &Self::Algorithm, runs: u32) -> Result<f64, Failure>;
 
@@ -43,15 +46,15 @@ pub trait Trial {
 
 /// A first measurement of a candidate, where the fastest before took `least` seconds.
 pub fn look<T: Trial>(trial: &T, algorithm: &T::Algorithm, least: f64) -> Result<f64, Failure> {
-    // The first launch loads the kernel.
-    trial.seconds(algorithm, 1)?;
-    let seconds = trial.seconds(algorithm, 1)?;
-    if seconds < HOPELESS * least && seconds < SPENT[0] { time(trial, algorithm, SPENT[0]) } else { Ok(seconds) }
+    if !trial.load(algorithm)? {
+        return Ok(f64::INFINITY);
+    }
+    let once = trial.seconds(algorithm, 1)?;
+    if once < HOPELESS * least { time(trial, algorithm, once, SPENT[0]) } else { Ok(once) }
 }
 
-/// Seconds of one run, over as many as take about `spent` seconds; infinite for what the library refuses.
-fn time<T: Trial>(trial: &T, algorithm: &T::Algorithm, spent: f64) -> Result<f64, Failure> {
-    let once = trial.seconds(algorithm, 1)?;
+/// Seconds of one run, over as many as take about `spent` seconds, where a single one took `once`.
+fn time<T: Trial>(trial: &T, algorithm: &T::Algorithm, once: f64, spent: f64) -> Result<f64, Failure> {
     match (spent / once.max(1e-6)) as u32 {
         0..2 => Ok(once),
         runs => trial.seconds(algorithm, runs.min(200)),
@@ -61,10 +64,11 @@ fn time<T: Trial>(trial: &T, algorithm: &T::Algorithm, spent: f64) -> Result<f64
 /// The fastest of some finalists, of which the library's first choice is the first: another takes its place if it is
 /// faster and computes the same. None where none runs.
 pub fn settle<T: Trial>(trial: &T, finalists: &[T::Algorithm]) -> Result<Option<Choice<T::Algorithm>>, Failure> {
+    let once = finalists.iter().map(|algorithm| trial.seconds(algorithm, 1)).collect::<Result<Vec<_>, _>>()?;
     let mut times = vec![f64::INFINITY; finalists.len()];
     for _ in 0..TURNS {
-        for (best, algorithm) in times.iter_mut().zip(finalists) {
-            *best = best.min(time(trial, algorithm, SPENT[1])?);
+        for ((best, once), algorithm) in times.iter_mut().zip(&once).zip(finalists) {
+            *best = best.min(time(trial, algorithm, *once, SPENT[1])?);
         }
     }
     let Some(first) = times.first().copied() else { return Ok(None) };
@@ -224,8 +228,7 @@ impl<'a> Bench<'a> {
                 return Ok(f64::INFINITY);
             }
         };
-        // The first launch brings the graph to the device.
-        graph.launch(stream)?;
+        graph.upload(stream)?;
         self.device.record(self.start, Stream::Compute)?;
         graph.launch(stream)?;
         self.device.record(self.end, Stream::Compute)?;
@@ -321,6 +324,10 @@ mod tests {
 
     impl Trial for Fake {
         type Algorithm = usize;
+
+        fn load(&self, algorithm: &usize) -> Result<bool, Failure> {
+            Ok(self.0[*algorithm].0.is_finite())
+        }
 
         fn seconds(&self, algorithm: &usize, _: u32) -> Result<f64, Failure> {
             Ok(self.0[*algorithm].0)

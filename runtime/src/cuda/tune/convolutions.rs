@@ -23,25 +23,22 @@ const CANDIDATES: usize = 16;
 /// Convolutions of fewer operations are over before their engine matters.
 const LEAST_FLOPS: f64 = 1e8;
 
-/// Engines whose knobs are set in other ways: the fastest.
-const VARIED: usize = 2;
+/// Engines whose knobs are set in other ways, one knob at a time: the fastest.
+const VARIED: usize = 1;
 
 /// Engines in a row that are no faster than the fastest before, after which no more are tried: of those that the library
-/// proposes for other convolutions, and of those with a knob set in another way.
-const PATIENCE: [usize; 2] = [10, 10];
+/// proposes, of those that it proposes for other convolutions, and of those with a knob set in another way.
+const PATIENCE: [usize; 3] = [8, 6, 6];
 
 /// Engines that are measured once more, longer: at most so many, which take at most so much longer than the fastest.
-const FINALISTS: (usize, f64) = (4, 1.04);
+const FINALISTS: (usize, f64) = (2, 1.03);
 
 /// The time after which no more engines are tried for one convolution, and for any.
 const LONGEST: [Duration; 2] = [Duration::from_millis(300), Duration::from_secs(4)];
 
-/// Seconds of a run that are more than its launch by the host takes, and how often shorter ones are run to see how long
-/// one takes.
-const SHORT: (f64, u32) = (2e-4, 8);
-
-/// Runs of a measurement at the most: the host takes longer to launch a short one than the device to run it.
-const RUNS: u32 = 40;
+/// Runs of a measurement, at the least and at the most: the host takes longer to launch a short one than the device to run
+/// it, so that they are recorded and launched at once.
+const RUNS: (u32, u32) = (4, 20);
 
 /// The file in which the choices for a device are kept.
 pub fn file(device: &Device) -> Result<String, Failure> {
@@ -67,7 +64,8 @@ pub fn measure(
     convolutions: &BTreeMap<String, Placed>,
     (wanted, choices): (&BTreeSet<String>, &mut Choices<Configuration>),
 ) -> Result<(), Failure> {
-    let (bench, until) = (Bench::new(device)?, Instant::now() + LONGEST[1]);
+    let (bench, since) = (Bench::new(device)?, Instant::now());
+    let until = since + LONGEST[1];
     let mut proposed = Vec::new();
     for (key, placed) in convolutions {
         match cudnn.candidates(placed, CANDIDATES) {
@@ -86,6 +84,7 @@ pub fn measure(
         tracing::debug!("{key}: {microseconds:.1} us by {algorithm}, by the first choice {first_microseconds:.1} us");
         choices.0.insert(key.clone(), Choice { algorithm, microseconds, first_microseconds });
     }
+    tracing::debug!("{} convolutions measured in {:.2} s", wanted.len(), since.elapsed().as_secs_f64());
     Ok(())
 }
 
@@ -116,11 +115,11 @@ impl Search<'_> {
         };
         let mut tried = Tried::new(self.until.min(Instant::now() + LONGEST[0]));
         tried.try_all(&trial, [(first.configuration.clone(), || Some(first.clone()))], usize::MAX)?;
-        tried.try_all(&trial, candidates.into_iter().map(ready), usize::MAX)?;
+        tried.try_all(&trial, candidates.into_iter().map(ready), PATIENCE[0])?;
         let known = self.known.iter().filter(|one| engines.contains(&one.engine()));
-        tried.try_all(&trial, sorted(known.cloned().collect()), PATIENCE[0])?;
+        tried.try_all(&trial, sorted(known.cloned().collect()), PATIENCE[1])?;
         for (configuration, _) in tried.fastest(VARIED, HOPELESS) {
-            tried.try_all(&trial, sorted(configuration.varied(&self.known)), PATIENCE[1])?;
+            tried.try_all(&trial, sorted(configuration.varied(&self.known)), PATIENCE[2])?;
         }
         let choice = tried.choose(&trial, (&first.configuration, first.clone()), FINALISTS)?;
         self.ratios.learn(&tried);
@@ -156,16 +155,14 @@ struct Convolution<'a> {
 impl Trial for Convolution<'_> {
     type Algorithm = Engine;
 
+    fn load(&self, engine: &Engine) -> Result<bool, Failure> {
+        let run = |device: &Device, stream| self.cudnn.enqueue(&engine.bound, device, stream);
+        Ok(self.bench.seconds(1, run, || self.text(engine))?.is_finite())
+    }
+
     fn seconds(&self, engine: &Engine, runs: u32) -> Result<f64, Failure> {
         let run = |device: &Device, stream| self.cudnn.enqueue(&engine.bound, device, stream);
-        let name = || self.text(engine);
-        let once = self.bench.seconds(1, run, name)?;
-        match runs {
-            _ if once.is_infinite() => Ok(once),
-            1 if once > SHORT.0 => Ok(once),
-            1 => self.bench.recorded_seconds(SHORT.1, run, name),
-            runs => self.bench.recorded_seconds(runs.min(RUNS), run, name),
-        }
+        self.bench.recorded_seconds(runs.clamp(RUNS.0, RUNS.1), run, || self.text(engine))
     }
 
     fn sample(&self, engine: &Engine) -> Result<Option<Vec<u8>>, Failure> {

@@ -105,6 +105,10 @@ impl Product<'_> {
 impl Trial for Product<'_> {
     type Algorithm = Algorithm;
 
+    fn load(&self, algorithm: &Algorithm) -> Result<bool, Failure> {
+        Ok(self.seconds(algorithm, 1)?.is_finite())
+    }
+
     fn seconds(&self, algorithm: &Algorithm, runs: u32) -> Result<f64, Failure> {
         let run = |device: &Device, stream| self.blas.run(self.problem, algorithm, device.stream(stream));
         self.bench.seconds(runs, run, || self.text(algorithm))

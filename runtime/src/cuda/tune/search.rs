@@ -112,6 +112,10 @@ mod tests {
     impl Trial for Fake {
         type Algorithm = u32;
 
+        fn load(&self, _: &u32) -> Result<bool, Failure> {
+            Ok(true)
+        }
+
         fn seconds(&self, algorithm: &u32, _: u32) -> Result<f64, Failure> {
             Ok(f64::from(*algorithm) * 1e-6)
         }
