@@ -34,7 +34,7 @@ const PATIENCE: [usize; 3] = [8, 6, 6];
 const FINALISTS: (usize, f64) = (2, 1.03);
 
 /// The time after which no more engines are tried for one convolution, and for any.
-const LONGEST: [Duration; 2] = [Duration::from_millis(300), Duration::from_secs(4)];
+const LONGEST: [Duration; 2] = [Duration::from_millis(300), Duration::from_secs(6)];
 
 /// Runs of a measurement, at the least and at the most: the host takes longer to launch a short one than the device to run
 /// it, so that they are recorded and launched at once.
@@ -54,7 +54,8 @@ pub fn convolutions(all: impl Iterator<Item = Placed>) -> BTreeMap<String, Place
     convolutions
 }
 
-/// Measures some of a program's convolutions. Nothing else may be running on the device; what lies where they read and write is lost.
+/// Measures some of a program's convolutions. Nothing else may be running on the device; what lies where they read and
+/// write is lost.
 ///
 /// # Errors
 /// A fault of the device.
