@@ -10,23 +10,23 @@
 //! from page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
 //! are measured or inspected are not launched as a graph.
 
+mod algorithms;
 mod commands;
 mod initial;
 mod inputs;
 mod inspect;
 
 use super::copies::{self, Mail, Peers, Release};
-use super::cudnn::Cudnn;
 use super::device::{Device, Failure};
-use super::gemm::{Blas, Problem};
 use super::graph::{self, Graph};
 use super::kernel::Kernel;
 use super::nccl::{Collective, Communicator};
 use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
-use super::tune::{self, Tuning};
+use super::tune::Tunings;
 use crate::launch::World;
 use crate::{Feeds, Span};
+use algorithms::libraries;
 use commands::{Command, Layout, Libraries, action_name, commands, describe};
 pub use commands::{MESSAGES, part};
 use cudarc::driver::sys::CUevent;
@@ -146,7 +146,7 @@ impl Rank {
         chosen: &Chosen,
         mut device: Device,
         communicators: HashMap<usize, Arc<Communicator>>,
-        (tuning, world): (&Tuning, &World),
+        (tuning, world): (&Tunings, &World),
     ) -> Result<Self, Failure> {
         let mut arenas = HashMap::new();
         for (space, bytes) in &program.arenas {
@@ -158,18 +158,7 @@ impl Rank {
             };
             arenas.insert(*space, at);
         }
-        let blas = Blas::new()?;
-        let products = tune::products(problems(&Layout { program: &program, arenas: &arenas }, chosen, &blas))?;
-        let keys = products.keys().cloned().collect();
-        let choices = tuning.choices(program.rank, &tune::file(&device)?, &keys, |choices, wanted| {
-            tune::measure(&blas, &device, &products, (wanted, choices))?;
-            for (space, bytes) in program.arenas.iter().filter(|(space, _)| *space == Space::Device) {
-                device.zero(arenas[space], bytes.0, Stream::Compute)?;
-            }
-            device.drain(Stream::Compute)
-        })?;
-        drop(products);
-        let mut libraries = Libraries { blas, choices, cudnn: Cudnn::default() };
+        let mut libraries = libraries(&Layout { program: &program, arenas: &arenas }, chosen, &device, tuning)?;
         let mut sections = Vec::new();
         for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
             let mut events = HashMap::new();
@@ -529,30 +518,6 @@ impl Drop for Rank {
         // Before the device goes.
         self.give_up();
     }
-}
-
-/// The matrix products of a program.
-fn problems<'a>(
-    layout: &'a Layout<'a>,
-    chosen: &'a Chosen,
-    blas: &'a Blas,
-) -> impl Iterator<Item = Result<Problem, Failure>> + 'a {
-    let instructions = layout.program.instructions().zip(chosen.sections.iter().flatten());
-    instructions.flat_map(move |(instruction, selection)| {
-        let steps =
-            selection.iter().flat_map(|selection| selection.steps.iter().map(|step| (step, selection.workspace)));
-        steps.flat_map(move |(step, workspace)| {
-            let found = match step {
-                Step::Gemm(gemm) => layout.problem(blas, instruction, gemm, workspace).map(|problem| vec![problem]),
-                Step::Products(gemms) => layout.problems(blas, instruction, gemms, workspace),
-                _ => Ok(Vec::new()),
-            };
-            match found {
-                Ok(problems) => problems.into_iter().map(Ok).collect(),
-                Err(error) => vec![Err(error)],
-            }
-        })
-    })
 }
 
 /// The collectives of a step between several ranks, in the order of issue.

@@ -37,6 +37,12 @@ pub fn end(origin: sys::CUstream) -> Result<Graph, Failure> {
 }
 
 impl Graph {
+    /// Brings the graph to the device, which its first launch would do.
+    pub fn upload(&self, stream: sys::CUstream) -> Result<(), Failure> {
+        // SAFETY: graph and stream are valid while the device lives.
+        unsafe { result::graph::upload(self.0, stream) }.map_err(|error| format!("upload of a graph: {error:?}"))
+    }
+
     /// Enqueues the whole graph.
     pub fn launch(&self, stream: sys::CUstream) -> Result<(), Failure> {
         // SAFETY: graph and stream are valid while the device lives.

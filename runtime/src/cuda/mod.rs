@@ -8,7 +8,8 @@
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
 //! * `worker` is a rank's thread, which owns its executor.
 //! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
-//! * `tune` measures which algorithm of cuBLASLt suits each product, and `cache` keeps what was found.
+//! * `tune` measures which algorithm of cuBLASLt suits each product and which engine of cuDNN each convolution, and `cache`
+//!   keeps what was found.
 //! * `copies` is what the copy engines do of collectives between linked GPUs, in place of NCCL.
 //! * `device`, `gemm`, `nccl` and [`cudnn`] are what touches the libraries, all of which are loaded
 //!   when a [`CudaRuntime`] is made: a program that never makes one needs none of them.
@@ -57,7 +58,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
-use tune::Tuning;
+use tune::Tunings;
 use watch::{Task, Watch};
 use worker::{Answer, MeetingError, Request, Shared, Worker, has_messages, meetings, spawn};
 
@@ -190,7 +191,7 @@ impl CudaRuntime {
         })?;
         let watched = Arc::new(watch::Shared::default());
         let started = Barrier::new(programs.len());
-        let tuning = Tuning::new(world.clone(), programs.first().map_or(0, |program| program.rank));
+        let tuning = Tunings::new(&world, programs.first().map_or(0, |program| program.rank));
         let (own, all) = (watched.clone(), world.clone());
         let shared = Arc::new(Shared { binaries, meetings, watched: own, tuning, world: all, started });
         let _watch = Watch::new(watched.clone(), world.clone());

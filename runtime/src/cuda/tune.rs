@@ -1,15 +1,17 @@
-//! The fastest algorithm for every matrix product of a program, measured.
+//! The fastest algorithm for everything of a program that a library offers several for, measured: matrix products
+//! ([`products`]) and convolutions ([`convolutions`]).
 //!
-//! The library orders its algorithms by a model of the device. Here the first few of that order are run on
-//! the device, and what it proposes for the program's other products ([`gemm::Configuration`]), on the
-//! program's own addresses and with noise in the operands (a product of zeros draws little power, and is
-//! faster than any other), before the program's first step. What was fast for other products of the program comes
-//! first, and trying ends where some in a row were no faster. Long sums of small results are also split into other
-//! numbers of parts than the library thinks of. Before an algorithm takes the place of the library's
-//! first choice, its result is compared with that one's, on equal memory: the library checks layouts alone.
+//! A library orders its algorithms by a model of the device. Here the first few of that order are run on
+//! the device, on the program's own addresses and with noise in the operands (a product of zeros draws little power, and
+//! is faster than any other), before the program's first step. What the library proposes for others of the program
+//! ([`gemm::Configuration`], [`cudnn::Configuration`]) is tried as well: what was fast for those comes first, and trying ends
+//! where some in a row were no faster. Long sums of small products are also split into other numbers of parts than the
+//! library thinks of. Before an algorithm takes the place of the library's first choice, its result is compared with that
+//! one's, on equal
+//! memory: the library checks layouts alone.
 //!
 //! **Runs.** What is found is kept on disk per GPU, driver and version of the library, so that a later run measures
-//! nothing and computes the same bits. Of runs at once that measure the same product the first one's choice is kept,
+//! nothing and computes the same bits. Of runs at once that measure the same the first one's choice is kept,
 //! and the others compute with it too.
 //!
 //! **Ranks.** Two algorithms may add in two orders. Ranks that compute the same value must get the same
@@ -17,41 +19,52 @@
 //! rank measures that does ([`Tuning`]). Ranks with another GPU, driver or library than the first take none.
 
 mod bench;
-
-pub use bench::{measure, products};
+pub mod convolutions;
+pub mod products;
+mod search;
 
 use super::cache::Cache;
+use super::cudnn;
 use super::device::{Device, Failure};
 use super::gather::gather;
-use super::gemm::{self, Algorithm};
+use super::gemm;
 use crate::launch::World;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// The variable that, set to `0`, leaves every product to the library's first choice.
-const SWITCH: &str = "SHARDC_TUNE_MATMUL";
+/// The variable that, set to `0`, leaves everything to the libraries' first choices.
+const SWITCH: &str = "SHARDC_TUNE";
 
-/// The version of this way of choosing, in the name of the file: what older ones chose is not read.
-const METHOD: u32 = 5;
-
-/// What was measured of one product.
+/// What was measured of one product or convolution.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Choice {
-    algorithm: Algorithm,
+struct Choice<A> {
+    algorithm: A,
     microseconds: f64,
     /// With the library's first choice.
     first_microseconds: f64,
 }
 
-/// The chosen algorithms, by the products' keys.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Choices(BTreeMap<String, Choice>);
+/// The chosen algorithms, by the keys of what they compute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Choices<A>(BTreeMap<String, Choice<A>>);
 
-impl Choices {
-    /// The algorithm for a product, if it was measured.
-    pub fn get(&self, key: &str) -> Option<Algorithm> {
-        self.0.get(key).map(|choice| choice.algorithm)
+impl<A> Default for Choices<A> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+/// An algorithm that can be kept and told.
+pub trait Kept: Clone + Serialize + DeserializeOwned {}
+
+impl<A: Clone + Serialize + DeserializeOwned> Kept for A {}
+
+impl<A: Kept> Choices<A> {
+    /// The algorithm for what has this key, if it was measured.
+    pub fn get(&self, key: &str) -> Option<&A> {
+        self.0.get(key).map(|choice| &choice.algorithm)
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
@@ -62,53 +75,81 @@ impl Choices {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// The products that are not among these.
-    fn lacks(&self, products: &BTreeSet<String>) -> BTreeSet<String> {
-        products.iter().filter(|key| !self.0.contains_key(*key)).cloned().collect()
+    /// The keys that are not among these.
+    fn lacks(&self, keys: &BTreeSet<String>) -> BTreeSet<String> {
+        keys.iter().filter(|key| !self.0.contains_key(*key)).cloned().collect()
     }
 }
 
 /// What the run's first rank tells the others.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct Told {
+#[derive(Debug, Serialize, Deserialize)]
+struct Told<A> {
     /// The file of its device.
     file: String,
-    choices: Choices,
+    choices: Choices<A>,
 }
 
-/// The choices that all ranks of a run make together.
-pub struct Tuning {
+impl<A> Default for Told<A> {
+    fn default() -> Self {
+        Self { file: String::new(), choices: Choices::default() }
+    }
+}
+
+/// The choices of all kinds that all ranks of a run make together.
+pub struct Tunings {
+    pub products: Tuning<gemm::Algorithm>,
+    pub convolutions: Tuning<cudnn::Configuration>,
+}
+
+impl Tunings {
+    /// For the ranks that this process drives, of which `lead` is the first. All processes call this in the same order.
+    pub fn new(world: &Arc<World>, lead: u64) -> Self {
+        Self {
+            products: Tuning::new(world.clone(), "matmul", lead),
+            convolutions: Tuning::new(world.clone(), "convolution", lead),
+        }
+    }
+
+    /// Lets no rank of this process wait for a lead that could not start.
+    pub fn give_up(&self) {
+        self.products.give_up();
+        self.convolutions.give_up();
+    }
+}
+
+/// The choices of one kind. All ranks make those of every kind, in the same order, whether they have any to make or not.
+pub struct Tuning<A> {
     world: Arc<World>,
+    /// The kind.
+    name: &'static str,
     /// The rank that chooses for this process.
     lead: u64,
     /// The key under which the run's first rank puts its choices.
     key: String,
     cache: Cache,
-    chosen: Mutex<Option<Result<Arc<Told>, Failure>>>,
+    chosen: Mutex<Option<Result<Arc<Told<A>>, Failure>>>,
     done: Condvar,
 }
 
-impl Tuning {
-    /// For the ranks that this process drives, of which `lead` is the first. All processes call this in the
-    /// same order.
-    pub fn new(world: Arc<World>, lead: u64) -> Self {
-        let key = world.round("matmul");
-        Self { world, lead, key, cache: Cache::of_user(), chosen: Mutex::default(), done: Condvar::new() }
+impl<A: Kept> Tuning<A> {
+    fn new(world: Arc<World>, name: &'static str, lead: u64) -> Self {
+        let key = world.round(name);
+        Self { world, name, lead, key, cache: Cache::of_user(), chosen: Mutex::default(), done: Condvar::new() }
     }
 
-    /// The choices for a rank's `products` on the device of this file. Of each product one rank makes the choice: by
-    /// `measure`, which adds those for some products to the choices that it is given. Of several ranks in a process, the
-    /// first one's products are measured.
+    /// The choices for a rank's `keys` on the device of this file. Of each key one rank makes the choice: by
+    /// `measure`, which adds those for some keys to the choices that it is given. Of several ranks in a process, the
+    /// first one's are measured.
     pub fn choices(
         &self,
         rank: u64,
         file: &str,
-        products: &BTreeSet<String>,
-        measure: impl FnMut(&mut Choices, &BTreeSet<String>) -> Result<(), Failure>,
-    ) -> Result<Arc<Choices>, Failure> {
+        keys: &BTreeSet<String>,
+        measure: impl FnMut(&mut Choices<A>, &BTreeSet<String>) -> Result<(), Failure>,
+    ) -> Result<Arc<Choices<A>>, Failure> {
         let lock = || self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         if rank == self.lead {
-            let made = self.lead(file, products, measure).map(Arc::new);
+            let made = self.lead(file, keys, measure).map(Arc::new);
             *lock() = Some(made);
             self.done.notify_all();
         }
@@ -119,14 +160,13 @@ impl Tuning {
             return Ok(Arc::new(told.choices.clone()));
         }
         tracing::warn!(
-            "rank {rank} multiplies by the library's first choices: it has {file}, and the first rank measured with {}",
+            "rank {rank} computes by the library's first choices: it has {file}, and the first rank measured with {}",
             told.file
         );
         Ok(Arc::default())
     }
 
-    /// Lets no rank of this process wait for a lead that could not start.
-    pub fn give_up(&self) {
+    fn give_up(&self) {
         let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
         chosen.get_or_insert_with(|| Err("another rank could not start".to_string()));
         self.done.notify_all();
@@ -135,15 +175,15 @@ impl Tuning {
     fn lead(
         &self,
         file: &str,
-        products: &BTreeSet<String>,
-        mut measure: impl FnMut(&mut Choices, &BTreeSet<String>) -> Result<(), Failure>,
-    ) -> Result<Told, Failure> {
+        keys: &BTreeSet<String>,
+        mut measure: impl FnMut(&mut Choices<A>, &BTreeSet<String>) -> Result<(), Failure>,
+    ) -> Result<Told<A>, Failure> {
         if std::env::var(SWITCH).as_deref() == Ok("0") {
             return Ok(Told::default());
         }
-        self.world.at("choosing algorithms for matrix products");
+        self.world.at(format!("choosing algorithms ({})", self.name));
         let mut told = if self.world.is_lead() {
-            let told = Told { file: file.to_string(), choices: self.make(file, products, &mut measure)? };
+            let told = Told { file: file.to_string(), choices: self.make(file, keys, &mut measure)? };
             let bytes = serde_json::to_vec(&told).map_err(|error| error.to_string())?;
             self.world.set(&self.key, &bytes).map_err(|error| error.to_string())?;
             told
@@ -152,28 +192,28 @@ impl Tuning {
             serde_json::from_slice(&bytes).map_err(|error| format!("the first rank's choices: {error}"))?
         };
         // What the first rank does not compute.
-        let missing = if told.file == file { told.choices.lacks(products) } else { BTreeSet::new() };
-        let all = gather(&self.world, "matmul products", &missing)?;
+        let missing = if told.file == file { told.choices.lacks(keys) } else { BTreeSet::new() };
+        let all = gather(&self.world, &format!("{} keys", self.name), &missing)?;
         if all.iter().all(BTreeSet::is_empty) {
             return Ok(told);
         }
         let is_theirs = |key: &String| all.iter().take(self.world.rank() as usize).any(|others| others.contains(key));
         let own = missing.into_iter().filter(|key| !is_theirs(key)).collect();
-        let made = gather(&self.world, "matmul choices", &self.make(file, &own, &mut measure)?)?;
+        let made = gather(&self.world, &format!("{} choices", self.name), &self.make(file, &own, &mut measure)?)?;
         told.choices.0.extend(made.into_iter().flat_map(|made| made.0));
         Ok(told)
     }
 
-    /// The choices for some products: those that are kept, and those that are measured, which are kept from now on.
+    /// The choices for some keys: those that are kept, and those that are measured, which are kept from now on.
     fn make(
         &self,
         file: &str,
-        products: &BTreeSet<String>,
-        measure: &mut impl FnMut(&mut Choices, &BTreeSet<String>) -> Result<(), Failure>,
-    ) -> Result<Choices, Failure> {
+        keys: &BTreeSet<String>,
+        measure: &mut impl FnMut(&mut Choices<A>, &BTreeSet<String>) -> Result<(), Failure>,
+    ) -> Result<Choices<A>, Failure> {
         let parse = |bytes: Option<Vec<u8>>| bytes.and_then(|bytes| Choices::from_bytes(&bytes)).unwrap_or_default();
         let mut choices = parse(self.cache.read(file));
-        let missing = choices.lacks(products);
+        let missing = choices.lacks(keys);
         if !missing.is_empty() {
             measure(&mut choices, &missing)?;
             let kept = self.cache.update(file, |now| {
@@ -187,17 +227,17 @@ impl Tuning {
                 );
             }
         }
-        choices.0.retain(|key, _| products.contains(key));
+        choices.0.retain(|key, _| keys.contains(key));
         Ok(choices)
     }
 }
 
-/// The file in which choices for a device are kept.
-pub fn file(device: &Device) -> Result<String, Failure> {
+/// The file in which choices for a device are kept that `library` offers. `method` is the version of this way of choosing:
+/// what older ones chose is not read.
+fn file(device: &Device, kind: &str, library: &str, method: u32) -> Result<String, Failure> {
     let (name, count, driver) = device.description()?;
     let word = |text: &str| text.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect::<String>();
-    let library = gemm::version();
-    Ok(format!("matmul/{}-{count}-driver-{}-cublaslt-{library}-{METHOD}.json", word(&name), word(&driver)))
+    Ok(format!("{kind}/{}-{count}-driver-{}-{library}-{method}.json", word(&name), word(&driver)))
 }
 
 #[cfg(test)]
@@ -205,7 +245,7 @@ mod tests {
     use super::*;
     use crate::launch::{Limits, Place, Server};
 
-    fn choices(key: &str) -> Choices {
+    fn choices(key: &str) -> Choices<gemm::Algorithm> {
         let choice = Choice { algorithm: [7; 8], microseconds: 3.0, first_microseconds: 4.0 };
         Choices([(key.to_string(), choice)].into())
     }
@@ -214,9 +254,9 @@ mod tests {
     fn choices_are_read_as_they_were_written() {
         let all = choices("bf16[1,2]/1+0@256");
         assert_eq!(Choices::from_bytes(&all.to_bytes()), Some(all.clone()));
-        assert_eq!(all.get("bf16[1,2]/1+0@256"), Some([7; 8]));
+        assert_eq!(all.get("bf16[1,2]/1+0@256"), Some(&[7; 8]));
         assert_eq!(all.get("bf16[1,2]/1+0@128"), None);
-        assert_eq!(Choices::from_bytes(b"{\"a\": 1}"), None);
+        assert_eq!(Choices::<gemm::Algorithm>::from_bytes(b"{\"a\": 1}"), None);
     }
 
     fn folder(name: &str) -> std::path::PathBuf {
@@ -228,7 +268,7 @@ mod tests {
     }
 
     /// The same algorithm for some products, with a mark of who measured it.
-    fn measured(keys: &BTreeSet<String>, mark: u64) -> BTreeMap<String, Choice> {
+    fn measured(keys: &BTreeSet<String>, mark: u64) -> BTreeMap<String, Choice<gemm::Algorithm>> {
         let choice = Choice { algorithm: [mark; 8], microseconds: 3.0, first_microseconds: 4.0 };
         keys.iter().map(|key| (key.clone(), choice.clone())).collect()
     }
@@ -236,8 +276,8 @@ mod tests {
     #[test]
     fn the_first_rank_measures_and_the_others_take_its_choices() {
         let folder = folder("first");
-        let tuning = || Tuning { cache: Cache::at(&folder), ..Tuning::new(Arc::new(World::alone()), 4) };
-        let run = |tuning: &Tuning, file: &str| {
+        let tuning = || Tuning { cache: Cache::at(&folder), ..Tuning::new(Arc::new(World::alone()), "matmul", 4) };
+        let run = |tuning: &Tuning<gemm::Algorithm>, file: &str| {
             std::thread::scope(|scope| {
                 let other = scope.spawn(|| tuning.choices(5, file, &set(&["a"]), |_, _| panic!("measures as well")));
                 let own = tuning.choices(4, "file", &set(&["a"]), |known, wanted| {
@@ -265,7 +305,7 @@ mod tests {
     #[test]
     fn a_run_adopts_what_another_kept_while_it_measured() {
         let folder = folder("runs");
-        let tuning = || Tuning { cache: Cache::at(&folder), ..Tuning::new(Arc::new(World::alone()), 0) };
+        let tuning = || Tuning { cache: Cache::at(&folder), ..Tuning::new(Arc::new(World::alone()), "matmul", 0) };
         let run = |mark: u64, keys: &[&str], meanwhile: &dyn Fn()| {
             tuning().choices(0, "file", &set(keys), |known, wanted| {
                 meanwhile();
@@ -292,7 +332,7 @@ mod tests {
             let place = Place { rank, ranks: 3, address, is_ours: true, ..Place::alone() };
             let world = Arc::new(World::join(place, "GPU", Limits::default()).unwrap());
             let cache = Cache::at(&folders[rank as usize]);
-            let tuning = Tuning { cache, ..Tuning::new(world, rank) };
+            let tuning = Tuning { cache, ..Tuning::new(world, "matmul", rank) };
             let made = tuning.choices(rank, "file", &set(keys), |known, wanted| {
                 known.0.extend(measured(wanted, rank));
                 Ok(())

@@ -3,7 +3,7 @@
 use super::device::{self, Device, Failure};
 use super::executor::{Chosen, MESSAGES, Making, Rank};
 use super::nccl::{Communicator, Meeting};
-use super::tune::Tuning;
+use super::tune::Tunings;
 use super::watch::{self, Watched};
 use crate::launch::{LaunchError, World};
 use crate::{Feeds, Span};
@@ -70,7 +70,7 @@ pub struct Shared {
     pub binaries: HashMap<String, device::Binary>,
     pub meetings: BTreeMap<Circle, Vec<u8>>,
     pub watched: Arc<watch::Shared>,
-    pub tuning: Tuning,
+    pub tuning: Tunings,
     pub world: Arc<World>,
     pub started: Barrier,
 }

@@ -47,6 +47,30 @@ impl Convolution {
         WORKSPACE
     }
 
+    /// All on which the speed of an engine depends, in words.
+    pub fn key(&self) -> String {
+        let Window { stride, low, high, dilation } = &self.window;
+        let [pictures, filters, results] = &self.tensors;
+        let pair = |[down, across]: &[u64; 2]| format!("{down},{across}");
+        let [stride, low, high, dilation] = [stride, low, high, dilation].map(pair);
+        format!(
+            "{:?} of {pictures} {filters} {results} stride {stride} low {low} high {high} dilation {dilation} workspace {}",
+            self.made,
+            self.workspace()
+        )
+    }
+
+    /// What is made.
+    pub fn result(&self) -> usize {
+        self.made as usize
+    }
+
+    /// Arithmetic operations.
+    pub fn flops(&self) -> f64 {
+        let [_, filters, results] = &self.tensors;
+        2.0 * results.elements() as f64 * filters.shape[1..].iter().product::<u64>() as f64
+    }
+
     /// Buffers: pictures, filters, results.
     pub fn graph(&self) -> Result<Graph, Failure> {
         let mut graph = Graph::default();

@@ -35,6 +35,11 @@ pub struct Address(pub u64);
 #[repr(transparent)]
 pub struct Note(pub u32);
 
+/// What a knob of an engine sets: a number of `cudnnBackendKnobType_t`, which later versions lengthen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Knob(pub u32);
+
 /// Another descriptor.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -56,6 +61,10 @@ unsafe impl Value for sys::cudnnConvolutionMode_t {
 // SAFETY: as above; any number is one.
 unsafe impl Value for Note {
     const TAG: Tag = Tag::CUDNN_TYPE_NUMERICAL_NOTE;
+}
+// SAFETY: as above; any number is one.
+unsafe impl Value for Knob {
+    const TAG: Tag = Tag::CUDNN_TYPE_KNOB_TYPE;
 }
 // SAFETY: as above.
 unsafe impl Value for bool {
@@ -150,6 +159,13 @@ impl Descriptor {
         let mut value = [0i64];
         self.read(name, &mut value)?;
         Ok(value[0])
+    }
+
+    /// What a choice of a knob is of.
+    pub fn knob(&self) -> Result<Knob, Failure> {
+        let mut knob = [Knob(u32::MAX)];
+        self.read(Name::CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, &mut knob)?;
+        Ok(knob[0])
     }
 
     /// The notes on an engine's arithmetic.

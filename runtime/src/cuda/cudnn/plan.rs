@@ -1,13 +1,15 @@
 //! Compiled graphs, and their launches.
 
-use super::descriptor::{Address, Descriptor, Kind, Name, Note, check};
+use super::descriptor::{Address, Descriptor, Kind, Name, check};
+use super::engine::{self, Configuration};
 use super::graph::{Graph, Source};
 use crate::cuda::device::Failure;
 use cudarc::cudnn::sys;
 use cudarc::driver::sys::CUstream;
 use std::rc::Rc;
+use sys::cudnnBackendHeurMode_t as Mode;
 
-/// A graph compiled by the engine that the library prefers for it.
+/// A graph compiled by an engine.
 pub struct Plan {
     // Dropped in this order: a plan before the operations, these before the tensors.
     plan: Descriptor,
@@ -25,48 +27,76 @@ pub struct Wanted {
 }
 
 impl Plan {
-    /// Compiles a graph; takes from some milliseconds to seconds. The error is why no engine takes it.
+    /// Compiles a graph by the first engine of the library's choice that may be taken; takes from some milliseconds to
+    /// seconds. The error is why no engine takes it.
     pub fn new(handle: sys::cudnnHandle_t, graph: Graph, wanted: Wanted) -> Result<Self, Failure> {
         let operations = graph.operations(handle)?;
-        let heuristics = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?
-            .with_parts(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[&operations])?
-            .with(Name::CUDNN_ATTR_ENGINEHEUR_MODE, &[sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A])?
-            .finalize()?;
-        // Sorted by the time that the library expects; one that fails to compile is skipped.
-        let kind = Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
-        let configurations = heuristics.parts(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, 16)?;
         let mut reason = "cuDNN has no engine for it".to_string();
-        for configuration in &configurations {
-            if wanted.repeatable && !is_repeatable(configuration)? {
+        for configuration in engine::proposed(&operations, Mode::CUDNN_HEUR_MODE_A)? {
+            if wanted.repeatable && !engine::is_repeatable(&configuration)? {
                 reason = "its engines for it add in any order".to_string();
                 continue;
             }
-            let compiled = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
-                .with_parts(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[configuration])?
-                .finalize();
-            match compiled {
-                Ok(plan) => {
-                    let workspace = plan.number(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?.max(0) as u64;
-                    if workspace > wanted.workspace {
-                        let granted = wanted.workspace;
-                        reason = format!("its engine takes {workspace} bytes of workspace, and {granted} were planned");
-                        continue;
-                    }
-                    return Ok(Self { plan, _operations: operations, graph });
-                }
+            match compile(&configuration, wanted) {
+                Ok(plan) => return Ok(Self { plan, _operations: operations, graph }),
                 Err(error) => reason = error,
             }
         }
         Err(reason)
     }
+
+    /// Compiles a graph by an engine. The error is why that does not take it.
+    pub fn by(
+        handle: sys::cudnnHandle_t,
+        graph: Graph,
+        configuration: &Configuration,
+        wanted: Wanted,
+    ) -> Result<Self, Failure> {
+        let operations = graph.operations(handle)?;
+        let plan = compile(&configuration.descriptor(&operations)?, wanted)?;
+        Ok(Self { plan, _operations: operations, graph })
+    }
 }
 
-/// Whether an engine adds in a fixed order.
-fn is_repeatable(configuration: &Descriptor) -> Result<bool, Failure> {
-    let engines = configuration.parts(Name::CUDNN_ATTR_ENGINECFG_ENGINE, Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR, 1)?;
-    let any = Note(sys::cudnnBackendNumericalNote_t::CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC as u32);
-    let mut notes = engines.iter().map(Descriptor::notes);
-    notes.try_fold(true, |is_repeatable, notes| Ok(is_repeatable && !notes?.contains(&any)))
+/// At most `count` engines for a graph that may be taken if they compile, each once: in the order of the library's choice,
+/// then those that it falls back on.
+pub fn candidates(
+    handle: sys::cudnnHandle_t,
+    graph: &Graph,
+    wanted: Wanted,
+    count: usize,
+) -> Result<Vec<Configuration>, Failure> {
+    let operations = graph.operations(handle)?;
+    let mut all = engine::proposed(&operations, Mode::CUDNN_HEUR_MODE_A)?;
+    // Without them there are fewer.
+    all.extend(engine::proposed(&operations, Mode::CUDNN_HEUR_MODE_FALLBACK).unwrap_or_default());
+    let mut candidates = Vec::new();
+    for configuration in &all {
+        if candidates.len() == count {
+            break;
+        }
+        if wanted.repeatable && !engine::is_repeatable(configuration)? {
+            continue;
+        }
+        let configuration = Configuration::of(configuration)?;
+        if !candidates.contains(&configuration) {
+            candidates.push(configuration);
+        }
+    }
+    Ok(candidates)
+}
+
+/// Compiles an engine for the graph of its configuration.
+fn compile(configuration: &Descriptor, wanted: Wanted) -> Result<Descriptor, Failure> {
+    let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?
+        .with_parts(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[configuration])?
+        .finalize()?;
+    let workspace = plan.number(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?.max(0) as u64;
+    let granted = wanted.workspace;
+    match workspace <= granted {
+        true => Ok(plan),
+        false => Err(format!("its engine takes {workspace} bytes of workspace, and {granted} were planned")),
+    }
 }
 
 /// A plan with the addresses of one launch.

@@ -3,7 +3,7 @@
 use super::super::copies::Exchange;
 use super::super::cudnn::{Bound, Cudnn};
 use super::super::device::{Device, Failure, ReadyLaunch};
-use super::super::gemm::{Blas, Problem, ReadyGemm};
+use super::super::gemm::{Algorithm, Blas, Problem, ReadyGemm};
 use super::super::kernel::Arg;
 use super::super::nccl::{Collective, Part};
 use super::super::select::{Gemm, Selection, Step, batch, kernels};
@@ -54,7 +54,7 @@ pub enum Command {
 pub struct Libraries {
     pub blas: Blas,
     /// The algorithms of products that were measured.
-    pub choices: Arc<Choices>,
+    pub choices: Arc<Choices<Algorithm>>,
     pub cudnn: Cudnn,
 }
 
@@ -215,14 +215,14 @@ fn selected(
             }
             Step::Products(gemms) => {
                 for problem in layout.problems(&libraries.blas, instruction, gemms, workspace)? {
-                    let choice = libraries.choices.get(&problem.key);
+                    let choice = libraries.choices.get(&problem.key).copied();
                     commands.push(Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?)));
                 }
                 continue;
             }
             Step::Gemm(gemm) => {
                 let problem = layout.problem(&libraries.blas, instruction, gemm, workspace)?;
-                let choice = libraries.choices.get(&problem.key);
+                let choice = libraries.choices.get(&problem.key).copied();
                 Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?))
             }
             Step::Engine(engine) => {

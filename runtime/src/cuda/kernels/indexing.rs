@@ -177,111 +177,107 @@ fn row_of(id: Elem<0>, rows: u32, first: u32) -> u32 {
     min(u32::cast_from(id) - first, rows)
 }
 
-/// Sorts each `part` tokens of `n` by the rows that they name, those of one row in their own order: a token's
-/// place is the number of tokens of its part before it. `keys` are the rows in that order, `order` the tokens.
-/// All tokens of a part are compared with all, a tile of `threads` at a time; `part` is a multiple of it.
+/// Counts the tokens of `n` that name each row. `slots` is a number for each token that no other of its row has, below
+/// their count: which one depends on timing.
+#[cube]
+pub fn count_tokens(
+    ids: &Array<Elem<0>>,
+    counts: &mut Array<Atomic<u32>>,
+    slots: &mut Array<u32>,
+    n: u32,
+    rows: u32,
+    first: u32,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let row = row_of(ids[at as usize], rows, first);
+        if row < rows {
+            slots[at as usize] = counts[row as usize].fetch_add(1u32);
+        }
+    }
+}
+
+/// Gives every row as many places as it has tokens, from `starts[row]` on. The rows of a block lie behind each other, blocks
+/// in the order in which they come: `cursor` starts at zero.
+#[cube]
+pub fn place_rows(
+    counts: &Array<u32>,
+    cursor: &mut Array<Atomic<u32>>,
+    starts: &mut Array<u32>,
+    rows: u32,
+    #[comptime] threads: u32,
+) {
+    let mut sums = SharedMemory::<u32>::new(comptime!(threads as usize));
+    let mut base = SharedMemory::<u32>::new(1usize);
+    let (unit, row) = (UNIT_POS, ABSOLUTE_POS as u32);
+    let own = select(row < rows, counts[min(row, rows - 1u32) as usize], 0u32);
+    sums[unit as usize] = own;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(threads.ilog2()) {
+        let distance = comptime!(1u32 << step);
+        let before = select(unit >= distance, sums[(max(unit, distance) - distance) as usize], 0u32);
+        sync_cube();
+        sums[unit as usize] += before;
+        sync_cube();
+    }
+    if unit == comptime!(threads - 1) {
+        base[0usize] = cursor[0usize].fetch_add(sums[unit as usize]);
+    }
+    sync_cube();
+    if row < rows {
+        starts[row as usize] = base[0usize] + sums[unit as usize] - own;
+    }
+}
+
+/// Puts every token at the places of its row.
+#[cube]
+pub fn place_tokens(
+    ids: &Array<Elem<0>>,
+    slots: &Array<u32>,
+    starts: &Array<u32>,
+    placed: &mut Array<u32>,
+    n: u32,
+    rows: u32,
+    first: u32,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < n {
+        let row = row_of(ids[at as usize], rows, first);
+        if row < rows {
+            let place = starts[row as usize] + slots[at as usize];
+            placed[place as usize] = at;
+        }
+    }
+}
+
+/// Puts the tokens of each row in their own order, whatever that is in which they were `placed`: a token's place is
+/// the number of those before it.
 #[cube]
 #[allow(clippy::too_many_arguments)]
-pub fn token_order(
+pub fn order_tokens(
     ids: &Array<Elem<0>>,
-    keys: &mut Array<u32>,
+    counts: &Array<u32>,
+    starts: &Array<u32>,
+    placed: &Array<u32>,
     order: &mut Array<u32>,
     n: u32,
     rows: u32,
     first: u32,
-    #[comptime] part: u32,
-    #[comptime] threads: u32,
-) {
-    let mut tile = SharedMemory::<u32>::new(comptime!(threads as usize));
-    let unit = UNIT_POS;
-    let block = CUBE_POS as u32;
-    let own = block * comptime!(threads) + unit;
-    let key = row_of(ids[min(own, n - 1u32) as usize], rows, first);
-    let place = RuntimeCell::<u32>::new(u32::new(0));
-    let start = own / comptime!(part) * comptime!(part);
-    let begin = start / comptime!(threads);
-    let end = (min(start + comptime!(part), n) + comptime!(threads - 1)) / comptime!(threads);
-    for index in begin..end {
-        let at = index * comptime!(threads) + unit;
-        let other = row_of(ids[min(at, n - 1u32) as usize], rows, first);
-        // Behind the last token stands a row that comes after all.
-        tile[unit as usize] = select(at < n, other, 0xFFFF_FFFFu32);
-        sync_cube();
-        if index == block {
-            for other in 0..comptime!(threads) {
-                let row = tile[other as usize];
-                if row < key || (row == key && other < unit) {
-                    place.store(place.read() + 1u32);
-                }
-            }
-        } else {
-            // Tokens of an earlier tile come first where the rows are equal.
-            let bound = key + select(index < block, 1u32, 0u32);
-            for other in 0..comptime!(threads) {
-                if tile[other as usize] < bound {
-                    place.store(place.read() + 1u32);
-                }
-            }
-        }
-        sync_cube();
-    }
-    if own < n {
-        keys[(start + place.read()) as usize] = key;
-        order[(start + place.read()) as usize] = own;
-    }
-}
-
-/// How many of the ascending `keys[first .. last]` are below `bound`.
-#[cube]
-fn count_below(keys: &Array<u32>, first: u32, last: u32, bound: u32) -> u32 {
-    let low = RuntimeCell::<u32>::new(first);
-    let high = RuntimeCell::<u32>::new(last);
-    while low.read() < high.read() {
-        let middle = (low.read() + high.read()) / 2u32;
-        if keys[middle as usize] < bound {
-            low.store(middle + 1u32);
-        } else {
-            high.store(middle);
-        }
-    }
-    low.read() - first
-}
-
-/// Merges what [`token_order()`] made of each `part` tokens: a token's place is the sum of those in all parts, of which
-/// earlier ones come first where the rows are equal.
-#[cube]
-pub fn merge_order(
-    sorted_keys: &Array<u32>,
-    sorted: &Array<u32>,
-    keys: &mut Array<u32>,
-    order: &mut Array<u32>,
-    n: u32,
-    #[comptime] part: u32,
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < n {
-        let key = sorted_keys[at as usize];
-        let own = at / comptime!(part);
-        let place = RuntimeCell::<u32>::new(at - own * comptime!(part));
-        for other in 0..(n + comptime!(part - 1)) / comptime!(part) {
-            if other != own {
-                let first = other * comptime!(part);
-                let bound = key + select(other < own, 1u32, 0u32);
-                place.store(place.read() + count_below(sorted_keys, first, min(first + comptime!(part), n), bound));
+        let row = row_of(ids[at as usize], rows, first);
+        if row < rows {
+            let start = starts[row as usize];
+            let place = RuntimeCell::<u32>::new(start);
+            for other in start..start + counts[row as usize] {
+                if placed[other as usize] < at {
+                    place.store(place.read() + 1u32);
+                }
             }
+            order[place.read() as usize] = at;
         }
-        keys[place.read() as usize] = key;
-        order[place.read() as usize] = sorted[at as usize];
-    }
-}
-
-/// `starts[row]` is where the first of `n` ascending keys lies that is not below `row`, for each row up to
-/// and with `rows`.
-#[cube]
-pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u32) {
-    let row = ABSOLUTE_POS as u32;
-    if row <= rows {
-        starts[row as usize] = count_below(keys, 0u32, n, row);
     }
 }
 
@@ -289,10 +285,12 @@ pub fn first_of_each(keys: &Array<u32>, starts: &mut Array<u32>, n: u32, rows: u
 /// of the tokens that name it; or it is added to what is there, so that rows without a token are not touched. Block `b`
 /// makes `each` of the `rows` rows from row `b * each` on; `columns` counts vectors.
 #[cube]
+#[allow(clippy::too_many_arguments)]
 pub fn embedding_grad(
     dy: &Array<Pack<0>>,
     order: &Array<u32>,
     starts: &Array<u32>,
+    counts: &Array<u32>,
     table: &mut Array<PackF32>,
     rows: u32,
     columns: u32,
@@ -303,39 +301,63 @@ pub fn embedding_grad(
     let (rows, columns) = (rows as usize, columns as usize);
     let first = CUBE_POS_X as usize * each;
     let column = CUBE_POS_Y as usize * comptime!(threads as usize) + UNIT_POS as usize;
-    let mut bounds = Array::<u32>::new(comptime!(each + 1));
+    let mut froms = Sequence::<u32>::new();
+    let mut sizes = Sequence::<u32>::new();
     #[unroll]
-    for index in 0..comptime!(each + 1) {
-        bounds[index] = starts[min(first + index, rows)];
+    for index in 0..each {
+        let row = min(first + index, rows - 1);
+        froms.push(starts[row]);
+        sizes.push(counts[row]);
+    }
+    // The first token's row of every row is on its way before the first one is made.
+    let mut heads = Sequence::<Pack<0>>::new();
+    #[unroll]
+    for index in 0..each {
+        let from = *froms.index(index);
+        let token = RuntimeCell::<u32>::new(u32::new(0));
+        if *sizes.index(index) > 0u32 {
+            token.store(order[from as usize]);
+        }
+        heads.push(dy[token.read() as usize * columns + min(column, columns - 1)]);
     }
     #[unroll]
     for index in 0..each {
         let row = first + index;
         if column < columns && row < rows {
-            let (from, to, at) = (bounds[index], bounds[index + 1], row * columns + column);
-            if comptime!(adds) {
-                if from < to {
-                    let sum = sum_of_tokens(dy, order, from, to, columns, column);
+            let (size, at) = (*sizes.index(index), row * columns + column);
+            let from = *froms.index(index);
+            if size > 0u32 {
+                let mut total = PackF32::empty();
+                if comptime!(adds) {
                     let before = table[at];
-                    let mut total = PackF32::empty();
+                    let sum = sum_of_tokens(dy, order, *heads.index(index), from + 1u32, from + size, columns, column);
                     #[unroll]
                     for lane in 0..Lanes::value() {
                         total[lane] = before[lane] + sum[lane];
                     }
                     table[at] = total;
+                } else {
+                    table[at] =
+                        sum_of_tokens(dy, order, *heads.index(index), from + 1u32, from + size, columns, column);
                 }
-            } else {
-                table[at] = sum_of_tokens(dy, order, from, to, columns, column);
+            } else if comptime!(!adds) {
+                let mut zeros = PackF32::empty();
+                #[unroll]
+                for lane in 0..Lanes::value() {
+                    zeros[lane] = 0.0f32;
+                }
+                table[at] = zeros;
             }
         }
     }
 }
 
-/// The sum of the rows of `dy` of the tokens `order[first .. end]`, a vector of it.
+/// The sum of a vector of `dy` and those of the tokens `order[first .. end]`, in this order.
 #[cube]
 fn sum_of_tokens(
     dy: &Array<Pack<0>>,
     order: &Array<u32>,
+    head: Pack<0>,
     first: u32,
     end: u32,
     columns: usize,
@@ -344,28 +366,33 @@ fn sum_of_tokens(
     let mut sum = PackF32::empty();
     #[unroll]
     for lane in 0..Lanes::value() {
-        sum[lane] = 0.0f32;
+        sum[lane] = 0.0f32 + f32::cast_from(head[lane]);
     }
     let at = RuntimeCell::<u32>::new(first);
-    // Four rows are on their way while one is added.
-    while at.read() + 4u32 <= end {
+    // Eight rows are on their way while one is added.
+    while at.read() + 8u32 <= end {
         #[unroll]
-        for ahead in 0..4u32 {
+        for ahead in 0..8u32 {
             let d = dy[order[(at.read() + ahead) as usize] as usize * columns + column];
             #[unroll]
             for lane in 0..Lanes::value() {
                 sum[lane] += f32::cast_from(d[lane]);
             }
         }
-        at.store(at.read() + 4u32);
+        at.store(at.read() + 8u32);
     }
     while at.read() < end {
-        let d = dy[order[at.read() as usize] as usize * columns + column];
+        // Behind the last it is the last again, and is not added.
         #[unroll]
-        for lane in 0..Lanes::value() {
-            sum[lane] += f32::cast_from(d[lane]);
+        for ahead in 0..4u32 {
+            let token = at.read() + ahead;
+            let d = dy[order[min(token, end - 1u32) as usize] as usize * columns + column];
+            #[unroll]
+            for lane in 0..Lanes::value() {
+                sum[lane] += select(token < end, f32::cast_from(d[lane]), 0.0f32);
+            }
         }
-        at.store(at.read() + 1u32);
+        at.store(at.read() + 4u32);
     }
     sum
 }

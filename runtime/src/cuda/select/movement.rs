@@ -5,6 +5,7 @@ use super::{Arg, OP, RES, Select, Step, THREADS, dense, lanes, row_threads};
 use crate::cuda::kernel::{Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::indexing as kernels;
 use crate::cuda::kernels::indexing::{Plane, Walk};
+use cubecl::prelude::Atomic;
 use shardc_ir::ops::Pad;
 use shardc_ir::{DType, TensorType};
 
@@ -350,21 +351,12 @@ impl Select<'_> {
     }
 
     pub(super) fn embedding_grad(&mut self, start: u64) -> Result<(), String> {
-        let (ids, table) = (&self.operands[1], &self.results[0]);
+        let table = &self.results[0];
         if table.dtype != DType::F32 {
             return Err(format!("the gradient of a table is summed in f32, not {}", table.dtype));
         }
-        let (tokens, rows) = (ids.elements(), table.shape[0]);
-        let [keys, order] = [(); 2].map(|()| self.scratch(tokens * 4));
-        let starts = self.scratch((rows + 1) * 4);
-        self.token_order(start, [keys, order]);
-        let kernel = Kernel::new("first_of_each", &[], 1, THREADS, &(), |d| {
-            let (keys, starts) = (d.input::<u32>(), d.output::<u32>());
-            let (n, rows) = (d.number(), d.number());
-            kernels::first_of_each::expand(d.scope(), keys, starts, n, rows);
-        });
-        let grid = [(rows + 1).div_ceil(u64::from(THREADS)) as u32, 1, 1];
-        self.launch(kernel, vec![keys, starts], vec![tokens as u32, rows as u32], Vec::new(), grid);
+        let rows = table.shape[0];
+        let [order, starts, counts] = self.token_order(start);
         let types = [self.operands[0].dtype, DType::F32];
         let width = lanes(&types, &[table.shape[1]]);
         let columns = table.shape[1] / width as u64;
@@ -378,43 +370,60 @@ impl Select<'_> {
             self.out.steps.push(Step::Copy { from: OP(2), to: RES(0), bytes: table.bytes().0 });
         }
         let kernel = Kernel::new("embedding_grad", &types[..1], width, threads, &(EACH, adds), move |d| {
-            let (dy, order, starts) = (d.input::<Pack<0>>(), d.input::<u32>(), d.input::<u32>());
-            let (table, rows, columns) = (d.output::<PackF32>(), d.number(), d.number());
-            kernels::embedding_grad::expand(d.scope(), dy, order, starts, table, rows, columns, EACH, threads, adds);
+            let (dy, order) = (d.input::<Pack<0>>(), d.input::<u32>());
+            let (starts, counts) = (d.input::<u32>(), d.input::<u32>());
+            let (table, rows, columns, scope) = (d.output::<PackF32>(), d.number(), d.number(), d.scope());
+            kernels::embedding_grad::expand(
+                scope, dy, order, starts, counts, table, rows, columns, EACH, threads, adds,
+            );
         });
         let grid = [1, columns.div_ceil(u64::from(threads)) as u32, 1];
         let cut = Cut { grid, per_block: EACH as u64, number: Some(0), ..Cut::rows(rows) };
-        let buffers = [(OP(0), 0), (order, 0), (starts, 4), (RES(0), table.shape[1] * 4)];
+        let buffers = [(OP(0), 0), (order, 0), (starts, 4), (counts, 4), (RES(0), table.shape[1] * 4)];
         self.launch_cut(kernel, &buffers, vec![0, columns as u32], Vec::new(), cut);
         Ok(())
     }
 
-    /// The rows of the table that the tokens (operand 1) name, in ascending order, and whose they are.
-    fn token_order(&mut self, start: u64, [keys, order]: [Arg; 2]) {
+    /// The tokens (operand 1) of each row of the table, in their order; where the row's begin, and how many it has. They are
+    /// counted and put into places without an order, which a token's number then gives them: that takes less than to sort
+    /// them, since most rows have few.
+    fn token_order(&mut self, start: u64) -> [Arg; 3] {
         let (ids, rows) = (&self.operands[1], self.results[0].shape[0]);
-        let n = ids.elements();
-        const TILE: u32 = 128;
-        // Within a part all are compared with all.
-        const PART: u32 = 32 * TILE;
-        let kernel = Kernel::new("token_order", &[ids.dtype], 1, TILE, &PART, |d| {
-            let (ids, keys, order) = (d.input::<Elem<0>>(), d.output::<u32>(), d.output::<u32>());
-            let (n, rows, first) = (d.number(), d.number(), d.number());
-            kernels::token_order::expand(d.scope(), ids, keys, order, n, rows, first, PART, TILE);
-        });
+        let (n, dtype, units) = (ids.elements(), ids.dtype, u64::from(THREADS));
+        let [slots, placed, order] = [(); 3].map(|()| self.scratch(n * 4));
+        let starts = self.scratch(rows * 4);
+        let apart = (rows * 4).next_multiple_of(256);
+        let counts = self.scratch(apart + 4);
+        let cursor = counts.offset(apart);
+        self.out.steps.push(Step::Zero { to: counts, bytes: apart + 4 });
         let numbers = vec![n as u32, rows as u32, start as u32];
-        let grid = [n.div_ceil(u64::from(TILE)) as u32, 1, 1];
-        if n <= u64::from(PART) {
-            return self.launch(kernel, vec![OP(1), keys, order], numbers, Vec::new(), grid);
-        }
-        let sorted = [(); 2].map(|()| self.scratch(n * 4));
-        self.launch(kernel, vec![OP(1), sorted[0], sorted[1]], numbers, Vec::new(), grid);
-        let kernel = Kernel::new("merge_order", &[], 1, THREADS, &PART, |d| {
-            let (sorted_keys, sorted) = (d.input::<u32>(), d.input::<u32>());
-            let (keys, order, n) = (d.output::<u32>(), d.output::<u32>(), d.number());
-            kernels::merge_order::expand(d.scope(), sorted_keys, sorted, keys, order, n, PART);
+        let grid = |count: u64| [count.div_ceil(units) as u32, 1, 1];
+        let kernel = Kernel::new("count_tokens", &[dtype], 1, THREADS, &(), |d| {
+            let (ids, counts) = (d.input::<Elem<0>>(), d.output::<Atomic<u32>>());
+            let (slots, n, rows, first) = (d.output::<u32>(), d.number(), d.number(), d.number());
+            kernels::count_tokens::expand(d.scope(), ids, counts, slots, n, rows, first);
         });
-        let grid = [n.div_ceil(u64::from(THREADS)) as u32, 1, 1];
-        self.launch(kernel, vec![sorted[0], sorted[1], keys, order], vec![n as u32], Vec::new(), grid);
+        self.launch(kernel, vec![OP(1), counts, slots], numbers.clone(), Vec::new(), grid(n));
+        let kernel = Kernel::new("place_rows", &[], 1, THREADS, &(), |d| {
+            let (counts, cursor) = (d.input::<u32>(), d.output::<Atomic<u32>>());
+            let (starts, rows) = (d.output::<u32>(), d.number());
+            kernels::place_rows::expand(d.scope(), counts, cursor, starts, rows, THREADS);
+        });
+        self.launch(kernel, vec![counts, cursor, starts], vec![rows as u32], Vec::new(), grid(rows));
+        let kernel = Kernel::new("place_tokens", &[dtype], 1, THREADS, &(), |d| {
+            let (ids, slots, starts) = (d.input::<Elem<0>>(), d.input::<u32>(), d.input::<u32>());
+            let (placed, n, rows, first) = (d.output::<u32>(), d.number(), d.number(), d.number());
+            kernels::place_tokens::expand(d.scope(), ids, slots, starts, placed, n, rows, first);
+        });
+        self.launch(kernel, vec![OP(1), slots, starts, placed], numbers.clone(), Vec::new(), grid(n));
+        let kernel = Kernel::new("order_tokens", &[dtype], 1, THREADS, &(), |d| {
+            let (ids, counts, starts) = (d.input::<Elem<0>>(), d.input::<u32>(), d.input::<u32>());
+            let (placed, order) = (d.input::<u32>(), d.output::<u32>());
+            let (n, rows, first, scope) = (d.number(), d.number(), d.number(), d.scope());
+            kernels::order_tokens::expand(scope, ids, counts, starts, placed, order, n, rows, first);
+        });
+        self.launch(kernel, vec![OP(1), counts, starts, placed, order], numbers, Vec::new(), grid(n));
+        [order, starts, counts]
     }
 
     /// Of a gather along `dim` of `whole` by an index of shape `index`: the elements inside of that
