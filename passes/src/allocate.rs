@@ -58,6 +58,9 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     assemble(draft, Bytes(arena), &copies)
 }
 
+/// Collectives share scratch memory where the largest needs up to so many times what another does.
+const ALIKE: u64 = 4;
+
 /// Gives an input that the target brings ahead the buffer where it waits to be fed.
 fn add_staging(draft: &mut Draft, target: &dyn Target) {
     let mut sections = std::mem::take(&mut draft.sections);
@@ -76,11 +79,12 @@ fn add_staging(draft: &mut Draft, target: &dyn Target) {
 }
 
 /// Gives every instruction the scratch memory that the target asks for. The collectives of a section, one of which runs
-/// at a time, have the same: kernels beside them would wait for what they let go, and they for kernels.
+/// at a time, have the same, if none needs much more than the others: kernels beside them would wait for what they let
+/// go, and they for kernels.
 fn add_scratch(draft: &mut Draft, target: &dyn Target) {
     let mut sections = std::mem::take(&mut draft.sections);
     for section in &mut sections {
-        let (mut collectives, mut most) = (Vec::new(), 0);
+        let mut collectives: Vec<(u64, usize)> = Vec::new();
         for (index, item) in section.iter_mut().enumerate() {
             let instruction = &mut item.instruction;
             let types = |ids: &[BufferId]| ids.iter().map(|id| draft.buffers[*id].ty.clone()).collect::<Vec<_>>();
@@ -90,15 +94,18 @@ fn add_scratch(draft: &mut Draft, target: &dyn Target) {
                 continue;
             }
             if instruction.stream == Stream::Communication {
-                collectives.push(index);
-                most = bytes.max(most);
+                collectives.push((bytes, index));
             } else {
                 instruction.scratch = Some(draft.buffer(TensorType::new(DType::U8, [bytes]), Category::Buffer));
             }
         }
-        if most > 0 {
+        collectives.sort_unstable();
+        while let Some((most, _)) = collectives.last().copied() {
             let shared = draft.buffer(TensorType::new(DType::U8, [most]), Category::Buffer);
-            collectives.into_iter().for_each(|index| section[index].instruction.scratch = Some(shared));
+            let first = collectives.partition_point(|(bytes, _)| *bytes < most / ALIKE);
+            for (_, index) in collectives.drain(first..) {
+                section[index].instruction.scratch = Some(shared);
+            }
         }
     }
     draft.sections = sections;

@@ -10,6 +10,7 @@
 //! and how many launches of the table came before.
 
 use super::kernel::{Arg, Kernel};
+use shardc_ir::program::ALIGNMENT;
 use std::sync::Arc;
 
 /// One row: some tensors of an item, and what the kernel is to know of it.
@@ -70,8 +71,11 @@ impl Table {
         launches
     }
 
+    /// Where the tensors of each column begin, at what any device takes for the beginning of a buffer: they may be parts
+    /// of others.
     fn bases(&self, rows: &[(&Row, Vec<u64>)]) -> Vec<u64> {
-        let lowest = |column: usize| rows.iter().map(|(_, tensors)| tensors[column]).min().unwrap_or(0);
+        let first = |column: usize| rows.iter().map(|(_, tensors)| tensors[column]).min().unwrap_or(0);
+        let lowest = |column: usize| first(column) / ALIGNMENT * ALIGNMENT;
         (0..self.units.len()).map(lowest).collect()
     }
 

@@ -35,6 +35,7 @@ fn steps(op: impl Into<Op>, operands: &[TensorType], results: &[TensorType]) -> 
         Step::Zero { .. } => "zero".to_string(),
         Step::Copy { .. } => "copy".to_string(),
         Step::Upload { .. } => "upload".to_string(),
+        Step::Meet { .. } => "meet".to_string(),
         Step::Gemm(gemm) => format!("gemm {}x{}x{}x{}", gemm.batch, gemm.m, gemm.n, gemm.k),
         Step::Products(gemms) => format!("{} products {}x{}x{}", gemms.len(), gemms[0].m, gemms[0].n, gemms[0].k),
         Step::Engine(engine) => format!("{:?}", engine.kernel),

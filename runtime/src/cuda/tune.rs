@@ -7,8 +7,7 @@
 //! ([`gemm::Configuration`], [`cudnn::Configuration`]) is tried as well: what was fast for those comes first, and trying ends
 //! where some in a row were no faster. Long sums of small products are also split into other numbers of parts than the
 //! library thinks of. Before an algorithm takes the place of the library's first choice, its result is compared with that
-//! one's, on equal
-//! memory: the library checks layouts alone.
+//! one's, on equal memory: the library checks layouts alone.
 //!
 //! **Runs.** What is found is kept on disk per GPU, driver and version of the library, so that a later run measures
 //! nothing and computes the same bits. Of runs at once that measure the same the first one's choice is kept,

@@ -6,6 +6,7 @@
 
 #![allow(clippy::cloned_ref_to_slice_refs)]
 
+mod packed;
 mod pictures;
 mod ranked;
 mod regions;

@@ -124,12 +124,6 @@ pub fn commands(
 ) -> Result<Vec<Command>, Failure> {
     let at = |id: &BufferId| layout.buffer(*id);
     let bytes = |id: &BufferId| layout.program.buffers[*id].ty.bytes().0;
-    let collective = |group: usize, collective: Collective| {
-        let count = instruction.operands.len().max(instruction.results.len());
-        let place = |id: &BufferId| layout.buffer(*id);
-        let parts = (0..count).map(|index| part(layout.program, instruction, index, place)).collect();
-        Ok(vec![Command::Collective { group, collective, parts }])
-    };
     match &instruction.action {
         Action::Compute(Op::Reshape(_) | Op::Slice(_) | Op::Concat(_))
             if is_view(&layout.program.buffers, instruction) =>
@@ -140,12 +134,6 @@ pub fn commands(
             let selection = selection.ok_or("nothing chosen")?;
             selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace))
         }
-        Action::AllReduce { reduce, group } => collective(*group, Collective::AllReduce(*reduce)),
-        Action::AllGather { group } => collective(*group, Collective::AllGather),
-        Action::ReduceScatter { reduce, group } => collective(*group, Collective::ReduceScatter(*reduce)),
-        Action::AllToAll { group } => collective(*group, Collective::AllToAll),
-        Action::Send { peer } => collective(MESSAGES, Collective::Send(*peer)),
-        Action::Receive { peer } => collective(MESSAGES, Collective::Receive(*peer)),
         Action::Copy => {
             let pairs = instruction.operands.iter().zip(&instruction.results);
             Ok(pairs.map(|(from, to)| Command::Copy { to: at(to), from: at(from), bytes: bytes(to) }).collect())
@@ -167,7 +155,29 @@ pub fn commands(
             };
             Ok(vec![Command::Accumulate { first: (at(to), at(from), bytes(to)), rest, cast }])
         }
+        meeting => {
+            let (group, collective) = collective(meeting).ok_or("is no collective")?;
+            if let Some(selection) = selection {
+                return selected(device, libraries, layout, instruction, (&selection.steps, selection.workspace));
+            }
+            let count = instruction.operands.len().max(instruction.results.len());
+            let parts = (0..count).map(|index| part(layout.program, instruction, index, at)).collect();
+            Ok(vec![Command::Collective { group, collective, parts }])
+        }
     }
+}
+
+/// What the library does for an action, and the communicator that it takes.
+fn collective(action: &Action) -> Option<(usize, Collective)> {
+    Some(match action {
+        Action::AllReduce { reduce, group } => (*group, Collective::AllReduce(*reduce)),
+        Action::AllGather { group } => (*group, Collective::AllGather),
+        Action::ReduceScatter { reduce, group } => (*group, Collective::ReduceScatter(*reduce)),
+        Action::AllToAll { group } => (*group, Collective::AllToAll),
+        Action::Send { peer } => (MESSAGES, Collective::Send(*peer)),
+        Action::Receive { peer } => (MESSAGES, Collective::Receive(*peer)),
+        _ => return None,
+    })
 }
 
 /// The communicator of all ranks for messages between two.
@@ -224,6 +234,12 @@ fn selected(
                 let problem = layout.problem(&libraries.blas, instruction, gemm, workspace)?;
                 let choice = libraries.choices.get(&problem.key).copied();
                 Command::Gemm(Box::new(libraries.blas.bind(problem, choice)?))
+            }
+            Step::Meet { from, to, elements: [sent, received], dtype } => {
+                let (group, collective) = collective(&instruction.action).ok_or("is no collective")?;
+                let part =
+                    Part { from: resolve(*from), to: resolve(*to), sent: *sent, received: *received, dtype: *dtype };
+                Command::Collective { group, collective, parts: vec![part] }
             }
             Step::Engine(engine) => {
                 let addresses: Vec<u64> = engine.buffers.iter().map(|arg| resolve(*arg)).collect();

@@ -11,6 +11,7 @@ mod elementwise;
 mod many;
 mod matmul;
 mod movement;
+mod packed;
 mod parts;
 mod pictures;
 mod products;
@@ -76,6 +77,17 @@ pub enum Step {
     Gemm(Box<Gemm>),
     /// Matrix products of equal sizes beside each other: one launch where they lie at even distances.
     Products(Vec<Gemm>),
+    /// A collective of the instruction's kind and group on one tensor: what is sent, what comes.
+    Meet {
+        /// The first byte that is sent.
+        from: Arg,
+        /// The first byte that comes.
+        to: Arg,
+        /// How many elements are sent, and how many come.
+        elements: [u64; 2],
+        /// Their type.
+        dtype: DType,
+    },
     /// A kernel of cuDNN.
     Engine(Box<Engine>),
     /// Steps with kernels of cuDNN, if the library takes all of them.
@@ -136,6 +148,9 @@ pub struct Selection {
 }
 
 /// Chooses the steps of an action on local types; `None` for those that need no kernel.
+///
+/// # Errors
+/// An operation without kernels for these types.
 pub fn select_action(
     action: &Action,
     operands: &[TensorType],
@@ -144,7 +159,7 @@ pub fn select_action(
     match action {
         Action::Compute(op) => select(op, operands, results).map(Some),
         Action::Accumulate => Ok(Some(select_accumulate(&operands[0], &results[0]))),
-        _ => Ok(None),
+        _ => Ok(packed::select_packed(action, operands, results)),
     }
 }
 
