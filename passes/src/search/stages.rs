@@ -25,6 +25,7 @@ mod problem;
 mod recomputed;
 mod runs;
 pub(in crate::search) mod schedules;
+mod sent;
 mod step;
 
 use super::away::{Away, suits};
