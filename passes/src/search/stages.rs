@@ -33,7 +33,7 @@ use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
-use super::choice::stages::{Limits, MOST_ZERO, Stages};
+use super::choice::stages::{Limits, Stages};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
@@ -52,7 +52,7 @@ use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
 use runs::Runs;
-use schedules::{MANY, limits, schedules};
+use schedules::{MANY, limits, schedules, zero_stages};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Bytes, Pipeline, Seconds};
 use std::cell::Cell;
@@ -254,12 +254,8 @@ fn of_schedule(
     let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     let shape = &mesh.seen[0][0].shape;
     let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));
-    let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
-        true => zero == MOST_ZERO,
-        false => zero == 0 || (zero == MOST_ZERO && has_copies),
-    };
     for (storage, degrees) in mesh.degrees.iter().enumerate() {
-        for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
+        for zero in zero_stages(has_copies, degrees, pins) {
             let stored = shape.share(storage, zero);
             let part = |least: u64| if zero >= least { stored } else { 1.0 };
             let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
