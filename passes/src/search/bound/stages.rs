@@ -49,8 +49,8 @@ pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InS
     lowest(orders).map(of).fold(f64::INFINITY, f64::min).max(whole)
 }
 
-/// As [`least_in_stages`], with what the data ranks say to each other, for each way to share what is stored; `least` is what
-/// that gave, and beyond `enough` seconds it need not be any tighter. `stored` are the ways to store parameters, with the stages of ZeRO.
+/// As [`least_in_stages`], with what the data ranks say to each other, for each way to share what is stored: one of `stored`,
+/// with each of its stages of ZeRO. `least` is what that gave, and beyond `enough` seconds a bound need not be any tighter.
 pub fn least_fitting_in_stages(
     prepared: &Prepared<'_>,
     placed: &Placed<'_>,
