@@ -336,7 +336,9 @@ impl Tries<'_> {
         // The largest of what gradients of weights wait for is made where most lives, and counted with
         // its copies.
         let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
-        let working = (whole.memory.activations.0 as f64 - sums.between_passes() - copied).max(0.0);
+        let working = whole.memory.activations.0 as f64 - sums.between_passes() - copied;
+        // Of the whole, most may live where a large head is: not in every stage.
+        let working = working.max(self.again.returning(index));
         Again { recompute, paces, working }
     }
 
