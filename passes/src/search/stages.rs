@@ -355,6 +355,15 @@ impl Tries<'_> {
         Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
     }
 
+    /// Of how many microbatches what a chunk sends is still held. Those of interleaved chunks come in rounds, of which about
+    /// half are held by programs; other schedules hand over what is made.
+    fn waiting(&self) -> u64 {
+        match self.pipeline.schedule {
+            Schedule::Interleaved => self.stages.div_ceil(2),
+            _ => 0,
+        }
+    }
+
     /// Whether all cuts are far from fitting, with as much computed again as may be, and everything on the devices.
     fn lacks(&self) -> bool {
         let mesh = self.mesh;

@@ -176,10 +176,10 @@ impl Problem<'_> {
         let held = chunks.iter().map(|part| {
             let Held { kept, lasting, awaited } = self.held[part.0];
             let each = self.left(level, *part).into_iter().zip(self.sent(level, *part));
-            let held = [kept, lasting, awaited]
-                .into_iter()
-                .zip(each)
-                .map(|(copies, (left, sent))| copies as f64 * (left - sent));
+            let held = [kept, lasting, awaited].into_iter().zip(each);
+            let held = held.map(|(copies, (left, sent))| {
+                copies as f64 * left - copies.saturating_sub(self.tries.waiting()) as f64 * sent
+            });
             lasting as f64 * sums.passing(part.1) + held.sum::<f64>()
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);
