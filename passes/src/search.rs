@@ -32,6 +32,8 @@ mod exact_tests;
 mod fitted_tests;
 #[cfg(test)]
 mod peak_tests;
+#[cfg(test)]
+mod staged_tests;
 
 pub use candidate::Candidate;
 pub use choice::degrees::{Degrees, FAMILIES};

@@ -9,6 +9,7 @@
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
 
 pub(crate) mod sharing;
+pub mod stages;
 
 use crate::cost::collective::Group;
 use crate::cost::step;
@@ -17,7 +18,7 @@ use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::problem::Problem;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::{AxisId, Bytes, Mesh};
-use sharing::{Collectives, Filling, Sharing};
+use sharing::{Collectives, Sharing};
 use std::collections::BTreeMap;
 
 /// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside
@@ -66,81 +67,6 @@ pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Option<Bytes>
     found
 }
 
-/// As [`least`], of pipelines, if they take no more seconds than are asked about.
-pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InStages<'_>) -> f64 {
-    let InStages { free, zero, limit, orders } = *asked;
-    let (spread, stages) = (step::spread(placed.cluster.ranks()), placed.mesh.degree("pp") as f64);
-    let sharing = Sharing::least(placed.mesh);
-    let mut relaxed = Relaxed::new(prepared, placed, sharing);
-    let whole = scaled(placed, relaxed.cost(0.0));
-    if whole > limit {
-        return whole;
-    }
-    let rate = placed.microbatches as f64 * spread / limit;
-    let of = |Order { waits, splits_backward }: Order| {
-        let share = waits * (stages - 1.0) / placed.microbatches as f64;
-        relaxed.share(sharing.in_stages(Filling { share, rate, splits_backward }, zero));
-        let unit = free.map_or(0.0, |free| whole / free / scaled(placed, 1.0));
-        let mut at = |price: f64| {
-            let price = price * unit;
-            scaled(placed, relaxed.cost(price) - price * free.unwrap_or(0.0))
-        };
-        if free.is_none() {
-            return at(0.0);
-        }
-        let telling = at(TELLING);
-        if telling > limit {
-            return telling;
-        }
-        let mut found = at(0.0);
-        // What a price gives is concave in it.
-        for price in PRICES {
-            let seconds = if price == TELLING { telling } else { at(price) };
-            if seconds <= found {
-                break;
-            }
-            found = seconds;
-            if found > limit {
-                break;
-            }
-        }
-        found
-    };
-    let is_above = |own: &Order| orders.iter().any(|other| other.is_below(own));
-    orders.iter().filter(|own| !is_above(own)).copied().map(of).fold(f64::INFINITY, f64::min).max(whole)
-}
-
-/// What is asked of a bound of pipelines.
-#[derive(Clone, Copy, Debug)]
-pub struct InStages<'a> {
-    /// What a rank of each stage may take, in bytes, all together, if that is all there is.
-    pub free: Option<f64>,
-    /// The last ZeRO stage.
-    pub zero: u64,
-    /// The seconds of a step above which plans are not asked about.
-    pub limit: f64,
-    /// What is known of the orders of passes that there are.
-    pub orders: &'a [Order],
-}
-
-/// What is known of an order of passes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Order {
-    /// How long a stage waits at the least for each of the others while the pipeline fills and drains, as a share of a
-    /// microbatch in a stage.
-    pub waits: f64,
-    /// Whether the gradients of weights may come later.
-    pub splits_backward: bool,
-}
-
-impl Order {
-    /// Whether what is less than all plans of this order take is less than those of another, which takes more of
-    /// everything, take as well.
-    fn is_below(&self, other: &Self) -> bool {
-        self != other && self.waits <= other.waits && (self.splits_backward || !other.splits_backward)
-    }
-}
-
 /// As [`least`], of the plans that fit in memory, with what the data ranks say to each other; `least` is what
 /// that gave.
 pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<'_>, least: f64) -> f64 {
@@ -152,34 +78,40 @@ pub fn least_fitting(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: Asked<
         if bound <= least {
             bound
         } else {
-            bound.min(of_way(&mut relaxed, (mesh, zero), asked.memory, [least, enough]))
+            let collectives = Collectives::new(prepared, placed, mesh, zero);
+            let sharing = |busy: f64| Sharing::new(placed, mesh, zero, collectives, busy);
+            let free = asked.memory.map(|memory| memory.0 as f64);
+            bound.min(of_way(&mut relaxed, (&sharing, &BUSY), free, [least, enough]))
         }
     });
     bound.max(least)
 }
 
-/// The bound of one way to share what is stored: between the first of two numbers of seconds and, nearly, the other.
+/// Of a way to share what is stored, what is known for each share of the bound by a busy wire, and the shares that are tried.
+type Shared<'a> = (&'a dyn Fn(f64) -> Sharing, &'a [f64]);
+
+/// The bound of one way to share what is stored, with so many bytes for all stages if that is all there is: between the
+/// first of two numbers of seconds and, nearly, the other.
 fn of_way(
     relaxed: &mut Relaxed<'_, '_>,
-    (stored, zero): (&Mesh, u64),
-    memory: Option<Bytes>,
+    (sharing, shares): Shared<'_>,
+    free: Option<f64>,
     [least, enough]: [f64; 2],
 ) -> f64 {
     let placed = relaxed.placed;
-    let collectives = Collectives::new(relaxed.prepared, placed, stored, zero);
-    let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
+    let (is_short, free) = (free.is_some(), free.unwrap_or(1.0).max(1.0));
     let unit = least / free / scaled(placed, 1.0);
     let mut shared = None;
     let mut at = |price: f64, busy: f64| {
         if shared.replace(busy) != Some(busy) {
-            relaxed.share(Sharing::new(placed, stored, zero, collectives, busy));
+            relaxed.share(sharing(busy));
         }
         scaled(placed, relaxed.cost(price * unit) - price * unit * free)
     };
     // The least of functions that are linear in the price and the share is concave in both: where a higher price does
     // worse, so do all that are higher.
     let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
-    let telling = memory.map(|_| at(TELLING, 0.0));
+    let telling = is_short.then(|| at(TELLING, 0.0));
     if telling.is_some_and(|telling| telling >= enough) {
         return enough;
     }
@@ -187,7 +119,7 @@ fn of_way(
     if found.take(before, 0.0, 0.0) >= enough {
         return enough;
     }
-    for price in PRICES.into_iter().filter(|_| memory.is_some()) {
+    for price in PRICES.into_iter().filter(|_| is_short) {
         let seconds = telling.filter(|_| price == TELLING).unwrap_or_else(|| at(price, 0.0));
         if found.take(seconds, price, 0.0) >= enough {
             return enough;
@@ -202,7 +134,7 @@ fn of_way(
             return enough;
         }
     }
-    for busy in BUSY {
+    for busy in shares.iter().copied() {
         let price = found.price;
         if found.take(at(price, busy), price, busy) >= enough {
             return enough;
@@ -215,8 +147,9 @@ fn of_way(
         }
         let before = found;
         let prices = [1.0 - step[0], 1.0 + step[0]].map(|by| (before.price * by, before.busy));
-        let shares = [-step[1], step[1]].map(|by| (before.price, (before.busy + by).clamp(0.0, 1.0)));
-        for (price, busy) in prices.into_iter().chain(shares).filter(|near| *near != (before.price, before.busy)) {
+        let nearby = [-step[1], step[1]].map(|by| (before.price, (before.busy + by).clamp(0.0, 1.0)));
+        let nearby = nearby.into_iter().filter(|_| !shares.is_empty());
+        for (price, busy) in prices.into_iter().chain(nearby).filter(|near| *near != (before.price, before.busy)) {
             if found.take(at(price, busy), price, busy) >= enough {
                 return enough;
             }

@@ -1,7 +1,8 @@
 //! The search against all that it leaves out, on small random models and clusters.
 
 use super::away::Away;
-use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
+use super::bound::stages::{InStages, least_fitting_in_stages, least_in_stages};
+use super::bound::{Asked, least, least_fitting};
 use super::candidate::Candidate;
 use super::choice::degrees::Degrees;
 use super::choice::pins::{Pins, Recompute};
@@ -177,6 +178,9 @@ proptest! {
             let asked = InStages { free: Some(free), zero: of.zero, limit, orders: &orders(&pins) };
             let bound = least_in_stages(&prepared, &placed, &asked);
             prop_assert!(bound <= limit * (1.0 + 1e-9), "{bound} for {limit} of {}", of.choice());
+            let stored = [(mesh.clone(), vec![of.zero])];
+            let fitting = least_fitting_in_stages(&prepared, &placed, &asked, &stored, [bound, f64::INFINITY]);
+            prop_assert!(fitting <= limit * (1.0 + 1e-9), "{fitting} for {limit} of {}", of.choice());
         }
     }
 

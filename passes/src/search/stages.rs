@@ -25,6 +25,7 @@ mod problem;
 mod recomputed;
 mod runs;
 pub(in crate::search) mod schedules;
+mod sent;
 mod step;
 
 use super::away::{Away, suits};
@@ -32,7 +33,7 @@ use super::candidate::{Candidate, overlap_chunks};
 use super::choice::degrees::Degrees;
 use super::choice::offload::Offload;
 use super::choice::pins::{Pins, Recompute};
-use super::choice::stages::{Limits, MOST_ZERO, Stages};
+use super::choice::stages::{Limits, Stages};
 use super::placed::{Seen, Solved, solved};
 use super::space::{Point, Space};
 use super::visit::Visited;
@@ -52,7 +53,7 @@ use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
 use runs::Runs;
-use schedules::{MANY, limits, schedules};
+use schedules::{MANY, limits, schedules, zero_stages};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Bytes, Pipeline, Seconds};
 use std::cell::Cell;
@@ -254,12 +255,8 @@ fn of_schedule(
     let has_copies = !copy_axes(mesh.placed.mesh).is_empty();
     let shape = &mesh.seen[0][0].shape;
     let (mut candidates, runs, cut) = (Vec::new(), Runs::new(mesh), Cell::new(f64::INFINITY));
-    let is_kept = |zero: u64, degrees: &Degrees| match degrees.degree("fsdp") > 1 {
-        true => zero == MOST_ZERO,
-        false => zero == 0 || (zero == MOST_ZERO && has_copies),
-    };
     for (storage, degrees) in mesh.degrees.iter().enumerate() {
-        for zero in (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero, degrees), |pin| pin == *zero)) {
+        for zero in zero_stages(has_copies, degrees, pins) {
             let stored = shape.share(storage, zero);
             let part = |least: u64| if zero >= least { stored } else { 1.0 };
             let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
@@ -340,7 +337,9 @@ impl Tries<'_> {
         // The largest of what gradients of weights wait for is made where most lives, and counted with
         // its copies.
         let copied = if schedule.splits_backward() { sums.largest_awaited() } else { 0.0 };
-        let working = (whole.memory.activations.0 as f64 - sums.between_passes() - copied).max(0.0);
+        let working = whole.memory.activations.0 as f64 - sums.between_passes() - copied;
+        // Of the whole, most may live where a large head is: not in every stage.
+        let working = working.max(self.again.returning(index));
         Again { recompute, paces, working }
     }
 
@@ -355,6 +354,15 @@ impl Tries<'_> {
         let blocks: Vec<_> = self.mesh.line.blocks_at(&paces[0].sums.places).collect();
         let ways: Vec<Recompute> = agains.iter().map(|again| again.recompute).collect();
         Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
+    }
+
+    /// Of how many microbatches what a chunk sends is still held. Those of interleaved chunks come in rounds, of which about
+    /// half are held by programs; other schedules hand over what is made.
+    fn waiting(&self) -> u64 {
+        match self.pipeline.schedule {
+            Schedule::Interleaved => self.stages.div_ceil(2),
+            _ => 0,
+        }
     }
 
     /// Whether all cuts are far from fitting, with as much computed again as may be, and everything on the devices.

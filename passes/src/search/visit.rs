@@ -1,7 +1,8 @@
 //! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need
 //! no solution (branch and bound).
 
-use super::bound::{Asked, InStages, least, least_fitting, least_in_stages};
+use super::bound::stages::{InStages, Order, least_fitting_in_stages, least_in_stages};
+use super::bound::{Asked, least, least_fitting};
 use super::candidate::Candidate;
 use super::choice::degrees::{Degrees, zero_stages};
 use super::choice::stages::MOST_ZERO;
@@ -9,7 +10,7 @@ use super::error::PlanError;
 use super::measure::CLOSE;
 use super::placed::place_batch;
 use super::space::{Point, Space};
-use super::stages::schedules::orders;
+use super::stages::schedules::{self, orders};
 use crate::shard::family::{copy_axes, searched_axes};
 use crate::shard::tensor::Placed;
 use crate::threads;
@@ -130,8 +131,8 @@ impl Visited {
             }
             (false, true) => self.least_in_stages(space, placed),
         };
-        // What memory costs is known of whole models.
-        let is_tight = is_whole || is_staged;
+        // Stages on several kinds of nodes are bounded as if all were on the fastest.
+        let is_tight = is_whole || (is_staged && placed.cluster.parts.len() > 1);
         let (degrees, stored) = (degrees.clone(), point.degrees.clone());
         self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
         let opens = least <= if is_staged { self.limit_in_stages() } else { self.limit() };
@@ -144,16 +145,8 @@ impl Visited {
 
     /// The least that pipelines of a mesh take which are worth to be found.
     fn least_in_stages(&self, space: &Space<'_, '_>, placed: &Placed<'_>) -> f64 {
-        let Space { prepared, cluster, request, pins, away, measure, .. } = *space;
-        let rooms = cluster.rooms(placed.mesh, request.device_memory).into_iter();
-        let free = rooms.map(|room| measure.room(room).0 as f64).sum::<f64>();
-        let asked = InStages {
-            free: Some(free).filter(|_| !away.moves()),
-            zero: pins.zero.unwrap_or(MOST_ZERO),
-            limit: self.limit_in_stages(),
-            orders: &orders(pins),
-        };
-        least_in_stages(prepared, placed, &asked)
+        let orders = orders(space.pins);
+        least_in_stages(space.prepared, placed, &in_stages(space, placed, &orders, self.limit_in_stages()))
     }
 
     /// Whether plans that take at least so many seconds are worth to be found.
@@ -218,19 +211,37 @@ impl Visited {
     }
 }
 
+/// What is asked of a bound of pipelines that take no more than so many seconds.
+fn in_stages<'a>(space: &Space<'_, '_>, placed: &Placed<'_>, orders: &'a [Order], limit: f64) -> InStages<'a> {
+    let Space { cluster, request, pins, away, measure, .. } = *space;
+    let rooms = cluster.rooms(placed.mesh, request.device_memory).into_iter();
+    let free = rooms.map(|room| measure.room(room).0 as f64).sum::<f64>();
+    InStages { free: Some(free).filter(|_| !away.moves()), zero: pins.zero.unwrap_or(MOST_ZERO), limit, orders }
+}
+
 impl Known {
     /// Its bound as tight as can be, between so many seconds and, nearly, those that are enough.
     fn tightened(&self, space: &Space<'_, '_>, memory: Bytes, (least, enough): (f64, f64)) -> Result<f64, PlanError> {
         let Space { prepared, cluster, request, pins, away, .. } = *space;
         let mesh = self.degrees.mesh(request.batch);
         let Some(placed) = place_batch(prepared, &mesh, cluster)? else { return Ok(least) };
+        let (has_copies, is_staged) = (!copy_axes(&mesh).is_empty(), self.degrees.degree("pp") > 1);
         let stored = self.stored.iter().map(|degrees| {
-            let stages = zero_stages(!copy_axes(&mesh).is_empty(), placed.microbatches, degrees, pins);
+            let stages = match is_staged {
+                true => schedules::zero_stages(has_copies, degrees, pins),
+                false => zero_stages(has_copies, placed.microbatches, degrees, pins),
+            };
             (degrees.mesh(request.batch), stages)
         });
         let stored: Vec<_> = stored.collect();
-        let memory = Some(memory).filter(|_| !away.moves());
-        let bound = least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough }, least);
+        let bound = if is_staged {
+            let orders = orders(pins);
+            let asked = in_stages(space, &placed, &orders, enough);
+            least_fitting_in_stages(prepared, &placed, &asked, &stored, [least, enough])
+        } else {
+            let memory = Some(memory).filter(|_| !away.moves());
+            least_fitting(prepared, &placed, Asked { stored: &stored, memory, enough }, least)
+        };
         let (degrees, microbatch) = (self.degrees.text(), self.degrees.microbatch);
         let [before, after, best] = [least, bound, self.best].map(|of| Seconds(of).to_string());
         tracing::debug!(degrees, microbatch, before, bound = after, best, "bounded");

@@ -13,6 +13,7 @@ use super::tensor::{Placed, Prepared};
 use crate::cost::collective::{self, Collective, Group};
 use crate::cost::is_view;
 use crate::search::bound::sharing::{Filling, Sharing};
+use crate::search::estimate::liveness::AtTurn;
 use crate::search::estimate::storage::{kind_under, stored_type};
 use shardc_ir::ops::Op;
 use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
@@ -188,7 +189,7 @@ pub struct Pricer<'a, 'b> {
     /// For a bound, per class the operand that is computed again with it: see [`Again`].
     operands: Vec<[f64; 2]>,
     /// For a bound of a pipeline, what is under way of what lives where the backward pass starts.
-    under_way: Option<Vec<Vec<[f64; 2]>>>,
+    under_way: Option<Vec<Vec<AtTurn>>>,
 }
 
 impl<'a, 'b> Pricer<'a, 'b> {
@@ -260,7 +261,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
     }
 
     /// What lives at the turn from forward to backward, with as many copies as microbatches must be under way.
-    fn under_way(&self, filling: Filling) -> Vec<Vec<[f64; 2]>> {
+    fn under_way(&self, filling: Filling) -> Vec<Vec<AtTurn>> {
         let prepared = self.prepared;
         let seconds: Vec<f64> = (0..prepared.rules.len()).map(|class| self.divided(class)).collect();
         let mut before = vec![0.0];
@@ -412,18 +413,28 @@ impl<'a, 'b> Pricer<'a, 'b> {
 
     /// What lives of a class's values at the turn from forward to backward.
     fn alive(&self, class: usize, local: &Local, again: f64) -> Quote {
-        let turn = self.under_way.as_ref().map_or(self.prepared.lives.at_turn(class), |all| &all[class]);
         let mut quote = Quote::default();
+        let known = self.under_way.as_ref().map(|all| &all[class]);
+        let at_turn = |result: usize, [stay, go]: [f64; 2]| match known {
+            Some(all) => all[result].clone(),
+            None => AtTurn { stay, go: vec![[go, 1.0]] },
+        };
         // Computing a node again makes all of its results: each bears a part of that by its bytes.
+        let turn = self.prepared.lives.at_turn(class);
         let goes = turn.iter().zip(&local.results).filter(|([_, go], _)| *go > 0.0);
         let all = goes.map(|(_, bytes)| *bytes as f64).sum::<f64>().max(1.0);
         let [operand_bytes, operand_seconds] = self.operands.get(class).copied().unwrap_or_default();
-        for ([stay, go], bytes) in turn.iter().zip(&local.results) {
-            let bytes = *bytes as f64;
+        for (result, (turn, bytes)) in turn.iter().zip(&local.results).enumerate() {
+            let (AtTurn { stay, go }, bytes) = (at_turn(result, *turn), *bytes as f64);
             let part = bytes / all;
             quote.bytes += stay * bytes;
-            let operand = [part * operand_bytes, part * operand_seconds];
-            quote.again.push(Again { count: *go, bytes, seconds: part * again, operand });
+            // All copies of a value are computed again, or none: a microbatch does so once.
+            quote.again.extend(go.into_iter().map(|[count, copies]| Again {
+                count,
+                bytes: copies * bytes,
+                seconds: part * again,
+                operand: [copies * part * operand_bytes, part * operand_seconds],
+            }));
         }
         quote
     }

@@ -323,7 +323,9 @@ impl Lives {
             }
         }
         all.give(prepared, &life);
-        all.at_turn = all.at_turn_in(prepared, &|_, _| 1.0);
+        let of = |AtTurn { stay, go }: &AtTurn| [*stay, go.iter().map(|[count, _]| count).sum()];
+        let at_turn = all.at_turn_in(prepared, &|_, _| 1.0);
+        all.at_turn = at_turn.iter().map(|results| results.iter().map(of).collect()).collect();
         all.pieces = Pieces::new(&all);
         all
     }
@@ -358,11 +360,12 @@ impl Lives {
         }
     }
 
-    /// What lives where the backward pass starts, per result of a class: those that stay, and those that can be computed
-    /// again. Each counts as often as is said of the nodes that make it and that read it for the last time.
-    pub fn at_turn_in(&self, prepared: &Prepared<'_>, copies: &dyn Fn(usize, usize) -> f64) -> Vec<Vec<[f64; 2]>> {
+    /// What lives where the backward pass starts, per result of a class, if there are as many copies of each as is said of
+    /// the nodes that make it and that read it for the last time.
+    pub fn at_turn_in(&self, prepared: &Prepared<'_>, copies: &dyn Fn(usize, usize) -> f64) -> Vec<Vec<AtTurn>> {
         let results = |class: &crate::fold::Class| prepared.graph.node(class.node).results.len();
-        let mut found: Vec<_> = prepared.folded.classes.iter().map(|class| vec![[0.0; 2]; results(class)]).collect();
+        let mut found: Vec<_> =
+            prepared.folded.classes.iter().map(|class| vec![AtTurn::default(); results(class)]).collect();
         let is_backward = |node: &shardc_ir::Node| matches!(node.role, Role::Backward(_));
         let Some((turn, _)) = prepared.graph.nodes().find(|(_, node)| is_backward(node)) else { return found };
         // Of the head in chunks, less lives than the whole.
@@ -371,7 +374,7 @@ impl Lives {
         for life in self.lives.iter().filter(|life| life.made < turn.index() && life.last > turn.index()) {
             let can_go = life.block.is_some_and(|block| self.backward[block as usize] > life.last_forward);
             if !cut.contains(&life.class) {
-                found[life.class][life.result][usize::from(can_go)] += copies(life.made, life.last);
+                found[life.class][life.result].add(copies(life.made, life.last), can_go);
             }
         }
         found
@@ -391,6 +394,29 @@ impl Lives {
     /// that can be computed again.
     pub fn at_turn(&self, class: usize) -> &[[f64; 2]] {
         &self.at_turn[class]
+    }
+}
+
+/// What lives of a result of a class where the backward pass starts.
+#[derive(Clone, Debug, Default)]
+pub struct AtTurn {
+    /// Copies of those that stay.
+    pub stay: f64,
+    /// Of those that can be computed again, how many have how many copies.
+    pub go: Vec<[f64; 2]>,
+}
+
+impl AtTurn {
+    /// Adds one with so many copies.
+    fn add(&mut self, copies: f64, can_go: bool) {
+        if !can_go {
+            self.stay += copies;
+            return;
+        }
+        match self.go.iter_mut().find(|[_, own]| *own == copies) {
+            Some([count, _]) => *count += 1.0,
+            None => self.go.push([1.0, copies]),
+        }
     }
 }
 

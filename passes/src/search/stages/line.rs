@@ -7,6 +7,7 @@
 //! Cuts lie where few bytes pass: at the local minima of what lives, and between blocks only where blocks
 //! are computed again, since a block is computed again in one go.
 
+use super::sent::Sent;
 use crate::cost::{is_view, through_views};
 use crate::pipeline::anchor::{Anchors, anchors};
 use crate::pipeline::order::Lengths;
@@ -18,6 +19,7 @@ use shardc_ir::pipeline::last_forward;
 use shardc_ir::{Choice, NodeId, Op, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The most places at which a graph may be cut.
 const MOST_PLACES: usize = 160;
@@ -87,8 +89,8 @@ struct Value {
     /// The places of its maker and of its last reader in the forward pass.
     made: usize,
     last: usize,
-    /// Whether the backward pass reads it.
-    is_read_behind: bool,
+    /// The first place of those in the backward pass who read it, if any do.
+    read_behind: Option<usize>,
     /// Whether a gradient of a weight is made of it.
     is_awaited: bool,
     /// Who reads it in the forward pass.
@@ -115,7 +117,7 @@ impl Line {
         }
         let of = |id: NodeId| anchors[id].and_then(|anchor| place[anchor]);
         let (awaited, read) = awaited(prepared, &of);
-        let values = values(prepared, &main, &place, &read);
+        let values = values(prepared, (&main, &place), &of, &read);
         let (is_joined, shared) = (joined(prepared, &of, main.len()), shared(prepared, &of));
         Self { anchors, main, place, blocks, is_between, first_of, is_joined, values, awaited, shared }
     }
@@ -193,8 +195,8 @@ fn joined(prepared: &Prepared<'_>, place: &dyn Fn(NodeId) -> Option<usize>, coun
 /// The values along a line, each with those who read it or a view of it.
 fn values(
     prepared: &Prepared<'_>,
-    main: &[NodeId],
-    place: &SecondaryMap<NodeId, Option<usize>>,
+    (main, place): (&[NodeId], &SecondaryMap<NodeId, Option<usize>>),
+    of: &dyn Fn(NodeId) -> Option<usize>,
     awaited: &BTreeSet<ValueId>,
 ) -> Vec<Value> {
     let graph = prepared.graph;
@@ -208,12 +210,15 @@ fn values(
         for (result, value) in node.results.iter().enumerate() {
             let (maker, readers) = (*maker, Vec::new());
             let is_awaited = awaited.contains(value);
-            let mut own = Value { maker, result, made, last: made, is_read_behind: false, is_awaited, readers };
+            let mut own = Value { maker, result, made, last: made, read_behind: None, is_awaited, readers };
             let mut open = vec![*value];
             while let Some(value) = open.pop() {
                 for (reader, _) in users.get(&value).into_iter().flatten() {
                     let by = graph.node(*reader);
-                    own.is_read_behind |= matches!(by.role, Role::Backward(_));
+                    if let Role::Backward(_) = by.role {
+                        let at = of(*reader).unwrap_or(0);
+                        own.read_behind = Some(own.read_behind.map_or(at, |first| first.min(at)));
+                    }
                     own.last = own.last.max(place[*reader].unwrap_or(0));
                     if by.role == Role::Forward {
                         own.readers.push(*reader);
@@ -285,6 +290,8 @@ pub(in crate::search) struct Sums {
     /// Bytes that one microbatch leaves for the backward pass, but for the gradients of weights; that it leaves for those; and
     /// that the backward pass leaves for those: what is computed again, and gradients of activations.
     pub held: Vec<[f64; 3]>,
+    /// Of what is held, what a chunk that ends somewhere does not hold since those behind it alone read it later.
+    sent: Arc<Sent>,
     /// The share of the parameters.
     pub stored: Vec<f64>,
     /// Bytes that pass over a cut before each node.
@@ -324,7 +331,7 @@ impl Sums {
         let [mut forward, mut backward, mut weight, mut apart, mut again, mut adding] =
             [(); 6].map(|()| vec![0.0; count]);
         let [mut kept, mut lasting, mut awaited, mut stored] = [(); 4].map(|()| vec![0.0; count]);
-        let mut change = vec![0.0; count + 1];
+        let (mut change, mut sent) = (vec![0.0; count + 1], Vec::new());
         let mut recomputed: BTreeSet<u64> = BTreeSet::new();
         for (id, node) in graph.nodes() {
             let (class, Some(at)) = (prepared.folded.class[id], line.of(id)) else { continue };
@@ -357,12 +364,20 @@ impl Sums {
             let class = prepared.folded.class[value.maker];
             let bytes = shape.sizes()[class].get(value.result).copied().unwrap_or(0) as f64;
             let behind = shape.kept(class, value.result) as f64;
-            let is_kept = value.is_read_behind || value.readers.iter().any(|reader| is_again(*reader));
-            match (is_again(value.maker), value.is_awaited) {
-                (false, false) if is_kept => kept[value.made] += behind,
-                (false, true) => lasting[value.made] += behind,
-                (true, true) => awaited[value.made] += behind,
-                _ => {}
+            let again =
+                value.readers.iter().filter(|reader| is_again(**reader)).map(|reader| line.of(*reader).unwrap_or(0));
+            let first = again.chain(value.read_behind).min();
+            let held = match (is_again(value.maker), value.is_awaited) {
+                (false, false) if first.is_some() => Some((0, &mut kept)),
+                (false, true) => Some((1, &mut lasting)),
+                (true, true) => Some((2, &mut awaited)),
+                _ => None,
+            };
+            if let Some((sum, held)) = held {
+                held[value.made] += behind;
+                if sum < 2 {
+                    sent.push(([value.made, first.map_or(0, |first| first.min(value.last))], (sum, behind)));
+                }
             }
             change[value.made + 1] += bytes;
             change[value.last + 1] -= bytes;
@@ -389,6 +404,7 @@ impl Sums {
             again,
             adding,
             held: prefixes([kept, lasting, awaited]),
+            sent: Arc::new(Sent::new(count, sent)),
             stored,
             passing,
             shared,
@@ -493,6 +509,12 @@ impl Sums {
             }
         }
         once
+    }
+
+    /// Of what a microbatch leaves between two of the places, as [`Self::held`] has it, what a chunk there does not hold
+    /// since it is sent, and those behind the chunk alone read it later.
+    pub fn sent(&self, from: usize, to: usize) -> [f64; 3] {
+        if to + 1 == self.places.len() { [0.0; 3] } else { self.sent.over([self.places[from], self.places[to]]) }
     }
 
     /// Bytes that pass into a chunk that begins at a place.

@@ -103,6 +103,13 @@ impl Problem<'_> {
         self.between(level, 0, |sums| &sums.held, [from, to])
     }
 
+    /// Of that, what is sent and not held ([`Sums::sent`]).
+    fn sent(&self, level: usize, (_, from, to): Part) -> [f64; 3] {
+        let Level { again, until, .. } = self.levels.all[level];
+        let is_before = until.is_some_and(|until| until < to);
+        self.agains[again - usize::from(is_before)].paces[0].sums.sent(from, to)
+    }
+
     /// Seconds of a message between a chunk, which begins at a place, and the chunk before it.
     pub fn message(&self, chunk: usize, place: usize) -> f64 {
         let stage = |chunk: usize| self.tries.pipeline.stage_of(chunk as u32, self.tries.stages);
@@ -168,8 +175,11 @@ impl Problem<'_> {
         let (Pace { whole, .. }, sums, share) = (&paces[0], self.line(), self.share(chunks));
         let held = chunks.iter().map(|part| {
             let Held { kept, lasting, awaited } = self.held[part.0];
-            let each = self.left(level, *part);
-            let held = [kept, lasting, awaited].into_iter().zip(each).map(|(copies, bytes)| copies as f64 * bytes);
+            let each = self.left(level, *part).into_iter().zip(self.sent(level, *part));
+            let held = [kept, lasting, awaited].into_iter().zip(each);
+            let held = held.map(|(copies, (left, sent))| {
+                copies as f64 * left - copies.saturating_sub(self.tries.waiting()) as f64 * sent
+            });
             lasting as f64 * sums.passing(part.1) + held.sum::<f64>()
         });
         let part = |bytes: Bytes| Bytes((bytes.0 as f64 * share) as u64);

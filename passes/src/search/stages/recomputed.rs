@@ -7,6 +7,9 @@ use std::collections::BTreeSet;
 pub(super) struct Recomputed<'a> {
     pub ways: Vec<Recompute>,
     pub of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>>,
+    /// Bytes that a microbatch leaves behind its forward pass where nothing is computed again.
+    kept: f64,
+    blocks: f64,
 }
 
 impl<'a> Recomputed<'a> {
@@ -28,8 +31,17 @@ impl<'a> Recomputed<'a> {
             seen.iter().map(sums).max_by(longer)
         };
         let of_set = |seen: &&'a [Seen<'a>]| ways.iter().filter_map(|again| slowest(seen, again)).collect();
-        let of_sets = mesh.seen.iter().map(of_set).collect();
-        Self { ways, of_sets }
+        let of_sets: Vec<Vec<(&'a Seen<'a>, Sums)>> = mesh.seen.iter().map(of_set).collect();
+        let shape = &mesh.seen[0][0].shape;
+        let none = || Sums::new(mesh.prepared, shape, Recompute::None, mesh.line).between_passes();
+        let known = ways.first().filter(|way| **way == Recompute::None);
+        let kept = known.map_or_else(none, |_| of_sets[0][0].1.between_passes());
+        Self { ways, of_sets, kept, blocks: shape.blocks.max(1) as f64 }
+    }
+
+    /// Bytes that are there while a block is passed that is computed again in one of the ways.
+    pub fn returning(&self, index: usize) -> f64 {
+        ((self.kept - self.sums(index).between_passes()) / self.blocks).max(0.0)
     }
 
     /// The sums on the slowest kind, of each way.

@@ -3,9 +3,10 @@
 use super::line::Line;
 use crate::divisors::divisors;
 use crate::pipeline::zero_bubble::CLOSE;
-use crate::search::bound::Order;
+use crate::search::bound::stages::Order;
+use crate::search::choice::degrees::Degrees;
 use crate::search::choice::pins::Pins;
-use crate::search::choice::stages::Limits;
+use crate::search::choice::stages::{Limits, MOST_ZERO};
 use crate::search::error::PlanError;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Graph, NodeId, Pipeline};
@@ -30,6 +31,15 @@ pub(in crate::search) fn schedules(pins: &Pins) -> Vec<(Schedule, u64)> {
         open.push((Schedule::Interleaved, per_stage));
     }
     open
+}
+
+/// The stages of ZeRO that are tried in pipelines whose parameters are stored in one way, where data ranks may hold copies.
+pub(in crate::search) fn zero_stages(has_copies: bool, degrees: &Degrees, pins: &Pins) -> Vec<u64> {
+    let is_kept = |zero: u64| match degrees.degree("fsdp") > 1 {
+        true => zero == MOST_ZERO,
+        false => zero == 0 || (zero == MOST_ZERO && has_copies),
+    };
+    (0..=3).filter(|zero| pins.zero.map_or(is_kept(*zero), |pin| pin == *zero)).collect()
 }
 
 /// Of a microbatch in a stage, the least that is its forward pass, where much is computed again in the backward pass.

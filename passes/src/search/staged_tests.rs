@@ -1,0 +1,100 @@
+//! Bounds of pipelines against the plans that the search finds, of models with blocks, in which memory is short.
+
+use super::away::Away;
+use super::bound::sharing::{Filling, Sharing};
+use super::bound::stages::{InStages, least_fitting_in_stages, least_in_stages};
+use super::choice::degrees::Degrees;
+use super::choice::pins::{Pins, Recompute};
+use super::enumerate::enumerate;
+use super::placed::place_batch;
+use super::search;
+use super::space::{Pipelines, Space};
+use super::stages::line::Line;
+use super::stages::schedules::orders;
+use super::visit::Visited;
+use crate::cluster::Cluster;
+use crate::search_tests::{Sizes, llama};
+use crate::shard::objective::{Beside, Objective, Pricer};
+use crate::shard::prepare::prepare;
+use shardc_ir::plan::Request;
+use shardc_ir::{Bytes, DType, NoScratch};
+
+const MODEL: Sizes = Sizes { layers: 8, batch: 64, seq: 2048, hidden: 1024, heads: 8, kv: 8, ffn: 4096, vocab: 4096 };
+
+/// The most plans of a cluster with some memory whose bounds are looked at.
+const MOST: usize = 60;
+
+/// However little memory there is, and whatever is computed again for it: no plan is estimated to take less than the bounds
+/// of its mesh say, of those that take as long as itself.
+#[test]
+fn no_pipeline_is_below_its_bounds() {
+    let graph = llama(MODEL, DType::Bf16);
+    let prepared = prepare(&graph, MODEL.batch, &NoScratch);
+    let line = Line::new(&prepared);
+    let (mut checked, mut again, mut nearest) = (0, 0, f64::INFINITY);
+    for (cluster, pins) in [("h100:8", "pp=4"), ("h100:4x4", "pp=4,microbatch=1"), ("h200:8", "pp=8")] {
+        let (cluster, pins) = (Cluster::parse(cluster, "h200").unwrap(), Pins::parse(pins).unwrap());
+        for memory in [1300u64, 1700, 2300, 4000, 9000].map(|mib| Bytes(mib << 20)) {
+            let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
+            let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
+            let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
+            let (meshes, others, with_unfit) = (None, &[][..], false);
+            let space =
+                Space { prepared, line, pipelines, meshes, cluster, others, request, pins, away, with_unfit, measure };
+            let Ok(all) = enumerate(&space, &mut Visited::within(memory, f64::INFINITY)) else { continue };
+            let fitting: Vec<_> = all.iter().filter(|of| of.prediction.fits()).collect();
+            for of in fitting.iter().step_by(fitting.len().div_ceil(MOST).max(1)) {
+                let mesh = of.degrees.mesh(MODEL.batch);
+                let placed = place_batch(prepared, &mesh, cluster).unwrap().unwrap();
+                let free = cluster.rooms(&mesh, memory).iter().map(|room| room.0 as f64).sum();
+                let (limit, orders) = (of.prediction.step.0, &orders(pins));
+                let asked = InStages { free: Some(free), zero: of.zero, limit, orders };
+                let least = least_in_stages(prepared, &placed, &asked);
+                let stored = [(mesh.clone(), vec![of.zero])];
+                let tight = least_fitting_in_stages(prepared, &placed, &asked, &stored, [least, f64::INFINITY]);
+                assert!(tight <= limit * (1.0 + 1e-9), "{tight} after {least} for {limit} of {}", of.choice());
+                assert!(least <= tight);
+                (checked, nearest) = (checked + 1, f64::min(nearest, limit / tight));
+                again += usize::from(of.recompute != Recompute::None);
+            }
+        }
+    }
+    assert!(checked > 200 && again > 50, "{checked} plans, {again} of which compute something again");
+    assert!(nearest < 1.17, "the nearest bound is {nearest} below its plan");
+}
+
+/// What is computed again of a microbatch is so once, however many of them are under way.
+#[test]
+fn copies_are_computed_again_together() {
+    let graph = llama(MODEL, DType::Bf16);
+    let prepared = prepare(&graph, MODEL.batch, &NoScratch);
+    let cluster = Cluster::parse("h200:4", "h200").unwrap();
+    let mesh = Degrees::new(1).with("pp", &[4]).mesh(MODEL.batch);
+    let placed = place_batch(&prepared, &mesh, &cluster).unwrap().unwrap();
+    let seconds = |rate: f64| -> Vec<f64> {
+        let sharing = Sharing::least(&mesh).in_stages(Filling { rate, ..Filling::default() }, 1);
+        let objective = Objective::Bound { byte: 0.0, beside: Beside::NONE, sharing };
+        let pricer = Pricer::new(&prepared, &placed, objective);
+        // At prices at which nothing is kept that need not be, without what is kept all the same.
+        let of = |(class, strategy)| {
+            let quote = pricer.quote(class, strategy);
+            2.0 * quote.at(1e-3) - quote.at(2e-3)
+        };
+        placed.strategies.iter().enumerate().map(of).collect()
+    };
+    let (one, many) = (seconds(0.0), seconds(1e4));
+    let whole: f64 = one.iter().sum();
+    assert!(one.iter().zip(&many).all(|(one, many)| (one - many).abs() < 1e-6 * whole), "{one:?} {many:?}");
+}
+
+/// Where messages and memory are no matter, a bound is close to the best pipeline.
+#[test]
+fn the_bound_of_pipelines_with_room_is_close() {
+    let sizes = Sizes { batch: 256, ..MODEL };
+    let graph = llama(sizes, DType::Bf16);
+    let cluster = Cluster::parse("h200:4", "h200").unwrap();
+    let request = Request { batch: sizes.batch, seq: sizes.seq, ..Request::default() };
+    let pins = Pins::parse("pp=4").unwrap();
+    let plan = search(&graph, &cluster, &request, &pins, &NoScratch).unwrap();
+    assert!(plan.search.gap < 0.12, "{}: {:.4}", plan.choice, plan.search.gap);
+}
