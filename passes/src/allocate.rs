@@ -59,7 +59,7 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
 }
 
 /// Collectives share scratch memory where the largest needs up to so many times what another does.
-const ALIKE: u64 = 4;
+const ALIKE: u64 = 16;
 
 /// Gives an input that the target brings ahead the buffer where it waits to be fed.
 fn add_staging(draft: &mut Draft, target: &dyn Target) {

@@ -75,7 +75,7 @@ impl Machine<'_> {
             Pass::Forward => self.library.traffic_forward,
             Pass::Backward => self.library.traffic_backward,
         };
-        (Seconds(times * traffic / self.library.reach.of(op) + launch), Bound::Memory)
+        (Seconds(times * traffic / self.library.reach.of(op) + launches(op) * launch), Bound::Memory)
     }
 
     /// How long one of the products of a [region](beside) takes.
@@ -84,6 +84,21 @@ impl Machine<'_> {
         let results: Vec<TensorType> = region.steps.iter().flat_map(|step| step.results.clone()).collect();
         let (seconds, bound) = self.seconds(&region.into(), operands, &results, pass);
         (Seconds(seconds.0 / count), bound)
+    }
+}
+
+/// Tensors of which one launch takes several.
+const TABLE: usize = 16;
+
+/// The launches of an operation that is no product: an operation on several tensors takes one for each few of them, and where
+/// it sums, as many more that add up what blocks of the first left.
+pub fn launches(op: &Op) -> f64 {
+    match op {
+        Op::Each(each) => {
+            let sums = matches!(*each.op, Op::SumSquares(_));
+            (each.count.div_ceil(TABLE) * if sums { 2 } else { 1 }) as f64
+        }
+        _ => 1.0,
     }
 }
 

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::cost::Library;
 use crate::cost::is_product;
-use crate::cost::node::epilogue_bytes;
+use crate::cost::node::{epilogue_bytes, launches};
 use shardc_ir::program::{Action, Instruction};
 use shardc_ir::{BufferId, EntityRef, Graph, NodeId, Op, OpDef, Plan, SecondaryMap, Target, TensorType, verify};
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use std::collections::HashMap;
 /// The instructions of one node: what is merged into another node's instruction is emitted there.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Emitted {
-    /// How many there are; of one that repeats an operation, a part for each node.
+    /// How many launches they take; of one that repeats an operation, a part for each node.
     pub launches: f64,
     /// The bytes they move, over those that the node says it moves; more where they move them slower than it would. Of a
     /// sum that a product makes, what that reads for it.
@@ -113,7 +113,8 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
             }
             Op::Each(each) => {
                 let items = each.items(operands).zip(each.items(results));
-                items.for_each(|(operands, results)| add(&each.op, operands, results, 1.0 / each.count as f64));
+                let part = launches(&each.clone().into()) / each.count as f64;
+                items.for_each(|(operands, results)| add(&each.op, operands, results, part));
             }
             op => add(op, operands, results, 1.0),
         }

@@ -169,7 +169,8 @@ impl Inputs {
         }
         self.places.iter().for_each(|place| place.enqueued.set(0));
         for staging in self.staging.iter().flatten() {
-            (staging.fed.set(0), staging.held.set(0));
+            staging.fed.set(0);
+            staging.held.set(0);
         }
     }
 
