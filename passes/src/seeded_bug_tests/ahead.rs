@@ -8,7 +8,7 @@ use shardc_ir::{Bytes, DType, Program, Target, TensorType, verify};
 
 /// Brings every input ahead.
 #[derive(Debug)]
-struct Brings;
+pub(crate) struct Brings;
 
 impl Target for Brings {
     fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {

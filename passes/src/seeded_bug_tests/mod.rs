@@ -1,7 +1,7 @@
 //! Bugs put into programs that were right: what lowering, scheduling, allocation or a hand might get
 //! wrong. The verifier finds each of them without running anything, and says what it is.
 
-mod ahead;
+pub(crate) mod ahead;
 mod chunks;
 mod malformed;
 mod one_rank;

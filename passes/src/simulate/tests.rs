@@ -5,8 +5,9 @@ use crate::cluster::Cluster;
 use crate::cost::host::Host;
 use crate::lower::lower_rank;
 use crate::search_tests::{SMALL, Sizes, plan};
+use crate::seeded_bug_tests::ahead::Brings;
 use shardc_ir::program::{Action, Stream};
-use shardc_ir::{AxisKind, Bytes, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, Target, TensorType, verify};
+use shardc_ir::{AxisKind, DType, Diagnostics, Graph, NoScratch, Op, Plan, Program, TensorType, verify};
 
 fn simulated(plan: &Plan, cluster: &str, conditions: &Conditions) -> Simulated {
     let cluster = Cluster::parse(cluster, "h200").unwrap();
@@ -64,16 +65,6 @@ fn the_estimate_and_the_simulation_agree() {
 /// What the host brings ahead takes no time of kernels, but no step is shorter than the host's link takes for it.
 #[test]
 fn no_step_is_shorter_than_its_inputs_take() {
-    #[derive(Debug)]
-    struct Brings;
-    impl Target for Brings {
-        fn scratch(&self, _: &Action, _: &[TensorType], _: &[TensorType]) -> Bytes {
-            Bytes(0)
-        }
-        fn brings_ahead(&self, bytes: Bytes) -> bool {
-            bytes.0 > 8
-        }
-    }
     let cluster = Cluster::parse("h200:1", "h200").unwrap();
     let plan = plan(Sizes { layers: 1, batch: 64, ..SMALL }, DType::Bf16, "h200:1", 1000, "microbatch=64").unwrap();
     let mut ahead = lower_rank(&verify::plan(&plan).unwrap(), 0, &Brings).unwrap();
