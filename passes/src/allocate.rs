@@ -58,9 +58,6 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     assemble(draft, Bytes(arena), &copies)
 }
 
-/// Collectives share scratch memory where the largest needs up to so many times what another does.
-const ALIKE: u64 = 16;
-
 /// Gives an input that the target brings ahead the buffer where it waits to be fed.
 fn add_staging(draft: &mut Draft, target: &dyn Target) {
     let mut sections = std::mem::take(&mut draft.sections);
@@ -77,6 +74,9 @@ fn add_staging(draft: &mut Draft, target: &dyn Target) {
     }
     draft.sections = sections;
 }
+
+/// Collectives share scratch memory where the largest needs up to so many times what another does.
+const ALIKE: u64 = 16;
 
 /// Gives every instruction the scratch memory that the target asks for. The collectives of a section, one of which runs
 /// at a time, have the same, if none needs much more than the others: kernels beside them would wait for what they let

@@ -200,6 +200,7 @@ fn part_fits(ty: &TensorType, slice: &[(u64, u64)], buffer: Option<&TensorType>)
 fn check_interface(program: &Program, found: &mut Diagnostics) {
     let rank = program.rank;
     let microbatches = program.order.iter().map(|run| run.microbatch.saturating_add(1)).max().unwrap_or(1);
+    let staging = program.staging();
     for (index, input) in program.inputs.iter().enumerate() {
         let place = format!("rank {rank}, input \"{}\"", input.name);
         let feeds = program.instructions().any(|instruction| instruction.action == Action::Feed { input: index });
@@ -217,7 +218,7 @@ fn check_interface(program: &Program, found: &mut Diagnostics) {
                 found.push(&place, message);
             }
         }
-        if program.staging().iter().filter(|(of, _)| *of == index).count() > 1 {
+        if staging.iter().filter(|(of, _)| *of == index).count() > 1 {
             found.push(&place, "is brought to two staging buffers");
         }
     }

@@ -36,7 +36,9 @@ pub(super) fn work(
         Action::Compute(Op::Slice(_) | Op::Concat(_)) if is_view(&program.buffers, instruction) => Work::Local(0.0),
         Action::Compute(op) => Work::Local(kernel(op, program, instruction, graph, device)),
         Action::Accumulate => Work::Local(machine.launch() + (operands + 2.0 * results) / bandwidth),
-        Action::Feed { .. } if operands == 0.0 => Work::Local(Host::of_device(device, cluster).feed(results)),
+        Action::Feed { .. } if instruction.operands.is_empty() => {
+            Work::Local(Host::of_device(device, cluster).feed(results))
+        }
         // What is fed from a staging buffer was brought there beside other work: see `brought`.
         Action::Copy | Action::Feed { .. } => Work::Local(machine.launch() + (operands + results) / bandwidth),
         Action::AllReduce { group, .. } => meet(*group, Collective::AllReduce, operands),

@@ -185,11 +185,7 @@ impl Rank {
                 sections[section][index].commands = vec![Command::Exchange(exchange)];
             }
         }
-        let staging: HashMap<usize, u64> = {
-            let layout = Layout { program: &program, arenas: &arenas };
-            program.staging().into_iter().map(|(input, buffer)| (input, layout.buffer(buffer))).collect()
-        };
-        let inputs = Inputs::new(&program, &mut device, |input| staging.get(&input).copied())?;
+        let inputs = Inputs::new(&Layout { program: &program, arenas: &arenas }, &mut device)?;
         let readings =
             program.readings.iter().map(|reading| device.allocate_pinned(program.buffers[reading.buffer].ty.bytes().0));
         let readings = readings.collect::<Result<Vec<_>, _>>()?;

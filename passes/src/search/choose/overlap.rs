@@ -29,8 +29,8 @@ const HIDDEN: f64 = 0.8;
 /// chunks hide then.
 pub(in crate::search) const HIDDEN_WIRE: Prices = Prices { byte: 0.0, wire: 0.7 };
 
-/// The share of the fastest known step which the bound of a mesh has to be below, if layouts for chunks are to be found on
-/// it: half of what is between the two is more than chunks hide.
+/// The share of the fastest known step below which the bound of a mesh has to be, if layouts for chunks are to be found on
+/// it: they take as long to find as others.
 const WORTH: f64 = 0.93;
 
 /// By how many times the share that chunks were found to hide under the same degrees they may hide more in microbatches of
@@ -48,8 +48,8 @@ const NODES: [u64; 2] = [32_000, 16_000];
 #[derive(Default)]
 pub(in crate::search) struct Hidden(Vec<(Kind, f64)>);
 
-/// What divides a step, whether in stages, and whether for chunks: beside these, whose weights are gathered once in a step, it does not matter
-/// over how many ranks they are stored.
+/// What divides a step, whether in stages, and whether layouts are for chunks: beside stages, whose weights are gathered once
+/// in a step, it does not matter over how many ranks they are stored.
 type Kind = (Degrees, [bool; 2]);
 
 fn kind(candidate: &Candidate) -> Kind {

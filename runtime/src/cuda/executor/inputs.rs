@@ -8,12 +8,13 @@
 //! while the step before it runs, outside of its graph: nobody knows when the host has a batch. What it feeds next
 //! comes beside the run that read what was there.
 
+use super::commands::Layout;
 use crate::Feeds;
 use crate::cuda::device::{Device, Failure};
 use cudarc::driver::sys::CUevent;
+use shardc_ir::HostTensor;
 use shardc_ir::program::{Action, Feed, Stream};
 use shardc_ir::tensor::for_each_row;
-use shardc_ir::{HostTensor, Program};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -66,12 +67,9 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// Takes page-locked memory for a program's inputs, of which some have a staging buffer at an address.
-    pub fn new(
-        program: &Program,
-        device: &mut Device,
-        staging: impl Fn(usize) -> Option<u64>,
-    ) -> Result<Self, Failure> {
+    /// Takes page-locked memory for a program's inputs.
+    pub fn new(layout: &Layout<'_>, device: &mut Device) -> Result<Self, Failure> {
+        let program = layout.program;
         let feeds = program.inputs.clone();
         let parts = feeds.iter().map(|feed| feed.slices.len() as u64).sum::<u64>();
         let words = device.allocate_pinned(4 * (parts + feeds.len() as u64))?;
@@ -85,13 +83,12 @@ impl Inputs {
                 places.push(Place { input, slice, at, bytes, word, reads: 0, enqueued: Cell::new(0) });
             }
         }
-        let staged = |input: usize| {
-            let Some(at) = staging(input) else { return Ok(None) };
-            let (turns, word) = (Vec::new(), words + 4 * (parts + input as u64));
+        let mut staging: Vec<Option<Staging>> = feeds.iter().map(|_| None).collect();
+        for (input, buffer) in program.staging() {
+            let (at, turns, word) = (layout.buffer(buffer), Vec::new(), words + 4 * (parts + input as u64));
             let (fed, held, is_filled) = (Cell::new(0), Cell::new(0), Cell::new(false));
-            Ok(Some(Staging { at, turns, fed, held, word, is_filled, arrived: device.event()? }))
-        };
-        let staging = (0..feeds.len()).map(staged).collect::<Result<Vec<_>, Failure>>()?;
+            staging[input] = Some(Staging { at, turns, fed, held, word, is_filled, arrived: device.event()? });
+        }
         let (held, ahead) = (vec![None; feeds.len()], RefCell::default());
         let mut inputs = Self { feeds, places, first, staging, held, ahead, is_followed: false, order: Vec::new() };
         let runs = program.order.iter().flat_map(|run| {

@@ -29,8 +29,31 @@ struct Item {
 
 impl Item {
     fn blocks(self) -> u32 {
-        self.vectors.div_ceil(CHUNK).max(1)
+        blocks(self.vectors)
     }
+}
+
+/// The blocks that so many vectors take.
+fn blocks(vectors: u32) -> u32 {
+    vectors.div_ceil(CHUNK).max(1)
+}
+
+/// So many vectors of [`cast_table`].
+pub fn cast_row(from: Arg, to: Arg, vectors: u32) -> Row {
+    Row { tensors: vec![from, to], numbers: vec![vectors], blocks: blocks(vectors) }
+}
+
+/// Copies rows of elements of one type to rows of another, in vectors of so many elements, so many rows a launch.
+pub fn cast_table(types: [DType; 2], (width, slots): (usize, usize), rows: Vec<Row>) -> Table {
+    let kernel = Kernel::new("cast_many", &types, width, THREADS, &slots, move |d| {
+        let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
+        let table = d.numbers(slots * 4);
+        let (_, _) = (d.number(), d.number());
+        kernels::cast_many::expand(d.scope(), x, y, table, slots, CHUNK, THREADS);
+    });
+    let units = types.iter().map(|dtype| dtype.size() * width as u64).collect();
+    let (buffers, reals) = (Vec::new(), Vec::new());
+    Table { kernel: Arc::new(kernel), slots, units, rows, buffers, reals, blocks: None }
 }
 
 impl Select<'_> {
@@ -111,26 +134,8 @@ impl Select<'_> {
     }
 
     fn cast_many(&mut self, types: &[DType], width: usize, items: &[Item]) {
-        let kernel = Kernel::new("cast_many", types, width, THREADS, &(), move |d| {
-            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
-            let table = d.numbers(SLOTS * 4);
-            let (_, _) = (d.number(), d.number());
-            kernels::cast_many::expand(d.scope(), x, y, table, SLOTS, CHUNK, THREADS);
-        });
-        let row = |item: &Item| Row {
-            tensors: vec![OP(item.operand), RES(item.result)],
-            numbers: vec![item.vectors],
-            blocks: item.blocks(),
-        };
-        self.table(Table {
-            kernel: Arc::new(kernel),
-            slots: SLOTS,
-            units: types.iter().map(|dtype| dtype.size() * width as u64).collect(),
-            rows: items.iter().map(row).collect(),
-            buffers: Vec::new(),
-            reals: Vec::new(),
-            blocks: None,
-        });
+        let row = |item: &Item| cast_row(OP(item.operand), RES(item.result), item.vectors);
+        self.table(cast_table([types[0], types[1]], (width, SLOTS), items.iter().map(row).collect()));
     }
 
     fn squares_many(&mut self, dtype: DType, width: usize, items: &[Item]) {

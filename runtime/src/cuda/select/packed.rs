@@ -4,14 +4,12 @@
 //! times as long as their bytes (`bench/RESULTS.md`). Each tensor's part begins at a multiple of 16 bytes; what
 //! lies between two is reduced or sent as well, and read by nobody.
 
-use super::{Arg, OP, RES, Selection, Step, THREADS, lanes};
-use crate::cuda::kernel::{Kernel, Pack};
-use crate::cuda::kernels::many as kernels;
-use crate::cuda::table::{Row, Table};
+use super::many::{cast_row, cast_table};
+use super::{Arg, OP, RES, Selection, Step, lanes};
+use crate::cuda::table::Row;
 use shardc_ir::program::Action;
 use shardc_ir::{DType, TensorType};
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 /// From how many tensors on, of at most so many bytes on average, they are packed: fewer or larger ones are read and written
 /// twice more for too little (NCCL takes 3 to 4 us for each of a group on two H200s).
@@ -23,9 +21,6 @@ const MOST_PARTS: u64 = 1024;
 
 /// Parts that one launch copies.
 const SLOTS: usize = 64;
-
-/// Vectors that a block copies.
-const CHUNK: u32 = 8 * THREADS;
 
 /// Bytes at which parts begin.
 const ALIGNMENT: u64 = 16;
@@ -109,22 +104,9 @@ fn copies(rows: Vec<(Arg, Arg, u64)>, dtype: DType) -> Vec<Step> {
     for (from, to, bytes) in rows {
         let elements = bytes / dtype.size();
         let width = lanes(&[dtype], &[elements]);
-        let vectors = (elements / width as u64) as u32;
-        let blocks = vectors.div_ceil(CHUNK).max(1);
-        tables.entry(width).or_default().push(Row { tensors: vec![from, to], numbers: vec![vectors], blocks });
+        tables.entry(width).or_default().push(cast_row(from, to, (elements / width as u64) as u32));
     }
-    let table = |(width, rows): (usize, Vec<Row>)| {
-        let kernel = Kernel::new("pack_many", &[dtype; 2], width, THREADS, &(), move |d| {
-            let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());
-            let table = d.numbers(SLOTS * 4);
-            let (_, _) = (d.number(), d.number());
-            kernels::cast_many::expand(d.scope(), x, y, table, SLOTS, CHUNK, THREADS);
-        });
-        let units = vec![dtype.size() * width as u64; 2];
-        let (buffers, reals) = (Vec::new(), Vec::new());
-        let kernel = Arc::new(kernel);
-        Step::Table(Box::new(Table { kernel, slots: SLOTS, units, rows, buffers, reals, blocks: None }))
-    };
+    let table = |(width, rows)| Step::Table(Box::new(cast_table([dtype; 2], (width, SLOTS), rows)));
     tables.into_iter().map(table).collect()
 }
 
