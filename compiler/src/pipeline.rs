@@ -10,7 +10,7 @@ use shardc_ir::plan::Request;
 use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
-use shardc_passes::align::align_head;
+use shardc_passes::align::{align_head, align_weights};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
@@ -42,6 +42,9 @@ enum Pass {
     /// Where the element type of the logits is known; before differentiation, so that the derivative
     /// of the padding is that of any operation.
     AlignHead,
+    /// Where the element types of all products are known; before differentiation, so that both derivatives of a product
+    /// read the same transposed weight.
+    AlignWeights,
     /// After everything that changes what is computed.
     Differentiate,
     /// Part of the graph, because how it is spread (ZeRO) is part of the plan.
@@ -71,6 +74,7 @@ impl Pass {
             Self::Raise => "raise",
             Self::LowerPrecision => "lower_precision",
             Self::AlignHead => "align_head",
+            Self::AlignWeights => "align_weights",
             Self::Differentiate => "differentiate",
             Self::AddOptimizer => "add_optimizer",
             Self::ShareStatistics => "share_statistics",
@@ -99,6 +103,7 @@ pub fn step(model: &Model, options: &Options) -> Result<Graph, Error> {
     let graph = stage.graph(Pass::Raise, || Ok(raise(&graph)?.0))?;
     let graph = stage.graph(Pass::LowerPrecision, || Ok(lower_precision(&graph, options.precision)?))?;
     let graph = stage.graph(Pass::AlignHead, || Ok(align_head(&graph)?))?;
+    let graph = stage.graph(Pass::AlignWeights, || Ok(align_weights(&graph)?))?;
     let differentiate = if options.precision.scales_loss() { differentiate_scaled } else { differentiate };
     let differentiated = stage.run(Pass::Differentiate, || Ok(differentiate(&graph, "loss")?))?;
     stage.check_graph(Pass::Differentiate, &differentiated.graph)?;

@@ -6,7 +6,7 @@
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, Diagnostics, Graph, NoScratch, OpDef, Plan, Program, verify};
 use shardc_passes::PassError;
-use shardc_passes::align::align_head;
+use shardc_passes::align::{align_head, align_weights};
 use shardc_passes::chunk::chunk as chunked;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::differentiate::differentiate as differentiated;
@@ -37,6 +37,7 @@ pub const VERBS: &[(&str, Verb)] = &[
         pass(text, |graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default()))
     }),
     ("align-head", |text, _| pass(text, align_head)),
+    ("align-weights", |text, _| pass(text, align_weights)),
     ("share-statistics", |text, _| {
         let step = |graph: &Graph| optimized(differentiated(graph, "loss")?, &OptimizerConfig::default());
         pass(text, |graph| share_statistics(&step(graph)?))

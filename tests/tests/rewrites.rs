@@ -1,7 +1,7 @@
 //! Passes that change neither the loss nor a gradient: a padded vocabulary, statistics that are made once.
 
 use shardc_ir::{DType, Graph, HostTensor, Op, OutputKind, ValueId};
-use shardc_passes::align::align_head;
+use shardc_passes::align::{align_head, align_weights};
 use shardc_passes::differentiate::differentiate;
 use shardc_passes::statistics::share_statistics;
 use shardc_runtime::interpret;
@@ -104,6 +104,25 @@ fn padding_changes_nothing() {
     let aligned = align_head(&graph).unwrap();
     assert!(aligned.to_string().contains("classes=515"), "{aligned}");
     same(&with_gradients(&graph), &with_gradients(&aligned), 3);
+}
+
+#[test]
+fn weights_that_are_transposed_change_nothing() {
+    let text = r#"graph @layer {
+  %x: f32[1024,4,8] = input "x"
+  %weight: f32[8,12] = parameter "weight"
+  %w: bf16[8,12] = cast %weight
+  %h: bf16[1024,4,8] = cast %x
+  %y: bf16[1024,4,12] = matmul %h, %w {spec="bsk,kn->bsn"}
+  %f: f32[1024,4,12] = cast %y
+  %q: f32[1024,4,12] = mul %f, %f
+  %loss: f32[] = reduce_sum %q {dims=[0,1,2]}
+  return loss %loss
+}"#;
+    let graph: Graph = text.parse().unwrap();
+    let aligned = align_weights(&graph).unwrap();
+    assert!(aligned.to_string().contains("bsk,nk->bsn"), "{aligned}");
+    same(&with_gradients(&graph), &with_gradients(&aligned), 2);
 }
 
 #[test]

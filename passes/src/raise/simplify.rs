@@ -15,11 +15,9 @@ pub fn simplify(graph: &Graph, report: &mut Report) -> Result<Graph, OpError> {
         *uses.entry(output.value).or_default() += 1;
     }
     let simplified = graph.rebuild(|to, id, map| {
-        let once = |value: ValueId| uses.get(&value) == Some(&1);
-        let mut site = Site { to, from: graph, id };
+        let mut site = Site { to, from: graph, id, uses: &uses };
         let operands: Vec<ValueId> = graph.node(id).operands.iter().map(|operand| map[operand]).collect();
-        let single = graph.node(id).operands.first().is_some_and(|operand| once(*operand));
-        let Some((rule, value)) = site.simpler(&operands, single)? else { return Ok(false) };
+        let Some((rule, value)) = site.simpler(&operands)? else { return Ok(false) };
         map.insert(graph.result(id), value);
         report.fired.push(Fired { rule: rule.to_string(), path: graph.node(id).path.clone(), explanation: Vec::new() });
         Ok(true)
@@ -31,6 +29,8 @@ struct Site<'a> {
     to: &'a mut Graph,
     from: &'a Graph,
     id: NodeId,
+    /// How often the values of `from` are read.
+    uses: &'a HashMap<ValueId, usize>,
 }
 
 type Simpler = Result<Option<(&'static str, ValueId)>, OpError>;
@@ -51,9 +51,13 @@ impl Site<'_> {
         }
     }
 
-    /// The rule that fired, and the value in the place of the node's. `single`: nothing else reads
-    /// the node's first operand.
-    fn simpler(&mut self, operands: &[ValueId], single: bool) -> Simpler {
+    /// Whether nothing else reads what one node of `from` reads.
+    fn reads_alone(&self, node: NodeId, operand: usize) -> bool {
+        self.from.node(node).operands.get(operand).is_some_and(|value| self.uses.get(value) == Some(&1))
+    }
+
+    /// The rule that fired, and the value in the place of the node's.
+    fn simpler(&mut self, operands: &[ValueId]) -> Simpler {
         let node = self.from.node(self.id);
         let ty = self.from.ty(self.from.result(self.id)).clone();
         let done = |rule, value| Ok(Some((rule, value)));
@@ -80,7 +84,7 @@ impl Site<'_> {
                 let source = self.to.def(*x).operands[0];
                 done("broadcasts", self.add(Broadcast { dims }, &[source], true)?)
             }
-            (Op::Transpose(op), [x]) => self.transpose(&op.permutation.clone(), *x, single),
+            (Op::Transpose(op), [x]) => self.transpose(&op.permutation.clone(), *x),
             (Op::Affine(op), [x]) => {
                 if (op.scale, op.offset) == (1.0, 0.0) {
                     return done("identity", *x);
@@ -113,8 +117,8 @@ impl Site<'_> {
         }
     }
 
-    /// A transpose of a transpose, or of a contraction that nothing else reads.
-    fn transpose(&mut self, permutation: &[usize], x: ValueId, single: bool) -> Simpler {
+    /// A transpose of a transpose, or of a contraction that nothing else reads, with or without a bias.
+    fn transpose(&mut self, permutation: &[usize], x: ValueId) -> Simpler {
         if is_identity(permutation) {
             return Ok(Some(("identity", x)));
         }
@@ -134,15 +138,44 @@ impl Site<'_> {
                 }
                 Ok(Some(("transposes", self.add(Transpose { permutation: both }, &[source], false)?)))
             }
-            Op::Matmul(first) if single => {
-                let Ok([a, b, c]) = first.letters() else { return Ok(None) };
-                let c = permutation.iter().map(|dim| c[*dim]).collect::<Vec<char>>();
-                let spec = format!("{},{}->{}", text(&a), text(&b), text(&c));
-                let made = self.add(Matmul::new(spec), &inner.operands, true)?;
-                Ok(Some(("transpose_of_matmul", made)))
+            Op::Matmul(_) if self.reads_alone(self.id, 0) => {
+                Ok(self.permuted(permutation, x)?.map(|made| ("transpose_of_matmul", made)))
+            }
+            Op::Binary(sum) if sum.kind == BinaryKind::Add && self.reads_alone(self.id, 0) => {
+                let Some(made) = self.biased(permutation, [inner.operands[0], inner.operands[1]])? else {
+                    return Ok(None);
+                };
+                Ok(Some(("transpose_of_biased_matmul", self.add(sum.clone(), &made, true)?)))
             }
             _ => Ok(None),
         }
+    }
+
+    /// A contraction and what is copied to be added to it, both with their dimensions in another order, if nothing but the
+    /// sum reads the contraction. The bias stays as it is: no dimensions of it change places.
+    fn biased(&mut self, permutation: &[usize], sum: [ValueId; 2]) -> Result<Option<[ValueId; 2]>, OpError> {
+        let Op::Broadcast(bias) = self.to.def(sum[1]).op.clone() else { return Ok(None) };
+        let place = |dim: &usize| permutation.iter().position(|from| from == dim);
+        let dims: Vec<usize> = bias.dims.iter().filter_map(place).collect();
+        let def = self.from.value(self.from.node(self.id).operands[0]).def;
+        if !dims.is_sorted() || !self.reads_alone(def, 0) {
+            return Ok(None);
+        }
+        let Some(product) = self.permuted(permutation, sum[0])? else { return Ok(None) };
+        let source = self.to.def(sum[1]).operands[0];
+        Ok(Some([product, self.add(Broadcast { dims }, &[source], true)?]))
+    }
+
+    /// A contraction with the dimensions of what it makes in another order.
+    fn permuted(&mut self, permutation: &[usize], product: ValueId) -> Result<Option<ValueId>, OpError> {
+        let node = self.to.def(product).clone();
+        let Op::Matmul(op) = &node.op else { return Ok(None) };
+        let Ok([a, b, c]) = op.letters() else { return Ok(None) };
+        let c = permutation.iter().map(|dim| c[*dim]).collect::<Vec<char>>();
+        let spec = format!("{},{}->{}", text(&a), text(&b), text(&c));
+        let declared = self.from.result_types(self.id);
+        let made = self.to.add_as(Matmul::new(spec).into(), &node.operands, &declared, node.path, node.role)?;
+        Ok(Some(self.to.result(made)))
     }
 
     /// A contraction of transposes.

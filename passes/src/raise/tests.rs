@@ -148,6 +148,21 @@ fn transposes_go_into_contractions() {
 }
 
 #[test]
+fn transposes_of_biased_contractions_go() {
+    let body = |sum: &str| {
+        format!(
+            "%x: f32[2,3,4] = input \"x\"\n%w: f32[4,5] = parameter \"w\"\n%b: f32[5] = parameter \"b\"\n\
+             %z: f32[2,3,5] = matmul %x, %w {{spec=\"bsk,kn->bsn\"}}\n%c: f32[2,3,5] = broadcast %b {{dims=[2]}}\n\
+             %s: f32[2,3,5] = add {sum}\n%y: f32[2,5,3] = transpose %s {{permutation=[0,2,1]}}"
+        )
+    };
+    check(&body("%z, %c"), &["matmul", "broadcast", "add"]);
+    // What reads the contraction as it is has to have it so.
+    let (graph, _) = raised(&body("%z, %z"));
+    assert_eq!(ops(&graph), ["matmul", "add", "transpose"]);
+}
+
+#[test]
 fn pairs_go() {
     check(
         "%x: f32[3,4] = input \"x\"\n%a: f32[4,3] = transpose %x {permutation=[1,0]}\n\
