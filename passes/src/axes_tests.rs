@@ -12,7 +12,8 @@ use shardc_ir::{Bytes, DType, Feature, Graph, NoScratch, NodeId, Op, Plan, Secon
 /// The sequence is divided everywhere, but in attention, where heads are: Ulysses, with no rule that says so.
 #[test]
 fn context_parallelism_divides_the_sequence() {
-    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "cp=8,microbatch=1,zero=3").unwrap();
+    let sizes = Sizes { seq: 8192, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:8", 70, "cp=8,microbatch=1,zero=3").unwrap();
     check_strategies(
         &plan,
         "blocks.1",
@@ -32,7 +33,8 @@ fn context_parallelism_divides_the_sequence() {
 
 #[test]
 fn rings_pass_keys_and_values_round() {
-    let plan = plan(SMALL, DType::Bf16, "h100:8", 70, "ring=4,ulysses=2,microbatch=1,zero=3").unwrap();
+    let sizes = Sizes { seq: 8192, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:8", 70, "ring=4,ulysses=2,microbatch=1,zero=3").unwrap();
     let attention = "Forward blocks.1.attention attention [b=mb kv=ulysses t=ring]";
     check_strategies(&plan, "blocks.1", &[attention, "Forward blocks.1.mlp.down matmul [b=mb s=ring.ulysses]"]);
     assert_eq!(feature::missing(&plan, &NoScratch), [Feature::Ring]);

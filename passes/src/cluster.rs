@@ -199,6 +199,8 @@ profile! {
     node_latency,
     /// Time to start one collective.
     collective_launch,
+    /// What a step waits besides, for a collective whose bytes are not few.
+    collective_wait,
     /// Of the time of a collective that computation hides, the share that the computation loses to it.
     overlap_loss,
     /// Bytes/s between a device and its host.

@@ -164,9 +164,9 @@ pub(crate) fn check_strategies(plan: &Plan, path: &str, expect: &[&str]) {
 /// Column then row parallel, vocabulary parallel, with no rule that says so.
 #[test]
 fn tensor_parallelism_is_megatrons() {
-    // So many blocks that what divides the tokens behind the embedding is worth its while.
-    let sizes = Sizes { layers: 16, ..SMALL };
-    let plan = plan(sizes, DType::Bf16, "h100:2", 70, "tp=2,microbatch=1").unwrap();
+    // So many tokens that dividing them behind the embedding is worth the start of a second collective.
+    let sizes = Sizes { layers: 16, seq: 8192, ..SMALL };
+    let plan = plan(sizes, DType::Bf16, "h100:8", 70, "tp=8,microbatch=1").unwrap();
     check_strategies(
         &plan,
         "blocks.1",

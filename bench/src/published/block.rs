@@ -161,7 +161,7 @@ impl Bench<'_> {
         let logit = library.logit_bytes * if shape.tensor > 1 { library.divided_logits } else { 1.0 };
         let bytes = (tokens * vocab) as f64 * logit + (40 * tokens * h) as f64;
         let group = group(self.cluster, shape.tensor, 1);
-        let reduce = collective::seconds(Collective::AllReduce, (2 * tokens * h) as f64, group, self.cluster).0;
+        let reduce = collective::alone(Collective::AllReduce, (2 * tokens * h) as f64, group, self.cluster).0;
         products + bytes / self.machine.bandwidth() + 2.0 * reduce
     }
 }

@@ -115,7 +115,7 @@ impl Bench<'_> {
         let again = (library.expert_casts - 1.0) * (experts * rows) as f64;
         times.moved(self.casts(again * (decoder.hidden + self.inner(width)) as f64));
         let run = |kind, bytes: u64, ranks, apart| {
-            collective::seconds(kind, bytes as f64, group(self.cluster, ranks, apart), self.cluster).0
+            collective::alone(kind, bytes as f64, group(self.cluster, ranks, apart), self.cluster).0
         };
         // Copies go to their experts' ranks and back; the tensor ranks of an expert gather them, and sum what
         // each made of them. Nothing overlaps these with products. Of the whole stream, only the experts that
@@ -170,7 +170,7 @@ impl Bench<'_> {
             + self.seconds(sum, &pair, one(&stream), Pass::Backward);
         let bytes = (2 * self.tokens() * self.decoder.hidden) as f64;
         let tensor = group(self.cluster, self.shape.tensor, 1);
-        let reduce = collective::seconds(Collective::AllReduce, bytes, tensor, self.cluster).0;
+        let reduce = collective::alone(Collective::AllReduce, bytes, tensor, self.cluster).0;
         let shown = self.machine.library.tensor_exposed * reduce;
         Times { memory: [forward, backward], shown: [shown; 2], ..Times::default() }
     }

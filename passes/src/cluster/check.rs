@@ -22,7 +22,7 @@ fn range(name: &str) -> Range {
         Range { least: 1e6, most: 1e16, how: "bytes per second, from 1e6 to 1e16 (450 GB/s is 4.5e11)" }
     } else if is(&["memory_bytes"]) {
         Range { least: 1048576.0, most: 1e16, how: "bytes, from 1048576 to 1e16 (80 GB is 8e10)" }
-    } else if is(&["latency", "launch"]) {
+    } else if is(&["latency", "launch", "wait"]) {
         Range { least: 0.0, most: 1.0, how: "seconds, from 0 to 1 (5 microseconds are 5e-6)" }
     } else if is(&["ramp"]) {
         Range { least: 0.0, most: 1e6, how: "a length, from 0 to 1e6" }
@@ -60,5 +60,5 @@ pub(super) fn figures(profile: &Profile) -> Result<(), ClusterError> {
 
 /// Whether less of a figure is faster, or fits less.
 pub(super) fn is_cost(name: &str) -> bool {
-    ["latency", "launch", "ramp", "loss", "reserved"].iter().any(|part| name.contains(part))
+    ["latency", "launch", "wait", "ramp", "loss", "reserved"].iter().any(|part| name.contains(part))
 }

@@ -100,18 +100,57 @@ fn lie_alike(mesh: &Mesh, cluster: &Cluster) -> bool {
     })
 }
 
-/// How long a collective takes. `bytes` is the size of the whole: the result of an all-gather, the
+/// How long a step waits for a collective. `bytes` is the size of the whole: the result of an all-gather, the
 /// operand of the others, on one rank.
 pub fn seconds(collective: Collective, bytes: f64, group: Group, cluster: &Cluster) -> Seconds {
-    if group.size() <= 1 {
-        return Seconds(0.0);
-    }
-    let on = |device: &Profile| seconds_on(device, collective, bytes, (group, &cluster.levels));
-    Seconds(if group.across > 1 { cluster.together(on) } else { on(&cluster.device) })
+    slowest(group, cluster, |device| in_step(device, collective, bytes, (group, &cluster.levels)))
 }
 
-/// [`seconds`], where all ranks have this device.
-fn seconds_on(device: &Profile, collective: Collective, bytes: f64, (group, levels): (Group, &[Level])) -> f64 {
+/// How long a collective takes by itself: its start, its hops and its bytes.
+pub fn alone(collective: Collective, bytes: f64, group: Group, cluster: &Cluster) -> Seconds {
+    let on = |device: &Profile| {
+        let (whole, small) = protocols(device, collective, bytes, (group, &cluster.levels));
+        whole.min(small)
+    };
+    slowest(group, cluster, on)
+}
+
+/// What it takes on the kind of device on which it takes the longest.
+fn slowest(group: Group, cluster: &Cluster, on: impl Fn(&Profile) -> f64) -> Seconds {
+    match (group.size(), group.across) {
+        (..=1, _) => Seconds(0.0),
+        (_, 2..) => Seconds(cluster.together(on)),
+        _ => Seconds(on(&cluster.device)),
+    }
+}
+
+/// What its own part costs a rank of a gather or a scatter within a node, of what it would cost to send it, and at the most:
+/// it is copied, or read once more, beside what goes round. Of 3 to 26 MB in steps of networks for pictures, gathers move
+/// at 235 GB/s on two H100s and at 318 GB/s on four, where all-reduces reach the link's rate; of 67 MB as much is missing.
+const OWN: f64 = 0.4;
+const MOST_OWN: f64 = 2e-5;
+
+/// How long a step waits for a collective if all ranks have this device.
+fn in_step(device: &Profile, collective: Collective, bytes: f64, on: (Group, &[Level])) -> f64 {
+    let (whole, small) = protocols(device, collective, bytes, on);
+    let own = match collective {
+        Collective::ReduceScatter | Collective::AllGather if on.0.across == 1 => {
+            (OWN * bytes / on.0.size() as f64 / device.link_bandwidth.value).min(MOST_OWN)
+        }
+        _ => 0.0,
+    };
+    (whole + device.collective_wait.value + own).min(small)
+}
+
+/// How long a collective takes by the protocol for many bytes, and by that for few.
+///
+/// Within a node few bytes are sent with flags: of every 8 bytes 4 say that the others are there, so that nobody waits for a
+/// whole chunk (NCCL's protocol LL, which reaches 141 GB/s of NVLink at the most on H100: `src/graph/tuning.cc`).
+/// All-reduces of 3.2 MB over four H100s take 47 us. Kernels wait some 5 us longer, until their stream knows of it and the
+/// last rank has come.
+fn protocols(device: &Profile, collective: Collective, bytes: f64, (group, levels): (Group, &[Level])) -> (f64, f64) {
+    const BANDWIDTH: f64 = 0.4;
+    const WAIT: f64 = 5e-6;
     let size = group.size() as f64;
     // The rate of the links that leave a unit, per device, and how many units are touched.
     let borders = || borders(device, group, levels).filter(|border| border.units > 1);
@@ -128,23 +167,12 @@ fn seconds_on(device: &Profile, collective: Collective, bytes: f64, (group, leve
             bytes / size * borders().map(away).fold(share / link, f64::max)
         }
     };
-    let hop = device.link_latency.value;
-    let whole = device.collective_launch.value + hops(device, hop, collective, (group, levels)) + moved;
-    if collective == Collective::AllToAll || group.across > 1 {
-        return whole;
-    }
-    whole.min(small(device, collective, (group, levels), moved))
-}
-
-/// The same for few bytes within a node: of every 8 bytes 4 say that the others are there, so that nobody waits for a whole
-/// chunk (NCCL's protocol LL, which reaches 141 GB/s of NVLink at the most on H100: `src/graph/tuning.cc`). All-reduces of
-/// 3.2 MB over four H100s take 47 us. Kernels wait some 8 us longer, until their stream knows of it and the last rank has
-/// come: a step of resnet-50 on two is 22 us shorter for each that it has less.
-fn small(device: &Profile, collective: Collective, on: (Group, &[Level]), moved: f64) -> f64 {
-    const BANDWIDTH: f64 = 0.4;
-    const WAIT: f64 = 8e-6;
-    let hops = hops(device, device.small_latency.value, collective, on);
-    device.collective_launch.value + WAIT + hops + moved / BANDWIDTH
+    let start = device.collective_launch.value;
+    let hops = |hop: f64| hops(device, hop, collective, (group, levels));
+    let whole = start + hops(device.link_latency.value) + moved;
+    let has_small = collective != Collective::AllToAll && group.across == 1;
+    let small = start + WAIT + hops(device.small_latency.value) + moved / BANDWIDTH;
+    (whole, if has_small { small } else { f64::INFINITY })
 }
 
 /// How many borders two ranks have between them: 0 in one node, 1 between nodes, 2 between racks.

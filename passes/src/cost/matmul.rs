@@ -58,6 +58,21 @@ impl Sizes {
     }
 }
 
+/// Bytes that are moved before a product whose summed dimensions lie apart in an operand, which is copied so that they are
+/// one: those of a gradient that sums over samples what lies `[b, s, k]` in one factor and `[b, n, s]` in the other.
+pub fn copied_bytes(matmul: &Matmul, operands: &[TensorType]) -> f64 {
+    let (Ok(letters), Ok(sizes)) = (matmul.letters(), matmul.sizes(operands)) else { return 0.0 };
+    let is_one = |letter: &char| sizes.iter().any(|(known, size)| known == letter && *size == 1);
+    let summed = |letter: &char| letters[..2].iter().all(|own| own.contains(letter)) && !letters[2].contains(letter);
+    let lies_apart = |own: &&[char]| {
+        let mut parts = own.iter().filter(|letter| !is_one(letter)).map(summed).collect::<Vec<bool>>();
+        parts.dedup();
+        parts.into_iter().filter(|is_summed| *is_summed).count() > 1
+    };
+    let copied = letters[..2].iter().zip(operands).filter(|(own, _)| lies_apart(&own.as_slice()));
+    copied.map(|(_, ty)| 2.0 * ty.bytes().0 as f64).sum()
+}
+
 /// How many times as long products take with a matrix whose rows do not begin at multiples of 16 bytes, which cannot be
 /// copied as blocks: 1.7 to 3 times on an H200 beside products of the same sizes whose rows do (`bench/RESULTS.md`).
 const UNALIGNED: f64 = 2.0;
@@ -123,6 +138,17 @@ mod tests {
         let (full, more) = (time(4.0 * at_once), time(4.0 * at_once + 4.0));
         assert!(more / full > 1.1, "{full} {more}");
         assert!((time(8.0 * at_once) / full - 2.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn sums_that_lie_apart_are_copied_together() {
+        let ty = |shape: [u64; 3]| TensorType::new(shardc_ir::DType::Bf16, shape);
+        let bytes = |spec: &str, operands: [[u64; 3]; 2]| copied_bytes(&Matmul::new(spec), &operands.map(ty));
+        assert_eq!(bytes("bsk,bsn->kn", [[4, 8, 2], [4, 8, 3]]), 0.0);
+        assert_eq!(bytes("bks,bsn->kn", [[4, 2, 8], [4, 8, 3]]), 2.0 * 2.0 * 64.0);
+        // Of one sample there is nothing to bring together.
+        assert_eq!(bytes("bks,bsn->kn", [[1, 2, 8], [1, 8, 3]]), 0.0);
+        assert_eq!(bytes("bks,bsn->bkn", [[4, 2, 8], [4, 8, 3]]), 0.0);
     }
 
     #[test]

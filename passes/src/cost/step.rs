@@ -177,7 +177,7 @@ impl Work<'_> {
         let run = |kind: Collective, bytes: f64, group: Group| {
             let is_scattered = group.across > 1 && group.within > 1 && group.within < self.cluster.per_node;
             let reached = if is_scattered { library.scattered_rings } else { 1.0 };
-            collective::seconds(kind, bytes / reached, group, self.cluster).0
+            collective::alone(kind, bytes / reached, group, self.cluster).0
         };
         if self.zero < 3 {
             let reduce = |elements: f64, group: Group| {

@@ -113,10 +113,10 @@ pub fn emitted(graph: &Graph, target: &dyn Target) -> SecondaryMap<NodeId, Emitt
             }
             Op::Each(each) => {
                 let items = each.items(operands).zip(each.items(results));
-                let part = launches(&each.clone().into()) / each.count as f64;
+                let part = launches(op, &[]) / each.count as f64;
                 items.for_each(|(operands, results)| add(&each.op, operands, results, part));
             }
-            op => add(op, operands, results, 1.0),
+            op => add(op, operands, results, launches(op, &types(operands))),
         }
     }
     for (node, beside) in joined {

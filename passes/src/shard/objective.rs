@@ -382,7 +382,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
             true => self.data,
             false => Group::new(mesh, &self.copies.iter().copied().filter(holds).collect::<Vec<_>>(), cluster),
         };
-        let time = collective::seconds(Collective::AllReduce, bytes as f64, group, cluster).0;
+        let time = collective::alone(Collective::AllReduce, bytes as f64, group, cluster).0;
         // Many gradients are reduced together, so no launch belongs to one of them.
         0.5 * (time - cluster.device.collective_launch.value).max(0.0)
     }

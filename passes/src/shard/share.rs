@@ -2,6 +2,7 @@
 //! much traffic.
 
 use crate::cost::Bound;
+use crate::cost::node::launches;
 use crate::fold::Folded;
 use crate::lower;
 use shardc_ir::{Graph, NodeId, Seconds, Target};
@@ -9,8 +10,10 @@ use shardc_ir::{Graph, NodeId, Seconds, Target};
 /// The instructions that stand for one node of a class, on average.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Share {
-    /// How many there are.
+    /// What they take to start, in launches.
     pub launches: f64,
+    /// The same of the node alone.
+    pub alone: f64,
     /// The bytes they move, over those that the node says it moves; of a sum that a product makes, what that reads for it.
     pub traffic: f64,
     /// Of a product, the bytes that it moves when its arithmetic is over, but for what it sums, over those of its result.
@@ -32,8 +35,8 @@ pub struct Share {
 }
 
 impl Share {
-    /// What a node takes that takes `alone` by itself, of which `launch` is the start of a kernel; `apart`
-    /// means that nothing of it is merged into other instructions.
+    /// What a node takes that takes `alone` by itself, where a kernel takes `launch` to start; `apart` means that nothing of
+    /// it is merged into other instructions.
     pub fn seconds(self, alone: Seconds, bound: Bound, launch: f64, apart: bool) -> f64 {
         // A view takes nothing; what a product takes counts what it adds already.
         if alone.0 <= 0.0 || bound == Bound::Matmul {
@@ -42,8 +45,8 @@ impl Share {
         if self.is_view {
             return 0.0;
         }
-        let least = if apart { 1.0 } else { 0.0 };
-        (alone.0 - launch) * self.traffic.max(least) + launch * self.launches.max(least)
+        let [traffic, launches] = if apart { [1.0, self.alone] } else { [0.0; 2] };
+        (alone.0 - launch * self.alone) * self.traffic.max(traffic) + launch * self.launches.max(launches)
     }
 }
 
@@ -53,7 +56,9 @@ pub fn emitted(graph: &Graph, folded: &Folded, target: &dyn Target) -> Vec<Share
     let mean = |members: &[NodeId], of: &dyn Fn(&lower::Emitted) -> f64| {
         members.iter().map(|id| of(&emitted[*id])).sum::<f64>() / members.len().max(1) as f64
     };
+    let alone = |id: NodeId| launches(&graph.node(id).op, &graph.operand_types(id));
     let share = |members: &[NodeId]| Share {
+        alone: members.first().map_or(1.0, |id| alone(*id)),
         launches: mean(members, &|emitted| emitted.launches),
         traffic: mean(members, &|emitted| emitted.traffic),
         after: mean(members, &|emitted| emitted.after),

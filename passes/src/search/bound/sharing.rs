@@ -109,7 +109,9 @@ impl Sharing {
             _ => times,
         };
         let per_byte = |time: &dyn Fn(f64) -> f64| (time(2.0 * BUCKET) - time(BUCKET)).max(0.0) / BUCKET;
+        // What a bucket takes besides its bytes, and what a gather of any size does: of few bytes each takes longer.
         let start = |time: &dyn Fn(f64) -> f64| (2.0 * time(BUCKET) - time(2.0 * BUCKET)).max(0.0);
+        let least = |time: &dyn Fn(f64) -> f64| (time(1.0) - per_byte(time)).max(0.0);
         let reducing = |copies: &Copies, bytes: f64| copies.reduce(zero, bytes, cluster);
         let gathering = |copies: &Copies, bytes: f64| copies.gather(bytes, cluster);
         let [first, again] = collectives.gathers;
@@ -121,7 +123,7 @@ impl Sharing {
             reduce: storage.copies.map(|copies| reduce * per_byte(&|bytes| reducing(&copies, bytes))),
             gather: storage.copies.map(|copies| gather * per_byte(&|bytes| gathering(&copies, bytes))),
             is_dropped: zero == 3,
-            latency: gathered * gather * start(&|bytes| gathering(copies, bytes))
+            latency: gathered * gather * least(&|bytes| gathering(copies, bytes))
                 + collectives.buckets * reduce * start(&|bytes| reducing(copies, bytes)),
             filling: Filling::default(),
             inner: storage.inner(),
