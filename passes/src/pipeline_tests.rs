@@ -209,9 +209,9 @@ fn less_is_in_flight_where_memory_is_short() {
     let named = plan(",in_flight=7", memory).expect("a plan");
     assert_eq!(named.choice, found.choice);
     // With all of it in flight, no recomputation would do.
-    let memory = all * 49 / 100;
+    let memory = all * 51 / 100;
     assert!(plan(",in_flight=12", memory).is_err());
-    assert_eq!(plan("", memory).expect("a plan").pipeline.most_in_flight(4), 6);
+    assert_eq!(plan("", memory).expect("a plan").pipeline.most_in_flight(4), 7);
 }
 
 /// Cuts that fit because they are unequal are no reason to compute nothing again: a part of the first stage costs less.

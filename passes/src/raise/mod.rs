@@ -12,7 +12,7 @@
 //!    commuting and associating thousands of nodes at once would not end, and nothing far away
 //!    matters. The report carries egg's explanation of each.
 //! 3. [`layout`]: transposes past what can be done in any order of dimensions, if fewer elements are moved then.
-//! 4. [`simplify`]: transposes into the contractions that read or make them, pairs of transposes
+//! 4. [`simplify`]: transposes into the contractions that read or make them (with or without a bias), pairs of transposes
 //!    and of reshapes, affine functions of affine functions, products with one.
 //!
 //! Composite operations compute the same function; rounding may differ in the last digits.

@@ -32,6 +32,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Seconds by which a conversion before a view is taken to be dearer than one behind it, which all its readers may share.
 const BEFORE_VIEW: f64 = 1e-9;
 
+/// Bytes of collectives of weights that are merged, as many as let none take less for another byte.
+const MERGED: f64 = 1e9;
+
 /// An axis that is placed already.
 struct Other {
     axis: AxisId,
@@ -381,7 +384,8 @@ impl<'a, 'b> Problem<'a, 'b> {
                 let own = turn(whole);
                 let all = own.seconds();
                 if let Some(share) = ahead.filter(|_| all.is_finite()) {
-                    return times * (own.before + share * (own.wire - turn(0.0).wire) + own.after);
+                    let wire = turn(MERGED + whole).wire - turn(MERGED).wire;
+                    return times * (own.before + share * wire + own.after);
                 }
                 let is_beside = matches!(from, Along::Partial(_)) || only.is_none_or(|reader| reader == flow.first);
                 if !is_beside || !all.is_finite() {
@@ -399,8 +403,8 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
     }
 
-    /// For a bound, the share of the wire, but for its start, that shows at the least of what is made in front of the loop:
-    /// collectives of weights are merged, and run beside the first microbatch.
+    /// For a bound, the share of the wire that shows at the least of what is made in front of the loop: collectives of
+    /// weights are merged, and run beside the first microbatch. Each is the bytes by which it makes a large one longer.
     fn ahead(&self, maker: usize, reader: usize) -> Option<f64> {
         let (prepared, loss) = (self.prepared, self.placed.cluster.device.overlap_loss.value);
         match self.objective {
