@@ -13,7 +13,7 @@ use shardc_ir::{Graph, NodeId, Op, ValueId};
 use std::collections::HashMap;
 
 /// How often a product reads each element of a weight at the least, for a transpose to be worth its launch.
-const READ: u64 = 4096;
+const READ: f64 = 4096.0;
 
 /// The graph with weights transposed where that aligns their rows.
 ///
@@ -50,12 +50,12 @@ fn find(graph: &Graph, id: NodeId) -> Option<(usize, String)> {
     let node = graph.node(id);
     let Op::Matmul(op) = &node.op else { return None };
     let (mut letters, types) = (op.letters().ok()?, graph.operand_types(id));
-    let all: u64 = op.sizes(&types).ok()?.iter().map(|(_, size)| size).product();
+    let all: f64 = op.sizes(&types).ok()?.iter().map(|(_, size)| *size as f64).product();
     let index = [0, 1].into_iter().find(|index| {
         let ty = &types[*index];
         matches!(ty.shape[..], [columns, row] if columns.is_multiple_of(ALIGNED) && row > 1 && !row.is_multiple_of(ALIGNED))
             && ty.dtype.size() == 2
-            && all / ty.elements() >= READ
+            && all >= READ * ty.elements() as f64
             && is_parameter(graph, node.operands[*index])
     })?;
     letters[index].reverse();
