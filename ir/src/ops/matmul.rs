@@ -80,6 +80,12 @@ impl Matmul {
         Self { spec: spec.into(), bias: false, epilogue: None }
     }
 
+    /// The contraction of these [letters](Self::letters).
+    pub fn of_letters(letters: [Vec<char>; 3]) -> Self {
+        let [lhs, rhs, result] = letters.map(String::from_iter);
+        Self::new(format!("{lhs},{rhs}->{result}"))
+    }
+
     /// Which operand is the bias, of so many.
     pub fn bias(&self, operands: usize) -> Option<usize> {
         (self.bias && operands > 2).then_some(operands - 1)

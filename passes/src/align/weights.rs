@@ -23,14 +23,14 @@ pub fn align_weights(graph: &Graph) -> Result<Graph, PassError> {
     let mut transposed: HashMap<ValueId, ValueId> = HashMap::new();
     let rebuilt = graph.rebuild(|new, id, map| {
         let node = graph.node(id);
-        let Some((index, spec)) = find(graph, id) else { return Ok(false) };
+        let Some((index, op)) = find(graph, id) else { return Ok(false) };
         let weight = node.operands[index];
         let turned = match transposed.get(&weight) {
             Some(known) => *known,
             None => {
                 let of = graph.def(weight);
-                let op = Transpose { permutation: vec![1, 0] };
-                let added = new.add_as(op.into(), &[map[&weight]], &[], of.path.clone(), of.role)?;
+                let transpose = Transpose { permutation: vec![1, 0] };
+                let added = new.add_as(transpose.into(), &[map[&weight]], &[], of.path.clone(), of.role)?;
                 new.result(added)
             }
         };
@@ -38,15 +38,15 @@ pub fn align_weights(graph: &Graph) -> Result<Graph, PassError> {
         let mut operands: Vec<ValueId> = node.operands.iter().map(|operand| map[operand]).collect();
         operands[index] = turned;
         let declared = graph.result_types(id);
-        let product = new.add_as(Matmul::new(spec).into(), &operands, &declared, node.path.clone(), node.role)?;
+        let product = new.add_as(op.into(), &operands, &declared, node.path.clone(), node.role)?;
         map.insert(graph.result(id), new.result(product));
         Ok(true)
     });
     rebuilt.map_err(PassError::ill_formed("align_weights"))
 }
 
-/// Which operand of a product is to be transposed, and the product's notation then.
-fn find(graph: &Graph, id: NodeId) -> Option<(usize, String)> {
+/// Which operand of a product is to be transposed, and the product then.
+fn find(graph: &Graph, id: NodeId) -> Option<(usize, Matmul)> {
     let node = graph.node(id);
     let Op::Matmul(op) = &node.op else { return None };
     let (mut letters, types) = (op.letters().ok()?, graph.operand_types(id));
@@ -59,8 +59,7 @@ fn find(graph: &Graph, id: NodeId) -> Option<(usize, String)> {
             && is_parameter(graph, node.operands[*index])
     })?;
     letters[index].reverse();
-    let [a, b, c] = letters.map(String::from_iter);
-    Some((index, format!("{a},{b}->{c}")))
+    Some((index, Matmul::of_letters(letters)))
 }
 
 /// Whether a value is a parameter, cast or not.

@@ -171,10 +171,10 @@ impl Site<'_> {
         let node = self.to.def(product).clone();
         let Op::Matmul(op) = &node.op else { return Ok(None) };
         let Ok([a, b, c]) = op.letters() else { return Ok(None) };
-        let c = permutation.iter().map(|dim| c[*dim]).collect::<Vec<char>>();
-        let spec = format!("{},{}->{}", text(&a), text(&b), text(&c));
+        let c = permutation.iter().map(|dim| c[*dim]).collect();
         let declared = self.from.result_types(self.id);
-        let made = self.to.add_as(Matmul::new(spec).into(), &node.operands, &declared, node.path, node.role)?;
+        let made =
+            self.to.add_as(Matmul::of_letters([a, b, c]).into(), &node.operands, &declared, node.path, node.role)?;
         Ok(Some(self.to.result(made)))
     }
 
@@ -196,15 +196,11 @@ impl Site<'_> {
         if !changed {
             return Ok(None);
         }
-        let spec = format!("{},{}->{}", text(&tensors[0]), text(&tensors[1]), text(&c));
-        Ok(Some(("matmul_of_transpose", self.add(Matmul::new(spec), &read, true)?)))
+        let [a, b] = tensors;
+        Ok(Some(("matmul_of_transpose", self.add(Matmul::of_letters([a, b, c]), &read, true)?)))
     }
 }
 
 fn is_identity(permutation: &[usize]) -> bool {
     permutation.iter().enumerate().all(|(index, dim)| index == *dim)
-}
-
-fn text(letters: &[char]) -> String {
-    letters.iter().collect()
 }
