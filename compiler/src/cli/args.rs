@@ -55,7 +55,7 @@ pub struct RequestArgs {
     /// `cpu:N`, `cuda:N`, `h100:8x16` (per node x nodes) or a TOML file [default: cpu:1].
     #[arg(long, value_name = "CLUSTER")]
     pub cluster: Option<String>,
-    /// Sequences per step over all ranks [default: 8, or those of exact batches].
+    /// Sequences per step over all ranks [default: the first multiple of the ranks from 8 on, or those of exact batches].
     #[arg(long, value_parser = number::count, allow_negative_numbers = true)]
     pub batch: Option<u64>,
     /// Tokens per sequence [default: 256, the model's positions if they are fewer, or those of exact batches].

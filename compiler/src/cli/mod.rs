@@ -112,7 +112,7 @@ fn models(json: bool) -> Result<(), Error> {
 fn plan(args: &PlanArgs, json: bool) -> Result<(), Error> {
     let model = NamedModel::find(&args.model)?;
     let cluster = request::cluster(args.request.cluster.as_deref())?;
-    let batch = request::batch(&args.request, None, &model)?;
+    let batch = request::batch(&args.request, None, &model, &cluster)?;
     let options = request::options(&args.request, &cluster)?;
     if let Some(path) = &args.output {
         let cluster = args.request.cluster.as_deref().unwrap_or_default();

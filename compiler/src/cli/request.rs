@@ -11,7 +11,7 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// Sequences per step where neither a flag nor the data says.
+/// Sequences per step at the least, where neither a flag nor the data says.
 const DEFAULT_BATCH: u64 = 8;
 /// Tokens per sequence where neither a flag nor the data says.
 const DEFAULT_SEQ: u64 = 256;
@@ -73,7 +73,12 @@ fn profile_of(name: &str) -> Option<&'static str> {
 ///
 /// # Errors
 /// A flag that contradicts the data.
-pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) -> Result<Batch, Error> {
+pub fn batch(
+    args: &RequestArgs,
+    fixed: Option<(u64, u64)>,
+    model: &NamedModel,
+    cluster: &Cluster,
+) -> Result<Batch, Error> {
     if let Some((batch, seq)) = fixed {
         for (flag, asked, is) in [("--batch", args.batch, batch), ("--seq", args.seq, seq)] {
             if let Some(asked) = asked.filter(|asked| *asked != is) {
@@ -83,12 +88,14 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
         }
         return Ok(Batch { batch, seq });
     }
+    // As many for each device.
+    let batch = args.batch.unwrap_or_else(|| DEFAULT_BATCH.next_multiple_of(cluster.ranks().max(1)));
     if model.vocabulary().is_none() {
         if let Some(seq) = args.seq {
             let message = format!("--seq {seq}: {} takes no sequences", model.name);
             return Err(Error::request(message, "leave --seq out"));
         }
-        return Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq: 0 });
+        return Ok(Batch { batch, seq: 0 });
     }
     let rotary = model.config.rotary_positions();
     let made_for = model.positions().or(rotary).unwrap_or(u64::MAX);
@@ -99,7 +106,7 @@ pub fn batch(args: &RequestArgs, fixed: Option<(u64, u64)>, model: &NamedModel) 
             model.name
         );
     }
-    Ok(Batch { batch: args.batch.unwrap_or(DEFAULT_BATCH), seq })
+    Ok(Batch { batch, seq })
 }
 
 /// The bound on the memory of each rank, if a flag says one. Of more than the device has, plans are made that do not

@@ -231,7 +231,7 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
         false => {
             let model = NamedModel::find(&args.model)?;
             let cluster = request::cluster(args.request.cluster.as_deref())?;
-            let batch = request::batch(&args.request, fixed, &model)?;
+            let batch = request::batch(&args.request, fixed, &model, &cluster)?;
             let mut options = request::options(&args.request, &cluster)?;
             options.optimizer = request::optimizer(&args.optimizer)?;
             let compiled = shardc::compile(&model, batch, &cluster, &options)?;

@@ -7,16 +7,22 @@
 //! are kept out by a price on bytes: whatever the price, the least of seconds and priced bytes, less the price of the
 //! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
 //! few means of the bound by kernels and that by the wire ([`Sharing`]).
+//!
+//! What the ranks that divide the batch exchange of it in the middle of the passes, as statistics of it, no layout along other
+//! axes avoids: the starts of that are added, as far as kernels cannot hide them ([`exchanged`]).
 
 pub(crate) mod sharing;
 pub mod stages;
 
 use crate::cost::collective::Group;
 use crate::cost::step;
+use crate::search::estimate::turns::{beside_kernels, is_in_pass};
+use crate::shard::coupled::coupled;
 use crate::shard::family::searched_axes;
+use crate::shard::layout::Turn;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::problem::Problem;
-use crate::shard::tensor::{Placed, Prepared};
+use crate::shard::tensor::{Conversion, Placed, Prepared};
 use shardc_ir::{AxisId, Bytes, Mesh};
 use sharing::{Collectives, Sharing};
 use std::collections::BTreeMap;
@@ -185,6 +191,24 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }
 
+/// Seconds of a step that show at the least of what the ranks that divide the batch exchange within the passes of microbatches:
+/// collectives without a byte, beside kernels that no other axis divides.
+fn exchanged(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
+    let start = |of: Conversion| Conversion { turn: Turn { wire: of.start, ..Turn::default() }, ..of };
+    let mut conversions = coupled(prepared, placed, placed.cluster);
+    conversions.retain(|of| is_in_pass(prepared, placed, of));
+    if conversions.is_empty() {
+        return 0.0;
+    }
+    let conversions: Vec<Conversion> = conversions.into_iter().map(start).collect();
+    let seconds = placed.strategies.iter().enumerate().map(|(class, strategy)| {
+        placed.local(prepared, class, strategy).emitted(prepared, (class, placed.cluster), true)
+    });
+    let shown = beside_kernels(prepared, placed, &conversions, &seconds.collect::<Vec<_>>());
+    let times = |of: &Conversion| if prepared.in_loop(of.maker) { placed.microbatches } else { 1 };
+    shown.iter().map(|(of, _)| of.turn.wire * of.count as f64 * times(of) as f64).sum()
+}
+
 /// A bound's problem, for every price of a byte and every way to share what is stored.
 struct Relaxed<'a, 'b> {
     prepared: &'a Prepared<'b>,
@@ -194,6 +218,8 @@ struct Relaxed<'a, 'b> {
     /// The classes, where there is no axis.
     quotes: Vec<Quote>,
     latency: f64,
+    /// See [`exchanged`].
+    exchanged: f64,
 }
 
 impl<'a, 'b> Relaxed<'a, 'b> {
@@ -214,7 +240,8 @@ impl<'a, 'b> Relaxed<'a, 'b> {
         };
         let problems: Vec<_> = alike.values().map(problem).collect();
         let (quotes, latency) = (Vec::new(), sharing.latency);
-        let mut own = Self { prepared, placed, problems, quotes, latency };
+        let exchanged = exchanged(prepared, placed);
+        let mut own = Self { prepared, placed, problems, quotes, latency, exchanged };
         own.quote(sharing);
         own
     }
@@ -242,6 +269,9 @@ impl<'a, 'b> Relaxed<'a, 'b> {
             problem.reprice(byte);
             *count * problem.graph.solve().bound
         });
-        self.latency + solved.sum::<f64>() + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
+        self.latency
+            + self.exchanged
+            + solved.sum::<f64>()
+            + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
     }
 }

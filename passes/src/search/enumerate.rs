@@ -126,6 +126,10 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 found.coupled = found.coupled.or_else(|| placed::coupled(prepared, &mesh));
                 continue;
             };
+            // Stages work beside each other on different microbatches.
+            if line.is_some() && placed.microbatches < 2 {
+                continue;
+            }
             let began = Instant::now();
             if visited.opens(space, &placed, &degrees, &point) {
                 let mut of_mesh = match line {

@@ -229,9 +229,6 @@ struct Tries<'a> {
 /// nothing of the others.
 fn pipelines(mesh: &Mesh<'_>, pins: &Pins) -> Vec<(Vec<Candidate>, f64)> {
     let (microbatches, stages) = (mesh.placed.microbatches, mesh.placed.mesh.degree("pp"));
-    if microbatches < 2 {
-        return Vec::new();
-    }
     let again = &Recomputed::new(mesh, pins);
     // As many stages, there are no more chunks than are worth a try, unless they are asked for.
     let is_asked = pins.schedule.is_some() || pins.virtual_stages.is_some();

@@ -76,6 +76,9 @@ const MORE_IN_STAGES: u64 = 4;
 /// moves falls with the root of `n`, but it moves operands and results.
 const LEAST_SQUARE: u64 = 16;
 
+/// The most axes of which a tensor degree is made that nobody asked for: each is solved for anew, and a class takes few.
+const MOST_PIECES: usize = 4;
+
 /// In clusters of at most so many devices every tensor degree is tried; in larger ones those of up to two nodes, or of one
 /// in a pipeline, or up to [`SPARE`] times the ranks that there are for each sample.
 const FEW: u64 = 32;
@@ -296,10 +299,20 @@ fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     });
     let mut splits = vec![vec![tp]];
     if pieces.len() > 1 && is_divided_in_part {
-        splits.push(pieces);
+        splits.push(few(pieces));
     }
     splits.extend(square(tp).filter(|square| !splits.contains(square)));
     splits
+}
+
+/// Of the pieces of a degree, from the smallest, [`MOST_PIECES`] at the most: the smallest two are one until there are as few.
+fn few(mut pieces: Vec<u64>) -> Vec<u64> {
+    while pieces.len() > MOST_PIECES {
+        let both = pieces.drain(..2).product();
+        let place = pieces.partition_point(|piece| *piece < both);
+        pieces.insert(place, both);
+    }
+    pieces
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::levels::Choice;
 use super::problem::{Part, Problem};
 use crate::pipeline::balance::{Shares, balanced};
 use crate::pipeline::cut::{Segments, best_cuts};
-use crate::search::measure::NEAR;
+use crate::search::measure::COMPARED;
 
 /// By how much longer a stage is taken to be that does not fit, where cuts are moved.
 const UNFIT: f64 = 1000.0;
@@ -162,7 +162,7 @@ impl Problem<'_> {
         };
         let memory = stages.iter().enumerate().map(taken).sum::<f64>();
         let room = self.tries.mesh.rooms.iter().map(|room| room.0 as f64).sum::<f64>();
-        memory > NEAR * room
+        memory > COMPARED * room
     }
 
     /// Whether a place lies between blocks, or at the end of the line.
