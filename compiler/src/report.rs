@@ -250,7 +250,7 @@ fn search_text(search: &Search, is_staged: bool) -> String {
     let (gap, least) = (gap * 100.0, least(search, is_staged));
     format!(
         "search   estimated at {estimate}, within {gap:.2}% of the least that is possible{least}: {stopped}\n         \
-         {} estimated, {lowered} lowered; {pruned} of {} left out by their bounds\n",
+         {} estimated, {lowered} lowered; {pruned} of {} left out as too slow\n",
         counted(*candidates, "plan"),
         if *meshes == 1 { "1 mesh".to_string() } else { format!("{meshes} meshes") },
     )

@@ -2,7 +2,7 @@
 //!
 //! What can be chosen ([`choice`]) makes the ways to divide the ranks ([`ways`]); each is a mesh on which tensor parallelism
 //! is solved on the folded graph ([`shard`](crate::shard)), exactly where that is small enough, unless a bound tells that
-//! it is not worth it (`bound`, `visit`). ZeRO stages and recomputation are then arithmetic on its sums ([`estimate`]), of plans without
+//! it is not worth it (`bound`, `paces`, `visit`). ZeRO stages and recomputation are then arithmetic on its sums ([`estimate`]), of plans without
 //! stages (`whole`) as of pipelines ([`stages`]). Of the candidates (`enumerate`) the best are lowered, and the programs
 //! decide (`choose`); only the winner becomes an annotated plan. The order of candidates, and so the result, is
 //! deterministic. [`why`] asks the same functions what other choices would cost.
@@ -16,6 +16,7 @@ mod enumerate;
 mod error;
 pub mod estimate;
 mod measure;
+mod paces;
 mod placed;
 mod rounds;
 mod space;

@@ -11,7 +11,7 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// Sequences per step at the least, where neither a flag nor the data says.
+/// The fewest sequences per step where neither a flag nor the data says.
 const DEFAULT_BATCH: u64 = 8;
 /// Tokens per sequence where neither a flag nor the data says.
 const DEFAULT_SEQ: u64 = 256;
@@ -69,6 +69,11 @@ fn profile_of(name: &str) -> Option<&'static str> {
     known.iter().find(|(part, _)| name.contains(part)).map(|(_, profile)| *profile)
 }
 
+/// Sequences per step where neither a flag nor the data says: as many for each device.
+fn default_batch(cluster: &Cluster) -> u64 {
+    DEFAULT_BATCH.next_multiple_of(cluster.ranks().max(1))
+}
+
 /// The batch: what the data fixes, else the flags, else a default.
 ///
 /// # Errors
@@ -88,8 +93,7 @@ pub fn batch(
         }
         return Ok(Batch { batch, seq });
     }
-    // As many for each device.
-    let batch = args.batch.unwrap_or_else(|| DEFAULT_BATCH.next_multiple_of(cluster.ranks().max(1)));
+    let batch = args.batch.unwrap_or_else(|| default_batch(cluster));
     if model.vocabulary().is_none() {
         if let Some(seq) = args.seq {
             let message = format!("--seq {seq}: {} takes no sequences", model.name);
@@ -255,6 +259,12 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn batches_suit_the_ranks() {
+        let of = |name: &str| default_batch(&Cluster::parse(name, "h200").unwrap());
+        assert_eq!(["cpu:1", "cpu:4", "cpu:3", "h100:8x2048"].map(of), [8, 8, 9, 16384]);
+    }
 
     #[test]
     fn names_of_gpus() {

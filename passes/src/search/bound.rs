@@ -187,7 +187,7 @@ impl Found {
 
 /// Stages work beside each other at best, and the slowest takes at least what they take on average; all ranks wait
 /// for the slowest.
-fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
+pub(super) fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
     seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
 }
 
@@ -195,18 +195,16 @@ fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
 /// collectives without a byte, beside kernels that no other axis divides.
 fn exchanged(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
     let start = |of: Conversion| Conversion { turn: Turn { wire: of.start, ..Turn::default() }, ..of };
-    let mut conversions = coupled(prepared, placed, placed.cluster);
-    conversions.retain(|of| is_in_pass(prepared, placed, of));
-    if conversions.is_empty() {
+    let all = coupled(prepared, placed, placed.cluster).into_iter();
+    let starts: Vec<Conversion> = all.filter(|of| is_in_pass(prepared, placed, of)).map(start).collect();
+    if starts.is_empty() {
         return 0.0;
     }
-    let conversions: Vec<Conversion> = conversions.into_iter().map(start).collect();
     let seconds = placed.strategies.iter().enumerate().map(|(class, strategy)| {
         placed.local(prepared, class, strategy).emitted(prepared, (class, placed.cluster), true)
     });
-    let shown = beside_kernels(prepared, placed, &conversions, &seconds.collect::<Vec<_>>());
-    let times = |of: &Conversion| if prepared.in_loop(of.maker) { placed.microbatches } else { 1 };
-    shown.iter().map(|(of, _)| of.turn.wire * of.count as f64 * times(of) as f64).sum()
+    let shown = beside_kernels(prepared, placed, &starts, &seconds.collect::<Vec<_>>());
+    placed.microbatches as f64 * shown.iter().map(|(of, _)| of.turn.wire * of.count as f64).sum::<f64>()
 }
 
 /// A bound's problem, for every price of a byte and every way to share what is stored.

@@ -107,7 +107,10 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
     let mut found = Found::default();
     let is_cut = |size: &u64| divides(*size, pins.overlap_chunks.unwrap_or(1));
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size) && is_cut(size);
-    let is_kept = |size: &u64| per_rank / size <= MOST_SEARCHED && !way.is_better_as_data(*size, pins);
+    // Stages work beside each other on different microbatches.
+    let least = if line.is_some() { 2 } else { 1 };
+    let is_kept =
+        |size: &u64| (least..=MOST_SEARCHED).contains(&(per_rank / size)) && !way.is_better_as_data(*size, pins);
     let mut is_whole_open: Option<bool> = None;
     for microbatch in divisors(per_rank).into_iter().filter(is_pinned).filter(is_kept) {
         if is_whole_open.is_some_and(|is_open| !is_open || microbatch < per_rank) {
@@ -126,10 +129,6 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 found.coupled = found.coupled.or_else(|| placed::coupled(prepared, &mesh));
                 continue;
             };
-            // Stages work beside each other on different microbatches.
-            if line.is_some() && placed.microbatches < 2 {
-                continue;
-            }
             let began = Instant::now();
             if visited.opens(space, &placed, &degrees, &point) {
                 let mut of_mesh = match line {
@@ -145,6 +144,7 @@ fn of_way(space: &Space<'_, '_>, way: &Way, visited: &mut Visited) -> Result<Fou
                 tracing::debug!(
                     degrees = degrees.text(),
                     microbatch,
+                    bound = visited.least(),
                     plans = of_mesh.len(),
                     fastest = least(&|_| true),
                     fits = least(&Prediction::fits),

@@ -432,6 +432,11 @@ impl<'a> Shape<'a> {
         (self.forward.communication + self.backward.communication + again.communication) * self.microbatches as f64
     }
 
+    /// Seconds of the passes of a microbatch, without what data ranks say to each other.
+    pub fn pace(&self) -> f64 {
+        (self.forward + self.backward).seconds()
+    }
+
     /// Microbatches of a step.
     pub fn microbatches(&self) -> f64 {
         self.microbatches as f64

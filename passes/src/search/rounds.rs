@@ -22,9 +22,9 @@ struct Seen {
 }
 
 impl Seen {
-    /// Of a space, beside a plan that is known to take so many seconds.
-    fn new(space: &Space<'_, '_>, known: f64) -> Result<Self, PlanError> {
-        let mut visited = Visited::new(space.away.room.device).against(known);
+    /// Of a space, after some meshes were visited, beside a plan that is known to take so many seconds.
+    fn new(space: &Space<'_, '_>, before: &Visited, known: f64) -> Result<Self, PlanError> {
+        let mut visited = Visited::new(space.away.room.device).paced(before).against(known);
         let candidates = match seen(space, &mut visited) {
             // What is left out beside a plan that is known is told by its bounds.
             Err(error) if error.is_refusal() && known.is_finite() && visited.meshes() > 0 => Vec::new(),
@@ -53,7 +53,7 @@ impl Seen {
             return chosen.map(|chosen| Round { chosen, visited });
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-        let mut visited = Visited::within(space.away.room.device, step).against(known);
+        let mut visited = Visited::within(space.away.room.device, step).paced(&visited).against(known);
         let candidates = seen(space, &mut visited)?;
         let chosen = choose(space, confirm, candidates, visited.against)?;
         Ok(Round { chosen, visited })
@@ -92,9 +92,10 @@ impl Round {
 /// Why there is none.
 pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Result<Plan, PlanError> {
     let whole = Space { line: None, ..*space };
+    let none = &Visited::new(space.away.room.device);
     let of_whole = match space.pipelines {
         Pipelines::Alone => None,
-        _ => Some(Seen::new(&whole, f64::INFINITY)),
+        _ => Some(Seen::new(&whole, none, f64::INFINITY)),
     };
     let line = LazyCell::new(|| Line::new(space.prepared));
     let staged = || Space { line: Some(&line), ..*space };
@@ -107,7 +108,7 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
                 (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short),
                 (Pipelines::Too | Pipelines::Alone, _) => true,
             };
-            let of_staged = || Seen::new(&staged(), f64::INFINITY)?.chosen(&staged(), confirm, f64::INFINITY);
+            let of_staged = || Seen::new(&staged(), none, f64::INFINITY)?.chosen(&staged(), confirm, f64::INFINITY);
             (of_whole, is_open.then(of_staged))
         }
     };
@@ -145,7 +146,8 @@ type Came = Option<Result<Round, PlanError>>;
 /// the other is measured then. What chunks hide of plans of one stage is not estimated, so these promise all that they may.
 fn both((whole, seen): (&Space<'_, '_>, Seen), staged: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> (Came, Came) {
     let [promised, estimated] = [Candidate::least, |of: &Candidate| of.prediction.step.0].map(|of| seen.least(&of));
-    let of_staged = Seen::new(staged, estimated);
+    let before = &seen.visited.fork();
+    let of_staged = Seen::new(staged, before, estimated);
     let is_more = |of_staged: &Seen| of_staged.least(&Candidate::least) < promised;
     let known = |round: &Result<Round, PlanError>| round.as_ref().map_or(f64::INFINITY, Round::step);
     match of_staged {
@@ -161,7 +163,7 @@ fn both((whole, seen): (&Space<'_, '_>, Seen), staged: &Space<'_, '_>, confirm: 
             }
             let step = known(&of_whole);
             // What was left out beside an estimate may be worth something beside programs that take longer.
-            let of_staged = if step <= estimated { of_staged } else { Seen::new(staged, step) };
+            let of_staged = if step <= estimated { of_staged } else { Seen::new(staged, before, step) };
             (Some(of_whole), Some(of_staged.and_then(|of_staged| of_staged.chosen(staged, confirm, step))))
         }
     }

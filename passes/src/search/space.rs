@@ -40,6 +40,13 @@ pub(in crate::search) struct Point {
     pub away: Away,
 }
 
+impl Point {
+    /// The samples of a microbatch on a rank.
+    pub fn microbatch(&self) -> u64 {
+        self.degrees.first().map_or(1, |degrees| degrees.microbatch)
+    }
+}
+
 /// Whether pipelines are searched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::search) enum Pipelines {

@@ -119,6 +119,10 @@ pub(super) fn solve(
     let room = space.cluster.least_room(space.request.device_memory);
     // Layouts are those that are fastest on the slowest kind.
     let own = solved(prepared, placed, Prices::default(), &all, (&meshes, pins));
+    visited.learn(&own, point, false);
+    if !space.with_unfit && !visited.opens_stages(&own, point) {
+        return Vec::new();
+    }
     let sizes: Vec<usize> = clusters.iter().map(Vec::len).collect();
     let mut found = of_solved(space, line, &own, (&sizes, &set), point, visited);
     let fits = |found: &[Candidate]| found.iter().any(|candidate| candidate.prediction.fits());

@@ -2,13 +2,14 @@
 //! no solution (branch and bound).
 
 use super::bound::stages::{InStages, Order, least_fitting_in_stages, least_in_stages};
-use super::bound::{Asked, least, least_fitting};
+use super::bound::{Asked, least, least_fitting, scaled};
 use super::candidate::Candidate;
 use super::choice::degrees::{Degrees, zero_stages};
 use super::choice::stages::MOST_ZERO;
 use super::error::PlanError;
 use super::measure::CLOSE;
-use super::placed::place_batch;
+use super::paces::Paces;
+use super::placed::{Solved, place_batch};
 use super::space::{Point, Space};
 use super::stages::schedules::{self, orders};
 use crate::shard::family::{copy_axes, searched_axes};
@@ -29,6 +30,9 @@ const FAR: f64 = 1.1;
 /// of pipelines are so much too low on average where stages wait for each other's messages, and what is faster by less is
 /// not worth lowering.
 const PROMISING: f64 = 0.99;
+
+/// The share of what others took from which on a mesh is expected to take as long.
+const EXPECTED: f64 = 0.98;
 
 /// A mesh, and what is known of its plans.
 struct Known {
@@ -54,6 +58,8 @@ pub struct Visited {
     /// The seconds above which no plan is faster than what is known beside the meshes.
     pub against: f64,
     known: Vec<Known>,
+    /// How long microbatches took.
+    paces: Paces,
     /// The fastest plan found that fits.
     pub best: f64,
     /// Meshes that were left out.
@@ -67,8 +73,8 @@ pub struct Visited {
 impl Visited {
     /// None yet. `memory` is what a rank may take wherever it is.
     pub fn new(memory: Bytes) -> Self {
-        let (known, none) = (Vec::new(), f64::INFINITY);
-        Self { memory, limit: None, against: none, known, best: none, pruned: 0, may_fit: false, cut: none }
+        let (known, paces, none) = (Vec::new(), Paces::default(), f64::INFINITY);
+        Self { memory, limit: None, against: none, known, paces, best: none, pruned: 0, may_fit: false, cut: none }
     }
 
     /// None yet; plans are looked for that take up to so many seconds, whatever is found.
@@ -81,15 +87,21 @@ impl Visited {
         Self { against: PROMISING * step, ..self }
     }
 
+    /// The same with what is known of microbatches of other meshes.
+    pub fn paced(self, other: &Self) -> Self {
+        Self { paces: other.paces.clone(), ..self }
+    }
+
     /// None yet, with what is known of the best plan.
     pub fn fork(&self) -> Self {
         let Self { memory, limit, against, best, .. } = *self;
-        Self { limit, against, best, ..Self::new(memory) }
+        Self { limit, against, best, ..Self::new(memory) }.paced(self)
     }
 
     /// Takes in what a fork has seen.
     pub fn join(&mut self, other: Self) {
         self.known.extend(other.known);
+        self.paces.join(other.paces);
         (self.best, self.cut) = (self.best.min(other.best), self.cut.min(other.cut));
         self.pruned += other.pruned;
     }
@@ -119,43 +131,64 @@ impl Visited {
     pub fn opens(&mut self, space: &Space<'_, '_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
         let (prepared, is_staged) = (space.prepared, degrees.degree("pp") > 1);
         let is_whole = !is_staged && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
+        let limit = if is_staged { self.limit_in_stages() } else { self.limit() };
+        let expected = EXPECTED * self.expected(placed, point, is_staged);
+        // Of what is expected to take longer, a bound is asked for that takes the least to find.
+        let asked = if expected <= limit { limit } else { 0.0 };
         let least = match (is_whole, is_staged) {
             (true, _) => 0.0,
-            (false, false) => least(prepared, placed, Some(self.memory).filter(|_| !space.away.moves()), self.limit()),
+            (false, false) => least(prepared, placed, Some(self.memory).filter(|_| !space.away.moves()), asked),
             // Stages on several kinds of nodes may be faster than the slowest kind.
             (false, true) if placed.cluster.parts.len() > 1 => {
                 let cluster = &placed.cluster.fastest();
                 let routes = Default::default();
                 let placed = Placed { cluster, locals: prepared.locals(cluster), routes, ..placed.clone() };
-                self.least_in_stages(space, &placed)
+                least_of_stages(space, &placed, asked)
             }
-            (false, true) => self.least_in_stages(space, placed),
+            (false, true) => least_of_stages(space, placed, asked),
         };
         // Stages on several kinds of nodes are bounded as if all were on the fastest.
         let is_tight = is_whole || (is_staged && placed.cluster.parts.len() > 1);
         let (degrees, stored) = (degrees.clone(), point.degrees.clone());
         self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
-        let opens = least <= if is_staged { self.limit_in_stages() } else { self.limit() };
-        if !opens {
-            self.leave_out(least);
-        }
+        let opens = self.is_below(least.max(expected), limit);
         self.pruned += u64::from(!opens);
         opens
     }
 
-    /// The least that pipelines of a mesh take which are worth to be found.
-    fn least_in_stages(&self, space: &Space<'_, '_>, placed: &Placed<'_>) -> f64 {
-        let orders = orders(space.pins);
-        least_in_stages(space.prepared, placed, &in_stages(space, placed, &orders, self.limit_in_stages()))
+    /// Whether pipelines with the layouts of a solved mesh may still be worth to be found.
+    pub fn opens_stages(&mut self, Solved { own, .. }: &Solved<'_>, point: &Point) -> bool {
+        let expected = EXPECTED * self.expected(&own.placed, point, true);
+        self.is_below(expected, self.limit_in_stages())
+    }
+
+    /// The seconds that a mesh is expected to take at the least, by what microbatches of others took. What chunks hide of
+    /// plans of one stage is not known, but none is cut that does not fit.
+    fn expected(&self, placed: &Placed<'_>, point: &Point, is_staged: bool) -> f64 {
+        let samples = point.microbatch();
+        let pace = match is_staged {
+            true => self.paces.expected(placed, samples),
+            false => self.paces.expected_short(placed, samples),
+        };
+        pace.map_or(0.0, |pace| scaled(placed, placed.microbatches as f64 * pace))
+    }
+
+    /// Takes in how long microbatches of the latest mesh take, and whether plans of one stage are short of memory.
+    pub fn learn(&mut self, Solved { own, .. }: &Solved<'_>, point: &Point, is_short: bool) {
+        self.paces.learn(&own.placed, point.microbatch(), own.shape.pace(), is_short);
     }
 
     /// Whether plans that take at least so many seconds are worth to be found.
     pub fn is_open(&mut self, least: f64) -> bool {
-        let opens = least <= self.limit();
-        if !opens {
+        self.is_below(least, self.limit())
+    }
+
+    /// Whether plans that take at least so many seconds are below a limit; else they are left out.
+    fn is_below(&mut self, least: f64, limit: f64) -> bool {
+        if least > limit {
             self.leave_out(least);
         }
-        opens
+        least <= limit
     }
 
     /// Plans are left out that take at least so many seconds.
@@ -209,6 +242,12 @@ impl Visited {
             }
         }
     }
+}
+
+/// The least that pipelines of a mesh take, as far as it takes to see whether that is more than so many seconds.
+fn least_of_stages(space: &Space<'_, '_>, placed: &Placed<'_>, limit: f64) -> f64 {
+    let orders = orders(space.pins);
+    least_in_stages(space.prepared, placed, &in_stages(space, placed, &orders, limit))
 }
 
 /// What is asked of a bound of pipelines that take no more than so many seconds.

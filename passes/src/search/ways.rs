@@ -274,8 +274,8 @@ fn square(degree: u64) -> Option<Vec<u64>> {
 }
 
 /// The ways to make a tensor degree of axes: as pinned; else one axis, and its prime pieces where some
-/// factor divides only in part (two key/value heads over four ranks), so that it can take one of them, and
-/// two near-equal axes where the degree is large.
+/// factor divides only in part (two key/value heads over four ranks), so that it can take one of them
+/// ([`joined`] to a few), and two near-equal axes where the degree is large.
 fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     if let Some(axes) = pins.axes.get("tp") {
         return vec![axes.clone()];
@@ -299,14 +299,15 @@ fn splits(prepared: &Prepared<'_>, tp: u64, pins: &Pins) -> Vec<Vec<u64>> {
     });
     let mut splits = vec![vec![tp]];
     if pieces.len() > 1 && is_divided_in_part {
-        splits.push(few(pieces));
+        splits.push(joined(pieces));
     }
     splits.extend(square(tp).filter(|square| !splits.contains(square)));
     splits
 }
 
-/// Of the pieces of a degree, from the smallest, [`MOST_PIECES`] at the most: the smallest two are one until there are as few.
-fn few(mut pieces: Vec<u64>) -> Vec<u64> {
+/// Of the pieces of a degree, from the smallest, [`MOST_PIECES`] at the most: the smallest two are one
+/// until there are as few.
+fn joined(mut pieces: Vec<u64>) -> Vec<u64> {
     while pieces.len() > MOST_PIECES {
         let both = pieces.drain(..2).product();
         let place = pieces.partition_point(|piece| *piece < both);
@@ -318,6 +319,13 @@ fn few(mut pieces: Vec<u64>) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn large_degrees_are_made_of_few_axes() {
+        assert_eq!(joined(vec![2, 2, 2, 3]), [2, 2, 2, 3]);
+        assert_eq!(joined(vec![2, 2, 2, 2, 3]), [2, 2, 3, 4]);
+        assert_eq!(joined(vec![2; 12]), [4, 4, 16, 16]);
+    }
 
     /// Within a node, and over twice as many ranks each time: any of them may be the fastest that fits.
     #[test]

@@ -31,6 +31,7 @@ pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, vi
     extend(&mut found, (&fastest, all), (space, point, &meshes), visited);
     let fit = found.iter().filter(|candidate| candidate.offload.is_none() && candidate.prediction.fits());
     let best = fit.map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
+    visited.learn(&fastest, point, best.is_infinite());
     if best < f64::INFINITY {
         if overlap::may_need_layouts(&found, space, (visited.least(), best.min(visited.best))) {
             let hidden = solve(overlap::HIDDEN_WIRE);
@@ -78,16 +79,13 @@ fn extend(
                 let free = solved.predict(storage, zero, Recompute::None, point.work);
                 visited.is_open(free.step.0)
             };
-            if !is_open {
-                let all = pins.recompute.unwrap_or(Recompute::Values(shape.menu().steps()));
-                visited.may_fit |= shape.memory(storage, zero, all).total() <= bound;
-            }
+            visited.may_fit |= !is_open;
             let room = if is_open { bound } else { Bytes(u64::MAX) };
             let of = |solved: &Solved<'_>| {
                 let (Seen { placed, shape, .. }, mut found) = (&solved.own, Vec::new());
                 let at = |recompute| At { shape, storage, zero, recompute };
                 let total = |recompute| point.away.left(&at(recompute));
-                for recompute in recomputations(shape.menu().steps(), &total, pins, (room, space.measure)) {
+                for recompute in recomputations(&|| shape.menu().steps(), &total, pins, (room, space.measure)) {
                     let on_device = solved.predict(storage, zero, recompute, point.work);
                     let on_device = Prediction { room: bound, ..on_device };
                     let at = at(recompute);
@@ -112,7 +110,7 @@ fn extend(
             };
             let is_short = |of: &Solved<'_>| {
                 let shape = &of.own.shape;
-                shape.memory(storage, zero, unforced(shape.menu().steps(), pins)).total() > bound
+                shape.memory(storage, zero, unforced(&|| shape.menu().steps(), pins)).total() > bound
             };
             let fastest = |of: &[Candidate]| {
                 let fit = of.iter().filter(|candidate| candidate.prediction.fits());
@@ -151,7 +149,7 @@ fn longer(of: Prediction, seconds: f64) -> Prediction {
 /// How much may be computed again, of a menu of so many steps, which leaves a `total` on the device: as pinned; else
 /// nothing, and where that does not fit what does.
 pub(in crate::search) fn recomputations(
-    all: u64,
+    all: &dyn Fn() -> u64,
     total: &dyn Fn(Recompute) -> Bytes,
     pins: &Pins,
     (bound, measure): (Bytes, Measure),
@@ -159,6 +157,7 @@ pub(in crate::search) fn recomputations(
     let mut choices = vec![unforced(all, pins)];
     let is_free = pins.recompute.is_none_or(|pin| pin == Recompute::BY_NEED);
     if is_free && total(Recompute::None) > bound {
+        let all = all();
         for share in measure.shares {
             let fits = |count| total(Recompute::Values(count)).0 as f64 <= share * bound.0 as f64;
             choices.push(Recompute::Values(least_steps(all, fits).unwrap_or(all)));
@@ -169,9 +168,9 @@ pub(in crate::search) fn recomputations(
 }
 
 /// How much is computed again, of a menu of so many steps, where memory asks for nothing: as pinned, or nothing.
-pub(in crate::search) fn unforced(all: u64, pins: &Pins) -> Recompute {
+pub(in crate::search) fn unforced(all: &dyn Fn() -> u64, pins: &Pins) -> Recompute {
     let pinned = pins.recompute.filter(|pin| *pin != Recompute::BY_NEED);
-    pinned.map_or(Recompute::None, |pin| pin.within(all))
+    pinned.map_or(Recompute::None, |pin| pin.within(all()))
 }
 
 /// The fewest steps of recomputation that fit, by bisection; `None` if not even all do.

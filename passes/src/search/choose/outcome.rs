@@ -195,7 +195,7 @@ pub(in crate::search) fn stopped(space: &Space<'_, '_>, is_proven: bool, left_ou
             let head = if is_free { ", in which the head is cut by its tokens" } else { "" };
             format!("it is the best of {of}{head}")
         }
-        (0, _) => "every mesh was solved, or left out by its bound".to_string(),
+        (0, _) => "every mesh was solved, or left out as too slow".to_string(),
         (refused, _) => {
             let (plans, do_not) =
                 if refused == 1 { ("plan that is", "does not") } else { ("plans that are", "do not") };

@@ -1,0 +1,90 @@
+//! How long a microbatch takes, by what divides it.
+//!
+//! Meshes that differ in their stages and data ranks alone have the same microbatches on the axes that are searched: the
+//! same layouts are the fastest, and take as long. Larger microbatches take less for each of their samples, each time by
+//! less. So what was found on some meshes tells of others that they are too slow, where their [bounds](super::bound)
+//! are too low for that.
+
+use crate::cost::collective::Group;
+use crate::shard::family::searched_axes;
+use crate::shard::tensor::Placed;
+use std::collections::BTreeMap;
+
+/// By how many times as much as from one size to the next, samples of larger microbatches may take less than those of the
+/// largest that is known, if each doubling gained half of what the one before did.
+const MORE: f64 = 2.0;
+
+/// The axes that divide a microbatch: of each the family and the ranks.
+type Axes = Vec<(String, Group)>;
+
+/// What is known of the passes of a microbatch.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    /// What they take, without what data ranks say to each other.
+    seconds: f64,
+    /// Whether none of the plans of one stage fitted that have no values away from the devices.
+    is_short: bool,
+}
+
+/// What is known, by the axes and by the samples of a microbatch on a rank.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Paces(BTreeMap<Axes, BTreeMap<u64, Pace>>);
+
+impl Paces {
+    /// The seconds that a microbatch of a placed mesh is expected to take, of so many samples on a rank.
+    pub fn expected(&self, placed: &Placed<'_>, samples: u64) -> Option<f64> {
+        let known = self.0.get(&axes(placed)?)?;
+        known.get(&samples).map(|pace| pace.seconds).or_else(|| of_more(known, samples))
+    }
+
+    /// The same if no plan of one stage is expected to fit, as none did of smaller microbatches.
+    pub fn expected_short(&self, placed: &Placed<'_>, samples: u64) -> Option<f64> {
+        let known = self.0.get(&axes(placed)?)?;
+        let (_, before) = known.range(..samples).next_back()?;
+        of_more(known, samples).filter(|_| before.is_short)
+    }
+
+    /// Learns what it takes.
+    pub fn learn(&mut self, placed: &Placed<'_>, samples: u64, seconds: f64, is_short: bool) {
+        if let Some(axes) = axes(placed) {
+            self.0.entry(axes).or_default().insert(samples, Pace { seconds, is_short });
+        }
+    }
+
+    /// Takes others in.
+    pub fn join(&mut self, other: Self) {
+        other.0.into_iter().for_each(|(axes, known)| self.0.entry(axes).or_default().extend(known));
+    }
+}
+
+/// The axes that are searched of a placed mesh, if all its ranks are alike.
+fn axes(placed: &Placed<'_>) -> Option<Axes> {
+    let (mesh, cluster) = (placed.mesh, placed.cluster);
+    let axes = searched_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1);
+    let of = |axis| (mesh.axis(axis).family().to_string(), Group::new(mesh, &[axis], cluster));
+    (cluster.parts.len() <= 1).then(|| axes.map(of).collect())
+}
+
+/// The least that a microbatch is expected to take which has more samples than those that are known, by the two largest.
+fn of_more(known: &BTreeMap<u64, Pace>, samples: u64) -> Option<f64> {
+    let mut largest = known.range(..samples).rev().map(|(size, pace)| (*size as f64, pace.seconds / *size as f64));
+    let ((large, least), (small, most)) = (largest.next()?, largest.next()?);
+    let left = (most - least).max(0.0) * small / (large - small);
+    Some(samples as f64 * (least - MORE * left).max(0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_of_larger_microbatches_take_less_by_less() {
+        let of = |seconds: f64| Pace { seconds, is_short: false };
+        let mut known = BTreeMap::from([(2, of(3.0))]);
+        assert_eq!(of_more(&known, 4), None);
+        known.insert(4, of(5.0));
+        // A second for each, and one for all: samples take 1.5 and 1.25 s, and twice as much less at the most.
+        assert_eq!(of_more(&known, 8), Some(8.0 * 0.75));
+        assert_eq!(of_more(&known, 4), None);
+    }
+}
