@@ -76,6 +76,26 @@ fn of_more(known: &BTreeMap<u64, Pace>, samples: u64) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::Cluster;
+    use crate::search::{Degrees, fastest};
+    use crate::shard::prepare::prepare;
+    use crate::synthetic::{Sizes, residual};
+    use shardc_ir::{DType, NoScratch};
+
+    #[test]
+    fn microbatches_take_as_long_wherever_they_are_divided_alike() {
+        let graph = residual(Sizes { seed: 3, nodes: 60, batch: 64, width: 1024, dtype: DType::Bf16 }).unwrap();
+        let (prepared, cluster) = (prepare(&graph, 64, &NoScratch), Cluster::parse("h100:8x2", "h200").unwrap());
+        let mut paces = Paces::default();
+        for (pp, dp) in [(1, 8), (2, 4), (4, 2)] {
+            let mesh = Degrees::new(2).with("pp", &[pp]).with("dp", &[dp]).with("tp", &[2]).mesh(64);
+            let (placed, shape) = fastest(&prepared, &mesh, &cluster).unwrap().unwrap();
+            let expected = paces.expected(&placed, 2).unwrap_or(shape.pace());
+            assert!((shape.pace() / expected - 1.0).abs() < 0.01, "pp={pp}: {} for {expected}", shape.pace());
+            assert_eq!(paces.expected_short(&placed, 4), None);
+            paces.learn(&placed, 2, shape.pace(), true);
+        }
+    }
 
     #[test]
     fn samples_of_larger_microbatches_take_less_by_less() {

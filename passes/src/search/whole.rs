@@ -69,7 +69,7 @@ fn extend(
     (space, point, meshes): (&Space<'_, '_>, &Point, &[Mesh]),
     visited: &mut Visited,
 ) {
-    let Seen { placed, shape, .. } = &solved.own;
+    let placed = &solved.own.placed;
     let (pins, bound) = (space.pins, point.away.room.device);
     let smaller = OnceCell::new();
     for (storage, degrees) in point.degrees.iter().enumerate() {
