@@ -31,7 +31,7 @@ const FAR: f64 = 1.1;
 /// not worth lowering.
 const PROMISING: f64 = 0.99;
 
-/// The share of what others took from which on a mesh is expected to take as long.
+/// A mesh is expected to take at least this share of what others took whose microbatches are divided alike.
 const EXPECTED: f64 = 0.98;
 
 /// A mesh, and what is known of its plans.
