@@ -18,7 +18,7 @@ use crate::cost::collective::Group;
 use crate::cost::step;
 use crate::search::estimate::turns::{beside_kernels, is_in_pass};
 use crate::shard::coupled::coupled;
-use crate::shard::family::searched_axes;
+use crate::shard::family::open_axes;
 use crate::shard::layout::Turn;
 use crate::shard::objective::{Beside, Objective, Pricer, Quote};
 use crate::shard::problem::Problem;
@@ -222,7 +222,7 @@ struct Relaxed<'a, 'b> {
 
 impl<'a, 'b> Relaxed<'a, 'b> {
     fn new(prepared: &'a Prepared<'b>, placed: &'a Placed<'a>, sharing: Sharing) -> Self {
-        let axes: Vec<_> = searched_axes(placed.mesh).into_iter().filter(|axis| placed.mesh.size(*axis) > 1).collect();
+        let axes = open_axes(placed.mesh);
         let all = placed.mesh.extent(axes.iter().copied());
         let objective = |beside: Beside| Objective::Bound { byte: 0.0, beside, sharing };
         // By what an axis may divide and by where its ranks are.

@@ -6,12 +6,12 @@
 //! are too low for that.
 
 use crate::cost::collective::Group;
-use crate::shard::family::searched_axes;
+use crate::shard::family::open_axes;
 use crate::shard::tensor::Placed;
 use std::collections::BTreeMap;
 
-/// By how many times as much as from one size to the next, samples of larger microbatches may take less than those of the
-/// largest that is known, if each doubling gained half of what the one before did.
+/// Samples of larger microbatches may take less than those of the largest that is known by so many times as much as if every
+/// microbatch took some seconds for itself and some for each of its samples.
 const MORE: f64 = 2.0;
 
 /// The axes that divide a microbatch: of each the family and the ranks.
@@ -60,9 +60,8 @@ impl Paces {
 /// The axes that are searched of a placed mesh, if all its ranks are alike.
 fn axes(placed: &Placed<'_>) -> Option<Axes> {
     let (mesh, cluster) = (placed.mesh, placed.cluster);
-    let axes = searched_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1);
     let of = |axis| (mesh.axis(axis).family().to_string(), Group::new(mesh, &[axis], cluster));
-    (cluster.parts.len() <= 1).then(|| axes.map(of).collect())
+    (cluster.parts.len() <= 1).then(|| open_axes(mesh).into_iter().map(of).collect())
 }
 
 /// The least that a microbatch is expected to take which has more samples than those that are known, by the two largest.

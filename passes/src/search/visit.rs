@@ -12,7 +12,7 @@ use super::paces::Paces;
 use super::placed::{Solved, place_batch};
 use super::space::{Point, Space};
 use super::stages::schedules::{self, orders};
-use crate::shard::family::{copy_axes, searched_axes};
+use crate::shard::family::{copy_axes, open_axes};
 use crate::shard::tensor::Placed;
 use crate::threads;
 use shardc_ir::{Bytes, Seconds};
@@ -130,7 +130,7 @@ impl Visited {
     /// that may be the best, or so close to it that its programs decide.
     pub fn opens(&mut self, space: &Space<'_, '_>, placed: &Placed<'_>, degrees: &Degrees, point: &Point) -> bool {
         let (prepared, is_staged) = (space.prepared, degrees.degree("pp") > 1);
-        let is_whole = !is_staged && searched_axes(placed.mesh).iter().all(|axis| placed.mesh.size(*axis) == 1);
+        let is_whole = !is_staged && open_axes(placed.mesh).is_empty();
         let limit = if is_staged { self.limit_in_stages() } else { self.limit() };
         let expected = EXPECTED * self.expected(placed, point, is_staged);
         // Of what is expected to take longer, a bound is asked for that takes the least to find.

@@ -34,7 +34,12 @@ pub fn searched_axes(mesh: &Mesh) -> Vec<AxisId> {
     of(mesh, &SEARCHED)
 }
 
-/// The same in the order in which they are placed: what is placed first has the most to choose from, so the outermost of a
+/// Those of them that have more than one rank.
+pub fn open_axes(mesh: &Mesh) -> Vec<AxisId> {
+    searched_axes(mesh).into_iter().filter(|axis| mesh.size(*axis) > 1).collect()
+}
+
+/// All of them in the order in which they are placed: what is placed first has the most to choose from, so the outermost of a
 /// family, whose links are the slowest. But of context axes the innermost: of axes that divide the tokens it alone can go to
 /// the heads in one exchange.
 pub fn placed_axes(mesh: &Mesh) -> Vec<AxisId> {

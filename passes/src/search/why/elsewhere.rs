@@ -6,7 +6,7 @@ use crate::divisors::divisors;
 use crate::search::choice::pins::Pins;
 use crate::search::error::PlanError;
 use crate::search::search_among;
-use crate::shard::family::searched_axes;
+use crate::shard::family::open_axes;
 use crate::shard::tensor::Prepared;
 use shardc_ir::{NodeId, Plan};
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ pub(in crate::search) fn elsewhere(
     cluster: &Cluster,
     asked: &[(NodeId, NodeId)],
 ) -> Result<Vec<Elsewhere>, PlanError> {
-    let divides_more = searched_axes(&plan.mesh).iter().any(|axis| plan.mesh.size(*axis) > 1);
+    let divides_more = !open_axes(&plan.mesh).is_empty();
     if divides_more || plan.stages() > 1 || Pins::chosen(plan).offloads().is_some() {
         return Ok(Vec::new());
     }
