@@ -146,11 +146,9 @@ fn in_step(device: &Profile, collective: Collective, bytes: f64, on: (Group, &[L
 ///
 /// Within a node few bytes are sent with flags: of every 8 bytes 4 say that the others are there, so that nobody waits for a
 /// whole chunk (NCCL's protocol LL, which reaches 141 GB/s of NVLink at the most on H100: `src/graph/tuning.cc`).
-/// All-reduces of 3.2 MB over four H100s take 47 us. Kernels wait some 5 us longer, until their stream knows of it and the
-/// last rank has come.
+/// All-reduces of 3.2 MB over four H100s take 47 us.
 fn protocols(device: &Profile, collective: Collective, bytes: f64, (group, levels): (Group, &[Level])) -> (f64, f64) {
     const BANDWIDTH: f64 = 0.4;
-    const WAIT: f64 = 5e-6;
     let size = group.size() as f64;
     // The rate of the links that leave a unit, per device, and how many units are touched.
     let borders = || borders(device, group, levels).filter(|border| border.units > 1);
@@ -171,7 +169,7 @@ fn protocols(device: &Profile, collective: Collective, bytes: f64, (group, level
     let hops = |hop: f64| hops(device, hop, collective, (group, levels));
     let whole = start + hops(device.link_latency.value) + moved;
     let has_small = collective != Collective::AllToAll && group.across == 1;
-    let small = start + WAIT + hops(device.small_latency.value) + moved / BANDWIDTH;
+    let small = start + hops(device.small_latency.value) + moved / BANDWIDTH;
     (whole, if has_small { small } else { f64::INFINITY })
 }
 

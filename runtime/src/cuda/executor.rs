@@ -411,9 +411,11 @@ impl Rank {
             let enqueued = || {
                 ready.waits.iter().try_for_each(|event| self.device.wait(*event, stream))?;
                 pair.map_or(Ok(()), |(before, _)| self.device.record(before, stream))?;
-                self.enqueue(ready, run.microbatch)?;
+                let collectives = self.enqueue(ready, run.microbatch)?;
                 pair.map_or(Ok(()), |(_, after)| self.device.record(after, stream))?;
-                ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))
+                ready.mark.map_or(Ok(()), |event| self.device.record(event, stream))?;
+                // Whoever waits for the collective does not wait for its mark.
+                (0..collectives).try_for_each(|_| self.trail.mark(&self.device, stream))
             };
             enqueued().map_err(|error: Failure| format!("{}: {error}", ready.text))?;
             if is_timed {
@@ -425,8 +427,9 @@ impl Rank {
         self.inputs.bring_next(&self.device)
     }
 
-    fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<(), Failure> {
-        let stream = ready.stream;
+    /// Enqueues an instruction; gives how many times it meets other ranks.
+    fn enqueue(&self, ready: &Ready, microbatch: u64) -> Result<u32, Failure> {
+        let (stream, mut met) = (ready.stream, 0);
         for command in &ready.commands {
             match command {
                 Command::Launch(launch) => self.device.launch(launch, stream)?,
@@ -437,10 +440,10 @@ impl Rank {
                 #[expect(unsafe_code, reason = "calls the library")]
                 Command::Fused(bound) => unsafe { self.libraries.cudnn.launch(bound, self.device.stream(stream)) }?,
                 Command::Collective { group, collective, parts } => match self.communicators.get(group) {
-                    _ if self.sent_by_copies(*collective, stream)? => self.trail.mark(&self.device, stream)?,
+                    _ if self.sent_by_copies(*collective, stream)? => met += 1,
                     Some(group) => {
                         group.run(*collective, parts, self.device.stream(stream))?;
-                        self.trail.mark(&self.device, stream)?;
+                        met += 1;
                     }
                     // A group of one: what is sent is what is received.
                     None => parts.iter().try_for_each(|part| {
@@ -450,7 +453,7 @@ impl Rank {
                 Command::Exchange(exchange) => {
                     let peers = self.peers.as_ref().ok_or("a collective by copies without other ranks")?;
                     peers.run(exchange, &self.device, stream)?;
-                    self.trail.mark(&self.device, stream)?;
+                    met += 1;
                 }
                 Command::Feed { input, to, bytes } => {
                     self.inputs.feed((*input, microbatch), (*to, *bytes), &self.device, stream)?;
@@ -462,7 +465,7 @@ impl Rank {
                 },
             }
         }
-        Ok(())
+        Ok(met)
     }
 
     /// Enqueues the next message to a rank whose memory is reached; whether it is one.
