@@ -15,11 +15,12 @@
 use super::draft::Touched;
 use super::draft::{Draft, Hint, Item, StorageId};
 use super::early::is_small;
+use rustc_hash::{FxHashMap, FxHashSet};
 use shardc_ir::ops::{Fused, FusedStep, Op};
 use shardc_ir::pipeline::last_forward;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, Graph, NodeId, Target, TensorType};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Fuses what the target has kernels for, in every section of the draft of a graph.
 pub(super) fn fuse(draft: &mut Draft, graph: &Graph, target: &dyn Target) {
@@ -51,11 +52,11 @@ struct Regions {
     /// By where each runs, its operations in their order.
     all: BTreeMap<usize, Vec<usize>>,
     /// Where the operation runs that stood at each index, if not there.
-    place: HashMap<usize, usize>,
+    place: FxHashMap<usize, usize>,
     /// For which collective the instruction of each index waits, the last of those that it depends on.
     waits: Vec<Option<usize>>,
     /// By what they wait for, where the last regions of small values run.
-    small: HashMap<Option<usize>, usize>,
+    small: FxHashMap<Option<usize>, usize>,
 }
 
 impl Regions {
@@ -107,7 +108,7 @@ impl Forming<'_> {
     /// The regions, of one operation or more.
     fn regions(&self) -> Regions {
         let mut regions = Regions::default();
-        let mut makers: HashMap<BufferId, usize> = HashMap::new();
+        let mut makers: FxHashMap<BufferId, usize> = FxHashMap::default();
         for at in 0..self.draft.sections[self.section].len() {
             let instruction = &self.item(at).instruction;
             regions.waits.push(self.waits(&regions, at));
@@ -173,7 +174,9 @@ impl Forming<'_> {
         let (first, last) = (*members.first()?, *members.last()?);
         let pass = self.is_behind(first);
         let is_one_pass = members.iter().all(|member| self.is_behind(*member) == pass);
-        let may_run = |place: &usize| members.iter().all(|member| self.may_move(regions, *member, *place, members));
+        let made = &self.made(members);
+        let may_run =
+            |place: &usize| members.iter().all(|member| self.may_move(regions, *member, *place, (members, made)));
         let place = [regions.place(first), last].into_iter().filter(|_| is_one_pass).find(may_run)?;
         self.fused(members).map(|_| place)
     }
@@ -184,7 +187,7 @@ impl Forming<'_> {
         let is_read_there = |buffer: &BufferId| {
             let storage = self.draft.storage[*buffer];
             let is_known =
-                |place: &(usize, usize)| place.0 == self.section && (place.1 == at || members.contains(&place.1));
+                |place: &(usize, usize)| place.0 == self.section && (place.1 == at || is_among(members, place.1));
             !self.kept.contains(&storage) && self.touched.of(storage).iter().all(is_known)
         };
         let copies = |at: usize| matches!(self.op(at), Some(Op::Broadcast(_)));
@@ -206,13 +209,19 @@ impl Forming<'_> {
 
     /// Whether a member of a region may run at a place: behind the same instructions that write what it reads and no other
     /// member makes, before the same others, and so for all that touch what it makes.
-    fn may_move(&self, regions: &Regions, at: usize, place: usize, members: &[usize]) -> bool {
-        let is_member = |touch: &(usize, usize)| touch.0 == self.section && members.contains(&touch.1);
+    fn may_move(
+        &self,
+        regions: &Regions,
+        at: usize,
+        place: usize,
+        (members, made): (&[usize], &FxHashSet<BufferId>),
+    ) -> bool {
+        let is_member = |touch: &(usize, usize)| touch.0 == self.section && is_among(members, touch.1);
         let stays =
             |touch: &(usize, usize)| touch.0 != self.section || (touch.1 < at) == (regions.place(touch.1) < place);
         let instruction = &self.item(at).instruction;
         let may_read = |buffer: &BufferId| {
-            let is_made = members.iter().any(|member| self.makes(*member, *buffer));
+            let is_made = made.contains(buffer);
             let written = self.written.of(self.draft.storage[*buffer]);
             written.iter().all(|write| if is_member(write) { is_made || write.1 == at } else { stays(write) })
         };
@@ -225,36 +234,41 @@ impl Forming<'_> {
         instruction.operands.iter().all(may_read) && (at == place || instruction.results.iter().all(may_write))
     }
 
-    fn makes(&self, at: usize, buffer: BufferId) -> bool {
-        self.item(at).instruction.results.contains(&buffer)
+    /// What a region makes.
+    fn made(&self, members: &[usize]) -> FxHashSet<BufferId> {
+        members.iter().flat_map(|member| &self.item(*member).instruction.results).copied().collect()
     }
 
     /// The instruction of a region, if the target has a kernel for it.
     fn fused(&self, members: &[usize]) -> Option<Instruction> {
-        let is_made = |buffer: &BufferId| members.iter().any(|member| self.makes(*member, *buffer));
+        let made = self.made(members);
         let mut operands: Vec<BufferId> = Vec::new();
+        // The place of each value among those of the region: what it reads, then what its steps make.
+        let mut values: FxHashMap<BufferId, usize> = FxHashMap::default();
         for buffer in members.iter().flat_map(|member| &self.item(*member).instruction.operands) {
-            if !is_made(buffer) && !operands.contains(buffer) {
+            if !made.contains(buffer) && !values.contains_key(buffer) {
+                values.insert(*buffer, operands.len());
                 operands.push(*buffer);
             }
         }
-        let mut values: Vec<BufferId> = operands.clone();
+        let mut count = operands.len();
         let mut region = Fused::default();
         let mut results = Vec::new();
         for member in members {
             let instruction = &self.item(*member).instruction;
-            let value = |buffer: &BufferId| values.iter().position(|value| value == buffer);
-            let of = instruction.operands.iter().map(value).collect::<Option<Vec<_>>>()?;
+            let of =
+                instruction.operands.iter().map(|buffer| values.get(buffer).copied()).collect::<Option<Vec<_>>>()?;
             let types = self.types(&instruction.results);
             let step =
                 FusedStep { op: self.op(*member)?.clone(), operands: of, results: types, source: instruction.source };
             region.steps.push(step);
             for buffer in &instruction.results {
                 if self.leaves(*buffer, members) {
-                    region.results.push(values.len());
+                    region.results.push(count);
                     results.push(*buffer);
                 }
-                values.push(*buffer);
+                values.entry(*buffer).or_insert(count);
+                count += 1;
             }
         }
         let types = self.types(&operands);
@@ -272,7 +286,12 @@ impl Forming<'_> {
     /// Whether anything but the members sees a value.
     fn leaves(&self, buffer: BufferId, members: &[usize]) -> bool {
         let storage = self.draft.storage[buffer];
-        let is_inside = |(section, at): &(usize, usize)| *section == self.section && members.contains(at);
+        let is_inside = |(section, at): &(usize, usize)| *section == self.section && is_among(members, *at);
         self.kept.contains(&storage) || !self.touched.of(storage).iter().all(is_inside)
     }
+}
+
+/// Whether an operation is one of a region's, which are in their order.
+fn is_among(members: &[usize], at: usize) -> bool {
+    members.binary_search(&at).is_ok()
 }
