@@ -238,5 +238,5 @@ fn the_same_request_gives_the_same_plan() {
     let pruned = search(&graph, &cluster, space.request, &pins, &NoScratch).unwrap();
     let bound = visited.bound(&space, f64::INFINITY).unwrap().unwrap().min(all.search.estimate.0);
     assert_eq!((all.choice, Seconds(bound)), (pruned.choice, pruned.search.bound));
-    assert_eq!(visited.pruned, 0);
+    assert_eq!(visited.pruned(), 0);
 }

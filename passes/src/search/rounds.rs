@@ -2,7 +2,7 @@
 //! those are that promise to be faster than what came of it. So that more that is searched never gives a slower plan, the
 //! two are compared by what their programs take.
 
-use super::candidate::Candidate;
+use super::candidate::{Candidate, sort};
 use super::choose::build::Confirm;
 use super::choose::outcome::{TOLD, slower, stopped};
 use super::choose::{Chosen, choose, seen};
@@ -40,23 +40,38 @@ impl Seen {
 
     /// The best plan, beside one that is known to take so many seconds.
     fn chosen(self, space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Round, PlanError> {
-        let Self { candidates, visited } = self;
+        let Self { candidates: all, visited } = self;
         let visited = visited.against(known);
-        let chosen = choose(space, confirm, candidates, visited.against);
+        let chosen = choose(space, confirm, all.clone(), visited.against);
         let step = match &chosen {
             Ok(Chosen::Best { step, .. }) => *step,
             // What is known is faster than all that were found.
             Ok(Chosen::Slower { .. }) => visited.against,
             Err(_) => f64::INFINITY,
         };
-        if step <= visited.cut {
+        if !visited.has_left_out(step) {
             return chosen.map(|chosen| Round { chosen, visited });
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-        let mut visited = Visited::within(space.away.room.device, step).paced(&visited).against(known);
-        let candidates = seen(space, &mut visited)?;
+        let Self { candidates, visited } = Self { candidates: all, visited }.wider(space, Some(step), known)?;
         let chosen = choose(space, confirm, candidates, visited.against)?;
         Ok(Round { chosen, visited })
+    }
+
+    /// The same beside a plan that is known to take so many seconds, where plans are looked for that take up to `limit`
+    /// seconds: what was left out for less is visited anew.
+    fn wider(self, space: &Space<'_, '_>, limit: Option<f64>, known: f64) -> Result<Self, PlanError> {
+        let Self { mut candidates, visited } = self;
+        let (mut visited, meshes) = visited.against(known).reopened(limit);
+        candidates.retain(|candidate| !meshes.contains(&candidate.degrees));
+        let mut again = visited.fork();
+        match seen(&Space { meshes: Some(&meshes), ..*space }, &mut again) {
+            Err(error) if error.is_refusal() && again.meshes() > 0 => {}
+            found => candidates.extend(found?),
+        }
+        visited.join(again);
+        sort(&mut candidates);
+        Ok(Self { candidates, visited })
     }
 }
 
@@ -163,7 +178,11 @@ fn both((whole, seen): (&Space<'_, '_>, Seen), staged: &Space<'_, '_>, confirm: 
             }
             let step = known(&of_whole);
             // What was left out beside an estimate may be worth something beside programs that take longer.
-            let of_staged = if step <= estimated { of_staged } else { Seen::new(staged, before, step) };
+            let of_staged = match of_staged {
+                Ok(of_staged) if step > estimated => of_staged.wider(staged, None, step),
+                Err(_) if step > estimated => Seen::new(staged, before, step),
+                of_staged => of_staged,
+            };
             (Some(of_whole), Some(of_staged.and_then(|of_staged| of_staged.chosen(staged, confirm, step))))
         }
     }
@@ -207,7 +226,7 @@ fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_
         search.stopped.insert_str(0, &stopped(space, is_proven, left_out));
         let visited = || std::iter::once(&found.visited).chain(other.iter().map(|(round, _)| &round.visited));
         search.meshes = visited().map(Visited::meshes).sum();
-        search.pruned = visited().map(|visited| visited.pruned).sum();
+        search.pruned = visited().map(Visited::pruned).sum();
     }
     if let Some((other, _)) = other {
         let lost = |choice: String, of: &Prediction, estimated: &str| {

@@ -3,6 +3,7 @@
 use super::away::Away;
 use super::bound::sharing::{Filling, Sharing};
 use super::bound::stages::{InStages, least_fitting_in_stages, least_in_stages};
+use super::candidate::Candidate;
 use super::choice::degrees::Degrees;
 use super::choice::pins::{Pins, Recompute};
 use super::enumerate::enumerate;
@@ -97,4 +98,48 @@ fn the_bound_of_pipelines_with_room_is_close() {
     let pins = Pins::parse("pp=4").unwrap();
     let plan = search(&graph, &cluster, &request, &pins, &NoScratch).unwrap();
     assert!(plan.search.gap < 0.12, "{}: {:.4}", plan.choice, plan.search.gap);
+}
+
+/// What is left out beside a plan that takes little is found beside one that takes longer, as if that one had been known from
+/// the beginning; and no mesh is visited again that has nothing to offer.
+#[test]
+fn what_was_left_out_is_found_again() {
+    let graph = llama(MODEL, DType::Bf16);
+    let prepared = prepare(&graph, MODEL.batch, &NoScratch);
+    let line = Line::new(&prepared);
+    let (mut again_in_all, mut meshes_in_all) = (0, 0);
+    for (cluster, pins) in [("h100:4x4", "zero=1"), ("h200:2x4", "tp=1"), ("h100:4x4", "schedule=zbv")] {
+        let (cluster, pins) = (Cluster::parse(cluster, "h200").unwrap(), Pins::parse(pins).unwrap());
+        for memory in [1300u64, 2300, 9000].map(|mib| Bytes(mib << 20)) {
+            let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
+            let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
+            let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
+            let (meshes, others, with_unfit) = (None, &[][..], false);
+            let space =
+                Space { prepared, line, pipelines, meshes, cluster, others, request, pins, away, with_unfit, measure };
+            let fastest = |all: &[Candidate]| {
+                let fit = all.iter().filter(|of| of.prediction.fits());
+                fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)
+            };
+            let beside = |step: f64| {
+                let mut visited = Visited::new(memory).against(step);
+                (enumerate(&space, &mut visited).unwrap_or_default(), visited)
+            };
+            let best = fastest(&beside(f64::INFINITY).0);
+            for share in [0.8, 1.0] {
+                let (first, visited) = beside(share * best);
+                let known = visited.meshes();
+                let (mut wider, meshes) = visited.against(1.1 * best).reopened(None);
+                let mut again = wider.fork();
+                let found = enumerate(&Space { meshes: Some(&meshes), ..space }, &mut again).unwrap_or_default();
+                again_in_all += again.meshes();
+                wider.join(again);
+                let kept: Vec<Candidate> = first.into_iter().filter(|of| !meshes.contains(&of.degrees)).collect();
+                assert_eq!(fastest(&[kept, found].concat()), fastest(&beside(1.1 * best).0));
+                assert_eq!(wider.meshes(), known);
+                meshes_in_all += known;
+            }
+        }
+    }
+    assert!(again_in_all > 0 && again_in_all < meshes_in_all, "{again_in_all} of {meshes_in_all} meshes");
 }

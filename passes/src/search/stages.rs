@@ -405,10 +405,16 @@ impl Tries<'_> {
 
     /// Whether pipelines that take at least so many seconds are not worth a try.
     fn leaves_out(&self, least: f64) -> bool {
-        if least > self.mesh.far {
+        self.refuse(least);
+        least > self.far()
+    }
+
+    /// Pipelines that take at least so many seconds are not tried any further: which of them is told where that is because
+    /// of what is known of other meshes.
+    fn refuse(&self, least: f64) {
+        if least >= self.mesh.far {
             self.cut.set(self.cut.get().min(least));
         }
-        least > self.far()
     }
 
     /// Seconds of the fastest step that fits, of those that are known.

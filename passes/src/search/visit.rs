@@ -47,6 +47,9 @@ struct Known {
     is_tight: bool,
     /// The fastest plan found that fits.
     best: f64,
+    /// The least bound of what was left out of it, and whether that is all.
+    cut: f64,
+    is_left_out: bool,
 }
 
 /// The meshes so far.
@@ -62,19 +65,15 @@ pub struct Visited {
     paces: Paces,
     /// The fastest plan found that fits.
     pub best: f64,
-    /// Meshes that were left out.
-    pub pruned: u64,
     /// Whether what was left out of the latest microbatches may fit, though nothing that was found does.
     pub may_fit: bool,
-    /// The least bound of those that may be faster than what is known.
-    pub cut: f64,
 }
 
 impl Visited {
     /// None yet. `memory` is what a rank may take wherever it is.
     pub fn new(memory: Bytes) -> Self {
         let (known, paces, none) = (Vec::new(), Paces::default(), f64::INFINITY);
-        Self { memory, limit: None, against: none, known, paces, best: none, pruned: 0, may_fit: false, cut: none }
+        Self { memory, limit: None, against: none, known, paces, best: none, may_fit: false }
     }
 
     /// None yet; plans are looked for that take up to so many seconds, whatever is found.
@@ -102,13 +101,34 @@ impl Visited {
     pub fn join(&mut self, other: Self) {
         self.known.extend(other.known);
         self.paces.join(other.paces);
-        (self.best, self.cut) = (self.best.min(other.best), self.cut.min(other.cut));
-        self.pruned += other.pruned;
+        self.best = self.best.min(other.best);
     }
 
     /// The meshes, those that were left out included.
     pub fn meshes(&self) -> u64 {
         self.known.len() as u64
+    }
+
+    /// How many of them were left out.
+    pub fn pruned(&self) -> u64 {
+        self.known.iter().filter(|known| known.is_left_out).count() as u64
+    }
+
+    /// Whether something was left out that may take less than so many seconds, and less than what is known beside the
+    /// meshes.
+    pub fn has_left_out(&self, seconds: f64) -> bool {
+        self.known.iter().any(|known| known.cut < seconds && known.cut <= self.against)
+    }
+
+    /// The same, where plans are looked for that take up to `limit` seconds if it is said, without the meshes of which that
+    /// may be: these are given, with all ways to store parameters, to be visited anew.
+    pub fn reopened(self, limit: Option<f64>) -> (Self, Vec<Degrees>) {
+        let mut wider = Self { limit, ..self };
+        let [whole, staged] = [wider.limit(), wider.limit_in_stages()];
+        let is_open = |known: &Known| known.cut <= if known.degrees.degree("pp") > 1 { staged } else { whole };
+        let (again, known): (Vec<_>, Vec<_>) = wider.known.into_iter().partition(is_open);
+        wider.known = known;
+        (wider, again.into_iter().flat_map(|known| known.stored).collect())
     }
 
     /// The bound of the latest mesh.
@@ -150,9 +170,10 @@ impl Visited {
         // Stages on several kinds of nodes are bounded as if all were on the fastest.
         let is_tight = is_whole || (is_staged && placed.cluster.parts.len() > 1);
         let (degrees, stored) = (degrees.clone(), point.degrees.clone());
-        self.known.push(Known { degrees, stored, least, is_whole, is_tight, best: f64::INFINITY });
+        let (best, cut) = (f64::INFINITY, f64::INFINITY);
+        self.known.push(Known { degrees, stored, least, is_whole, is_tight, best, cut, is_left_out: false });
         let opens = self.is_below(least.max(expected), limit);
-        self.pruned += u64::from(!opens);
+        self.known.last_mut().into_iter().for_each(|known| known.is_left_out = !opens);
         opens
     }
 
@@ -191,10 +212,10 @@ impl Visited {
         least <= limit
     }
 
-    /// Plans are left out that take at least so many seconds.
+    /// Plans of the latest mesh are left out that take at least so many seconds.
     pub fn leave_out(&mut self, least: f64) {
-        if least <= self.against {
-            self.cut = self.cut.min(least);
+        if let Some(known) = self.known.last_mut() {
+            known.cut = known.cut.min(least);
         }
     }
 

@@ -220,7 +220,9 @@ impl Problem<'_> {
         }
         // The order of passes goes by how long they are: what is held is known once they are.
         let (stages, levels) = self.stages(ends);
-        if self.at_least((&stages, &levels)) >= enough {
+        let least = self.at_least((&stages, &levels));
+        if least >= enough {
+            self.tries.refuse(least);
             return None;
         }
         let held = &self.held_at(ends, &levels)?;

@@ -27,6 +27,12 @@ type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
 /// How many times as long as its kernels a stage takes for a microbatch's forward pass, and for its backward pass.
 type Longer = [f64; 2];
 
+/// What running a schedule came to: the seconds of all microbatches, or so many at the least, where it was given up.
+struct Ran {
+    seconds: f64,
+    is_whole: bool,
+}
+
 impl Problem<'_> {
     /// Time and memory of a step with everything on the devices; nothing, if it takes at least so many seconds, and so much
     /// is seen without running the schedule.
@@ -50,6 +56,7 @@ impl Problem<'_> {
         let (longest, slowest) = self.slowest((stages, levels))?;
         let least = self.at_least((stages, levels)) + once * spread;
         if least >= enough {
+            self.tries.refuse(least);
             return None;
         }
         // Of what is far from fitting, or not faster than what fits, nobody asks how long its stages wait.
@@ -58,7 +65,13 @@ impl Problem<'_> {
         let total = match is_asked || self.tries.mesh.with_unfit {
             true => {
                 let longer = vec![[1.0; 2]; stages.len()];
-                (self.run(ends, (stages, levels), &longer, enough / spread - once)? + once) * spread
+                let Ran { seconds, is_whole } = self.run(ends, (stages, levels), &longer, enough / spread - once)?;
+                let total = (seconds + once) * spread;
+                if !is_whole {
+                    self.tries.refuse(total);
+                    return None;
+                }
+                total
             }
             false => least,
         };
@@ -146,9 +159,9 @@ impl Problem<'_> {
         (0..of.0.len()).map(seconds).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
     }
 
-    /// Seconds of all microbatches, where passes take so much longer than their kernels; nothing, if a few of them tell that
+    /// Seconds of all microbatches, where passes take so much longer than their kernels, as far as it takes to see whether
     /// these are more than `enough`. Passes are as long as the plan says: what differs by less has one order, and one run.
-    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer], enough: f64) -> Option<f64> {
+    fn run(&self, ends: &[usize], (stages, levels): Stages<'_>, longer: &[Longer], enough: f64) -> Option<Ran> {
         let (pipeline, count) = (&self.tries.pipeline, self.tries.stages);
         let microbatches = self.tries.mesh.placed.microbatches;
         let (lengths, unit) = self.lengths(ends, levels);
@@ -172,19 +185,23 @@ impl Problem<'_> {
         };
         let all = |microbatches: u64| self.tries.mesh.followed(microbatches, round);
         let (first, some) = (all((STEADY - 1) * round), all(STEADY * round));
-        if enough < f64::INFINITY && first < some && run(first)? + (microbatches - first) as f64 * slowest > enough {
-            return None;
+        if enough < f64::INFINITY && first < some {
+            let least = run(first)? + (microbatches - first) as f64 * slowest;
+            if least > enough {
+                return Some(Ran { seconds: least * unit, is_whole: false });
+            }
         }
+        let whole = |seconds: f64| Some(Ran { seconds: seconds * unit, is_whole: true });
         let few = run(some)?;
         if some == microbatches {
-            return Some(few * unit);
+            return whole(few);
         }
         let further = (few - run(some - round)?) / round as f64;
         // Where stages wait for messages they do so the more, the more microbatches there are.
         let waits = further > slowest * STEADY_WITHIN;
         let most = if waits { microbatches.min(MOST_FOLLOWED).max(some) } else { some };
         let run = if most > some { run(most)? } else { few };
-        Some((run + (microbatches - most) as f64 * if waits { further } else { slowest }) * unit)
+        whole(run + (microbatches - most) as f64 * if waits { further } else { slowest })
     }
 
     /// What leaves the stages adds to a step that is predicted with everything on the devices: seconds of transfers, and
@@ -203,8 +220,8 @@ impl Problem<'_> {
             [times(*forward, beside.forward), times(*backward, beside.backward)]
         };
         let longer: Vec<Longer> = stages.iter().enumerate().zip(&shown).map(longer).collect();
-        let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()], f64::INFINITY)?;
-        let beside = self.run(ends, (stages, levels), &longer, f64::INFINITY)?;
+        let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()], f64::INFINITY)?.seconds;
+        let beside = self.run(ends, (stages, levels), &longer, f64::INFINITY)?.seconds;
         let gradients = shown.iter().map(|own| own.gradients).fold(0.0, f64::max);
         let spread = step::spread(self.tries.mesh.placed.cluster.ranks());
         let updates = self.updates((stages, levels)).zip(leaving).zip(&shown);
