@@ -11,6 +11,12 @@ use shardc_models::hf::{self, Beside, HfWeights};
 use shardc_models::zoo::{self, Config};
 use std::path::{Path, PathBuf};
 
+/// What stands between the name of a model and the number of its layers, where that is another than its own.
+const LAYERS: &str = "@layers=";
+
+/// The most layers that a name may ask for: programs list every one.
+const MOST_LAYERS: u64 = 1 << 12;
+
 /// A model that a user named.
 #[derive(Clone, Debug)]
 pub struct NamedModel {
@@ -30,6 +36,13 @@ impl NamedModel {
         if name.trim().is_empty() {
             let fix = "`shardc models` lists the names; a directory with config.json and safetensors is a model too";
             return Err(Error::request("the name of the model is empty", fix));
+        }
+        if let Some((base, layers)) = name.rsplit_once(LAYERS) {
+            let count = layers.parse().ok().filter(|count| (1..=MOST_LAYERS).contains(count)).ok_or_else(|| {
+                let message = format!("`{layers}` layers of {base}: it must be a whole number from 1 to {MOST_LAYERS}");
+                Error::request(message, format!("write {base}{LAYERS}2"))
+            })?;
+            return Self::find(base)?.with_layers(count);
         }
         if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
             return Ok(Self { name: name.to_string(), config: entry.config, dir: None });
@@ -51,6 +64,24 @@ impl NamedModel {
         }
         let error = zoo::build(name, 1, 2).err();
         Err(error.map_or_else(|| Error::Bug(format!("model `{name}` is listed and not found")), Error::from))
+    }
+
+    /// The same with another number of layers, and with weights from the initialisers: `NAME@layers=N`.
+    ///
+    /// # Errors
+    /// A model without layers that are alike.
+    pub fn with_layers(&self, layers: u64) -> Result<Self, Error> {
+        let mut config = self.config.clone();
+        let Some(count) = config.layers() else {
+            let message = format!("{} has no layers that are alike", self.name);
+            return Err(Error::request(message, "leave the number of layers out"));
+        };
+        if *count as u64 == layers {
+            return Ok(self.clone());
+        }
+        *count = layers as usize;
+        let base = self.name.rsplit_once(LAYERS).map_or(&*self.name, |(base, _)| base);
+        Ok(Self::from_config(&format!("{base}{LAYERS}{layers}"), config))
     }
 
     /// A model of these sizes, with weights from the initialisers.
@@ -94,7 +125,7 @@ impl NamedModel {
     /// gathered from the ranks, and what was there before stays until all of it is on the disk. Where
     /// every rank is a process, all call this, and rank 0 writes.
     pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
-        if !matches!(self.config, Config::Gpt2(_) | Config::Llama(_)) {
+        if !self.has_hf_form() {
             return trainer.save(dir);
         }
         let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
@@ -102,6 +133,11 @@ impl NamedModel {
             beside.add("tokenizer.json", path)?;
         }
         gathered(trainer, |read| hf::save(dir, &self.config, &beside, read))
+    }
+
+    /// Whether models of its family are written as Hugging Face directories.
+    pub fn has_hf_form(&self) -> bool {
+        matches!(self.config, Config::Gpt2(_) | Config::Llama(_))
     }
 
     /// The longest sequence it can be given, where positions are learned.

@@ -259,8 +259,8 @@ fn search_text(search: &Search, is_staged: bool) -> String {
 /// What is known of the least that is possible, in stages and without.
 fn least(Search { bound, bound_of_others, .. }: &Search, is_staged: bool) -> String {
     let (own, other) = if is_staged { ("stages", "plan of one stage") } else { ("one stage", "pipeline") };
-    bound_of_others
-        .map_or(format!(", {bound}"), |others| format!(" in {own}, {bound}, and no {other} takes less than {others}"))
+    let others = bound_of_others.map(|others| format!(", and no {other} takes less than {others}"));
+    format!(" in {own}, {bound}{}", others.unwrap_or_default())
 }
 
 /// The categories of a rank's memory.

@@ -55,7 +55,7 @@ fn pipelines_over_nodes() {
     };
     plan("h100:1x3", &[], &["pp=3", "the least that is possible in stages", "no plan of one stage takes less than"]);
     for (cluster, more) in [("h100:1x3", &["--pin", "pp=1"][..]), ("h100:3", &[])] {
-        let said = plan(cluster, more, &["the least that is possible, "]);
+        let said = plan(cluster, more, &["the least that is possible in one stage"]);
         assert!(!said.contains("pp=3"), "{said}");
     }
     plan("h100:3", &["--search", "all"], &["of one stage", "pipeline"]);
@@ -85,7 +85,8 @@ fn attention_that_several_ranks_repeat() {
 #[test]
 fn fewer_devices() {
     let plan = |batch: &str, words: &[&str]| {
-        check(&["plan", "llama-1b", "--cluster", "h100:3", "--seq", "2048", "--batch", batch], 0, words)
+        let args = ["plan", "llama-1b", "--cluster", "h100:3", "--seq", "2048", "--batch", batch, "--pin", "pp=1"];
+        check(&args, 0, words)
     };
     let said = plan("8", &["2 of these 3 devices would be faster", "3 do not divide the batch of 8"]);
     let seconds = check(&["plan", "llama-1b", "--cluster", "h100:2", "--seq", "2048", "--batch", "8"], 0, &["step"]);
@@ -279,4 +280,22 @@ fn devices_pipes_and_closed_ends() {
     }
     let (code, _) = run("\"$1\" plan nothing 2>/dev/full");
     assert_eq!(code, Some(2));
+}
+
+/// The number of layers is part of the model's name, so its plan is one like any other.
+#[test]
+fn the_largest_model_is_planned_like_any_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let [plan, edited] = ["plan.json", "plan.ir"].map(|name| dir.path().join(name));
+    let asked =
+        ["plan", "llama-tiny", "--cluster", "cpu:1", "--seq", "64", "--device-memory", "60MiB", "-o", text(&plan)];
+    let said = check(&[&asked[..], &["--maximize", "layers"]].concat(), 0, &["llama-tiny@layers=", "beyond it"]);
+    let layers = said.split("llama-tiny@layers=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+    check(&["verify", text(&plan), "--static-only"], 0, &["✓ request", "✓ memory"]);
+    check(&["explain", text(&plan), "--text", text(&edited)], 0, &["wrote"]);
+    check(&["diff", text(&plan), text(&edited)], 0, &["same"]);
+    let named = format!("llama-tiny@layers={layers}");
+    check(&["plan", &named, "--cluster", "cpu:1", "--seq", "64", "--device-memory", "60MiB"], 0, &[&named]);
+    check(&["plan", "llama-tiny@layers=0"], 2, &["`0` layers", "from 1 to 4096"]);
+    check(&["plan", "resnet-50@layers=3"], 2, &["no layers that are alike"]);
 }

@@ -346,3 +346,20 @@ fn choices_that_cannot_be_kept() {
     // Values go by the names that are printed for equal blocks.
     check(&["explain", text(&plan), "blocks.*.mlp.gate.weight"], 0, &["`blocks.0.mlp.gate`"]);
 }
+
+/// What would do nothing is refused.
+#[test]
+fn flags_without_an_effect() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = dir.path().join("plan.json");
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/documentation.txt");
+    check(&["plan", "llama-tiny", "--cluster", "cpu:1", "--seq", "32", "-o", text(&plan)], 0, &[]);
+    let train = |more: &[&str], words: &[&str]| {
+        let args = ["train", text(&plan), "--data", text(&data), "--steps", "1"];
+        check(&[&args[..], more].concat(), 2, words);
+    };
+    train(&["--dump-to", text(dir.path())], &["--dump-to and --search", "leave them out"]);
+    train(&["--search", "all"], &["--dump-to and --search", "leave them out"]);
+    train(&["--min-lr", "1e-4"], &["--min-lr 0.0001 has no effect", "--schedule cosine"]);
+    train(&["--betas", "0.9"], &["two numbers, such as 0.9,0.95"]);
+}

@@ -78,3 +78,11 @@ fn the_page_of_a_pipeline_is_small() {
     let (few, many) = (size("32"), size("256"));
     assert!(many < 3 << 20 && many < few + (1 << 19), "{few} and {many} bytes");
 }
+
+/// Ranks that cannot all be data ranks are stages, where that is faster than to divide tensors.
+#[test]
+fn ranks_that_do_not_divide_the_batch_are_stages() {
+    let args = ["plan", "llama-8b", "--cluster", "h100:7", "--batch", "8", "--seq", "2048"];
+    check(&args, 0, &["plan     pp=7,", "of the least that is possible in stages", "no plan of one stage takes less"]);
+    check(&[&args[..], &["--pin", "pp=1"]].concat(), 0, &["plan     dp=1,tp=7", "that is possible in one stage"]);
+}

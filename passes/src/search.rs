@@ -184,10 +184,12 @@ fn pipelines(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins
     // Within a node, whose links are fast, stages gain little for the time that solving them takes.
     let is_worth = cluster.nodes > 1 || request.scope == Scope::All;
     let is_open = Feature::Pipeline.is_open(false, request.scope, prepared.target);
+    // Ranks that cannot all be data ranks do better as stages than where they divide tensors badly, or do the same.
+    let is_uneven = !request.batch.is_multiple_of(cluster.ranks()) && prepared.target.runs(Feature::Pipeline);
     match pins.opens_stages() {
         _ if !is_kept => Pipelines::Never,
         true => Pipelines::Alone,
-        false if is_open && is_worth => Pipelines::Too,
+        false if (is_open && is_worth) || is_uneven => Pipelines::Too,
         false if prepared.target.runs(Feature::Pipeline) => Pipelines::Fallback,
         false => Pipelines::Never,
     }

@@ -91,7 +91,8 @@ pub struct RequestArgs {
 /// The plans that are considered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SearchArg {
-    /// What can be executed; pipelines on GPUs of several nodes, or where nothing else fits.
+    /// What can be executed; pipelines on GPUs of several nodes, where ranks do not divide the batch, or where nothing else
+    /// fits.
     Runnable,
     /// Pipelines everywhere, and what no runtime here executes yet; `train` refuses the latter.
     All,
@@ -254,7 +255,7 @@ pub struct TrainArgs {
     /// Measure every instruction of the last step, and print where its time went.
     #[arg(long)]
     pub profile: bool,
-    /// Write the trained model as a Hugging Face directory.
+    /// Write the trained model as a Hugging Face directory; of a family that has no such form, its weights alone.
     #[arg(long, value_name = "DIR")]
     pub save: Option<PathBuf>,
 }
@@ -278,8 +279,8 @@ pub struct OptimizerArgs {
     #[arg(long, value_enum, default_value_t = Decay::Constant)]
     pub schedule: Decay,
     /// Decay rates of the moments.
-    #[arg(long, value_delimiter = ',', num_args = 1..=2, default_values_t = [0.9, 0.95], value_name = "B1,B2")]
-    pub betas: Vec<f64>,
+    #[arg(long, value_parser = number::pair, default_value = "0.9,0.95", value_name = "B1,B2", allow_negative_numbers = true)]
+    pub betas: [f64; 2],
     /// Added to the root of the second moment.
     #[arg(long, default_value_t = 1e-8, value_parser = number::real, allow_negative_numbers = true)]
     pub eps: f64,

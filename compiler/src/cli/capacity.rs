@@ -40,11 +40,16 @@ pub fn maximize(
         return Ok(compiled);
     }
     let what = dimension.text(size);
-    let unit = if dimension.unit() > 1 { format!(", multiples of {}", dimension.unit()) } else { String::new() };
+    let mut unit = if dimension.unit() > 1 { format!(", multiples of {}", dimension.unit()) } else { String::new() };
+    if let Some(apart) = beyond.as_ref().map(|(next, _)| next - size).filter(|apart| *apart > dimension.unit()) {
+        unit.push_str(&format!(", to within {apart}"));
+    }
     let parameters = thousands(parameters);
     print(&format!("the largest that fits: {what} ({parameters} parameters; {tried} sizes tried{unit})\n"));
     if let Some((next, beyond)) = beyond {
         print(&format!("beyond it, {}: {beyond}\n", dimension.text(next)));
+    } else if size >= dimension.most() {
+        print(&format!("more may fit: {} are the most that are tried\n", dimension.text(size)));
     }
     print(&format!("\n{}", report::plan_text(compiled.plan())));
     Ok(compiled)

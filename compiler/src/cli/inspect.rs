@@ -111,7 +111,7 @@ struct Line {
 pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(Some(&args.cluster))?;
     let is_cuda = cluster.device.kind == "cuda";
-    let mut lines = vec![cores(), memory()];
+    let mut lines = vec![cores(if is_cuda { 0 } else { cluster.per_node }), memory()];
     // What one GPU does without is not missing.
     let optional: &[&str] = if cluster.ranks() > 1 { &["cuDNN"] } else { &["cuDNN", "NCCL"] };
     lines.extend(probe::libraries().into_iter().map(|finding| Line {
@@ -153,10 +153,18 @@ fn line_json(line: &Line) -> Value {
     })
 }
 
-fn cores() -> Line {
-    let cores = std::thread::available_parallelism();
-    let found = cores.map(|cores| format!("{cores} cores")).map_err(|error| error.to_string());
-    Line { name: "CPU".into(), found, fix: String::new(), is_needed: true }
+/// The cores, and whether so many ranks have one each: without, they take turns.
+fn cores(ranks: u64) -> Line {
+    let cores = std::thread::available_parallelism().map(|cores| cores.get() as u64);
+    let (is_needed, found) = match cores {
+        Ok(cores) if ranks > cores => {
+            let cores = counted(cores, "core");
+            (false, Err(format!("{cores} for {ranks} ranks: steps take longer than predicted")))
+        }
+        Ok(cores) => (true, Ok(counted(cores, "core"))),
+        Err(error) => (true, Err(error.to_string())),
+    };
+    Line { name: "CPU".into(), found, fix: String::new(), is_needed }
 }
 
 fn memory() -> Line {

@@ -36,6 +36,16 @@ pub fn real(text: &str) -> Result<f64, String> {
     Ok(number)
 }
 
+/// Two numbers.
+///
+/// # Errors
+/// Says what they must be.
+pub fn pair(text: &str) -> Result<[f64; 2], String> {
+    let numbers = text.split(',').map(|number| real(number.trim())).collect::<Result<Vec<_>, _>>();
+    let expect = "it must be two numbers, such as 0.9,0.95";
+    numbers.map_err(|_| expect)?.try_into().map_err(|_| expect.to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -48,6 +58,8 @@ mod tests {
         check("0e-400", Some(0.0));
         check("1e-400", None);
         check("1e", None);
+        assert_eq!(pair("0.9, 0.95"), Ok([0.9, 0.95]));
+        assert!(pair("0.9").is_err() && pair("0.9,0.95,0.1").is_err() && pair("0.9,x").is_err());
         assert_eq!((count("3"), count("0").is_err(), count("-1").is_err()), (Ok(3), true, true));
         assert!(ranks("1048576").is_ok() && ranks("1048577").is_err());
     }

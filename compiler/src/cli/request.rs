@@ -2,6 +2,7 @@
 
 use super::args::{OptimizerArgs, PrecisionArg, ReduceArg, RequestArgs, SearchArg};
 use shardc::explain::edit;
+use shardc::learning_rate::Decay;
 use shardc::{Batch, Cluster, Error, LearningRate, NamedModel, OptimizerConfig, OptimizerKind, Options, Precision};
 use shardc_ir::plan::Scope;
 use shardc_ir::text::PlanFileError;
@@ -166,10 +167,7 @@ fn default_precision(cluster: &Cluster) -> Precision {
 
 /// The optimizer.
 pub fn optimizer(args: &OptimizerArgs) -> Result<OptimizerConfig, Error> {
-    let [beta1, beta2] = args.betas[..] else {
-        let given = args.betas.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-        return Err(Error::request(format!("--betas {given}: it takes two numbers"), "write --betas 0.9,0.95"));
-    };
+    let [beta1, beta2] = args.betas;
     let kind = OptimizerKind::AdamW { beta1, beta2, eps: args.eps, weight_decay: args.weight_decay };
     Ok(OptimizerConfig { kind, clip_grad_norm: (args.clip_grad_norm != 0.0).then_some(args.clip_grad_norm) })
 }
@@ -185,6 +183,10 @@ pub fn learning_rate(args: &OptimizerArgs, steps: u64) -> Result<LearningRate, E
                 format!("{flag} is {rate:e}, more than the largest number of fp32, in which weights are updated");
             return Err(Error::request(message, "give a smaller one, such as 3e-4"));
         }
+    }
+    if args.min_lr > 0.0 && args.schedule == Decay::Constant {
+        let message = format!("--min-lr {} has no effect: a constant rate stays at --lr", args.min_lr);
+        return Err(Error::request(message, "give --schedule cosine or linear too, or leave --min-lr out"));
     }
     if args.min_lr > args.lr {
         let message = format!("--min-lr {} is above --lr {}", args.min_lr, args.lr);

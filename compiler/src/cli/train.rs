@@ -1,6 +1,6 @@
 //! `shardc train`.
 
-use super::args::TrainArgs;
+use super::args::{SearchArg, TrainArgs};
 use super::log::say;
 use super::{check_not_read, check_writable, is_same_file, print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -9,7 +9,7 @@ use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_s
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
-use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc::{Batch, Cluster, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
 use shardc_runtime::launch::Place;
@@ -63,6 +63,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     check_outputs(args)?;
     if !json && launch::is_lead() {
         say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
+        crowded(&request::cluster(Some(&compiled.plan().request.cluster))?).iter().for_each(|note| say(note));
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
@@ -94,7 +95,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
             let place = saved.as_ref().ok().copied().flatten();
             match json {
                 true => print_json(&summary_json(&compiled, &run, profile, place)),
-                false => summarize(&compiled, &run, profile, place),
+                false => summarize((&model, &compiled), &run, profile, place),
             }
             shown = measured.map(drop);
         }
@@ -256,6 +257,16 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
     Ok((model, compiled, data))
 }
 
+/// What is said where ranks of the CPU outnumber its cores: predictions have one for each.
+fn crowded(cluster: &Cluster) -> Option<String> {
+    let (ranks, cores) =
+        (cluster.per_node, std::thread::available_parallelism().map_or(u64::MAX, |own| own.get() as u64));
+    (cluster.device.kind == "cpu" && ranks > cores).then(|| {
+        let cores = counted(cores, "core");
+        format!("{ranks} ranks share the {cores} of this machine: a step takes longer than predicted, which is with one for each\n\n")
+    })
+}
+
 /// The plan of a file, and its model traced again.
 fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, Compiled), Error> {
     let path = Path::new(&args.model);
@@ -279,6 +290,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
     if flags.pin.is_some() || numbers || memory {
         let message = "--pin, --precision, --reduce-dtype, --deterministic, --device-memory and --host-memory are choices \
                        that the plan file has made";
+        return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
+    }
+    if flags.dump_to.is_some() || flags.search != SearchArg::Runnable {
+        let message = "--dump-to and --search are about making a plan, which the plan file is";
         return Err(Error::request(message, "leave them out, or give the model's name instead of the plan file"));
     }
     if request::optimizer(&args.optimizer)? != shardc::OptimizerConfig::default() {
@@ -399,10 +414,11 @@ fn summary_json(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save:
 }
 
 /// All that a run has to say, as text.
-fn summarize(compiled: &Compiled, run: &Run, profile: Option<&Profile>, save: Option<&Path>) {
+fn summarize((model, compiled): (&NamedModel, &Compiled), run: &Run, profile: Option<&Profile>, save: Option<&Path>) {
     summarize_steps(compiled, run, profile);
     if let Some(dir) = save {
-        print(&format!("saved to {}\n", dir.display()));
+        let form = if model.has_hf_form() { "" } else { " (weights alone: the family has no Hugging Face form)" };
+        print(&format!("saved to {}{form}\n", dir.display()));
     }
 }
 

@@ -208,7 +208,14 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
     }
     let least = batch / ranks.saturating_mul(pins.microbatch.unwrap_or(1)).max(1);
     let message = match pins.microbatch {
-        _ if least > MOST_SEARCHED => format!(
+        Some(microbatch) if least > MOST_SEARCHED => {
+            let message = format!(
+                "a step has at most {MOST_SEARCHED} microbatches, and this would be {least} or more on each rank; pin \
+                 larger ones, or use a smaller batch"
+            );
+            return Err(PlanError::Pin { pin: format!("microbatch={microbatch}"), message });
+        }
+        None if least > MOST_SEARCHED => format!(
             "a step has at most {MOST_SEARCHED} microbatches, and this would be {least} or more on each rank; use a \
              smaller batch, or one of more divisors"
         ),
