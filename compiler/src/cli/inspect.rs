@@ -156,15 +156,16 @@ fn line_json(line: &Line) -> Value {
 /// The cores, and whether so many ranks have one each: without, they take turns.
 fn cores(ranks: u64) -> Line {
     let cores = std::thread::available_parallelism().map(|cores| cores.get() as u64);
-    let (is_needed, found) = match cores {
+    let (is_needed, found, fix) = match cores {
         Ok(cores) if ranks > cores => {
+            let fix = format!("where the time of a step matters, use at most {}", counted(cores, "rank"));
             let cores = counted(cores, "core");
-            (false, Err(format!("{cores} for {ranks} ranks: steps take longer than predicted")))
+            (false, Err(format!("{cores} for {ranks} ranks: steps take longer than predicted")), fix)
         }
-        Ok(cores) => (true, Ok(counted(cores, "core"))),
-        Err(error) => (true, Err(error.to_string())),
+        Ok(cores) => (true, Ok(counted(cores, "core")), String::new()),
+        Err(error) => (true, Err(error.to_string()), String::new()),
     };
-    Line { name: "CPU".into(), found, fix: String::new(), is_needed }
+    Line { name: "CPU".into(), found, fix, is_needed }
 }
 
 fn memory() -> Line {

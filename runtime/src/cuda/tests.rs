@@ -398,3 +398,27 @@ fn a_gpu_without_8_bit_units_is_refused_by_name() {
     assert!(message.contains("8.0") && message.contains("fp8") && message.contains("--precision bf16"), "{message}");
     assert_eq!([(8, 9), (9, 0), (10, 0)].map(lacks_f8_units), [None, None, None]);
 }
+
+/// A row of elements is cut into tiles of as many units each, of which next to none is idle.
+#[test]
+fn tiles_of_a_row_are_as_long_as_each_other() {
+    let tiles = |columns: u64| {
+        let (x, y) = (t(Bf16, &[4096, columns]), t(F32, &[columns]));
+        let grad = Op::from(UnaryGrad { kind: UnaryKind::Gelu });
+        let steps = vec![
+            FusedStep { op: grad, operands: vec![0, 1], results: vec![x.clone()], source: None },
+            FusedStep {
+                op: Reduce { kind: ReduceOp::Sum, dims: vec![0] }.into(),
+                operands: vec![2],
+                results: vec![y.clone()],
+                source: None,
+            },
+        ];
+        let region = Fused { steps, results: vec![2, 3] };
+        let steps = select(&region.into(), &[x.clone(), x.clone()], &[x, y]).unwrap().steps;
+        let Some(Step::Launch(launch)) = steps.first() else { panic!("a launch") };
+        (launch.grid[0], launch.kernel.threads)
+    };
+    // Of 8 elements a unit: 192 units are two tiles of 96, not one of 128 and half of another.
+    assert_eq!([1024, 1536, 3072].map(tiles), [(1, 128), (2, 96), (3, 128)]);
+}

@@ -197,8 +197,9 @@ impl Layout {
             false => 1,
         };
         let most = if is_norm { MOST_UNITS } else { TILE };
-        let threads = vectors.div_ceil(packs).next_multiple_of(32).clamp(32, most);
-        let tiles = vectors.div_ceil(threads * packs).max(1);
+        // As many units in each tile of a row, with none to spare but in the last warp.
+        let tiles = vectors.div_ceil(packs * most).max(1);
+        let threads = vectors.div_ceil(packs * tiles).next_multiple_of(32).clamp(32, most);
         // Units of a processor, by the registers that each takes; blocks stay for all of their rows. A block that
         // waits for its sums does so for two rows at once.
         let (resident, together) = match (is_norm, has_sums) {
