@@ -40,9 +40,9 @@ impl Seen {
 
     /// The best plan, beside one that is known to take so many seconds.
     fn chosen(self, space: &Space<'_, '_>, confirm: Option<Confirm<'_>>, known: f64) -> Result<Round, PlanError> {
-        let Self { candidates: all, visited } = self;
-        let visited = visited.against(known);
-        let chosen = choose(space, confirm, all.clone(), visited.against);
+        let seen = Self { visited: self.visited.against(known), ..self };
+        let visited = &seen.visited;
+        let chosen = choose(space, confirm, seen.candidates.clone(), visited.against);
         let step = match &chosen {
             Ok(Chosen::Best { step, .. }) => *step,
             // What is known is faster than all that were found.
@@ -50,10 +50,10 @@ impl Seen {
             Err(_) => f64::INFINITY,
         };
         if !visited.has_left_out(step) {
-            return chosen.map(|chosen| Round { chosen, visited });
+            return chosen.map(|chosen| Round { chosen, visited: seen.visited });
         }
         // Plans that were thought to fit did not: what was left out because of them may be the best after all.
-        let Self { candidates, visited } = Self { candidates: all, visited }.wider(space, Some(step), known)?;
+        let Self { candidates, visited } = seen.wider(space, Some(step), known)?;
         let chosen = choose(space, confirm, candidates, visited.against)?;
         Ok(Round { chosen, visited })
     }
@@ -63,10 +63,13 @@ impl Seen {
     fn wider(self, space: &Space<'_, '_>, limit: Option<f64>, known: f64) -> Result<Self, PlanError> {
         let Self { mut candidates, visited } = self;
         let (mut visited, meshes) = visited.against(known).reopened(limit);
+        if meshes.is_empty() {
+            return Ok(Self { candidates, visited });
+        }
         candidates.retain(|candidate| !meshes.contains(&candidate.degrees));
         let mut again = visited.fork();
         match seen(&Space { meshes: Some(&meshes), ..*space }, &mut again) {
-            Err(error) if error.is_refusal() && again.meshes() > 0 => {}
+            Err(error) if error.is_refusal() => {}
             found => candidates.extend(found?),
         }
         visited.join(again);

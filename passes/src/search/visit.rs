@@ -170,11 +170,11 @@ impl Visited {
         // Stages on several kinds of nodes are bounded as if all were on the fastest.
         let is_tight = is_whole || (is_staged && placed.cluster.parts.len() > 1);
         let (degrees, stored) = (degrees.clone(), point.degrees.clone());
-        let (best, cut) = (f64::INFINITY, f64::INFINITY);
-        self.known.push(Known { degrees, stored, least, is_whole, is_tight, best, cut, is_left_out: false });
-        let opens = self.is_below(least.max(expected), limit);
-        self.known.last_mut().into_iter().for_each(|known| known.is_left_out = !opens);
-        opens
+        let (takes, best) = (least.max(expected), f64::INFINITY);
+        let is_left_out = takes > limit;
+        let cut = if is_left_out { takes } else { f64::INFINITY };
+        self.known.push(Known { degrees, stored, least, is_whole, is_tight, best, cut, is_left_out });
+        !is_left_out
     }
 
     /// Whether pipelines with the layouts of a solved mesh may still be worth to be found.
