@@ -5,7 +5,7 @@ use super::args::{CheckArgs, EstimateArgs, VerifyArgs};
 use super::{print, print_json, request};
 use serde_json::{Value, json};
 use shardc::estimate::{Room, estimate, hosted, verdict};
-use shardc::{Error, NamedModel};
+use shardc::{Cluster, Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_ir::units::counted;
 use shardc_runtime::probe;
@@ -111,7 +111,7 @@ struct Line {
 pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(Some(&args.cluster))?;
     let is_cuda = cluster.device.kind == "cuda";
-    let mut lines = vec![cores(if is_cuda { 0 } else { cluster.per_node }), memory()];
+    let mut lines = vec![cores(&cluster), memory()];
     // What one GPU does without is not missing.
     let optional: &[&str] = if cluster.ranks() > 1 { &["cuDNN"] } else { &["cuDNN", "NCCL"] };
     lines.extend(probe::libraries().into_iter().map(|finding| Line {
@@ -153,19 +153,22 @@ fn line_json(line: &Line) -> Value {
     })
 }
 
-/// The cores, and whether so many ranks have one each: without, they take turns.
-fn cores(ranks: u64) -> Line {
-    let cores = std::thread::available_parallelism().map(|cores| cores.get() as u64);
-    let (is_needed, found, fix) = match cores {
-        Ok(cores) if ranks > cores => {
-            let fix = format!("where the time of a step matters, use at most {}", counted(cores, "rank"));
-            let cores = counted(cores, "core");
-            (false, Err(format!("{cores} for {ranks} ranks: steps take longer than predicted")), fix)
-        }
-        Ok(cores) => (true, Ok(counted(cores, "core")), String::new()),
-        Err(error) => (true, Err(error.to_string()), String::new()),
-    };
-    Line { name: "CPU".into(), found, fix, is_needed }
+/// What is said where a host's CPU ranks outnumber the cores of this machine, and take turns: predictions have a core for
+/// each. And what to do.
+pub fn crowded(cluster: &Cluster) -> Option<(String, String)> {
+    let (ranks, cores) = (cluster.per_node, std::thread::available_parallelism().ok()?.get() as u64);
+    (cluster.device.kind == "cpu" && ranks > cores).then(|| {
+        let fix = format!("where the time of a step matters, use at most {}", counted(cores, "rank"));
+        (format!("{} for {ranks} ranks: steps take longer than predicted", counted(cores, "core")), fix)
+    })
+}
+
+fn cores(cluster: &Cluster) -> Line {
+    if let Some((why, fix)) = crowded(cluster) {
+        return Line { name: "CPU".into(), found: Err(why), fix, is_needed: false };
+    }
+    let cores = std::thread::available_parallelism().map(|cores| counted(cores.get() as u64, "core"));
+    Line { name: "CPU".into(), found: cores.map_err(|error| error.to_string()), fix: String::new(), is_needed: true }
 }
 
 fn memory() -> Line {

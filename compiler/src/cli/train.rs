@@ -1,6 +1,7 @@
 //! `shardc train`.
 
 use super::args::{SearchArg, TrainArgs};
+use super::inspect::crowded;
 use super::log::say;
 use super::{check_not_read, check_writable, is_same_file, print, print_json, request};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -9,7 +10,7 @@ use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_s
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
-use shardc::{Batch, Cluster, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
 use shardc_runtime::launch::Place;
@@ -63,7 +64,11 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     check_outputs(args)?;
     if !json && launch::is_lead() {
         say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
-        crowded(&request::cluster(Some(&compiled.plan().request.cluster))?).iter().for_each(|note| say(note));
+        // A plan is trained wherever the file of its cluster is by now.
+        let cluster = request::cluster(Some(&compiled.plan().request.cluster)).ok();
+        if let Some((note, fix)) = cluster.as_ref().and_then(crowded) {
+            say(&format!("{note}; {fix}\n\n"));
+        }
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
@@ -255,16 +260,6 @@ fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
         }
     };
     Ok((model, compiled, data))
-}
-
-/// What is said where ranks of the CPU outnumber its cores: predictions have one for each.
-fn crowded(cluster: &Cluster) -> Option<String> {
-    let (ranks, cores) =
-        (cluster.per_node, std::thread::available_parallelism().map_or(u64::MAX, |own| own.get() as u64));
-    (cluster.device.kind == "cpu" && ranks > cores).then(|| {
-        let cores = counted(cores, "core");
-        format!("{ranks} ranks share the {cores} of this machine: a step takes longer than predicted, which is with one for each\n\n")
-    })
 }
 
 /// The plan of a file, and its model traced again.
