@@ -28,20 +28,25 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The variable that, set to `0`, leaves all collectives and messages to NCCL.
 const SWITCH: &str = "SHARDC_CUDA_COPIES";
 
-/// Bytes below which a collective is NCCL's, in all and of each tensor on average: what it takes then is waiting. Sums of 19
-/// MB over four H100s take 125 us by NCCL's kernels and 182 us by copies; of 100 MB and more, and of gradients of 32 MiB
-/// beside products, copies are faster, but for buckets of many tensors (`bench/RESULTS.md`).
-const LEAST: u64 = 32 << 20;
+/// Bytes for each rank, and of each tensor on average, below which a collective is NCCL's: what it takes then is waiting. Sums
+/// of 19 MB over four H100s take 125 us by NCCL's kernels and 182 us by copies; of 100 MB and more, and of gradients of 32
+/// MiB beside products, copies are faster, but for buckets of many tensors; of 25 MB over two H200s as well, beside products
+/// (`bench/RESULTS.md`).
+const LEAST_OF_RANK: u64 = 8 << 20;
 const LEAST_OF_EACH: u64 = 4 << 20;
 
 /// Bytes of scratch memory into which parts to be added are sent, at most. The less it is, the more sums there are to
 /// wait for: each begins when a kernel that holds the multiprocessors ends.
 const STAGING: u64 = 256 << 20;
 
-/// Whether a collective of tensors of these types can go by copies, and the scratch memory that it takes then.
+fn bytes(types: &[TensorType]) -> u64 {
+    types.iter().map(|ty| ty.bytes().0).sum()
+}
+
+/// Whether a collective of tensors of these types can go by copies, between two ranks if not between more, and the scratch
+/// memory that it takes then.
 pub fn scratch(action: &Action, operands: &[TensorType], results: &[TensorType]) -> Option<u64> {
-    let bytes = |types: &[TensorType]| types.iter().map(|ty| ty.bytes().0).sum::<u64>();
-    let is_large = |types: &[TensorType]| bytes(types) >= LEAST.max(LEAST_OF_EACH * types.len() as u64);
+    let is_large = |types: &[TensorType]| bytes(types) >= (2 * LEAST_OF_RANK).max(LEAST_OF_EACH * types.len() as u64);
     let adds = |ty: &TensorType| matches!(ty.dtype, DType::F32 | DType::Bf16 | DType::F16);
     match action {
         Action::AllGather { .. } => is_large(results).then_some(0),
@@ -98,7 +103,8 @@ fn site<'a>(
     instruction: &'a Instruction,
 ) -> Result<Option<Site<'a>>, Failure> {
     let types = |ids: &[BufferId]| ids.iter().map(|id| program.buffers[*id].ty.clone()).collect::<Vec<_>>();
-    let needed = scratch(&instruction.action, &types(&instruction.operands), &types(&instruction.results));
+    let (operands, results) = (types(&instruction.operands), types(&instruction.results));
+    let needed = scratch(&instruction.action, &operands, &results);
     let Some(needed) = needed else { return Ok(None) };
     let (Action::AllGather { group } | Action::ReduceScatter { group, .. } | Action::AllReduce { group, .. }) =
         &instruction.action
@@ -107,7 +113,9 @@ fn site<'a>(
     };
     let is_here = |id: &BufferId| program.buffers[*id].space == Space::Device;
     let all = instruction.operands.iter().chain(&instruction.results);
-    if instruction.stream != Stream::Communication || !{ all }.all(is_here) || program.groups[*group].len() < 2 {
+    let ranks = program.groups[*group].len() as u64;
+    let is_small = bytes(&operands).max(bytes(&results)) < LEAST_OF_RANK * ranks;
+    if instruction.stream != Stream::Communication || !{ all }.all(is_here) || ranks < 2 || is_small {
         return Ok(None);
     }
     let in_arena = |id: &BufferId| program.buffers[*id].offset;
@@ -255,9 +263,25 @@ mod tests {
             let types: Vec<TensorType> = shapes.iter().map(|size| TensorType::new(DType::Bf16, [*size])).collect();
             scratch(&action, &types, &types).is_some()
         };
-        assert!(by_copies(&[16 << 20]) && by_copies(&[16 << 20, 16, 16]));
-        assert!(!by_copies(&[(16 << 20) - 1]));
+        assert!(by_copies(&[8 << 20]) && by_copies(&[8 << 20, 16, 16]));
+        assert!(!by_copies(&[(8 << 20) - 1]));
         assert!(!by_copies(&[&[17 << 20][..], &[16; 20]].concat()), "many small ones");
+    }
+
+    #[test]
+    fn the_more_ranks_the_larger_is_what_goes_by_copies() {
+        let by_copies = |ranks: &str, elements: u64| {
+            let text = format!(
+                "program rank 0 of 4 {{\n  arena device 268435456\n  group 0 = {ranks}\n  \
+                 $0: f32[{elements}] device+0 buffer\n  $1: f32[{elements}] device+67108864 buffer\n  \
+                 $2: u8[67108864] device+134217728 buffer\n  section main {{\n    \
+                 0: $1 = all_reduce $0 sum over 0 scratch $2 on communication\n  }}\n  order main 0\n}}"
+            );
+            let program: Program = text.parse().unwrap();
+            !sites(&program).unwrap().is_empty()
+        };
+        assert!(by_copies("0, 1", 4 << 20) && !by_copies("0, 1, 2, 3", 4 << 20));
+        assert!(by_copies("0, 1, 2, 3", 8 << 20) && !by_copies("0, 1, 2, 3", (8 << 20) - 1));
     }
 
     #[test]
