@@ -11,7 +11,7 @@
 
 use crate::compile::{Compiled, compile};
 use crate::error::Error;
-use crate::model::NamedModel;
+use crate::model::{MOST_LAYERS, NamedModel};
 use crate::options::{Batch, Options, each_pin, leaves_open, with_pins};
 use serde::Serialize;
 use shardc_ir::units::counted;
@@ -49,10 +49,10 @@ impl Dimension {
         }
     }
 
-    /// More than anyone asks for: the search for the largest ends here. Programs list every layer.
+    /// More than anyone asks for: the search for the largest ends here.
     pub fn most(self) -> u64 {
         match self {
-            Self::Layers => 1 << 10,
+            Self::Layers => MOST_LAYERS,
             Self::Batch | Self::Seq => 1 << 22,
         }
     }

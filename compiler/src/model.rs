@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 /// What stands between the name of a model and the number of its layers, where that is another than its own.
 const LAYERS: &str = "@layers=";
 
-/// The most layers that a name may ask for: programs list every one.
-const MOST_LAYERS: u64 = 1 << 12;
+/// The most layers that a name may ask for, and that are tried for the largest model: programs list every one.
+pub const MOST_LAYERS: u64 = 1 << 10;
 
 /// A model that a user named.
 #[derive(Clone, Debug)]

@@ -242,7 +242,7 @@ pub struct TrainArgs {
     #[arg(long, value_parser = number::count, allow_negative_numbers = true)]
     pub steps: u64,
     /// Seed of the initial weights and of the order of the samples.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = number::whole, allow_negative_numbers = true)]
     pub seed: u64,
     #[command(flatten)]
     pub optimizer: OptimizerArgs,
@@ -273,7 +273,7 @@ pub struct OptimizerArgs {
     #[arg(long, default_value_t = 0.0, value_parser = number::real, allow_negative_numbers = true)]
     pub min_lr: f64,
     /// Steps of linear warm-up.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = number::whole, allow_negative_numbers = true)]
     pub warmup: u64,
     /// How the rate falls after the warm-up.
     #[arg(long, value_enum, default_value_t = Decay::Constant)]

@@ -18,6 +18,14 @@ pub fn ranks(text: &str) -> Result<u64, String> {
     within(text, MOST_RANKS, &format!("a whole number from 1 to {MOST_RANKS}"))
 }
 
+/// A number of anything, or of nothing.
+///
+/// # Errors
+/// As [`count`].
+pub fn whole(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| "it must be a whole number from 0".to_string())
+}
+
 fn within(text: &str, most: u64, expect: &str) -> Result<u64, String> {
     let count = text.parse().ok().filter(|count| (1..=most).contains(count));
     count.ok_or_else(|| format!("it must be {expect}"))
