@@ -3,7 +3,9 @@
 
 mod browser;
 
+use base64::prelude::{BASE64_STANDARD, Engine};
 use browser::Page;
+use flate2::read::ZlibDecoder;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,8 +33,9 @@ fn report(dir: &Path) -> PathBuf {
 /// What the page is made of.
 fn data(page: &Path) -> Value {
     let text = fs::read_to_string(page).unwrap();
-    let data = text.split("id=\"data\">").nth(1).and_then(|rest| rest.split("</script>").next());
-    serde_json::from_str(data.unwrap()).unwrap()
+    let packed = text.split("id=\"data\">").nth(1).and_then(|rest| rest.split("</script>").next());
+    let packed = BASE64_STANDARD.decode(packed.unwrap()).unwrap();
+    serde_json::from_reader(ZlibDecoder::new(&packed[..])).unwrap()
 }
 
 /// What would change: each condition, and by how much the step does.

@@ -76,7 +76,7 @@ fn the_page_of_a_pipeline_is_small() {
         fs::metadata(&page).unwrap().len()
     };
     let (few, many) = (size("32"), size("256"));
-    assert!(many < 3 << 20 && many < few + (1 << 19), "{few} and {many} bytes");
+    assert!(many < 1 << 20 && many < few + (1 << 17), "{few} and {many} bytes");
 }
 
 /// Ranks that cannot all be data ranks are stages, where that is faster than to divide tensors.

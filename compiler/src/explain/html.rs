@@ -1,6 +1,6 @@
-//! The report: one self-contained page, with the data of an [`Inspection`] as compact JSON.
+//! The report: one self-contained page, with the data of an [`Inspection`] as compressed JSON.
 //!
-//! `report.html` is the page; it reads the JSON and draws. Whatever repeats is written once: equal
+//! `report.html` is the page; it reads the JSON (zlib, RFC 1950, in base64) and draws. Whatever repeats is written once: equal
 //! blocks are one value with a count, equal microbatches one list of spans, names one table, what values have in common
 //! one entry of a column, memory its changes. So the page of a model with hundreds of layers on thousands of ranks stays
 //! small.
@@ -9,6 +9,9 @@ use super::names::{folded_nodes, folded_path, layout, local, name_of, role, stag
 use super::{Inspection, collectives, memory, sensitivity, text, value};
 use crate::error::Error;
 use crate::report;
+use base64::prelude::{BASE64_STANDARD, Engine};
+use flate2::Compression;
+use flate2::read::ZlibEncoder;
 use serde_json::{Value, json};
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
@@ -17,6 +20,7 @@ use shardc_passes::cost::is_view;
 use shardc_passes::fold::{Folded, leaf_name};
 use shardc_passes::simulate::{Rank, RunSpan, Span};
 use std::collections::{BTreeMap, HashMap};
+use std::io::Read;
 use std::rc::Rc;
 
 const PAGE: &str = include_str!("report.html");
@@ -31,8 +35,10 @@ const POINTS: usize = 1200;
 /// A plan that does not divide over its cluster.
 pub fn page(inspection: &Inspection<'_>) -> Result<String, Error> {
     let data = data(inspection)?.to_string();
-    // Nothing in the data may end the script element that holds it.
-    Ok(PAGE.replacen(PLACE, &data.replace('<', "\\u003c"), 1))
+    let mut packed = Vec::new();
+    let whole = ZlibEncoder::new(data.as_bytes(), Compression::best()).read_to_end(&mut packed);
+    whole.map_err(|error| Error::Bug(error.to_string()))?;
+    Ok(PAGE.replacen(PLACE, &BASE64_STANDARD.encode(&packed), 1))
 }
 
 /// Strings by their numbers, in the order of their first use.

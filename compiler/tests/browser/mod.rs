@@ -34,7 +34,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// Opens a file in a window of this size.
+    /// Opens a file in a window of this size, and waits until the page says that it is drawn, or raises an error.
     pub fn open(browser: &Path, dir: &Path, file: &Path, (width, height): (u64, u64)) -> Self {
         let pipe = |name: &str| {
             let path = dir.join(name);
@@ -67,7 +67,7 @@ impl Page {
         let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
         page.call("Emulation.setDeviceMetricsOverride", size);
         page.call("Page.navigate", json!({"url": format!("file://{}", file.display())}));
-        while page.evaluate("document.readyState") != "complete" {
+        while page.errors.is_empty() && page.evaluate("document.documentElement?.dataset.drawn") != "" {
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
         page
