@@ -64,19 +64,29 @@ fn stages_name_their_devices() {
     check(&["verify", text(&plan), "--static-only"], 0, &["✓ layouts", "✓ programs", "✓ memory"]);
 }
 
-/// Equal runs are written once: many more microbatches add little to the page.
+/// Equal runs are written once: many more microbatches add little to the page, and to the timeline what they hold at
+/// the most.
 #[test]
-fn the_page_of_a_pipeline_is_small() {
+fn the_page_and_the_timeline_of_a_pipeline_are_small() {
     let dir = tempfile::tempdir().unwrap();
-    let size = |batch: &str| {
-        let (plan, page) = (dir.path().join("plan.json"), dir.path().join("page.html"));
+    let sizes = |batch: &str| {
+        let [plan, page, timeline] = ["plan.json", "page.html", "timeline.json"].map(|name| dir.path().join(name));
         let args = ["plan", "llama-1b", "--cluster", "h200:8x4", "--batch", batch, "--seq", "2048"];
         check(&[&args[..], &["--pin", "pp=4,tp=4,dp=2,microbatch=1", "-o", text(&plan)]].concat(), 0, &[]);
-        check(&["explain", text(&plan), "--html", text(&page)], 0, &["wrote"]);
-        fs::metadata(&page).unwrap().len()
+        check(&["explain", text(&plan), "--html", text(&page), "--timeline", text(&timeline)], 0, &["wrote"]);
+        let told: serde_json::Value = serde_json::from_slice(&fs::read(&timeline).unwrap()).unwrap();
+        let planned: serde_json::Value = serde_json::from_slice(&fs::read(&plan).unwrap()).unwrap();
+        let sum =
+            |of: &serde_json::Value| of.as_object().unwrap().values().filter_map(|part| part.as_u64()).sum::<u64>();
+        let held = told["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == "C");
+        let planned = &planned["prediction"]["memory"];
+        let live = sum(planned) - planned["reserved"].as_u64().unwrap();
+        assert_eq!(held.map(|event| sum(&event["args"])).max(), Some(live));
+        [page, timeline].map(|file| fs::metadata(file).unwrap().len())
     };
-    let (few, many) = (size("32"), size("256"));
+    let ([few, few_told], [many, many_told]) = (sizes("32"), sizes("256"));
     assert!(many < 1 << 20 && many < few + (1 << 17), "{few} and {many} bytes");
+    assert!(many_told < few_told + (2 << 20), "{few_told} and {many_told} bytes");
 }
 
 /// Ranks that cannot all be data ranks are stages, where that is faster than to divide tensors.

@@ -1,12 +1,10 @@
 //! Memory over the time of a step: what each byte of a rank is for, when.
 
-use super::Inspection;
 use shardc_ir::Program;
 use shardc_ir::plan::Memory;
-use shardc_passes::allocate::memory_over_time;
-use shardc_passes::simulate::{Rank, RunSpan};
+use shardc_passes::simulate::RunSpan;
 
-/// What a rank's device memory holds from a moment on, in seconds since the step began.
+/// What a rank's device memory holds from a moment on, in seconds since a run began.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Moment {
     /// The moment.
@@ -15,17 +13,8 @@ pub struct Moment {
     pub memory: Memory,
 }
 
-/// The memory of a class of ranks over its step.
-pub fn moments(inspection: &Inspection<'_>, rank: &Rank) -> Vec<Moment> {
-    let program = &inspection.programs[rank.program];
-    let curve = memory_over_time(program);
-    let of = |run| of_run(program, &curve, run).into_iter().map(move |moment| (run, moment));
-    let moments = rank.runs.iter().flat_map(of);
-    moments.map(|(run, moment)| Moment { at: run.start + moment.at, ..moment }).collect()
-}
-
 /// The memory over one run, in seconds since it began, given that over the program
-/// ([`memory_over_time`]). Equal runs of a section hold the same.
+/// ([`memory_over_time`](shardc_passes::allocate::memory_over_time)). Equal runs of a section hold the same.
 pub fn of_run(program: &Program, curve: &[(usize, Memory)], run: &RunSpan) -> Vec<Moment> {
     let earlier = program.sections.iter().take_while(|(section, _)| *section < run.run.section);
     let first: usize = earlier.map(|(_, section)| section.instructions.len()).sum();

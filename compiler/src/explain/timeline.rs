@@ -2,7 +2,7 @@
 //!
 //! One process per class of ranks, one thread per stream, memory by category as counters, arrows from
 //! sends to receives. Of many equal microbatches the first two and the last are written in full, the
-//! others as one span each, so that the file stays small. Measured steps can be written beside a
+//! others as one span each with the most that they hold, so that the file stays small. Measured steps can be written beside a
 //! prediction: they are processes of their own.
 
 use super::names::{name_of, role};
@@ -10,8 +10,9 @@ use super::{Inspection, collectives, memory};
 use crate::report;
 use serde_json::{Value, json};
 use shardc_ir::Program;
-use shardc_ir::plan::Category;
+use shardc_ir::plan::{Category, Memory};
 use shardc_ir::program::{Action, Stream};
+use shardc_passes::allocate::memory_over_time;
 use shardc_passes::simulate::{Rank, RunSpan};
 
 /// The thread on which runs are shown, beside those of the streams.
@@ -55,6 +56,7 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
     events.push(meta("thread_name", RUNS, json!({"name": "section"})));
     let repeats: Vec<&RunSpan> = rank.runs.iter().filter(|run| run.run.microbatch > 0).collect();
     let last = repeats.last().map_or(0, |run| run.run.microbatch);
+    let (curve, mut before) = (memory_over_time(program), None);
     for run in &rank.runs {
         let section = &program.sections[run.run.section];
         let name = if last > 0 && section.name == "microbatch" {
@@ -63,8 +65,14 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
             section.name.clone()
         };
         events.push(span(process, RUNS, &name, (run.start, run.finish), json!({})));
-        if run.run.microbatch < 2 || run.run.microbatch == last {
+        let is_whole = run.run.microbatch < 2 || run.run.microbatch == last;
+        if is_whole {
             run_events(inspection, program, (rank.rank, process), run, events);
+        }
+        for (at, memory) in held(&memory::of_run(program, &curve, run), is_whole) {
+            if before.replace(memory) != Some(memory) {
+                events.push(counter(process, run.start + at, memory));
+            }
         }
     }
     let (end, step) = (rank.finish(), inspection.simulated.step.0);
@@ -77,12 +85,21 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
             json!({}),
         ));
     }
-    for moment in memory::moments(inspection, rank) {
-        let mut held = moment.memory;
-        let parts = Category::ALL.map(|category| (category.name().to_string(), json!(held.category(category).0)));
-        let args = Value::Object(parts.into_iter().collect());
-        events.push(json!({"ph": "C", "pid": process, "name": "device memory", "ts": micros(moment.at), "args": args}));
-    }
+}
+
+/// When a run holds what: all of it, or the most and the last.
+fn held(moments: &[memory::Moment], is_whole: bool) -> Vec<(f64, Memory)> {
+    let most = moments.iter().map(|moment| moment.memory.total()).max();
+    let fullest = moments.iter().position(|moment| Some(moment.memory.total()) == most);
+    let is_kept = |at: usize| is_whole || Some(at) == fullest || at + 1 == moments.len();
+    let kept = moments.iter().enumerate().filter(|(at, _)| is_kept(*at));
+    kept.map(|(_, moment)| (moment.at, moment.memory)).collect()
+}
+
+fn counter(process: u64, at: f64, mut memory: Memory) -> Value {
+    let parts = Category::ALL.map(|category| (category.name().to_string(), json!(memory.category(category).0)));
+    let args = Value::Object(parts.into_iter().collect());
+    json!({"ph": "C", "pid": process, "name": "device memory", "ts": micros(at), "args": args})
 }
 
 fn run_events(
