@@ -232,10 +232,15 @@ pub fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
     let steps = vec![step(RmsNormGrad {}, &[0, 1, 2, 3], &[x.clone(), w.clone()]), step(add, &[4, 5], &[x.clone()])];
     let operands = [x.clone(), x.clone(), d, row, x.clone()];
     let rms_norm = case(Fused { steps, results: vec![6, 7] }, &operands, &[w.clone(), x.clone()]);
-    let steps =
-        vec![step(UnaryGrad { kind: UnaryKind::GeluTanh }, &[0, 1], &[x.clone()]), step(sum, &[2], &[w.clone()])];
-    let gelu = case(Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x, w]);
-    [layer_norm, rms_norm, gelu]
+    [layer_norm, rms_norm, slopes_and_sums(f, shape, UnaryKind::GeluTanh)]
+}
+
+/// The derivative of a function of each element, and its sums over the rows: the gradients of what a bias was added to.
+pub fn slopes_and_sums(f: DType, shape: &[u64], kind: UnaryKind) -> Case {
+    let (x, w) = (t(f, shape), t(F32, &shape[shape.len() - 1..]));
+    let sum = Reduce { kind: ReduceOp::Sum, dims: (0..shape.len() - 1).collect() };
+    let steps = vec![step(UnaryGrad { kind }, &[0, 1], &[x.clone()]), step(sum, &[2], &[w.clone()])];
+    case(Fused { steps, results: vec![2, 3] }, &[x.clone(), x.clone()], &[x, w])
 }
 
 /// The sums over the rows of some tensors: one by itself, or several as one region.

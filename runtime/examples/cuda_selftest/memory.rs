@@ -1,6 +1,6 @@
 //! How fast the kernels are that memory bounds: their bytes against what the device's memory can move.
 
-use super::cases::{case, regions, row_sums, t};
+use super::cases::{case, regions, row_sums, slopes_and_sums, t};
 use super::{Case, alone, message, program, tensor};
 use shardc_ir::ops::*;
 use shardc_ir::{DType, HostTensor, Op, TensorType};
@@ -87,6 +87,14 @@ pub fn memory_cases() -> Vec<Case> {
     all.push(case(Broadcast { dims: vec![0, 2] }, &[t(f, &[16, 32])], &[t(f, &[16, 65_536, 32, 2])]));
     let pad = Pad { low: vec![0, 0], high: vec![47, 0], value: 0.0 };
     all.push(case(pad, &[t(f, &[50257, 1600])], &[t(f, &[50304, 1600])]));
+    for shape in [[64, 196, 3072], [64, 768, 384]] {
+        for kind in [UnaryKind::Gelu, UnaryKind::GeluTanh] {
+            all.push(case(Unary { kind }, &[t(f, &shape)], &[t(f, &shape)]));
+            all.push(slopes_and_sums(f, &shape, kind));
+        }
+    }
+    let wide = t(f, &[12, 4096, 8192]);
+    all.push(case(SwigluGrad {}, &vec![wide.clone(); 3], &vec![wide; 2]));
     all.push(case(Swiglu {}, &[t(f, &[12, 4096, 8192]), t(f, &[12, 4096, 8192])], &[t(f, &[12, 4096, 8192])]));
     all
 }

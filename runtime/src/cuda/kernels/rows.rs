@@ -1,6 +1,7 @@
 //! Kernels that work on rows: one block per row, threads striding over its vectors, or one unit per row where that is short.
 //! All compute in f32.
 
+use super::elementwise::quick_exp;
 use super::fold::{LOWEST, block_max, block_sum};
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
@@ -37,12 +38,6 @@ pub fn softmax(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, columns: u32, #[compt
         y[at.read()] = out;
         at.store(at.read() + comptime!(threads as usize));
     }
-}
-
-/// `exp(x)` by the device's own power of two, whose relative error is some units in the last place of `x`.
-#[cube(fast_math = FastMath::ReducedPrecision | FastMath::NotNaN | FastMath::NotInf)]
-fn quick_exp(x: f32) -> f32 {
-    x.exp()
 }
 
 /// Vectors of a row that a unit of [`cross_entropy()`] has on their way at once.
