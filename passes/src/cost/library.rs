@@ -239,8 +239,8 @@ impl Library {
             rows_backward: 0.7,
             rms: 0.85,
             folds: 0.66,
-            region_folds: 0.77,
-            erf: 0.72,
+            region_folds: 0.79,
+            erf: 0.82,
             quantize: 0.61,
         },
         // In CUDA graphs: steps of resnet-50, unet and mixer-b-16 on one, two and four H100s and H200s.

@@ -17,6 +17,8 @@ const LOST_WAVE: f64 = 0.7;
 const SMALLER: [f64; 2] = [0.935, 0.83];
 /// The least depth of a part of a product that is cut along its depth.
 const LEAST_DEPTH: f64 = 256.0;
+/// A tile multiplies so much of the depth at a time; of what is less the rest is zeros.
+const DEPTH: f64 = 64.0;
 
 /// Sizes of a batch of products `[m, k] x [k, n]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -89,6 +91,7 @@ pub fn alignment<'a>(matrices: impl IntoIterator<Item = &'a TensorType>) -> f64 
 /// Seconds of arithmetic of a batch of products on a device whose large products run at `rate` FLOP/s.
 pub fn seconds(sizes: Sizes, rate: f64, machine: Machine<'_>) -> f64 {
     let Sizes { batch, m, n, k } = sizes;
+    let k = (k / DEPTH).ceil() * DEPTH;
     let Machine { device, library } = machine;
     let largest = device.matmul_tile.value.max(1.0).log2().round();
     let at_once = device.multiprocessors.value;
