@@ -131,6 +131,13 @@ mod tests {
     use crate::cost::Library;
 
     #[test]
+    fn a_depth_that_is_no_whole_blocks_takes_as_long_as_the_next_that_is() {
+        let device = Profile::find("h200").unwrap();
+        let time = |k: f64| seconds(Sizes { batch: 64.0, m: 768.0, n: 384.0, k }, 1e12, Machine::own(&device));
+        assert!(time(196.0) == time(256.0) && time(192.0) < time(193.0));
+    }
+
+    #[test]
     fn one_tile_more_than_a_wave_costs_most_of_another() {
         let device = Profile::find("h200").unwrap();
         let at_once = device.multiprocessors.value;

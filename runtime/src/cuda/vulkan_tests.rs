@@ -215,7 +215,8 @@ fn check_within(
 fn elementwise() {
     let Some(client) = client() else { return };
     let x = t(&[16, 12]);
-    for kind in [UnaryKind::Neg, UnaryKind::Exp, UnaryKind::Tanh, UnaryKind::Silu, UnaryKind::GeluTanh] {
+    use UnaryKind::{Exp, Gelu, GeluTanh, Neg, Silu, Tanh};
+    for kind in [Neg, Exp, Tanh, Silu, Gelu, GeluTanh] {
         check(&client, Unary { kind }, &[x.clone()], &[x.clone()], 1);
         check(&client, UnaryGrad { kind }, &[x.clone(), x.clone()], &[x.clone()], 1);
     }
