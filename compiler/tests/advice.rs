@@ -296,6 +296,6 @@ fn the_largest_model_is_planned_like_any_other() {
     check(&["diff", text(&plan), text(&edited)], 0, &["same"]);
     let named = format!("llama-tiny@layers={layers}");
     check(&["plan", &named, "--cluster", "cpu:1", "--seq", "64", "--device-memory", "60MiB"], 0, &[&named]);
-    check(&["plan", "llama-tiny@layers=0"], 2, &["`0` layers", "from 1 to 4096"]);
+    check(&["plan", "llama-tiny@layers=0"], 2, &["`0` layers", "from 1 to 1024"]);
     check(&["plan", "resnet-50@layers=3"], 2, &["no layers that are alike"]);
 }
