@@ -65,6 +65,11 @@ fn what_would_change_is_compared_with_the_plan_itself() {
     // What no program does is predicted like the plan, in all rows.
     let data = data(&report_of(dir.path(), "h100:4", "dp=4,zero=1,offload=optimizer"));
     assert!(
+        data["not_as_planned"].as_str().unwrap().contains("no program does offloading"),
+        "{}",
+        data["not_as_planned"]
+    );
+    assert!(
         data["sensitivity"]["note"].as_str().unwrap().contains("all predicted as the plan is"),
         "{}",
         data["sensitivity"]
