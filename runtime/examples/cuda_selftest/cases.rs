@@ -230,8 +230,7 @@ pub fn regions(f: DType, shape: &[u64]) -> [Case; 3] {
     let results = [w.clone(), w.clone(), x.clone(), w.clone()];
     let layer_norm = case(Fused { steps, results: vec![7, 8, 9, 10] }, &operands, &results);
     let steps = vec![step(RmsNormGrad {}, &[0, 1, 2, 3], &[x.clone(), w.clone()]), step(add, &[4, 5], &[x.clone()])];
-    let operands = [x.clone(), x.clone(), d, row, x.clone()];
-    let rms_norm = case(Fused { steps, results: vec![6, 7] }, &operands, &[w.clone(), x.clone()]);
+    let rms_norm = case(Fused { steps, results: vec![6, 7] }, &[x.clone(), x.clone(), d, row, x.clone()], &[w, x]);
     [layer_norm, rms_norm, slopes_and_sums(f, shape, UnaryKind::GeluTanh)]
 }
 
