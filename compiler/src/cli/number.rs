@@ -1,13 +1,14 @@
 //! The numbers of flags, and why a text is none.
 
 use shardc_passes::cluster::MOST_RANKS;
+use std::ops::RangeInclusive;
 
 /// A count of something that there must be.
 ///
 /// # Errors
 /// Says what it must be.
 pub fn count(text: &str) -> Result<u64, String> {
-    within(text, u64::MAX, "a whole number from 1")
+    within(text, 1..=u64::MAX, "a whole number from 1")
 }
 
 /// A number of ranks.
@@ -15,7 +16,7 @@ pub fn count(text: &str) -> Result<u64, String> {
 /// # Errors
 /// As [`count`].
 pub fn ranks(text: &str) -> Result<u64, String> {
-    within(text, MOST_RANKS, &format!("a whole number from 1 to {MOST_RANKS}"))
+    within(text, 1..=MOST_RANKS, &format!("a whole number from 1 to {MOST_RANKS}"))
 }
 
 /// A number of anything, or of nothing.
@@ -23,11 +24,11 @@ pub fn ranks(text: &str) -> Result<u64, String> {
 /// # Errors
 /// As [`count`].
 pub fn whole(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| "it must be a whole number from 0".to_string())
+    within(text, 0..=u64::MAX, "a whole number from 0")
 }
 
-fn within(text: &str, most: u64, expect: &str) -> Result<u64, String> {
-    let count = text.parse().ok().filter(|count| (1..=most).contains(count));
+fn within(text: &str, range: RangeInclusive<u64>, expect: &str) -> Result<u64, String> {
+    let count = text.parse().ok().filter(|count| range.contains(count));
     count.ok_or_else(|| format!("it must be {expect}"))
 }
 

@@ -328,7 +328,7 @@ fn section(
         ]);
     }
     let length = nanos(run.finish - run.start);
-    let moments = thin(memory::of_run(program, curve, run), length as f64 / 1e9);
+    let moments = memory::thin(memory::of_run(program, curve, run), length as f64 / 1e9 / POINTS as f64);
     let memory = changes(&moments);
     let totals = || moments.iter().map(|moment| moment.memory.total().0);
     let held = vec![totals().min().unwrap_or(0), totals().max().unwrap_or(0)];
@@ -355,29 +355,6 @@ fn changes(moments: &[memory::Moment]) -> Vec<i64> {
         }
     }
     changes
-}
-
-/// Of the moments that fall together the fullest and the last, at most [`POINTS`] times.
-fn thin(moments: Vec<memory::Moment>, seconds: f64) -> Vec<memory::Moment> {
-    let width = (seconds / POINTS as f64).max(f64::MIN_POSITIVE);
-    let mut kept: Vec<(u64, memory::Moment, memory::Moment)> = Vec::new();
-    for moment in moments {
-        let place = (moment.at / width) as u64;
-        match kept.last_mut() {
-            Some((other, fullest, last)) if *other == place => {
-                if moment.memory.total() > fullest.memory.total() {
-                    *fullest = moment;
-                }
-                *last = moment;
-            }
-            _ => kept.push((place, moment, moment)),
-        }
-    }
-    let both = |(_, fullest, last): (u64, memory::Moment, memory::Moment)| {
-        let next = (fullest.at < last.at).then_some(last);
-        std::iter::once(fullest).chain(next)
-    };
-    kept.into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]

@@ -27,6 +27,29 @@ pub fn of_run(program: &Program, curve: &[(usize, Memory)], run: &RunSpan) -> Ve
     moments.map(|(at, memory)| Moment { at: begins[at - first], memory }).collect()
 }
 
+/// Of the moments that fall into the same one of the intervals of `width` seconds, the fullest and the last.
+pub fn thin(moments: Vec<Moment>, width: f64) -> Vec<Moment> {
+    let width = width.max(f64::MIN_POSITIVE);
+    let mut kept: Vec<(u64, Moment, Moment)> = Vec::new();
+    for moment in moments {
+        let place = (moment.at / width) as u64;
+        match kept.last_mut() {
+            Some((other, fullest, last)) if *other == place => {
+                if moment.memory.total() > fullest.memory.total() {
+                    *fullest = moment;
+                }
+                *last = moment;
+            }
+            _ => kept.push((place, moment, moment)),
+        }
+    }
+    let both = |(_, fullest, last): (u64, Moment, Moment)| {
+        let next = (fullest.at < last.at).then_some(last);
+        std::iter::once(fullest).chain(next)
+    };
+    kept.into_iter().flat_map(both).collect()
+}
+
 /// Per instruction of a run, when it begins or, if it takes no time, when what was issued before it does.
 fn begins(program: &Program, run: &RunSpan) -> Vec<f64> {
     let mut begins = vec![0.0; program.sections[run.run.section].instructions.len()];

@@ -5,8 +5,9 @@
 //! others as one span each with the most that they hold, so that the file stays small. Measured steps can be written beside a
 //! prediction: they are processes of their own.
 
+use super::memory::{self, Moment};
 use super::names::{name_of, role};
-use super::{Inspection, collectives, memory};
+use super::{Inspection, collectives};
 use crate::report;
 use serde_json::{Value, json};
 use shardc_ir::Program;
@@ -69,7 +70,13 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
         if is_whole {
             run_events(inspection, program, (rank.rank, process), run, events);
         }
-        for (at, memory) in held(&memory::of_run(program, &curve, run), is_whole) {
+        let mut moments = memory::of_run(program, &curve, run);
+        if !is_whole {
+            let last = moments.last().copied();
+            moments = memory::thin(moments, f64::INFINITY);
+            moments.extend(last);
+        }
+        for Moment { at, memory } in moments {
             if before.replace(memory) != Some(memory) {
                 events.push(counter(process, run.start + at, memory));
             }
@@ -85,15 +92,6 @@ fn rank_events(inspection: &Inspection<'_>, rank: &Rank, process: u64, events: &
             json!({}),
         ));
     }
-}
-
-/// When a run holds what: all of it, or the most and the last.
-fn held(moments: &[memory::Moment], is_whole: bool) -> Vec<(f64, Memory)> {
-    let most = moments.iter().map(|moment| moment.memory.total()).max();
-    let fullest = moments.iter().position(|moment| Some(moment.memory.total()) == most);
-    let is_kept = |at: usize| is_whole || Some(at) == fullest || at + 1 == moments.len();
-    let kept = moments.iter().enumerate().filter(|(at, _)| is_kept(*at));
-    kept.map(|(_, moment)| (moment.at, moment.memory)).collect()
 }
 
 fn counter(process: u64, at: f64, mut memory: Memory) -> Value {
