@@ -190,19 +190,6 @@ impl Pipeline {
         self.in_flight.unwrap_or(3 * stages)
     }
 
-    /// Of how many chunks a stage of zero-bubble V holds what forward passes leave at the most, when it has begun one on
-    /// the way down. The rest of [`Self::in_flight`] is for those on the way up, of which no microbatch waits for a later
-    /// one.
-    pub fn on_the_way_down(&self, stages: u64) -> u64 {
-        self.most_in_flight(stages).saturating_sub(Self::kept_for_the_way_up(stages)).max(1)
-    }
-
-    /// Of how many chunks a stage of zero-bubble V keeps room for what forward passes on the way up leave: one for every
-    /// eight stages. With less some would wait.
-    pub fn kept_for_the_way_up(stages: u64) -> u64 {
-        stages.div_ceil(8)
-    }
-
     /// [`Self::delayed`] of so many stages: those of all that is in flight, where the plan does not say.
     pub fn most_delayed(&self, stages: u64) -> u64 {
         self.delayed.unwrap_or(self.most_in_flight(stages))

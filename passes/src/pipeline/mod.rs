@@ -11,6 +11,7 @@ pub mod balance;
 pub mod cut;
 pub mod effort;
 pub mod order;
+pub mod rhythm;
 pub mod shared;
 pub mod timeline;
 pub mod zero_bubble;

@@ -1,74 +1,29 @@
 //! Zero-bubble V: two chunks a stage, down the pipeline and up again, of which the gradients of weights come later.
 //!
-//! A microbatch follows the one before by a *period*, in which a stage does all it has to do of one. In a steady pipeline
-//! every pass of a microbatch begins a fixed *hop* after the same pass on the stage before (Qi et al., "Pipeline parallelism
-//! with controllable memory", 2024, section 3). Half a period for a hop lets the passes of all stages be in the same
-//! cyclic order, so none ever waits for another, however long its parts are; then a stage holds what forward passes leave
-//! of two chunks for each stage there is. Where it is to hold less, hops are as much shorter, and stages wait a little.
+//! Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as many chunks as it may. Each
+//! stage begins, when it is free, of the passes that are ready the one that is due first; where much may be held, nothing
+//! that one on its way, due before it, would have to wait for. Where about half of what 1F1B holds may be held, there is
+//! no time to lose: each pass has its turn, and stages wait for it.
 //!
 //! While the pipeline fills, the first stage could take in microbatches faster than the others pass them on, and more would
 //! be held than ever later. So they come in as fast as forward passes of both chunks let a stage pass them on, and of what a
-//! stage may hold some is left for the way up ([`Pipeline::on_the_way_down`]), on which no microbatch waits for a later one.
+//! stage may hold some is left for the way up ([`KEPT_FOR_THE_WAY_UP`]), on which no microbatch waits for a later one.
 //!
-//! So each stage begins, when it is free, of the passes that are ready the one that is due first; of fewer microbatches than
-//! stages, which are never steady, a backward pass before a forward pass, and that on the way up first. Gradients of weights
-//! follow the backward pass closely as long as there are other passes; when forward passes are through, they fill the gaps
-//! in which a stage waits for backward passes, as far as memory is there for what they read.
+//! Of fewer microbatches than stages, which are never steady, a backward pass begins before a forward pass, and that on the
+//! way up first. Gradients of weights follow the backward pass closely as long as there are other passes; when forward
+//! passes are through, they fill the gaps in which a stage waits for backward passes, as far as memory is there for what
+//! they read.
 
 use super::agenda::Agenda;
 use super::order::{Lengths, Pass, Step};
+use super::rhythm::{Due, is_in_turns};
 use shardc_ir::Pipeline;
 
 /// Of how many chunks the gradients of weights are delayed before forward passes are through.
 pub const CLOSE: u64 = 2;
 
-/// When passes are due.
-struct Due {
-    period: f64,
-    /// After what time the next microbatch may come in.
-    pace: f64,
-    /// Per chunk and pass, of the first microbatch.
-    first: Vec<[f64; 3]>,
-}
-
-impl Due {
-    /// In a steady pipeline, of chunks that take so long on average, where a stage holds so many.
-    fn steady(stages: u64, lengths: &[[f64; 3]], in_flight: u64) -> Self {
-        let mean = |pass: Pass| {
-            let all = lengths.iter().map(|of| of[pass as usize]);
-            all.sum::<f64>() / lengths.len().max(1) as f64
-        };
-        let [forward, backward, weight] = Pass::ALL.map(mean);
-        let period = 2.0 * (forward + backward + weight);
-        let share = in_flight as f64 / (2 * stages) as f64;
-        // While the pipeline fills, three chunks for each stage are held at the most, however fast it does.
-        let pace = 2.0 * forward * (3.0 - 2.0 * share).clamp(0.0, 1.0);
-        let hop = (0.5 * period * share.min(1.0)).max(forward.max(backward));
-        // What turns around on a stage goes on at once.
-        let of_chunk = |chunk: u64| {
-            let (is_up, back) = (u64::from(chunk >= stages), 2 * stages - 1 - chunk);
-            let turn = [backward, 0.0][is_up as usize];
-            let comes = (chunk - is_up) as f64 * hop + is_up as f64 * forward;
-            let returns = (2 * (stages - 1) + back - (1 - is_up)) as f64 * hop + 2.0 * forward + turn;
-            [comes, returns, returns]
-        };
-        Self { period, pace, first: (0..2 * stages).map(of_chunk).collect() }
-    }
-
-    /// Of so few microbatches that each pass has one rank at all times.
-    fn of_few(stages: u64) -> Self {
-        let of_chunk = |chunk: u64| {
-            let is_down = f64::from(u8::from(chunk < stages));
-            [2.0 + is_down, is_down, is_down]
-        };
-        Self { period: 0.0, pace: 0.0, first: (0..2 * stages).map(of_chunk).collect() }
-    }
-
-    /// When a microbatch may come in.
-    fn comes_in(&self, microbatch: u64) -> f64 {
-        microbatch as f64 * self.pace
-    }
-}
+/// Of how many chunks a stage keeps room for what forward passes on the way up leave.
+pub const KEPT_FOR_THE_WAY_UP: u64 = 1;
 
 /// A chunk, by its passes.
 #[derive(Clone, Copy)]
@@ -103,17 +58,64 @@ struct Most {
     delayed: u64,
 }
 
+/// What a stage begins, when it is free.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    /// Of the passes that are ready, the one that is due first.
+    WhatIsReady,
+    /// The same, but nothing that another has to wait for by more than half of it, that is due before and on its way.
+    WhatIsReadyOrComesSoon,
+    /// What is due first, when it is ready.
+    WhatIsDue,
+}
+
+/// A pass that a stage runs.
+#[derive(Clone, Copy)]
+struct Running {
+    chunk: u32,
+    pass: Pass,
+    ends: f64,
+}
+
 /// All stages at some time.
 struct Stages {
     due: Due,
+    rule: Rule,
     most: Most,
     microbatches: u64,
     chunks: Vec<Chunk>,
+    running: Vec<Option<Running>>,
 }
 
 impl Stages {
     /// What a stage begins, that is free at this time.
-    fn next(&self, (down, up): (u32, u32), now: f64) -> Option<Step> {
+    fn next(&self, own: (u32, u32), now: f64) -> Option<Step> {
+        match self.rule {
+            Rule::WhatIsDue => self.next_due(own),
+            Rule::WhatIsReady | Rule::WhatIsReadyOrComesSoon => self.next_ready(own, now),
+        }
+    }
+
+    /// When the next pass of a kind is due.
+    fn due(&self, of: &Chunk, pass: Pass) -> f64 {
+        of.begun[pass as usize] as f64 * self.due.period + of.due[pass as usize]
+    }
+
+    /// What is due first of a stage, if it is ready.
+    fn next_due(&self, (down, up): (u32, u32)) -> Option<Step> {
+        let passes = [up, down].into_iter().flat_map(|chunk| Pass::ALL.map(|pass| (chunk, pass)));
+        let (due, of) = (
+            |(chunk, pass): &(u32, Pass)| self.due(&self.chunks[*chunk as usize], *pass),
+            |chunk: u32| &self.chunks[chunk as usize],
+        );
+        let left = passes.filter(|(chunk, pass)| of(*chunk).begun[*pass as usize] < self.microbatches);
+        let (chunk, pass) = left.min_by(|a, b| due(a).total_cmp(&due(b)))?;
+        let microbatch = of(chunk).begun[pass as usize];
+        (microbatch < of(chunk).ready[pass as usize]).then_some(Step { chunk, pass, microbatch })
+    }
+
+    /// What is due first of what is ready on a stage.
+    fn next_ready(&self, (down, up): (u32, u32), now: f64) -> Option<Step> {
         let own = [up, down].map(|chunk| (chunk, &self.chunks[chunk as usize]));
         let held: u64 = own.iter().map(|(_, of)| of.held()).sum();
         let waiting: u64 = own.iter().map(|(_, of)| of.waiting()).sum();
@@ -122,23 +124,50 @@ impl Stages {
         let is_through = comes_next == self.microbatches;
         let is_late = waiting >= if is_through { self.most.delayed } else { self.most.delayed.min(CLOSE) };
         let may_go_up = held < self.most.up;
-        let may_go_down = held < self.most.down && (down > 0 || self.due.comes_in(comes_next) <= now);
+        let may_go_down = held < self.most.down && (down > 0 || comes_next as f64 * self.due.pace <= now);
+        let may_go =
+            |chunk: u32, pass: Pass| pass != Pass::Forward || if chunk == up { may_go_up } else { may_go_down };
         let mut first: Option<((bool, f64), Step)> = None;
         for (chunk, of) in own {
-            let may_go = if chunk == up { may_go_up } else { may_go_down };
             for pass in Pass::ALL {
                 let (index, microbatch) = (pass as usize, of.begun[pass as usize]);
-                if microbatch >= of.ready[index] || (pass == Pass::Forward && !may_go) {
+                if microbatch >= of.ready[index] || !may_go(chunk, pass) {
                     continue;
                 }
-                let due = microbatch as f64 * self.due.period + of.due[index];
-                let rank = ((pass == Pass::Weight) != is_late, due);
+                let rank = ((pass == Pass::Weight) != is_late, self.due(of, pass));
                 if first.is_none_or(|(before, _)| rank < before) {
                     first = Some((rank, Step { chunk, pass, microbatch }));
                 }
             }
         }
-        first.map(|(_, step)| step)
+        let (_, step) = first?;
+        let is_soon = |chunk: u32, pass: Pass| may_go(chunk, pass) && self.comes_soon(step, (chunk, pass), now);
+        let waits = self.rule == Rule::WhatIsReadyOrComesSoon
+            && !(is_late && step.pass == Pass::Weight)
+            && [up, down].into_iter().any(|chunk| is_soon(chunk, Pass::Forward) || is_soon(chunk, Pass::Backward));
+        (!waits).then_some(step)
+    }
+
+    /// Whether a pass that is due before a step is on its way, and would wait for more than half of that step.
+    fn comes_soon(&self, step: Step, (chunk, pass): (u32, Pass), now: f64) -> bool {
+        let (of, other) = (&self.chunks[chunk as usize], &self.chunks[step.chunk as usize]);
+        let begun = of.begun[pass as usize];
+        if begun < of.ready[pass as usize]
+            || begun == self.microbatches
+            || (step.pass != Pass::Weight && self.due(of, pass) > self.due(other, step.pass))
+        {
+            return false;
+        }
+        let last = (self.chunks.len() - 1) as u32;
+        let maker = match pass {
+            Pass::Forward => chunk.checked_sub(1).map(|before| (before, pass)),
+            _ if chunk == last => Some((chunk, Pass::Forward)),
+            _ => Some((chunk + 1, pass)),
+        };
+        let Some(maker) = maker else { return false };
+        let running = self.running[maker.0.min(last - maker.0) as usize];
+        let soon = now + 0.5 * other.takes[step.pass as usize];
+        running.is_some_and(|running| (running.chunk, running.pass) == maker && running.ends < soon)
     }
 
     /// A pass of a chunk is done for another microbatch; gives the chunk that waited for it, if one did.
@@ -173,14 +202,23 @@ pub(super) fn orders(
     lengths: &dyn Fn(u32) -> Lengths,
 ) -> Result<Vec<Vec<Step>>, String> {
     let last = (2 * stages - 1) as u32;
+    let in_flight = pipeline.most_in_flight(stages);
     let most = Most {
-        up: pipeline.most_in_flight(stages),
-        down: pipeline.on_the_way_down(stages),
+        up: in_flight,
+        down: in_flight.saturating_sub(KEPT_FOR_THE_WAY_UP).max(1),
         delayed: pipeline.most_delayed(stages),
     };
     let of_chunk = |chunk: u32| Pass::ALL.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
     let takes: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
-    let due = if microbatches < stages { Due::of_few(stages) } else { Due::steady(stages, &takes, most.down) };
+    let mean = |pass: Pass| takes.iter().map(|of| of[pass as usize]).sum::<f64>() / takes.len().max(1) as f64;
+    let steady = || Due::steady(stages, Pass::ALL.map(mean), most.down);
+    let (rule, due) = match in_flight {
+        _ if microbatches < stages => (Rule::WhatIsReady, Due::of_few(stages)),
+        _ if is_in_turns(in_flight, stages) && most.delayed >= CLOSE => (Rule::WhatIsDue, Due::in_turns(stages)),
+        // Of what 1F1B holds four fifths.
+        _ if 5 * in_flight >= 8 * stages => (Rule::WhatIsReadyOrComesSoon, steady()),
+        _ => (Rule::WhatIsReady, steady()),
+    };
     let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
         takes: *takes,
         due: *due,
@@ -189,9 +227,8 @@ pub(super) fn orders(
         done: 0,
     };
     let chunks = takes.iter().zip(&due.first).map(new).collect();
-    let mut all = Stages { due, most, microbatches, chunks };
+    let mut all = Stages { due, rule, most, microbatches, chunks, running: vec![None; stages as usize] };
     all.chunks[0].ready[Pass::Forward as usize] = microbatches;
-    let mut running = vec![None; stages as usize];
     let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
     // When stages are done with what they run, and behind them when another microbatch may come in.
     let mut agenda = Agenda::new(stages as usize + 1);
@@ -200,7 +237,7 @@ pub(super) fn orders(
     let (mut now, mut ends, mut touched) = (0.0, Vec::new(), (0..stages as u32).collect::<Vec<_>>());
     loop {
         for stage in touched.drain(..) {
-            if running[stage as usize].is_some() {
+            if all.running[stage as usize].is_some() {
                 continue;
             }
             let Some(step) = all.next((stage, last - stage), now) else { continue };
@@ -208,9 +245,10 @@ pub(super) fn orders(
             let own = &mut all.chunks[chunk as usize];
             orders[stage as usize].push(step);
             own.begun[pass as usize] += 1;
-            agenda.set(stage as usize, now + own.takes[pass as usize]);
-            running[stage as usize] = Some((chunk, pass));
-            let next = all.due.comes_in(all.chunks[0].begun[Pass::Forward as usize]);
+            let ends = now + own.takes[pass as usize];
+            agenda.set(stage as usize, ends);
+            all.running[stage as usize] = Some(Running { chunk, pass, ends });
+            let next = all.chunks[0].begun[Pass::Forward as usize] as f64 * all.due.pace;
             if (chunk, pass) == (0, Pass::Forward) && next > now {
                 agenda.set(stages as usize, next);
             }
@@ -218,12 +256,12 @@ pub(super) fn orders(
         let Some(next) = agenda.next(&mut ends) else { break };
         now = next;
         for end in ends.drain(..) {
-            let Some(done) = running.get_mut(end) else {
+            let Some(done) = all.running.get_mut(end) else {
                 touched.push(0);
                 continue;
             };
             touched.push(end as u32);
-            let waits = done.take().and_then(|(chunk, pass)| all.end(chunk, pass));
+            let waits = done.take().and_then(|Running { chunk, pass, .. }| all.end(chunk, pass));
             touched.extend(waits.map(|chunk| chunk.min(last - chunk)));
         }
     }

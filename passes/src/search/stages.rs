@@ -225,7 +225,7 @@ struct Tries<'a> {
     cut: &'a Cell<f64>,
     /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
     fastest: &'a Cell<f64>,
-    /// Of ways to compute again, the first that is known to take too long where no less is held.
+    /// Of ways to compute again, the first that is known to take too long with as many in flight.
     slow: &'a Cell<usize>,
 }
 
@@ -289,6 +289,8 @@ fn of_schedule(
             let gains = |before: f64| before.is_infinite() || fastest.get() < before;
             for all in all {
                 let mut is_enough = false;
+                // With another number in flight passes may have another order.
+                slow.set(usize::MAX);
                 for (index, limits) in all.into_iter().enumerate() {
                     let before = fastest.get();
                     let lacks = tries(limits).all(&mut candidates);

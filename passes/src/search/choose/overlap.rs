@@ -140,7 +140,7 @@ pub(in crate::search) fn in_chunks<'a>(
     Ok(best.unwrap_or((candidate.overlap_chunks, plan)))
 }
 
-/// Tries the fastest plan in chunks, if it is a pipeline.
+/// Tries the fastest pipeline in chunks that may become the fastest plan in them.
 ///
 /// # Errors
 /// Those of `make`.
@@ -151,11 +151,16 @@ pub(in crate::search) fn of_pipelines(
     hidden: &mut Hidden,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(), PlanError> {
-    let step = |at: &usize| lowered[*at].1.prediction.step.0;
-    let fastest = (0..lowered.len()).min_by(|a, b| step(a).total_cmp(&step(b)));
-    if let Some(at) = fastest.filter(|at| candidates[lowered[*at].0].stages.is_some()) {
+    let step = |at: usize| lowered[at].1.prediction.step.0;
+    let least = (0..lowered.len()).map(step).fold(f64::INFINITY, f64::min);
+    let may_gain = |at: &usize| {
+        let candidate = &candidates[lowered[*at].0];
+        candidate.stages.is_some() && hidden.may_gain(candidate, step(*at), space, least)
+    };
+    let fastest = (0..lowered.len()).filter(may_gain).min_by(|a, b| step(*a).total_cmp(&step(*b)));
+    if let Some(at) = fastest {
         let (index, plan) = lowered.remove(at);
-        let own = (plan.prediction.step.0, std::iter::empty(), hidden);
+        let own = (least, std::iter::empty(), hidden);
         let (chunks, plan) = in_chunks(&candidates[index], plan, space, own, make)?;
         candidates[index].overlap_chunks = chunks;
         lowered.insert(at, (index, plan));

@@ -1,0 +1,166 @@
+//! When passes are due in a steady pipeline of zero-bubble V.
+//!
+//! A microbatch follows the one before by a *period*, in which a stage does all it has to do of one: six passes. How many
+//! microbatches a stage holds is how long each takes to come back, in periods: the shorter the *hop* of a pass from a
+//! stage to the next, the fewer (Qi et al., "Pipeline parallelism with controllable memory", 2024, section 3).
+
+use super::order::Pass;
+
+/// When passes are due.
+pub(super) struct Due {
+    /// From a microbatch to the next.
+    pub period: f64,
+    /// After what time the next microbatch may come in.
+    pub pace: f64,
+    /// Per chunk and pass, of the first microbatch.
+    pub first: Vec<[f64; 3]>,
+}
+
+/// The passes of a stage in a period, in turns: those of its chunk on the way down and of that on the way up.
+type Turns = [(Pass, Way); 6];
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Down,
+    Up,
+}
+
+/// Of every second stage, the last before the pipeline turns among them, and of the others. The passes of a stage come
+/// between those of its neighbours, whatever the parts of a microbatch are beside each other: none waits for another.
+const HALF: [Turns; 2] = {
+    use Pass::{Backward, Forward, Weight};
+    use Way::{Down, Up};
+    [
+        [(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)],
+        [(Forward, Down), (Backward, Down), (Backward, Up), (Weight, Down), (Forward, Up), (Weight, Up)],
+    ]
+};
+
+/// Of how many chunks a stage holds what forward passes leave, where passes have their turns ([`Due::in_turns`]).
+pub fn held_in_turns(stages: u64) -> u64 {
+    stages + 1 + u64::from(stages.is_multiple_of(2))
+}
+
+/// Whether passes have their turns, where a stage holds so many chunks at the most. With a few more than that takes, begun as
+/// they are ready, stages would wait longer.
+pub fn is_in_turns(in_flight: u64, stages: u64) -> bool {
+    let least = held_in_turns(stages);
+    (least..=least + stages / 16).contains(&in_flight)
+}
+
+impl Due {
+    /// Of chunks whose passes take so long on average, where a stage holds so many. Half a period for a hop lets the passes
+    /// of all stages be in the same cyclic order, so none ever waits for another, however long its parts are; then a stage
+    /// holds what forward passes leave of two chunks for each stage there is. Where it is to hold less, hops are as much
+    /// shorter, and stages wait a little.
+    pub fn steady(stages: u64, [forward, backward, weight]: [f64; 3], in_flight: u64) -> Self {
+        let period = 2.0 * (forward + backward + weight);
+        let share = in_flight as f64 / (2 * stages) as f64;
+        // While the pipeline fills, three chunks for each stage are held at the most, however fast it does.
+        let pace = 2.0 * forward * (3.0 - 2.0 * share).clamp(0.0, 1.0);
+        let hop = (0.5 * period * share.min(1.0)).max(forward.max(backward));
+        // What turns around on a stage goes on at once.
+        let of_chunk = |chunk: u64| {
+            let (is_up, back) = (u64::from(chunk >= stages), 2 * stages - 1 - chunk);
+            let turn = [backward, 0.0][is_up as usize];
+            let comes = (chunk - is_up) as f64 * hop + is_up as f64 * forward;
+            let returns = (2 * (stages - 1) + back - (1 - is_up)) as f64 * hop + 2.0 * forward + turn;
+            [comes, returns, returns]
+        };
+        Self { period, pace, first: (0..2 * stages).map(of_chunk).collect() }
+    }
+
+    /// In turns of [`HALF`], a sixth of a period each: a pass goes down and up two stages in a period, so a stage holds what
+    /// forward passes leave of one chunk for each stage there is ([`held_in_turns`]).
+    pub fn in_turns(stages: u64) -> Self {
+        let count = HALF[0].len() as u64;
+        let last = 2 * stages - 1;
+        let mut first = vec![[0.0; 3]; 2 * stages as usize];
+        // The first turn of a pass that is not before a time; those of a stage begin one after those of the stage before.
+        let turn = |chunk: u64, pass: Pass, time: u64| {
+            let (stage, way) = if chunk < stages { (chunk, Way::Down) } else { (last - chunk, Way::Up) };
+            let turns = &HALF[((stages - 1 - stage) % 2) as usize];
+            let own = turns.iter().position(|turn| *turn == (pass, way)).unwrap_or(0) as u64;
+            time + (own + stage + count - time % count) % count
+        };
+        let mut time = 0;
+        let passes = (0..=last).map(|chunk| (chunk, Pass::Forward));
+        for (chunk, pass) in passes.chain((0..=last).rev().map(|chunk| (chunk, Pass::Backward))) {
+            let due = turn(chunk, pass, time);
+            time = due + 1;
+            first[chunk as usize][pass as usize] = due as f64;
+            if pass == Pass::Backward {
+                first[chunk as usize][Pass::Weight as usize] = turn(chunk, Pass::Weight, time) as f64;
+            }
+        }
+        Self { period: count as f64, pace: 0.0, first }
+    }
+
+    /// Of so few microbatches that each pass has one rank at all times.
+    pub fn of_few(stages: u64) -> Self {
+        let of_chunk = |chunk: u64| {
+            let is_down = f64::from(u8::from(chunk < stages));
+            [2.0 + is_down, is_down, is_down]
+        };
+        Self { period: 0.0, pace: 0.0, first: (0..2 * stages).map(of_chunk).collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::order::{Lengths, orders};
+    use super::super::timeline::{Durations, Link, finish};
+    use super::*;
+    use shardc_ir::Pipeline;
+    use shardc_ir::pipeline::Schedule;
+
+    struct Parts(Lengths);
+
+    impl Durations for Parts {
+        fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+            self.0.of(Schedule::ZeroBubbleV, chunk, pass)
+        }
+        fn message(&self, _: usize) -> f64 {
+            0.0
+        }
+    }
+
+    /// Stages hold what is said, and wait for nothing once the pipeline is full.
+    #[test]
+    fn passes_in_their_turns_do_not_wait() {
+        let lengths = [[1.0, 1.0], [1.3, 0.9], [1.6, 0.8], [1.1, 0.6]];
+        for (stages, [backward, weight]) in (2..=17).flat_map(|stages| lengths.map(|of| (stages, of))) {
+            let lengths = Lengths { forward: 1.0, backward, weight };
+            let most = held_in_turns(stages);
+            let pipeline = Pipeline {
+                schedule: Schedule::ZeroBubbleV,
+                per_stage: 2,
+                in_flight: Some(most),
+                ..Pipeline::default()
+            };
+            let links = |chunk: u32| {
+                let link = |from, to, pass| Link { from: (from, pass), to: (to, pass) };
+                [link(chunk, chunk + 1, Pass::Forward), link(chunk + 1, chunk, Pass::Backward)]
+            };
+            let between = |chunk: &u32| pipeline.stage_of(*chunk, stages) != pipeline.stage_of(chunk + 1, stages);
+            let links: Vec<Link> = (0..2 * stages as u32 - 1).filter(between).flat_map(links).collect();
+            let finish = |microbatches: u64| {
+                let orders = orders(&pipeline, stages, microbatches, &|_| lengths).expect("orders");
+                let held = orders.iter().map(|steps| {
+                    let taken = |step: &super::super::order::Step| {
+                        i64::from(step.pass == Pass::Forward) - i64::from(step.pass == Pass::Weight)
+                    };
+                    let held = steps.iter().scan(0, |held, step| {
+                        *held += taken(step);
+                        Some(*held)
+                    });
+                    held.max().unwrap_or(0)
+                });
+                assert_eq!(held.max(), Some(most as i64), "{stages} stages");
+                finish(&pipeline, &orders, &links, &Parts(lengths)).expect("all run")
+            };
+            let waits = finish(8 * stages) - finish(4 * stages) - 8.0 * stages as f64 * lengths.all();
+            assert!(waits.abs() < 1e-6 * stages as f64, "{stages} stages of {lengths:?} wait {waits}");
+        }
+    }
+}
