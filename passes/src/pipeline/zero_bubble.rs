@@ -1,13 +1,13 @@
 //! Zero-bubble V: two chunks a stage, down the pipeline and up again, of which the gradients of weights come later.
 //!
-//! Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as many chunks as it may. Each
-//! stage begins, when it is free, of the passes that are ready the one that is due first; where much may be held, nothing
-//! that one on its way, due before it, would have to wait for. Where about half of what 1F1B holds may be held, there is
-//! no time to lose: each pass has its turn, and stages wait for it.
+//! Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as many chunks as it may. Where
+//! that is what 1F1B holds, or half of it, each pass has its turn, and stages wait for it. Else each stage begins, when it
+//! is free, of the passes that are ready the one that is due first; where much may be held, and the pipeline is
+//! full for most of the step, not just before one on its way that is due before.
 //!
 //! While the pipeline fills, the first stage could take in microbatches faster than the others pass them on, and more would
 //! be held than ever later. So they come in as fast as forward passes of both chunks let a stage pass them on, and of what a
-//! stage may hold some is left for the way up ([`KEPT_FOR_THE_WAY_UP`]), on which no microbatch waits for a later one.
+//! stage may hold some is left for the way up ([`kept_for_the_way_up`]), on which no microbatch waits for a later one.
 //!
 //! Of fewer microbatches than stages, which are never steady, a backward pass begins before a forward pass, and that on the
 //! way up first. Gradients of weights follow the backward pass closely as long as there are other passes; when forward
@@ -16,14 +16,21 @@
 
 use super::agenda::Agenda;
 use super::order::{Lengths, Pass, Step};
-use super::rhythm::{Due, is_in_turns};
+use super::rhythm::{Due, Rhythm};
 use shardc_ir::Pipeline;
 
 /// Of how many chunks the gradients of weights are delayed before forward passes are through.
 pub const CLOSE: u64 = 2;
 
-/// Of how many chunks a stage keeps room for what forward passes on the way up leave.
-pub const KEPT_FOR_THE_WAY_UP: u64 = 1;
+/// Of how many chunks a stage keeps room for what forward passes on the way up leave: one for every eight stages. With less
+/// some would wait.
+pub fn kept_for_the_way_up(stages: u64) -> u64 {
+    stages.div_ceil(8)
+}
+
+/// For what part of a step a stage waits for something that is due before, rather than begin it. With more the gaps are
+/// larger than what they are for.
+const SOON: f64 = 0.5;
 
 /// A chunk, by its passes.
 #[derive(Clone, Copy)]
@@ -63,7 +70,7 @@ struct Most {
 enum Rule {
     /// Of the passes that are ready, the one that is due first.
     WhatIsReady,
-    /// The same, but nothing that another has to wait for by more than half of it, that is due before and on its way.
+    /// The same, but nothing of which more than half would be left when another is ready that is due before.
     WhatIsReadyOrComesSoon,
     /// What is due first, when it is ready.
     WhatIsDue,
@@ -91,9 +98,15 @@ impl Stages {
     /// What a stage begins, that is free at this time.
     fn next(&self, own: (u32, u32), now: f64) -> Option<Step> {
         match self.rule {
-            Rule::WhatIsDue => self.next_due(own),
-            Rule::WhatIsReady | Rule::WhatIsReadyOrComesSoon => self.next_ready(own, now),
+            // When forward passes are through, gradients of weights that may be delayed fill gaps.
+            Rule::WhatIsDue if self.most.delayed <= CLOSE || !self.is_through(own) => self.next_due(own),
+            _ => self.next_ready(own, now),
         }
+    }
+
+    /// Whether forward passes of both chunks are.
+    fn is_through(&self, (down, up): (u32, u32)) -> bool {
+        [down, up].iter().all(|chunk| self.chunks[*chunk as usize].begun[Pass::Forward as usize] == self.microbatches)
     }
 
     /// When the next pass of a kind is due.
@@ -148,7 +161,7 @@ impl Stages {
         (!waits).then_some(step)
     }
 
-    /// Whether a pass that is due before a step is on its way, and would wait for more than half of that step.
+    /// Whether a pass that is due before a step is on its way, and is ready within [`SOON`] of what that step takes.
     fn comes_soon(&self, step: Step, (chunk, pass): (u32, Pass), now: f64) -> bool {
         let (of, other) = (&self.chunks[chunk as usize], &self.chunks[step.chunk as usize]);
         let begun = of.begun[pass as usize];
@@ -166,7 +179,7 @@ impl Stages {
         };
         let Some(maker) = maker else { return false };
         let running = self.running[maker.0.min(last - maker.0) as usize];
-        let soon = now + 0.5 * other.takes[step.pass as usize];
+        let soon = now + SOON * other.takes[step.pass as usize];
         running.is_some_and(|running| (running.chunk, running.pass) == maker && running.ends < soon)
     }
 
@@ -205,19 +218,20 @@ pub(super) fn orders(
     let in_flight = pipeline.most_in_flight(stages);
     let most = Most {
         up: in_flight,
-        down: in_flight.saturating_sub(KEPT_FOR_THE_WAY_UP).max(1),
+        down: in_flight.saturating_sub(kept_for_the_way_up(stages)).max(1),
         delayed: pipeline.most_delayed(stages),
     };
     let of_chunk = |chunk: u32| Pass::ALL.map(|pass| lengths(chunk).of(pipeline.schedule, chunk, pass));
     let takes: Vec<[f64; 3]> = (0..=last).map(of_chunk).collect();
     let mean = |pass: Pass| takes.iter().map(|of| of[pass as usize]).sum::<f64>() / takes.len().max(1) as f64;
     let steady = || Due::steady(stages, Pass::ALL.map(mean), most.down);
-    let (rule, due) = match in_flight {
+    let rhythm = Rhythm::of(in_flight, (stages, microbatches)).filter(|_| most.delayed >= CLOSE);
+    let (rule, due) = match rhythm {
         _ if microbatches < stages => (Rule::WhatIsReady, Due::of_few(stages)),
-        _ if is_in_turns(in_flight, stages) && most.delayed >= CLOSE => (Rule::WhatIsDue, Due::in_turns(stages)),
-        // Of what 1F1B holds four fifths.
-        _ if 5 * in_flight >= 8 * stages => (Rule::WhatIsReadyOrComesSoon, steady()),
-        _ => (Rule::WhatIsReady, steady()),
+        Some(rhythm) => (Rule::WhatIsDue, Due::in_turns(stages, &rhythm)),
+        // Much may be held, four fifths of what 1F1B holds, and the pipeline is full for most of the step.
+        None if 5 * in_flight >= 8 * stages && microbatches >= 3 * stages => (Rule::WhatIsReadyOrComesSoon, steady()),
+        None => (Rule::WhatIsReady, steady()),
     };
     let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
         takes: *takes,

@@ -208,13 +208,13 @@ fn chosen(
         close.push((index, plan));
     }
     if confirm.is_some() {
-        overlap::of_pipelines(&mut candidates, &mut close, space, &mut hidden, &exact)?;
         if close.is_empty() {
             close = nearest(&candidates, &mut refused, &exact)?;
         }
         if close.is_empty() {
             fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
         }
+        overlap::of_pipelines(&mut candidates, &mut close, space, &mut hidden, &exact)?;
         let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
             close.iter().map(|of| of.0).chain(refused.iter().map(|of| of.0)).collect()
         };

@@ -3,7 +3,7 @@
 use super::line::Line;
 use crate::divisors::divisors;
 use crate::pipeline::rhythm::{held_in_turns, is_in_turns};
-use crate::pipeline::zero_bubble::{CLOSE, KEPT_FOR_THE_WAY_UP};
+use crate::pipeline::zero_bubble::{CLOSE, kept_for_the_way_up};
 use crate::search::bound::stages::Order;
 use crate::search::choice::degrees::Degrees;
 use crate::search::choice::pins::Pins;
@@ -75,8 +75,10 @@ pub(in crate::search) fn limits(
         let delayed = match pins.delayed {
             Some(_) => vec![pins.delayed],
             None if !schedule.splits_backward() => vec![None],
-            // Where passes have their turns, those of gradients of weights come before it is their chunk's turn again.
-            None if in_flight.is_some_and(|held| is_in_turns(held, stages)) => vec![Some(CLOSE)],
+            // Where less has its turns there is hardly any time that more would fill.
+            None if in_flight.is_some_and(|held| held < 2 * stages && is_in_turns(held, (stages, microbatches))) => {
+                vec![Some(CLOSE)]
+            }
             None if microbatches < MANY * stages => vec![None, Some((most / 4).max(CLOSE)), Some(CLOSE)],
             // Where memory lacks, what they wait for may be worth more than what they fill.
             None => vec![None, Some(CLOSE)],
@@ -101,12 +103,14 @@ fn in_flight(
         Schedule::GPipe => vec![None],
         // The least, then what two forward passes hold for each stage behind the first.
         Schedule::OneForwardOneBackward => vec![None, Some(2 * stages - 1)],
-        // As microbatches come; as much as 1F1B holds, three quarters of that, and half of it, besides what is kept for
-        // the way up.
+        // As microbatches come; as much as 1F1B holds, three quarters of that, and half of it.
         Schedule::ZeroBubbleV => {
-            let held = [2 * stages, (3 * stages).div_ceil(2)].map(|down| down + KEPT_FOR_THE_WAY_UP);
-            let mut all = vec![None];
-            all.extend(held.into_iter().chain([held_in_turns(stages)]).map(Some));
+            let kept = kept_for_the_way_up(stages);
+            let [most, half] = match held_in_turns(stages) {
+                held if held.iter().all(|held| is_in_turns(*held, (stages, microbatches))) => held,
+                _ => [2 * stages + kept, stages + (stages / 4).min(2) + kept],
+            };
+            let mut all = vec![None, Some(most), Some((3 * stages).div_ceil(2) + kept), Some(half)];
             all.dedup();
             all
         }
