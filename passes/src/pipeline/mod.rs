@@ -1,5 +1,5 @@
 //! Pipelines: where the graph may be cut ([`anchor`]), in which order stages run their chunks
-//! ([`order`], of zero-bubble V in a file of its own), when messages pass between them ([`timeline`]; both go from one moment to the next by an
+//! ([`order`], of zero-bubble V in a file of its own, which goes by its [`rhythm`]), when messages pass between them ([`timeline`]; both go from one moment to the next by an
 //! agenda), which cuts are best ([`cut`], and [`balance`] where a stage has several chunks), and which gradients
 //! several stages share ([`shared`]).
 //!

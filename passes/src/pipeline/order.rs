@@ -194,7 +194,7 @@ mod tests {
         let all =
             Schedule::ALL.into_iter().flat_map(|schedule| schedule.usual_chunks().iter().map(move |n| (schedule, *n)));
         for (schedule, per_stage) in all.chain([(Schedule::Interleaved, 3)]) {
-            let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10), (2, 3), (4, 2), (4, 9), (5, 14), (3, 16)];
+            let sizes = [(2, 2), (2, 6), (3, 3), (4, 12), (5, 10), (2, 3), (4, 2), (4, 9), (5, 14), (3, 16), (16, 48)];
             let longer = Lengths { backward: 1.7, weight: 0.6, ..Lengths::EQUAL };
             let in_flight = match schedule {
                 Schedule::ZeroBubbleV => &[None, Some(2), Some(3)][..],

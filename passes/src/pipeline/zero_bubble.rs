@@ -2,8 +2,8 @@
 //!
 //! Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as many chunks as it may. Where
 //! that is what 1F1B holds, or half of it, each pass has its turn, and stages wait for it. Else each stage begins, when it
-//! is free, of the passes that are ready the one that is due first; where much may be held, and the pipeline is
-//! full for most of the step, not just before one on its way that is due before.
+//! is free, of the passes that are ready the one that is due first; in a long pipeline that is full for most of the step,
+//! where much may be held, not just before one on its way that is due before.
 //!
 //! While the pipeline fills, the first stage could take in microbatches faster than the others pass them on, and more would
 //! be held than ever later. So they come in as fast as forward passes of both chunks let a stage pass them on, and of what a
@@ -27,6 +27,9 @@ pub const CLOSE: u64 = 2;
 pub fn kept_for_the_way_up(stages: u64) -> u64 {
     stages.div_ceil(8)
 }
+
+/// The stages of a pipeline in which it pays to wait for what comes soon.
+const LONG: u64 = 16;
 
 /// For what part of a step a stage waits for something that is due before, rather than begin it. With more the gaps are
 /// larger than what they are for.
@@ -229,8 +232,11 @@ pub(super) fn orders(
     let (rule, due) = match rhythm {
         _ if microbatches < stages => (Rule::WhatIsReady, Due::of_few(stages)),
         Some(rhythm) => (Rule::WhatIsDue, Due::in_turns(stages, &rhythm)),
-        // Much may be held, four fifths of what 1F1B holds, and the pipeline is full for most of the step.
-        None if 5 * in_flight >= 8 * stages && microbatches >= 3 * stages => (Rule::WhatIsReadyOrComesSoon, steady()),
+        // Many stages wait for what is late, much may be held, four fifths of what 1F1B holds, and the pipeline is full for
+        // most of the step.
+        None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 3 * stages => {
+            (Rule::WhatIsReadyOrComesSoon, steady())
+        }
         None => (Rule::WhatIsReady, steady()),
     };
     let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
