@@ -72,11 +72,11 @@ struct Most {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Rule {
     /// Of the passes that are ready, the one that is due first.
-    WhatIsReady,
+    Ready,
     /// The same, but nothing of which more than half would be left when another is ready that is due before.
-    WhatIsReadyOrComesSoon,
+    ReadyUnlessSoon,
     /// What is due first, when it is ready.
-    WhatIsDue,
+    Due,
 }
 
 /// A pass that a stage runs.
@@ -102,7 +102,7 @@ impl Stages {
     fn next(&self, own: (u32, u32), now: f64) -> Option<Step> {
         match self.rule {
             // When forward passes are through, gradients of weights that may be delayed fill gaps.
-            Rule::WhatIsDue if self.most.delayed <= CLOSE || !self.is_through(own) => self.next_due(own),
+            Rule::Due if self.most.delayed <= CLOSE || !self.is_through(own) => self.next_due(own),
             _ => self.next_ready(own, now),
         }
     }
@@ -158,7 +158,7 @@ impl Stages {
         }
         let (_, step) = first?;
         let is_soon = |chunk: u32, pass: Pass| may_go(chunk, pass) && self.comes_soon(step, (chunk, pass), now);
-        let waits = self.rule == Rule::WhatIsReadyOrComesSoon
+        let waits = self.rule == Rule::ReadyUnlessSoon
             && !(is_late && step.pass == Pass::Weight)
             && [up, down].into_iter().any(|chunk| is_soon(chunk, Pass::Forward) || is_soon(chunk, Pass::Backward));
         (!waits).then_some(step)
@@ -230,14 +230,14 @@ pub(super) fn orders(
     let steady = || Due::steady(stages, Pass::ALL.map(mean), most.down);
     let rhythm = Rhythm::of(in_flight, (stages, microbatches)).filter(|_| most.delayed >= CLOSE);
     let (rule, due) = match rhythm {
-        _ if microbatches < stages => (Rule::WhatIsReady, Due::of_few(stages)),
-        Some(rhythm) => (Rule::WhatIsDue, Due::in_turns(stages, &rhythm)),
+        _ if microbatches < stages => (Rule::Ready, Due::of_few(stages)),
+        Some(rhythm) => (Rule::Due, Due::in_turns(stages, &rhythm)),
         // Many stages wait for what is late, much may be held, four fifths of what 1F1B holds, and the pipeline is full for
         // most of the step.
         None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 3 * stages => {
-            (Rule::WhatIsReadyOrComesSoon, steady())
+            (Rule::ReadyUnlessSoon, steady())
         }
-        None => (Rule::WhatIsReady, steady()),
+        None => (Rule::Ready, steady()),
     };
     let new = |(takes, due): (&[f64; 3], &[f64; 3])| Chunk {
         takes: *takes,
