@@ -25,9 +25,9 @@ enum Way {
     Up,
 }
 
-/// In which turns the passes of a stage come, whatever the parts of a microbatch are beside each other, so that none waits
-/// for another once the pipeline is full: those of the last stage before the pipeline turns, of the one before, and so on
-/// around.
+/// In which turns the passes of a stage come, so that none waits for another once the pipeline is full, as long as a backward
+/// pass takes no longer than a forward pass and gradients of weights together: those of the last stage before the pipeline
+/// turns, of the one before, and so on around.
 pub(super) struct Rhythm(&'static [Turns]);
 
 /// Of all stages alike, which hold what forward passes leave of two chunks for each stage there is.
@@ -63,8 +63,11 @@ impl Rhythm {
     /// begun as they are ready, passes would wait longer; and so they do in turns, where filling and draining is half of the
     /// step.
     pub fn of(in_flight: u64, (stages, microbatches): (u64, u64)) -> Option<Self> {
+        if microbatches < 2 * stages {
+            return None;
+        }
         let is_enough = |least: &u64| (*least..=least + stages / 16).contains(&in_flight);
-        let mut known = held_in_turns(stages).into_iter().zip([WHOLE, HALF]).filter(|_| microbatches >= 2 * stages);
+        let mut known = held_in_turns(stages).into_iter().zip([WHOLE, HALF]);
         known.find(|(least, _)| is_enough(least)).map(|(_, rhythm)| rhythm)
     }
 }
