@@ -11,7 +11,7 @@ pub(super) struct Due {
     /// From a microbatch to the next.
     pub period: f64,
     /// After what time the next microbatch may come in.
-    pub pace: f64,
+    pace: f64,
     /// Per chunk and pass, of the first microbatch.
     pub first: Vec<[f64; 3]>,
 }
@@ -31,20 +31,19 @@ enum Way {
 pub(super) struct Rhythm(&'static [Turns]);
 
 /// Of all stages alike, which hold what forward passes leave of two chunks for each stage there is.
-const WHOLE: Rhythm = {
+const WHOLE: Rhythm = Rhythm(&[ALIKE]);
+
+const ALIKE: Turns = {
     use Pass::{Backward, Forward, Weight};
     use Way::{Down, Up};
-    Rhythm(&[[(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)]])
+    [(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)]
 };
 
 /// A pass goes down and up two stages in a period, so stages hold half as much.
 const HALF: Rhythm = {
     use Pass::{Backward, Forward, Weight};
     use Way::{Down, Up};
-    Rhythm(&[
-        [(Forward, Down), (Forward, Up), (Backward, Up), (Backward, Down), (Weight, Up), (Weight, Down)],
-        [(Forward, Down), (Backward, Down), (Backward, Up), (Weight, Down), (Forward, Up), (Weight, Up)],
-    ])
+    Rhythm(&[ALIKE, [(Forward, Down), (Backward, Down), (Backward, Up), (Weight, Down), (Forward, Up), (Weight, Up)]])
 };
 
 /// Of how many chunks a stage holds what forward passes leave at the most, by the number of stages, where passes of
@@ -119,6 +118,11 @@ impl Due {
         Self { period: count as f64, pace: 0.0, first }
     }
 
+    /// When a microbatch may come in.
+    pub fn comes_in(&self, microbatch: u64) -> f64 {
+        microbatch as f64 * self.pace
+    }
+
     /// Of so few microbatches that each pass has one rank at all times.
     pub fn of_few(stages: u64) -> Self {
         let of_chunk = |chunk: u64| {
@@ -132,21 +136,11 @@ impl Due {
 #[cfg(test)]
 mod tests {
     use super::super::order::{Lengths, orders};
-    use super::super::timeline::{Durations, Link, finish};
+    use super::super::timeline::finish;
+    use super::super::timeline::tests::{Parts, chain};
     use super::*;
     use shardc_ir::Pipeline;
     use shardc_ir::pipeline::Schedule;
-
-    struct Parts(Lengths);
-
-    impl Durations for Parts {
-        fn pass(&self, chunk: u32, pass: Pass) -> f64 {
-            self.0.of(Schedule::ZeroBubbleV, chunk, pass)
-        }
-        fn message(&self, _: usize) -> f64 {
-            0.0
-        }
-    }
 
     /// Stages hold what is said, and wait for nothing once the pipeline is full.
     #[test]
@@ -161,12 +155,7 @@ mod tests {
                 in_flight: Some(most),
                 ..Pipeline::default()
             };
-            let links = |chunk: u32| {
-                let link = |from, to, pass| Link { from: (from, pass), to: (to, pass) };
-                [link(chunk, chunk + 1, Pass::Forward), link(chunk + 1, chunk, Pass::Backward)]
-            };
-            let between = |chunk: &u32| pipeline.stage_of(*chunk, stages) != pipeline.stage_of(chunk + 1, stages);
-            let links: Vec<Link> = (0..2 * stages as u32 - 1).filter(between).flat_map(links).collect();
+            let links = chain(&pipeline, stages);
             let finish = |microbatches: u64| {
                 let orders = orders(&pipeline, stages, microbatches, &|_| lengths).expect("orders");
                 let held = orders.iter().map(|steps| {

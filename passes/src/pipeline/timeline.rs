@@ -336,13 +336,13 @@ impl<'a> Run<'a> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::order::{Lengths, orders};
     use super::*;
     use shardc_ir::pipeline::Schedule;
 
     /// The links of a chain of chunks.
-    fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
+    pub(in crate::pipeline) fn chain(pipeline: &Pipeline, stages: u64) -> Vec<Link> {
         let chunks = (stages * pipeline.per_stage) as u32;
         let apart = |link: &Link| pipeline.stage_of(link.from.0, stages) != pipeline.stage_of(link.to.0, stages);
         let pairs = (1..chunks).flat_map(|chunk| {
@@ -360,6 +360,18 @@ mod tests {
             if pass == Pass::Backward { 2.0 } else { 1.0 }
         }
 
+        fn message(&self, _: usize) -> f64 {
+            0.0
+        }
+    }
+
+    /// Passes of zero-bubble V whose chunks are as long as each other, and messages that take no time.
+    pub(in crate::pipeline) struct Parts(pub Lengths);
+
+    impl Durations for Parts {
+        fn pass(&self, chunk: u32, pass: Pass) -> f64 {
+            self.0.of(Schedule::ZeroBubbleV, chunk, pass)
+        }
         fn message(&self, _: usize) -> f64 {
             0.0
         }
@@ -437,15 +449,6 @@ mod tests {
     /// be.
     #[test]
     fn gradients_of_weights_fill_gaps() {
-        struct Parts(Lengths);
-        impl Durations for Parts {
-            fn pass(&self, chunk: u32, pass: Pass) -> f64 {
-                self.0.of(Schedule::ZeroBubbleV, chunk, pass)
-            }
-            fn message(&self, _: usize) -> f64 {
-                0.0
-            }
-        }
         let (stages, microbatches) = (8, 64);
         for (backward, weight) in [(1.0, 1.0), (1.3, 0.9), (2.0, 0.9), (1.25, 0.75)] {
             let lengths = Lengths { forward: 1.0, backward, weight };
@@ -473,14 +476,14 @@ mod tests {
                 all <= some && some < few && few < 0.5 * plain && all < 0.35 * plain,
                 "{lengths:?}: {all}, {some}, {few}"
             );
-            // With less in flight they wait longer; with half of it, where passes have their turns, mostly while the pipeline
-            // fills, unless a backward pass takes longer than the passes that it meets.
-            let [most, less, half] = [17, 13, 10].map(|in_flight| waits(in_flight, 2));
+            // With less in flight they wait longer: with half of it not so much longer, where a backward pass leaves time for
+            // the passes that it meets.
+            let [most, less, half] = [17, 13, 11].map(|in_flight| waits(in_flight, 2));
             assert!(
                 few <= most && most < less && less < half && less < plain,
                 "{few}, {most}, {less}, {half} of {plain}"
             );
-            assert!(backward > 1.0 + weight || half < 0.7 * plain, "{lengths:?}: {half} of {plain}");
+            assert!(backward > 1.0 + weight || half < 0.65 * plain, "{lengths:?}: {half} of {plain}");
         }
     }
 

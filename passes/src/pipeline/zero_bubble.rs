@@ -120,11 +120,9 @@ impl Stages {
     /// What is due first of a stage, if it is ready.
     fn next_due(&self, (down, up): (u32, u32)) -> Option<Step> {
         let passes = [up, down].into_iter().flat_map(|chunk| Pass::ALL.map(|pass| (chunk, pass)));
-        let (due, of) = (
-            |(chunk, pass): &(u32, Pass)| self.due(&self.chunks[*chunk as usize], *pass),
-            |chunk: u32| &self.chunks[chunk as usize],
-        );
+        let of = |chunk: u32| &self.chunks[chunk as usize];
         let left = passes.filter(|(chunk, pass)| of(*chunk).begun[*pass as usize] < self.microbatches);
+        let due = |(chunk, pass): &(u32, Pass)| self.due(of(*chunk), *pass);
         let (chunk, pass) = left.min_by(|a, b| due(a).total_cmp(&due(b)))?;
         let microbatch = of(chunk).begun[pass as usize];
         (microbatch < of(chunk).ready[pass as usize]).then_some(Step { chunk, pass, microbatch })
@@ -140,7 +138,7 @@ impl Stages {
         let is_through = comes_next == self.microbatches;
         let is_late = waiting >= if is_through { self.most.delayed } else { self.most.delayed.min(CLOSE) };
         let may_go_up = held < self.most.up;
-        let may_go_down = held < self.most.down && (down > 0 || comes_next as f64 * self.due.pace <= now);
+        let may_go_down = held < self.most.down && (down > 0 || self.due.comes_in(comes_next) <= now);
         let may_go =
             |chunk: u32, pass: Pass| pass != Pass::Forward || if chunk == up { may_go_up } else { may_go_down };
         let mut first: Option<((bool, f64), Step)> = None;
@@ -268,7 +266,7 @@ pub(super) fn orders(
             let ends = now + own.takes[pass as usize];
             agenda.set(stage as usize, ends);
             all.running[stage as usize] = Some(Running { chunk, pass, ends });
-            let next = all.chunks[0].begun[Pass::Forward as usize] as f64 * all.due.pace;
+            let next = all.due.comes_in(all.chunks[0].begun[Pass::Forward as usize]);
             if (chunk, pass) == (0, Pass::Forward) && next > now {
                 agenda.set(stages as usize, next);
             }
