@@ -232,7 +232,7 @@ pub(super) fn orders(
         Some(rhythm) => (Rule::Due, Due::in_turns(stages, &rhythm)),
         // Many stages wait for what is late, much may be held, four fifths of what 1F1B holds, and the pipeline is full for
         // most of the step.
-        None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 3 * stages => {
+        None if stages >= LONG && 5 * in_flight >= 8 * stages && microbatches >= 2 * stages => {
             (Rule::ReadyUnlessSoon, steady())
         }
         None => (Rule::Ready, steady()),

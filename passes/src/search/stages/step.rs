@@ -18,9 +18,8 @@ use std::rc::Rc;
 const STEADY_WITHIN: f64 = 1.01;
 /// Microbatches that are followed at the most where stages wait for messages.
 const MOST_FOLLOWED: u64 = 128;
-/// Rounds after which every further one takes as long as the one before, and where backward passes are split, whose
-/// [order](crate::pipeline::zero_bubble) is another with few microbatches.
-const STEADY: [u64; 2] = [3, 4];
+/// Rounds after which every further one takes as long as the one before.
+const STEADY: u64 = 3;
 
 /// The chunks of each stage with where they begin and end, and its level.
 type Stages<'a> = (&'a [Vec<Part>], &'a [usize]);
@@ -185,8 +184,7 @@ impl Problem<'_> {
             })
         };
         let all = |microbatches: u64| self.tries.mesh.followed(microbatches, round);
-        let steady = STEADY[usize::from(pipeline.schedule.splits_backward())];
-        let (first, some) = (all((steady - 1) * round), all(steady * round));
+        let (first, some) = (all((STEADY - 1) * round), all(STEADY * round));
         if enough < f64::INFINITY && first < some {
             let least = run(first)? + (microbatches - first) as f64 * slowest;
             if least > enough {
