@@ -12,7 +12,7 @@
 //! over those measurements, with device and link figures shared by all of them, unless a comment
 //! gives another source.
 
-use shardc_ir::ops::{FusedStep, Op, Unary, UnaryGrad, UnaryKind};
+use shardc_ir::ops::{FusedStep, Op};
 
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,16 +75,13 @@ pub struct Reach {
     pub folds: f64,
     /// Sums of what a region of other operations makes.
     pub region_folds: f64,
-    /// Functions that take more arithmetic than memory: GELU and its derivative.
-    pub erf: f64,
     /// Casts to 8 bits, which write a tensor as it is and transposed.
     pub quantize: f64,
 }
 
 impl Reach {
     /// What moves bytes moves them at the device's rate; what is slower is in the traffic.
-    const ALL: Reach =
-        Reach { rows: 1.0, rows_backward: 1.0, rms: 1.0, folds: 1.0, region_folds: 1.0, erf: 1.0, quantize: 1.0 };
+    const ALL: Reach = Reach { rows: 1.0, rows_backward: 1.0, rms: 1.0, folds: 1.0, region_folds: 1.0, quantize: 1.0 };
 
     /// The share that an operation's kernel reaches.
     pub fn of(&self, op: &Op) -> f64 {
@@ -94,7 +91,6 @@ impl Reach {
             Op::RmsNorm(_) | Op::RmsNormGrad(_) => self.rms,
             Op::Reduce(_) | Op::SumSquares(_) | Op::EmbeddingGrad(_) | Op::QuantizationScale(_) => self.folds,
             Op::Quantize(_) => self.quantize,
-            Op::Unary(Unary { kind: UnaryKind::Gelu }) | Op::UnaryGrad(UnaryGrad { kind: UnaryKind::Gelu }) => self.erf,
             // The slowest of its steps sets a region's pace.
             Op::Fused(region) => {
                 let of = |step: &FusedStep| match step.op {
@@ -233,16 +229,8 @@ impl Library {
         traffic_forward: 1.0,
         traffic_backward: 1.0,
         // `train --profile` of gpt2-124m, gpt2-1.5b, llama-160m and llama-1b on one H200.
-        // Sums in regions and GELU are resnet-50's and mixer-b-16's, as are norms, with `cuda_selftest memory`.
-        reach: Reach {
-            rows: 0.78,
-            rows_backward: 0.7,
-            rms: 0.85,
-            folds: 0.66,
-            region_folds: 0.79,
-            erf: 0.82,
-            quantize: 0.61,
-        },
+        // Sums in regions are resnet-50's and mixer-b-16's, as are norms, with `cuda_selftest memory`.
+        reach: Reach { rows: 0.78, rows_backward: 0.7, rms: 0.85, folds: 0.66, region_folds: 0.79, quantize: 0.61 },
         // In CUDA graphs: steps of resnet-50, unet and mixer-b-16 on one, two and four H100s and H200s.
         launch: 0.65,
         splits_products: true,

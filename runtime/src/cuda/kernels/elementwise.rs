@@ -60,21 +60,16 @@ pub(super) fn sigmoid(x: f32) -> f32 {
     quick_recip(1.0f32 + quick_exp(-x))
 }
 
-/// `exp(-x²/2)`
+/// The normal distribution's function: the logistic function of `x` times a polynomial in `x²`, whose coefficients make the
+/// error of `x` times this the least beside its size and 0.003, 1.1e-6 of the two up to `|x| = 5.5`. Beyond, where it is
+/// less than 2e-8 from 0 or 1, the polynomial stays as it is.
 #[cube]
-fn bell(x: f32) -> f32 {
-    quick_exp(-0.5f32 * x * x)
-}
-
-/// The normal distribution's function, given [`bell`] of `x`. Of its smaller side it is `bell(x)` times a polynomial in
-/// `1 / (1 + p |x|)`, as in Abramowitz and Stegun, 7.1.26, with coefficients for a relative error of at most 1e-6 up to
-/// `|x| = 4`.
-#[cube]
-fn normal(x: f32, bell: f32) -> f32 {
-    let t = quick_recip(1.0f32 + 0.264_430_7f32 * x.abs());
-    let high = 0.145_891_63f32 + t * (-0.071_846_24f32 + t * (0.199_811_48f32 - t * 0.068_613_33f32));
-    let smaller = bell * t * (0.105_358_03f32 + t * (0.107_818_05f32 + t * (0.081_580_09f32 + t * high)));
-    select(x < 0.0f32, smaller, 1.0f32 - smaller)
+fn normal(x: f32) -> f32 {
+    let square = min(x * x, 30.25f32);
+    let high =
+        9.097_318_7e-6f32 + square * (-3.716_075_5e-7f32 + square * (8.192_569e-9f32 - square * 7.614_571e-11f32));
+    let low = 0.072_646_566f32 + square * (-4.796_886_6e-5f32 + square * (-1.170_357_5e-4f32 + square * high));
+    sigmoid(x * (1.595_776_3f32 + square * low))
 }
 
 #[cube]
@@ -107,7 +102,7 @@ pub(super) fn apply(x: f32, #[comptime] kind: UnaryKind) -> f32 {
         UnaryKind::Sigmoid => sigmoid(x),
         // What is not a number stays so, here and below.
         UnaryKind::Relu => select(x < 0.0f32, 0.0f32, x),
-        UnaryKind::Gelu => x * normal(x, bell(x)),
+        UnaryKind::Gelu => x * normal(x),
         // (1 + tanh(u)) / 2 is the logistic function of 2u, which takes one exponential.
         UnaryKind::GeluTanh => x * sigmoid(2.0f32 * gelu_inner(x)),
         UnaryKind::Silu => x * sigmoid(x),
@@ -136,10 +131,7 @@ pub(super) fn derivative(x: f32, #[comptime] kind: UnaryKind) -> f32 {
         UnaryKind::Erf => 1.128_379_2f32 * (-x * x).exp(),
         UnaryKind::Sigmoid => sigmoid(x) * (1.0f32 - sigmoid(x)),
         UnaryKind::Relu => select(x > 0.0f32, 1.0f32, 0.0f32),
-        UnaryKind::Gelu => {
-            let bell = bell(x);
-            normal(x, bell) + 0.398_942_28f32 * x * bell
-        }
+        UnaryKind::Gelu => normal(x) + 0.398_942_28f32 * x * quick_exp(-0.5f32 * (x * x)),
         UnaryKind::GeluTanh => {
             let s = sigmoid(2.0f32 * gelu_inner(x));
             let inner = 0.797_884_56f32 * (1.0f32 + 0.134145f32 * x * x);
