@@ -177,8 +177,8 @@ struct Layout {
 }
 
 impl Layout {
-    /// `width` elements to a vector.
-    fn new(sorted: &Sorted, width: usize) -> Self {
+    /// `width` elements to a vector; rows come from `moving` tensors.
+    fn new(sorted: &Sorted, moving: usize, width: usize) -> Self {
         let elements: u64 = sorted.shape.iter().product();
         let columns = sorted.shape[sorted.shape.len() - 1];
         let (rows, vectors) = (elements / columns.max(1), columns / width as u64);
@@ -201,12 +201,14 @@ impl Layout {
         let tiles = vectors.div_ceil(packs * most).max(1);
         let threads = vectors.div_ceil(packs * tiles).next_multiple_of(32).clamp(32, most);
         // Units of a processor, by the registers that each takes; blocks stay for all of their rows. A block that
-        // waits for its sums does so for two rows at once.
+        // waits for its sums does so for two rows at once, and one that adds up columns reads two rows at once, if
+        // these come from two tensors: one brings too little for that, and three take too many registers.
         let (resident, together) = match (is_norm, has_sums) {
             (true, true) if packs == 1 => (512, 2),
             (true, true) => (576, 1),
             (true, false) if is_narrow => (512, 1),
             (true, false) => (1152, 1),
+            (false, true) if moving == 2 => (640, 2),
             (false, _) => (1024, 1),
         };
         let sharing = (resident / threads).clamp(1, 16);
@@ -267,7 +269,10 @@ impl Select<'_> {
         let elements: u64 = sorted.shape.iter().product();
         let layout = match is_flat {
             true => Layout::flat(elements, lanes(&full, &[elements])),
-            false => Layout::new(&sorted, lanes(&full, &sorted.shape[sorted.shape.len() - 1..])),
+            false => {
+                let moving = operands.iter().filter(|port| port.class == Class::Full).count();
+                Layout::new(&sorted, moving, lanes(&full, &sorted.shape[sorted.shape.len() - 1..]))
+            }
         };
         let region = Region {
             operands,
