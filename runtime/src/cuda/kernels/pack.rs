@@ -366,10 +366,10 @@ pub fn joined_sum(sum: PackF32, #[comptime] joined: Joined, #[comptime] threads:
 }
 
 /// Columns that a block of [`sum_partials()`] adds up.
-pub const PARTIAL_COLUMNS: u32 = 32;
+pub const PARTIAL_COLUMNS: u32 = 16;
 
 /// Units that share a column there.
-pub const PARTIAL_ROWS: u32 = 16;
+pub const PARTIAL_ROWS: u32 = 32;
 
 /// `y = sum of the rows of x`, which is `[rows, columns]`, if the block's second index is `part`; in a fixed order.
 /// The grid is (columns / [`PARTIAL_COLUMNS`], parts), the block [`PARTIAL_ROWS`] x [`PARTIAL_COLUMNS`] units.
