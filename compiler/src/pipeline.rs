@@ -11,6 +11,7 @@ use shardc_ir::verify::{self, ProgramFacts, VerifiedPlan, VerifiedPrograms};
 use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::{align_head, align_weights};
+use shardc_passes::allocate::Abridged;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
@@ -149,7 +150,7 @@ pub fn plan_step(
 pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Exact, String> {
     let plan = verify::plan(plan).map_err(|found| found.to_string())?;
     let (apart, ranks) = distinct_ranks(&plan);
-    let outline = |program: Program| Outline::of(&program, &plan, cluster);
+    let outline = |program: Abridged| Outline::of_abridged(&program, &plan, cluster);
     let outlines = lower_each(&plan, &ranks, target(&plan.request.cluster), outline);
     exact(&outlines.map_err(|error| error.to_string())?, &apart, &plan, cluster).map_err(|error| error.to_string())
 }

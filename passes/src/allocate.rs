@@ -23,6 +23,7 @@
 //! Invariants: offsets are multiples of 256; storages of overlapping lifetimes are disjoint.
 
 mod adjacent;
+mod memory;
 mod stages;
 
 use crate::lower::casts::merge_casts;
@@ -31,18 +32,48 @@ use crate::lower::in_place::share_storages;
 use crate::lower::repeat::merge_repeated;
 use crate::lower::views::share_parts;
 use crate::pack::Life;
-use shardc_ir::plan::{Category, Memory};
+pub(crate) use memory::memory_beside;
+pub use memory::{memory, memory_over_time};
+use shardc_ir::plan::Category;
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, SectionId, Target, TensorType};
+use shardc_ir::{BufferId, Bytes, DType, Op, PrimaryMap, Program, Target, TensorType};
 pub(crate) use stages::{Copies, common};
 use std::collections::{BTreeMap, HashMap};
 
 /// How many later instructions of its stream an access keeps its bytes for.
 pub(crate) const WINDOW: usize = 4;
 
+/// A program in which sections of a pipeline's stage that differ by their copies alone stand once: what a prediction of
+/// its time and memory needs, and much less to make than all of it.
+#[derive(Clone, Debug)]
+pub struct Abridged {
+    /// The program, whose runs name the first of the sections that are alike.
+    pub program: Program,
+    /// The copies that live through the loop, of which sections that do not stand here name some.
+    pub held: Vec<BufferId>,
+}
+
 /// Gives a scheduled draft its scratch memory, addresses and waits.
-pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
+pub(crate) fn allocate(draft: Draft, target: &dyn Target) -> Program {
+    let (draft, arena, copies) = addressed(draft, target);
+    match &draft.stage {
+        Some(_) => stages::assemble(&draft, arena, &copies),
+        None => assemble(draft, arena),
+    }
+}
+
+/// As [`allocate`], of which sections that are alike stand once.
+pub(crate) fn allocate_abridged(draft: Draft, target: &dyn Target) -> Abridged {
+    let (draft, arena, copies) = addressed(draft, target);
+    match &draft.stage {
+        Some(_) => stages::abridged(&draft, arena, &copies),
+        None => Abridged { program: assemble(draft, arena), held: Vec::new() },
+    }
+}
+
+/// A draft with scratch memory and addresses, the bytes of its arena, and the copies of its storages.
+fn addressed(mut draft: Draft, target: &dyn Target) -> (Draft, Bytes, Copies) {
     share_parts(&mut draft);
     share_storages(&mut draft);
     merge_casts(&mut draft);
@@ -55,7 +86,7 @@ pub(crate) fn allocate(mut draft: Draft, target: &dyn Target) -> Program {
     for (id, buffer) in draft.buffers.iter_mut() {
         buffer.offset = of_storage[draft.storage[id].0 as usize] + draft.first[id];
     }
-    assemble(draft, Bytes(arena), &copies)
+    (draft, Bytes(arena), copies)
 }
 
 /// Gives an input that the target brings ahead the buffer where it waits to be fed.
@@ -111,11 +142,8 @@ fn add_scratch(draft: &mut Draft, target: &dyn Target) {
     draft.sections = sections;
 }
 
-/// Sections, runs and waits.
-fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
-    if draft.stage.is_some() {
-        return stages::assemble(draft, arena, copies);
-    }
+/// Sections, runs and waits of a program without stages.
+fn assemble(draft: Draft, arena: Bytes) -> Program {
     let mut program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
     let (buffers, sections) = drop_unused(draft.buffers, draft.sections, &draft.slots, &draft.readings);
     let renumber = |id: BufferId| sections.1.get(&id).copied().unwrap_or(id);
@@ -395,204 +423,5 @@ fn split(ranges: &mut BTreeMap<u64, Touched>, at: u64) {
         let right = *touched;
         touched.end = at;
         ranges.insert(at, right);
-    }
-}
-
-/// What the device memory of a rank is for at its peak. The total is the arena: what it has beyond the
-/// bytes that live at the peak is reserved.
-pub fn memory(program: &Program) -> Memory {
-    let mut peak = Memory::default();
-    follow(program, &mut |_, now| {
-        if now.total() > peak.total() {
-            peak = *now;
-        }
-    });
-    peak.reserved = Bytes(program.arena(SPACE).0.saturating_sub(peak.total().0));
-    peak
-}
-
-/// What the device memory of a rank holds: where it changes, the instruction (counted through all
-/// sections) from which on it is so. Gaps between buffers do not count.
-pub fn memory_over_time(program: &Program) -> Vec<(usize, Memory)> {
-    let mut curve = Vec::new();
-    follow(program, &mut |at, now| curve.push((at, *now)));
-    curve
-}
-
-/// Follows what the device memory of a rank holds from change to change.
-fn follow(program: &Program, each: &mut dyn FnMut(usize, &Memory)) {
-    let mut lives: Vec<Option<(usize, usize)>> = vec![None; program.buffers.len()];
-    let mut touch = |id: BufferId, at: usize| {
-        let life = &mut lives[id.as_u32() as usize];
-        *life = Some(life.map_or((at, at), |(start, end)| (start.min(at), end.max(at))));
-    };
-    let mut first = 0;
-    // The sections of the loop, and whether a buffer is touched in more than one section.
-    let mut repeated: Option<(usize, usize)> = None;
-    let mut section_of: Vec<Option<SectionId>> = vec![None; program.buffers.len()];
-    let mut crosses = vec![false; program.buffers.len()];
-    for (id, section) in &program.sections {
-        for (index, instruction) in section.instructions.iter().enumerate() {
-            for buffer in instruction.buffers() {
-                touch(buffer, first + index);
-                let known = section_of[buffer.as_u32() as usize].replace(id);
-                crosses[buffer.as_u32() as usize] |= known.is_some_and(|known| known != id);
-            }
-        }
-        let last = (first + section.instructions.len()).saturating_sub(1);
-        if ![Place::Prologue, Place::Epilogue].map(Place::name).contains(&section.name.as_str()) {
-            repeated = Some((repeated.map_or(first, |(from, _)| from), last));
-        }
-        first += section.instructions.len();
-    }
-    let staging = program.staging().into_iter().map(|(_, buffer)| buffer);
-    for id in program.slots.iter().map(|slot| slot.buffer).chain(staging) {
-        touch(id, 0);
-        touch(id, first);
-    }
-    program.readings.iter().for_each(|reading| touch(reading.buffer, first));
-    if let Some((from, to)) = repeated {
-        let accumulators = program.instructions().filter(|i| i.action == Action::Accumulate);
-        for id in accumulators.flat_map(|i| &i.results) {
-            touch(*id, from);
-            touch(*id, to);
-        }
-        for (life, crosses) in lives.iter_mut().zip(crosses) {
-            let Some((start, end)) = life.as_mut() else { continue };
-            if *start <= to && *end >= from && (crosses || *start < from || *end > to) {
-                (*start, *end) = ((*start).min(from), (*end).max(to));
-            }
-        }
-    }
-    by_category(program, &lives, first + 2, each);
-}
-
-/// Follows the live buffers through the program, of which no time is later than the last; those that overlap are views of
-/// each other.
-fn by_category(
-    program: &Program,
-    lives: &[Option<(usize, usize)>],
-    times: usize,
-    each: &mut dyn FnMut(usize, &Memory),
-) {
-    let begin = ByTime::new(times, lives, |(start, _)| start);
-    let end = ByTime::new(times, lives, |(_, end)| end + 1);
-    let mut views = Views { program, live: BTreeMap::new(), now: Memory::default() };
-    for time in 0..times {
-        let (ends, begins) = (end.at(time), begin.at(time));
-        ends.iter().for_each(|id| views.end(*id));
-        begins.iter().for_each(|id| views.begin(*id));
-        if !ends.is_empty() || !begins.is_empty() {
-            each(time, &views.now);
-        }
-    }
-}
-
-/// Buffers by a time, those of one time in their order.
-struct ByTime {
-    /// Where those of each time begin.
-    first: Vec<u32>,
-    ids: Vec<BufferId>,
-}
-
-impl ByTime {
-    fn new(times: usize, lives: &[Option<(usize, usize)>], time: impl Fn((usize, usize)) -> usize) -> Self {
-        let all = || (0..).zip(lives).filter_map(|(id, life)| Some((BufferId::from_u32(id), time((*life)?))));
-        let mut first = vec![0u32; times + 1];
-        all().for_each(|(_, time)| first[time + 1] += 1);
-        (0..times).for_each(|time| first[time + 1] += first[time]);
-        let mut ids = vec![BufferId::from_u32(0); first[times] as usize];
-        let mut next = first.clone();
-        for (id, time) in all() {
-            ids[next[time] as usize] = id;
-            next[time] += 1;
-        }
-        Self { first, ids }
-    }
-
-    fn at(&self, time: usize) -> &[BufferId] {
-        &self.ids[self.first[time] as usize..self.first[time + 1] as usize]
-    }
-}
-
-/// The live buffers of a program, those that overlap together, by where they begin: each with where they end.
-struct Views<'a> {
-    program: &'a Program,
-    live: BTreeMap<u64, (u64, Vec<BufferId>)>,
-    /// What they are for.
-    now: Memory,
-}
-
-impl Views<'_> {
-    fn range(&self, id: BufferId) -> (u64, u64) {
-        let buffer = &self.program.buffers[id];
-        (buffer.offset, buffer.offset + buffer.ty.bytes().0.max(1))
-    }
-
-    fn begin(&mut self, id: BufferId) {
-        let (start, end) = self.range(id);
-        let below = self.live.range(..end).next_back();
-        if below.is_none_or(|(_, (last, _))| *last <= start) {
-            return self.add(start, end, vec![id]);
-        }
-        let mut ids = self.take(start, end);
-        ids.push(id);
-        self.put(ids);
-    }
-
-    fn end(&mut self, id: BufferId) {
-        let (start, end) = self.range(id);
-        let mut ids = self.take(start, end);
-        ids.retain(|known| *known != id);
-        self.put(ids);
-    }
-
-    /// Takes out all that overlap with a range.
-    fn take(&mut self, start: u64, end: u64) -> Vec<BufferId> {
-        let mut ids = Vec::new();
-        while let Some((first, (last, _))) = self.live.range(..end).next_back()
-            && *last > start
-        {
-            let first = *first;
-            let Some((last, together)) = self.live.remove(&first) else { break };
-            if let Some((category, bytes)) = self.counts(first, last, &together) {
-                let held = self.now.category(category);
-                *held = Bytes(held.0 - bytes);
-            }
-            match ids.is_empty() {
-                true => ids = together,
-                false => ids.extend(together),
-            }
-        }
-        ids
-    }
-
-    /// Puts buffers back, those that overlap together.
-    fn put(&mut self, mut ids: Vec<BufferId>) {
-        ids.sort_unstable_by_key(|id| self.range(*id));
-        let mut ids = ids.into_iter().peekable();
-        while let Some(id) = ids.next() {
-            let ((start, mut end), mut together) = (self.range(id), vec![id]);
-            while let Some(next) = ids.next_if(|next| self.range(*next).0 < end) {
-                end = end.max(self.range(next).1);
-                together.push(next);
-            }
-            self.add(start, end, together);
-        }
-    }
-
-    /// Adds some that overlap.
-    fn add(&mut self, start: u64, end: u64, together: Vec<BufferId>) {
-        if let Some((category, bytes)) = self.counts(start, end, &together) {
-            *self.now.category(category) += Bytes(bytes);
-        }
-        self.live.insert(start, (end, together));
-    }
-
-    /// The bytes of some that overlap: for what the largest of them is.
-    fn counts(&self, start: u64, end: u64, together: &[BufferId]) -> Option<(Category, u64)> {
-        let buffers = together.iter().map(|id| &self.program.buffers[*id]);
-        let largest = buffers.max_by_key(|buffer| buffer.ty.bytes())?;
-        (largest.ty.bytes().0 > 0).then_some((largest.category, end - start))
     }
 }

@@ -4,14 +4,14 @@ use crate::allocate::find_waits;
 use crate::cluster::Cluster;
 use crate::differentiate::differentiate;
 use crate::fold::block_of;
-use crate::lower::lower_all;
+use crate::lower::{lower_all, lower_each};
 use crate::lower_tests::{TINY, plan};
 use crate::optimizer::{OptimizerConfig, add_optimizer};
 use crate::pipeline::anchor::{anchors, chunks};
 use crate::pipeline::shared::sum_behind_loop;
 use crate::search::{Pins, search, search_confirmed};
 use crate::search_tests::{Sizes, llama, llama_with};
-use crate::simulate::{Conditions, predict, simulate};
+use crate::simulate::{Conditions, Outline, exact, predict, simulate};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::{Prediction, Request, Scope};
 use shardc_ir::program::Action;
@@ -39,8 +39,10 @@ pub(crate) fn staged(mut plan: Plan, stages: u64, schedule: Schedule, per_stage:
     plan
 }
 
+/// And what is predicted of them is the same where sections that are alike stand once.
 #[test]
 fn programs_of_stages_are_sound() {
+    let mut is_shorter = false;
     for (cluster, pins) in [
         ("cpu:1", "microbatch=1"),
         ("cpu:2", "dp=2,tp=1,zero=0,microbatch=1"),
@@ -64,12 +66,23 @@ fn programs_of_stages_are_sound() {
                 let first: Vec<_> =
                     plan.mesh.group(0, &apart).iter().map(|rank| programs[*rank as usize].clone()).collect();
                 let cluster = Cluster::parse(&format!("h200:{}", plan.mesh.ranks()), "h200").expect("a cluster");
-                let simulated = simulate(&first, &apart, &plan, &cluster, &Conditions::default());
-                let step = simulated.unwrap_or_else(|error| panic!("{name}: {error}")).step;
-                assert!(step.0 > 0.0, "{name}");
+                let whole: Vec<_> = first.iter().map(|program| Outline::of(program, &plan, &cluster)).collect();
+                let whole = exact(&whole, &apart, &plan, &cluster).unwrap_or_else(|error| panic!("{name}: {error}"));
+                assert!(whole.prediction.step.0 > 0.0, "{name}");
+                let ranks = plan.mesh.group(0, &apart);
+                let abridged = lower_each(&plan, &ranks, &NoScratch, |abridged| {
+                    let sections = abridged.program.sections.len();
+                    (sections, Outline::of_abridged(&abridged, &plan, &cluster))
+                });
+                let (sections, abridged): (Vec<_>, Vec<_>) = abridged.expect("programs").into_iter().unzip();
+                let all = first.iter().map(|program| program.sections.len());
+                assert!(sections.iter().zip(all).all(|(own, all)| *own <= all), "{name}");
+                is_shorter |= sections.iter().zip(&first).any(|(own, all)| 2 * *own < all.sections.len());
+                assert_eq!(exact(&abridged, &apart, &plan, &cluster).expect("a step"), whole, "{name}");
             }
         }
     }
+    assert!(is_shorter, "no program is much shorter abridged");
 }
 
 /// Sections that are alike have the waits of the first of them, which are those that each would have been given.

@@ -6,7 +6,7 @@
 //! the messages that are sent beside it. What a pass makes and uses up alone has one copy: a section runs when
 //! the one before it is done.
 
-use super::{Bytes, Life, find_waits};
+use super::{Abridged, Bytes, Life, find_waits};
 use crate::divisors::at_least;
 use crate::lower::draft::{Draft, Handover, Item, SPACE};
 use crate::pipeline::order::{Pass, Step};
@@ -218,8 +218,17 @@ struct Assembly<'a> {
 type Variant = (Option<(usize, u64)>, Vec<(u32, usize, bool, Vec<u64>)>);
 
 /// Sections, runs and waits of a stage.
-pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
-    let Some(stage) = &draft.stage else { return Program::default() };
+pub(super) fn assemble(draft: &Draft, arena: Bytes, copies: &Copies) -> Program {
+    assembled(draft, arena, copies, false).program
+}
+
+/// The same, of which sections that are alike stand once.
+pub(super) fn abridged(draft: &Draft, arena: Bytes, copies: &Copies) -> Abridged {
+    assembled(draft, arena, copies, true)
+}
+
+fn assembled(draft: &Draft, arena: Bytes, copies: &Copies, is_abridged: bool) -> Abridged {
+    let Some(stage) = &draft.stage else { return Abridged { program: Program::default(), held: Vec::new() } };
     let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
     let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(ALIGNMENT)).collect();
     let mut handovers: BTreeMap<(usize, bool), Vec<&Handover>> = BTreeMap::new();
@@ -227,20 +236,21 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
         handovers.entry((handover.link, handover.is_send)).or_default().push(handover);
     }
     let (made, alike) = (FxHashMap::default(), BTreeMap::new());
-    let mut assembly = Assembly { draft: &draft, copies, program, made, sizes, handovers, alike };
+    let mut assembly = Assembly { draft, copies, program, made, sizes, handovers, alike };
     let last = draft.sections.len() - 1;
     assembly.whole("prologue", &draft.sections[0]);
     let mut sections: BTreeMap<Variant, SectionId> = BTreeMap::new();
     for event in &stage.events {
         let variant = assembly.variant(event);
         let microbatch = if let Event::Step(step, _) = event { step.microbatch } else { 0 };
-        let known = sections.get(&variant).copied();
+        let key = if is_abridged { assembly.likeness(event, &variant) } else { variant.clone() };
+        let known = sections.get(&key).copied();
         let section = known.or_else(|| {
             let instructions = assembly.instructions(event);
             (!instructions.is_empty()).then(|| assembly.named(event, &variant, instructions, sections.len()))
         });
         let Some(section) = section else { continue };
-        sections.insert(variant, section);
+        sections.insert(key, section);
         assembly.program.order.push(Run { section, microbatch });
     }
     assembly.whole("epilogue", &draft.sections[last]);
@@ -251,11 +261,12 @@ pub(super) fn assemble(draft: Draft, arena: Bytes, copies: &Copies) -> Program {
     assembly.program.readings = readings
         .map(|reading| shardc_ir::program::Reading { buffer: assembly.buffer(reading.buffer, 0), ..reading })
         .collect();
+    let held = if is_abridged { assembly.held() } else { Vec::new() };
     let mut program = assembly.program;
     program.arenas = vec![(SPACE, arena)];
     program.groups = draft.groups.clone();
     program.inputs = draft.inputs.clone();
-    program
+    Abridged { program, held }
 }
 
 impl<'a> Assembly<'a> {
@@ -274,6 +285,19 @@ impl<'a> Assembly<'a> {
         let made = self.program.buffers.push(Buffer { offset, ..of.clone() });
         self.made.insert((id, copy), made);
         made
+    }
+
+    /// All copies that microbatches take of what has several.
+    fn held(&mut self) -> Vec<BufferId> {
+        let known: BTreeSet<BufferId> = self.made.keys().map(|(id, _)| *id).collect();
+        let mut held = Vec::new();
+        for id in known {
+            if let Kind::Slots(copies) = self.copies.kind(self.draft.storage[id].0 as usize) {
+                let taken = copies.min(self.draft.microbatches);
+                held.extend((0..taken).map(|copy| self.buffer(id, copy)));
+            }
+        }
+        held
     }
 
     /// Which copy of a buffer a microbatch takes, in a part or outside of all.

@@ -38,7 +38,7 @@ pub(crate) mod views;
 
 pub use emitted::{Emitted, emitted};
 
-use crate::allocate::allocate;
+use crate::allocate::{Abridged, allocate, allocate_abridged};
 use crate::schedule::schedule;
 use crate::threads;
 use accumulate::merge_sums;
@@ -115,18 +115,20 @@ pub fn lower_rank(plan: &VerifiedPlan<'_>, rank: u64, target: &dyn Target) -> Re
 
 /// The programs of some ranks, in their order.
 pub fn lower_ranks(plan: &VerifiedPlan<'_>, ranks: &[u64], target: &dyn Target) -> Result<Vec<Program>, LowerError> {
-    lower_each(plan, ranks, target, |program| program)
+    let common = Common::of(plan)?;
+    threads::map(ranks, |rank| program(&common, *rank, target)).into_iter().collect()
 }
 
-/// What comes of the program of each of some ranks, in their order; programs go as soon as it is known.
+/// What comes of the abridged program of each of some ranks, in their order; programs go as soon as it is known.
 pub fn lower_each<R: Send>(
     plan: &VerifiedPlan<'_>,
     ranks: &[u64],
     target: &dyn Target,
-    of: impl Fn(Program) -> R + Sync,
+    of: impl Fn(Abridged) -> R + Sync,
 ) -> Result<Vec<R>, LowerError> {
     let common = Common::of(plan)?;
-    threads::map(ranks, |rank| program(&common, *rank, target).map(&of)).into_iter().collect()
+    let abridged = |rank: &u64| Ok(allocate_abridged(scheduled(&common, *rank, target)?, target));
+    threads::map(ranks, |rank| abridged(rank).map(&of)).into_iter().collect()
 }
 
 /// The programs of all ranks, in their order.
@@ -142,13 +144,18 @@ pub fn draft_rank(plan: &VerifiedPlan<'_>, rank: u64) -> Result<Draft, LowerErro
 
 /// The program of one rank of a plan.
 fn program(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Program, LowerError> {
+    Ok(allocate(scheduled(common, rank, target)?, target))
+}
+
+/// The same before it is allocated.
+fn scheduled(common: &Common<'_>, rank: u64, target: &dyn Target) -> Result<Draft, LowerError> {
     let mut draft = draft(common, rank)?;
     make_early(&mut draft, &common.plan.graph);
     fuse(&mut draft, &common.plan.graph, target);
     join_siblings(&mut draft, &|region, operands| target.fuses(region, operands));
     peel(&mut draft);
     schedule(&mut draft);
-    Ok(allocate(draft, target))
+    Ok(draft)
 }
 
 /// The draft of one rank of a plan.

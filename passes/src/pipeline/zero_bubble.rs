@@ -119,13 +119,20 @@ impl Stages {
 
     /// What is due first of a stage, if it is ready.
     fn next_due(&self, (down, up): (u32, u32)) -> Option<Step> {
-        let passes = [up, down].into_iter().flat_map(|chunk| Pass::ALL.map(|pass| (chunk, pass)));
-        let of = |chunk: u32| &self.chunks[chunk as usize];
-        let left = passes.filter(|(chunk, pass)| of(*chunk).begun[*pass as usize] < self.microbatches);
-        let due = |(chunk, pass): &(u32, Pass)| self.due(of(*chunk), *pass);
-        let (chunk, pass) = left.min_by(|a, b| due(a).total_cmp(&due(b)))?;
-        let microbatch = of(chunk).begun[pass as usize];
-        (microbatch < of(chunk).ready[pass as usize]).then_some(Step { chunk, pass, microbatch })
+        let mut first: Option<(f64, (u32, Pass))> = None;
+        for chunk in [up, down] {
+            let of = &self.chunks[chunk as usize];
+            for pass in Pass::ALL {
+                let due = self.due(of, pass);
+                if of.begun[pass as usize] < self.microbatches && first.is_none_or(|(before, _)| due < before) {
+                    first = Some((due, (chunk, pass)));
+                }
+            }
+        }
+        let (_, (chunk, pass)) = first?;
+        let of = &self.chunks[chunk as usize];
+        let microbatch = of.begun[pass as usize];
+        (microbatch < of.ready[pass as usize]).then_some(Step { chunk, pass, microbatch })
     }
 
     /// What is due first of what is ready on a stage.
@@ -247,7 +254,8 @@ pub(super) fn orders(
     let chunks = takes.iter().zip(&due.first).map(new).collect();
     let mut all = Stages { due, rule, most, microbatches, chunks, running: vec![None; stages as usize] };
     all.chunks[0].ready[Pass::Forward as usize] = microbatches;
-    let mut orders: Vec<Vec<Step>> = vec![Vec::new(); stages as usize];
+    // Three passes of both chunks.
+    let mut orders: Vec<Vec<Step>> = (0..stages).map(|_| Vec::with_capacity(6 * microbatches as usize)).collect();
     // When stages are done with what they run, and behind them when another microbatch may come in.
     let mut agenda = Agenda::new(stages as usize + 1);
     // The stages that may begin something: those that are free, those that wait for what is done, and the first when

@@ -53,10 +53,11 @@ use moved::{InBlocks, Model, hosts};
 use problem::{Portions, Problem, Solution};
 use recomputed::Recomputed;
 use runs::Runs;
+use rustc_hash::FxHashMap;
 use schedules::{MANY, limits, schedules, zero_stages};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::{Bytes, Pipeline, Seconds};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
@@ -221,6 +222,8 @@ struct Tries<'a> {
     /// Whether gradients may leave as they are made.
     may_leave: bool,
     runs: &'a Runs<'a>,
+    /// What is known of ways to compute again, by theirs and by that at whose places they are cut.
+    known: &'a RefCell<FxHashMap<[usize; 2], Rc<Again>>>,
     /// The least bound of what was left out beside other meshes.
     cut: &'a Cell<f64>,
     /// Seconds of the fastest step that fits, of those that were tried, or hold more in flight.
@@ -261,6 +264,7 @@ fn of_schedule(
             let stored = shape.share(storage, zero);
             let part = |least: u64| if zero >= least { stored } else { 1.0 };
             let (fastest, slow) = (&Cell::new(f64::INFINITY), &Cell::new(usize::MAX));
+            let known = &RefCell::default();
             let tries = |Limits { in_flight, delayed }: Limits| Tries {
                 mesh,
                 pins,
@@ -274,6 +278,7 @@ fn of_schedule(
                 pinned: pinned(pins, stages),
                 may_leave: shape.leaves_gradients(storage, zero),
                 runs: &runs,
+                known,
                 cut: &cut,
                 fastest,
                 slow,
@@ -309,8 +314,17 @@ fn of_schedule(
 }
 
 impl Tries<'_> {
-    /// A way to compute again, cut at the places of some sums.
-    fn again(&self, index: usize, places: &Sums) -> Again {
+    /// A way to compute again, cut at the places of another.
+    fn again(&self, index: usize, cut_as: usize) -> Rc<Again> {
+        let known = self.known.borrow().get(&[index, cut_as]).cloned();
+        known.unwrap_or_else(|| {
+            let found = Rc::new(self.found_again(index, self.again.sums(cut_as)));
+            self.known.borrow_mut().insert([index, cut_as], found.clone());
+            found
+        })
+    }
+
+    fn found_again(&self, index: usize, places: &Sums) -> Again {
         let (recompute, schedule) = (self.again.ways[index], self.pipeline.schedule);
         let microbatches = self.mesh.placed.microbatches as f64;
         let pace = |all: &Vec<(&Seen<'_>, Sums)>| {
@@ -347,14 +361,14 @@ impl Tries<'_> {
     }
 
     /// All up to one of them, of which each stage may take its own: then cuts lie between blocks.
-    fn mixed(&self, most: usize) -> Vec<Again> {
-        (0..=most).map(|index| self.again(index, self.again.sums(most))).collect()
+    fn mixed(&self, most: usize) -> Vec<Rc<Again>> {
+        (0..=most).map(|index| self.again(index, most)).collect()
     }
 
     /// The levels of stages that may take all of these ways to compute again, which are cut at the same places.
-    fn levels(&self, agains: &[Again]) -> Levels {
-        let Some(Again { paces, .. }) = agains.last() else { return Levels::whole([]) };
-        let blocks: Vec<_> = self.mesh.line.blocks_at(&paces[0].sums.places).collect();
+    fn levels(&self, agains: &[Rc<Again>]) -> Levels {
+        let Some(last) = agains.last() else { return Levels::whole([]) };
+        let blocks: Vec<_> = self.mesh.line.blocks_at(&last.paces[0].sums.places).collect();
         let ways: Vec<Recompute> = agains.iter().map(|again| again.recompute).collect();
         Levels::by_block(&ways, self.mesh.seen[0][0].shape.menu(), &blocks)
     }
@@ -375,7 +389,7 @@ impl Tries<'_> {
         if mesh.with_unfit || mesh.away.is_open || !self.pinned.is_empty() {
             return false;
         }
-        let agains = [self.again(last, self.again.sums(last))];
+        let agains = [self.again(last, last)];
         let (levels, choice) = (&Levels::whole([(0, *way)]), &Choice::All(0));
         let Some(held) = &self.held(&agains[0].paces[0].sums) else { return false };
         Problem { tries: self, agains: &agains, levels, choice, held, known: Default::default() }.lacks()
@@ -433,7 +447,7 @@ impl Tries<'_> {
     fn try_out(
         &self,
         candidates: &mut Vec<Candidate>,
-        agains: &[Again],
+        agains: &[Rc<Again>],
         levels: Levels,
         choice: Choice,
     ) -> Option<bool> {
@@ -501,7 +515,7 @@ impl Tries<'_> {
                 }
                 continue;
             }
-            let again = [self.again(index, self.again.sums(index))];
+            let again = [self.again(index, index)];
             // The slowest stage does at the least its part of what the whole model takes.
             let whole = again[0].paces.iter().map(|pace| pace.whole.step.0).fold(f64::INFINITY, f64::min);
             if index == 0 && self.leaves_out(whole / self.stages as f64) {

@@ -4,7 +4,7 @@
 
 use super::price::{Work, brought, kernel, source, work};
 use super::ranks::Pattern;
-use crate::allocate::memory;
+use crate::allocate::{Abridged, memory_beside};
 use crate::cluster::{Cluster, Profile};
 use crate::cost::is_product;
 use crate::lower::local_op;
@@ -63,13 +63,22 @@ pub(super) enum Sort {
 impl Outline {
     /// Of a program of a plan.
     pub fn of(program: &Program, plan: &Plan, cluster: &Cluster) -> Self {
+        Self::beside((program, &[]), plan, cluster)
+    }
+
+    /// The same of a program that is abridged.
+    pub fn of_abridged(Abridged { program, held }: &Abridged, plan: &Plan, cluster: &Cluster) -> Self {
+        Self::beside((program, held), plan, cluster)
+    }
+
+    fn beside((program, held): (&Program, &[BufferId]), plan: &Plan, cluster: &Cluster) -> Self {
         let (sections, first) = bodies(program);
         let devices = &cluster.kinds_of_stages(&plan.mesh)[plan.mesh.stage_of(program.rank) as usize];
         let price =
             |device: &usize| (*device, Priced::new((program, &first), plan, (cluster.devices()[*device], cluster)));
         Self {
             rank: program.rank,
-            memory: memory(program),
+            memory: memory_beside(program, held),
             order: program.order.clone(),
             sections,
             bodies: first.iter().map(|section| section.instructions.iter().map(Line::of).collect()).collect(),

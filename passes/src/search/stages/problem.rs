@@ -14,6 +14,7 @@ use shardc_ir::pipeline::Length;
 use shardc_ir::plan::{Memory, Prediction};
 use shardc_ir::{Bytes, NodeId};
 use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 
 /// In how many units a plan says how long its longest part of a chunk takes.
 pub(super) const LONGEST: f64 = 10_000.0;
@@ -22,7 +23,7 @@ pub(super) const LONGEST: f64 = 10_000.0;
 pub(super) struct Problem<'a> {
     pub tries: &'a Tries<'a>,
     /// From the least to the most; all are cut at the places of the last.
-    pub agains: &'a [Again],
+    pub agains: &'a [Rc<Again>],
     pub levels: &'a Levels,
     pub choice: &'a Choice,
     /// Per chunk.
@@ -170,7 +171,7 @@ impl Problem<'_> {
     /// The same with everything on the devices.
     fn on_device(&self, level: usize, chunks: &[Part]) -> Memory {
         let Level { again, until, .. } = self.levels.all[level];
-        let Again { paces, working, .. } = &self.agains[again];
+        let Again { paces, working, .. } = &*self.agains[again];
         let before = until.map_or(0.0, |_| self.agains[again - 1].working);
         let (Pace { whole, .. }, sums, share) = (&paces[0], self.line(), self.share(chunks));
         let held = chunks.iter().map(|part| {

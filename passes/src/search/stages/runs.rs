@@ -25,12 +25,12 @@ pub(super) struct Runs<'a> {
     seconds: RefCell<FxHashMap<Passes, Option<f64>>>,
     /// Copies, by the bits of the seconds of passes, where orders go by those, and the bytes of one.
     held: RefCell<FxHashMap<Copies, Option<Rc<[Held]>>>>,
-    /// The latest steps, the last first.
+    /// The steps that were asked for last, the latest first.
     steps: RefCell<VecDeque<(Passes, Steps)>>,
 }
 
 /// Of how many orders the steps are kept.
-const KEPT: usize = 4;
+const KEPT: usize = 8;
 
 /// The steps of every stage.
 type Steps = Rc<Vec<Vec<Step>>>;
@@ -61,12 +61,13 @@ impl<'a> Runs<'a> {
         let stages = self.mesh.placed.mesh.degree("pp");
         let chunks = (0..(stages * pipeline.per_stage) as u32).filter(|_| pipeline.schedule.splits_backward());
         let key = (order(pipeline), chunks.flat_map(|chunk| bits(lengths(chunk))).collect(), microbatches);
-        if let Some((_, steps)) = self.steps.borrow().iter().find(|(known, _)| *known == key) {
-            return Some(steps.clone());
-        }
-        let steps = Rc::new(orders(pipeline, stages, microbatches, lengths).ok()?);
         let mut known = self.steps.borrow_mut();
-        known.push_front((key, steps.clone()));
+        let latest = match known.iter().position(|(known, _)| *known == key) {
+            Some(at) => known.remove(at)?,
+            None => (key, Rc::new(orders(pipeline, stages, microbatches, lengths).ok()?)),
+        };
+        let steps = latest.1.clone();
+        known.push_front(latest);
         known.truncate(KEPT);
         Some(steps)
     }

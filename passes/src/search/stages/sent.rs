@@ -9,8 +9,9 @@
 pub(super) struct Sent {
     /// Per place, where its values begin.
     begins: Vec<usize>,
-    /// Where each is made, which of the three sums counts it, and its bytes.
-    values: Vec<(usize, usize, f64)>,
+    /// Where each is made, those of one place in that order, and the bytes of it and of all behind it there, by which of the
+    /// three sums counts them.
+    values: Vec<(usize, [f64; 3])>,
 }
 
 impl Sent {
@@ -22,11 +23,22 @@ impl Sent {
             .for_each(|([made, last], _)| own.begins[made + 2..=last + 1].iter_mut().for_each(|count| *count += 1));
         (1..own.begins.len()).for_each(|place| own.begins[place] += own.begins[place - 1]);
         let mut next = own.begins.clone();
-        own.values.resize(own.begins.last().copied().unwrap_or(0), (0, 0, 0.0));
+        own.values.resize(own.begins.last().copied().unwrap_or(0), (0, [0.0; 3]));
+        all.sort_by_key(|([made, _], _)| *made);
         for ([made, last], (sum, bytes)) in all {
             for next in &mut next[made + 1..=last] {
-                own.values[*next] = (made, sum, bytes);
+                own.values[*next].0 = made;
+                own.values[*next].1[sum] = bytes;
                 *next += 1;
+            }
+        }
+        for place in own.begins.windows(2) {
+            let mut behind = [0.0; 3];
+            for (_, bytes) in own.values[place[0]..place[1]].iter_mut().rev() {
+                behind.iter_mut().zip(bytes).for_each(|(behind, bytes)| {
+                    *behind += *bytes;
+                    *bytes = *behind;
+                });
             }
         }
         own
@@ -34,10 +46,9 @@ impl Sent {
 
     /// What passes over a cut in front of a place of what is made from another place on.
     pub fn over(&self, [from, place]: [usize; 2]) -> [f64; 3] {
-        let mut sums = [0.0; 3];
-        let all = self.values[self.begins[place]..self.begins[place + 1]].iter();
-        all.filter(|(made, ..)| *made >= from).for_each(|(_, sum, bytes)| sums[*sum] += bytes);
-        sums
+        let all = &self.values[self.begins[place]..self.begins[place + 1]];
+        let first = all.partition_point(|(made, _)| *made < from);
+        all.get(first).map_or([0.0; 3], |(_, bytes)| *bytes)
     }
 }
 
