@@ -231,6 +231,34 @@ fn elementwise() {
     check(&client, Rotary { inverse: true }, &[x.clone(), table.clone(), table], &[x], 1);
 }
 
+/// Of numbers that saturate them, each by itself: beside the largest, small results would not be seen.
+#[test]
+fn activations_far_from_zero() {
+    let Some(client) = client() else { return };
+    let steps = (-256..=256).map(|step| step as f32 / 16.0);
+    let numbers: Vec<f32> = steps.chain([-1e4, -300.0, -88.0, -30.0, 30.0, 88.0, 300.0, 1e4]).collect();
+    let ty = t(&[numbers.len() as u64]);
+    let tensor = |numbers: &[f32]| HostTensor {
+        ty: ty.clone(),
+        bytes: numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+    };
+    let (x, ones) = (tensor(&numbers), tensor(&vec![1.0; numbers.len()]));
+    use UnaryKind::{Gelu, GeluTanh, Relu, Sigmoid, Silu, Tanh};
+    for kind in [Relu, Sigmoid, Tanh, Silu, Gelu, GeluTanh] {
+        // What is left of one less a number near it is as far off as the number.
+        let rounding = if matches!(kind, Sigmoid | Tanh) { 3e-7 } else { 3e-8 };
+        let forward = (Op::from(Unary { kind }), vec![x.clone()]);
+        for (op, operands) in [forward, (Op::from(UnaryGrad { kind }), vec![ones.clone(), x.clone()])] {
+            let types = std::slice::from_ref(&ty);
+            let expected = floats(&compute_op(&op, &operands, types).expect("results")[0]);
+            let actual = floats(&run(&client, &op, &operands, types, u64::MAX)[0]);
+            for ((x, a), e) in numbers.iter().zip(actual).zip(expected) {
+                assert!((a - e).abs() <= 1e-5 * e.abs() + rounding, "{op:?} of {x}: {a} for {e}");
+            }
+        }
+    }
+}
+
 /// Of all queries, and of a part of them, which sees the first keys alone.
 #[test]
 fn attention_of_parts_of_the_queries() {
