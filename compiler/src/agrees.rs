@@ -5,10 +5,12 @@
 use crate::compile::Trace;
 use crate::error::Error;
 use crate::model::NamedModel;
-use crate::options::Batch;
+use crate::options::{Batch, Options};
+use crate::pipeline;
+use serde_json::Value;
 use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, DType, Op, OpDef, Plan, Role, TensorType};
+use shardc_ir::{Bytes, DType, Graph, Op, OpDef, Plan, Role, TensorType};
 use shardc_models::Model;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
@@ -155,7 +157,12 @@ fn is_stored_in_parts(plan: &Plan) -> bool {
 
 /// The model that a plan names, traced again; nothing where it is not to be found, or is another than the plan's.
 pub(crate) fn model(plan: &Plan) -> Option<Model> {
-    traced(plan)?.ok().filter(|model| wrong_leaf(plan, model).is_none())
+    traced(plan)?.ok().filter(|model| other_model(plan, model).is_none())
+}
+
+/// In what the graph of a plan is not that of a model, traced for its batch: in inputs, parameters or operations.
+pub(crate) fn other_model(plan: &Plan, traced: &Model) -> Option<String> {
+    wrong_leaf(plan, traced).or_else(|| wrong_operation(plan, traced))
 }
 
 fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
@@ -163,11 +170,11 @@ fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
     Some(NamedModel::find(model).ok()?.trace(Batch { batch: *batch, seq: *seq }))
 }
 
-/// Inputs and parameters are those of the model, for the batch; nothing where the model is not to be found.
+/// The graph is the model's, for the batch; nothing where the model is not to be found.
 fn wrong_model(plan: &Plan) -> Option<String> {
     let Request { model: name, batch, seq, .. } = &plan.request;
     match traced(plan)? {
-        Ok(traced) => wrong_leaf(plan, &traced),
+        Ok(traced) => other_model(plan, &traced),
         Err(error) => Some(format!("{name} has no batch of {batch} sequences of {seq} tokens: {error}")),
     }
 }
@@ -198,6 +205,53 @@ fn wrong_leaf(plan: &Plan, traced: &Model) -> Option<String> {
     let mut parameters = plan.graph.leaves().filter(|(_, node)| is_parameter(&node.op));
     let beyond = parameters.find(|(_, node)| !theirs.contains_key(leaf_name(&node.op)));
     beyond.map(|(_, node)| format!("the graph has parameter `{}`, which {name} has not", leaf_name(&node.op)))
+}
+
+/// What operations of the forward pass compute, and how often: by module and name, of their attributes those that are not of
+/// sizes, which parts of an operation have as the whole does. Those without any move or convert, as layouts ask for.
+type Computed = BTreeMap<(String, &'static str), BTreeMap<String, u64>>;
+
+fn computed(graph: &Graph) -> Computed {
+    let mut all = Computed::new();
+    let is_given = |op: &Op| matches!(op, Op::Parameter(_) | Op::State(_) | Op::Input(_));
+    for (_, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward && !is_given(&node.op)) {
+        let is_number = |value: &Value| value.is_boolean() || value.is_f64();
+        let is_setting = |(_, value): &(String, Value)| match value {
+            Value::Array(all) => all.iter().any(is_number),
+            value => is_number(value),
+        };
+        let settings: Vec<String> = node
+            .op
+            .attributes()
+            .iter()
+            .filter(|of| is_setting(of))
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        if !settings.is_empty() {
+            let of = all.entry((node.path.clone(), node.op.name())).or_default();
+            *of.entry(settings.join(", ")).or_default() += 1;
+        }
+    }
+    all
+}
+
+/// What the model computes in a module and the graph does not, or with other attributes. Graphs are cut, so they may have an
+/// operation more often, and others beside it.
+fn wrong_operation(plan: &Plan, traced: &Model) -> Option<String> {
+    let precision = Precision::from_name(&plan.request.precision)?;
+    let step = pipeline::step(traced, &Options { precision, ..Options::default() }).ok()?;
+    let (theirs, own) = (computed(&step), computed(&plan.graph));
+    theirs.iter().find_map(|(at @ (path, op), theirs)| {
+        let own = own.get(at);
+        let has = |settings: &String| own.and_then(|own| own.get(settings)).copied().unwrap_or(0);
+        let (settings, _) = theirs.iter().find(|(settings, count)| has(settings) < **count)?;
+        let is = match own.iter().flat_map(|own| own.keys()).find(|other| !theirs.contains_key(*other)) {
+            Some(other) => format!("the graph {op} with {other}"),
+            None => "the graph has less of it".to_string(),
+        };
+        let place = if path.is_empty() { String::new() } else { format!("`{path}` of ") };
+        Some(format!("{place}{} computes {op} with {settings}, and {is}", plan.request.model))
+    })
 }
 
 /// The inputs and parameters of a plan's graph.

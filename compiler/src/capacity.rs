@@ -247,7 +247,8 @@ impl Question<'_> {
                     let is_pinned = !self.options.pins.is_empty();
                     let pins = if is_pinned { " under these pins" } else { "" }.into();
                     let drop = if is_pinned { ", drop a pin" } else { "" };
-                    let fix = format!("give each rank {needed}{drop}, or use more than {} ranks", self.cluster.ranks());
+                    let (more, ranks) = (needed.rounded_up(), self.cluster.ranks());
+                    let fix = format!("give each rank {more}{drop}, or use more than {ranks} ranks");
                     PlanError::Infeasible { bound, share, pins, choice, needed, breakdown, fix }
                 }
                 other => other,

@@ -1,5 +1,6 @@
 //! `compile`: a model in, a plan and its programs out.
 
+use crate::agrees;
 use crate::error::Error;
 use crate::launch;
 use crate::options::{Batch, Options};
@@ -87,6 +88,12 @@ impl Compiled {
     /// A plan that was made before, with its model traced again.
     pub fn from_plan(model: Model, plan: VerifiedPlan<'static>) -> Self {
         Self { model, plan, programs: OnceLock::new(), dump_to: None, key: None, world: None }
+    }
+
+    /// In what the graph of a plan is not that of a model, traced for its batch, if it is not: which is to be asked before
+    /// [`Self::from_plan`], where the model may have changed since.
+    pub fn other_model(plan: &Plan, model: &Model) -> Option<String> {
+        agrees::other_model(plan, model)
     }
 
     /// The plan.

@@ -1,10 +1,10 @@
-//! MODEL: a built-in name or a Hugging Face directory.
+//! MODEL: a built-in name, a Hugging Face directory, or one in which the weights of a built-in model were saved.
 
 use crate::compile::Trace;
 use crate::error::Error;
 use crate::estimate::Sizes;
 use crate::options::Batch;
-use crate::saved::gathered;
+use crate::saved::{gathered, saved_weights};
 use crate::train::{FromInitialisers, Trainer, Weights};
 use shardc_models::Model;
 use shardc_models::hf::{self, Beside, HfWeights};
@@ -17,6 +17,9 @@ const LAYERS: &str = "@layers=";
 /// The most layers that a name may ask for, and that are tried for the largest model: programs list every one.
 pub const MOST_LAYERS: u64 = 1 << 10;
 
+/// The shortest batch there is: neither sizes nor parameters depend on it.
+const SHORTEST: Batch = Batch { batch: 1, seq: 2 };
+
 /// A model that a user named.
 #[derive(Clone, Debug)]
 pub struct NamedModel {
@@ -25,6 +28,8 @@ pub struct NamedModel {
     /// Its sizes.
     pub config: Config,
     dir: Option<PathBuf>,
+    /// The built-in model of a family without a Hugging Face form whose weights lie in that directory.
+    saved: Option<String>,
 }
 
 impl NamedModel {
@@ -37,19 +42,19 @@ impl NamedModel {
             let fix = "`shardc models` lists the names; a directory with config.json and safetensors is a model too";
             return Err(Error::request("the name of the model is empty", fix));
         }
+        if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
+            return Ok(Self::from_config(name, entry.config));
+        }
+        let dir = Path::new(name);
+        if dir.is_dir() {
+            return Self::in_dir(name, dir);
+        }
         if let Some((base, layers)) = name.rsplit_once(LAYERS) {
             let count = layers.parse().ok().filter(|count| (1..=MOST_LAYERS).contains(count)).ok_or_else(|| {
                 let message = format!("`{layers}` layers of {base}: it must be a whole number from 1 to {MOST_LAYERS}");
                 Error::request(message, format!("write {base}{LAYERS}2"))
             })?;
             return Self::find(base)?.with_layers(count);
-        }
-        if let Some(entry) = zoo::list().into_iter().find(|entry| entry.name == name) {
-            return Ok(Self { name: name.to_string(), config: entry.config, dir: None });
-        }
-        let dir = Path::new(name);
-        if dir.is_dir() {
-            return Ok(Self { name: name.to_string(), config: hf::read_config(dir)?, dir: Some(dir.to_path_buf()) });
         }
         if dir.is_file() {
             return Err(Error::request(
@@ -64,6 +69,21 @@ impl NamedModel {
         }
         let error = zoo::build(name, 1, 2).err();
         Err(error.map_or_else(|| Error::Bug(format!("model `{name}` is listed and not found")), Error::from))
+    }
+
+    /// The model of a directory.
+    fn in_dir(name: &str, dir: &Path) -> Result<Self, Error> {
+        let (name, at) = (name.to_string(), Some(dir.to_path_buf()));
+        let saved = if dir.join("config.json").exists() { None } else { hf::saved_model(dir)? };
+        let Some(model) = saved else {
+            return Ok(Self { name, config: hf::read_config(dir)?, dir: at, saved: None });
+        };
+        let known = Some(&model).filter(|model| !Path::new(model).is_dir()).map(|model| Self::find(model));
+        let Some(Ok(Self { config, .. })) = known else {
+            let message = format!("{name} has the weights of `{model}`, which is no built-in model");
+            return Err(Error::request(message, "load them into your own model, with `shardc::saved_weights`"));
+        };
+        Ok(Self { name, config, dir: at, saved: Some(model) })
     }
 
     /// The same with another number of layers, and with weights from the initialisers: `NAME@layers=N`.
@@ -86,7 +106,7 @@ impl NamedModel {
 
     /// A model of these sizes, with weights from the initialisers.
     pub fn from_config(name: &str, config: Config) -> Self {
-        Self { name: name.to_string(), config, dir: None }
+        Self { name: name.to_string(), config, dir: None, saved: None }
     }
 
     /// The number of tokens it knows, if it is a language model.
@@ -99,8 +119,7 @@ impl NamedModel {
     /// # Errors
     /// Sizes that make no sense.
     pub fn sizes(&self) -> Result<Sizes, Error> {
-        // The shortest sequence there is: nothing depends on it.
-        Ok(Sizes::of(&zoo::build_config(&self.name, &self.config, 1, 2)?.graph))
+        Ok(Sizes::of(&self.trace(SHORTEST)?.graph))
     }
 
     /// Its weights: those of the directory, or none.
@@ -110,7 +129,8 @@ impl NamedModel {
     pub fn weights(&self) -> Result<Box<dyn Weights>, Error> {
         match &self.dir {
             None => Ok(Box::new(FromInitialisers)),
-            Some(dir) => Ok(Box::new(HfWeights::open(dir, &self.config)?)),
+            Some(dir) if self.has_hf_form() => Ok(Box::new(HfWeights::open(dir, &self.config)?)),
+            Some(dir) => Ok(Box::new(saved_weights(dir, &self.trace(SHORTEST)?)?)),
         }
     }
 
@@ -126,7 +146,7 @@ impl NamedModel {
     /// every rank is a process, all call this, and rank 0 writes.
     pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
         if !self.has_hf_form() {
-            return trainer.save(dir);
+            return trainer.save_named(dir, self.saved.as_deref().unwrap_or(&self.name));
         }
         let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
         if let Some(path) = tokenizer {

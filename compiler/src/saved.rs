@@ -20,9 +20,14 @@ impl Trainer<'_> {
     /// # Errors
     /// A directory that cannot be written, a rank that failed.
     pub fn save(&mut self, dir: &Path) -> Result<(), Error> {
-        let model = &self.compiled().model;
-        let (name, parameters) = (model.name.clone(), parameters(model));
-        gathered(self, |read| save_plain(dir, &name, &parameters, read))
+        let name = self.compiled().model.name.clone();
+        self.save_named(dir, &name)
+    }
+
+    /// The same, of a model of that name.
+    pub(crate) fn save_named(&mut self, dir: &Path, name: &str) -> Result<(), Error> {
+        let parameters = parameters(&self.compiled().model);
+        gathered(self, |read| save_plain(dir, name, &parameters, read))
     }
 }
 

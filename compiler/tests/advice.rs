@@ -46,18 +46,23 @@ fn wider_searches() {
     assert!(!check(&fits, 0, &["pp=2"]).contains("refused"));
 }
 
-/// GPUs of several nodes are searched for pipelines as well, those of one node only where that is asked for.
+/// GPUs of several nodes are searched for pipelines as well, those of one node only where that is asked for, or much of the
+/// step is communication.
 #[test]
 fn pipelines_over_nodes() {
-    let plan = |cluster: &str, more: &[&str], words: &[&str]| {
-        let args = ["plan", "llama-160m", "--cluster", cluster, "--batch", "6", "--seq", "256"];
+    let plan_of = |cluster: &str, sizes: [&str; 2], more: &[&str], words: &[&str]| {
+        let args = ["plan", "llama-160m", "--cluster", cluster, "--batch", sizes[0], "--seq", sizes[1]];
         check(&[&args[..], more].concat(), 0, words)
     };
+    let plan = |cluster: &str, more: &[&str], words: &[&str]| plan_of(cluster, ["6", "256"], more, words);
     plan("h100:1x3", &[], &["pp=3", "the least that is possible in stages", "no plan of one stage takes less than"]);
-    for (cluster, more) in [("h100:1x3", &["--pin", "pp=1"][..]), ("h100:3", &[])] {
-        let said = plan(cluster, more, &["the least that is possible in one stage"]);
-        assert!(!said.contains("pp=3"), "{said}");
+    let one = "the least that is possible in one stage";
+    let large = plan_of("h100:3", ["48", "2048"], &[], &[one]);
+    for said in [plan("h100:1x3", &["--pin", "pp=1"], &[one]), large] {
+        assert!(!said.contains("pp=3") && !said.contains("no pipeline takes less"), "{said}");
     }
+    plan("h100:3", &[], &["pp=3", "no plan of one stage takes less than"]);
+    plan_of("l40s:4", ["8", "1024"], &[], &["pp=4", "no plan of one stage takes less than"]);
     plan("h100:3", &["--search", "all"], &["of one stage", "pipeline"]);
 }
 
@@ -259,6 +264,14 @@ fn directories_without_weights() {
 #[cfg(target_os = "linux")]
 #[test]
 fn devices_pipes_and_closed_ends() {
+    let words = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/documentation.txt");
+    for more in
+        [&["/dev/zero"][..], &["/dev/zero", "--tokenizer", text(&words)], &[text(&words), "--tokenizer", "/dev/zero"]]
+    {
+        let train =
+            ["train", "llama-tiny", "--cluster", "cpu:1", "--batch", "2", "--seq", "16", "--steps", "1", "--data"];
+        check(&[&train[..], more].concat(), 2, &["/dev/zero: not a regular file"]);
+    }
     for verb in ["explain", "simulate", "verify"] {
         check(&[verb, "/dev/zero"], 2, &["/dev/zero: it is a device", "shardc plan -o FILE"]);
     }

@@ -125,7 +125,9 @@ fn options() {
         ("--device-memory", "-1", "write 24GiB"),
         ("--lr", "1e-400", "not told from 0"),
         ("--lr", "fast", "it must be a number"),
-        ("--eps", "0", "eps is 0; it must be a number above 0"),
+        ("--eps", "0", "eps is 0; it must be above 0 in fp32"),
+        ("--eps", "1e-46", "it must be above 0 in fp32"),
+        ("--weight-decay", "1e300", "it must be at least 0"),
         ("--clip-grad-norm", "-1", "at least 0 (0 does not clip)"),
         ("--clip-grad-norm", "inf", "must be a number"),
     ] {
@@ -320,7 +322,13 @@ fn runs_that_are_not_meant() {
 #[test]
 fn choices_that_cannot_be_kept() {
     let divided = ["plan", "llama-160m", "--batch", "4", "--seq", "2048", "--cluster", "h100:2"];
-    check(&[&divided[..], &["--pin", "cp=2,loss_chunks=4"]].concat(), 2, &["pin `loss_chunks=4`", "leave it out"]);
+    let words = ["pin `loss_chunks=4`", "leave it out, or leave cp=2 out"];
+    check(&[&divided[..], &["--pin", "cp=2,loss_chunks=4"]].concat(), 2, &words);
+    let parts = ["plan", "llama-tiny", "--batch", "5", "--seq", "32", "--cluster", "cpu:8"];
+    let words = ["pin `fsdp=4`", "a batch of 5 does not divide over 4 data ranks; use a multiple of 4"];
+    for pins in ["fsdp=4,ulysses=2", "fsdp=4,ulysses=2,microbatch=1"] {
+        check(&[&parts[..], &["--pin", pins]].concat(), 2, &words);
+    }
     let odd = ["plan", "llama-tiny", "--batch", "8", "--seq", "100", "--cluster", "h100:4", "--precision", "fp8"];
     check(&odd, 2, &["fp8", "multiples of 16", "--precision bf16"]);
     // The sequence is divided where samples do not fill the ranks.
@@ -345,6 +353,37 @@ fn choices_that_cannot_be_kept() {
     check(&["verify", text(&edited), "--static-only"], 2, &words);
     // Values go by the names that are printed for equal blocks.
     check(&["explain", text(&plan), "blocks.*.mlp.gate.weight"], 0, &["`blocks.0.mlp.gate`"]);
+}
+
+/// A model that is another than when it was planned.
+#[test]
+fn models_that_have_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, plan) = (dir.path().join("model@layers=2"), dir.path().join("plan.json"));
+    fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors", "batches.safetensors"] {
+        fs::copy(fixture(name), model.join(name)).unwrap();
+    }
+    let config = fs::read_to_string(model.join("config.json")).unwrap();
+    let data = model.join("batches.safetensors");
+    let train = ["train", text(&plan), "--data", text(&data), "--steps", "1"];
+    let planned = ["plan", text(&model), "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "-o", text(&plan)];
+    check(&planned, 0, &["model@layers=2 on cpu:2"]);
+    check(&train, 0, &["1 of 1 steps"]);
+    for (key, value, words) in [
+        ("rms_norm_eps", "0.25", ["computes rms_norm with eps=0.25", "the graph rms_norm with eps=1e-6"]),
+        ("rope_theta", "77.0", ["computes literal with values=[", "the graph literal with values=["]),
+        ("num_hidden_layers", "1", ["the graph has parameter `blocks.1.", "has not"]),
+    ] {
+        let mut changed: serde_json::Value = serde_json::from_str(&config).unwrap();
+        changed[key] = serde_json::from_str(value).unwrap();
+        fs::write(model.join("config.json"), changed.to_string()).unwrap();
+        let again = ["is the plan of another model", "again, as it is now"];
+        check(&train, 2, &[&words[..], &again].concat());
+        check(&["verify", text(&plan), "--static-only"], 1, &words);
+    }
+    fs::write(model.join("config.json"), config).unwrap();
+    check(&train, 0, &["1 of 1 steps"]);
 }
 
 /// What would do nothing is refused.

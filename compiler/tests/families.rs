@@ -65,6 +65,34 @@ fn trained_on_one_rank_and_on_several() {
     }
 }
 
+/// What a run saved is a model like any other, on other ranks, and says of which it is when it is saved again.
+#[test]
+fn saved_and_trained_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let [data, saved, again] = ["data.safetensors", "saved", "again"].map(|name| dir.path().join(name));
+    for (model, inputs) in MODELS {
+        batches(&data, inputs, 3);
+        let train = |model: &str, cluster: &str, to: &Path| {
+            let run = ["train", model, "--data", text(&data), "--steps", "3", "--lr", "0.001", "--cluster", cluster];
+            let said = check(&[&run[..], &["--save", text(to)]].concat(), 0, &["3 of 3 steps"]);
+            let first = said.lines().find_map(|line| line.strip_prefix("step     0  loss ")).unwrap().split(' ').next();
+            first.unwrap().parse::<f64>().unwrap()
+        };
+        let first = train(model, "cpu:2", &saved);
+        let [second, third] = [train(text(&saved), "cpu:1", &again), train(text(&again), "cpu:2", &again)];
+        assert!(second < first && third < second, "{model}: {first}, {second}, {third}");
+        let description = std::fs::read_to_string(again.join("shardc.json")).unwrap();
+        assert!(description.contains(&format!("\"model\": \"{model}\"")), "{description}");
+    }
+    let description = std::fs::read_to_string(again.join("shardc.json")).unwrap();
+    std::fs::write(again.join("shardc.json"), description.replace("\"moe-tiny\"", "\"my-own\"")).unwrap();
+    check(
+        &["estimate", text(&again)],
+        2,
+        &["has the weights of `my-own`, which is no built-in model", "saved_weights"],
+    );
+}
+
 /// Three ranks divide no dimension of most parameters.
 #[test]
 fn trained_on_ranks_that_divide_little() {

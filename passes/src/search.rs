@@ -181,7 +181,7 @@ fn within<T>(
 /// Whether pipelines are searched.
 fn pipelines(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins: &Pins) -> Pipelines {
     let is_kept = pins.pp != Some(1);
-    // Within a node, whose links are fast, stages gain little for the time that solving them takes.
+    // Where links are fast, as they are within most nodes, stages gain little for the time that solving them takes.
     let is_worth = cluster.nodes > 1 || request.scope == Scope::All;
     let is_open = Feature::Pipeline.is_open(false, request.scope, prepared.target);
     // Ranks that cannot all be data ranks do better as stages than where they divide tensors badly, or do the same.

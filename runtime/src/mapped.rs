@@ -15,11 +15,10 @@ impl MappedFile {
     /// Maps a file.
     #[expect(unsafe_code, reason = "mapping a file is a promise about other processes")]
     pub fn open(path: &Path) -> io::Result<Self> {
+        // A pipe that nobody writes to would be waited for as it is opened.
+        check_regular(path)?;
         let file = File::open(path)?;
         let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-        }
         if metadata.len() == 0 {
             return Ok(Self(None));
         }
@@ -27,6 +26,14 @@ impl MappedFile {
         // ends the process with SIGBUS; it cannot make it read other memory.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self(Some(map)))
+    }
+}
+
+/// That a path is a file with an end, which can be read whole.
+pub fn check_regular(path: &Path) -> io::Result<()> {
+    match std::fs::metadata(path)?.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
     }
 }
 

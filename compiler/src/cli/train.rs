@@ -301,6 +301,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
     }
     let model = NamedModel::find(&asked.model)?;
     let traced = shardc::Trace::trace(&model, Batch { batch: asked.batch, seq: asked.seq })?;
+    if let Some(wrong) = Compiled::other_model(&plan, &traced) {
+        let message = format!("{} is the plan of another model: {wrong}", path.display());
+        return Err(Error::request(message, format!("plan {} again, as it is now", asked.model)));
+    }
     Ok((model, Compiled::from_plan(traced, plan)))
 }
 

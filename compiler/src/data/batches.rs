@@ -5,6 +5,7 @@ use safetensors::{Dtype, SafeTensors};
 use shardc_ir::{DType, HostTensor, TensorType};
 use shardc_models::zoo::Range;
 use shardc_runtime::Feeds;
+use shardc_runtime::mapped::MappedFile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -18,7 +19,7 @@ impl ExactBatches {
     /// Reads a file. Steps count from 0 without a gap, and all have the same tensors.
     pub fn open(path: &Path) -> Result<Self, DataError> {
         let wrong = |what: String| DataError::Malformed { path: path.to_path_buf(), what };
-        let bytes = std::fs::read(path).map_err(|source| DataError::Io { path: path.to_path_buf(), source })?;
+        let bytes = MappedFile::open(path).map_err(|source| DataError::Io { path: path.to_path_buf(), source })?;
         if bytes.is_empty() {
             return Err(DataError::Empty { path: path.to_path_buf() });
         }
@@ -42,7 +43,7 @@ impl ExactBatches {
             }
         }
         let steps: Vec<_> = steps.into_values().collect();
-        let Some(first) = steps.first() else { return Err(DataError::Empty { path: path.to_path_buf() }) };
+        let Some(first) = steps.first() else { return Err(wrong("it has no tensor, and none NAME.0".to_string())) };
         for (step, tensors) in steps.iter().enumerate() {
             for (name, tensor) in first {
                 match tensors.get(name) {

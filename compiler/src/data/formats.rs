@@ -12,7 +12,7 @@
 
 use super::tokens::{Piece, Tokens, Width};
 use crate::error::DataError;
-use shardc_runtime::mapped::MappedFile;
+use shardc_runtime::mapped::{MappedFile, check_regular};
 use std::path::Path;
 
 const MEGATRON_MAGIC: &[u8] = b"MMIDIDX\0\0";
@@ -89,8 +89,11 @@ fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
     let lengths = field(lengths_at, sequences.checked_mul(4).ok_or_else(cut)?)?;
     let offsets = field(lengths_at + sequences * 4, sequences.checked_mul(8).ok_or_else(cut)?)?;
     let (mut pieces, mut position): (Vec<Piece>, u64) = (Vec::new(), 0);
-    for (length, offset) in lengths.chunks_exact(4).zip(offsets.chunks_exact(8)) {
-        let (len, offset) = (u64::from(le_u32(length)), le_u64(offset));
+    for (sequence, (length, offset)) in lengths.chunks_exact(4).zip(offsets.chunks_exact(8)).enumerate() {
+        let (len, offset) = (le_u32(length) as i32, le_u64(offset) as i64);
+        let (Ok(len), Ok(offset)) = (u64::try_from(len), u64::try_from(offset)) else {
+            return Err(malformed(idx, format!("sequence {sequence} has {len} tokens at byte {offset}")));
+        };
         let end = len.checked_mul(width.bytes()).and_then(|bytes| offset.checked_add(bytes));
         if end.is_none_or(|end| end > file.len() as u64) {
             let (bytes, at) = (file.len(), offset);
@@ -106,16 +109,19 @@ fn open_megatron(bin: &Path, idx: &Path) -> Result<Tokens, DataError> {
         }
         position += len;
     }
+    if position == 0 {
+        return Err(malformed(idx, format!("its {sequences} sequences hold no tokens")));
+    }
     Ok(Tokens::Mapped { file, width, pieces, len: position })
 }
 
 fn tokenize(path: &Path, tokenizer: &Path) -> Result<Tokens, DataError> {
-    let io = |source| DataError::Io { path: path.to_path_buf(), source };
     let wrong =
         |error: tokenizers::Error| DataError::Tokenizer { path: tokenizer.to_path_buf(), what: error.to_string() };
-    let bytes = std::fs::read(path).map_err(io)?;
-    let text = String::from_utf8(bytes)
-        .map_err(|error| malformed(path, format!("byte {} is not UTF-8", error.utf8_error().valid_up_to())))?;
+    let bytes = map(path)?;
+    let text = std::str::from_utf8(&bytes)
+        .map_err(|error| malformed(path, format!("byte {} is not UTF-8", error.valid_up_to())))?;
+    check_regular(tokenizer).map_err(|source| DataError::Io { path: tokenizer.to_path_buf(), source })?;
     let tokenizer = tokenizers::Tokenizer::from_file(tokenizer).map_err(wrong)?;
     Ok(Tokens::Owned(tokenizer.encode_fast(text, false).map_err(wrong)?.get_ids().to_vec()))
 }
@@ -135,7 +141,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn check(name: &str, bytes: &[u8], index: Option<&[u8]>, expect: Result<&[u32], &str>) {
+    fn check(name: &str, bytes: &[u8], index: Option<&[u8]>, expect: Result<&[i64], &str>) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         fs::write(&path, bytes).unwrap();
@@ -196,6 +202,9 @@ mod tests {
         check("a.bin", &bytes, Some(&megatron(8, &[(2, 4), (2, 0)])), Ok(&[3, 4, 1, 2]));
         check("a.bin", &bytes, Some(&megatron(8, &[(1, 2), (0, 6), (2, 4)])), Ok(&[2, 3, 4]));
         check("a.bin", &bytes, Some(&megatron(8, &[(3, 4)])), Err("the file ends at 8"));
+        check("a.bin", &bytes, Some(&megatron(8, &[(1, 0), (-5, 4)])), Err("sequence 1 has -5 tokens at byte 4"));
+        check("a.bin", &bytes, Some(&megatron(8, &[(2, -8)])), Err("sequence 0 has 2 tokens at byte -8"));
+        check("a.bin", &bytes, Some(&megatron(8, &[])), Err("a.idx: its 0 sequences hold no tokens"));
         check("a.bin", &bytes, Some(&megatron(6, &[(2, 4)])), Err("dtype code 6"));
         check("a.bin", &bytes, Some(&megatron(8, &[(2, 4)])[..40]), Err("cut short"));
         check("a.bin", &bytes, Some(b"something else"), Err("MMIDIDX"));

@@ -137,7 +137,6 @@ impl TokenStream {
             self.check_range(start, start + self.seq)?;
             self.tokens.read(start, self.seq, &mut ids);
         }
-        let ids: Vec<i64> = ids.into_iter().map(i64::from).collect();
         let feed = Arc::new(HostTensor::from_i64([self.batch, self.seq], &ids));
         Ok(self.names(inputs)?.into_iter().map(|name| (name, feed.clone())).collect())
     }
@@ -155,11 +154,11 @@ impl TokenStream {
     }
 
     fn check_range(&self, from: u64, to: u64) -> Result<(), DataError> {
-        match self.tokens.find_at_least(from, to, self.vocab) {
+        match self.tokens.find_foreign(from, to, self.vocab) {
             None => Ok(()),
             Some((position, token)) => {
                 let (path, vocab) = (self.path.clone(), self.vocab);
-                Err(DataError::BeyondVocabulary { path, token: token.into(), position, vocab })
+                Err(DataError::BeyondVocabulary { path, token, position, vocab })
             }
         }
     }

@@ -28,18 +28,15 @@ impl Width {
         }
     }
 
-    /// A token from its bytes. What does not fit (a negative number, or one of more than 32 bits)
-    /// becomes the largest token, which no vocabulary has.
-    fn decode(self, bytes: &[u8]) -> u32 {
+    /// A number from its bytes, which is a token if it is one of a vocabulary.
+    fn decode(self, bytes: &[u8]) -> i64 {
         match (self, bytes) {
-            (Self::U8, [a]) => u32::from(*a),
-            (Self::U16, [a, b]) => u32::from(u16::from_le_bytes([*a, *b])),
-            (Self::U32, [a, b, c, d]) => u32::from_le_bytes([*a, *b, *c, *d]),
-            (Self::I32, [a, b, c, d]) => u32::try_from(i32::from_le_bytes([*a, *b, *c, *d])).unwrap_or(u32::MAX),
-            (Self::I64, [a, b, c, d, e, f, g, h]) => {
-                u32::try_from(i64::from_le_bytes([*a, *b, *c, *d, *e, *f, *g, *h])).unwrap_or(u32::MAX)
-            }
-            _ => u32::MAX,
+            (Self::U8, [a]) => i64::from(*a),
+            (Self::U16, [a, b]) => i64::from(u16::from_le_bytes([*a, *b])),
+            (Self::U32, [a, b, c, d]) => i64::from(u32::from_le_bytes([*a, *b, *c, *d])),
+            (Self::I32, [a, b, c, d]) => i64::from(i32::from_le_bytes([*a, *b, *c, *d])),
+            (Self::I64, [a, b, c, d, e, f, g, h]) => i64::from_le_bytes([*a, *b, *c, *d, *e, *f, *g, *h]),
+            _ => -1,
         }
     }
 }
@@ -94,25 +91,25 @@ impl Tokens {
     }
 
     /// Appends tokens `from..from + count` to `into`; the range lies within the stream.
-    pub fn read(&self, from: u64, count: u64, into: &mut Vec<u32>) {
+    pub fn read(&self, from: u64, count: u64, into: &mut Vec<i64>) {
         self.each_run(from, from + count, |_, run| match run {
-            Run::Tokens(tokens) => into.extend_from_slice(tokens),
+            Run::Tokens(tokens) => into.extend(tokens.iter().copied().map(i64::from)),
             Run::Bytes(bytes, width) => {
                 into.extend(bytes.chunks_exact(width.bytes() as usize).map(|bytes| width.decode(bytes)));
             }
         });
     }
 
-    /// The position and value of the first token in `from..to` that is not below `vocab`.
-    pub fn find_at_least(&self, from: u64, to: u64, vocab: u64) -> Option<(u64, u32)> {
+    /// The position and value of the first token in `from..to` that is not one of `vocab`.
+    pub fn find_foreign(&self, from: u64, to: u64, vocab: u64) -> Option<(u64, i64)> {
         let mut found = None;
         self.each_run(from, to, |position, run| {
             if found.is_some() {
                 return;
             }
-            let bad = |token: &u32| u64::from(*token) >= vocab;
+            let bad = |token: &i64| u64::try_from(*token).ok().is_none_or(|token| token >= vocab);
             let at = match run {
-                Run::Tokens(tokens) => tokens.iter().copied().enumerate().find(|(_, token)| bad(token)),
+                Run::Tokens(tokens) => tokens.iter().copied().map(i64::from).enumerate().find(|(_, token)| bad(token)),
                 Run::Bytes(bytes, width) => bytes
                     .chunks_exact(width.bytes() as usize)
                     .map(|bytes| width.decode(bytes))

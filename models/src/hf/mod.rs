@@ -21,7 +21,7 @@ use shardc_ir::TensorType;
 use std::path::{Path, PathBuf};
 
 pub use beside::Beside;
-pub use save::{save, save_in_shards, save_plain};
+pub use save::{save, save_in_shards, save_plain, saved_model};
 pub use weights::HfWeights;
 
 /// Why a directory cannot be read or written.

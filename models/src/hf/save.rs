@@ -60,8 +60,28 @@ pub fn save_plain(
         parameters.iter().map(|(name, ty)| (name.clone(), Value::from(ty.to_string()))).collect();
     let count: u64 = parameters.iter().map(|(_, ty)| ty.elements()).sum();
     let text = json!({ "format": 1, "model": model, "numbers": count, "parameters": types });
-    let files = vec![("shardc.json".to_string(), format!("{text:#}\n").into_bytes())];
+    let files = vec![(DESCRIPTION.to_string(), format!("{text:#}\n").into_bytes())];
     write_directory(dir.as_ref(), plain(parameters), files, read, SHARD_BYTES)
+}
+
+/// The file beside the weights that [`save_plain`] wrote, which says what they are.
+const DESCRIPTION: &str = "shardc.json";
+
+/// The model of which [`save_plain`] wrote the weights that lie in a directory; none, if it did not.
+///
+/// # Errors
+///
+/// A file that cannot be read, or names no model.
+pub fn saved_model(dir: &Path) -> Result<Option<String>, HfError> {
+    let path = dir.join(DESCRIPTION);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = std::fs::read_to_string(&path).map_err(io(&path))?;
+    let malformed = |message: String| HfError::Malformed { path: path.clone(), message };
+    let description: Value = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+    let model = description["model"].as_str().ok_or_else(|| malformed("it names no `model`".to_string()))?;
+    Ok(Some(model.to_string()))
 }
 
 fn write_directory(
@@ -218,7 +238,7 @@ fn remove_stale(dir: &Path, files: &[(PathBuf, PathBuf)]) -> Result<(), HfError>
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let shard = name.starts_with("model-") && name.ends_with(".safetensors") && name.contains("-of-");
         let weights = shard || name == "model.safetensors" || name == "model.safetensors.index.json";
-        let description = name == "config.json" || name == "shardc.json";
+        let description = name == "config.json" || name == DESCRIPTION;
         if (weights || description) && !files.iter().any(|(_, kept)| *kept == path) {
             std::fs::remove_file(&path).map_err(io(&path))?;
         }

@@ -25,7 +25,8 @@ pub enum PlanError {
     },
     /// Nothing fits in the device's memory.
     #[error(
-        "no plan fits in {bound} per rank{share}{pins}: the nearest, {choice}, needs {needed} ({breakdown}); {fix}"
+        "no plan fits in {bound} per rank{share}{pins}: the nearest, {choice}, needs {} ({breakdown}); {fix}",
+        above(*needed, *bound)
     )]
     Infeasible {
         /// The memory bound.
@@ -59,6 +60,11 @@ pub enum PlanError {
     /// A defect of shardc.
     #[error("bug in the planner: {0}")]
     Bug(String),
+}
+
+/// So many bytes, which are more than others: where both would read alike, rounded up.
+fn above(needed: Bytes, bound: Bytes) -> Bytes {
+    if needed.to_string() == bound.to_string() { needed.rounded_up() } else { needed }
 }
 
 impl PlanError {

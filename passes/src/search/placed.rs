@@ -161,8 +161,13 @@ pub(super) fn drop_unpinned_chunks(candidates: &mut Vec<Candidate>, pins: &Pins)
 /// Why pins leave nothing where all candidates were left out.
 pub(super) fn uncut_head(pins: &Pins) -> PlanError {
     let pin = format!("loss_chunks={}", pins.loss_chunks.unwrap_or(1));
-    let message = "ranks divide the sequence of the loss, and cut nothing of their parts; leave it out, or pin cp=1";
-    PlanError::Pin { pin, message: message.to_string() }
+    let context = [("cp", pins.cp), ("ring", pins.ring), ("ulysses", pins.ulysses)];
+    let pinned =
+        context.iter().find_map(|(name, pin)| Some(format!("leave {name}={} out", pin.filter(|pin| *pin > 1)?)));
+    let other = pinned.unwrap_or_else(|| "pin cp=1".to_string());
+    let message =
+        format!("ranks divide the sequence of the loss, and cut nothing of their parts; leave it out, or {other}");
+    PlanError::Pin { pin, message }
 }
 
 /// Whether there is a head whose sequence is whole on each rank, so that it can be cut.

@@ -15,6 +15,9 @@ use shardc_ir::plan::{Alternative, Prediction};
 use shardc_ir::{Plan, Seconds};
 use std::cell::LazyCell;
 
+/// From which share of a step on, of communication that nothing hides, pipelines are searched within a node as well.
+const SHOWN: f64 = 0.125;
+
 /// What is estimated in a round.
 struct Seen {
     candidates: Vec<Candidate>,
@@ -95,6 +98,17 @@ impl Round {
         Ok(self.visited.bound(space, enough)?.map(|bound| bound.min(estimate)))
     }
 
+    /// Whether much of its best plan's step is communication that nothing hides, which stages have less of.
+    fn shows(&self) -> bool {
+        match &self.chosen {
+            Chosen::Best { plan, .. } => {
+                let Prediction { step, exposed_communication, .. } = plan.prediction;
+                exposed_communication.0 > SHOWN * step.0
+            }
+            Chosen::Slower { .. } => false,
+        }
+    }
+
     /// The seconds of its best plan.
     fn step(&self) -> f64 {
         match &self.chosen {
@@ -121,13 +135,15 @@ pub(super) fn best(space: &Space<'_, '_>, confirm: Option<Confirm<'_>>) -> Resul
         (Pipelines::Too, Some(Ok(seen))) => both((&whole, seen), &staged(), confirm),
         (pipelines, of_whole) => {
             let of_whole = of_whole.map(|seen| seen?.chosen(&whole, confirm, f64::INFINITY));
-            let is_open = match (pipelines, &of_whole) {
-                (Pipelines::Never, _) | (_, Some(Err(PlanError::Bug(_)))) => false,
-                (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short),
-                (Pipelines::Too | Pipelines::Alone, _) => true,
+            // Beside which step pipelines are searched, if they are.
+            let known = match (pipelines, &of_whole) {
+                (Pipelines::Never, _) | (_, Some(Err(PlanError::Bug(_)))) => None,
+                (Pipelines::Fallback, Some(Ok(round))) => round.shows().then(|| round.step()),
+                (Pipelines::Fallback, of_whole) => of_whole.as_ref().is_some_and(is_short).then_some(f64::INFINITY),
+                (Pipelines::Too | Pipelines::Alone, _) => Some(f64::INFINITY),
             };
-            let of_staged = || Seen::new(&staged(), none, f64::INFINITY)?.chosen(&staged(), confirm, f64::INFINITY);
-            (of_whole, is_open.then(of_staged))
+            let of_staged = |known| Seen::new(&staged(), none, known)?.chosen(&staged(), confirm, known);
+            (of_whole, known.map(of_staged))
         }
     };
     match (of_whole, of_staged) {

@@ -52,7 +52,7 @@ impl Point {
 pub(in crate::search) enum Pipelines {
     /// Not at all.
     Never,
-    /// Where no plan of one stage fits.
+    /// Where no plan of one stage fits, or much of its step is communication.
     Fallback,
     /// As well.
     Too,

@@ -4,7 +4,7 @@
 use super::away::At;
 use super::choice::degrees::zero_stages;
 use super::choose::overlap;
-use super::measure::Measure;
+use super::measure::{CLOSE, Measure};
 
 use super::candidate::{Candidate, overlap_chunks};
 use super::choice::pins::{Pins, Recompute};
@@ -20,6 +20,10 @@ use std::cell::OnceCell;
 
 /// Prices of a byte at which leaner layouts are looked for where the fastest do not fit, as shares of the whole step for the whole memory; the highest first.
 const LEAN: [f64; 3] = [10.0, 1.0, 0.1];
+
+/// How many times as long as the bound a plan takes where layouts that are not the fastest, one axis after the other, may be
+/// faster in the end.
+const LOOSE: f64 = 1.05;
 
 /// The plans of a mesh without stages, of which the batch is placed.
 pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, visited: &mut Visited) -> Vec<Candidate> {
@@ -41,6 +45,12 @@ pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, vi
                 extend(&mut found, (&hidden, overlap::HIDDEN_WIRE), (space, point, &meshes), unbounded);
             }
         }
+        // Axes are solved one by one: where much is missing to the bound, others start elsewhere, and may end lower.
+        let is_loose =
+            visited.least() > 0.0 && best > LOOSE * visited.least() && best <= CLOSE * visited.best.min(best);
+        if is_loose {
+            leaner(&mut found, (&solve, &fastest, best), (space, point, &meshes), visited);
+        }
         return found;
     }
     let step = found.iter().map(|candidate| candidate.prediction.step.0).fold(f64::INFINITY, f64::min);
@@ -48,17 +58,27 @@ pub(super) fn solve(space: &Space<'_, '_>, placed: Placed<'_>, point: &Point, vi
         visited.may_fit = true;
         return found;
     }
-    let mut known = vec![fastest.own.placed.strategies];
+    leaner(&mut found, (&solve, &fastest, step), (space, point, &meshes), visited);
+    found
+}
+
+/// Adds plans with layouts that take less memory than the fastest, whose best takes so many seconds.
+fn leaner<'a>(
+    found: &mut Vec<Candidate>,
+    (solve, fastest, step): (&dyn Fn(Prices) -> Solved<'a>, &Solved<'_>, f64),
+    (space, point, meshes): (&Space<'_, '_>, &Point, &[Mesh]),
+    visited: &mut Visited,
+) {
+    let mut known = vec![fastest.own.placed.strategies.clone()];
     for share in LEAN {
-        let prices = all.with_byte(share * step / (point.away.room.device.0 as f64).max(1.0));
+        let prices = Prices::default().with_byte(share * step / (point.away.room.device.0 as f64).max(1.0));
         let lean = solve(prices);
         if known.contains(&lean.own.placed.strategies) {
             break;
         }
-        extend(&mut found, (&lean, prices), (space, point, &meshes), visited);
+        extend(found, (&lean, prices), (space, point, meshes), visited);
         known.push(lean.own.placed.strategies);
     }
-    found
 }
 
 /// Adds the ZeRO stages and recomputations of a placed mesh, whose layouts were found for some prices. Where

@@ -404,6 +404,15 @@ impl Pins {
             return fail(format!("fsdp={fsdp},zero=0"), message);
         }
         let divides = |pin: Option<u64>| pin.unwrap_or(1);
+        // All of what divides the batch does so, whatever else there is.
+        let data = [("dp", self.dp), ("fsdp", self.fsdp), ("ep", self.ep)];
+        let least = data.iter().map(|(_, pin)| divides(*pin)).product::<u64>();
+        if !batch.is_multiple_of(least) {
+            let pinned = data.iter().filter_map(|(name, pin)| Some(format!("{name}={}", pin.filter(|pin| *pin > 1)?)));
+            let ranks = counted(least, "data rank");
+            let message = format!("a batch of {batch} does not divide over {ranks}; use a multiple of {least}");
+            return fail(pinned.collect::<Vec<_>>().join(","), message);
+        }
         let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
         let dp = match (self.dp, self.tp) {
             (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
@@ -418,12 +427,13 @@ impl Pins {
             return fail(format!("dp={dp}"), message);
         }
         if let Some(microbatch) = self.microbatch {
-            let parts = dp.unwrap_or(1).saturating_mul(microbatch);
+            let data = dp.unwrap_or(least);
+            let parts = data.saturating_mul(microbatch);
             if !batch.is_multiple_of(parts) {
                 let message = format!(
                     "a batch of {batch} does not divide into {} times microbatches of {microbatch}; use a multiple of \
                      {parts}",
-                    counted(dp.unwrap_or(1), "data rank")
+                    counted(data, "data rank")
                 );
                 return fail(format!("microbatch={microbatch}"), message);
             }

@@ -169,10 +169,15 @@ pub(in crate::search) fn none(
     let is_pinned = |size: &u64| pins.microbatch.is_none_or(|pin| pin == *size);
     let mut counts = divisors(per_rank).into_iter().filter(is_pinned).map(|size| per_rank / size);
     if let Some(microbatches) = counts.find(|count| *count >= 2) {
-        let (schedule, in_flight) = (pins.schedule.unwrap_or(Schedule::Interleaved), pins.in_flight);
-        let pipeline = Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() };
-        if let Err(message) = pipeline.check_held(stages, microbatches) {
-            return fail(format!("in_flight={}", in_flight.unwrap_or_default()), message);
+        let in_flight = pins.in_flight;
+        let mut open = schedules(pins);
+        open.dedup_by_key(|(schedule, _)| *schedule);
+        let held = open.into_iter().map(|(schedule, per_stage)| {
+            let pipeline = Pipeline { schedule, per_stage, in_flight, ..Pipeline::default() };
+            pipeline.check_held(stages, microbatches).err()
+        });
+        if let Some(messages) = held.collect::<Option<Vec<_>>>().filter(|messages| !messages.is_empty()) {
+            return fail(format!("in_flight={}", in_flight.unwrap_or_default()), messages.join("; "));
         }
         let message =
             format!("the step cannot be cut into {chunks} chunks where little passes between them; pin fewer");
