@@ -369,7 +369,7 @@ fn models_that_have_changed() {
     let train = ["train", text(&plan), "--data", text(&data), "--steps", "1"];
     let planned = ["plan", text(&model), "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "-o", text(&plan)];
     check(&planned, 0, &["model@layers=2 on cpu:2"]);
-    check(&train, 0, &["1 of 1 steps"]);
+    check(&train, 0, &["1 of 1 step"]);
     for (key, value, words) in [
         ("rms_norm_eps", "0.25", ["computes rms_norm with eps=0.25", "the graph rms_norm with eps=1e-6"]),
         ("rope_theta", "77.0", ["computes literal with values=[", "the graph literal with values=["]),
@@ -383,7 +383,7 @@ fn models_that_have_changed() {
         check(&["verify", text(&plan), "--static-only"], 1, &words);
     }
     fs::write(model.join("config.json"), config).unwrap();
-    check(&train, 0, &["1 of 1 steps"]);
+    check(&train, 0, &["1 of 1 step"]);
 }
 
 /// What would do nothing is refused.
