@@ -372,7 +372,11 @@ fn models_that_have_changed() {
     check(&train, 0, &["1 of 1 step"]);
     for (key, value, words) in [
         ("rms_norm_eps", "0.25", ["computes rms_norm with eps=0.25", "the graph rms_norm with eps=1e-6"]),
-        ("rope_theta", "77.0", ["computes literal with values=[", "the graph literal with values=["]),
+        (
+            "rope_parameters",
+            r#"{"rope_theta": 77.0, "rope_type": "default"}"#,
+            ["computes literal with values=[", "the graph literal with values=["],
+        ),
         ("num_hidden_layers", "1", ["the graph has parameter `blocks.1.", "has not"]),
     ] {
         let mut changed: serde_json::Value = serde_json::from_str(&config).unwrap();
