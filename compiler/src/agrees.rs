@@ -13,6 +13,7 @@ use shardc_ir::units::counted;
 use shardc_ir::{Bytes, DType, Graph, Op, OpDef, Plan, Role, TensorType};
 use shardc_models::Model;
 use shardc_passes::cluster::Cluster;
+use shardc_passes::deterministic::is_deterministic;
 use shardc_passes::fold::leaf_name;
 use shardc_passes::precision::Precision;
 use shardc_passes::search::Pins;
@@ -155,14 +156,26 @@ fn is_stored_in_parts(plan: &Plan) -> bool {
     })
 }
 
-/// The model that a plan names, traced again; nothing where it is not to be found, or is another than the plan's.
-pub(crate) fn model(plan: &Plan) -> Option<Model> {
-    traced(plan)?.ok().filter(|model| other_model(plan, model).is_none())
+/// The training step of the model that a plan names, as the passes before the search make it; nothing where the model is
+/// not to be found, or is another than the plan's.
+pub(crate) fn model_step(plan: &Plan) -> Result<Option<Graph>, Error> {
+    let Some(Ok(model)) = traced(plan) else { return Ok(None) };
+    if wrong_leaf(plan, &model).is_some() {
+        return Ok(None);
+    }
+    Ok(step(plan, &model)?.filter(|step| wrong_operation(plan, step).is_none()))
 }
 
 /// In what the graph of a plan is not that of a model, traced for its batch: in inputs, parameters or operations.
 pub(crate) fn other_model(plan: &Plan, traced: &Model) -> Option<String> {
-    wrong_leaf(plan, traced).or_else(|| wrong_operation(plan, traced))
+    wrong_leaf(plan, traced).or_else(|| wrong_operation(plan, &step(plan, traced).ok()??))
+}
+
+/// The training step of a model as a plan's request has it; nothing where it names no precision.
+fn step(plan: &Plan, traced: &Model) -> Result<Option<Graph>, Error> {
+    let Some(precision) = Precision::from_name(&plan.request.precision) else { return Ok(None) };
+    let options = Options { precision, deterministic: is_deterministic(&plan.graph), ..Options::default() };
+    pipeline::step(traced, &options).map(Some)
 }
 
 fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
@@ -235,12 +248,10 @@ fn computed(graph: &Graph) -> Computed {
     all
 }
 
-/// What the model computes in a module and the graph does not, or with other attributes. Graphs are cut, so they may have an
-/// operation more often, and others beside it.
-fn wrong_operation(plan: &Plan, traced: &Model) -> Option<String> {
-    let precision = Precision::from_name(&plan.request.precision)?;
-    let step = pipeline::step(traced, &Options { precision, ..Options::default() }).ok()?;
-    let (theirs, own) = (computed(&step), computed(&plan.graph));
+/// What the model's step computes in a module and the graph does not, or with other attributes. Graphs are cut, so they may
+/// have an operation more often, and others beside it.
+fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
+    let (theirs, own) = (computed(step), computed(&plan.graph));
     theirs.iter().find_map(|(at @ (path, op), theirs)| {
         let own = own.get(at);
         let has = |settings: &String| own.and_then(|own| own.get(settings)).copied().unwrap_or(0);

@@ -78,8 +78,8 @@ impl NamedModel {
         let Some(model) = saved else {
             return Ok(Self { name, config: hf::read_config(dir)?, dir: at, saved: None });
         };
-        let known = Some(&model).filter(|model| !Path::new(model).is_dir()).map(|model| Self::find(model));
-        let Some(Ok(Self { config, .. })) = known else {
+        let built_in = if Path::new(&model).is_dir() { None } else { Self::find(&model).ok() };
+        let Some(Self { config, .. }) = built_in else {
             let message = format!("{name} has the weights of `{model}`, which is no built-in model");
             return Err(Error::request(message, "load them into your own model, with `shardc::saved_weights`"));
         };

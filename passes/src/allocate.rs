@@ -56,24 +56,15 @@ pub struct Abridged {
 
 /// Gives a scheduled draft its scratch memory, addresses and waits.
 pub(crate) fn allocate(draft: Draft, target: &dyn Target) -> Program {
-    let (draft, arena, copies) = addressed(draft, target);
-    match &draft.stage {
-        Some(_) => stages::assemble(&draft, arena, &copies),
-        None => assemble(draft, arena),
-    }
+    allocated(draft, target, false).program
 }
 
 /// As [`allocate`], of which sections that are alike stand once.
 pub(crate) fn allocate_abridged(draft: Draft, target: &dyn Target) -> Abridged {
-    let (draft, arena, copies) = addressed(draft, target);
-    match &draft.stage {
-        Some(_) => stages::abridged(&draft, arena, &copies),
-        None => Abridged { program: assemble(draft, arena), held: Vec::new() },
-    }
+    allocated(draft, target, true)
 }
 
-/// A draft with scratch memory and addresses, the bytes of its arena, and the copies of its storages.
-fn addressed(mut draft: Draft, target: &dyn Target) -> (Draft, Bytes, Copies) {
+fn allocated(mut draft: Draft, target: &dyn Target, is_abridged: bool) -> Abridged {
     share_parts(&mut draft);
     share_storages(&mut draft);
     merge_casts(&mut draft);
@@ -86,7 +77,10 @@ fn addressed(mut draft: Draft, target: &dyn Target) -> (Draft, Bytes, Copies) {
     for (id, buffer) in draft.buffers.iter_mut() {
         buffer.offset = of_storage[draft.storage[id].0 as usize] + draft.first[id];
     }
-    (draft, Bytes(arena), copies)
+    match &draft.stage {
+        Some(stage) => stages::assemble(&draft, stage, Bytes(arena), &copies, is_abridged),
+        None => Abridged { program: assemble(draft, Bytes(arena)), held: Vec::new() },
+    }
 }
 
 /// Gives an input that the target brings ahead the buffer where it waits to be fed.

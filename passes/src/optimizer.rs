@@ -121,7 +121,12 @@ fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<()
     for (option, value, range, good) in [
         ("beta1", beta1, decay, (0.0..1.0).contains(&beta1)),
         ("beta2", beta2, decay, (0.0..1.0).contains(&beta2)),
-        ("eps", eps, "above 0 in fp32, such as 1e-8: it divides where the second moment is 0", eps as f32 > 0.0),
+        (
+            "eps",
+            eps,
+            "a number above 0 in fp32, such as 1e-8: it divides where the second moment is 0",
+            eps as f32 > 0.0,
+        ),
         ("the weight decay", weight_decay, "at least 0", weight_decay >= 0.0),
     ] {
         if !good || !(value as f32).is_finite() {

@@ -9,7 +9,6 @@
 use super::Inspection;
 use crate::agrees;
 use crate::error::Error;
-use crate::options::Options;
 use crate::pipeline;
 use crate::report;
 use serde::Serialize;
@@ -17,8 +16,6 @@ use shardc_ir::ops::Adamw;
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Graph, Op, Plan, Program, Seconds};
 use shardc_passes::cluster::{Cluster, Figure, Profile};
-use shardc_passes::deterministic::is_deterministic;
-use shardc_passes::precision::Precision;
 use shardc_passes::search::why::searched_graph;
 use shardc_passes::search::{Confirm, Degrees, Pins, PlanError, prepared, search_among};
 use shardc_passes::shard::tensor::Prepared;
@@ -97,14 +94,9 @@ pub fn sensitivity(inspection: &Inspection<'_>) -> Result<Sensitivity, Error> {
     Ok(Sensitivity { rows: asked.rows(), note: what + &by })
 }
 
-/// The training step of the model that a plan names, as the passes before the search make it; nothing where the model
-/// is not to be found, or is another than the plan's.
+/// The training step of the model that a plan names, if the plan updates parameters as that does.
 fn model_graph(plan: &Plan) -> Result<Option<Graph>, Error> {
-    let precision = Precision::from_name(&plan.request.precision);
-    let Some((model, precision)) = agrees::model(plan).zip(precision) else { return Ok(None) };
-    let options = Options { precision, deterministic: is_deterministic(&plan.graph), ..Options::default() };
-    let graph = pipeline::step(&model, &options)?;
-    Ok((updates(&graph) == updates(&plan.graph)).then_some(graph))
+    Ok(agrees::model_step(plan)?.filter(|graph| updates(graph) == updates(&plan.graph)))
 }
 
 /// How a step updates its parameters: what plans do not say in other words.

@@ -8,7 +8,7 @@
 
 use super::{Abridged, Bytes, Life, find_waits};
 use crate::divisors::at_least;
-use crate::lower::draft::{Draft, Handover, Item, SPACE};
+use crate::lower::draft::{Draft, Handover, Item, SPACE, StageDraft};
 use crate::pipeline::order::{Pass, Step};
 use crate::pipeline::timeline::{Event, Message, PARTS};
 use rustc_hash::FxHashMap;
@@ -217,18 +217,14 @@ struct Assembly<'a> {
 /// which copies.
 type Variant = (Option<(usize, u64)>, Vec<(u32, usize, bool, Vec<u64>)>);
 
-/// Sections, runs and waits of a stage.
-pub(super) fn assemble(draft: &Draft, arena: Bytes, copies: &Copies) -> Program {
-    assembled(draft, arena, copies, false).program
-}
-
-/// The same, of which sections that are alike stand once.
-pub(super) fn abridged(draft: &Draft, arena: Bytes, copies: &Copies) -> Abridged {
-    assembled(draft, arena, copies, true)
-}
-
-fn assembled(draft: &Draft, arena: Bytes, copies: &Copies, is_abridged: bool) -> Abridged {
-    let Some(stage) = &draft.stage else { return Abridged { program: Program::default(), held: Vec::new() } };
+/// Sections, runs and waits of a stage; if they are abridged, sections that are alike stand once.
+pub(super) fn assemble(
+    draft: &Draft,
+    stage: &StageDraft,
+    arena: Bytes,
+    copies: &Copies,
+    is_abridged: bool,
+) -> Abridged {
     let program = Program { rank: draft.rank, ranks: draft.mesh.ranks(), ..Program::default() };
     let sizes = draft.storage_bytes().into_iter().map(|bytes| bytes.next_multiple_of(ALIGNMENT)).collect();
     let mut handovers: BTreeMap<(usize, bool), Vec<&Handover>> = BTreeMap::new();

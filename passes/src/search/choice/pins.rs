@@ -407,25 +407,24 @@ impl Pins {
         // All of what divides the batch does so, whatever else there is.
         let data = [("dp", self.dp), ("fsdp", self.fsdp), ("ep", self.ep)];
         let least = data.iter().map(|(_, pin)| divides(*pin)).product::<u64>();
-        if !batch.is_multiple_of(least) {
-            let pinned = data.iter().filter_map(|(name, pin)| Some(format!("{name}={}", pin.filter(|pin| *pin > 1)?)));
-            let ranks = counted(least, "data rank");
-            let message = format!("a batch of {batch} does not divide over {ranks}; use a multiple of {least}");
-            return fail(pinned.collect::<Vec<_>>().join(","), message);
-        }
+        let divide = |pin: String, data: u64| match batch.is_multiple_of(data) {
+            true => Ok(()),
+            false => {
+                let ranks = counted(data, "data rank");
+                fail(pin, format!("a batch of {batch} does not divide over {ranks}; use a multiple of {data}"))
+            }
+        };
+        let pinned = data.iter().filter_map(|(name, pin)| Some(format!("{name}={}", pin.filter(|pin| *pin > 1)?)));
+        divide(pinned.collect::<Vec<_>>().join(","), least)?;
         let context = divides(self.cp) * divides(self.ring) * divides(self.ulysses);
         let dp = match (self.dp, self.tp) {
-            (Some(dp), _) => Some(dp * divides(self.fsdp) * divides(self.ep)),
+            (Some(_), _) => Some(least),
             (None, tp) => tp.filter(|_| !is_open).map(|tp| ranks / (tp * context * divides(self.pp))),
         };
         // Ranks that samples do not fill may divide the sequence instead.
         let is_whole = [self.dp, self.cp, self.ring, self.ulysses].iter().all(Option::is_none);
         let dp = dp.filter(|dp| !is_whole || batch.is_multiple_of(*dp));
-        if let Some(dp) = dp.filter(|dp| !batch.is_multiple_of(*dp)) {
-            let message =
-                format!("a batch of {batch} does not divide over {}; use a multiple of {dp}", counted(dp, "data rank"));
-            return fail(format!("dp={dp}"), message);
-        }
+        dp.map_or(Ok(()), |dp| divide(format!("dp={dp}"), dp))?;
         if let Some(microbatch) = self.microbatch {
             let data = dp.unwrap_or(least);
             let parts = data.saturating_mul(microbatch);
