@@ -160,6 +160,7 @@ fn within<T>(
         return Err(PlanError::Pin { pin: format!("recompute={count}"), message });
     }
     check_chunks(prepared, pins)?;
+    choose::casts::check(prepared.graph, pins)?;
     away::check(pins, blocks)?;
     let away = Away::new(cluster, &request, pins, prepared.target)?;
     let space = Space {

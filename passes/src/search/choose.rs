@@ -2,7 +2,7 @@
 
 mod astray;
 pub mod build;
-mod casts;
+pub(in crate::search) mod casts;
 pub(in crate::search) mod fitted;
 pub(in crate::search) mod lowering;
 pub(in crate::search) mod outcome;
@@ -121,8 +121,7 @@ pub(super) fn choose(
             return Ok(Chosen::Slower { fastest, candidates: all });
         }
     }
-    let make =
-        |candidate: &Candidate| build::build(space.prepared, space.line, space.cluster, space.request, candidate);
+    let make = |candidate: &Candidate| casts::as_pinned(candidate, space);
     let lowering = Lowering::new(confirm, &make, space.cluster);
     // What is as fast without chunks is one of the others.
     let first = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned();
@@ -212,7 +211,7 @@ fn chosen(
             close = nearest(&candidates, &mut refused, &exact)?;
         }
         if close.is_empty() {
-            fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
+            fitted::again(&mut candidates, (&mut close, &mut refused), space, f64::INFINITY, &exact)?;
         }
         overlap::of_pipelines(&mut candidates, &mut close, space, &mut hidden, &exact)?;
         let known = |close: &[(usize, Plan)], refused: &Refused| -> Vec<usize> {
@@ -241,33 +240,44 @@ fn chosen(
             }
             let found = faster(&candidates, &close, &mut refused, space, &exact)?;
             close.extend(found);
-            fitted::again(&mut candidates, &mut close, &mut refused, space, &exact)?;
+            fitted::again(&mut candidates, (&mut close, &mut refused), space, f64::INFINITY, &exact)?;
         }
     }
     // The first of those that are equal within a thousandth is the simplest.
     let mut lowered: Vec<(usize, Prediction)> = close.iter().map(|(index, plan)| (*index, plan.prediction)).collect();
     let least = fastest(&close);
-    let Some((index, plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least) else {
+    let Some((mut index, mut plan)) = close.into_iter().find(|(_, plan)| plan.prediction.step.0 <= 1.001 * least)
+    else {
         let unmade = unmade.filter(|_| refused.is_empty());
         return Err(unmade.unwrap_or_else(|| infeasible(&candidates, &refused, space)));
     };
-    // Others are compared with the plan as it is in the end.
-    let mut plan = casts::kept(plan, space, confirm)?;
-    lowered.iter_mut().filter(|of| of.0 == index).for_each(|of| of.1 = plan.prediction);
+    let found = candidates[index].prediction.step.0;
+    let kept = casts::faster((&candidates[index], &plan), space, confirm)?;
+    if let Some((candidate, faster)) = kept.best {
+        // Others are compared with the plan as it is in the end.
+        if candidate != candidates[index] {
+            index = candidates.len();
+            candidates.push(candidate);
+        }
+        lowered.retain(|of| of.0 != index);
+        lowered.push((index, faster.prediction));
+        plan = faster;
+    }
     let told = Told { candidates: &candidates, chosen: index, lowered: &lowered, refused: &refused };
     plan.alternatives = alternatives(&told);
     let left_out = told.left_out();
     let Prediction { step: estimate, memory, .. } = candidates[index].prediction;
     let (memory, all) = (memory.total(), (candidates.len() + for_chunks.len()) as u64);
-    plan.search = Search { estimate, memory, candidates: all, lowered: lowering.count.get(), ..Search::default() };
+    plan.search =
+        Search { estimate, memory, candidates: all, lowered: lowering.count.get() + kept.lowered, ..Search::default() };
     // What chunks hide is not estimated.
     let in_chunks = candidates[index].overlap_chunks > 1;
     if in_chunks {
         plan.search.stopped += "; what chunks hide is neither in the estimate nor in the bound";
     }
     plan.search.stopped += overlap::untried(&candidates[index], space);
-    casts::told(&plan.choice, &mut plan.search, confirm.is_some());
+    casts::told(&plan.choice, &mut plan.search);
     plan.choice += &space.pins.unnamed();
-    let step = if in_chunks { estimate.0.min(plan.prediction.step.0) } else { estimate.0 };
+    let step = if in_chunks { found.min(plan.prediction.step.0) } else { found };
     Ok(Chosen::Best { plan: Box::new(plan), step, left_out })
 }

@@ -81,6 +81,25 @@ fn threads_change_no_plan() {
     [2, 5].into_iter().for_each(|threads| assert_eq!(of(&on(threads)), of(&alone)));
 }
 
+/// Casts are kept where the plan that was found has no room for them, by what computes more again: where that is pinned, and
+/// where it is faster.
+#[test]
+fn casts_are_kept_by_what_computes_more_again() {
+    let plan = |more: &str, room: u64| {
+        let pins = format!("dp=4,zero=1,microbatch=4{more}");
+        found("h200:4", &pins, Scope::Runnable, room, 1.0).unwrap()
+    };
+    let of = |more: &str| plan(more, 140 << 30).prediction.memory.total().0;
+    let [made, kept] = ["0", "1"].map(|kept| of(&format!(",recompute=none,keep_casts={kept}")));
+    let room = made + (kept - made) * 9 / 10;
+    let [made, kept, free] = [",keep_casts=0", ",keep_casts=1", ""].map(|more| plan(more, room));
+    assert_eq!(steps(&made), 0);
+    assert!(kept.prediction.fits() && kept.choice.ends_with(",keep_casts=1") && steps(&kept) > 0, "{}", kept.choice);
+    let least = made.prediction.step.0.min(kept.prediction.step.0);
+    assert!(free.prediction.fits() && free.prediction.step.0 <= 1.001 * least, "{}", free.choice);
+    assert!(kept.prediction.step < made.prediction.step, "{} {}", kept.prediction.step, made.prediction.step);
+}
+
 /// As many blocks leave as programs ask for; and what cannot leave is what a refusal says.
 #[test]
 fn as_much_leaves_as_programs_ask_for() {

@@ -1,17 +1,22 @@
 //! Whether the casts of parameters are kept from step to step ([`keep_casts`](crate::keep_casts)).
 //!
-//! A kept cast saves reading the parameter once a step and costs memory between steps. It moves the optimum of nothing
-//! else, so only the plan that was found is lowered with its casts kept, where that may gain enough; the estimate and the
-//! bound that a search reports are those of plans that cast in every step. Where programs do not do what is planned,
-//! nothing tells what keeping casts takes, and they are not kept.
+//! A kept cast saves reading the parameter once a step and costs memory between steps. It moves the optimum of little
+//! else, so unless they are pinned to be kept only the plan that was found is lowered with its casts kept, where that may
+//! gain enough, and where it does not fit then those of its like that compute more again; the estimate and the bound that a
+//! search reports are those of plans that cast in every step. Where programs do not do what is planned, nothing tells what
+//! keeping casts takes, and they are not kept.
 
-use super::build::Confirm;
+use super::build::{Confirm, build};
+use super::fitted::again;
 use crate::keep_casts::Casts;
+use crate::search::candidate::Candidate;
+use crate::search::choice::pins::Pins;
 use crate::search::error::PlanError;
 use crate::search::space::Space;
-use shardc_ir::Plan;
 use shardc_ir::feature::unlowered;
 use shardc_ir::plan::Search;
+use shardc_ir::{Graph, Node, Op, Plan, ValueId};
+use std::cell::Cell;
 
 /// What a plan's choice says of kept casts, and a pin.
 const CHOICE: &str = "keep_casts";
@@ -19,58 +24,115 @@ const CHOICE: &str = "keep_casts";
 /// The share of the step that is worth keeping casts for.
 const GAIN: f64 = 0.001;
 
-/// A plan, or the same with its casts kept: where that is pinned, or where its programs are faster and fit.
+fn refuse(message: &str) -> PlanError {
+    PlanError::Pin { pin: format!("{CHOICE}=1"), message: message.to_string() }
+}
+
+/// What there is nothing of to keep.
+const NONE: &str = "no trained parameter is cast and lies on the device as its cast does; leave it out";
+
+/// Whether a step casts parameters, if casts are pinned to be kept.
 ///
 /// # Errors
-/// A pin that the plan cannot meet.
-pub(in crate::search) fn kept(
-    plan: Plan,
+/// That it does not.
+pub(in crate::search) fn check(graph: &Graph, pins: &Pins) -> Result<(), PlanError> {
+    let is_parameter = |value: &ValueId| matches!(graph.def(*value).op, Op::Parameter(_));
+    let casts = |node: &Node| matches!(node.op, Op::Cast(_)) && node.operands.iter().any(is_parameter);
+    match pins.keep_casts {
+        Some(true) if !graph.nodes().any(|(_, node)| casts(node)) => Err(refuse(NONE)),
+        _ => Ok(()),
+    }
+}
+
+/// A candidate's plan, with its casts kept where that is pinned.
+///
+/// # Errors
+/// Those of making it; a pin that it cannot meet.
+pub(in crate::search) fn as_pinned(candidate: &Candidate, space: &Space<'_, '_>) -> Result<Plan, PlanError> {
+    let plan = made(candidate, space)?;
+    if space.pins.keep_casts != Some(true) {
+        return Ok(plan);
+    }
+    let mut moved = plan.clone();
+    candidate.offload.mark(&mut moved);
+    if let Some(feature) = unlowered(&moved).first() {
+        return Err(refuse(&format!(
+            "no program tells what a plan with {feature} takes then; leave one of the two out"
+        )));
+    }
+    kept(&plan)?.ok_or_else(|| refuse(NONE))
+}
+
+fn made(candidate: &Candidate, space: &Space<'_, '_>) -> Result<Plan, PlanError> {
+    build(space.prepared, space.line, space.cluster, space.request, candidate)
+}
+
+/// A plan with its casts kept; none if it has none to keep.
+fn kept(plan: &Plan) -> Result<Option<Plan>, PlanError> {
+    let made = Casts::of(plan).keep().map_err(|error| PlanError::Bug(error.to_string()))?;
+    let named = |made: Plan| Plan { choice: format!("{},{CHOICE}=1", made.choice), ..made };
+    Ok(made.map(named))
+}
+
+/// Plans that keep casts, faster than one that does not.
+#[derive(Default)]
+pub(in crate::search) struct Kept {
+    /// The fastest that fits, and its candidate.
+    pub best: Option<(Candidate, Plan)>,
+    /// How many were lowered.
+    pub lowered: u64,
+}
+
+/// The plan of a candidate with its casts kept, if its programs are faster then and fit; or, where they do not fit, that of
+/// another that computes more again.
+///
+/// # Errors
+/// A bug.
+pub(in crate::search) fn faster(
+    (candidate, plan): (&Candidate, &Plan),
     space: &Space<'_, '_>,
     confirm: Option<Confirm<'_>>,
-) -> Result<Plan, PlanError> {
-    let is_pinned = match space.pins.keep_casts {
-        Some(false) => return Ok(plan),
-        pin => pin.is_some(),
+) -> Result<Kept, PlanError> {
+    let Some(confirm) = confirm.filter(|_| space.pins.keep_casts.is_none() && unlowered(plan).is_empty()) else {
+        return Ok(Kept::default());
     };
-    if !is_pinned && confirm.is_none() {
-        return Ok(plan);
+    let read = Casts::of(plan).bytes_read().0 as f64 / space.cluster.device.memory_bandwidth.value;
+    let step = plan.prediction.step.0;
+    if read < GAIN * step {
+        return Ok(Kept::default());
     }
-    let refuse = |message: String| Err(PlanError::Pin { pin: format!("{CHOICE}=1"), message });
-    if let Some(feature) = unlowered(&plan).first() {
-        let message = format!("no program tells what a plan with {feature} takes then; leave one of the two out");
-        return if is_pinned { refuse(message) } else { Ok(plan) };
-    }
-    let casts = Casts::of(&plan);
-    let seconds = casts.bytes_read().0 as f64 / space.cluster.device.memory_bandwidth.value;
-    if !is_pinned && seconds < GAIN * plan.prediction.step.0 {
-        return Ok(plan);
-    }
-    let Some(mut made) = casts.keep().map_err(|error| PlanError::Bug(error.to_string()))? else {
-        return match is_pinned {
-            true => {
-                refuse("no trained parameter is cast and lies on the device as its cast does; leave it out".to_string())
-            }
-            false => Ok(plan),
-        };
+    let lowered = Cell::new(0);
+    let predicted = |plan: &Plan| {
+        let mut kept = kept(plan)?.ok_or_else(|| refuse(NONE))?;
+        lowered.set(lowered.get() + 1);
+        kept.prediction = confirm(&kept).map_err(PlanError::Bug)?.prediction;
+        Ok(kept)
     };
-    if let Some(confirm) = confirm {
-        made.prediction = confirm(&made).map_err(PlanError::Bug)?.prediction;
+    let is_faster = |plan: &Plan| plan.prediction.step.0 <= (1.0 - GAIN) * step;
+    let own = match predicted(plan) {
+        Err(PlanError::Pin { .. }) => return Ok(Kept::default()),
+        own => own?,
+    };
+    let (fits, is_promising) = (own.prediction.fits(), is_faster(&own));
+    let (mut known, mut found, mut refused) = (vec![candidate.clone()], Vec::new(), Vec::new());
+    match (is_promising, fits) {
+        (false, _) => {}
+        (true, true) => found.push((0, own)),
+        (true, false) => {
+            refused.push((0, own.prediction));
+            let make = |of: &Candidate| predicted(&made(of, space)?);
+            again(&mut known, (&mut found, &mut refused), space, step, &make)?;
+        }
     }
-    let (memory, room) = (made.prediction.memory.total(), made.prediction.room);
-    if is_pinned && !made.prediction.fits() {
-        return refuse(format!("the plan found then needs {memory} of {room}; leave it out"));
-    }
-    if !is_pinned && (!made.prediction.fits() || made.prediction.step.0 > (1.0 - GAIN) * plan.prediction.step.0) {
-        return Ok(plan);
-    }
-    made.choice += &format!(",{CHOICE}=1");
-    Ok(made)
+    let best = found.into_iter().filter(|(_, plan)| is_faster(plan));
+    let best = best.min_by(|a, b| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0));
+    let best = best.map(|(index, plan)| (known.swap_remove(index), plan));
+    Ok(Kept { best, lowered: lowered.get() })
 }
 
 /// What a search tells of the casts that its plan keeps.
-pub(in crate::search) fn told(choice: &str, search: &mut Search, is_confirmed: bool) {
+pub(in crate::search) fn told(choice: &str, search: &mut Search) {
     if choice.ends_with(&format!(",{CHOICE}=1")) {
-        search.lowered += u64::from(is_confirmed);
         search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
     }
 }

@@ -29,15 +29,16 @@ const GAIN: f64 = 0.999;
 const NEAR: f64 = 1.02;
 
 /// Adds to the `candidates`, and to those that are `lowered`, the plans that fit and take less than all that are
-/// lowered: those of the same meshes, ZeRO stages and schedules, for the memory that is left by what programs take.
+/// lowered and than so many seconds: those of the same meshes, ZeRO stages and schedules, for the memory that is left by
+/// what programs take.
 ///
 /// # Errors
 /// Those of `make`.
 pub(in crate::search) fn again(
     candidates: &mut Vec<Candidate>,
-    lowered: &mut Vec<(usize, Plan)>,
-    refused: &mut Refused,
+    (lowered, refused): (&mut Vec<(usize, Plan)>, &mut Refused),
     space: &Space<'_, '_>,
+    against: f64,
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<(), PlanError> {
     if space.prepared.graph.node_count() > NODES {
@@ -50,7 +51,7 @@ pub(in crate::search) fn again(
         return Ok(());
     }
     for _ in 0..TRIES {
-        let best = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(f64::INFINITY, f64::min);
+        let best = lowered.iter().map(|(_, plan)| plan.prediction.step.0).fold(against, f64::min);
         let exact = lowered.iter().map(|(index, plan)| (*index, plan.prediction));
         let known: Vec<(usize, Prediction)> = exact.chain(refused.iter().copied()).collect();
         for (index, exact) in known.iter().filter(|of| of.1.step.0 <= NEAR * best) {
