@@ -12,32 +12,70 @@ use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
 use shardc_ir::{Bytes, DType, Graph, Op, OpDef, Plan, Role, TensorType};
 use shardc_models::Model;
-use shardc_passes::cluster::Cluster;
+use shardc_passes::chunk::chunk;
+use shardc_passes::cluster::{Cluster, ClusterError};
 use shardc_passes::deterministic::is_deterministic;
 use shardc_passes::fold::leaf_name;
+use shardc_passes::keep_casts::cast_again;
+use shardc_passes::optimizer::config_of;
 use shardc_passes::precision::Precision;
+use shardc_passes::same::{Difference, difference};
 use shardc_passes::search::Pins;
 use std::collections::BTreeMap;
 
-/// Everything that a plan says of itself and that is not so.
-pub(crate) fn contradictions(plan: &Plan, cluster: &Cluster) -> Vec<String> {
-    let mut wrong = Vec::new();
-    let (ranks, devices) = (plan.mesh.ranks(), cluster.ranks());
-    if ranks != devices {
-        let (ranks, devices) = (counted(ranks, "rank"), counted(devices, "device"));
-        wrong.push(format!("the mesh has {ranks}, and cluster {} has {devices}", plan.request.cluster));
-    }
-    wrong.extend(wrong_precision(plan));
-    wrong.extend(wrong_choice(plan));
+/// The element types in which gradients can be summed over ranks.
+const REDUCED: [DType; 2] = [DType::F32, DType::Bf16];
+
+/// Everything that a plan says of itself and that is not so; of its cluster, where that can be read.
+pub(crate) fn contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
+    let mut wrong = own_contradictions(plan, cluster);
     wrong.extend(wrong_model(plan));
     wrong
 }
 
-/// What is needed and what there is, if that is less; where both read alike, to the byte.
+/// The cluster of a plan, if it can be read here: a file lies elsewhere perhaps, and hosts differ.
+///
+/// # Errors
+/// What no plan can be for.
+pub(crate) fn cluster_of(plan: &Plan) -> Result<Result<Cluster, ClusterError>, ClusterError> {
+    match Cluster::parse(&plan.request.cluster, "h200") {
+        Err(error @ (ClusterError::File { .. } | ClusterError::Share { .. })) => Ok(Err(error)),
+        parsed => parsed.map(Ok),
+    }
+}
+
+/// The same, but for what is of its model.
+pub(crate) fn own_contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let ranks = plan.mesh.ranks();
+    if let Some(devices) = cluster.map(Cluster::ranks).filter(|devices| *devices != ranks) {
+        let (ranks, devices) = (counted(ranks, "rank"), counted(devices, "device"));
+        wrong.push(format!("the mesh has {ranks}, and cluster {} has {devices}", plan.request.cluster));
+    }
+    wrong.extend(wrong_precision(plan));
+    wrong.extend(wrong_reduction(plan));
+    wrong.extend(wrong_choice(plan));
+    wrong
+}
+
+/// What a plan needs more than there is: of a rank's memory, and of a host's.
+pub(crate) fn over_budget(plan: &Plan) -> Option<String> {
+    let (Request { device_memory, host_memory, .. }, prediction) = (&plan.request, &plan.prediction);
+    let of_rank = beyond(prediction.memory.total(), prediction.room.min(*device_memory));
+    let of_host = || beyond(prediction.host, *host_memory).map(|more| format!("each host needs {more}"));
+    of_rank.map(|more| format!("each rank needs {more}")).or_else(of_host)
+}
+
+/// Two sizes in words; where they differ and read alike, to the byte.
+pub(crate) fn apart(one: Bytes, other: Bytes) -> [String; 2] {
+    let texts = [one.to_string(), other.to_string()];
+    let is_close = one != other && texts[0] == texts[1];
+    if is_close { [one, other].map(|bytes| format!("{} bytes", bytes.0)) } else { texts }
+}
+
+/// What is needed and what there is, if that is less.
 pub(crate) fn beyond(needed: Bytes, there: Bytes) -> Option<String> {
-    let [long, short] = [needed.to_string(), there.to_string()];
-    let exact = |bytes: Bytes| format!("{} bytes", bytes.0);
-    let (long, short) = if long == short { (exact(needed), exact(there)) } else { (long, short) };
+    let [long, short] = apart(needed, there);
     (needed > there).then(|| format!("{long}, and there are {short}"))
 }
 
@@ -60,6 +98,12 @@ fn wrong_precision(plan: &Plan) -> Option<String> {
     };
     let said = &plan.request.precision;
     (is.name() != said).then(|| format!("the precision is `{said}`, and the graph computes in {}", is.name()))
+}
+
+/// What gradients are summed in.
+fn wrong_reduction(plan: &Plan) -> Option<String> {
+    let dtype = plan.request.reduce_dtype.filter(|dtype| !REDUCED.contains(dtype))?;
+    Some(format!("reduce_dtype is {}, and gradients are summed in f32 or bf16", dtype.name()))
 }
 
 /// The degrees, the microbatch and the ZeRO stage of the choice, and what of them was pinned.
@@ -89,10 +133,11 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
     wrong.extend(wrong_schedule(plan, &chosen));
     let is_cast = |op: &Op| matches!(op, Op::State(state) if state.cast_of.is_some());
     let keeps = plan.graph.leaves().any(|(_, node)| is_cast(&node.op));
-    for (what, said) in [("choice", chosen.keep_casts == Some(true)), ("pins", pinned.keep_casts.unwrap_or(keeps))] {
+    let of_pins = pinned.keep_casts.unwrap_or(keeps);
+    for (what, said) in [("choice says", chosen.keep_casts == Some(true)), ("pins say", of_pins)] {
         if said != keeps {
             let is = if keeps { "keeps casts of parameters" } else { "keeps no casts of parameters" };
-            wrong.push(format!("the {what} say keep_casts={}, and the graph {is}", u8::from(said)));
+            wrong.push(format!("the {what} keep_casts={}, and the graph {is}", u8::from(said)));
         }
     }
     let named = |of: &Pins| {
@@ -163,18 +208,25 @@ pub(crate) fn model_step(plan: &Plan) -> Result<Option<Graph>, Error> {
     if wrong_leaf(plan, &model).is_some() {
         return Ok(None);
     }
-    Ok(step(plan, &model)?.filter(|step| wrong_operation(plan, step).is_none()))
+    Ok(step(plan, &model)?.filter(|step| wrong_operation(plan, step).is_none() && wrong_value(plan, step).is_none()))
 }
 
-/// In what the graph of a plan is not that of a model, traced for its batch: in inputs, parameters or operations.
+/// In what the graph of a plan is not that of a model, traced for its batch: in inputs, parameters or operations, or in what
+/// is computed of which values, forward, backward and in the update.
 pub(crate) fn other_model(plan: &Plan, traced: &Model) -> Option<String> {
-    wrong_leaf(plan, traced).or_else(|| wrong_operation(plan, &step(plan, traced).ok()??))
+    let wrong = wrong_leaf(plan, traced);
+    wrong.or_else(|| match step(plan, traced) {
+        Ok(Some(step)) => wrong_operation(plan, &step).or_else(|| wrong_value(plan, &step)),
+        Ok(None) => Some(format!("`{}` is no precision", plan.request.precision)),
+        Err(error) => Some(error.to_string()),
+    })
 }
 
-/// The training step of a model as a plan's request has it; nothing where it names no precision.
+/// The training step of a model as a plan's request has it, with the plan's optimizer; nothing where it names no precision.
 fn step(plan: &Plan, traced: &Model) -> Result<Option<Graph>, Error> {
     let Some(precision) = Precision::from_name(&plan.request.precision) else { return Ok(None) };
-    let options = Options { precision, deterministic: is_deterministic(&plan.graph), ..Options::default() };
+    let optimizer = config_of(&plan.graph).unwrap_or_default();
+    let options = Options { precision, optimizer, deterministic: is_deterministic(&plan.graph), ..Options::default() };
     pipeline::step(traced, &options).map(Some)
 }
 
@@ -184,7 +236,7 @@ fn traced(plan: &Plan) -> Option<Result<Model, Error>> {
 }
 
 /// The graph is the model's, for the batch; nothing where the model is not to be found.
-fn wrong_model(plan: &Plan) -> Option<String> {
+pub(crate) fn wrong_model(plan: &Plan) -> Option<String> {
     let Request { model: name, batch, seq, .. } = &plan.request;
     match traced(plan)? {
         Ok(traced) => other_model(plan, &traced),
@@ -255,8 +307,13 @@ fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
     theirs.iter().find_map(|(at @ (path, op), theirs)| {
         let own = own.get(at);
         let has = |settings: &String| own.and_then(|own| own.get(settings)).copied().unwrap_or(0);
-        let (settings, _) = theirs.iter().find(|(settings, count)| has(settings) < **count)?;
-        let is = match own.iter().flat_map(|own| own.keys()).find(|other| !theirs.contains_key(*other)) {
+        let less = theirs.iter().find(|(settings, count)| has(settings) < **count);
+        // Parts of an operation have numbers of their own beside them.
+        let has_others = *op != "constant" || less.is_some();
+        let mut others = own.iter().flat_map(|own| own.keys()).filter(|_| has_others);
+        let other = others.find(|other| !theirs.contains_key(*other));
+        let (settings, _) = less.or_else(|| other.and_then(|_| theirs.first_key_value()))?;
+        let is = match other {
             Some(other) => format!("the graph {op} with {other}"),
             None => "the graph has less of it".to_string(),
         };
@@ -265,8 +322,107 @@ fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
     })
 }
 
+/// Where the plan's graph computes or gives something that the model's step does not. Of blocks in chunks that overlap
+/// nothing is told: their values are parts of the step's.
+fn wrong_value(plan: &Plan, step: &Graph) -> Option<String> {
+    let (chosen, model) = (Pins::chosen(plan), &plan.request.model);
+    if chosen.overlap_chunks.is_some_and(|chunks| chunks > 1) {
+        return None;
+    }
+    let whole = match (cast_again(&plan.graph), chunk(step, chosen.loss_chunks.unwrap_or(1))) {
+        (Ok(graph), Ok((step, _))) => (graph, step),
+        (Err(error), _) | (_, Err(error)) => return Some(error.to_string()),
+    };
+    let (graph, step) = &whole;
+    Some(match difference(graph, step)? {
+        Difference::Value(value) => {
+            // Nodes have the numbers that they have in the plan.
+            let (at, index) = (graph.value(value).def, graph.value(value).index);
+            let node = plan.graph.node(at);
+            let place = if node.path.is_empty() { String::new() } else { format!(" in `{}`", node.path) };
+            let operands: Vec<String> = node.operands.iter().map(ToString::to_string).collect();
+            let set: Vec<String> = node.op.attributes().iter().map(|(key, value)| format!("{key}={value}")).collect();
+            let set = if set.is_empty() { String::new() } else { format!(" {{{}}}", set.join(", ")) };
+            let made = format!("{}({}){set}", node.op.name(), operands.join(", "));
+            format!("{} = {made}{place} is nothing that a step of {model} computes there", node.results[index])
+        }
+        Difference::Output(name) => format!("the graph returns `{name}` of another value than a step of {model}"),
+        Difference::Missing(name) => format!("the graph does not return `{name}`, as a step of {model} does"),
+    })
+}
+
 /// The inputs and parameters of a plan's graph.
 fn leaves(plan: &Plan) -> BTreeMap<&str, &TensorType> {
     let leaves = plan.graph.leaves();
     leaves.map(|(id, node)| (leaf_name(&node.op), plan.graph.ty(id))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::compile;
+    use shardc_passes::optimizer::{OptimizerConfig, OptimizerKind};
+
+    fn plan(pins: &str, options: Options) -> Plan {
+        let (model, cluster) = (NamedModel::find("llama-tiny").unwrap(), Cluster::parse("cpu:2", "h200").unwrap());
+        let options = Options { pins: pins.into(), ..options };
+        compile(&model, Batch { batch: 4, seq: 64 }, &cluster, &options).unwrap().plan().clone()
+    }
+
+    /// The plan with the first line edited that has all of some words.
+    #[track_caller]
+    fn edited(plan: &Plan, words: &[&str], from: &str, to: &str) -> Plan {
+        let text = plan.to_string();
+        let line = text.lines().find(|line| words.iter().all(|word| line.contains(word)) && line.contains(from));
+        let line = line.unwrap_or_else(|| panic!("{words:?} and {from} in no line"));
+        let mut made: Plan = text.replacen(line, &line.replacen(from, to, 1), 1).parse().unwrap();
+        (made.request, made.choice, made.prediction) = (plan.request.clone(), plan.choice.clone(), plan.prediction);
+        made
+    }
+
+    #[track_caller]
+    fn check(plan: &Plan, expected: &str) {
+        let wrong = contradictions(plan, None);
+        assert!(wrong.iter().any(|text| text.contains(expected)), "{expected}: {wrong:?}");
+    }
+
+    /// However a step is cut, computed again or spread, it is the model's; and nothing else is.
+    #[test]
+    fn a_step_that_computes_something_else_is_told() {
+        let bf16 = || Options { precision: Precision::Bf16, ..Options::default() };
+        let kind = OptimizerKind::AdamW { beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.0 };
+        let others = || Options { optimizer: OptimizerConfig { kind: kind.clone(), clip_grad_norm: None }, ..bf16() };
+        let plans = [
+            plan("dp=2,zero=2,recompute=value:3", Options::default()),
+            plan("dp=2,zero=3,loss_chunks=2,recompute=block,keep_casts=1", bf16()),
+            plan("pp=2,schedule=zbv,microbatch=1", others()),
+            plan(
+                "tp=2,loss_chunks=4",
+                Options { precision: Precision::Fp16, deterministic: true, ..Options::default() },
+            ),
+            plan("dp=2,overlap_chunks=2,microbatch=2", bf16()),
+        ];
+        for plan in &plans {
+            assert_eq!(contradictions(plan, None), Vec::<String>::new(), "{}", plan.choice);
+        }
+        for plan in &plans[..4] {
+            let of = "in `blocks.0.attention` is nothing that a step of llama-tiny computes there";
+            check(&edited(plan, &["attention_grad", "blocks.0"], "causal=true", "causal=false"), of);
+            check(&edited(plan, &["state", "norm.gamma.v"], "init=0.0", "init=1.0"), "is nothing that a step of");
+            let decay = if plan.choice.contains("pp=2") { "weight_decay=0.0" } else { "weight_decay=0.1" };
+            check(&edited(plan, &["= adamw"], decay, "weight_decay=-5.0"), "the weight decay");
+            check(&edited(plan, &["return loss"], "return loss", "return lost"), "returns `lost` of another value");
+        }
+        check(&edited(&plans[0], &["= sqrt"], "sqrt", "log"), "log(");
+        check(&edited(&plans[4], &["= attention ", "blocks.0"], "causal=true", "causal=false"), "with causal=true");
+        let named = |request: Request| Plan { request, ..plans[0].clone() };
+        let request = &plans[0].request;
+        check(&named(Request { precision: "fp64".into(), ..request.clone() }), "`fp64` is no precision");
+        assert_eq!(over_budget(&plans[0]), None);
+        let of_rank = over_budget(&named(Request { device_memory: Bytes(1), ..request.clone() }));
+        assert!(of_rank.is_some_and(|text| text.contains("each rank needs")));
+        let of_host = over_budget(&named(Request { host_memory: Bytes(1), ..request.clone() }));
+        assert!(of_host.is_some_and(|text| text.contains("each host needs")));
+        check(&named(Request { reduce_dtype: Some(DType::Bool), ..request.clone() }), "reduce_dtype is bool");
+    }
 }

@@ -22,7 +22,7 @@ use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
 use shardc_ir::ops::{Binary, BinaryKind, Reduce, ReduceOp, Unary, UnaryKind};
 use shardc_ir::pipeline::Schedule;
-use shardc_ir::plan::{Request, Space};
+use shardc_ir::plan::Space;
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{DType, Graph, HostTensor, Op, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
@@ -87,19 +87,24 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
 
 /// Whether the plan is of the model, the cluster and the budget for which it says it is.
 fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) {
-    let Request { model, cluster, device_memory, .. } = &plan.request;
-    let room = plan.prediction.room.min(*device_memory);
-    match Cluster::parse(cluster, "h200") {
-        Err(error) => add("request", None, format!("not compared, for the cluster cannot be read: {error}")),
-        Ok(cluster) => match agrees::contradictions(plan, &cluster) {
-            wrong if wrong.is_empty() => add("request", Some(true), format!("the graph and the mesh are of {model}")),
-            wrong => add("request", Some(false), wrong.join("; ")),
-        },
+    let model = &plan.request.model;
+    let (known, mut wrong) = match agrees::cluster_of(plan) {
+        Ok(known) => (Some(known), Vec::new()),
+        Err(error) => (None, vec![error.to_string()]),
+    };
+    wrong.extend(agrees::contradictions(plan, known.as_ref().and_then(|known| known.as_ref().ok())));
+    match (known, NamedModel::find(model)) {
+        _ if !wrong.is_empty() => add("request", Some(false), wrong.join("; ")),
+        // What lies elsewhere, or is of another machine, says nothing about the plan.
+        (Some(Err(error)), _) => add("request", None, format!("not compared with its cluster: {error}")),
+        (_, Err(error)) => add("request", None, format!("not compared with its model: {error}")),
+        _ => add("request", Some(true), format!("the graph and the mesh are of {model}")),
     }
-    let needed = plan.prediction.memory.total();
-    match agrees::beyond(needed, room) {
+    let prediction = &plan.prediction;
+    let (needed, room) = (prediction.memory.total(), prediction.room.min(plan.request.device_memory));
+    match agrees::over_budget(plan) {
         None => add("budget", Some(true), format!("{needed} per rank, of {room}")),
-        Some(more) => add("budget", Some(false), format!("each rank needs {more}")),
+        Some(more) => add("budget", Some(false), more),
     }
 }
 
@@ -133,7 +138,8 @@ fn check_programs(plan: &VerifiedPlan<'_>, add: &mut impl FnMut(&str, Option<boo
     }
     let most = facts.arenas.get(&Space::Device).copied().unwrap_or_default();
     let planned = plan.prediction.memory.total();
-    add("memory", Some(most == planned), format!("{most} allocated, {planned} planned"));
+    let [allocated, said] = agrees::apart(most, planned);
+    add("memory", Some(most == planned), format!("{allocated} allocated, {said} planned"));
 }
 
 /// What of a plan is not in what is shown of its programs.

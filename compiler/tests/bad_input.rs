@@ -390,6 +390,44 @@ fn models_that_have_changed() {
     check(&train, 0, &["1 of 1 step"]);
 }
 
+/// A plan file whose hash is right, and what it says is not.
+#[test]
+fn plans_that_contradict_themselves() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, spoilt) = (dir.path().join("plan.json"), dir.path().join("spoilt.json"));
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/documentation.txt");
+    let planned = ["plan", "llama-tiny", "--cluster", "cpu:2", "--batch", "4", "--seq", "32", "--pin", "dp=2,zero=1"];
+    check(&[&planned[..], &["--precision", "fp32", "-o", text(&plan)]].concat(), 0, &[]);
+    let whole = fs::read_to_string(&plan).unwrap();
+    let spoil = |from: &str, to: &str, words: &[&str]| {
+        assert!(whole.contains(from), "{from}");
+        let changed = whole.replacen(from, to, 1);
+        fs::write(&spoilt, &changed).unwrap();
+        let refused = Command::new(env!("CARGO_BIN_EXE_shardc")).args(["verify", text(&spoilt)]).output().unwrap();
+        let said = String::from_utf8(refused.stderr).unwrap();
+        let hash =
+            |after: &str| said.split_once(after).unwrap().1.split(['\n', ' ', ',', ';']).next().unwrap().to_string();
+        fs::write(&spoilt, changed.replace(&hash("its hash says "), &hash("its contents "))).unwrap();
+        check(&["verify", text(&spoilt), "--static-only"], 1, words);
+        check(&["train", text(&spoilt), "--data", text(&data), "--steps", "1"], 2, words);
+    };
+    let room = whole.split_once("\"device_memory\": ").unwrap().1.split(',').next().unwrap();
+    spoil(&format!("\"device_memory\": {room}"), "\"device_memory\": 5", &["each rank needs", "there are 5 B"]);
+    spoil(
+        "\"cluster\": \"cpu:2\"",
+        "\"cluster\": \"cpu:4\"",
+        &["the mesh has 2 ranks, and cluster cpu:4 has 4 devices"],
+    );
+    spoil("\"cluster\": \"cpu:2\"", "\"cluster\": \"cpu:0\"", &["`0` in cluster `cpu:0`"]);
+    spoil("\"precision\": \"fp32\"", "\"precision\": \"fp31\"", &["the precision is `fp31`"]);
+    spoil("\n  \"choice\": \"dp=2", "\n  \"choice\": \"dp=1", &["the choice says dp=1, and the mesh has dp=2"]);
+    spoil(
+        "down.weight.v\\\" {init=0.0}",
+        "down.weight.v\\\" {init=1.0}",
+        &["init=1.0", "in `blocks.0.mlp.down` is nothing that a step of llama-tiny"],
+    );
+}
+
 /// What would do nothing is refused.
 #[test]
 fn flags_without_an_effect() {

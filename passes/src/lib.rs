@@ -41,6 +41,7 @@ pub mod raise;
 pub mod random;
 pub mod rematerialize;
 pub mod reshard;
+pub mod same;
 pub mod schedule;
 pub mod search;
 #[cfg(test)]

@@ -185,7 +185,7 @@ impl Run {
                 trainer.ahead(next);
             }
             let (step, spans) = match is_last && self.is_timed {
-                true => trainer.timed_step(batch)?,
+                true => trainer.timed_step_on_lead(batch)?,
                 false => (trainer.step(batch)?, Vec::new()),
             };
             self.spans = spans;
@@ -298,6 +298,10 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
     if let Some((batch, seq)) = fixed.filter(|fixed| *fixed != (asked.batch, asked.seq)) {
         let planned = format!("batches of {} x {}", asked.batch, asked.seq);
         return contradiction("--data", format!("with batches of {batch} x {seq}"), &planned);
+    }
+    if let Some(wrong) = Compiled::contradiction(&plan) {
+        let message = format!("{} contradicts itself: {wrong}", path.display());
+        return Err(Error::request(message, "plan again; `shardc verify` tells all that is wrong with a plan"));
     }
     let model = NamedModel::find(&asked.model)?;
     let traced = shardc::Trace::trace(&model, Batch { batch: asked.batch, seq: asked.seq })?;

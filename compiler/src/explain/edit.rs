@@ -102,7 +102,7 @@ pub fn from_text(
     if digest(&plan) != head(GRAPH)?.trim() {
         return Err(refuse(format!("the graph itself was changed: {}", changed(&plan, text))));
     }
-    let wrong = agrees::contradictions(&plan, &cluster);
+    let wrong = agrees::contradictions(&plan, Some(&cluster));
     if !wrong.is_empty() {
         return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
     }

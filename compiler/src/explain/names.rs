@@ -79,7 +79,7 @@ pub(super) fn choice(plan: &Plan, node: NodeId, choice: Choice) -> String {
         }
         Choice::Pass(_) => "partial sums passed on".to_string(),
         Choice::Factor(factor) => {
-            let factor = &rule.factors[factor];
+            let Some(factor) = rule.factors.get(factor) else { return format!("factor {factor}, which it has not") };
             let then = match factor.kind {
                 FactorKind::Ring { .. } => ", round a ring",
                 _ if factor.reduce.is_empty() => "",

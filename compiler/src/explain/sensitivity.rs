@@ -12,9 +12,8 @@ use crate::error::Error;
 use crate::pipeline;
 use crate::report;
 use serde::Serialize;
-use shardc_ir::ops::Adamw;
 use shardc_ir::plan::{Prediction, Request};
-use shardc_ir::{Bytes, Graph, Op, Plan, Program, Seconds};
+use shardc_ir::{Bytes, Graph, Plan, Program, Seconds};
 use shardc_passes::cluster::{Cluster, Figure, Profile};
 use shardc_passes::search::why::searched_graph;
 use shardc_passes::search::{Confirm, Degrees, Pins, PlanError, prepared, search_among};
@@ -76,7 +75,7 @@ pub fn sensitivity(inspection: &Inspection<'_>) -> Result<Sensitivity, Error> {
     }
     // A graph in chunks is cut as one mesh divides the batch.
     let is_cut = [chosen.loss_chunks, chosen.overlap_chunks].into_iter().flatten().any(|chunks| chunks > 1);
-    let graph = if is_cut { model_graph(plan)? } else { Some(searched_graph(plan)?) };
+    let graph = if is_cut { agrees::model_step(plan)? } else { Some(searched_graph(plan)?) };
     let what = match &graph {
         Some(_) => "Of this plan, and of what the search finds on its mesh and those of its runners-up".to_string(),
         None => format!(
@@ -92,21 +91,6 @@ pub fn sensitivity(inspection: &Inspection<'_>) -> Result<Sensitivity, Error> {
     let (cluster, programs) = (&inspection.cluster, &inspection.programs[..]);
     let asked = Asked { plan, cluster, programs, chosen, graph, meshes, is_unlowered: unlowered.is_some() };
     Ok(Sensitivity { rows: asked.rows(), note: what + &by })
-}
-
-/// The training step of the model that a plan names, if the plan updates parameters as that does.
-fn model_graph(plan: &Plan) -> Result<Option<Graph>, Error> {
-    Ok(agrees::model_step(plan)?.filter(|graph| updates(graph) == updates(&plan.graph)))
-}
-
-/// How a step updates its parameters: what plans do not say in other words.
-fn updates(graph: &Graph) -> Option<(Adamw, bool)> {
-    let update = graph.nodes().find_map(|(_, node)| match &node.op {
-        Op::Adamw(update) => Some(Adamw { cast: None, ..update.clone() }),
-        _ => None,
-    });
-    let is_clipped = graph.nodes().any(|(_, node)| matches!(node.op, Op::SumSquares(_)));
-    update.map(|update| (update, is_clipped))
 }
 
 /// What is asked of a plan.

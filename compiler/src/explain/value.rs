@@ -5,6 +5,7 @@
 //! all others did what then is best. These are estimates, and so is what is chosen where they are compared.
 
 use super::names::{away, choice, folded_nodes, folded_path, layout, layout_by, local, role, stage_of};
+use crate::agrees;
 use crate::error::Error;
 use crate::nearest::nearest;
 use crate::pipeline;
@@ -107,6 +108,10 @@ pub fn explain(plan: &Plan, cluster: &Cluster, values: &[ValueId]) -> Result<Vec
     let key = |value: ValueId| (folded.class[graph.value(value).def], graph.value(value).index);
     let firsts: Vec<ValueId> = values.iter().copied().filter(|value| seen.insert(key(*value))).collect();
     let nodes: BTreeSet<NodeId> = firsts.iter().map(|value| graph.value(*value).def).collect();
+    if let Some(wrong) = agrees::wrong_model(plan) {
+        let message = format!("what else the plan could do is asked of its model, of which it is not: {wrong}");
+        return Err(Error::request(message, "plan again"));
+    }
     let why = why(plan, cluster, pipeline::target(&plan.request.cluster), &nodes)?;
     let alike = |value: ValueId| values.iter().filter(|other| key(**other) == key(value)).count();
     Ok(firsts.into_iter().map(|value| explained(plan, &why, value, alike(value))).collect())
