@@ -143,19 +143,18 @@ impl<'a> Trainer<'a> {
     }
 
     /// Runs the next step as [`Trainer::step`] does, and measures every instruction of all ranks, which takes time of
-    /// its own.
+    /// its own. What was measured rank 0 gets, and the others nothing.
     ///
     /// # Errors
     /// As [`Trainer::step`].
     pub fn timed_step(&mut self, batch: Feeds) -> Result<(StepMetrics, Vec<Span>), Error> {
-        let (metrics, spans) = self.report(batch, &mut |runtime, batch| runtime.timed_step(batch))?;
-        let own = serde_json::to_vec(&spans).map_err(|error| Error::Bug(error.to_string()))?;
-        let mut all = Vec::new();
-        for spans in self.world.gather("spans", &own)? {
-            let spans: Vec<Span> = serde_json::from_slice(&spans).map_err(|error| Error::Bug(error.to_string()))?;
-            all.extend(spans);
-        }
-        Ok((metrics, all))
+        let (metrics, own) = self.report(batch, &mut |runtime, batch| runtime.timed_step(batch))?;
+        let bug = |error: serde_json::Error| Error::Bug(error.to_string());
+        let (own, mut all) = (serde_json::to_vec(&own).map_err(bug)?, Vec::new());
+        self.world.at("handing over what was measured");
+        self.world.to_lead("spans", own, |spans| all.push(spans))?;
+        let all = all.into_iter().map(|spans| serde_json::from_slice::<Vec<Span>>(&spans));
+        Ok((metrics, all.collect::<Result<Vec<_>, _>>().map_err(bug)?.concat()))
     }
 
     /// Runs the next step; should it fail, all ranks are told, but of numbers that they all read alike.
@@ -207,7 +206,8 @@ impl<'a> Trainer<'a> {
         let scaled = self.loss_scale.as_mut().filter(|_| metrics.loss.is_finite());
         let goes_on = scaled.map(|scale| scale.observe(metrics.grad_norm.is_finite()));
         if !goes_on.unwrap_or(metrics.loss.is_finite() && metrics.grad_norm.is_finite()) {
-            let first = self.runtime.first_non_finite()?;
+            // The step once more: by a norm that is finite it would update the parameters a second time.
+            let first = if metrics.grad_norm.is_finite() { None } else { self.runtime.first_non_finite()? };
             let (step, loss, grad_norm) = (self.step, metrics.loss, metrics.grad_norm);
             return Err(Error::NotFinite { step, loss, grad_norm, first });
         }

@@ -84,7 +84,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     let trained = launch::reporting(&world, || {
         let mut run = Run::new(args, world.is_lead())?;
         let outcome = run.steps(&mut trainer, &data, &stop);
-        // A step whose loss or norm is not finite leaves the parameters as they were, on every rank alike. What was
+        // A step whose norm is not finite leaves the parameters as they were, on every rank alike. What was
         // trained is saved first: it matters more than what becomes of that which is said of it.
         let saved = match (&outcome, &args.save) {
             (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) => {
@@ -185,7 +185,7 @@ impl Run {
                 trainer.ahead(next);
             }
             let (step, spans) = match is_last && self.is_timed {
-                true => trainer.timed_step_on_lead(batch)?,
+                true => trainer.timed_step(batch)?,
                 false => (trainer.step(batch)?, Vec::new()),
             };
             self.spans = spans;

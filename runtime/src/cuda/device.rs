@@ -37,7 +37,7 @@ pub struct Binary {
 }
 
 /// Compiles kernels, by key, for an architecture such as `sm_90a`, on as many threads as the machine has. What
-/// was compiled once is kept on disk, per text, architecture, and version and place of the compiler.
+/// was compiled once is kept on disk, per text, options and version of the compiler.
 pub fn compile<'a>(
     all: impl Iterator<Item = &'a Arc<Kernel>>,
     architecture: &str,
@@ -52,7 +52,8 @@ pub fn compile<'a>(
     let kernels: Vec<_> = kernels.into_iter().map(|(key, (entry, source))| (key, entry, source)).collect();
     let threads = std::thread::available_parallelism().map_or(1, Into::into).min(kernels.len().max(1));
     let (queue, done) = (Mutex::new(kernels), Mutex::new(Ok(HashMap::new())));
-    let (cache, compiler) = (Cache::of_user(), format!("{architecture} {} {}", version()?, include_path().display()));
+    let (cache, options) = (Cache::of_user(), options(architecture));
+    let compiler = format!("{} {}", version()?, options.join(" "));
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
@@ -61,7 +62,7 @@ pub fn compile<'a>(
                         format!("kernels/{}.cubin", cache::digest(format!("{compiler}\n{}", source.text).as_bytes()));
                     let image = match cache.read(&name) {
                         Some(image) => Ok(image),
-                        None => compile_one(&source.text, architecture).inspect(|image| cache.write(&name, image)),
+                        None => compile_one(&source.text, &options).inspect(|image| cache.write(&name, image)),
                     };
                     let Ok(mut done) = done.lock() else { return };
                     match (image, done.as_mut()) {
@@ -91,14 +92,17 @@ fn version() -> Result<String, Failure> {
     Ok(format!("{major}.{minor}"))
 }
 
-fn compile_one(text: &str, architecture: &str) -> Result<Vec<u8>, Failure> {
+/// What the compiler of kernels is told.
+fn options(architecture: &str) -> [String; 2] {
+    [format!("--gpu-architecture={architecture}"), format!("--include-path={}", include_path().display())]
+}
+
+fn compile_one(text: &str, options: &[String]) -> Result<Vec<u8>, Failure> {
     let text = CString::new(text).map_err(|error| error.to_string())?;
-    let options =
-        [format!("--gpu-architecture={architecture}"), format!("--include-path={}", include_path().display())];
     let program = nvrtc::result::create_program(&text, None).map_err(|error| format!("{error:?}"))?;
     // SAFETY: `program` was just made and is destroyed once, after its last use.
     unsafe {
-        let compiled = nvrtc::result::compile_program(program, &options).map_err(|_| {
+        let compiled = nvrtc::result::compile_program(program, options).map_err(|_| {
             let log = nvrtc::result::get_program_log(program).unwrap_or_default();
             let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
             String::from_utf8_lossy(&bytes).into_owned()

@@ -5,10 +5,11 @@
 //! between streams are events: an instruction that another one names in `after` is marked, and runs
 //! of sections are separated on all streams that the program uses.
 //!
-//! The first step runs so, since libraries load what they need late; the second, if it has no collectives or is asked
-//! to, is recorded as a [`Graph`], which it and all later ones launch. [`Inputs`], the learning rate among them, are read
-//! from page-locked memory at fixed addresses, so no step needs another graph. Steps whose instructions
-//! are measured or inspected are not launched as a graph.
+//! The first step runs so, since libraries load what they need late; the next one that is not measured is recorded as a
+//! [`Graph`], which it and all later ones launch, if all ranks can record theirs ([`Agreement`]): NCCL takes a collective
+//! as part of a graph from all ranks or from none. [`Inputs`], the learning rate among them, are read from page-locked
+//! memory at fixed addresses, so no step needs another graph. Steps whose instructions are measured or inspected are not
+//! launched as a graph.
 
 mod algorithms;
 mod commands;
@@ -16,6 +17,7 @@ mod initial;
 mod inputs;
 mod inspect;
 
+use super::agreement::Agreement;
 use super::copies::{self, Mail, Peers, Release};
 use super::device::{Device, Failure};
 use super::graph::{self, Graph};
@@ -36,6 +38,7 @@ use shardc_ir::plan::Space;
 use shardc_ir::program::{Instruction, Run, Stream};
 use shardc_ir::{BufferId, Bytes, DType, EntityRef, Program, SectionId};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -104,6 +107,7 @@ pub struct Rank {
     program: Arc<Program>,
     // The graph, other ranks' memory and the libraries' objects are dropped before the device.
     recording: Recording,
+    agreement: Arc<Agreement>,
     peers: Option<Peers>,
     mail: Mail,
     sections: Vec<Vec<Ready>>,
@@ -131,7 +135,7 @@ enum Recording {
     Refused,
 }
 
-/// The variable that, set to `0`, leaves steps unrecorded.
+/// The variable that, set to `0` for any rank, leaves the steps of all unrecorded.
 const SWITCH: &str = "SHARDC_CUDA_GRAPH";
 
 /// Commands of a step up to which it is recorded: a graph takes memory of the device for each, which no
@@ -146,7 +150,7 @@ impl Rank {
         chosen: &Chosen,
         mut device: Device,
         communicators: HashMap<usize, Arc<Communicator>>,
-        (tuning, world): (&Tunings, &World),
+        (tuning, world, agreement): (&Tunings, &World, &Arc<Agreement>),
     ) -> Result<Self, Failure> {
         let mut arenas = HashMap::new();
         for (space, bytes) in &program.arenas {
@@ -163,7 +167,9 @@ impl Rank {
         for ((_, section), choices) in program.sections.iter().zip(&chosen.sections) {
             let mut events = HashMap::new();
             for index in section.instructions.iter().flat_map(|instruction| &instruction.after) {
-                events.insert(*index, device.event()?);
+                if let Entry::Vacant(event) = events.entry(*index) {
+                    event.insert(device.event()?);
+                }
             }
             let mut ready = Vec::new();
             for (index, (instruction, selection)) in section.instructions.iter().zip(choices).enumerate() {
@@ -202,6 +208,7 @@ impl Rank {
         let rank = Self {
             program,
             recording,
+            agreement: agreement.clone(),
             peers,
             mail,
             sections,
@@ -304,7 +311,7 @@ impl Rank {
                 self.trail.issue_all();
                 graph.launch(self.device.stream(Stream::Compute))?;
             }
-            Recording::After(1..) if !is_timed => self.record()?,
+            Recording::After(1..) if !is_timed => self.record(stop)?,
             Recording::After(ref mut steps) => {
                 *steps += 1;
                 self.enqueue_runs(is_timed)?;
@@ -319,18 +326,12 @@ impl Rank {
         Ok(self.program.readings.iter().zip(&self.readings).map(read).collect())
     }
 
-    /// Records a step and launches it; or, if that is not possible, runs it as it is.
-    fn record(&mut self) -> Result<(), Failure> {
-        let origin = self.device.stream(Stream::Compute);
-        let recorded = self.recordable().and_then(|()| {
-            graph::begin(origin)?;
-            let enqueued = self.enqueue_runs(false);
-            let graph = graph::end(origin);
-            enqueued.and(graph)
-        });
-        match recorded {
+    /// Records a step and launches it; or, if that is not possible on all ranks, runs it as it is.
+    fn record(&mut self, stop: &AtomicBool) -> Result<(), Failure> {
+        match self.recorded(stop)? {
             Ok(graph) => {
-                graph.launch(origin)?;
+                self.trail.issue_all();
+                graph.launch(self.device.stream(Stream::Compute))?;
                 self.recording = Recording::Done(graph);
                 Ok(())
             }
@@ -342,6 +343,26 @@ impl Rank {
                 self.enqueue_runs(false)
             }
         }
+    }
+
+    /// The step as a graph, which no rank has if not all have it; the inner error is why this one has none.
+    fn recorded(&mut self, stop: &AtomicBool) -> Result<Result<Graph, Failure>, Failure> {
+        let of_another = || "that of another rank is not".to_string();
+        // What NCCL does while it is recorded, it does with the other ranks.
+        let recordable = self.recordable();
+        if !self.agreement.all("recordable", recordable.is_ok(), stop)? {
+            return Ok(Err(recordable.err().unwrap_or_else(of_another)));
+        }
+        let origin = self.device.stream(Stream::Compute);
+        let recorded = graph::begin(origin).and_then(|()| {
+            let enqueued = self.enqueue_runs(false);
+            let graph = graph::end(origin);
+            enqueued.and(graph)
+        });
+        // Nothing runs yet.
+        self.trail.begin();
+        let is_everywhere = self.agreement.all("recorded", recorded.is_ok(), stop)?;
+        Ok(recorded.and_then(|graph| if is_everywhere { Ok(graph) } else { Err(of_another()) }))
     }
 
     /// The error is why a step is not recorded.

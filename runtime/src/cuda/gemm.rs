@@ -3,15 +3,16 @@
 //! Operands in bf16 or f16 are multiplied exactly and summed in f32; f32 operands are multiplied in
 //! f32, never in TF32, so that plans can be compared. Operands in 8-bit floats are multiplied by their scales; the
 //! sums of their products are kept in fewer bits where both are activations or weights (the library's fast
-//! accumulation), and in f32 where one is a cotangent. A product is described once ([`Problem`]) and then
-//! bound to an algorithm, when the program is loaded: the fastest that was measured ([`super::tune`]), or
-//! the library's own first choice.
+//! accumulation), and in f32 where one is a cotangent. A sum that is split into parts is put together in f32. A product
+//! is described once ([`Problem`]) and then bound to an algorithm, when the program is loaded: the fastest that was
+//! measured ([`super::tune`]), or the library's own first choice.
 
 #![allow(unsafe_code)]
 
 mod configuration;
 
 pub use configuration::Configuration;
+use configuration::REDUCTION;
 
 use super::device::Failure;
 use super::kernel::Arg;
@@ -20,6 +21,9 @@ use cudarc::cublaslt::{result, sys};
 use shardc_ir::DType;
 use shardc_ir::ops::Epilogue;
 use std::ffi::c_void;
+
+/// How the parts of a sum that is split may be put together: in the type of the sum, if it is split at all.
+const REDUCTIONS: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32 | REDUCTION;
 
 /// The library, for one thread and device.
 pub struct Blas {
@@ -240,6 +244,8 @@ impl Blas {
             (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
             (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ];
+        // Neither reduction in place nor one in the type of the result: in 16 bits both round every part.
+        set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, std::ptr::from_ref(&REDUCTIONS).cast(), 4)?;
         for (attribute, address) in alignments {
             set(attribute, std::ptr::from_ref(&alignment(address)).cast(), 4)?;
         }
@@ -338,6 +344,14 @@ impl Blas {
             )
         }
         .map_err(says("product"))
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` and destroyed once, on the thread whose device it was made for, which is dropped behind it.
+        // An error cannot be helped.
+        let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 

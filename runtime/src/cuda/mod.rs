@@ -6,7 +6,7 @@
 //! * [`kernels`] are CubeCL functions; [`kernel`] turns them into CUDA C++ without a device.
 //! * [`select`] chooses, for an operation and its local types, kernels and matrix products.
 //! * `executor` resolves a program's instructions to commands at fixed addresses and runs them.
-//! * `worker` is a rank's thread, which owns its executor.
+//! * `worker` is a rank's thread, which owns its executor, and `agreement` what all ranks decide alike.
 //! * `trail` knows where a rank's streams stand, and `watch` gives up a step that hangs.
 //! * `tune` measures which algorithm of cuBLASLt suits each product and which engine of cuDNN each convolution, and `cache`
 //!   keeps what was found.
@@ -19,6 +19,7 @@
 //! profile reserves. All else is the program's arena: scratch memory and the libraries' workspaces are buffers
 //! of their instructions, as large as [`select`] says ([`CudaTarget`]).
 
+mod agreement;
 mod cache;
 mod copies;
 pub mod cudnn;
@@ -50,6 +51,7 @@ use crate::cpu::interpret::chain;
 use crate::launch::{LaunchError, World};
 use crate::probe;
 use crate::{Feeds, Readings, Runtime, RuntimeError, TimedStep, check_feeds, held};
+use agreement::Agreement;
 use device::Failure;
 use executor::{Chosen, Making};
 use shardc_ir::program::Slot;
@@ -192,8 +194,9 @@ impl CudaRuntime {
         let watched = Arc::new(watch::Shared::default());
         let started = Barrier::new(programs.len());
         let tuning = Tunings::new(&world, programs.first().map_or(0, |program| program.rank));
+        let agreement = Arc::new(Agreement::new(world.clone(), programs.len()));
         let (own, all) = (watched.clone(), world.clone());
-        let shared = Arc::new(Shared { binaries, meetings, watched: own, tuning, world: all, started });
+        let shared = Arc::new(Shared { binaries, meetings, watched: own, tuning, world: all, agreement, started });
         let _watch = Watch::new(watched.clone(), world.clone());
         watched.set_task(Some(Task::Start));
         let mut workers = Vec::new();

@@ -15,7 +15,8 @@
 //!
 //! **Ranks.** Two algorithms may add in two orders. Ranks that compute the same value must get the same
 //! bits, so one rank measures, the run's first, and the others take its choices; what it does not compute, the first
-//! rank measures that does ([`Tuning`]). Ranks with another GPU, driver or library than the first take none.
+//! rank measures that does ([`Tuning`]). Ranks with another GPU, driver or library than the first take none. Whether
+//! anything is measured the first rank says ([`SWITCH`]).
 
 mod bench;
 pub mod convolutions;
@@ -33,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// The variable that, set to `0`, leaves everything to the libraries' first choices.
+/// The variable that, set to `0` for the run's first rank, leaves everything to the libraries' first choices, on all.
 const SWITCH: &str = "SHARDC_TUNE";
 
 /// What was measured of one product or convolution.
@@ -83,7 +84,7 @@ impl<A: Kept> Choices<A> {
 /// What the run's first rank tells the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct Told<A> {
-    /// The file of its device.
+    /// The file of its device; empty where nothing is measured.
     file: String,
     choices: Choices<A>,
 }
@@ -123,6 +124,8 @@ pub struct Tuning<A> {
     name: &'static str,
     /// The rank that chooses for this process.
     lead: u64,
+    /// Whether anything is measured, as the run's first rank says.
+    is_on: bool,
     /// The key under which the run's first rank puts its choices.
     key: String,
     cache: Cache,
@@ -133,7 +136,8 @@ pub struct Tuning<A> {
 impl<A: Kept> Tuning<A> {
     fn new(world: Arc<World>, name: &'static str, lead: u64) -> Self {
         let key = world.round(name);
-        Self { world, name, lead, key, cache: Cache::of_user(), chosen: Mutex::default(), done: Condvar::new() }
+        let (is_on, cache) = (std::env::var(SWITCH).as_deref() != Ok("0"), Cache::of_user());
+        Self { world, name, lead, is_on, key, cache, chosen: Mutex::default(), done: Condvar::new() }
     }
 
     /// The choices for a rank's `keys` on the device of this file. Of each key one rank makes the choice: by
@@ -177,12 +181,12 @@ impl<A: Kept> Tuning<A> {
         keys: &BTreeSet<String>,
         mut measure: impl FnMut(&mut Choices<A>, &BTreeSet<String>) -> Result<(), Failure>,
     ) -> Result<Told<A>, Failure> {
-        if std::env::var(SWITCH).as_deref() == Ok("0") {
-            return Ok(Told::default());
-        }
         self.world.at(format!("choosing algorithms ({})", self.name));
         let mut told = if self.world.is_lead() {
-            let told = Told { file: file.to_string(), choices: self.make(file, keys, &mut measure)? };
+            let told = match self.is_on {
+                true => Told { file: file.to_string(), choices: self.make(file, keys, &mut measure)? },
+                false => Told::default(),
+            };
             let bytes = serde_json::to_vec(&told).map_err(|error| error.to_string())?;
             self.world.set(&self.key, &bytes).map_err(|error| error.to_string())?;
             told
@@ -190,6 +194,9 @@ impl<A: Kept> Tuning<A> {
             let bytes = self.world.get(&self.key, false).map_err(|error| error.to_string())?;
             serde_json::from_slice(&bytes).map_err(|error| format!("the first rank's choices: {error}"))?
         };
+        if told.file.is_empty() {
+            return Ok(told);
+        }
         // What the first rank does not compute.
         let missing = if told.file == file { told.choices.lacks(keys) } else { BTreeSet::new() };
         let all = gather(&self.world, &format!("{} keys", self.name), &missing)?;
@@ -322,14 +329,43 @@ mod tests {
         std::fs::remove_dir_all(&folder).unwrap();
     }
 
+    fn join(server: &Server, rank: u64, ranks: u64) -> Arc<World> {
+        let place = Place { rank, ranks, address: server.address().to_string(), is_ours: true, ..Place::alone() };
+        Arc::new(World::join(place, "GPU", Limits::default()).unwrap())
+    }
+
+    #[test]
+    fn the_first_rank_says_whether_anything_is_measured() {
+        let folders = [0, 1].map(|rank| folder(&format!("switch-{rank}")));
+        let run = |server: &Server, rank: u64, is_on: bool| {
+            let cache = Cache::at(&folders[rank as usize]);
+            let tuning = Tuning { cache, is_on, ..Tuning::new(join(server, rank, 2), "matmul", rank) };
+            let made = tuning.choices(rank, "file", &set(&["a", ["b", "c"][rank as usize]]), |known, wanted| {
+                known.0.extend(measured(wanted, rank));
+                Ok(())
+            });
+            made.unwrap()
+        };
+        for switches in [[true, true], [true, false], [false, true], [false, false]] {
+            let server = Server::bind("127.0.0.1:0", 2, Limits::default()).unwrap();
+            let all = std::thread::scope(|scope| {
+                let ranks = [0, 1].map(|rank| (rank, &server, switches[rank as usize]));
+                let ranks = ranks.map(|(rank, server, is_on)| scope.spawn(move || run(server, rank, is_on)));
+                ranks.map(|rank| rank.join().unwrap())
+            });
+            let expect = [measured(&set(&["a", "b"]), 0), measured(&set(&["c"]), 1)].into_iter().flatten();
+            let expect = Choices(expect.filter(|_| switches[0]).collect());
+            assert!(all.iter().all(|choices| **choices == expect), "{switches:?}: {all:?}");
+        }
+        folders.iter().for_each(|folder| std::fs::remove_dir_all(folder).unwrap());
+    }
+
     #[test]
     fn what_the_first_rank_does_not_compute_another_measures() {
         let server = Server::bind("127.0.0.1:0", 3, Limits::default()).unwrap();
         let folders = [0, 1, 2].map(|rank| folder(&format!("rank-{rank}")));
         let run = |rank: u64, keys: &[&str]| {
-            let address = server.address().to_string();
-            let place = Place { rank, ranks: 3, address, is_ours: true, ..Place::alone() };
-            let world = Arc::new(World::join(place, "GPU", Limits::default()).unwrap());
+            let world = join(&server, rank, 3);
             let cache = Cache::at(&folders[rank as usize]);
             let tuning = Tuning { cache, ..Tuning::new(world, "matmul", rank) };
             let made = tuning.choices(rank, "file", &set(keys), |known, wanted| {

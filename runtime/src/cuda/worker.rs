@@ -1,5 +1,6 @@
 //! A rank's thread: how it starts and meets the others, and what it is asked.
 
+use super::agreement::Agreement;
 use super::device::{self, Device, Failure};
 use super::executor::{Chosen, MESSAGES, Making, Rank};
 use super::nccl::{Communicator, Meeting};
@@ -72,6 +73,7 @@ pub struct Shared {
     pub watched: Arc<watch::Shared>,
     pub tuning: Tunings,
     pub world: Arc<World>,
+    pub agreement: Arc<Agreement>,
     pub started: Barrier,
 }
 
@@ -169,7 +171,8 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     }
     device.load(shared.binaries.iter())?;
     let (number, groups) = (program.rank, communicators.values().cloned().collect());
-    let rank = Rank::new(program, &chosen, device, communicators, (&shared.tuning, &shared.world))?;
+    let together = (&shared.tuning, &*shared.world, &shared.agreement);
+    let rank = Rank::new(program, &chosen, device, communicators, together)?;
     let release = rank.release();
     shared.watched.add(Watched { rank: number, trail: rank.trail.clone(), communicators: groups, release });
     Ok(rank)

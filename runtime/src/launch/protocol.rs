@@ -7,7 +7,7 @@
 use super::Failure;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::io::{BufWriter, Error, ErrorKind, Read, Result, Write};
 
 /// The first word of a connection: who speaks something else is turned away.
 pub const MAGIC: &str = "shardc store 1";
@@ -62,13 +62,17 @@ pub enum Reply {
 
 /// Sends one message.
 pub fn send(to: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
-    let head = serde_json::to_vec(head)?;
-    let mut start = Vec::with_capacity(12 + head.len());
-    start.extend((head.len() as u32).to_le_bytes());
-    start.extend((body.len() as u64).to_le_bytes());
-    start.extend(head);
-    to.write_all(&start)?;
-    to.write_all(body)?;
+    send_parts(to, head, &[body])
+}
+
+/// Sends one message whose body is all the parts, one after the other. Small parts are written together.
+pub fn send_parts(to: &mut impl Write, head: &impl Serialize, parts: &[impl AsRef<[u8]>]) -> Result<()> {
+    let (head, mut to) = (serde_json::to_vec(head)?, BufWriter::new(to));
+    let bytes: u64 = parts.iter().map(|part| part.as_ref().len() as u64).sum();
+    to.write_all(&(head.len() as u32).to_le_bytes())?;
+    to.write_all(&bytes.to_le_bytes())?;
+    to.write_all(&head)?;
+    parts.iter().try_for_each(|part| to.write_all(part.as_ref()))?;
     to.flush()
 }
 
@@ -104,9 +108,12 @@ mod tests {
         let mut wire = Vec::new();
         let set = Request::Set { key: "nccl/0".into() };
         send(&mut wire, &set, &[7; 128]).unwrap();
+        let reply = Reply::Values { lengths: vec![2, 0, 1 << 20] };
+        send_parts(&mut wire, &reply, &[vec![1, 2], vec![], vec![3; 1 << 20]]).unwrap();
         send(&mut wire, &Request::Bye, &[]).unwrap();
         let mut wire = wire.as_slice();
         assert_eq!(receive::<Request>(&mut wire).unwrap(), (set, vec![7; 128]));
+        assert_eq!(receive::<Reply>(&mut wire).unwrap(), (reply, [&[1, 2][..], &[3; 1 << 20]].concat()));
         assert_eq!(receive::<Request>(&mut wire).unwrap(), (Request::Bye, vec![]));
         assert_eq!(receive::<Request>(&mut wire).unwrap_err().kind(), ErrorKind::UnexpectedEof);
     }

@@ -4,7 +4,7 @@
 //! so that a wait for a value never delays a heartbeat. The server trusts its network, as the stores
 //! of other launchers do; shardc's own launcher serves on the loopback interface only.
 
-use super::protocol::{MAGIC, Purpose, Reply, Request, receive, send};
+use super::protocol::{MAGIC, Purpose, Reply, Request, receive, send, send_parts};
 use super::{Failure, LaunchError, Limits, Notice, Table};
 use std::io::{Error, ErrorKind, Result};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -153,48 +153,48 @@ fn answer_all(stream: &mut TcpStream, table: &Table, rank: u64) -> Result<()> {
         let (request, body) = receive(stream)?;
         let is_last = request == Request::Bye;
         let (reply, parts) = answer(table, rank, request, body);
-        // The values of all ranks go as one body.
-        send(stream, &reply, &parts.concat())?;
+        send_parts(stream, &reply, &parts)?;
         if is_last {
             return Ok(());
         }
     }
 }
 
-fn answer(table: &Table, rank: u64, request: Request, body: Vec<u8>) -> (Reply, Vec<Vec<u8>>) {
+/// The reply and the parts of its body, of which all ranks that meet share one copy.
+fn answer(table: &Table, rank: u64, request: Request, body: Vec<u8>) -> (Reply, Arc<Vec<Vec<u8>>>) {
     let failed = |error| match error {
-        LaunchError::Failed(failure) => (Reply::Failed(*failure), Vec::new()),
-        LaunchError::TimedOut { missing, .. } => (Reply::TimedOut { missing }, Vec::new()),
-        other => (Reply::Refused(other.to_string()), Vec::new()),
+        LaunchError::Failed(failure) => (Reply::Failed(*failure), Arc::default()),
+        LaunchError::TimedOut { missing, .. } => (Reply::TimedOut { missing }, Arc::default()),
+        other => (Reply::Refused(other.to_string()), Arc::default()),
     };
     match request {
-        Request::Hello { .. } => (Reply::Refused("it has said who it is".into()), Vec::new()),
+        Request::Hello { .. } => (Reply::Refused("it has said who it is".into()), Arc::default()),
         Request::Set { key } => {
             table.set(&key, body);
-            (Reply::Done, Vec::new())
+            (Reply::Done, Arc::default())
         }
         Request::Get { key, take, wait_ms } => match table.get(&key, take, Duration::from_millis(wait_ms)) {
-            Ok(value) => (Reply::Done, vec![value]),
+            Ok(value) => (Reply::Done, Arc::new(vec![value])),
             Err(error) => failed(error),
         },
         Request::Remove { prefix } => {
             table.remove(&prefix);
-            (Reply::Done, Vec::new())
+            (Reply::Done, Arc::default())
         }
         Request::Gather { name, wait_ms } => match table.gather(&name, rank, body, Duration::from_millis(wait_ms)) {
             Ok(values) => {
                 let lengths = values.iter().map(|value| value.len() as u64).collect();
-                (Reply::Values { lengths }, values.to_vec())
+                (Reply::Values { lengths }, values)
             }
             Err(error) => failed(error),
         },
         Request::Beat { at, failure } => {
             let (failure, stop) = table.beat(rank, &at, failure);
-            (Reply::Beat { failure, stop }, Vec::new())
+            (Reply::Beat { failure, stop }, Arc::default())
         }
         Request::Bye => {
             table.leave(rank);
-            (Reply::Done, Vec::new())
+            (Reply::Done, Arc::default())
         }
     }
 }

@@ -333,6 +333,23 @@ impl World {
         }
     }
 
+    /// Every rank gives a value, and rank 0 alone takes them, one by one in the order of ranks. All ranks call this in the
+    /// same order.
+    ///
+    /// # Errors
+    /// As [`World::gather`].
+    pub fn to_lead(&self, name: &str, value: Vec<u8>, mut take: impl FnMut(Vec<u8>)) -> Result<(), LaunchError> {
+        let round = self.round(name);
+        let key = |rank: u64| format!("{round}/{rank}");
+        if self.is_lead() {
+            take(value);
+            (1..self.ranks()).try_for_each(|rank| self.get(&key(rank), true).map(&mut take))?;
+        } else {
+            self.set(&key(self.rank()), &value)?;
+        }
+        self.barrier(name)
+    }
+
     /// Waits for all ranks.
     ///
     /// # Errors
@@ -506,6 +523,30 @@ mod tests {
             check(lengths, b"abc", None);
         }
         assert_eq!(values_of(&Reply::Done, b"", 2), None);
+    }
+
+    #[test]
+    fn the_lead_alone_takes_what_all_give() {
+        let server = Server::bind("127.0.0.1:0", 3, Limits::default()).unwrap();
+        let run = |rank: u64| {
+            let place =
+                Place { rank, ranks: 3, address: server.address().to_string(), is_ours: true, ..Place::alone() };
+            let world = World::join(place, "GPU", Limits::default()).unwrap();
+            let mut taken = Vec::new();
+            for round in 0..2u8 {
+                world.to_lead("spans", vec![round; rank as usize], |value| taken.push(value)).unwrap();
+            }
+            taken
+        };
+        let taken = std::thread::scope(|scope| {
+            let ranks = [2, 1, 0].map(|rank| scope.spawn(move || run(rank)));
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        let all = [vec![], vec![0], vec![0; 2], vec![], vec![1], vec![1; 2]];
+        assert_eq!(taken, [vec![], vec![], all.to_vec()]);
+        for key in ["spans/1/1", "spans/1/2"] {
+            assert!(server.table().get(key, false, Duration::ZERO).is_err(), "{key} is left");
+        }
     }
 
     #[test]

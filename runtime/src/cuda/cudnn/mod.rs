@@ -8,7 +8,8 @@
 //!
 //! The library is optional: where it is missing or takes no such graph, the slower kernels of
 //! [`kernels`](super::kernels) are taken. The derivative of attention adds the gradients of the queries from blocks of
-//! keys in no fixed order, so two runs differ in its last bits.
+//! keys in no fixed order, so two runs differ in its last bits, unless its graph asks for a fixed one
+//! ([`Attention::deterministic`]); no engine of attention is asked whether it keeps to that.
 
 pub mod attention;
 pub mod convolution;
@@ -68,7 +69,8 @@ impl Kernel {
 
     fn wanted(&self) -> Wanted {
         match self {
-            // The derivative's engine says of itself whether it adds in a fixed order by what its graph asks for.
+            // Whether the derivative adds in a fixed order its graph decides, by whether it has a sum of `dq` in memory of
+            // its own; what the engine notes of itself is not looked at.
             Self::Attention(attention) => Wanted { workspace: attention.scratch().workspace, repeatable: false },
             Self::Convolution(convolution) => Wanted { workspace: convolution.workspace(), repeatable: true },
         }

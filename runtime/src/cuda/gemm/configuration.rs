@@ -85,7 +85,7 @@ impl Configuration {
 }
 
 /// How the partial results of a sum that is split are added: in the type of the sum, in a fixed order.
-const REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+pub(super) const REDUCTION: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
 /// The bytes of an attribute; zeros where the library does not say.
 fn get<const BYTES: usize>(algorithm: &Algorithm, attribute: Attribute) -> [u8; BYTES] {

@@ -3,7 +3,8 @@
 //! Kernels count in 32 bits. What a launch works on falls into *units* (a vector, a row, a chunk of
 //! rows), each of which reads and writes its own bytes of some buffers and perhaps the whole of others.
 //! A launch over more bytes than [`LIMIT`] becomes several over ranges of units: the same kernel, with
-//! the buffers' addresses moved on and the counts of the range. No kernel knows of it.
+//! the buffers' addresses moved on and the counts of the range. No kernel knows of it. One unit is always one launch's, so
+//! one that is too large for that is refused.
 
 use super::{Arg, Select};
 use crate::cuda::kernel::{Kernel, Launch};
@@ -72,9 +73,7 @@ impl Select<'_> {
     ) {
         let kernel = Arc::new(kernel);
         let widest = buffers.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0);
-        for (arg, _) in buffers.iter().filter(|(_, bytes)| *bytes == 0) {
-            self.expect_small(*arg);
-        }
+        buffers.iter().for_each(|(arg, bytes)| self.expect_small(*arg, *bytes));
         for (first, count) in cut.ranges(widest, self.limit) {
             let (mut grid, mut numbers) = (cut.grid, numbers.clone());
             grid[cut.axis] = count.div_ceil(cut.per_block) as u32;
@@ -89,7 +88,26 @@ impl Select<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::select;
     use super::*;
+    use shardc_ir::ops::Softmax;
+    use shardc_ir::{DType, TensorType};
+
+    #[test]
+    fn a_unit_that_is_too_large_for_a_launch_is_refused() {
+        let rows = |dtype: DType, columns: u64| {
+            let ty = [TensorType::new(dtype, [3, columns])];
+            select(&Softmax {}.into(), &ty, &ty)
+                .map(|selection| selection.steps.len())
+                .map_err(|error| error.to_string())
+        };
+        for dtype in [DType::Bf16, DType::F32] {
+            assert_eq!(rows(dtype, (1 << 32) - 1), Ok(3));
+            let error = rows(dtype, 1 << 32).unwrap_err();
+            let words = format!("a kernel cannot see a part of {dtype}[3,4294967296], which has 2^32 elements or more");
+            assert!(error.contains(&words), "{error}");
+        }
+    }
 
     /// Every unit once, in order; the count complete; beginnings aligned.
     fn check(cut: Cut, bytes: u64, limit: u64, expect: usize) {

@@ -316,7 +316,7 @@ impl<'a> Select<'a> {
 
     /// Launches a kernel that sees all of its buffers.
     fn launch(&mut self, kernel: Kernel, buffers: Vec<Arg>, numbers: Vec<u32>, reals: Vec<f32>, grid: [u32; 3]) {
-        buffers.iter().for_each(|arg| self.expect_small(*arg));
+        buffers.iter().for_each(|arg| self.expect_small(*arg, 0));
         self.push(Launch { kernel: Arc::new(kernel), buffers, numbers, reals, grid });
     }
 
@@ -324,15 +324,20 @@ impl<'a> Select<'a> {
         self.out.steps.push(Step::Launch(Box::new(launch)));
     }
 
-    /// Notes a tensor that is too large for one launch. Scratch memory is bounded where it is asked for.
-    fn expect_small(&mut self, arg: Arg) {
+    /// Notes a tensor of which one launch would see too much: so many bytes, or, if these are 0, the whole. Scratch memory is
+    /// bounded where it is asked for.
+    fn expect_small(&mut self, arg: Arg, bytes: u64) {
         let ty = match arg {
             Arg::Operand(index, _) => &self.operands[index],
             Arg::Result(index, _) => &self.results[index],
             Arg::Scratch(_) => return,
         };
-        if ty.elements() >= 1 << 32 {
-            self.too_large = Some(format!("a kernel cannot see all of {ty}, which has 2^32 elements or more"));
+        let (what, elements) = match bytes {
+            0 => ("all", ty.elements()),
+            bytes => ("a part", bytes / ty.dtype.size()),
+        };
+        if elements >= 1 << 32 {
+            self.too_large = Some(format!("a kernel cannot see {what} of {ty}, which has 2^32 elements or more"));
         }
     }
 }

@@ -180,7 +180,7 @@ impl Select<'_> {
         let vector = width as u64 * dtype.size();
         for (arg, steps, start) in [(from, &walk.read, walk.read_start), (to, &walk.write, walk.write_start)] {
             if start > 0 || steps.iter().any(|step| *step > steps[0]) {
-                self.expect_small(arg);
+                self.expect_small(arg, 0);
             }
         }
         // A unit is one index of the outermost dimension.

@@ -134,7 +134,7 @@ impl Select<'_> {
         let tile = tile(vectors, chunk);
         // A unit of a launch sees all rows of an outer index.
         if outer > 1 && length.saturating_mul(vectors) >= 1 << 32 {
-            self.expect_small(from.0);
+            self.expect_small(from.0, 0);
         }
         let kernel = Kernel::new("reduce_columns", &[from.1, to.1], width, tile.units(), &(fold, tile), move |d| {
             let (x, y) = (d.input::<Pack<0>>(), d.output::<Pack<1>>());

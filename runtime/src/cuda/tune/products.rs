@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 /// The version of this way of choosing.
-const METHOD: u32 = 5;
+const METHOD: u32 = 6;
 
 /// How many of the library's algorithms are tried.
 const CANDIDATES: usize = 12;
