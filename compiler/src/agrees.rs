@@ -10,7 +10,7 @@ use crate::pipeline;
 use serde_json::Value;
 use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, DType, Graph, Op, OpDef, Plan, Role, TensorType};
+use shardc_ir::{Bytes, DType, Graph, Node, Op, OpDef, Plan, Role, TensorType};
 use shardc_models::Model;
 use shardc_passes::chunk::chunk;
 use shardc_passes::cluster::{Cluster, ClusterError};
@@ -20,7 +20,7 @@ use shardc_passes::keep_casts::cast_again;
 use shardc_passes::optimizer::config_of;
 use shardc_passes::precision::Precision;
 use shardc_passes::same::{Difference, difference};
-use shardc_passes::search::Pins;
+use shardc_passes::search::{Pins, Recompute};
 use std::collections::BTreeMap;
 
 /// The element types in which gradients can be summed over ranks.
@@ -131,6 +131,11 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
         wrong.push(format!("the choice says zero={said}, and the layouts are those of zero={is}"));
     }
     wrong.extend(wrong_schedule(plan, &chosen));
+    let is_again = |(_, node): (_, &Node)| matches!(node.role, Role::Recompute(_));
+    let again = plan.graph.nodes().filter(|of| is_again(*of)).count() as u64;
+    if again > 0 && chosen.recompute == Some(Recompute::None) && chosen.stage_recompute.is_empty() {
+        wrong.push(format!("the choice says recompute=none, and the graph computes {} again", counted(again, "value")));
+    }
     let is_cast = |op: &Op| matches!(op, Op::State(state) if state.cast_of.is_some());
     let keeps = plan.graph.leaves().any(|(_, node)| is_cast(&node.op));
     let of_pins = pinned.keep_casts.unwrap_or(keeps);
@@ -309,7 +314,7 @@ fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
         let has = |settings: &String| own.and_then(|own| own.get(settings)).copied().unwrap_or(0);
         let less = theirs.iter().find(|(settings, count)| has(settings) < **count);
         // Parts of an operation have numbers of their own beside them.
-        let has_others = *op != "constant" || less.is_some();
+        let has_others = !["constant", "affine"].contains(op) || less.is_some();
         let mut others = own.iter().flat_map(|own| own.keys()).filter(|_| has_others);
         let other = others.find(|other| !theirs.contains_key(*other));
         let (settings, _) = less.or_else(|| other.and_then(|_| theirs.first_key_value()))?;
@@ -326,15 +331,16 @@ fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
 /// nothing is told: their values are parts of the step's.
 fn wrong_value(plan: &Plan, step: &Graph) -> Option<String> {
     let (chosen, model) = (Pins::chosen(plan), &plan.request.model);
-    if chosen.overlap_chunks.is_some_and(|chunks| chunks > 1) {
-        return None;
-    }
     let whole = match (cast_again(&plan.graph), chunk(step, chosen.loss_chunks.unwrap_or(1))) {
         (Ok(graph), Ok((step, _))) => (graph, step),
         (Err(error), _) | (_, Err(error)) => return Some(error.to_string()),
     };
     let (graph, step) = &whole;
-    Some(match difference(graph, step)? {
+    let found = difference(graph, step);
+    if let Some(chunks) = chosen.overlap_chunks.filter(|chunks| *chunks > 1) {
+        return found.is_none().then(|| format!("the choice says overlap_chunks={chunks}, and the graph is whole"));
+    }
+    Some(match found? {
         Difference::Value(value) => {
             // Nodes have the numbers that they have in the plan.
             let (at, index) = (graph.value(value).def, graph.value(value).index);
@@ -415,6 +421,11 @@ mod tests {
         }
         check(&edited(&plans[0], &["= sqrt"], "sqrt", "log"), "log(");
         check(&edited(&plans[4], &["= attention ", "blocks.0"], "causal=true", "causal=false"), "with causal=true");
+        let chosen = |plan: &Plan, choice: String| Plan { choice, ..plan.clone() };
+        let none = plans[0].choice.replace("recompute=value:3", "recompute=none");
+        check(&chosen(&plans[0], none), "the choice says recompute=none, and the graph computes");
+        let overlapping = format!("{},overlap_chunks=2", plans[0].choice);
+        check(&chosen(&plans[0], overlapping), "the choice says overlap_chunks=2, and the graph is whole");
         let named = |request: Request| Plan { request, ..plans[0].clone() };
         let request = &plans[0].request;
         check(&named(Request { precision: "fp64".into(), ..request.clone() }), "`fp64` is no precision");

@@ -200,11 +200,9 @@ impl FactorRule {
             }
             seen.push(*axis);
         }
-        let count = seen.len();
         seen.sort_unstable();
-        seen.dedup();
-        if seen.len() != count {
-            return Err("an axis is given two choices".to_string());
+        if let Some(twice) = seen.windows(2).find(|two| two[0] == two[1]) {
+            return Err(format!("axis {} is given two choices", mesh.axis(twice[0]).name));
         }
         self.check_order(strategy, mesh)
     }

@@ -154,9 +154,18 @@ impl Plan {
             let message = "it is not the mesh of the graph".to_string();
             return Err(PlanFileError::Content { key: "mesh", message });
         }
+        if content.remove("pipeline") != plan.content().remove("pipeline") {
+            let message = "it is not the pipeline of the graph".to_string();
+            return Err(PlanFileError::Content { key: "pipeline", message });
+        }
         plan.request = take(&mut content, "request")?;
         plan.choice = take(&mut content, "choice")?;
         plan.prediction = take(&mut content, "prediction")?;
+        let step = plan.prediction.step.0;
+        if step < 0.0 || step.is_nan() {
+            let message = format!("a step takes {step} seconds in it");
+            return Err(PlanFileError::Content { key: "prediction", message });
+        }
         if plan.prediction.room == Bytes(0) {
             // The file is older than clusters whose devices have unequal memory.
             plan.prediction.room = plan.request.device_memory;
@@ -289,9 +298,16 @@ mod tests {
         check_error(&text.replace("\"version\": 1", "\"version\": 2"), "has version 2, made by shardc");
         check_error(&text.replace("dp=2", "dp=4"), "was changed after it was made");
         check_error("{\"version\": 1}", "`hash` of the plan file: it is missing");
-        let mut content = plan().content();
-        content.remove("choice");
-        content.insert("hash".to_string(), hash_of(&content).into());
-        check_error(&Value::Object(content).to_string(), "`choice` of the plan file: it is missing");
+        let check_content = |change: &dyn Fn(&mut Map<String, Value>), expect: &str| {
+            let mut content = plan().content();
+            change(&mut content);
+            content.insert("hash".to_string(), hash_of(&content).into());
+            check_error(&Value::Object(content).to_string(), expect);
+        };
+        check_content(&|content| drop(content.remove("choice")), "`choice` of the plan file: it is missing");
+        let pipeline =
+            |content: &mut Map<String, Value>| drop(content.insert("pipeline".into(), json!({"per_stage": 1})));
+        check_content(&pipeline, "`pipeline` of the plan file: it is not the pipeline of the graph");
+        check_content(&|content| content["prediction"]["step"] = json!(-1.5), "a step takes -1.5 seconds in it");
     }
 }

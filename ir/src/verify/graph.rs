@@ -89,8 +89,11 @@ fn check_node(graph: &Graph, id: NodeId, node: &Node, found: &mut Diagnostics) {
         let first = graph.node(of);
         let originals = |node: &Node| node.operands.iter().map(|value| original(graph, *value)).collect::<Vec<_>>();
         if (&first.op, originals(first)) != (&node.op, originals(node)) {
-            let message =
-                format!("is no recomputation of {of}, which is another {} or of other values", first.op.name());
+            let message = format!(
+                "is no recomputation of {}, which is another {} or of other values",
+                first.results[0],
+                first.op.name()
+            );
             found.push(&place, message);
         }
     }

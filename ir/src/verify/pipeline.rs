@@ -22,6 +22,7 @@ use crate::mesh::AxisKind;
 use crate::ops::{Op, OpDef};
 use crate::pipeline::{MOST_CHUNKS, last_forward};
 use crate::plan::Plan;
+use crate::units::counted;
 
 /// Checks the pipeline of a plan whose strategies are legal.
 pub(super) fn check(plan: &Plan, phases: &SecondaryMap<NodeId, Phase>, found: &mut Diagnostics) {
@@ -79,7 +80,7 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     };
     let said = pipeline.lengths.len() as u64;
     if said > 0 && said != chunks {
-        found.push("pipeline", format!("it says how long {said} chunks take, and there are {chunks}"));
+        found.push("pipeline", format!("it has lengths of {}, and there are {chunks}", counted(said, "chunk")));
     }
     let mut is_used = vec![false; chunks as usize];
     for (id, node) in plan.graph.nodes() {

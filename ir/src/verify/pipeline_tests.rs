@@ -46,7 +46,7 @@ fn legal_pipelines_and_others() {
     check(&[], "legal");
     check(&[("pp=2,", "")], "is in a chunk, and the mesh time mb=2 has no stages");
     check(&[("1f1b 1", "1f1b 1 lengths 1/2/3/0 1/2/3/4")], "legal");
-    check(&[("1f1b 1", "1f1b 1 lengths 1/2/3/0")], "it says how long 1 chunks take, and there are 2");
+    check(&[("1f1b 1", "1f1b 1 lengths 1/2/3/0")], "it has lengths of 1 chunk, and there are 2");
     check(&[("1f1b 1", "1f1b 1 in_flight 3")], "legal");
     check(&[("1f1b 1", "1f1b 1 in_flight 1")], "2 stages of schedule 1f1b have at least 2 chunks in flight, not 1");
     check(&[("1f1b 1", "gpipe 1 in_flight 2")], "all microbatches are in flight in schedule gpipe");
