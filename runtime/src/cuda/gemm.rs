@@ -22,8 +22,7 @@ use shardc_ir::DType;
 use shardc_ir::ops::Epilogue;
 use std::ffi::c_void;
 
-/// How the parts of a sum that is split may be put together for results in 16 bits: in the type of the sum, if it is split
-/// at all.
+/// How the parts of a sum that is split may be put together: in the type of the sum, if it is split at all.
 const REDUCTIONS: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_NONE as u32 | REDUCTION;
 
 /// The library, for one thread and device.
@@ -245,10 +244,9 @@ impl Blas {
             (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
             (P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d),
         ];
-        // Neither reduction in place nor one in the type of the result, which round every part where that has 16 bits.
-        if problem.dtype != DType::F32 {
-            set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, std::ptr::from_ref(&REDUCTIONS).cast(), 4)?;
-        }
+        // Neither reduction in place nor one in the type of the result: in 16 bits both round every part, and of results in
+        // f32 those that are proposed instead are as fast or faster (`bench/RESULTS.md`).
+        set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, std::ptr::from_ref(&REDUCTIONS).cast(), 4)?;
         for (attribute, address) in alignments {
             set(attribute, std::ptr::from_ref(&alignment(address)).cast(), 4)?;
         }
