@@ -26,13 +26,6 @@ use std::collections::BTreeMap;
 /// The element types in which gradients can be summed over ranks.
 const REDUCED: [DType; 2] = [DType::F32, DType::Bf16];
 
-/// Everything that a plan says of itself and that is not so; of its cluster, where that can be read.
-pub(crate) fn contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
-    let mut wrong = own_contradictions(plan, cluster);
-    wrong.extend(wrong_model(plan));
-    wrong
-}
-
 /// The cluster of a plan, if it can be read here: a file lies elsewhere perhaps, and hosts differ.
 ///
 /// # Errors
@@ -42,6 +35,13 @@ pub(crate) fn cluster_of(plan: &Plan) -> Result<Result<Cluster, ClusterError>, C
         Err(error @ (ClusterError::File { .. } | ClusterError::Share { .. })) => Ok(Err(error)),
         parsed => parsed.map(Ok),
     }
+}
+
+/// Everything that a plan says of itself and that is not so; of its cluster, where that can be read.
+pub(crate) fn contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
+    let mut wrong = own_contradictions(plan, cluster);
+    wrong.extend(wrong_model(plan));
+    wrong
 }
 
 /// The same, but for what is of its model.
