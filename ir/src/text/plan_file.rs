@@ -68,8 +68,10 @@ pub enum PlanFileError {
         message: String,
     },
     /// The annotated graph cannot be read.
-    #[error("the graph of the plan file cannot be read; {AGAIN}\n{found}")]
+    #[error("the graph of the plan file{place} cannot be read; {AGAIN}\n{found}")]
     Graph {
+        /// Where it lies in the file.
+        place: String,
         /// What is wrong, with the lines of the graph's text.
         found: Diagnostics,
     },
@@ -149,7 +151,8 @@ impl Plan {
             return Err(PlanFileError::Hash { found, actual });
         }
         let lines: Vec<String> = take(&mut content, "graph")?;
-        let mut plan: Plan = lines.join("\n").parse().map_err(|found| PlanFileError::Graph { found })?;
+        let graph = |found| PlanFileError::Graph { place: place_of_graph(text), found };
+        let mut plan: Plan = lines.join("\n").parse().map_err(graph)?;
         if take::<crate::Mesh>(&mut content, "mesh")? != plan.mesh {
             let message = "it is not the mesh of the graph".to_string();
             return Err(PlanFileError::Content { key: "mesh", message });
@@ -174,6 +177,12 @@ impl Plan {
         plan.search = take(&mut content, "search")?;
         Ok(plan)
     }
+}
+
+/// Where the graph's first line is in a file that has a line for each.
+fn place_of_graph(text: &str) -> String {
+    let before = text.lines().position(|line| line.trim() == "\"graph\": [");
+    before.map_or(String::new(), |before| format!(", whose line 1 is line {} of the file,", before + 2))
 }
 
 fn take<T: DeserializeOwned>(content: &mut Map<String, Value>, key: &'static str) -> Result<T, PlanFileError> {
@@ -302,12 +311,14 @@ mod tests {
             let mut content = plan().content();
             change(&mut content);
             content.insert("hash".to_string(), hash_of(&content).into());
-            check_error(&Value::Object(content).to_string(), expect);
+            check_error(&serde_json::to_string_pretty(&Value::Object(content)).unwrap(), expect);
         };
         check_content(&|content| drop(content.remove("choice")), "`choice` of the plan file: it is missing");
         let pipeline =
             |content: &mut Map<String, Value>| drop(content.insert("pipeline".into(), json!({"per_stage": 1})));
         check_content(&pipeline, "`pipeline` of the plan file: it is not the pipeline of the graph");
+        let graph = |content: &mut Map<String, Value>| content["graph"][5] = json!("  %2: f32[8@dp.mb,2] = matmul %0");
+        check_content(&graph, "whose line 1 is line 12 of the file");
         check_content(&|content| content["prediction"]["step"] = json!(-1.5), "a step takes -1.5 seconds in it");
     }
 }
