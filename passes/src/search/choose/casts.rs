@@ -9,7 +9,7 @@
 use super::build::{Confirm, build};
 use super::fitted::again;
 use crate::keep_casts::Casts;
-use crate::search::candidate::Candidate;
+use crate::search::candidate::{Candidate, is_long};
 use crate::search::choice::pins::Pins;
 use crate::search::error::PlanError;
 use crate::search::space::Space;
@@ -115,14 +115,13 @@ pub(in crate::search) fn faster(
     };
     let (fits, is_promising) = (own.prediction.fits(), is_faster(&own));
     let (mut known, mut found, mut refused) = (vec![candidate.clone()], Vec::new(), Vec::new());
-    match (is_promising, fits) {
-        (false, _) => {}
-        (true, true) => found.push((0, own)),
-        (true, false) => {
-            refused.push((0, own.prediction));
-            let make = |of: &Candidate| predicted(&made(of, space)?);
-            again(&mut known, (&mut found, &mut refused), space, step, &make)?;
-        }
+    if is_promising && fits {
+        found.push((0, own));
+    } else if is_promising && !is_long(candidate, space.request.batch) {
+        // A plan that fits is good enough where others take long to lower.
+        refused.push((0, own.prediction));
+        let make = |of: &Candidate| predicted(&made(of, space)?);
+        again(&mut known, (&mut found, &mut refused), space, step, &make)?;
     }
     let best = found.into_iter().filter(|(_, plan)| is_faster(plan));
     let best = best.min_by(|a, b| a.1.prediction.step.0.total_cmp(&b.1.prediction.step.0));
