@@ -369,6 +369,10 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     assert!(std::fs::read_to_string(&timeline).unwrap().contains(unlowered));
     let edited = dir.path().join("plan.txt");
     check(&["explain", text(&file), "--text", text(&edited)], 0, &["wrote"]);
+    check(&["diff", text(&file), text(&edited)], 0, &[]);
+    check(&["verify", text(&edited)], 0, &["– memory", unlowered]);
+    let whole = std::fs::read_to_string(&edited).unwrap();
+    std::fs::write(&edited, whole.replacen(" in host = parameter", " = parameter", 1)).unwrap();
     check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
     let staged = "pp=2,schedule=1f1b,microbatch=1,recompute=none,stage_offload=activations:1/optimizer";
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", staged]).collect();

@@ -4,7 +4,8 @@
 //! edited: the `mesh`, what a node does with each axis (`by m=dp`), the layouts that follow from it,
 //! `transient` and `reduce_in_loop`. The graph may not: it is the model's, and a digest in the head
 //! guards it, with a short one of each of its lines that tells which was changed. What is read back is
-//! verified, lowered and simulated, so its prediction is its own.
+//! verified, lowered and simulated, so its prediction is its own. Of a plan that no program does (with parts on the
+//! host, say) nothing simulates another one, so the text has its prediction, and is read back as it was written.
 
 use super::Inspection;
 use crate::agrees;
@@ -23,12 +24,17 @@ const REQUEST: &str = "; request ";
 const CHOICE: &str = "; choice ";
 const GRAPH: &str = "; graph ";
 const LINES: &str = "; lines ";
+const PREDICTED: &str = "; predicted ";
 
 /// The text of a plan, to be edited.
 pub fn to_text(plan: &Plan) -> String {
     let request = serde_json::to_string(&plan.request).unwrap_or_default();
     let (choice, graph, lines) = (&plan.choice, digest(plan), digests(plan).join(" "));
-    format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{plan}")
+    let predicted = report::unlowered(plan).map_or(String::new(), |_| {
+        let prediction = serde_json::to_string(&plan.prediction).unwrap_or_default();
+        format!("{PREDICTED}{prediction}\n")
+    });
+    format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{predicted}{plan}")
 }
 
 /// Whether a file's text is a plan as text.
@@ -36,8 +42,12 @@ pub fn is_text(text: &str) -> bool {
     text.starts_with(';') || text.starts_with("graph ")
 }
 
-/// The SHA-256 of the graph alone, without layouts, and of what the choice says about it.
+/// The SHA-256 of the graph alone, without layouts, and of what the choice says about it; of the whole plan where no
+/// program does it.
 fn digest(plan: &Plan) -> String {
+    if report::unlowered(plan).is_some() {
+        return hexadecimal(&format!("{plan}{}", plan.choice), usize::MAX);
+    }
     let of_graph = |part: &&str| {
         ["recompute", "loss_chunks", "overlap_chunks", "keep_casts"].iter().any(|word| part.contains(word))
     };
@@ -92,14 +102,20 @@ pub fn from_text(
         let line = text.lines().find_map(|line| line.strip_prefix(key));
         line.ok_or_else(|| refuse(format!("there is no line that begins with `{}`", key.trim())))
     };
-    let request: Request = serde_json::from_str(head(REQUEST)?)
-        .map_err(|error| refuse(format!("line {}: the request: {error}", line_of(text, REQUEST))))?;
+    let unreadable = |key: &str, of: &str, error: serde_json::Error| {
+        refuse(format!("line {}: the {of}: {error}", line_of(text, key)))
+    };
+    let request: Request =
+        serde_json::from_str(head(REQUEST)?).map_err(|error| unreadable(REQUEST, "request", error))?;
     let cluster = cluster(&request.cluster)?;
     let illegal = |found: &Diagnostics| refuse(format!("the plan is not legal:\n{found}"));
     let mut plan: Plan = text.parse().map_err(|found| illegal(&found))?;
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.choice) = (request, choice);
     if digest(&plan) != head(GRAPH)?.trim() {
+        if let Some(unlowered) = report::unlowered(&plan) {
+            return Err(refuse(format!("{unlowered}, so nothing tells what the edited plan takes")));
+        }
         return Err(refuse(format!("the graph itself was changed: {}", changed(&plan, text))));
     }
     let wrong = agrees::contradictions(&plan, Some(&cluster));
@@ -107,8 +123,11 @@ pub fn from_text(
         return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
     }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
-    if let Some(unlowered) = report::unlowered(&verified) {
-        return Err(refuse(format!("{unlowered}, so nothing tells what the edited plan takes")));
+    if report::unlowered(&verified).is_some() {
+        let mut plan: Plan = (*verified).clone();
+        plan.prediction =
+            serde_json::from_str(head(PREDICTED)?).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
+        return verify::plan(plan).map_err(|found| illegal(&found));
     }
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
     if let Some(more) = agrees::beyond(prediction.memory.total(), prediction.room) {
