@@ -19,7 +19,7 @@ use shardc_passes::fold::leaf_name;
 use shardc_passes::keep_casts::cast_again;
 use shardc_passes::optimizer::config_of;
 use shardc_passes::precision::Precision;
-use shardc_passes::same::{Difference, difference};
+use shardc_passes::same::{Difference, chunks, difference};
 use shardc_passes::search::{Pins, Recompute};
 use std::collections::BTreeMap;
 
@@ -327,8 +327,7 @@ fn wrong_operation(plan: &Plan, step: &Graph) -> Option<String> {
     })
 }
 
-/// Where the plan's graph computes or gives something that the model's step does not. Of blocks in chunks that overlap
-/// nothing is told: their values are parts of the step's.
+/// Where the plan's graph computes or gives something that the model's step does not.
 fn wrong_value(plan: &Plan, step: &Graph) -> Option<String> {
     let (chosen, model) = (Pins::chosen(plan), &plan.request.model);
     let whole = match (cast_again(&plan.graph), chunk(step, chosen.loss_chunks.unwrap_or(1))) {
@@ -336,9 +335,12 @@ fn wrong_value(plan: &Plan, step: &Graph) -> Option<String> {
         (Err(error), _) | (_, Err(error)) => return Some(error.to_string()),
     };
     let (graph, step) = &whole;
-    let found = difference(graph, step);
+    let mut found = difference(graph, step);
     if let Some(chunks) = chosen.overlap_chunks.filter(|chunks| *chunks > 1) {
-        return found.is_none().then(|| format!("the choice says overlap_chunks={chunks}, and the graph is whole"));
+        if found.is_none() {
+            return Some(format!("the choice says overlap_chunks={chunks}, and the graph is whole"));
+        }
+        found = chunks::difference(graph, step);
     }
     Some(match found? {
         Difference::Value(value) => {

@@ -5,8 +5,12 @@
 //! order a graph has its nodes, and how often: one in which values are [computed again](crate::rematerialize) is the same
 //! as without.
 
+pub mod chunks;
+#[cfg(test)]
+mod tests;
+
 use crate::fold::leaf_name;
-use shardc_ir::{Graph, OutputKind, TensorType, ValueId};
+use shardc_ir::{Graph, Op, Output, OutputKind, TensorType, ValueId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// In what a graph is not the same as another.
@@ -42,17 +46,27 @@ impl Numbers {
         }
         all
     }
+
+    /// The number that a node has which does this with these values, if one has it.
+    fn known(&self, op: &Op, operands: Vec<Number>, types: &[TensorType]) -> Option<usize> {
+        self.0.get(&(format!("{op:?}"), operands, types.to_vec())).copied()
+    }
 }
 
-/// What a graph gives: by its name, and by the leaf that it becomes.
-type Given<'a> = BTreeMap<(&'a str, Option<&'a str>), Number>;
+/// As what a graph gives something: its name, and the leaf that it becomes.
+type As<'a> = (&'a str, Option<&'a str>);
 
-fn given<'a>(graph: &'a Graph, numbers: &HashMap<ValueId, Number>) -> Given<'a> {
-    let leaf = |kind: &OutputKind| match kind {
-        OutputKind::Update(leaf) => Some(leaf_name(&graph.def(*leaf).op)),
+fn given_as<'a>(graph: &'a Graph, output: &'a Output) -> As<'a> {
+    let leaf = match output.kind {
+        OutputKind::Update(leaf) => Some(leaf_name(&graph.def(leaf).op)),
         OutputKind::Result => None,
     };
-    graph.outputs.iter().map(|output| ((output.name.as_str(), leaf(&output.kind)), numbers[&output.value])).collect()
+    (output.name.as_str(), leaf)
+}
+
+/// What a graph gives.
+fn given<'a>(graph: &'a Graph, numbers: &HashMap<ValueId, Number>) -> BTreeMap<As<'a>, Number> {
+    graph.outputs.iter().map(|output| (given_as(graph, output), numbers[&output.value])).collect()
 }
 
 /// The first of what a graph computes or gives that another does not; else of what it does not give, and the other does.
@@ -71,62 +85,4 @@ pub fn difference(graph: &Graph, other: &Graph) -> Option<Difference> {
     wrong
         .map(|((name, _), _)| Difference::Output(named(name)))
         .or_else(|| Some(Difference::Missing(named(missing()?.0))))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::chunk::chunk;
-    use crate::rematerialize::rematerialize;
-    use crate::search_tests::{Sizes, llama};
-    use shardc_ir::DType;
-
-    const SMALL: Sizes = Sizes { layers: 2, batch: 4, seq: 64, hidden: 64, heads: 4, kv: 4, ffn: 128, vocab: 256 };
-
-    /// What is computed again is the same; a head in chunks is the same as itself alone.
-    #[test]
-    fn what_is_computed_again_is_the_same() {
-        let graph = llama(SMALL, DType::Bf16);
-        let again = rematerialize(&graph, &|_| true).unwrap();
-        assert!(again.node_count() > graph.node_count());
-        assert_eq!([difference(&graph, &again), difference(&again, &graph)], [None, None]);
-        let cut = |graph: &Graph| chunk(graph, 2).unwrap().0;
-        assert_eq!(difference(&cut(&again), &cut(&graph)), None);
-        assert!(difference(&cut(&graph), &graph).is_some());
-    }
-
-    /// Every operand that is another one of its type, and every output that is left out or of another value, is told.
-    #[test]
-    fn what_is_another_is_told() {
-        let graph = llama(SMALL, DType::Bf16);
-        let mut changed = 0;
-        for (id, node) in graph.nodes() {
-            for (place, operand) in node.operands.iter().enumerate() {
-                let before = graph.values().take_while(|(value, _)| *value != node.results[0]).map(|of| of.0);
-                let alike = before.filter(|value| value != operand && graph.ty(*value) == graph.ty(*operand)).last();
-                let Some(alike) = alike else { continue };
-                let other = graph.rebuild(|to, at, map| {
-                    if at != id {
-                        return Ok(false);
-                    }
-                    let mut operands: Vec<ValueId> = node.operands.iter().map(|value| map[value]).collect();
-                    operands[place] = map[&alike];
-                    let declared = graph.result_types(id);
-                    let added = to.add_as(node.op.clone(), &operands, &declared, node.path.clone(), node.role)?;
-                    map.extend(node.results.iter().copied().zip(to.node(added).results.clone()));
-                    Ok(true)
-                });
-                let Ok(other) = other else { continue };
-                assert_ne!(difference(&other, &graph), None, "operand {place} of {id} is {alike}");
-                changed += 1;
-            }
-        }
-        assert!(changed > 100, "{changed}");
-        for index in 0..graph.outputs.len() {
-            let mut less = graph.clone();
-            let name = less.outputs.remove(index).name;
-            assert_eq!(difference(&less, &graph), Some(Difference::Missing(name.clone())));
-            assert_eq!(difference(&graph, &less), Some(Difference::Output(name)));
-        }
-    }
 }
