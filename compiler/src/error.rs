@@ -110,6 +110,16 @@ pub enum DataError {
         /// The names it has.
         known: String,
     },
+    /// The batches have tensors that the model does not take.
+    #[error("{}: it has tensors `{input}`, and the model takes {known} alone", path.display())]
+    ForeignInput {
+        /// The file.
+        path: PathBuf,
+        /// The name of the tensors.
+        input: String,
+        /// What the model takes.
+        known: String,
+    },
     /// A tensor of a batch has another type than the input.
     #[error("{}: `{input}` is {ty}, but the model takes {expected}", path.display())]
     WrongType {
@@ -155,6 +165,9 @@ impl DataError {
             Self::BeyondRange { .. } => "number classes, users or items from 0".into(),
             Self::NotTokens { .. } => "give exact batches: a safetensors file with tensors NAME.STEP".into(),
             Self::MissingInput { input, .. } => format!("add tensors `{input}.0`, `{input}.1`, ... to the file"),
+            Self::ForeignInput { input, .. } => {
+                format!("leave `{input}` out of the file, if the step is what you want without (nothing is masked by it, say)")
+            }
             Self::WrongType { .. } => "make the tensor of the type and shape that the model takes".into(),
             Self::TooFewSteps { steps, .. } => format!("ask for --steps {steps} or less"),
         }
@@ -352,6 +365,7 @@ impl Error {
                     .into(),
             ),
             Self::Hf(HfError::Field { .. }) => Some("correct the field, or copy the model's config.json again".into()),
+            Self::Hf(HfError::Foreign { .. }) => Some("save to a directory of its own".into()),
             Self::Hf(HfError::NotTied { .. }) => Some(
                 "a head of its own needs `\"tie_word_embeddings\": false` in config.json; else take it out of the file"
                     .into(),

@@ -28,6 +28,8 @@ pub struct NamedModel {
     /// Its sizes.
     pub config: Config,
     dir: Option<PathBuf>,
+    /// The tokenizer that lies beside the weights, or lay beside those of a model with another number of layers.
+    tokenizer: Option<PathBuf>,
     /// The built-in model of a family without a Hugging Face form whose weights lie in that directory.
     saved: Option<String>,
 }
@@ -74,16 +76,17 @@ impl NamedModel {
     /// The model of a directory.
     fn in_dir(name: &str, dir: &Path) -> Result<Self, Error> {
         let (name, at) = (name.to_string(), Some(dir.to_path_buf()));
+        let tokenizer = Some(dir.join("tokenizer.json")).filter(|path| path.is_file());
         let saved = if dir.join("config.json").exists() { None } else { hf::saved_model(dir)? };
         let Some(model) = saved else {
-            return Ok(Self { name, config: hf::read_config(dir)?, dir: at, saved: None });
+            return Ok(Self { name, config: hf::read_config(dir)?, dir: at, tokenizer, saved: None });
         };
         let built_in = if Path::new(&model).is_dir() { None } else { Self::find(&model).ok() };
         let Some(Self { config, .. }) = built_in else {
             let message = format!("{name} has the weights of `{model}`, which is no built-in model");
             return Err(Error::request(message, "load them into your own model, with `shardc::saved_weights`"));
         };
-        Ok(Self { name, config, dir: at, saved: Some(model) })
+        Ok(Self { name, config, dir: at, tokenizer, saved: Some(model) })
     }
 
     /// The same with another number of layers, and with weights from the initialisers: `NAME@layers=N`.
@@ -96,17 +99,18 @@ impl NamedModel {
             let message = format!("{} has no layers that are alike", self.name);
             return Err(Error::request(message, "leave the number of layers out"));
         };
-        if *count as u64 == layers {
+        if *count as u64 == layers && self.dir.is_none() {
             return Ok(self.clone());
         }
         *count = layers as usize;
         let base = self.name.rsplit_once(LAYERS).map_or(&*self.name, |(base, _)| base);
-        Ok(Self::from_config(&format!("{base}{LAYERS}{layers}"), config))
+        let tokenizer = self.tokenizer.clone();
+        Ok(Self { tokenizer, ..Self::from_config(&format!("{base}{LAYERS}{layers}"), config) })
     }
 
     /// A model of these sizes, with weights from the initialisers.
     pub fn from_config(name: &str, config: Config) -> Self {
-        Self { name: name.to_string(), config, dir: None, saved: None }
+        Self { name: name.to_string(), config, dir: None, tokenizer: None, saved: None }
     }
 
     /// The number of tokens it knows, if it is a language model.
@@ -134,25 +138,36 @@ impl NamedModel {
         }
     }
 
-    /// A tokenizer that lies beside the weights.
+    /// The tokenizer of a directory.
     pub fn tokenizer(&self) -> Option<PathBuf> {
-        self.dir.as_ref().map(|dir| dir.join("tokenizer.json")).filter(|path| path.is_file())
+        self.tokenizer.clone()
     }
 
-    /// Writes the trained parameters as a Hugging Face directory (as [`Trainer::save`] does, where the family
-    /// has none), with what lay beside them where the
-    /// model was one, and with `tokenizer` if its text was read by another. A parameter at a time is
-    /// gathered from the ranks, and what was there before stays until all of it is on the disk. Where
-    /// every rank is a process, all call this, and rank 0 writes.
-    pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, tokenizer: Option<&Path>) -> Result<(), Error> {
+    /// What is saved beside the trained weights: what lies beside those of the model now, where it is a directory, and
+    /// `tokenizer` if its text is read by another.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn beside(&self, tokenizer: Option<&Path>) -> Result<Beside, Error> {
+        if !self.has_hf_form() {
+            return Ok(Beside::default());
+        }
+        let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
+        if let Some(path) = tokenizer.or(self.tokenizer.as_deref().filter(|_| self.dir.is_none())) {
+            beside.add("tokenizer.json", path)?;
+        }
+        Ok(beside)
+    }
+
+    /// Writes the trained parameters as a Hugging Face directory (as [`Trainer::save`] does, where the family has none), with
+    /// what was read of what lies [`beside`](Self::beside) them. A parameter at a time is gathered from the ranks, and what
+    /// was there before stays until all of it is on the disk. Where every rank is a process, all call this, and rank 0
+    /// writes.
+    pub fn save(&self, dir: &Path, trainer: &mut Trainer<'_>, beside: &Beside) -> Result<(), Error> {
         if !self.has_hf_form() {
             return trainer.save_named(dir, self.saved.as_deref().unwrap_or(&self.name));
         }
-        let mut beside = self.dir.as_deref().map(Beside::read).transpose()?.unwrap_or_default();
-        if let Some(path) = tokenizer {
-            beside.add("tokenizer.json", path)?;
-        }
-        gathered(trainer, |read| hf::save(dir, &self.config, &beside, read))
+        gathered(trainer, |read| hf::save(dir, &self.config, beside, read))
     }
 
     /// Whether models of its family are written as Hugging Face directories.

@@ -4,12 +4,18 @@ use crate::compile::Compiled;
 use crate::error::Error;
 use crate::launch;
 use crate::report;
-use crate::train::{TrainOptions, Trainer, Weights};
+use crate::train::{TrainOptions, Trainer, Weights, given_part};
+use shardc_ir::Op;
 use shardc_passes::cluster::Cluster;
+use shardc_passes::fold::leaf_name;
 use shardc_runtime::launch::{Launcher, Limits, World};
 use shardc_runtime::{CpuRuntime, CudaRuntime, Feeds, Runtime, RuntimeError, cuda};
+use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+
+/// Numbers along each dimension of a parameter that ranks compare.
+const SAMPLE: u64 = 4;
 
 impl Compiled {
     /// Whether this process is to start the ranks, instead of being one.
@@ -63,7 +69,7 @@ impl Compiled {
         }
         let world = launch::world(self.world.as_ref(), self.plan().mesh.ranks(), &self.plan().request.cluster)?;
         launch::reporting(&world, || {
-            agree(&world, self, &options)?;
+            agree(&world, self, weights, &options)?;
             Trainer::start(self, self.runtime(&world)?, world.clone(), weights, options)
         })
     }
@@ -138,7 +144,7 @@ impl Compiled {
 ///
 /// # Errors
 /// What two ranks differ in, with both values.
-fn agree(world: &World, compiled: &Compiled, options: &TrainOptions) -> Result<(), Error> {
+fn agree(world: &World, compiled: &Compiled, weights: &dyn Weights, options: &TrainOptions) -> Result<(), Error> {
     if world.is_alone() {
         return Ok(());
     }
@@ -148,5 +154,22 @@ fn agree(world: &World, compiled: &Compiled, options: &TrainOptions) -> Result<(
         ("plan's hash", compiled.plan().hash()),
         ("programs' hash", launch::digest(&programs)),
         ("training options", format!("{options:?}")),
+        ("weights to begin with", launch::digest(&sampled(compiled, weights)?)),
     ])?)
+}
+
+/// Some numbers of every parameter that is given: its first ones, and its last. All would take each rank to read all files.
+fn sampled(compiled: &Compiled, weights: &dyn Weights) -> Result<String, Error> {
+    let model = &compiled.model;
+    let mut all = String::new();
+    for (value, node) in model.graph.leaves().filter(|(_, node)| matches!(node.op, Op::Parameter(_))) {
+        let (name, ty) = (leaf_name(&node.op), model.graph.ty(value));
+        let first = |size: &u64| (0, (*size).min(SAMPLE));
+        let last = |size: &u64| (size.saturating_sub(SAMPLE), (*size).min(SAMPLE));
+        for slice in [ty.shape.iter().map(first).collect::<Vec<_>>(), ty.shape.iter().map(last).collect()] {
+            let part = given_part(model, weights, name, ty, &slice)?;
+            let _ = writeln!(all, "{name} {slice:?} {:?}", part.map(|part| part.bytes));
+        }
+    }
+    Ok(all)
 }

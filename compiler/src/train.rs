@@ -368,7 +368,7 @@ fn write_parts(
 
 /// A part of a parameter's initial value that need not be computed: from the weights, else from data that the module
 /// held.
-fn given_part(
+pub(crate) fn given_part(
     model: &Model,
     weights: &dyn Weights,
     name: &str,

@@ -443,4 +443,27 @@ fn flags_without_an_effect() {
     train(&["--search", "all"], &["--dump-to and --search", "leave them out"]);
     train(&["--min-lr", "1e-4"], &["--min-lr 0.0001 has no effect", "--schedule cosine"]);
     train(&["--betas", "0.9"], &["two numbers, such as 0.9,0.95"]);
+    let batches = fixture("batches.safetensors");
+    let tokens = ["--data", text(&batches), "--steps", "1", "--tokenizer", text(&plan)];
+    check(
+        &[&["train", "llama-tiny"], &tokens[..]].concat(),
+        2,
+        &["--tokenizer", "batches.safetensors holds tokens already"],
+    );
+    // Tensors that nothing reads, and a directory that is another's.
+    let (masked, foreign) = (dir.path().join("masked.safetensors"), dir.path().join("foreign"));
+    let names = ["input_ids", "labels", "attention_mask"].into_iter().enumerate();
+    let tensor = |(at, name): (usize, &str)| {
+        format!(r#""{name}.0":{{"dtype":"I64","shape":[1,4],"data_offsets":[{},{}]}}"#, at * 32, at * 32 + 32)
+    };
+    let header = format!("{{{}}}", names.map(tensor).collect::<Vec<_>>().join(","));
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(&masked, [&length[..], header.as_bytes(), &[0; 96]].concat()).unwrap();
+    let one = ["train", text(&fixture("")), "--data", text(&masked), "--steps", "1"].map(String::from);
+    check(&one.each_ref().map(String::as_str), 2, &["it has tensors `attention_mask`", "input_ids, labels alone"]);
+    fs::create_dir(&foreign).unwrap();
+    fs::write(foreign.join("config.json"), "{\"mine\": 1}").unwrap();
+    let own = ["train", "llama-tiny", "--data", text(&data), "--steps", "1", "--save", text(&foreign)];
+    let said = check(&own, 2, &["it is no model's configuration", "save to a directory of its own"]);
+    assert!(!said.contains("loss"), "{said}");
 }

@@ -5,7 +5,7 @@ mod command;
 
 use command::{check, text};
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Seek, SeekFrom, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -84,13 +84,19 @@ fn metrics_go_through_a_pipe() {
     assert_eq!(read.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count(), 2);
 }
 
-/// Schedulers end a run by SIGTERM: it ends at the step and saves, as by Ctrl-C.
+/// Schedulers end a run by SIGTERM, `timeout` by two at once: it ends at the step and saves, as by Ctrl-C, whatever has
+/// become of the model meanwhile. A signal that it was started to ignore does not end it.
 #[test]
 fn a_run_that_is_asked_to_end_saves() {
-    let (model, dir) = (fixture("llama"), tempfile::tempdir().expect("a directory"));
-    let (data, saved) = (dir.path().join("t.txt"), dir.path().join("saved"));
+    let dir = tempfile::tempdir().expect("a directory");
+    let (data, saved, model) = (dir.path().join("t.txt"), dir.path().join("saved"), dir.path().join("model"));
+    fs::create_dir(&model).expect("a directory");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(fixture("llama").join(file), model.join(file)).expect("a copy");
+    }
     fs::write(&data, "shardc ".repeat(1000)).expect("a file");
-    let mut run = Command::new(env!("CARGO_BIN_EXE_shardc"))
+    let mut run = Command::new("sh")
+        .args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_shardc")])
         .args(["train", text(&model), "--data", text(&data), "--steps", "1000000", "--batch", "2", "--seq", "16"])
         .args(["--save", text(&saved)])
         .stdout(Stdio::null())
@@ -99,9 +105,29 @@ fn a_run_that_is_asked_to_end_saves() {
         .expect("a run");
     let mut lines = BufReader::new(run.stderr.take().expect("its messages")).lines().map_while(Result::ok);
     assert!(lines.any(|line| line.contains("  grad norm ")), "no step was made");
-    assert!(Command::new("kill").args(["-TERM", &run.id().to_string()]).status().expect("kill").success());
+    let signal = |command: String| Command::new("sh").args(["-c", &command]).status().expect("kill").success();
+    fs::remove_dir_all(&model).expect("a directory");
+    assert!(signal(format!("kill -HUP {}", run.id())));
+    sleep(Duration::from_millis(200));
+    assert_eq!(run.try_wait().expect("a run"), None, "it was started to ignore SIGHUP");
+    assert!(signal(format!("kill -TERM {0}; kill -TERM {0}", run.id())));
     lines.for_each(drop);
     assert!(run.wait().expect("an end").success());
+    assert!(saved.join("model.safetensors").exists());
+}
+
+/// A token of no vocabulary behind those that are looked at before the first step: what was trained until then is kept.
+#[test]
+fn what_was_trained_before_the_data_went_wrong_is_kept() {
+    let (model, dir) = (fixture("llama"), tempfile::tempdir().expect("a directory"));
+    let (data, saved) = (dir.path().join("t.bin"), dir.path().join("saved"));
+    let mut file = fs::File::create(&data).expect("a file");
+    file.set_len(2 << 26).expect("a length");
+    file.seek(SeekFrom::End(0)).expect("its end");
+    file.write_all(&60000u16.to_le_bytes().repeat(1 << 23)).expect("tokens");
+    let run = ["train", text(&model), "--data", text(&data), "--steps", "1000", "--batch", "2", "--seq", "16"];
+    let said = check(&[&run[..], &["--save", text(&saved)]].concat(), 2, &["token 60000", "ended since the data"]);
+    assert!(said.contains(" of 1000 steps") && !said.contains("\n0 of 1000"), "{said}");
     assert!(saved.join("model.safetensors").exists());
 }
 

@@ -232,6 +232,48 @@ fn says_what_is_wrong() {
     let index = |dir: &Path| {
         let text = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.join("model.safetensors.index.json"), text).unwrap();
+        fs::remove_file(dir.join("model.safetensors")).unwrap();
     };
     check(index, &["model-00001-of-00002.safetensors", "No such file"]);
+    let scaled = "\"rope_scaling\": {\"rope_type\": \"linear\", \"factor\": 4.0},\n  \"rope_parameters\"";
+    check(|dir| edit(dir, "\"rope_parameters\"", scaled), &["rotary type `linear`"]);
+    check(
+        |dir| edit(dir, "\"rope_parameters\"", "\"rope_scaling\": 4.0,\n  \"rope_parameters\""),
+        &["`rope_scaling` must be an object"],
+    );
+}
+
+/// As transformers does: the single file comes first, and a tensor is that of the file in which the index has it.
+#[test]
+fn a_tensor_of_several_files_is_the_one_of_the_index() {
+    let dir = copy("llama");
+    let (single, first, other) =
+        ("model.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors");
+    let bytes = fs::read(dir.path().join(single)).unwrap();
+    let norm = |dir: &Path| open(dir, 4, 32).unwrap().1.read_whole("norm.gamma").unwrap();
+    let own = norm(dir.path());
+    fs::write(dir.path().join(first), &bytes).unwrap();
+    let mut changed = bytes.clone();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    changed[header..].fill(0);
+    fs::write(dir.path().join(other), changed).unwrap();
+    let index = format!(r#"{{"weight_map": {{"model.norm.weight": "{first}", "lm_head.weight": "{other}"}}}}"#);
+    fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+    assert_eq!(norm(dir.path()), own);
+    fs::remove_file(dir.path().join(single)).unwrap();
+    assert_eq!(norm(dir.path()), own);
+    let head = open(dir.path(), 4, 32).unwrap().1.read_whole("head.weight").unwrap();
+    assert!(head.bytes.iter().all(|byte| *byte == 0));
+}
+
+/// What is no model's is not written over.
+#[test]
+fn a_directory_of_something_else_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), "{\"mine\": 1}").unwrap();
+    let ty = TensorType::new(DType::F32, [2]);
+    let read = |_: &str| Ok(HostTensor::from_f32([2], &[1.0, 2.0]));
+    let error = save_plain(dir.path(), "own", &[("a".to_string(), ty)], read).unwrap_err();
+    assert!(matches!(error, HfError::Foreign { .. }), "{error}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }

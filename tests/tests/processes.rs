@@ -109,7 +109,7 @@ fn train(pins: &str, save: &Path, world: Option<Arc<World>>, steps: [u64; 3]) ->
         let error = trainer.gather(&name).unwrap_err().to_string();
         assert!(error.contains("is in the process of rank"), "{error}");
     }
-    model.save(save, &mut trainer, None)
+    model.save(save, &mut trainer, &model.beside(None)?)
 }
 
 /// What a rank does; not a test where no launcher started this process.

@@ -7,6 +7,7 @@ mod inspect;
 pub mod log;
 mod number;
 mod request;
+mod signals;
 mod train;
 
 use args::{Cli, PlanArgs, Verb};

@@ -3,7 +3,7 @@
 use super::args::{SearchArg, TrainArgs};
 use super::inspect::crowded;
 use super::log::say;
-use super::{check_not_read, check_writable, is_same_file, print, print_json, request};
+use super::{check_not_read, check_writable, is_same_file, print, print_json, request, signals};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_stream};
@@ -46,6 +46,7 @@ fn check_outputs(args: &TrainArgs) -> Result<(), Error> {
     if let Some(dir) = &args.save {
         std::fs::create_dir_all(dir).map_err(|source| Error::Io { path: dir.clone(), source })?;
         check_writable(&dir.join(format!(".{}.partial", std::process::id())))?;
+        shardc_models::hf::check_place(dir)?;
     }
     written().try_for_each(|(_, path)| check_writable(path))
 }
@@ -72,6 +73,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     }
     let options = TrainOptions { learning_rate, seed: args.seed };
     let weights = model.weights()?;
+    let beside = model.beside(args.tokenizer.as_deref())?;
     if compiled.needs_launch()? {
         return compiled.launch(&interrupt());
     }
@@ -87,8 +89,8 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         // A step whose norm is not finite leaves the parameters as they were, on every rank alike. What was
         // trained is saved first: it matters more than what becomes of that which is said of it.
         let saved = match (&outcome, &args.save) {
-            (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) => {
-                model.save(dir, &mut trainer, args.tokenizer.as_deref()).map(|()| Some(dir.as_path()))
+            (Ok(()) | Err(Error::NotFinite { .. }), Some(dir)) if !run.steps.is_empty() => {
+                model.save(dir, &mut trainer, &beside).map(|()| Some(dir.as_path()))
             }
             _ => Ok(None),
         };
@@ -106,7 +108,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
         }
         saved?;
         outcome?;
-        run.unwritten.map_or(Ok(()), Err)?;
+        run.ended.map_or(Ok(()), Err)?;
         // No rank leaves its groups while another may still be in the last step.
         world.at("the end of the run");
         world.barrier("end")?;
@@ -129,8 +131,9 @@ struct Run {
     spans: Vec<Span>,
     bar: ProgressBar,
     metrics: Option<MetricsFile>,
-    /// Why a step could not be written down: the run stops, and what it trained is kept.
-    unwritten: Option<Error>,
+    /// Why there is no further step: one could not be written down, or its batch not be read. The run stops, and what it
+    /// trained is kept.
+    ended: Option<Error>,
     is_lead: bool,
     steps: Vec<StepMetrics>,
     is_stopped: bool,
@@ -142,7 +145,7 @@ impl Run {
         let bar = progress(args.steps);
         let is_timed = args.profile || args.timeline.is_some();
         let (asked, spans, steps) = (args.steps, Vec::new(), Vec::new());
-        Ok(Self { asked, is_timed, spans, bar, metrics, unwritten: None, is_lead, steps, is_stopped: false })
+        Ok(Self { asked, is_timed, spans, bar, metrics, ended: None, is_lead, steps, is_stopped: false })
     }
 
     /// Runs the steps that were asked for, or until all ranks agree to stop. While a step runs, the next one's batch is
@@ -172,13 +175,16 @@ impl Run {
     ) -> Result<(), Error> {
         let mut next = None;
         while (self.steps.len() as u64) < self.asked {
-            if !trainer.goes_on(stop.load(Ordering::Relaxed) || self.unwritten.is_some())? {
-                self.is_stopped = true;
-                break;
-            }
             let is_last = self.steps.len() as u64 + 1 == self.asked;
             let read = || batches.recv().map_err(|_| Error::Bug("the thread that reads batches has ended".to_string()));
-            let batch = next.take().map_or_else(read, Ok)??;
+            let batch = next.take().map_or_else(read, Ok)?;
+            let batch = batch.map_err(|error| self.ended.get_or_insert(error.into())).ok();
+            // All ranks ask in the same place, so what one cannot read stops all of them before the step.
+            let goes_on = trainer.goes_on(stop.load(Ordering::Relaxed) || self.ended.is_some())?;
+            let Some(batch) = batch.filter(|_| goes_on) else {
+                self.is_stopped = true;
+                break;
+            };
             next = if is_last { None } else { Some(read()?) };
             // What is wrong with it is told in its turn.
             if let Some(Ok(next)) = &next {
@@ -193,7 +199,7 @@ impl Run {
                 show(&self.bar, &step, self.asked);
             }
             if let Some(file) = &mut self.metrics {
-                self.unwritten = file.write(&step).err();
+                self.ended = file.write(&step).err();
             }
             self.steps.push(step);
         }
@@ -228,6 +234,11 @@ impl Run {
 
 /// The model, its plan and its data.
 fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
+    let is_tokens = ["bin", "idx", "safetensors"].iter().any(|end| args.data.extension() == Some(end.as_ref()));
+    if let Some(tokenizer) = args.tokenizer.as_deref().filter(|_| is_tokens) {
+        let message = format!("--tokenizer {}: {} holds tokens already", tokenizer.display(), args.data.display());
+        return Err(Error::request(message, "leave --tokenizer out, or give --data a text file"));
+    }
     let exact = is_exact(&args.data).then(|| open_batches(&args.data)).transpose()?;
     let fixed = exact.as_ref().and_then(Data::shape);
     // A plan is a file, in JSON or as text, and a model never is; whatever looks like one was meant as one.
@@ -314,22 +325,12 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
 
 /// Set when the user asks to stop; the step in progress is finished first.
 fn interrupt() -> Arc<AtomicBool> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = stop.clone();
-    let set = ctrlc::set_handler(move || {
-        // The second time, the user means it.
-        if flag.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
+    signals::stop(|| {
         // The launcher says it for its ranks.
         if !matches!(Place::from_env(), Ok(Some(place)) if place.is_ours || place.rank > 0) {
             say("\nstopping at the end of this step; once more to stop at once\n");
         }
-    });
-    if let Err(error) = set {
-        tracing::warn!("Ctrl-C will stop without a summary: {error}");
-    }
-    stop
+    })
 }
 
 fn progress(steps: u64) -> ProgressBar {
@@ -427,7 +428,8 @@ fn summarize((model, compiled): (&NamedModel, &Compiled), run: &Run, profile: Op
 
 fn summarize_steps(compiled: &Compiled, run: &Run, profile: Option<&Profile>) {
     let (summary, prediction) = (Summary::new(compiled, &run.steps), &compiled.plan().prediction);
-    let why = match (run.is_stopped, &run.unwritten) {
+    let why = match (run.is_stopped, &run.ended) {
+        (_, Some(Error::Data(_))) => ", ended since the data cannot be read",
         (_, Some(_)) => ", ended since the metrics cannot be written",
         (true, None) => ", stopped by the user",
         (false, None) => "",

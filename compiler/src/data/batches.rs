@@ -112,6 +112,10 @@ fn select(path: &Path, tensors: &Feeds, step: u64, inputs: &[(String, TensorType
         }
         batch.insert(name.clone(), tensor.clone());
     }
+    if let Some(input) = tensors.keys().find(|name| !batch.contains_key(*name)) {
+        let known = batch.keys().cloned().collect::<Vec<_>>().join(", ");
+        return Err(DataError::ForeignInput { path: path.to_path_buf(), input: input.clone(), known });
+    }
     Ok(batch)
 }
 

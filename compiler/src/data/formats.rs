@@ -18,6 +18,19 @@ use std::path::Path;
 const MEGATRON_MAGIC: &[u8] = b"MMIDIDX\0\0";
 const LLMC_HEADER_BYTES: u64 = 256 * 4;
 
+/// How files begin that are no text, and are not read.
+const FOREIGN: [(&[u8], &str); 6] = [
+    (b"\x93NUMPY", "an array of NumPy"),
+    (b"PAR1", "a Parquet file"),
+    (b"ARROW1", "an Arrow file"),
+    (b"\x1f\x8b", "compressed by gzip"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+    (b"PK\x03\x04", "a zip archive"),
+];
+
+/// So many numbers of a file say whether they are halves of wider ones.
+const WIDE: usize = 1 << 12;
+
 /// Opens a token file of any kind; see the [module](self).
 pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Tokens, DataError> {
     let (bin, idx) = (path.with_extension("bin"), path.with_extension("idx"));
@@ -28,8 +41,12 @@ pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Tokens, DataError> 
     if extension == "bin" {
         return open_bin(path);
     }
+    let bytes = map(path)?;
+    if let Some((_, what)) = FOREIGN.iter().find(|(magic, _)| bytes.starts_with(magic)) {
+        return Err(malformed(path, format!("it is {what}, not text")));
+    }
     match tokenizer {
-        None => Ok(Tokens::mapped(map(path)?, Width::U8, 0)),
+        None => Ok(Tokens::mapped(bytes, Width::U8, 0)),
         Some(tokenizer) => tokenize(path, tokenizer),
     }
 }
@@ -55,6 +72,10 @@ fn open_bin(path: &Path) -> Result<Tokens, DataError> {
         _ if file.len() % 2 != 0 => {
             return Err(malformed(path, "a nanoGPT token file holds 16-bit tokens, but its size is odd"));
         }
+        _ if is_wide(&file) => {
+            let what = "a nanoGPT token file holds 16-bit tokens, but every second one of this is 0, as where they have 32 bits";
+            return Err(malformed(path, what));
+        }
         _ => return Ok(Tokens::mapped(file, Width::U16, 0)),
     };
     let declared = u64::from(word(2).unwrap_or(0));
@@ -63,6 +84,14 @@ fn open_bin(path: &Path) -> Result<Tokens, DataError> {
         return Err(malformed(path, format!("its header declares {declared} tokens, but it holds {}", tokens.len())));
     }
     Ok(tokens)
+}
+
+/// Whether numbers of 16 bits are the halves of numbers of 32, of which the upper are 0.
+fn is_wide(bytes: &[u8]) -> bool {
+    let (words, _) = bytes.as_chunks::<4>();
+    let words = &words[..words.len().min(WIDE)];
+    let has_low = words.iter().filter(|word| word[..2] != [0, 0]).count();
+    has_low > 16 && words.iter().all(|word| word[2..] == [0, 0])
 }
 
 /// An indexed dataset of Megatron-LM. Its sequences follow one another in the stream.
@@ -122,7 +151,9 @@ fn tokenize(path: &Path, tokenizer: &Path) -> Result<Tokens, DataError> {
     let text = std::str::from_utf8(&bytes)
         .map_err(|error| malformed(path, format!("byte {} is not UTF-8", error.valid_up_to())))?;
     check_regular(tokenizer).map_err(|source| DataError::Io { path: tokenizer.to_path_buf(), source })?;
-    let tokenizer = tokenizers::Tokenizer::from_file(tokenizer).map_err(wrong)?;
+    let mut tokenizer = tokenizers::Tokenizer::from_file(tokenizer).map_err(wrong)?;
+    // The text is one: what the file says of cutting and filling up was meant for samples.
+    tokenizer.with_truncation(None).map_err(wrong)?.with_padding(None);
     Ok(Tokens::Owned(tokenizer.encode_fast(text, false).map_err(wrong)?.get_ids().to_vec()))
 }
 
@@ -193,6 +224,9 @@ mod tests {
         check("a.bin", &llmc(20240801, 7, 1, &[7, 0, 1, 0]), None, Ok(&[65543]));
         check("a.bin", &llmc(20240801, 7, 2, &[7, 0, 1, 0]), None, Err("declares 2 tokens, but it holds 1"));
         check("a.bin", &llmc(20240801, 9, 1, &[7, 0, 1, 0]), None, Err("version 9"));
+        let wide: Vec<u8> = (1..64u32).flat_map(u32::to_le_bytes).collect();
+        check("a.bin", &wide, None, Err("every second one of this is 0"));
+        check("a.npy", b"\x93NUMPY\x01\x00", None, Err("it is an array of NumPy, not text"));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use shardc_models::zoo::Range;
 use shardc_runtime::Feeds;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tokens::Tokens;
+use tokens::{Tokens, Width};
 
 /// How many tokens are checked against the vocabulary before the first step; the rest are checked
 /// as they are read.
@@ -125,6 +125,10 @@ pub fn open_stream(path: &Path, tokenizer: Option<&Path>, config: StreamConfig) 
         return Err(DataError::TooShort { path: path.to_path_buf(), tokens: tokens.len(), seq: config.seq });
     }
     let StreamConfig { batch, seq, vocab, seed } = config;
+    if tokens.width() == Some(Width::U16) && vocab > 1 << 16 {
+        let path = path.display();
+        tracing::warn!("{path}: tokens of 16 bits cannot be those from 65,536 on, and the model knows {vocab}");
+    }
     let order = SampleOrder::new(samples, seed);
     Ok(Data::Stream(TokenStream { path: path.to_path_buf(), tokens, batch, seq, vocab, order }))
 }

@@ -85,6 +85,14 @@ impl Tokens {
         }
     }
 
+    /// How a file stores them.
+    pub fn width(&self) -> Option<Width> {
+        match self {
+            Self::Owned(_) => None,
+            Self::Mapped { width, .. } => Some(*width),
+        }
+    }
+
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

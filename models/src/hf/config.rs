@@ -178,6 +178,9 @@ fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
     fields.only("attention_bias", &[json!(false)])?;
     fields.only("mlp_bias", &[json!(false)])?;
     fields.no_dropout(&["attention_dropout"])?;
+    if let Some(token) = fields.get("pad_token_id").filter(|token| token.as_i64().is_none_or(|token| token >= 0)) {
+        tracing::warn!("`pad_token_id` is {token}: transformers gives its embedding no gradient, here it has one");
+    }
     let width = fields.size("hidden_size")?;
     // Where heads have a width of their own, theirs need not be the model's.
     let (heads, head_width) = match fields.optional_size("head_dim")? {
@@ -219,8 +222,14 @@ fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
 /// The base of the rotary frequencies and their scaling.
 fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
     let outer = fields.optional_positive("rope_theta")?;
-    let object = |field| fields.get(field).and_then(Value::as_object).map(|map| (field, map));
-    let Some((field, map)) = object("rope_parameters").or_else(|| object("rope_scaling")) else {
+    let object = |field| -> Result<Option<(&str, &Map<String, Value>)>, HfError> {
+        let Some(value) = fields.get(field) else { return Ok(None) };
+        let map = value.as_object().ok_or_else(|| fields.wrong(field, "an object"))?;
+        Ok(Some((field, map)).filter(|(_, map)| !map.is_empty()))
+    };
+    // Where both are given, transformers 5 takes the older.
+    let (older, newer) = (object("rope_scaling")?, object("rope_parameters")?);
+    let Some((field, map)) = older.or(newer) else {
         return Ok((outer.unwrap_or(10_000.0), None));
     };
     let prefix = format!("{field}.");
@@ -276,7 +285,7 @@ pub(super) fn write(config: &Config) -> Map<String, Value> {
                     "rope_type": "llama3",
                 }),
             };
-            json!({
+            let mut fields = json!({
                 "architectures": ["LlamaForCausalLM"],
                 "attention_bias": false,
                 "attention_dropout": 0.0,
@@ -297,7 +306,12 @@ pub(super) fn write(config: &Config) -> Map<String, Value> {
                 "rope_theta": c.rope_theta,
                 "tie_word_embeddings": c.tied,
                 "vocab_size": c.vocabulary,
-            })
+            });
+            if c.rope_scaling.is_some() {
+                // What transformers before 5 reads.
+                fields["rope_scaling"] = fields["rope_parameters"].clone();
+            }
+            fields
         }
         _ => Value::Null,
     };

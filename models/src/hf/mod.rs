@@ -21,7 +21,7 @@ use shardc_ir::TensorType;
 use std::path::{Path, PathBuf};
 
 pub use beside::Beside;
-pub use save::{save, save_in_shards, save_plain, saved_model};
+pub use save::{check_place, save, save_in_shards, save_plain, saved_model};
 pub use weights::HfWeights;
 
 /// Why a directory cannot be read or written.
@@ -118,6 +118,12 @@ pub enum HfError {
         path: PathBuf,
         /// The tensor of the head.
         head: String,
+    },
+    /// A configuration of something else where a model is to be saved.
+    #[error("{}: it is no model's configuration (it has no `model_type`), and a model is saved beside it", .path.display())]
+    Foreign {
+        /// The configuration.
+        path: PathBuf,
     },
     /// A parameter that the model does not have, or a part outside it.
     #[error("parameter `{name}`: {message}")]

@@ -64,6 +64,23 @@ pub fn save_plain(
     write_directory(dir.as_ref(), plain(parameters), files, read, SHARD_BYTES)
 }
 
+/// Checks that nothing of another kind lies where a model is to be saved: what is saved is read again by its `config.json`.
+///
+/// # Errors
+///
+/// A `config.json` that is no model's.
+pub fn check_place(dir: &Path) -> Result<(), HfError> {
+    let path = dir.join("config.json");
+    let is_model = |text: &str| {
+        let value: Option<Value> = serde_json::from_str(text).ok();
+        value.is_some_and(|value| value["model_type"].is_string())
+    };
+    match std::fs::read_to_string(&path) {
+        Ok(text) if !is_model(&text) => Err(HfError::Foreign { path }),
+        _ => Ok(()),
+    }
+}
+
 /// The file beside the weights that [`save_plain`] wrote, which says what they are.
 const DESCRIPTION: &str = "shardc.json";
 
@@ -92,6 +109,7 @@ fn write_directory(
     limit: u64,
 ) -> Result<(), HfError> {
     std::fs::create_dir_all(dir).map_err(io(dir))?;
+    check_place(dir)?;
     let shards = divide(tensors, limit);
     let count = shards.len();
     let shard_name = |index: usize| match count {

@@ -89,9 +89,15 @@ impl HfWeights {
     /// Where the tensors of a model lie, and what lies beside them.
     fn find(dir: &Path, tensors: Vec<FileTensor>) -> Result<(Self, BTreeMap<String, Place>), HfError> {
         let (mut shards, mut places, mut foreign) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-        for path in shard_paths(dir)? {
+        let (paths, index) = shard_paths(dir)?;
+        for path in paths {
             let file = File::open(&path).map_err(io(&path))?;
-            let others = read_header(&path, &file, shards.len(), &mut places)?;
+            let of = path.file_name().unwrap_or_default();
+            // A tensor that several files have is that of the file in which the index has it.
+            let is_here = |name: &String| index.get(name).is_none_or(|file| of == file.as_str());
+            let mut found = BTreeMap::new();
+            let others = read_header(&path, &file, shards.len(), &mut found)?;
+            places.extend(found.into_iter().filter(|(name, _)| is_here(name)));
             foreign.extend(others.into_iter().map(|(name, dtype)| (name, (shards.len(), dtype))));
             shards.push(Shard { path, file });
         }
@@ -248,12 +254,15 @@ pub(super) fn transpose(matrix: &HostTensor) -> HostTensor {
     result
 }
 
-/// The files of a directory: those of the index, or the single one.
-fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, HfError> {
+/// The files of a directory, the single one or else those of the index; and the file of each tensor of the index.
+fn shard_paths(dir: &Path) -> Result<(Vec<PathBuf>, BTreeMap<String, String>), HfError> {
     let index = dir.join("model.safetensors.index.json");
+    let single = dir.join("model.safetensors");
+    if single.exists() {
+        return Ok((vec![single], BTreeMap::new()));
+    }
     if !index.exists() {
-        let single = dir.join("model.safetensors");
-        return if single.exists() { Ok(vec![single]) } else { Err(HfError::NoWeights { path: dir.to_path_buf() }) };
+        return Err(HfError::NoWeights { path: dir.to_path_buf() });
     }
     let malformed = |message: String| HfError::Malformed { path: index.clone(), message };
     let text = std::fs::read_to_string(&index).map_err(io(&index))?;
@@ -264,7 +273,8 @@ fn shard_paths(dir: &Path) -> Result<Vec<PathBuf>, HfError> {
     if let Some(name) = names.iter().find(|name| Path::new(name).components().count() != 1 || name.starts_with('.')) {
         return Err(malformed(format!("`{name}` is not the name of a file in this directory")));
     }
-    Ok(names.into_iter().map(|name| dir.join(name)).collect())
+    let files = map.iter().filter_map(|(name, file)| Some((name.clone(), file.as_str()?.to_string()))).collect();
+    Ok((names.into_iter().map(|name| dir.join(name)).collect(), files))
 }
 
 /// Reads where the tensors of a file lie, and checks that the file is long enough for them.
