@@ -155,7 +155,7 @@ fn a_plain_model_is_saved_and_read() {
     ];
     let types: Vec<_> = given.iter().map(|(name, tensor)| (name.to_string(), tensor.ty.clone())).collect();
     let dir = tempfile::tempdir().unwrap();
-    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    fs::write(dir.path().join("config.json"), "{\"model_type\": \"gpt2\"}").unwrap();
     let find = |name: &str| Ok(given.iter().find(|(known, _)| *known == name).unwrap().1.clone());
     save_plain(dir.path(), "two-tower", &types, find).unwrap();
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "the description of what was there is gone");

@@ -9,17 +9,22 @@
 //!   bf16, and so the residual stream is bf16. Kernels work in f32 inside.
 //! * Exponentials, logarithms, powers, roots and reciprocals that no composite operation took in
 //!   give f32, as do sums, as under `autocast`, and what they reach stays f32 until the next matmul or
-//!   norm, or until it is copied to the elements of an activation in bf16.
+//!   norm, or until it is copied to the elements of an activation in bf16. What is taken from scores before their exponentials
+//!   and behind their logarithm, a maximum and the logarithm, is taken in f32.
 //! * Values that no parameter reaches (positions, masks, rotary tables, counts) stay as they are;
 //!   where an activation meets one, that one is cast.
 //! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
 
 use crate::cluster::{Cluster, Profile};
 use crate::error::{PassError, UserError};
+use crate::raise::LEAST;
 use serde::{Deserialize, Serialize};
-use shardc_ir::ops::{BinaryKind, Cast, OpError, ReduceOp, UnaryKind};
+use shardc_ir::ops::{Binary, BinaryKind, Cast, Constant, OpError, ReduceOp, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
 use std::collections::HashMap;
+
+/// Which operand of attention is what is added to scores.
+const BIAS: usize = 3;
 
 /// The element type of the forward and backward computation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -94,7 +99,8 @@ impl Precision {
 /// The graph in another precision; see the [module](self).
 pub fn lower_precision(graph: &Graph, precision: Precision) -> Result<Graph, PassError> {
     let Some(narrow) = precision.narrow() else { return Ok(graph.clone()) };
-    let mut lowering = Lowering { from: graph, narrow, reached: reached(graph), casts: HashMap::new() };
+    let mut lowering =
+        Lowering { from: graph, narrow, reached: reached(graph), casts: HashMap::new(), ranged: HashMap::new() };
     let mut lowered = graph
         .rebuild(|to, id, map| lowering.node(to, id, map).map(|()| true))
         .map_err(PassError::ill_formed("lower_precision"))?;
@@ -166,6 +172,8 @@ struct Lowering<'a> {
     reached: Vec<bool>,
     /// Values of the new graph in other element types.
     casts: HashMap<(ValueId, DType), ValueId>,
+    /// What is added to scores, in the range of 16 bits.
+    ranged: HashMap<ValueId, ValueId>,
 }
 
 impl Lowering<'_> {
@@ -187,7 +195,9 @@ impl Lowering<'_> {
         for (index, operand) in node.operands.iter().enumerate() {
             let table = matches!(node.op, Op::Rotary(_)) && index > 0;
             let target = dtype.filter(|_| !table && self.from.ty(*operand).dtype == DType::F32);
-            operands.push(self.cast(to, map[operand], target)?);
+            let is_bias = matches!(node.op, Op::Attention(_)) && index == BIAS;
+            let operand = if is_bias { self.in_range(to, map[operand])? } else { map[operand] };
+            operands.push(self.cast(to, operand, target)?);
         }
         let types = self.from.result_types(id);
         let declared: Vec<TensorType> = match &node.op {
@@ -214,15 +224,54 @@ impl Lowering<'_> {
         Ok(())
     }
 
-    /// The widest element type of the operands that parameters reach; a parameter counts as narrow, and so
-    /// does what is copied to every element (a statistic of a norm).
+    /// The widest element type of the operands that parameters reach; a parameter counts as narrow, and so does what is copied
+    /// to every element (a statistic of a norm), but for a maximum or a logarithm: what is taken from scores for the sake of
+    /// their exponentials is taken in f32.
     fn followed(&self, to: &Graph, id: NodeId, map: &HashMap<ValueId, ValueId>) -> DType {
         let operands = self.from.node(id).operands.iter().filter(|operand| self.reached[operand.index()]);
-        let wide = |operand: &ValueId| {
-            !matches!(self.from.def(*operand).op, Op::Parameter(_) | Op::Broadcast(_))
-                && to.ty(map[operand]).dtype == DType::F32
+        let wide = |operand: &ValueId| match &self.from.def(*operand).op {
+            Op::Parameter(_) => false,
+            Op::Broadcast(_) => self.is_of_exponents(*operand),
+            _ => to.ty(map[operand]).dtype == DType::F32,
         };
         if operands.into_iter().any(wide) { DType::F32 } else { self.narrow }
+    }
+
+    /// Whether a value is copies of a maximum or of a logarithm.
+    fn is_of_exponents(&self, value: ValueId) -> bool {
+        let node = self.from.def(value);
+        match &node.op {
+            Op::Broadcast(_) | Op::Reshape(_) => self.is_of_exponents(node.operands[0]),
+            Op::Reduce(op) => op.kind == ReduceOp::Max,
+            Op::Unary(op) => matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p),
+            _ => false,
+        }
+    }
+
+    /// What is added to scores, with numbers that hide a key as far as any need to: the least of f32 has no place in 16 bits,
+    /// and a row of which all are hidden would be that of no number.
+    fn in_range(&mut self, to: &mut Graph, bias: ValueId) -> Result<ValueId, OpError> {
+        let node = to.def(bias);
+        let number = |value: &ValueId| match &to.def(*value).op {
+            Op::Constant(constant) => Some(constant.value),
+            _ => None,
+        };
+        let is_near = |value: &ValueId| number(value).is_some_and(|number| number >= LEAST);
+        let is_choice = matches!(node.op, Op::Select(_)) && node.operands[1..].iter().all(is_near);
+        if is_choice || matches!(node.op, Op::Parameter(_)) || to.ty(bias).dtype != DType::F32 {
+            return Ok(bias);
+        }
+        if let Some(known) = self.ranged.get(&bias) {
+            return Ok(*known);
+        }
+        let (path, role, ty) = (node.path.clone(), node.role, to.ty(bias).clone());
+        let least =
+            to.add_as(Constant { value: LEAST }.into(), &[], &[TensorType::scalar(DType::F32)], path.clone(), role)?;
+        let most = Binary { kind: BinaryKind::Max }.into();
+        let ranged = to.add_as(most, &[bias, to.result(least)], &[ty], path, role)?;
+        let ranged = to.result(ranged);
+        self.ranged.insert(bias, ranged);
+        Ok(ranged)
     }
 
     /// The value in an element type: itself, an earlier cast, the constant anew, or a cast.

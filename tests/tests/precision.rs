@@ -4,7 +4,9 @@ use shardc::{
     Batch, Cluster, Compiled, Decay, Feeds, LearningRate, NamedModel, Options, Precision, StepMetrics, TrainOptions,
 };
 use shardc_ir::program::{Action, Instruction};
-use shardc_ir::{BufferId, HostTensor, Op, ReduceKind, ValueId};
+use shardc_ir::{BufferId, Graph, HostTensor, Op, ReduceKind, ValueId};
+use shardc_passes::precision::lower_precision;
+use shardc_runtime::interpret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -68,6 +70,34 @@ fn fp16_follows_f32() {
 }
 
 /// Scaled gradients that overflow skip the step on every rank, and halve the scale for the next.
+/// A row of attention of which all is hidden by the least number of f32, which has no place in 16 bits.
+#[test]
+fn what_is_hidden_stays_a_number() {
+    let text = r#"graph @hidden {
+  %q: f32[1,2,1,4] = parameter "q"
+  %k: f32[1,2,1,4] = parameter "k"
+  %v: f32[1,2,1,4] = parameter "v"
+  %m: f32[1,1,2,2] = input "m"
+  %o: f32[1,2,1,4], %lse: f32[1,1,2] = attention %q, %k, %v, %m {scale=0.5}
+  %loss: f32[] = reduce_sum %o {dims=[0,1,2,3]}
+  return loss %loss
+}"#;
+    let graph: Graph = text.parse().unwrap();
+    let eights = HostTensor::from_f32([1, 2, 1, 4], &[1.0, 0.5, 0.25, 1.5, 1.0, 2.0, 0.75, 0.5]);
+    for hidden in [f32::MIN, -1e9] {
+        let mask = HostTensor::from_f32([1, 1, 2, 2], &[hidden, hidden, 0.0, hidden]);
+        let leaves = ["q", "k", "v"].map(|name| (name.to_string(), eights.clone()));
+        let leaves = leaves.into_iter().chain([("m".to_string(), mask)]).collect();
+        for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
+            let lowered = lower_precision(&graph, precision).unwrap();
+            let loss = &interpret(&lowered, &leaves).unwrap()["loss"];
+            let loss = f32::from_le_bytes(loss.bytes[..4].try_into().unwrap());
+            // Of nothing to see all is seen, alike or by its scores; the second query sees the first key alone.
+            assert!((loss - 7.0).abs() < 0.5, "{loss} in {}", precision.name());
+        }
+    }
+}
+
 #[test]
 fn an_overflow_skips_the_step_on_every_rank() {
     for pins in ["tp=2", "dp=2,zero=1", "pp=2"] {

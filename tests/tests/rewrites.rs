@@ -106,6 +106,19 @@ fn padding_changes_nothing() {
     same(&with_gradients(&graph), &with_gradients(&aligned), 3);
 }
 
+/// What divides logits would be padded by zeros too, and a gradient through a division by zero is no number.
+#[test]
+fn a_head_that_divides_is_not_padded() {
+    let divided = HEAD
+        .replace("%lse:", "%s: f32[515] = parameter \"scale\"\n  %b: f32[2,3,515] = broadcast %s {dims=[2]}\n  %d: f32[2,3,515] = OP %logits, %b\n  %lse:")
+        .replace("cross_entropy %logits", "cross_entropy %d");
+    let aligned = |op: &str| {
+        let graph: Graph = divided.replace("OP", op).parse().unwrap();
+        align_head(&graph).unwrap().to_string().contains("classes=515")
+    };
+    assert_eq!([aligned("mul"), aligned("div")], [true, false]);
+}
+
 #[test]
 fn weights_that_are_transposed_change_nothing() {
     let text = r#"graph @layer {
@@ -123,6 +136,43 @@ fn weights_that_are_transposed_change_nothing() {
     let aligned = align_weights(&graph).unwrap();
     assert!(aligned.to_string().contains("bsk,nk->bsn"), "{aligned}");
     same(&with_gradients(&graph), &with_gradients(&aligned), 2);
+}
+
+/// `a^0` does not move with `a`, not even at 0.
+#[test]
+fn powers_of_zero_have_derivatives() {
+    let text = r#"graph @power {
+  %a: f32[3] = parameter "a"
+  %b: f32[3] = input "b"
+  %y: f32[3] = pow %a, %b
+  %loss: f32[] = reduce_sum %y {dims=[0]}
+  return loss %loss
+}"#;
+    let graph = with_gradients(&text.parse().unwrap());
+    let leaves = [("a", [0.0, 2.0, 3.0]), ("b", [0.0, 0.0, 2.0])];
+    let leaves = leaves.into_iter().map(|(name, x)| (name.to_string(), HostTensor::from_f32([3], &x))).collect();
+    assert_eq!(floats(&interpret(&graph, &leaves).unwrap()["a"]), [0.0, 0.0, 6.0]);
+}
+
+/// A factor of the same number for all rows that is cut down to an integer is not the number.
+#[test]
+fn factors_that_are_cut_down_stay_so() {
+    let text = r#"graph @cut {
+  %x: f32[6,4] = input "x"
+  %b: f32[4] = parameter "b"
+  %w: f32[4] = parameter "w"
+  %far: f32[4] = affine %w {offset=3.7, scale=1}
+  %whole: i64[4] = cast %far
+  %s: f32[4] = cast %whole
+  %bb: f32[6,4] = broadcast %b {dims=[1]}
+  %sb: f32[6,4] = broadcast %s {dims=[1]}
+  %y: f32[6,4] = add %x, %bb
+  %v: f32[6,4] = mul %y, %sb
+  %loss: f32[] = reduce_sum %v {dims=[0,1]}
+  return loss %loss
+}"#;
+    let graph = with_gradients(&text.parse().unwrap());
+    same(&graph, &share_statistics(&graph).unwrap(), graph.outputs.len());
 }
 
 #[test]

@@ -11,12 +11,13 @@ use burn::nn::pool::{
     MaxPool2dConfig,
 };
 use burn::nn::{Initializer, PaddingConfig1d, PaddingConfig2d};
-use burn::tensor::activation::softmax;
+use burn::tensor::activation::{leaky_relu, log_sigmoid, log_softmax, softmax};
 use burn::tensor::ops::PadMode;
 use burn::tensor::{Bool, Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
 use derivatives::{compare, floats, ours};
-use shardc_ir::{Graph, HostTensor, Op};
+use shardc_ir::{DType, Graph, HostTensor, Op, ValueId};
 use shardc_models::{detach, trace};
+use shardc_passes::precision::{Precision, lower_precision};
 use shardc_passes::raise::raise;
 use std::collections::BTreeMap;
 
@@ -187,6 +188,41 @@ fn resizing() {
 fn detached() {
     check("a target", |_, x, _| x.clone() * detach(x.clone().sin()) + x);
     check("straight through", |_, x, _| (x.clone() + detach(x.clone().sign() - x.clone())) * x);
+}
+
+/// Derivatives at the places where a function bends, and values where others have lost their digits.
+#[test]
+fn activations_where_they_bend() {
+    check("log sigmoid", |_, x, _| log_sigmoid(x * 40.0));
+    check("log sigmoid at zero", |_, x, _| log_sigmoid(x.clone() - detach(x)));
+    check("leaky relu", |_, x, _| leaky_relu(x, 0.1));
+    check("sinh", |_, x, _| x.sinh());
+    check("sinh near zero", |_, x, _| (x * 1e-4).sinh() * 1e4);
+    let zeros = |x: Tensor<3>| leaky_relu(x.clone() - detach(x), 0.25);
+    let model = trace("zeros", init, |module, batch| zeros(batch.float("x", SHAPE) * module.factors.val()).mean());
+    let x = HostTensor::from_f32(SHAPE.map(|size| size as u64), &numbers(192));
+    let leaves = BTreeMap::from([("x".to_string(), x.clone()), ("factors".to_string(), x)]);
+    let slopes = ours(&raise(&model.unwrap().graph).unwrap().0, &leaves);
+    // As in PyTorch, the slope of the lower side.
+    for (made, x) in slopes["factors"].iter().zip(numbers(192)) {
+        assert!((made - 0.25 * x / 192.0).abs() < 1e-7, "{made} at {x}");
+    }
+}
+
+/// A logarithm of a softmax that is no cross-entropy is made in f32 of the 16 bits that logits have.
+#[test]
+fn logarithms_of_softmax_are_wide() {
+    let model = trace("smoothed", init, |module, batch| {
+        let logits = (batch.float("x", SHAPE) * module.factors.val()).matmul(batch.float("w", [4, 8, 8]));
+        weighted(log_softmax(logits, 2))
+    });
+    let raised = raise(&model.unwrap().graph).unwrap().0;
+    let lowered = lower_precision(&raised, Precision::Bf16).unwrap();
+    let made =
+        |op: &str| lowered.nodes().filter(|(_, node)| node.op.name() == op).map(|(_, node)| node.results[0]).collect();
+    let differences: Vec<ValueId> = made("sub");
+    assert_eq!(differences.len(), 2);
+    assert!(differences.iter().all(|value| lowered.ty(*value).dtype == DType::F32), "{lowered}");
 }
 
 /// Scores of two heads of four numbers, some hidden by a mask of their own or pushed away by a number, are not kept.

@@ -167,7 +167,11 @@ impl Binary {
                 gradient.scale(product, -1.0)?
             }
             (Pow, 0) => {
-                let exponent = gradient.add(Affine { scale: 1.0, offset: -1.0 }, &[b], &[])?;
+                // a^0 does not move with a; at 0 it would be 0 times infinity.
+                let (less, zero) =
+                    (gradient.add(Affine { scale: 1.0, offset: -1.0 }, &[b], &[])?, gradient.constant_like(b, 0.0)?);
+                let is_zero = gradient.add(Compare { kind: CompareKind::Eq }, &[b, zero], &[])?;
+                let exponent = gradient.add(Select {}, &[is_zero, zero, less], &[])?;
                 let power = gradient.binary(Pow, a, exponent)?;
                 let slope = gradient.binary(Mul, power, b)?;
                 gradient.binary(Mul, dy, slope)?

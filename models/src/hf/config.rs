@@ -222,14 +222,14 @@ fn llama(fields: &Fields<'_>) -> Result<LlamaConfig, HfError> {
 /// The base of the rotary frequencies and their scaling.
 fn rope(fields: &Fields<'_>) -> Result<(f64, Option<RopeScaling>), HfError> {
     let outer = fields.optional_positive("rope_theta")?;
-    let object = |field| -> Result<Option<(&str, &Map<String, Value>)>, HfError> {
-        let Some(value) = fields.get(field) else { return Ok(None) };
-        let map = value.as_object().ok_or_else(|| fields.wrong(field, "an object"))?;
-        Ok(Some((field, map)).filter(|(_, map)| !map.is_empty()))
-    };
     // Where both are given, transformers 5 takes the older.
-    let (older, newer) = (object("rope_scaling")?, object("rope_parameters")?);
-    let Some((field, map)) = older.or(newer) else {
+    let mut found = None;
+    for field in ["rope_parameters", "rope_scaling"] {
+        let Some(value) = fields.get(field) else { continue };
+        let map = value.as_object().ok_or_else(|| fields.wrong(field, "an object"))?;
+        found = Some((field, map)).filter(|_| !map.is_empty()).or(found);
+    }
+    let Some((field, map)) = found else {
         return Ok((outer.unwrap_or(10_000.0), None));
     };
     let prefix = format!("{field}.");

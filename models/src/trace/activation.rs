@@ -4,7 +4,7 @@ use super::build::Built;
 use super::convert::Converter;
 use burn::backend::ir::{ActivationOperationIr, TensorIr};
 use shardc_ir::ValueId;
-use shardc_ir::ops::{BinaryKind, ReduceOp, Softmax, UnaryKind};
+use shardc_ir::ops::{BinaryKind, CompareKind, ReduceOp, Softmax, UnaryKind};
 
 impl Converter<'_> {
     /// Converts an activation function; `None` if we have nothing for it.
@@ -17,16 +17,14 @@ impl Converter<'_> {
             Activation::LeakyRelu(op) => {
                 let slope: f64 = op.rhs.elem();
                 self.on(&op.lhs, |c, x| {
-                    let (up, down) = c.halves(x)?;
-                    let down = c.b.affine(down, slope, 0.0)?;
-                    c.b.binary(BinaryKind::Sub, up, down)
+                    let below = c.b.affine(x, slope, 0.0)?;
+                    c.leaky(x, below)
                 })
             }
             Activation::PRelu(op) => self.on(&op.lhs, |c, x| {
                 let slope = c.value(&op.rhs)?;
-                let (up, down) = c.halves(x)?;
-                let down = c.b.binary(BinaryKind::Mul, down, slope)?;
-                c.b.binary(BinaryKind::Sub, up, down)
+                let below = c.b.binary(BinaryKind::Mul, x, slope)?;
+                c.leaky(x, below)
             }),
             Activation::HardSigmoid(op) => self.on(&op.tensor, |c, x| {
                 let line = c.b.affine(x, op.alpha.elem(), op.beta.elem())?;
@@ -48,19 +46,21 @@ impl Converter<'_> {
         build(self, x)
     }
 
-    /// `max(x, 0)` and `max(-x, 0)`
-    fn halves(&mut self, x: ValueId) -> Result<(ValueId, ValueId), super::TraceError> {
-        let minus = self.b.unary(UnaryKind::Neg, x)?;
-        Ok((self.b.unary(UnaryKind::Relu, x)?, self.b.unary(UnaryKind::Relu, minus)?))
+    /// `x` where it is above 0, and `below` where it is not.
+    fn leaky(&mut self, x: ValueId, below: ValueId) -> Built {
+        let (above, shape) = (self.b.compare_number(CompareKind::Gt, x, 0.0)?, self.b.shape(x).to_vec());
+        self.b.select(above, x, below, &shape)
     }
 
-    /// `min(x, 0) - log(1 + exp(-|x|))`, which cannot overflow.
+    /// `(x - |x|) / 2 - log(1 + exp(-|x|))`, which cannot overflow. Where `x` is 0 its derivative is that of both sides, a
+    /// half, since that of `|x|` is 0 there.
     fn log_sigmoid(&mut self, x: ValueId) -> Built {
         let size = self.b.unary(UnaryKind::Abs, x)?;
         let minus = self.b.unary(UnaryKind::Neg, size)?;
         let power = self.b.unary(UnaryKind::Exp, minus)?;
         let rest = self.b.unary(UnaryKind::Log1p, power)?;
-        let low = self.b.binary_number(BinaryKind::Min, x, 0.0)?;
+        let low = self.b.binary(BinaryKind::Sub, x, size)?;
+        let low = self.b.affine(low, 0.5, 0.0)?;
         self.b.binary(BinaryKind::Sub, low, rest)
     }
 

@@ -148,7 +148,22 @@ impl Converter<'_> {
         let minus = self.b.unary(UnaryKind::Neg, x)?;
         let (up, down) = (self.b.unary(UnaryKind::Exp, x)?, self.b.unary(UnaryKind::Exp, minus)?);
         let both = self.b.binary(kind, up, down)?;
-        self.b.affine(both, 0.5, 0.0)
+        let far = self.b.affine(both, 0.5, 0.0)?;
+        if kind == BinaryKind::Add {
+            return Ok(far);
+        }
+        // Near 0 the difference has lost its digits: there it is `x (1 + x²/6 (1 + x²/20 (1 + x²/42 (1 + x²/72))))`.
+        let near = self.clamp(x, -0.5, 0.5)?;
+        let square = self.b.binary(BinaryKind::Mul, near, near)?;
+        let mut sum = self.b.affine(square, 1.0 / 72.0, 1.0)?;
+        for divisor in [42.0, 20.0, 6.0] {
+            let product = self.b.binary(BinaryKind::Mul, square, sum)?;
+            sum = self.b.affine(product, 1.0 / divisor, 1.0)?;
+        }
+        let series = self.b.binary(BinaryKind::Mul, near, sum)?;
+        let size = self.b.unary(UnaryKind::Abs, x)?;
+        let (is_near, shape) = (self.b.compare_number(CompareKind::Lt, size, 0.5)?, self.b.shape(x).to_vec());
+        self.b.select(is_near, series, far, &shape)
     }
 
     /// `sqrt(a^2 + b^2)`

@@ -9,7 +9,7 @@
 use super::ALIGNED;
 use crate::error::PassError;
 use crate::head::makers;
-use shardc_ir::ops::{CrossEntropy, Pad, Slice};
+use shardc_ir::ops::{BinaryKind, CrossEntropy, Pad, Slice, UnaryKind};
 use shardc_ir::{Graph, NodeId, Op, TensorType, ValueId};
 use std::collections::HashMap;
 
@@ -98,5 +98,24 @@ fn find(graph: &Graph, entropy: NodeId) -> Option<Vec<(NodeId, Padded)>> {
         return None;
     }
     let makers = makers(graph, entropy)?;
+    if !makers.keys().all(|id| is_finite(&graph.node(*id).op)) {
+        return None;
+    }
     Some(makers.into_iter().map(|(id, vocabulary)| (id, Padded { vocabulary, classes })).collect())
+}
+
+/// Whether an operation is finite where its operands are zeros, and so is its derivative: what is divided by a padding, or is
+/// its root, is no number, and a gradient of zero times that is none either.
+fn is_finite(op: &Op) -> bool {
+    use BinaryKind::{Add, Max, Min, Mul, Sub};
+    use UnaryKind::{Abs, Cos, Erf, Exp, Gelu, GeluTanh, Neg, Relu, Sigmoid, Silu, Sin, Tanh};
+    match op {
+        Op::Matmul(_) | Op::Broadcast(_) | Op::Constant(_) | Op::Cast(_) | Op::Affine(_) => true,
+        Op::Reshape(_) | Op::Transpose(_) => true,
+        Op::Binary(op) => matches!(op.kind, Add | Sub | Mul | Max | Min),
+        Op::Unary(op) => {
+            matches!(op.kind, Neg | Abs | Exp | Sin | Cos | Tanh | Erf | Sigmoid | Relu | Gelu | GeluTanh | Silu)
+        }
+        _ => false,
+    }
 }

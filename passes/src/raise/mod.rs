@@ -21,6 +21,7 @@ pub mod algebra;
 pub mod layout;
 pub mod simplify;
 pub mod structure;
+pub(crate) use structure::LEAST;
 #[cfg(test)]
 mod tests;
 

@@ -10,7 +10,7 @@ const HIDDEN: f64 = -1e4;
 
 /// The least that a bias adds to a hidden score: it is finite in 16 bits. A query to which all keys are hidden then
 /// sees all of them by their scores; with the mask written out it would see all alike, or give no number.
-const LEAST: f64 = -3e4;
+pub(crate) const LEAST: f64 = -3e4;
 
 /// Every such operation, by the node that makes its value.
 pub fn find(graph: &Graph) -> BTreeMap<NodeId, Found> {

@@ -40,9 +40,13 @@ fn copied(graph: &Graph, value: ValueId, dims: &[usize]) -> Option<ValueId> {
     (is_whole && kept.iter().copied().eq(others)).then_some(source)
 }
 
-/// The value before casts.
+/// The value before casts between types of floats.
 fn before_casts(graph: &Graph, mut value: ValueId) -> ValueId {
-    while let (Op::Cast(_), [source]) = (&graph.def(value).op, &graph.def(value).operands[..]) {
+    let is_float = |value: ValueId| graph.ty(value).dtype.is_float();
+    while let (Op::Cast(_), [source]) = (&graph.def(value).op, &graph.def(value).operands[..])
+        && is_float(value)
+        && is_float(*source)
+    {
         value = *source;
     }
     value

@@ -259,6 +259,43 @@ fn activations_far_from_zero() {
     }
 }
 
+/// Numbers at the ends of what there is: signs and remainders, maxima of nothing finite, integers that no float holds.
+#[test]
+fn ends_of_numbers() {
+    let Some(client) = client() else { return };
+    let of = |numbers: &[f32]| HostTensor::from_f32([numbers.len() as u64], numbers);
+    let made = |op: Op, operands: &[HostTensor], ty: &TensorType| {
+        run(&client, &op, operands, std::slice::from_ref(ty), u64::MAX).swap_remove(0)
+    };
+    let five = t(&[5]);
+    let signs = floats(&made(Unary { kind: UnaryKind::Sign }.into(), &[of(&[-2.0, 0.0, 3.0, f32::NAN, 1e-30])], &five));
+    assert!(signs[3].is_nan() && [signs[0], signs[1], signs[2], signs[4]] == [-1.0, 0.0, 1.0, 1.0], "{signs:?}");
+    let operands = [of(&[1.0, -1.0, 7.0, 20.0, -0.3]), of(&[0.1, 0.1, -3.0, 0.7, 0.1])];
+    let op = Op::from(Binary { kind: BinaryKind::Rem });
+    let (rests, expected) = (made(op.clone(), &operands, &five), compute_op(&op, &operands, &[five]).unwrap());
+    for ((rest, exact), divisor) in floats(&rests).iter().zip(floats(&expected[0])).zip(floats(&operands[1])) {
+        // Both ends are the same number.
+        let apart = (rest - exact).abs();
+        assert!(
+            apart.min((divisor.abs() - apart).abs()) < 1e-6 && rest / divisor < 1.0,
+            "{rest} for {exact} of {divisor}"
+        );
+        assert!(rest * divisor >= 0.0, "{rest} of {divisor}");
+    }
+    let hidden =
+        HostTensor::from_f32([2, 3], &[f32::NEG_INFINITY, f32::NEG_INFINITY, f32::NEG_INFINITY, 1.0, f32::MIN, 0.0]);
+    let most = made(Reduce { kind: ReduceOp::Max, dims: vec![1] }.into(), &[hidden], &t(&[2]));
+    assert_eq!(floats(&most), [f32::NEG_INFINITY, 1.0]);
+    let whole = |numbers: &[i32]| HostTensor {
+        ty: TensorType::new(DType::I32, [numbers.len() as u64]),
+        bytes: numbers.iter().flat_map(|number| number.to_le_bytes()).collect(),
+    };
+    let (x, ty) = (whole(&[0, 1, -5]), whole(&[0, 0, 0]).ty);
+    let moved = Affine { scale: 16_777_217.0, offset: 100_000_007.0 };
+    let expected = whole(&[100_000_007, 116_777_224, 16_113_922]);
+    assert_eq!(made(moved.into(), std::slice::from_ref(&x), &ty).bytes, expected.bytes);
+}
+
 /// Of all queries, and of a part of them, which sees the first keys alone.
 #[test]
 fn attention_of_parts_of_the_queries() {

@@ -163,7 +163,7 @@ pub(super) fn filter_grad(
 ) -> Result<(), String> {
     let sizes = Sizes::new(&op.window, op.groups, operands[1].ty, result.ty, operands[0].ty);
     let (dy, x) = (operands[0].f32s()?, operands[1].f32s()?);
-    let mut total = vec![0.0f32; result.ty.elements() as usize];
+    let mut total = vec![0.0f64; result.ty.elements() as usize];
     let each = sizes.co * sizes.depth();
     for first in (0..sizes.samples).step_by(SAMPLES) {
         let samples = SAMPLES.min(sizes.samples - first);
@@ -176,9 +176,10 @@ pub(super) fn filter_grad(
         for (unit, part) in made.iter().enumerate() {
             let group = unit % sizes.groups;
             let slots = &mut total[group * each..(group + 1) * each];
-            slots.iter_mut().zip(part).for_each(|(total, part)| *total += part);
+            slots.iter_mut().zip(part).for_each(|(total, part)| *total += f64::from(*part));
         }
     }
+    let total: Vec<f32> = total.into_iter().map(|sum| sum as f32).collect();
     result.round_f32(&total)
 }
 

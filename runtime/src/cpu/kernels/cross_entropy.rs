@@ -24,7 +24,9 @@ pub(super) fn forward(
         for (index, (lse, picked)) in (first..).zip(rows) {
             let logits = &logits[index * row..][..live];
             let max = logits.iter().copied().fold(f32::NEG_INFINITY, maximum);
-            *lse = max + pairwise_sum(logits, &|x| (x - max).exp()).ln();
+            // A shard may have none of the entries that count.
+            let is_empty = max == f32::NEG_INFINITY;
+            *lse = if is_empty { max } else { max + pairwise_sum(logits, &|x| (x - max).exp()).ln() };
             *picked = entry(labels[index], op.start, live).map_or(0.0, |at| logits[at]);
         }
     });

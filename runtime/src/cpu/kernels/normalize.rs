@@ -47,15 +47,15 @@ pub(super) fn layer_norm_grad(operands: &[View<'_>], results: &mut [ViewMut<'_>]
     let (row, gamma) = (operands[1].row(), operands[2].f32s()?);
     let (dy, x) = (operands[0].f32s()?, operands[1].f32s()?);
     let (mean, rstd) = (operands[3].f32s()?, operands[4].f32s()?);
-    let (mut dgamma, mut dbeta, mut normal) = (vec![0.0; row], vec![0.0; row], vec![0.0; row]);
+    let (mut dgamma, mut dbeta, mut normal) = (vec![0.0f64; row], vec![0.0f64; row], vec![0.0; row]);
     results[0].write_f32(|out| {
         let rows = out.chunks_exact_mut(row).zip(dy.chunks_exact(row)).zip(x.chunks_exact(row));
         for (index, ((out, dy), x)) in rows.enumerate() {
             let (mean, rstd) = (mean[index], rstd[index]);
             for at in 0..row {
                 normal[at] = (x[at] - mean) * rstd;
-                dgamma[at] += dy[at] * normal[at];
-                dbeta[at] += dy[at];
+                dgamma[at] += f64::from(dy[at] * normal[at]);
+                dbeta[at] += f64::from(dy[at]);
                 out[at] = dy[at] * gamma[at];
             }
             let average = pairwise_sum(out, &|x| x) / row as f32;
@@ -63,8 +63,8 @@ pub(super) fn layer_norm_grad(operands: &[View<'_>], results: &mut [ViewMut<'_>]
             out.iter_mut().zip(&normal).for_each(|(g, x)| *g = rstd * (*g - average - x * slope));
         }
     })?;
-    statistics(&mut results[1], dgamma.into_iter())?;
-    statistics(&mut results[2], dbeta.into_iter())
+    statistics(&mut results[1], dgamma.into_iter().map(|sum| sum as f32))?;
+    statistics(&mut results[2], dbeta.into_iter().map(|sum| sum as f32))
 }
 
 pub(super) fn rms_norm(eps: f64, operands: &[View<'_>], results: &mut [ViewMut<'_>]) -> Result<(), String> {
@@ -84,19 +84,19 @@ pub(super) fn rms_norm(eps: f64, operands: &[View<'_>], results: &mut [ViewMut<'
 pub(super) fn rms_norm_grad(operands: &[View<'_>], results: &mut [ViewMut<'_>]) -> Result<(), String> {
     let (row, gamma, rstd) = (operands[1].row(), operands[2].f32s()?, operands[3].f32s()?);
     let (dy, x) = (operands[0].f32s()?, operands[1].f32s()?);
-    let (mut dgamma, mut normal) = (vec![0.0; row], vec![0.0; row]);
+    let (mut dgamma, mut normal) = (vec![0.0f64; row], vec![0.0; row]);
     results[0].write_f32(|out| {
         let rows = out.chunks_exact_mut(row).zip(dy.chunks_exact(row)).zip(x.chunks_exact(row));
         for (index, ((out, dy), x)) in rows.enumerate() {
             let rstd = rstd[index];
             for at in 0..row {
                 normal[at] = x[at] * rstd;
-                dgamma[at] += dy[at] * normal[at];
+                dgamma[at] += f64::from(dy[at] * normal[at]);
                 out[at] = dy[at] * gamma[at];
             }
             let slope = out.iter().zip(&normal).map(|(g, x)| g * x).sum::<f32>() / row as f32;
             out.iter_mut().zip(&normal).for_each(|(g, x)| *g = rstd * (*g - x * slope));
         }
     })?;
-    statistics(&mut results[1], dgamma.into_iter())
+    statistics(&mut results[1], dgamma.into_iter().map(|sum| sum as f32))
 }

@@ -10,7 +10,9 @@ pub(super) fn top_k(op: &TopK, x: View<'_>, results: &mut [ViewMut<'_>]) -> Resu
     let chosen = if x.ty.dtype.is_int() {
         largest(&x.i64s()?, x.row(), op.k as usize, Ord::cmp)
     } else {
-        largest(&x.f32s()?, x.row(), op.k as usize, f32::total_cmp)
+        largest(&x.f32s()?, x.row(), op.k as usize, |a, b| {
+            (a.is_nan().cmp(&b.is_nan())).then(if a.is_nan() { Ordering::Equal } else { a.total_cmp(b) })
+        })
     };
     let (size, k) = (x.ty.dtype.size() as usize, (op.k as usize).max(1));
     for (at, (out, column)) in values.bytes.chunks_exact_mut(size).zip(&chosen).enumerate() {

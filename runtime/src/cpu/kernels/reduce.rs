@@ -45,10 +45,15 @@ pub(super) fn reduce(op: &Reduce, x: View<'_>, result: &mut ViewMut<'_>) -> Resu
                 }
             });
         }
-        return result.write_f32(|out| match op.kind {
-            ReduceOp::Sum => fold(op, x, &x_values, out, 0.0, |a, b| a + b),
-            ReduceOp::Max => fold(op, x, &x_values, out, f32::NEG_INFINITY, maximum),
-        });
+        return match op.kind {
+            // Running sums, so in f64.
+            ReduceOp::Sum => {
+                let mut sums = vec![0.0; result.ty.elements() as usize];
+                fold(op, x, &x_values, &mut sums, 0.0, |sum: f64, value| sum + f64::from(value));
+                result.write_f32(|out| out.iter_mut().zip(&sums).for_each(|(out, sum)| *out = *sum as f32))
+            }
+            ReduceOp::Max => result.write_f32(|out| fold(op, x, &x_values, out, f32::NEG_INFINITY, maximum)),
+        };
     }
     let values = x.i64s()?;
     let mut out = vec![0; result.ty.elements() as usize];
@@ -60,7 +65,7 @@ pub(super) fn reduce(op: &Reduce, x: View<'_>, result: &mut ViewMut<'_>) -> Resu
 }
 
 /// Folds every element into its place, in the order of the operand.
-fn fold<T: Copy>(op: &Reduce, x: View<'_>, values: &[T], out: &mut [T], zero: T, f: impl Fn(T, T) -> T) {
+fn fold<T: Copy, S: Copy>(op: &Reduce, x: View<'_>, values: &[T], out: &mut [S], zero: S, f: impl Fn(S, T) -> S) {
     out.fill(zero);
     let kept: Vec<u64> = (0..x.ty.rank()).filter(|dim| !op.dims.contains(dim)).map(|dim| x.ty.shape[dim]).collect();
     let mut kept_strides = strides(&kept).into_iter();

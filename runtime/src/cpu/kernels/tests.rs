@@ -233,6 +233,31 @@ fn a_nan_is_not_lost_in_a_maximum() {
     assert!(floats(&run(Unary { kind: UnaryKind::Relu }, &[x], &[])[0])[1].is_nan());
 }
 
+/// Of a shard of which no entry counts there is nothing to add, whatever the others have.
+#[test]
+fn entries_that_are_all_hidden_add_nothing() {
+    let logits = HostTensor::from_f32([1, 2], &[f32::NEG_INFINITY; 2]);
+    let made = run(CrossEntropy { start: 2, classes: None }, &[logits, HostTensor::from_i64([1], &[0])], &[]);
+    assert_eq!(floats(&made[0]), [f32::NEG_INFINITY]);
+}
+
+#[test]
+fn the_largest_are_those_that_are_no_numbers() {
+    for nan in [f32::NAN, -f32::NAN] {
+        let x = HostTensor::from_f32([3], &[1.0, nan, 2.0]);
+        let made = run(TopK { k: 2 }, &[x], &[]);
+        assert_eq!(made[1], HostTensor::from_i64([2], &[1, 2]));
+    }
+}
+
+/// A running sum in f32 would be 1.7% short.
+#[test]
+fn sums_of_many_rows_keep_their_digits() {
+    let x = HostTensor::from_f32([1 << 21, 1], &vec![0.1; 1 << 21]);
+    let sum = floats(&run(Reduce { kind: ReduceOp::Sum, dims: vec![0] }, &[x], &[])[0])[0];
+    assert!((sum / 209_715.2 - 1.0).abs() < 1e-6, "{sum}");
+}
+
 #[test]
 fn cross_entropy_is_stable_and_ignores_labels_outside() {
     let logits = HostTensor::from_f32([3, 2], &[1000.0, 998.0, 0.0, 0.0, -1.0, 1.0]);

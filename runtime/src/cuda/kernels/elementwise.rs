@@ -74,7 +74,8 @@ fn normal(x: f32) -> f32 {
 
 #[cube]
 fn sign(x: f32) -> f32 {
-    select(x > 0.0f32, 1.0f32, select(x < 0.0f32, -1.0f32, 0.0f32))
+    // Zeros keep their sign, and what is not a number stays so.
+    select(x > 0.0f32, 1.0f32, select(x < 0.0f32, -1.0f32, x))
 }
 
 /// The argument of the tanh of GELU's approximation: `sqrt(2/pi) (x + 0.044715 x³)`.
@@ -167,7 +168,12 @@ pub(super) fn combine(a: Elem<3>, b: Elem<3>, #[comptime] pair: Pair) -> Elem<3>
         Pair::Binary(BinaryKind::Mul) => a * b,
         Pair::Binary(BinaryKind::And) => a * b,
         Pair::Binary(BinaryKind::Div) => a / b,
-        Pair::Binary(BinaryKind::Rem) => a - (a / b).floor() * b,
+        // The quotient is rounded, so what is left may lie beyond either end by a rounding of it.
+        Pair::Binary(BinaryKind::Rem) => {
+            let rest = fma((a / b).floor() * (zero - one), b, a);
+            let inside = select(rest * b < zero, rest + b, rest);
+            select(inside / b >= one, inside - b, inside)
+        }
         Pair::Binary(BinaryKind::Pow) => a.powf(b),
         Pair::Binary(BinaryKind::Max) => select(a >= b, a, select(b > a, b, a + b)),
         Pair::Binary(BinaryKind::Or) => select(a > b, a, b),
@@ -252,6 +258,36 @@ pub fn affine(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, n: u32, scale: f32, of
         #[unroll]
         for lane in 0..Lanes::value() {
             let value = Elem::<3>::cast_from(a[lane]) * Elem::<3>::cast_from(scale) + Elem::<3>::cast_from(offset);
+            out[lane] = Elem::<1>::cast_from(value);
+        }
+        y[at] = out;
+    }
+}
+
+/// An integer from its parts: how many times `2^24`, and what is left. Each is a float without being rounded.
+#[cube]
+fn whole(high: f32, low: f32) -> Elem<3> {
+    Elem::<3>::cast_from(high) * Elem::<3>::cast_from(16_777_216.0f32) + Elem::<3>::cast_from(low)
+}
+
+/// `y = scale * x + offset` of integers, which are given by their parts, computed in the kernel's element type 3.
+#[cube]
+pub fn affine_whole(
+    x: &Array<Pack<0>>,
+    y: &mut Array<Pack<1>>,
+    n: u32,
+    scale_high: f32,
+    scale_low: f32,
+    offset_high: f32,
+    offset_low: f32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < n as usize {
+        let a = x[at];
+        let mut out = Pack::<1>::empty();
+        #[unroll]
+        for lane in 0..Lanes::value() {
+            let value = Elem::<3>::cast_from(a[lane]) * whole(scale_high, scale_low) + whole(offset_high, offset_low);
             out[lane] = Elem::<1>::cast_from(value);
         }
         y[at] = out;

@@ -123,7 +123,8 @@ impl Fold {
 #[cube]
 fn fold_start(#[comptime] fold: Fold) -> f32 {
     match fold {
-        Fold::Max => f32::new(LOWEST) * 1.0f32,
+        // Minus infinity, which is no number to write.
+        Fold::Max => f32::reinterpret(UNIT_POS * 0u32 + 0xFF80_0000u32),
         _ => f32::new(0.0) * 1.0f32,
     }
 }

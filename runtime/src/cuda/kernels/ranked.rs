@@ -3,12 +3,14 @@
 use crate::cuda::kernel::Elem;
 use cubecl::prelude::*;
 
-/// The number that is as much larger than those of others as a float is, whatever its sign: of IEEE 754's total order.
+/// The number that is as much larger than those of others as a float is, whatever its sign: of IEEE 754's total order, but
+/// that what is not a number is the largest with either sign.
 #[cube]
 fn order(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
     let is_negative = bits >= 0x8000_0000u32;
-    select(is_negative, bits ^ 0xFFFF_FFFFu32, bits ^ 0x8000_0000u32)
+    let key = select(is_negative, bits ^ 0xFFFF_FFFFu32, bits ^ 0x8000_0000u32);
+    select((bits & 0x7FFF_FFFFu32) > 0x7F80_0000u32, bits | 0xFFFF_FFFFu32, key)
 }
 
 /// The `k` largest of each row of `columns` elements and their indices, one block per row. Each round takes the first of

@@ -78,6 +78,13 @@ impl Select<'_> {
         if value == 0.0 && value.is_sign_positive() {
             return self.out.steps.push(Step::Zero { to, bytes: ty.bytes().0 });
         }
+        if ty.dtype.is_int() && f64::from(value as f32) != value {
+            let bytes = match ty.dtype {
+                DType::I64 => (value as i64).to_le_bytes().repeat(ty.elements() as usize),
+                _ => (value as i32).to_le_bytes().repeat(ty.elements() as usize),
+            };
+            return self.out.steps.push(Step::Upload { to, bytes });
+        }
         let arguments = Arguments::of([(to, ty.dtype)]).reals([value as f32]);
         self.map("fill", &[ty.dtype], ty.elements(), &(), arguments, |d| {
             let (y, n, value) = (d.output::<Pack<0>>(), d.number(), d.real());
@@ -168,6 +175,19 @@ impl Select<'_> {
     pub(super) fn affine(&mut self, scale: f64, offset: f64) -> Result<(), String> {
         let (dtype, elements) = (self.operands[0].dtype, self.results[0].elements());
         let types = [dtype, dtype, dtype, compute_type(dtype)];
+        if dtype.is_int() {
+            let parts = [scale, offset].map(whole_parts);
+            let [Some([a, b]), Some([c, d])] = parts else {
+                return Err(format!("{dtype} times {scale} plus {offset}"));
+            };
+            let arguments = Arguments::of([self.operand(0), self.result(0)]).reals([a, b, c, d]);
+            self.map("affine_whole", &types, elements, &(), arguments, |d| {
+                let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+                let [scale_high, scale_low, offset_high, offset_low] = [(); 4].map(|()| d.real());
+                kernels::affine_whole::expand(d.scope(), x, y, n, scale_high, scale_low, offset_high, offset_low);
+            });
+            return Ok(());
+        }
         let arguments = Arguments::of([self.operand(0), self.result(0)]).reals([scale as f32, offset as f32]);
         self.map("affine", &types, elements, &(), arguments, |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
@@ -345,4 +365,12 @@ impl Select<'_> {
 pub(super) fn adamw_reals(op: &Adamw) -> [f32; 6] {
     let reals = [op.beta1.ln(), op.beta2.ln(), 1.0 - op.beta1, 1.0 - op.beta2, op.eps, op.weight_decay];
     reals.map(|value| value as f32)
+}
+
+/// An integer as `2^24` times the first part and the second, both of which are floats without being rounded; `None` if it is
+/// none, or too large.
+fn whole_parts(value: f64) -> Option<[f32; 2]> {
+    const EACH: f64 = (1 << 24) as f64;
+    let high = (value / EACH).trunc();
+    (value.fract() == 0.0 && high.abs() <= EACH).then_some([high as f32, (value - high * EACH) as f32])
 }
