@@ -139,7 +139,7 @@ fn main() -> Result<(), shardc::Error> {
             ControlFlow::Continue(())
         },
     )?;
-    if let Some(dir) = std::env::args_os().nth(1) {
+    if let Some(dir) = std::env::args_os().nth(2) {
         trainer.save(dir.as_ref())?;
     }
     Ok(())

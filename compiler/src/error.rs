@@ -17,6 +17,7 @@ use shardc_passes::simulate::SimulateError;
 use shardc_runtime::RuntimeError;
 use shardc_runtime::cuda::CudaError;
 use shardc_runtime::launch::LaunchError;
+use std::fmt;
 use std::path::PathBuf;
 
 /// What can be wrong with the data of a run.
@@ -174,8 +175,8 @@ impl DataError {
     }
 }
 
-/// Everything that can end a command.
-#[derive(Debug, thiserror::Error)]
+/// Everything that can end a command. As `main` prints it, it says what to do about it too.
+#[derive(thiserror::Error)]
 pub enum Error {
     /// The request makes no sense.
     #[error("{message}")]
@@ -315,6 +316,13 @@ impl From<SimulateError> for Error {
     }
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")?;
+        self.fix().map_or(Ok(()), |fix| write!(f, "\nhelp: {fix}"))
+    }
+}
+
 impl Error {
     /// A request that makes no sense.
     pub fn request(message: impl Into<String>, fix: impl Into<String>) -> Self {
@@ -327,7 +335,7 @@ impl Error {
             Self::Plan(error) => match **error {
                 PlanError::Infeasible { .. } | PlanError::Host { .. } => 3,
                 PlanError::Bug(_) => 1,
-                PlanError::Pin { .. } | PlanError::Batch { .. } => 2,
+                PlanError::Pin { .. } | PlanError::Batch { .. } | PlanError::Mixed { .. } => 2,
             },
             Self::Pass(PassError::Bug { .. }) | Self::Trace(TraceError::Bug { .. }) => 1,
             Self::Io { source: error, .. } | Self::Hf(HfError::Io { error, .. }) if is_full(error) => 1,

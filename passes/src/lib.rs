@@ -32,6 +32,7 @@ mod mixed_tests;
 mod offload_tests;
 pub mod optimizer;
 pub mod pack;
+mod part;
 pub mod pipeline;
 #[cfg(test)]
 mod pipeline_tests;

@@ -130,6 +130,34 @@ fn successors(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [
     CrossEntropyLossConfig::new().init(&rows.device()).forward(rows, labels)
 }
 
+/// The largest number of a batch as a factor of what parameters alone make.
+fn farthest(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    model.forward(tokens.clone()).square().mean() + tokens.float().max() * model.words.weight.val().square().sum()
+}
+
+/// How often samples have something, counted in integers.
+fn counted(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let counts = tokens.clone().equal_elem(3).int().sum_dim(0).float();
+    model.forward(tokens).square().mean() + (counts * model.blocks[0].weight.val().slice([0..1, 0..seq])).sum()
+}
+
+/// The samples in the other order, in a sum over all of them.
+fn turned(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let tokens = inputs.int("tokens", [batch, seq]);
+    let x = model.table.forward(tokens.clone());
+    model.head.forward(x).square().mean() + model.table.forward(tokens.flip([0])).mean()
+}
+
+/// Samples that become part of another dimension.
+fn merged(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let x = model.table.forward(inputs.int("tokens", [batch, seq])).reshape([batch, seq * WIDTH]);
+    let numbers: Vec<f32> = (0..batch * seq * WIDTH).map(|at| (at % 7) as f32).collect();
+    let factors = Tensor::<2>::from_data(TensorData::new(numbers, [1, batch * seq * WIDTH]), &x.device());
+    (x.transpose().reshape([1, batch * seq * WIDTH]) * factors).mean()
+}
+
 fn inputs(model: &Model) -> Feeds {
     let number = |at: u64| ((at * 7 + at / 3) % CLASSES as u64) as i64;
     let of = |ty: &shardc_ir::TensorType| {
@@ -243,6 +271,24 @@ fn a_parameter_of_many_stages() {
 fn terms_of_parameters_alone() {
     // A sum over the parameters of several stages has no stage of its own yet.
     check(penalty, WHOLE.iter().chain(&CUT[..4]));
+}
+
+/// Accumulators add floats: what is something else of all samples is made of all at once.
+#[test]
+fn what_no_microbatch_knows() {
+    for loss in [farthest as Loss, counted, turned] {
+        check(loss, &WHOLE);
+        assert!(losses(loss, "cpu:2", "").iter().all(|loss| loss.is_finite()));
+        for (cluster, pins) in [("cpu:1", "microbatch=1"), ("cpu:2", "dp=2,microbatch=1")] {
+            let error = compiled(loss, cluster, pins).expect_err("no plan");
+            assert_eq!(error.exit_code(), 2, "{error}");
+            assert!(error.to_string().contains("microbatch"), "{error}");
+        }
+    }
+    let error = compiled(merged, "cpu:2", "dp=2").expect_err("no plan");
+    assert!(error.to_string().contains("samples become part of another dimension"), "{error}");
+    // As `main` prints it.
+    assert!(!format!("{error:?}").contains('{'), "{error:?}");
 }
 
 #[test]

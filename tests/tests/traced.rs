@@ -197,6 +197,8 @@ fn activations_where_they_bend() {
     check("log sigmoid at zero", |_, x, _| log_sigmoid(x.clone() - detach(x)));
     check("leaky relu", |_, x, _| leaky_relu(x, 0.1));
     check("sinh", |_, x, _| x.sinh());
+    check("hypot", |_, x, _| x.clone().hypot(x.flip([2]) + 0.5));
+    check("hypot of what has no square", |_, x, _| (x.clone() * 1e25).hypot(x.flip([2]) * 1e25) * 1e-25);
     check("sinh near zero", |_, x, _| (x * 1e-4).sinh() * 1e4);
     let zeros = |x: Tensor<3>| leaky_relu(x.clone() - detach(x), 0.25);
     let model = trace("zeros", init, |module, batch| zeros(batch.float("x", SHAPE) * module.factors.val()).mean());

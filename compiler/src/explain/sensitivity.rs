@@ -161,10 +161,12 @@ impl Asked<'_> {
             (Some(own), _) => Ok(own),
             (None, Some(Ok(found))) => Ok(found),
             (None, Some(Err(PlanError::Pin { .. }))) => Err("the pins exclude it"),
-            (None, Some(Err(PlanError::Batch { .. }))) if !self.plan.request.pins.is_empty() => {
+            (None, Some(Err(PlanError::Batch { .. } | PlanError::Mixed { .. })))
+                if !self.plan.request.pins.is_empty() =>
+            {
                 Err("the pins exclude it")
             }
-            (None, Some(Err(PlanError::Batch { .. }))) => Err("the batch does not divide"),
+            (None, Some(Err(PlanError::Batch { .. } | PlanError::Mixed { .. }))) => Err("the batch does not divide"),
             (None, Some(Err(PlanError::Bug(_)))) => Err("the search failed"),
             (None, None) if condition.is_larger => Err("it takes another mesh"),
             (None, _) => Err("no plan fits"),

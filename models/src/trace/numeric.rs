@@ -166,12 +166,22 @@ impl Converter<'_> {
         self.b.select(is_near, series, far, &shape)
     }
 
-    /// `sqrt(a^2 + b^2)`
+    /// `m sqrt((a/m)^2 + (b/m)^2)` with the larger of both for `m`, so that no square is too large or too small. It does not
+    /// move with `m`.
     fn hypotenuse(&mut self, op: &BinaryOpIr) -> Built {
         let (a, b) = (self.value(&op.lhs)?, self.value(&op.rhs)?);
-        let (a, b) = (self.b.binary(BinaryKind::Mul, a, a)?, self.b.binary(BinaryKind::Mul, b, b)?);
+        let sizes = [self.b.unary(UnaryKind::Abs, a)?, self.b.unary(UnaryKind::Abs, b)?];
+        let most = self.b.binary(BinaryKind::Max, sizes[0], sizes[1])?;
+        let most = self.clamp(most, f32::MIN_POSITIVE.into(), f32::MAX.into())?;
+        let most = self.b.unary(UnaryKind::Detach, most)?;
+        let mut square = |side| {
+            let side = self.b.binary(BinaryKind::Div, side, most)?;
+            self.b.binary(BinaryKind::Mul, side, side)
+        };
+        let (a, b) = (square(a)?, square(b)?);
         let sum = self.b.binary(BinaryKind::Add, a, b)?;
-        self.b.unary(UnaryKind::Sqrt, sum)
+        let root = self.b.unary(UnaryKind::Sqrt, sum)?;
+        self.b.binary(BinaryKind::Mul, root, most)
     }
 
     fn binary(&mut self, kind: BinaryKind, op: &BinaryOpIr) -> Built {

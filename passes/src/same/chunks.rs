@@ -6,7 +6,8 @@
 //! Slices, joins and reshapes of a dimension keep count of which elements they are.
 
 use super::{Difference, Number, Numbers, given, given_as};
-use shardc_ir::ops::{Attention, AttentionGrad, BinaryKind, OpDef, Part};
+use crate::part::part_of;
+use shardc_ir::ops::{Attention, AttentionGrad, BinaryKind, OpDef};
 use shardc_ir::{FactorKind, Graph, Node, NodeId, Op, ReduceKind, TensorType, ValueId};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -202,22 +203,7 @@ impl<'a> Known<'a> {
     fn is_part(&self, whole: NodeId, node: &Node, factor: usize, (runs, count): (&Option<Runs>, u64)) -> bool {
         let (graph, rule, op) = (self.graph, self.graph.rule(whole), &self.graph.node(whole).op);
         let size = rule.factors[factor].size;
-        let part = |start: u64, count: u64| {
-            let of = |types: Vec<TensorType>, held: &[Vec<Vec<usize>>]| -> Vec<Part> {
-                let slice = |(size_of, factors): (&u64, &Vec<usize>)| match factors.first() == Some(&factor) {
-                    true => (start * size_of / size, count * size_of / size),
-                    false => (0, *size_of),
-                };
-                let part = |(ty, held): (TensorType, &Vec<Vec<usize>>)| {
-                    let slice = ty.shape.iter().zip(held).map(slice).collect();
-                    Part { shape: ty.shape, slice }
-                };
-                types.into_iter().zip(held).map(part).collect()
-            };
-            let (takes, makes) =
-                (of(graph.operand_types(whole), &rule.operands), of(graph.result_types(whole), &rule.results));
-            op.localize(&takes, &makes).unwrap_or_else(|| op.clone())
-        };
+        let part = |start: u64, count: u64| part_of(graph, whole, factor, (start, count));
         if let Some([(start, count)]) = runs.as_deref() {
             return node.op == part(*start, *count);
         }

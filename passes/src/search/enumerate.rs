@@ -219,6 +219,11 @@ fn none(space: &Space<'_, '_>, found: &Found) -> Result<Vec<Candidate>, PlanErro
             "a step has at most {MOST_SEARCHED} microbatches, and this would be {least} or more on each rank; use a \
              smaller batch, or one of more divisors"
         ),
+        None | Some(_) if batch.is_multiple_of(ranks.saturating_mul(pins.microbatch.unwrap_or(1))) => {
+            let message = "where samples become part of another dimension, as by a reshape behind a transpose, ranks and \
+                           microbatches cannot have some of them; keep the batch as a dimension of its own, or pin dp=1";
+            return Err(PlanError::Mixed { batch, message: message.to_string() });
+        }
         Some(microbatch) => format!("no data degree takes microbatches of {microbatch}; pin another microbatch"),
         None => format!("use a multiple of {ranks}, or more tensor ranks"),
     };

@@ -23,6 +23,14 @@ pub enum PlanError {
         /// What would do.
         message: String,
     },
+    /// No mesh divides the batch, though its size would let some.
+    #[error("no mesh divides the batch of {batch} as the model reads it: {message}")]
+    Mixed {
+        /// Sequences per step.
+        batch: u64,
+        /// Why, and what would do.
+        message: String,
+    },
     /// Nothing fits in the device's memory.
     #[error(
         "no plan fits in {bound} per rank{share}{pins}: the nearest, {choice}, needs {} ({breakdown}); {fix}",
@@ -74,12 +82,12 @@ impl PlanError {
             Self::Infeasible { bound, needed, .. } | Self::Host { bound, needed, .. } => {
                 Some(needed.0 as f64 / bound.0.max(1) as f64)
             }
-            Self::Pin { .. } | Self::Batch { .. } | Self::Bug(_) => None,
+            Self::Pin { .. } | Self::Batch { .. } | Self::Mixed { .. } | Self::Bug(_) => None,
         }
     }
 
     /// Whether another size of the request may have a plan.
     pub fn is_refusal(&self) -> bool {
-        matches!(self, Self::Infeasible { .. } | Self::Host { .. } | Self::Batch { .. })
+        matches!(self, Self::Infeasible { .. } | Self::Host { .. } | Self::Batch { .. } | Self::Mixed { .. })
     }
 }

@@ -212,7 +212,7 @@ fn both((whole, seen): (&Space<'_, '_>, Seen), staged: &Space<'_, '_>, confirm: 
 fn nearer(one: PlanError, other: PlanError) -> PlanError {
     match (one.filled(), other.filled(), &one) {
         (Some(own), Some(others), _) if others < own => other,
-        (None, Some(_), PlanError::Batch { .. }) => other,
+        (None, Some(_), PlanError::Batch { .. } | PlanError::Mixed { .. }) => other,
         _ => one,
     }
 }

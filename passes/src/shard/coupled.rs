@@ -9,7 +9,8 @@ use super::layout::{Along, Extent, convert};
 use super::tensor::{Conversion, Flow, Placed, Prepared};
 use crate::cluster::Cluster;
 use crate::cost::collective::Group;
-use shardc_ir::{AxisId, Choice, DType, FactorKind, NodeId, OpDef, Role, Strategy};
+use crate::part::part_of;
+use shardc_ir::{AxisId, Choice, DType, FactorKind, NodeId, OpDef, ReduceKind, Role, Strategy};
 use std::collections::BTreeSet;
 
 /// What stands against dividing the batch over an axis of time: the first node whose result another would need as it is
@@ -29,6 +30,19 @@ pub fn needed_whole(prepared: &Prepared<'_>, strategies: &[Strategy], axis: Axis
     if let Some((flow, _)) =
         flows.iter().find(|(flow, from)| matches!(from, Along::Dim(dim) if counts(flow.maker, *dim)))
     {
+        return Some(node(flow.maker));
+    }
+    // Accumulators add, and floats alone; and what a term is of may be told by where its elements begin.
+    let is_accumulated = |flow: &Flow, from: &Along| match from {
+        Along::Partial(kind) => {
+            let value = prepared.graph.node(node(flow.maker)).results[flow.result];
+            *kind == ReduceKind::Sum
+                && prepared.graph.ty(value).dtype.is_float()
+                && is_alike(prepared, flow.maker, &strategies[flow.maker], axis)
+        }
+        _ => true,
+    };
+    if let Some((flow, _)) = flows.iter().find(|(flow, from)| !is_accumulated(flow, from)) {
         return Some(node(flow.maker));
     }
     let is_looped = |class: usize| prepared.in_loop(class);
@@ -67,6 +81,17 @@ pub fn needed_whole(prepared: &Prepared<'_>, strategies: &[Strategy], axis: Axis
         })
     };
     flows.iter().find(|flow| !is_met(flow)).map(|(flow, _)| node(flow.maker))
+}
+
+/// Whether a node is the same operation for the first elements and the last ones of the factor that an axis divides.
+fn is_alike(prepared: &Prepared<'_>, class: usize, strategy: &Strategy, axis: AxisId) -> bool {
+    let (id, rule) = (prepared.folded.classes[class].node, prepared.rules[class]);
+    let mut divided = strategy.factors.iter().filter(|(_, axes)| axes.contains(&axis)).map(|(factor, _)| *factor);
+    divided.all(|factor| {
+        let size = rule.factors[factor].size;
+        let part = |start: u64| part_of(prepared.graph, id, factor, (start, size / 2));
+        part(0) == part(size - size / 2)
+    })
 }
 
 /// The conversions along the axes that divide the batch over ranks, between nodes that run once per

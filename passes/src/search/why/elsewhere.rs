@@ -55,7 +55,7 @@ pub(in crate::search) fn elsewhere(
             Err(PlanError::Infeasible { .. } | PlanError::Host { .. }) => {
                 all.push(Elsewhere { pin, plan: None, nodes: BTreeMap::new() })
             }
-            Err(PlanError::Pin { .. } | PlanError::Batch { .. }) => {}
+            Err(PlanError::Pin { .. } | PlanError::Batch { .. } | PlanError::Mixed { .. }) => {}
             Err(error @ PlanError::Bug(_)) => return Err(error),
         }
     }
