@@ -173,6 +173,14 @@ impl<'a> Trainer<'a> {
     }
 
     fn run(&mut self, mut batch: Feeds, run: RunStep<'_>) -> Result<(StepMetrics, Vec<Span>), Error> {
+        let inputs = &self.compiled.model.inputs;
+        if let Some(name) = batch.keys().find(|name| inputs.iter().all(|(input, _)| input != *name)) {
+            let known = inputs.iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+            return Err(Error::request(
+                format!("the batch has `{name}`, and the model takes {known} alone"),
+                "leave it out",
+            ));
+        }
         indices::check(&self.lookups, &batch)?;
         let rate = self.options.learning_rate.at(self.step);
         batch.insert(LEARNING_RATE.into(), HostTensor::from_f32([], &[rate as f32]).into());

@@ -271,6 +271,9 @@ fn a_parameter_of_many_stages() {
 fn terms_of_parameters_alone() {
     // A sum over the parameters of several stages has no stage of its own yet.
     check(penalty, WHOLE.iter().chain(&CUT[..4]));
+    let (cluster, pins) = CUT[4];
+    let error = compiled(penalty, cluster, pins).expect_err("no plan");
+    assert!(error.to_string().contains("a term that parameters alone make") && error.exit_code() == 2, "{error}");
 }
 
 /// Accumulators add floats: what is something else of all samples is made of all at once.

@@ -10,6 +10,7 @@ mod lockstep;
 mod memory;
 mod phase;
 mod pipeline;
+pub use pipeline::BEFORE_LOOP;
 #[cfg(test)]
 mod pipeline_tests;
 mod plan;

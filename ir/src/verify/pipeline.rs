@@ -100,6 +100,9 @@ fn check_whole(plan: &Plan, found: &mut Diagnostics) {
     }
 }
 
+/// How what is wrong begins with a value that no microbatch goes into, which no stage hands on to another.
+pub const BEFORE_LOOP: &str = "what is made before the loop";
+
 struct Checker<'a> {
     plan: &'a Plan,
     phases: &'a SecondaryMap<NodeId, Phase>,
@@ -130,9 +133,9 @@ impl Checker<'_> {
             (Phase::After, _) => say("what is made after the loop over the microbatches stays in its chunk"),
             (Phase::Loop, Phase::After) => Ok(()),
             (Phase::Invariant, Phase::After) => {
-                say("what is made before the loop and read after it is read in its own chunk")
+                say(&format!("{BEFORE_LOOP} and read after it is read in its own chunk"))
             }
-            (Phase::Invariant, Phase::Invariant) => say("what is made before the loop is read there in its own chunk"),
+            (Phase::Invariant, Phase::Invariant) => say(&format!("{BEFORE_LOOP} is read there in its own chunk")),
             (Phase::Invariant, Phase::Loop) => Ok(()),
             (Phase::Loop, _) => match (self.is_behind(def, maker), self.is_behind(id, node)) {
                 (false, false) if from > chunk => say("the forward pass goes on to later chunks"),

@@ -22,6 +22,7 @@ use crate::split_batch::order::{Ordered, order};
 use crate::split_batch::sequence::{query_parts, sequence_factors};
 use crate::split_batch::{Step, split_batch};
 use shardc_ir::plan::{Memory, Prediction, Request};
+use shardc_ir::verify::BEFORE_LOOP;
 use shardc_ir::{Choice, Graph, NodeId, OpDef, Pipeline, Plan, Role, SecondaryMap, Strategy};
 use std::collections::BTreeMap;
 
@@ -161,7 +162,7 @@ pub(in crate::search) fn predicted(
         return Ok(plan);
     };
     // Programs have everything on the device; what does not lie there is taken off.
-    let Exact { prediction, stages } = exact.map_err(PlanError::Bug)?;
+    let Exact { prediction, stages } = exact.map_err(|found| unstaged(&plan, found))?;
     let rooms = cluster.rooms(&plan.mesh, plan.request.device_memory);
     plan.prediction = candidate.relief.apply(&prediction, &stages, &rooms);
     let text = |of: &Prediction| {
@@ -173,6 +174,18 @@ pub(in crate::search) fn predicted(
     tracing::info!(choice = plan.choice, estimate, exact, "lowered");
     candidate.offload.mark(&mut plan);
     Ok(plan)
+}
+
+/// Why there is no program of a plan: its stages would have to hand on what they do not, or it is our own mistake.
+fn unstaged(plan: &Plan, found: String) -> PlanError {
+    if plan.stages() == 1 || !found.contains(BEFORE_LOOP) {
+        return PlanError::Bug(found);
+    }
+    let message = format!(
+        "a term that parameters alone make, of the loss say, is read in another stage than it is made in, and stages hand on \
+         what they make of microbatches alone ({found}); leave pp out, or have the term made of the samples"
+    );
+    PlanError::Pin { pin: format!("pp={}", plan.stages()), message }
 }
 
 /// The step in chunks that overlap.
