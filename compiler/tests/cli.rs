@@ -190,11 +190,15 @@ fn bad_directories() {
     }
     let elsewhere = r#"{"weight_map": {"lm_head.weight": "../../model.safetensors"}}"#;
     let dir = copy("llama");
+    // The single file would come first, as in transformers.
+    fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     fs::write(dir.path().join("model.safetensors.index.json"), elsewhere).unwrap();
     check_train(dir.path(), &batches, &[], 2, &["../../model.safetensors", "not the name of a file in this directory"]);
     // A part of a model in many files is missing, then cut short.
     let index = r#"{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}"#;
     let dir = copy("llama");
+    // The single file would come first, as in transformers.
+    fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
     check_train(dir.path(), &batches, &[], 2, &["model-00001-of-00002.safetensors", "help:"]);
     fs::write(dir.path().join("model-00001-of-00002.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{']).unwrap();
