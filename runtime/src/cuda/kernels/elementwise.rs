@@ -341,15 +341,6 @@ pub fn fill(y: &mut Array<Pack<0>>, n: u32, value: f32) {
     }
 }
 
-/// `y[i] = (i / inner) % size + start`
-#[cube]
-pub fn iota(y: &mut Array<Elem<0>>, n: u32, inner: u32, size: u32, start: u32) {
-    let at = ABSOLUTE_POS;
-    if at < n as usize {
-        y[at] = Elem::<0>::cast_from((at as u32 / inner) % size + start);
-    }
-}
-
 /// `y += x`
 #[cube]
 pub fn accumulate(x: &Array<Pack<0>>, y: &mut Array<Pack<1>>, n: u32) {

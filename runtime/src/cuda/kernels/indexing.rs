@@ -1,5 +1,5 @@
 //! Kernels that move elements: strided copies (transposes, slices, broadcasts, concatenations),
-//! table lookups, gathers and their transposes.
+//! table lookups, gathers and their transposes; and the indices themselves.
 
 use crate::cuda::kernel::{Elem, Lanes, Pack, PackF32};
 use cubecl::prelude::*;
@@ -446,5 +446,14 @@ pub fn scatter_add(
                 dx[(to + chosen * inner) as usize] += f32::cast_from(dy[next]);
             }
         }
+    }
+}
+
+/// `y[i] = (i / inner) % size + start`
+#[cube]
+pub fn iota(y: &mut Array<Elem<0>>, n: u32, inner: u32, size: u32, start: u32) {
+    let at = ABSOLUTE_POS;
+    if at < n as usize {
+        y[at] = Elem::<0>::cast_from((at as u32 / inner) % size + start);
     }
 }

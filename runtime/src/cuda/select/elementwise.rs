@@ -5,6 +5,7 @@ use super::{Arg, OP, RES, Select, Step, THREADS, compute_type, lanes};
 use crate::cuda::kernel::{Definition, Elem, Kernel, Pack, PackF32};
 use crate::cuda::kernels::elementwise as kernels;
 use crate::cuda::kernels::elementwise::Pair;
+use crate::cuda::kernels::indexing;
 use shardc_ir::ops::{Adamw, BinaryKind, Epilogue, Iota, UnaryKind};
 use shardc_ir::{DType, TensorType};
 
@@ -114,7 +115,7 @@ impl Select<'_> {
         let kernel = Kernel::new("iota", &[ty.dtype], 1, THREADS, &(), |d| {
             let y = d.output::<Elem<0>>();
             let (n, inner, size, start) = (d.number(), d.number(), d.number(), d.number());
-            kernels::iota::expand(d.scope(), y, n, inner, size, start);
+            indexing::iota::expand(d.scope(), y, n, inner, size, start);
         });
         // The numbers repeat with every index of the dimension before.
         let period = inner * ty.shape[op.dim];
