@@ -6,6 +6,7 @@ use super::log::say;
 use super::{check_not_read, check_writable, is_same_file, print, print_json, request, signals};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
+use shardc::data::formats::is_text;
 use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
@@ -234,8 +235,8 @@ impl Run {
 
 /// The model, its plan and its data.
 fn prepare(args: &TrainArgs) -> Result<(NamedModel, Compiled, Data), Error> {
-    let is_tokens = ["bin", "idx", "safetensors"].iter().any(|end| args.data.extension() == Some(end.as_ref()));
-    if let Some(tokenizer) = args.tokenizer.as_deref().filter(|_| is_tokens) {
+    let is_read = is_text(&args.data) && !is_exact(&args.data);
+    if let Some(tokenizer) = args.tokenizer.as_deref().filter(|_| !is_read) {
         let message = format!("--tokenizer {}: {} holds tokens already", tokenizer.display(), args.data.display());
         return Err(Error::request(message, "leave --tokenizer out, or give --data a text file"));
     }

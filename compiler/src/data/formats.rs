@@ -31,15 +31,16 @@ const FOREIGN: [(&[u8], &str); 6] = [
 /// So many numbers of a file say whether they are halves of wider ones.
 const WIDE: usize = 1 << 12;
 
+/// Whether a path is read as text, and not as a file of tokens.
+pub fn is_text(path: &Path) -> bool {
+    !["bin", "idx"].iter().any(|end| path.extension() == Some(end.as_ref()))
+}
+
 /// Opens a token file of any kind; see the [module](self).
 pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Tokens, DataError> {
     let (bin, idx) = (path.with_extension("bin"), path.with_extension("idx"));
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    if extension == "idx" || (extension == "bin" && idx.exists()) {
-        return open_megatron(&bin, &idx);
-    }
-    if extension == "bin" {
-        return open_bin(path);
+    if !is_text(path) {
+        return if path == idx || idx.exists() { open_megatron(&bin, &idx) } else { open_bin(path) };
     }
     let bytes = map(path)?;
     if let Some((_, what)) = FOREIGN.iter().find(|(magic, _)| bytes.starts_with(magic)) {

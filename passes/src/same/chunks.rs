@@ -178,8 +178,9 @@ impl<'a> Known<'a> {
         let (graph, rule) = (self.graph, self.graph.rule(whole));
         let of = |ty: &TensorType, held: &[Vec<usize>], dim: usize, length: u64| {
             let factor = *held.get(dim)?.first()?;
-            let inner = ty.shape[dim] / rule.factors[factor].size;
-            length.is_multiple_of(inner).then_some((factor, inner, length / inner))
+            let inner = ty.shape[dim].checked_div(rule.factors[factor].size)?;
+            let count = length.checked_div(inner)?;
+            (length == count * inner && count <= rule.factors[factor].size).then_some((factor, inner, count))
         };
         let takes = graph.operand_types(whole);
         let mut found = None;

@@ -71,6 +71,18 @@ fn what_is_another_is_told() {
     }
 }
 
+/// What is joined to more than there is, is nothing that a step computes.
+#[test]
+fn more_than_there_is_is_told() {
+    let graph = |size: u64, lines: &str| -> Graph {
+        format!("graph @g {{\n  %x: f32[{size}] = input \"x\"\n{lines}  return y %y\n}}").parse().unwrap()
+    };
+    let whole = graph(4, "  %y: f32[4] = neg %x\n");
+    let twice = graph(4, "  %d: f32[8] = concat %x, %x {dim=0}\n  %y: f32[8] = neg %d\n");
+    assert!(chunks::difference(&twice, &whole).is_some());
+    assert_eq!(chunks::difference(&whole, &whole), None);
+}
+
 const CUT: Sizes = Sizes { layers: 1, batch: 16, seq: 8, hidden: 64, heads: 8, kv: 4, ffn: 128, vocab: 64 };
 
 /// What is in chunks is the same, however they lie; whatever is changed of it is told: other chunks of a value, in another

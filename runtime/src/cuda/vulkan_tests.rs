@@ -294,6 +294,8 @@ fn ends_of_numbers() {
     let moved = Affine { scale: 16_777_217.0, offset: 100_000_007.0 };
     let expected = whole(&[100_000_007, 116_777_224, 16_113_922]);
     assert_eq!(made(moved.into(), std::slice::from_ref(&x), &ty).bytes, expected.bytes);
+    let filled = made(Constant { value: 123_456_789.0 }.into(), &[], &ty);
+    assert_eq!(filled.bytes, whole(&[123_456_789; 3]).bytes);
 }
 
 /// Of all queries, and of a part of them, which sees the first keys alone.

@@ -70,6 +70,9 @@ impl Select<'_> {
 
     pub(super) fn constant(&mut self, value: f64) -> Result<(), String> {
         let ty = self.results[0].clone();
+        if ty.dtype.is_int() && whole_parts(value).is_none() && f64::from(value as f32) != value {
+            return Err(format!("{} of {value}", ty.dtype));
+        }
         self.fill(RES(0), &ty, value);
         Ok(())
     }
@@ -79,12 +82,9 @@ impl Select<'_> {
         if value == 0.0 && value.is_sign_positive() {
             return self.out.steps.push(Step::Zero { to, bytes: ty.bytes().0 });
         }
-        if ty.dtype.is_int() && f64::from(value as f32) != value {
-            let bytes = match ty.dtype {
-                DType::I64 => (value as i64).to_le_bytes().repeat(ty.elements() as usize),
-                _ => (value as i32).to_le_bytes().repeat(ty.elements() as usize),
-            };
-            return self.out.steps.push(Step::Upload { to, bytes });
+        if let Some(parts) = whole_parts(value).filter(|parts| ty.dtype.is_int() && parts[0] != 0.0) {
+            self.out.steps.push(Step::Zero { to, bytes: ty.bytes().0 });
+            return self.affine_whole([to; 2], ty, [[0.0; 2], parts]);
         }
         let arguments = Arguments::of([(to, ty.dtype)]).reals([value as f32]);
         self.map("fill", &[ty.dtype], ty.elements(), &(), arguments, |d| {
@@ -173,22 +173,18 @@ impl Select<'_> {
         });
     }
 
+    /// `scale x + offset`
     pub(super) fn affine(&mut self, scale: f64, offset: f64) -> Result<(), String> {
         let (dtype, elements) = (self.operands[0].dtype, self.results[0].elements());
-        let types = [dtype, dtype, dtype, compute_type(dtype)];
         if dtype.is_int() {
-            let parts = [scale, offset].map(whole_parts);
-            let [Some([a, b]), Some([c, d])] = parts else {
+            let [Some(scale), Some(offset)] = [scale, offset].map(whole_parts) else {
                 return Err(format!("{dtype} times {scale} plus {offset}"));
             };
-            let arguments = Arguments::of([self.operand(0), self.result(0)]).reals([a, b, c, d]);
-            self.map("affine_whole", &types, elements, &(), arguments, |d| {
-                let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
-                let [scale_high, scale_low, offset_high, offset_low] = [(); 4].map(|()| d.real());
-                kernels::affine_whole::expand(d.scope(), x, y, n, scale_high, scale_low, offset_high, offset_low);
-            });
+            let ty = self.results[0].clone();
+            self.affine_whole([OP(0), RES(0)], &ty, [scale, offset]);
             return Ok(());
         }
+        let types = [dtype, dtype, dtype, compute_type(dtype)];
         let arguments = Arguments::of([self.operand(0), self.result(0)]).reals([scale as f32, offset as f32]);
         self.map("affine", &types, elements, &(), arguments, |d| {
             let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
@@ -196,6 +192,17 @@ impl Select<'_> {
             kernels::affine::expand(d.scope(), x, y, n, scale, offset);
         });
         Ok(())
+    }
+
+    /// The same of integers: a factor and a summand by their [`whole_parts`].
+    fn affine_whole(&mut self, [from, to]: [Arg; 2], ty: &TensorType, [[a, b], [c, d]]: [[f32; 2]; 2]) {
+        let types = [ty.dtype, ty.dtype, ty.dtype, compute_type(ty.dtype)];
+        let arguments = Arguments::of([(from, ty.dtype), (to, ty.dtype)]).reals([a, b, c, d]);
+        self.map("affine_whole", &types, ty.elements(), &(), arguments, |d| {
+            let (x, y, n) = (d.input::<Pack<0>>(), d.output::<Pack<1>>(), d.number());
+            let [scale_high, scale_low, offset_high, offset_low] = [(); 4].map(|()| d.real());
+            kernels::affine_whole::expand(d.scope(), x, y, n, scale_high, scale_low, offset_high, offset_low);
+        });
     }
 
     pub(super) fn binary(&mut self, pair: Pair) -> Result<(), String> {
