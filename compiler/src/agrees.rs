@@ -16,7 +16,7 @@ use shardc_passes::chunk::chunk;
 use shardc_passes::cluster::{Cluster, ClusterError};
 use shardc_passes::deterministic::is_deterministic;
 use shardc_passes::fold::leaf_name;
-use shardc_passes::keep_casts::cast_again;
+use shardc_passes::keep_casts::{are_kept, cast_again};
 use shardc_passes::optimizer::config_of;
 use shardc_passes::precision::Precision;
 use shardc_passes::same::{Difference, chunks, difference};
@@ -136,8 +136,7 @@ fn wrong_choice(plan: &Plan) -> Vec<String> {
     if again > 0 && chosen.recompute == Some(Recompute::None) && chosen.stage_recompute.is_empty() {
         wrong.push(format!("the choice says recompute=none, and the graph computes {} again", counted(again, "value")));
     }
-    let is_cast = |op: &Op| matches!(op, Op::State(state) if state.cast_of.is_some());
-    let keeps = plan.graph.leaves().any(|(_, node)| is_cast(&node.op));
+    let keeps = are_kept(&plan.graph);
     let of_pins = pinned.keep_casts.unwrap_or(keeps);
     for (what, said) in [("choice says", chosen.keep_casts == Some(true)), ("pins say", of_pins)] {
         if said != keeps {

@@ -280,6 +280,10 @@ fn simplifies() {
     check(|x| softmax(x, 1).sum(), "transpose softmax transpose reduce_sum");
     check(|x| log_softmax(x, 2).mean(), "reduce_max broadcast sub exp reduce_sum log broadcast sub reduce_sum affine");
     check(|x| ((x * 2.0 + 1.0) * 3.0).sum(), "affine reduce_sum");
+    // What rounds its operand does so still, and a divisor whose reciprocal no float32 holds divides.
+    check(|x| ((x + 8388608.0) - 8388608.0).sum(), "affine affine reduce_sum");
+    check(|x| ((x * 1e30) * 1e30).sum(), "affine affine reduce_sum");
+    check(|x| (x / 1e-40).sum(), "constant div reduce_sum");
     check(|x| x.swap_dims(0, 1).swap_dims(0, 1).sum(), "reduce_sum");
     check(|x| x.clone().matmul(x.swap_dims(1, 2)).sum(), "matmul reduce_sum");
     check(|x| x.powf_scalar(2.0).sum().sqrt(), "mul reduce_sum sqrt");

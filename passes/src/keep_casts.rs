@@ -133,6 +133,11 @@ impl<'a> Casts<'a> {
     }
 }
 
+/// Whether a graph keeps a cast of a parameter from step to step.
+pub fn are_kept(graph: &Graph) -> bool {
+    graph.leaves().any(|(_, node)| matches!(&node.op, Op::State(State { cast_of: Some(_), .. })))
+}
+
 /// The graph with every kept cast made anew in every step, as before [`Casts::keep`]. Nodes keep their numbers.
 ///
 /// # Errors

@@ -146,14 +146,15 @@ fn check(differentiated: &Differentiated, config: &OptimizerConfig) -> Result<()
 /// How a training step updates its parameters: by its first update, and what divides its largest gradient norm. `None` of a
 /// graph that updates none.
 pub fn config_of(graph: &Graph) -> Option<OptimizerConfig> {
-    let update = graph.nodes().find_map(|(_, node)| match &node.op {
+    let nodes = || graph.nodes().map(|(_, node)| node).filter(|node| node.role == Role::Optimizer);
+    let update = nodes().find_map(|node| match &node.op {
         Op::Adamw(Adamw { beta1, beta2, eps, weight_decay, .. }) => {
             Some(OptimizerKind::AdamW { beta1: *beta1, beta2: *beta2, eps: *eps, weight_decay: *weight_decay })
         }
         _ => None,
     });
     let is_norm = |op: &Op| matches!(op, Op::Affine(Affine { scale: 1.0, offset: CLIP_EPS }));
-    let clip_grad_norm = graph.nodes().find_map(|(_, node)| match (&node.op, &node.operands[..]) {
+    let clip_grad_norm = nodes().find_map(|node| match (&node.op, &node.operands[..]) {
         (Op::Binary(Binary { kind: BinaryKind::Div }), [largest, norm]) if is_norm(&graph.def(*norm).op) => {
             if let Op::Constant(Constant { value }) = &graph.def(*largest).op {
                 Some(*value)

@@ -52,6 +52,37 @@ fn imports_run_one_way() {
     }
 }
 
+/// The names of the dependencies of a manifest, those of tests as well.
+fn dependencies(krate: &str) -> Vec<String> {
+    let manifest = fs::read_to_string(root().join(krate).join("Cargo.toml")).unwrap();
+    let lines = manifest.lines().skip_while(|line| *line != "[dependencies]");
+    let lines = lines.take_while(|line| !line.starts_with("[[") && !line.starts_with("[features"));
+    let names = lines.filter(|line| !line.starts_with(['[', '#'])).filter_map(|line| line.split(['.', ' ', '=']).next());
+    names.filter(|name| !name.is_empty()).map(String::from).collect()
+}
+
+#[test]
+fn dependencies_are_used_and_have_a_reason() {
+    let architecture = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
+    let (_, table) = architecture.split_once("## Dependencies").unwrap();
+    let rows = table.split("\n## ").next().unwrap_or_default().lines().filter_map(|row| row.split('|').nth(1));
+    let is_part = |c: char| c.is_alphanumeric() || c == '_' || c == '-';
+    let explained: Vec<&str> = rows.flat_map(|names| names.split(|c| !is_part(c))).collect();
+    let mut count = 0;
+    for krate in CRATES {
+        let text: String = sources(krate).iter().map(|file| fs::read_to_string(file).unwrap()).collect();
+        for name in dependencies(krate) {
+            let word = name.replace('-', "_");
+            let is_used = text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|used| used == word);
+            assert!(is_used, "`{krate}` does not use `{name}`");
+            let is_ours = name.starts_with("shardc");
+            assert!(is_ours || explained.contains(&name.as_str()), "ARCHITECTURE.md has no reason for `{name}`");
+            count += 1;
+        }
+    }
+    assert!(count > 40, "{count} dependencies");
+}
+
 #[test]
 fn only_runtime_is_unsafe() {
     for file in CRATES.into_iter().filter(|krate| *krate != "runtime").flat_map(sources) {

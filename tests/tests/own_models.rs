@@ -183,6 +183,7 @@ fn losses(loss: Loss, cluster: &str, pins: &str) -> Vec<f64> {
     let compiled = compiled(loss, cluster, pins).unwrap_or_else(|error| panic!("{pins}: {error}"));
     let choice = &compiled.plan().choice;
     assert!(pins.split(',').all(|pin| choice.contains(pin)), "{pins} gave {choice}");
+    assert_eq!(Compiled::other_model(compiled.plan(), &compiled.model), None, "{pins}");
     let learning_rate = LearningRate { rate: 1e-2, min_rate: 0.0, warmup: 0, decay: Decay::Constant, steps: 3 };
     let mut trainer = compiled.start(&FromInitialisers, TrainOptions { learning_rate, seed: 1 }).unwrap();
     (0..3).map(|_| trainer.step(inputs(&compiled.model)).unwrap().loss).collect()

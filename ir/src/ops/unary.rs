@@ -112,6 +112,22 @@ pub struct Affine {
     pub offset: f64,
 }
 
+impl Affine {
+    /// This function of floats after another as one, if that is the same but for the rounding of each: of offsets with
+    /// opposite signs it is not, since what is added and taken away again rounds what it is added to, nor where a float32
+    /// does not hold the factor.
+    pub fn after(&self, inner: &Self) -> Option<Self> {
+        let both = Self { scale: self.scale * inner.scale, offset: self.scale * inner.offset + self.offset };
+        let is_same = Self::is_factor(both.scale) && self.scale * inner.offset * self.offset >= 0.0;
+        is_same.then_some(both)
+    }
+
+    /// Whether a float32 holds a factor as it is: it is not infinite there, nor zero if it was not.
+    pub fn is_factor(scale: f64) -> bool {
+        scale == 0.0 || (scale as f32).is_normal()
+    }
+}
+
 impl OpDef for Unary {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         arity(operands, 1)?;

@@ -204,10 +204,10 @@ impl Builder {
             }
             if let Op::Affine(inner) = b.op(x)
                 && ty.dtype.is_float()
+                && let Some(both) = (Affine { scale, offset }).after(inner)
             {
-                let (scale, offset) = (scale * inner.scale, scale * inner.offset + offset);
                 let y = b.operand(x, 0);
-                return b.affine(y, scale, offset);
+                return b.affine(y, both.scale, both.offset);
             }
             b.emit(Affine { scale, offset }, &[x], &[])
         })
@@ -307,7 +307,7 @@ impl Builder {
             (BinaryKind::Sub, Some(number), _) => (b, -1.0, number),
             (BinaryKind::Mul, Some(number), _) => (b, number, 0.0),
             (BinaryKind::Mul, _, Some(number)) => (a, number, 0.0),
-            (BinaryKind::Div, _, Some(number)) if float => (a, 1.0 / number, 0.0),
+            (BinaryKind::Div, _, Some(number)) if float && Affine::is_factor(1.0 / number) => (a, 1.0 / number, 0.0),
             (BinaryKind::Div, Some(number), _) if float => (self.unary(UnaryKind::Recip, b)?, number, 0.0),
             (BinaryKind::Div, _, _) if float => {
                 let root = self.strip(b);

@@ -1,7 +1,7 @@
 //! Removes nodes that do nothing, or that their neighbour can do.
 
 use super::{Fired, Report};
-use shardc_ir::ops::{Affine, BinaryKind, Broadcast, Constant, Matmul, OpError, Reshape, Transpose};
+use shardc_ir::ops::{BinaryKind, Broadcast, Constant, Matmul, OpError, Reshape, Transpose};
 use shardc_ir::{Graph, NodeId, Op, OpDef, ValueId};
 use std::collections::HashMap;
 
@@ -93,7 +93,7 @@ impl Site<'_> {
                 if !ty.dtype.is_float() {
                     return Ok(None);
                 }
-                let both = Affine { scale: op.scale * inner.scale, offset: op.scale * inner.offset + op.offset };
+                let Some(both) = op.after(inner) else { return Ok(None) };
                 let source = self.to.def(*x).operands[0];
                 done("affines", self.add(both, &[source], false)?)
             }

@@ -276,7 +276,7 @@ fn chosen(
         plan.search.stopped += "; what chunks hide is neither in the estimate nor in the bound";
     }
     plan.search.stopped += overlap::untried(&candidates[index], space);
-    casts::told(&plan.choice, &mut plan.search);
+    casts::told(&mut plan);
     plan.choice += &space.pins.unnamed();
     let step = if in_chunks { found.min(plan.prediction.step.0) } else { found };
     Ok(Chosen::Best { plan: Box::new(plan), step, left_out })

@@ -204,19 +204,22 @@ impl CudaRuntime {
             workers.push(spawn(program, choice, ordinal, shared.clone()));
         }
         let mut bytes = Bytes(0);
+        let mut errors = Vec::new();
         for (worker, device) in workers.iter().zip(devices) {
-            let load = |message| CudaError::Load { rank: worker.program.rank, device: *device, message };
-            match worker.answer() {
+            let failure = match worker.answer() {
                 Some(Answer::Bytes(Ok(taken))) => {
                     let taken = taken.try_into().map_or(0, u64::from_le_bytes);
                     bytes = bytes.max(Bytes(taken));
+                    continue;
                 }
-                Some(Answer::Bytes(Err(message))) => {
-                    watched.stop.store(true, Ordering::Relaxed);
-                    return Err(load(message));
-                }
-                _ => return Err(load("its thread ended".to_string())),
-            }
+                Some(Answer::Bytes(Err(message))) => message,
+                _ => "its thread ended".to_string(),
+            };
+            watched.stop.store(true, Ordering::Relaxed);
+            errors.push(((worker.program.rank, *device), failure));
+        }
+        if let Some(((rank, device), message)) = cause(errors) {
+            return Err(CudaError::Load { rank, device, message });
         }
         let probed = watched.clone();
         world.set_probe(Some(Box::new(move || probed.text())));
@@ -298,9 +301,7 @@ impl CudaRuntime {
             }
         }
         self.watched.set_task(None);
-        // The cause is the rank that did not merely end because another had.
-        errors.sort_by_key(|(_, message)| message == executor::OTHER_FAILED);
-        match errors.into_iter().next() {
+        match cause(errors) {
             Some((rank, message)) => Err(self.cause(rank, message)),
             None => Ok(done),
         }
@@ -331,6 +332,11 @@ impl CudaRuntime {
 
 /// How long a broken collective waits to hear that another rank is gone, which then is the cause.
 const SYMPTOM: Duration = Duration::from_secs(2);
+
+/// Of what ranks say that failed: the first that did not merely end because another had.
+fn cause<T>(errors: Vec<(T, Failure)>) -> Option<(T, Failure)> {
+    errors.into_iter().min_by_key(|(_, message)| message == executor::OTHER_FAILED)
+}
 
 fn failed(rank: u64, message: String) -> RuntimeError {
     RuntimeError::Rank { rank, at: "on its GPU".to_string(), message }

@@ -129,10 +129,11 @@ impl Communicator {
     /// Enqueues one collective on all parts, as one bucket.
     pub fn run(&self, collective: Collective, parts: &[Part], stream: CUstream) -> Result<(), Failure> {
         let _calling = self.calls.lock().map_err(|error| error.to_string())?;
-        let comm = self.valid()?;
+        self.valid()?;
         // SAFETY: no pointer is passed.
         check("group", unsafe { sys::ncclGroupStart() })?;
-        let each = parts.iter().try_for_each(|part| self.part(comm, collective, part, stream));
+        // Asked again for each: a call that came back because the communicator was given up is the last one.
+        let each = parts.iter().try_for_each(|part| self.part(self.valid()?, collective, part, stream));
         // SAFETY: as above.
         let end = check("group", unsafe { sys::ncclGroupEnd() });
         each.and(end)
@@ -208,8 +209,8 @@ impl Communicator {
         }
         let handle = self.handle.swap(std::ptr::null_mut(), Ordering::AcqRel);
         if !handle.is_null() {
-            // SAFETY: the communicator is valid, and no call starts on it any more. One that is stuck in
-            // it is what the library's own documentation lets this function end.
+            // SAFETY: the communicator is valid, and calls ask for it anew, so none starts on it any more but a peer's of one
+            // part. One that is stuck in it is what the library's own documentation lets this function end.
             let _ = unsafe { sys::ncclCommAbort(handle) };
         }
     }

@@ -26,6 +26,7 @@ mod search;
 use super::cache::Cache;
 use super::cudnn;
 use super::device::{Device, Failure};
+use super::executor::OTHER_FAILED;
 use super::gather::gather;
 use super::gemm;
 use crate::launch::World;
@@ -171,7 +172,7 @@ impl<A: Kept> Tuning<A> {
 
     fn give_up(&self) {
         let mut chosen = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
-        chosen.get_or_insert_with(|| Err("another rank could not start".to_string()));
+        chosen.get_or_insert_with(|| Err(OTHER_FAILED.to_string()));
         self.done.notify_all();
     }
 

@@ -2,7 +2,7 @@
 
 use super::agreement::Agreement;
 use super::device::{self, Device, Failure};
-use super::executor::{Chosen, MESSAGES, Making, Rank};
+use super::executor::{Chosen, MESSAGES, Making, OTHER_FAILED, Rank};
 use super::nccl::{Communicator, Meeting};
 use super::tune::Tunings;
 use super::watch::{self, Watched};
@@ -156,7 +156,7 @@ fn start(program: Arc<Program>, chosen: Chosen, ordinal: usize, shared: &Shared)
     shared.started.wait();
     let mut device = device?;
     if shared.watched.stop.load(Ordering::Relaxed) {
-        return Err("another rank could not start".to_string());
+        return Err(OTHER_FAILED.to_string());
     }
     let mut communicators = HashMap::new();
     for ((stream, group), meeting) in &shared.meetings {

@@ -8,13 +8,12 @@
 
 use super::build::{Confirm, build};
 use super::fitted::again;
-use crate::keep_casts::Casts;
+use crate::keep_casts::{Casts, are_kept};
 use crate::search::candidate::{Candidate, is_long};
 use crate::search::choice::pins::Pins;
 use crate::search::error::PlanError;
 use crate::search::space::Space;
 use shardc_ir::feature::unlowered;
-use shardc_ir::plan::Search;
 use shardc_ir::{Graph, Node, Op, Plan, ValueId};
 use std::cell::Cell;
 
@@ -130,8 +129,8 @@ pub(in crate::search) fn faster(
 }
 
 /// What a search tells of the casts that its plan keeps.
-pub(in crate::search) fn told(choice: &str, search: &mut Search) {
-    if choice.ends_with(&format!(",{CHOICE}=1")) {
-        search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
+pub(in crate::search) fn told(plan: &mut Plan) {
+    if are_kept(&plan.graph) {
+        plan.search.stopped += "; estimate and bound are those of plans that cast parameters in every step";
     }
 }
