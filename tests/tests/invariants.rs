@@ -57,7 +57,8 @@ fn dependencies(krate: &str) -> Vec<String> {
     let manifest = fs::read_to_string(root().join(krate).join("Cargo.toml")).unwrap();
     let lines = manifest.lines().skip_while(|line| *line != "[dependencies]");
     let lines = lines.take_while(|line| !line.starts_with("[[") && !line.starts_with("[features"));
-    let names = lines.filter(|line| !line.starts_with(['[', '#'])).filter_map(|line| line.split(['.', ' ', '=']).next());
+    let names =
+        lines.filter(|line| !line.starts_with(['[', '#'])).filter_map(|line| line.split(['.', ' ', '=']).next());
     names.filter(|name| !name.is_empty()).map(String::from).collect()
 }
 

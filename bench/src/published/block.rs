@@ -6,11 +6,11 @@
 
 use super::decoder::Decoder;
 use super::parts::Times;
+use super::step::Layer;
 use shardc_ir::ops::{Matmul, Op};
 use shardc_ir::{DType, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::cost::collective::{self, Collective, Group};
-use shardc_passes::cost::step::Layer;
 use shardc_passes::cost::{Library, Machine, Pass};
 
 /// What of a layer's forward pass is computed again.

@@ -8,10 +8,10 @@
 
 use super::block::Again;
 use super::decoder::Decoder;
+use super::pipeline;
 use super::predict::{Degrees, Evaluator};
 use super::system::System;
 use shardc_passes::cost::library::Attention;
-use shardc_passes::cost::pipeline;
 
 /// Bytes per key of the whole sequence, and per value beside it, where each rank gathers both in 16 bits.
 const KEYS_FORWARD: f64 = 4.0;

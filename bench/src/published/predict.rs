@@ -4,12 +4,12 @@ use super::block::{Again, Block, Shape, group};
 use super::contradiction::contradiction;
 use super::decoder::Decoder;
 use super::memory;
+use super::pipeline::Schedule;
 use super::rows::Row;
+use super::step::{Step, Work};
 use super::system::{self, Habit, System};
 use super::words;
 use shardc_passes::cluster::Cluster;
-use shardc_passes::cost::pipeline::Schedule;
-use shardc_passes::cost::step::{Step, Work};
 use std::collections::HashMap;
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! What a source's words for its precision, ZeRO stage and recomputation mean.
 
 use super::block::Again;
-use shardc_passes::cost::pipeline::Schedule;
+use super::pipeline::Schedule;
 
 /// Whether products run in 8 bits, by what the source calls its precision.
 ///

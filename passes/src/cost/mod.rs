@@ -1,4 +1,5 @@
-//! The cost model: how long operations, collectives, pipelines and whole steps take, in seconds.
+//! The cost model: how long operations and collectives take, in seconds. What follows for a step is for the search
+//! ([`estimate`](crate::search)) and the simulation of programs ([`simulate`](crate::simulate)) to say.
 //!
 //! * [`node`]: one operation on one device, by its *local* shapes: a product by tiles, waves and
 //!   depth ([`matmul`]), a convolution as the product that it is ([`convolution`]), attention by the generation of its
@@ -6,9 +7,7 @@
 //! * [`collective`]: a start, hops and bytes over the slowest link of a group;
 //! * [`host`]: what lies on the host or its disks, and the host's update;
 //! * [`ring`]: attention whose keys and values go round the ranks;
-//! * [`overlap`]: what communication and the host cost beside computation;
-//! * [`pipeline`]: the bubble of each schedule;
-//! * [`step`]: a whole step of equal layers, out of the parts above.
+//! * [`overlap`]: what communication costs beside computation.
 //!
 //! Figures of devices and links come from the cluster's [`Profile`](crate::cluster::Profile), those
 //! of the software from its [`Library`]. How far the model is from published measurements of other
@@ -23,9 +22,7 @@ pub mod machine;
 pub mod matmul;
 pub mod node;
 pub mod overlap;
-pub mod pipeline;
 pub mod ring;
-pub mod step;
 
 pub use library::Library;
 pub use machine::Machine;

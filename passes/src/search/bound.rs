@@ -15,7 +15,7 @@ pub(crate) mod sharing;
 pub mod stages;
 
 use crate::cost::collective::Group;
-use crate::cost::step;
+use crate::cost::overlap::spread;
 use crate::search::estimate::turns::{beside_kernels, is_in_pass};
 use crate::shard::coupled::coupled;
 use crate::shard::family::open_axes;
@@ -188,7 +188,7 @@ impl Found {
 /// Stages work beside each other at best, and the slowest takes at least what they take on average; all ranks wait
 /// for the slowest.
 pub(super) fn scaled(placed: &Placed<'_>, seconds: f64) -> f64 {
-    seconds / placed.mesh.degree("pp") as f64 * step::spread(placed.cluster.ranks())
+    seconds / placed.mesh.degree("pp") as f64 * spread(placed.cluster.ranks())
 }
 
 /// Seconds of a step that show at the least of what the ranks that divide the batch exchange within the passes of microbatches:

@@ -39,7 +39,7 @@ use super::space::{Point, Space};
 use super::visit::Visited;
 use super::work::Work;
 use crate::cluster::Cluster;
-use crate::cost::step::spread;
+use crate::cost::overlap::spread;
 use crate::pipeline::order::Lengths;
 use crate::shard::family::copy_axes;
 use crate::shard::objective::Prices;

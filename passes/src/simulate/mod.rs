@@ -22,7 +22,7 @@ mod ranks;
 mod tests;
 
 use crate::cluster::Cluster;
-use crate::cost::step;
+use crate::cost::overlap::spread;
 use crate::threads;
 use engine::Engine;
 use kinds::Kinds;
@@ -222,7 +222,7 @@ fn simulate_outlines(
     // All wait for the slowest of many ranks, even where none is known to be slow.
     let brought = |rank: &Rank| outlines[rank.program].brought(rank.kind);
     let end = ranks.iter().map(|rank| rank.finish().max(brought(rank))).fold(0.0, f64::max);
-    let step = Seconds(end * step::spread(count));
+    let step = Seconds(end * spread(count));
     Ok(Simulated { step, ranks, class_of: folded.class_of })
 }
 

@@ -5,7 +5,7 @@
 
 use super::sharing::{Collectives, Filling, Sharing};
 use super::{PRICES, Relaxed, TELLING, of_way, scaled};
-use crate::cost::step;
+use crate::cost::overlap::spread;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::Mesh;
 
@@ -108,7 +108,7 @@ impl Order {
     /// What no order of this kind avoids in a step of so many seconds at the most.
     fn filling(self, placed: &Placed<'_>, limit: f64) -> Filling {
         let (microbatches, others) = (placed.microbatches as f64, placed.mesh.degree("pp") as f64 - 1.0);
-        let rate = microbatches * step::spread(placed.cluster.ranks()) / limit;
+        let rate = microbatches * spread(placed.cluster.ranks()) / limit;
         Filling { share: self.waits * others / microbatches, rate, splits_backward: self.splits_backward }
     }
 

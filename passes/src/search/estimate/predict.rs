@@ -4,7 +4,8 @@ use super::beside::{BUCKET, Shown, Traffic};
 use super::liveness::Gradients;
 use super::recompute::Selected;
 use super::{Shape, Work};
-use crate::cost::{Machine, step};
+use crate::cost::Machine;
+use crate::cost::overlap::spread;
 use crate::search::choice::pins::Recompute;
 use crate::shard::tensor::Placed;
 use crate::threads::lock;
@@ -155,7 +156,7 @@ impl Shape<'_> {
         let (communication, shown) = (communication + once, shown + once);
         let feed = self.around.feed() * microbatches;
         let busy = matmul + memory_bound + shown + update + feed;
-        let step = busy.max(self.around.brought() * microbatches) * step::spread(cluster.ranks());
+        let step = busy.max(self.around.brought() * microbatches) * spread(cluster.ranks());
         Prediction {
             step: Seconds(step),
             matmul: Seconds(matmul),

@@ -4,7 +4,7 @@ use super::held::Held;
 use super::levels::Pace;
 use super::problem::{LONGEST, Part, Problem};
 use crate::cost::host::Shown;
-use crate::cost::step;
+use crate::cost::overlap::spread;
 use crate::pipeline::order::{Lengths, Pass};
 use crate::pipeline::timeline::{Durations, Link, finish};
 use crate::search::estimate::relief::Leaving;
@@ -45,7 +45,7 @@ impl Problem<'_> {
     ) -> Option<Prediction> {
         let (placed, microbatches) = (&self.tries.mesh.placed, self.tries.mesh.placed.microbatches);
         // What the whole model does outside of the loop falls to each stage by its share of the parameters.
-        let (most, spread) = (self.most(levels)?, step::spread(placed.cluster.ranks()));
+        let (most, spread) = (self.most(levels)?, spread(placed.cluster.ranks()));
         let once = |(stage, chunks): (usize, &Vec<Part>)| {
             let Pace { sums, whole } = self.pace(most, stage);
             let share = self.share(chunks);
@@ -156,7 +156,7 @@ impl Problem<'_> {
             (comes, returns) = (comes + forward, returns + backward);
             seconds
         };
-        (0..of.0.len()).map(seconds).fold(0.0, f64::max) * step::spread(placed.cluster.ranks())
+        (0..of.0.len()).map(seconds).fold(0.0, f64::max) * spread(placed.cluster.ranks())
     }
 
     /// Seconds of all microbatches, where passes take so much longer than their kernels, as far as it takes to see whether
@@ -223,7 +223,7 @@ impl Problem<'_> {
         let alone = self.run(ends, (stages, levels), &vec![[1.0; 2]; stages.len()], f64::INFINITY)?.seconds;
         let beside = self.run(ends, (stages, levels), &longer, f64::INFINITY)?.seconds;
         let gradients = shown.iter().map(|own| own.gradients).fold(0.0, f64::max);
-        let spread = step::spread(self.tries.mesh.placed.cluster.ranks());
+        let spread = spread(self.tries.mesh.placed.cluster.ranks());
         let updates = self.updates((stages, levels)).zip(leaving).zip(&shown);
         let update = updates.map(|((own, leaving), shown)| match leaving.updated > 0.0 {
             true => own * (1.0 - leaving.updated) + shown.update,

@@ -1,23 +1,19 @@
 //! The time of a step of equal layers: layers into stages, stages into a pipeline, gradients and
 //! parameters over the data ranks, the update.
 //!
-//! What one layer takes comes from its operations ([`Machine::seconds`](super::Machine::seconds))
+//! What one layer takes comes from its operations ([`Machine::seconds`])
 //! and its collectives; it depends on shapes and a few degrees only, so it is worth keeping. What is
 //! left for one plan is arithmetic: far less than a microsecond.
 
-use super::collective::{self, Collective, Group};
-use super::overlap;
 use super::pipeline::{Schedule, Stage, Stages};
-use super::{Library, Machine};
-use crate::cluster::Cluster;
+use shardc_passes::cluster::Cluster;
+use shardc_passes::cost::collective::{self, Collective, Group};
+use shardc_passes::cost::overlap::{self, spread};
+use shardc_passes::cost::{Library, Machine};
 
 /// Bytes that AdamW moves per parameter: weight, gradient and both moments are read, all but the
 /// gradient written, in f32, and a 16-bit copy of the weight.
-pub const UPDATE_BYTES: f64 = 30.0;
-
-/// What every doubling of the nodes adds to a step, as a share of it: the slowest of many waits
-/// for no one, all wait for it. Found with the figures of [`Library`], on 8 to 12,288 devices.
-const SPREAD: f64 = 0.007;
+const UPDATE_BYTES: f64 = 30.0;
 
 /// What one rank does for one layer and one microbatch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -54,7 +50,7 @@ impl Layer {
         // Ranks that wait for their hosts meet at collectives, and wait for the latest of them.
         let bound = if starts > 0.0 { (1.0 - device / starts).max(0.0) } else { 0.0 };
         let jitter = host.jitter * tensor * (self.tensor as f64 / 8.0).powi(4).min(1.0) * bound;
-        overlap::beside_host(device, starts) + waits + jitter
+        beside_host(device, starts) + waits + jitter
     }
 }
 
@@ -106,9 +102,17 @@ pub struct Step {
     pub parameters: f64,
 }
 
-/// By what factor the slowest of these ranks stretches a step.
-pub fn spread(ranks: u64) -> f64 {
-    1.0 + SPREAD * (ranks as f64 / 8.0).max(1.0).log2()
+/// Seconds for work that takes `device` seconds of the device and `host` seconds of the thread
+/// that starts its kernels. The two overlap, but not perfectly: the queue between them runs empty
+/// now and then. A norm between their sum (1) and their maximum (infinity); the order is fitted to
+/// the launch-bound runs of vTrain (Bang et al., 2024).
+fn beside_host(device: f64, host: f64) -> f64 {
+    const ORDER: f64 = 3.7;
+    if host <= 0.0 {
+        return device;
+    }
+    let (most, least) = (device.max(host), device.min(host));
+    most * (1.0 + (least / most).powf(ORDER)).powf(1.0 / ORDER)
 }
 
 impl Work<'_> {
@@ -127,7 +131,7 @@ impl Work<'_> {
         let library = self.library;
         let machine = Machine { device: &self.cluster.device, library };
         let layer = self.layer.seconds(library);
-        let ends = overlap::beside_host(self.ends, library.host.ends);
+        let ends = beside_host(self.ends, library.host.ends);
         let typical = self.stage_layers();
         let last = self.layers.saturating_sub((self.stages.max(1) - 1) * typical);
         let chunks = if let Schedule::Interleaved(chunks) = self.schedule { chunks as f64 } else { 1.0 };
@@ -263,5 +267,13 @@ mod tests {
         let ratio = loss(2, 4) / loss(4, 4);
         assert!((ratio - 9.0).abs() < 0.1, "{ratio}");
         assert!(loss(4, 4) > loss(4, 2));
+    }
+
+    #[test]
+    fn the_slower_of_device_and_host_decides() {
+        assert_eq!(beside_host(2.0, 0.0), 2.0);
+        assert!(beside_host(2.0, 0.2) < 2.01);
+        let tie = beside_host(1.0, 1.0);
+        assert!(tie > 1.1 && tie < 1.3);
     }
 }
