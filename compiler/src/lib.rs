@@ -34,6 +34,7 @@ pub mod profile;
 pub mod report;
 pub mod saved;
 mod start;
+pub mod steps;
 pub mod train;
 pub mod verify;
 

@@ -3,14 +3,17 @@
 use crate::compile::Compiled;
 use crate::error::Error;
 use crate::launch;
+use crate::metrics::StepMetrics;
 use crate::report;
+use crate::steps::Observer;
 use crate::train::{TrainOptions, Trainer, Weights, given_part};
 use shardc_ir::Op;
 use shardc_passes::cluster::Cluster;
 use shardc_passes::fold::leaf_name;
 use shardc_runtime::launch::{Launcher, Limits, World};
-use shardc_runtime::{CpuRuntime, CudaRuntime, Feeds, Runtime, RuntimeError, cuda};
+use shardc_runtime::{CpuRuntime, CudaRuntime, Feeds, Runtime, RuntimeError, Span, cuda};
 use std::fmt::Write;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -74,8 +77,8 @@ impl Compiled {
         })
     }
 
-    /// Trains: `batch` gives the tensors of each step (from 0), `observe` sees what it did and says
-    /// whether to go on. Where every rank is a process, rank 0 observes, and decides for all.
+    /// Trains: `batch` gives the tensors of each step (from 0), on a thread of its own while the step before runs; `observe`
+    /// sees what it did and says whether to go on. Where every rank is a process, rank 0 observes, and decides for all.
     ///
     /// # Errors
     /// As [`Compiled::start`] and [`Trainer::step`]; what `batch` says.
@@ -83,20 +86,15 @@ impl Compiled {
         &self,
         weights: &dyn Weights,
         options: TrainOptions,
-        mut batch: impl FnMut(u64) -> Result<Feeds, Error>,
-        mut observe: impl FnMut(&crate::metrics::StepMetrics) -> std::ops::ControlFlow<()>,
+        batch: impl FnMut(u64) -> Result<Feeds, Error> + Send,
+        observe: impl FnMut(&StepMetrics) -> ControlFlow<()>,
     ) -> Result<Trainer<'_>, Error> {
         let mut trainer = self.start(weights, options)?;
         let world = trainer.world().clone();
+        let mut observer = Lead { is_lead: world.is_lead(), observe };
         launch::reporting(&world, || {
-            for step in 0..options.learning_rate.steps {
-                let metrics = trainer.step(batch(step)?)?;
-                let is_enough = world.is_lead() && observe(&metrics).is_break();
-                if !trainer.goes_on(is_enough)? {
-                    break;
-                }
-            }
-            Ok(())
+            let ended = trainer.steps(options.learning_rate.steps, false, batch, &mut observer)?;
+            ended.unread.map_or(Ok(()), Err)
         })?;
         Ok(trainer)
     }
@@ -137,6 +135,18 @@ impl Compiled {
                 "train on cpu:N or cuda:N; a described cluster such as h100:8x16 is for planning",
             )),
         }
+    }
+}
+
+/// What the first rank observes.
+struct Lead<F> {
+    is_lead: bool,
+    observe: F,
+}
+
+impl<F: FnMut(&StepMetrics) -> ControlFlow<()>> Observer for Lead<F> {
+    fn saw(&mut self, step: StepMetrics, _spans: Vec<Span>) -> ControlFlow<()> {
+        if self.is_lead { (self.observe)(&step) } else { ControlFlow::Continue(()) }
     }
 }
 

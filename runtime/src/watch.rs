@@ -68,6 +68,9 @@ impl Watch {
                 | Op::Select(_)
                 | Op::Reshape(_)
                 | Op::Transpose(_)
+                | Op::Slice(_)
+                | Op::Concat(_)
+                | Op::Pad(_)
                 | Op::Cast(_)
         );
         match finding {
@@ -135,6 +138,7 @@ fn describe(program: &Program, id: BufferId) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardc_ir::ops::{Concat, Pad, Reshape, Select, Slice, Unary, UnaryKind};
 
     #[test]
     fn findings() {
@@ -148,5 +152,19 @@ mod tests {
         check(&[0.0, f32::NEG_INFINITY], Finding::Infinite);
         check(&[f32::INFINITY, f32::NAN, 1.0], Finding::Nan);
         check(&[], Finding::Finite);
+    }
+
+    /// An infinity that is moved comes from where it was made.
+    #[test]
+    fn infinities_of_masks_are_not_told() {
+        let watch = Watch::default();
+        let is_told = |op: Op| watch.is_new(Finding::Infinite, &op);
+        assert!(is_told(Unary { kind: UnaryKind::Exp }.into()));
+        let pad = Pad { low: vec![0], high: vec![1], value: f64::NEG_INFINITY };
+        let part = Slice { start: vec![0], limit: vec![1] };
+        for op in [Op::from(Concat { dim: 0 }), pad.into(), part.into(), Reshape {}.into(), Select {}.into()] {
+            assert!(!is_told(op.clone()), "{op:?}");
+            assert!(watch.is_new(Finding::Nan, &op), "{op:?}");
+        }
     }
 }

@@ -7,20 +7,21 @@ use super::{check_not_read, check_writable, is_same_file, print, print_json, req
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use shardc::data::formats::is_text;
-use shardc::data::{Data, DataError, StreamConfig, is_exact, open_batches, open_stream};
+use shardc::data::{Data, StreamConfig, is_exact, open_batches, open_stream};
 use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
+use shardc::steps::Observer;
 use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
+use shardc_runtime::Span;
 use shardc_runtime::launch::Place;
-use shardc_runtime::{Feeds, Span};
 use std::io::IsTerminal;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
 
 /// Steps that are left out of the median time: the first touch the memory.
 const WARM: usize = 1;
@@ -149,61 +150,13 @@ impl Run {
         Ok(Self { asked, is_timed, spans, bar, metrics, ended: None, is_lead, steps, is_stopped: false })
     }
 
-    /// Runs the steps that were asked for, or until all ranks agree to stop. While a step runs, the next one's batch is
-    /// read.
+    /// Runs the steps that were asked for, or until all ranks agree to stop.
     fn steps(&mut self, trainer: &mut Trainer<'_>, data: &Data, stop: &AtomicBool) -> Result<(), Error> {
-        let (asked, inputs) = (self.asked, &trainer.compiled().model.inputs);
-        std::thread::scope(|scope| {
-            let (read, batches) = sync_channel(0);
-            scope.spawn(move || {
-                for step in 0..asked {
-                    let batch = data.batch(step, inputs);
-                    let is_last = batch.is_err();
-                    if read.send(batch).is_err() || is_last {
-                        break;
-                    }
-                }
-            });
-            self.steps_on(trainer, &batches, stop)
-        })
-    }
-
-    fn steps_on(
-        &mut self,
-        trainer: &mut Trainer<'_>,
-        batches: &Receiver<Result<Feeds, DataError>>,
-        stop: &AtomicBool,
-    ) -> Result<(), Error> {
-        let mut next = None;
-        while (self.steps.len() as u64) < self.asked {
-            let is_last = self.steps.len() as u64 + 1 == self.asked;
-            let read = || batches.recv().map_err(|_| Error::Bug("the thread that reads batches has ended".to_string()));
-            let batch = next.take().map_or_else(read, Ok)?;
-            let batch = batch.map_err(|error| self.ended.get_or_insert(error.into())).ok();
-            // All ranks ask in the same place, so what one cannot read stops all of them before the step.
-            let goes_on = trainer.goes_on(stop.load(Ordering::Relaxed) || self.ended.is_some())?;
-            let Some(batch) = batch.filter(|_| goes_on) else {
-                self.is_stopped = true;
-                break;
-            };
-            next = if is_last { None } else { Some(read()?) };
-            // What is wrong with it is told in its turn.
-            if let Some(Ok(next)) = &next {
-                trainer.ahead(next);
-            }
-            let (step, spans) = match is_last && self.is_timed {
-                true => trainer.timed_step(batch)?,
-                false => (trainer.step(batch)?, Vec::new()),
-            };
-            self.spans = spans;
-            if self.is_lead {
-                show(&self.bar, &step, self.asked);
-            }
-            if let Some(file) = &mut self.metrics {
-                self.ended = file.write(&step).err();
-            }
-            self.steps.push(step);
-        }
+        let (asked, is_timed, inputs) = (self.asked, self.is_timed, &trainer.compiled().model.inputs);
+        let batch = |step| Ok(data.batch(step, inputs)?);
+        let ended = trainer.steps(asked, is_timed, batch, &mut Shown { run: self, stop })?;
+        self.is_stopped = ended.is_early;
+        self.ended = ended.unread.or(self.ended.take());
         Ok(())
     }
 
@@ -230,6 +183,29 @@ impl Run {
         }
         let program = programs.first().filter(|_| args.profile);
         Ok(program.map(|program| Profile::new(program, spans, &cluster.device)))
+    }
+}
+
+/// A run whose steps are shown, until the user asks to stop.
+struct Shown<'a> {
+    run: &'a mut Run,
+    stop: &'a AtomicBool,
+}
+
+impl Observer for Shown<'_> {
+    fn is_stopped(&mut self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn saw(&mut self, step: StepMetrics, spans: Vec<Span>) -> ControlFlow<()> {
+        let run = &mut *self.run;
+        if run.is_lead {
+            show(&run.bar, &step, run.asked);
+        }
+        run.ended = run.metrics.as_mut().and_then(|file| file.write(&step).err());
+        run.spans = spans;
+        run.steps.push(step);
+        if run.ended.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 
