@@ -20,11 +20,10 @@ use crate::pipeline;
 use crate::report;
 use crate::train::{TrainOptions, Weights};
 use serde::Serialize;
-use shardc_ir::ops::{BinaryKind, ReduceOp, UnaryKind};
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Space;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{DType, Graph, HostTensor, Node, Op, Pipeline, Plan, TensorType};
+use shardc_ir::{DType, Graph, HostTensor, Node, Op, OpDef, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
 use shardc_passes::random::mix;
@@ -301,20 +300,10 @@ fn first_alike(draws: u64, run: &dyn Fn(u64) -> Result<Vec<Distance>, Error>) ->
     Ok(nearest)
 }
 
-/// Whether a model's gradients, or numbers, jump where one passes zero or another: of a ReLU, a maximum, a choice, rounding.
+/// Whether a model's numbers or gradients jump somewhere.
 fn has_kinks(graph: &Graph) -> bool {
-    let is_kink = |node: &Node| match &node.op {
-        Op::MaxPool(_) | Op::TopK(_) => true,
-        Op::Compare(_) => graph.ty(node.operands[0]).dtype.is_float(),
-        Op::Reduce(reduce) => reduce.kind == ReduceOp::Max,
-        Op::Binary(binary) => matches!(binary.kind, BinaryKind::Max | BinaryKind::Min | BinaryKind::Rem),
-        Op::Unary(unary) => {
-            use UnaryKind::{Abs, Ceil, Floor, Relu, Round, Sign};
-            matches!(unary.kind, Abs | Ceil | Floor | Relu | Round | Sign)
-        }
-        _ => false,
-    };
-    graph.nodes().any(|(_, node)| is_kink(node))
+    let types = |node: &Node| node.operands.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<_>>();
+    graph.nodes().any(|(_, node)| node.op.has_kink(&types(node)))
 }
 
 /// How far a run is from that on one device.

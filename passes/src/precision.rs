@@ -19,7 +19,7 @@ use crate::cluster::{Cluster, Profile};
 use crate::error::{PassError, UserError};
 use crate::raise::LEAST;
 use serde::{Deserialize, Serialize};
-use shardc_ir::ops::{Binary, BinaryKind, Cast, Constant, OpError, ReduceOp, UnaryKind};
+use shardc_ir::ops::{Arithmetic, Binary, BinaryKind, Cast, Constant, OpError, ReduceOp, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
 use std::collections::HashMap;
 
@@ -130,41 +130,6 @@ fn reached(graph: &Graph) -> Vec<bool> {
     reached
 }
 
-/// In which element type an operation computes.
-enum Class {
-    /// In 16 bits, whatever its operands come in.
-    Narrow,
-    /// In f32, whatever its operands come in.
-    Wide,
-    /// In the widest element type of the operands that parameters reach.
-    Follow,
-    /// Operands as for `Follow`, the result in f32: the sum is rounded once.
-    Sum,
-    /// Each operand as it comes; the results by their own rule.
-    AsIs,
-}
-
-fn class(op: &Op, result: &TensorType) -> Class {
-    use UnaryKind::{Exp, Log, Log1p, Recip, Rsqrt, Sqrt};
-    match op {
-        Op::Matmul(_)
-        | Op::Convolution(_)
-        | Op::ConvolutionTranspose(_)
-        | Op::Attention(_)
-        | Op::RmsNorm(_)
-        | Op::LayerNorm(_)
-        | Op::Embedding(_)
-        | Op::Rotary(_)
-        | Op::Swiglu(_) => Class::Narrow,
-        Op::Unary(unary) if matches!(unary.kind, Exp | Log | Log1p | Recip | Rsqrt | Sqrt) => Class::Wide,
-        Op::Binary(binary) if binary.kind == BinaryKind::Pow => Class::Wide,
-        Op::CrossEntropy(_) | Op::SumSquares(_) | Op::Cast(_) => Class::AsIs,
-        Op::Reduce(_) if result.rank() == 0 => Class::AsIs,
-        Op::Reduce(reduce) if reduce.kind == ReduceOp::Sum => Class::Sum,
-        _ => Class::Follow,
-    }
-}
-
 struct Lowering<'a> {
     from: &'a Graph,
     /// The 16-bit type.
@@ -185,11 +150,11 @@ impl Lowering<'_> {
             return Ok(());
         }
         let result = self.from.ty(node.results[0]);
-        let dtype = match class(&node.op, result) {
-            Class::Narrow => Some(self.narrow),
-            Class::Wide => Some(DType::F32),
-            Class::Follow | Class::Sum => Some(self.followed(to, id, map)),
-            Class::AsIs => None,
+        let dtype = match node.op.arithmetic(result) {
+            Arithmetic::Narrow => Some(self.narrow),
+            Arithmetic::Wide => Some(DType::F32),
+            Arithmetic::Follow | Arithmetic::Sum => Some(self.followed(to, id, map)),
+            Arithmetic::AsIs => None,
         };
         let mut operands = Vec::new();
         for (index, operand) in node.operands.iter().enumerate() {

@@ -58,4 +58,12 @@ impl OpDef for Adamw {
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(15.0 * operands[0].elements() as f64)
     }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn may_repeat(&self) -> bool {
+        true
+    }
 }

@@ -18,8 +18,8 @@
 //! result is not defined.
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, expect_float, expect_shape, expect_start, expect_type, is_false, number,
-    single,
+    Arithmetic, Gradient, GradientError, Op, OpDef, Part, expect_float, expect_shape, expect_start, expect_type,
+    is_false, number, single,
 };
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
@@ -274,6 +274,10 @@ impl OpDef for Attention {
             gradient.add_many(AttentionGrad { causal, scale, lead, reversed, deterministic: false }, &read, &[])?;
         gradient.set_parts(&parts)?;
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }
 

@@ -1,6 +1,8 @@
 //! Elementwise functions of two operands of one type, and comparisons.
 
-use super::{Affine, Gradient, GradientError, OpDef, Select, Unary, UnaryKind, arity, elementwise_rule, same_type};
+use super::{
+    Affine, Arithmetic, Gradient, GradientError, OpDef, Select, Unary, UnaryKind, arity, elementwise_rule, same_type,
+};
 use crate::entity::ValueId;
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
@@ -136,6 +138,18 @@ impl OpDef for Binary {
         }
         Ok(())
     }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        if self.kind == BinaryKind::Pow { Arithmetic::Wide } else { Arithmetic::Follow }
+    }
+
+    fn has_kink(&self, _operands: &[TensorType]) -> bool {
+        matches!(self.kind, BinaryKind::Max | BinaryKind::Min | BinaryKind::Rem)
+    }
 }
 
 impl Binary {
@@ -207,5 +221,13 @@ impl OpDef for Compare {
     fn gradient(&self, _gradient: &mut Gradient<'_>) -> Result<(), GradientError> {
         // A step: the derivative is zero wherever it exists.
         Ok(())
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn has_kink(&self, operands: &[TensorType]) -> bool {
+        operands[0].dtype.is_float()
     }
 }

@@ -1,6 +1,6 @@
 //! Another element type.
 
-use super::{Gradient, GradientError, OpDef, arity, declared_one, elementwise_rule, expect_shape};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, declared_one, elementwise_rule, expect_shape};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use serde::{Deserialize, Serialize};
@@ -29,5 +29,17 @@ impl OpDef for Cast {
         let dx = gradient.cast(dy, dtype)?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn may_repeat(&self) -> bool {
+        true
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::AsIs
     }
 }

@@ -10,7 +10,7 @@
 //! `(b, y, x, g ci), (g co, kh, kw, ci) -> (b, oh, ow, g co) | sum ci, kh, kw`.
 
 use super::window::Window;
-use super::{Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_float, expect_shape};
+use super::{Arithmetic, Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_float, expect_shape};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -172,6 +172,10 @@ impl OpDef for Convolution {
         }
         Ok(())
     }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
+    }
 }
 
 impl OpDef for ConvolutionTranspose {
@@ -207,6 +211,10 @@ impl OpDef for ConvolutionTranspose {
             gradient.set(1, part);
         }
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }
 

@@ -6,8 +6,8 @@
 //! "Megatron-LM", 2019, section 3).
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_start, expect_type,
-    is_zero, single,
+    Arithmetic, Gradient, GradientError, Op, OpDef, Part, arity, dim_name, expect_float, expect_shape, expect_start,
+    expect_type, is_zero, single,
 };
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
@@ -89,6 +89,10 @@ impl OpDef for CrossEntropy {
         gradient.set(0, dlogits);
         Ok(())
     }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::AsIs
+    }
 }
 
 fn leading_and_vocabulary(rule: &mut FactorRule, logits: &TensorType) -> (Vec<usize>, usize) {
@@ -121,5 +125,9 @@ impl OpDef for CrossEntropyGrad {
     }
     fn localize(&self, operands: &[Part], _results: &[Part]) -> Option<Op> {
         Some(CrossEntropyGrad { start: self.start + operands[0].slice.last()?.0, ..self.clone() }.into())
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
     }
 }

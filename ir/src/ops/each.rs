@@ -20,11 +20,6 @@ pub struct Each {
 }
 
 impl Each {
-    /// Whether an operation may be repeated: one that is the same on every part of its tensors.
-    pub fn may_repeat(op: &Op) -> bool {
-        matches!(op, Op::Adamw(_) | Op::SumSquares(_) | Op::Cast(_))
-    }
-
     /// The operands, or the results, of each item.
     pub fn items<'a, T>(&self, all: &'a [T]) -> impl Iterator<Item = &'a [T]> {
         all.chunks(self.size_of(all.len()))
@@ -48,7 +43,7 @@ impl Each {
 
 impl OpDef for Each {
     fn infer(&self, operands: &[TensorType], declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
-        if !Self::may_repeat(&self.op) {
+        if !self.op.may_repeat() {
             return Err(format!("repeats no `{}`", self.op.name()));
         }
         if self.count == 0 || operands.is_empty() || !operands.len().is_multiple_of(self.count) {
@@ -90,5 +85,9 @@ impl OpDef for Each {
 
     fn bytes(&self, operands: &[TensorType], results: &[TensorType]) -> Bytes {
         self.items(operands).zip(self.items(results)).map(|(operands, results)| self.op.bytes(operands, results)).sum()
+    }
+
+    fn may_overwrite(&self, operand: usize) -> bool {
+        self.op.may_overwrite(operand)
     }
 }

@@ -1,7 +1,8 @@
 //! Rows of a table, and the gradient of the table.
 
 use super::{
-    Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, expect_start, expect_type, is_zero,
+    Arithmetic, Gradient, GradientError, Op, OpDef, Part, arity, declared_one, expect_shape, expect_start, expect_type,
+    is_zero,
 };
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
@@ -89,6 +90,10 @@ impl OpDef for Embedding {
         let dtable = gradient.add(EmbeddingGrad { start: self.start }, &[dy, ids], &[table])?;
         gradient.set(0, dtable);
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }
 

@@ -125,6 +125,11 @@ impl OpDef for Fused {
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(self.typed_steps(operands).map(|(step, of)| step.op.flops(&of, &step.results).0).sum())
     }
+
+    /// A product reads all of an operand before its result is whole.
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        !self.is_products()
+    }
 }
 
 #[cfg(test)]

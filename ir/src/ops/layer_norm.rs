@@ -1,7 +1,7 @@
 //! Layer normalization over the last dimension (Ba, Kiros and Hinton, 2016), and its derivative.
 
 use super::softmax::rows;
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -54,6 +54,10 @@ impl OpDef for LayerNorm {
         let parts = gradient.add_many(LayerNormGrad {}, &[dy, x, gamma, mean, rstd], &[])?;
         gradient.set_parts(&parts)?;
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }
 

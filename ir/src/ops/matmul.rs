@@ -4,7 +4,7 @@
 //! its weight, `bhsd,bhtd->bhst` attention scores. Every index is in at least two of the three
 //! tensors, once in each; its factor rule is the notation itself.
 
-use super::{Gradient, GradientError, OpDef, UnaryKind, arity, expect_float, expect_type, is_false};
+use super::{Arithmetic, Gradient, GradientError, OpDef, UnaryKind, arity, expect_float, expect_type, is_false};
 use crate::factor::{Dims, FactorRule};
 use crate::sharding::ReduceKind;
 use crate::types::TensorType;
@@ -261,5 +261,9 @@ impl OpDef for Matmul {
             }
         }
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }

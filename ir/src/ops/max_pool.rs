@@ -74,6 +74,10 @@ impl OpDef for MaxPool {
         gradient.set(0, dx);
         Ok(())
     }
+
+    fn has_kink(&self, _operands: &[TensorType]) -> bool {
+        true
+    }
 }
 
 impl OpDef for MaxPoolGrad {

@@ -3,10 +3,9 @@
 //!
 //! To add one: write its file, add it to the list at the end of this one, give it a kernel in each
 //! runtime and a golden test. What others ask of some operations by name has an answer for all others, which may be the
-//! wrong one for it: in which element type it computes (`passes/src/precision.rs`), whether it is a product
-//! (`passes/src/cost/node.rs`), whether it only rearranges a parameter (`is_weight` in [`gradient`], and
-//! `passes/src/shard/prepare.rs`, `search/estimate/copies.rs`, `quantize.rs`), whether it is a step of a region on GPUs
-//! (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`), whether its gradient jumps (`compiler/src/verify.rs`).
+//! wrong one for it: whether it is a product (`passes/src/cost/node.rs`), whether it only rearranges a parameter (`is_weight`
+//! in [`gradient`], and `passes/src/shard/prepare.rs`, `search/estimate/copies.rs`, `quantize.rs`), whether it is a step of a
+//! region on GPUs (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`).
 //!
 //! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local
 //! in a program; [`OpDef::localize`] turns one into the other.
@@ -170,6 +169,43 @@ pub trait OpDef {
     fn addend(&self, operands: usize) -> Option<usize> {
         (self.may_add() && operands > 2).then_some(2)
     }
+
+    /// Whether a result of the same shape and size may be written over this operand: no element of
+    /// the operand is read after the result's element in its place is written, of a rotation neither of a pair after one
+    /// of the pair is. By default the summand; a bias in its place has another shape.
+    fn may_overwrite(&self, operand: usize) -> bool {
+        self.may_add() && operand == 2
+    }
+
+    /// Whether one launch may do it to many tensors, each by itself ([`Each`]): it is the same on every part of them.
+    fn may_repeat(&self) -> bool {
+        false
+    }
+
+    /// In which element type it computes a first result of this type where a model is trained in 16 bits.
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Follow
+    }
+
+    /// Whether its result or its gradient jumps where a number passes another: a ReLU, a maximum, a choice, rounding.
+    fn has_kink(&self, _operands: &[TensorType]) -> bool {
+        false
+    }
+}
+
+/// In which element type an operation computes where a model is trained in 16 bits (mixed precision).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// In 16 bits, whatever its operands come in.
+    Narrow,
+    /// In f32, whatever its operands come in.
+    Wide,
+    /// In the widest element type of the operands that parameters reach.
+    Follow,
+    /// Operands as for `Follow`, the result in f32: the sum is rounded once.
+    Sum,
+    /// Each operand as it comes; the results by their own rule.
+    AsIs,
 }
 
 macro_rules! ops {
@@ -341,31 +377,6 @@ impl Op {
         }
     }
 
-    /// Whether a result of the same shape and size may be written over this operand: no element of
-    /// the operand is read after the result's element in its place is written, of a rotation neither of a pair after one
-    /// of the pair is.
-    pub fn may_overwrite(&self, operand: usize) -> bool {
-        match self.single() {
-            // The summand; a bias in its place has another shape.
-            op if op.may_add() => operand == 2,
-            Op::Unary(_)
-            | Op::UnaryGrad(_)
-            | Op::Affine(_)
-            | Op::Binary(_)
-            | Op::Compare(_)
-            | Op::Select(_)
-            | Op::Cast(_)
-            | Op::Swiglu(_)
-            | Op::SwigluGrad(_)
-            | Op::CrossEntropyGrad(_)
-            | Op::Adamw(_) => true,
-            Op::Rotary(_) => operand == 0,
-            // A product reads all of an operand before its result is whole.
-            Op::Fused(region) => !region.is_products(),
-            _ => false,
-        }
-    }
-
     /// The name in the text form: the variant's, or the function's for elementwise families
     /// (`exp`, `add`, `lt`, `gelu_grad`).
     pub fn name(&self) -> &'static str {
@@ -441,6 +452,18 @@ impl OpDef for Op {
     }
     fn counts(&self, dim: usize, operands: usize) -> bool {
         self.def().counts(dim, operands)
+    }
+    fn may_overwrite(&self, operand: usize) -> bool {
+        self.def().may_overwrite(operand)
+    }
+    fn may_repeat(&self) -> bool {
+        self.def().may_repeat()
+    }
+    fn arithmetic(&self, result: &TensorType) -> Arithmetic {
+        self.def().arithmetic(result)
+    }
+    fn has_kink(&self, operands: &[TensorType]) -> bool {
+        self.def().has_kink(operands)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reductions over dimensions.
 
-use super::{BinaryKind, Compare, CompareKind, Gradient, GradientError, OpDef, arity, dim_name};
+use super::{Arithmetic, BinaryKind, Compare, CompareKind, Gradient, GradientError, OpDef, arity, dim_name};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -99,5 +99,17 @@ impl OpDef for Reduce {
         let dx = gradient.binary(BinaryKind::Mul, largest, share)?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn arithmetic(&self, result: &TensorType) -> Arithmetic {
+        match self.kind {
+            _ if result.rank() == 0 => Arithmetic::AsIs,
+            ReduceOp::Sum => Arithmetic::Sum,
+            _ => Arithmetic::Follow,
+        }
+    }
+
+    fn has_kink(&self, _operands: &[TensorType]) -> bool {
+        self.kind == ReduceOp::Max
     }
 }

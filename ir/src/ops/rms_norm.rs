@@ -2,7 +2,7 @@
 //! derivative.
 
 use super::softmax::rows;
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -51,6 +51,10 @@ impl OpDef for RmsNorm {
         let parts = gradient.add_many(RmsNormGrad {}, &[dy, x, gamma, rstd], &[])?;
         gradient.set_parts(&parts)?;
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }
 

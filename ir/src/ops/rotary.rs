@@ -1,6 +1,8 @@
 //! Rotary position embedding (Su et al., "RoFormer", 2021), in the half-split form of Llama.
 
-use super::{Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, is_false, single};
+use super::{
+    Arithmetic, Gradient, GradientError, OpDef, arity, expect_float, expect_shape, expect_type, is_false, single,
+};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -51,5 +53,13 @@ impl OpDef for Rotary {
         let dx = gradient.add(Rotary { inverse: !self.inverse }, &[dy, cos, sin], &[])?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn may_overwrite(&self, operand: usize) -> bool {
+        operand == 0
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
     }
 }

@@ -33,4 +33,8 @@ impl OpDef for Select {
         }
         Ok(())
     }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
 }

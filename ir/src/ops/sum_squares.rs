@@ -1,6 +1,6 @@
 //! The sum of the squares of all elements: a term of the global gradient norm.
 
-use super::{BinaryKind, Gradient, GradientError, OpDef, arity, dim_name, expect_float, single};
+use super::{Arithmetic, BinaryKind, Gradient, GradientError, OpDef, arity, dim_name, expect_float, single};
 use crate::factor::FactorRule;
 use crate::sharding::ReduceKind;
 use crate::types::{DType, TensorType};
@@ -35,5 +35,13 @@ impl OpDef for SumSquares {
         let dx = gradient.binary(BinaryKind::Mul, x, twice)?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn may_repeat(&self) -> bool {
+        true
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::AsIs
     }
 }

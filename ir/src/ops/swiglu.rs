@@ -1,6 +1,6 @@
 //! SwiGLU's product (Shazeer, "GLU variants improve transformer", 2020), and its derivative.
 
-use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, same_type};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, same_type};
 use crate::factor::FactorRule;
 use crate::types::TensorType;
 use crate::units::Flops;
@@ -33,6 +33,14 @@ impl OpDef for Swiglu {
         gradient.set_parts(&parts)?;
         Ok(())
     }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Narrow
+    }
 }
 
 impl OpDef for SwigluGrad {
@@ -46,5 +54,9 @@ impl OpDef for SwigluGrad {
     }
     fn flops(&self, operands: &[TensorType], _results: &[TensorType]) -> Flops {
         Flops(10.0 * operands[0].elements() as f64)
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
     }
 }

@@ -1,6 +1,6 @@
 //! Elementwise functions of one operand, their derivatives, and `scale * x + offset`.
 
-use super::{Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, number, same_type};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, elementwise_rule, expect_float, number, same_type};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -163,6 +163,21 @@ impl OpDef for Unary {
         }
         Ok(())
     }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        use UnaryKind::{Exp, Log, Log1p, Recip, Rsqrt, Sqrt};
+        let is_wide = matches!(self.kind, Exp | Log | Log1p | Recip | Rsqrt | Sqrt);
+        if is_wide { Arithmetic::Wide } else { Arithmetic::Follow }
+    }
+
+    fn has_kink(&self, _operands: &[TensorType]) -> bool {
+        use UnaryKind::{Abs, Ceil, Floor, Relu, Round, Sign};
+        matches!(self.kind, Abs | Ceil | Floor | Relu | Round | Sign)
+    }
 }
 
 impl OpDef for UnaryGrad {
@@ -174,6 +189,10 @@ impl OpDef for UnaryGrad {
     }
     fn rule(&self, operands: &[TensorType], results: &[TensorType]) -> FactorRule {
         elementwise_rule(operands, results, vec![vec![0]])
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
     }
 }
 
@@ -196,5 +215,9 @@ impl OpDef for Affine {
         let dx = gradient.scale(dy, self.scale)?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn may_overwrite(&self, _operand: usize) -> bool {
+        true
     }
 }

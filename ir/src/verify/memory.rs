@@ -2,7 +2,8 @@
 
 use crate::diagnostic::Diagnostics;
 use crate::entity::{BufferId, SectionId};
-use crate::ops::Op;
+use crate::ops::{Op, OpDef};
+
 use crate::plan::Space;
 use crate::program::{Action, Buffer, Instruction, Program, Stream};
 use crate::view::is_view;

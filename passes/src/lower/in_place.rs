@@ -8,7 +8,7 @@
 //!   add to a summand.
 
 use super::draft::{Draft, StorageId};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::BTreeSet;

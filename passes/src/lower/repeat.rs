@@ -10,7 +10,7 @@
 
 use super::draft::{Draft, Hint, Item, StorageId};
 use shardc_ir::BufferId;
-use shardc_ir::ops::{Each, Op};
+use shardc_ir::ops::{Each, Op, OpDef};
 use shardc_ir::program::{Action, Stream};
 use std::collections::BTreeSet;
 
@@ -111,7 +111,7 @@ fn repeatable(draft: &Draft, item: &Item) -> Option<Op> {
     let is_small = instruction.operands.iter().all(|id| draft.buffers[*id].ty.bytes().0 <= largest(op));
     let is_local = instruction.stream == Stream::Compute && item.hint == Hint::None;
     // Casts are early, these are late.
-    let is_late = !matches!(op, Op::Cast(_)) && Each::may_repeat(op);
+    let is_late = !matches!(op, Op::Cast(_)) && op.may_repeat();
     (is_small && is_local && is_late).then(|| op.clone())
 }
 

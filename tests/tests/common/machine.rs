@@ -7,7 +7,7 @@
 //!   where it is made for that.
 //! * Collectives and messages wait for all who take part; who waits in vain is an error.
 
-use shardc_ir::ops::{Binary, BinaryKind, Cast};
+use shardc_ir::ops::{Binary, BinaryKind, Cast, OpDef};
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Buffer, Instruction, Slot};
 use shardc_ir::view::is_view;
