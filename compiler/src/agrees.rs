@@ -1,6 +1,11 @@
-//! Whether what a plan says of itself agrees with what it is: its request and its choice with its graph and its
-//! mesh. A plan file's hash guards against damage, not against words that were wrong when it was written; a plan that
-//! was edited as text has no hash.
+//! Whether what a plan says of itself agrees with what it is: its request and its choice with its graph and its mesh. A
+//! plan file's hash guards against damage, not against words that were wrong when it was written; a plan that was
+//! edited as text has no hash.
+//!
+//! What the plan's graph computes is compared with the model's step, value by value ([`same`](shardc_passes::same)).
+//! For that the passes of [`pipeline`] make the step anew; its head is cut as the plan says, and casts that the plan
+//! keeps are made again in its graph. Of blocks in chunks that overlap, the elements and terms that chunks hold are
+//! compared ([`chunks`]).
 
 use crate::compile::Trace;
 use crate::error::Error;

@@ -1,10 +1,12 @@
 //! The training loop: parameters in, steps, parameters out.
 //!
-//! A [`Trainer`] holds one run: a runtime whose slots hold the parameters and the optimizer state.
-//! Parameters are made shard by shard, so no rank ever holds one that is not its own.
+//! A [`Trainer`] holds one run: a runtime whose slots hold the parameters and the optimizer state. Parameters are made
+//! shard by shard, so no rank ever holds one that is not its own. While a step runs, the next batch can be read and
+//! handed over ([`Trainer::ahead`]).
 //!
-//! Where every rank is a process, each has a trainer for its own, and all make the same calls in the
-//! same order. What needs another rank's part goes through the run's store.
+//! Where every rank is a process, each has a trainer for its own, and all make the same calls in the same order. Ranks
+//! vote after each step whether to go on. What needs another rank's part goes through the run's store: rank 0 gathers
+//! parameters to save them, and the others hand them over ([`Trainer::on_lead`]).
 
 use crate::compile::Compiled;
 use crate::error::Error;

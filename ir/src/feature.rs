@@ -1,7 +1,8 @@
 //! What a plan may ask of a runtime beyond kernels and collectives that all ranks run alike.
 //!
-//! A plan may say more than every runtime can execute yet. A [`Target`] says which of these features
-//! it runs; the search opens the others only where it is asked to, and nothing that lacks one is started.
+//! A plan may say more than every runtime can execute. A [`Target`] says which of these features it runs. The search
+//! opens the others only where it is asked to, and nothing that lacks one is started. Lowering does something else in
+//! place of some features ([`Feature::instead`]); the programs of such a plan say nothing of its memory and time.
 
 use crate::entity::NodeId;
 use crate::factor::{Factor, FactorKind};

@@ -1,15 +1,18 @@
 //! How a value lies over the mesh, and what a node does with each axis.
 //!
-//! A [`Sharding`] lists, per dimension, the axes that divide it (outermost first), and the axes
-//! over which the value is a *partial* result: each coordinate holds one term, and the value is
-//! their reduction. An axis that appears nowhere holds copies.
+//! A [`Sharding`] lists, per dimension, the axes that divide it (outermost first), and the axes over which the value is
+//! *partial*: each coordinate holds one term, and the value is their reduction. An axis that appears nowhere holds
+//! copies.
 //!
-//! Every shard of a value has one shape. Where an axis of a dimension does not divide what the axes outside of it leave,
-//! it and those inside of it divide that together: the parts are as long as the first ([`cuts`]), and the last ones end
-//! with zeros that are no elements of the value. Of a partial value, each term does.
+//! **Uneven parts.** Every shard of a value has one shape. An axis may not divide what the axes outside of it leave of
+//! a dimension. Then it and the axes inside of it divide that together: every part is as long as the first ([`cuts`]),
+//! and the last parts end with zeros that are no elements of the value. The same holds for each term of a partial
+//! value. Factor rules say which operations may have such parts ([`FactorRule::fills`](crate::FactorRule::fills)):
+//! parameters, states, their casts, updates and norms. Everything else reads whole values. So ZeRO stores a parameter
+//! over any number of ranks, 3 as well as 24. Slots, files and the interfaces of programs know the value alone, without
+//! the zeros.
 //!
-//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; there are more elements than zeros. Which operations may have such parts, their factor rules say
-//! ([`FactorRule::fills`](crate::FactorRule::fills)).
+//! Invariants (checked by [`Sharding::check`]): an axis appears at most once; there are more elements than zeros.
 
 use crate::mesh::{AxisId, AxisSet, Mesh};
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,9 @@
-//! What lowering and the search ask of the machine that will run a program.
+//! What lowering and the search ask of the machine that will run a program: the scratch memory of each instruction,
+//! which is a buffer of the program like any other; which *regions* of operations it runs as one kernel; which features
+//! it runs.
 //!
-//! A runtime answers for its own kernels, without a device: so a plan for a cluster that is not here
-//! counts the same bytes as one that is about to run.
+//! A runtime answers for its own kernels, without a device. So a plan for a cluster that is not here counts the same
+//! bytes as one that is about to run.
 
 use crate::feature::Feature;
 use crate::ops::{Fused, Op};

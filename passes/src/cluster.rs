@@ -1,14 +1,15 @@
 //! The cluster: which devices there are, how they are linked, and how fast each thing is.
 //!
-//! A cluster is `nodes` equal hosts of `per_node` equal devices; its nodes may stand in racks and pods
-//! ([`Level`]) whose links to each other are slower. Everything the cost model needs is
-//! in the device's [`Profile`], a JSON file in which each figure stands with its source. Forms that
-//! a user may write:
+//! A cluster is `nodes` equal hosts of `per_node` equal devices; its nodes may stand in racks and pods ([`Level`])
+//! whose links to each other are slower. Everything the cost model needs is in the device's [`Profile`], a JSON file in
+//! which each figure stands with its source. Of a device on which this project's runtime was measured, the profile says
+//! what this runtime reaches; what other software reaches there is in `bench/src/published/devices.json`. Forms that a
+//! user may write:
 //!
 //! * `cpu:4`, `cuda:2`: ranks of this host (the caller says which profile its GPUs have);
 //! * `h100:8x16`: 8 devices per node times 16 nodes, of a shipped profile;
-//! * a TOML file that names a profile and replaces any of its figures, adds levels, or names several kinds
-//!   of nodes ([`Cluster::from_toml`]).
+//! * a TOML file that names a profile and replaces any of its figures, adds levels, or names several kinds of nodes
+//!   ([`Cluster::from_toml`]).
 
 mod check;
 mod file;

@@ -1,8 +1,14 @@
 //! Casts of parameters that are kept from step to step.
 //!
 //! A step in 16 bits begins with a cast of every parameter: 4 bytes read and 2 written per element, of what the step
-//! before had in registers when it updated the parameter. Here that update makes the cast as well, and the cast is
-//! stored beside the parameter: 2 bytes per element written, for 2 bytes of memory that live longer than the step.
+//! before had in registers when it updated the parameter. Here that update makes the cast as well, as a fourth result,
+//! and the cast is a state that is stored beside the parameter: 2 bytes per element written, for 2 bytes of memory that
+//! live longer than the step. The search applies this to the plan that it found, where its programs are faster for it
+//! and fit ([`casts`](crate::search)).
+//!
+//! That the state is the parameter's cast before every step follows by induction. The runtime makes the cast whenever
+//! the parameter is written. The graph's verifier demands that what replaces the cast is the cast of what replaces the
+//! parameter, and the plan's verifier that both lie alike.
 //!
 //! Invariants: nodes stay what and where they are, but for casts, which become leaves, and updates, which get one more
 //! result; a kept cast lies as its parameter does, so that a rank makes it from its own part.

@@ -1,14 +1,21 @@
-//! Makes the products of linear layers products of 8-bit floats.
+//! Makes the products of linear layers products of 8-bit floats. Runs for fp8 alone.
 //!
-//! A linear layer is a product of an activation with leading dimensions and a matrix that is made of one
-//! parameter. It and the two products of its derivative read three tensors, each of which is quantised once:
-//! activation and weight in e4m3, the cotangent in e5m2, whose range is larger (Micikevicius et al., "FP8 formats for
-//! deep learning", 2022, section 3.1). A weight has one scale, an activation or cotangent one per sample.
+//! A linear layer is a product of an activation with leading dimensions and a matrix that is made of one parameter. It
+//! and the two products of its derivative read three tensors, each of which is quantised once: activation and weight in
+//! e4m3, the cotangent in e5m2, whose range is larger (Micikevicius et al., "FP8 formats for deep learning", 2022,
+//! section 3.1). A weight has one scale, an activation or cotangent one per sample; scales are values of the graph like
+//! any other.
 //!
-//! * Products whose sizes are no multiples of [`SIDE`] stay as they are, and so does the one that makes the
-//!   logits: matrix units take no others, and a rounded logit costs most.
-//! * What the products read and make stays in the type it has; norms, attention and the residual stream do not
-//!   know of it. Gradients of weights are summed, and kept, in f32.
+//! * Quantising writes a tensor twice, as it is and with its last two dimensions exchanged, since matrix units for
+//!   8-bit floats want the summed index innermost in both operands ([`Quantize`]). Each pass reads the arrangement that
+//!   it needs.
+//! * A side of a matrix is two factors: groups of [`SIDE`] indices, and the index in a group, which no axis divides. So
+//!   every part that a plan makes is one that matrix units take.
+//! * Products whose sizes are no multiples of [`SIDE`] stay as they are, and so does the one that makes the logits:
+//!   matrix units take no others, and a rounded logit costs most.
+//! * What the products read and make stays in the type it has; norms, attention and the residual stream do not know of
+//!   it. Gradients of weights are summed, and kept, in f32.
+//! * With ZeRO a rank quantises its own parts of the weights first (`lower/order.rs`), and the codes are gathered.
 //! * The pass runs on the whole step, so that a backward product shares the quantised tensors of the forward one.
 
 use crate::error::PassError;

@@ -1,21 +1,21 @@
 //! The schedule: collectives merged into buckets, gathers of weights issued ahead.
 //!
-//! Lowering emits instructions in the order of the graph, each collective where its operand is
-//! ready (reductions) or needed (gathers). Here
+//! Lowering emits instructions in the order of the graph, each collective where its operand is ready (reductions) or
+//! needed (gathers). Collectives go over the wire in the order of issue. Here
 //!
-//! * the gathers of weights of one block become one instruction, issued when the block before begins
-//!   to use its own, so that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP",
-//!   2023, section 3.3.2), or with those of that block if it has little to hide them; a collective that kernels wait for
-//!   at once, there, goes first;
-//! * reductions for the optimizer wait for others until there are enough bytes for one collective
-//!   (the buckets of Li et al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a
-//!   bucket, or cut from it first, is added when some more have closed, so that kernels go on while buckets are
-//!   reduced;
-//! * a reduction is issued where its operand is made ([`mod@ready`]), as one with those of small values that are made
-//!   there as well; what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
+//! * the gathers of weights of one block become one instruction, issued when the block before begins to use its own, so
+//!   that it runs beside that block (the prefetch of Zhao et al., "PyTorch FSDP", 2023, section 3.3.2), or with those
+//!   of that block if it has little to hide them; a collective there that kernels wait for at once goes first;
+//! * reductions for the optimizer wait for others until there are enough bytes for one collective (the buckets of Li et
+//!   al., "PyTorch Distributed", 2020, section 3.2.3); what is added up from a bucket, or cut from it first, is added
+//!   when some more have closed, so that kernels go on while buckets are reduced;
+//! * a reduction is issued as soon as its operand is made ([`mod@ready`]), as one with those of small values that are
+//!   made there as well;
+//! * a collective that kernels wait for goes before buckets of gradients, which nothing waits for until the update;
+//! * what rearranges the result of a collective waits for its first reader ([`mod@sink`]).
 //!
-//! Invariants: an instruction never passes one that touches the same bytes, unless both only read;
-//! the result depends on nothing that differs between ranks.
+//! Invariants: an instruction never passes one that touches the same bytes, unless both only read; the result depends
+//! on nothing that differs between ranks.
 
 mod ready;
 mod sink;

@@ -1,11 +1,26 @@
 //! The search: one plan out of all, by seconds under the memory bound.
 //!
-//! What can be chosen ([`choice`]) makes the ways to divide the ranks ([`ways`]); each is a mesh on which tensor parallelism
-//! is solved on the folded graph ([`shard`](crate::shard)), exactly where that is small enough, unless a bound tells that
-//! it is not worth it (`bound`, `paces`, `visit`). ZeRO stages and recomputation are then arithmetic on its sums ([`estimate`]), of plans without
-//! stages (`whole`) as of pipelines ([`stages`]). Of the candidates (`enumerate`) the best are lowered, and the programs
-//! decide (`choose`); only the winner becomes an annotated plan. The order of candidates, and so the result, is
-//! deterministic. [`why`] asks the same functions what other choices would cost.
+//! What can be chosen ([`choice`]) makes the ways to divide the ranks ([`ways`]). Each is a mesh, on which tensor
+//! parallelism is solved on the folded graph ([`shard`](crate::shard)), exactly where that is small enough. A mesh is
+//! left out where a bound tells that it is not worth it. ZeRO stages and recomputation are then arithmetic on the sums
+//! of a mesh. The best candidates are lowered, and their programs decide; only the winner becomes an annotated plan.
+//! The order of candidates, and so the result, is deterministic.
+//!
+//! The modules stand in layers, each of which uses those before it:
+//!
+//! 1. [`choice`]: what can be chosen, in the words of pins;
+//! 2. [`estimate`]: the closed form, seconds and bytes of one candidate;
+//! 3. `bound`: lower bounds of all plans of a mesh;
+//! 4. [`ways`], `placed`, `paces`, `visit`: the ways to divide the ranks, meshes with their layouts, and what is known
+//!    of them;
+//! 5. `whole` and [`stages`]: plans without and with pipeline stages;
+//! 6. `enumerate`: all candidates;
+//! 7. `choose`: the choice among them by their programs;
+//! 8. `rounds`: plans of one stage, and pipelines.
+//!
+//! Three imports point up: `space` and `visit` name types and orders of `stages`, and `whole` asks `choose::overlap`
+//! whether layouts for chunks are worth finding. Beside the layers stand `away` (what lies away from the devices) and
+//! [`why`], which asks the same functions what other choices would cost.
 
 mod away;
 pub(crate) mod bound;

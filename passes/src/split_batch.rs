@@ -1,27 +1,32 @@
-//! Cuts the microbatch of every rank into chunks that go through the blocks beside each other, so that the
-//! collectives of one run while the kernels of another do.
+//! Cuts the microbatch of every rank into chunks that go through the blocks beside each other, so that the collectives
+//! of one run while the kernels of another do.
 //!
-//! With tensor parallelism a rank waits for a gather before a product and for a reduction behind one. No part of
-//! one sample needs another, so each node of a block that keeps the batch becomes one node per chunk; while what one
-//! chunk makes is on the wire, the kernels of the others run (Wang et al., "Domino: eliminating communication
-//! in LLM training via generic tensor slicing and overlapping", 2024, section 3). What the batch is summed over, the
-//! gradients of weights, reads the chunks joined: lowering puts them side by side, so that costs nothing.
+//! With tensor parallelism a rank waits for a gather before a product and for a reduction behind one. No part of one
+//! sample needs another, so each node of a block that keeps the batch becomes one node per chunk; while what one chunk
+//! makes is on the wire, the kernels of the others run (Wang et al., "Domino: eliminating communication in LLM training
+//! via generic tensor slicing and overlapping", 2024, section 3). It is a rewriting of the graph of a plan that was
+//! found, and later passes take the nodes of chunks for nodes like any others. What sums over the batch, the gradients
+//! of weights, reads the chunks joined: lowering puts them side by side (`lower/views.rs`), so nothing is copied but
+//! what another stage sent.
 //!
-//! A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches: the batch
-//! is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
+//! **Chunks.** A chunk is a part of what one rank holds, so of the batch as it is divided over ranks and microbatches:
+//! the batch is seen as `(parts, samples of a part)`, and the second is cut. Of a single sample the tokens are
 //! ([`sequence`]), and attention joins them. Where a chunk is to be in another layout, and ranks must communicate for
 //! it, a reshape to the same shape says so: it *hands on* the value in that layout, and stands where the collective
 //! shall begin ([`order`]).
 //!
-//! Ranks that divide the tokens divide those of each chunk. What they have of all chunks is not their part of the whole, so
-//! little is joined then: the step is cut outside of its blocks too, what tokens are summed over is made chunk by chunk and
-//! added up, and a chunk of what lies divided along something else, as results of attention by their heads, is cut from
-//! that before it is handed on. Where they divide the queries of a causal attention, every second chunk has its tokens in
-//! as many parts as queries are divided into, the last part first: so the rank of the first queries of one chunk, which see
-//! the fewest keys, has the last ones of the next.
+//! **Divided tokens.** Ranks that divide the tokens divide those of each chunk. What a rank has of all chunks is then
+//! not its part of the whole, so little is joined: the step is cut outside of its blocks too, what tokens are summed
+//! over is made chunk by chunk and added up, and a chunk of what lies divided along something else, as results of
+//! attention by their heads, is cut from that before it is handed on.
 //!
-//! In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where a stage reads
-//! what another made in another layout, or whole, it makes that itself.
+//! **Causal attention.** The last queries of a sequence see the most keys. Where ranks divide the queries, every second
+//! chunk has its tokens in as many parts as queries are divided into, the last part first (a zigzag,
+//! `Attention::reversed`). So the rank of the first queries of one chunk has the last ones of the next, and in an even
+//! number of chunks all ranks see as many keys. The search prices such queries in two chunks, and whole beside it.
+//!
+//! **Pipelines.** In the stages of a pipeline the chunks of a microbatch pass from stage to stage by themselves; where
+//! a stage reads what another made in another layout, or whole, it makes that itself.
 //!
 //! Invariants: the graph computes the same, up to the order of sums over the batch; every node does with the axes what
 //! the node it was made of does.

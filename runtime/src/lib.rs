@@ -1,13 +1,14 @@
 //! Runs what the compiler made.
 //!
-//! * [`cpu`]: every rank is a thread of this process, kernels on Burn's Flex backend, collectives
-//!   in shared memory. Any plan for N devices runs on any machine. [`interpret`] runs a whole
-//!   graph on one device without a plan: what every plan must agree with.
-//!
+//! * [`cpu`]: every rank is a thread of this process, kernels on Burn's Flex backend, collectives in shared memory. Any
+//!   plan for N devices runs on any machine. [`interpret`] runs a whole graph on one device without a plan: what every
+//!   plan must agree with.
 //! * [`cuda`]: every rank is a GPU, driven by a process of its own.
+//! * [`launch`] makes one run of several processes, and knows no device.
 //!
-//! [`launch`] is what makes one run of several processes. Both backends stand behind one trait, [`Runtime`]. This crate never sees a plan's search, only
-//! graphs and programs.
+//! Both backends stand behind one trait, [`Runtime`], and both run pipelines: stages send and receive in the order that
+//! is in their programs, and nothing else here knows of them. This crate never sees a plan or its search, only graphs
+//! and programs.
 
 #![cfg_attr(not(test), deny(clippy::unwrap_used, clippy::expect_used, clippy::panic))]
 

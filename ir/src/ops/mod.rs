@@ -1,14 +1,19 @@
-//! The operations. One file per operation (or per family of elementwise operations): its meaning,
-//! shape rule, factor rule, FLOPs, bytes and derivative.
+//! The operations. One file per operation (or per family of elementwise operations): its meaning, shape rule, factor
+//! rule, FLOPs, bytes and derivative.
 //!
-//! To add one: write its file, add it to the list at the end of this one, give it a kernel in each
-//! runtime and a golden test. What others ask of some operations by name has an answer for all others, which may be the
-//! wrong one for it: whether it is a product (`passes/src/cost/node.rs`), whether it only rearranges a parameter (`is_weight`
-//! in [`gradient`], and `passes/src/shard/prepare.rs`, `search/estimate/copies.rs`, `quantize.rs`), whether it is a step of a
-//! region on GPUs (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`).
+//! To add one: write its file, add it to the list of operations in this one, give it a kernel in each runtime
+//! (`runtime/src/cpu/kernels/mod.rs`, `runtime/src/cuda/select/mod.rs`) and golden cases (`tests/golden/graph/`). A few
+//! others ask by name which operation it is. They have an answer for all that they do not name, which may be the wrong
+//! one:
 //!
-//! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local
-//! in a program; [`OpDef::localize`] turns one into the other.
+//! * whether it is a product (`passes/src/cost/node.rs`), and what share of the memory bandwidth its kernel reaches
+//!   (`passes/src/cost/library.rs`);
+//! * whether it only rearranges a parameter (`is_weight` in [`gradient`], and in `passes/src` `shard/prepare.rs`,
+//!   `search/estimate/copies.rs`, `quantize.rs`);
+//! * whether it is a step of a region on GPUs (`runtime/src/cuda/select/region.rs` and `kernels/region.rs`).
+//!
+//! Every operation is deterministic and pure. Sizes in attributes are global in a graph and local in a program;
+//! [`OpDef::localize`] turns one into the other.
 
 mod adamw;
 mod attention;

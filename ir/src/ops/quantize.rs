@@ -1,10 +1,11 @@
 //! Tensors in 8-bit floats: the scale of a tensor, and its elements divided by it.
 //!
-//! A scale is a power of two, so that dividing by it and multiplying by it are exact, and the same on every
-//! device; what 8-bit floats round is the element alone (Micikevicius et al., "FP8 formats for deep learning",
-//! 2022; OCP, "8-bit floating point specification", 2023). It is that of the tensor as it is now ("current
-//! scaling"). The leading dimensions of an activation keep scales of their own, so that no sample depends on
-//! another one, however a batch is divided over ranks or microbatches.
+//! A scale is a power of two, so dividing by it and multiplying by it are exact, and the same on every device; only the
+//! 8-bit element is rounded (Micikevicius et al., "FP8 formats for deep learning", 2022; OCP, "8-bit floating point
+//! specification", 2023). The scale is that of the tensor as it is now ("current scaling"). The scale of a tensor in
+//! parts is the largest of the parts' scales (a factor that reduces by maximum), so a plan does not change what is
+//! computed. The leading dimensions of an activation keep scales of their own, so no sample depends on another one,
+//! however a batch is divided over ranks or microbatches.
 
 use super::{OpDef, arity, dim_factors, dim_name, expect_float, expect_shape, single};
 use crate::factor::FactorRule;

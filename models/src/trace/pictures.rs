@@ -1,8 +1,11 @@
 //! Operations on pictures `[b, c, h, w]`: convolutions, pooling, batch normalization; sequences `[b, c, w]` are
-//! pictures of one row. Convolutions and pooling have channels last in our IR, so pictures are transposed around them.
+//! pictures of one row. Convolutions and pooling have channels last in our IR, so pictures are transposed around them;
+//! raising moves these transposes until they meet (`passes/src/raise/layout.rs`).
 //!
-//! What has no operation of ours is written out: an average is a sum over a split dimension or, where
-//! windows overlap, a convolution of each channel by itself.
+//! What has no operation of ours is written out, so its layouts follow from the factor rules of what it is made of. An
+//! average is a sum over a split dimension or, where windows overlap, a convolution of each channel by itself. Batch
+//! normalization is sums and products: its statistics are those of the global batch, and running statistics are kept as
+//! they are.
 
 use super::build::Built;
 use super::convert::Converter;

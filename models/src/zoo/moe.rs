@@ -1,12 +1,14 @@
-//! A mixture of experts: a Llama whose feed-forward networks are many, of which each token takes a few
-//! (Jiang et al., "Mixtral of experts", 2024).
+//! A mixture of experts: a Llama whose feed-forward networks are many, of which each token takes a few (Jiang et al.,
+//! "Mixtral of experts", 2024).
 //!
-//! Tokens are dispatched as in GShard (Lepikhin et al., 2020, algorithm 1): in groups of a few hundred,
-//! each expert takes so many of a group and no more, first choices before second ones. What an expert
-//! takes lies in slots, so that dispatching, the experts and combining are products, in which the expert
-//! is an index like any other. A token for which there is no slot passes the layer by. How the loads
-//! are balanced depends on a group alone, so no plan changes what is computed, and a group counts in the loss by its
-//! tokens that count there, so the loss is one sum over samples, divided once.
+//! Tokens are dispatched as in GShard (Lepikhin et al., 2020, algorithm 1): in groups of a few hundred, each expert
+//! takes so many tokens of a group and no more, first choices before second ones. What an expert takes lies in slots,
+//! so dispatching, the experts and combining are products. An expert is an index that a product shares with its
+//! parameter and keeps in its result. A token for which there is no slot passes the layer by.
+//!
+//! The loads are balanced within each group, so no plan changes what is computed. A group counts in the loss by its
+//! tokens that count there. So the loss is one sum over samples that is divided once, and mixtures of experts take
+//! microbatches and pipeline stages like other models.
 
 use super::llama::{LlamaConfig, SelfAttention, angles};
 use super::loss::causal_terms;

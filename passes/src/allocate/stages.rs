@@ -1,10 +1,10 @@
-//! The memory of a pipeline's stage: several microbatches are under way at a time.
+//! The memory of a pipeline's stage: several microbatches are in flight at a time.
 //!
-//! What one pass of a chunk leaves for another, or receives for it, has as many *copies* as microbatches are
-//! between the two at a time, by the stage's own order of steps; microbatch `m` takes copy `m` modulo their
-//! number. Sections are instantiated accordingly: a section of a pass for each of the copies, and with
-//! the messages that are sent beside it. What a pass makes and uses up alone has one copy: a section runs when
-//! the one before it is done.
+//! What one pass of a chunk leaves for another, or receives for it, has as many *copies* as there are microbatches
+//! between the two passes at a time, by the stage's own order of steps. Microbatch `m` takes copy `m` modulo their
+//! number. Sections are instantiated accordingly: a section of a pass for each of the copies, and with the messages
+//! that are sent beside it. What a pass makes and uses up alone has one copy, since a section runs when the one before
+//! it is done.
 
 use super::{Abridged, Bytes, Life, find_waits};
 use crate::divisors::at_least;

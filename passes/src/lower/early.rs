@@ -1,9 +1,10 @@
 //! Small values are made as soon as what they are made of is there.
 //!
-//! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. The
-//! vectors that it copies to all rows (a bias, a statistic, a cast weight) take next to no time and memory: they are made
-//! before it, so that they keep nothing out. Gathers of small weights, which the schedule issues with others of their
-//! block, go up to the last product before them, or to the beginning of their pass.
+//! A region runs where its first operation stood, and takes in no operation that reads what is made behind that. Small
+//! values that are copied to all rows (a bias, a statistic, a cast weight), and their sums over ranks, take next to no
+//! time and memory: they are made before the region, so that they keep nothing out of it. Gathers of small weights,
+//! which the schedule issues with others of their block, go up to the last product before them, or to the beginning of
+//! their pass.
 //!
 //! Invariant: an instruction passes none that writes what it reads, or touches what it makes.
 

@@ -1,4 +1,9 @@
 //! What lowering makes of each node of a graph, so that the search can price plans before it lowers them.
+//!
+//! The graph is drafted on one device, and fused as lowering would fuse it. From that the search knows, node by node,
+//! how many kernels are launched, what they move beyond what the operation says, and which nodes share an instruction.
+//! A sum that a product makes costs what the product reads for it. Where the product's result is converted to another
+//! layout first, the sum is a kernel of its own.
 
 use super::draft::Draft;
 use super::{

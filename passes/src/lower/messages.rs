@@ -1,10 +1,15 @@
 //! What stages of a pipeline tell each other: values that are sent, and numbers that are combined.
 //!
-//! A value is sent in the layout in which it is made, unless it is partial there and its first reader wants
-//! it whole: then it is resolved before it leaves. What does not depend on the microbatch is sent once before the loop;
-//! what is read behind it alone is added up over the microbatches where it is made, and sent once behind it. Single
+//! A value is sent in the layout in which it is made, unless it is partial there and its first reader wants it whole:
+//! then it is resolved before it leaves. What does not depend on the microbatch is sent once before the loop; what is
+//! read behind the loop alone is added up over the microbatches where it is made, and sent once behind it. Single
 //! numbers that one stage makes and all want (the loss, the squares of a gradient) are summed over the stages after the
-//! loop; who has none adds zero.
+//! loop; a stage that has none adds zero.
+//!
+//! In the loop a value arrives while the step before its first reader runs. What is held beyond the step that reads it
+//! first is copied out of the buffer in which it arrived. So only the buffer of arrivals has room for a message that is
+//! on its way (as a rule two copies, used in turns), and what is held needs no copy more than there are microbatches in
+//! flight.
 
 use super::draft::Handover;
 use super::draft::Place;

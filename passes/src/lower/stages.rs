@@ -1,5 +1,5 @@
 //! The stages of a pipeline: what passes between them in which order ([`Stages`]), and what one of them lowers in which
-//! part ([`Stage`]).
+//! part ([`Stage`]). A part is one pass of one chunk; allocation makes it a section for each microbatch in flight.
 //!
 //! All ranks go by the same edges and events, so what one sends another receives, in one order.
 

@@ -1,9 +1,9 @@
 //! How long steps take beside each other: as the plan says, or by what they compute and move.
 //!
-//! The order in which stages meet is part of their programs. Where chunks are unequal, or the parts of the backward pass
-//! are, or the devices of the stages, an order that took all steps for equal would let them wait at meetings that come
-//! too early or too late. A plan that was searched says what its chunks take; programs know no cost model, so of a plan
-//! that does not the nodes are counted.
+//! The order in which stages meet is part of their programs. An order that took all steps for equally long would let
+//! stages wait at meetings that come too early or too late, where chunks, the parts of the backward pass or the devices
+//! of stages are unequal. A plan that was searched says how long its chunks and messages take. Programs know no cost
+//! model, so for a plan that does not say it the operations and bytes of its nodes are counted.
 
 use super::order::{Lengths, Pass};
 use super::timeline::{Durations, Link};

@@ -1,8 +1,18 @@
 //! The steps of every stage, in the order of the schedule.
 //!
-//! A *step* is one pass of one chunk over one microbatch. Invariants of every order: each stage runs each
-//! pass of its chunks once per microbatch, microbatches in their order; and if every stage runs its steps
-//! as soon as it can, all of them are run: no step waits for one that comes later.
+//! A *step* is one pass of one chunk over one microbatch.
+//!
+//! * GPipe runs all forward passes, then all backward passes.
+//! * 1F1B runs some forward passes ahead ([`Pipeline::ahead`]), then one forward and one backward pass in turns.
+//! * Interleaved 1F1B runs any number of microbatches, in [rounds](Pipeline::rounds) of at least as many as there are
+//!   stages: a round passes through one chunk of a stage before it passes through the next.
+//! * Zero-bubble V makes its order itself ([`zero_bubble`]).
+//!
+//! The plan says how many chunks a stage has in flight ([`Pipeline::in_flight`]). With more of them stages wait less,
+//! for messages or for each other, and need more memory.
+//!
+//! Invariants of every order: each stage runs each pass of its chunks once per microbatch, microbatches in their order;
+//! and if every stage runs its steps as soon as it can, all of them are run: no step waits for one that comes later.
 
 use super::zero_bubble;
 use shardc_ir::pipeline::{Length, Pipeline, Schedule};

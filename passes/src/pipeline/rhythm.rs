@@ -1,8 +1,14 @@
 //! When passes are due in a steady pipeline of zero-bubble V.
 //!
-//! A microbatch follows the one before by a *period*, in which a stage does all it has to do of one: six passes. How many
-//! microbatches a stage holds is how long each takes to come back, in periods: the shorter the *hop* of a pass from a
-//! stage to the next, the fewer (Qi et al., "Pipeline parallelism with controllable memory", 2024, section 3).
+//! A microbatch follows the one before by a *period*, in which a stage runs its six passes of one microbatch: forward,
+//! backward and weight gradients of two chunks. A *hop* is the time from a pass on one stage to the same pass on the
+//! next. The shorter the hops, the fewer periods a microbatch takes to come back, and the fewer microbatches a stage
+//! holds (Qi et al., "Pipeline parallelism with controllable memory", 2024, section 3).
+//!
+//! Where a stage may hold what 1F1B holds, or half of that, passes have fixed turns ([`Rhythm`]). In these turns no
+//! pass waits for another once the pipeline is full, as long as a backward pass takes no longer than a forward pass and
+//! the gradients of weights together. Everywhere else the time at which a pass is due follows from how long passes take
+//! ([`Due::steady`]).
 
 use super::order::Pass;
 

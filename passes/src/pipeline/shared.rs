@@ -1,9 +1,10 @@
-//! Gradients of parameters that several chunks read, as those of an embedding that is the head as well.
+//! Gradients of parameters that several chunks read, such as an embedding that is also the head.
 //!
-//! Each chunk adds its own up over the microbatches. Their sum is made behind the loop, where the parameter is updated,
-//! as its readers read it: so they pass between stages once in a step, and where ranks store parts of the parameter, in
-//! those if the sum can be divided so. (Megatron-LM exchanges them once in a step as well, in
-//! `_allreduce_word_embedding_grads`.)
+//! Such a parameter passes between stages once in a step, before the loop over the microbatches
+//! ([`messages`](crate::lower)). Each chunk adds its own gradient up over the microbatches. The sum over the chunks is
+//! made behind the loop, where the parameter is updated, in the layout in which it is read there. So gradients also
+//! pass between stages once in a step. Where ranks store parts of the parameter, parts are sent if the sum can be
+//! divided so. (Megatron-LM exchanges them once in a step as well, in `_allreduce_word_embedding_grads`.)
 
 use crate::chunk::strategy_for;
 use shardc_ir::{Graph, Mesh, NodeId, Pipeline, Role, SecondaryMap, Strategy};

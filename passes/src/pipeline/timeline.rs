@@ -1,10 +1,12 @@
 //! When every stage runs its steps and exchanges messages.
 //!
-//! Messages pass beside the steps of both ends, one at a time at each: what a stage's next step reads is handed over as
-//! soon as it is made, while the stage before goes on to what it does next and the stage itself is in the middle of
-//! another step, or waits. So that no stage waits for ever, the hand-overs are those of one run of all stages together,
-//! in which each starts its next step as soon as it has what the step reads. Since all stages meet in the order of that
-//! one run, they cannot deadlock, however long their steps really take.
+//! Messages pass beside the steps of both ends, on a stream of their own, one at a time at each end. What a stage's
+//! next step reads is handed over as soon as it is made, while the sender goes on to its next step and the receiver is
+//! in the middle of another step, or waits.
+//!
+//! Stages that meet in different orders would wait for ever. So the hand-overs are those of one run of all stages
+//! together, in which each starts its next step as soon as it has what the step reads. All stages meet in the order of
+//! that one run, so they cannot deadlock, however long their steps really take.
 
 use super::agenda::Agenda;
 use super::order::{Pass, Step};

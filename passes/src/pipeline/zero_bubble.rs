@@ -1,18 +1,24 @@
-//! Zero-bubble V: two chunks a stage, down the pipeline and up again, of which the gradients of weights come later.
+//! The order of zero-bubble V: each stage has two chunks, one on the way down the pipeline and one on the way up, and
+//! the gradients of weights are passes of their own, which may come later (Qi et al., "Zero bubble
+//! pipeline parallelism", 2024, section 6).
 //!
-//! Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as many chunks as it may. Where
-//! that is what 1F1B holds, or half of it, each pass has its turn, and stages wait for it. Else each stage begins, when it
-//! is free, of the passes that are ready the one that is due first; in a long pipeline that is full for most of the step,
-//! where much may be held, not just before one on its way that is due before.
+//! **Which pass is next.** Passes are [due](super::rhythm) at times of a steady pipeline, in which a stage holds as
+//! many chunks as it may. Where that is what 1F1B holds, or half of it, each pass has its turn, and a stage waits for
+//! it. Elsewhere a free stage begins, of the passes that are ready, the one that is due first. In a long pipeline that
+//! may hold much and is full for most of the step, it does not begin one just before another arrives that is due
+//! earlier.
 //!
-//! While the pipeline fills, the first stage could take in microbatches faster than the others pass them on, and more would
-//! be held than ever later. So they come in as fast as forward passes of both chunks let a stage pass them on, and of what a
-//! stage may hold some is left for the way up ([`kept_for_the_way_up`]), on which no microbatch waits for a later one.
+//! **Filling.** While the pipeline fills, the first stage could take in microbatches faster than the others pass them
+//! on, and would hold more than ever later. So microbatches come in at the pace at which the forward passes of both
+//! chunks let a stage pass them on. Part of what a stage may hold is left for the way up ([`kept_for_the_way_up`]), on
+//! which no microbatch waits for a later one.
 //!
-//! Of fewer microbatches than stages, which are never steady, a backward pass begins before a forward pass, and that on the
-//! way up first. Gradients of weights follow the backward pass closely as long as there are other passes; when forward
-//! passes are through, they fill the gaps in which a stage waits for backward passes, as far as memory is there for what
-//! they read.
+//! **Draining.** The gradients of weights follow the backward pass closely as long as there are other passes. When
+//! forward passes are through, they fill the gaps in which a stage waits for backward passes, as far as there is memory
+//! for what they read ([`Pipeline::delayed`]).
+//!
+//! **Few microbatches.** With fewer microbatches than stages the pipeline is never steady. Then backward passes go
+//! before forward passes, and of each kind those on the way up go first.
 
 use super::agenda::Agenda;
 use super::order::{Lengths, Pass, Step};

@@ -1,4 +1,11 @@
 //! Which offloads the search considers, and what bounds them.
+//!
+//! Offloading is the last thing that the search tries: where a plan does not fit, and the request or a pin opens it. A
+//! plan says with [`Plan::spaces`](shardc_ir::Plan::spaces) what lies in the host's memory or on its disk. Lowering
+//! does not read these places: programs of such a plan have everything on the device
+//! ([`Feature::instead`](shardc_ir::Feature::instead)). So they confirm no such choice, and its prediction stays an
+//! estimate: what the plan takes with everything on the device, less what lies elsewhere, plus the transfers and the
+//! host's update.
 
 use super::choice::offload::{ALL, Kind, Offload, Offloads};
 use super::choice::pins::{Pins, Recompute};

@@ -1,15 +1,23 @@
 //! Bounds below the step of every plan of a mesh, by the same model of cost.
 //!
-//! An axis that is searched is solved exactly for the bound's objective ([`Objective::Bound`]). Where there are
-//! several, each is solved by itself, as if the others divided every value and all work on it as far as they
-//! can, and nodes count for each of them by a share ([`Beside`]): the sum is below the cost of any layout, since a
-//! conversion along one axis moves no less than that. Axes that are alike have one solution. Plans that do not fit
-//! are kept out by a price on bytes: whatever the price, the least of seconds and priced bytes, less the price of the
-//! memory that there is, is below the seconds of every plan that fits. The best of a few prices is taken, and of a
-//! few means of the bound by kernels and that by the wire ([`Sharing`]).
+//! **Axes.** An axis that is searched is solved exactly for the bound's objective ([`Objective::Bound`]), or bounded
+//! itself where the cost graph is too large. Where there are several, each is solved by itself, as if the others
+//! divided every value and all work on it as far as they can, and nodes count for each of them by a share ([`Beside`]):
+//! the sum is below the cost of any layout, since a conversion along one axis moves no less than that. Axes that are
+//! alike have one solution.
 //!
-//! What the ranks that divide the batch exchange of it in the middle of the passes, as statistics of it, no layout along other
-//! axes avoids: the starts of that are added, as far as kernels cannot hide them ([`exchanged`]).
+//! **Memory.** Plans that do not fit are kept out by a price on bytes: whatever the price, the least of seconds and
+//! priced bytes, less the price of the memory that there is, is below the seconds of every plan that fits (Lagrangian
+//! relaxation).
+//!
+//! **Data ranks.** For each way to share what is stored, their communication counts by the kernels or by the wire,
+//! whichever gives more ([`Sharing`]). What they exchange of the batch in the middle of the passes, as statistics of
+//! it, no layout along other axes avoids: the starts of that are added, as far as kernels cannot hide them
+//! ([`exchanged`]).
+//!
+//! **Effort.** One price or a few tell of most meshes that they are not worth a solution. A bound that counts in the
+//! end is made tighter: price and share are looked for near the best ones, if no more than a few percent are missing
+//! ([`MISSING`]).
 
 pub(crate) mod sharing;
 pub mod stages;

@@ -1,4 +1,13 @@
 //! Which of the candidates becomes the plan: those whose estimates are best are lowered, and the programs decide.
+//!
+//! Lowered are those that come out fastest, and all whose estimates are within [2%](CLOSE) of theirs, three at the
+//! most. The prediction of the plan is the simulation and the allocation of its programs. Around that
+//!
+//! * [`lowering`] lowers plans on several threads before they are asked for;
+//! * [`fitted`] decides how much is computed again, [`overstated`] lowers plans whose estimated memory does not fit;
+//! * [`astray`] lowers plans of other meshes where the estimates of the first ones were too low;
+//! * [`overlap`] tries plans in chunks that overlap, [`casts`] plans that keep the casts of parameters;
+//! * [`build`] makes the annotated plan, [`outcome`] and [`undivided`] say what is told of the search.
 
 mod astray;
 pub mod build;

@@ -1,8 +1,9 @@
 //! Every candidate that pins allow, by way to divide the ranks.
 //!
-//! What is known of the best plan tells which meshes need no solution, so ways are looked at in an order: the first alone,
-//! then some more at a time, each beside the others of its lot on a thread of its own. Lots are alike on every machine, and
-//! a way learns only from those before its lot, so the candidates are as well.
+//! What is known of the best plan tells which meshes need no solution, so ways are looked at in an order: the first
+//! alone, then some more at a time. The ways of such a lot run beside each other, as the schedules of one mesh do, on
+//! the threads of one pool ([`threads`](crate::threads)). Lots are alike on every machine, and a way learns only from
+//! the lots before its own, so threads change no candidate.
 
 use super::away::{Away, Room};
 use super::candidate::Candidate;

@@ -1,9 +1,10 @@
 //! How long a microbatch takes, by what divides it.
 //!
-//! Meshes that differ in their stages and data ranks alone have the same microbatches on the axes that are searched: the
-//! same layouts are the fastest, and take as long. Larger microbatches take less for each of their samples, each time by
-//! less. So what was found on some meshes tells of others that they are too slow, where their [bounds](super::bound)
-//! are too low for that.
+//! Meshes that differ in their stages and data ranks alone have the same microbatches on the axes that are searched:
+//! the same layouts are the fastest, and take as long. Larger microbatches take less for each of their samples, each
+//! time by less. So what was found on some meshes tells of others that they are too slow, where their
+//! [bounds](super::bound) are too low for that, as with experts beside several tensor axes. This leaves meshes out, and
+//! is no part of what the search certifies.
 
 use crate::cost::collective::Group;
 use crate::shard::family::open_axes;

@@ -1,4 +1,7 @@
 //! Meshes with the batch placed, and with the fastest layouts of all else.
+//!
+//! Where memory is short, the head and its loss are cut into smaller chunks as well ([`Solved::in_smaller_chunks`]).
+//! Each further chunk reads and writes the gradient of the head's weight once more.
 
 use super::candidate::Candidate;
 use super::choice::pins::{Pins, Recompute};

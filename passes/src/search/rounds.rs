@@ -1,6 +1,21 @@
-//! The rounds of a search: plans of one stage and pipelines. The kind that promises more is lowered first; of the other only
-//! those are that promise to be faster than what came of it. So that more that is searched never gives a slower plan, the
-//! two are compared by what their programs take.
+//! The rounds of a search: plans of one stage, and pipelines.
+//!
+//! The kind that promises more is lowered first. Of the other only those plans are lowered that promise to be faster
+//! than what came of it. The two are compared by what their programs take, so a search of more never gives a slower
+//! plan; the least that is possible is told of each kind.
+//!
+//! Pipelines are searched
+//!
+//! * alone, where a pin asks for stages;
+//! * beside plans of one stage, on GPUs of several nodes, where every plan is asked for, and where the ranks do not
+//!   divide the batch;
+//! * else where no plan of one stage fits, or where much of its step is communication that nothing hides ([`SHOWN`]).
+//!
+//! Within a node links are fast, and stages gain less than the seconds of planning that they cost. Ranks of one CPU
+//! gain nothing by waiting for each other ([`Target::searches`](shardc_ir::Target::searches)).
+//!
+//! It is known of each mesh what was left out of it. So where programs take longer than was estimated, only those
+//! meshes are visited again that may be worth it.
 
 use super::candidate::{Candidate, sort};
 use super::choose::build::Confirm;

@@ -1,19 +1,20 @@
 //! Pipelines in the search: schedules, cuts, and what a step in stages takes.
 //!
-//! For a placed mesh with stages, the sums over classes are laid out along the forward pass
-//! ([`line`](mod@line)). The best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under
-//! the memory of the schedule's own microbatches in flight; what they take by running the schedule's steps
-//! with these seconds ([`timeline`](crate::pipeline::timeline)). With several chunks a stage, the program
-//! cuts into chunks that are equal, from where cuts are moved until the stages are equal and fit
-//! ([`balance`](crate::pipeline::balance)); of the two, the faster is taken.
+//! For a placed mesh with stages, the sums over classes are laid out along the forward pass ([`line`](mod@line)). The
+//! best cuts follow by a dynamic program ([`cut`](crate::pipeline::cut)) under the memory of the schedule's own
+//! microbatches in flight. What they take follows by running the schedule's steps with these seconds
+//! ([`timeline`](crate::pipeline::timeline)), in the order in which programs will run them; only cuts that fit, or
+//! nearly do, are run. With several chunks a stage, the program cuts into chunks that are equal, from where cuts are
+//! moved until the stages are equal and fit ([`balance`](crate::pipeline::balance)); of the two, the faster is taken.
 //!
-//! A stage takes what it takes the slowest of its own devices, and may take the memory of the smallest of them: stages on
-//! unequal nodes are as long as each other, and hold unequal parts of the model.
+//! **Unequal devices.** A stage takes what it takes the slowest of its own devices, and may take the memory of the
+//! smallest of them: stages on unequal nodes are as long as each other, and hold unequal parts of the model.
 //!
-//! Stages hold different numbers of microbatches, so what is computed again is chosen for each of them, block by block, and
-//! where that does not do, what lies away from its devices ([`moved`]): the least that fits ([`levels`]), which the dynamic
-//! program weighs against moving the cut. Zero-bubble V may begin fewer microbatches at a time instead: its order follows from how long
-//! the chunks take and from how many a stage holds, so for each number that is tried all of this is found again.
+//! **Memory.** Stages hold different numbers of microbatches, so what is computed again is chosen for each of them,
+//! block by block, and where that does not do, what lies away from its devices ([`moved`]): the least that fits
+//! ([`levels`]), which the dynamic program weighs against moving the cut. Zero-bubble V may begin fewer microbatches at
+//! a time instead: its order follows from how long the chunks take and from how many a stage holds, so for each number
+//! that is tried all of this is found again.
 
 mod cuts;
 pub(in crate::search) mod held;

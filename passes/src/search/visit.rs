@@ -1,5 +1,9 @@
-//! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need
-//! no solution (branch and bound).
+//! What the search has seen of the meshes: the best plan so far, and the bounds that tell which meshes need no solution
+//! (branch and bound).
+//!
+//! Meshes are visited in a fixed order. One whose bound exceeds the best plan is left out; of each it is known what was
+//! left out, so that it can be visited again where programs take longer than was estimated. In the end the least of all
+//! bounds says by how much the plan's estimate may exceed the least that is possible.
 
 use super::bound::stages::{InStages, Order, least_fitting_in_stages, least_in_stages};
 use super::bound::{Asked, least, least_fitting, scaled};

@@ -1,4 +1,12 @@
 //! The ways to divide the ranks of a cluster that the pins allow, before the batch is cut into microbatches.
+//!
+//! Some ways are left out unless they are pinned, since others do the same with less to exchange:
+//!
+//! * in clusters of many devices ([`FEW`]) tensor ranks that span more than two nodes, or more than one in a pipeline,
+//!   unless samples are few;
+//! * context ranks, unless samples are few beside the ranks, or long, or data ranks and tensor ranks of one node cannot
+//!   be all; in clusters of many devices also beside tensor ranks of several nodes;
+//! * context ranks that have several sequences at a time, and so could be data ranks ([`Way::is_better_as_data`]).
 
 use super::choice::degrees::Degrees;
 use super::choice::pins::Pins;

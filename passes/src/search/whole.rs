@@ -1,5 +1,9 @@
 //! Plans without stages: layouts that are the fastest, or leaner where those do not fit, with every choice of ZeRO,
 //! recomputation and what leaves the device.
+//!
+//! Axes are solved one by one, so the layouts found may not be the best. Where a plan is far above its bound
+//! ([`LOOSE`]), leaner layouts are tried as well, since they start elsewhere and may end lower. Where anything would
+//! have to be computed again, the head is also cut into smaller chunks.
 
 use super::away::At;
 use super::choice::degrees::zero_stages;

@@ -1,8 +1,12 @@
-//! What the samples of a batch have to do with each other: statistics over all of them, products of each
-//! with every other.
+//! What the samples of a batch have to do with each other: statistics over all of them, products of each with every
+//! other.
 //!
-//! Such values are exchanged between the ranks that divide the batch, in the middle of the forward and
-//! the backward pass. Most models have none: their samples meet in the loss and in the gradients only.
+//! Such values are exchanged between the ranks that divide the batch, in the middle of the forward and the backward
+//! pass. A microbatch alone cannot make them, so samples that depend on each other are one microbatch
+//! ([`needed_whole`]). Most models have none: their samples meet in the loss and in the gradients only.
+//!
+//! Sums of small values that one region makes are priced as one collective, as the [schedule](crate::schedule) merges
+//! them.
 
 use super::family::batch_axes;
 use super::layout::{Along, Extent, convert};

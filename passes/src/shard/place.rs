@@ -1,8 +1,9 @@
 //! Placing all axes that are searched: one after the other, then each again with the others as they are.
 //!
-//! One axis is solved exactly, given what every class does with the others. Doing so in turn never makes
-//! the step longer, so it ends where no single axis can do better: for two axes at a product's two
-//! dimensions, or at its depth and one of them, as well as for one axis alone.
+//! One axis is solved exactly, given what every class does with the others. Doing so in turn never makes the step
+//! longer, so it ends where no single axis can do better: for two axes at a product's two dimensions, or at its depth
+//! and one of them, as well as for one axis alone. The axis that is placed first has the most to choose from: the
+//! outermost of a family, whose links are the slowest, but the innermost of context axes ([`placed_axes`]).
 
 use super::coupled::coupled;
 use super::eliminate::Solution;

@@ -1,19 +1,18 @@
 //! Tensor parallelism: what every node does with one axis, by exact elimination over a cost graph.
 //!
-//! A variable is a class of nodes; its choices are those of its factor rule, given what the node
-//! does with the axes before. Its cost is the time of the node on its local shapes; the cost of a
-//! pair is the time to bring the value from the layout in which it is made to the one in which it
-//! is read, in seconds, times how often that happens in a step. A value with several readers has a
-//! variable of its own, the layout in which it is handed on, so that one gather serves them all.
-//! A parameter, its optimizer state and its update are one variable: they are stored alike.
+//! A variable is a class of nodes; its choices are those of its factor rule, given what the node does with the axes
+//! before. Its cost is the time of the node on its local shapes; the cost of a pair is the time to bring the value from
+//! the layout in which it is made to the one in which it is read, in seconds, times how often that happens in a step. A
+//! value with several readers has a variable of its own, the layout in which it is handed on, so that one gather serves
+//! them all. A reader may also take the value as it is made, where that is nearer ([`HandedOn`]). A parameter, its
+//! optimizer state and its update are one variable: they are stored alike.
 //!
-//! What each family of axes may divide is what its name means ([`family`](super::family)), so that no
-//! plan is visited twice. Column then row, parallel vocabulary and the sequence between them are not
-//! coded: they are what costs least.
+//! What each family of axes may divide is what its name means ([`family`](super::family)), so that no plan is visited
+//! twice. Column then row, parallel vocabulary and the sequence between them are not coded: they are what costs least.
 //!
-//! Several axes are placed one after the other, then each again with the others as they are, until none
-//! gets better ([`place`](super::place)). So a table of costs holds the conversions along all axes: what
-//! one axis does with a value decides how much the others move of it.
+//! Several axes are placed one after the other, then each again with the others as they are, until none gets better
+//! ([`place`](super::place)). So a table of costs holds the conversions along all axes: what one axis does with a value
+//! decides how much the others move of it.
 
 use super::eliminate::{CostGraph, Solution};
 use super::family::{allows, is_copy_axis, narrow, searched_axes};

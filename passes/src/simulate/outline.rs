@@ -1,6 +1,8 @@
-//! What the prediction of a plan needs of a program: of each instruction its stream, what it waits for and what it takes.
+//! What the prediction of a plan needs of a program: of each instruction its stream, what it waits for and what it
+//! takes.
 //!
-//! Programs of many stages and copies are large; once their outlines are known they may go.
+//! Programs of many stages and copies can take a gigabyte. In an outline sections that differ in addresses alone are
+//! one body, and a program may go as soon as its outline is known ([`lower_each`](crate::lower::lower_each)).
 
 use super::price::{Work, brought, kernel, source, work};
 use super::ranks::Pattern;

@@ -1,8 +1,9 @@
-//! Collectives by NCCL: one communicator per group of ranks, made once.
+//! Collectives by NCCL: one communicator per group of ranks and stream, made once. Collectives of several streams may
+//! be under way at a time, so streams share none. Messages between pipeline stages take the communicator of all ranks.
 //!
-//! Every rank makes its communicators in the same order of groups, so no two ranks wait for each
-//! other in different ones. The first rank of a group makes what the group meets by; the run's store
-//! brings it to ranks of other processes.
+//! Every rank makes its communicators in the same order of groups, so no two ranks wait for each other in different
+//! ones. The first rank of a group makes what the group meets by; the run's store brings it to ranks of other
+//! processes.
 //!
 //! A communicator may be given up by any thread while another uses it.
 

@@ -2,18 +2,18 @@
 //!
 //! A run on several GPUs is one process per GPU, on one host or many. Each process is a *rank*:
 //!
-//! * [`place`] reads who this process is from the variables of torchrun, Open MPI, MPICH, Slurm, or
-//!   of shardc's own launcher, which sets torchrun's;
-//! * [`store`] is a small TCP server with a table of values, at which ranks meet: served by the
-//!   launcher, or by rank 0 where another launcher started the ranks;
-//! * [`world`] is a rank's membership: values shared and compared, and a heartbeat that brings the
-//!   first failure of any rank to all;
-//! * [`spawn`] is the launcher of one host: starts the ranks, watches them, and ends the others when
-//!   one dies.
+//! * [`place`] reads who this process is from the variables of torchrun, Open MPI, MPICH, Slurm, or of shardc's own
+//!   launcher, which sets torchrun's;
+//! * [`store`] is a small TCP server with a table of values, at which ranks meet: served by the launcher, or by rank 0
+//!   where another launcher started the ranks;
+//! * [`world`] is a rank's membership: values shared and compared, and a heartbeat that brings the first failure of any
+//!   rank to all;
+//! * [`spawn`] is the launcher of one host: starts the ranks, watches them, and ends the others when one dies.
 //!
-//! Invariants: every wait has a time limit and ends at once when a rank fails. A rank that is killed,
-//! hangs or is stopped is named, with what it was last doing, and all others end within
-//! [`Limits::longest_end`]. Nothing here knows a device, and nothing but [`spawn`] assumes one host.
+//! Invariants: every wait has a time limit and ends at once when a rank fails. Limits of waits for other ranks are long
+//! ([`Limits`]), so that no rank that beats is given up for what another still reads. A rank that is killed, hangs or
+//! is stopped is named, with what it was last doing, and all others end within [`Limits::longest_end`]. Nothing here
+//! knows a device, and nothing but [`spawn`] assumes one host.
 
 mod place;
 mod protocol;

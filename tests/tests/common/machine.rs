@@ -7,11 +7,11 @@
 //!   where it is made for that.
 //! * Collectives and messages wait for all who take part; who waits in vain is an error.
 
-use shardc_ir::ops::{Binary, BinaryKind, Cast, OpDef};
+use shardc_ir::ops::{Binary, BinaryKind, Cast};
 use shardc_ir::plan::Space;
 use shardc_ir::program::{Action, Buffer, Instruction, Slot};
 use shardc_ir::view::is_view;
-use shardc_ir::{BufferId, Bytes, DType, HostTensor, Op, Program, ReduceKind, SectionId, TensorType};
+use shardc_ir::{BufferId, Bytes, DType, HostTensor, Op, OpDef, Program, ReduceKind, SectionId, TensorType};
 use shardc_runtime::cpu::interpret::compute_op;
 use std::collections::{BTreeMap, BTreeSet};
 

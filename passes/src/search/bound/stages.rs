@@ -1,7 +1,12 @@
 //! Bounds below the step of every pipeline of a mesh.
 //!
-//! Stages work beside each other at best, so a step takes at least what the whole model does, divided by them; what no
-//! order of passes avoids is added ([`Filling`]). Of what a price on bytes keeps out, all stages together count.
+//! Stages work beside each other at best, so a step takes at least what the whole model does, divided by them. What no
+//! order of passes avoids is added ([`Filling`]): the waits while the pipeline fills, and the memory of the
+//! microbatches that are then in flight. The more memory a pipeline lacks, the fewer can be. Of what a price on bytes
+//! keeps out, all stages together count.
+//!
+//! Such a bound is looked for of each way to share what is stored. It knows neither where the cuts lie nor how
+//! zero-bubble V orders its passes, so it is far below what such orders take.
 
 use super::sharing::{Collectives, Filling, Sharing};
 use super::{PRICES, Relaxed, TELLING, of_way, scaled};

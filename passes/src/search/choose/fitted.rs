@@ -1,9 +1,10 @@
 //! How much is computed again for a memory: by estimates, and once programs say how far those are off.
 //!
-//! How many values are computed again, and into how many chunks the head is cut, follows from estimates of memory, a few
-//! percent of which are left for what they do not see. What is lowered is known: its mesh is solved again for a memory
-//! that is as much larger or smaller as its estimate was wrong. So a plan that was too large has a leaner one beside
-//! it, and one with room to spare another that computes less again.
+//! How many values are computed again, and into how many chunks the head is cut, follows from estimates of memory, a
+//! few percent of which are left for what they do not see. What is lowered is known: its mesh is solved again for a
+//! memory that is as much larger or smaller as its estimate was wrong. So a plan that was too large has a leaner one
+//! beside it, and one with room to spare another that computes less again. Between a plan that fits and one that does
+//! not, bytes and seconds are taken to change evenly.
 
 use super::overstated::{NODES, Refused, tried};
 use crate::search::candidate::{Candidate, is_long, kin, sort};

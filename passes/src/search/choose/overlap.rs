@@ -2,10 +2,13 @@
 //! ([`split_batch`](crate::split_batch)).
 //!
 //! What chunks hide depends on the order of kernels and collectives, and what they lose on kernels of small products
-//! and on more launches. So plans in chunks are not estimated: for plans that are lowered anyway, of pipelines the
+//! and on more launches. So plans in chunks are not estimated. For plans that are lowered anyway, of pipelines the
 //! fastest, and for the fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as
-//! well; of pipelines whose programs are [long](is_long) only if they are pinned. The estimate and the bound that a search
-//! reports are those of whole plans.
+//! well; of pipelines whose programs are [long](is_long) only if they are pinned. The estimate and the bound that a
+//! search reports are those of whole plans.
+//!
+//! What chunks hide need not be avoided. So where the bound of a mesh promises more than its plans give, layouts are
+//! also found for a wire at a part of its price ([`HIDDEN_WIRE`]), and lowered in chunks.
 
 use crate::search::candidate::{Candidate, is_long};
 use crate::search::choice::degrees::Degrees;

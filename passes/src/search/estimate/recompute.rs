@@ -1,15 +1,19 @@
 //! What is computed again: per block, the ways that free the most memory per second.
 //!
-//! Of a block's forward values, each is kept for the backward pass, computed again from others, or not
-//! needed. What is computed again needs its operands. For a price of memory in seconds per byte, the
-//! cheapest way is the least of a small cost graph ([`CostGraph`]), whose variables are the block's
-//! nodes; the prices at which it changes give the lower convex hull of time over bytes ([`hull`]), as in
-//! Lagrangian relaxation (Everett, "Generalized Lagrange multiplier method", 1963). The hulls of all
-//! blocks make one list of steps, from the cheapest byte to the dearest, and a plan takes as many of
-//! them as memory asks for: the relaxation of a knapsack, which is off by less than one step of one
-//! block. Steps whose bytes cost about the same make a *tier*, in which block comes after block: a stage
-//! of a pipeline may so take only those of some of its blocks ([`stages`](crate::search::stages)). Whole blocks (Chen et al., 2016) and all that is no product (Korthikanti et al., "Reducing
-//! activation recomputation", 2022) are two more ways that can be pinned.
+//! Of a block's forward values, each is kept for the backward pass, computed again from others, or not needed. What is
+//! computed again needs its operands. A copy that readers share (gathered over tensor ranks) is kept, or made again
+//! with what reads it, as lowering does. For a price of memory in seconds per byte, the cheapest way is the least of a
+//! small cost graph ([`CostGraph`]), whose variables are the block's nodes; the prices at which it changes give the
+//! lower convex hull of time over bytes ([`hull`]), as in Lagrangian relaxation (Everett, "Generalized Lagrange
+//! multiplier method", 1963).
+//!
+//! The hulls of all blocks make one list of steps, from the cheapest byte to the dearest, and a plan takes as many of
+//! them as memory asks for: the relaxation of a knapsack, which is off by less than one step of one block. Steps whose
+//! bytes cost about the same make a *tier*, in which block comes after block. So any number of steps is of the first
+//! blocks, and a stage of a pipeline may take only those of some of its blocks ([`stages`](crate::search::stages)).
+//!
+//! Whole blocks (Chen et al., 2016) and all that is no product (Korthikanti et al., "Reducing activation
+//! recomputation", 2022) are two more ways that can be pinned.
 
 use super::split::Split;
 use crate::cost::is_view;

@@ -1,10 +1,11 @@
 //! Collectives and messages by copies: what the copy engines do beside the multiprocessors.
 //!
-//! NCCL moves bytes by kernels, which hold multiprocessors that matrix products want: both become slower while they
-//! run beside each other. Ranks whose GPUs are linked by NVLink reach each other's memory, so that a GPU's copy
-//! engines can write parts straight to where they belong ([`peers`]); only the additions of a reduction are kernels.
-//! What is done in which order is a [`script`]. Small collectives, and those between hosts, stay with NCCL; so do messages
-//! between hosts ([`messages`]).
+//! NCCL moves bytes by kernels, which hold multiprocessors that matrix products want: both become slower while they run
+//! beside each other. Ranks whose GPUs are linked by NVLink reach each other's memory, so that a GPU's copy engines can
+//! write parts straight to where they belong ([`peers`]); only the additions of a reduction are kernels. The parts that
+//! a rank adds lie in scratch memory of the program, which the collectives of a section share if they need about as
+//! much. What is done in which order is a [`script`]. Small collectives, and those between hosts, stay with NCCL; so do
+//! messages between hosts ([`messages`]).
 
 mod messages;
 mod peers;

@@ -1,15 +1,16 @@
 //! Attention and its derivative as graphs that cuDNN's fused engines take.
 //!
-//! The engines recognise a softmax written out: a matrix product, a factor, a mask, the rows' maximum,
-//! the exponential of the difference, its sum and a division, and a second product. Nothing of the
-//! size of the scores leaves the multiprocessors (Dao et al., "FlashAttention-2", 2023). The graphs are
-//! those of cuDNN's own documentation of attention, in its order of operations, on which the
-//! recognition depends.
+//! The engines recognise a softmax written out: a matrix product, a factor, a mask, the rows' maximum, the exponential
+//! of the difference, its sum and a division, and a second product. Nothing of the size of the scores leaves the
+//! multiprocessors (Dao et al., "FlashAttention-2", 2023). The graphs are those of cuDNN's own documentation of
+//! attention, in its order of operations, on which the recognition depends.
 //!
-//! A bias is added to the scaled scores, before the mask.
+//! A bias is added to the scaled scores, before the mask. A key/value head serves its group of query heads by
+//! broadcasting in the products; the derivatives of a group are added in the engine.
 //!
-//! A key/value head serves its group of query heads by broadcasting in the products; the derivatives of
-//! a group are added in the engine.
+//! Causal attention of a part of the queries is told of the keys before the end of that part alone
+//! ([`Attention::led`]). The scratch memory is as much for every part, so that all ranks have their values at the same
+//! places. The derivative is two launches, of the keys before the part and of its own ([`Attention::parts`]).
 
 use super::graph::{Graph, Layout, Map, Reduction, Tensor};
 use crate::cuda::device::Failure;

@@ -1,6 +1,7 @@
 //! Convolutions and their derivatives as graphs of one operation, channels last.
 //!
-//! Only engines that add in a fixed order are taken, and those whose workspace is what is granted at the most.
+//! Only types of 16 bits are taken, since cuDNN computes convolutions of f32 in TF32 and this runtime does not. Only
+//! engines that add in a fixed order are taken, and those whose workspace is at most what is granted, 64 MiB.
 
 use super::graph::{Graph, Layout, Slide};
 use crate::cuda::device::Failure;

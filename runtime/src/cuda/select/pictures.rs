@@ -1,9 +1,14 @@
 //! Convolutions and pooling.
 //!
-//! What lies under each window becomes a row of a matrix (Chellapilla et al., "High performance convolutional neural
-//! networks for document processing", 2006), for as many pictures at a time as scratch memory is meant to hold; what is left are
-//! matrix products. A filter of one element that moves by one reads the picture itself. For the others there are kernels of
-//! cuDNN where types allow.
+//! In 16 bits a convolution is cuDNN's, where the library has an engine for it. Else what lies under each window
+//! becomes a row of a matrix (Chellapilla et al., "High performance convolutional neural networks for document
+//! processing", 2006), for as many pictures at a time as have rows of 64 MiB; what is left are matrix products. A
+//! filter of one element that moves by one reads the picture itself; where rows begin where matrix units want them,
+//! that product is taken in 16 bits as well. Convolutions of few channels, as of a picture's colours, become ones of
+//! more ([`channels`](super::channels)).
+//!
+//! No engine of cuDNN 9.19 gives the gradient of filters in f32. It is summed in f32 and rounded once a microbatch to
+//! the pictures' type, as PyTorch's is; microbatches are added in f32.
 
 use super::channels::{ALIGNED, Aligned};
 use super::{Arg, Engine, Fused, Gemm, Matrix, OP, RES, Select, Step, THREADS, lanes};

@@ -1,4 +1,5 @@
-//! Regions: which can be one kernel, and how its blocks lie over the rows. Norms are regions of one step.
+//! Regions: which can be one kernel, and how its blocks lie over the rows. Norms are regions of one step. Where rows
+//! are narrower than a block and know nothing of each other's ends, several are joined to one as wide as a block.
 
 use super::cut::Cut;
 use super::{Arg, OP, RES, Select, THREADS, lanes};
