@@ -13,9 +13,10 @@ use crate::model::NamedModel;
 use crate::options::{Batch, Options};
 use crate::pipeline;
 use serde_json::Value;
+use shardc_ir::ops::Arithmetic;
 use shardc_ir::plan::Request;
 use shardc_ir::units::counted;
-use shardc_ir::{Bytes, DType, Graph, Node, Op, OpDef, Plan, Role, TensorType};
+use shardc_ir::{Bytes, DType, Graph, Node, Op, OpDef, Plan, Role, TensorType, ValueId};
 use shardc_models::Model;
 use shardc_passes::chunk::chunk;
 use shardc_passes::cluster::{Cluster, ClusterError};
@@ -26,7 +27,7 @@ use shardc_passes::optimizer::config_of;
 use shardc_passes::precision::Precision;
 use shardc_passes::same::{Difference, chunks, difference};
 use shardc_passes::search::{Pins, Recompute};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The element types in which gradients can be summed over ranks.
 const REDUCED: [DType; 2] = [DType::F32, DType::Bf16];
@@ -58,7 +59,7 @@ pub(crate) fn own_contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<
         wrong.push(format!("the mesh has {ranks}, and cluster {} has {devices}", plan.request.cluster));
     }
     wrong.extend(wrong_precision(plan));
-    wrong.extend(wrong_reduction(plan));
+    wrong.extend(wrong_reduction(plan.request.reduce_dtype));
     wrong.extend(wrong_choice(plan));
     wrong
 }
@@ -84,30 +85,32 @@ pub(crate) fn beyond(needed: Bytes, there: Bytes) -> Option<String> {
     (needed > there).then(|| format!("{long}, and there are {short}"))
 }
 
-/// The element types of the forward pass tell the precision.
+/// The element types that products, norms and the like compute in tell the precision: what a model casts by itself does not.
 fn wrong_precision(plan: &Plan) -> Option<String> {
     let graph = &plan.graph;
-    let has = |dtypes: &[DType]| {
-        let computed = graph.nodes().filter(|(_, node)| node.role == Role::Forward && !node.op.is_leaf());
-        let mut results = computed.flat_map(|(_, node)| &node.results);
-        results.any(|value| dtypes.contains(&graph.ty(*value).dtype))
-    };
-    let is = if has(&[DType::F8e4m3, DType::F8e5m2]) {
-        Precision::Fp8
-    } else if has(&[DType::F16]) {
-        Precision::Fp16
-    } else if has(&[DType::Bf16]) {
-        Precision::Bf16
-    } else {
-        Precision::Fp32
-    };
+    let computed = || graph.nodes().map(|(_, node)| node).filter(|node| node.role == Role::Forward);
+    let result = |node: &Node| graph.ty(node.results[0]).clone();
+    let is_narrow = |node: &&Node| !node.op.is_leaf() && node.op.arithmetic(&result(node)) == Arithmetic::Narrow;
+    let types: BTreeSet<DType> = computed().filter(is_narrow).map(|node| result(node).dtype).collect();
+    let is_f8 = |value: &ValueId| matches!(graph.ty(*value).dtype, DType::F8e4m3 | DType::F8e5m2);
+    let has_f8 = computed().flat_map(|node| &node.results).any(is_f8);
     let said = &plan.request.precision;
-    (is.name() != said).then(|| format!("the precision is `{said}`, and the graph computes in {}", is.name()))
+    let Some(precision) = Precision::from_name(said) else { return Some(format!("`{said}` is no precision")) };
+    // Nothing tells it where there is none.
+    let is_right = types.is_empty() || types.contains(&precision.narrow().unwrap_or(DType::F32));
+    let names: Vec<&str> = types.iter().map(|dtype| dtype.name()).collect();
+    match has_f8 && precision != Precision::Fp8 {
+        true => Some(format!("the precision is `{said}`, and the graph computes in 8 bits")),
+        false if !is_right => {
+            Some(format!("the precision is `{said}`, and the graph computes in {}", names.join(" and ")))
+        }
+        false => None,
+    }
 }
 
-/// What gradients are summed in.
-fn wrong_reduction(plan: &Plan) -> Option<String> {
-    let dtype = plan.request.reduce_dtype.filter(|dtype| !REDUCED.contains(dtype))?;
+/// In what gradients cannot be summed, if that is asked.
+pub(crate) fn wrong_reduction(asked: Option<DType>) -> Option<String> {
+    let dtype = asked.filter(|dtype| !REDUCED.contains(dtype))?;
     Some(format!("reduce_dtype is {}, and gradients are summed in f32 or bf16", dtype.name()))
 }
 

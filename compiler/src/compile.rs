@@ -57,6 +57,9 @@ pub struct Compiled {
 /// for, a model that fits under no plan.
 pub fn compile(model: &dyn Trace, batch: Batch, cluster: &Cluster, options: &Options) -> Result<Compiled, Error> {
     options.precision.check(cluster).map_err(PassError::from)?;
+    if let Some(wrong) = agrees::wrong_reduction(options.reduce_dtype) {
+        return Err(Error::request(wrong, "leave reduce_dtype out, or choose one of these"));
+    }
     let name = model.name();
     let model = model.trace(batch)?;
     let name = name.unwrap_or_else(|| model.name.clone());

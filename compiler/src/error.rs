@@ -385,6 +385,11 @@ impl Error {
             Self::Launch(error) => error.fix(),
             Self::Cuda(CudaError::Launch(error)) => error.fix(),
             Self::Cuda(_) => Some("`shardc check --cluster cuda:N` shows what there is; cpu:N needs no GPU".into()),
+            Self::NotFinite { grad_norm, .. } if grad_norm.is_finite() => Some(
+                "the loss left the range of its floats and its gradient did not, so the update has been made: look at the data of \
+                 that step and at how the loss is made; fp16 ends at 65504, --precision bf16 reaches as far as fp32"
+                    .into(),
+            ),
             Self::NotFinite { step: 0, .. } => Some(
                 "no update has been made yet: look at the weights that it starts from, and at the data of the first step".into(),
             ),

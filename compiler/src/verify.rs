@@ -74,7 +74,15 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
     if !numeric {
         return findings;
     }
-    match NamedModel::find(&plan.request.model).and_then(|model| compare(&model, plan)) {
+    // A model that is no built-in and no directory is in the program that made the plan.
+    let model = match NamedModel::find(&plan.request.model) {
+        Ok(model) => model,
+        Err(error) => {
+            add("numbers", None, format!("not compared: {error}"));
+            return findings;
+        }
+    };
+    match compare(&model, plan) {
         Ok(numbers) => findings.extend(numbers),
         Err(error) => {
             let (check, detail) = ("numbers".to_string(), error.to_string());

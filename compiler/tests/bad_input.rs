@@ -223,7 +223,7 @@ fn words_of_plans() {
     for (from, to, words) in [
         ("\"batch\":8", "\"batch\":4", "takes `input_ids` as i64[4,64], and the graph has i64[8,64]"),
         ("\"seq\":64", "\"seq\":32", "takes `input_ids` as i64[8,32]"),
-        ("\"precision\":\"fp32\"", "\"precision\":\"bf16\"", "the precision is `bf16`, and the graph computes in fp32"),
+        ("\"precision\":\"fp32\"", "\"precision\":\"bf16\"", "the precision is `bf16`, and the graph computes in f32"),
         ("\"model\":\"llama-tiny\"", "\"model\":\"gpt2-124m\"", "gpt2-124m has parameter"),
         ("\"cluster\":\"cpu:2\"", "\"cluster\":\"cpu:4\"", "the mesh has 2 ranks, and cluster cpu:4 has 4 devices"),
         ("; choice dp=2", "; choice dp=1", "the choice says dp=1, and the mesh has dp=2"),

@@ -15,7 +15,9 @@
 //! (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
 
 use crate::error::{PassError, UserError};
-use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Constant, Gradient, GradientError, Input, Reshape, UnaryKind};
+use shardc_ir::ops::{
+    Affine, Binary, BinaryKind, Cast, Constant, Gradient, GradientError, Input, ReduceOp, Reshape, UnaryKind,
+};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
 
 /// The name of the input by which the loss is scaled while it is differentiated, an f32 scalar.
@@ -77,8 +79,9 @@ fn from_seed(graph: &Graph, loss: &str, is_scaled: bool) -> Result<Differentiate
     if is_scaled {
         let of = graph.value(loss).def;
         let factor = add(&mut graph, of, Input { name: LOSS_SCALE.into() }, &[], &[TensorType::scalar(DType::F32)])?;
-        let terms = summed_elements(&graph, peeled.numerator).next_power_of_two();
-        let factor = add(&mut graph, of, Affine { scale: 1.0 / terms as f64, offset: 0.0 }, &[factor], &[])?;
+        let terms = Some(summed_elements(&graph, &needed, peeled.numerator)).filter(|terms| terms.is_finite());
+        let terms = terms.unwrap_or(1.0).max(1.0).log2().ceil().exp2();
+        let factor = add(&mut graph, of, Affine { scale: 1.0 / terms, offset: 0.0 }, &[factor], &[])?;
         scale = add(&mut graph, of, Binary { kind: BinaryKind::Div }, &[scale, factor], &[])?;
         seed = Some(factor);
     }
@@ -148,14 +151,25 @@ fn peel(graph: &Graph, needed: &[bool], loss: ValueId) -> Peeled {
     }
 }
 
-/// How many elements a number is the sum of, as far as its first operands tell.
-fn summed_elements(graph: &Graph, number: ValueId) -> u64 {
-    let mut value = number;
-    while graph.ty(value).elements() == 1 {
-        let Some(operand) = graph.def(value).operands.first() else { return 1 };
-        value = *operand;
+/// How many times the cotangent of a number is what the elements that it sums should have: how many they are, times what
+/// scales them on the way, which the chain rule multiplies by once more. Of a sum of terms the least, so that none of their
+/// gradients vanishes; 1 where anything else is between.
+fn summed_elements(graph: &Graph, needed: &[bool], number: ValueId) -> f64 {
+    let (node, elements) = (graph.def(number), graph.ty(number).elements());
+    if elements != 1 {
+        return elements as f64;
     }
-    graph.ty(value).elements().max(1)
+    let of = |operand: &ValueId| summed_elements(graph, needed, *operand);
+    match (&node.op, &node.operands[..]) {
+        (Op::Affine(affine), [x]) => affine.scale.abs() * of(x),
+        (Op::Unary(unary), [x]) if unary.kind == UnaryKind::Neg => of(x),
+        (Op::Reduce(reduce), [x]) if reduce.kind == ReduceOp::Sum => of(x),
+        (Op::Reshape(_) | Op::Cast(_) | Op::Broadcast(_) | Op::SumSquares(_), [x]) => of(x),
+        (Op::Binary(binary), terms) if matches!(binary.kind, BinaryKind::Add | BinaryKind::Sub) => {
+            terms.iter().filter(|term| needed[term.index()]).map(of).fold(f64::INFINITY, f64::min)
+        }
+        _ => 1.0,
+    }
 }
 
 /// Adds the scale's nodes: an f32 scalar.

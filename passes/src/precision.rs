@@ -8,9 +8,12 @@
 //! * Matmuls, convolutions, attention, norms, embeddings and elementwise operations on activations compute in
 //!   bf16, and so the residual stream is bf16. Kernels work in f32 inside.
 //! * Exponentials, logarithms, powers, roots and reciprocals that no composite operation took in
-//!   give f32, as do sums, as under `autocast`, and what they reach stays f32 until the next matmul or
+//!   give f32, as do sums, running ones as well, as under `autocast`, and what they reach stays f32 until the next matmul or
 //!   norm, or until it is copied to the elements of an activation in bf16. What is taken from scores before their exponentials
-//!   and behind their logarithm, a maximum and the logarithm, is taken in f32.
+//!   and behind their logarithm, a maximum and the logarithm, is taken in f32, and so is what a logarithm is taken of, back to
+//!   the softmax or the sigmoid that makes it: in 16 bits it would be 0 or 1. In fp16 squares give f32: their range is twice
+//!   that of what is squared.
+//! * What parameters make by themselves, or with values that no parameter reaches, is f32 until it meets an activation.
 //! * Values that no parameter reaches (positions, masks, rotary tables, counts) stay as they are;
 //!   where an activation meets one, that one is cast.
 //! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
@@ -22,6 +25,10 @@ use serde::{Deserialize, Serialize};
 use shardc_ir::ops::{Arithmetic, Binary, BinaryKind, Cast, Constant, OpError, ReduceOp, UnaryKind};
 use shardc_ir::{DType, EntityRef, Graph, NodeId, Op, OpDef, Role, TensorType, ValueId};
 use std::collections::HashMap;
+
+/// The largest numbers of the 16-bit types.
+const LARGEST_F16: f64 = 65504.0;
+const LARGEST_BF16: f64 = 3.389_531_389_251_535_5e38;
 
 /// Which operand of attention is what is added to scores.
 const BIAS: usize = 3;
@@ -59,7 +66,7 @@ impl Precision {
     }
 
     /// The element type of what is not kept in f32; `None` where all is.
-    fn narrow(self) -> Option<DType> {
+    pub fn narrow(self) -> Option<DType> {
         match self {
             Self::Fp32 => None,
             Self::Bf16 | Self::Fp8 => Some(DType::Bf16),
@@ -99,8 +106,8 @@ impl Precision {
 /// The graph in another precision; see the [module](self).
 pub fn lower_precision(graph: &Graph, precision: Precision) -> Result<Graph, PassError> {
     let Some(narrow) = precision.narrow() else { return Ok(graph.clone()) };
-    let mut lowering =
-        Lowering { from: graph, narrow, reached: reached(graph), casts: HashMap::new(), ranged: HashMap::new() };
+    let (reached, logged) = (reached(graph), logged(graph));
+    let mut lowering = Lowering { from: graph, narrow, reached, casts: HashMap::new(), ranged: HashMap::new(), logged };
     let mut lowered = graph
         .rebuild(|to, id, map| lowering.node(to, id, map).map(|()| true))
         .map_err(PassError::ill_formed("lower_precision"))?;
@@ -115,7 +122,8 @@ pub fn lower_precision(graph: &Graph, precision: Precision) -> Result<Graph, Pas
             lowered.outputs[index].value = lowered.result(cast);
         }
     }
-    Ok(lowered)
+    // Copies in f32 of what was cast before it was copied are dropped.
+    lowered.rebuild(|_, _, _| Ok(false)).map_err(PassError::ill_formed("lower_precision"))
 }
 
 /// Per value, whether it is a float that a parameter, trained or frozen, reaches.
@@ -139,6 +147,30 @@ struct Lowering<'a> {
     casts: HashMap<(ValueId, DType), ValueId>,
     /// What is added to scores, in the range of 16 bits.
     ranged: HashMap<ValueId, ValueId>,
+    /// Values of the old graph of which a logarithm is taken, with what they are made of.
+    logged: Vec<bool>,
+}
+
+/// Per value, whether a logarithm is taken of it, or of what is made of it element by element or by taking elements out.
+fn logged(graph: &Graph) -> Vec<bool> {
+    let mut logged = vec![false; graph.value_count()];
+    for (_, node) in graph.nodes().rev() {
+        let is_logarithm =
+            |op: &Op| matches!(op, Op::Unary(op) if matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p));
+        let passes = match &node.op {
+            Op::Affine(_) | Op::Reshape(_) | Op::Slice(_) | Op::Gather(_) | Op::Select(_) => true,
+            Op::Unary(op) => op.kind == UnaryKind::Neg,
+            Op::Binary(op) => {
+                use BinaryKind::{Add, Max, Min, Mul, Sub};
+                matches!(op.kind, Add | Sub | Mul | Max | Min)
+            }
+            _ => false,
+        };
+        if is_logarithm(&node.op) || passes && logged[node.results[0].index()] {
+            node.operands.iter().for_each(|operand| logged[operand.index()] = true);
+        }
+    }
+    logged
 }
 
 impl Lowering<'_> {
@@ -149,8 +181,7 @@ impl Lowering<'_> {
             to.copy_node(self.from, id, map)?;
             return Ok(());
         }
-        let result = self.from.ty(node.results[0]);
-        let dtype = match node.op.arithmetic(result) {
+        let dtype = match self.arithmetic(id) {
             Arithmetic::Narrow => Some(self.narrow),
             Arithmetic::Wide => Some(DType::F32),
             Arithmetic::Follow | Arithmetic::Sum => Some(self.followed(to, id, map)),
@@ -189,11 +220,33 @@ impl Lowering<'_> {
         Ok(())
     }
 
+    /// In which element type a node computes.
+    fn arithmetic(&self, id: NodeId) -> Arithmetic {
+        let node = self.from.node(id);
+        let is_square = |op: &Op| matches!(op, Op::Binary(op) if op.kind == BinaryKind::Mul);
+        match node.op.arithmetic(self.from.ty(node.results[0])) {
+            Arithmetic::Follow if self.logged[node.results[0].index()] => Arithmetic::Wide,
+            Arithmetic::Follow
+                if self.narrow == DType::F16 && is_square(&node.op) && node.operands[0] == node.operands[1] =>
+            {
+                Arithmetic::Wide
+            }
+            own => own,
+        }
+    }
+
     /// The widest element type of the operands that parameters reach; a parameter counts as narrow, and so does what is copied
     /// to every element (a statistic of a norm), but for a maximum or a logarithm: what is taken from scores for the sake of
-    /// their exponentials is taken in f32.
+    /// their exponentials is taken in f32. So is what is made of nothing that is narrow yet.
     fn followed(&self, to: &Graph, id: NodeId, map: &HashMap<ValueId, ValueId>) -> DType {
-        let operands = self.from.node(id).operands.iter().filter(|operand| self.reached[operand.index()]);
+        let node = self.from.node(id);
+        let is_narrow = |operand: &ValueId| to.ty(map[operand]).dtype == self.narrow;
+        let is_elementwise =
+            matches!(node.op, Op::Unary(_) | Op::Binary(_) | Op::Affine(_) | Op::Reduce(_) | Op::Broadcast(_));
+        if is_elementwise && !node.operands.iter().any(is_narrow) {
+            return DType::F32;
+        }
+        let operands = node.operands.iter().filter(|operand| self.reached[operand.index()]);
         let wide = |operand: &ValueId| match &self.from.def(*operand).op {
             Op::Parameter(_) => false,
             Op::Broadcast(_) => self.is_of_exponents(*operand),
@@ -202,13 +255,14 @@ impl Lowering<'_> {
         if operands.into_iter().any(wide) { DType::F32 } else { self.narrow }
     }
 
-    /// Whether a value is copies of a maximum or of a logarithm.
+    /// Whether a value is copies of a maximum, of a logarithm or of a running sum.
     fn is_of_exponents(&self, value: ValueId) -> bool {
         let node = self.from.def(value);
         match &node.op {
             Op::Broadcast(_) | Op::Reshape(_) => self.is_of_exponents(node.operands[0]),
             Op::Reduce(op) => op.kind == ReduceOp::Max,
             Op::Unary(op) => matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p),
+            Op::Cumsum(_) => true,
             _ => false,
         }
     }
@@ -229,14 +283,20 @@ impl Lowering<'_> {
         if let Some(known) = self.ranged.get(&bias) {
             return Ok(*known);
         }
-        let (path, role, ty) = (node.path.clone(), node.role, to.ty(bias).clone());
-        let least =
-            to.add_as(Constant { value: LEAST }.into(), &[], &[TensorType::scalar(DType::F32)], path.clone(), role)?;
-        let most = Binary { kind: BinaryKind::Max }.into();
-        let ranged = to.add_as(most, &[bias, to.result(least)], &[ty], path, role)?;
-        let ranged = to.result(ranged);
+        let ranged = self.at_least(to, bias, LEAST)?;
         self.ranged.insert(bias, ranged);
         Ok(ranged)
+    }
+
+    /// The larger of a value's elements and a number.
+    fn at_least(&self, to: &mut Graph, value: ValueId, least: f64) -> Result<ValueId, OpError> {
+        let node = to.def(value);
+        let (path, role, ty) = (node.path.clone(), node.role, to.ty(value).clone());
+        let scalar = TensorType::scalar(DType::F32);
+        let least = to.add_as(Constant { value: least }.into(), &[], &[scalar], path.clone(), role)?;
+        let most = Binary { kind: BinaryKind::Max }.into();
+        let made = to.add_as(most, &[value, to.result(least)], &[ty], path, role)?;
+        Ok(to.result(made))
     }
 
     /// The value in an element type: itself, an earlier cast, the constant anew, or a cast.
@@ -256,15 +316,44 @@ impl Lowering<'_> {
                 to.add_as(broadcast.into(), &[source], &[ty.with_dtype(dtype)], path, role)?
             }
             Op::Constant(constant) => {
-                let constant = constant.clone().into();
+                let constant = Constant { value: within(constant.value, dtype) }.into();
                 to.add_as(constant, &[], &[ty.with_dtype(dtype)], path, role)?
             }
-            _ => to.add_as(Cast {}.into(), &[value], &[ty.with_dtype(dtype)], path, role)?,
+            _ => {
+                let least = within(f64::MIN, dtype);
+                let value = if scales_beyond(to, value, dtype) { self.at_least(to, value, least)? } else { value };
+                to.add_as(Cast {}.into(), &[value], &[ty.with_dtype(dtype)], path, role)?
+            }
         };
         let cast = to.result(cast);
         self.casts.insert((value, dtype), cast);
         Ok(cast)
     }
+}
+
+/// Whether a value, of a mask say, is made with numbers that an element type does not hold.
+fn scales_beyond(graph: &Graph, value: ValueId, dtype: DType) -> bool {
+    let is_beyond = |number: f64| within(number, dtype) != number;
+    let node = graph.def(value);
+    match &node.op {
+        Op::Affine(op) => is_beyond(op.scale) || is_beyond(op.offset),
+        Op::Constant(op) => is_beyond(op.value),
+        Op::Reshape(_) | Op::Broadcast(_) | Op::Select(_) | Op::Slice(_) => {
+            node.operands.iter().any(|operand| scales_beyond(graph, *operand, dtype))
+        }
+        _ => false,
+    }
+}
+
+/// A number as an element type holds it: what is finite stays finite, with room for what is added to it. The least number of
+/// f32, which hides a key, would hide all keys of a row as infinity.
+fn within(number: f64, dtype: DType) -> f64 {
+    let most = match dtype {
+        DType::F16 => LARGEST_F16,
+        DType::Bf16 => LARGEST_BF16,
+        _ => return number,
+    };
+    if number.is_finite() && number.abs() > most { number.signum() * most / 2.0 } else { number }
 }
 
 #[cfg(test)]

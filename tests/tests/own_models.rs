@@ -150,6 +150,22 @@ fn turned(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usiz
     model.head.forward(x).square().mean() + model.table.forward(tokens.flip([0])).mean()
 }
 
+/// A scale of the channels that every block reads, and a bias behind it.
+fn tied_scale(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let scale = model.head.weight.val().slice([0..WIDTH, 0..1]).reshape([1, 1, WIDTH]);
+    let x = model.table.forward(inputs.int("tokens", [batch, seq])) * scale.clone();
+    let x = x.clone() + model.blocks[0].forward(x) * scale.clone();
+    let x = (x.clone() + model.blocks[1].forward(x)) * scale;
+    model.words.forward(x).square().mean()
+}
+
+/// What the model itself casts.
+fn cast(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
+    let x = model.table.forward(inputs.int("tokens", [batch, seq]));
+    let x = x.cast(burn::tensor::FloatDType::BF16).cast(burn::tensor::FloatDType::F32);
+    model.words.forward(x).square().mean()
+}
+
 /// Samples that become part of another dimension.
 fn merged(model: &Tagger, inputs: &mut shardc_models::Batch, [batch, seq]: [usize; 2]) -> Tensor<1> {
     let x = model.table.forward(inputs.int("tokens", [batch, seq])).reshape([batch, seq * WIDTH]);
@@ -275,6 +291,37 @@ fn terms_of_parameters_alone() {
     let (cluster, pins) = CUT[4];
     let error = compiled(penalty, cluster, pins).expect_err("no plan");
     assert!(error.to_string().contains("a term that parameters alone make") && error.exit_code() == 2, "{error}");
+}
+
+/// Gradients of biases behind a scale are not taken apart by a parameter that another stage may have.
+#[test]
+fn a_scale_of_many_stages() {
+    check(tied_scale, WHOLE.iter().chain(&CUT).chain(&[("cpu:2", "pp=2,schedule=zbv,microbatch=1")]));
+}
+
+#[test]
+fn a_cast_of_the_model_is_not_its_precision() {
+    check(cast, &WHOLE);
+    let compiled = compiled(cast, "cpu:1", "").unwrap();
+    assert_eq!(Compiled::contradiction(compiled.plan()), None);
+    // What is in the program that made it alone is not compared, and no reason to refuse it.
+    let findings = shardc::verify::verify(compiled.plan(), true);
+    assert!(findings.iter().all(|finding| finding.ok != Some(false)), "{findings:?}");
+    assert!(findings.iter().any(|finding| finding.check == "numbers" && finding.ok.is_none()), "{findings:?}");
+}
+
+#[test]
+fn gradients_are_summed_in_floats_of_16_bits_at_least() {
+    let model = |batch: Batch| -> Result<Model, TraceError> {
+        let shape = [batch.batch as usize, batch.seq as usize];
+        trace("tagger", Tagger::new, move |model, inputs| flat_labels(model, inputs, shape))
+    };
+    for dtype in [DType::F8e4m3, DType::Bool, DType::I64] {
+        let options = Options { reduce_dtype: Some(dtype), ..Options::default() };
+        let error =
+            shardc::compile(&model, BATCH, &Cluster::parse("cpu:2", "h200").unwrap(), &options).expect_err("no plan");
+        assert!(error.exit_code() == 2 && error.to_string().contains(dtype.name()), "{error}");
+    }
 }
 
 /// Accumulators add floats: what is something else of all samples is made of all at once.

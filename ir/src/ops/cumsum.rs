@@ -1,6 +1,6 @@
 //! Running sums along a dimension: which place a token takes among those of its expert.
 
-use super::{Gradient, GradientError, OpDef, arity, dim_name, is_false, single};
+use super::{Arithmetic, Gradient, GradientError, OpDef, arity, dim_name, is_false, single};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use serde::{Deserialize, Serialize};
@@ -39,5 +39,9 @@ impl OpDef for Cumsum {
         let dx = gradient.add(Cumsum { dim: self.dim, reverse: !self.reverse }, &[dy], &[])?;
         gradient.set(0, dx);
         Ok(())
+    }
+
+    fn arithmetic(&self, _result: &TensorType) -> Arithmetic {
+        Arithmetic::Wide
     }
 }

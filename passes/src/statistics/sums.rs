@@ -8,7 +8,7 @@
 use super::{before_casts, copied, copies, is_mean};
 use shardc_ir::ops::{Affine, Binary, BinaryKind, Cast, Constant, Op, OpError, Reduce, ReduceOp};
 use shardc_ir::{DType, Graph, NodeId, Role, TensorType, ValueId};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// How far a sum is taken apart.
 const DEPTH: usize = 8;
@@ -18,13 +18,13 @@ type Known = HashMap<(ValueId, Vec<usize>), ValueId>;
 
 /// The graph without sums that others tell.
 pub(super) fn told(graph: &Graph) -> Result<Graph, OpError> {
-    let mut known = Known::new();
+    let (mut known, shared) = (Known::new(), shared(graph));
     let rebuilt = graph.rebuild(|new, id, map| {
         let node = graph.node(id);
         let Op::Reduce(Reduce { kind: ReduceOp::Sum, dims }) = &node.op else { return Ok(false) };
         let (operand, result) = (node.operands[0], node.results[0]);
         let key = (operand, dims.clone());
-        let taken = Taken { graph, dims, known: &known };
+        let taken = Taken { graph, dims, known: &known, shared: &shared };
         if let (Role::Backward(_), Some(terms)) = (node.role, taken.simpler(operand)) {
             let mut site = Site { from: graph, to: new, id, map, known: &mut known };
             let sum = site.sum(&terms, dims)?;
@@ -39,6 +39,26 @@ pub(super) fn told(graph: &Graph) -> Result<Graph, OpError> {
     })?;
     // What only those sums read is dropped.
     rebuilt.rebuild(|_, _, _| Ok(false))
+}
+
+/// Parameters that several operations of the forward pass read, perhaps in several stages of a pipeline, and what is made of
+/// one alone.
+fn shared(graph: &Graph) -> BTreeSet<ValueId> {
+    let (users, mut shared) = (graph.users(), BTreeSet::new());
+    let is_forward = |(id, _): &&(NodeId, usize)| graph.node(*id).role == Role::Forward;
+    let readers = |value: &ValueId| users.get(value).map_or(0, |users| users.iter().filter(is_forward).count());
+    let mut own = BTreeSet::new();
+    for (_, node) in graph.nodes().filter(|(_, node)| node.role == Role::Forward) {
+        let is_own = matches!(node.op, Op::Parameter(_))
+            || !node.operands.is_empty() && node.operands.iter().all(|operand| own.contains(operand));
+        for result in node.results.iter().filter(|_| is_own) {
+            own.insert(*result);
+            if readers(result) > 1 || node.operands.iter().any(|operand| shared.contains(operand)) {
+                shared.insert(*result);
+            }
+        }
+    }
+    shared
 }
 
 /// A term of a sum: a number and factors of the sum's shape, times what is summed.
@@ -62,6 +82,7 @@ struct Taken<'a> {
     graph: &'a Graph,
     dims: &'a [usize],
     known: &'a Known,
+    shared: &'a BTreeSet<ValueId>,
 }
 
 impl Taken<'_> {
@@ -106,7 +127,8 @@ impl Taken<'_> {
                     terms
                 }
                 BinaryKind::Mul => {
-                    let factor = |of: ValueId| copied(self.graph, of, self.dims);
+                    // The stage of a pipeline that adds up what is summed may have no such parameter behind its loop.
+                    let factor = |of: ValueId| copied(self.graph, of, self.dims).filter(|of| !self.shared.contains(of));
                     let (factor, other) = match (factor(*a), factor(*b)) {
                         (_, Some(factor)) => (factor, *a),
                         (Some(factor), None) => (factor, *b),
