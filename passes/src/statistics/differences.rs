@@ -2,10 +2,11 @@
 //!
 //! The differences of a value from a statistic of it come after all of the value is in memory. So whoever reads them
 //! reads that value instead, and takes the statistic off on the way: the differences are never written, and what is
-//! kept for the backward pass is the value, no larger than they are.
+//! kept for the backward pass is the value, no larger than they are. So it is of differences that are cast to be squared
+//! in f32.
 
 use super::copied;
-use shardc_ir::ops::{BinaryKind, Op, OpDef, OpError};
+use shardc_ir::ops::{BinaryKind, Cast, Op, OpDef, OpError};
 use shardc_ir::{Graph, Node, NodeId, Role, ValueId};
 use std::collections::HashMap;
 
@@ -21,7 +22,7 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
         let mut readers: Vec<NodeId> = users.get(&node.results[0]).into_iter().flatten().map(|user| user.0).collect();
         readers.dedup();
         let is_shared = readers.len() > 1 && readers.iter().all(|reader| joins(graph.node(*reader)));
-        if is_shared && is_difference(graph, node) {
+        if is_shared && (is_difference(graph, node) || before_cast(graph, node).is_some()) {
             readers[1..].iter().for_each(|reader| wanted.entry(*reader).or_default().push(id));
         }
     }
@@ -30,7 +31,12 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
         let node = graph.node(id);
         let mut own: HashMap<ValueId, ValueId> = HashMap::new();
         for difference in differences {
-            let Node { op, operands, results, .. } = graph.node(*difference);
+            let result = graph.result(*difference);
+            let (cast, node_of) = match before_cast(graph, graph.node(*difference)) {
+                Some(before) => (Some(graph.ty(result).clone()), before),
+                None => (None, graph.node(*difference)),
+            };
+            let Node { op, operands, .. } = node_of;
             // Beside a reader of the backward pass it is part of that.
             let role = match node.role {
                 Role::Forward => Role::Forward,
@@ -41,7 +47,11 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
             let copied = new.add_as(copies.op.clone(), &[source], &[ty], node.path.clone(), role)?;
             let read = [map[&operands[0]], new.result(copied)];
             let made = new.add_as(op.clone(), &read, &[], node.path.clone(), role)?;
-            own.insert(results[0], new.result(made));
+            let made = match cast {
+                Some(ty) => new.add_as(Cast {}.into(), &[new.result(made)], &[ty], node.path.clone(), role)?,
+                None => made,
+            };
+            own.insert(result, new.result(made));
         }
         let read = |value: &ValueId| *own.get(value).unwrap_or(&map[value]);
         let operands: Vec<ValueId> = node.operands.iter().map(read).collect();
@@ -54,6 +64,12 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
 /// Whether a reader makes what it reads on the way.
 fn joins(node: &Node) -> bool {
     matches!(node.op, Op::Binary(_) | Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Reduce(_))
+}
+
+/// The differences that a forward node casts.
+fn before_cast<'a>(graph: &'a Graph, node: &Node) -> Option<&'a Node> {
+    let (Op::Cast(_), Role::Forward) = (&node.op, node.role) else { return None };
+    Some(graph.def(node.operands[0])).filter(|node| is_difference(graph, node))
 }
 
 /// Whether a forward node takes copies of a vector off every row of a value, of which that vector is a statistic.

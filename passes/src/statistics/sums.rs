@@ -118,6 +118,12 @@ impl Taken<'_> {
         let node = self.graph.def(value);
         match (&node.op, &node.operands[..]) {
             (Op::Affine(Affine { scale, offset: 0.0 }), [a]) => scaled(self.terms(*a, depth - 1), *scale),
+            // What is cast is not read instead: that would have to be kept.
+            (Op::Cast(_), [a]) if self.graph.ty(*a).dtype.is_float() => {
+                let terms = self.terms(*a, depth - 1);
+                let is_told = |term: &Term| !matches!(term.of, Summed::Elements(value) if !self.is_known(value));
+                if terms.iter().all(is_told) { terms } else { whole() }
+            }
             (Op::Binary(op), [a, b]) if self.graph.ty(*a) == self.graph.ty(*b) => match op.kind {
                 BinaryKind::Sub if self.is_centred(*a, *b) => Vec::new(),
                 BinaryKind::Add | BinaryKind::Sub => {
