@@ -95,7 +95,9 @@ fn wrong_precision(plan: &Plan) -> Option<String> {
     let is_f8 = |value: &ValueId| matches!(graph.ty(*value).dtype, DType::F8e4m3 | DType::F8e5m2);
     let has_f8 = computed().flat_map(|node| &node.results).any(is_f8);
     let said = &plan.request.precision;
-    let Some(precision) = Precision::from_name(said) else { return Some(format!("`{said}` is no precision")) };
+    let Some(precision) = Precision::from_name(said) else {
+        return Some(format!("the precision is `{said}`, of which there is none"));
+    };
     // Nothing tells it where there is none.
     let is_right = types.is_empty() || types.contains(&precision.narrow().unwrap_or(DType::F32));
     let names: Vec<&str> = types.iter().map(|dtype| dtype.name()).collect();
@@ -173,12 +175,13 @@ fn wrong_schedule(plan: &Plan, chosen: &Pins) -> Option<String> {
     let said = chosen.schedule.filter(|said| plan.stages() == 1 || *said != is.schedule);
     let is_other = |said: &u64| if plan.stages() == 1 { *said > 1 } else { *said != is.per_stage };
     let limits = [("in_flight", chosen.in_flight, is.in_flight), ("delayed", chosen.delayed, is.delayed)];
-    let limit = limits.into_iter().find_map(|(name, said, is)| Some((name, said.filter(|_| said != is)?)));
+    let limit = limits.into_iter().find(|(_, said, is)| said != is);
     let text = match (said, chosen.virtual_stages.filter(is_other), limit) {
         (None, None, None) => return None,
         (Some(said), ..) => format!("schedule={}", said.name()),
         (None, Some(said), _) => format!("virtual={said}"),
-        (None, None, Some((name, said))) => format!("{name}={said}"),
+        (None, None, Some((name, Some(said), _))) => format!("{name}={said}"),
+        (None, None, Some((name, None, _))) => format!("no {name}"),
     };
     let is = match plan.stages() {
         1 => "the plan has one stage".to_string(),

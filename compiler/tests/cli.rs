@@ -378,8 +378,10 @@ fn what_lies_on_the_host_is_planned_and_not_trained() {
     check(&["diff", text(&file), text(&edited)], 0, &[]);
     check(&["verify", text(&edited)], 0, &["– memory", unlowered]);
     let whole = std::fs::read_to_string(&edited).unwrap();
-    std::fs::write(&edited, whole.replacen(" in host = parameter", " = parameter", 1)).unwrap();
-    check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
+    for (from, to) in [(" in host = parameter", " = parameter"), ("\"step\":", "\"step\":1")] {
+        std::fs::write(&edited, whole.replacen(from, to, 1)).unwrap();
+        check(&["explain", text(&edited)], 2, &[unlowered, "so nothing tells what the edited plan takes"]);
+    }
     let staged = "pp=2,schedule=1f1b,microbatch=1,recompute=none,stage_offload=activations:1/optimizer";
     let pinned: Vec<&str> = plan.into_iter().chain(["--pin", staged]).collect();
     check(&pinned, 0, &["stage_offload=activations:1/optimizer", refused, "--pin offload=none"]);

@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 use shardc::{Batch, Cluster, NamedModel, Options};
-use shardc_ir::Plan;
 use shardc_ir::text::PLAN_SCHEMA;
+use shardc_ir::{DType, Plan};
 use shardc_tests::schema::violations;
 
 fn schema() -> Value {
@@ -11,9 +11,14 @@ fn schema() -> Value {
 }
 
 fn emitted(model: &str, cluster: &str, pins: &str) -> String {
+    // What is no pin: in what gradients are summed.
+    let (pins, reduce_dtype) = match pins.strip_prefix("bf16 sums,") {
+        Some(rest) => (rest, Some(DType::Bf16)),
+        None => (pins, None),
+    };
     let model = NamedModel::find(model).unwrap();
     let cluster = Cluster::parse(cluster, "h200").unwrap();
-    let options = Options { pins: pins.to_string(), ..Options::default() };
+    let options = Options { pins: pins.to_string(), reduce_dtype, ..Options::default() };
     let compiled = shardc::compile(&model, Batch { batch: 8, seq: 32 }, &cluster, &options);
     compiled.unwrap_or_else(|error| panic!("{pins}: {error}")).plan().to_json()
 }
@@ -25,6 +30,7 @@ fn every_plan_conforms() {
         ("cpu:4", ""),
         ("cpu:4", "dp=4,zero=3,microbatch=1"),
         ("cpu:4", "tp=4"),
+        ("cpu:4", "bf16 sums,dp=4,zero=1"),
         ("h100:8x1", "dp=4,tp=2,zero=2,microbatch=1"),
         ("cpu:2", "zero=1,recompute=block"),
         ("h100:2", "offload=optimizer@disk+activations:1"),

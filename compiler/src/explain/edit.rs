@@ -29,11 +29,9 @@ const PREDICTED: &str = "; predicted ";
 /// The text of a plan, to be edited.
 pub fn to_text(plan: &Plan) -> String {
     let request = serde_json::to_string(&plan.request).unwrap_or_default();
-    let (choice, graph, lines) = (&plan.choice, digest(plan), digests(plan).join(" "));
-    let predicted = report::unlowered(plan).map_or(String::new(), |_| {
-        let prediction = serde_json::to_string(&plan.prediction).unwrap_or_default();
-        format!("{PREDICTED}{prediction}\n")
-    });
+    let prediction = report::unlowered(plan).map(|_| serde_json::to_string(&plan.prediction).unwrap_or_default());
+    let predicted = prediction.as_ref().map_or(String::new(), |prediction| format!("{PREDICTED}{prediction}\n"));
+    let (choice, graph, lines) = (&plan.choice, digest(plan, prediction.as_deref()), digests(plan).join(" "));
     format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{predicted}{plan}")
 }
 
@@ -42,11 +40,11 @@ pub fn is_text(text: &str) -> bool {
     text.starts_with(';') || text.starts_with("graph ")
 }
 
-/// The SHA-256 of the graph alone, without layouts, and of what the choice says about it; of the whole plan where no
-/// program does it.
-fn digest(plan: &Plan) -> String {
-    if report::unlowered(plan).is_some() {
-        return hexadecimal(&format!("{plan}{}", plan.choice), usize::MAX);
+/// The SHA-256 of the graph alone, without layouts, and of what the choice says about it; of the whole plan and of what is
+/// predicted of it where no program does it.
+fn digest(plan: &Plan, prediction: Option<&str>) -> String {
+    if let Some(prediction) = prediction {
+        return hexadecimal(&format!("{plan}{}{prediction}", plan.choice), usize::MAX);
     }
     let of_graph = |part: &&str| {
         ["recompute", "loss_chunks", "overlap_chunks", "keep_casts"].iter().any(|word| part.contains(word))
@@ -112,7 +110,11 @@ pub fn from_text(
     let mut plan: Plan = text.parse().map_err(|found| illegal(&found))?;
     let choice = head(CHOICE)?.to_string();
     (plan.request, plan.choice) = (request, choice);
-    if digest(&plan) != head(GRAPH)?.trim() {
+    let prediction = report::unlowered(&plan).map(|_| head(PREDICTED)).transpose()?;
+    if let Some(text) = prediction {
+        plan.prediction = serde_json::from_str(text).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
+    }
+    if digest(&plan, prediction) != head(GRAPH)?.trim() {
         if let Some(unlowered) = report::unlowered(&plan) {
             return Err(refuse(format!("{unlowered}, so nothing tells what the edited plan takes")));
         }
@@ -124,10 +126,7 @@ pub fn from_text(
     }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
     if report::unlowered(&verified).is_some() {
-        let mut plan: Plan = (*verified).clone();
-        plan.prediction =
-            serde_json::from_str(head(PREDICTED)?).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
-        return verify::plan(plan).map_err(|found| illegal(&found));
+        return Ok(verified);
     }
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
     if let Some(more) = agrees::beyond(prediction.memory.total(), prediction.room) {

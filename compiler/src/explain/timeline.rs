@@ -140,11 +140,17 @@ fn run_events(
 }
 
 fn span(process: u64, thread: usize, name: &str, (start, finish): (f64, f64), args: Value) -> Value {
-    let (ts, dur) = (micros(start), micros(finish - start));
+    // Both ends are rounded, so that what begins where this ends does not begin before.
+    let (from, to) = (nanos(start), nanos(finish));
+    let (ts, dur) = (from / 1e3, (to - from) / 1e3);
     json!({"ph": "X", "pid": process, "tid": thread, "name": name, "ts": ts, "dur": dur, "args": args})
 }
 
 /// Microseconds, to the nanosecond.
 fn micros(seconds: f64) -> f64 {
-    (seconds * 1e9).round() / 1e3
+    nanos(seconds) / 1e3
+}
+
+fn nanos(seconds: f64) -> f64 {
+    (seconds * 1e9).round()
 }

@@ -40,6 +40,9 @@ pub(in crate::search) fn elsewhere(
     if divides_more || plan.stages() > 1 || Pins::chosen(plan).offloads().is_some() {
         return Ok(Vec::new());
     }
+    // The others are priced with the head cut as it is here, so they say so.
+    let chunks = Pins::chosen(plan).loss_chunks.filter(|chunks| *chunks > 1);
+    let head = chunks.map_or(String::new(), |chunks| format!(",loss_chunks={chunks}"));
     let sizes = || divisors(cluster.per_node).into_iter().filter(|size| *size > 1);
     let mut all = Vec::new();
     for (family, size) in ["tp", "cp"].into_iter().flat_map(|family| sizes().map(move |size| (family, size))) {
@@ -47,7 +50,7 @@ pub(in crate::search) fn elsewhere(
         let pins = Pins::parse(&[&pin, AS_SEARCHED, "pp=1"].join(","))?;
         match search_among(prepared, cluster, &plan.request, &pins, None, None) {
             Ok(mut plan) => {
-                plan.choice = plan.choice.replace(&format!(",{AS_SEARCHED}"), "");
+                plan.choice = plan.choice.replace(&format!(",{AS_SEARCHED}"), &head);
                 let (_, from) = searched(&plan)?;
                 let nodes = asked.iter().filter_map(|(node, new)| Some((*node, *from.get(*new)?))).collect();
                 all.push(Elsewhere { pin, plan: Some(plan), nodes });
