@@ -85,7 +85,8 @@ impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = self.0;
         match seconds.abs() {
-            s if s >= 1.0 || s == 0.0 => write!(f, "{seconds:.2} s"),
+            // What rounds to nothing is nothing.
+            s if s >= 1.0 || s < 5e-9 => write!(f, "{seconds:.2} s"),
             s if s >= 1e-3 => write!(f, "{:.2} ms", seconds * 1e3),
             _ => write!(f, "{:.2} us", seconds * 1e6),
         }

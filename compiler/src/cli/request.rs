@@ -247,7 +247,10 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
         "mib" | "m" => 1048576.0,
         "gib" | "g" => 1073741824.0,
         "tib" | "t" => 1099511627776.0,
-        _ => return Err(wrong()),
+        unit => {
+            let message = format!("{flag} {text}: `{unit}` is no unit of sizes");
+            return Err(Error::request(message, "KiB, MiB, GiB and TiB are, and KB, MB, GB and TB"));
+        }
     };
     let number: f64 = digits.trim().parse().map_err(|_| wrong())?;
     let bytes = number * unit;
@@ -255,7 +258,18 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
         let small = format!("{flag} {text}: without a unit it counts bytes, and nothing trains in so few");
         return Err(Error::request(small, format!("write {text}GiB, or {text}B if that is meant")));
     }
-    if bytes.is_finite() && (1.0..1e18).contains(&bytes) { Ok(Bytes(bytes as u64)) } else { Err(wrong()) }
+    match bytes {
+        bytes if bytes >= 1e18 => Err(Error::request(
+            format!("{flag} {text}: no memory is as large"),
+            "write 24GiB, 800MB or a number of bytes",
+        )),
+        bytes if (0.0..1.0).contains(&bytes) => Err(Error::request(
+            format!("{flag} {text}: nothing fits into no memory"),
+            "write 24GiB, 800MB or a number of bytes",
+        )),
+        bytes if bytes >= 1.0 => Ok(Bytes(bytes as u64)),
+        _ => Err(wrong()),
+    }
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use shardc_passes::fold::leaf_name;
 use shardc_passes::search::Pins;
 use shardc_passes::search::why::{Elsewhere, Options, Why, why};
 use shardc_passes::shard::family::{batch_axes, searched_axes};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// An alternative of one node on one axis, compared with the others by the search's estimates.
@@ -113,8 +113,9 @@ pub fn explain(plan: &Plan, cluster: &Cluster, values: &[ValueId]) -> Result<Vec
         return Err(Error::request(message, "plan again"));
     }
     let why = why(plan, cluster, pipeline::target(&plan.request.cluster), &nodes)?;
-    let alike = |value: ValueId| values.iter().filter(|other| key(**other) == key(value)).count();
-    Ok(firsts.into_iter().map(|value| explained(plan, &why, value, alike(value))).collect())
+    let mut alike: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+    graph.values().for_each(|(value, _)| *alike.entry(key(value)).or_default() += 1);
+    Ok(firsts.into_iter().map(|value| explained(plan, &why, value, alike[&key(value)])).collect())
 }
 
 fn explained(plan: &Plan, why: &Why, value: ValueId, alike: usize) -> Explained {
