@@ -86,7 +86,7 @@ impl fmt::Display for Seconds {
         let seconds = self.0;
         match seconds.abs() {
             // What rounds to nothing is nothing.
-            s if s >= 1.0 || s < 5e-9 => write!(f, "{seconds:.2} s"),
+            s if !(5e-9..1.0).contains(&s) => write!(f, "{seconds:.2} s"),
             s if s >= 1e-3 => write!(f, "{:.2} ms", seconds * 1e3),
             _ => write!(f, "{:.2} us", seconds * 1e6),
         }
