@@ -2,7 +2,8 @@
 //! 1, 2, 3", SC11).
 //!
 //! Every backend makes the same bits, but for the logarithm, cosine and sine of the normal law, which are the
-//! device's own. With `s` the stream, `i` the row-major index of an element
+//! device's own, and the last bit of uniform numbers whose range is no power of two, where a device multiplies and adds
+//! with one rounding. With `s` the stream, `i` the row-major index of an element
 //! in the *global* shape and `u64` values split into (low, high) 32-bit words:
 //!
 //! * key `(seed.low, seed.high)`, counter `(j.low, j.high, s.low, s.high)` with `j = i / 4`; element

@@ -59,7 +59,7 @@ impl OpDef for Adamw {
         Flops(15.0 * operands[0].elements() as f64)
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 

@@ -139,7 +139,7 @@ impl OpDef for Binary {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 
@@ -223,7 +223,7 @@ impl OpDef for Compare {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 

@@ -31,7 +31,7 @@ impl OpDef for Cast {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 

@@ -127,7 +127,7 @@ impl OpDef for CrossEntropyGrad {
         Some(CrossEntropyGrad { start: self.start + operands[0].slice.last()?.0, ..self.clone() }.into())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 }

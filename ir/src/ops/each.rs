@@ -87,7 +87,7 @@ impl OpDef for Each {
         self.items(operands).zip(self.items(results)).map(|(operands, results)| self.op.bytes(operands, results)).sum()
     }
 
-    fn may_overwrite(&self, operand: usize) -> bool {
-        self.op.may_overwrite(operand)
+    fn may_overwrite(&self, operand: usize, operands: usize) -> bool {
+        self.op.may_overwrite(operand % self.size_of(operands), self.size_of(operands))
     }
 }

@@ -10,6 +10,7 @@ use crate::factor::{Dims, FactorRule};
 use crate::types::TensorType;
 use crate::units::Flops;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// A region. Its values are numbered: first the operands, then the results of each step in order.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -86,6 +87,29 @@ impl Fused {
     }
 }
 
+impl Fused {
+    /// The values that every block of a kernel reads, where a region has so many operands: those that are copied along some
+    /// dimension, scales and shifts of norms, and what such a value is made of element by element.
+    fn shared(&self, operands: usize) -> BTreeSet<usize> {
+        let mut shared = BTreeSet::new();
+        let mut end = operands + self.steps.iter().map(|step| step.results.len()).sum::<usize>();
+        for step in self.steps.iter().rev() {
+            let results = end - step.results.len()..end;
+            end = results.start;
+            let (reads, is_shared) = (&step.operands, results.into_iter().any(|result| shared.contains(&result)));
+            match &step.op {
+                Op::Broadcast(_) => shared.extend(reads),
+                Op::RmsNorm(_) | Op::LayerNorm(_) => shared.extend(&reads[1..]),
+                // Behind the cotangent and what was normalized.
+                Op::RmsNormGrad(_) | Op::LayerNormGrad(_) => shared.extend(&reads[2..]),
+                op if is_shared && op.may_overwrite(0, reads.len()) => shared.extend(reads),
+                _ => {}
+            }
+        }
+        shared
+    }
+}
+
 impl OpDef for Fused {
     fn infer(&self, operands: &[TensorType], _declared: &[TensorType]) -> Result<Vec<TensorType>, String> {
         let mut values = operands.to_vec();
@@ -126,9 +150,10 @@ impl OpDef for Fused {
         Flops(self.typed_steps(operands).map(|(step, of)| step.op.flops(&of, &step.results).0).sum())
     }
 
-    /// A product reads all of an operand before its result is whole.
-    fn may_overwrite(&self, _operand: usize) -> bool {
-        !self.is_products()
+    /// A product reads all of an operand before its result is whole; what every block of a kernel reads is read by some when
+    /// others have written.
+    fn may_overwrite(&self, operand: usize, operands: usize) -> bool {
+        !self.is_products() && !self.shared(operands).contains(&operand)
     }
 }
 
@@ -182,5 +207,30 @@ mod tests {
         refused(|region| region.results.push(0), 2, "no result of a step");
         refused(|region| region.results.push(3), 2, "value 3 is two results");
         refused(|region| region.steps[0].op = Input { name: "x".to_string() }.into(), 2, "cannot hold input");
+    }
+
+    /// A scale that every row reads lies where no other row's statistic is written, however the two are shaped.
+    #[test]
+    fn what_all_rows_read_is_not_written_over() {
+        use crate::ops::{Broadcast, LayerNorm};
+        let (x, row) = (TensorType::new(DType::F32, [8, 8]), TensorType::new(DType::F32, [8]));
+        let step = |op: Op, operands: &[usize], results: Vec<TensorType>| FusedStep {
+            op,
+            operands: operands.to_vec(),
+            results,
+            source: None,
+        };
+        // %0: x, %1: scale, %2: shift, %3: what the scale is made of, %4: a bias.
+        let steps = vec![
+            step(Binary { kind: BinaryKind::Add }.into(), &[1, 3], vec![row.clone()]),
+            step(LayerNorm { eps: 1e-5 }.into(), &[0, 5, 2], vec![x.clone(), row.clone(), row.clone()]),
+            step(Broadcast { dims: vec![1] }.into(), &[4], vec![x.clone()]),
+            step(Binary { kind: BinaryKind::Add }.into(), &[6, 9], vec![x.clone()]),
+        ];
+        let fused = Fused { steps, results: vec![7, 8, 10] };
+        let operands = [x, row.clone(), row.clone(), row.clone(), row];
+        fused.infer(&operands, &[]).expect("types");
+        let free: Vec<usize> = (0..operands.len()).filter(|operand| fused.may_overwrite(*operand, 5)).collect();
+        assert_eq!(free, [0]);
     }
 }

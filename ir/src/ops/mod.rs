@@ -175,11 +175,11 @@ pub trait OpDef {
         (self.may_add() && operands > 2).then_some(2)
     }
 
-    /// Whether a result of the same shape and size may be written over this operand: no element of
+    /// Whether a result of the same shape and size may be written over this operand, of so many: no element of
     /// the operand is read after the result's element in its place is written, of a rotation neither of a pair after one
-    /// of the pair is. By default the summand; a bias in its place has another shape.
-    fn may_overwrite(&self, operand: usize) -> bool {
-        self.may_add() && operand == 2
+    /// of the pair is. By default the summand.
+    fn may_overwrite(&self, operand: usize, operands: usize) -> bool {
+        self.addend(operands) == Some(operand)
     }
 
     /// Whether one launch may do it to many tensors, each by itself ([`Each`]): it is the same on every part of them.
@@ -458,8 +458,8 @@ impl OpDef for Op {
     fn counts(&self, dim: usize, operands: usize) -> bool {
         self.def().counts(dim, operands)
     }
-    fn may_overwrite(&self, operand: usize) -> bool {
-        self.def().may_overwrite(operand)
+    fn may_overwrite(&self, operand: usize, operands: usize) -> bool {
+        self.def().may_overwrite(operand, operands)
     }
     fn may_repeat(&self) -> bool {
         self.def().may_repeat()

@@ -55,7 +55,7 @@ impl OpDef for Rotary {
         Ok(())
     }
 
-    fn may_overwrite(&self, operand: usize) -> bool {
+    fn may_overwrite(&self, operand: usize, _operands: usize) -> bool {
         operand == 0
     }
 

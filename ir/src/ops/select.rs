@@ -34,7 +34,7 @@ impl OpDef for Select {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 }

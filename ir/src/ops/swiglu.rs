@@ -34,7 +34,7 @@ impl OpDef for Swiglu {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 
@@ -56,7 +56,7 @@ impl OpDef for SwigluGrad {
         Flops(10.0 * operands[0].elements() as f64)
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 }

@@ -164,7 +164,7 @@ impl OpDef for Unary {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 
@@ -191,7 +191,7 @@ impl OpDef for UnaryGrad {
         elementwise_rule(operands, results, vec![vec![0]])
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 }
@@ -217,7 +217,7 @@ impl OpDef for Affine {
         Ok(())
     }
 
-    fn may_overwrite(&self, _operand: usize) -> bool {
+    fn may_overwrite(&self, _operand: usize, _operands: usize) -> bool {
         true
     }
 }

@@ -282,7 +282,9 @@ fn in_place(
         {
             false
         }
-        Action::Compute(op) => equal && op.may_overwrite(position) && from.ty.shape == to.ty.shape,
+        Action::Compute(op) => {
+            equal && op.may_overwrite(position, instruction.operands.len()) && from.ty.shape == to.ty.shape
+        }
         Action::AllReduce { .. } => equal && own,
         Action::AllGather { group } => own && from.offset == to.offset + place(*group) * from.ty.bytes().0,
         Action::ReduceScatter { group, .. } => own && to.offset == from.offset + place(*group) * to.ty.bytes().0,

@@ -175,14 +175,16 @@ fn compute_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
                 if accesses.get(to).first() != Some(&here) || !is_local(to, section) || !is_whole {
                     continue;
                 }
+                let count = item.instruction.operands.len();
                 let free = |(position, operand): &(usize, &BufferId)| {
                     let (from, other) = (draft.storage[**operand], &draft.buffers[**operand].ty);
-                    let fits = other.shape == ty.shape && other.bytes() == ty.bytes() && op.may_overwrite(*position);
+                    let fits =
+                        other.shape == ty.shape && other.bytes() == ty.bytes() && op.may_overwrite(*position, count);
                     let dies = accesses.get(from).last() == Some(&here) && accesses.get(from).first() != Some(&here);
                     // As another operand it may be read when the result is written: of `x + a @ x`, the second `x`.
                     let is_read_so = |(at, other): (usize, &BufferId)| {
                         draft.storage[*other] != from
-                            || (op.may_overwrite(at) && draft.first[*other] == draft.first[**operand])
+                            || (op.may_overwrite(at, count) && draft.first[*other] == draft.first[**operand])
                     };
                     let is_free = item.instruction.operands.iter().enumerate().all(is_read_so);
                     fits && dies && is_free && from != to && !taken.contains(&from) && is_local(from, section)

@@ -147,7 +147,7 @@ pub fn chain(init: &Graph, output: &str, slice: &[(u64, u64)], seed: u64) -> Opt
         if steps.last().is_some_and(|(_, later)| *later != ty) {
             return None;
         }
-        let is_in_place = op.may_overwrite(0);
+        let is_in_place = op.may_overwrite(0, operands.len());
         steps.push((op, ty));
         match &init.node(id).operands[..] {
             [] => break,

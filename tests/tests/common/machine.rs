@@ -368,10 +368,12 @@ fn in_place(
     match &instruction.action {
         Action::Compute(Op::Each(each)) => {
             let counts = [instruction.operands.len(), instruction.results.len()];
-            let position_in_item = position % (counts[0] / each.count);
-            is_same && each.is_one_item(counts, [position, index]) && each.op.may_overwrite(position_in_item)
+            let of_item = counts[0] / each.count;
+            is_same && each.is_one_item(counts, [position, index]) && each.op.may_overwrite(position % of_item, of_item)
         }
-        Action::Compute(op) => is_same && from.ty.shape == to.ty.shape && op.may_overwrite(position),
+        Action::Compute(op) => {
+            is_same && from.ty.shape == to.ty.shape && op.may_overwrite(position, instruction.operands.len())
+        }
         Action::AllReduce { .. } => is_same && is_own,
         Action::AllGather { group } => is_own && from.offset == to.offset + part(*group, from.ty.bytes()),
         Action::ReduceScatter { group, .. } => is_own && to.offset == from.offset + part(*group, to.ty.bytes()),

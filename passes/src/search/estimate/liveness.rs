@@ -347,7 +347,8 @@ impl Lives {
                     other.shape == ty.shape && other.bytes() == ty.bytes()
                 };
                 let mut dying = node.operands.iter().enumerate().filter_map(|(operand, value)| {
-                    let index = life[*value].filter(|_| node.op.may_overwrite(operand) && fits(value))?;
+                    let index =
+                        life[*value].filter(|_| node.op.may_overwrite(operand, node.operands.len()) && fits(value))?;
                     let of = &self.lives[index];
                     (of.last == id.index() && of.given.is_none() && of.made < id.index()).then_some(index)
                 });
