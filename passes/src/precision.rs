@@ -223,14 +223,11 @@ impl Lowering<'_> {
     /// In which element type a node computes.
     fn arithmetic(&self, id: NodeId) -> Arithmetic {
         let node = self.from.node(id);
-        let is_square = |op: &Op| matches!(op, Op::Binary(op) if op.kind == BinaryKind::Mul);
+        let is_product = matches!(&node.op, Op::Binary(op) if op.kind == BinaryKind::Mul);
+        let is_square = is_product && node.operands[0] == node.operands[1];
+        let is_logged = self.logged[node.results[0].index()];
         match node.op.arithmetic(self.from.ty(node.results[0])) {
-            Arithmetic::Follow if self.logged[node.results[0].index()] => Arithmetic::Wide,
-            Arithmetic::Follow
-                if self.narrow == DType::F16 && is_square(&node.op) && node.operands[0] == node.operands[1] =>
-            {
-                Arithmetic::Wide
-            }
+            Arithmetic::Follow if is_logged || is_square && self.narrow == DType::F16 => Arithmetic::Wide,
             own => own,
         }
     }

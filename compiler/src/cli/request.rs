@@ -235,7 +235,10 @@ fn plan_bytes(path: &Path) -> Result<Vec<u8>, Error> {
 
 /// A size in bytes: `24GiB`, `800MB`, `1000000`.
 pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
-    let wrong = || Error::request(format!("{flag} {text}: not a size"), "write 24GiB, 800MB or a number of bytes");
+    let refused = |why: &str| {
+        let fix = "write 24GiB, 800MB or a number of bytes; KiB, MiB, GiB and TiB are units, and KB, MB, GB and TB";
+        Error::request(format!("{flag} {text}: {why}"), fix)
+    };
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: f64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1.0,
@@ -247,28 +250,19 @@ pub fn size(flag: &str, text: &str) -> Result<Bytes, Error> {
         "mib" | "m" => 1048576.0,
         "gib" | "g" => 1073741824.0,
         "tib" | "t" => 1099511627776.0,
-        unit => {
-            let message = format!("{flag} {text}: `{unit}` is no unit of sizes");
-            return Err(Error::request(message, "KiB, MiB, GiB and TiB are, and KB, MB, GB and TB"));
-        }
+        unit => return Err(refused(&format!("`{unit}` is no unit of sizes"))),
     };
-    let number: f64 = digits.trim().parse().map_err(|_| wrong())?;
+    let number: f64 = digits.trim().parse().map_err(|_| refused("not a size"))?;
     let bytes = number * unit;
     if (1.0..1048576.0).contains(&bytes) && digits.len() == text.len() {
         let small = format!("{flag} {text}: without a unit it counts bytes, and nothing trains in so few");
         return Err(Error::request(small, format!("write {text}GiB, or {text}B if that is meant")));
     }
     match bytes {
-        bytes if bytes >= 1e18 => Err(Error::request(
-            format!("{flag} {text}: no memory is as large"),
-            "write 24GiB, 800MB or a number of bytes",
-        )),
-        bytes if (0.0..1.0).contains(&bytes) => Err(Error::request(
-            format!("{flag} {text}: nothing fits into no memory"),
-            "write 24GiB, 800MB or a number of bytes",
-        )),
+        bytes if bytes >= 1e18 => Err(refused("no memory is as large")),
         bytes if bytes >= 1.0 => Ok(Bytes(bytes as u64)),
-        _ => Err(wrong()),
+        bytes if bytes >= 0.0 => Err(refused("nothing fits into no memory")),
+        _ => Err(refused("not a size")),
     }
 }
 
