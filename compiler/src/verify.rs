@@ -23,7 +23,7 @@ use serde::Serialize;
 use shardc_ir::pipeline::Schedule;
 use shardc_ir::plan::Space;
 use shardc_ir::verify::VerifiedPlan;
-use shardc_ir::{DType, Graph, HostTensor, Node, Op, OpDef, Pipeline, Plan, TensorType};
+use shardc_ir::{DType, Graph, HostTensor, Op, OpDef, Pipeline, Plan, TensorType};
 use shardc_passes::cluster::Cluster;
 use shardc_passes::precision::Precision;
 use shardc_passes::random::mix;
@@ -310,8 +310,7 @@ fn first_alike(draws: u64, run: &dyn Fn(u64) -> Result<Vec<Distance>, Error>) ->
 
 /// Whether a model's numbers or gradients jump somewhere.
 fn has_kinks(graph: &Graph) -> bool {
-    let types = |node: &Node| node.operands.iter().map(|value| graph.ty(*value).clone()).collect::<Vec<_>>();
-    graph.nodes().any(|(_, node)| node.op.has_kink(&types(node)))
+    graph.nodes().any(|(id, node)| node.op.has_kink(&graph.operand_types(id)))
 }
 
 /// How far a run is from that on one device.

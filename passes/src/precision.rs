@@ -151,12 +151,14 @@ struct Lowering<'a> {
     logged: Vec<bool>,
 }
 
+fn is_logarithm(op: &Op) -> bool {
+    matches!(op, Op::Unary(op) if matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p))
+}
+
 /// Per value, whether a logarithm is taken of it, or of what is made of it element by element or by taking elements out.
 fn logged(graph: &Graph) -> Vec<bool> {
     let mut logged = vec![false; graph.value_count()];
     for (_, node) in graph.nodes().rev() {
-        let is_logarithm =
-            |op: &Op| matches!(op, Op::Unary(op) if matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p));
         let passes = match &node.op {
             Op::Affine(_) | Op::Reshape(_) | Op::Slice(_) | Op::Gather(_) | Op::Select(_) => true,
             Op::Unary(op) => op.kind == UnaryKind::Neg,
@@ -258,9 +260,8 @@ impl Lowering<'_> {
         match &node.op {
             Op::Broadcast(_) | Op::Reshape(_) => self.is_of_exponents(node.operands[0]),
             Op::Reduce(op) => op.kind == ReduceOp::Max,
-            Op::Unary(op) => matches!(op.kind, UnaryKind::Log | UnaryKind::Log1p),
             Op::Cumsum(_) => true,
-            _ => false,
+            op => is_logarithm(op),
         }
     }
 

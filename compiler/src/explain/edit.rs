@@ -125,7 +125,7 @@ pub fn from_text(
         return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
     }
     let verified = verify::plan(plan).map_err(|found| illegal(&with_lines(text, found)))?;
-    if report::unlowered(&verified).is_some() {
+    if prediction.is_some() {
         return Ok(verified);
     }
     let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();

@@ -5,7 +5,7 @@
 //! kept for the backward pass is the value, no larger than they are. So it is of differences that are cast to be squared
 //! in f32.
 
-use super::copied;
+use super::{before_casts, copied};
 use shardc_ir::ops::{BinaryKind, Cast, Op, OpDef, OpError};
 use shardc_ir::{Graph, Node, NodeId, Role, ValueId};
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
         let mut readers: Vec<NodeId> = users.get(&node.results[0]).into_iter().flatten().map(|user| user.0).collect();
         readers.dedup();
         let is_shared = readers.len() > 1 && readers.iter().all(|reader| joins(graph.node(*reader)));
-        if is_shared && (is_difference(graph, node) || before_cast(graph, node).is_some()) {
+        if is_shared && difference(graph, node).is_some() {
             readers[1..].iter().for_each(|reader| wanted.entry(*reader).or_default().push(id));
         }
     }
@@ -30,26 +30,25 @@ pub(super) fn made_where_read(graph: &Graph) -> Result<Graph, OpError> {
         let Some(differences) = wanted.get(&id) else { return Ok(false) };
         let node = graph.node(id);
         let mut own: HashMap<ValueId, ValueId> = HashMap::new();
-        for difference in differences {
-            let result = graph.result(*difference);
-            let (cast, node_of) = match before_cast(graph, graph.node(*difference)) {
-                Some(before) => (Some(graph.ty(result).clone()), before),
-                None => (None, graph.node(*difference)),
-            };
-            let Node { op, operands, .. } = node_of;
+        for of in differences {
+            let Some(Node { op, operands, results, .. }) = difference(graph, graph.node(*of)) else { continue };
             // Beside a reader of the backward pass it is part of that.
             let role = match node.role {
                 Role::Forward => Role::Forward,
-                _ => Role::Backward(*difference),
+                _ => Role::Backward(*of),
             };
             let copies = graph.def(operands[1]);
             let (source, ty) = (map[&copies.operands[0]], graph.ty(operands[1]).clone());
             let copied = new.add_as(copies.op.clone(), &[source], &[ty], node.path.clone(), role)?;
             let read = [map[&operands[0]], new.result(copied)];
             let made = new.add_as(op.clone(), &read, &[], node.path.clone(), role)?;
-            let made = match cast {
-                Some(ty) => new.add_as(Cast {}.into(), &[new.result(made)], &[ty], node.path.clone(), role)?,
-                None => made,
+            let result = graph.result(*of);
+            let made = match result == results[0] {
+                true => made,
+                false => {
+                    let ty = graph.ty(result).clone();
+                    new.add_as(Cast {}.into(), &[new.result(made)], &[ty], node.path.clone(), role)?
+                }
             };
             own.insert(result, new.result(made));
         }
@@ -66,10 +65,10 @@ fn joins(node: &Node) -> bool {
     matches!(node.op, Op::Binary(_) | Op::Unary(_) | Op::UnaryGrad(_) | Op::Affine(_) | Op::Cast(_) | Op::Reduce(_))
 }
 
-/// The differences that a forward node casts.
-fn before_cast<'a>(graph: &'a Graph, node: &Node) -> Option<&'a Node> {
-    let (Op::Cast(_), Role::Forward) = (&node.op, node.role) else { return None };
-    Some(graph.def(node.operands[0])).filter(|node| is_difference(graph, node))
+/// What makes the differences that a forward node gives, by itself or as a cast of them.
+fn difference<'a>(graph: &'a Graph, node: &Node) -> Option<&'a Node> {
+    let made_by = graph.def(before_casts(graph, node.results[0]));
+    Some(made_by).filter(|made_by| node.role == Role::Forward && is_difference(graph, made_by))
 }
 
 /// Whether a forward node takes copies of a vector off every row of a value, of which that vector is a statistic.

@@ -93,9 +93,13 @@ impl Taken<'_> {
             return None;
         }
         let terms = self.terms(value, DEPTH);
-        let is_unknown = |term: &&Term| matches!(term.of, Summed::Elements(value) if !self.is_known(value));
         let has_factors = matches!(&terms[..], [Term { factors, .. }] if !factors.is_empty());
-        (terms.iter().filter(is_unknown).count() == 0 || has_factors).then_some(terms)
+        (terms.iter().all(|term| self.is_told(term)) || has_factors).then_some(terms)
+    }
+
+    /// Whether nothing has to be added up for a term.
+    fn is_told(&self, term: &Term) -> bool {
+        !matches!(term.of, Summed::Elements(value) if !self.is_known(value))
     }
 
     fn is_known(&self, value: ValueId) -> bool {
@@ -119,10 +123,9 @@ impl Taken<'_> {
         match (&node.op, &node.operands[..]) {
             (Op::Affine(Affine { scale, offset: 0.0 }), [a]) => scaled(self.terms(*a, depth - 1), *scale),
             // What is cast is not read instead: that would have to be kept.
-            (Op::Cast(_), [a]) if self.graph.ty(*a).dtype.is_float() => {
-                let terms = self.terms(*a, depth - 1);
-                let is_told = |term: &Term| !matches!(term.of, Summed::Elements(value) if !self.is_known(value));
-                if terms.iter().all(is_told) { terms } else { whole() }
+            (Op::Cast(_), _) if before_casts(self.graph, value) != value => {
+                let terms = self.terms(before_casts(self.graph, value), depth - 1);
+                if terms.iter().all(|term| self.is_told(term)) { terms } else { whole() }
             }
             (Op::Binary(op), [a, b]) if self.graph.ty(*a) == self.graph.ty(*b) => match op.kind {
                 BinaryKind::Sub if self.is_centred(*a, *b) => Vec::new(),
