@@ -32,36 +32,37 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The element types in which gradients can be summed over ranks.
 const REDUCED: [DType; 2] = [DType::F32, DType::Bf16];
 
-/// The cluster of a plan, if it can be read here: a file lies elsewhere perhaps, and hosts differ.
-///
-/// # Errors
-/// What no plan can be for.
-pub(crate) fn cluster_of(plan: &Plan) -> Result<Result<Cluster, ClusterError>, ClusterError> {
-    match Cluster::parse(&plan.request.cluster, "h200") {
-        Err(error @ (ClusterError::File { .. } | ClusterError::Share { .. })) => Ok(Err(error)),
-        parsed => parsed.map(Ok),
-    }
-}
-
-/// Everything that a plan says of itself and that is not so; of its cluster, where that can be read.
-pub(crate) fn contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
-    let mut wrong = own_contradictions(plan, cluster);
+/// Everything that a plan says of itself and that is not so.
+pub(crate) fn contradictions(plan: &Plan) -> Vec<String> {
+    let mut wrong = own_contradictions(plan);
     wrong.extend(wrong_model(plan));
     wrong
 }
 
 /// The same, but for what is of its model.
-pub(crate) fn own_contradictions(plan: &Plan, cluster: Option<&Cluster>) -> Vec<String> {
-    let mut wrong = Vec::new();
-    let ranks = plan.mesh.ranks();
-    if let Some(devices) = cluster.map(Cluster::ranks).filter(|devices| *devices != ranks) {
-        let (ranks, devices) = (counted(ranks, "rank"), counted(devices, "device"));
-        wrong.push(format!("the mesh has {ranks}, and cluster {} has {devices}", plan.request.cluster));
-    }
+pub(crate) fn own_contradictions(plan: &Plan) -> Vec<String> {
+    let mut wrong = wrong_cluster(plan).map_or_else(|error| vec![error.to_string()], Vec::from_iter);
     wrong.extend(wrong_precision(plan));
     wrong.extend(wrong_reduction(plan.request.reduce_dtype));
     wrong.extend(wrong_choice(plan));
     wrong
+}
+
+/// In what a plan's cluster is not that of its mesh or of its name, if it is not. What a file's name stands for, and how
+/// much memory a host has, is another thing elsewhere.
+fn wrong_cluster(plan: &Plan) -> Result<Option<String>, ClusterError> {
+    let cluster = Cluster::of(plan)?;
+    let named = match Cluster::parse(&cluster.name, &cluster.device.name) {
+        Ok(named) if !cluster.name.ends_with(".toml") => named,
+        Ok(_) | Err(ClusterError::File { .. } | ClusterError::Share { .. }) => cluster.clone(),
+        Err(error) => return Err(error),
+    };
+    if let Some(other) = [&named, &cluster].into_iter().find(|of| of.ranks() != plan.mesh.ranks()) {
+        let (ranks, devices) = (counted(plan.mesh.ranks(), "rank"), counted(other.ranks(), "device"));
+        return Ok(Some(format!("the mesh has {ranks}, and cluster {} has {devices}", other.name)));
+    }
+    let [named, planned] = [&named, &cluster].map(|of| format!("{} x {} of {}", of.per_node, of.nodes, of.device.name));
+    Ok((named != planned).then(|| format!("cluster {} is {named}, and the plan is for {planned}", cluster.name)))
 }
 
 /// What a plan needs more than there is: of a rank's memory, and of a host's.
@@ -394,13 +395,14 @@ mod tests {
         let line = text.lines().find(|line| words.iter().all(|word| line.contains(word)) && line.contains(from));
         let line = line.unwrap_or_else(|| panic!("{words:?} and {from} in no line"));
         let mut made: Plan = text.replacen(line, &line.replacen(from, to, 1), 1).parse().unwrap();
-        (made.request, made.choice, made.prediction) = (plan.request.clone(), plan.choice.clone(), plan.prediction);
+        (made.request, made.cluster) = (plan.request.clone(), plan.cluster.clone());
+        (made.choice, made.prediction) = (plan.choice.clone(), plan.prediction);
         made
     }
 
     #[track_caller]
     fn check(plan: &Plan, expected: &str) {
-        let wrong = contradictions(plan, None);
+        let wrong = contradictions(plan);
         assert!(wrong.iter().any(|text| text.contains(expected)), "{expected}: {wrong:?}");
     }
 
@@ -421,7 +423,7 @@ mod tests {
             plan("dp=2,overlap_chunks=2,microbatch=2", bf16()),
         ];
         for plan in &plans {
-            assert_eq!(contradictions(plan, None), Vec::<String>::new(), "{}", plan.choice);
+            assert_eq!(contradictions(plan), Vec::<String>::new(), "{}", plan.choice);
         }
         for plan in &plans[..4] {
             let of = "in `blocks.0.attention` is nothing that a step of llama-tiny computes there";

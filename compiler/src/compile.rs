@@ -102,11 +102,7 @@ impl Compiled {
     /// What a plan says of itself and that is not so, beside its model: of its cluster, its choice and its memory. Plans that
     /// are read from files may say anything.
     pub fn contradiction(plan: &Plan) -> Option<String> {
-        let cluster = match agrees::cluster_of(plan) {
-            Ok(cluster) => cluster,
-            Err(error) => return Some(error.to_string()),
-        };
-        let wrong = agrees::own_contradictions(plan, cluster.as_ref().ok());
+        let wrong = agrees::own_contradictions(plan);
         if wrong.is_empty() { agrees::over_budget(plan) } else { Some(wrong.join("; ")) }
     }
 

@@ -74,7 +74,7 @@ pub fn fewer(
 fn may_be_faster(graph: &Graph, part: &Cluster, options: &Options, plan: &Plan) -> Result<bool, Error> {
     let request = Request { cluster: part.name.clone(), pins: options.pins.clone(), ..plan.request.clone() };
     let loose = Seconds(LOOSE * plan.prediction.step.0);
-    let (prepared, pins) = (prepared(graph, &request, target(&request.cluster)), Pins::parse(&options.pins)?);
+    let (prepared, pins) = (prepared(graph, &request, target(part)), Pins::parse(&options.pins)?);
     // What is refused there is no faster.
     Ok(may_take_less(&prepared, &options.on_hosts(part), &request, &pins, loose).unwrap_or(false))
 }

@@ -12,7 +12,7 @@ use shardc_ir::{AxisId, Diagnostics, Graph, Plan, Program, Target};
 use shardc_models::Model;
 use shardc_passes::align::{align_head, align_weights};
 use shardc_passes::allocate::Abridged;
-use shardc_passes::cluster::Cluster;
+use shardc_passes::cluster::{Cluster, DeviceKind};
 use shardc_passes::deterministic::make_deterministic;
 use shardc_passes::differentiate::{differentiate, differentiate_scaled};
 use shardc_passes::lower::{lower_all, lower_each, lower_ranks};
@@ -130,10 +130,10 @@ pub fn plan_step(
     let stage = Stage::new(options.dump_to.as_deref())?;
     // A winner is predicted by lowering it: its memory is what is allocated, its time what its programs take.
     let pins = Pins::parse(&options.pins)?;
-    let target = target(&request.cluster);
+    let target = target(cluster);
     let confirm = |plan: &Plan| predicted(plan, cluster);
     let search = || Ok(search_confirmed(graph, cluster, request, &pins, target, Some(&confirm))?);
-    let plan = stage.run(Pass::Search, search)?;
+    let plan = Plan { cluster: cluster.to_value(), ..stage.run(Pass::Search, search)? };
     stage.dump(Pass::Search, [&plan].into_iter())?;
     let plan = verify::plan(plan).map_err(|found| bug(Pass::Search, &found))?;
     if options.dump_to.is_some() {
@@ -151,7 +151,7 @@ pub(crate) fn predicted(plan: &Plan, cluster: &Cluster) -> Result<Exact, String>
     let plan = verify::plan(plan).map_err(|found| found.to_string())?;
     let (apart, ranks) = distinct_ranks(&plan);
     let outline = |program: Abridged| Outline::of_abridged(&program, &plan, cluster);
-    let outlines = lower_each(&plan, &ranks, target(&plan.request.cluster), outline);
+    let outlines = lower_each(&plan, &ranks, target(cluster), outline);
     exact(&outlines.map_err(|error| error.to_string())?, &apart, &plan, cluster).map_err(|error| error.to_string())
 }
 
@@ -165,7 +165,7 @@ pub(crate) fn predicted_by(programs: &[Program], plan: &Plan, cluster: &Cluster)
 /// plan's graph before anything runs them.
 pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<VerifiedPrograms<'static>, Error> {
     let stage = Stage::new(dump_to)?;
-    let programs = stage.run(Pass::Lower, || Ok(lower_all(plan, target(&plan.request.cluster))?))?;
+    let programs = stage.run(Pass::Lower, || Ok(lower_all(plan, target_of(plan)?)?))?;
     stage.dump(Pass::Lower, distinct_ranks(plan).1.into_iter().filter_map(|rank| programs.get(rank as usize)))?;
     let start = Instant::now();
     let programs = verify::step(plan, programs).map_err(|found| bug(Pass::Lower, &found))?;
@@ -173,18 +173,26 @@ pub fn programs(plan: &VerifiedPlan<'_>, dump_to: Option<&Path>) -> Result<Verif
     Ok(programs)
 }
 
-/// The runtime that a cluster's programs are for: of CPU ranks, also where a file describes them; else of GPUs,
-/// here or not.
-pub fn target(cluster: &str) -> &'static dyn Target {
-    let is_described = || Cluster::parse(cluster, "h200").is_ok_and(|cluster| cluster.device.kind == "cpu");
-    let is_cpu = cluster.starts_with("cpu:") || (cluster.ends_with(".toml") && is_described());
-    if is_cpu { &CpuTarget } else { &CudaTarget }
+/// The runtime that a cluster's programs are for.
+pub fn target(cluster: &Cluster) -> &'static dyn Target {
+    match cluster.device.kind {
+        DeviceKind::Cpu => &CpuTarget,
+        DeviceKind::Cuda => &CudaTarget,
+    }
+}
+
+/// The runtime that a plan's programs are for.
+///
+/// # Errors
+/// A plan whose cluster cannot be read.
+pub(crate) fn target_of(plan: &Plan) -> Result<&'static dyn Target, Error> {
+    Ok(target(&Cluster::of(plan)?))
 }
 
 /// As [`programs`], of the few ranks that tell the axes of the mesh apart ([`verify::cover`]): what is
 /// shown of them holds for every rank whose program differs from theirs by its coordinates alone.
 pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
-    let programs = lower_ranks(plan, &verify::cover(&plan.mesh), target(&plan.request.cluster))?;
+    let programs = lower_ranks(plan, &verify::cover(&plan.mesh), target_of(plan)?)?;
     let translation = verify::translation(plan, &programs).map_err(|found| bug(Pass::Lower, &found))?;
     let mut facts = ProgramFacts { translation, ..ProgramFacts::default() };
     for (space, bytes) in programs.iter().flat_map(|program| &program.arenas) {
@@ -198,7 +206,7 @@ pub fn cover(plan: &VerifiedPlan<'_>) -> Result<ProgramFacts, Error> {
 /// do: pipeline stages. The first rank of each coordinate stands for its stage.
 pub fn distinct_programs(plan: &VerifiedPlan<'_>) -> Result<(Vec<Program>, Vec<AxisId>), Error> {
     let (apart, ranks) = distinct_ranks(plan);
-    Ok((lower_ranks(plan, &ranks, target(&plan.request.cluster))?, apart))
+    Ok((lower_ranks(plan, &ranks, target_of(plan)?)?, apart))
 }
 
 /// The axes along which programs differ in more than groups and slices.

@@ -1,10 +1,10 @@
 //! Plans for people to read.
 
-use crate::pipeline::target;
+use crate::pipeline::target_of;
 use shardc_ir::feature::{self, Feature, missing};
 use shardc_ir::plan::{Memory, Scope, Search};
 use shardc_ir::units::counted;
-use shardc_ir::{AxisId, Choice, Graph, Mesh, Node, NodeId, Op, OpDef, Plan};
+use shardc_ir::{AxisId, Choice, Graph, Mesh, Node, NodeId, Op, OpDef, Plan, Target};
 use shardc_passes::cost;
 use shardc_passes::lower::on_first_rank;
 use shardc_passes::search::{Pins, Undivided};
@@ -211,7 +211,11 @@ pub fn unlowered(plan: &Plan) -> Option<String> {
 /// Why the runtime of a plan's cluster cannot execute it, if it cannot, and what to do about it.
 pub fn refused(plan: &Plan) -> Option<(String, String)> {
     let cluster = &plan.request.cluster;
-    let missing = missing(plan, target(cluster));
+    let target = match target_of(plan) {
+        Ok(target) => target,
+        Err(error) => return Some((error.to_string(), String::new())),
+    };
+    let missing = missing(plan, target);
     let list = |texts: Vec<String>, between: &str| texts.join(between);
     let names = list(missing.iter().map(ToString::to_string).collect(), " and ");
     let pins = list(missing.iter().map(|feature| feature.avoided_by().to_string()).collect(), ",");
@@ -219,15 +223,14 @@ pub fn refused(plan: &Plan) -> Option<(String, String)> {
     if !missing.is_empty() {
         return Some((message, format!("plan again with --pin {pins}")));
     }
-    let kernels = without_kernels(plan)?;
+    let kernels = without_kernels(plan, target)?;
     let message = format!("the runtime of `{cluster}` has no kernel yet for {kernels}");
     Some((message, "CPU ranks run it: --cluster cpu:N".to_string()))
 }
 
 /// The operations for which the runtime of a plan's cluster has no kernel, each with the first node that
 /// does it.
-fn without_kernels(plan: &Plan) -> Option<String> {
-    let target = target(&plan.request.cluster);
+fn without_kernels(plan: &Plan, target: &dyn Target) -> Option<String> {
     let graph = &plan.graph;
     let mut first: BTreeMap<&str, String> = BTreeMap::new();
     for (id, node) in graph.nodes().filter(|(_, node)| !node.op.is_leaf()) {

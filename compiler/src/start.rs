@@ -36,7 +36,7 @@ impl Compiled {
     /// No CUDA, or too few GPUs; a cluster of several hosts; the first cause for which a rank failed.
     pub fn launch(&self, stop: &AtomicBool) -> Result<(), Error> {
         let (ranks, name) = (self.plan().mesh.ranks(), &self.plan().request.cluster);
-        let per_host = Cluster::parse(name, "h200")?.per_node;
+        let per_host = Cluster::of(self.plan())?.per_node;
         if per_host != ranks {
             let message = format!("cluster `{name}` spans several hosts, and this process is on one of them");
             let fix = format!(
@@ -114,12 +114,10 @@ impl Compiled {
     fn runtime(&self, world: &Arc<World>) -> Result<Box<dyn Runtime>, Error> {
         let cluster = self.plan().request.cluster.as_str();
         match cluster.split(':').next() {
-            Some("cpu") if Cluster::parse(cluster, "h200").is_ok_and(|cluster| cluster.nodes > 1) => {
-                Err(Error::request(
-                    format!("cluster `{cluster}` has several hosts, and CPU ranks train on one"),
-                    format!("train on cpu:{}, which plans for the memory of this host", self.plan().mesh.ranks()),
-                ))
-            }
+            Some("cpu") if Cluster::of(self.plan())?.nodes > 1 => Err(Error::request(
+                format!("cluster `{cluster}` has several hosts, and CPU ranks train on one"),
+                format!("train on cpu:{}, which plans for the memory of this host", self.plan().mesh.ranks()),
+            )),
             Some("cpu") => Ok(Box::new(CpuRuntime::new(self.programs()?.to_vec())?)),
             Some("cuda") => {
                 // Before anything is lowered: what is missing is told at once.

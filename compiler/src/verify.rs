@@ -95,17 +95,12 @@ pub fn verify(plan: &Plan, numeric: bool) -> Vec<Finding> {
 /// Whether the plan is of the model, the cluster and the budget for which it says it is.
 fn check_request(plan: &Plan, add: &mut impl FnMut(&str, Option<bool>, String)) {
     let model = &plan.request.model;
-    let (known, mut wrong) = match agrees::cluster_of(plan) {
-        Ok(known) => (Some(known), Vec::new()),
-        Err(error) => (None, vec![error.to_string()]),
-    };
-    wrong.extend(agrees::contradictions(plan, known.as_ref().and_then(|known| known.as_ref().ok())));
-    match (known, NamedModel::find(model)) {
+    let wrong = agrees::contradictions(plan);
+    match NamedModel::find(model) {
         _ if !wrong.is_empty() => add("request", Some(false), wrong.join("; ")),
-        // What lies elsewhere, or is of another machine, says nothing about the plan.
-        (Some(Err(error)), _) => add("request", None, format!("not compared with its cluster: {error}")),
-        (_, Err(error)) => add("request", None, format!("not compared with its model: {error}")),
-        _ => add("request", Some(true), format!("the graph and the mesh are of {model}")),
+        // What lies elsewhere says nothing about the plan.
+        Err(error) => add("request", None, format!("not compared with its model: {error}")),
+        Ok(_) => add("request", Some(true), format!("the graph and the mesh are of {model}")),
     }
     let prediction = &plan.prediction;
     let (needed, room) = (prediction.memory.total(), prediction.room.min(plan.request.device_memory));
@@ -387,6 +382,7 @@ fn values(tensor: &HostTensor) -> impl Iterator<Item = f64> + '_ {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::Value;
     use shardc_ir::Bytes;
 
     /// One draw that agrees is enough; what is wrong in all is shown where it is least.
@@ -461,6 +457,12 @@ mod tests {
         check(&|plan| plan.request.model = "gpt2-124m".to_string(), "request", false, "gpt2-124m");
         check(&|plan| plan.request.batch = 8, "request", false, "`input_ids` as i64[8,16]");
         check(&|plan| plan.request.cluster = "cpu:4".to_string(), "request", false, "cpu:4 has 4 devices");
+        let other = "cluster h100:2 is 2 x 1 of h100, and the plan is for 2 x 1 of cpu";
+        check(&|plan| plan.request.cluster = "h100:2".to_string(), "request", false, other);
+        check(&|plan| plan.cluster["per_node"] = 4.into(), "request", false, "cluster cpu:2 has 4 devices");
+        check(&|plan| plan.cluster = Value::Null, "request", false, "make the plan again");
+        let figure = |plan: &mut Plan| plan.cluster["device"]["link_bandwidth"]["value"] = 0.into();
+        check(&figure, "request", false, "`link_bandwidth` is 0: it must be bytes per second");
         check(&|plan| plan.choice = "dp=2,zero=2".to_string(), "request", false, "zero=1");
     }
 }

@@ -140,7 +140,7 @@ fn plans_are_written_explained_and_guarded() {
         check(&["explain", text(&spoilt)], 2, words);
         check(&["train", text(&spoilt), "--data", "x", "--steps", "1"], 2, words);
     };
-    check_spoilt(whole.replace("\"version\": 1", "\"version\": 99"), &["version 99"]);
+    check_spoilt(whole.replace("\"version\": 2", "\"version\": 99"), &["version 99"]);
     check_spoilt(whole[..whole.len() / 2].to_string(), &["cut short"]);
     check_spoilt(whole.replace("\"batch\": 4", "\"batch\": 5"), &["hash"]);
     check_spoilt("hello".to_string(), &["not a plan file"]);

@@ -72,7 +72,7 @@ fn stages_of_zero_are_compared_by_one_measure() {
     let plan = compiled.plan();
     let values = value::find(&plan.graph, "blocks.0.mlp.gate.weight").unwrap();
     let node = plan.graph.value(values[0]).def;
-    let found = why(plan, &cluster, target(&plan.request.cluster), &[node].into()).unwrap();
+    let found = why(plan, &cluster, target(&cluster), &[node].into()).unwrap();
     let step = |zero: u64| found.stages.iter().find(|of| of.0 == zero).unwrap().1.step;
     let exact = plan.prediction.step;
     assert!((step(1).0 / exact.0 - 1.0).abs() > 1e-4, "the estimate is exact: choose another plan");

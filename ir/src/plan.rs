@@ -27,6 +27,7 @@ use crate::sharding::{Sharding, Strategy};
 use crate::types::{DType, TensorType};
 use crate::units::{Bytes, Flops, Seconds};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// Where a value lies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -109,7 +110,6 @@ pub struct Memory {
     pub buffers: Bytes,
     /// What the arena has beyond the bytes that live at the peak: what is kept until a collective on
     /// another stream is known to be done, and gaps that nothing fits in.
-    #[serde(default)]
     pub reserved: Bytes,
 }
 
@@ -152,7 +152,6 @@ pub struct Prediction {
     /// Of the step, the optimizer's update.
     pub optimizer: Seconds,
     /// Of it, waits for other stages of a pipeline.
-    #[serde(default)]
     pub bubble: Seconds,
     /// Model FLOPs of the step over all ranks: recomputation not counted, causal attention at half.
     pub flops: Flops,
@@ -161,10 +160,8 @@ pub struct Prediction {
     /// Memory per rank at the peak: where ranks differ, of the one that has the least room left.
     pub memory: Memory,
     /// What that rank may take: what was asked for, or less if its device has less.
-    #[serde(default)]
     pub room: Bytes,
     /// Of one host's memory, what its ranks take: what lies in it, and the copies in flight.
-    #[serde(default)]
     pub host: Bytes,
 }
 
@@ -218,7 +215,6 @@ pub struct Search {
     /// The plan's step as the search estimates it, before it is lowered and simulated.
     pub estimate: Seconds,
     /// The plan's memory per rank as the search estimates it.
-    #[serde(default)]
     pub memory: Bytes,
     /// No plan of the searched space that fits is estimated to take less; where plans of one stage and pipelines were
     /// searched, no plan of the plan's own kind.
@@ -259,12 +255,10 @@ pub struct Request {
     /// The memory bound per rank; devices that have less, where a cluster has several kinds, are bound by what they have.
     pub device_memory: Bytes,
     /// The memory bound of one host, for all of its ranks.
-    #[serde(default)]
     pub host_memory: Bytes,
     /// What the user fixed.
     pub pins: String,
     /// Which plans were considered.
-    #[serde(default)]
     pub scope: Scope,
 }
 
@@ -297,6 +291,8 @@ pub struct Plan {
     pub pipeline: Pipeline,
     /// What was asked for.
     pub request: Request,
+    /// The devices and links that it was made for, with every figure, as the planner writes them; null where nobody has said.
+    pub cluster: Value,
     /// The choices, as pins would say them.
     pub choice: String,
     /// What it will need.

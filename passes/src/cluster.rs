@@ -17,10 +17,13 @@ mod kinds;
 mod level;
 mod variant;
 
+pub use check::Quantity;
 pub use file::Part;
 pub use level::{Level, MOST_LEVELS};
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use shardc_ir::Plan;
 use shardc_ir::names::edit_distance;
 use shardc_ir::units::Bytes;
 use std::collections::BTreeMap;
@@ -82,6 +85,12 @@ pub enum ClusterError {
         /// What it must be.
         expect: String,
     },
+    /// The cluster of a plan cannot be read.
+    #[error("the cluster of the plan: {message}; make the plan again with `shardc plan … -o FILE`")]
+    Plan {
+        /// What is wrong.
+        message: String,
+    },
     /// The file cannot be read as a cluster.
     #[error("cluster file `{path}`: {message}")]
     File {
@@ -90,6 +99,16 @@ pub enum ClusterError {
         /// What is wrong.
         message: String,
     },
+}
+
+/// A kind of devices: each runs the programs of one runtime.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceKind {
+    /// Ranks that are threads of a host.
+    Cpu,
+    /// GPUs of the CUDA runtime.
+    Cuda,
 }
 
 /// One figure of a profile.
@@ -102,31 +121,31 @@ pub struct Figure {
 }
 
 macro_rules! profile {
-    ($($(#[$doc:meta])* $field:ident,)*) => {
+    ($($(#[$doc:meta])* $field:ident: $quantity:ident,)*) => {
         /// What one device and its links can do.
         #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct Profile {
             /// The name: `h100`.
             pub name: String,
-            /// `cpu` or `cuda`.
-            pub kind: String,
+            /// Whose programs it runs.
+            pub kind: DeviceKind,
             $($(#[$doc])* pub $field: Figure,)*
         }
 
         impl Profile {
-            /// The names of all figures.
-            pub const FIGURES: &'static [&'static str] = &[$(stringify!($field)),*];
+            /// The names of all figures, each with what it is.
+            pub const FIGURES: &'static [(&'static str, Quantity)] = &[$((stringify!($field), Quantity::$quantity)),*];
 
             /// Every figure with its name.
             pub fn figures(&self) -> Vec<(&'static str, &Figure)> {
                 vec![$((stringify!($field), &self.$field)),*]
             }
 
-            /// A figure by its name.
-            pub fn figure_mut(&mut self, name: &str) -> Option<&mut Figure> {
+            /// A figure by its name, and what it is.
+            pub fn figure_mut(&mut self, name: &str) -> Option<(Quantity, &mut Figure)> {
                 match name {
-                    $(stringify!($field) => Some(&mut self.$field),)*
+                    $(stringify!($field) => Some((Quantity::$quantity, &mut self.$field)),)*
                     _ => None,
                 }
             }
@@ -136,84 +155,84 @@ macro_rules! profile {
 
 profile! {
     /// Memory of one device.
-    memory_bytes,
+    memory_bytes: Bytes,
     /// Of it, what the driver and the libraries keep for themselves.
-    reserved_bytes,
+    reserved_bytes: Reserve,
     /// Dense matmul rate in bf16, FLOP/s.
-    peak_bf16,
+    peak_bf16: Rate,
     /// Dense matmul rate in fp16, FLOP/s.
-    peak_f16,
+    peak_f16: Rate,
     /// Dense matmul rate in fp32, FLOP/s.
-    peak_f32,
+    peak_f32: Rate,
     /// Dense matmul rate in 8-bit formats, FLOP/s; where the device has none, the larger of those in 16 bits.
-    peak_f8,
+    peak_f8: Rate,
     /// Device memory, bytes/s by the datasheet.
-    memory_bandwidth,
+    memory_bandwidth: Bandwidth,
     /// The share of it that a kernel reaches.
-    memory_efficiency,
+    memory_efficiency: Share,
     /// The share of the peak rate that a large matmul reaches.
-    matmul_efficiency,
+    matmul_efficiency: Share,
     /// The share of it that products keep up back to back through a step, where the power limit binds.
-    sustained_efficiency,
+    sustained_efficiency: Share,
     /// The share of their own peak rate that a large matmul in 8-bit formats reaches.
-    f8_efficiency,
+    f8_efficiency: Share,
     /// A matmul of depth `k` runs at `k / (k + ramp)` of that, in the fastest format of 16 bits; at a lower rate the ramp is as
     /// much shorter.
-    matmul_ramp,
+    matmul_ramp: Length,
     /// Elements of the result that one multiprocessor makes at a time, in the largest tile.
-    matmul_tile,
+    matmul_tile: Count,
     /// Multiprocessors of one device.
-    multiprocessors,
+    multiprocessors: Count,
     /// The share of the peak rate that cuDNN's attention reaches, forward.
-    attention_forward,
+    attention_forward: Share,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
-    attention_forward_ramp,
+    attention_forward_ramp: Length,
     /// The share of the peak rate that cuDNN's attention reaches, backward.
-    attention_backward,
+    attention_backward: Share,
     /// A sequence of `s` runs at `s / (s + ramp)` of that.
-    attention_backward_ramp,
+    attention_backward_ramp: Length,
     /// The share of the peak rate that it keeps up through a step of short sequences, where the power limit binds, forward.
-    attention_forward_sustained,
+    attention_forward_sustained: Share,
     /// The same, backward.
-    attention_backward_sustained,
+    attention_backward_sustained: Share,
     /// The factor for heads narrower than 128.
-    attention_narrow,
+    attention_narrow: Share,
     /// The factor for attention in f32, which no library fuses, whatever the width.
-    attention_f32,
+    attention_f32: Share,
     /// The share of the peak rate that FlashAttention 2 reaches, forward.
-    flash_forward,
+    flash_forward: Share,
     /// The same, backward.
-    flash_backward,
+    flash_backward: Share,
     /// Time to start one kernel.
-    launch_seconds,
+    launch_seconds: Seconds,
     /// Bytes/s one device moves to the others of its node, in one direction.
-    link_bandwidth,
+    link_bandwidth: Bandwidth,
     /// Time of one hop within a node.
-    link_latency,
+    link_latency: Seconds,
     /// The same for few bytes, which are sent with flags.
-    small_latency,
+    small_latency: Seconds,
     /// Devices of one node.
-    devices_per_node,
+    devices_per_node: Count,
     /// Bytes/s one device moves to other nodes, in one direction.
-    node_bandwidth,
+    node_bandwidth: Bandwidth,
     /// Time of one hop between nodes.
-    node_latency,
+    node_latency: Seconds,
     /// Time to start one collective.
-    collective_launch,
+    collective_launch: Seconds,
     /// What a step waits besides, for a collective whose bytes are not few.
-    collective_wait,
+    collective_wait: Seconds,
     /// Of the time of a collective that computation hides, the share that the computation loses to it.
-    overlap_loss,
+    overlap_loss: Loss,
     /// Bytes/s between a device and its host.
-    host_bandwidth,
+    host_bandwidth: Bandwidth,
     /// Memory of one host.
-    host_memory_bytes,
+    host_memory_bytes: Bytes,
     /// Memory of one host, bytes/s that all of its devices and cores reach together.
-    host_memory_bandwidth,
+    host_memory_bandwidth: Bandwidth,
     /// Disks of one host, bytes/s read.
-    disk_read_bandwidth,
+    disk_read_bandwidth: Bandwidth,
     /// The same, written.
-    disk_write_bandwidth,
+    disk_write_bandwidth: Bandwidth,
 }
 
 const PROFILES: [&str; 10] = [
@@ -273,9 +292,11 @@ const LEAST_SHARE: Bytes = Bytes(1 << 20);
 pub const MOST_RANKS: u64 = 1 << 20;
 
 /// Devices, equal in each of `nodes` equal nodes.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cluster {
-    /// As the user wrote it.
+    /// As the user wrote it; of a plan's, its request says so.
+    #[serde(skip)]
     pub name: String,
     /// Devices of one node.
     pub per_node: u64,
@@ -295,9 +316,7 @@ impl Cluster {
     pub fn parse(text: &str, cuda: &str) -> Result<Cluster, ClusterError> {
         if text.ends_with(".toml") {
             let file = |message: String| ClusterError::File { path: text.to_string(), message };
-            // A plan does not hold the cluster that it was made for.
-            let unread = |error| format!("{error}; plans name this file, and are read where it is");
-            let contents = std::fs::read_to_string(text).map_err(|error| file(unread(error)))?;
+            let contents = std::fs::read_to_string(text).map_err(|error| file(error.to_string()))?;
             return Self::from_toml(text, &contents);
         }
         let (device, count) = text.split_once(':').ok_or_else(|| ClusterError::Form(text.to_string()))?;
@@ -310,7 +329,7 @@ impl Cluster {
             Some((per_node, nodes)) => (number(per_node)?, number(nodes)?),
             None => (number(count)?, 1),
         };
-        if profile.kind == "cpu" {
+        if profile.kind == DeviceKind::Cpu {
             share_host_memory(&mut profile, per_node);
             let share = Bytes(profile.memory_bytes.value as u64);
             if share < LEAST_SHARE {
@@ -326,6 +345,23 @@ impl Cluster {
     /// Nodes of one kind, all equally far from each other.
     pub fn new(name: impl Into<String>, per_node: u64, nodes: u64, device: Profile) -> Self {
         Self { name: name.into(), per_node, nodes, device, levels: Vec::new(), parts: Vec::new() }
+    }
+
+    /// The cluster that a plan was made for, as it was then.
+    ///
+    /// # Errors
+    /// A plan that has none, or one that cannot be.
+    pub fn of(plan: &Plan) -> Result<Self, ClusterError> {
+        let unread = |error: serde_json::Error| ClusterError::Plan { message: error.to_string() };
+        let cluster: Self = serde_json::from_value(plan.cluster.clone()).map_err(unread)?;
+        let wrong = |error: ClusterError| ClusterError::Plan { message: error.to_string() };
+        Self { name: plan.request.cluster.clone(), ..cluster }.checked().map_err(wrong)
+    }
+
+    /// As a plan holds it.
+    pub fn to_value(&self) -> Value {
+        // Numbers are finite, and all keys are strings.
+        serde_json::to_value(self).unwrap_or_default()
     }
 
     /// The number of ranks.
@@ -352,13 +388,13 @@ impl Cluster {
     /// A rank's share of its host's memory, where that is what the rank lives in.
     pub fn share_of_host(&self) -> Option<Bytes> {
         let share = self.device.host_memory_bytes.value / self.per_node as f64;
-        (self.device.kind == "cpu").then_some(Bytes(share as u64))
+        (self.device.kind == DeviceKind::Cpu).then_some(Bytes(share as u64))
     }
 
     /// The host memory that the ranks of one host take, where each takes so much memory. What lies on
     /// a GPU takes none.
     pub fn on_host(&self, rank: Bytes) -> Bytes {
-        if self.device.kind == "cpu" { Bytes(rank.0 * self.per_node) } else { Bytes(0) }
+        if self.device.kind == DeviceKind::Cpu { Bytes(rank.0 * self.per_node) } else { Bytes(0) }
     }
 
     fn checked(self) -> Result<Self, ClusterError> {

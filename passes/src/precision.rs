@@ -18,7 +18,7 @@
 //!   where an activation meets one, that one is cast.
 //! * Cross-entropy reads bf16 logits and gives f32 rows; scalars, and so the loss, are f32.
 
-use crate::cluster::{Cluster, Profile};
+use crate::cluster::{Cluster, DeviceKind, Profile};
 use crate::error::{PassError, UserError};
 use crate::raise::LEAST;
 use serde::{Deserialize, Serialize};
@@ -85,7 +85,7 @@ impl Precision {
     /// 8-bit floats, and a GPU without units for them: no library has products of such there.
     pub fn check(self, cluster: &Cluster) -> Result<(), UserError> {
         let kinds = cluster.parts.iter().map(|part| &part.device);
-        let lacks = |device: &&Profile| !device.has_f8_units() && device.kind != "cpu";
+        let lacks = |device: &&Profile| !device.has_f8_units() && device.kind != DeviceKind::Cpu;
         match kinds.chain([&cluster.device]).find(lacks).filter(|_| self == Self::Fp8) {
             Some(device) => Err(UserError::NoUnits {
                 precision: self.name(),

@@ -1,5 +1,4 @@
 //! What the tests of the whole share: the verbs of the golden files.
 
 pub mod golden;
-pub mod schema;
 pub mod verbs;

@@ -108,7 +108,7 @@ pub fn evaluations(name: &str, cluster: &str, batch: u64) -> Result<f64, Error> 
     let cluster = Cluster::parse(cluster, "h100")?;
     let model = NamedModel::find(name)?.trace(Batch { batch, seq: SEQ })?;
     let graph = pipeline::step(&model, &options())?;
-    let target = pipeline::target(&cluster.name);
+    let target = pipeline::target(&cluster);
     let prepared = prepare(&graph, batch, target);
     let degrees = Degrees::new(1).with("dp", &[cluster.ranks()]);
     let mesh = degrees.mesh(batch);

@@ -229,7 +229,9 @@ fn reached_by_others(name: &str, device: &mut Profile) -> Result<(), String> {
     for Reached { devices, figures } in all {
         if devices.iter().any(|listed| listed == name) {
             for (figure, value) in figures {
-                *device.figure_mut(&figure).ok_or_else(|| format!("devices.json: no figure `{figure}`"))? = value;
+                let (_, at) =
+                    device.figure_mut(&figure).ok_or_else(|| format!("devices.json: no figure `{figure}`"))?;
+                *at = value;
             }
         }
     }

@@ -19,7 +19,7 @@ pub fn explain(args: &ExplainArgs, json: bool) -> Result<(), Error> {
         return Ok(());
     };
     let plan = request::plan_file(path)?;
-    let cluster = request::cluster(Some(&plan.request.cluster))?;
+    let cluster = request::cluster_of(&plan)?;
     if let Some(what) = &args.value {
         if let Some((flag, _)) = args.files.given().next() {
             let message = format!("{flag} writes the whole plan, and `{what}` is a part of it");
@@ -91,8 +91,9 @@ fn simulated_json(inspection: &Inspection<'_>) -> Value {
 /// Simulates the step of a plan under some conditions.
 pub fn simulate(args: &SimulateArgs, json: bool) -> Result<(), Error> {
     let plan = request::plan_file(&args.plan)?;
-    let cluster = request::cluster(Some(args.cluster.as_deref().unwrap_or(&plan.request.cluster)))?;
-    let read = [args.plan.as_path(), Path::new(args.cluster.as_deref().unwrap_or_default())];
+    let other = args.cluster.as_deref();
+    let cluster = other.map_or_else(|| request::cluster_of(&plan), |other| request::cluster(Some(other)))?;
+    let read = [args.plan.as_path(), Path::new(other.unwrap_or_default())];
     args.timeline.iter().try_for_each(|to| check_not_read("--timeline", to, &read))?;
     let stragglers = args.straggler.iter().map(|text| straggler(text)).collect::<Result<_, _>>()?;
     let conditions = Conditions { stragglers, contention: args.contention };

@@ -8,6 +8,7 @@ use shardc::estimate::{Room, estimate, hosted, verdict};
 use shardc::{Cluster, Error, NamedModel};
 use shardc_ir::Bytes;
 use shardc_ir::units::counted;
+use shardc_passes::cluster::DeviceKind;
 use shardc_runtime::probe;
 
 /// Whether a plan is legal and computes what one device computes.
@@ -110,7 +111,7 @@ struct Line {
 /// What this machine has for running plans.
 pub fn check(args: &CheckArgs, json: bool) -> Result<(), Error> {
     let cluster = request::cluster(Some(&args.cluster))?;
-    let is_cuda = cluster.device.kind == "cuda";
+    let is_cuda = cluster.device.kind == DeviceKind::Cuda;
     let mut lines = vec![cores(&cluster), memory()];
     // What one GPU does without is not missing.
     let optional: &[&str] = if cluster.ranks() > 1 { &["cuDNN"] } else { &["cuDNN", "NCCL"] };
@@ -157,7 +158,7 @@ fn line_json(line: &Line) -> Value {
 /// each. And what to do.
 pub fn crowded(cluster: &Cluster) -> Option<(String, String)> {
     let (ranks, cores) = (cluster.per_node, std::thread::available_parallelism().ok()?.get() as u64);
-    (cluster.device.kind == "cpu" && ranks > cores).then(|| {
+    (cluster.device.kind == DeviceKind::Cpu && ranks > cores).then(|| {
         let fix = format!("where the time of a step matters, use at most {}", counted(cores, "rank"));
         (format!("{} for {ranks} ranks: steps take longer than predicted", counted(cores, "core")), fix)
     })

@@ -8,6 +8,7 @@ use shardc_ir::plan::Scope;
 use shardc_ir::text::PlanFileError;
 use shardc_ir::verify::VerifiedPlan;
 use shardc_ir::{Bytes, DType, Plan};
+use shardc_passes::cluster::DeviceKind;
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -27,11 +28,50 @@ pub fn cluster(text: Option<&str>) -> Result<Cluster, Error> {
         true => cuda_profile(),
         false => "h200",
     };
-    let cluster = Cluster::parse(text, profile)?;
+    Ok(told(Cluster::parse(text, profile)?))
+}
+
+/// The cluster that a plan was made for.
+pub fn cluster_of(plan: &Plan) -> Result<Cluster, Error> {
+    Ok(told(Cluster::of(plan)?))
+}
+
+/// Says how a cluster of several kinds of nodes is planned.
+fn told(cluster: Cluster) -> Cluster {
     if let Some(mixture) = cluster.mixture() {
-        tracing::warn!("{text} has {mixture}");
+        tracing::warn!("{} has {mixture}", cluster.name);
     }
-    Ok(cluster)
+    cluster
+}
+
+/// Whether a plan for this machine's own devices is for those that it has.
+///
+/// # Errors
+/// CPU ranks that need more memory than the host has. Of other GPUs than the plan's, which may do, that is said.
+pub fn check_here(plan: &Plan) -> Result<(), Error> {
+    let planned = Cluster::of(plan)?;
+    match planned.name.split(':').next() {
+        Some("cpu") => {
+            let (needed, here) = (plan.prediction.memory.total(), Cluster::parse(&planned.name, "h200")?);
+            match here.share_of_host().filter(|share| needed > *share) {
+                None => Ok(()),
+                Some(share) => Err(Error::request(
+                    format!("the plan needs {needed} per rank, and each rank's share of this host's memory is {share}"),
+                    "plan again on this host",
+                )),
+            }
+        }
+        Some("cuda") => {
+            let gpus = shardc_runtime::probe::gpus().unwrap_or_default();
+            let first = gpus.first().and_then(|gpu| Some((&gpu.name, profile_of(&gpu.name.to_uppercase())?)));
+            if let Some((name, _)) = first.filter(|(_, profile)| *profile != planned.device.name) {
+                let device = &planned.device.name;
+                tracing::warn!("the plan is for {device}, and this host has {name}: what it predicts is of {device}");
+            }
+            Ok(())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The shipped profile that is nearest to this host's first GPU.
@@ -119,7 +159,7 @@ pub fn batch(
 fn device_memory(args: &RequestArgs, cluster: &Cluster) -> Result<Option<Bytes>, Error> {
     let asked = args.device_memory.as_deref().map(|text| size("--device-memory", text)).transpose()?;
     let (usable, device) = (cluster.usable_memory(), &cluster.device);
-    if let Some(asked) = asked.filter(|asked| *asked > usable && device.kind != "cpu") {
+    if let Some(asked) = asked.filter(|asked| *asked > usable && device.kind != DeviceKind::Cpu) {
         let has = Bytes(device.memory_bytes.value as u64);
         tracing::warn!(
             "--device-memory {asked} is more than there is: {} has {has}, of which plans may take {usable}",
@@ -159,9 +199,9 @@ pub fn options(args: &RequestArgs, cluster: &Cluster) -> Result<Options, Error> 
 
 /// The precision where no flag says: fp32 on CPU ranks, elsewhere that of 16 bits in which the device is the fastest.
 fn default_precision(cluster: &Cluster) -> Precision {
-    match cluster.device.kind.as_str() {
-        "cpu" => Precision::Fp32,
-        _ => Precision::fastest(&cluster.device),
+    match cluster.device.kind {
+        DeviceKind::Cpu => Precision::Fp32,
+        DeviceKind::Cuda => Precision::fastest(&cluster.device),
     }
 }
 
@@ -203,7 +243,7 @@ pub fn plan_file(path: &Path) -> Result<VerifiedPlan<'static>, Error> {
     let text =
         String::from_utf8(bytes).map_err(|_| wrong(PlanFileError::NotJson { message: "it is not UTF-8".into() }))?;
     if edit::is_text(&text) {
-        return edit::from_text(path, &text, |name| cluster(Some(name)));
+        return edit::from_text(path, &text);
     }
     let plan = Plan::from_json(&text).map_err(wrong)?;
     let illegal = |found| Error::Check(format!("{}: the plan is not legal:\n{found}", path.display()));

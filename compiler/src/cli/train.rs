@@ -12,7 +12,7 @@ use shardc::explain::{Inspection, timeline};
 use shardc::metrics::MetricsFile;
 use shardc::profile::{self, Profile};
 use shardc::steps::Observer;
-use shardc::{Batch, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
+use shardc::{Batch, Cluster, Compiled, Error, NamedModel, StepMetrics, TrainOptions, Trainer, launch};
 use shardc_ir::units::counted;
 use shardc_passes::simulate::Conditions;
 use shardc_runtime::Span;
@@ -67,9 +67,7 @@ pub fn train(args: &TrainArgs, json: bool) -> Result<(), Error> {
     check_outputs(args)?;
     if !json && launch::is_lead() {
         say(&format!("{}\n", shardc::report::plan_text(compiled.plan())));
-        // A plan is trained wherever the file of its cluster is by now.
-        let cluster = request::cluster(Some(&compiled.plan().request.cluster)).ok();
-        if let Some((note, fix)) = cluster.as_ref().and_then(crowded) {
+        if let Some((note, fix)) = crowded(&Cluster::of(compiled.plan())?) {
             say(&format!("{note}; {fix}\n\n"));
         }
     }
@@ -171,18 +169,19 @@ impl Run {
             return Ok(None);
         }
         let (spans, programs) = (&self.spans, compiled.programs()?);
-        let cluster = request::cluster(Some(&compiled.plan().request.cluster))?;
         if let Some(path) = &args.timeline {
             let mut trace = profile::trace_events(programs, spans);
             // What was predicted stands below what was measured.
-            let predicted = Inspection::new(compiled.verified(), cluster.clone(), &Conditions::default())?;
+            let cluster = Cluster::of(compiled.plan())?;
+            let predicted = Inspection::new(compiled.verified(), cluster, &Conditions::default())?;
             if let Some(events) = trace["traceEvents"].as_array_mut() {
                 events.extend(timeline::events(&predicted, predicted.plan.mesh.ranks()));
             }
             super::write(path, &trace.to_string())?;
         }
-        let program = programs.first().filter(|_| args.profile);
-        Ok(program.map(|program| Profile::new(program, spans, &cluster.device)))
+        let Some(program) = programs.first().filter(|_| args.profile) else { return Ok(None) };
+        let here = request::cluster(Some(&compiled.plan().request.cluster))?;
+        Ok(Some(Profile::new(program, spans, &here.device)))
     }
 }
 
@@ -291,6 +290,7 @@ fn planned(args: &TrainArgs, fixed: Option<(u64, u64)>) -> Result<(NamedModel, C
         let message = format!("{} contradicts itself: {wrong}", path.display());
         return Err(Error::request(message, "plan again; `shardc verify` tells all that is wrong with a plan"));
     }
+    request::check_here(&plan)?;
     let model = NamedModel::find(&asked.model)?;
     let traced = shardc::Trace::trace(&model, Batch { batch: asked.batch, seq: asked.seq })?;
     if let Some(wrong) = Compiled::other_model(&plan, &traced) {

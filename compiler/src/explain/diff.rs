@@ -5,7 +5,9 @@ use super::names::{away, folded_path};
 use super::stages;
 use serde::Serialize;
 use shardc_ir::plan::{Request, Scope};
+use shardc_ir::units::number_text;
 use shardc_ir::{Plan, Seconds};
+use shardc_passes::cluster::{Cluster, Level};
 use shardc_passes::deterministic::is_deterministic;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -13,7 +15,7 @@ use std::fmt::Write;
 /// One thing that two plans say differently; `None` where one of them says nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// `request`, `mesh`, `stages`, `choice`, `time`, `memory` or `layout`.
+    /// `request`, `cluster`, `mesh`, `stages`, `choice`, `time`, `memory` or `layout`.
     pub part: &'static str,
     /// What of it: `batch`, `matrix products`, `blocks.*.mlp.gate matmul`.
     pub what: String,
@@ -34,6 +36,9 @@ pub fn differences(a: &Plan, b: &Plan) -> Vec<Difference> {
     };
     for ((what, first), (_, second)) in request(a).into_iter().zip(request(b)) {
         compare("request", what, first, second);
+    }
+    for (what, first, second) in figures(a, b) {
+        compare("cluster", &what, first, second);
     }
     let axes = |plan: &Plan| -> BTreeMap<String, u64> {
         plan.mesh.axes.iter().map(|axis| (axis.name.clone(), axis.size)).collect()
@@ -92,6 +97,37 @@ fn request(plan: &Plan) -> [(&'static str, String); 11] {
         ("pins", pins.clone()),
         ("search", scope.to_string()),
     ]
+}
+
+/// What the clusters have: the figures, where they have devices of the same names, else these.
+fn figures(a: &Plan, b: &Plan) -> Vec<(String, String, String)> {
+    let [Ok(first), Ok(second)] = [a, b].map(Cluster::of) else { return Vec::new() };
+    let text = |of: &Cluster| {
+        let parts = of.parts.iter().map(|part| format!("{} x {} of {}", of.per_node, part.nodes, part.device.name));
+        let parts: Vec<String> = parts.collect();
+        match parts.is_empty() {
+            true => format!("{} x {} of {}", of.per_node, of.nodes, of.device.name),
+            false => parts.join(", "),
+        }
+    };
+    let beyond = |of: &Cluster| {
+        let level = |level: &Level| {
+            let Level { name, nodes, bandwidth, latency } = level;
+            format!("{name}s of {nodes}, {} B/s, {} s", number_text(*bandwidth), number_text(*latency))
+        };
+        of.levels.iter().map(level).collect::<Vec<_>>().join("; ")
+    };
+    let mut rows = vec![
+        ("devices".to_string(), text(&first), text(&second)),
+        ("beyond the node".to_string(), beyond(&first), beyond(&second)),
+    ];
+    let pairs = first.devices().into_iter().zip(second.devices());
+    for (device, other) in pairs.filter(|(device, other)| device.name == other.name) {
+        for ((name, one), (_, other)) in device.figures().into_iter().zip(other.figures()) {
+            rows.push((format!("{name} of {}", device.name), number_text(one.value), number_text(other.value)));
+        }
+    }
+    rows
 }
 
 /// What the chunks run, where one of the plans has stages.

@@ -21,6 +21,7 @@ use std::path::Path;
 
 const HEAD: &str = "; shardc plan, to be edited: the mesh, `by FACTOR=AXES`, layouts, `transient`, `reduce_in_loop`";
 const REQUEST: &str = "; request ";
+const CLUSTER: &str = "; cluster ";
 const CHOICE: &str = "; choice ";
 const GRAPH: &str = "; graph ";
 const LINES: &str = "; lines ";
@@ -31,8 +32,11 @@ pub fn to_text(plan: &Plan) -> String {
     let request = serde_json::to_string(&plan.request).unwrap_or_default();
     let prediction = report::unlowered(plan).map(|_| serde_json::to_string(&plan.prediction).unwrap_or_default());
     let predicted = prediction.as_ref().map_or(String::new(), |prediction| format!("{PREDICTED}{prediction}\n"));
-    let (choice, graph, lines) = (&plan.choice, digest(plan, prediction.as_deref()), digests(plan).join(" "));
-    format!("{HEAD}\n{REQUEST}{request}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{predicted}{plan}")
+    let (cluster, choice, graph, lines) =
+        (&plan.cluster, &plan.choice, digest(plan, prediction.as_deref()), digests(plan).join(" "));
+    format!(
+        "{HEAD}\n{REQUEST}{request}\n{CLUSTER}{cluster}\n{CHOICE}{choice}\n{GRAPH}{graph}\n{LINES}{lines}\n{predicted}{plan}"
+    )
 }
 
 /// Whether a file's text is a plan as text.
@@ -81,16 +85,12 @@ fn changed(plan: &Plan, text: &str) -> String {
     format!("{place}`{}` is not what the model has there", is.trim())
 }
 
-/// Reads an edited plan. `cluster` parses the cluster that the request names.
+/// Reads an edited plan.
 ///
 /// # Errors
 /// Everything that is wrong, with its line: what cannot be read, layouts that are illegal, a graph that
 /// was changed; more memory than there is.
-pub fn from_text(
-    path: &Path,
-    text: &str,
-    cluster: impl Fn(&str) -> Result<Cluster, Error>,
-) -> Result<VerifiedPlan<'static>, Error> {
+pub fn from_text(path: &Path, text: &str) -> Result<VerifiedPlan<'static>, Error> {
     let refuse = |message: String| {
         let fix = "edit the mesh and the layouts that `shardc explain PLAN --text FILE` wrote and what its first lines say of them, \
                    and leave the rest";
@@ -105,11 +105,11 @@ pub fn from_text(
     };
     let request: Request =
         serde_json::from_str(head(REQUEST)?).map_err(|error| unreadable(REQUEST, "request", error))?;
-    let cluster = cluster(&request.cluster)?;
+    let cluster = serde_json::from_str(head(CLUSTER)?).map_err(|error| unreadable(CLUSTER, "cluster", error))?;
     let illegal = |found: &Diagnostics| refuse(format!("the plan is not legal:\n{found}"));
     let mut plan: Plan = text.parse().map_err(|found| illegal(&found))?;
     let choice = head(CHOICE)?.to_string();
-    (plan.request, plan.choice) = (request, choice);
+    (plan.request, plan.cluster, plan.choice) = (request, cluster, choice);
     let prediction = report::unlowered(&plan).map(|_| head(PREDICTED)).transpose()?;
     if let Some(text) = prediction {
         plan.prediction = serde_json::from_str(text).map_err(|error| unreadable(PREDICTED, "prediction", error))?;
@@ -120,7 +120,7 @@ pub fn from_text(
         }
         return Err(refuse(format!("the graph itself was changed: {}", changed(&plan, text))));
     }
-    let wrong = agrees::contradictions(&plan, Some(&cluster));
+    let wrong = agrees::contradictions(&plan);
     if !wrong.is_empty() {
         return Err(refuse(format!("what its first lines say is not so: {}", wrong.join("; "))));
     }
@@ -128,7 +128,7 @@ pub fn from_text(
     if prediction.is_some() {
         return Ok(verified);
     }
-    let prediction = Inspection::new(&verified, cluster, &Conditions::default())?.prediction();
+    let prediction = Inspection::new(&verified, Cluster::of(&verified)?, &Conditions::default())?.prediction();
     if let Some(more) = agrees::beyond(prediction.memory.total(), prediction.room) {
         return Err(refuse(format!("the edited plan needs {more} per rank")));
     }

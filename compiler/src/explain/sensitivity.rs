@@ -175,7 +175,7 @@ impl Asked<'_> {
 
     fn prepared(&self) -> Option<Prepared<'_>> {
         let request = &self.plan.request;
-        self.graph.as_ref().map(|graph| prepared(graph, request, pipeline::target(&request.cluster)))
+        self.graph.as_ref().map(|graph| prepared(graph, request, pipeline::target(self.cluster)))
     }
 
     /// What the plan itself takes under a condition.

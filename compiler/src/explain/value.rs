@@ -112,7 +112,7 @@ pub fn explain(plan: &Plan, cluster: &Cluster, values: &[ValueId]) -> Result<Vec
         let message = format!("what else the plan could do is asked of its model, of which it is not: {wrong}");
         return Err(Error::request(message, "plan again"));
     }
-    let why = why(plan, cluster, pipeline::target(&plan.request.cluster), &nodes)?;
+    let why = why(plan, cluster, pipeline::target(cluster), &nodes)?;
     let mut alike: BTreeMap<(usize, usize), usize> = BTreeMap::new();
     graph.values().for_each(|(value, _)| *alike.entry(key(value)).or_default() += 1);
     Ok(firsts.into_iter().map(|value| explained(plan, &why, value, alike[&key(value)])).collect())

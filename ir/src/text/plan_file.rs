@@ -1,6 +1,6 @@
 //! The plan file: a plan as versioned JSON.
 //!
-//! It holds the request, the choice, the mesh, the prediction, the alternatives, how the plan was
+//! It holds the request, the cluster with its figures, the choice, the mesh, the prediction, the alternatives, how the plan was
 //! found and the annotated graph in its text form, one line per array element, so that a person can read it and a diff of
 //! two is a diff of two texts. Keys are sorted. `hash` is the SHA-256 of everything else, written
 //! without white space; a file that was edited by hand fails it. The format is published as a JSON
@@ -10,13 +10,12 @@ use super::cursor::Cursor;
 use crate::diagnostic::Diagnostics;
 use crate::pipeline::Pipeline;
 use crate::plan::Plan;
-use crate::units::Bytes;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 /// The version of the plan file's format.
-pub const PLAN_VERSION: u64 = 1;
+pub const PLAN_VERSION: u64 = 2;
 
 /// The JSON schema of the plan file.
 pub const PLAN_SCHEMA: &str = include_str!("plan.schema.json");
@@ -100,6 +99,7 @@ impl Plan {
             "version": PLAN_VERSION,
             "shardc": env!("CARGO_PKG_VERSION"),
             "request": part(serde_json::to_value(&self.request)),
+            "cluster": self.cluster,
             "choice": self.choice,
             "mesh": part(serde_json::to_value(&self.mesh)),
             "prediction": part(serde_json::to_value(self.prediction)),
@@ -162,16 +162,13 @@ impl Plan {
             return Err(PlanFileError::Content { key: "pipeline", message });
         }
         plan.request = take(&mut content, "request")?;
+        plan.cluster = take(&mut content, "cluster")?;
         plan.choice = take(&mut content, "choice")?;
         plan.prediction = take(&mut content, "prediction")?;
         let step = plan.prediction.step.0;
         if step < 0.0 || step.is_nan() {
             let message = format!("a step takes {step} seconds in it");
             return Err(PlanFileError::Content { key: "prediction", message });
-        }
-        if plan.prediction.room == Bytes(0) {
-            // The file is older than clusters whose devices have unequal memory.
-            plan.prediction.room = plan.request.device_memory;
         }
         plan.alternatives = take(&mut content, "alternatives")?;
         plan.search = take(&mut content, "search")?;
@@ -247,6 +244,7 @@ mod tests {
     fn plan() -> Plan {
         let mut plan: Plan = TEXT.parse().unwrap();
         plan.choice = "dp=2".to_string();
+        plan.cluster = json!({"nodes": 1, "device": {"link_bandwidth": {"value": 2.5e10, "source": "measured"}}});
         plan.prediction.step = Seconds(0.1 + 0.2);
         plan.prediction.mfu = 1e-7 / 3.0;
         let (choice, reason) = ("tp=2".to_string(), "slower: \"tp\"".to_string());
@@ -271,13 +269,11 @@ mod tests {
         let staged = TEXT.replace("dp=2,time mb=2", "dp=2,pp=2,time mb=2");
         let staged = staged
             .replace("  reduce_in_loop", "  reduce_in_loop\n  pipeline 1f1b 1 lengths 372/300/200/0 1000/700/600/5");
-        let mut plan: Plan = staged.parse().unwrap();
+        let plan: Plan = staged.parse().unwrap();
         let last = Length { forward: 1000, backward: 700, weight: 600, message: 5 };
         assert_eq!((plan.pipeline.lengths.len(), plan.pipeline.lengths[1]), (2, last));
         assert_eq!(plan.to_string(), staged);
-        (plan.prediction.room, plan.request.device_memory) = (Bytes(0), Bytes(7));
-        // A file that says nothing of the room of its memory has that of the request.
-        assert_eq!(Plan::from_json(&plan.to_json()).unwrap().prediction.room, Bytes(7));
+        assert_eq!(Plan::from_json(&plan.to_json()).unwrap(), plan);
         assert!(plan.to_json().contains("\"lengths\""));
         let bounded = staged.replace("1f1b 1", "zbv 2 in_flight 3 delayed 2");
         let plan: Plan = bounded.parse().unwrap();
@@ -304,9 +300,9 @@ mod tests {
         check_error(&text[..text.len() / 2], "cut short: it ends at line");
         check_error("", "cut short");
         check_error("not a plan", "not a plan file");
-        check_error(&text.replace("\"version\": 1", "\"version\": 2"), "has version 2, made by shardc");
+        check_error(&text.replace("\"version\": 2", "\"version\": 1"), "has version 1, made by shardc");
         check_error(&text.replace("dp=2", "dp=4"), "was changed after it was made");
-        check_error("{\"version\": 1}", "`hash` of the plan file: it is missing");
+        check_error("{\"version\": 2}", "`hash` of the plan file: it is missing");
         let check_content = |change: &dyn Fn(&mut Map<String, Value>), expect: &str| {
             let mut content = plan().content();
             change(&mut content);
@@ -318,7 +314,7 @@ mod tests {
             |content: &mut Map<String, Value>| drop(content.insert("pipeline".into(), json!({"per_stage": 1})));
         check_content(&pipeline, "`pipeline` of the plan file: it is not the pipeline of the graph");
         let graph = |content: &mut Map<String, Value>| content["graph"][5] = json!("  %2: f32[8@dp.mb,2] = matmul %0");
-        check_content(&graph, "whose line 1 is line 12 of the file");
+        check_content(&graph, "whose line 1 is line 21 of the file");
         check_content(&|content| content["prediction"]["step"] = json!(-1.5), "a step takes -1.5 seconds in it");
     }
 }

@@ -1,11 +1,12 @@
 //! The TOML form of a cluster.
 
-use super::{Cluster, ClusterError, Figure, Level, MOST_RANKS, Profile, check};
-use serde::Deserialize;
+use super::{Cluster, ClusterError, Figure, Level, MOST_RANKS, Profile};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Nodes of one kind, in a cluster that has several.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Part {
     /// How many nodes.
     pub nodes: u64,
@@ -71,9 +72,12 @@ impl Cluster {
                 if name == "devices_per_node" {
                     return Err(fail(format!("`per_node` says how many devices a node has: leave `{name}` out")));
                 }
-                let known = || fail(format!("unknown figure `{name}`; known are {}", Profile::FIGURES.join(", ")));
-                *device.figure_mut(name).ok_or_else(known)? = Figure { value: *value, source: path.to_string() };
-                check::figure(name, *value)?;
+                let Some((quantity, figure)) = device.figure_mut(name) else {
+                    let known: Vec<&str> = Profile::FIGURES.iter().map(|(name, _)| *name).collect();
+                    return Err(fail(format!("unknown figure `{name}`; known are {}", known.join(", "))));
+                };
+                quantity.check(name, *value)?;
+                *figure = Figure { value: *value, source: path.to_string() };
             }
             Ok::<Profile, ClusterError>(device)
         };

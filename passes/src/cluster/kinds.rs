@@ -5,7 +5,7 @@
 //! themselves is priced as that kind alone. Devices are of one kind if all of their figures are equal, wherever in the
 //! cluster they are.
 
-use super::{Cluster, Figure, Part, Profile, check};
+use super::{Cluster, Part, Profile};
 use shardc_ir::Mesh;
 use shardc_ir::units::{Bytes, counted};
 use std::collections::BTreeSet;
@@ -128,15 +128,11 @@ impl Cluster {
 /// A device that is as fast, and holds as much, as any of these.
 fn fastest_of_all(first: &Profile, others: &[Part]) -> Profile {
     let mut device = first.clone();
-    for name in Profile::FIGURES {
-        for (_, figure) in others.iter().flat_map(|part| part.device.figures()).filter(|(known, _)| known == name) {
-            let is_faster = |own: &Figure| match check::is_cost(name) {
-                true => figure.value < own.value,
-                false => figure.value > own.value,
-            };
-            if let Some(own) = device.figure_mut(name).filter(|own| is_faster(own)) {
-                *own = figure.clone();
-            }
+    for (name, figure) in others.iter().flat_map(|part| part.device.figures()) {
+        let Some((quantity, own)) = device.figure_mut(name) else { continue };
+        let is_faster = if quantity.is_cost() { figure.value < own.value } else { figure.value > own.value };
+        if is_faster {
+            *own = figure.clone();
         }
     }
     device

@@ -1,6 +1,6 @@
 //! What lies beyond the node: racks, pods.
 
-use super::{ClusterError, check};
+use super::{ClusterError, Quantity};
 use serde::{Deserialize, Serialize};
 use shardc_ir::units::counted;
 
@@ -49,8 +49,8 @@ pub(super) fn check(levels: &[Level], nodes: u64, cluster: &str) -> Result<(), C
             let do_not = if nodes == 1 { "does not" } else { "do not" };
             return fail(format!("{nodes_text} {do_not} fill {name}s of {size}: write a divisor of {nodes}"));
         }
-        check::figure("bandwidth", *bandwidth)?;
-        check::figure("latency", *latency)?;
+        Quantity::Bandwidth.check("bandwidth", *bandwidth)?;
+        Quantity::Seconds.check("latency", *latency)?;
         inner = (*size, name);
     }
     Ok(())

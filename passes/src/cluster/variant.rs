@@ -29,7 +29,7 @@ pub(super) fn add(profiles: &mut BTreeMap<String, Profile>) {
     let variants: Vec<Variant> = serde_json::from_str(VARIANTS).unwrap_or_default();
     for Variant { name, like, figures } in variants {
         let Some(mut profile) = profiles.get(&like).cloned() else { continue };
-        let mut replace = |(figure, value): (String, Figure)| profile.figure_mut(&figure).map(|at| *at = value);
+        let mut replace = |(figure, value): (String, Figure)| profile.figure_mut(&figure).map(|(_, at)| *at = value);
         if figures.into_iter().all(|figure| replace(figure).is_some()) {
             profile.name.clone_from(&name);
             profiles.insert(name, profile);

@@ -13,7 +13,7 @@ use super::error::PlanError;
 use super::estimate::Shape;
 use super::estimate::relief::{Activations, Leaving, Relief, Stock, less};
 use super::measure::Measure;
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, DeviceKind};
 use crate::cost::host::{Beside, Host};
 use shardc_ir::plan::{Prediction, Request};
 use shardc_ir::{Bytes, Feature, Target};
@@ -113,7 +113,7 @@ impl Away {
     pub fn new(cluster: &Cluster, request: &Request, pins: &Pins, target: &dyn Target) -> Result<Self, PlanError> {
         let pin = pins.offload.filter(|pin| !pin.is_none());
         let pinned = pins.offloads().filter(|pinned| !pinned.is_none());
-        let has_device = cluster.device.kind != "cpu";
+        let has_device = cluster.device.kind != DeviceKind::Cpu;
         if let Some(pinned) = pinned.as_ref().filter(|_| !has_device) {
             let message = "ranks of the CPU live in the host's memory already; leave it out".to_string();
             return Err(PlanError::Pin { pin: pinned.text(), message });

@@ -26,6 +26,7 @@ use super::nccl::{Collective, Communicator};
 use super::select::{Gemm, Selection, Step, kernels, select_action};
 use super::trail::Trail;
 use super::tune::Tunings;
+use super::watch::give_up;
 use crate::launch::World;
 use crate::{Feeds, Span};
 use algorithms::libraries;
@@ -523,8 +524,8 @@ impl Rank {
     /// NCCL lets no communicator go while a graph holds its collectives.
     pub fn give_up(&mut self) {
         self.recording = Recording::Refused;
-        self.communicators.values().for_each(|group| group.abort());
-        self.peers.iter().for_each(|peers| peers.release().release());
+        let communicators: Vec<_> = self.communicators.values().cloned().collect();
+        give_up(&communicators, &Vec::from_iter(self.release()));
     }
 
     /// What lets the streams go if a rank of a collective by copies is gone.

@@ -136,9 +136,17 @@ impl Shared {
             world.fail(&message, Some(task.fix()), 1);
         }
         world.end_if_alone(&reason);
-        communicators.iter().for_each(|group| group.abort());
-        releases.iter().for_each(|release| release.release());
+        give_up(&communicators, &releases);
     }
+}
+
+/// Leaves the groups without waiting for ranks that may be gone. All at once, and while streams are let go that wait for
+/// copies: a kernel of one group may stand behind what another one, or a copy, is given up for, and NCCL waits for the device.
+pub fn give_up(communicators: &[Arc<Communicator>], releases: &[Arc<Release>]) {
+    std::thread::scope(|scope| {
+        communicators.iter().for_each(|group| drop(scope.spawn(|| group.abort())));
+        releases.iter().for_each(|release| drop(scope.spawn(|| release.release())));
+    });
 }
 
 impl State {

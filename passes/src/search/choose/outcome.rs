@@ -2,6 +2,7 @@
 
 use super::overstated::Refused;
 use super::undivided::{OTHER_RANKS, Undivided};
+use crate::cluster::DeviceKind;
 use crate::search::candidate::{Candidate, kin};
 use crate::search::choice::degrees::Degrees;
 use crate::search::error::PlanError;
@@ -15,7 +16,7 @@ const LEANER: &str = "pin recompute=selective or recompute=block, or more loss_c
 
 /// What a wider search would also try, and what of it does not run yet.
 fn wider(space: &Space<'_, '_>, is_staged: bool) -> Option<String> {
-    let (target, has_device) = (space.prepared.target, space.cluster.device.kind != "cpu");
+    let (target, has_device) = (space.prepared.target, space.cluster.device.kind != DeviceKind::Cpu);
     let open = [(Feature::Pipeline, "pipelines", !is_staged), (Feature::Offload, "offload", has_device)];
     let open: Vec<_> = open.into_iter().filter(|(_, _, is_new)| *is_new).collect();
     let names = |all: &[&str]| (!all.is_empty()).then(|| all.join(" or "));

@@ -10,6 +10,7 @@
 //! What chunks hide need not be avoided. So where the bound of a mesh promises more than its plans give, layouts are
 //! also found for a wire at a part of its price ([`HIDDEN_WIRE`]), and lowered in chunks.
 
+use crate::cluster::DeviceKind;
 use crate::search::candidate::{Candidate, is_long};
 use crate::search::choice::degrees::Degrees;
 use crate::search::choice::pins::{Pins, divides};
@@ -93,7 +94,10 @@ impl Hidden {
 fn may_hide(candidate: &Candidate, alone: f64, space: &Space<'_, '_>) -> bool {
     // Where chunks are pinned, layouts for them are left to the search.
     let is_open = space.pins.overlap_chunks.is_none_or(|pin| pin > 1 && candidate.is_for_chunks());
-    is_open && space.cluster.device.kind != "cpu" && candidate.offload.is_none() && candidate.within > GAIN * alone
+    is_open
+        && space.cluster.device.kind != DeviceKind::Cpu
+        && candidate.offload.is_none()
+        && candidate.within > GAIN * alone
 }
 
 /// Whether layouts for chunks are worth to be found on a mesh with such candidates: no plan of it takes fewer than `least`
@@ -104,7 +108,7 @@ pub(in crate::search) fn may_need_layouts(
     (least, best): (f64, f64),
 ) -> bool {
     let is_cut = |of: &Candidate| divides(of.degrees.microbatch, space.pins.overlap_chunks.unwrap_or(CHUNKS[0]));
-    let is_open = space.pins.overlap_chunks != Some(1) && space.cluster.device.kind != "cpu";
+    let is_open = space.pins.overlap_chunks != Some(1) && space.cluster.device.kind != DeviceKind::Cpu;
     let may_gain = least < WORTH * best && NODES[1] / nodes(space) >= CHUNKS[0];
     is_open && may_gain && found.iter().any(is_cut)
 }

@@ -7,10 +7,13 @@
 
 #![allow(unsafe_code)]
 
-use super::{Algorithm, Blas, Problem};
+use super::{Algorithm, Blas, Problem, alignment};
 use cudarc::cublaslt::sys;
 use std::collections::BTreeSet;
 use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+
+/// Bytes of the widest vector that kernels load.
+const VECTOR: u32 = 16;
 
 /// What an algorithm is set to, by the library's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -100,13 +103,17 @@ fn get<const BYTES: usize>(algorithm: &Algorithm, attribute: Attribute) -> [u8; 
 
 impl Blas {
     /// The algorithms for a problem that are set to one of some configurations, by the kinds that were proposed
-    /// for it; those that do not fit it are left out.
+    /// for it; those that do not fit it are left out. None for matrices that do not begin at whole vectors: the library's
+    /// check asks for no addresses, and its proposals alone heed them.
     pub fn configured<'a>(
         &self,
         problem: &Problem,
         proposed: &[Algorithm],
         configurations: impl IntoIterator<Item = &'a Configuration>,
     ) -> Vec<(Configuration, Algorithm)> {
+        if problem.addresses.iter().any(|address| alignment(*address) < VECTOR) {
+            return Vec::new();
+        }
         let bases: Vec<(u32, &Algorithm)> =
             proposed.iter().map(|algorithm| (Configuration::of(algorithm).kind, algorithm)).collect();
         let one = |configuration: &Configuration| {

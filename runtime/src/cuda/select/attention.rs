@@ -18,12 +18,13 @@ const GRAD_QUERIES: usize = 6;
 const GRAD_KEYS: [usize; 4] = [2, 3, 7, 8];
 
 /// The largest tiles that fit.
-fn tiling(attention: &Attention, bytes: impl Fn(&Tiling) -> usize) -> Tiling {
+fn tiling(attention: &Attention, bytes: impl Fn(&Tiling) -> usize) -> Result<Tiling, String> {
     let Attention { d, e, causal, dtype, .. } = *attention;
     let lanes = super::lanes(&[DType::F32, dtype], &[d, e]);
     let biased = attention.bias.is_some();
     let of = |side| Tiling { side, lanes, d: d as usize, e: e as usize, causal, biased };
-    [16, 8, 4].map(of).into_iter().find(|tiling| bytes(tiling) <= SHARED).unwrap_or(of(2))
+    let fits = [16, 8, 4, 2].map(of).into_iter().find(|tiling| bytes(tiling) <= SHARED);
+    fits.ok_or_else(|| format!("no block has the shared memory for heads of {d} and {e} elements"))
 }
 
 /// The operand of this index, which is the bias; any other where there is none, since nothing of it is read then.
@@ -93,7 +94,7 @@ impl Select<'_> {
     }
 
     fn attention_by_tiles(&mut self, attention: &Attention) -> Result<(), String> {
-        let tiling = tiling(attention, Tiling::forward_bytes);
+        let tiling = tiling(attention, Tiling::forward_bytes)?;
         let kernel = self.tiled("attention", attention, tiling, move |d| {
             let (q, k, v) = (d.input::<Pack<0>>(), d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (o, lse) = (d.output::<Pack<0>>(), d.output::<f32>());
@@ -110,7 +111,7 @@ impl Select<'_> {
     fn attention_grad_by_tiles(&mut self, attention: &Attention) -> Result<(), String> {
         let delta = self.scratch(attention.b * attention.h * attention.s * 4);
         self.attention_delta(attention, delta);
-        let tiling = tiling(attention, Tiling::backward_bytes);
+        let tiling = tiling(attention, Tiling::backward_bytes)?;
         let kernel = self.tiled("attention_queries_grad", attention, tiling, move |d| {
             let (cotangent, q) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
             let (k, v) = (d.input::<Pack<0>>(), d.input::<Pack<0>>());
@@ -272,5 +273,8 @@ mod tests {
         assert!(error.contains("at most 65535 heads, and these are 65536 over 65536"), "{error}");
         let error = forward([1, 1 << 20, 64, 64]).unwrap_err();
         assert!(error.contains("1048576 queries"), "{error}");
+        forward([1, 4, 2, 1024]).unwrap();
+        let error = forward([1, 4, 2, 2048]).unwrap_err();
+        assert!(error.contains("shared memory for heads of 2048 and 2048 elements"), "{error}");
     }
 }
