@@ -115,7 +115,7 @@ fn work(graph: &Graph) -> Vec<(NodeId, f64)> {
 /// How many elements each update has.
 fn updates(graph: &Graph) -> Vec<(NodeId, f64)> {
     let of = |id: NodeId| graph.result_types(id).first().map_or(0.0, |ty| ty.elements() as f64);
-    graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))).map(|(id, _)| (id, of(id))).collect()
+    graph.updates().map(|(id, _)| (id, of(id))).collect()
 }
 
 /// An axis that divides no more than this share of the work divides little.

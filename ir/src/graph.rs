@@ -245,6 +245,11 @@ impl Graph {
         self.nodes.values().filter(|node| node.op.is_leaf()).map(|node| (node.results[0], node))
     }
 
+    /// The nodes that update parameters, in order.
+    pub fn updates(&self) -> impl DoubleEndedIterator<Item = (NodeId, &Node)> {
+        self.nodes().filter(|(_, node)| node.op.update().is_some())
+    }
+
     /// Who reads each value, in order; a node that reads a value twice appears twice.
     pub fn users(&self) -> HashMap<ValueId, Vec<(NodeId, usize)>> {
         let mut users: HashMap<ValueId, Vec<(NodeId, usize)>> = HashMap::new();

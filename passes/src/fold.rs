@@ -7,7 +7,7 @@
 //! a class of its own. All nodes of a class get one strategy, and a sum of costs over classes times
 //! their sizes is the sum over all nodes: folding restricts the choice, and loses no cost.
 
-use shardc_ir::ops::{Op, Random};
+use shardc_ir::ops::{Op, Random, Update};
 use shardc_ir::{Graph, Node, NodeId, OpDef, Role, SecondaryMap, ValueId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -51,10 +51,8 @@ pub fn module(path: &str) -> &str {
 /// The block a node belongs to: by its path, or by its name if it is a leaf.
 pub fn block_of<'a>(graph: &'a Graph, node: &'a Node) -> Option<&'a str> {
     let name = leaf_name(&node.op);
-    block(&node.path).or_else(|| block(name)).or_else(|| match &node.op {
-        Op::Adamw(_) => block(leaf_name(&graph.def(node.operands[0]).op)),
-        _ => None,
-    })
+    let of_parameter = |_| block(leaf_name(&graph.def(node.operands[Update::PARAMETER]).op));
+    block(&node.path).or_else(|| block(name)).or_else(|| node.op.update().and_then(of_parameter))
 }
 
 /// The blocks of the paths of nodes, numbered as the forward pass comes to them.

@@ -15,7 +15,7 @@
 
 use crate::error::PassError;
 use crate::fold::leaf_name;
-use shardc_ir::ops::{Adamw, Cast, State};
+use shardc_ir::ops::{Cast, OpDef, State, Update};
 use shardc_ir::plan::Space;
 use shardc_ir::{Bytes, DType, Graph, NodeId, Op, OutputKind, Plan, SecondaryMap, TensorType, ValueId};
 use std::collections::{BTreeSet, HashMap};
@@ -42,10 +42,11 @@ fn candidates(plan: &Plan) -> Vec<Kept> {
     let mut casts: HashMap<ValueId, Vec<NodeId>> = HashMap::new();
     let mut updates: HashMap<ValueId, NodeId> = HashMap::new();
     for (id, node) in graph.nodes() {
-        match &node.op {
-            Op::Cast(_) => casts.entry(node.operands[0]).or_default().push(id),
-            Op::Adamw(Adamw { cast: None, .. }) => drop(updates.insert(node.operands[0], id)),
-            _ => {}
+        if let Op::Cast(_) = node.op {
+            casts.entry(node.operands[0]).or_default().push(id);
+        }
+        if node.op.update().is_some_and(|update| update.cast.is_none()) {
+            updates.insert(node.operands[Update::PARAMETER], id);
         }
     }
     let names: BTreeSet<&str> = graph.leaves().map(|(_, node)| leaf_name(&node.op)).collect();
@@ -69,7 +70,7 @@ fn candidates(plan: &Plan) -> Vec<Kept> {
             && ty.dtype.is_float()
             && ty.dtype.size() < graph.ty(parameter).dtype.size()
             && !names.contains(name.as_str())
-            && replaced.get(&parameter) == Some(&graph.node(*update).results[0])
+            && replaced.get(&parameter) == Some(&graph.node(*update).results[Update::PARAMETER])
         {
             kept.push(Kept { parameter, cast: *cast, update: *update, name, ty });
         }
@@ -106,17 +107,15 @@ impl<'a> Casts<'a> {
         let from = &plan.graph;
         let graph = from.rebuild(|graph, id, map| {
             let node = from.node(id);
-            let (op, operands): (Op, &[ValueId]) = match (of_cast.get(&id), of_update.get(&id), &node.op) {
-                (Some(kept), ..) => {
-                    let parameter = leaf_name(&from.def(kept.parameter).op).to_string();
-                    (State { name: kept.name.clone(), init: 0.0, cast_of: Some(parameter) }.into(), &[])
-                }
-                (_, Some(dtype), Op::Adamw(update)) => {
-                    (Adamw { cast: Some(*dtype), ..update.clone() }.into(), &node.operands)
-                }
-                _ => return Ok(false),
-            };
-            replace(graph, (from, id), op, operands, map)
+            if let Some(kept) = of_cast.get(&id) {
+                let parameter = leaf_name(&from.def(kept.parameter).op).to_string();
+                let state = State { name: kept.name.clone(), init: 0.0, cast_of: Some(parameter) };
+                return replace(graph, (from, id), state.into(), &[], map);
+            }
+            match of_update.get(&id).and_then(|dtype| node.op.casting(Some(*dtype))) {
+                Some(update) => replace(graph, (from, id), update, &node.operands, map),
+                None => Ok(false),
+            }
         });
         let mut graph = graph.map_err(PassError::ill_formed(PASS))?;
         // Nodes are told by their numbers from here on, and those that nothing needs would have been left out.
@@ -131,8 +130,9 @@ impl<'a> Casts<'a> {
         }
         for Kept { parameter, cast, update, name, .. } in kept {
             made.strategies[*cast] = plan.strategies[from.value(*parameter).def].clone();
-            let (leaf, new) = (graph.result(*cast), graph.node(*update).results[3]);
-            graph.output(name.clone(), new, OutputKind::Update(leaf));
+            let (leaf, update) = (graph.result(*cast), graph.node(*update));
+            let new = update.op.update().and_then(Update::cast_result).map(|result| update.results[result]);
+            new.into_iter().for_each(|new| graph.output(name.clone(), new, OutputKind::Update(leaf)));
         }
         made.graph = graph;
         Ok(Some(made))
@@ -163,10 +163,10 @@ pub fn cast_again(graph: &Graph) -> Result<Graph, PassError> {
     let made = from.rebuild(|to, id, map| {
         let node = from.node(id);
         match &node.op {
-            Op::Adamw(update) if update.cast.is_some() => {
-                let op = Adamw { cast: None, ..update.clone() };
-                replace(to, (&from, id), op.into(), &node.operands, map)
-            }
+            op if op.update().is_some_and(|update| update.cast.is_some()) => match op.casting(None) {
+                Some(op) => replace(to, (&from, id), op, &node.operands, map),
+                None => Ok(false),
+            },
             Op::State(_) => match cast_of(node.results[0]).and_then(|name| parameters.get(name)) {
                 Some(parameter) => replace(to, (&from, id), Cast {}.into(), &[*parameter], map),
                 None => Ok(false),
@@ -188,7 +188,7 @@ fn replace(
 ) -> Result<bool, shardc_ir::ops::OpError> {
     let node = from.node(id);
     let operands: Vec<ValueId> = operands.iter().map(|value| map[value]).collect();
-    let declared = if matches!(op, Op::Adamw(_)) { Vec::new() } else { from.result_types(id) };
+    let declared = if op.update().is_some() { Vec::new() } else { from.result_types(id) };
     let added = graph.add_as(op, &operands, &declared, node.path.clone(), node.role)?;
     map.extend(node.results.iter().copied().zip(graph.node(added).results.clone()));
     Ok(true)

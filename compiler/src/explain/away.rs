@@ -1,7 +1,7 @@
 //! What of a plan lies away from the devices: in the host's memory, or on its disk, of each stage by itself.
 
 use super::names::{local, stage_of};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, Update};
 use shardc_ir::plan::Space;
 use shardc_ir::{Bytes, Plan, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,8 +10,7 @@ use std::fmt::Write;
 /// A line per kind and place; empty if everything lies on the device.
 pub(super) fn text(plan: &Plan) -> String {
     let mut rows: BTreeMap<(u64, Space, &str), (usize, Bytes)> = BTreeMap::new();
-    let updates = plan.graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
-    let gradients: BTreeSet<ValueId> = updates.map(|(_, node)| node.operands[1]).collect();
+    let gradients: BTreeSet<ValueId> = plan.graph.updates().map(|(_, node)| node.operands[Update::GRADIENT]).collect();
     for (value, _) in plan.graph.values() {
         let (space, maker) = (plan.spaces[value], plan.graph.def(value));
         if space == Space::Device {

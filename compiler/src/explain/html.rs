@@ -13,6 +13,7 @@ use base64::prelude::{BASE64_STANDARD, Engine};
 use flate2::Compression;
 use flate2::read::ZlibEncoder;
 use serde_json::{Value, json};
+use shardc_ir::ops::Update;
 use shardc_ir::program::Stream;
 use shardc_ir::{AxisKind, NodeId, Op, OpDef, Plan, Program, SectionId, ValueId};
 use shardc_passes::allocate::memory_over_time;
@@ -218,7 +219,10 @@ fn folded_module(plan: &Plan, alike: usize, node: NodeId) -> String {
     let node = plan.graph.node(node);
     let path = match &node.op {
         Op::Parameter(_) | Op::State(_) => leaf_name(&node.op).rsplit_once('.').map_or("", |(module, _)| module),
-        Op::Adamw(_) => name_of(plan.graph.def(node.operands[0])).rsplit_once('.').map_or("", |(module, _)| module),
+        op if op.update().is_some() => {
+            let parameter = plan.graph.def(node.operands[Update::PARAMETER]);
+            name_of(parameter).rsplit_once('.').map_or("", |(module, _)| module)
+        }
         _ => &node.path,
     };
     if alike > 1 { folded_path(path) } else { path.to_string() }

@@ -218,7 +218,7 @@ fn reasons(plan: &Plan, why: &Why, value: ValueId) -> Vec<String> {
         };
         reasons.push(format!("lies in {place} while nothing reads it: {why}"));
     }
-    if let Op::Parameter(_) | Op::State(_) | Op::Adamw(_) = node.op {
+    if matches!(node.op, Op::Parameter(_) | Op::State(_)) || node.op.update().is_some() {
         let parted = does(&|choice| matches!(choice, Choice::Factor(_)));
         reasons.extend((!parted.is_empty()).then(|| format!("{}: each rank stores its part", names(parted))));
         reasons.extend(stored(plan, why));

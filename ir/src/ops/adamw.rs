@@ -1,7 +1,7 @@
 //! One AdamW update (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019,
 //! algorithm 2, in PyTorch's arrangement).
 
-use super::{OpDef, arity, elementwise_rule, expect_shape, expect_type};
+use super::{Op, OpDef, Update, arity, elementwise_rule, expect_shape, expect_type};
 use crate::factor::FactorRule;
 use crate::types::{DType, TensorType};
 use crate::units::Flops;
@@ -65,5 +65,13 @@ impl OpDef for Adamw {
 
     fn may_repeat(&self) -> bool {
         true
+    }
+
+    fn update(&self) -> Option<Update> {
+        Some(Update { states: 2, cast: self.cast })
+    }
+
+    fn casting(&self, cast: Option<DType>) -> Option<Op> {
+        Some(Self { cast, ..self.clone() }.into())
     }
 }

@@ -52,6 +52,7 @@ mod top_k;
 mod total;
 mod transpose;
 mod unary;
+mod update;
 mod window;
 
 pub use adamw::Adamw;
@@ -90,6 +91,7 @@ pub use top_k::TopK;
 pub use total::Total;
 pub use transpose::Transpose;
 pub use unary::{Affine, Unary, UnaryGrad, UnaryKind};
+pub use update::Update;
 pub use window::Window;
 
 use crate::factor::{Dims, FactorRule};
@@ -185,6 +187,16 @@ pub trait OpDef {
     /// Whether one launch may do it to many tensors, each by itself ([`Each`]): it is the same on every part of them.
     fn may_repeat(&self) -> bool {
         false
+    }
+
+    /// Of an optimizer's update, what it reads and makes.
+    fn update(&self) -> Option<Update> {
+        None
+    }
+
+    /// Of an optimizer's update, the same one that makes the new parameter in this element type as well, or in no other.
+    fn casting(&self, _cast: Option<DType>) -> Option<Op> {
+        None
     }
 
     /// In which element type it computes a first result of this type where a model is trained in 16 bits.
@@ -463,6 +475,12 @@ impl OpDef for Op {
     }
     fn may_repeat(&self) -> bool {
         self.def().may_repeat()
+    }
+    fn update(&self) -> Option<Update> {
+        self.def().update()
+    }
+    fn casting(&self, cast: Option<DType>) -> Option<Op> {
+        self.def().casting(cast)
     }
     fn arithmetic(&self, result: &TensorType) -> Arithmetic {
         self.def().arithmetic(result)

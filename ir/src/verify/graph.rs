@@ -15,7 +15,7 @@
 use crate::diagnostic::Diagnostics;
 use crate::entity::{NodeId, ValueId};
 use crate::graph::{Graph, Node, OutputKind, Role};
-use crate::ops::{Op, State};
+use crate::ops::{Op, OpDef, State, Update};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What is known of a graph that was verified.
@@ -212,9 +212,11 @@ fn check_casts(graph: &Graph, facts: &GraphFacts, found: &mut Diagnostics) {
 /// Whether one value is the cast of another, the parameter that an update made.
 fn makes_cast(graph: &Graph, new: ValueId, cast: ValueId) -> bool {
     let (from, value) = (graph.value(new), graph.value(cast));
-    match &graph.node(value.def).op {
-        Op::Cast(_) => graph.node(value.def).operands == [new],
-        Op::Adamw(_) => value.def == from.def && (from.index, value.index) == (0, 3),
-        _ => false,
+    let node = graph.node(value.def);
+    match node.op.update() {
+        None => matches!(node.op, Op::Cast(_)) && node.operands == [new],
+        Some(update) => {
+            value.def == from.def && from.index == Update::PARAMETER && update.cast_result() == Some(value.index)
+        }
     }
 }

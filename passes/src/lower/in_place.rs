@@ -8,7 +8,7 @@
 //!   add to a summand.
 
 use super::draft::{Draft, StorageId};
-use shardc_ir::ops::{Op, OpDef};
+use shardc_ir::ops::OpDef;
 use shardc_ir::program::{Action, Instruction, Stream};
 use shardc_ir::{BufferId, SecondaryMap};
 use std::collections::BTreeSet;
@@ -103,16 +103,17 @@ fn update_in_place(draft: &mut Draft, kept: &BTreeSet<StorageId>) {
     }
 }
 
-/// Whether an instruction may write its result `source` over its operand `target`: `adamw` may, each
+/// Whether an instruction may write its result `source` over its operand `target`: an update may, each
 /// result over the operand it replaces.
 fn works_in_place(draft: &Draft, instruction: &Instruction, source: StorageId, target: StorageId) -> bool {
-    let Action::Compute(Op::Adamw(_)) = instruction.action else { return false };
+    let Action::Compute(op) = &instruction.action else { return false };
+    let Some(update) = op.update() else { return false };
     let position = |buffers: &[BufferId], storage| {
         let mut found = buffers.iter().enumerate().filter(|(_, buffer)| draft.storage[**buffer] == storage);
         found.next().filter(|_| found.next().is_none()).map(|(index, _)| index)
     };
-    let pair = (position(&instruction.results, source), position(&instruction.operands, target));
-    matches!(pair, (Some(0), Some(0)) | (Some(1), Some(2)) | (Some(2), Some(3)))
+    let replaced = position(&instruction.results, source).and_then(|result| update.replaced(result));
+    replaced.is_some() && replaced == position(&instruction.operands, target)
 }
 
 /// Where the buffers of a storage go: another storage, and how far from its first byte.

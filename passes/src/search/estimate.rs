@@ -41,7 +41,7 @@ use copies::Keeping;
 use liveness::pieces::Profile;
 use liveness::{Gradients, Liveness, Peak};
 use recompute::{Menu, Prices, Selected};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef, Update};
 use shardc_ir::program::Action;
 use shardc_ir::{DType, Mesh, NodeId, ReduceKind, Role, TensorType};
 use split::Split;
@@ -300,12 +300,13 @@ impl<'a> Shape<'a> {
                     storage.in_blocks += if is_in_block { bytes(&results[0]) } else { 0.0 };
                 }
                 Op::State(_) => storage.state.add(bytes(&results[0]), share),
-                Op::Adamw(_) => {
-                    storage.gradients.add(bytes(&operands[1]), share);
-                    uneven.iter().for_each(|is_outer| storage.uneven[usize::from(*is_outer)] += bytes(&operands[1]));
+                op if op.update().is_some() => {
+                    let gradient = bytes(&operands[Update::GRADIENT]);
+                    storage.gradients.add(gradient, share);
+                    uneven.iter().for_each(|is_outer| storage.uneven[usize::from(*is_outer)] += gradient);
                     storage.update.add(seconds, share);
                     if is_inner {
-                        let turned = 2.0 * bytes(&operands[1]) / machine.bandwidth() + count * machine.launch();
+                        let turned = 2.0 * gradient / machine.bandwidth() + count * machine.launch();
                         storage.turned.insert(class, turned);
                     }
                 }
@@ -331,10 +332,11 @@ impl<'a> Shape<'a> {
         let seconds = each * count as f64;
         self.uneven += price.uneven * count as f64 * self.microbatches as f64;
         match op {
-            Op::Adamw(_) => {
-                self.adding.add(prepared, placed, (class, operands[1]));
+            op if op.update().is_some() => {
+                let gradient = operands[Update::GRADIENT];
+                self.adding.add(prepared, placed, (class, gradient));
                 if self.is_in_block(prepared, class) {
-                    self.block_gradient = self.block_gradient.max(operands[1]);
+                    self.block_gradient = self.block_gradient.max(gradient);
                 }
             }
             Op::Parameter(_) | Op::State(_) => {}

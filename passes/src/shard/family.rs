@@ -16,7 +16,7 @@
 //! but for the experts' own, `ep`.
 
 use super::tensor::Prepared;
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::{AxisId, Choice, FactorKind, Feature, Mesh, Strategy};
 
 /// The families whose axes elimination places, in the order in which it does.
@@ -82,7 +82,7 @@ pub fn allows(prepared: &Prepared<'_>, class: usize, family: &str, choice: Choic
     let Choice::Factor(factor) = choice else { return true };
     let is_batch = prepared.batch[class] == choice;
     let op = prepared.op(class);
-    let is_stored = prepared.is_parameter[class] || matches!(op, Op::Adamw(_) | Op::State(_));
+    let is_stored = prepared.is_parameter[class] || matches!(op, Op::State(_)) || op.update().is_some();
     let is_expert = prepared.experts[class].contains(&factor);
     // Of a product with a parameter, whether the factor is one of the parameter's.
     let of_weight = prepared.weight_factors(class).map(|factors| factors.contains(&factor));

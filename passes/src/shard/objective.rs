@@ -15,7 +15,7 @@ use crate::cost::is_view;
 use crate::search::bound::sharing::{Filling, Sharing};
 use crate::search::estimate::liveness::AtTurn;
 use crate::search::estimate::storage::{kind_under, stored_type};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef, Update};
 use shardc_ir::{AxisId, Choice, EntityRef, Mesh, Role, Strategy};
 
 /// What is to be the least.
@@ -291,8 +291,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
         let seconds = seconds * runs;
         let mut quote = match self.objective {
             Objective::Step(_) => {
-                let parameter = local.operands.first().filter(|_| matches!(op, Op::Adamw(_)));
-                let cost = seconds + parameter.map_or(0.0, |bytes| self.reduction(*bytes, strategy));
+                let parameter = op.update().map(|_| local.operands[Update::PARAMETER]);
+                let cost = seconds + parameter.map_or(0.0, |bytes| self.reduction(bytes, strategy));
                 Quote { seconds: cost * count, ..self.memory(class, &local, seconds) }
             }
             Objective::Bound { beside, sharing, .. } => {
@@ -332,8 +332,8 @@ impl<'a, 'b> Pricer<'a, 'b> {
         // Which ranks talk is known where the axes of experts are placed.
         let is_known = is_whole || mesh.family("ep").is_empty();
         let (seconds, kept) = match op {
-            Op::Adamw(_) => {
-                let gradient = bytes(&local.operands, 1);
+            op if op.update().is_some() => {
+                let gradient = bytes(&local.operands, Update::GRADIENT);
                 let reduced = if is_known {
                     sharing.reduce[kind] * prepared.on_wire(stored_type(prepared, class), gradient)
                 } else {
@@ -399,7 +399,7 @@ impl<'a, 'b> Pricer<'a, 'b> {
         match prepared.op(class) {
             Op::Parameter(_) | Op::State(_) => stored(local.results.first()),
             _ if prepared.is_copy(class) => stored(Some(&(self.read(class, local) as u64))),
-            Op::Adamw(_) if self.placed.microbatches > 1 => stored(local.operands.get(1)),
+            op if op.update().is_some() && self.placed.microbatches > 1 => stored(local.operands.get(Update::GRADIENT)),
             _ => self.alive(class, local, again),
         }
     }

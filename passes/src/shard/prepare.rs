@@ -9,7 +9,7 @@ use crate::head::Head;
 use crate::search::estimate::liveness::Lives;
 use crate::search::estimate::recompute::kinds as kinds_of;
 use shardc_ir::factor::{Dims, FactorRule};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef, Update};
 use shardc_ir::plan::Scope;
 use shardc_ir::{Choice, EntityRef, Graph, NodeId, SecondaryMap, Target, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -149,12 +149,10 @@ fn experts(
             }
         }
     }
-    for (id, node) in graph.nodes() {
-        if let Op::Adamw(_) = node.op {
-            let (class, rule) = (folded.class[id], &rules[folded.class[id]]);
-            let known = dims.get(&node.operands[0]).cloned().unwrap_or_default();
-            experts[class] = of(&rule.operands[0], &known);
-        }
+    for (id, node) in graph.updates() {
+        let (class, rule) = (folded.class[id], &rules[folded.class[id]]);
+        let known = dims.get(&node.operands[Update::PARAMETER]).cloned().unwrap_or_default();
+        experts[class] = of(&rule.operands[Update::PARAMETER], &known);
     }
     experts
 }
@@ -179,8 +177,8 @@ pub fn parameter_values(graph: &Graph) -> BTreeSet<ValueId> {
 fn gradient_values(graph: &Graph) -> BTreeSet<ValueId> {
     let mut values = BTreeSet::new();
     for (_, node) in graph.nodes().rev() {
-        if let Op::Adamw(_) = node.op {
-            values.insert(node.operands[1]);
+        if node.op.update().is_some() {
+            values.insert(node.operands[Update::GRADIENT]);
         }
         let linear = matches!(
             node.op,
@@ -198,10 +196,8 @@ fn ties(graph: &Graph, folded: &Folded) -> Vec<usize> {
     let mut tied: Vec<usize> = (0..folded.classes.len()).collect();
     for (index, class) in folded.classes.iter().enumerate() {
         let node = graph.node(class.node);
-        if let Op::Adamw(_) = node.op {
-            for operand in [0, 2, 3] {
-                tied[folded.class[graph.value(node.operands[operand]).def]] = index;
-            }
+        for operand in node.op.update().into_iter().flat_map(Update::stored) {
+            tied[folded.class[graph.value(node.operands[operand]).def]] = index;
         }
     }
     tied

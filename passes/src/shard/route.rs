@@ -13,7 +13,7 @@ use crate::reshard::{Step, path, rough_cost};
 use crate::threads::lock;
 use Along::{Dim, Partial, Whole};
 use rustc_hash::FxHashMap;
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::{AxisId, Mesh, ReduceKind, Sharding, TensorType};
 use std::sync::{Arc, Mutex};
 
@@ -175,7 +175,10 @@ pub fn undivided(prepared: &Prepared<'_>, flow: &Flow, mut made: Sharding, on: (
 /// Whether a reader of a value, or all of them, only update with it: along axes that hold copies, what they need is the
 /// reduction of a gradient, which is priced with the data ranks'.
 pub fn is_gradient(prepared: &Prepared<'_>, flow: &Flow, only: Option<usize>) -> bool {
-    let updates = |reader: usize| matches!(prepared.op(reader), Op::Adamw(_) | Op::SumSquares(_));
+    let updates = |reader: usize| {
+        let op = prepared.op(reader);
+        matches!(op, Op::SumSquares(_)) || op.update().is_some()
+    };
     let is_update = || match only {
         Some(reader) => updates(reader),
         None => flow.readers.iter().all(|(reader, ..)| updates(*reader)),

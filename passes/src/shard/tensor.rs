@@ -9,7 +9,7 @@ use crate::fold::{Blocks, Folded};
 use crate::head::Head;
 use crate::search::estimate::liveness::Lives;
 use crate::search::estimate::recompute::Kind;
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::plan::{Scope, sums_in};
 use shardc_ir::{
     AxisId, Choice, DType, FactorRule, Graph, Mesh, NodeId, Role, SecondaryMap, Sharding, Strategy, Target, TensorType,
@@ -182,9 +182,9 @@ impl Prepared<'_> {
     /// squares of gradients behind the loop.
     pub fn is_stored(&self, class: usize) -> bool {
         match self.op(class) {
-            Op::Parameter(_) | Op::State(_) | Op::Adamw(_) => true,
+            Op::Parameter(_) | Op::State(_) => true,
             Op::SumSquares(_) => !self.in_loop(class),
-            _ => self.is_copy(class),
+            op => op.update().is_some() || self.is_copy(class),
         }
     }
 

@@ -14,7 +14,7 @@
 use super::family::storage_axes;
 use crate::cost::is_product;
 use shardc_ir::float8::SIDE;
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, Update};
 use shardc_ir::sharding::Cut;
 use shardc_ir::{AxisId, Choice, Graph, Mesh, NodeId, OpDef, SecondaryMap, Sharding, Strategy, TensorType, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -83,24 +83,23 @@ pub fn shard_storage(graph: &Graph, mesh: &Mesh, strategies: &mut SecondaryMap<N
     let mut leaves: BTreeMap<ValueId, NodeId> = BTreeMap::new();
     let (mut casts, quantized) = (BTreeSet::new(), quantized(graph));
     for (id, node) in graph.nodes() {
-        if !matches!(node.op, Op::Adamw(_)) {
-            continue;
-        }
+        let Some(update) = node.op.update() else { continue };
+        let (parameter, gradient) = (node.operands[Update::PARAMETER], node.operands[Update::GRADIENT]);
         let axes = storage_axes(mesh, &strategies[id]);
         let extent = mesh.extent(axes.iter().copied());
-        let unit = if quantized.contains(&node.operands[0]) { SIDE } else { 1 };
-        let ty = graph.ty(node.operands[0]);
+        let unit = if quantized.contains(&parameter) { SIDE } else { 1 };
+        let ty = graph.ty(parameter);
         let Some(Parted { dim, .. }) = storage_dim(ty, &strategies[id], mesh, extent, unit) else { continue };
         let axes = ordered(&axes, part(ty, &strategies[id], mesh, dim), mesh);
         let divided =
             axes.iter().fold(strategies[id].clone(), |strategy, axis| strategy.with(*axis, Choice::Factor(dim)));
-        for operand in [0, 2, 3] {
+        for operand in update.stored() {
             strategies[graph.value(node.operands[operand]).def] = divided.clone();
         }
         strategies[id] = divided;
-        make_where_stored(graph, mesh, strategies, (node.operands[1], dim), &axes);
-        gradients.insert(node.operands[1], id);
-        leaves.insert(node.operands[0], id);
+        make_where_stored(graph, mesh, strategies, (gradient, dim), &axes);
+        gradients.insert(gradient, id);
+        leaves.insert(parameter, id);
     }
     for (id, node) in graph.nodes() {
         let source = match &node.op {

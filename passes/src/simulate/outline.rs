@@ -11,7 +11,7 @@ use crate::cluster::{Cluster, Profile};
 use crate::cost::is_product;
 use crate::lower::local_op;
 use rustc_hash::{FxHashMap, FxHasher};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef};
 use shardc_ir::plan::Memory;
 use shardc_ir::program::{Action, Instruction, Run, Section, Stream};
 use shardc_ir::view::is_view;
@@ -159,7 +159,7 @@ impl Sort {
     fn of(action: &Action) -> Self {
         match action {
             Action::Compute(op) if is_product(op) => Self::Product,
-            Action::Compute(op) if matches!(op.single(), Op::Adamw(_)) => Self::Optimizer,
+            Action::Compute(op) if op.single().update().is_some() => Self::Optimizer,
             _ => Self::Rest,
         }
     }

@@ -9,7 +9,7 @@
 use crate::search::estimate::beside::{BUCKET, Loop};
 use crate::search::estimate::storage::{Copies, Storage, inner, stored_dim};
 use crate::shard::tensor::{Placed, Prepared};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::Update;
 use shardc_ir::{EntityRef, Mesh, Strategy};
 
 /// How many collectives of the data ranks there are at least, whatever a busy wire counts.
@@ -184,11 +184,12 @@ fn gathers(prepared: &Prepared<'_>, placed: &Placed<'_>, parts: u64) -> [f64; 2]
 fn buckets(prepared: &Prepared<'_>, placed: &Placed<'_>) -> f64 {
     let graph = prepared.graph;
     let parts = searched(placed.mesh) as f64;
-    let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
-    let mut made: Vec<(usize, f64)> = updates
+    let mut made: Vec<(usize, f64)> = graph
+        .updates()
         .map(|(_, node)| {
-            let ty = graph.ty(node.operands[1]);
-            (graph.value(node.operands[1]).def.index(), prepared.on_wire(ty, ty.bytes().0 as f64) / parts)
+            let gradient = node.operands[Update::GRADIENT];
+            let ty = graph.ty(gradient);
+            (graph.value(gradient).def.index(), prepared.on_wire(ty, ty.bytes().0 as f64) / parts)
         })
         .collect();
     made.sort_by_key(|(def, _)| *def);

@@ -10,7 +10,7 @@
 //! is computed again, which tells what that frees; they cost transfers instead of computation.
 
 use crate::fold::{self, Blocks};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, Update};
 use shardc_ir::plan::Space;
 use shardc_ir::{Node, NodeId, OpDef, Plan, Role, ValueId};
 use std::collections::BTreeSet;
@@ -178,7 +178,7 @@ impl Offloads {
                 Op::Parameter(_) if !read.contains(&node.results[0]) => (own.optimizer, node.results[0], optimizer),
                 Op::Parameter(_) => (own.parameters, node.results[0], Space::Host),
                 Op::Cast(_) if is_copy() => (own.parameters, node.results[0], Space::Host),
-                Op::Adamw(_) => (own.gradients, node.operands[1], Space::Host),
+                op if op.update().is_some() => (own.gradients, node.operands[Update::GRADIENT], Space::Host),
                 _ => continue,
             };
             away.extend(within(count, id).then_some((value, space)));
@@ -237,7 +237,7 @@ impl<'a> Places<'a> {
 
 /// What others read than casts and updates: of parameters, all but the master copies.
 fn read_by_passes(plan: &Plan) -> BTreeSet<ValueId> {
-    let passes = plan.graph.nodes().filter(|(_, node)| !matches!(node.op, Op::Cast(_) | Op::Adamw(_)));
+    let passes = plan.graph.nodes().filter(|(_, node)| !matches!(node.op, Op::Cast(_)) && node.op.update().is_none());
     passes.flat_map(|(_, node)| &node.operands).copied().collect()
 }
 

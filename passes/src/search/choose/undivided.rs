@@ -5,7 +5,8 @@ use crate::divisors::divisors;
 use crate::search::estimate::storage;
 use crate::shard::family::storage_axes;
 use crate::shard::zero::storage_dim;
-use shardc_ir::{Bytes, Graph, Mesh, NodeId, Op, Plan, Strategy, TensorType};
+use shardc_ir::ops::Update;
+use shardc_ir::{Bytes, Graph, Mesh, NodeId, Plan, Strategy, TensorType};
 use std::fmt;
 
 /// One in so many bytes of parameters may be stored whole before anybody is told: norms and biases are small.
@@ -32,12 +33,12 @@ impl Undivided {
     /// says of their updates. `None` if it is little.
     fn new<'a>(graph: &Graph, mesh: &Mesh, strategy: impl Fn(NodeId) -> &'a Strategy) -> Option<Self> {
         let inner = storage::inner(mesh);
-        let updates = graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_)));
         // Each with the ranks that are to store it in parts: those of one copy.
-        let parameters: Vec<(&TensorType, &Strategy, u64)> = updates
+        let parameters: Vec<(&TensorType, &Strategy, u64)> = graph
+            .updates()
             .map(|(id, node)| {
                 let ranks = mesh.extent(storage_axes(mesh, strategy(id)));
-                (graph.ty(node.operands[0]), strategy(id), ranks)
+                (graph.ty(node.operands[Update::PARAMETER]), strategy(id), ranks)
             })
             .collect();
         let all: u64 = parameters.iter().map(|(ty, ..)| ty.bytes().0).sum();

@@ -6,7 +6,7 @@ use crate::fold::Class;
 use crate::shard::family::{copy_axes, is_copy_axis, storage_axes};
 use crate::shard::tensor::{Placed, Prepared};
 use crate::shard::zero::{Parted, scattered, storage_dim};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, OpDef, Update};
 use shardc_ir::{AxisId, Choice, Mesh, Strategy, TensorType};
 use std::collections::BTreeMap;
 
@@ -208,12 +208,12 @@ impl Storage {
     pub fn find_made(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>) {
         let of = |(class, folded): (usize, &Class)| {
             let node = prepared.graph.node(folded.node);
-            let Op::Adamw(_) = node.op else { return None };
+            let gradient = node.op.update().map(|_| node.operands[Update::GRADIENT])?;
             let (ranks, parted) = self.among(prepared, placed, class).filter(|(_, parted)| parted.is_even)?;
-            scattered(prepared.graph, node.operands[1], parted.dim)?;
-            let maker = prepared.folded.class[prepared.graph.value(node.operands[1]).def];
+            scattered(prepared.graph, gradient, parted.dim)?;
+            let maker = prepared.folded.class[prepared.graph.value(gradient).def];
             let operands = &placed.local(prepared, maker, &placed.strategies[maker]).operands;
-            let summed = placed.local(prepared, class, &placed.strategies[class]).operands[1];
+            let summed = placed.local(prepared, class, &placed.strategies[class]).operands[Update::GRADIENT];
             let read = operands.iter().map(|bytes| (bytes * ranks) as f64).collect();
             let is_less = operands.iter().sum::<u64>() * ranks < summed;
             (placed.microbatches == 1 && is_less).then_some((class, Made { maker, ranks, read }))

@@ -8,7 +8,7 @@ use crate::search::estimate::copies::root;
 use crate::search::estimate::storage::kind;
 use crate::search::estimate::turns::{Meetings, OfWeights, Reads, Weights, are_siblings};
 use crate::shard::tensor::{Conversion, Placed, Prepared};
-use shardc_ir::ops::Op;
+use shardc_ir::ops::{Op, Update};
 use shardc_ir::{Bytes, EntityRef, NodeId, OpDef, Role, ValueId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -191,12 +191,12 @@ impl Loop {
     fn fill_buckets(&mut self, prepared: &Prepared<'_>, placed: &Placed<'_>, place: &[(usize, f64)]) {
         let graph = prepared.graph;
         let mut made: Vec<(usize, (usize, f64), usize)> = Vec::new();
-        for (id, node) in graph.nodes().filter(|(_, node)| matches!(node.op, Op::Adamw(_))) {
+        for (id, gradient) in graph.updates().map(|(id, node)| (id, node.operands[Update::GRADIENT])) {
             let class = prepared.folded.class[id];
             let local = placed.local(prepared, class, &placed.strategies[class]);
             let kind = kind(placed, class);
-            let bytes = prepared.on_wire(graph.ty(node.operands[1]), local.operands[1] as f64);
-            made.push((graph.value(node.operands[1]).def.index(), (class, bytes), kind));
+            let bytes = prepared.on_wire(graph.ty(gradient), local.operands[Update::GRADIENT] as f64);
+            made.push((graph.value(gradient).def.index(), (class, bytes), kind));
         }
         made.sort_by_key(|(def, ..)| *def);
         let last = [0, 1].map(|kind| made.iter().rposition(|(.., of)| *of == kind));
