@@ -201,7 +201,7 @@ fn pipelines(prepared: &Prepared<'_>, cluster: &Cluster, request: &Request, pins
     let is_worth = cluster.nodes > 1 || request.scope == Scope::All;
     let is_open = Feature::Pipeline.is_open(false, request.scope, prepared.target);
     // Ranks that cannot all be data ranks do better as stages than where they divide tensors badly, or do the same.
-    let is_uneven = !request.batch.is_multiple_of(cluster.ranks()) && prepared.target.runs(Feature::Pipeline);
+    let is_uneven = !pins.leaves_data(cluster.ranks(), request.batch) && prepared.target.runs(Feature::Pipeline);
     match pins.opens_stages() {
         _ if !is_kept => Pipelines::Never,
         true => Pipelines::Alone,

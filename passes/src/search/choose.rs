@@ -29,7 +29,7 @@ use build::Confirm;
 use lowering::Lowering;
 use outcome::{Told, alternatives, infeasible};
 use overlap::Hidden;
-use overstated::{Refused, faster, nearest};
+use overstated::{Refused, faster, may_be_smaller, nearest};
 use shardc_ir::Plan;
 use shardc_ir::plan::{Prediction, Search};
 use std::collections::BTreeMap;
@@ -126,10 +126,24 @@ pub(super) fn choose(
         let fastest = candidates.iter().find(|candidate| candidate.prediction.fits()).cloned().map(Box::new);
         let all = candidates.len() as u64;
         candidates.retain(|candidate| candidate.least() <= against);
-        if !candidates.iter().any(|candidate| candidate.prediction.fits()) {
-            return Ok(Chosen::Slower { fastest, candidates: all });
+        // By programs may fit what does not by its estimate.
+        if candidates.iter().any(|of| of.prediction.fits() || may_be_smaller(of, against)) {
+            match promising(space, confirm, candidates) {
+                Err(error) if error.is_refusal() => {}
+                chosen => return chosen,
+            }
         }
+        return Ok(Chosen::Slower { fastest, candidates: all });
     }
+    promising(space, confirm, candidates)
+}
+
+/// The best plan of candidates in the order of their estimates, all of which are worth to be lowered.
+fn promising(
+    space: &Space<'_, '_>,
+    confirm: Option<Confirm<'_>>,
+    candidates: Vec<Candidate>,
+) -> Result<Chosen, PlanError> {
     let make = |candidate: &Candidate| casts::as_pinned(candidate, space);
     let lowering = Lowering::new(confirm, &make, space.cluster);
     // What is as fast without chunks is one of the others.

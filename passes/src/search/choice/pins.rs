@@ -288,6 +288,16 @@ impl Pins {
         self.pp.map_or(self.schedule.is_some() || has_chunks, |pin| pin > 1)
     }
 
+    /// Whether all ranks may be data ranks, but those that are pinned to be something else, in microbatches as large as is
+    /// pinned.
+    pub fn leaves_data(&self, ranks: u64, batch: u64) -> bool {
+        let product = |pins: [Option<u64>; 4]| pins.into_iter().flatten().fold(1, u64::saturating_mul);
+        let open = ranks / product([self.tp, self.cp, self.ring, self.ulysses]).max(1);
+        let is_pinned = self.dp.is_none_or(|_| product([self.dp, self.fsdp, self.ep, None]) >= open);
+        let samples = open.saturating_mul(self.microbatch.unwrap_or(1));
+        is_pinned && batch.is_multiple_of(ranks) && batch.is_multiple_of(samples)
+    }
+
     /// Whether what is pinned of a pipeline fits together.
     fn check_stages(&self) -> Result<(), PlanError> {
         let fail = |pin: String, message: String| Err(PlanError::Pin { pin, message });
@@ -516,6 +526,13 @@ mod tests {
         let unnamed = |text: &str| Pins::parse(text).map(|pins| pins.unnamed()).unwrap_or_default();
         assert_eq!(unnamed("loss_chunks=2,overlap_chunks=1,keep_casts=0"), ",overlap_chunks=1,keep_casts=0");
         assert_eq!(unnamed("loss_chunks=1,offload=none,keep_casts=1"), ",loss_chunks=1,offload=none");
+        let leaves = |text: &str| Pins::parse(text).map(|pins| pins.leaves_data(8, 16)).unwrap_or_default();
+        for text in ["", "dp=8", "dp=2,fsdp=4", "tp=2", "dp=4,tp=2", "microbatch=2", "tp=4,microbatch=8"] {
+            assert!(leaves(text), "{text}");
+        }
+        for text in ["dp=2", "dp=2,fsdp=2", "dp=2,cp=2", "microbatch=4", "tp=4,microbatch=16"] {
+            assert!(!leaves(text), "{text}");
+        }
         for text in [",", "dp=2,", ",dp=2", "dp=2, ,tp=2"] {
             check(text, "nothing before or after one of its commas");
         }

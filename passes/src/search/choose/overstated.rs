@@ -106,8 +106,7 @@ pub(in crate::search) fn faster(
     let may_fit = |candidate: &Candidate| {
         let estimate = &candidate.prediction;
         let is_new = || known.iter().all(|index| candidates[*index].degrees != candidate.degrees);
-        let is_within = |(step, room): &(f64, f64)| estimate.step.0 <= step * best && estimate.filled() <= *room;
-        let is_far = || FAR.iter().any(is_within) && is_new();
+        let is_far = || may_be_smaller(candidate, best) && is_new();
         !estimate.fits() && (estimate.filled() * ratio(candidate) <= 1.0 || is_far())
     };
     let open = candidates.iter().enumerate().filter(|(index, of)| !known.contains(index) && may_fit(of));
@@ -121,6 +120,12 @@ pub(in crate::search) fn faster(
         }
     }
     Ok(found)
+}
+
+/// Whether a candidate would be so much faster than `step` seconds that it is tried though its estimate does not fit.
+pub(in crate::search) fn may_be_smaller(of: &Candidate, step: f64) -> bool {
+    let estimate = &of.prediction;
+    FAR.iter().any(|(share, room)| estimate.step.0 <= share * step && estimate.filled() <= *room)
 }
 
 /// A candidate's plan if it fits by its programs.

@@ -131,6 +131,38 @@ impl Shares for WithTurn<'_> {
     }
 }
 
+/// The seconds outside of the loop from which on cuts are moved by them as well, as a share of those in it.
+const OUTSIDE: f64 = 0.01;
+
+/// Stages as long as each other in a step, of which each microbatch has its part: where there are few, what a large embedding
+/// or head adds to the exchange of gradients and to the update may take longer than what others compute.
+struct InStep<'a>(&'a Problem<'a>);
+
+impl Segments for InStep<'_> {
+    fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
+        Segments::seconds(self.0, chunk, from, to)
+    }
+
+    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
+        self.0.fits(chunk, from, to)
+    }
+
+    fn least(&self, place: usize) -> f64 {
+        self.0.least(place)
+    }
+}
+
+impl Shares for InStep<'_> {
+    fn stage_of(&self, chunk: usize) -> usize {
+        self.0.stage_of(chunk)
+    }
+
+    fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
+        let outside = self.0.outside(0, stage) * self.0.share(chunks);
+        Shares::seconds(self.0, stage, chunks) + outside / self.0.tries.mesh.placed.microbatches as f64
+    }
+}
+
 impl Problem<'_> {
     /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
     /// known only when all are cut: until then as much is computed again as may be, with nothing moved for it.
@@ -183,7 +215,13 @@ impl Problem<'_> {
             Some([0].into_iter().chain(cuts).chain([end]).collect::<Vec<usize>>())
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
-        if self.tries.pipeline.per_stage > 1 {
+        let in_loop = self.tries.mesh.placed.microbatches as f64 * self.pace(0, 0).sums.whole();
+        let is_in_step = self.outside(0, 0) > OUTSIDE * in_loop;
+        let in_step = |ends: &Vec<usize>| is_in_step.then(|| balanced(ends.clone(), &InStep(self)));
+        if self.tries.pipeline.per_stage == 1 {
+            let moved = all.first().and_then(in_step).filter(|ends| !all.contains(ends));
+            all.extend(moved);
+        } else {
             // Where all places lie between blocks, the cuts would be the same.
             if self.line().has_shared() && !(1..end).all(|place| self.is_between(place)) {
                 all.extend(of(&BetweenBlocks(self)));
@@ -193,11 +231,12 @@ impl Problem<'_> {
             let starts = all.iter().cloned().chain(equal(end, chunks, self));
             let mut moved: Vec<Vec<usize>> = Vec::new();
             let turns = self.tries.pipeline.schedule.splits_backward();
-            let both = |ends: Vec<usize>| {
+            let each = |ends: Vec<usize>| {
                 let turned = turns.then(|| balanced(ends.clone(), &WithTurn(self)));
-                [Some(balanced(ends, self)), turned].into_iter().flatten()
+                let in_step = in_step(&ends);
+                [Some(balanced(ends, self)), turned, in_step].into_iter().flatten()
             };
-            for ends in starts.flat_map(both) {
+            for ends in starts.flat_map(each) {
                 if !all.contains(&ends) && !moved.contains(&ends) {
                     moved.push(ends);
                 }

@@ -43,14 +43,13 @@ impl Problem<'_> {
         fullest: Prediction,
         enough: f64,
     ) -> Option<Prediction> {
-        let (placed, microbatches) = (&self.tries.mesh.placed, self.tries.mesh.placed.microbatches);
-        // What the whole model does outside of the loop falls to each stage by its share of the parameters.
+        let placed = &self.tries.mesh.placed;
         let (most, spread) = (self.most(levels)?, spread(placed.cluster.ranks()));
+        // What the whole model does outside of the loop falls to each stage by its share of the parameters.
         let once = |(stage, chunks): (usize, &Vec<Part>)| {
-            let Pace { sums, whole } = self.pace(most, stage);
             let share = self.share(chunks);
-            let once = (whole.step.0 / spread - microbatches as f64 * sums.whole()).max(0.0) * share;
-            once + self.exchanged(chunks, (once - whole.optimizer.0 * share).max(0.0))
+            let once = self.outside(most, stage) * share;
+            once + self.exchanged(chunks, (once - self.pace(most, stage).whole.optimizer.0 * share).max(0.0))
         };
         let once = stages.iter().enumerate().map(once).fold(0.0, f64::max);
         let (longest, slowest) = self.slowest((stages, levels))?;
@@ -94,6 +93,13 @@ impl Problem<'_> {
         let named = prediction.matmul + prediction.memory_bound + prediction.exposed_communication;
         prediction.bubble = Seconds((total - (named + prediction.optimizer).0).max(0.0));
         Some(prediction)
+    }
+
+    /// Seconds that the whole model would take outside of the loop, on the devices of a stage.
+    pub fn outside(&self, level: usize, stage: usize) -> f64 {
+        let (Pace { sums, whole }, placed) = (self.pace(level, stage), &self.tries.mesh.placed);
+        let in_loop = placed.microbatches as f64 * sums.whole();
+        (whole.step.0 / spread(placed.cluster.ranks()) - in_loop).max(0.0)
     }
 
     /// The level of those of stages at which the most is computed again.
