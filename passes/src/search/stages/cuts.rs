@@ -216,7 +216,8 @@ impl Problem<'_> {
         };
         let mut all: Vec<Vec<usize>> = of(self).into_iter().collect();
         let in_loop = self.tries.mesh.placed.microbatches as f64 * self.pace(0, 0).sums.whole();
-        let is_in_step = self.outside(0, 0) > OUTSIDE * in_loop;
+        // What moves is exchanged and updated elsewhere, and its stages take what that takes.
+        let is_in_step = !self.tries.mesh.away.moves() && self.outside(0, 0) > OUTSIDE * in_loop;
         let in_step = |ends: &Vec<usize>| is_in_step.then(|| balanced(ends.clone(), &InStep(self)));
         if self.tries.pipeline.per_stage == 1 {
             let moved = all.first().and_then(in_step).filter(|ends| !all.contains(ends));
