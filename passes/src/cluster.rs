@@ -398,8 +398,16 @@ impl Cluster {
     }
 
     fn checked(self) -> Result<Self, ClusterError> {
-        if self.ranks() > MOST_RANKS {
-            return Err(ClusterError::Count { text: self.ranks().to_string(), cluster: self.name });
+        // None is so large that the product is too large for its type.
+        let mut counts = [self.per_node, self.nodes].into_iter().chain(self.parts.iter().map(|part| part.nodes));
+        let wrong = counts.find(|count| !(1..=MOST_RANKS).contains(count));
+        if let Some(count) = wrong.or_else(|| Some(self.ranks()).filter(|ranks| *ranks > MOST_RANKS)) {
+            return Err(ClusterError::Count { text: count.to_string(), cluster: self.name });
+        }
+        let in_parts: u64 = self.parts.iter().map(|part| part.nodes).sum();
+        if !self.parts.is_empty() && in_parts != self.nodes {
+            let message = format!("there are {} nodes, and the parts have {in_parts}", self.nodes);
+            return Err(ClusterError::File { path: self.name, message });
         }
         level::check(&self.levels, self.nodes, &self.name)?;
         for device in self.devices() {
@@ -463,6 +471,30 @@ mod tests {
         for name in Profile::shipped().keys() {
             Cluster::parse(&format!("{name}:2"), "h200").unwrap();
         }
+    }
+
+    #[test]
+    fn what_a_plan_holds_is_checked_as_a_file_is() {
+        let cluster = Cluster::parse("h100:8x2", "h200").unwrap();
+        let of = |value: Value| {
+            let mut plan = Plan { cluster: value, ..Plan::default() };
+            plan.request.cluster = "h100:8x2".to_string();
+            Cluster::of(&plan).map_err(|error| error.to_string())
+        };
+        assert_eq!(of(cluster.to_value()), Ok(cluster.clone()));
+        let check = |key: &str, value: Value, expect: &str| {
+            let mut changed = cluster.to_value();
+            changed[key] = value;
+            let error = of(changed).unwrap_err();
+            assert!(error.contains(expect) && error.contains("make the plan again"), "{error}");
+        };
+        check("nodes", 0.into(), "`0` in cluster `h100:8x2` is not a number");
+        check("nodes", (1u64 << 62).into(), "`4611686018427387904` in cluster");
+        check("per_node", (MOST_RANKS).into(), "`2097152` in cluster");
+        check("device", Value::Null, "invalid type: null");
+        let part = serde_json::json!([{"nodes": 1, "device": cluster.device}]);
+        check("parts", part, "there are 2 nodes, and the parts have 1");
+        assert!(of(Value::Null).is_err());
     }
 
     #[test]
