@@ -105,14 +105,14 @@ pub fn search_confirmed(
     confirm: Option<Confirm<'_>>,
 ) -> Result<Plan, PlanError> {
     let mut prepared = prepared(graph, request, target);
-    let found = search_among(&prepared, cluster, request, pins, confirm, None);
+    let found = search_bounded(&prepared, cluster, request, pins, confirm);
     if request.scope == Scope::Runnable || confirm.is_none() {
         return found;
     }
     let step = found.as_ref().map_or(f64::INFINITY, |plan| plan.prediction.step.0);
     prepared.scope = Scope::Runnable;
     let request = Request { scope: prepared.scope, ..request.clone() };
-    let runnable = search_among(&prepared, cluster, &request, pins, confirm, None);
+    let runnable = search_bounded(&prepared, cluster, &request, pins, confirm);
     runnable.ok().filter(|plan| plan.prediction.step.0 < step).map_or(found, Ok)
 }
 
@@ -123,8 +123,8 @@ pub fn prepared<'a>(graph: &'a Graph, request: &Request, target: &'a dyn Target)
     prepared
 }
 
-/// [`search_confirmed`] of what is prepared already; where `meshes` are given, among those alone, which no bound says
-/// anything of.
+/// [`search_confirmed`] of what is prepared already, with nothing told of what is possible; where `meshes` are given, among
+/// those alone.
 ///
 /// # Errors
 /// See [`PlanError`].
@@ -137,6 +137,18 @@ pub fn search_among(
     meshes: Option<&[Degrees]>,
 ) -> Result<Plan, PlanError> {
     within(prepared, (cluster, request, pins), meshes, |space| rounds::best(space, confirm))
+}
+
+/// [`search_among`] all meshes, with what is possible.
+fn search_bounded(
+    prepared: &Prepared<'_>,
+    cluster: &Cluster,
+    request: &Request,
+    pins: &Pins,
+    confirm: Option<Confirm<'_>>,
+) -> Result<Plan, PlanError> {
+    let of = |space: &Space<'_, '_>| rounds::best(&Space { is_bounded: true, ..*space }, confirm);
+    within(prepared, (cluster, request, pins), None, of)
 }
 
 /// Whether a plan for a training step is estimated to take less than so many seconds and to fit, of those that a search for
@@ -189,6 +201,7 @@ fn within<T>(
         pins,
         away,
         with_unfit: false,
+        is_bounded: false,
         measure: Measure::default(),
     };
     of(&space)

@@ -239,9 +239,9 @@ fn is_short(round: &Result<Round, PlanError>) -> bool {
 
 /// The plan of a round, with what is told of how it was found, and of the round that it is better than.
 fn told(found: Round, space: &Space<'_, '_>, other: Option<(Round, &Space<'_, '_>)>) -> Result<Plan, PlanError> {
-    let [own, others] = match space.meshes {
-        Some(_) => [None; 2],
-        None => {
+    let [own, others] = match space.is_bounded {
+        false => [None; 2],
+        true => {
             // Of the others it matters whether they may be faster.
             let of_others = |(round, space): &(Round, &Space<'_, '_>)| round.bound(space, found.step());
             [found.bound(space, f64::INFINITY)?, other.as_ref().map(of_others).transpose()?.flatten()]

@@ -39,9 +39,21 @@ fn no_pipeline_is_below_its_bounds() {
             let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
             let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
             let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
-            let (meshes, others, with_unfit) = (None, &[][..], false);
-            let space =
-                Space { prepared, line, pipelines, meshes, cluster, others, request, pins, away, with_unfit, measure };
+            let (meshes, others, with_unfit, is_bounded) = (None, &[][..], false, true);
+            let space = Space {
+                prepared,
+                line,
+                pipelines,
+                meshes,
+                cluster,
+                others,
+                request,
+                pins,
+                away,
+                with_unfit,
+                is_bounded,
+                measure,
+            };
             let Ok(all) = enumerate(&space, &mut Visited::within(memory, f64::INFINITY)) else { continue };
             let fitting: Vec<_> = all.iter().filter(|of| of.prediction.fits()).collect();
             for of in fitting.iter().step_by(fitting.len().div_ceil(MOST).max(1)) {
@@ -114,9 +126,21 @@ fn what_was_left_out_is_found_again() {
             let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
             let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
             let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
-            let (meshes, others, with_unfit) = (None, &[][..], false);
-            let space =
-                Space { prepared, line, pipelines, meshes, cluster, others, request, pins, away, with_unfit, measure };
+            let (meshes, others, with_unfit, is_bounded) = (None, &[][..], false, true);
+            let space = Space {
+                prepared,
+                line,
+                pipelines,
+                meshes,
+                cluster,
+                others,
+                request,
+                pins,
+                away,
+                with_unfit,
+                is_bounded,
+                measure,
+            };
             let fastest = |all: &[Candidate]| {
                 let fit = all.iter().filter(|of| of.prediction.fits());
                 fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)

@@ -8,6 +8,7 @@ use crate::search::error::PlanError;
 use crate::search::search_among;
 use crate::shard::family::open_axes;
 use crate::shard::tensor::Prepared;
+use crate::threads;
 use shardc_ir::{NodeId, Plan};
 use std::collections::BTreeMap;
 
@@ -44,23 +45,24 @@ pub(in crate::search) fn elsewhere(
     let chunks = Pins::chosen(plan).loss_chunks.filter(|chunks| *chunks > 1);
     let head = chunks.map_or(String::new(), |chunks| format!(",loss_chunks={chunks}"));
     let sizes = || divisors(cluster.per_node).into_iter().filter(|size| *size > 1);
-    let mut all = Vec::new();
-    for (family, size) in ["tp", "cp"].into_iter().flat_map(|family| sizes().map(move |size| (family, size))) {
-        let pin = format!("{family}={size}");
-        let pins = Pins::parse(&[&pin, AS_SEARCHED, "pp=1"].join(","))?;
+    let pins: Vec<String> =
+        ["tp", "cp"].iter().flat_map(|family| sizes().map(move |size| format!("{family}={size}"))).collect();
+    let of = |pin: &String| -> Result<Option<Elsewhere>, PlanError> {
+        let pins = Pins::parse(&[pin, AS_SEARCHED, "pp=1"].join(","))?;
+        let pin = pin.clone();
         match search_among(prepared, cluster, &plan.request, &pins, None, None) {
             Ok(mut plan) => {
                 plan.choice = plan.choice.replace(&format!(",{AS_SEARCHED}"), &head);
                 let (_, from) = searched(&plan)?;
                 let nodes = asked.iter().filter_map(|(node, new)| Some((*node, *from.get(*new)?))).collect();
-                all.push(Elsewhere { pin, plan: Some(plan), nodes });
+                Ok(Some(Elsewhere { pin, plan: Some(plan), nodes }))
             }
             Err(PlanError::Infeasible { .. } | PlanError::Host { .. }) => {
-                all.push(Elsewhere { pin, plan: None, nodes: BTreeMap::new() })
+                Ok(Some(Elsewhere { pin, plan: None, nodes: BTreeMap::new() }))
             }
-            Err(PlanError::Pin { .. } | PlanError::Batch { .. } | PlanError::Mixed { .. }) => {}
-            Err(error @ PlanError::Bug(_)) => return Err(error),
+            Err(PlanError::Pin { .. } | PlanError::Batch { .. } | PlanError::Mixed { .. }) => Ok(None),
+            Err(error @ PlanError::Bug(_)) => Err(error),
         }
-    }
-    Ok(all)
+    };
+    threads::map(&pins, of).into_iter().filter_map(Result::transpose).collect()
 }
