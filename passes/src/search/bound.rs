@@ -37,13 +37,12 @@ use std::collections::BTreeMap;
 
 /// Prices of memory that are tried, as shares of the whole step for the whole memory, and by how much those beside
 /// the best of them differ from it.
-const PRICES: [f64; 5] = [0.01, 0.05, 0.25, 1.2, 6.0];
+const PRICES: [f64; 6] = [0.0, 0.01, 0.05, 0.25, 1.2, 6.0];
 const FINER: [f64; 2] = [0.45, 2.2];
 
-/// The price that tells of most meshes which are not worth a solution that they are not; those that tell it of most
-/// others, on which little or nothing fits, are higher.
-const TELLING: f64 = 0.25;
-const HIGHER: [f64; 2] = [1.2, 6.0];
+/// The place of the price that tells of most meshes which are not worth a solution that they are not; those that tell it
+/// of most others, on which little or nothing fits, are higher.
+const TELLING: usize = 3;
 
 /// Shares of the bound by a busy wire that are tried.
 const BUSY: [f64; 3] = [1.0, 0.6, 0.3];
@@ -72,13 +71,42 @@ pub fn least(prepared: &Prepared<'_>, placed: &Placed<'_>, memory: Option<Bytes>
     let free = memory.map_or(1.0, |memory| memory.0 as f64).max(1.0);
     let unit = whole / free / scaled(placed, 1.0);
     let mut found = whole;
-    for price in [TELLING].into_iter().chain(HIGHER).filter(|_| memory.is_some()) {
+    for price in PRICES[TELLING..].iter().copied().filter(|_| memory.is_some()) {
         if found > limit {
             break;
         }
-        found = found.max(scaled(placed, relaxed.cost(price * unit) - price * unit * free));
+        let seconds = scaled(placed, relaxed.cost(price * unit) - price * unit * free);
+        // What a price gives is concave in it: where a higher price does worse, so do all that are higher.
+        if seconds < found {
+            break;
+        }
+        found = seconds;
     }
     found
+}
+
+/// The most that one of the [`PRICES`] gives, and the price, as far as it takes to see that it is more than so many seconds.
+///
+/// The least of functions that are linear in a price is concave in it: where a price does worse than another, so do all
+/// that are further away.
+fn highest(at: &mut dyn FnMut(f64) -> f64, enough: f64) -> (f64, f64) {
+    let mut best = (at(PRICES[TELLING]), PRICES[TELLING]);
+    for price in PRICES[..TELLING].iter().rev().copied() {
+        let seconds = if best.0 <= enough { at(price) } else { f64::NEG_INFINITY };
+        if seconds < best.0 {
+            break;
+        }
+        best = (seconds, price);
+    }
+    let is_lower = best.1 < PRICES[TELLING];
+    for price in PRICES[TELLING + 1..].iter().copied().filter(|_| !is_lower) {
+        let seconds = if best.0 <= enough { at(price) } else { f64::NEG_INFINITY };
+        if seconds <= best.0 {
+            break;
+        }
+        best = (seconds, price);
+    }
+    best
 }
 
 /// As [`least`], of the plans that fit in memory, with what the data ranks say to each other; `least` is what
@@ -122,26 +150,10 @@ fn of_way(
         }
         scaled(placed, relaxed.cost(price * unit) - price * unit * free)
     };
-    // The least of functions that are linear in the price and the share is concave in both: where a higher price does
-    // worse, so do all that are higher.
     let mut found = Found { seconds: least, price: 0.0, busy: 0.0 };
-    let telling = is_short.then(|| at(TELLING, 0.0));
-    if telling.is_some_and(|telling| telling >= enough) {
+    let (seconds, price) = if is_short { highest(&mut |price| at(price, 0.0), enough) } else { (at(0.0, 0.0), 0.0) };
+    if found.take(seconds, price, 0.0) >= enough {
         return enough;
-    }
-    let mut before = at(0.0, 0.0);
-    if found.take(before, 0.0, 0.0) >= enough {
-        return enough;
-    }
-    for price in PRICES.into_iter().filter(|_| is_short) {
-        let seconds = telling.filter(|_| price == TELLING).unwrap_or_else(|| at(price, 0.0));
-        if found.take(seconds, price, 0.0) >= enough {
-            return enough;
-        }
-        if seconds <= before {
-            break;
-        }
-        before = seconds;
     }
     for price in FINER.map(|by| found.price * by) {
         if price > 0.0 && found.take(at(price, 0.0), price, 0.0) >= enough {
@@ -279,5 +291,34 @@ impl<'a, 'b> Relaxed<'a, 'b> {
             + self.exchanged
             + solved.sum::<f64>()
             + self.quotes.iter().map(|quote| quote.at(byte)).sum::<f64>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of concave functions of the price, as far as anybody asks.
+    #[test]
+    fn the_highest_price_is_found_with_few() {
+        let of = |slopes: &[(f64, f64)], price: f64| {
+            slopes.iter().map(|(from, slope)| from + slope * price).fold(f64::INFINITY, f64::min)
+        };
+        let mut asked = 0;
+        for falls in [-3.0, -0.5, 0.0, 0.2, 4.0, 90.0] {
+            for (from, rises) in [(1.0, 0.0), (1.0, 0.3), (0.5, 2.0), (0.9, 40.0)] {
+                let at = |price: f64| of(&[(from, rises), (2.0, -falls)], price);
+                let expected = PRICES.map(at).into_iter().fold(f64::NEG_INFINITY, f64::max);
+                let mut counted = |price: f64| {
+                    asked += 1;
+                    at(price)
+                };
+                let (seconds, price) = highest(&mut counted, f64::INFINITY);
+                assert_eq!((seconds, at(price)), (expected, expected), "{falls} {from} {rises}");
+            }
+        }
+        assert!(asked < 24 * 4, "{asked}");
+        // What the first tells is enough.
+        assert_eq!(highest(&mut |price| if price == PRICES[TELLING] { 1.0 } else { f64::NAN }, 0.5).0, 1.0);
     }
 }

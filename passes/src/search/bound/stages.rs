@@ -9,7 +9,7 @@
 //! zero-bubble V orders its passes, so it is far below what such orders take.
 
 use super::sharing::{Collectives, Filling, Sharing};
-use super::{PRICES, Relaxed, TELLING, of_way, scaled};
+use super::{Relaxed, highest, of_way, scaled};
 use crate::cost::overlap::spread;
 use crate::shard::tensor::{Placed, Prepared};
 use shardc_ir::Mesh;
@@ -33,23 +33,7 @@ pub fn least_in_stages(prepared: &Prepared<'_>, placed: &Placed<'_>, asked: &InS
         if free.is_none() {
             return at(0.0);
         }
-        let telling = at(TELLING);
-        if telling > limit {
-            return telling;
-        }
-        let mut found = at(0.0);
-        // What a price gives is concave in it.
-        for price in PRICES {
-            let seconds = if price == TELLING { telling } else { at(price) };
-            if seconds <= found {
-                break;
-            }
-            found = seconds;
-            if found > limit {
-                break;
-            }
-        }
-        found
+        highest(&mut at, limit).0
     };
     lowest(orders).map(of).fold(f64::INFINITY, f64::min).max(whole)
 }
