@@ -231,7 +231,7 @@ fn chosen(
     }
     if confirm.is_some() {
         if close.is_empty() {
-            close = nearest(&candidates, &mut refused, &exact)?;
+            close = nearest(&candidates, &mut refused, &|likely| lowering.guess(likely), &exact)?;
         }
         if close.is_empty() {
             fitted::again(&mut candidates, (&mut close, &mut refused), space, f64::INFINITY, &exact)?;

@@ -7,6 +7,7 @@ use crate::search::candidate::{Candidate, kin};
 use crate::search::error::PlanError;
 use crate::search::measure::{COMPARED, NEAR, is_near};
 use crate::search::space::Space;
+use crate::threads;
 use shardc_ir::Plan;
 use shardc_ir::plan::Prediction;
 
@@ -34,13 +35,15 @@ const GAIN: f64 = 0.98;
 pub(in crate::search) const NODES: usize = 16_000;
 
 /// What of the candidates fits though its estimate does not: the first found, the leanest of each kin first. What does
-/// not fit is added to `refused`. `make` builds a candidate and predicts it by its programs.
+/// not fit is added to `refused`. `make` builds a candidate and predicts it by its programs; as many as there are threads
+/// are a `guess` before that, since most do not fit.
 ///
 /// # Errors
 /// Those of `make`; that a pin does not suit a candidate is none.
 pub(in crate::search) fn nearest(
     candidates: &[Candidate],
     refused: &mut Refused,
+    guess: &dyn Fn(Vec<Candidate>),
     make: &dyn Fn(&Candidate) -> Result<Plan, PlanError>,
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
     let filled = |index: &usize| candidates[*index].prediction.filled();
@@ -60,14 +63,16 @@ pub(in crate::search) fn nearest(
         kinds.push(kind);
         is_new
     });
-    let mut found = Vec::new();
-    for index in open.into_iter().take(NEAREST) {
-        found.extend(tried(candidates, index, refused, make)?);
-        if !found.is_empty() {
-            break;
+    open.truncate(NEAREST);
+    for lot in open.chunks(threads::count()) {
+        guess(lot.iter().map(|index| candidates[*index].clone()).collect());
+        for index in lot {
+            if let Some(found) = tried(candidates, *index, refused, make)? {
+                return Ok(vec![found]);
+            }
         }
     }
-    Ok(found)
+    Ok(Vec::new())
 }
 
 /// The plans that are faster than those that are `lowered` and fit though their estimates do not: where programs of
@@ -174,7 +179,7 @@ mod tests {
                 Ok(Plan { prediction: memory(programs(estimate)), ..Plan::default() })
             };
             let mut refused = Vec::new();
-            let found = nearest(&candidates, &mut refused, &make).unwrap();
+            let found = nearest(&candidates, &mut refused, &|_| {}, &make).unwrap();
             (seen.into_inner(), found.into_iter().map(|of| of.0).collect::<Vec<_>>(), refused.len())
         };
         let near = &[160, 140, 120, 130, 125];
