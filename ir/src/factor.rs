@@ -246,7 +246,7 @@ impl FactorRule {
         let is_even = |choice: &Choice| match choice {
             Choice::Factor(factor) => {
                 let extent = mesh.extent(given.axes(*factor).iter().copied()) * mesh.size(axis);
-                self.factors[*factor].size.is_multiple_of(extent)
+                self.factors[*factor].size.is_multiple_of(extent) && (extent == 1 || self.may_divide(*factor))
             }
             _ => true,
         };

@@ -169,8 +169,8 @@ fn protocols(device: &Profile, collective: Collective, bytes: f64, (group, level
     let hops = |hop: f64| hops(device, hop, collective, (group, levels));
     let whole = start + hops(device.link_latency.value) + moved;
     let has_small = collective != Collective::AllToAll && group.across == 1;
-    let small = start + hops(device.small_latency.value) + moved / BANDWIDTH;
-    (whole, if has_small { small } else { f64::INFINITY })
+    let small = || start + hops(device.small_latency.value) + moved / BANDWIDTH;
+    (whole, if has_small { small() } else { f64::INFINITY })
 }
 
 /// How many borders two ranks have between them: 0 in one node, 1 between nodes, 2 between racks.

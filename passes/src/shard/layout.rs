@@ -33,7 +33,7 @@ impl Along {
     }
 
     /// How operands and results of a rule lie along an axis with which the node does this.
-    pub fn of_rule(rule: &FactorRule, choice: Choice) -> (Vec<Self>, Vec<Self>) {
+    pub fn of_rule(rule: &FactorRule, choice: Choice) -> Ends {
         let is_divided = |of: &usize| match choice {
             // A ring divides the factor beside it as well.
             Choice::Factor(own) => *of == own || rule.factors[own].kind == FactorKind::Ring { beside: *of },
@@ -56,6 +56,36 @@ impl Along {
             }
         }
         (operands, results)
+    }
+}
+
+/// How the operands and the results of a rule lie along an axis.
+type Ends = (Vec<Along>, Vec<Along>);
+
+/// The same for everything that a node may do with the axis.
+#[derive(Clone, Debug)]
+pub struct Lies {
+    whole: Ends,
+    divided: Vec<Ends>,
+    passed: Vec<Ends>,
+}
+
+impl Lies {
+    /// Those of a rule.
+    pub fn of(rule: &FactorRule) -> Self {
+        let of = |choice: Choice| Along::of_rule(rule, choice);
+        let divided = (0..rule.factors.len()).map(|factor| of(Choice::Factor(factor))).collect();
+        let passed = (0..rule.linear.len()).map(|set| of(Choice::Pass(set))).collect();
+        Self { whole: of(Choice::Replicate), divided, passed }
+    }
+
+    /// Where the node does this with the axis.
+    pub fn with(&self, choice: Choice) -> &Ends {
+        match choice {
+            Choice::Replicate => &self.whole,
+            Choice::Factor(factor) => &self.divided[factor],
+            Choice::Pass(set) => &self.passed[set],
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Everything about a graph that the search needs and that no mesh changes.
 
 use super::batch::{batch_choices, in_loop};
+use super::layout::Lies;
 use super::local::AllLocals;
 use super::share::{Share, emitted};
 use super::tensor::{Flow, Prepared};
@@ -70,6 +71,7 @@ pub fn prepare<'a>(graph: &'a Graph, batch: u64, target: &'a dyn Target) -> Prep
         scope: Scope::Runnable,
         reduce_dtype: None,
         blocks: Blocks::new(graph),
+        lies: rules.iter().map(|rule| Lies::of(rule)).collect(),
         rules,
         batch,
         in_loop,

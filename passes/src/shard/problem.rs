@@ -35,10 +35,10 @@ const BEFORE_VIEW: f64 = 1e-9;
 const MERGED: f64 = 1e9;
 
 /// An axis that is placed already.
-struct Other {
+struct Other<'a> {
     axis: AxisId,
     /// Per class, the layouts of operands and results along it.
-    layouts: Vec<(Vec<Along>, Vec<Along>)>,
+    layouts: Vec<&'a (Vec<Along>, Vec<Along>)>,
 }
 
 /// The cost graph of one axis, the others being placed or not at all.
@@ -50,7 +50,7 @@ pub(crate) struct Problem<'a, 'b> {
     /// All axes that are searched, in the order in which they divide a dimension.
     searched: Vec<AxisId>,
     objective: Objective,
-    others: Vec<Other>,
+    others: Vec<Other<'a>>,
     /// The strategies without the axis.
     strategies: Vec<Strategy>,
     pub graph: CostGraph,
@@ -66,7 +66,7 @@ pub(crate) struct Problem<'a, 'b> {
     /// Per flow with several readers, its variable and the ways in which it may be handed on.
     pub handed: BTreeMap<usize, (usize, Vec<HandedOn>)>,
     /// Per class, per choice, the layouts of operands and results along the axis.
-    layouts: Vec<Vec<(Vec<Along>, Vec<Along>)>>,
+    layouts: Vec<Vec<&'a (Vec<Along>, Vec<Along>)>>,
 }
 
 /// The value of a flow.
@@ -110,11 +110,7 @@ impl<'a, 'b> Problem<'a, 'b> {
         let is_other = |other: &AxisId| *other != axis && placed.mesh.size(*other) > 1;
         let other = |other: AxisId| Other {
             axis: other,
-            layouts: strategies
-                .iter()
-                .zip(&prepared.rules)
-                .map(|(of, rule)| Along::of_rule(rule, of.choice(other)))
-                .collect(),
+            layouts: strategies.iter().zip(&prepared.lies).map(|(of, lies)| lies.with(of.choice(other))).collect(),
         };
         let mut problem = Self {
             prepared,
@@ -152,8 +148,8 @@ impl<'a, 'b> Problem<'a, 'b> {
         }
         for class in 0..count {
             let variable = self.variable[class];
-            let rule = self.prepared.rules[class];
-            self.layouts.push(self.domains[variable].iter().map(|choice| Along::of_rule(rule, *choice)).collect());
+            let lies = &self.prepared.lies[class];
+            self.layouts.push(self.domains[variable].iter().map(|choice| lies.with(*choice)).collect());
         }
         self.classes = self.domains.len();
         self.quote();
@@ -329,7 +325,7 @@ impl<'a, 'b> Problem<'a, 'b> {
     /// How a flow that goes a way lies along the other axes before and after.
     fn others(&self, index: usize, way: Way) -> Vec<(AxisId, Along, Along)> {
         let flow = &self.prepared.flows[index];
-        let of = |other: &Other| {
+        let of = |other: &Other<'_>| {
             let made = other.layouts[flow.maker].1[flow.result];
             let handed = self.placed.handed.get(&(other.axis, index)).copied().unwrap_or(made);
             let (from, to) = match way {

@@ -1,6 +1,6 @@
 //! What tensor parallelism knows of a graph: its classes, what flows between them, and what is placed on a mesh.
 
-use super::layout::{Along, Turn};
+use super::layout::{Along, Lies, Turn};
 use super::local::{AllLocals, Locals};
 use super::route::Routes;
 use super::share::Share;
@@ -33,6 +33,8 @@ pub struct Prepared<'a> {
     pub folded: Folded,
     /// The rule of each class.
     pub rules: Vec<&'a FactorRule>,
+    /// Per class, how its operands and results lie along an axis with which it does what.
+    pub lies: Vec<Lies>,
     /// What each class does with axes that divide the batch.
     pub batch: Vec<Choice>,
     /// Per class whether it runs once per microbatch.
