@@ -65,9 +65,9 @@ fn dominates(
     let more = |better: f64, worse: f64| if worse == f64::INFINITY { f64::NEG_INFINITY } else { better - worse };
     let mut sum = more(graph.unary[variable][better], graph.unary[variable][worse]);
     for pair in pairs {
-        let at = |choice: usize, other: usize| pair.table[choice * pair.own + other * pair.others];
-        let most = kept[pair.other].iter().map(|other| more(at(better, *other), at(worse, *other)));
-        let most = most.fold(f64::NEG_INFINITY, f64::max);
+        let [better, worse] = [better, worse].map(|choice| &pair.table[choice * pair.own..]);
+        let most = kept[pair.other].iter().map(|other| more(better[other * pair.others], worse[other * pair.others]));
+        let most = most.fold(f64::NEG_INFINITY, |most, more| if more > most { more } else { most });
         // A combination that the second choice alone allows outweighs any that it alone forbids.
         if most == f64::INFINITY {
             return false;

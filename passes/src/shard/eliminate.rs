@@ -11,6 +11,8 @@
 //! result is deterministic.
 
 use super::{dominate, relax};
+use crate::threads;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The most entries that tables have in all.
@@ -76,17 +78,16 @@ impl CostGraph {
 
     /// The same with the choices of each variable that are kept.
     pub fn restricted(&self, kept: &[Vec<usize>]) -> Self {
-        let mut left = Self::default();
-        for (costs, kept) in self.unary.iter().zip(kept) {
-            left.variable(kept.iter().map(|choice| costs[*choice]).collect());
-        }
-        for ((a, b), table) in &self.pairs {
-            let columns = self.unary[*b].len();
-            let rows = kept[*a].iter();
-            let table = rows.flat_map(|row| kept[*b].iter().map(move |column| table[row * columns + column]));
-            left.pairs.insert((*a, *b), table.collect());
-        }
-        left
+        let single = |(costs, kept): (&Vec<f64>, &Vec<usize>)| kept.iter().map(|choice| costs[*choice]).collect();
+        let pair = |((a, b), table): (&(usize, usize), &Vec<f64>)| {
+            let (rows, columns) = (&kept[*a], &kept[*b]);
+            let mut left = Vec::with_capacity(rows.len() * columns.len());
+            for row in rows.iter().map(|row| &table[row * self.unary[*b].len()..]) {
+                left.extend(columns.iter().map(|column| row[*column]));
+            }
+            ((*a, *b), left)
+        };
+        Self { unary: self.unary.iter().zip(kept).map(single).collect(), pairs: self.pairs.iter().map(pair).collect() }
     }
 
     /// An assignment of least cost, or of nearly that where finding it would take too long.
@@ -104,17 +105,14 @@ impl CostGraph {
 
     /// Per choice of each of some variables, by how much the best assignment that has it costs more than the best.
     pub fn costs_of(&self, variables: &[usize]) -> Vec<Vec<f64>> {
-        let graph = dominate::reduce(self, variables).graph;
-        let state = Elimination::new(&graph);
-        let costs: Vec<Vec<f64>> = match state.order((0..graph.unary.len()).collect(), WORK) {
-            Some(order) => {
-                let mut costs = state.costs(&order);
-                variables.iter().map(|variable| std::mem::take(&mut costs[*variable])).collect()
-            }
+        let costs = self.costs_by_elimination(variables).unwrap_or_else(|| {
             // Fewer choices are left where fewer have to stay.
-            None if variables.len() > 1 => return variables.iter().flat_map(|one| self.costs_of(&[*one])).collect(),
-            None => variables.iter().map(|variable| graph.costs_of_restricted(*variable)).collect(),
-        };
+            let best = self.solve();
+            threads::map(variables, |variable| {
+                let alone = self.costs_by_elimination(&[*variable]).and_then(|costs| costs.into_iter().next());
+                alone.unwrap_or_else(|| self.costs_of_restricted(*variable, &best))
+            })
+        });
         let beyond_least = |costs: Vec<f64>| {
             let least = least(&costs);
             costs.into_iter().map(|cost| cost - least).collect()
@@ -122,21 +120,36 @@ impl CostGraph {
         costs.into_iter().map(beyond_least).collect()
     }
 
-    /// The least cost with each choice of a variable, each found by itself.
-    fn costs_of_restricted(&self, variable: usize) -> Vec<f64> {
-        let mut kept: Vec<Vec<usize>> = self.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
+    /// Per choice of each of some variables, the least cost with it, but for what variables cost that have nothing to do
+    /// with it; nothing where tables would have too many entries.
+    fn costs_by_elimination(&self, variables: &[usize]) -> Option<Vec<Vec<f64>>> {
+        let graph = dominate::reduce(self, variables).graph;
+        let state = Elimination::new(&graph);
+        let order = state.order((0..graph.unary.len()).collect(), WORK)?;
+        let mut costs = state.costs(&order);
+        Some(variables.iter().map(|variable| std::mem::take(&mut costs[*variable])).collect())
+    }
+
+    /// The least cost with each choice of a variable, each found by itself but for that of the `best` assignment, if no
+    /// other costs less.
+    fn costs_of_restricted(&self, variable: usize, best: &Solution) -> Vec<f64> {
+        let graph = dominate::reduce(self, &[variable]).graph;
+        let mut kept: Vec<Vec<usize>> = graph.unary.iter().map(|costs| (0..costs.len()).collect()).collect();
         let with = |choice: usize| {
+            if best.is_exact() && best.choices[variable] == choice {
+                return best.cost;
+            }
             kept[variable] = vec![choice];
-            self.restricted(&kept).solve().cost
+            graph.restricted(&kept).solve().cost
         };
-        (0..self.unary[variable].len()).map(with).collect()
+        (0..graph.unary[variable].len()).map(with).collect()
     }
 }
 
 /// Costs over a sorted list of variables, row-major.
-struct Table {
+struct Table<'a> {
     scope: Vec<usize>,
-    costs: Vec<f64>,
+    costs: Cow<'a, [f64]>,
 }
 
 /// An eliminated variable: its best choice for each assignment of `scope`.
@@ -146,46 +159,48 @@ struct Step {
     best: Vec<u32>,
 }
 
-struct Elimination {
+struct Elimination<'a> {
     sizes: Vec<usize>,
-    tables: Vec<Option<Table>>,
-    holding: Vec<BTreeSet<usize>>,
-    neighbours: Vec<BTreeSet<usize>>,
+    tables: Vec<Option<Table<'a>>>,
+    /// Per variable, the tables that hold it, in the order in which they were made.
+    holding: Vec<Vec<usize>>,
+    /// Per variable, those that share a table with it, sorted.
+    neighbours: Vec<Vec<usize>>,
     steps: Vec<Step>,
     /// What the variables cost that no other has anything to do with.
     constant: f64,
 }
 
-impl Elimination {
-    fn new(graph: &CostGraph) -> Self {
+impl<'a> Elimination<'a> {
+    fn new(graph: &'a CostGraph) -> Self {
         let count = graph.unary.len();
         let mut state = Self {
             sizes: graph.unary.iter().map(Vec::len).collect(),
             tables: Vec::new(),
-            holding: vec![BTreeSet::new(); count],
-            neighbours: vec![BTreeSet::new(); count],
+            holding: vec![Vec::new(); count],
+            neighbours: vec![Vec::new(); count],
             steps: Vec::new(),
             constant: 0.0,
         };
         for (variable, costs) in graph.unary.iter().enumerate() {
-            state.add(Table { scope: vec![variable], costs: costs.clone() });
+            state.add(Table { scope: vec![variable], costs: Cow::Borrowed(costs) });
         }
         for ((a, b), costs) in &graph.pairs {
             // What has no choice left is no neighbour.
             let scope = [*a, *b].into_iter().filter(|variable| state.sizes[*variable] != 1).collect();
-            state.add(Table { scope, costs: costs.clone() });
+            state.add(Table { scope, costs: Cow::Borrowed(costs) });
         }
         state
     }
 
-    fn add(&mut self, table: Table) {
+    fn add(&mut self, table: Table<'a>) {
         if table.scope.is_empty() {
             self.constant += table.costs.first().copied().unwrap_or_default();
             return;
         }
         for variable in &table.scope {
-            self.holding[*variable].insert(self.tables.len());
-            self.neighbours[*variable].extend(table.scope.iter().filter(|other| *other != variable));
+            self.holding[*variable].push(self.tables.len());
+            unite(&mut self.neighbours[*variable], table.scope.iter().filter(|other| *other != variable));
         }
         self.tables.push(Some(table));
     }
@@ -194,7 +209,7 @@ impl Elimination {
     /// tables together would have more entries than this.
     fn order(&self, variables: Vec<usize>, most: usize) -> Option<Vec<usize>> {
         let mut neighbours = self.neighbours.clone();
-        let weight = |neighbours: &[BTreeSet<usize>], variable: usize| {
+        let weight = |neighbours: &[Vec<usize>], variable: usize| {
             neighbours[variable].iter().fold(1, |size: usize, other| size.saturating_mul(self.sizes[*other]))
         };
         let mut queue: BTreeSet<(usize, usize)> =
@@ -210,8 +225,8 @@ impl Elimination {
             let held: Vec<usize> =
                 around.iter().copied().filter(|id| queue.remove(&(weight(&neighbours, *id), *id))).collect();
             for id in &around {
-                neighbours[*id].remove(&variable);
-                neighbours[*id].extend(around.iter().filter(|other| *other != id));
+                neighbours[*id].retain(|other| *other != variable);
+                unite(&mut neighbours[*id], around.iter().filter(|other| *other != id));
             }
             queue.extend(held.into_iter().map(|id| (weight(&neighbours, id), id)));
         }
@@ -255,7 +270,7 @@ impl Elimination {
         left.iter().enumerate().for_each(|(index, variable)| place[*variable] = index);
         for Table { scope, costs } in self.tables.iter().flatten() {
             match scope[..] {
-                [one] => rest.unary[place[one]].iter_mut().zip(costs).for_each(|(sum, cost)| *sum += cost),
+                [one] => rest.unary[place[one]].iter_mut().zip(costs.iter()).for_each(|(sum, cost)| *sum += cost),
                 [a, b] => rest.add_pair(place[a], place[b], |row, column| costs[row * self.sizes[b] + column]),
                 _ => unreachable!("eliminating variables with two neighbours makes tables of two"),
             }
@@ -282,7 +297,7 @@ impl Elimination {
         for variable in order {
             let (scope, sums) = self.join(*variable);
             let message: Vec<f64> = sums.chunks_exact(self.sizes[*variable]).map(least).collect();
-            self.add(Table { scope: scope.clone(), costs: message.clone() });
+            self.add(Table { scope: scope.clone(), costs: Cow::Owned(message.clone()) });
             joined.push(Joined { variable: *variable, scope, sums, message });
         }
         let mut costs = vec![Vec::new(); self.sizes.len()];
@@ -308,23 +323,23 @@ impl Elimination {
     }
 
     /// Takes the tables that hold a variable out.
-    fn take(&mut self, variable: usize) -> Vec<Table> {
+    fn take(&mut self, variable: usize) -> Vec<Table<'a>> {
         let held = std::mem::take(&mut self.holding[variable]);
-        let tables: Vec<Table> = held.iter().filter_map(|index| self.tables[*index].take()).collect();
+        let tables: Vec<Table<'a>> = held.iter().filter_map(|index| self.tables[*index].take()).collect();
         for table in &tables {
             for other in &table.scope {
                 self.holding[*other].retain(|index| !held.contains(index));
             }
         }
         for other in std::mem::take(&mut self.neighbours[variable]) {
-            self.neighbours[other].remove(&variable);
+            self.neighbours[other].retain(|id| *id != variable);
         }
         tables
     }
 
     /// Takes a variable out. Gives its neighbours and, per assignment of them, the cost of each of its choices.
     fn join(&mut self, variable: usize) -> (Vec<usize>, Vec<f64>) {
-        let scope: Vec<usize> = self.neighbours[variable].iter().copied().collect();
+        let scope = self.neighbours[variable].clone();
         let tables = self.take(variable);
         let sizes: Vec<usize> = scope.iter().map(|id| self.sizes[*id]).collect();
         let choices = self.sizes[variable];
@@ -349,7 +364,7 @@ impl Elimination {
         let least = |row: &[f64]| row.iter().enumerate().fold((f64::INFINITY, 0), first);
         let (costs, best): (Vec<f64>, Vec<u32>) = sums.chunks_exact(self.sizes[variable]).map(least).unzip();
         self.steps.push(Step { variable, scope: scope.clone(), best });
-        self.add(Table { scope, costs });
+        self.add(Table { scope, costs: Cow::Owned(costs) });
     }
 }
 
@@ -369,6 +384,15 @@ impl Joined {
         let lengths: Vec<usize> = own.iter().map(|id| sizes[*id]).collect();
         let strides: Vec<usize> = own.iter().map(|id| stride(scope, sizes, *id)).collect();
         each(&lengths, &strides, |index, at| take(self.sums[index], at));
+    }
+}
+
+/// Adds to a sorted list what it has not.
+fn unite<'a>(list: &mut Vec<usize>, others: impl Iterator<Item = &'a usize>) {
+    for other in others {
+        if let Err(place) = list.binary_search(other) {
+            list.insert(place, *other);
+        }
     }
 }
 
@@ -502,7 +526,7 @@ pub(crate) mod tests {
                 prop_assert_eq!(&all[variable], &expected, "variable {}", variable);
                 prop_assert_eq!(&graph.costs_of(&[variable])[0], &expected, "variable {}", variable);
                 let with: Vec<f64> = expected.iter().map(|cost| cost + least).collect();
-                prop_assert_eq!(&graph.costs_of_restricted(variable), &with, "variable {}", variable);
+                prop_assert_eq!(&graph.costs_of_restricted(variable, &graph.solve()), &with, "variable {}", variable);
             }
         }
     }

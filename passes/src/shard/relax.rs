@@ -9,6 +9,7 @@
 
 use super::eliminate::{CostGraph, Solution};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// How often messages go to and fro at the most.
 const MOST_ROUNDS: usize = 120;
@@ -112,12 +113,13 @@ fn settled(graph: &CostGraph, mut choices: Vec<usize>, around: &[Around]) -> Vec
     choices
 }
 
-/// A pair of variables, with the messages to both.
+/// A pair of variables: where its costs begin among those of all pairs, row-major of the first end's choices, and the
+/// messages to both.
 struct Edge {
     ends: [usize; 2],
-    /// Row-major, of the first end's choices; none is infinite.
-    costs: Vec<f64>,
-    messages: [Vec<f64>; 2],
+    sizes: [usize; 2],
+    costs: usize,
+    messages: [usize; 2],
 }
 
 /// The pairs of a variable, by whether the other one comes before it: the pair, and which end the variable is.
@@ -131,6 +133,9 @@ struct Around {
 struct Passing {
     unary: Vec<Vec<f64>>,
     edges: Vec<Edge>,
+    /// Of all pairs; none is infinite.
+    costs: Vec<f64>,
+    messages: Vec<f64>,
     around: Vec<Around>,
     order: Vec<usize>,
     /// Reduced costs: per variable and choice, by how much an assignment with it costs more at least than the bound of
@@ -146,14 +151,13 @@ impl Passing {
         // What is illegal costs more than the dearest legal assignment.
         let huge = 1.0 + 2.0 * graph.unary.iter().chain(graph.pairs.values()).map(finite).sum::<f64>();
         let capped = |costs: &Vec<f64>| costs.iter().map(|cost| cost.min(huge)).collect::<Vec<f64>>();
-        let edges: Vec<Edge> = graph
-            .pairs
-            .iter()
-            .map(|((a, b), table)| {
-                let messages = [*a, *b].map(|end| vec![0.0; graph.unary[end].len()]);
-                Edge { ends: [*a, *b], costs: capped(table), messages }
-            })
-            .collect();
+        let (mut edges, mut costs, mut all) = (Vec::with_capacity(graph.pairs.len()), Vec::new(), 0);
+        for ((a, b), table) in &graph.pairs {
+            let sizes = [*a, *b].map(|end| graph.unary[end].len());
+            edges.push(Edge { ends: [*a, *b], sizes, costs: costs.len(), messages: [all, all + sizes[0]] });
+            costs.extend(table.iter().map(|cost| cost.min(huge)));
+            all += sizes[0] + sizes[1];
+        }
         let order = breadth_first(graph.unary.len(), &edges);
         let mut rank = vec![0; order.len()];
         order.iter().enumerate().for_each(|(index, variable)| rank[*variable] = index);
@@ -166,7 +170,7 @@ impl Passing {
             }
         }
         let unary: Vec<Vec<f64>> = graph.unary.iter().map(capped).collect();
-        Self { reduced: unary.clone(), unary, edges, around, order, given: Vec::new() }
+        Self { reduced: unary.clone(), unary, edges, costs, messages: vec![0.0; all], around, order, given: Vec::new() }
     }
 
     /// Sends a message over every pair, along the order or back; gives a bound. Each variable hands what its choices
@@ -180,16 +184,20 @@ impl Passing {
             let belief = &mut self.reduced[variable];
             belief.copy_from_slice(&self.unary[variable]);
             for (edge, end) in earlier.iter().chain(later) {
-                belief.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
+                belief
+                    .iter_mut()
+                    .zip(&self.messages[self.edges[*edge].to(*end)])
+                    .for_each(|(sum, message)| *sum += message);
             }
-            let least = belief.iter().copied().fold(f64::INFINITY, f64::min);
+            let least = belief.iter().copied().fold(f64::INFINITY, lesser);
             bound += least;
             belief.iter_mut().for_each(|cost| *cost -= least);
             let to = if is_back { earlier } else { later };
             let parts =
                 if keeps > 0.0 { to.len() as f64 + keeps } else { earlier.len().max(later.len()).max(1) as f64 };
             for (edge, end) in to {
-                bound += self.edges[*edge].send(*end, belief, 1.0 / parts, &mut self.given);
+                let (edge, tables) = (&self.edges[*edge], (&self.costs[..], &mut self.messages[..]));
+                bound += edge.send(*end, belief, 1.0 / parts, tables, &mut self.given);
             }
             let kept = 1.0 - to.len() as f64 / parts;
             belief.iter_mut().for_each(|cost| *cost *= kept);
@@ -204,12 +212,15 @@ impl Passing {
             let mut costs = graph.unary[*variable].clone();
             let Around { earlier, later } = &self.around[*variable];
             for (edge, end) in later {
-                costs.iter_mut().zip(&self.edges[*edge].messages[*end]).for_each(|(sum, message)| *sum += message);
+                costs
+                    .iter_mut()
+                    .zip(&self.messages[self.edges[*edge].to(*end)])
+                    .for_each(|(sum, message)| *sum += message);
             }
             for (edge, end) in earlier {
                 let edge = &self.edges[*edge];
                 let other = choices[edge.ends[1 - end]];
-                costs.iter_mut().enumerate().for_each(|(choice, sum)| *sum += edge.cost(*end, choice, other));
+                costs.iter_mut().enumerate().for_each(|(choice, sum)| *sum += self.costs[edge.at(*end, choice, other)]);
             }
             let least = |best: usize, choice: usize| if costs[choice] < costs[best] { choice } else { best };
             choices[*variable] = (0..costs.len()).fold(0, least);
@@ -219,32 +230,50 @@ impl Passing {
 }
 
 impl Edge {
-    /// The cost where one end has a choice and the other another.
-    fn cost(&self, end: usize, own: usize, other: usize) -> f64 {
-        let columns = self.messages[1].len();
-        if end == 0 { self.costs[own * columns + other] } else { self.costs[other * columns + own] }
+    /// The place of the cost where one end has a choice and the other another.
+    fn at(&self, end: usize, own: usize, other: usize) -> usize {
+        let [row, column] = if end == 0 { [own, other] } else { [other, own] };
+        self.costs + row * self.sizes[1] + column
+    }
+
+    /// The place of the message to an end.
+    fn to(&self, end: usize) -> Range<usize> {
+        self.messages[end]..self.messages[end] + self.sizes[end]
     }
 
     /// Sends a message from an end that hands over a part of its belief; gives what is taken off it.
-    fn send(&mut self, end: usize, belief: &[f64], part: f64, given: &mut Vec<f64>) -> f64 {
+    fn send(
+        &self,
+        end: usize,
+        belief: &[f64],
+        part: f64,
+        (costs, messages): (&[f64], &mut [f64]),
+        given: &mut Vec<f64>,
+    ) -> f64 {
         given.clear();
-        given.extend(belief.iter().zip(&self.messages[end]).map(|(cost, back)| part * cost - back));
-        let columns = self.messages[1].len();
-        let (rows, sent) = (self.costs.chunks_exact(columns), &mut self.messages[1 - end]);
+        given.extend(belief.iter().zip(&messages[self.to(end)]).map(|(cost, back)| part * cost - back));
+        let [rows, columns] = self.sizes;
+        let rows = costs[self.costs..self.costs + rows * columns].chunks_exact(columns);
+        let sent = &mut messages[self.to(1 - end)];
         if end == 0 {
             sent.fill(f64::INFINITY);
             for (row, given) in rows.zip(given.iter()) {
-                sent.iter_mut().zip(row).for_each(|(least, cost)| *least = least.min(given + cost));
+                sent.iter_mut().zip(row).for_each(|(least, cost)| *least = lesser(*least, given + cost));
             }
         } else {
             for (sent, row) in sent.iter_mut().zip(rows) {
-                *sent = given.iter().zip(row).fold(f64::INFINITY, |least, (given, cost)| least.min(given + cost));
+                *sent = given.iter().zip(row).fold(f64::INFINITY, |least, (given, cost)| lesser(least, given + cost));
             }
         }
-        let least = sent.iter().copied().fold(f64::INFINITY, f64::min);
+        let least = sent.iter().copied().fold(f64::INFINITY, lesser);
         sent.iter_mut().for_each(|cost| *cost -= least);
         least
     }
+}
+
+/// The lesser of two numbers, neither of which is none: one instruction, unlike [`f64::min`].
+fn lesser(a: f64, b: f64) -> f64 {
+    if b < a { b } else { a }
 }
 
 /// The variables so that neighbours are near each other.
