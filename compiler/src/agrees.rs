@@ -52,16 +52,18 @@ pub(crate) fn own_contradictions(plan: &Plan) -> Vec<String> {
 /// much memory a host has, is another thing elsewhere.
 fn wrong_cluster(plan: &Plan) -> Result<Option<String>, ClusterError> {
     let cluster = Cluster::of(plan)?;
-    let named = match Cluster::parse(&cluster.name, &cluster.device.name) {
-        Ok(named) if !cluster.name.ends_with(".toml") => named,
-        Ok(_) | Err(ClusterError::File { .. } | ClusterError::Share { .. }) => cluster.clone(),
-        Err(error) => return Err(error),
+    let named = match cluster.name.ends_with(".toml") {
+        true => cluster.clone(),
+        false => match Cluster::parse(&cluster.name, &cluster.device.name) {
+            Err(ClusterError::Share { .. }) => cluster.clone(),
+            named => named?,
+        },
     };
     if let Some(other) = [&named, &cluster].into_iter().find(|of| of.ranks() != plan.mesh.ranks()) {
         let (ranks, devices) = (counted(plan.mesh.ranks(), "rank"), counted(other.ranks(), "device"));
         return Ok(Some(format!("the mesh has {ranks}, and cluster {} has {devices}", other.name)));
     }
-    let [named, planned] = [&named, &cluster].map(|of| format!("{} x {} of {}", of.per_node, of.nodes, of.device.name));
+    let [named, planned] = [&named, &cluster].map(Cluster::shape);
     Ok((named != planned).then(|| format!("cluster {} is {named}, and the plan is for {planned}", cluster.name)))
 }
 

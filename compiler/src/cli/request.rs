@@ -62,10 +62,8 @@ pub fn check_here(plan: &Plan) -> Result<(), Error> {
             }
         }
         Some("cuda") => {
-            let gpus = shardc_runtime::probe::gpus().unwrap_or_default();
-            let first = gpus.first().and_then(|gpu| Some((&gpu.name, profile_of(&gpu.name.to_uppercase())?)));
-            if let Some((name, _)) = first.filter(|(_, profile)| *profile != planned.device.name) {
-                let device = &planned.device.name;
+            let device = &planned.device.name;
+            if let Some((name, _)) = own_gpu().filter(|(_, profile)| profile.is_some_and(|own| own != device)) {
                 tracing::warn!("the plan is for {device}, and this host has {name}: what it predicts is of {device}");
             }
             Ok(())
@@ -76,15 +74,21 @@ pub fn check_here(plan: &Plan) -> Result<(), Error> {
 
 /// The shipped profile that is nearest to this host's first GPU.
 fn cuda_profile() -> &'static str {
-    let gpus = shardc_runtime::probe::gpus().unwrap_or_default();
-    let Some(name) = gpus.first().map(|gpu| gpu.name.to_uppercase()) else { return "h200" };
-    profile_of(&name).unwrap_or_else(|| {
+    let Some((name, profile)) = own_gpu() else { return "h200" };
+    profile.unwrap_or_else(|| {
         tracing::warn!(
             "{name} has no profile: it is planned as an h200; --device-memory says how much memory there is, a cluster \
              file that names the nearest device and replaces its figures says the rest"
         );
         "h200"
     })
+}
+
+/// The name of this host's first GPU, in capitals, and its profile, if it has one.
+fn own_gpu() -> Option<(String, Option<&'static str>)> {
+    let name = shardc_runtime::probe::gpus().unwrap_or_default().first()?.name.to_uppercase();
+    let profile = profile_of(&name);
+    Some((name, profile))
 }
 
 /// The profile of a GPU of this name, in capitals.

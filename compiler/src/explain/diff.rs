@@ -102,14 +102,6 @@ fn request(plan: &Plan) -> [(&'static str, String); 11] {
 /// What the clusters have: the figures, where they have devices of the same names, else these.
 fn figures(a: &Plan, b: &Plan) -> Vec<(String, String, String)> {
     let [Ok(first), Ok(second)] = [a, b].map(Cluster::of) else { return Vec::new() };
-    let text = |of: &Cluster| {
-        let parts = of.parts.iter().map(|part| format!("{} x {} of {}", of.per_node, part.nodes, part.device.name));
-        let parts: Vec<String> = parts.collect();
-        match parts.is_empty() {
-            true => format!("{} x {} of {}", of.per_node, of.nodes, of.device.name),
-            false => parts.join(", "),
-        }
-    };
     let beyond = |of: &Cluster| {
         let level = |level: &Level| {
             let Level { name, nodes, bandwidth, latency } = level;
@@ -118,7 +110,7 @@ fn figures(a: &Plan, b: &Plan) -> Vec<(String, String, String)> {
         of.levels.iter().map(level).collect::<Vec<_>>().join("; ")
     };
     let mut rows = vec![
-        ("devices".to_string(), text(&first), text(&second)),
+        ("devices".to_string(), first.shape(), second.shape()),
         ("beyond the node".to_string(), beyond(&first), beyond(&second)),
     ];
     let pairs = first.devices().into_iter().zip(second.devices());

@@ -29,7 +29,8 @@ impl Update {
     pub fn replaced(self, result: usize) -> Option<usize> {
         match result {
             Self::PARAMETER => Some(Self::PARAMETER),
-            result => (result <= self.states).then_some(result + Self::GRADIENT),
+            // The gradient, which nothing replaces, lies before the state.
+            result => (result <= self.states).then_some(result + 1),
         }
     }
 

@@ -110,6 +110,15 @@ impl Cluster {
         if nodes == 0 { figure(&self.device) } else { sum / nodes as f64 }
     }
 
+    /// The nodes, by their kinds: `8 x 16 of h100`, per node x nodes.
+    pub fn shape(&self) -> String {
+        let part = |nodes: u64, device: &Profile| format!("{} x {nodes} of {}", self.per_node, device.name);
+        match &self.parts[..] {
+            [] => part(self.nodes, &self.device),
+            parts => parts.iter().map(|of| part(of.nodes, &of.device)).collect::<Vec<_>>().join(", "),
+        }
+    }
+
     /// What a cluster of several kinds of nodes has, and how it is planned; nothing for any other.
     pub fn mixture(&self) -> Option<String> {
         let part = |part: &Part| format!("{} of {}", counted(part.nodes, "node"), part.device.name);

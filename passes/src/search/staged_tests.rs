@@ -17,6 +17,7 @@ use crate::cluster::Cluster;
 use crate::search_tests::{Sizes, llama};
 use crate::shard::objective::{Beside, Objective, Pricer};
 use crate::shard::prepare::prepare;
+use crate::shard::tensor::Prepared;
 use shardc_ir::plan::Request;
 use shardc_ir::{Bytes, DType, NoScratch};
 
@@ -24,6 +25,29 @@ const MODEL: Sizes = Sizes { layers: 8, batch: 64, seq: 2048, hidden: 1024, head
 
 /// The most plans of a cluster with some memory whose bounds are looked at.
 const MOST: usize = 60;
+
+/// The pipelines of a request.
+fn staged<'a, 'b>(
+    prepared: &'a Prepared<'b>,
+    line: &'a Line,
+    cluster: &'a Cluster,
+    (request, pins): (&'a Request, &'a Pins),
+) -> Space<'a, 'b> {
+    Space {
+        prepared,
+        line: Some(line),
+        pipelines: Pipelines::Alone,
+        meshes: None,
+        cluster,
+        others: &[],
+        request,
+        pins,
+        away: Away::default(),
+        with_unfit: false,
+        is_bounded: true,
+        measure: Default::default(),
+    }
+}
 
 /// However little memory there is, and whatever is computed again for it: no plan is estimated to take less than the bounds
 /// of its mesh say, of those that take as long as itself.
@@ -37,23 +61,8 @@ fn no_pipeline_is_below_its_bounds() {
         let (cluster, pins) = (Cluster::parse(cluster, "h200").unwrap(), Pins::parse(pins).unwrap());
         for memory in [1300u64, 1700, 2300, 4000, 9000].map(|mib| Bytes(mib << 20)) {
             let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
-            let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
-            let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
-            let (meshes, others, with_unfit, is_bounded) = (None, &[][..], false, true);
-            let space = Space {
-                prepared,
-                line,
-                pipelines,
-                meshes,
-                cluster,
-                others,
-                request,
-                pins,
-                away,
-                with_unfit,
-                is_bounded,
-                measure,
-            };
+            let (prepared, cluster, pins) = (&prepared, &cluster, &pins);
+            let space = staged(prepared, &line, cluster, (request, pins));
             let Ok(all) = enumerate(&space, &mut Visited::within(memory, f64::INFINITY)) else { continue };
             let fitting: Vec<_> = all.iter().filter(|of| of.prediction.fits()).collect();
             for of in fitting.iter().step_by(fitting.len().div_ceil(MOST).max(1)) {
@@ -124,23 +133,8 @@ fn what_was_left_out_is_found_again() {
         let (cluster, pins) = (Cluster::parse(cluster, "h200").unwrap(), Pins::parse(pins).unwrap());
         for memory in [1300u64, 2300, 9000].map(|mib| Bytes(mib << 20)) {
             let request = &Request { batch: MODEL.batch, seq: MODEL.seq, device_memory: memory, ..Request::default() };
-            let (prepared, line, cluster, pins) = (&prepared, Some(&line), &cluster, &pins);
-            let (pipelines, away, measure) = (Pipelines::Alone, Away::default(), Default::default());
-            let (meshes, others, with_unfit, is_bounded) = (None, &[][..], false, true);
-            let space = Space {
-                prepared,
-                line,
-                pipelines,
-                meshes,
-                cluster,
-                others,
-                request,
-                pins,
-                away,
-                with_unfit,
-                is_bounded,
-                measure,
-            };
+            let (prepared, cluster, pins) = (&prepared, &cluster, &pins);
+            let space = staged(prepared, &line, cluster, (request, pins));
             let fastest = |all: &[Candidate]| {
                 let fit = all.iter().filter(|of| of.prediction.fits());
                 fit.map(|of| of.prediction.step.0).fold(f64::INFINITY, f64::min)

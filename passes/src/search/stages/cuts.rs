@@ -99,69 +99,39 @@ impl Segments for BetweenBlocks<'_> {
     }
 }
 
-/// The stage at which zero-bubble V turns gets less to do than the others, by what it hands to itself if that were messages:
-/// while the pipeline fills, every microbatch waits for it twice in a row.
-struct WithTurn<'a>(&'a Problem<'a>);
+/// Stages that are weighed as if some took longer.
+struct Longer<'a> {
+    problem: &'a Problem<'a>,
+    /// By how many seconds of one microbatch a stage with these chunks does.
+    by: &'a dyn Fn(usize, &[Part]) -> f64,
+}
 
-impl Segments for WithTurn<'_> {
+impl Segments for Longer<'_> {
     fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        Segments::seconds(self.0, chunk, from, to)
+        Segments::seconds(self.problem, chunk, from, to)
     }
 
     fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.0.fits(chunk, from, to)
+        self.problem.fits(chunk, from, to)
     }
 
     fn least(&self, place: usize) -> f64 {
-        self.0.least(place)
+        self.problem.least(place)
     }
 }
 
-impl Shares for WithTurn<'_> {
+impl Shares for Longer<'_> {
     fn stage_of(&self, chunk: usize) -> usize {
-        self.0.stage_of(chunk)
+        self.problem.stage_of(chunk)
     }
 
     fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
-        let turn = match chunks {
-            [(first, ..), (second, from, _)] if first + 1 == *second => 4.0 * self.0.turn(*from),
-            _ => 0.0,
-        };
-        Shares::seconds(self.0, stage, chunks) + turn
+        Shares::seconds(self.problem, stage, chunks) + (self.by)(stage, chunks)
     }
 }
 
 /// The seconds outside of the loop from which on cuts are moved by them as well, as a share of those in it.
 const OUTSIDE: f64 = 0.01;
-
-/// Stages as long as each other in a step, of which each microbatch has its part: where there are few, what a large embedding
-/// or head adds to the exchange of gradients and to the update may take longer than what others compute.
-struct InStep<'a>(&'a Problem<'a>);
-
-impl Segments for InStep<'_> {
-    fn seconds(&self, chunk: usize, from: usize, to: usize) -> f64 {
-        Segments::seconds(self.0, chunk, from, to)
-    }
-
-    fn fits(&self, chunk: usize, from: usize, to: usize) -> bool {
-        self.0.fits(chunk, from, to)
-    }
-
-    fn least(&self, place: usize) -> f64 {
-        self.0.least(place)
-    }
-}
-
-impl Shares for InStep<'_> {
-    fn stage_of(&self, chunk: usize) -> usize {
-        self.0.stage_of(chunk)
-    }
-
-    fn seconds(&self, stage: usize, chunks: &[Part]) -> f64 {
-        let outside = self.0.outside(0, stage) * self.0.share(chunks);
-        Shares::seconds(self.0, stage, chunks) + outside / self.0.tries.mesh.placed.microbatches as f64
-    }
-}
 
 impl Problem<'_> {
     /// A chunk by itself, found once: cuts are weighed against each other many times. The memory of several of a stage is
@@ -203,6 +173,21 @@ impl Problem<'_> {
         place + 1 == places.len() || self.tries.mesh.line.is_between(places[place])
     }
 
+    /// What the stage at which zero-bubble V turns hands to itself, if that were messages: so it gets less to do than the
+    /// others, since every microbatch waits for it twice in a row while the pipeline fills.
+    fn turned(&self, chunks: &[Part]) -> f64 {
+        match chunks {
+            [(first, ..), (second, from, _)] if first + 1 == *second => 4.0 * self.turn(*from),
+            _ => 0.0,
+        }
+    }
+
+    /// Each microbatch's part of what a stage does outside of the loop: where there are few, what a large embedding or head
+    /// adds to the exchange of gradients and to the update may take longer than what others compute.
+    fn once(&self, stage: usize, chunks: &[Part]) -> f64 {
+        self.outside(0, stage) * self.share(chunks) / self.tries.mesh.placed.microbatches as f64
+    }
+
     /// Where the first chunk begins and each ends, in the ways that are tried. With several chunks a stage: of chunks of
     /// which the longest is as short as can be, and of equal stages, from there and from equal chunks on; where stages
     /// exchange parameters, those of whole blocks too, since what a parameter is read by at both ends of the line comes
@@ -218,7 +203,10 @@ impl Problem<'_> {
         let in_loop = self.tries.mesh.placed.microbatches as f64 * self.pace(0, 0).sums.whole();
         // What moves is exchanged and updated elsewhere, and its stages take what that takes.
         let is_in_step = !self.tries.mesh.away.moves() && self.outside(0, 0) > OUTSIDE * in_loop;
-        let in_step = |ends: &Vec<usize>| is_in_step.then(|| balanced(ends.clone(), &InStep(self)));
+        let longer = |ends: &Vec<usize>, by: &dyn Fn(usize, &[Part]) -> f64| {
+            balanced(ends.clone(), &Longer { problem: self, by })
+        };
+        let in_step = |ends: &Vec<usize>| is_in_step.then(|| longer(ends, &|stage, chunks| self.once(stage, chunks)));
         if self.tries.pipeline.per_stage == 1 {
             let moved = all.first().and_then(in_step).filter(|ends| !all.contains(ends));
             all.extend(moved);
@@ -233,7 +221,7 @@ impl Problem<'_> {
             let mut moved: Vec<Vec<usize>> = Vec::new();
             let turns = self.tries.pipeline.schedule.splits_backward();
             let each = |ends: Vec<usize>| {
-                let turned = turns.then(|| balanced(ends.clone(), &WithTurn(self)));
+                let turned = turns.then(|| longer(&ends, &|_, chunks| self.turned(chunks)));
                 let in_step = in_step(&ends);
                 [Some(balanced(ends, self)), turned, in_step].into_iter().flatten()
             };
