@@ -124,8 +124,13 @@ const LONG: u64 = 4096;
 /// Whether programs of a pipeline are so long that lowering and simulating them takes seconds: of those of one schedule the
 /// estimate tells which is the fastest, and that one alone is lowered, of two schedules at the most.
 pub(in crate::search) fn is_long(candidate: &Candidate, batch: u64) -> bool {
+    passes(candidate, batch) > LONG
+}
+
+/// Microbatches of all stages of a pipeline together.
+pub(in crate::search) fn passes(candidate: &Candidate, batch: u64) -> u64 {
     let mesh = candidate.mesh(batch);
-    mesh.degree("pp") * mesh.microbatches() > LONG && candidate.stages.is_some()
+    candidate.stages.as_ref().map_or(0, |_| mesh.degree("pp") * mesh.microbatches())
 }
 
 /// By step time; what is equal within a thousandth by the simpler choice.

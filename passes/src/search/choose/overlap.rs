@@ -4,14 +4,14 @@
 //! What chunks hide depends on the order of kernels and collectives, and what they lose on kernels of small products
 //! and on more launches. So plans in chunks are not estimated. For plans that are lowered anyway, of pipelines the
 //! fastest, and for the fastest of the others that may gain enough, some numbers of chunks are lowered and simulated as
-//! well; of pipelines whose programs are [long](is_long) only if they are pinned. The estimate and the bound that a
+//! well; of pipelines of [too many](LONG) microbatches only if they are pinned. The estimate and the bound that a
 //! search reports are those of whole plans.
 //!
 //! What chunks hide need not be avoided. So where the bound of a mesh promises more than its plans give, layouts are
 //! also found for a wire at a part of its price ([`HIDDEN_WIRE`]), and lowered in chunks.
 
 use crate::cluster::DeviceKind;
-use crate::search::candidate::{Candidate, is_long};
+use crate::search::candidate::{Candidate, passes};
 use crate::search::choice::degrees::Degrees;
 use crate::search::choice::pins::{Pins, divides};
 use crate::search::error::PlanError;
@@ -40,6 +40,9 @@ const WORTH: f64 = 0.93;
 /// By how many times the share that chunks were found to hide under the same degrees they may hide more in microbatches of
 /// another size.
 const MORE: f64 = 1.5;
+
+/// Microbatches of all stages together above which programs in chunks are not tried.
+const LONG: u64 = 8192;
 
 /// How many plans are tried in chunks that without them are not among the fastest.
 const CONTENDERS: usize = 2;
@@ -84,7 +87,7 @@ impl Hidden {
     /// seconds, and that can be found out in time.
     fn may_gain(&self, candidate: &Candidate, alone: f64, space: &Space<'_, '_>, step: f64) -> bool {
         may_hide(candidate, alone, space)
-            && !is_long(candidate, space.request.batch)
+            && !is_long(candidate, space)
             && self.least(candidate, alone) < step
     }
 }
@@ -115,7 +118,7 @@ pub(in crate::search) fn may_need_layouts(
 
 /// What there is to say of a plan that was not tried in chunks though they may hide something.
 pub(in crate::search) fn untried(candidate: &Candidate, space: &Space<'_, '_>) -> &'static str {
-    match may_hide(candidate, candidate.prediction.step.0, space) && is_long(candidate, space.request.batch) {
+    match may_hide(candidate, candidate.prediction.step.0, space) && is_long(candidate, space) {
         true => {
             "; steps of so many microbatches in chunks that overlap take seconds to predict: pin overlap_chunks=2 to try"
         }
@@ -173,6 +176,11 @@ pub(in crate::search) fn of_pipelines(
         lowered.insert(at, (index, plan));
     }
     Ok(())
+}
+
+/// Whether to predict a plan in chunks takes seconds.
+fn is_long(candidate: &Candidate, space: &Space<'_, '_>) -> bool {
+    passes(candidate, space.request.batch) > LONG
 }
 
 fn nodes(space: &Space<'_, '_>) -> u64 {
